@@ -1,0 +1,316 @@
+"""A request, what its user asked for, and what the user gets back.
+
+Everything a serving engine does to a request follows from two counters:
+
+    num_tokens            token ids known so far: the prompt, then one more for every sampled token
+    num_computed_tokens   positions whose keys and values are in the KV cache
+
+            prompt_token_ids            output_token_ids
+        +----------------------------+---------------------+
+        | 0 .......... computed      |                     |  num_tokens
+        +----------------------------+---------------------+
+                       ^ num_computed_tokens
+
+A step computes some of the positions between the two. There is no "prefill" or "decode" state: a request that is
+five tokens behind is what prose calls a prefill, one that is a single token behind is a decode. A freshly sampled
+token is known before its keys and values are written, so a running request is always at least one behind.
+
+Invariants: `0 <= num_computed_tokens <= num_tokens`; `all_token_ids` is the prompt followed by the outputs; a
+finished request never changes again.
+
+vLLM keeps the same two counters in its V1 engine. SGLang keeps `fill_ids` and `extend_input_len` and separates
+extend from decode batches; nano-vllm tells the phases apart by an argument of its runner.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from numbers import Integral, Real
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. Order of application: penalties, temperature, min-p, top-k, top-p.
+
+    `temperature=0` is greedy and ignores what follows it. `top_k=0` keeps all tokens. `seed` makes the output a
+    function of the request alone. `stop` strings are cut from the text; `stop_token_ids` end the output as EOS does.
+    Raises `ValueError` that names the field, its value and what is allowed.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", tuple(stop or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        self._check_integers()
+        self._check_numbers()
+        if not all(isinstance(s, str) and s for s in self.stop):
+            raise ValueError(f"stop is {self.stop!r}: each stop string must be a non-empty str")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: it must be True or False")
+
+    def _check_integers(self) -> None:
+        lowest = {"n": 1, "top_k": 0, "max_tokens": 1, "min_tokens": 0, "logprobs": 0, "seed": None}
+        for name, low in lowest.items():
+            value = getattr(self, name)
+            if value is None and name in ("seed", "logprobs"):
+                continue
+            if not _is_integer(value) or (low is not None and value < low):
+                allowed = "an integer" if low is None else f"an integer >= {low}"
+                raise ValueError(f"{name} is {value!r}: it must be {allowed}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed!r}: it must fit in 64 bits, signed")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}: it must be <= max_tokens, which is {self.max_tokens}"
+            )
+        if not all(_is_integer(t) and t >= 0 for t in self.stop_token_ids):
+            raise ValueError(
+                f"stop_token_ids is {self.stop_token_ids!r}: ids must be integers >= 0"
+            )
+
+    def _check_numbers(self) -> None:
+        allowed = {  # name: (lowest, lowest is allowed, highest)
+            "temperature": (0.0, True, math.inf),
+            "top_p": (0.0, False, 1.0),
+            "min_p": (0.0, True, 1.0),
+            "repetition_penalty": (0.0, False, math.inf),
+            "presence_penalty": (-2.0, True, 2.0),
+            "frequency_penalty": (-2.0, True, 2.0),
+        }
+        for name, (low, closed, high) in allowed.items():
+            value = getattr(self, name)
+            is_number = (
+                isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+            )
+            if not is_number or not (low <= value <= high) or (value == low and not closed):
+                interval = f"{'[' if closed else '('}{low}, {high}{']' if high < math.inf else ')'}"
+                raise ValueError(f"{name} is {value!r}: it must be a finite number in {interval}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+class RequestStatus(IntEnum):
+    """Ordered: everything from `FINISHED_STOPPED` on is finished."""
+
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2
+    FINISHED_STOPPED = 3
+    FINISHED_LENGTH_CAPPED = 4
+    FINISHED_ABORTED = 5
+
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+}
+
+
+class Request:
+    """One sequence to be continued, as the scheduler sees it.
+
+    `parent_id` names a request with the same prompt, of the same `n > 1` group, whose prompt KV this one may share.
+    `priority`: a lower number is more urgent. Times are seconds of `time.monotonic()`.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        eos_token_ids: Iterable[int] = (),
+        arrival_time: float | None = None,
+        priority: int = 0,
+        parent_id: str | None = None,
+    ) -> None:
+        if not prompt_token_ids:
+            raise ValueError(
+                f"request {request_id!r}: prompt_token_ids is empty; it must hold at least one token"
+            )
+        self.request_id = request_id
+        self.prompt_token_ids = list(prompt_token_ids)
+        self.sampling_params = sampling_params
+        self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        self.priority = priority
+        self.parent_id = parent_id
+        self.max_tokens = (
+            sampling_params.max_tokens
+        )  # a scheduler lowers it where max_model_len ends sooner
+
+        self.output_token_ids: list[int] = []
+        self.all_token_ids: list[int] = list(prompt_token_ids)
+        self.draft_token_ids: list[int] = []
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | str | None = None
+
+        self._stop_ids = frozenset(sampling_params.stop_token_ids)
+        self._eos_ids = frozenset() if sampling_params.ignore_eos else frozenset(eos_token_ids)
+
+    @classmethod
+    def from_tokens(
+        cls,
+        request_id: str,
+        token_ids: Sequence[int],
+        max_new_tokens: int = 16,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> Request:
+        """A greedy request that nothing but its length stops: for tests, simulations and notebooks."""
+        params = SamplingParams(temperature=0, max_tokens=max_new_tokens, ignore_eos=True)
+        return cls(request_id, token_ids, params, arrival_time=arrival_time, priority=priority)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens it can ever hold. The last of them is never fed back, so it needs no KV slot."""
+        return self.num_prompt_tokens + self.max_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status >= RequestStatus.FINISHED_STOPPED
+
+    @property
+    def finish_reason(self) -> str | None:
+        """`"stop"`, `"length"`, `"abort"`, or None while unfinished."""
+        return _FINISH_REASONS.get(self.status)
+
+    def append_output_token(self, token_id: int) -> None:
+        """Take one sampled token, and finish if it is a stop token or the last one allowed."""
+        assert not self.is_finished, f"{self.request_id} is finished"
+        self.output_token_ids.append(token_id)
+        self.all_token_ids.append(token_id)
+        may_stop = self.num_output_tokens >= self.sampling_params.min_tokens
+        if may_stop and (token_id in self._stop_ids or token_id in self._eos_ids):
+            self.status = RequestStatus.FINISHED_STOPPED
+            # As in vLLM: EOS is the ordinary end and gives no reason; a stop token names itself.
+            self.stop_reason = token_id if token_id in self._stop_ids else None
+        elif self.num_output_tokens == self.max_tokens:
+            self.status = RequestStatus.FINISHED_LENGTH_CAPPED
+
+    def check_invariants(self) -> None:
+        assert 0 <= self.num_computed_tokens <= self.num_tokens, repr(self)
+        assert self.num_tokens == self.num_prompt_tokens + self.num_output_tokens, repr(self)
+        assert self.num_output_tokens <= self.max_tokens <= self.sampling_params.max_tokens, repr(
+            self
+        )
+        assert self.all_token_ids[: self.num_prompt_tokens] == self.prompt_token_ids, repr(self)
+        assert self.all_token_ids[self.num_prompt_tokens :] == self.output_token_ids, repr(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.name}, prompt={self.num_prompt_tokens}, "
+            f"outputs={self.num_output_tokens}, computed={self.num_computed_tokens})"
+        )
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request. Seconds of `time.monotonic()`; None: not yet."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    inter_token_latencies: list[float] = field(default_factory=list)
+    num_preemptions: int = 0
+
+    def record_tokens(self, num_new_tokens: int, now: float) -> None:
+        """Tokens that arrive together share one latency: the first of them waited, the others did not."""
+        if num_new_tokens == 0:
+            return
+        if self.first_token_time is None:
+            self.first_token_time = now
+        else:
+            self.inter_token_latencies.append(now - self.last_token_time)
+        self.inter_token_latencies += [0.0] * (num_new_tokens - 1)
+        self.last_token_time = now
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds from arrival to the first step that computed any of its tokens."""
+        return (
+            None
+            if self.first_scheduled_time is None
+            else self.first_scheduled_time - self.arrival_time
+        )
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One continuation. `finish_reason` is None while it runs, then `"stop"`, `"length"` or `"abort"`.
+
+    `stop_reason`: the stop string or stop token id that ended it; None for EOS and for the other reasons.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a user gets for one prompt: `n` completions. `prompt` is None when token ids were given."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0
+
+    def __repr__(self) -> str:
+        shown = ", ".join(
+            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "metrics"
+        )
+        return f"RequestOutput({shown})"

@@ -1,0 +1,110 @@
+"""The waiting queue: who is next.
+
+A queue is asked four things: put a request at its place, take the next one, put one back at the front (it was
+preempted, or could not be admitted after all), and forget one that its user aborted. All four are O(1) here. The
+obvious list makes two of them O(n): `pop(0)` shifts everything and `remove` searches. With 100,000 requests waiting
+that is the whole step time.
+
+An `OrderedDict` from request id to request does it: insertion order is queue order, and its linked list takes an
+entry out of the middle, or moves one to the front, without touching the rest.
+
+Invariants: a request is in the queue at most once; iteration order is the order in which `pop_request` would hand
+requests out.
+
+vLLM uses a deque (removal is O(n)) and a heap for priorities; nano-vllm a deque; SGLang sorts a list every step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator
+from enum import Enum
+
+from request import Request
+
+
+class SchedulingPolicy(str, Enum):
+    """Orders of service. Chapter 4 adds priority and cache-aware ones."""
+
+    FCFS = "fcfs"
+
+
+class RequestQueue(ABC):
+    """The order in which waiting requests are served. Iteration is in that order and changes nothing."""
+
+    @abstractmethod
+    def add_request(self, request: Request) -> None:
+        """Put a request at its place. Raises `ValueError` if one with its id is in the queue."""
+
+    @abstractmethod
+    def pop_request(self) -> Request:
+        """Take out the next request. Raises `IndexError` if the queue is empty."""
+
+    @abstractmethod
+    def peek_request(self) -> Request:
+        """The next request, left in place. Raises `IndexError` if the queue is empty."""
+
+    @abstractmethod
+    def prepend_request(self, request: Request) -> None:
+        """Put a request back at the front. Raises `ValueError` if one with its id is in the queue."""
+
+    @abstractmethod
+    def remove_request(self, request: Request) -> None:
+        """Take a request out of the middle. Raises `KeyError` if it is not in the queue."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Request]: ...
+
+    def __bool__(self) -> bool:
+        return len(self) > 0
+
+
+class FCFSRequestQueue(RequestQueue):
+    """First come, first served."""
+
+    def __init__(self) -> None:
+        self._requests: OrderedDict[str, Request] = OrderedDict()
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id in self._requests:
+            raise ValueError(f"request {request.request_id!r} is already in the queue")
+        self._requests[request.request_id] = request
+
+    def pop_request(self) -> Request:
+        if not self._requests:
+            raise IndexError("pop from an empty queue")
+        return self._requests.popitem(last=False)[1]
+
+    def peek_request(self) -> Request:
+        if not self._requests:
+            raise IndexError("peek into an empty queue")
+        return next(iter(self._requests.values()))
+
+    def prepend_request(self, request: Request) -> None:
+        self.add_request(request)
+        self._requests.move_to_end(request.request_id, last=False)
+
+    def remove_request(self, request: Request) -> None:
+        if self._requests.get(request.request_id) is not request:
+            raise KeyError(request.request_id)
+        del self._requests[request.request_id]
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+
+def create_request_queue(policy: SchedulingPolicy | str) -> RequestQueue:
+    """The queue for a policy. Raises `ValueError` for one that does not exist."""
+    queues = {SchedulingPolicy.FCFS: FCFSRequestQueue}
+    try:
+        return queues[SchedulingPolicy(policy)]()
+    except ValueError:
+        allowed = ", ".join(repr(p.value) for p in SchedulingPolicy)
+        raise ValueError(f"policy is {policy!r}: it must be one of {allowed}") from None

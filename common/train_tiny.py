@@ -1,0 +1,402 @@
+"""Train the two checkpoints that ship with the repository, from scratch, offline.
+
+    python -m common.train_tiny target --out common/checkpoints/tiny
+    python -m common.train_tiny draft  --out common/checkpoints/tiny-draft
+    python -m common.train_tiny evaluate
+
+The target is trained on next tokens of the standard library. The draft, a model with a sixth of the target's
+arithmetic, is trained to imitate the target's whole next-token distribution on the same text (distillation: Hinton
+et al., arXiv 1503.02531), because speculative decoding (chapter 5) pays by agreement, not by likelihood.
+
+Matrices are updated with Muon (momentum, then the nearest semi-orthogonal matrix; K. Jordan, 2024), everything else
+with AdamW. The learning rate warms up, stays constant, and falls linearly to zero over the last part of the run, so
+that a run can be lengthened until its last part begins. A run is seeded and can be resumed: the state is written to
+`--state` every `--save-every` steps, and a second start goes on from there.
+
+Weights are float32 while training (bfloat16 autocast on an accelerator) and bfloat16 in the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from tqdm import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from common.tiny_data import (
+    END_OF_TEXT,
+    HELD_OUT,
+    PAD,
+    VOCAB_SIZE,
+    corpus,
+    token_stream,
+    train_tokenizer,
+)
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+MAX_POSITIONS = 2048
+_SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, head_dim
+    "target": (256, 768, 6, 4, 2, 64),
+    "draft": (128, 352, 2, 4, 2, 32),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """One run. `tokens_total` counts every token trained on, with repetition."""
+
+    role: str
+    tokens_total: int
+    batch_tokens: int = 6144
+    seq_len: int = 512
+    long_seq_len: int = (
+        1024  # used while the learning rate falls, so that positions up to it are trained
+    )
+    matrix_lr: float = 0.02
+    other_lr: float = 3e-3
+    warmup_steps: int = 40
+    decay_share: float = 0.25
+    seed: int = 0
+
+    @property
+    def num_steps(self) -> int:
+        return self.tokens_total // self.batch_tokens
+
+    def lr_scale(self, step: int) -> float:
+        """Warm-up, constant, then linear to zero."""
+        left = (self.num_steps - step) / (self.decay_share * self.num_steps)
+        return min(1.0, (step + 1) / self.warmup_steps, left)
+
+    def in_decay(self, step: int) -> bool:
+        return step >= self.num_steps * (1 - self.decay_share)
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose matrix updates are replaced by the nearest semi-orthogonal matrix.
+
+    As `torch.optim.Muon`, except that the Newton-Schulz iteration runs in the parameters' own dtype (bfloat16 is
+    emulated, and slow, on CPUs without support for it) and once for all matrices of one shape.
+    """
+
+    _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+    def __init__(self, params: list[torch.nn.Parameter], lr: float, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @classmethod
+    def _orthogonalise(
+        cls, update: torch.Tensor, steps: int = 5
+    ) -> torch.Tensor:  # [n, rows, cols]
+        a, b, c = cls._COEFFICIENTS
+        tall = update.size(1) > update.size(2)
+        x = update.mT if tall else update
+        x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+        for _ in range(steps):
+            gram = x @ x.mT
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return x.mT if tall else x
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[torch.nn.Parameter]] = {}
+            for p in group["params"]:
+                by_shape.setdefault(p.shape, []).append(p)
+            for shape, params in by_shape.items():
+                updates = []
+                for p in params:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    momentum.lerp_(p.grad, 1 - group["momentum"])
+                    updates.append(p.grad.lerp(momentum, group["momentum"]))  # Nesterov
+                lr = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
+                for p, update in zip(
+                    params, self._orthogonalise(torch.stack(updates)), strict=True
+                ):
+                    p.add_(update, alpha=-lr)
+
+
+def build_model(role: str, seed: int) -> Qwen3ForCausalLM:
+    hidden, intermediate, layers, heads, kv_heads, head_dim = _SHAPES[role]
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=MAX_POSITIONS,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=0,
+            pad_token_id=1,
+        )
+    )
+
+
+def flops_per_token(model: torch.nn.Module) -> int:
+    """Multiply-adds times two, without attention's share that grows with length; the tied output layer counts."""
+    return 2 * sum(p.numel() for p in model.parameters() if p.ndim == 2)
+
+
+def sample_batch(
+    stream: np.ndarray, num_rows: int, seq_len: int, rng: np.random.Generator
+) -> torch.Tensor:
+    """Random windows of the stream: `[num_rows, seq_len + 1]`, int64."""
+    starts = rng.integers(0, len(stream) - seq_len - 1, size=num_rows)
+    rows = np.stack([stream[s : s + seq_len + 1] for s in starts])
+    return torch.from_numpy(rows.astype(np.int64))
+
+
+def distillation_loss(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy against the teacher's distribution. Both `[rows, seq_len, vocab_size]` logits; nats a token."""
+    return F.cross_entropy(student.flatten(0, 1).float(), teacher.flatten(0, 1).float().softmax(-1))
+
+
+def train(
+    config: TrainConfig, out: Path, state_path: Path, save_every: int, device: torch.device
+) -> None:
+    train_files, held_out = corpus()
+    tokenizer = prepare_tokenizer(config.role, train_files, state_path)
+    stream = token_stream(tokenizer, train_files, config.seed)
+    model = build_model(config.role, config.seed).to(device)
+    teacher = load_teacher(device) if config.role == "draft" else None
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    optimizers = [
+        Muon(matrices, lr=config.matrix_lr),
+        torch.optim.AdamW(others, lr=config.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    autocast = (
+        torch.autocast(device.type, torch.bfloat16) if device.type != "cpu" else nullcontext()
+    )
+
+    first, curve = 0, []
+    if state_path.exists():
+        state = torch.load(state_path, weights_only=True)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        first, curve = state["step"], state["curve"]
+    base_lrs = [config.matrix_lr, config.other_lr]
+    seconds_before = curve[-1]["seconds"] if curve else 0.0
+    started = time.perf_counter()
+    bar = tqdm(range(first, config.num_steps), initial=first, total=config.num_steps, unit="step")
+    window: list[float] = []
+    for step in bar:
+        for optimizer, base in zip(optimizers, base_lrs, strict=True):
+            optimizer.param_groups[0]["lr"] = base * config.lr_scale(step)
+        rng = np.random.default_rng(
+            [config.seed, step]
+        )  # a function of the step: resuming repeats nothing
+        seq_len = config.long_seq_len if config.in_decay(step) else config.seq_len
+        batch = sample_batch(stream, config.batch_tokens // seq_len, seq_len, rng).to(device)
+        with autocast:
+            logits = model(input_ids=batch[:, :-1]).logits
+            if teacher is None:
+                loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+            else:
+                with torch.no_grad():
+                    wanted = teacher(input_ids=batch[:, :-1]).logits
+                loss = distillation_loss(logits, wanted)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(others, 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        window.append(loss.item())
+        bar.set_postfix(loss=f"{np.mean(window[-50:]):.3f}")
+        if (step + 1) % save_every == 0 or step + 1 == config.num_steps:
+            curve.append(
+                {
+                    "tokens": (step + 1) * config.batch_tokens,
+                    "train_loss": float(np.mean(window)),
+                    "held_out_nats": evaluate(model, tokenizer, held_out, device)["nats_per_token"],
+                    "seconds": seconds_before + time.perf_counter() - started,
+                }
+            )
+            window = []
+            saved = {
+                "model": model.state_dict(),
+                "optimizers": [o.state_dict() for o in optimizers],
+                "step": step + 1,
+                "curve": curve,
+            }
+            torch.save(saved, state_path.with_suffix(".new"))
+            state_path.with_suffix(".new").replace(state_path)
+            tqdm.write(json.dumps(curve[-1]))
+    export(model, tokenizer, config, curve, held_out, out, device)
+
+
+def prepare_tokenizer(role: str, train_files: dict[str, str], state_path: Path) -> Tokenizer:
+    """The target's run fits the tokenizer; the draft's takes the target's."""
+    if role == "draft":
+        return Tokenizer.from_file(str(CHECKPOINTS / "tiny" / "tokenizer.json"))
+    path = state_path.with_suffix(".tokenizer.json")
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        train_tokenizer(list(train_files.values())).save(str(path))
+    return Tokenizer.from_file(str(path))
+
+
+def load_teacher(device: torch.device) -> torch.nn.Module:
+    return (
+        AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "tiny", dtype=torch.float32)
+        .to(device)
+        .eval()
+    )
+
+
+def held_out_windows(
+    tokenizer: Tokenizer, held_out: dict[str, str], seq_len: int
+) -> list[torch.Tensor]:
+    """Every held-out token once as a target, in windows of one file each: `[1, <= seq_len + 1]` ids."""
+    windows = []
+    for text in held_out.values():
+        end = tokenizer.token_to_id(END_OF_TEXT)
+        ids = torch.tensor([end, *tokenizer.encode(text).ids, end])
+        windows += [ids[s : s + seq_len + 1][None] for s in range(0, len(ids) - 1, seq_len)]
+    return windows
+
+
+@torch.no_grad()
+def evaluate(
+    model: torch.nn.Module,
+    tokenizer: Tokenizer,
+    held_out: dict[str, str],
+    device: torch.device,
+    seq_len: int = 512,
+) -> dict[str, float]:
+    """Held-out loss: nats per token and, independent of the tokenizer, bits per byte of the text."""
+    model.eval()
+    nats, num_tokens = 0.0, 0
+    for window in held_out_windows(tokenizer, held_out, seq_len):
+        window = window.to(device)
+        logits = model(input_ids=window[:, :-1]).logits[0].float()
+        nats += F.cross_entropy(logits, window[0, 1:], reduction="sum").item()
+        num_tokens += window.size(1) - 1
+    model.train()
+    num_bytes = sum(len(text.encode()) for text in held_out.values())
+    return {
+        "nats_per_token": nats / num_tokens,
+        "bits_per_byte": nats / math.log(2) / num_bytes,
+        "num_tokens": num_tokens,
+        "num_bytes": num_bytes,
+    }
+
+
+@torch.no_grad()
+def greedy_agreement(
+    target: torch.nn.Module, draft: torch.nn.Module, tokenizer: Tokenizer, held_out: dict[str, str]
+) -> float:
+    """Share of held-out positions where both models' most likely next token is the same one."""
+    same, total = 0, 0
+    for window in held_out_windows(tokenizer, held_out, seq_len=512):
+        ours, theirs = (m(input_ids=window[:, :-1]).logits.argmax(-1) for m in (target, draft))
+        same += (ours == theirs).sum().item()
+        total += ours.numel()
+    return same / total
+
+
+def export(
+    model: Qwen3ForCausalLM,
+    tokenizer: Tokenizer,
+    config: TrainConfig,
+    curve: list[dict],
+    held_out: dict[str, str],
+    out: Path,
+    device: torch.device,
+) -> None:
+    """Write a Hugging Face checkpoint in bfloat16, and the record of the run beside it."""
+    before = evaluate(model, tokenizer, held_out, device)
+    model.to(torch.bfloat16)
+    model.save_pretrained(out)
+    GenerationConfig(eos_token_id=0, pad_token_id=1, do_sample=False).save_pretrained(out)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TEXT,
+        pad_token=PAD,
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(out)
+    after = evaluate(load(out), tokenizer, held_out, torch.device("cpu"))
+    record = {
+        "command": f"python -m common.train_tiny {config.role} --tokens {config.tokens_total}",
+        "config": asdict(config),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "flops_per_token": flops_per_token(model),
+        "corpus": {"python": platform.python_version(), "held_out": list(HELD_OUT)},
+        "torch": torch.__version__,
+        "hardware": {
+            "device": str(device),
+            "machine": platform.machine(),
+            "threads": torch.get_num_threads(),
+        },
+        "held_out_float32": before,
+        "held_out_bfloat16": after,
+        "curve": curve,
+    }
+    (out / "training_record.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def load(path: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def report() -> None:
+    """Losses of both shipped checkpoints and how often they agree, written to `draft_agreement.json`."""
+    _, held_out = corpus()
+    tokenizer = Tokenizer.from_file(str(CHECKPOINTS / "tiny" / "tokenizer.json"))
+    target, draft = load(CHECKPOINTS / "tiny"), load(CHECKPOINTS / "tiny-draft")
+    result = {
+        "command": "python -m common.train_tiny evaluate",
+        "python": platform.python_version(),
+        "target": evaluate(target, tokenizer, held_out, torch.device("cpu")),
+        "draft": evaluate(draft, tokenizer, held_out, torch.device("cpu")),
+        "flops_ratio": flops_per_token(target) / flops_per_token(draft),
+        "greedy_agreement": greedy_agreement(target, draft, tokenizer, held_out),
+    }
+    (CHECKPOINTS / "tiny-draft" / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("role", choices=["target", "draft", "evaluate"])
+    parser.add_argument("--tokens", type=int, default=8_400_000)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--state", type=Path)
+    parser.add_argument("--save-every", type=int, default=100)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    if args.role == "evaluate":
+        return report()
+    out = args.out or CHECKPOINTS / {"target": "tiny", "draft": "tiny-draft"}[args.role]
+    state = args.state or Path("build") / f"train_{args.role}.pt"
+    state.parent.mkdir(parents=True, exist_ok=True)
+    config = TrainConfig(role=args.role, tokens_total=args.tokens)
+    train(config, out, state, args.save_every, torch.device(args.device))
+
+
+if __name__ == "__main__":
+    main()
