@@ -1,17 +1,18 @@
 """The loop. Everything else in this book is a better version of one of its five lines.
 
-    output  = scheduler.schedule()                        who computes how many tokens
-    batch   = runner.prepare(output)                      token ids, positions, and later block tables
-    logits  = runner.forward(batch)                       [num_logit_rows, vocab_size]
-    sampled = sampler.sample(logits, batch)               {request_id: [token, ...]}
+    output  = scheduler.schedule()                       who computes how many tokens
+    batch   = runner.prepare(output)                     token ids, positions, later block tables
+    logits  = runner.forward(batch)                      [num_logit_rows, vocab_size]
+    sampled = sampler.sample(logits, batch)              {request_id: [token, ...]}
     results = scheduler.update_from_output(output, ...)   what became final
 
-The collaborators are injected. Chapter 1 puts in `FCFSScheduler`, `HFModelRunner` and `GreedySampler`; the engine in
-`common` puts in its paged runner and its sampler, and this file stays as it is.
+The collaborators are injected. Chapter 1 puts in `FCFSScheduler`, `HFModelRunner` and
+`GreedySampler`; the engine in `common` puts in its paged runner and its sampler, and this file
+stays as it is.
 
-`on_step` is called after every step with a `StepRecord`: who was scheduled, admitted and finished, and how long each
-line took. The demo's trace, the benchmarks and the pictures of this book read nothing else.
-"""
+`on_step` is called after every step with a `StepRecord`: who was scheduled, admitted and finished,
+and how long each line took. The demo's trace, the benchmarks and the pictures of this book read
+nothing else."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class ModelRunner(Protocol):
     """Owns the model, the KV tensors and a copy of every running request."""
 
     def prepare(self, output: SchedulerOutput) -> Batch:
-        """Take over the changes of a plan and lay out its tokens. Called once for every plan, empty ones too."""
+        """Take over the changes of a plan and lay out its tokens. Called once for every plan, empty
+        ones too."""
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits `[num_logit_rows, vocab_size]`; KV of the batch's tokens is written."""
@@ -93,8 +95,8 @@ class StepRecord:
 class EngineCore:
     """Runs requests to their end, one step at a time.
 
-    `check_invariants=True` makes the scheduler check itself after every step: slow, and meant for tests.
-    """
+    `check_invariants=True` makes the scheduler check itself after every step: slow, and meant for
+    tests."""
 
     def __init__(
         self,

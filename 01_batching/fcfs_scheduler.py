@@ -1,24 +1,25 @@
 """First come, first served, decided anew at every iteration.
 
-A static batch is filled once and emptied once: a slot whose request has ended stays empty until the longest one
-ends. Scheduling per iteration (Orca, OSDI 2022) asks before every forward pass who computes what, so that a freed
-slot is taken in the very next step.
+A static batch is filled once and emptied once: a slot whose request has ended stays empty until the
+longest one ends. Scheduling per iteration (Orca, OSDI 2022) asks before every forward pass who
+computes what, so that a freed slot is taken in the very next step.
 
 One step has a budget of `max_num_batched_tokens`:
 
     | one token for each running request | whole prompts from the front of the queue | unused |
     0                           len(running)                              max_num_batched_tokens
 
-Running requests come first, so admission cannot starve them, and since a prompt is only admitted into what is left,
-`len(running)` never grows past the budget. The queue is not overtaken: if its head does not fit, nobody behind it is
-admitted. A head that could never fit is refused when it arrives, so nobody waits for ever.
+Running requests come first, so admission cannot starve them, and since a prompt is only admitted
+into what is left, `len(running)` never grows past the budget. The queue is not overtaken: if its
+head does not fit, nobody behind it is admitted. A head that could never fit is refused when it
+arrives, so nobody waits for ever.
 
-Memory is reserved in full at admission, for the prompt and everything the request may still generate. That is safe,
-because a running request can never run out, and wasteful, because most requests stop early: chapter 4 replaces it.
+Memory is reserved in full at admission, for the prompt and everything the request may still
+generate. That is safe, because a running request can never run out, and wasteful, because most
+requests stop early: chapter 4 replaces it.
 
-Invariants: `len(running) <= max_num_seqs`; no plan exceeds the budget; a running request is exactly one token behind
-between two steps; every unfinished request is either waiting or running.
-"""
+Invariants: `len(running) <= max_num_seqs`; no plan exceeds the budget; a running request is exactly
+one token behind between two steps; every unfinished request is either waiting or running."""
 
 from __future__ import annotations
 
@@ -40,9 +41,8 @@ from scheduler_interface import (
 class FCFSScheduler:
     """Iteration-level scheduling of whole prompts. A `SchedulerInterface`.
 
-    `kv_memory` is asked before a request is admitted; without one, memory is taken to be unlimited. `max_model_len`
-    bounds prompt plus outputs. Raises `ValueError` for limits below 1.
-    """
+    `kv_memory` is asked before a request is admitted; without one, memory is taken to be unlimited.
+    `max_model_len` bounds prompt plus outputs. Raises `ValueError` for limits below 1."""
 
     def __init__(
         self,
@@ -72,10 +72,11 @@ class FCFSScheduler:
             str, tuple[int, int]
         ] = {}  # what the runner knows: (tokens, block ids)
 
-    # -- requests come and go ------------------------------------------------------------------------------------
+    # -- requests come and go
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises `ValueError`, and changes nothing, if it is a duplicate or could never run."""
+        """Queue a request. Raises `ValueError`, and changes nothing, if it is a duplicate or could
+        never run."""
         if request.request_id in self.requests:
             raise ValueError(
                 f"request_id is {request.request_id!r}: a request with this id is unfinished"
@@ -98,14 +99,15 @@ class FCFSScheduler:
             )
         if request.num_prompt_tokens > self.max_num_batched_tokens:
             raise ValueError(
-                f"{prompt}: a whole prompt must fit one step, max_num_batched_tokens={self.max_num_batched_tokens}"
+                f"{prompt}: a whole prompt must fit one step, "
+                f"max_num_batched_tokens={self.max_num_batched_tokens}"
             )
         # The last token is sampled but never fed back: it needs no KV slot.
         num_positions = request.num_prompt_tokens + max_tokens - 1
         if not self.kv_memory.fits_when_empty(num_positions):
             raise ValueError(
-                f"{prompt} and max_tokens is {max_tokens}: {num_positions} positions do not fit the KV memory "
-                "even when it is empty; lower max_tokens or raise num_blocks"
+                f"{prompt} and max_tokens is {max_tokens}: {num_positions} positions do not fit "
+                "the KV memory even when it is empty; lower max_tokens or raise num_blocks"
             )
 
     def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None:
@@ -128,7 +130,7 @@ class FCFSScheduler:
         if self._num_sent.pop(request.request_id, None) is not None:  # the runner has state of it
             self._finished_req_ids.add(request.request_id)
 
-    # -- one step ------------------------------------------------------------------------------------------------
+    # -- one step
 
     def schedule(self) -> SchedulerOutput:
         """Plan a step: new requests first, then a token for everyone who was running before."""
@@ -204,7 +206,8 @@ class FCFSScheduler:
     def update_from_output(
         self, output: SchedulerOutput, token_ids: dict[str, list[int]]
     ) -> list[EngineCoreOutput]:
-        """Append each request's sampled tokens, up to the one that finishes it, and release who has finished."""
+        """Append each request's sampled tokens, up to the one that finishes it, and release who has
+        finished."""
         results = []
         for request in output.scheduled_requests:
             if request.is_finished:
@@ -228,7 +231,7 @@ class FCFSScheduler:
     def update_draft_token_ids(self, draft_token_ids: dict[str, list[int]]) -> None:
         raise NotImplementedError("FCFSScheduler does not speculate; chapter 4's Scheduler does")
 
-    # -- questions -----------------------------------------------------------------------------------------------
+    # -- questions
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)

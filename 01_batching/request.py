@@ -11,16 +11,17 @@ Everything a serving engine does to a request follows from two counters:
         +----------------------------+---------------------+
                        ^ num_computed_tokens
 
-A step computes some of the positions between the two. There is no "prefill" or "decode" state: a request that is
-five tokens behind is what prose calls a prefill, one that is a single token behind is a decode. A freshly sampled
-token is known before its keys and values are written, so a running request is always at least one behind.
+A step computes some of the positions between the two. There is no "prefill" or "decode" state: a
+request that is five tokens behind is what prose calls a prefill, one that is a single token behind
+is a decode. A freshly sampled token is known before its keys and values are written, so a running
+request is always at least one behind.
 
-Invariants: `0 <= num_computed_tokens <= num_tokens`; `all_token_ids` is the prompt followed by the outputs; a
-finished request never changes again.
+Invariants: `0 <= num_computed_tokens <= num_tokens`; `all_token_ids` is the prompt followed by the
+outputs; a finished request never changes again.
 
-vLLM keeps the same two counters in its V1 engine. SGLang keeps `fill_ids` and `extend_input_len` and separates
-extend from decode batches; nano-vllm tells the phases apart by an argument of its runner.
-"""
+vLLM keeps the same two counters in its V1 engine. SGLang keeps `fill_ids` and `extend_input_len`
+and separates extend from decode batches; nano-vllm tells the phases apart by an argument of its
+runner."""
 
 from __future__ import annotations
 
@@ -34,12 +35,13 @@ from numbers import Integral, Real
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. Order of application: penalties, temperature, min-p, top-k, top-p.
+    """How tokens are chosen and when to stop. Order of application: penalties, temperature, min-p,
+    top-k, top-p.
 
-    `temperature=0` is greedy and ignores what follows it. `top_k=0` keeps all tokens. `seed` makes the output a
-    function of the request alone. `stop` strings are cut from the text; `stop_token_ids` end the output as EOS does.
-    Raises `ValueError` that names the field, its value and what is allowed.
-    """
+    `temperature=0` is greedy and ignores what follows it. `top_k=0` keeps all tokens. `seed` makes
+    the output a function of the request alone. `stop` strings are cut from the text;
+    `stop_token_ids` end the output as EOS does. Raises `ValueError` that names the field, its value
+    and what is allowed."""
 
     n: int = 1
     temperature: float = 1.0
@@ -83,7 +85,8 @@ class SamplingParams:
             raise ValueError(f"seed is {self.seed!r}: it must fit in 64 bits, signed")
         if self.min_tokens > self.max_tokens:
             raise ValueError(
-                f"min_tokens is {self.min_tokens}: it must be <= max_tokens, which is {self.max_tokens}"
+                f"min_tokens is {self.min_tokens}: "
+                f"it must be <= max_tokens, which is {self.max_tokens}"
             )
         if not all(_is_integer(t) and t >= 0 for t in self.stop_token_ids):
             raise ValueError(
@@ -138,9 +141,9 @@ _FINISH_REASONS = {
 class Request:
     """One sequence to be continued, as the scheduler sees it.
 
-    `parent_id` names a request with the same prompt, of the same `n > 1` group, whose prompt KV this one may share.
-    `priority`: a lower number is more urgent. Times are seconds of `time.monotonic()`.
-    """
+    `parent_id` names a request with the same prompt, of the same `n > 1` group, whose prompt KV
+    this one may share. `priority`: a lower number is more urgent. Times are seconds of
+    `time.monotonic()`."""
 
     def __init__(
         self,
@@ -154,7 +157,8 @@ class Request:
     ) -> None:
         if not prompt_token_ids:
             raise ValueError(
-                f"request {request_id!r}: prompt_token_ids is empty; it must hold at least one token"
+                f"request {request_id!r}: prompt_token_ids is empty: "
+                "it must hold at least one token"
             )
         self.request_id = request_id
         self.prompt_token_ids = list(prompt_token_ids)
@@ -187,7 +191,8 @@ class Request:
         priority: int = 0,
         arrival_time: float | None = None,
     ) -> Request:
-        """A greedy request that nothing but its length stops: for tests, simulations and notebooks."""
+        """A greedy request that nothing but its length stops: for tests, simulations and
+        notebooks."""
         params = SamplingParams(temperature=0, max_tokens=max_new_tokens, ignore_eos=True)
         return cls(request_id, token_ids, params, arrival_time=arrival_time, priority=priority)
 
@@ -258,7 +263,8 @@ class RequestMetrics:
     num_preemptions: int = 0
 
     def record_tokens(self, num_new_tokens: int, now: float) -> None:
-        """Tokens that arrive together share one latency: the first of them waited, the others did not."""
+        """Tokens that arrive together share one latency: the first of them waited, the others did
+        not."""
         if num_new_tokens == 0:
             return
         if self.first_token_time is None:
@@ -284,10 +290,11 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One continuation. `finish_reason` is None while it runs, then `"stop"`, `"length"` or `"abort"`.
+    """One continuation. `finish_reason` is None while it runs, then `"stop"`, `"length"` or
+    `"abort"`.
 
-    `stop_reason`: the stop string or stop token id that ended it; None for EOS and for the other reasons.
-    """
+    `stop_reason`: the stop string or stop token id that ended it; None for EOS and for the other
+    reasons."""
 
     index: int
     text: str
@@ -299,7 +306,8 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What a user gets for one prompt: `n` completions. `prompt` is None when token ids were given."""
+    """What a user gets for one prompt: `n` completions. `prompt` is None when token ids were
+    given."""
 
     request_id: str
     prompt: str | None

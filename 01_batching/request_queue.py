@@ -1,18 +1,18 @@
 """The waiting queue: who is next.
 
-A queue is asked four things: put a request at its place, take the next one, put one back at the front (it was
-preempted, or could not be admitted after all), and forget one that its user aborted. All four are O(1) here. The
-obvious list makes two of them O(n): `pop(0)` shifts everything and `remove` searches. With 100,000 requests waiting
-that is the whole step time.
+A queue is asked four things: put a request at its place, take the next one, put one back at the
+front (it was preempted, or could not be admitted after all), and forget one that its user aborted.
+All four are O(1) here. The obvious list makes two of them O(n): `pop(0)` shifts everything and
+`remove` searches. With 100,000 requests waiting that is the whole step time.
 
-An `OrderedDict` from request id to request does it: insertion order is queue order, and its linked list takes an
-entry out of the middle, or moves one to the front, without touching the rest.
+An `OrderedDict` from request id to request does it: insertion order is queue order, and its linked
+list takes an entry out of the middle, or moves one to the front, without touching the rest.
 
-Invariants: a request is in the queue at most once; iteration order is the order in which `pop_request` would hand
-requests out.
+Invariants: a request is in the queue at most once; iteration order is the order in which
+`pop_request` would hand requests out.
 
-vLLM uses a deque (removal is O(n)) and a heap for priorities; nano-vllm a deque; SGLang sorts a list every step.
-"""
+vLLM uses a deque (removal is O(n)) and a heap for priorities; nano-vllm a deque; SGLang sorts a
+list every step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class SchedulingPolicy(str, Enum):
 
 
 class RequestQueue(ABC):
-    """The order in which waiting requests are served. Iteration is in that order and changes nothing."""
+    """The order in which waiting requests are served. Iteration is in that order and changes
+    nothing."""
 
     @abstractmethod
     def add_request(self, request: Request) -> None:
@@ -47,7 +48,8 @@ class RequestQueue(ABC):
 
     @abstractmethod
     def prepend_request(self, request: Request) -> None:
-        """Put a request back at the front. Raises `ValueError` if one with its id is in the queue."""
+        """Put a request back at the front. Raises `ValueError` if one with its id is in the
+        queue."""
 
     @abstractmethod
     def remove_request(self, request: Request) -> None:

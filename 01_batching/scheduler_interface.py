@@ -1,16 +1,17 @@
 """What a scheduler decides, and how it says so: one class for every scheduler in this book.
 
-A `SchedulerOutput` is a plan for one step: which requests compute how many tokens. It is also a *delta*. The model
-runner keeps its own copy of every running request, so the plan carries a request's prompt once
-(`NewRequestData`, on the step that admits it) and afterwards only what changed (`CachedRequestData`: usually one
-token id and now and then a block id). That keeps the message small when the runner is another process.
+A `SchedulerOutput` is a plan for one step: which requests compute how many tokens. It is also a
+*delta*. The model runner keeps its own copy of every running request, so the plan carries a
+request's prompt once (`NewRequestData`, on the step that admits it) and afterwards only what
+changed (`CachedRequestData`: usually one token id and now and then a block id). That keeps the
+message small when the runner is another process.
 
-Invariants: a request is new at most once between two of its preemptions; every scheduled request has at least one
-token; the batch order is new requests first, then cached ones; `finished_req_ids` names each finished request once,
-on the first plan after it ended.
+Invariants: a request is new at most once between two of its preemptions; every scheduled request
+has at least one token; the batch order is new requests first, then cached ones; `finished_req_ids`
+names each finished request once, on the first plan after it ended.
 
-vLLM has the same three classes, and sends them to its workers. nano-vllm passes the request objects themselves.
-"""
+vLLM has the same three classes, and sends them to its workers. nano-vllm passes the request objects
+themselves."""
 
 from __future__ import annotations
 
@@ -38,10 +39,10 @@ class NewRequestData:
 class CachedRequestData:
     """What changed about requests that the runner knows. All lists run parallel to `req_ids`.
 
-    `new_token_ids[i]` are the tokens that became known since request i was last sent: one in plain decoding.
-    For a request in `resumed_req_ids` (it was preempted, and the runner may have forgotten it) they are all of its
-    tokens, prompt and outputs, and `new_block_ids[i]` is its whole block table.
-    """
+    `new_token_ids[i]` are the tokens that became known since request i was last sent: one in plain
+    decoding. For a request in `resumed_req_ids` (it was preempted, and the runner may have
+    forgotten it) they are all of its tokens, prompt and outputs, and `new_block_ids[i]` is its
+    whole block table."""
 
     req_ids: list[str] = field(default_factory=list)
     new_token_ids: list[list[int]] = field(default_factory=list)
@@ -61,8 +62,9 @@ class CachedRequestData:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Before the forward pass, the KV of block `src_block_id` is copied to `dst_block_id`, which takes its place as
-    entry `block_index` of the request's block table (copy-on-write after a fork, chapter 2)."""
+    """Before the forward pass, the KV of block `src_block_id` is copied to `dst_block_id`, which
+    takes its place as entry `block_index` of the request's block table (copy-on-write after a fork,
+    chapter 2)."""
 
     request_id: str
     block_index: int
@@ -94,13 +96,15 @@ class SchedulerOutput:
 
     @property
     def is_empty(self) -> bool:
-        """No request computes anything in this step. There may still be finished requests to forget."""
+        """No request computes anything in this step. There may still be finished requests to
+        forget."""
         return not self.num_scheduled_tokens
 
 
 @dataclass(slots=True)
 class EngineCoreOutput:
-    """What one step did for one request. `new_token_ids` are final: nothing later takes them back."""
+    """What one step did for one request. `new_token_ids` are final: nothing later takes them
+    back."""
 
     request_id: str
     new_token_ids: list[int]
@@ -110,10 +114,12 @@ class EngineCoreOutput:
 
 
 class SchedulerInterface(Protocol):
-    """What the engine asks of a scheduler. A step is one `schedule` followed by one `update_from_output`."""
+    """What the engine asks of a scheduler. A step is one `schedule` followed by one
+    `update_from_output`."""
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises `ValueError` if it can never be served; nothing has changed then."""
+        """Queue a request. Raises `ValueError` if it can never be served; nothing has changed
+        then."""
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step. The planned tokens count as computed from here on."""
@@ -121,13 +127,15 @@ class SchedulerInterface(Protocol):
     def update_from_output(
         self, output: SchedulerOutput, token_ids: dict[str, list[int]]
     ) -> list[EngineCoreOutput]:
-        """Take the sampled tokens of a planned step. A request that was aborted meanwhile is skipped."""
+        """Take the sampled tokens of a planned step. A request that was aborted meanwhile is
+        skipped."""
 
     def update_draft_token_ids(self, draft_token_ids: dict[str, list[int]]) -> None:
         """Take tokens proposed for the next step (chapter 5)."""
 
     def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None:
-        """End requests from outside, at any moment, and free what they hold. Unknown ids are ignored."""
+        """End requests from outside, at any moment, and free what they hold. Unknown ids are
+        ignored."""
 
     def abort_request(self, request_id: str) -> None:
         """`finish_requests` with `FINISHED_ABORTED`."""
@@ -147,7 +155,8 @@ class SchedulerInterface(Protocol):
 
 
 class KVMemory(Protocol):
-    """What a scheduler asks of whoever owns the KV memory. Chapter 2's `KVCacheManager` answers for blocks."""
+    """What a scheduler asks of whoever owns the KV memory. Chapter 2's `KVCacheManager` answers for
+    blocks."""
 
     def fits_when_empty(self, num_tokens: int) -> bool:
         """Could the whole memory hold this many positions of one request?"""
@@ -158,7 +167,8 @@ class KVMemory(Protocol):
         """Make room behind the computed positions. False: refused, and nothing has changed."""
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Let `child` share the memory of its first `num_computed_tokens` positions with `parent`."""
+        """Let `child` share the memory of its first `num_computed_tokens` positions with
+        `parent`."""
 
     def free(self, request: Request) -> None: ...
 
@@ -170,7 +180,8 @@ class KVMemory(Protocol):
 
 
 class UnlimitedKVMemory:
-    """Chapter 1 has no blocks: the runner keeps every request's KV in tensors of its own, and nobody counts."""
+    """Chapter 1 has no blocks: the runner keeps every request's KV in tensors of its own, and
+    nobody counts."""
 
     def fits_when_empty(self, num_tokens: int) -> bool:
         return True

@@ -1,16 +1,18 @@
 """The corpus and the tokenizer of the shipped checkpoint: Python's own standard library.
 
-Every Python installation carries the same few megabytes of clean, permissively licensed text: the source of its
-standard library. That makes it the one corpus on which a model can be trained offline, anywhere, with nothing to
-download. `corpus()` reads it, `train_tokenizer()` fits a byte-level BPE of 4,096 tokens to it, and `token_stream()`
-lays it out as one long row of token ids with an end-of-text token behind every document.
+Every Python installation carries the same few megabytes of clean, permissively licensed text: the
+source of its standard library. That makes it the one corpus on which a model can be trained
+offline, anywhere, with nothing to download. `corpus()` reads it, `train_tokenizer()` fits a
+byte-level BPE of 4,096 tokens to it, and `token_stream()` lays it out as one long row of token ids
+with an end-of-text token behind every document.
 
-Two kinds of document are made. Whole files teach long-range structure. Snippets, one top-level function or class
-each, teach the model that `def name(...):` may open a document and that the document ends with its body: without
-them a model that has seen 700 ends of file never learns to stop.
+Two kinds of document are made. Whole files teach long-range structure. Snippets, one top-level
+function or class each, teach the model that `def name(...):` may open a document and that the
+document ends with its body: without them a model that has seen 700 ends of file never learns to
+stop.
 
-Files in `HELD_OUT` are in neither, nor in the tokenizer's training text, and are what losses are reported on.
-"""
+Files in `HELD_OUT` are in neither, nor in the tokenizer's training text, and are what losses are
+reported on."""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ HELD_OUT = (
     "asyncio/queues.py",
 )
 
-# Tests are not prose; the code pages are 120 near-copies of one table; the last two are generated tables.
+# Tests are not prose; the code pages are 120 near-copies of one table; the prefixes are of
+# generated tables.
 _SKIPPED_FOLDERS = {
     "site-packages",
     "dist-packages",
@@ -56,12 +59,14 @@ _SKIPPED_FOLDERS = {
 _SKIPPED_PREFIXES = ("_sysconfigdata", "_uuid_")
 _MAX_SNIPPET_CHARS = 2400
 
-# A newline takes the indentation behind it along, a word takes the space before it: two things Python has much of.
+# A newline takes the indentation behind it along, a word takes the space before it: two things
+# that Python has much of.
 _PIECES = Regex(r"\n+ *| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+| +|\s+")
 
 
 def corpus(stdlib: Path | None = None) -> tuple[dict[str, str], dict[str, str]]:
-    """`(training files, held-out files)`, each a map from the path inside the standard library to the text."""
+    """`(training files, held-out files)`, each a map from the path inside the standard library to
+    the text."""
     root = stdlib or Path(sysconfig.get_path("stdlib"))
     train: dict[str, str] = {}
     held_out: dict[str, str] = {}

@@ -4,14 +4,16 @@
     python -m common.train_tiny draft  --out common/checkpoints/tiny-draft
     python -m common.train_tiny evaluate
 
-The target is trained on next tokens of the standard library. The draft, a model with a sixth of the target's
-arithmetic, is trained to imitate the target's whole next-token distribution on the same text (distillation: Hinton
-et al., arXiv 1503.02531), because speculative decoding (chapter 5) pays by agreement, not by likelihood.
+The target is trained on next tokens of the standard library. The draft, a model with a sixth of the
+target's arithmetic, is trained to imitate the target's whole next-token distribution on the same
+text (distillation: Hinton et al., arXiv 1503.02531), because speculative decoding (chapter 5) pays
+by agreement, not by likelihood.
 
-Matrices are updated with Muon (momentum, then the nearest semi-orthogonal matrix; K. Jordan, 2024), everything else
-with AdamW. The learning rate warms up, stays constant, and falls linearly to zero over the last part of the run, so
-that a run can be lengthened until its last part begins. A run is seeded and can be resumed: the state is written to
-`--state` every `--save-every` steps, and a second start goes on from there.
+Matrices are updated with Muon (momentum, then the nearest semi-orthogonal matrix; K. Jordan, 2024),
+everything else with AdamW. The learning rate warms up, stays constant, and falls linearly to zero
+over the last part of the run, so that a run can be lengthened until its last part begins. A run is
+seeded and can be resumed: the state is written to `--state` every `--save-every` steps, and a
+second start goes on from there.
 
 Weights are float32 while training (bfloat16 autocast on an accelerator) and bfloat16 in the files.
 """
@@ -91,9 +93,9 @@ class TrainConfig:
 class Muon(torch.optim.Optimizer):
     """Momentum whose matrix updates are replaced by the nearest semi-orthogonal matrix.
 
-    As `torch.optim.Muon`, except that the Newton-Schulz iteration runs in the parameters' own dtype (bfloat16 is
-    emulated, and slow, on CPUs without support for it) and once for all matrices of one shape.
-    """
+    As `torch.optim.Muon`, except that the Newton-Schulz iteration runs in the parameters' own dtype
+    (bfloat16 is emulated, and slow, on CPUs without support for it) and once for all matrices of
+    one shape."""
 
     _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
@@ -155,7 +157,8 @@ def build_model(role: str, seed: int) -> Qwen3ForCausalLM:
 
 
 def flops_per_token(model: torch.nn.Module) -> int:
-    """Multiply-adds times two, without attention's share that grows with length; the tied output layer counts."""
+    """Multiply-adds times two, without attention's share that grows with length; the tied output
+    layer counts."""
     return 2 * sum(p.numel() for p in model.parameters() if p.ndim == 2)
 
 
@@ -169,7 +172,8 @@ def sample_batch(
 
 
 def distillation_loss(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy against the teacher's distribution. Both `[rows, seq_len, vocab_size]` logits; nats a token."""
+    """Cross-entropy against the teacher's distribution. Both `[rows, seq_len, vocab_size]` logits;
+    nats a token."""
     return F.cross_entropy(student.flatten(0, 1).float(), teacher.flatten(0, 1).float().softmax(-1))
 
 
@@ -270,7 +274,8 @@ def load_teacher(device: torch.device) -> torch.nn.Module:
 def held_out_windows(
     tokenizer: Tokenizer, held_out: dict[str, str], seq_len: int
 ) -> list[torch.Tensor]:
-    """Every held-out token once as a target, in windows of one file each: `[1, <= seq_len + 1]` ids."""
+    """Every held-out token once as a target, in windows of one file each: `[1, <= seq_len + 1]`
+    ids."""
     windows = []
     for text in held_out.values():
         end = tokenizer.token_to_id(END_OF_TEXT)
@@ -287,7 +292,8 @@ def evaluate(
     device: torch.device,
     seq_len: int = 512,
 ) -> dict[str, float]:
-    """Held-out loss: nats per token and, independent of the tokenizer, bits per byte of the text."""
+    """Held-out loss: nats per token and, independent of the tokenizer, bits per byte of the
+    text."""
     model.eval()
     nats, num_tokens = 0.0, 0
     for window in held_out_windows(tokenizer, held_out, seq_len):
@@ -364,7 +370,8 @@ def load(path: Path) -> torch.nn.Module:
 
 
 def report() -> None:
-    """Losses of both shipped checkpoints and how often they agree, written to `draft_agreement.json`."""
+    """Losses of both shipped checkpoints and how often they agree, written to
+    `draft_agreement.json`."""
     _, held_out = corpus()
     tokenizer = Tokenizer.from_file(str(CHECKPOINTS / "tiny" / "tokenizer.json"))
     target, draft = load(CHECKPOINTS / "tiny"), load(CHECKPOINTS / "tiny-draft")
