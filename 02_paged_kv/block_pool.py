@@ -1,0 +1,151 @@
+"""The pool of KV blocks: who holds which block, and in which order free ones are reused.
+
+KV memory is cut once, at start, into `num_blocks` equal blocks. Nothing is ever moved or compacted:
+a request that needs room takes any free block, and its block table says where that is. Outside
+fragmentation is impossible because all blocks have one size; inside fragmentation is at most one
+partly filled block a request.
+
+    block 0   the null block: never handed out, where padding points
+    ref_cnt   number of holders: tables of forked requests, and a cache (chapter 3)
+    free      ref_cnt == 0; reused in the order in which they were freed
+
+The free order is part of the contract. Blocks come back to its end in the order in which `free`
+names them, so a caller that names the deepest block of a request first has its tail reused before
+its head, and a prefix stays useful for as long as possible.
+
+Invariants: free + held = `num_blocks - 1`; a block is in the free order exactly if its `ref_cnt` is
+0. A call that raises or returns None has changed nothing.
+
+vLLM's `BlockPool` also keeps the hashes of cached blocks; here a cache holds a reference to what it
+keeps. SGLang and FlashInfer say page instead of block. Source: PagedAttention, arXiv 2309.06180.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+NULL_BLOCK_ID = 0
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One physical block. Only the pool changes `ref_cnt`."""
+
+    block_id: int
+    ref_cnt: int = 0
+
+
+class BlockPool:
+    """Reference-counted blocks `1 .. num_blocks - 1`. Every operation is O(1) a block."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(
+                f"num_blocks is {num_blocks}: it must be >= 2, the null block and one to use"
+            )
+        self.blocks = tuple(Block(block_id) for block_id in range(num_blocks))
+        # An OrderedDict is a doubly linked list with an index: popping its first entry and deleting
+        # one in the middle are both O(1). (A plain dict searches for its first entry.)
+        self._free: OrderedDict[int, Block] = OrderedDict(
+            (block.block_id, block) for block in self.blocks[1:]
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return len(self.blocks) - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def allocate(self, num_blocks: int) -> list[Block] | None:
+        """The `num_blocks` blocks that have been free for longest, each with one reference.
+
+        None, and nothing has changed, if fewer are free. Raises `ValueError` below 1.
+        """
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks is {num_blocks}: it must be >= 1")
+        if num_blocks > len(self._free):
+            return None
+        blocks = [self._free.popitem(last=False)[1] for _ in range(num_blocks)]
+        for block in blocks:
+            block.ref_cnt = 1
+        return blocks
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        """Add a reference to blocks that somebody holds.
+
+        Raises `ValueError` for a free block: its next tenant may overwrite it at any moment.
+        """
+        self._check_held(blocks, "touch")
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free(self, blocks: Sequence[Block]) -> None:
+        """Drop a reference to each block. Those without any left become free, in this order: name
+        the deepest block of a request first.
+
+        Raises `ValueError` for a block that is free already or named twice.
+        """
+        self._check_held(blocks, "free")
+        for block in blocks:
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                self._free[block.block_id] = block
+
+    def reclaim(self, blocks: Sequence[Block]) -> None:
+        """Take these very blocks out of the free order, wherever they stand in it, with one
+        reference each: for a cache that finds what it needs in blocks that nobody reused yet.
+
+        Raises `ValueError` for a block that is not free or named twice.
+        """
+        self._check_own(blocks, "reclaim")
+        for block in blocks:
+            if block.ref_cnt != 0:
+                raise ValueError(f"reclaim of block {block.block_id}: it is held, not free")
+        for block in blocks:
+            del self._free[block.block_id]
+            block.ref_cnt = 1
+
+    def free_order(self) -> Iterable[Block]:
+        """The free blocks, the next to be allocated first."""
+        return iter(self._free.values())
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` if the free order and the reference counts contradict each
+        other."""
+        null_block = self.blocks[NULL_BLOCK_ID]
+        assert null_block.ref_cnt == 0, f"{null_block} is in use"
+        assert NULL_BLOCK_ID not in self._free, "the null block is in the free order"
+        num_held = sum(block.ref_cnt > 0 for block in self.blocks)
+        assert num_held + self.num_free_blocks == self.num_usable_blocks, (
+            f"{num_held} held + {self.num_free_blocks} free != {self.num_usable_blocks} usable"
+        )
+        for block_id, block in self._free.items():
+            assert block is self.blocks[block_id], f"{block} is not the pool's block {block_id}"
+            assert block.ref_cnt == 0, f"{block} is in the free order"
+        for block_id, block in enumerate(self.blocks):
+            assert block.block_id == block_id, f"{block} stands in place {block_id}"
+            assert block.ref_cnt >= 0, f"{block} has fewer than no holders"
+
+    def _check_held(self, blocks: Sequence[Block], verb: str) -> None:
+        self._check_own(blocks, verb)
+        for block in blocks:
+            if block.ref_cnt < 1:
+                raise ValueError(f"{verb} of block {block.block_id}: it is free already")
+
+    def _check_own(self, blocks: Sequence[Block], verb: str) -> None:
+        if len({block.block_id for block in blocks}) != len(blocks):
+            block_ids = [block.block_id for block in blocks]
+            raise ValueError(f"{verb} of blocks {block_ids}: each may be named once a call")
+        for block in blocks:
+            if block.block_id == NULL_BLOCK_ID:
+                raise ValueError(f"{verb} of block 0: the null block belongs to nobody")
+            if not (0 < block.block_id < len(self.blocks) and self.blocks[block.block_id] is block):
+                raise ValueError(f"{verb} of {block}: it is not a block of this pool")
