@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import time
 from contextlib import nullcontext
@@ -35,7 +34,6 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from tqdm import tqdm
 from transformers import (
-    AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -51,8 +49,8 @@ from common.tiny_data import (
     token_stream,
     train_tokenizer,
 )
+from common.tiny_eval import CHECKPOINTS, evaluate, flops_per_token, load, report
 
-CHECKPOINTS = Path(__file__).parent / "checkpoints"
 MAX_POSITIONS = 2048
 _SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, head_dim
     "target": (256, 768, 6, 4, 2, 64),
@@ -156,12 +154,6 @@ def build_model(role: str, seed: int) -> Qwen3ForCausalLM:
     )
 
 
-def flops_per_token(model: torch.nn.Module) -> int:
-    """Multiply-adds times two, without attention's share that grows with length; the tied output
-    layer counts."""
-    return 2 * sum(p.numel() for p in model.parameters() if p.ndim == 2)
-
-
 def sample_batch(
     stream: np.ndarray, num_rows: int, seq_len: int, rng: np.random.Generator
 ) -> torch.Tensor:
@@ -184,7 +176,7 @@ def train(
     tokenizer = prepare_tokenizer(config.role, train_files, state_path)
     stream = token_stream(tokenizer, train_files, config.seed)
     model = build_model(config.role, config.seed).to(device)
-    teacher = load_teacher(device) if config.role == "draft" else None
+    teacher = load(CHECKPOINTS / "tiny").to(device) if config.role == "draft" else None
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     optimizers = [
@@ -263,67 +255,6 @@ def prepare_tokenizer(role: str, train_files: dict[str, str], state_path: Path) 
     return Tokenizer.from_file(str(path))
 
 
-def load_teacher(device: torch.device) -> torch.nn.Module:
-    return (
-        AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "tiny", dtype=torch.float32)
-        .to(device)
-        .eval()
-    )
-
-
-def held_out_windows(
-    tokenizer: Tokenizer, held_out: dict[str, str], seq_len: int
-) -> list[torch.Tensor]:
-    """Every held-out token once as a target, in windows of one file each: `[1, <= seq_len + 1]`
-    ids."""
-    windows = []
-    for text in held_out.values():
-        end = tokenizer.token_to_id(END_OF_TEXT)
-        ids = torch.tensor([end, *tokenizer.encode(text).ids, end])
-        windows += [ids[s : s + seq_len + 1][None] for s in range(0, len(ids) - 1, seq_len)]
-    return windows
-
-
-@torch.no_grad()
-def evaluate(
-    model: torch.nn.Module,
-    tokenizer: Tokenizer,
-    held_out: dict[str, str],
-    device: torch.device,
-    seq_len: int = 512,
-) -> dict[str, float]:
-    """Held-out loss: nats per token and, independent of the tokenizer, bits per byte of the
-    text."""
-    model.eval()
-    nats, num_tokens = 0.0, 0
-    for window in held_out_windows(tokenizer, held_out, seq_len):
-        window = window.to(device)
-        logits = model(input_ids=window[:, :-1]).logits[0].float()
-        nats += F.cross_entropy(logits, window[0, 1:], reduction="sum").item()
-        num_tokens += window.size(1) - 1
-    model.train()
-    num_bytes = sum(len(text.encode()) for text in held_out.values())
-    return {
-        "nats_per_token": nats / num_tokens,
-        "bits_per_byte": nats / math.log(2) / num_bytes,
-        "num_tokens": num_tokens,
-        "num_bytes": num_bytes,
-    }
-
-
-@torch.no_grad()
-def greedy_agreement(
-    target: torch.nn.Module, draft: torch.nn.Module, tokenizer: Tokenizer, held_out: dict[str, str]
-) -> float:
-    """Share of held-out positions where both models' most likely next token is the same one."""
-    same, total = 0, 0
-    for window in held_out_windows(tokenizer, held_out, seq_len=512):
-        ours, theirs = (m(input_ids=window[:, :-1]).logits.argmax(-1) for m in (target, draft))
-        same += (ours == theirs).sum().item()
-        total += ours.numel()
-    return same / total
-
-
 def export(
     model: Qwen3ForCausalLM,
     tokenizer: Tokenizer,
@@ -363,28 +294,6 @@ def export(
         "curve": curve,
     }
     (out / "training_record.json").write_text(json.dumps(record, indent=1) + "\n")
-
-
-def load(path: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
-def report() -> None:
-    """Losses of both shipped checkpoints and how often they agree, written to
-    `draft_agreement.json`."""
-    _, held_out = corpus()
-    tokenizer = Tokenizer.from_file(str(CHECKPOINTS / "tiny" / "tokenizer.json"))
-    target, draft = load(CHECKPOINTS / "tiny"), load(CHECKPOINTS / "tiny-draft")
-    result = {
-        "command": "python -m common.train_tiny evaluate",
-        "python": platform.python_version(),
-        "target": evaluate(target, tokenizer, held_out, torch.device("cpu")),
-        "draft": evaluate(draft, tokenizer, held_out, torch.device("cpu")),
-        "flops_ratio": flops_per_token(target) / flops_per_token(draft),
-        "greedy_agreement": greedy_agreement(target, draft, tokenizer, held_out),
-    }
-    (CHECKPOINTS / "tiny-draft" / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
 
 
 def main() -> None:
