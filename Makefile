@@ -1,0 +1,119 @@
+# Every target makes .venv by itself. The first start installs (a few minutes), later ones start at once.
+#
+#   make demo ARGS="--num-prompts 4 --trace"      make test ARGS="-k scheduler"
+#   make test PYTHON=python3.12                   (which Python makes .venv, when there is none yet)
+
+PYTHON ?= python3
+ARGS ?=
+JOBS ?= 2
+TORCH_VERSION := 2.13.0
+TRITON_VERSION := 3.9.0
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+HALF_MADE := $(VENV)/.half-made
+# pip shows its progress to a person and is quiet in a log.
+PIP = $(PY) -m pip --disable-pip-version-check install $$([ -t 2 ] || echo -q)
+
+WHAT_help := list what can be made
+WHAT_demo := serve a batch of prompts with the shipped checkpoint and print the text
+WHAT_test := run every test, notebooks included, on $(JOBS) processes
+WHAT_lint := check the code and its layout with ruff; nothing is changed
+WHAT_format := lay out the code and repair what ruff can repair
+WHAT_notebooks := execute every NN_*/*_demo.py and write its .ipynb
+WHAT_figures := redraw every figure from its committed record
+WHAT_bench := measure, write a record and print a table
+WHAT_clean := remove caches and dist/; .venv and build/ stay
+
+TARGETS := demo test lint format notebooks figures bench clean
+
+.NOTPARALLEL:
+.PHONY: help $(TARGETS)
+.DEFAULT_GOAL := help
+
+# `say-NAME` is the first prerequisite of NAME, so that its line is printed before any installation.
+say-%:
+	@echo "make $*: $(WHAT_$*)"
+
+help: say-help
+	@$(foreach t,$(TARGETS),printf '  make %-10s %s\n' '$(t)' '$(WHAT_$(t))';)
+
+demo: say-demo $(STAMP)
+	@$(PY) -m common.demo $(ARGS)
+
+test: say-test $(STAMP)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(JOBS) $(ARGS) || \
+	  { echo "make test: failed. Repeat one alone with: $(PY) -m pytest PATH::TEST"; exit 1; }
+
+lint: say-lint $(STAMP)
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . || \
+	  { echo "make lint: failed. 'make format' repairs most of it; the rest is listed above."; exit 1; }
+
+format: say-format $(STAMP)
+	@$(PY) -m ruff check --fix . ; checked=$$? ; $(PY) -m ruff format . && exit $$checked || \
+	  { echo "make format: what is listed above has to be repaired by hand."; exit 1; }
+
+notebooks: say-notebooks $(STAMP)
+	@$(PY) -m common.notebooks $(ARGS) || \
+	  { echo "make notebooks: failed. Run the script named above with $(PY) to see why."; exit 1; }
+
+figures: say-figures $(STAMP)
+	@for script in [0-9][0-9]_*/plot_*.py common/plot_*.py; do \
+	  [ -e "$$script" ] || continue; \
+	  echo "  $$script"; \
+	  $(PY) "$$script" || { echo "make figures: $$script failed; run it alone to see why."; exit 1; }; \
+	done
+
+bench: say-bench $(STAMP)
+	@$(PY) -m common.bench $(ARGS)
+
+clean: say-clean
+	@rm -rf dist .pytest_cache .ruff_cache .hypothesis
+	@find . -path ./$(VENV) -prune -o -path ./build -prune -o -type d \
+	  \( -name __pycache__ -o -name .ipynb_checkpoints -o -name .ruff_cache -o -name .pytest_cache \) \
+	  -prune -exec rm -rf {} +
+
+# The stamp is written last. A .venv whose first installation was interrupted carries HALF_MADE
+# and is begun anew; one that is complete but older than pyproject.toml is brought up to date in place.
+# torch comes first and by its exact version, so that nothing else decides which build is taken.
+$(STAMP): pyproject.toml
+	@command -v $(PYTHON) >/dev/null 2>&1 || { \
+	  echo "make: '$(PYTHON)' is not found. Install Python 3.10 or newer, or say which one: make PYTHON=/path/to/python3"; \
+	  exit 1; }
+	@if [ -e $(HALF_MADE) ]; then \
+	  echo "make: $(VENV) was left half-made; beginning anew"; \
+	  rm -rf $(VENV) || { echo "make: cannot remove $(VENV). Remove it by hand and start again."; exit 1; }; \
+	fi
+	@if [ ! -x $(PY) ]; then \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "make: '$(PYTHON)' is $$($(PYTHON) --version 2>&1); 3.10 or newer is needed. Name one: make PYTHON=python3.12"; \
+	    exit 1; }; \
+	  echo "make: creating $(VENV) with $$($(PYTHON) --version 2>&1)"; \
+	  mkdir -p $(VENV) && touch $(HALF_MADE) || { \
+	    echo "make: cannot write to this folder; clone the repository where you may write."; exit 1; }; \
+	  $(PYTHON) -m venv $(VENV) || { \
+	    echo "make: '$(PYTHON) -m venv' failed. On Debian and Ubuntu: sudo apt install python3-venv; then start again."; \
+	    exit 1; }; \
+	fi
+	@rm -f $(STAMP)
+	@echo "make: installing torch $(TORCH_VERSION) (the large one: some minutes)"
+	@$(PIP) "torch==$(TORCH_VERSION)" || { \
+	  echo "make: torch $(TORCH_VERSION) could not be installed. Check the network and free disk space (about 2 GB;"; \
+	  echo "      8 GB for a CUDA build) and that $$($(PY) --version) has a wheel of it, then start again."; \
+	  exit 1; }
+	@if [ "$$(uname -s)" = Linux ] && \
+	    $(PY) -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' 2>/dev/null; then \
+	  echo "make: installing triton $(TRITON_VERSION) (this torch is a CPU build and brings none)"; \
+	  $(PIP) "triton==$(TRITON_VERSION)" || { \
+	    echo "make: triton $(TRITON_VERSION) could not be installed; see pip's message above, then start again."; \
+	    exit 1; }; \
+	fi
+	@echo "make: installing this project and what its tests and notebooks need"
+	@$(PIP) -e '.[test,notebooks,dev]' || { \
+	  echo "make: the project's requirements could not be installed; see pip's message above, then start again."; \
+	  exit 1; }
+	@$(PY) -c 'import torch, transformers, pytest, jupytext, request, common' || { \
+	  echo "make: $(VENV) is broken. Remove it (rm -rf $(VENV)) and start again."; exit 1; }
+	@rm -f $(HALF_MADE)
+	@touch $(STAMP)
