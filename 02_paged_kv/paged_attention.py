@@ -1,0 +1,357 @@
+"""Keys and values in blocks, and attention that reads them through block tables.
+
+    key_cache[layer], value_cache[layer]    [num_blocks, block_size, num_kv_heads, head_dim]
+
+`write_kv` scatters a step's new keys and values to their slots; `paged_attention` gathers what each
+sequence holds and attends to it. A batch is one row of tokens, sequence after sequence, and each
+sequence's tokens are its last ones, whether one or many:
+
+    sequence of seq_len 7, query_len 3       keys      0 1 2 3 4 5 6
+                                             query 4   x x x x x . .     "bottom-right aligned":
+                                             query 5   x x x x x x .     the last query sees
+                                             query 6   x x x x x x x     everything
+
+This module is the specification that kernels are tested against, and the fast path on a CPU. It
+gathers whole blocks, never single tokens, and into one small buffer that stays in the processor's
+cache and is reused by every layer: fresh memory for each layer costs more than the attention does.
+Sequences with one query token are attended together in groups of similar length; longer queries one
+sequence at a time. What all layers share is worked out once a step, in a plan.
+
+Invariants: nothing beyond a sequence's length reaches the output, not even NaN (a masked score is
+not enough: 0 * NaN is NaN); a slot of -1 is not written; the input's dtype is kept throughout.
+
+vLLM and SGLang call kernels that read through the table without gathering; see
+`paged_attention_triton.py`. Source: PagedAttention, arXiv 2309.06180.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+# Measured, see the chapter's README: slots gathered at a time in decoding, and query rows attended
+# at a time in a chunk that has history (a mask is [QUERY_TILE, seq_len], not [query_len, seq_len]).
+GROUP_SLOTS = 2048
+QUERY_TILE = 256
+
+
+class PagedKVCache:
+    """The KV memory of all layers. Slot `block_id * block_size + offset` holds one position."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.block_size = block_size
+        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        self.key_cache = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.value_cache = [torch.zeros_like(key_cache) for key_cache in self.key_cache]
+
+    @staticmethod
+    def bytes_per_block(
+        num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> int:
+        """Keys and values of one block in all layers."""
+        return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+    @property
+    def num_blocks(self) -> int:
+        return self.key_cache[0].shape[0]
+
+    @property
+    def kv_bytes_per_block(self) -> int:
+        _, block_size, num_kv_heads, head_dim = self.key_cache[0].shape
+        return self.bytes_per_block(
+            len(self.key_cache), block_size, num_kv_heads, head_dim, self.key_cache[0].dtype
+        )
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy blocks `(src, dst)` in all layers, as if all at once: sources are read first."""
+        if not copies:
+            return
+        src, dst = torch.tensor(copies, device=self.key_cache[0].device).unbind(1)
+        for cache in (*self.key_cache, *self.value_cache):
+            cache[dst] = cache[src]
+
+
+@dataclass(slots=True, eq=False)
+class AttentionMetadata:
+    """Where a batch's queries, keys and new slots lie. Not changed once it has been attended with.
+
+    Tokens past `query_start_loc[-1]` are padding; so is a sequence without query tokens.
+    """
+
+    query_start_loc: torch.Tensor  # [num_seqs + 1] int, first token of each sequence
+    seq_lens: torch.Tensor  # [num_seqs] int, keys of each sequence, this step's included
+    block_tables: torch.Tensor  # [num_seqs, max_blocks] int, anything beyond a sequence's blocks
+    slot_mapping: torch.Tensor  # [num_tokens] int64, -1: padding
+    max_query_len: int
+    max_seq_len: int
+    _plan: _Plan | None = field(default=None, init=False, repr=False)
+
+
+def write_kv(
+    key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written
+    value_cache: torch.Tensor,  # the same
+    slot_mapping: torch.Tensor,  # [num_tokens] int64, -1: not written
+) -> None:
+    """Put each token's key and value in its slot."""
+    is_real = slot_mapping >= 0
+    if not is_real.all():
+        key, value, slot_mapping = key[is_real], value[is_real], slot_mapping[is_real]
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new)
+
+
+def paged_attention(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    value_cache: torch.Tensor,  # the same
+    metadata: AttentionMetadata,
+    scale: float,
+) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+    """Causal attention of every query token to its own sequence, itself included.
+
+    The step's keys and values must have been written. `num_heads` is a multiple of `num_kv_heads`;
+    neighbouring query heads share one. Rows of padding tokens are zero. Raises `ValueError` if the
+    metadata contradicts itself.
+    """
+    plan = metadata._plan
+    if plan is None or not plan.fits(query, key_cache):
+        plan = metadata._plan = _make_plan(metadata, query, key_cache)
+    output = torch.zeros_like(query)
+    for group in plan.decodes:
+        keys = plan.gather(key_cache, group.block_ids, plan.key_buffer)
+        values = plan.gather(value_cache, group.block_ids, plan.value_buffer)
+        attended = _attend_decodes(query[group.tokens], keys, values, group, scale)
+        output[group.tokens] = attended
+    for chunk in plan.chunks:
+        keys = plan.gather(key_cache, chunk.block_ids, plan.key_buffer)[: chunk.seq_len]
+        values = plan.gather(value_cache, chunk.block_ids, plan.value_buffer)[: chunk.seq_len]
+        tokens = slice(chunk.start, chunk.stop)
+        output[tokens] = _attend_chunk(query[tokens], keys, values, plan.causal_mask, scale)
+    return output
+
+
+class AttentionBackend(Protocol):
+    """How a model writes and reads KV. The parameters are those of the functions above."""
+
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None: ...
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor: ...
+
+
+class TorchAttentionBackend:
+    """PyTorch on any device."""
+
+    write_kv = staticmethod(write_kv)
+    attend = staticmethod(paged_attention)
+
+
+# -- what all layers of a step share
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    """Sequences of similar length, each with one query token."""
+
+    tokens: torch.Tensor  # [n] int64, their rows in the query
+    block_ids: torch.Tensor  # [n * blocks of the longest] int, 0 beyond a sequence's own
+    num_keys: int  # of the longest
+    unused: torch.Tensor  # [num_unused] int64, gathered slots that are not the sequence's
+    mask: torch.Tensor | None  # [n, 1, 1, num_keys], 0 or -inf; None: all are equally long
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A sequence with several query tokens: rows `[start, stop)` of the query."""
+
+    start: int
+    stop: int
+    seq_len: int
+    block_ids: torch.Tensor  # [its blocks] int
+
+
+@dataclass(slots=True, eq=False)
+class _Plan:
+    decodes: list[_DecodeGroup]
+    chunks: list[_Chunk]
+    causal_mask: torch.Tensor | None  # [tile, longest history + tile], its lower right corner used
+    dtype: torch.dtype
+    key_buffer: torch.Tensor  # [most blocks gathered at once, block_size, num_kv_heads, head_dim]
+    value_buffer: torch.Tensor
+
+    def fits(self, query: torch.Tensor, key_cache: torch.Tensor) -> bool:
+        return self.dtype == query.dtype and self.key_buffer.shape[1:] == key_cache.shape[1:]
+
+    @staticmethod
+    def gather(
+        cache: torch.Tensor, block_ids: torch.Tensor, buffer: torch.Tensor
+    ) -> torch.Tensor:  # [num_slots, num_kv_heads, head_dim], in the buffer
+        blocks = torch.index_select(cache, 0, block_ids, out=buffer[: len(block_ids)])
+        return blocks.view(-1, *cache.shape[2:])
+
+
+def _make_plan(metadata: AttentionMetadata, query: torch.Tensor, key_cache: torch.Tensor) -> _Plan:
+    block_size = key_cache.shape[1]
+    starts = metadata.query_start_loc.tolist()
+    seq_lens = metadata.seq_lens.tolist()
+    decode_rows, chunks, longest_tile, longest_history = [], [], 0, 0
+    for row, seq_len in enumerate(seq_lens):
+        query_len = starts[row + 1] - starts[row]
+        num_blocks = -(-seq_len // block_size)
+        if query_len == 0:
+            continue
+        if not 0 < query_len <= seq_len or num_blocks > metadata.block_tables.shape[1]:
+            raise ValueError(
+                f"sequence {row}: query_len is {query_len}, seq_len {seq_len}, block_tables "
+                f"{tuple(metadata.block_tables.shape)} of {block_size}: they contradict each other"
+            )
+        if query_len == 1:
+            decode_rows.append(row)
+            continue
+        block_ids = metadata.block_tables[row, :num_blocks]
+        chunks.append(_Chunk(starts[row], starts[row + 1], seq_len, block_ids))
+        if query_len < seq_len:
+            longest_tile = max(longest_tile, min(query_len, QUERY_TILE))
+            longest_history = max(longest_history, seq_len)
+    groups = [
+        _make_decode_group(metadata, rows, block_size, query)
+        for rows in _split_by_length(decode_rows, seq_lens)
+    ]
+    most_blocks = max([len(part.block_ids) for part in (*groups, *chunks)], default=0)
+    buffer_shape = (most_blocks, *key_cache.shape[1:])
+    return _Plan(
+        groups,
+        chunks,
+        _causal_mask(longest_tile, longest_history, query) if longest_tile else None,
+        query.dtype,
+        key_cache.new_empty(buffer_shape),
+        key_cache.new_empty(buffer_shape),
+    )
+
+
+def _split_by_length(rows: list[int], seq_lens: list[int]) -> list[list[int]]:
+    """Longest first, into groups that hold at most `GROUP_SLOTS` slots, padding included, and no
+    sequence shorter than half the group's longest."""
+    groups: list[list[int]] = []
+    for row in sorted(rows, key=seq_lens.__getitem__, reverse=True):
+        longest = seq_lens[groups[-1][0]] if groups else 0
+        fits = groups and (len(groups[-1]) + 1) * longest <= GROUP_SLOTS
+        if fits and 2 * seq_lens[row] >= longest:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _make_decode_group(
+    metadata: AttentionMetadata, rows: list[int], block_size: int, query: torch.Tensor
+) -> _DecodeGroup:
+    device = query.device
+    row_index = torch.tensor(rows, device=device)
+    seq_lens = metadata.seq_lens[row_index][:, None]
+    num_keys = int(seq_lens[0])
+    num_blocks = -(-num_keys // block_size)
+    block_starts = torch.arange(0, num_blocks * block_size, block_size, device=device)
+    block_ids = metadata.block_tables[row_index, :num_blocks]
+    block_ids = block_ids.masked_fill(block_starts >= seq_lens, 0)
+    is_unused = torch.arange(num_blocks * block_size, device=device) >= seq_lens
+    hidden = is_unused[:, None, None, :num_keys]
+    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=device)
+    return _DecodeGroup(
+        tokens=metadata.query_start_loc[row_index].long(),
+        block_ids=block_ids.flatten(),
+        num_keys=num_keys,
+        unused=is_unused.flatten().nonzero().flatten(),
+        mask=mask.masked_fill_(hidden, -math.inf) if hidden.any() else None,
+    )
+
+
+def _causal_mask(tile: int, num_keys: int, query: torch.Tensor) -> torch.Tensor:
+    """`[tile, num_keys]`, the last row sees everything. Its lower right corner `[t, k]` is the mask
+    of t query tokens that are the last of k keys, for any smaller t and k."""
+    mask = torch.full((tile, num_keys), -math.inf, dtype=query.dtype, device=query.device)
+    return mask.triu_(num_keys - tile + 1)
+
+
+# -- attention over gathered keys and values
+
+
+def _attend_decodes(
+    query: torch.Tensor,  # [n, num_heads, head_dim]
+    keys: torch.Tensor,  # [n * slots, num_kv_heads, head_dim], unused ones are overwritten
+    values: torch.Tensor,  # the same
+    group: _DecodeGroup,
+    scale: float,
+) -> torch.Tensor:  # [n, num_heads, head_dim]
+    num_seqs, num_heads, head_dim = query.shape
+    num_kv_heads = keys.shape[1]
+    keys.index_fill_(0, group.unused, 0)
+    values.index_fill_(0, group.unused, 0)
+    # Query heads that share a KV head become query rows of that head: keys are read once.
+    query = query.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    keys = keys.view(num_seqs, -1, num_kv_heads, head_dim)[:, : group.num_keys].transpose(1, 2)
+    values = values.view(num_seqs, -1, num_kv_heads, head_dim)[:, : group.num_keys].transpose(1, 2)
+    output = scaled_dot_product_attention(query, keys, values, attn_mask=group.mask, scale=scale)
+    return output.reshape(num_seqs, num_heads, head_dim)
+
+
+def _attend_chunk(
+    query: torch.Tensor,  # [query_len, num_heads, head_dim]
+    keys: torch.Tensor,  # [seq_len, num_kv_heads, head_dim]
+    values: torch.Tensor,  # the same
+    causal_mask: torch.Tensor | None,  # of any size that is large enough; None: no history
+    scale: float,
+) -> torch.Tensor:  # [query_len, num_heads, head_dim]
+    query_len, num_heads, head_dim = query.shape
+    seq_len, num_kv_heads, _ = keys.shape
+    shared = num_heads // num_kv_heads
+    # KV heads stand in the batch dimension, so that repeating keys for the heads that share them is
+    # a view: [num_kv_heads, shared, length, head_dim].
+    query = query.view(query_len, num_kv_heads, shared, head_dim).permute(1, 2, 0, 3)
+    keys = keys.transpose(0, 1)[:, None].expand(-1, shared, -1, -1)
+    values = values.transpose(0, 1)[:, None].expand(-1, shared, -1, -1)
+    if query_len == seq_len:
+        output = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
+        return output.permute(2, 0, 1, 3).reshape(query_len, num_heads, head_dim)
+    tiles = []
+    for start in range(0, query_len, len(causal_mask)):
+        stop = min(start + len(causal_mask), query_len)
+        num_keys = seq_len - query_len + stop
+        tiles.append(
+            scaled_dot_product_attention(
+                query[:, :, start:stop],
+                keys[:, :, :num_keys],
+                values[:, :, :num_keys],
+                attn_mask=causal_mask[start - stop :, -num_keys:],
+                scale=scale,
+            )
+        )
+    return torch.cat(tiles, dim=2).permute(2, 0, 1, 3).reshape(query_len, num_heads, head_dim)
