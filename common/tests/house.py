@@ -1,0 +1,330 @@
+"""The laws of the house, each a function from a `House` to a list of sentences (empty: it holds).
+
+`test_house.py` applies every law to this repository and, so that no law is one that cannot be
+broken, to small trees in which it is. The laws read source text and never import it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CHAPTERS = (
+    "01_batching",
+    "02_paged_kv",
+    "03_prefix_cache",
+    "04_scheduler",
+    "05_spec_decode",
+    "06_chunked_prefill",
+)
+FORBIDDEN_NAMES = frozenset({"utils", "types", "queue", "token", "profile", "select"})
+# What `common` composes and must not define.
+CHAPTER_TRADES = re.compile(r"(BlockPool|Cache|CacheManager|Scheduler|Proposer|Reject\w*)$")
+# A path of the machine on which somebody wrote or ran this; not part of a URL or of a longer path.
+MACHINE_PATH = re.compile(
+    rb"(?<![\w.])(?:/(?:work|root|github/workspace)/|/(?:home|Users)/\w|/tmp/(?:scratch|ipykernel)|[A-Z]:\\Users\\)"
+)
+QUOTED_BLOCK = re.compile(
+    r"^(?P<fence>`{3,}|~{3,})python[ ]+file=(?P<file>\S+)[^\n]*\n(?P<code>.*?)^(?P=fence)[ ]*$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class House:
+    """The files of the repository at `root`: those that git tracks or would track, else all."""
+
+    root: Path
+    files: tuple[Path, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "files", tuple(sorted(_files(self.root))))
+
+    def chapters(self) -> list[Path]:
+        """The numbered folders that exist, in order."""
+        return sorted(p for p in self.root.glob("[0-9][0-9]_*") if p.is_dir())
+
+    def python_files(self, *, aside: bool = True) -> list[Path]:
+        """Every Python file; with `aside=False` only modules, without what stands beside them."""
+        return [p for p in self.files if p.suffix == ".py" and (aside or not self.is_aside(p))]
+
+    def chapter_modules(self) -> list[Path]:
+        return [p for p in self.python_files(aside=False) if self.chapter_of(p) is not None]
+
+    def is_aside(self, path: Path) -> bool:
+        """A test, a demo script or a figure script: it may import anything."""
+        return (
+            path.name.startswith(("test_", "plot_"))
+            or self.is_demo(path)
+            or path.name == "conftest.py"
+            or "tests" in path.relative_to(self.root).parts[:-1]
+        )
+
+    def demo_scripts(self) -> list[Path]:
+        return [p for p in self.python_files() if self.is_demo(p)]
+
+    def is_demo(self, path: Path) -> bool:
+        is_test = path.name.startswith("test_")
+        return path.name.endswith("_demo.py") and not is_test and self.chapter_of(path) is not None
+
+    def chapter_of(self, path: Path) -> str | None:
+        folder = path.relative_to(self.root).parts[0]
+        return folder if re.fullmatch(r"\d\d_\w+", folder) else None
+
+    def name(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
+
+    def pyproject(self) -> dict:
+        path = self.root / "pyproject.toml"
+        return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _files(root: Path) -> Iterator[Path]:
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    if (root / ".git").exists():
+        names = subprocess.run(command, cwd=root, capture_output=True, check=True).stdout
+        found = (root / name.decode() for name in names.split(b"\0") if name)
+    else:  # an unpacked source archive
+        found = (p for p in root.rglob("*") if not _hidden(p.relative_to(root)))
+    yield from (p for p in found if p.is_file())
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+
+
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+# -- the law of floors ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ImportSite:
+    line: int
+    module: str  # "" when it is computed and cannot be read from the source
+    relative: bool = False
+
+
+def imports(tree: ast.Module) -> Iterator[ImportSite]:
+    """Every import, at whatever depth: statements, `import_module("...")`, `__import__("...")`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (ImportSite(node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield ImportSite(node.lineno, node.module or "", relative=node.level > 0)
+        elif isinstance(node, ast.Call) and _called(node) in {"import_module", "__import__"}:
+            name = node.args[0] if node.args else None
+            known = isinstance(name, ast.Constant) and isinstance(name.value, str)
+            yield ImportSite(node.lineno, name.value if known else "")
+
+
+def _called(node: ast.Call) -> str:
+    function = node.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def law_of_floors(house: House) -> list[str]:
+    """A chapter imports the standard library, declared dependencies, itself and lower chapters."""
+    floor_of = {p.stem: house.chapter_of(p) for p in house.chapter_modules()}
+    beside = {p.stem for p in house.python_files() if house.is_aside(p)}
+    declared = declared_packages(house)
+    broken = []
+    for path in house.chapter_modules():
+        chapter = house.chapter_of(path)
+        for site in imports(_parse(path)):
+            top = site.module.partition(".")[0]
+            if site.relative:
+                why = "imports relatively; chapters are no packages, names are flat"
+            elif not top:
+                why = "imports a module whose name is computed"
+            elif top == "common" or top in CHAPTERS:
+                why = f"imports `{top}`; no chapter module may"
+            elif top in floor_of:
+                if floor_of[top] <= chapter:
+                    continue
+                why = f"imports `{top}` of {floor_of[top]}, which is a higher chapter"
+            elif top in beside:
+                why = f"imports `{top}`, a test, demo or figure script"
+            elif top in sys.stdlib_module_names or top in declared:
+                continue
+            else:
+                why = f"imports `{top}`, which is no dependency in pyproject.toml"
+            broken.append(f"{house.name(path)}:{site.line} {why}")
+    return broken
+
+
+def declared_packages(house: House) -> set[str]:
+    """Import names of the dependencies: each is imported by the name it is distributed under."""
+    project = house.pyproject().get("project", {})
+    lists = [project.get("dependencies", []), *project.get("optional-dependencies", {}).values()]
+    return {re.match(r"[\w.-]+", line)[0].replace("-", "_") for lines in lists for line in lines}
+
+
+def law_of_one_definition(house: House) -> list[str]:
+    """A chapter's class is defined once in the repository, tests included, nor again as `_Name`."""
+    defined: dict[str, list[str]] = {}
+    taught = set()
+    for path in house.python_files():
+        for node in ast.walk(_parse(path)):
+            if isinstance(node, ast.ClassDef):
+                name = node.name.lstrip("_")
+                defined.setdefault(name, []).append(f"{house.name(path)}:{node.lineno}")
+                if house.chapter_of(path) and not house.is_aside(path):
+                    taught.add(name)
+    return [
+        f"class {name} is defined {len(places)} times: {', '.join(places)}"
+        for name, places in sorted(defined.items())
+        if name in taught and len(places) > 1
+    ]
+
+
+def law_of_composition(house: House) -> list[str]:
+    """`common` defines no block pool, cache, scheduler, proposer or rejection rule."""
+    return [
+        f"{house.name(path)}:{node.lineno} defines `{node.name}`; that belongs to a chapter"
+        for path in house.python_files(aside=False)
+        if house.name(path).startswith("common/")
+        for node in ast.walk(_parse(path))
+        if isinstance(node, ast.ClassDef) and CHAPTER_TRADES.search(node.name)
+    ]
+
+
+def law_of_names(house: House) -> list[str]:
+    """Module names are unique in the whole repository and hide nothing that others import."""
+    places: dict[str, list[str]] = {}
+    for path in house.python_files():
+        if path.stem not in {"__init__", "__main__", "conftest"}:
+            places.setdefault(path.stem, []).append(house.name(path))
+    taken = FORBIDDEN_NAMES | sys.stdlib_module_names | declared_packages(house) | {"common"}
+    return [
+        f"module name `{name}` is used {len(where)} times: {', '.join(where)}"
+        for name, where in sorted(places.items())
+        if len(where) > 1
+    ] + [
+        f"{where[0]}: the name `{name}` is taken by Python, a dependency or the style rules"
+        for name, where in sorted(places.items())
+        if name in taken
+    ]
+
+
+def law_of_demos(house: House) -> list[str]:
+    """A demo script imports its chapter and defines no class of its own."""
+    return [
+        f"{house.name(path)}:{node.lineno} defines class {node.name}; a demo imports its chapter"
+        for path in house.demo_scripts()
+        for node in ast.walk(_parse(path))
+        if isinstance(node, ast.ClassDef)
+    ]
+
+
+# -- text and layout -----------------------------------------------------------------------------
+
+
+def law_of_quotation(house: House) -> list[str]:
+    """A block that begins "```python file=NAME.py" is, line by line, part of that file.
+
+    NAME.py is a path from the root or a bare file name. The block may be moved left or right as a
+    whole (a method quoted without its class); blank lines compare as blank, nothing is left out.
+    """
+    broken = []
+    for text in (p for p in house.files if p.suffix == ".md"):
+        for match in QUOTED_BLOCK.finditer(text.read_text(encoding="utf-8")):
+            sources = [
+                p for p in house.files if match["file"] in (house.name(p), p.name) and p != text
+            ]
+            line = text.read_text(encoding="utf-8").count("\n", 0, match.start()) + 1
+            at = f"{house.name(text)}:{line}"
+            if len(sources) != 1:
+                broken.append(f"{at} quotes {match['file']}; {len(sources)} files have that name")
+            elif not contains_verbatim(sources[0].read_text(encoding="utf-8"), match["code"]):
+                broken.append(f"{at} differs from {house.name(sources[0])}")
+    return broken
+
+
+def contains_verbatim(source: str, block: str) -> bool:
+    """Whether `block` is a contiguous run of lines of `source`, moved sideways by one constant."""
+    wanted = _dedented([line.rstrip() for line in block.strip("\n").splitlines()])
+    lines = [line.rstrip() for line in source.splitlines()]
+    if not any(wanted):
+        return False
+    return any(
+        _dedented(lines[start : start + len(wanted)]) == wanted
+        for start in range(len(lines) - len(wanted) + 1)
+    )
+
+
+def _dedented(lines: list[str]) -> list[str]:
+    margin = min((len(x) - len(x.lstrip(" ")) for x in lines if x), default=0)
+    return [line[margin:] for line in lines]
+
+
+def law_of_no_machine(house: House) -> list[str]:
+    """No file names a folder of the machine on which it was written."""
+    broken = []
+    for path in house.files:
+        data = path.read_bytes()
+        if match := MACHINE_PATH.search(data):
+            line = data.count(b"\n", 0, match.start()) + 1
+            shown = data[match.start() : match.end() + 30].split(b"\n")[0]
+            broken.append(f"{house.name(path)}:{line} has {shown.decode(errors='replace')!r}")
+    return broken
+
+
+def law_of_text(house: House) -> list[str]:
+    """Each chapter has its text."""
+    return [
+        f"{chapter.name} has no README.md"
+        for chapter in house.chapters()
+        if not (chapter / "README.md").is_file()
+    ]
+
+
+def law_of_lists(house: House, planned: tuple[str, ...] = CHAPTERS) -> list[str]:
+    """pyproject.toml lists the chapters alike for editable installs, wheels and pytest.
+
+    A chapter of the plan may be listed before its folder exists; one that exists must be listed.
+    """
+    tool = house.pyproject()["tool"]
+    wheel = tool["hatch"]["build"]["targets"]["wheel"]
+    lists = {
+        "tool.hatch.build dev-mode-dirs": (tool["hatch"]["build"]["dev-mode-dirs"], ["."]),
+        "wheel only-include": (wheel["only-include"], ["common"]),
+        "wheel sources": (wheel["sources"], []),
+        "pytest pythonpath": (tool["pytest"]["ini_options"]["pythonpath"], ["."]),
+    }
+    expected = sorted({*planned, *(p.name for p in house.chapters())})
+    broken = [
+        f"{p.name} is no chapter of the plan {planned}"
+        for p in house.chapters()
+        if p.name not in planned
+    ]
+    for name, (found, first) in lists.items():
+        if found != first + expected:
+            broken.append(f"{name} is {found}, not {first + expected}")
+    return broken
+
+
+# -- notebooks -----------------------------------------------------------------------------------
+
+
+def law_of_pairs(house: House) -> list[str]:
+    """Each demo script has its notebook: same cells, every code cell executed, no stored error."""
+    from common.notebooks import notebook_problems
+
+    return [
+        f"{house.name(path)}: {problem}"
+        for path in house.demo_scripts()
+        for problem in notebook_problems(path)
+    ]

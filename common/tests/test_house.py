@@ -1,0 +1,281 @@
+"""The laws of the house hold here, and each of them can be broken."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.tests import house as laws
+from common.tests.house import House
+
+ROOT = Path(__file__).resolve().parents[2]
+Law = Callable[[House], list[str]]
+
+LAWS: list[Law] = [
+    laws.law_of_floors,
+    laws.law_of_one_definition,
+    laws.law_of_composition,
+    laws.law_of_names,
+    laws.law_of_demos,
+    laws.law_of_quotation,
+    laws.law_of_no_machine,
+    laws.law_of_text,
+    laws.law_of_lists,
+    laws.law_of_pairs,
+]
+
+
+@pytest.fixture(scope="module")
+def this_house() -> House:
+    return House(ROOT)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_law_holds_in_this_repository(law: Law, this_house: House) -> None:
+    broken = law(this_house)
+    assert not broken, f"{law.__doc__}\n" + "\n".join(broken)
+
+
+def test_the_laws_see_this_repository(this_house: House) -> None:
+    """A law that looks at nothing holds always: what is known to be here is seen."""
+    modules = {path.name for path in this_house.chapter_modules()}
+    assert {"request.py", "engine_core.py", "block_pool.py"} <= modules
+    assert {"01_batching", "02_paged_kv"} <= {path.name for path in this_house.chapters()}
+    assert this_house.root / "pyproject.toml" in this_house.files
+    assert not any(".venv" in path.parts for path in this_house.files)
+
+
+PYPROJECT = """
+[project]
+dependencies = ["torch>=2.11"]
+[project.optional-dependencies]
+triton = ["triton; sys_platform == 'linux'"]
+[tool.hatch.build]
+dev-mode-dirs = [".", "01_a", "02_b"]
+[tool.hatch.build.targets.wheel]
+only-include = ["common", "01_a", "02_b"]
+sources = ["01_a", "02_b"]
+[tool.pytest.ini_options]
+pythonpath = [".", "01_a", "02_b"]
+"""
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Callable[[dict[str, str]], House]:
+    """A small sound repository, changed by the files given."""
+
+    def _build(changes: dict[str, str]) -> House:
+        files = {
+            "pyproject.toml": PYPROJECT,
+            "01_a/README.md": "# One\n",
+            "02_b/README.md": "# Two\n",
+            "01_a/low.py": "import os\nimport torch\n\nclass Low:\n    x = 1\n\n    y = 2\n",
+            "02_b/high.py": "from low import Low\n\nclass High(Low):\n    pass\n",
+            "02_b/test_high.py": "from common.whole import Whole\nfrom high import High\n",
+            "common/__init__.py": "",
+            "common/whole.py": "from high import High\n\nclass Whole:\n    pass\n",
+            **changes,
+        }
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        return House(tmp_path)
+
+    return _build
+
+
+def lists_of_the_small_tree(house: House) -> list[str]:
+    return laws.law_of_lists(house, planned=("01_a", "02_b"))
+
+
+@pytest.mark.parametrize("law", [*LAWS, lists_of_the_small_tree], ids=lambda law: law.__name__)
+def test_law_holds_in_a_sound_tree(law: Law, build: Callable) -> None:
+    if law is laws.law_of_lists:
+        pytest.skip("speaks of the real chapters; its twin with other chapters is tested here")
+    assert law(build({})) == []
+
+
+BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
+    "higher chapter": (laws.law_of_floors, {"01_a/low.py": "import high\n"}, "higher chapter"),
+    "inside a function": (
+        laws.law_of_floors,
+        {"01_a/low.py": "def f():\n    from high import High\n    return High\n"},
+        "01_a/low.py:2",
+    ),
+    "common": (
+        laws.law_of_floors,
+        {"02_b/high.py": "from common.whole import Whole\n"},
+        "`common`",
+    ),
+    "common under TYPE_CHECKING": (
+        laws.law_of_floors,
+        {"02_b/high.py": "import typing\nif typing.TYPE_CHECKING:\n    import common\n"},
+        "02_b/high.py:3",
+    ),
+    "import_module": (
+        laws.law_of_floors,
+        {"01_a/low.py": "import importlib\nm = importlib.import_module('high')\n"},
+        "higher chapter",
+    ),
+    "import_module by its bare name": (
+        laws.law_of_floors,
+        {"01_a/low.py": "from importlib import import_module\nm = import_module('common.whole')\n"},
+        "`common`",
+    ),
+    "__import__": (laws.law_of_floors, {"01_a/low.py": "m = __import__('high')\n"}, "higher"),
+    "computed name": (
+        laws.law_of_floors,
+        {"01_a/low.py": "import importlib\nm = importlib.import_module('hi' + 'gh')\n"},
+        "computed",
+    ),
+    "relative": (laws.law_of_floors, {"02_b/high.py": "from . import low\n"}, "relatively"),
+    "folder as package": (
+        laws.law_of_floors,
+        {"02_b/high.py": "import importlib\nimportlib.import_module('01_batching.request')\n"},
+        "`01_batching`",
+    ),
+    "test helper": (
+        laws.law_of_floors,
+        {"02_b/high.py": "import test_high\n"},
+        "a test, demo or figure script",
+    ),
+    "undeclared dependency": (laws.law_of_floors, {"01_a/low.py": "import pandas\n"}, "`pandas`"),
+    "redefined in common": (
+        laws.law_of_one_definition,
+        {"common/whole.py": "class Low:\n    pass\n"},
+        "class Low is defined 2 times",
+    ),
+    "redefined by a test double": (
+        laws.law_of_one_definition,
+        {"02_b/test_high.py": "def test():\n    class High:\n        pass\n"},
+        "02_b/test_high.py:2",
+    ),
+    "redefined behind an underscore": (
+        laws.law_of_one_definition,
+        {"common/whole.py": "class _Low:\n    pass\n"},
+        "common/whole.py:1",
+    ),
+    "redefined in the next chapter": (
+        laws.law_of_one_definition,
+        {"02_b/high.py": "class Low:\n    pass\n"},
+        "02_b/high.py:1",
+    ),
+    "scheduler in common": (
+        laws.law_of_composition,
+        {"common/whole.py": "class FastScheduler:\n    pass\n"},
+        "FastScheduler",
+    ),
+    "rejection rule in common": (
+        laws.law_of_composition,
+        {"common/whole.py": "class RejectionSampler:\n    pass\n"},
+        "RejectionSampler",
+    ),
+    "same module name twice": (laws.law_of_names, {"02_b/low.py": ""}, "`low` is used 2 times"),
+    "same name in common": (laws.law_of_names, {"common/low.py": ""}, "common/low.py"),
+    "name of the standard library": (laws.law_of_names, {"01_a/queue.py": ""}, "`queue`"),
+    "forbidden name": (laws.law_of_names, {"common/utils.py": ""}, "`utils`"),
+    "name of a dependency": (laws.law_of_names, {"01_a/triton.py": ""}, "`triton`"),
+    "class in a demo": (laws.law_of_demos, {"01_a/low_demo.py": "class X:\n    pass\n"}, "class X"),
+    "quotation differs": (
+        laws.law_of_quotation,
+        {"README.md": "a\n\n```python file=low.py\nimport os\nimport torch.nn\n```\n"},
+        "README.md:3 differs from 01_a/low.py",
+    ),
+    "quotation leaves lines out": (
+        laws.law_of_quotation,
+        {"01_a/README.md": "```python file=01_a/low.py\nimport os\nclass Low:\n```\n"},
+        "differs",
+    ),
+    "quotation of an unknown file": (
+        laws.law_of_quotation,
+        {"README.md": "```python file=lost.py\nx\n```\n"},
+        "0 files",
+    ),
+    "empty quotation": (
+        laws.law_of_quotation,
+        {"README.md": "```python file=low.py\n```\n"},
+        "low",
+    ),
+    "machine path": (laws.law_of_no_machine, {"a.txt": f"b\nat {'/ro'}ot/x\n"}, "a.txt:2"),
+    "somebody's folder": (laws.law_of_no_machine, {"a.txt": f"'{'/ho'}me/jo/x'"}, "a.txt:1"),
+    "Windows folder": (laws.law_of_no_machine, {"a.txt": "C:" + "\\Users\\jo"}, "a.txt:1"),
+    "list without a chapter": (
+        lists_of_the_small_tree,
+        {"pyproject.toml": PYPROJECT.replace('pythonpath = [".", "01_a",', 'pythonpath = [".",')},
+        "pytest pythonpath",
+    ),
+    "wheel without common": (
+        lists_of_the_small_tree,
+        {"pyproject.toml": PYPROJECT.replace('["common", ', "[")},
+        "wheel only-include",
+    ),
+    "unlisted chapter": (lists_of_the_small_tree, {"03_c/README.md": ""}, "03_c"),
+    "no text": (laws.law_of_text, {"03_c/new.py": ""}, "03_c has no README.md"),
+    "no twin": (laws.law_of_pairs, {"01_a/low_demo.py": "# %%\n1 + 1\n"}, "is missing"),
+}
+
+
+@pytest.mark.parametrize("case", BREACHES)
+def test_breach_is_found(case: str, build: Callable) -> None:
+    law, changes, expected = BREACHES[case]
+    broken = law(build(changes))
+    assert any(expected in sentence for sentence in broken), broken
+
+
+ALLOWED: dict[str, tuple[Law, dict[str, str]]] = {
+    "a test may import anything": (laws.law_of_floors, {"01_a/test_low.py": "import common, high"}),
+    "a test of a demo is no demo": (laws.law_of_pairs, {"01_a/test_low_demo.py": "import common"}),
+    "so may a demo": (laws.law_of_floors, {"01_a/low_demo.py": "import common, high"}),
+    "a declared extra": (laws.law_of_floors, {"01_a/low.py": "import triton\n"}),
+    "quotation of a method, moved left": (
+        laws.law_of_quotation,
+        {"README.md": "```python file=low.py\nx = 1\n\ny = 2\n```\n"},
+    ),
+    "a block without a file": (laws.law_of_quotation, {"README.md": "```python\nnothing\n```\n"}),
+    "an address on the web": (laws.law_of_no_machine, {"a.txt": f"https://a.com{'/wo'}rk/b"}),
+}
+
+
+@pytest.mark.parametrize("case", ALLOWED)
+def test_what_is_allowed_is_not_reported(case: str, build: Callable) -> None:
+    law, changes = ALLOWED[case]
+    assert law(build(changes)) == []
+
+
+def test_light_import_of_llm() -> None:
+    """`from common.llm import LLM` costs nothing until an LLM is made."""
+    code = "import sys, common.llm; print(*sorted({'torch', 'transformers'} & set(sys.modules)))"
+    path = os.pathsep.join(map(str, [ROOT, *House(ROOT).chapters()]))
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == [], "importing common.llm imports these"
+
+
+def test_wheel_holds_flat_modules_and_nothing_else(tmp_path: Path) -> None:
+    """An installed wheel offers every module under its flat name, `common`, and no test or text."""
+    house = House(ROOT)
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        inside = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    flat = {p.relative_to(p.parents[0]).as_posix() for p in house.chapter_modules()}
+    packaged = {
+        house.name(p)
+        for p in house.files
+        if house.name(p).startswith("common/") and not house.is_aside(p)
+    }
+    assert flat and packaged
+    assert inside == flat | packaged
