@@ -33,9 +33,10 @@ from typing import Protocol
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-# Measured, see the chapter's README: slots gathered at a time in decoding, and query rows attended
-# at a time in a chunk that has history (a mask is [QUERY_TILE, seq_len], not [query_len, seq_len]).
-GROUP_SLOTS = 2048
+# Keys gathered at a time in decoding: on a CPU what stays in its cache (measured), else plenty.
+GROUP_KEY_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+# Query rows attended at a time in a chunk that has history, so that a mask is [QUERY_TILE, seq_len]
+# and not [query_len, seq_len].
 QUERY_TILE = 256
 
 
@@ -57,22 +58,10 @@ class PagedKVCache:
         self.key_cache = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.value_cache = [torch.zeros_like(key_cache) for key_cache in self.key_cache]
 
-    @staticmethod
-    def bytes_per_block(
-        num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> int:
-        """Keys and values of one block in all layers."""
-        return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
-
-    @property
-    def num_blocks(self) -> int:
-        return self.key_cache[0].shape[0]
-
-    @property
-    def kv_bytes_per_block(self) -> int:
-        _, block_size, num_kv_heads, head_dim = self.key_cache[0].shape
-        return self.bytes_per_block(
-            len(self.key_cache), block_size, num_kv_heads, head_dim, self.key_cache[0].dtype
+        self.num_blocks = num_blocks
+        # Keys and values of one block in all layers.
+        self.kv_bytes_per_block = (
+            2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
         )
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
@@ -135,8 +124,7 @@ def paged_attention(
     for group in plan.decodes:
         keys = plan.gather(key_cache, group.block_ids, plan.key_buffer)
         values = plan.gather(value_cache, group.block_ids, plan.value_buffer)
-        attended = _attend_decodes(query[group.tokens], keys, values, group, scale)
-        output[group.tokens] = attended
+        output[group.tokens] = _attend_decodes(query[group.tokens], keys, values, group, scale)
     for chunk in plan.chunks:
         keys = plan.gather(key_cache, chunk.block_ids, plan.key_buffer)[: chunk.seq_len]
         values = plan.gather(value_cache, chunk.block_ids, plan.value_buffer)[: chunk.seq_len]
@@ -241,9 +229,10 @@ def _make_plan(metadata: AttentionMetadata, query: torch.Tensor, key_cache: torc
         if query_len < seq_len:
             longest_tile = max(longest_tile, min(query_len, QUERY_TILE))
             longest_history = max(longest_history, seq_len)
+    max_slots = GROUP_KEY_BYTES[key_cache.device.type] // key_cache[0, 0].nbytes
     groups = [
         _make_decode_group(metadata, rows, block_size, query)
-        for rows in _split_by_length(decode_rows, seq_lens)
+        for rows in _split_by_length(decode_rows, seq_lens, max_slots)
     ]
     most_blocks = max([len(part.block_ids) for part in (*groups, *chunks)], default=0)
     buffer_shape = (most_blocks, *key_cache.shape[1:])
@@ -257,13 +246,13 @@ def _make_plan(metadata: AttentionMetadata, query: torch.Tensor, key_cache: torc
     )
 
 
-def _split_by_length(rows: list[int], seq_lens: list[int]) -> list[list[int]]:
-    """Longest first, into groups that hold at most `GROUP_SLOTS` slots, padding included, and no
-    sequence shorter than half the group's longest."""
+def _split_by_length(rows: list[int], seq_lens: list[int], max_slots: int) -> list[list[int]]:
+    """Longest first, into groups of at most `max_slots` slots, padding included, unless it is one
+    sequence, and without sequences shorter than half the group's longest."""
     groups: list[list[int]] = []
     for row in sorted(rows, key=seq_lens.__getitem__, reverse=True):
         longest = seq_lens[groups[-1][0]] if groups else 0
-        fits = groups and (len(groups[-1]) + 1) * longest <= GROUP_SLOTS
+        fits = groups and (len(groups[-1]) + 1) * longest <= max_slots
         if fits and 2 * seq_lens[row] >= longest:
             groups[-1].append(row)
         else:
