@@ -50,8 +50,8 @@ def read_script(script: Path) -> NotebookNode:
 def execute(script: Path, time_budget_s: float = TIME_BUDGET_S) -> NotebookNode:
     """Run the script's cells in a fresh kernel, in the script's folder, and return the notebook.
 
-    Raises nbclient's `CellExecutionError` when a cell raises, and `CellTimeoutError` when the notebook
-    as a whole takes longer than `time_budget_s`.
+    Raises nbclient's `CellExecutionError` when a cell raises, and `CellTimeoutError` when the
+    notebook as a whole takes longer than `time_budget_s`.
     """
     from nbclient import NotebookClient
 
