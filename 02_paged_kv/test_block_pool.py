@@ -1,0 +1,274 @@
+"""The pool against a naive model: exhaustively where it is small, by random walks elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from block_pool import Block, BlockPool
+
+
+def ids(blocks: list[Block]) -> list[int]:
+    return [block.block_id for block in blocks]
+
+
+def snapshot(pool: BlockPool) -> tuple:
+    return ids(pool.free_order()), [block.ref_cnt for block in pool.blocks]
+
+
+def refused(pool: BlockPool, match: str, call, *args) -> None:
+    """The call raises `ValueError` and has changed nothing."""
+    before = snapshot(pool)
+    with pytest.raises(ValueError, match=match):
+        call(*args)
+    assert snapshot(pool) == before
+    pool.check_invariants()
+
+
+def test_all_blocks_but_the_null_block_are_handed_out_once():
+    pool = BlockPool(5)
+    assert pool.num_usable_blocks == pool.num_free_blocks == 4
+    assert ids(pool.allocate(3) + pool.allocate(1)) == [1, 2, 3, 4]
+    assert pool.num_free_blocks == 0
+
+
+def test_a_refused_allocation_changes_nothing():
+    pool = BlockPool(4)
+    held = pool.allocate(2)
+    before = snapshot(pool)
+    assert pool.allocate(2) is None
+    assert snapshot(pool) == before
+    pool.free(held)
+    assert pool.allocate(3) is not None
+    assert pool.allocate(1) is None
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1])
+def test_allocating_fewer_than_one_block_is_an_error(num_blocks):
+    pool = BlockPool(4)
+    refused(pool, "must be >= 1", pool.allocate, num_blocks)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 0, -3])
+def test_a_pool_without_a_usable_block_is_an_error(num_blocks):
+    with pytest.raises(ValueError, match=f"num_blocks is {num_blocks}"):
+        BlockPool(num_blocks)
+
+
+def test_blocks_are_reused_in_the_order_in_which_they_were_freed():
+    """Trap 11: the deepest block, named first, goes first; the head of the prefix lives longest."""
+    pool = BlockPool(6)
+    table = pool.allocate(4)  # 1 2 3 4; 5 was never used
+    pool.free(table[::-1])
+    assert ids(pool.free_order()) == [5, 4, 3, 2, 1]
+    assert ids(pool.allocate(3)) == [5, 4, 3]
+
+
+def test_a_block_is_free_when_its_last_holder_lets_go():
+    pool = BlockPool(3)
+    blocks = pool.allocate(2)
+    pool.touch(blocks[:1])
+    pool.free(blocks)
+    assert pool.num_free_blocks == 1 and blocks[0].ref_cnt == 1
+    pool.free(blocks[:1])
+    assert ids(pool.free_order()) == [2, 1]
+
+
+def test_double_free_is_an_error_and_changes_nothing():
+    pool = BlockPool(5)
+    first, second = pool.allocate(2)
+    pool.free([first])
+    refused(pool, "free of block 1: it is free already", pool.free, [first])
+    refused(pool, "free of block 1", pool.free, [second, first])  # nor is `second` freed
+
+
+def test_a_block_named_twice_in_one_call_is_an_error():
+    """Trap 10: it would count twice, and later be handed to two requests."""
+    pool = BlockPool(5)
+    (block,) = pool.allocate(1)
+    for num_holders in (1, 2, 3):
+        assert block.ref_cnt == num_holders
+        refused(pool, "named once", pool.free, [block, block])
+        refused(pool, "named once", pool.touch, [block, block])
+        pool.touch([block])
+
+
+def test_a_free_block_cannot_be_touched():
+    pool = BlockPool(4)
+    held, freed = pool.allocate(2)
+    pool.free([freed])
+    refused(pool, "touch of block 2: it is free", pool.touch, [held, freed])
+
+
+def test_the_null_block_and_foreign_blocks_are_refused():
+    """Trap 50: two engines in one process do not mix their blocks."""
+    pool, other = BlockPool(4), BlockPool(9)
+    pool.allocate(2), other.allocate(8)
+    for call in (pool.free, pool.touch, pool.reclaim):
+        refused(pool, "null block", call, [pool.blocks[0]])
+        refused(pool, "not a block of this pool", call, [other.blocks[1]])
+        refused(pool, "not a block of this pool", call, [other.blocks[8]])
+
+
+def test_a_free_block_is_reclaimed_from_the_middle_of_the_free_order():
+    pool = BlockPool(6)
+    blocks = pool.blocks
+    pool.reclaim([blocks[3], blocks[1]])
+    assert ids(pool.free_order()) == [2, 4, 5]
+    assert blocks[3].ref_cnt == blocks[1].ref_cnt == 1
+    refused(pool, "reclaim of block 3: it is held", pool.reclaim, [blocks[2], blocks[3]])
+    refused(pool, "named once", pool.reclaim, [blocks[2], blocks[2]])
+
+
+def test_removal_from_either_end_and_the_middle_does_not_scan():
+    """Cost an operation does not grow with the pool. A scan of 200,000 blocks for each of 20,000
+    operations would be 4 * 10 ** 9 steps: minutes."""
+    pool = BlockPool(200_000)
+    for block in pool.blocks[1:20_001]:  # leaves a hole at the front, the plain dict's weak spot
+        pool.reclaim([block])
+        pool.free([block])
+    for _ in range(20_000):
+        pool.allocate(1)
+    pool.check_invariants()
+
+
+@pytest.mark.parametrize("damage", ["leak", "free_and_held", "null", "negative", "duplicate"])
+def test_check_invariants_notices_damage(damage):
+    pool = BlockPool(5)
+    held = pool.allocate(2)
+    pool.check_invariants()
+    if damage == "leak":
+        held[0].ref_cnt = 0
+    elif damage == "free_and_held":
+        pool.blocks[4].ref_cnt = 1
+    elif damage == "null":
+        pool.blocks[0].ref_cnt = 1
+    elif damage == "negative":
+        held[0].ref_cnt = -1
+    elif damage == "duplicate":
+        pool._free[4] = pool.blocks[3]
+    with pytest.raises(AssertionError):
+        pool.check_invariants()
+
+
+class NaivePool:
+    """The same promises in lists: slow, and obvious."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.free_ids = list(range(1, num_blocks))
+        self.ref_cnt = [0] * num_blocks
+
+    def allocate(self, n: int) -> list[int] | None:
+        if n > len(self.free_ids):
+            return None
+        taken = [self.free_ids.pop(0) for _ in range(n)]
+        for block_id in taken:
+            self.ref_cnt[block_id] = 1
+        return taken
+
+    def free(self, block_ids: list[int]) -> None:
+        for block_id in block_ids:
+            self.ref_cnt[block_id] -= 1
+            if self.ref_cnt[block_id] == 0:
+                self.free_ids.append(block_id)
+
+    def touch(self, block_ids: list[int]) -> None:
+        for block_id in block_ids:
+            self.ref_cnt[block_id] += 1
+
+    def reclaim(self, block_ids: list[int]) -> None:
+        for block_id in block_ids:
+            self.free_ids.remove(block_id)
+            self.ref_cnt[block_id] = 1
+
+
+def apply(pool: BlockPool, model: NaivePool, name: str, argument) -> None:
+    """Do one operation to both. What the model cannot do must be refused."""
+    if name == "allocate":
+        blocks = pool.allocate(argument)
+        assert (None if blocks is None else ids(blocks)) == model.allocate(argument)
+    else:
+        blocks = [pool.blocks[block_id] for block_id in argument]
+        wants_free = name == "reclaim"
+        allowed = len(set(argument)) == len(argument) and all(
+            block_id != 0 and (model.ref_cnt[block_id] == 0) == wants_free for block_id in argument
+        )
+        if allowed:
+            getattr(pool, name)(blocks)
+            getattr(model, name)(argument)
+        else:
+            refused(pool, name, getattr(pool, name), blocks)
+    assert snapshot(pool) == (model.free_ids, model.ref_cnt)
+    pool.check_invariants()
+
+
+def restored(state: tuple) -> tuple[BlockPool, NaivePool]:
+    """A pool and a model in a given state: free ids in order, reference counts."""
+    free_ids, ref_cnt = state
+    pool, model = BlockPool(len(ref_cnt)), NaivePool(len(ref_cnt))
+    pool._free.clear()
+    for block, count in zip(pool.blocks, ref_cnt, strict=True):
+        block.ref_cnt = count
+    for block_id in free_ids:
+        pool._free[block_id] = pool.blocks[block_id]
+    model.free_ids, model.ref_cnt = list(free_ids), list(ref_cnt)
+    return pool, model
+
+
+def test_every_reachable_state_of_a_small_pool():
+    """All operations on up to two blocks, in all states of a pool of 5 with at most 2 references a
+    block: 4 usable blocks, each free (in any order) or held once or twice."""
+    block_ids = range(5)
+    arguments = [[a] for a in block_ids] + [[a, b] for a in block_ids for b in block_ids]
+    operations = [("allocate", n) for n in range(1, 6)]
+    operations += [(name, ids) for name in ("free", "touch", "reclaim") for ids in arguments]
+    start = ((1, 2, 3, 4), (0,) * 5)
+    seen, frontier = {start}, [start]
+    while frontier:
+        state = frontier.pop()
+        for name, argument in operations:
+            pool, model = restored(state)
+            apply(pool, model, name, argument)
+            after = (tuple(model.free_ids), tuple(model.ref_cnt))
+            if max(model.ref_cnt) <= 2 and after not in seen:
+                seen.add(after)
+                frontier.append(after)
+    # The orders of k free blocks out of 4, and 2 reference counts for each of the others.
+    assert len(seen) == 24 + 24 * 2 + 12 * 4 + 4 * 8 + 16
+
+
+class PoolMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.model = BlockPool(12), NaivePool(12)
+
+    @rule(n=st.integers(1, 13))
+    def allocate(self, n):
+        apply(self.pool, self.model, "allocate", n)
+
+    @precondition(lambda self: any(self.model.ref_cnt))
+    @rule(data=st.data(), name=st.sampled_from(["free", "touch"]))
+    def of_held_blocks(self, data, name):
+        held = [i for i, count in enumerate(self.model.ref_cnt) if count]
+        apply(self.pool, self.model, name, data.draw(st.lists(st.sampled_from(held), unique=True)))
+
+    @precondition(lambda self: self.model.free_ids)
+    @rule(data=st.data())
+    def reclaim(self, data):
+        free = st.lists(st.sampled_from(self.model.free_ids), unique=True)
+        apply(self.pool, self.model, "reclaim", data.draw(free))
+
+    @rule(name=st.sampled_from(["free", "touch", "reclaim"]), some=st.lists(st.integers(0, 11)))
+    def of_any_blocks(self, name, some):
+        apply(self.pool, self.model, name, some)
+
+    @invariant()
+    def free_and_held_are_all(self):
+        num_held = sum(count > 0 for count in self.model.ref_cnt)
+        assert self.pool.num_free_blocks + num_held == self.pool.num_usable_blocks
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
