@@ -1,0 +1,262 @@
+"""From a directory or a hub id to a model that is known to be complete.
+
+    resolve_checkpoint    name -> directory, downloaded if need be
+    load_model            directory -> LoadedModel
+    random_model          configuration -> LoadedModel, for benchmarks; no file needed
+
+Loading keeps one law: every tensor of the checkpoint is used exactly once, and every parameter is
+filled exactly once. A checkpoint that leaves anything over or short is refused by name, because a
+model with a few unfilled weights still answers, in gibberish. Two exceptions, as in `transformers`:
+`rotary_emb.inv_freq`, which old checkpoints carry although it follows from the configuration, is
+skipped; and with `tie_word_embeddings` the shared matrix may be stored under either of its names,
+or under both if both hold the same values. (If they differ, transformers 5 unties them and warns;
+here configuration and weights disagree, so it is an error.)
+
+Parameters are allocated once, uninitialised, on the device they stay on. Files are mapped into
+memory and copied tensor by tensor, so the peak is the model plus one tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from common.model import DecoderModel
+from common.model_config import QWEN3_0_6B, ModelConfig, token_ids
+
+__all__ = ["QWEN3_0_6B", "LoadedModel", "load_model", "random_model", "resolve_checkpoint"]
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_FILE_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_DOWNLOADS = ["*.json", "model*.safetensors", "tokenizer*", "merges.txt", "*.jinja"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """`generation_eos_token_ids`: every id that ends a text. `path` is None without a file."""
+
+    model: DecoderModel
+    config: ModelConfig
+    generation_eos_token_ids: tuple[int, ...] = ()
+    path: Path | None = None
+
+
+def resolve_checkpoint(model: str | Path) -> Path:
+    """The directory of a model: `model` itself, or the hub's download of it.
+
+    Raises `FileNotFoundError` if it is neither.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(f"{path} has no config.json: it is not a model's directory")
+        return path
+    if path.exists():
+        raise FileNotFoundError(f"{path} is a file: name the directory that contains it")
+    if not isinstance(model, str) or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model):
+        raise FileNotFoundError(f"{model} is not there: no such directory, and no hub id either")
+    from huggingface_hub import snapshot_download  # imported late: slow, and rarely needed
+
+    try:
+        downloaded = Path(snapshot_download(model, allow_patterns=_DOWNLOADS))
+    except Exception as error:  # the hub's, the network's and the cache's errors share no base
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise FileNotFoundError(
+            f"{model} is neither a directory nor a hub id that can be downloaded: {reason[0]}"
+        ) from error
+    return resolve_checkpoint(downloaded)
+
+
+def load_model(
+    model: str | Path,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+) -> LoadedModel:
+    """A complete model, ready for `forward`.
+
+    `dtype="auto"` is the checkpoint's own, except that a CPU without fast arithmetic for it gets
+    float32. Raises `FileNotFoundError` for missing files and `ValueError` for what does not fit.
+    """
+    path, device = resolve_checkpoint(model), torch.device(device)
+    config = ModelConfig.from_hf(_read_json(path / "config.json"))
+    files = _open_weights(path)
+    resolved = _resolve_dtype(dtype, config, files, device)
+    decoder = DecoderModel(config, resolved, device)
+    _fill(decoder, files)
+    return LoadedModel(decoder, config, _eos_token_ids(path, config), path)
+
+
+def random_model(
+    config: ModelConfig,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> LoadedModel:
+    """Weights drawn from N(0, 0.02), norms 1, biases 0: a new model's usual start."""
+    decoder = DecoderModel(config, dtype, device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in decoder.named_parameters():
+        if name.endswith("norm_weight"):
+            parameter.fill_(1.0)
+        elif name.endswith("bias"):
+            parameter.zero_()
+        else:
+            parameter.normal_(0.0, 0.02, generator=generator)
+    return LoadedModel(decoder, config, config.eos_token_ids)
+
+
+# -- files
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not UTF-8, not JSON
+        raise ValueError(f"{path} is not readable as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _open_weights(path: Path) -> dict[str, Any]:
+    """Open safetensors files by tensor name. Maps them; reads no weights yet."""
+    if (path / _WEIGHTS).is_file():
+        index, file_names = None, [_WEIGHTS]
+    elif (path / _INDEX).is_file():
+        index = _read_json(path / _INDEX).get("weight_map")
+        if not isinstance(index, dict) or not all(isinstance(f, str) for f in index.values()):
+            raise ValueError(f"{path / _INDEX}: weight_map must map tensor names to file names")
+        file_names = sorted(set(index.values()))
+    else:
+        raise FileNotFoundError(f"{path} has no weights: neither {_WEIGHTS} nor {_INDEX}")
+    files: dict[str, Any] = {}
+    for file_name in file_names:
+        file = _open_file(path, file_name)
+        names = set(file.keys())
+        if index is not None:
+            promised = {name for name, where in index.items() if where == file_name}
+            if names != promised:
+                raise ValueError(
+                    f"{path / _INDEX} and {file_name} disagree about: "
+                    f"{_shown(sorted(names ^ promised))}"
+                )
+        files.update(dict.fromkeys(names, file))
+    return files
+
+
+def _open_file(path: Path, file_name: str) -> Any:
+    if Path(file_name).name != file_name:
+        raise ValueError(f"{path / _INDEX}: {file_name!r} is not the name of a file beside it")
+    if not (path / file_name).is_file():
+        raise FileNotFoundError(f"{path / file_name} is missing: the index names it")
+    try:
+        return safe_open(path / file_name, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path / file_name} is corrupt or incomplete: {error}") from error
+
+
+def _eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
+    """All ids that either file lists: some models have several, and the files rarely agree."""
+    generation: tuple[int, ...] = ()
+    if (path / "generation_config.json").is_file():
+        value = _read_json(path / "generation_config.json").get("eos_token_id")
+        generation = token_ids("generation_config.json: eos_token_id", value)
+    ids = tuple(dict.fromkeys(generation + config.eos_token_ids))
+    if impossible := [i for i in ids if not 0 <= i < config.vocab_size]:
+        logger.warning("eos_token_id: ignored, because not in the vocabulary: %s", impossible)
+    return tuple(i for i in ids if i not in impossible)
+
+
+# -- tensors
+
+
+def _resolve_dtype(
+    dtype: str | torch.dtype, config: ModelConfig, files: dict[str, Any], device: torch.device
+) -> torch.dtype:
+    wanted = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if wanted in _DTYPES.values():
+        return wanted
+    if dtype != "auto":
+        raise ValueError(f"dtype is {dtype!r}: it must be 'auto' or one of {', '.join(_DTYPES)}")
+    stored = _DTYPES.get(config.dtype or "")
+    for name, file in files.items() if stored is None else ():
+        stored = _FILE_DTYPES.get(file.get_slice(name).get_dtype(), torch.float32)
+        break
+    is_fast = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    if device.type != "cpu" or stored not in is_fast or is_fast[stored]():
+        logger.info("dtype: %s, as in the checkpoint", stored)
+        return stored
+    logger.info("dtype: float32, because this CPU multiplies %s slowly", stored)
+    return torch.float32
+
+
+def _fill(decoder: DecoderModel, files: dict[str, Any]) -> None:
+    """Copy every tensor to its place. Nothing is copied unless names, shapes and dtypes all fit."""
+    parts = decoder.checkpoint_tensors()
+    names = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
+    if decoder.config.tie_word_embeddings:
+        names -= _check_tied(files)
+        if "model.embed_tokens.weight" not in names and "lm_head.weight" in names:
+            parts["lm_head.weight"] = parts.pop("model.embed_tokens.weight")
+    if missing := sorted(parts.keys() - names):
+        raise ValueError(f"the checkpoint lacks tensors that the model needs: {_shown(missing)}")
+    if unused := sorted(names - parts.keys()):
+        raise ValueError(f"the checkpoint has tensors that the model lacks: {_shown(unused)}")
+    for name, part in parts.items():
+        stored = files[name].get_slice(name)
+        if tuple(stored.get_shape()) != part.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(stored.get_shape())} in the checkpoint and "
+                f"{part.shape} by config.json"
+            )
+        if stored.get_dtype() not in _FILE_DTYPES:
+            raise ValueError(
+                f"{name} has dtype {stored.get_dtype()}: it must be {', '.join(_FILE_DTYPES)}"
+            )
+    for name, part in parts.items():
+        part.target.copy_(files[name].get_tensor(name))
+    filled = sum(part.target.numel() for part in parts.values())
+    assert filled == sum(p.numel() for p in decoder.parameters()), "a parameter has no tensor"
+
+
+def _check_tied(files: dict[str, Any]) -> set[str]:
+    """The names among the two of a tied matrix that are superfluous."""
+    tied = ("model.embed_tokens.weight", "lm_head.weight")
+    if not all(name in files for name in tied):
+        return set()
+    embedding, head = (files[name].get_tensor(name) for name in tied)
+    if not torch.equal(embedding, head):
+        raise ValueError(
+            f"tie_word_embeddings is true, but {tied[0]} and {tied[1]} differ in the checkpoint: "
+            "set it to false if they are meant to"
+        )
+    return {tied[1]}
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more

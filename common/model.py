@@ -1,0 +1,231 @@
+"""The decoder that serves tokens: Qwen3, Qwen2, Llama 3.x and Mistral in one class.
+
+It computes one step for any mix of requests, whose tokens lie end to end in one row:
+
+    input_ids, positions    [num_tokens]
+    hidden                  [num_tokens, hidden_size]      the residual stream
+    queries, keys, values   [num_tokens, heads, head_dim]  written to and read from the paged cache
+    logits                  [num_logit_rows, vocab_size]   only of the rows somebody samples from
+
+Weights are read once a step, whatever the batch. Projections that read the same input are one
+matrix: queries, keys and values; gate and up. In the last layer, only rows that need logits go on
+after attention.
+
+In every dtype the numbers follow `transformers`: norms and rotary angles are computed in float32.
+That holds in float64 too, where tests compare tokens one by one. In bfloat16 a fused norm rounds
+once where `transformers` rounds twice.
+
+Nothing in `forward` waits for a GPU. Parameters are uninitialised memory until `common.loader` has
+filled them; `checkpoint_tensors` tells it what goes where.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from common.model_config import ModelConfig
+from common.rotary import rotary_factors, rotary_table, rotate
+from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTensor:
+    """Where a tensor of a checkpoint goes: `target`, a view of a parameter, to which it is
+    broadcast. It must have exactly `shape`."""
+
+    target: torch.Tensor
+    shape: tuple[int, ...]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Over the last dimension, in float32 or below."""
+    if x.dtype != torch.float64:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    single = x.float()
+    single = single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + eps)
+    return single.to(x.dtype) if weight is None else single.to(x.dtype) * weight
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each added to the residual stream."""
+
+    def __init__(
+        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.index = index
+        self.eps = config.rms_norm_eps
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        self.num_kv_heads = config.num_key_value_heads
+        # Heads of queries and keys: rotary embedding and their norm take them together.
+        self.num_qk_heads = config.num_attention_heads + config.num_key_value_heads
+        q_size = config.num_attention_heads * config.head_dim
+        qkv_size = q_size + 2 * config.num_key_value_heads * config.head_dim
+        self.head_counts = (config.num_attention_heads, self.num_kv_heads, self.num_kv_heads)
+
+        self.input_norm_weight = empty(hidden)
+        self.qkv_weight = empty(qkv_size, hidden)
+        self.qkv_bias = empty(qkv_size) if config.qkv_bias else None
+        # One row a head: q_norm's weight for each query head, k_norm's for each key head.
+        self.qk_norm_weight = (
+            empty(self.num_qk_heads, self.head_dim) if config.has_qk_norm else None
+        )
+        self.o_weight = empty(hidden, q_size)
+        self.o_bias = empty(hidden) if config.o_bias else None
+        self.mlp_norm_weight = empty(hidden)
+        self.gate_up_weight = empty(2 * inner, hidden)
+        self.gate_up_bias = empty(2 * inner) if config.mlp_bias else None
+        self.down_weight = empty(hidden, inner)
+        self.down_bias = empty(hidden) if config.mlp_bias else None
+
+    def forward(
+        self,
+        hidden: torch.Tensor,  # [num_tokens, hidden_size], overwritten
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+        backend: AttentionBackend,
+        rows: torch.Tensor | None = None,  # [num_rows] int64, the rows that are still needed
+    ) -> torch.Tensor:  # [num_tokens or num_rows, hidden_size]
+        attended = self._attend(hidden, rotary, kv_cache, metadata, backend)
+        if rows is not None:
+            hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
+        hidden = hidden.add_(F.linear(attended, self.o_weight, self.o_bias))
+        return hidden.add_(self._mlp(rms_norm(hidden, self.mlp_norm_weight, self.eps)))
+
+    def _attend(
+        self,
+        hidden: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+        backend: AttentionBackend,
+    ) -> torch.Tensor:  # [num_tokens, num_heads * head_dim]
+        num_tokens = hidden.shape[0]
+        x = rms_norm(hidden, self.input_norm_weight, self.eps)
+        qkv = F.linear(x, self.qkv_weight, self.qkv_bias).view(num_tokens, -1, self.head_dim)
+        qk, value = qkv.split((self.num_qk_heads, self.num_kv_heads), dim=1)
+        if self.qk_norm_weight is not None:
+            qk = rms_norm(qk, None, self.eps).mul_(self.qk_norm_weight)
+        query, key = rotate(qk, rotary).split(self.head_counts[:2], dim=1)
+        keys, values = kv_cache.key_cache[self.index], kv_cache.value_cache[self.index]
+        backend.write_kv(key, value, keys, values, metadata.slot_mapping)
+        attended = backend.attend(query, keys, values, metadata, self.scale)
+        return attended.reshape(num_tokens, -1)
+
+    def _mlp(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(x, self.gate_up_weight, self.gate_up_bias).chunk(2, dim=-1)
+        return F.linear(F.silu(gate).mul_(up), self.down_weight, self.down_bias)
+
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        """By the checkpoint's names without the layer's prefix."""
+        head_dim, parts = self.head_dim, {}
+
+        def put(name: str, target: torch.Tensor | None, shape: tuple[int, ...] = ()) -> None:
+            if target is not None:
+                parts[name] = CheckpointTensor(target, shape or tuple(target.shape))
+
+        put("input_layernorm.weight", self.input_norm_weight)
+        put("post_attention_layernorm.weight", self.mlp_norm_weight)
+        fused = {
+            "self_attn": (
+                ("q_proj", "k_proj", "v_proj"),
+                [n * head_dim for n in self.head_counts],
+                self.qkv_weight,
+                self.qkv_bias,
+            ),
+            "mlp": (
+                ("gate_proj", "up_proj"),
+                [len(self.gate_up_weight) // 2] * 2,
+                self.gate_up_weight,
+                self.gate_up_bias,
+            ),
+        }
+        for block, (names, sizes, weight, bias) in fused.items():
+            biases = [None] * len(names) if bias is None else bias.split(sizes)
+            for name, part, bias_part in zip(names, weight.split(sizes), biases, strict=True):
+                put(f"{block}.{name}.weight", part)
+                put(f"{block}.{name}.bias", bias_part)
+        if self.qk_norm_weight is not None:
+            q_norm, k_norm = self.qk_norm_weight.split(self.head_counts[:2])
+            put("self_attn.q_norm.weight", q_norm, (head_dim,))
+            put("self_attn.k_norm.weight", k_norm, (head_dim,))
+        put("self_attn.o_proj.weight", self.o_weight)
+        put("self_attn.o_proj.bias", self.o_bias)
+        put("mlp.down_proj.weight", self.down_weight)
+        put("mlp.down_proj.bias", self.down_bias)
+        return parts
+
+
+class DecoderModel(nn.Module):
+    """Token ids in, logits out, keys and values in a paged cache."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.config = config
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+        self.embed_weight = empty(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, dtype, device) for i in range(config.num_hidden_layers)
+        )
+        self.norm_weight = empty(config.hidden_size)
+        self.lm_head_weight = (
+            self.embed_weight
+            if config.tie_word_embeddings
+            else empty(config.vocab_size, config.hidden_size)
+        )
+        table = rotary_table(config.rope, config.head_dim, config.max_position_embeddings, dtype)
+        self.register_buffer("rotary_table", table.to(device), persistent=False)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [num_tokens] int64
+        positions: torch.Tensor,  # [num_tokens] int64, below max_position_embeddings
+        kv_cache: PagedKVCache,  # this step's keys and values are written into it
+        metadata: AttentionMetadata,
+        logit_indices: torch.Tensor,  # [num_logit_rows] int64, rows of input_ids
+        backend: AttentionBackend,
+    ) -> torch.Tensor:  # [num_logit_rows, vocab_size]
+        """One step: row r of the result are the logits of the token after `logit_indices[r]`."""
+        hidden = F.embedding(input_ids, self.embed_weight)
+        rotary = rotary_factors(self.rotary_table, positions)
+        last = len(self.layers) - 1
+        for i, layer in enumerate(self.layers):
+            rows = logit_indices if i == last else None
+            hidden = layer(hidden, rotary, kv_cache, metadata, backend, rows)
+        hidden = rms_norm(hidden, self.norm_weight, self.config.rms_norm_eps)
+        return F.linear(hidden, self.lm_head_weight)
+
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        """Every tensor a checkpoint of this configuration holds, and where it goes. Together they
+        fill every parameter exactly once."""
+        singles = {
+            "model.embed_tokens.weight": self.embed_weight,
+            "model.norm.weight": self.norm_weight,
+        }
+        if not self.config.tie_word_embeddings:
+            singles["lm_head.weight"] = self.lm_head_weight
+        parts = {name: CheckpointTensor(p, tuple(p.shape)) for name, p in singles.items()}
+        for i, layer in enumerate(self.layers):
+            for name, part in layer.checkpoint_tensors().items():
+                parts[f"model.layers.{i}.{name}"] = part
+        return parts

@@ -1,0 +1,320 @@
+"""`ModelConfig`: what a Hugging Face `config.json` says about a decoder, checked and made explicit.
+
+Four families are understood: Qwen3, Qwen2 (and 2.5), Llama 3.x and Mistral. They are one decoder;
+what differs is who has biases and who norms queries and keys:
+
+    family     biases of q, k, v    bias of o         biases of the MLP    q_norm, k_norm
+    Qwen3      attention_bias       attention_bias    none                 yes
+    Qwen2      always               none              none                 no
+    Llama      attention_bias       attention_bias    mlp_bias             no
+    Mistral    none                 none              none                 no
+
+A feature that a configuration asks for and this decoder lacks is a `ValueError` that names the
+field, its value and what is allowed: a model that runs without it answers fluently and wrongly.
+Fields nobody here knows are ignored, as `transformers` ignores them, and named in the log.
+
+Sliding windows are not implemented. Up to the length of its window such a model is an ordinary one,
+so `max_position_embeddings` is lowered to the window, with a warning in the log.
+
+Defaults of absent fields are those of `transformers`, and so are both spellings of the rotary
+parameters: `rope_theta` and `rope_scaling` (old), `rope_parameters` (since transformers 5).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from common.rotary import RopeParameters
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder's shape. Use `from_hf` for what comes from a file: it checks."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeParameters
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    has_qk_norm: bool = False
+    dtype: str | None = None  # what the configuration says the weights are stored in
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> ModelConfig:
+        """From the contents of a `config.json`. Raises `ValueError` for what is not supported."""
+        architecture = _architecture(fields)
+        family = _FAMILIES[architecture]
+        _refuse_unsupported(fields, family)
+        num_heads = _positive_int(fields, "num_attention_heads")
+        num_kv_heads = _positive_int(fields, "num_key_value_heads", num_heads)
+        hidden_size = _positive_int(fields, "hidden_size")
+        head_dim = _positive_int(fields, "head_dim", family.head_dim or hidden_size // num_heads)
+        max_positions = _positive_int(fields, "max_position_embeddings")
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_key_value_heads is {num_kv_heads}: it must divide num_attention_heads, "
+                f"{num_heads}"
+            )
+        if head_dim % 2:
+            raise ValueError(f"head_dim is {head_dim}: rotary embedding needs an even one")
+        attention_bias = bool(fields.get("attention_bias"))
+        return cls(
+            architecture=architecture,
+            vocab_size=_positive_int(fields, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_positive_int(fields, "intermediate_size"),
+            num_hidden_layers=_positive_int(fields, "num_hidden_layers"),
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=_within_window(fields, family, max_positions),
+            rms_norm_eps=_positive_float(fields, "rms_norm_eps", 1e-6),
+            rope=_rope(fields, max_positions),
+            tie_word_embeddings=bool(fields.get("tie_word_embeddings")),
+            qkv_bias=attention_bias if family.has_attention_bias else family.has_qkv_bias,
+            o_bias=attention_bias and family.has_attention_bias,
+            mlp_bias=bool(fields.get("mlp_bias")),
+            has_qk_norm=family.has_qk_norm,
+            dtype=_dtype(fields),
+            eos_token_ids=token_ids("config.json: eos_token_id", fields.get("eos_token_id")),
+        )
+
+
+QWEN3_0_6B = ModelConfig(  # https://huggingface.co/Qwen/Qwen3-0.6B
+    architecture="Qwen3ForCausalLM",
+    vocab_size=151936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40960,
+    rms_norm_eps=1e-6,
+    rope=RopeParameters(theta=1e6),
+    tie_word_embeddings=True,
+    has_qk_norm=True,
+    dtype="bfloat16",
+    eos_token_ids=(151645,),
+)
+
+
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """`eos_token_id` as files have it: an integer, a list of integers, or null."""
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise ValueError(f"{name} is {value!r}: it must be an integer, a list of integers or null")
+    return tuple(ids)
+
+
+# -- families and what they may ask for
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """`transformers`' class for `model_type`. `head_dim` is its default; None: the usual quotient.
+
+    `sliding_window`: `"optional"` needs `use_sliding_window`, `"always"` is on unless null, and
+    then 4096 if absent; `"never"` has none.
+    """
+
+    model_type: str
+    has_attention_bias: bool = False  # is there a field of this name
+    has_mlp_bias: bool = False
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    head_dim: int | None = None
+    sliding_window: str = "never"
+
+
+_FAMILIES = {
+    "Qwen3ForCausalLM": _Family(
+        "qwen3",
+        has_attention_bias=True,
+        has_qk_norm=True,
+        head_dim=128,
+        sliding_window="optional",
+    ),
+    "Qwen2ForCausalLM": _Family("qwen2", has_qkv_bias=True, sliding_window="optional"),
+    "LlamaForCausalLM": _Family("llama", has_attention_bias=True, has_mlp_bias=True),
+    "MistralForCausalLM": _Family("mistral", sliding_window="always"),
+}
+SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
+
+# Parts of field names that stand for something this decoder does not have.
+_UNSUPPORTED = (
+    "expert", "moe", "quantization", "softcap", "vision", "audio", "text_config", "multiplier",
+    "cross_attention", "alibi", "clip_qkv", "logits_scaling", "logit_scale", "no_rope_layer",
+    "use_qk_norm", "dual_chunk", "nextn", "mrope", "parallel_residual", "attention_chunk_size",
+    "pruned_heads", "is_encoder_decoder", "relative_attention", "chunk_size_feed_forward",
+    "output_gate", "auto_map",
+)  # fmt: skip
+_NEUTRAL = (None, False, 0, 1, [], {}, "")
+# Fields that are read below, and fields that do not change what the decoder computes.
+_KNOWN = {
+    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size",
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
+    "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "attention_bias", "mlp_bias",
+    "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "sliding_window",
+    "use_sliding_window", "max_window_layers", "layer_types", "dtype", "torch_dtype",
+    "original_max_position_embeddings",
+    "eos_token_id", "bos_token_id", "pad_token_id", "transformers_version", "attention_dropout",
+    "initializer_range", "use_cache", "pretraining_tp", "return_dict", "output_attentions",
+    "output_hidden_states", "problem_type", "id2label", "label2id", "name_or_path",
+}  # fmt: skip
+
+
+def _architecture(fields: dict[str, Any]) -> str:
+    supported = ", ".join(_FAMILIES)
+    model_type = fields.get("model_type")
+    names = fields.get("architectures") or [
+        name for name, family in _FAMILIES.items() if family.model_type == model_type
+    ]
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in _FAMILIES:
+        shown = fields.get("architectures") or f"absent, and model_type is {model_type!r}"
+        raise ValueError(f"architectures is {shown}: supported are {supported}")
+    expected = _FAMILIES[names[0]].model_type
+    if model_type not in (None, expected):
+        raise ValueError(f"model_type is {model_type!r}: with {names[0]} it must be {expected!r}")
+    return names[0]
+
+
+def _refuse_unsupported(fields: dict[str, Any], family: _Family) -> None:
+    for name, value in fields.items():
+        if any(part in name for part in _UNSUPPORTED) and value not in _NEUTRAL:
+            raise ValueError(
+                f"{name} is {value!r}: this decoder has no such feature; allowed are its absence, "
+                "null, false and 0"
+            )
+    if fields.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act is {fields['hidden_act']!r}: it must be 'silu'")
+    no_bias = {
+        # Qwen2's biases do not depend on the field.
+        "attention_bias": not family.has_attention_bias and not family.has_qkv_bias,
+        "mlp_bias": not family.has_mlp_bias,
+    }
+    for name, must_be_false in no_bias.items():
+        if must_be_false and fields.get(name):
+            raise ValueError(f"{name} is {fields[name]!r}: {family.model_type} has no such biases")
+    unknown = sorted(
+        name
+        for name in fields
+        if name not in _KNOWN
+        and not name.startswith("_")
+        and not any(part in name for part in _UNSUPPORTED)
+    )
+    if unknown:
+        logger.warning("config.json: ignored, because unknown here: %s", ", ".join(unknown))
+
+
+def _within_window(fields: dict[str, Any], family: _Family, max_positions: int) -> int:
+    """The most positions for which a sliding window, if there is one, hides nothing."""
+    num_layers = _positive_int(fields, "num_hidden_layers")
+    default = {"never": None, "optional": None, "always": 4096}[family.sliding_window]
+    window = fields.get("sliding_window", default)
+    if family.sliding_window == "optional":
+        window = window if fields.get("use_sliding_window") else None
+        first = _positive_int(fields, "max_window_layers", 28)
+        derived = ["full_attention"] * min(first, num_layers)
+        derived += ["sliding_attention"] * (num_layers - len(derived))
+    elif window is not None and family.sliding_window == "never":
+        raise ValueError(
+            f"sliding_window is {window!r}: {family.model_type} has none; it must be null"
+        )
+    else:
+        derived = ["full_attention" if window is None else "sliding_attention"] * num_layers
+    layer_types = fields.get("layer_types") or (derived if window is not None else [])
+    allowed = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
+    if unsupported := sorted(set(layer_types) - set(allowed)):
+        raise ValueError(
+            f"layer_types contains {unsupported}, sliding_window is {window!r}: "
+            f"allowed then are {', '.join(allowed)}"
+        )
+    is_windowed = family.sliding_window == "always" or "sliding_attention" in layer_types
+    if window is None or not is_windowed:
+        return max_positions
+    window = _positive_int({"sliding_window": window}, "sliding_window")
+    if window < max_positions:
+        logger.warning(
+            "sliding_window is %d and not implemented: max_position_embeddings, %d, is lowered "
+            "to it, for up to there nothing differs",
+            window,
+            max_positions,
+        )
+    return min(window, max_positions)
+
+
+def _rope(fields: dict[str, Any], max_positions: int) -> RopeParameters:
+    source = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    rope = fields.get(source) or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"{source} is {rope!r}: it must be an object or null")
+    for where in (fields, rope):
+        if where.get("partial_rotary_factor") not in (None, 1):
+            value = where["partial_rotary_factor"]
+            raise ValueError(f"partial_rotary_factor is {value!r}: it must be 1 or absent")
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    needed = {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    }
+    if rope_type not in needed:
+        raise ValueError(f"{source}: rope_type is {rope_type!r}: it must be {', '.join(needed)}")
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *needed["llama3"]}
+    if unknown := sorted(set(rope) - known - {"original_max_position_embeddings"}):
+        raise ValueError(f"{source}: {unknown[0]} is {rope[unknown[0]]!r}: not supported")
+    values = {name: _positive_float(rope, name) for name in needed[rope_type]}
+    if rope_type == "llama3":
+        if values["high_freq_factor"] <= values["low_freq_factor"]:
+            raise ValueError(
+                f"{source}: high_freq_factor is {values['high_freq_factor']}: it must exceed "
+                f"low_freq_factor, {values['low_freq_factor']}"
+            )
+        original = {**rope, **{k: v for k, v in fields.items() if k.startswith("original_max")}}
+        values["original_max_position_embeddings"] = _positive_int(
+            original, "original_max_position_embeddings", max_positions
+        )
+    theta = {"rope_theta": rope.get("rope_theta", fields.get("rope_theta"))}
+    return RopeParameters(_positive_float(theta, "rope_theta", 10_000.0), rope_type, **values)
+
+
+def _dtype(fields: dict[str, Any]) -> str | None:
+    value = fields.get("dtype", fields.get("torch_dtype"))
+    return value.removeprefix("torch.") if isinstance(value, str) else None
+
+
+# -- single fields
+
+
+def _positive_int(fields: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = fields.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}: it must be an integer >= 1")
+    return value
+
+
+def _positive_float(fields: dict[str, Any], name: str, default: float | None = None) -> float:
+    value = fields.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        raise ValueError(f"{name} is {value!r}: it must be a number > 0")
+    return float(value)

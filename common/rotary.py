@@ -1,0 +1,83 @@
+"""Rotary position embedding: the angles of every position, computed once a model.
+
+Each pair of channels (i, i + head_dim / 2) of a query or key is turned by position * inv_freq[i].
+The tables hold cosines and sines in float32, cast to the model's dtype, exactly as `transformers`
+computes them. A step looks its rows up by `positions`: the tables have no state to get out of step
+with a cache.
+
+Source: RoFormer, arXiv 2104.09864; "llama3" scaling: the Llama 3.1 model card.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RopeParameters:
+    """`rope_type` is "default", "linear" (uses `factor`) or "llama3" (uses everything)."""
+
+    theta: float = 10_000.0
+    rope_type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+def inverse_frequencies(rope: RopeParameters, head_dim: int) -> torch.Tensor:
+    """Radians a position, `[head_dim / 2]` float32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    inv_freq = 1.0 / rope.theta**exponents
+    if rope.rope_type == "linear":
+        return inv_freq / rope.factor
+    if rope.rope_type == "llama3":
+        return _llama3(inv_freq, rope)
+    return inv_freq
+
+
+def _llama3(inv_freq: torch.Tensor, rope: RopeParameters) -> torch.Tensor:
+    """High frequencies stay, low ones are divided by `factor`, those between are blended:
+
+    wavelength    short |  original / high_freq_factor  ...  original / low_freq_factor  | long
+                  as is |                          blended                               | / factor
+    """
+    original = rope.original_max_position_embeddings
+    wavelength = 2 * math.pi / inv_freq
+    is_long = wavelength > original / rope.low_freq_factor
+    is_short = wavelength < original / rope.high_freq_factor
+    share_kept = original / wavelength - rope.low_freq_factor
+    share_kept = share_kept / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - share_kept) * inv_freq / rope.factor + share_kept * inv_freq
+    return torch.where(is_long, inv_freq / rope.factor, torch.where(is_short, inv_freq, blended))
+
+
+def rotary_table(
+    rope: RopeParameters, head_dim: int, num_positions: int, dtype: torch.dtype
+) -> torch.Tensor:  # [num_positions, head_dim]: head_dim / 2 cosines, then as many sines
+    """Computed on the CPU, so that it does not depend on the device."""
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    angles = positions[:, None] * inverse_frequencies(rope, head_dim)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
+
+
+def rotary_factors(
+    table: torch.Tensor,  # [num_positions, head_dim]
+    positions: torch.Tensor,  # [num_tokens] int64
+) -> tuple[torch.Tensor, torch.Tensor]:  # each [num_tokens, 1, head_dim]
+    """What `rotate` multiplies with: `cos | cos` and `-sin | sin`."""
+    cos, sin = table.index_select(0, positions)[:, None].chunk(2, dim=-1)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(
+    x: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    factors: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+    """Turn every channel pair: (a, b) becomes (a cos - b sin, b cos + a sin)."""
+    cos, sin = factors
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)  # (a, b) -> (b, a)
+    return (x * cos).addcmul_(swapped, sin)
