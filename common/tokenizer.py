@@ -1,0 +1,269 @@
+"""Text to token ids, and back again one token at a time.
+
+A token is not a piece of text: it is a piece of *bytes*. A byte-level BPE cuts characters where it
+likes, so one emoji can be four tokens, and none of the first three has any text yet:
+
+    token bytes     | 20 f0 9f | 98 | 80 | 21 |
+    text after it     " "       " "  " 😀" " 😀!"     what has been shown is never taken back
+
+`IncrementalDetokenizer` therefore looks up each token's bytes (once: they are cached) and feeds
+them to an incremental UTF-8 decoder, which keeps at most three bytes for later and answers bytes
+that can never become a character with U+FFFD at once. A token costs O(1), whatever came before, and
+no token of the prompt is ever decoded, so none of it can leak into the output.
+
+This is exact as long as a token's bytes depend on nothing but the token and whether it comes first
+(sentencepiece drops a leading space there). That holds for byte-level, Metaspace and byte-fallback
+tokenizers, so for all of today's language models. vLLM and Hugging Face TGI decode a small window
+of tokens twice and compare, which asks less of the tokenizer, but stalls on text that never ends at
+a character border and must be told not to show the prompt.
+
+Stop strings are searched in the text, so token borders do not matter. What could still become a
+stop string is held back from the stream.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import tokenizers
+
+REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # sentencepiece's byte fallback
+
+# A byte-fallback tokenizer shows one U+FFFD for each byte that is no character, where a byte-level
+# one, like Python, shows one for each incomplete character.
+codecs.register_error("replace_each", lambda e: (REPLACEMENT * (e.end - e.start), e.end))
+
+
+class Tokenizer:
+    """A fast tokenizer (`tokenizers.Tokenizer`): ids for text, text for ids, bytes for one id.
+
+    `special_ids`: what `skip_special_tokens` skips. `vocab_size`: the highest id plus one, added
+    tokens included; a model's logits may be wider (padding)."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, eos_token_id: int | None = None) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.eos_token_id = eos_token_id
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        decoder = repr(backend.decoder)
+        self._is_byte_level = "ByteLevel(" in decoder
+        self._has_byte_tokens = "ByteFallback(" in decoder
+        self.decode_errors = "replace_each" if self._has_byte_tokens else "replace"
+        self._pieces: dict[int, bytes] = {}
+        self._anchor: tuple[int, str] | None = None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids. A BOS token comes first only if the tokenizer is made to put one there."""
+        return self.backend.encode(text).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Incomplete characters become U+FFFD. Ids without a token are skipped."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def has_token(self, token_id: int) -> bool:
+        return self.backend.id_to_token(token_id) is not None
+
+    def token_bytes(self, token_id: int, is_first: bool = False) -> bytes:
+        """UTF-8 of one token within a text, or at its very beginning. May be part of a
+        character."""
+        if is_first and not self._is_byte_level:
+            text = self.decode([token_id], skip_special_tokens=False)
+            return self.token_bytes(token_id) if REPLACEMENT in text else text.encode()
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._find_bytes(token_id)
+        return piece
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        token = self.backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level:
+            known = all(char in _BYTE_OF for char in token)  # an added token may be plain text
+            return bytes(_BYTE_OF[char] for char in token) if known else token.encode()
+        if self._has_byte_tokens and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        anchor_id, anchor = self._find_anchor()
+        text = self.decode([anchor_id, token_id], skip_special_tokens=False)
+        if not text.startswith(anchor):
+            raise ValueError(
+                f"tokenizer: token {token_id} ({token!r}) changes the text of the token before it; "
+                f"such a decoder cannot be streamed: {self.backend.decoder!r}"
+            )
+        return text[len(anchor) :].encode()
+
+    def _find_anchor(self) -> tuple[int, str]:
+        """Some ordinary token, to stand before another one so that that is not the first."""
+        if self._anchor is None:
+            for token_id in range(self.vocab_size):
+                text = self.decode([token_id], skip_special_tokens=True)
+                if text.isalnum():
+                    self._anchor = token_id, text
+                    break
+            else:
+                raise ValueError("tokenizer: no token of its vocabulary is a letter or a digit")
+        return self._anchor
+
+
+def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
+    """The tokenizer of a checkpoint directory. Raises `FileNotFoundError` if there is no such
+    directory and `ValueError` if it holds no usable tokenizer."""
+    path = Path(path)
+    if not path.is_dir():
+        raise FileNotFoundError(f"tokenizer: {path} is not a directory")
+    from transformers import AutoTokenizer  # seconds to import: only when it is needed
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # whatever the many tokenizer classes raise
+        raise ValueError(f"tokenizer: cannot be loaded from {path}: {error}") from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(
+            f"tokenizer: {type(loaded).__name__} of {path} is not a fast tokenizer; "
+            "save it with a tokenizer.json"
+        )
+    return Tokenizer(backend, loaded.eos_token_id)
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """A stop string has been completed by output token number `num_tokens_kept`, which, like those
+    before it, stays in the output. The text ends before the stop string."""
+
+    stop_string: str
+    num_tokens_kept: int
+
+
+class IncrementalDetokenizer:
+    """The text of one continuation while it grows.
+
+    `prompt_token_ids` only tell whether the first output token begins the text. `min_tokens`: a
+    stop string that ends within the text of the first `min_tokens` tokens is ordinary text.
+
+    Nothing is appended after a match or after `finish()`."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self.num_tokens = 0
+        self._tokenizer = tokenizer
+        self._stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(self._stop):
+            raise ValueError(f"stop is {self._stop!r}: each stop string must be a non-empty str")
+        self._min_tokens = min_tokens
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._is_first = not any(
+            t not in self._skipped and tokenizer.has_token(t) for t in reversed(prompt_token_ids)
+        )
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors=tokenizer.decode_errors)
+        self._pieces: list[str] = []  # joined: the text
+        self._unsent: list[str] = []  # joined: the end of the text that no delta has carried yet
+        self._num_sent = 0
+        self._longest = max(map(len, self._stop), default=1)
+        self._tail = ""  # the end of the text in which a stop string may have begun
+        self._is_finished = False
+
+    @property
+    def text(self) -> str:
+        """All text that is certain to stay or to be cut by a stop string. Incomplete characters
+        are not in it yet."""
+        self._pieces = ["".join(self._pieces)]
+        return self._pieces[0]
+
+    def append(self, token_id: int) -> StopMatch | None:
+        """Take one output token. On a match the text is cut before the stop string; of several
+        that the token completes, the one that ends first, then the one that begins first, wins."""
+        if self._is_finished:
+            raise RuntimeError("no token can follow a stop string or finish()")
+        self.num_tokens += 1
+        if token_id in self._skipped:
+            return None
+        new = self._utf8.decode(self._tokenizer.token_bytes(token_id, self._is_first))
+        if self._is_first:
+            self._is_first = not self._tokenizer.has_token(token_id)
+        return self._extend(new) if new else None
+
+    def take_delta(self) -> str:
+        """Text that follows what earlier calls returned and that nothing can take back. Joined, all
+        deltas are a prefix of `text`, and all of it after `finish()` or a match."""
+        unsent = "".join(self._unsent)
+        num_held = 0 if self._is_finished else self._num_held(unsent)
+        delta = unsent[: len(unsent) - num_held]
+        self._unsent = [unsent[len(delta) :]] if num_held else []
+        self._num_sent += len(delta)
+        return delta
+
+    def finish(self) -> None:
+        """No more tokens: a character still incomplete becomes U+FFFD, nothing is held back."""
+        if not self._is_finished:
+            self._is_finished = True
+            if rest := self._utf8.decode(b"", final=True):
+                self._pieces.append(rest)
+                self._unsent.append(rest)
+
+    def _extend(self, new: str) -> StopMatch | None:
+        self._pieces.append(new)
+        self._unsent.append(new)
+        if not self._stop:
+            return None
+        window = self._tail + new
+        match = None
+        if self.num_tokens > self._min_tokens:
+            match = self._find_stop(window, num_old=len(self._tail))
+        if match is None:
+            self._tail = window[len(window) - self._longest + 1 :] if self._longest > 1 else ""
+            return None
+        self._is_finished = True
+        start, stop_string = match
+        self._pieces = [self.text[: start - len(window)]]
+        self._unsent = [self.text[self._num_sent :]]
+        return StopMatch(stop_string, self.num_tokens)
+
+    def _find_stop(self, window: str, num_old: int) -> tuple[int, str] | None:
+        """`(start, stop string)` of the first one to end after the `num_old` characters already
+        searched."""
+        found = []
+        for stop in self._stop:
+            start = window.find(stop, max(0, num_old - len(stop) + 1))
+            if start >= 0:
+                found.append((start + len(stop), start, stop))
+        return min(found)[1:] if found else None
+
+    def _num_held(self, text: str) -> int:
+        """Length of the longest end of `text` that a stop string begins with."""
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            end = text[len(text) - length :]
+            if any(stop.startswith(end) for stop in self._stop):
+                return length
+        return 0
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE (GPT-2) writes each byte as one printable character: itself if that is
+    printable Latin-1, else the next free one from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    for byte in range(256):
+        if byte not in printable:
+            alphabet[chr(0x100 + len(alphabet) - len(printable))] = byte
+    return alphabet
+
+
+_BYTE_OF = _byte_alphabet()
