@@ -179,7 +179,8 @@ class KVCacheManager:
             return
         self.pool.free(table.blocks[::-1])
         if self._copies:
-            self._disown_copies(request.request_id, table)
+            for block in table.blocks:
+                self._disown_copy(request.request_id, block)
 
     def fork(self, parent: Request, child: Request) -> None:
         """Let `child` share the blocks of its first `child.num_computed_tokens` positions.
@@ -226,25 +227,28 @@ class KVCacheManager:
         src = table.blocks[index]
         pending = self._copies.get(src.block_id)  # src itself is still to be filled by a copy
         src_block_id = src.block_id if pending is None else pending.src_block_id
-        self._copies[dst.block_id] = _PendingCopy(request_id, index, src_block_id)
+        if src_block_id != dst.block_id:  # equal: the first source was freed, and is taken again
+            self._copies[dst.block_id] = _PendingCopy(request_id, index, src_block_id)
         table.replace(index, dst)
         self.pool.free([src])
+        if pending is not None:
+            self._disown_copy(request_id, src)
 
-    def _disown_copies(self, request_id: str, table: _BlockTable) -> None:
-        """Forget copies into blocks that are free again. A fork may still hold the destination:
-        then the copy is the fork's."""
-        for block in table.blocks:
-            copy = self._copies.get(block.block_id)
-            if copy is None:
-                continue
-            if block.ref_cnt == 0:
-                del self._copies[block.block_id]
-            elif copy.request_id == request_id:
-                copy.request_id = next(
-                    other_id
-                    for other_id, other in self._tables.items()
-                    if block in other.blocks[copy.block_index : copy.block_index + 1]
-                )
+    def _disown_copy(self, request_id: str, dst: Block) -> None:
+        """The request holds `dst` no more. A copy into it that nobody waits for is forgotten; one
+        that a fork waits for becomes the fork's."""
+        copy = self._copies.get(dst.block_id)
+        if copy is None:
+            return
+        if dst.ref_cnt == 0:
+            del self._copies[dst.block_id]
+        elif copy.request_id == request_id:
+            index = copy.block_index
+            copy.request_id = next(
+                other_id
+                for other_id, other in self._tables.items()
+                if other.block_ids[index : index + 1] == [dst.block_id]
+            )
 
     def _count_holders(self) -> Counter[int]:
         """Holders of each block id. A cache adds its own (chapter 3)."""
