@@ -1,0 +1,38 @@
+"""A tiny random model for this chapter's tests: no checkpoint, float64, and lively output."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import Qwen3ForCausalLM as Qwen3
+
+VOCAB_SIZE = 61
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.6,  # a smaller one makes outputs constant: positions would not matter
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+@pytest.fixture(scope="session")
+def qwen3() -> PreTrainedModel:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return Qwen3(Qwen3Config(head_dim=8, **SIZES)).to(torch.float64).eval()
+
+
+@pytest.fixture(scope="session")
+def llama() -> PreTrainedModel:
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).to(torch.float64).eval()

@@ -1,0 +1,255 @@
+"""`HFModelRunner`: serves any causal language model of `transformers`, in two ways.
+
+One at a time (`batched=False`) is where everybody starts: each request has `past_key_values` of its
+own, and a step calls the model once for each request. The scheduler batches, the model does not:
+its weights are read from memory once per request.
+
+Batched (`batched=True`) calls the model once per step. Keys and values of requests with different
+pasts have to become one tensor, so every step stacks them, padded to the longest, and leaves room
+for the new ones:
+
+                     past, padded to the longest   | new, padded to the longest
+    A (prefill, 3)   . . . . . .                   | a0 a1 a2
+    B (decode)       b0 b1 b2 b3 . .               | b4 .  .
+    C (decode)       c0 c1 c2 c3 c4 c5             | c6 .  .
+
+A 4-D mask says what each new token may see: its own past, and the new tokens up to itself. After
+the call the new keys and values are cut out and appended to each request's own tensors.
+
+`num_bytes_copied` counts what that costs: the whole KV cache, twice over and padding on top, in
+every step, to add one token per request. `num_bytes_new` is what had to be written. The gap between
+the two grows with every token, and it is why chapter 2 lets attention read KV where it lies.
+
+Invariants: between two steps the runner holds KV for exactly the positions that the scheduler
+counts as computed; padding is zero, never uninitialised (a masked NaN is still a NaN, because the
+mask only multiplies its value by 0).
+
+transformers' own `generate` stacks once, at the start, which is why it must keep a batch together
+until its longest request ends (`static_batching.py`). vLLM, SGLang and nano-vllm write KV in
+place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from input_batch import InputBatch, prepare_inputs_from_scheduler_output
+from scheduler_interface import SchedulerOutput
+
+
+class StackedKV(DynamicCache):
+    """The pasts of all rows of a batch as one `past_key_values`, alive for one call of the model.
+
+    `stacked[layer]` is a pair of keys and values `[batch_size, num_kv_heads, max_past + max_new,
+    head_dim]`, the last `max_new` columns still empty; with `max_past=0` there is no past to stack,
+    and it is empty. The model hands its new keys and values to `update`, which writes them behind
+    the past and keeps them in `new[layer]` for the runner."""
+
+    def __init__(self, stacked: list[tuple[torch.Tensor, torch.Tensor]], max_past: int) -> None:
+        super().__init__()
+        self.stacked = stacked
+        self.max_past = max_past
+        self.new: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert layer_idx == len(self.new), "layers come in order, each once"
+        self.new.append((key_states, value_states))  # [batch_size, num_kv_heads, max_new, head_dim]
+        if self.max_past == 0:
+            return key_states, value_states
+        keys, values = self.stacked[layer_idx]
+        keys[:, :, self.max_past :] = key_states
+        values[:, :, self.max_past :] = value_states
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.max_past
+
+
+class HFModelRunner:
+    """A `ModelRunner` for `model`, which is used as it is: same device, same dtype.
+
+    Raises `ValueError` if `batched` and a layer of the model keeps something else than the keys and
+    values of every position (sliding windows, recurrent state): such a past cannot be stacked
+    here."""
+
+    def __init__(self, model: PreTrainedModel, batched: bool = True) -> None:
+        if batched:
+            _check_can_be_stacked(model)
+        self.model = model.eval()
+        self.batched = batched
+        self.num_model_calls = 0
+        self.num_bytes_copied = 0  # KV written by stacking and appending, the new ones included
+        self.num_bytes_new = 0  # KV of the tokens that were computed: what had to be written
+        self._caches: dict[str, DynamicCache] = {}  # one at a time
+        # batched: per layer, keys and values [num_kv_heads, num_computed_tokens, head_dim]
+        self._kv: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    # -- the ModelRunner interface
+
+    def prepare(self, output: SchedulerOutput) -> InputBatch:
+        """Forget who has finished, or starts again after a preemption, and lay out the tokens."""
+        for req_id in output.finished_req_ids | output.scheduled_cached_reqs.resumed_req_ids:
+            self.free_request_cache(req_id)
+        return prepare_inputs_from_scheduler_output(output)
+
+    @torch.inference_mode()
+    def forward(self, batch: InputBatch) -> torch.Tensor:
+        """The logits behind each row's last token, `[batch_size, vocab_size]`. KV of the rows is
+        kept. Raises `ValueError`, before anything is computed, if a row does not start where the KV
+        of its request ends."""
+        for req_id, start in zip(batch.req_ids, batch.start_positions, strict=True):
+            if start != self.num_computed_tokens(req_id):
+                raise ValueError(
+                    f"request {req_id!r}: the row starts at position {start}, "
+                    f"but KV is held for {self.num_computed_tokens(req_id)} positions"
+                )
+        return self._forward_batched(batch) if self.batched else self._forward_one_by_one(batch)
+
+    def execute_model_batch(self, input_batch: InputBatch) -> dict[str, torch.Tensor]:
+        """The same, as `{req_id: logits [vocab_size]}`."""
+        if not input_batch.req_ids:
+            return {}
+        return dict(zip(input_batch.req_ids, self.forward(input_batch), strict=True))
+
+    def free_request_cache(self, req_id: str) -> None:
+        """Drop a request's KV. An id without any is ignored."""
+        self._caches.pop(req_id, None)
+        self._kv.pop(req_id, None)
+
+    def num_computed_tokens(self, req_id: str) -> int:
+        """Positions of the request whose KV is held."""
+        if req_id in self._kv:
+            return self._kv[req_id][0][0].shape[1]
+        return self._caches[req_id].get_seq_length() if req_id in self._caches else 0
+
+    @property
+    def cached_req_ids(self) -> set[str]:
+        """Who holds KV."""
+        return self._caches.keys() | self._kv.keys()
+
+    # -- one at a time
+
+    def _forward_one_by_one(self, batch: InputBatch) -> torch.Tensor:
+        """Each row alone, with its own `past_key_values`."""
+        device = self.model.device
+        logits = []
+        for req_id, row, start in zip(batch.req_ids, batch.token_ids, batch.start_positions):
+            if req_id not in self._caches:
+                self._caches[req_id] = DynamicCache(config=self.model.config)
+            cache = self._caches[req_id]
+            output = self.model(
+                torch.tensor([row], device=device),
+                position_ids=torch.arange(start, start + len(row), device=device)[None],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            self.num_model_calls += 1
+            logits.append(output.logits[0, -1])
+            # A DynamicCache grows by concatenation: it has just written all of its KV anew.
+            num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+            self.num_bytes_copied += num_bytes
+            self.num_bytes_new += num_bytes * len(row) // (start + len(row))
+        return torch.stack(logits)
+
+    # -- batched
+
+    def _forward_batched(self, batch: InputBatch) -> torch.Tensor:
+        """One call of the model for all rows: stack, compute, cut out and append."""
+        token_ids, _, positions = batch.to_tensors(self.model.device)
+        past_lens = batch.start_positions
+        new_lens = [len(row) for row in batch.token_ids]
+        stacked_kv = self._stack(batch.req_ids, max(past_lens), max(new_lens))
+        last = torch.tensor(new_lens, device=self.model.device) - 1
+        columns, column_of_row = torch.unique(last, return_inverse=True)
+        output = self.model(
+            token_ids,
+            attention_mask=make_mask(past_lens, max(new_lens), self.model.dtype, last.device),
+            position_ids=positions,
+            past_key_values=stacked_kv,
+            use_cache=True,
+            logits_to_keep=columns,  # not of every prompt token: a vocabulary is wide
+        )
+        self.num_model_calls += 1
+        for index, (req_id, new_len) in enumerate(zip(batch.req_ids, new_lens)):
+            self._append(req_id, stacked_kv, index, new_len)
+        rows = torch.arange(batch.batch_size, device=last.device)
+        return output.logits[rows, column_of_row]
+
+    def _stack(self, req_ids: list[str], max_past: int, max_new: int) -> StackedKV:
+        if max_past == 0:
+            return StackedKV([], 0)
+        pasts = [self._kv.get(req_id) for req_id in req_ids]
+        num_layers = len(next(past for past in pasts if past is not None))
+        stacked = []
+        for layer in range(num_layers):
+            pair = []
+            for kind in (0, 1):  # keys, values
+                rows = [None if past is None else past[layer][kind] for past in pasts]
+                pair.append(_pad_and_stack(rows, max_past, max_past + max_new))
+                self.num_bytes_copied += pair[-1].nbytes
+            stacked.append((pair[0], pair[1]))
+        return StackedKV(stacked, max_past)
+
+    def _append(self, req_id: str, stacked_kv: StackedKV, index: int, new_len: int) -> None:
+        """Cut row `index` out of the new KV and append it to the request's own."""
+        old = self._kv.get(req_id)
+        own = []
+        for layer, (keys, values) in enumerate(stacked_kv.new):
+            new = (keys[index, :, :new_len], values[index, :, :new_len])
+            self.num_bytes_new += new[0].nbytes + new[1].nbytes
+            if old is None:  # a copy: a view would keep the whole batch's KV alive
+                own.append((new[0].clone(), new[1].clone()))
+            else:
+                own.append(tuple(torch.cat([old[layer][k], new[k]], dim=1) for k in (0, 1)))
+            self.num_bytes_copied += own[-1][0].nbytes + own[-1][1].nbytes
+        self._kv[req_id] = own
+
+
+def make_mask(
+    past_lens: Sequence[int], max_new: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """What each new token may see, to be added to attention scores: 0 or the most negative number.
+
+    `[batch_size, 1, max_new, max_past + max_new]`. A token sees the past of its row and the new
+    tokens up to itself. A padding token does too: so it sees at least itself, and no softmax runs
+    over nothing."""
+    past = torch.tensor(past_lens, device=device)
+    max_past = max(past_lens)
+    sees_past = torch.arange(max_past, device=device) < past[:, None]  # [batch_size, max_past]
+    sees_new = torch.ones(max_new, max_new, dtype=torch.bool, device=device).tril()
+    visible = torch.cat(
+        [
+            sees_past[:, None, :].expand(-1, max_new, -1),
+            sees_new.expand(len(past_lens), -1, -1),
+        ],
+        dim=2,
+    )
+    mask = torch.zeros(visible.shape, dtype=dtype, device=device)
+    return mask.masked_fill(~visible, torch.finfo(dtype).min)[:, None]
+
+
+def _pad_and_stack(rows: list[torch.Tensor | None], max_past: int, width: int) -> torch.Tensor:
+    """`[num_rows, num_kv_heads, width, head_dim]`: each row's past, then zeros. None: no past."""
+    some = next(row for row in rows if row is not None)
+    assert max_past == max(0 if row is None else row.shape[1] for row in rows)
+    stacked = some.new_zeros(len(rows), some.shape[0], width, some.shape[2])
+    for index, row in enumerate(rows):
+        if row is not None:
+            stacked[index, :, : row.shape[1]] = row
+    return stacked
+
+
+def _check_can_be_stacked(model: PreTrainedModel) -> None:
+    for layer in DynamicCache(config=model.config).layers:
+        if type(layer) is not DynamicLayer:
+            raise ValueError(
+                f"batched is True: {type(model).__name__} has a layer that keeps a "
+                f"{type(layer).__name__}, and only a plain DynamicLayer can be stacked; "
+                "use batched=False"
+            )

@@ -1,0 +1,160 @@
+"""The baseline: a fixed batch that runs until its longest request ends.
+
+This is what `model.generate` on a padded batch does, and what a first server looks like: collect
+`batch_size` requests, pad their prompts to one length, and step all of them until nobody is left.
+
+    slot 0   P u u                  P  prefill: the prompt is computed, the first token sampled
+    slot 1   P u u u u u u          u  useful: a token that its user gets
+    slot 2   P . . . . . .          .  wasted: the request has ended, its slot is computed anyway
+             1 2 3 4 5 6 7  step
+
+The waste is counted in slot-steps, one for each row in each step. Here 21 are spent and 11 used: a
+utilisation of 52 %. A slot is free from its last useful step on, and the next request could have
+had it; but with one rectangular KV tensor for the whole batch there is no way to let it in.
+`fcfs_scheduler.py` is the answer. What the padding of prompts costs is counted apart, in tokens.
+
+Invariants: `slot_steps_used` equals the number of tokens that users get, since every row in every
+useful step yields one; padding never changes a token.
+
+Orca (OSDI 2022) named the problem; its remedy, scheduling per iteration, is what vLLM calls
+continuous batching and TensorRT-LLM in-flight batching."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from request import Request
+
+
+class SlotUse(str, Enum):
+    """What a row of the batch does in one step. The value is one letter, to print a timeline."""
+
+    PREFILL = "P"
+    USEFUL = "u"
+    WASTED = "."
+
+
+@dataclass(slots=True)
+class StaticBatch:
+    """What happened in one batch. `timeline[row][step]`: the use of each slot, to be drawn."""
+
+    req_ids: list[str]
+    start_step: int  # counted over all batches
+    num_steps: int  # as many as its longest output has tokens
+    num_prompt_tokens: int
+    num_padding_tokens: int  # computed to make the prompts a rectangle
+    timeline: list[list[SlotUse]]
+
+    @property
+    def slot_steps_spent(self) -> int:
+        return len(self.req_ids) * self.num_steps
+
+    @property
+    def slot_steps_used(self) -> int:
+        return sum(use != SlotUse.WASTED for row in self.timeline for use in row)
+
+
+@dataclass(slots=True)
+class StaticBatchingReport:
+    """The tokens of each request, and what they took."""
+
+    token_ids: dict[str, list[int]] = field(default_factory=dict)
+    batches: list[StaticBatch] = field(default_factory=list)
+
+    @property
+    def num_steps(self) -> int:
+        return sum(batch.num_steps for batch in self.batches)
+
+    @property
+    def slot_steps_spent(self) -> int:
+        return sum(batch.slot_steps_spent for batch in self.batches)
+
+    @property
+    def slot_steps_used(self) -> int:
+        return sum(batch.slot_steps_used for batch in self.batches)
+
+    @property
+    def slot_utilisation(self) -> float:
+        """Share of the slot-steps spent that a user got a token from; 1 where there were none."""
+        return self.slot_steps_used / self.slot_steps_spent if self.batches else 1.0
+
+
+@torch.inference_mode()
+def generate_static(
+    model: PreTrainedModel, requests: Sequence[Request], batch_size: int
+) -> StaticBatchingReport:
+    """Run `requests` greedily, in order of arrival, in fixed batches of `batch_size`; the last one
+    may be smaller.
+
+    The requests are used up: their outputs and status are set as a scheduler would set them. Raises
+    `ValueError` if `batch_size < 1` or two requests have one id, before anything is computed."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}: it must be >= 1")
+    if len({request.request_id for request in requests}) < len(requests):
+        raise ValueError("requests: each request_id must be unique")
+    model.eval()
+    report = StaticBatchingReport()
+    in_order = sorted(requests, key=lambda request: request.arrival_time)
+    for first in range(0, len(in_order), batch_size):
+        members = in_order[first : first + batch_size]
+        report.batches.append(_run_batch(model, members, report.num_steps))
+    report.token_ids = {request.request_id: request.output_token_ids for request in requests}
+    return report
+
+
+def _run_batch(model: PreTrainedModel, members: list[Request], start_step: int) -> StaticBatch:
+    token_ids, attention_mask = pad_left([request.prompt_token_ids for request in members])
+    token_ids = token_ids.to(model.device)
+    attention_mask = attention_mask.to(model.device)
+    num_prompt_tokens = sum(request.num_prompt_tokens for request in members)
+    num_padding_tokens = token_ids.numel() - num_prompt_tokens
+    positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)  # [batch_size, max_len]
+    cache = DynamicCache(config=model.config)
+    timeline: list[list[SlotUse]] = [[] for _ in members]
+    num_steps = 0
+    while not all(request.is_finished for request in members):
+        output = model(
+            token_ids,
+            attention_mask=attention_mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        sampled = output.logits[:, -1].argmax(dim=-1)  # [batch_size]
+        _take_tokens(
+            members, sampled.tolist(), SlotUse.USEFUL if num_steps else SlotUse.PREFILL, timeline
+        )
+        token_ids = sampled[:, None]  # rows that have ended go on, and nobody reads them
+        attention_mask = torch.cat([attention_mask, torch.ones_like(token_ids)], dim=1)
+        positions = positions[:, -1:] + 1
+        num_steps += 1
+    req_ids = [request.request_id for request in members]
+    return StaticBatch(
+        req_ids, start_step, num_steps, num_prompt_tokens, num_padding_tokens, timeline
+    )
+
+
+def _take_tokens(
+    members: list[Request], tokens: list[int], use: SlotUse, timeline: list[list[SlotUse]]
+) -> None:
+    for request, token, row in zip(members, tokens, timeline, strict=True):
+        row.append(SlotUse.WASTED if request.is_finished else use)
+        if not request.is_finished:
+            request.append_output_token(token)
+
+
+def pad_left(
+    prompts: Sequence[Sequence[int]], pad_token_id: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask, `[batch_size, max_len]` int64. Padding is on the left, so that
+    every row's last column is its last token and outputs are appended in one place."""
+    max_len = max(map(len, prompts))
+    ids = [[pad_token_id] * (max_len - len(p)) + list(p) for p in prompts]
+    mask = [[0] * (max_len - len(p)) + [1] * len(p) for p in prompts]
+    return torch.tensor(ids), torch.tensor(mask)
