@@ -24,7 +24,7 @@ et al. 2014).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
@@ -74,7 +74,8 @@ class SamplingPlan:
     params: list[SamplingParams]
     device: torch.device
     greedy: list[int] = field(init=False)
-    random: list[int] = field(init=False)
+    narrow: list[int] = field(init=False)  # drawn among few tokens: top-k
+    wide: list[int] = field(init=False)  # drawn among all
     penalties: list[int] = field(init=False)
     min_tokens: list[int] = field(init=False)
     logprobs: list[int] = field(init=False)
@@ -82,7 +83,9 @@ class SamplingPlan:
     def __post_init__(self) -> None:
         rows = list(enumerate(self.params))
         self.greedy = [i for i, p in rows if p.is_greedy]
-        self.random = [i for i, p in rows if not p.is_greedy]
+        random = [i for i, p in rows if not p.is_greedy]
+        self.narrow = [i for i in random if 0 < self.params[i].top_k <= _NARROW]
+        self.wide = [i for i in random if not 0 < self.params[i].top_k <= _NARROW]
         self.penalties = [
             i
             for i, p in rows
@@ -93,7 +96,7 @@ class SamplingPlan:
 
     @property
     def is_plain_greedy(self) -> bool:
-        return not (self.random or self.penalties or self.min_tokens or self.logprobs)
+        return not (self.narrow or self.wide or self.penalties or self.min_tokens or self.logprobs)
 
     def values(self, name: str, rows: list[int]) -> torch.Tensor:
         values = [getattr(self.params[i], name) for i in rows]
@@ -140,17 +143,18 @@ class Sampler:
         self, raw: torch.Tensor, sampling: SamplingBatch, plan: SamplingPlan
     ) -> torch.Tensor:
         logits = _penalised(raw, sampling, plan)
-        if not plan.random:
+        if len(plan.greedy) == len(logits):
             return _greedy(logits)
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         if plan.greedy:
             tokens[plan.greedy] = _greedy(_rows(logits, plan.greedy))
-        rows = plan.random
-        probs = _random_probs(_rows(logits, rows), plan)
-        seeds = torch.tensor([sampling.seeds[i] for i in rows])
-        positions = torch.tensor([len(sampling.output_token_ids[i]) for i in rows])
-        drawn = sample_from_probs(probs, uniforms(seeds, positions).to(logits.device))
-        tokens[rows] = torch.where(probs[:, 0].isnan(), -1, drawn)
+        for rows, probs, ids in _distributions(logits, plan):
+            seeds = torch.tensor([sampling.seeds[i] for i in rows])
+            positions = torch.tensor([len(sampling.output_token_ids[i]) for i in rows])
+            drawn = sample_from_probs(probs, uniforms(seeds, positions).to(logits.device))
+            if ids is not None:
+                drawn = ids.gather(1, drawn[:, None])[:, 0]
+            tokens[rows] = torch.where(probs[:, 0].isnan(), -1, drawn)
         return tokens
 
 
@@ -167,8 +171,13 @@ def sampling_probs(
         one_hot = F.one_hot(tokens.clamp(min=0), logits.shape[1]).to(logits.dtype)
         one_hot[tokens < 0] = float("nan")
         probs[plan.greedy] = one_hot
-    if plan.random:
-        probs[plan.random] = _random_probs(_rows(logits, plan.random), plan)
+    for rows, row_probs, ids in _distributions(logits, plan):
+        if ids is None:
+            probs[rows] = row_probs
+        else:
+            is_nan = row_probs[:, :1].isnan()
+            filled = probs[rows].scatter(1, ids, row_probs.to(probs.dtype))
+            probs[rows] = filled.masked_fill(is_nan, float("nan"))
     return probs
 
 
@@ -200,7 +209,7 @@ def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.
     temperature, however small, overflows. A row without a finite maximum becomes NaN."""
     limits = torch.finfo(logits.dtype)
     temperature = temperature.clamp(limits.tiny, limits.max).to(logits.dtype)
-    return (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
+    return (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature[:, None])
 
 
 def apply_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
@@ -240,18 +249,39 @@ def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 def _keep_highest(
     logits: torch.Tensor, num_kept: torch.Tensor, highest: torch.Tensor
 ) -> torch.Tensor:
-    """Mask all but the `num_kept` [R] highest. `highest` [R, >= num_kept]: a row's highest logits,
-    descending. (topk itself does not say which of equal ones it takes.)"""
+    return logits.masked_fill(~_highest_mask(logits, num_kept, highest), NEG_INF)
+
+
+def _highest_mask(
+    logits: torch.Tensor, num_kept: torch.Tensor, highest: torch.Tensor
+) -> torch.Tensor:
+    """True for the `num_kept` [R] highest of each row. `highest` [R, >= num_kept]: a row's highest
+    logits, descending. (topk itself does not say which of equal ones it takes.)"""
     last = highest.gather(1, num_kept[:, None] - 1)
     above, equal = logits > last, logits == last
     num_equal_kept = num_kept[:, None] - above.sum(dim=-1, keepdim=True)
     if bool((equal.sum(dim=-1, keepdim=True) > num_equal_kept).any()):
         equal &= equal.cumsum(dim=-1) <= num_equal_kept
-    return logits.masked_fill(~(above | equal), NEG_INF)
+    return above | equal
+
+
+def top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """The ids of the `k` <= V highest logits of each row [R, k], ascending. Of equal logits the
+    lower ids. A row without a finite maximum gives any ids."""
+    highest, ids = logits.topk(min(k + 1, logits.shape[1]))
+    if k < logits.shape[1]:
+        ids = ids[:, :k].clone()
+        is_tie = (highest[:, k - 1] == highest[:, k]) & highest[:, 0].isfinite()
+        if tied := is_tie.nonzero()[:, 0].tolist():
+            num_kept = torch.full((len(tied),), k, device=logits.device)
+            mask = _highest_mask(logits[tied], num_kept, highest[tied])
+            ids[tied] = mask.nonzero()[:, 1].view(len(tied), k)
+    return ids.sort(dim=-1).values
 
 
 # -- drawing
 
+_NARROW = 256  # a top-k up to this is handled apart from the rest of the vocabulary
 _BLOCK = 128  # tokens that are first drawn together
 _SCALE = 2.0**52  # probabilities as integers, whose sums are exact in any order
 
@@ -268,11 +298,11 @@ def sample_from_probs(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     rest = probs[:, num_whole * _BLOCK :]
     mass = torch.cat(
         [
-            whole.sum(dim=-1, dtype=torch.float64),
-            rest.sum(dim=-1, keepdim=True, dtype=torch.float64),
+            whole.sum(dim=-1),
+            rest.sum(dim=-1, keepdim=True),
         ],
         dim=1,
-    )
+    ).to(torch.float64)
     block, u = _draw(mass, u)
     ids = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=probs.device)
     inside = probs.gather(1, ids.clamp(max=vocab_size - 1)).to(torch.float64)
@@ -335,10 +365,7 @@ def token_logprobs(
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])
     ranks = (1 + (logprobs > chosen).sum(dim=-1)).tolist()
     width = max(1, min(max(num_top), logprobs.shape[1]))
-    # topk may take any of equal ones: keep the right ones, in order of id, then sort stably.
-    num_kept = torch.full((len(logprobs),), width, device=logprobs.device)
-    kept = _keep_highest(raw_logits, num_kept, raw_logits.topk(width).values)
-    ids = (kept > NEG_INF).nonzero()[:, 1].view(len(logprobs), -1)
+    ids = top_ids(raw_logits, width)
     order = raw_logits.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
     ids = ids.gather(1, order)
     top = zip(ids.tolist(), logprobs.gather(1, ids).tolist(), strict=True)
@@ -392,20 +419,43 @@ def token_counts(
     return counts.view(len(token_ids), vocab_size)
 
 
-def _random_probs(logits: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
-    """Temperature, min-p, top-k, top-p and softmax for the rows `plan.random`."""
-    rows = plan.random
+def _distributions(
+    logits: torch.Tensor, plan: SamplingPlan
+) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor | None]]:
+    """`(rows, probs [len(rows), C], ids)` of the rows that draw. `ids` [len(rows), C], ascending,
+    name the tokens of the columns; None: the columns are the vocabulary.
+
+    Rows with a small top-k leave the wide tensors at once. In float64 their sums do not depend, to
+    1e-16, on the width their batch mates ask for."""
+    if rows := plan.narrow:
+        row_logits = _rows(logits, rows)
+        width = max(plan.params[i].top_k for i in rows)
+        ids = top_ids(row_logits, min(width, logits.shape[1]))
+        yield rows, _probs(row_logits.gather(1, ids).to(torch.float64), rows, plan), ids
+    if rows := plan.wide:
+        yield rows, _probs(_rows(logits, rows), rows, plan), None
+
+
+def _probs(logits: torch.Tensor, rows: list[int], plan: SamplingPlan) -> torch.Tensor:
+    """Temperature, min-p, top-k, top-p and softmax. `logits` [len(rows), C].
+
+    top-k goes first: which tokens are the k highest does not depend on the temperature, and min-p
+    and top-k commute, since each keeps all tokens above some rank."""
+    params = [plan.params[i] for i in rows]
+
+    def constrain(
+        apply: Callable[..., torch.Tensor], name: str, is_asked: Callable[[float], bool]
+    ) -> torch.Tensor:
+        asking = [j for j, p in enumerate(params) if is_asked(getattr(p, name))]
+        if not asking:
+            return logits
+        values = plan.values(name, [rows[j] for j in asking])
+        return _with_rows(logits, asking, apply(_rows(logits, asking), values))
+
+    logits = constrain(apply_top_k, "top_k", lambda k: 0 < k < logits.shape[1])
     logits = apply_temperature(logits, plan.values("temperature", rows))
-    constraints: tuple[tuple[str, float, Callable[..., torch.Tensor]], ...] = (
-        ("min_p", 0, apply_min_p),
-        ("top_k", 0, apply_top_k),
-        ("top_p", 1, apply_top_p),
-    )
-    for name, neutral, apply in constraints:
-        asking = [j for j, i in enumerate(rows) if getattr(plan.params[i], name) != neutral]
-        if asking:
-            values = plan.values(name, [rows[j] for j in asking])
-            logits = _with_rows(logits, asking, apply(_rows(logits, asking), values))
+    logits = constrain(apply_min_p, "min_p", lambda p: p > 0)
+    logits = constrain(apply_top_p, "top_p", lambda p: p < 1)
     return logits.softmax(dim=-1)
 
 
