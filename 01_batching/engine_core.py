@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+
 from request import Request
 from scheduler_interface import EngineCoreOutput, SchedulerInterface, SchedulerOutput
 
@@ -79,6 +80,8 @@ class StepRecord:
     new_token_ids: dict[str, list[int]]
     num_running: int  # after the step
     num_waiting: int
+    kv_blocks_in_use: int = 0  # these two are filled in by an engine with paged KV (chapter 2)
+    kv_tokens_written: int = 0
     schedule_ms: float = 0.0
     prepare_ms: float = 0.0
     forward_ms: float = 0.0

@@ -1,9 +1,8 @@
 """How good the shipped checkpoints are: held-out loss of both, and how often they agree.
 
-Losses are reported in nats per token and, because that depends on the tokenizer, in bits per byte of text. The
-agreement is the share of held-out positions where draft and target find the same next token most likely: what
-chapter 5's speculation lives on.
-"""
+Losses are reported in nats per token and, because that depends on the tokenizer, in bits per byte
+of text. The agreement is the share of held-out positions where draft and target find the same next
+token most likely: what chapter 5's speculation lives on."""
 
 from __future__ import annotations
 

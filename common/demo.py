@@ -1,0 +1,216 @@
+"""Generate text for a batch of prompts and show what the engine did.
+
+python -m common.demo                                  the shipped checkpoint, its own prompts
+python -m common.demo --prompt "class Stack:" --trace
+python -m common.demo --compare-sequential             the same work one request at a time
+python -m common.demo --model DIRECTORY_OR_HUB_ID --prompt "Hello"
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+
+PROMPTS = (
+    "def fibonacci(n):",
+    "class Stack:",
+    "def read_lines(path):",
+    "import os\nimport sys\n\n\ndef main():",
+    "class Point:\n    def __init__(self, x, y):",
+    'def quote(s):\n    """Return a shell-escaped version of the string *s*."""',
+    "async def wait_for(",
+    "def is_prime(n):\n    for",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One timed run over all prompts. Latencies in milliseconds."""
+
+    outputs: list
+    seconds: float
+    num_steps: int
+    prompt_tokens: int
+    output_tokens: int
+    ttft_ms: list[float]
+    itl_ms: list[float]
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        return self.output_tokens / self.seconds
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m common.demo",
+        description="Generate text for a batch of prompts and show what the engine did.",
+    )
+    parser.add_argument("--model", help="directory or hub id (default: the shipped checkpoint)")
+    parser.add_argument("--prompt", action="append", metavar="P", help="may be given repeatedly")
+    parser.add_argument("--prompts-file", type=Path, metavar="F", help="one prompt a line")
+    parser.add_argument(
+        "--num-prompts", type=int, metavar="N", help="repeat or cut the prompts to N"
+    )
+    parser.add_argument("--max-tokens", type=int, default=96, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
+    parser.add_argument("--device", default="auto", metavar="D", help="auto, cpu, cuda")
+    parser.add_argument(
+        "--compare-sequential", action="store_true", help="the same work one request at a time"
+    )
+    parser.add_argument("--trace", action="store_true", help="the seven stages of every step")
+    return parser.parse_args(argv)
+
+
+def load_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts asked for. Raises `ValueError` or `FileNotFoundError` where that makes no
+    sense."""
+    prompts = list(args.prompt or [])
+    if args.prompts_file is not None:
+        if not args.prompts_file.is_file():
+            raise FileNotFoundError(f"--prompts-file {args.prompts_file}: there is no such file")
+        text = args.prompts_file.read_text(encoding="utf-8")
+        prompts += [line for line in text.splitlines() if line.strip()]
+        if not prompts:
+            raise ValueError(f"--prompts-file {args.prompts_file}: it holds no prompt")
+    prompts = prompts or list(PROMPTS)
+    if args.num_prompts is not None:
+        if args.num_prompts < 1:
+            raise ValueError(f"--num-prompts is {args.num_prompts}: it must be >= 1")
+        prompts = list(islice(cycle(prompts), args.num_prompts))
+    return prompts
+
+
+def run(llm, prompts: list[str], params, progress: bool) -> Run:
+    """All prompts at once."""
+    before = llm.engine.stats()
+    started = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=progress)
+    return _summarise(llm, outputs, time.perf_counter() - started, before.num_steps)
+
+
+def run_sequentially(llm, prompts: list[str], params, progress: bool) -> Run:
+    """One prompt after the other, on the same engine."""
+    from tqdm import tqdm
+
+    before = llm.engine.stats()
+    started = time.perf_counter()
+    shown = tqdm(prompts, desc="One at a time", unit="req", disable=not progress)
+    outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in shown]
+    return _summarise(llm, outputs, time.perf_counter() - started, before.num_steps)
+
+
+def _summarise(llm, outputs: list, seconds: float, steps_before: int) -> Run:
+    metrics = [output.metrics for output in outputs]
+    return Run(
+        outputs=outputs,
+        seconds=seconds,
+        num_steps=llm.engine.stats().num_steps - steps_before,
+        prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
+        output_tokens=sum(len(c.token_ids) for output in outputs for c in output.outputs),
+        ttft_ms=[m.time_to_first_token * 1e3 for m in metrics],
+        itl_ms=[t * 1e3 for m in metrics for t in m.inter_token_latencies],
+    )
+
+
+def print_outputs(outputs: list) -> None:
+    for output in outputs:
+        completion = output.outputs[0]
+        print(f"\n--- {output.request_id}: {len(output.prompt_token_ids)} prompt tokens, ", end="")
+        print(f"{len(completion.token_ids)} output tokens, finished by {completion.finish_reason}")
+        print(
+            f"{output.prompt}\033[32m{completion.text}\033[0m"
+            if sys.stdout.isatty()
+            else f"{output.prompt}{completion.text}"
+        )
+
+
+def print_summary(result: Run, llm) -> None:
+    from numpy import percentile
+
+    def spread(values: list[float]) -> str:
+        if not values:
+            return "none"
+        return f"p50 {percentile(values, 50):.1f} ms, p99 {percentile(values, 99):.1f} ms"
+
+    stats, cache = llm.engine.stats(), llm.engine.kv_cache
+    kib = cache.kv_bytes_per_block / 1024
+    print("\n=== Summary")
+    print(f"requests             {len(result.outputs)}")
+    print(f"steps                {result.num_steps}")
+    print(f"prompt tokens        {result.prompt_tokens}")
+    print(f"output tokens        {result.output_tokens}")
+    print(f"time                 {result.seconds:.2f} s")
+    print(f"output throughput    {result.output_tokens_per_second:.1f} tok/s")
+    print(f"time to first token  {spread(result.ttft_ms)}")
+    print(f"inter-token latency  {spread(result.itl_ms)}")
+    print(
+        f"KV memory            {stats.kv_blocks_peak} of {stats.kv_blocks_total} blocks held at "
+        f"the peak ({stats.kv_blocks_peak * kib / 1024:.1f} MiB); on average {stats.kv_waste:.0%} of "
+        "what was held was not yet written"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    for noisy in ("httpx", "transformers", "huggingface_hub"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    try:
+        return _main(args)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _main(args: argparse.Namespace) -> int:
+    prompts = load_prompts(args)
+    print("Loading the model ...", file=sys.stderr)
+    from common.llm import LLM, SamplingParams
+
+    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+    llm = LLM(model=args.model, device=args.device)
+    engine = llm.engine
+    print(
+        f"{engine.model_config.architecture} on {engine.device}, {engine.dtype}: "
+        f"{engine.num_parameters / 1e6:.1f} M parameters"
+    )
+    if args.trace:
+        engine.on_step = _tracer(engine)
+    progress = sys.stderr.isatty() and not args.trace
+    llm.generate(prompts[:1], SamplingParams(max_tokens=2), use_tqdm=False)  # warm up
+    engine.reset_stats()
+    result = run(llm, prompts, params, progress)
+    print_outputs(result.outputs)
+    print_summary(result, llm)
+    if args.compare_sequential:
+        engine.on_step = None
+        alone = run_sequentially(llm, prompts, params, progress)
+        same = [o.outputs[0].token_ids for o in alone.outputs] == [
+            o.outputs[0].token_ids for o in result.outputs
+        ]
+        print("\n=== One request at a time")
+        print(f"steps                {alone.num_steps}")
+        print(f"time                 {alone.seconds:.2f} s")
+        print(f"output throughput    {alone.output_tokens_per_second:.1f} tok/s")
+        print(f"batching is          {alone.seconds / result.seconds:.2f} times as fast")
+        print(f"tokens               {'identical' if same else 'NOT identical'}")
+    return 0
+
+
+def _tracer(engine) -> Callable:
+    from common.step_trace import describe_step
+
+    def show(record) -> None:
+        print(describe_step(record, engine.config.block_size, engine.tokenizer.decode))
+
+    return show
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""What the engine can be told, and what it tells about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+SHIPPED_CHECKPOINT = Path(__file__).parent / "checkpoints" / "tiny"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything the engine can be told. Raises `ValueError` that names field, value and what is
+    allowed.
+
+    `model=None` is the checkpoint that ships with the repository. `num_blocks` counts KV blocks,
+    the null block included; None sizes the pool from free memory. `max_model_len` bounds prompt
+    plus outputs; None: what the model was made for. `seed` seeds requests that bring no seed of
+    their own.
+
+    Debug switches: `check_invariants` verifies scheduler and KV manager after every step;
+    `shuffle_batch` puts every batch in a random order. Neither may change any output."""
+
+    model: str | Path | None = None
+    device: str = "auto"
+    dtype: str | torch.dtype = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    scheduler: str = "fcfs"
+    policy: str = "fcfs"
+    prefix_cache: str | None = None
+    chunked_prefill: bool | int = False
+    speculative: dict | None = None
+    attention_backend: str = "auto"
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    seed: int = 0
+    check_invariants: bool = False
+    shuffle_batch: bool = False
+
+    def __post_init__(self) -> None:
+        lowest = {"block_size": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1}
+        # The null block and one more; one token in and one out.
+        lowest |= {"num_blocks": 2, "max_model_len": 2}
+        for name, low in lowest.items():
+            value = getattr(self, name)
+            if value is None and name in ("num_blocks", "max_model_len"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ValueError(f"{name} is {value!r}: it must be an integer >= {low}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"seed is {self.seed!r}: it must be an integer")
+        choices = {
+            "scheduler": ("fcfs",),
+            "policy": ("fcfs",),
+            "prefix_cache": (None,),
+            "chunked_prefill": (False,),
+            "speculative": (None,),
+            "attention_backend": ("auto", "torch", "triton"),
+            "tensor_parallel_size": (1,),
+            "pipeline_parallel_size": (1,),
+        }
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
+                shown = ", ".join(repr(a) for a in allowed)
+                raise ValueError(f"{name} is {value!r}: this version of the book allows {shown}")
+
+    def resolve_device(self) -> torch.device:
+        """`"auto"` is CUDA if there is one. Raises `ValueError` for a device that is not there."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError:
+            device = None
+        if device is None or device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device is {self.device!r}: it must be 'auto', 'cpu' or 'cuda[:N]'")
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device is {self.device!r}: this build of torch sees no CUDA device")
+        return device
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Totals since the engine was made, and the state right now. Times in seconds."""
+
+    num_steps: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_finished: int = 0  # user's requests that came to their own end
+    num_aborted: int = 0
+    prompt_tokens: int = 0  # of requests that were admitted, each once
+    output_tokens: int = 0
+    scheduled_tokens: int = 0
+    busy_time: float = 0.0
+    kv_blocks_total: int = 0  # usable ones
+    kv_blocks_in_use: int = 0
+    kv_blocks_peak: int = 0
+    kv_waste: float = 0.0  # share of the held slots in which nothing is written, mean over steps

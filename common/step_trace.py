@@ -1,0 +1,65 @@
+"""A step, told in seven readable lines. Everything comes from the `StepRecord`; nothing is
+recomputed.
+
+arrive     what was running and waiting when the step began
+schedule   who computes how many tokens
+blocks     the KV memory they hold, and how much of it is written
+prepare    where in its sequence each request's tokens stand
+forward    one pass through the model
+sample     the tokens that came out
+update     who finished, and why
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+
+from engine_core import StepRecord
+
+_MAX_SHOWN = 6
+
+
+def describe_step(
+    record: StepRecord, block_size: int, decode: Callable[[list[int]], str] | None = None
+) -> str:
+    """The lines of one step. `decode` turns token ids into text; without it ids are shown."""
+    scheduled = record.num_scheduled_tokens
+    num_tokens = sum(scheduled.values())
+    before = len(scheduled) - len(record.admitted)
+    waited = record.num_waiting + len(record.admitted)
+    slots = record.kv_blocks_in_use * block_size
+    written = f", {record.kv_tokens_written / slots:.0%} of their slots written" if slots else ""
+
+    def sampled(request_id: str) -> str:
+        ids = record.new_token_ids.get(request_id, [])
+        return f"{request_id} {decode(ids)!r}" if decode else f"{request_id} {ids}"
+
+    def stretch(request_id: str) -> str:
+        first = record.start_positions[request_id]
+        last = first + scheduled[request_id] - 1
+        return f"{request_id} [{first}]" if first == last else f"{request_id} [{first}..{last}]"
+
+    admitted = f"  admitted: {_some(record.admitted)}" if record.admitted else ""
+    preempted = f"  preempted: {_some(record.preempted)}" if record.preempted else ""
+    finished = _some([f"{name} ({reason})" for name, reason in record.finished.items()])
+    lines = [
+        f"step {record.step}  ({num_tokens} tokens, {record.step_ms:.2f} ms)",
+        f"  1 arrive    {before} running, {waited} waiting",
+        f"  2 schedule  {_some([f'{r} {n}' for r, n in scheduled.items()])}"
+        f"{admitted}{preempted}  {record.schedule_ms:.2f} ms",
+        f"  3 blocks    {record.kv_blocks_in_use} held after the step{written}",
+        f"  4 prepare   positions {_some([stretch(r) for r in scheduled])}"
+        f"  {record.prepare_ms:.2f} ms",
+        f"  5 forward   {num_tokens} tokens in one pass  {record.forward_ms:.2f} ms",
+        f"  6 sample    {_some([sampled(r) for r in scheduled])}  {record.sample_ms:.2f} ms",
+        f"  7 update    {'finished: ' + finished if finished else 'nobody finished'}"
+        f"  {record.update_ms:.2f} ms",
+    ]
+    return "\n".join(lines)
+
+
+def _some(items: list[str]) -> str:
+    shown = ", ".join(islice(items, _MAX_SHOWN))
+    left = len(items) - _MAX_SHOWN
+    return f"{shown} and {left} more" if left > 0 else shown

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.engine_config import SHIPPED_CHECKPOINT
+from common.loader import load_model
+from common.tests.engine_oracle import Oracle, make_oracle, random_prompts, save_random_model
+from common.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="session")
+def random_oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    path = tmp_path_factory.mktemp("random-model")
+    save_random_model(path)
+    oracle = make_oracle(path, random_prompts(24, vocab_size=97, longest=40, seed=0))
+    assert len({t for tokens in oracle.continuations for t in tokens}) > 50, "output is too uniform"
+    return oracle
+
+
+@pytest.fixture(scope="session")
+def random_loaded(random_oracle: Oracle):
+    return load_model(random_oracle.path, torch.float64, torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def shipped_tokenizer():
+    return load_tokenizer(SHIPPED_CHECKPOINT)
+
+
+@pytest.fixture(scope="session")
+def shipped_loaded():
+    return load_model(SHIPPED_CHECKPOINT, torch.float64, torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def shipped_oracle(shipped_tokenizer) -> Oracle:
+    texts = [
+        "def fibonacci(n):",
+        "class Stack:",
+        "import os\n",
+        "#",
+        "def read(path, mode='r'):\n    with open(path, mode) as f:\n        return",
+        "for i in range(10):\n    print(",
+        'def f(x):\n    """Return the square of x."""\n',
+        "try:\n    import threading\nexcept ImportError:\n",
+    ]
+    return make_oracle(SHIPPED_CHECKPOINT, [shipped_tokenizer.encode(text) for text in texts])

@@ -1,0 +1,202 @@
+"""Bad input is refused with a sentence that names the field, and leaves everything else as it
+was."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from common.engine import EngineConfig, LLMEngine
+from common.tests.engine_oracle import Oracle
+from request import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(random_loaded) -> LLMEngine:
+    config = EngineConfig(
+        block_size=4,
+        num_blocks=1 + 16,
+        max_num_seqs=2,
+        max_num_batched_tokens=48,
+        max_model_len=128,
+        check_invariants=True,
+    )
+    return LLMEngine(config, loaded=random_loaded)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "named"),
+    [
+        ([], GREEDY, "prompt is []"),
+        ([3, 97], GREEDY, "prompt holds 97"),
+        ([-1], GREEDY, "prompt holds -1"),
+        ([1.5], GREEDY, "prompt holds 1.5"),
+        ([True], GREEDY, "prompt holds True"),
+        (["a"], GREEDY, "prompt holds 'a'"),
+        (None, GREEDY, "prompt is a NoneType"),
+        ({1: 2}, GREEDY, "prompt is a dict"),
+        ("text", GREEDY, "no tokenizer"),
+        ([1] * 128, GREEDY, "max_model_len=128"),
+        ([1] * 49, GREEDY, "max_num_batched_tokens=48"),
+        ([1] * 40, SamplingParams(max_tokens=60), "num_blocks"),  # 99 positions, 64 slots
+        ([1], {"temperature": 0}, "sampling_params is"),
+        ([1], SamplingParams(stop="x"), "stop"),
+        ([1], SamplingParams(stop_token_ids=[97]), "stop_token_ids holds 97"),
+    ],
+)
+def test_refused_request_changes_nothing(
+    engine: LLMEngine,
+    random_oracle: Oracle,
+    prompt: object,
+    params: object,
+    named: str,
+) -> None:
+    engine.add_request("good", random_oracle.prompts[3], GREEDY)
+    for _ in range(3):
+        engine.step()
+    before = engine.stats()
+    with pytest.raises(ValueError) as error:
+        engine.add_request("bad", prompt, params)
+    assert named in str(error.value)
+    assert engine.stats() == before
+    engine.check_invariants()
+    (output,) = _finish(engine)
+    assert output.outputs[0].token_ids == random_oracle.expected(3, 8)
+
+
+def test_a_duplicate_id_is_refused_while_the_first_is_unfinished(
+    engine: LLMEngine, random_oracle: Oracle
+) -> None:
+    engine.add_request("a", random_oracle.prompts[0], GREEDY)
+    with pytest.raises(ValueError, match="'a'"):
+        engine.add_request("a", random_oracle.prompts[1], GREEDY)
+    (output,) = _finish(engine)
+    assert output.outputs[0].token_ids == random_oracle.expected(0, 8)
+    engine.add_request("a", random_oracle.prompts[1], GREEDY)  # finished: free again
+    (output,) = _finish(engine)
+    assert output.outputs[0].token_ids == random_oracle.expected(1, 8)
+
+
+def test_ids_of_samples_do_not_collide_with_ids_of_requests(
+    engine: LLMEngine, random_oracle: Oracle
+) -> None:
+    engine.add_request("a#1", random_oracle.prompts[0], GREEDY)
+    two = SamplingParams(n=2, temperature=0, max_tokens=4, ignore_eos=True)
+    with pytest.raises(ValueError, match="a#1"):
+        engine.add_request("a", random_oracle.prompts[1], two)
+    engine.check_invariants()
+    assert [o.request_id for o in _finish(engine)] == ["a#1"]
+
+
+def test_one_bad_prompt_of_a_batch_queues_none_of_them(
+    engine: LLMEngine, random_oracle: Oracle
+) -> None:
+    with pytest.raises(ValueError, match="prompt holds 1000"):
+        engine.generate_batch([random_oracle.prompts[0], [1000]], GREEDY)
+    assert not engine.has_unfinished_requests()
+    engine.check_invariants()
+    outputs = engine.generate_batch(random_oracle.prompts[:2], GREEDY)
+    assert [o.outputs[0].token_ids for o in outputs.values()] == [
+        random_oracle.expected(0, 8),
+        random_oracle.expected(1, 8),
+    ]
+
+
+def test_the_longest_request_that_fits_the_pool_runs_and_one_token_more_is_refused(
+    engine: LLMEngine,
+) -> None:
+    """Trap 16: never queued for ever, never an assertion in the loop."""
+    fits = SamplingParams(temperature=0, max_tokens=64 - 40 + 1, ignore_eos=True)
+    engine.add_request("fits", [1] * 40, fits)  # 64 positions: the last token needs none
+    (output,) = _finish(engine)
+    assert len(output.outputs[0].token_ids) == 25
+    with pytest.raises(ValueError, match="do not fit"):
+        engine.add_request("more", [1] * 40, SamplingParams(max_tokens=26))
+
+
+def test_max_model_len_ends_the_output(random_loaded, random_oracle: Oracle) -> None:
+    config = EngineConfig(num_blocks=40, max_model_len=len(random_oracle.prompts[2]) + 5)
+    engine = LLMEngine(config, loaded=random_loaded)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    (output,) = engine.generate_batch([random_oracle.prompts[2]], params).values()
+    assert output.outputs[0].token_ids == random_oracle.expected(2, 5)
+    assert output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_size", 0),
+        ("block_size", 2.0),
+        ("block_size", True),
+        ("num_blocks", 1),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", -5),
+        ("max_model_len", 1),
+        ("max_model_len", 100_000),
+        ("scheduler", "magic"),
+        ("policy", "lifo"),
+        ("prefix_cache", "hash"),
+        ("chunked_prefill", True),
+        ("chunked_prefill", 0),
+        ("attention_backend", "flash"),
+        ("tensor_parallel_size", 2),
+        ("seed", "x"),
+        ("device", "tpu"),
+        ("device", "nonsense:9"),
+    ],
+)
+def test_bad_configuration_names_the_field(
+    field: str, value: object, random_oracle: Oracle
+) -> None:
+    with pytest.raises(ValueError, match=field):
+        LLMEngine(EngineConfig(**{"model": random_oracle.path, "num_blocks": 8, field: value}))
+
+
+def test_a_missing_model_is_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nothing-here"):
+        LLMEngine(EngineConfig(model=tmp_path / "nothing-here"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("max_tokens", 0),
+        ("max_tokens", 1.0),
+        ("min_tokens", 17),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", "0"),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_p", math.nan),
+        ("top_k", -1),
+        ("min_p", -0.5),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", math.inf),
+        ("frequency_penalty", -2.5),
+        ("seed", 1.5),
+        ("seed", 2**63),
+        ("logprobs", -1),
+        ("stop", ("",)),
+        ("stop_token_ids", (-1,)),
+        ("ignore_eos", 1),
+    ],
+)
+def test_bad_sampling_params_name_the_field(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"^{field} is "):
+        SamplingParams(**{field: value})
+
+
+def _finish(engine: LLMEngine) -> list:
+    finished = []
+    for _ in range(500):
+        if not engine.has_unfinished_requests():
+            return finished
+        finished += [o for o in engine.step() if o.finished]
+    raise AssertionError("the engine does not come to an end")

@@ -1,0 +1,196 @@
+"""The public call: order, seeds, streams, samples, stop conditions, and two engines in one
+process."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.llm import LLM, SamplingParams
+from common.tests.engine_oracle import Oracle
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(dtype="float32", num_blocks=400, block_size=4, check_invariants=True)
+
+
+@pytest.fixture(scope="module")
+def float64_llm() -> LLM:
+    return LLM(dtype="float64", num_blocks=400, check_invariants=True)
+
+
+def generate(llm: LLM, prompts: object, params: object) -> list:
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def test_outputs_are_in_the_order_given_whatever_their_length(
+    float64_llm: LLM, shipped_oracle: Oracle
+) -> None:
+    lengths = [20, 1, 9, 3, 24, 2, 5, 7]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+    outputs = generate(float64_llm, shipped_oracle.prompts, params)
+    expected = [shipped_oracle.expected(i, n) for i, n in enumerate(lengths)]
+    assert [o.outputs[0].token_ids for o in outputs] == expected
+    assert [o.prompt_token_ids for o in outputs] == shipped_oracle.prompts
+
+
+def test_a_string_token_ids_and_a_list_of_both_are_the_same_prompt(llm: LLM) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=6)
+    ids = llm.engine.tokenizer.encode("class Stack:")
+    one, two = generate(llm, "class Stack:", greedy), generate(llm, ids, greedy)
+    three, four = generate(llm, ["class Stack:", ids], greedy)
+    texts = {o.outputs[0].text for o in (*one, *two, three, four)}
+    assert len(texts) == 1
+    assert one[0].prompt == "class Stack:"
+    assert two[0].prompt is None
+
+
+def test_text_is_the_tokens_decoded_and_logprobs_run_beside_the_tokens(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, logprobs=2, ignore_eos=True)
+    (output,) = generate(llm, "def main():", params)
+    completion = output.outputs[0]
+    assert completion.text == llm.engine.tokenizer.decode(completion.token_ids)
+    assert len(completion.logprobs) == len(completion.token_ids) == 20
+
+
+def test_seeded_output_does_not_depend_on_batch_mates_or_arrival(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=42, max_tokens=24, ignore_eos=True)
+    (alone,) = generate(llm, "def ", params)
+    mates = [SamplingParams(temperature=0.7, max_tokens=5 + i) for i in range(9)]
+    crowd = generate(llm, ["def "] * 10, [*mates[:6], params, *mates[6:]])
+    assert crowd[6].outputs[0].token_ids == alone.outputs[0].token_ids
+    shuffled = LLM(dtype="float32", num_blocks=400, block_size=7, shuffle_batch=True)
+    again = generate(shuffled, ["def "] * 10, [*mates[:2], params, *mates[2:]])
+    assert again[2].outputs[0].token_ids == alone.outputs[0].token_ids
+    other = SamplingParams(temperature=1.0, seed=43, max_tokens=24, ignore_eos=True)
+    assert generate(llm, "def ", other)[0].outputs[0].token_ids != alone.outputs[0].token_ids
+
+
+def test_samples_of_one_prompt_differ_and_each_is_what_its_seed_gives_alone(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=16, ignore_eos=True)
+    (output,) = generate(llm, "import ", params)
+    assert [c.index for c in output.outputs] == [0, 1, 2]
+    samples = [c.token_ids for c in output.outputs]
+    assert len({tuple(s) for s in samples}) == 3
+    for i, sample in enumerate(samples):
+        alone = SamplingParams(temperature=1.0, seed=7 + i, max_tokens=16, ignore_eos=True)
+        assert generate(llm, "import ", alone)[0].outputs[0].token_ids == sample
+
+
+def test_engine_seed_repeats_unseeded_requests_and_another_seed_does_not() -> None:
+    def run(seed: int) -> list:
+        llm = LLM(dtype="float32", num_blocks=400, seed=seed)
+        outputs = generate(llm, ["x = "] * 3, SamplingParams(max_tokens=12, ignore_eos=True))
+        return [o.outputs[0].token_ids for o in outputs]
+
+    first = run(0)
+    assert len({tuple(ids) for ids in first}) == 3, "requests of one engine draw differently"
+    assert run(0) == first
+    assert run(1) != first
+
+
+def test_joined_stream_is_the_generated_text(llm: LLM) -> None:
+    for params in (
+        SamplingParams(temperature=0, max_tokens=40),
+        SamplingParams(temperature=1.0, seed=3, max_tokens=40, stop=["self", "\n\n"]),
+    ):
+        pieces = list(llm.stream("class Queue:", params))
+        (output,) = generate(llm, "class Queue:", params)
+        assert "".join(pieces) == output.outputs[0].text
+        assert all(pieces)
+    assert len(pieces) > 1
+
+
+def test_leaving_a_stream_aborts_its_request_and_two_calls_may_interleave(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    (whole,) = generate(llm, "def a(", params)
+    stream = llm.stream("def a(", params)
+    got = next(stream)
+    (other,) = generate(llm, "class B", params)  # advances the stream's request too
+    assert other.prompt == "class B"
+    assert got + "".join(stream) == whole.outputs[0].text
+    stream = llm.stream("def a(", params)
+    next(stream)
+    stream.close()
+    assert not llm.engine.has_unfinished_requests()
+    assert llm.engine.stats().kv_blocks_in_use == 0
+
+
+def test_stop_string_cuts_text_tokens_and_logprobs_alike(llm: LLM) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    (free,) = generate(llm, "class Stack:", greedy)
+    text = free.outputs[0].text
+    stop = text[15:19]
+    cut = text.index(stop)
+    params = SamplingParams(
+        temperature=0, max_tokens=40, ignore_eos=True, stop=["never there", stop], logprobs=0
+    )
+    (output,) = generate(llm, "class Stack:", params)
+    completion = output.outputs[0]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert completion.text == text[:cut]
+    kept = completion.token_ids
+    assert kept == free.outputs[0].token_ids[: len(kept)]
+    decode = llm.engine.tokenizer.decode
+    assert stop in decode(kept)
+    assert stop not in decode(kept[:-1])
+    assert len(completion.logprobs) == len(kept)
+
+
+def test_stop_token_ends_the_output_and_is_named(llm: LLM) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    (free,) = generate(llm, "def f(x):", greedy)
+    ids = free.outputs[0].token_ids
+    stop_id = ids[7]
+    params = SamplingParams(
+        temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=[stop_id], min_tokens=0
+    )
+    (output,) = generate(llm, "def f(x):", params)
+    completion = output.outputs[0]
+    first = ids.index(stop_id)
+    assert completion.token_ids == ids[: first + 1]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop_id)
+    assert completion.text == llm.engine.tokenizer.decode(ids[:first])
+
+
+def test_min_tokens_holds_off_every_way_to_stop(llm: LLM) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    ids = generate(llm, "def f(x):", greedy)[0].outputs[0].token_ids
+    params = SamplingParams(
+        temperature=0, max_tokens=30, min_tokens=12, stop_token_ids=[ids[2]], stop=["\n"]
+    )
+    completion = generate(llm, "def f(x):", params)[0].outputs[0]
+    assert len(completion.token_ids) >= 12
+    assert ids[2] not in completion.token_ids[:11], "a stop token can not be drawn before"
+
+
+def test_two_engines_in_one_process_share_nothing() -> None:
+    """Trap 50."""
+    small = LLM(dtype="float32", num_blocks=50, block_size=2)
+    large = LLM(dtype="float32", num_blocks=60, block_size=16)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    streams = [small.stream("def a", params), large.stream("def a", params)]
+    mixed = ["", ""]
+    for pieces in zip(*streams, strict=True):
+        mixed = [text + piece for text, piece in zip(mixed, pieces, strict=True)]
+    assert mixed[0] == mixed[1] == generate(large, "def a", params)[0].outputs[0].text
+    assert small.engine.stats().num_finished == 0 + 1
+    assert small.engine.config.block_size == 2
+
+
+def test_unknown_argument_and_wrong_number_of_params_are_named(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="blocksize"):
+        LLM(blocksize=16)
+    with pytest.raises(ValueError, match="2 entries"):
+        generate(llm, ["a", "b", "c"], [SamplingParams(), SamplingParams()])
+    assert generate(llm, [], SamplingParams()) == []
+
+
+def test_metrics_are_in_order_and_complete(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    for output in generate(llm, ["a = ", "b = "], params):
+        m = output.metrics
+        assert m.arrival_time <= m.first_scheduled_time <= m.first_token_time <= m.last_token_time
+        assert len(m.inter_token_latencies) == 8
+        assert sum(m.inter_token_latencies) == pytest.approx(m.last_token_time - m.first_token_time)
+        assert m.time_to_first_token >= m.queue_time >= 0
