@@ -1,0 +1,412 @@
+"""Attention through block tables against a loop over single scores in float64 that has no blocks.
+
+Every slot that no test sequence owns is NaN, the null block and the tables' spare entries included.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import paged_attention as module
+from block_pool import BlockPool
+from kv_cache_manager import KVCacheManager
+from paged_attention import (
+    AttentionMetadata,
+    PagedKVCache,
+    TorchAttentionBackend,
+    paged_attention,
+    write_kv,
+)
+from request import Request
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
+BLOCK_SIZES = [1, 2, 3, 4, 16, 33, 256]
+
+
+def naive_attention(query, keys, values, scale):
+    """One score at a time. query `[query_len, num_heads, head_dim]`, keys and values `[seq_len,
+    num_kv_heads, head_dim]` of one sequence."""
+    query, keys, values = query.double(), keys.double(), values.double()
+    output = torch.empty_like(query)
+    num_shared = query.shape[1] // keys.shape[1]
+    for i in range(len(query)):
+        num_seen = len(keys) - len(query) + i + 1
+        for head in range(query.shape[1]):
+            kv_head = head // num_shared
+            scores = [scale * float(query[i, head] @ keys[j, kv_head]) for j in range(num_seen)]
+            highest = max(scores)
+            weights = [math.exp(score - highest) for score in scores]
+            total = sum(weights)
+            output[i, head] = sum(
+                weight / total * values[j, kv_head] for j, weight in enumerate(weights)
+            )
+    return output
+
+
+@dataclass
+class Case:
+    """A batch over a cache that is NaN wherever no sequence has written."""
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    metadata: AttentionMetadata
+    scale: float
+    keys: list[torch.Tensor]  # of each sequence, contiguous
+    values: list[torch.Tensor]
+    query_lens: list[int]
+
+    def expected(self) -> torch.Tensor:
+        rows = self.query[: sum(self.query_lens)].split(self.query_lens)
+        return torch.cat(
+            [
+                naive_attention(*sequence, self.scale)
+                for sequence in zip(rows, self.keys, self.values, strict=True)
+            ]
+        )
+
+    def attend(self) -> torch.Tensor:
+        return paged_attention(
+            self.query, self.key_cache, self.value_cache, self.metadata, self.scale
+        )
+
+    def check(self, output: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        assert output.dtype == self.query.dtype and output.shape == self.query.shape
+        num_tokens = sum(self.query_lens)
+        torch.testing.assert_close(
+            output[:num_tokens].double().cpu(),
+            self.expected().cpu(),
+            atol=TOLERANCE[dtype or output.dtype],
+            rtol=0,
+        )
+        assert not output[num_tokens:].any(), "rows of padding tokens are zero"
+
+
+def make_case(
+    lengths: list[tuple[int, int]],  # (query_len, seq_len) of each sequence
+    block_size: int,
+    dtype: torch.dtype = torch.float64,
+    num_kv_heads: int = 2,
+    num_shared: int = 2,
+    head_dim: int = 8,
+    num_padding_tokens: int = 0,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Case:
+    """Blocks in random order, spare table entries that point anywhere, everything unused NaN."""
+    generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+    num_blocks = [-(-seq_len // block_size) for _, seq_len in lengths]
+    free_ids = list(range(1, sum(num_blocks) + 3))
+    rng.shuffle(free_ids)
+    cache = PagedKVCache(
+        1, len(free_ids) + 1, block_size, num_kv_heads, head_dim, dtype, device=device
+    )
+    key_cache, value_cache = cache.key_cache[0], cache.value_cache[0]
+    key_cache.fill_(math.nan), value_cache.fill_(math.nan)
+    spare = [0, *free_ids]
+    tables = [
+        [rng.choice(spare) for _ in range(max(num_blocks, default=0) + 1)] for _ in num_blocks
+    ]
+    keys, values, slots = [], [], []
+    for table, num, (query_len, seq_len) in zip(tables, num_blocks, lengths, strict=True):
+        table[:num] = [free_ids.pop() for _ in range(num)]
+        keys.append(normal(seq_len, num_kv_heads, head_dim))
+        values.append(normal(seq_len, num_kv_heads, head_dim))
+        own = [table[p // block_size] * block_size + p % block_size for p in range(seq_len)]
+        for position, slot in enumerate(own):  # by hand: `write_kv` has tests of its own
+            block, offset = divmod(slot, block_size)
+            key_cache[block, offset] = keys[-1][position]
+            value_cache[block, offset] = values[-1][position]
+        slots += own[seq_len - query_len :]
+    query_lens = [query_len for query_len, _ in lengths]
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor([0, *query_lens], device=device).cumsum(0),
+        seq_lens=torch.tensor([n for _, n in lengths], dtype=torch.int64, device=device),
+        block_tables=torch.tensor(tables, dtype=torch.int32, device=device).view(len(lengths), -1)
+        if lengths
+        else torch.zeros(0, 0, dtype=torch.int32, device=device),
+        slot_mapping=torch.tensor(slots + [-1] * num_padding_tokens, device=device).long(),
+        max_query_len=max(query_lens, default=0),
+        max_seq_len=max((n for _, n in lengths), default=0),
+    )
+    num_heads = num_kv_heads * num_shared
+    query = normal(sum(query_lens) + num_padding_tokens, num_heads, head_dim)
+    scale = head_dim**-0.5
+    return Case(query, key_cache, value_cache, metadata, scale, keys, values, query_lens)
+
+
+MIXED = [(1, 1), (1, 17), (5, 5), (1, 40), (7, 20), (1, 3), (2, 35), (1, 33), (3, 3)]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_any_mix_of_query_lengths_through_shuffled_tables(block_size, dtype):
+    """Trap 35: NaN in every unused slot reaches no output. Traps 28, 29: who sees which key."""
+    case = make_case(MIXED, block_size, dtype, num_padding_tokens=2, seed=block_size)
+    case.check(case.attend())
+
+
+@pytest.mark.parametrize("num_kv_heads, num_shared", [(1, 1), (1, 8), (4, 1), (2, 3), (3, 2)])
+def test_grouped_query_heads(num_kv_heads, num_shared):
+    case = make_case(MIXED, 4, num_kv_heads=num_kv_heads, num_shared=num_shared, head_dim=5)
+    case.check(case.attend())
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_chunks_that_end_at_and_around_block_ends(block_size):
+    """Traps 28 and 30: every start and end within one of a block boundary, as one batch each."""
+    edges = sorted(
+        {max(e, 0) for b in (0, 1, 2) for e in range(b * block_size - 1, b * block_size + 2)}
+    )
+    lengths = [(stop - start, stop) for start in edges for stop in edges if start < stop]
+    for seed in range(2):
+        random.Random(seed).shuffle(lengths)
+        case = make_case(lengths, block_size, seed=seed)
+        case.check(case.attend())
+
+
+@pytest.mark.parametrize("tile", [1, 2, 3, 7])
+def test_a_chunk_is_attended_in_tiles_of_any_size(tile, monkeypatch):
+    monkeypatch.setattr(module, "QUERY_TILE", tile)
+    case = make_case([(7, 20), (3, 50), (1, 9), (6, 7), (5, 5)], 4)
+    case.check(case.attend())
+
+
+@pytest.mark.parametrize("limit", [1, 2**10, 2**30])
+def test_decodes_in_groups_of_any_size(limit, monkeypatch):
+    monkeypatch.setitem(module.GROUP_KEY_BYTES, "cpu", limit)
+    case = make_case([(1, n) for n in (3, 100, 4, 60, 5, 1, 49, 30, 50, 100)], 4)
+    case.check(case.attend())
+
+
+def test_decode_groups_hold_similar_lengths_within_the_limit():
+    lens = [100, 7, 60, 51, 50, 49, 3, 1]
+    assert module._split_by_length(list(range(8)), lens, 10**6) == [
+        [0, 2, 3, 4],
+        [5],
+        [1],
+        [6],
+        [7],
+    ]
+    assert module._split_by_length([0, 2, 3, 4], lens, 299) == [[0, 2], [3, 4]]
+    assert module._split_by_length([0, 1], lens, 1) == [[0], [1]], "too long for any group"
+
+
+def test_batches_without_tokens_and_sequences_without_tokens():
+    """Trap 33: a padding sequence has no query token, whatever its length says."""
+    empty = make_case([], 4)
+    assert empty.attend().shape == (0, 4, 8)
+    case = make_case([(0, 9), (1, 5), (0, 3), (4, 6), (0, 1)], 4, num_padding_tokens=3)
+    case.check(case.attend())
+    case.metadata.seq_lens[2] = 0
+    case.metadata._plan = None
+    case.check(case.attend())
+
+
+def test_one_plan_serves_all_layers_and_not_another_dtype_or_shape():
+    case = make_case(MIXED, 4)
+    case.check(case.attend())
+    plan = case.metadata._plan
+    case.key_cache.mul_(2), case.value_cache.mul_(3)  # the next layer: other contents, same places
+    case.keys, case.values = [k * 2 for k in case.keys], [v * 3 for v in case.values]
+    case.check(case.attend())
+    assert case.metadata._plan is plan
+    narrow = make_case(MIXED, 4, torch.float32, num_kv_heads=1, num_shared=4, head_dim=6)
+    narrow.metadata = case.metadata
+    narrow.key_cache = torch.zeros(len(case.key_cache), 4, 1, 6)
+    narrow.value_cache = torch.ones_like(narrow.key_cache)
+    assert narrow.attend().dtype == torch.float32
+    torch.testing.assert_close(narrow.attend(), torch.ones_like(narrow.query))
+
+
+@pytest.mark.parametrize(
+    "query_len, seq_len, num_columns", [(5, 4, 9), (1, 0, 9), (1, 9, 2), (3, 9, 2)]
+)
+def test_metadata_that_contradicts_itself_is_an_error(query_len, seq_len, num_columns):
+    case = make_case([(1, 4)], 4)
+    case.metadata.query_start_loc = torch.tensor([0, query_len])
+    case.metadata.seq_lens = torch.tensor([seq_len])
+    case.metadata.block_tables = torch.ones(1, num_columns, dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match=f"sequence 0: query_len is {query_len}, seq_len {seq_len}"
+    ):
+        case.attend()
+
+
+def test_a_long_prompt_needs_no_square_of_memory(monkeypatch):
+    """No mask at all for a whole prompt, one of tile x seq_len for a chunk with history."""
+    seen = []
+    real = module.scaled_dot_product_attention
+
+    def spy(query, keys, values, attn_mask=None, is_causal=False, scale=None):
+        seen.append(None if attn_mask is None else tuple(attn_mask.shape))
+        return real(query, keys, values, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
+
+    monkeypatch.setattr(module, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(module, "QUERY_TILE", 16)
+    make_case([(100, 100), (40, 50)], 16).attend()
+    assert seen == [None, (16, 26), (16, 42), (8, 50)]
+
+
+# -- writing
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_written_tokens_stand_in_their_slots_and_nothing_else_changes(block_size):
+    cache = PagedKVCache(1, 6, block_size, 2, 3, torch.float64)
+    key_cache, value_cache = cache.key_cache[0].fill_(7), cache.value_cache[0].fill_(8)
+    slots = random.Random(block_size).sample(range(6 * block_size), min(5, 6 * block_size))
+    key, value = torch.randn(7, 2, 3).double(), torch.randn(7, 2, 3).double()
+    mapping = torch.tensor([slots[0], -1, *slots[1:], -1])
+    TorchAttentionBackend().write_kv(key, value, key_cache, value_cache, mapping)
+    for written, contents, rest in ((key, key_cache, 7), (value, value_cache, 8)):
+        for slot in range(6 * block_size):
+            found = contents[slot // block_size, slot % block_size]
+            rows = (mapping == slot).nonzero().flatten().tolist()
+            expected = written[rows[0]] if rows else torch.full((2, 3), rest).double()
+            assert torch.equal(found, expected), f"slot {slot}"
+
+
+def test_a_batch_of_padding_writes_nothing():
+    cache = PagedKVCache(1, 3, 2, 1, 2)
+    write_kv(
+        *torch.ones(2, 4, 1, 2), cache.key_cache[0], cache.value_cache[0], torch.full((4,), -1)
+    )
+    assert not cache.key_cache[0].any() and not cache.value_cache[0].any()
+
+
+# -- worked examples
+
+
+def test_the_batch_of_the_reading_material():
+    """[1,2,3,4,5] with 3 cached and [6,7,8], tables [0,1] and [2], block size 16. (Its block 0 is
+    usable; a cache does not mind.)"""
+    tokens, num_cached, tables = [[1, 2, 3, 4, 5], [6, 7, 8]], [3, 0], [[0, 1], [2, 0]]
+    input_ids, positions, slots, starts, key_starts = [], [], [], [0], [0]
+    for ids, cached, table in zip(tokens, num_cached, tables, strict=True):
+        input_ids += ids[cached:]
+        own = range(cached, len(ids))
+        positions += own
+        slots += [table[p // 16] * 16 + p % 16 for p in own]
+        starts.append(len(input_ids))
+        key_starts.append(key_starts[-1] + len(ids))
+    assert input_ids == [4, 5, 6, 7, 8]
+    assert positions == [3, 4, 0, 1, 2]
+    assert starts == [0, 2, 5] and key_starts == [0, 5, 8]
+    assert slots == [3, 4, 32, 33, 34]
+
+    torch.manual_seed(0)
+    cache = PagedKVCache(1, 3, 16, 2, 8, torch.float64)
+    key_cache, value_cache = (
+        cache.key_cache[0].fill_(math.nan),
+        cache.value_cache[0].fill_(math.nan),
+    )
+    keys, values = torch.randn(2, 8, 2, 8).double()
+    query = torch.randn(5, 4, 8).double()
+    write_kv(keys[:3], values[:3], key_cache, value_cache, torch.tensor([0, 1, 2]))  # cached
+    write_kv(keys[3:], values[3:], key_cache, value_cache, torch.tensor(slots))
+    metadata = AttentionMetadata(
+        torch.tensor(starts), torch.tensor([5, 3]), torch.tensor(tables), torch.tensor(slots), 3, 5
+    )
+    output = paged_attention(query, key_cache, value_cache, metadata, 0.3)
+    expected = [
+        naive_attention(query[a:b], keys[c:d], values[c:d], 0.3)
+        for (a, b), (c, d) in (((0, 2), (0, 5)), ((2, 5), (5, 8)))
+    ]
+    torch.testing.assert_close(output, torch.cat(expected), atol=1e-12, rtol=0)
+
+
+def test_kv_bytes():
+    """The reading material's example is 7.3 GB, not the 3.6 it prints."""
+    cache = PagedKVCache(28, 1, 256, 2, 128, torch.bfloat16, device="meta")
+    assert 1000 * cache.kv_bytes_per_block == 7_340_032_000
+    cache = PagedKVCache(3, 5, 4, 2, 8, torch.float32)
+    total = sum(t.nbytes for t in (*cache.key_cache, *cache.value_cache))
+    assert total == cache.num_blocks * cache.kv_bytes_per_block
+    assert cache.key_cache[2].shape == cache.value_cache[0].shape == (5, 4, 2, 8)
+    assert cache.key_cache[0].data_ptr() != cache.value_cache[0].data_ptr()
+
+
+def test_block_copies_are_made_all_at_once():
+    """Sources are read before destinations are written: 1 -> 2 and 2 -> 3 do not chain."""
+    cache = PagedKVCache(2, 5, 2, 1, 3)
+    tensors = [*cache.key_cache, *cache.value_cache]
+    for i, tensor in enumerate(tensors):
+        tensor.copy_(torch.arange(30).view(5, 2, 1, 3) + 100 * i)
+    before = [tensor.clone() for tensor in tensors]
+    cache.copy_blocks([])
+    cache.copy_blocks([(1, 2), (2, 3)])
+    for old, new in zip(before, tensors, strict=True):
+        assert torch.equal(new, old[[0, 1, 1, 2, 4]])
+
+
+# -- all of chapter 2 together
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_paged_equals_contiguous_while_requests_fork_and_diverge(block_size, seed):
+    """Manager, cache and attention against sequences that are plain tensors."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    manager = KVCacheManager(BlockPool(600), block_size)
+    cache = PagedKVCache(1, 600, block_size, 2, 8, torch.float64)
+    key_cache, value_cache = (
+        cache.key_cache[0].fill_(math.nan),
+        cache.value_cache[0].fill_(math.nan),
+    )
+    requests: dict[str, Request] = {}
+    contiguous: dict[str, torch.Tensor] = {}  # [2, seq_len, 2, 8]
+    for step in range(25):
+        if len(requests) < 5:
+            child = Request.from_tokens(f"r{step}", [0])
+            parent = rng.choice([None, *requests.values()])
+            past = torch.empty(2, 0, 2, 8).double()
+            if parent is not None:
+                child.num_computed_tokens = rng.randint(1, parent.num_computed_tokens)
+                past = contiguous[parent.request_id][:, : child.num_computed_tokens]
+                manager.fork(parent, child)
+            requests[child.request_id], contiguous[child.request_id] = child, past
+        elif rng.random() < 0.3:
+            gone = rng.choice(list(requests))
+            manager.free(requests.pop(gone))
+            del contiguous[gone]
+        order = rng.sample(list(requests), len(requests))
+        query_lens = [rng.choice([1, 1, 2, 5]) for _ in order]
+        slots, expected = [], []
+        query = torch.randn(sum(query_lens), 4, 8).double()
+        new = torch.randn(2, sum(query_lens), 2, 8).double()
+        rows = [0, *torch.tensor(query_lens).cumsum(0).tolist()]
+        for i, request_id in enumerate(order):
+            request = requests[request_id]
+            assert manager.allocate_slots(request, query_lens[i])
+            start = request.num_computed_tokens
+            request.num_computed_tokens += query_lens[i]
+            slots += manager.slot_mapping(request_id, start, request.num_computed_tokens)
+            own = slice(rows[i], rows[i + 1])
+            contiguous[request_id] = torch.cat([contiguous[request_id], new[:, own]], dim=1)
+            expected.append(naive_attention(query[own], *contiguous[request_id], 0.4))
+        manager.check_invariants(requests.values())
+        cache.copy_blocks([(src, dst) for _, _, src, dst in manager.take_block_copies()])
+        write_kv(*new, key_cache, value_cache, torch.tensor(slots))
+        lens = [requests[r].num_computed_tokens for r in order]
+        tables = [torch.tensor(list(manager.get_block_ids(r))) for r in order]
+        metadata = AttentionMetadata(
+            torch.tensor(rows),
+            torch.tensor(lens),
+            torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
+            torch.tensor(slots),
+            max(query_lens),
+            max(lens),
+        )
+        output = paged_attention(query, key_cache, value_cache, metadata, 0.4)
+        torch.testing.assert_close(output, torch.cat(expected), atol=1e-12, rtol=0)
