@@ -1,0 +1,149 @@
+"""Tiny random checkpoints of the four families, saved by `transformers`, and how tests run them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from common.model import DecoderModel
+from paged_attention import AttentionMetadata, PagedKVCache, TorchAttentionBackend
+
+SHAPE = dict(
+    vocab_size=89,
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+# Chosen so that some wavelengths are short, some are blended and some are long.
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=10_000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+LINEAR = dict(rope_type="linear", rope_theta=500.0, factor=2.5)
+
+# Query heads per KV head: 1, 2 and 4. head_dim: 8 is the quotient, others are not.
+CASES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
+    "qwen3": (Qwen3Config, dict(num_key_value_heads=2, head_dim=16, tie_word_embeddings=True)),
+    "qwen3-biases": (Qwen3Config, dict(num_key_value_heads=1, head_dim=8, attention_bias=True)),
+    "qwen2": (Qwen2Config, dict(num_key_value_heads=4, tie_word_embeddings=True)),
+    "qwen2-untied": (Qwen2Config, dict(num_key_value_heads=2, rope_parameters=LINEAR)),
+    "llama3-scaling": (LlamaConfig, dict(num_key_value_heads=1, rope_parameters=LLAMA3)),
+    "llama-biases": (
+        LlamaConfig,
+        dict(
+            num_key_value_heads=4,
+            head_dim=20,
+            attention_bias=True,
+            mlp_bias=True,
+            rope_parameters=LINEAR,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "mistral": (MistralConfig, dict(num_key_value_heads=2, head_dim=24, sliding_window=None)),
+    "mistral-window": (MistralConfig, dict(num_key_value_heads=4, sliding_window=48)),
+}
+
+
+def save_case(name: str, path: Path, seed: int = 0, **overrides: object) -> Path:
+    """Every weight is random, biases and norms too: zeros and ones would hide a mistake."""
+    config_class, fields = CASES[name]
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config_class(**{**SHAPE, **fields, **overrides}))
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            is_norm = "norm" in parameter_name
+            parameter.normal_(1.0 if is_norm else 0.0, 0.5 if parameter.ndim == 1 else 0.25)
+    model.to(torch.float64).save_pretrained(path)
+    return path
+
+
+@torch.inference_mode()
+def reference_logits(path: Path, dtype: torch.dtype, prompts: list[list[int]]) -> list:
+    """By `transformers`, `[len(prompt), vocab_size]` for each prompt."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    return [model(input_ids=torch.tensor([prompt])).logits[0] for prompt in prompts]
+
+
+class PagedHarness:
+    """Requests with shuffled block tables in a cache full of NaN."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        num_requests: int,
+        max_len: int = 64,
+        block_size: int = 4,
+        seed: int = 0,
+    ) -> None:
+        config, parameter = model.config, next(model.parameters())
+        self.model, self.block_size, self.device = model, block_size, parameter.device
+        blocks_each = -(-max_len // block_size)
+        self.kv_cache = PagedKVCache(
+            config.num_hidden_layers,
+            num_requests * blocks_each + 1,
+            block_size,
+            config.num_key_value_heads,
+            config.head_dim,
+            parameter.dtype,
+            self.device,
+        )
+        for cache in (*self.kv_cache.key_cache, *self.kv_cache.value_cache):
+            cache.fill_(float("nan"))
+        generator = torch.Generator().manual_seed(seed)
+        shuffled = torch.randperm(num_requests * blocks_each, generator=generator) + 1
+        self.tables = shuffled.view(num_requests, blocks_each)
+
+    def step(
+        self,
+        work: list[tuple[int, int, list[int]]],
+        logit_indices: list[int] | None = None,
+    ) -> torch.Tensor:
+        """`work`: (request, first position, tokens). Logits of every row, or of those asked for."""
+        ids, positions, slots, starts, seq_lens = [], [], [], [0], []
+        for request, first, tokens in work:
+            for position, token in enumerate(tokens, start=first):
+                block, offset = divmod(position, self.block_size)
+                ids.append(token)
+                positions.append(position)
+                slots.append(int(self.tables[request, block]) * self.block_size + offset)
+            starts.append(len(ids))
+            seq_lens.append(first + len(tokens))
+
+        def tensor(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+        metadata = AttentionMetadata(
+            query_start_loc=tensor(starts),
+            seq_lens=tensor(seq_lens),
+            block_tables=self.tables[[request for request, _, _ in work]].to(self.device),
+            slot_mapping=tensor(slots),
+            max_query_len=max(len(tokens) for _, _, tokens in work),
+            max_seq_len=max(seq_lens),
+        )
+        indices = list(range(len(ids))) if logit_indices is None else logit_indices
+        return self.model(
+            tensor(ids),
+            tensor(positions),
+            self.kv_cache,
+            metadata,
+            tensor(indices),
+            TorchAttentionBackend(),
+        )

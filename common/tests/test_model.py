@@ -1,0 +1,338 @@
+from __future__ import annotations
+
+import json
+import logging
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+from common.loader import load_model
+from common.model import rms_norm
+from common.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
+from common.rotary import inverse_frequencies, rotary_factors, rotary_table, rotate
+from common.tests.model_cases import (
+    CASES,
+    LINEAR,
+    LLAMA3,
+    PagedHarness,
+    reference_logits,
+    save_case,
+)
+
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+DTYPES = [torch.float32, torch.float64]
+LENGTHS = [1, 4, 7, 16, 33, 48]  # 48: all of the window of mistral-window
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tensors this small only get slower with more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: save_case(name, tmp_path_factory.mktemp(name)) for name in CASES}
+
+
+def random_prompts(seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(89) for _ in range(length)] for length in LENGTHS]
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype, what
+    worst = (actual - expected).abs().max().item()
+    assert worst <= tolerance, f"{what}: {worst:.2e} > {tolerance:.0e}"  # False for NaN
+
+
+# -- logits
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_whole_prompts_in_one_step_give_the_logits_of_transformers(name, dtype, checkpoints):
+    """Trap 35: every slot that no request owns holds NaN."""
+    prompts = random_prompts(seed=1)
+    expected = reference_logits(checkpoints[name], dtype, prompts)
+    assert 0.5 < torch.cat(expected).std() < 50, "logits too uniform, or too large, to compare"
+    harness = PagedHarness(load_model(checkpoints[name], dtype).model, len(prompts))
+    logits = harness.step([(i, 0, prompt) for i, prompt in enumerate(prompts)])
+    assert_close(logits, torch.cat(expected), f"{name}, seed 1")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_token_by_token_and_in_chunks_equals_the_whole_prompt(name, dtype, checkpoints):
+    """Traps 29 and 32: each request has positions of its own, right from its first decode step."""
+    seed = 2
+    rng, prompts = random.Random(seed), random_prompts(seed)
+    expected = reference_logits(checkpoints[name], dtype, prompts)
+    model = load_model(checkpoints[name], dtype).model
+    for block_size in (1, 4, 33):
+        harness = PagedHarness(model, len(prompts), block_size=block_size, seed=seed)
+        done = [0] * len(prompts)
+        while any(n < len(prompt) for n, prompt in zip(done, prompts, strict=True)):
+            unfinished = [i for i, prompt in enumerate(prompts) if done[i] < len(prompt)]
+            chosen = rng.sample(unfinished, rng.randint(1, len(unfinished)))
+            chunks = [rng.choice((1, 1, 1, 2, 5, 13)) for _ in chosen]
+            work = [
+                (i, done[i], prompts[i][done[i] : done[i] + n])
+                for i, n in zip(chosen, chunks, strict=True)
+            ]
+            logits = harness.step(work)
+            wanted = [expected[i][first : first + len(tokens)] for i, first, tokens in work]
+            what = f"{name}, block size {block_size}, seed {seed}, {[(w[0], w[1]) for w in work]}"
+            assert_close(logits, torch.cat(wanted), what)
+            for i, _, tokens in work:
+                done[i] += len(tokens)
+
+
+def test_only_the_rows_asked_for_in_the_order_asked_for(checkpoints):
+    prompts = random_prompts(seed=3)[:4]
+    expected = torch.cat(reference_logits(checkpoints["qwen3"], torch.float64, prompts))
+    model = load_model(checkpoints["qwen3"], torch.float64).model
+    work = [(i, 0, prompt) for i, prompt in enumerate(prompts)]
+    for indices in ([27, 0, 4], [5], [11, 11, 3], list(range(28)), []):
+        logits = PagedHarness(model, len(prompts)).step(work, indices)
+        assert logits.shape == (len(indices), 89)
+        if indices:
+            assert_close(logits, expected[indices], f"{indices}, seed 3")
+
+
+def test_keys_and_values_are_written_although_no_logits_are_asked_for(checkpoints):
+    """A chunk that is not the prompt's last: the last layer skips its rows, but not their KV."""
+    prompt = random_prompts(seed=4)[-1]
+    expected = reference_logits(checkpoints["llama3-scaling"], torch.float64, [prompt])[0]
+    model = load_model(checkpoints["llama3-scaling"], torch.float64).model
+    harness = PagedHarness(model, 1)
+    assert harness.step([(0, 0, prompt[:20])], []).shape == (0, 89)
+    assert_close(harness.step([(0, 20, prompt[20:])]), expected[20:], "seed 4")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", CASES)
+def test_cuda_gives_the_logits_of_transformers_on_the_cpu(name, checkpoints):
+    prompts = random_prompts(seed=5)
+    expected = torch.cat(reference_logits(checkpoints[name], torch.float64, prompts))
+    model = load_model(checkpoints[name], torch.float64, "cuda").model
+    harness = PagedHarness(model, len(prompts))
+    logits = harness.step([(i, 0, prompt) for i, prompt in enumerate(prompts)]).cpu()
+    # A float32 island may round the other way on another device: 1e-6 and not 1e-9.
+    assert (logits - expected).abs().max() < 1e-6, "seed 5"
+
+
+# -- the pieces
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16], ids=str)
+def test_rms_norm_is_that_of_transformers(dtype):
+    torch.manual_seed(6)
+    x = (torch.randn(5, 3, 24, dtype=torch.float64) * 10).to(dtype)
+    norm = Qwen3RMSNorm(24, eps=1e-3).to(dtype)
+    torch.nn.init.normal_(norm.weight)
+    expected = norm(x)
+    exact = dtype == torch.float64
+    tolerance = (
+        dict(rtol=1e-2, atol=1e-2) if dtype == torch.bfloat16 else dict(rtol=1e-6, atol=1e-6)
+    )
+    tolerance = dict(rtol=0, atol=0) if exact else tolerance
+    torch.testing.assert_close(rms_norm(x, norm.weight, 1e-3), expected, **tolerance)
+    # As queries and keys are normed: the weight apart.
+    torch.testing.assert_close(rms_norm(x, None, 1e-3) * norm.weight, expected, **tolerance)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-untied", "llama3-scaling"])
+def test_rotary_embedding_is_that_of_transformers_far_out_too(name, checkpoints):
+    hf = AutoConfig.from_pretrained(checkpoints[name])
+    config = ModelConfig.from_hf(json.loads((checkpoints[name] / "config.json").read_text()))
+    their_rotary = LlamaRotaryEmbedding(hf)
+    assert torch.equal(inverse_frequencies(config.rope, config.head_dim), their_rotary.inv_freq)
+
+    torch.manual_seed(7)
+    positions = torch.tensor([0, 1, 2, 40_959, 131_071])
+    x = torch.randn(5, 3, config.head_dim, dtype=torch.float64)
+    cos, sin = their_rotary(x, positions[None])
+    theirs, _ = apply_rotary_pos_emb(x[None], x[None], cos, sin, unsqueeze_dim=2)
+    table = rotary_table(config.rope, config.head_dim, 131_072, torch.float64)
+    ours = rotate(x, rotary_factors(table, positions))
+    torch.testing.assert_close(ours, theirs[0], rtol=0, atol=1e-12)
+
+
+def test_llama3_scaling_test_covers_all_three_kinds_of_wavelength(checkpoints):
+    config = ModelConfig.from_hf(
+        json.loads((checkpoints["llama3-scaling"] / "config.json").read_text())
+    )
+    plain = inverse_frequencies(config.rope.__class__(config.rope.theta), config.head_dim)
+    ratio = plain / inverse_frequencies(config.rope, config.head_dim)
+    is_blended = (ratio > 1.01) & (ratio < 7.99)
+    assert (ratio == 1).any() and is_blended.any() and (ratio > 7.99).any()
+
+
+# -- configurations: accepted
+
+
+def read_config(path: Path) -> dict:
+    return json.loads((path / "config.json").read_text())
+
+
+def write_config(path: Path, fields: dict) -> None:
+    (path / "config.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-untied", "llama3-scaling"])
+@pytest.mark.parametrize("type_key", ["rope_type", "type"])
+def test_old_spelling_of_rotary_parameters(name, type_key, tmp_path):
+    save_case(name, tmp_path)
+    fields = read_config(tmp_path)
+    rope = fields.pop("rope_parameters")
+    fields["rope_theta"] = rope.pop("rope_theta")
+    rope[type_key] = rope.pop("rope_type")
+    fields["rope_scaling"] = None if rope == {type_key: "default"} else rope
+    fields["torch_dtype"] = fields.pop("dtype")
+    new_config = load_model(tmp_path, torch.float64).config
+    write_config(tmp_path, fields)
+    assert load_model(tmp_path, torch.float64).config == new_config
+    prompts = random_prompts(seed=8)[-1:]
+    expected = reference_logits(tmp_path, torch.float64, prompts)[0]
+    harness = PagedHarness(load_model(tmp_path, torch.float64).model, 1)
+    assert_close(harness.step([(0, 0, prompts[0])]), expected, f"{name}, seed 8")
+
+
+def test_rope_theta_inside_the_new_spelling_wins_and_10000_is_the_default(checkpoints):
+    fields = read_config(checkpoints["qwen3"])
+    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 77.0}
+    assert ModelConfig.from_hf({**fields, "rope_theta": 5.0}).rope.theta == 77.0
+    del fields["rope_parameters"]
+    assert ModelConfig.from_hf({**fields, "rope_theta": 5.0}).rope.theta == 5.0
+    assert ModelConfig.from_hf(fields).rope.theta == 10_000.0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama3-scaling", "mistral"])
+def test_absent_fields_mean_what_they_mean_to_transformers(name, checkpoints):
+    fields = read_config(checkpoints[name])
+    for optional in ("head_dim", "rms_norm_eps", "tie_word_embeddings", "hidden_act"):
+        fields.pop(optional, None)
+    ours = ModelConfig.from_hf(fields)
+    theirs = AutoConfig.for_model(**fields)
+    quotient = fields["hidden_size"] // fields["num_attention_heads"]
+    assert ours.head_dim == getattr(theirs, "head_dim", quotient)
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+
+
+def test_a_sliding_window_lowers_max_positions_and_says_so(checkpoints, caplog):
+    with caplog.at_level(logging.WARNING):
+        config = load_model(checkpoints["mistral-window"], torch.float64).config
+    assert config.max_position_embeddings == 48
+    assert "sliding_window is 48" in caplog.text
+    # It is exact up to there and no further: one more token, and transformers hides the first one.
+    fields = read_config(checkpoints["mistral-window"])
+    theirs = AutoModelForCausalLM.from_pretrained(
+        checkpoints["mistral-window"], dtype=torch.float64
+    )
+    prompt = torch.tensor([[5 * i % 89 for i in range(49)]])
+    with torch.inference_mode():
+        windowed = theirs(input_ids=prompt).logits[0]
+        theirs.config.sliding_window = None
+        plain = theirs(input_ids=prompt).logits[0]
+    assert torch.allclose(windowed[:48], plain[:48]) and not torch.allclose(windowed, plain)
+    assert ModelConfig.from_hf({**fields, "sliding_window": None}).max_position_embeddings == 64
+    del fields["sliding_window"]  # to transformers, absent is 4,096
+    fields["max_position_embeddings"] = 5000
+    assert ModelConfig.from_hf(fields).max_position_embeddings == 4096
+
+
+def test_qwen_has_a_window_only_where_it_is_switched_on(checkpoints):
+    fields = read_config(checkpoints["qwen2"])
+    del fields["layer_types"]
+    fields |= {"sliding_window": 16, "max_window_layers": 2, "use_sliding_window": False}
+    assert ModelConfig.from_hf(fields).max_position_embeddings == 64
+    fields["use_sliding_window"] = True
+    assert ModelConfig.from_hf(fields).max_position_embeddings == 16
+    fields["max_window_layers"] = 3  # the first three layers of three have none
+    assert ModelConfig.from_hf(fields).max_position_embeddings == 64
+    fields["layer_types"] = ["full_attention", "sliding_attention", "full_attention"]
+    assert ModelConfig.from_hf(fields).max_position_embeddings == 16
+
+
+def test_unknown_fields_are_named_in_the_log(checkpoints, caplog):
+    fields = read_config(checkpoints["llama-biases"])
+    with caplog.at_level(logging.WARNING):
+        ModelConfig.from_hf({**fields, "_private": 1})
+        assert not caplog.records, "a configuration as transformers writes it has unknown fields"
+        ModelConfig.from_hf({**fields, "favourite_colour": "green"})
+    assert "favourite_colour" in caplog.text
+
+
+# -- configurations: refused
+
+REFUSED = {
+    "architectures-other": ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+    "architectures-headless": ({"architectures": ["Qwen3Model"]}, "Qwen3Model"),
+    "architectures-empty": ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
+    "model_type": ({"model_type": "llama"}, "llama"),
+    "hidden_act": ({"hidden_act": "gelu"}, "gelu"),
+    "quantization": ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    "moe": ({"num_experts": 8}, "num_experts"),
+    "softcap": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    "vision": ({"vision_config": {"depth": 2}}, "vision_config"),
+    "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    "partial rotary inside": (
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+        "partial_rotary_factor is 0.25",
+    ),
+    "yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
+    "dynamic, old": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic'"),
+    "mrope": ({"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
+    "nested rope": ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
+    "rope not an object": ({"rope_parameters": 7}, "rope_parameters is 7"),
+    "linear without factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor is None"),
+    "llama3 incomplete": (
+        {"rope_parameters": {**LLAMA3, "low_freq_factor": None}},
+        "low_freq_factor is None",
+    ),
+    "llama3 reversed": ({"rope_parameters": {**LLAMA3, "high_freq_factor": 0.5}}, "high_freq"),
+    "negative factor": ({"rope_parameters": {**LINEAR, "factor": -1.0}}, "factor is -1.0"),
+    "layer_types": ({"layer_types": ["linear_attention"] * 3}, "linear_attention"),
+    "window type without window": ({"layer_types": ["sliding_attention"] * 3}, "sliding_attention"),
+    "kv heads": ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
+    "odd head_dim": ({"head_dim": 15}, "head_dim is 15"),
+    "missing": ({"hidden_size": None}, "hidden_size is None"),
+    "text": ({"vocab_size": "89"}, "vocab_size is '89'"),
+    "boolean": ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+    "zero": ({"intermediate_size": 0}, "intermediate_size is 0"),
+    "eps": ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
+    "eos": ({"eos_token_id": "</s>"}, "eos_token_id"),
+    "mlp bias": ({"mlp_bias": True}, "mlp_bias is True"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_supported_is_refused_by_name(case, checkpoints):
+    change, message = REFUSED[case]
+    fields = read_config(checkpoints["qwen3"])
+    ModelConfig.from_hf(fields)
+    with pytest.raises(ValueError) as error:
+        ModelConfig.from_hf({**fields, **change})
+    assert message in str(error.value)
+    if case.startswith("architectures"):
+        assert all(name in str(error.value) for name in SUPPORTED_ARCHITECTURES)
+
+
+def test_biases_and_windows_that_a_family_does_not_have_are_refused(checkpoints):
+    mistral, llama = read_config(checkpoints["mistral"]), read_config(checkpoints["llama-biases"])
+    with pytest.raises(ValueError, match="attention_bias is True"):
+        ModelConfig.from_hf({**mistral, "attention_bias": True})
+    with pytest.raises(ValueError, match="sliding_window is 16"):
+        ModelConfig.from_hf({**llama, "sliding_window": 16})
