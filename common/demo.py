@@ -138,8 +138,8 @@ def print_summary(result: Run, llm) -> None:
             return "none"
         return f"p50 {percentile(values, 50):.1f} ms, p99 {percentile(values, 99):.1f} ms"
 
-    stats, cache = llm.engine.stats(), llm.engine.kv_cache
-    kib = cache.kv_bytes_per_block / 1024
+    stats = llm.engine.stats()
+    mib = stats.kv_blocks_peak * llm.engine.kv_cache.kv_bytes_per_block / (1 << 20)
     print("\n=== Summary")
     print(f"requests             {len(result.outputs)}")
     print(f"steps                {result.num_steps}")
@@ -151,7 +151,7 @@ def print_summary(result: Run, llm) -> None:
     print(f"inter-token latency  {spread(result.itl_ms)}")
     print(
         f"KV memory            {stats.kv_blocks_peak} of {stats.kv_blocks_total} blocks held at "
-        f"the peak ({stats.kv_blocks_peak * kib / 1024:.1f} MiB); on average {stats.kv_waste:.0%} of "
+        f"the peak ({mib:.1f} MiB); on average {stats.kv_waste:.0%} of "
         "what was held was not yet written"
     )
 

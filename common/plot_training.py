@@ -97,8 +97,8 @@ def write_card(name: str, record: dict) -> None:
         evaluation = read(folder / "evaluation.json")
         agreement = (
             f"| agreement | on {evaluation['greedy_agreement']:.1%} of held-out positions its "
-            f"most likely token is `tiny`'s |\n| cost | {evaluation['flops_ratio']:.1f} times fewer FLOPs "
-            "a token than `tiny` |\n"
+            "most likely token is `tiny`'s |\n"
+            f"| cost | {evaluation['flops_ratio']:.1f} times fewer FLOPs a token than `tiny` |\n"
         )
     hardware = record["hardware"]
     text = CARD.format(
