@@ -1,0 +1,187 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Blocks, tables, slots
+#
+# This notebook plays with the code of chapter 2. It defines nothing of its own beyond a few lines
+# that print and draw. It needs no model: the keys and values are random numbers.
+
+# %%
+import matplotlib.pyplot as plt
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from block_pool import BlockPool
+from kv_cache_manager import KVCacheManager
+from paged_attention import AttentionMetadata, PagedKVCache, paged_attention, write_kv
+from request import Request
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+# %% [markdown]
+# ## A pool of blocks
+#
+# Nine blocks of four slots. Block 0 is the null block: padding points there and nobody gets it.
+
+# %%
+pool = BlockPool(num_blocks=9)
+manager = KVCacheManager(pool, block_size=4)
+print("usable blocks:", pool.num_usable_blocks)
+print("free order:   ", [block.block_id for block in pool.free_order()])
+
+
+# %%
+def show(*requests):
+    for request in requests:
+        table = list(manager.get_block_ids(request.request_id))
+        references = [pool.blocks[block_id].ref_cnt for block_id in table]
+        counters = f"known {request.num_tokens:2}, computed {request.num_computed_tokens:2}"
+        print(f"{request.request_id}: {counters}, block table {table}, ref_cnt {references}")
+    print("free order:", [block.block_id for block in pool.free_order()])
+
+
+# %% [markdown]
+# ## Positions become slots
+#
+# Request `a` has a prompt of six tokens. It asks for six slots and gets two blocks. `slot_mapping`
+# says where the keys and values of each position go: `block_id * block_size + offset`.
+
+# %%
+a = Request.from_tokens("a", [1, 2, 3, 4, 5, 6])
+b = Request.from_tokens("b", [7, 8, 9])
+for request in (a, b):
+    assert manager.allocate_slots(request, request.num_prompt_tokens)
+    request.num_computed_tokens = request.num_prompt_tokens  # a step has written them
+show(a, b)
+print("slots of a:", manager.slot_mapping("a", 0, 6))
+print("slots of b:", manager.slot_mapping("b", 0, 3))
+
+# %% [markdown]
+# ## When is a new block needed?
+#
+# Watch the two counters while `a` decodes. A sampled token is *known* at once. Its keys and values
+# are *computed* one step later, and only then need a slot. So in the step that asks for a block
+# `num_tokens % block_size == 1`: the ninth token is known, eight are computed, two blocks are full.
+
+# %%
+for token_id in (50, 51, 52, 53):
+    a.append_output_token(token_id)  # sampled by the step before
+    before = len(manager.get_block_ids("a"))
+    assert manager.allocate_slots(a, num_new_tokens=1)
+    table = list(manager.get_block_ids("a"))
+    grown = "new block" if len(table) > before else "no new block"
+    print(f"known {a.num_tokens:2}, computed {a.num_computed_tokens}: table {table}, {grown}")
+    a.num_computed_tokens += 1  # the step writes it
+
+# %% [markdown]
+# A refusal changes nothing. Request `c` wants 40 positions; that is ten blocks and four are free.
+
+# %%
+c = Request.from_tokens("c", list(range(40)))
+print("granted:", manager.allocate_slots(c, 40))
+print("could an empty pool ever hold it:", manager.fits_when_empty(40))
+show(a, b)
+
+# %% [markdown]
+# ## Fork, then diverge
+#
+# A second sample of `a`'s prompt shares the prompt's blocks. The first is full and stays shared.
+# The second holds positions 4 and 5 of the prompt, and behind them the first outputs of `a`. When
+# the sample is about to write into that block, it gets a copy of its own: *copy on write*. What `a`
+# wrote behind the prompt is copied too. Nobody reads it: the sample overwrites it as it grows.
+
+# %%
+sample = Request.from_tokens("s", a.prompt_token_ids)
+sample.num_computed_tokens = 5  # the last prompt token is computed again, to get logits
+manager.fork(a, sample)
+show(a, sample)
+
+# %%
+assert manager.allocate_slots(sample, num_new_tokens=1)
+print("(request, place in table, from block, to block):", manager.take_block_copies())
+show(a, sample)
+
+# %% [markdown]
+# Freeing drops one reference of each block, the deepest first. What is still shared stays.
+
+# %%
+manager.free(a)
+show(sample, b)
+manager.check_invariants()
+
+# %% [markdown]
+# ## Attention reads through the table
+#
+# Now the tensors. Three sequences of 7, 3 and 5 tokens lie in blocks that are neither in order nor
+# next to each other. Every slot that belongs to nobody holds NaN.
+
+# %%
+num_heads, num_kv_heads, head_dim, block_size = 4, 2, 8, 4
+seq_lens = [7, 3, 5]
+tables = [[6, 2], [5, 0], [1, 4]]  # 0: padding of the table
+kv = PagedKVCache(1, 9, block_size, num_kv_heads, head_dim, dtype=torch.float64)
+key_cache, value_cache = kv.key_cache[0].fill_(torch.nan), kv.value_cache[0].fill_(torch.nan)
+print(f"bytes of one block, keys and values: {kv.kv_bytes_per_block}")
+
+slots = [
+    table[position // block_size] * block_size + position % block_size
+    for table, seq_len in zip(tables, seq_lens, strict=True)
+    for position in range(seq_len)
+]
+print("slots:", slots)
+shape = (sum(seq_lens), num_kv_heads, head_dim)
+keys, values = torch.randn(2, *shape, dtype=torch.float64)
+write_kv(keys, values, key_cache, value_cache, torch.tensor(slots))
+
+# %% [markdown]
+# One decode step: each sequence has one query token, its last. The answer must be that of plain
+# attention over contiguous keys and values, whatever the table says.
+
+# %%
+query = torch.randn(3, num_heads, head_dim, dtype=torch.float64)
+metadata = AttentionMetadata(
+    query_start_loc=torch.tensor([0, 1, 2, 3]),
+    seq_lens=torch.tensor(seq_lens),
+    block_tables=torch.tensor(tables),
+    slot_mapping=torch.tensor([slots[6], slots[9], slots[14]]),
+    max_query_len=1,
+    max_seq_len=7,
+)
+paged = paged_attention(query, key_cache, value_cache, metadata, head_dim**-0.5)
+
+contiguous = [
+    scaled_dot_product_attention(
+        one[:, None], k.transpose(0, 1), v.transpose(0, 1), enable_gqa=True
+    ).squeeze(1)
+    for one, k, v in zip(query, keys.split(seq_lens), values.split(seq_lens), strict=True)
+]
+print("largest difference:", f"{(paged - torch.stack(contiguous)).abs().max():.0e}")
+print("any NaN:", bool(paged.isnan().any()))
+assert torch.allclose(paged, torch.stack(contiguous), rtol=0, atol=1e-12)
+
+# %% [markdown]
+# ## A memory map
+#
+# The same keys, drawn where they lie: a row is a block, a box a slot, and the colour says whose it
+# is. White is empty. The last slots of each last block are the only ones that paging wastes.
+
+# %%
+owner = torch.full((kv.num_blocks * block_size,), torch.nan)
+owner[torch.tensor(slots)] = torch.arange(3.0).repeat_interleave(torch.tensor(seq_lens))
+figure, axis = plt.subplots(figsize=(3.2, 4.2))
+axis.pcolormesh(owner.view(-1, block_size), cmap="tab10", vmax=9, vmin=0, edgecolors="lightgrey")
+axis.set(xlabel="offset in block", ylabel="block", title="three sequences in nine blocks")
+axis.set_xticks([0.5, 1.5, 2.5, 3.5], range(4))
+axis.set_yticks([row + 0.5 for row in range(9)], range(9))
+axis.invert_yaxis()
+held = sum(-(-seq_len // block_size) for seq_len in seq_lens) * block_size
+print(f"{held} slots held, {sum(seq_lens)} written, {1 - sum(seq_lens) / held:.0%} empty")

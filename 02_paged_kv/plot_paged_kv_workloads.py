@@ -1,0 +1,255 @@
+"""What chapter 2's record counts. `plot_paged_kv.py --record` runs it; alone it does nothing.
+
+The book's own loop, scheduler and KV manager serve requests whose lengths are those of functions of
+Python's standard library: the prompt is the code around a function, the output its body. No model
+runs. Where KV goes depends on lengths alone, so a scripted runner stands in. Counted numbers do not
+depend on the machine, only on the version of Python whose library is read.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import statistics
+import sysconfig
+import tracemalloc
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from block_pool import Block, BlockPool
+from engine_core import EngineCore, SamplerOutput
+from fcfs_scheduler import FCFSScheduler
+from kv_cache_manager import ComputedBlocks, KVCacheManager
+from paged_attention import PagedKVCache
+from request import Request, SamplingParams
+from scheduler_interface import SchedulerOutput
+
+SEED = 0
+NUM_REQUESTS = 256
+MAX_PROMPT, MAX_TOKENS, MAX_MODEL_LEN = 1024, 512, 2048
+NUM_SLOTS = 16384  # of KV memory, whatever it is cut into
+BLOCK_SIZE = 16
+BLOCK_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+EOS = 1
+QWEN3_0_6B = {"num_layers": 28, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
+
+# -- the workload
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request of the workload. `max_tokens` is what its user asks for."""
+
+    prompt_len: int
+    output_len: int
+    max_tokens: int = MAX_TOKENS
+
+
+def stdlib_jobs(tokenizer_file: Path) -> list[Job]:
+    """Functions of the standard library: from the first line of the outermost class or function
+    around it to the end of its header is the prompt, its body the output; both cut to length."""
+    spans: list[tuple[str, int, int, int]] = []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        source = path.read_text(encoding="utf-8", errors="replace")
+        for top in ast.parse(source).body:
+            for node in ast.walk(top):
+                if isinstance(node, ast.FunctionDef):
+                    body = node.body[0].lineno - 1
+                    spans.append((source, top.lineno - 1, body, node.end_lineno))
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    jobs = []
+    for source, start, body, end in random.Random(SEED).sample(spans, NUM_REQUESTS):
+        lines = source.splitlines(keepends=True)
+        prompt, output = ("".join(lines[a:b]) for a, b in ((start, body), (body, end)))
+        prompt_len = max(len(tokenizer.encode(prompt).ids), 1)
+        output_len = len(tokenizer.encode(output).ids) + 1  # and an end-of-text token
+        jobs.append(Job(min(prompt_len, MAX_PROMPT), min(output_len, MAX_TOKENS)))
+    return jobs
+
+
+# -- serving it without a model
+
+
+class ScriptedRunner:
+    """A runner and sampler in one: every request ends after its known number of outputs."""
+
+    def __init__(self, output_lens: dict[str, int]) -> None:
+        self.remaining = dict(output_lens)
+        self.logit_req_ids: list[str] = []
+        self.num_block_copies = 0
+
+    def prepare(self, output: SchedulerOutput) -> ScriptedRunner:
+        self.logit_req_ids = list(output.num_scheduled_tokens)
+        self.num_block_copies += len(output.block_copies)
+        return self
+
+    def forward(self, batch: ScriptedRunner) -> torch.Tensor:
+        return torch.empty(len(batch.logit_req_ids), 0)
+
+    def sample(self, logits: torch.Tensor, batch: ScriptedRunner) -> SamplerOutput:
+        for request_id in batch.logit_req_ids:
+            self.remaining[request_id] -= 1
+        return SamplerOutput({r: [EOS * (not self.remaining[r])] for r in batch.logit_req_ids})
+
+
+class GrowOnDemand(KVCacheManager):
+    """Takes slots when a token needs them and reserves nothing. Safe only where the pool cannot run
+    out; chapter 4's scheduler makes it safe everywhere."""
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_lookahead_tokens: int = 0,
+        computed: ComputedBlocks | None = None,
+    ) -> bool:
+        return super().allocate_slots(request, num_new_tokens, 0, computed)
+
+
+class FirstFit(KVCacheManager):
+    """The other baseline: one contiguous region a request, as long as prompt + max_tokens, in the
+    first hole that is large enough. Blocks of one slot, but neighbours only."""
+
+    def _take_blocks(self, num_blocks: int) -> list[Block] | None:
+        start = 1
+        for block in self.pool.blocks[1:]:
+            start = block.block_id + 1 if block.ref_cnt else start
+            if block.block_id + 1 - start == num_blocks:
+                region = self.pool.blocks[start : start + num_blocks]
+                self.pool.reclaim(region)
+                return list(region)
+        return None if num_blocks else []
+
+
+class NeverFork(KVCacheManager):
+    """Samples of one prompt share nothing: each computes and holds the prompt itself."""
+
+    def fork(self, parent: Request, child: Request) -> None:
+        child.num_computed_tokens = 0
+
+
+def make_memory(
+    block_size: int, num_slots: int = NUM_SLOTS, kind: type[KVCacheManager] = KVCacheManager
+) -> KVCacheManager:
+    return kind(BlockPool(num_slots // block_size + 1), block_size)
+
+
+def serve(
+    jobs: Sequence[Job],
+    memory: KVCacheManager,
+    max_num_seqs: int = 256,
+    n: int = 1,
+    with_snapshot: bool = False,
+) -> dict:
+    """Run all jobs, `n` samples each, to their end and count slots after every step.
+
+    `crowded_*` are sums over the steps after which somebody waits: there memory, not demand, is
+    what limits.
+    """
+    scheduler = FCFSScheduler(max_num_seqs, 2048, MAX_MODEL_LEN, memory)
+    requests = [
+        Request(
+            f"{i}#{j}",
+            [0] * job.prompt_len,
+            SamplingParams(temperature=0, max_tokens=job.max_tokens),
+            [EOS],
+            parent_id=f"{i}#0" if j else None,
+        )
+        for i, job in enumerate(jobs)
+        for j in range(n)
+    ]
+    # Samples of one prompt differ in length: each is a fraction 1/n shorter than the one before.
+    lens = {
+        f"{i}#{j}": max(1, x.output_len * (n - j) // n)
+        for i, x in enumerate(jobs)
+        for j in range(n)
+    }
+    runner = ScriptedRunner(lens)
+    core = EngineCore(scheduler, runner, runner)
+    for request in requests:
+        core.add_request(request)
+    total = memory.pool.num_usable_blocks * memory.block_size
+    names = "held written peak_held crowded_steps crowded_held crowded_written crowded_running"
+    sums = dict.fromkeys(names.split(), 0)
+    snapshots: list[dict] = []
+    while core.has_unfinished_requests():
+        core.step()
+        running = list(scheduler.running.values())
+        held = total - memory.pool.num_free_blocks * memory.block_size
+        written = sum(request.num_computed_tokens for request in running)
+        sums["held"] += held
+        sums["written"] += written
+        sums["peak_held"] = max(sums["peak_held"], held)
+        if scheduler.waiting and with_snapshot:
+            held_by = [_snapshot_of(request, memory) for request in running]
+            snapshots.append({"step": core.num_steps, "written": written, "requests": held_by})
+        if scheduler.waiting:
+            sums["crowded_steps"] += 1
+            sums["crowded_held"] += held
+            sums["crowded_written"] += written
+            sums["crowded_running"] += len(running)
+    memory.check_invariants()
+    counts = {"steps": core.num_steps, "num_block_copies": runner.num_block_copies, **sums}
+    result = {"block_size": memory.block_size, "total_slots": total, **counts}
+    if with_snapshot:  # the last of the crowded steps with as much written as the median, to 1 %
+        median = statistics.median(snapshot["written"] for snapshot in snapshots)
+        typical = [s for s in snapshots if abs(s["written"] - median) <= 0.01 * total]
+        result["snapshot"] = typical[-1]
+    return result
+
+
+def _snapshot_of(request: Request, memory: KVCacheManager) -> dict:
+    return {
+        "request_id": request.request_id,
+        "num_computed_tokens": request.num_computed_tokens,
+        "block_ids": list(memory.get_block_ids(request.request_id)),
+    }
+
+
+def count(jobs: list[Job]) -> dict:
+    """Everything that is counted, not timed."""
+    endless = len(jobs) * MAX_MODEL_LEN
+    contiguous = serve(jobs, make_memory(MAX_MODEL_LEN), with_snapshot=True)
+    paged = serve(jobs, make_memory(BLOCK_SIZE), with_snapshot=True)
+    at_once = round(paged["crowded_running"] / paged["crowded_steps"])
+    asked = {str(m): [replace(job, max_tokens=m) for job in jobs] for m in (512, 768, 1024)}
+    asked["what it needs"] = [replace(job, max_tokens=job.output_len) for job in jobs]
+    few = jobs[:32]
+    return {
+        "contiguous": contiguous,
+        "first_fit": serve(jobs, make_memory(1, kind=FirstFit)),
+        "paged": paged,
+        "on_demand_max_num_seqs": at_once,
+        "on_demand": [
+            serve(jobs, make_memory(size, endless, GrowOnDemand), at_once) for size in BLOCK_SIZES
+        ],
+        "asked_for": {name: serve(some, make_memory(BLOCK_SIZE)) for name, some in asked.items()},
+        "fork": {
+            "shared": serve(few, make_memory(BLOCK_SIZE, endless), n=4),
+            "alone": serve(few, make_memory(BLOCK_SIZE, endless, NeverFork), n=4),
+        },
+        "tables": [measure_tables(size) for size in BLOCK_SIZES],
+    }
+
+
+def measure_tables(block_size: int, num_requests: int = 64, num_tokens: int = 1024) -> dict:
+    """Bytes of Python objects for pool and tables, and of the runner's int32 tables, a KV token."""
+    tokens = num_requests * num_tokens
+    requests = [Request.from_tokens(str(i), [0]) for i in range(num_requests)]
+    tracemalloc.start()
+    memory = make_memory(block_size, tokens)
+    for request in requests:
+        memory.allocate_slots(request, num_tokens)
+    host_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    kv_cache = PagedKVCache(num_blocks=1, block_size=block_size, device="meta", **QWEN3_0_6B)
+    return {
+        "block_size": block_size,
+        "host_bytes_per_token": host_bytes / tokens,
+        "device_bytes_per_token": 4 / block_size,
+        "kv_bytes_per_token": kv_cache.kv_bytes_per_block / block_size,
+    }
