@@ -308,7 +308,7 @@ def sample_from_probs(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     inside = probs.gather(1, ids.clamp(max=vocab_size - 1)).to(torch.float64)
     inside = inside.masked_fill(ids >= vocab_size, 0.0)
     token, _ = _draw(inside / inside.sum(dim=-1, keepdim=True), u)
-    return block * _BLOCK + token
+    return (block * _BLOCK + token).clamp(max=vocab_size - 1)  # a row of NaN is anywhere
 
 
 def _draw(probs: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -318,7 +318,7 @@ def _draw(probs: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     # u < 1 and integers below 2**53: the product rounds to less than the total.
     target = (u * ends[:, -1].to(torch.float64)).to(torch.int64)
     index = torch.searchsorted(ends, target[:, None], right=True)
-    index = index.clamp(max=probs.shape[1] - 1)  # only a row of NaN needs it
+    index = index.clamp(max=probs.shape[1] - 1)  # for a row of NaN
     end = ends.gather(1, index)
     start = torch.where(index > 0, ends.gather(1, (index - 1).clamp(min=0)), 0)
     within = (target[:, None] - start).to(torch.float64) / (end - start).to(torch.float64)
