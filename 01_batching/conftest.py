@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config
@@ -36,3 +38,30 @@ def llama() -> PreTrainedModel:
     torch.set_num_threads(1)
     torch.manual_seed(1)
     return LlamaForCausalLM(LlamaConfig(**SIZES)).to(torch.float64).eval()
+
+
+@pytest.fixture(scope="session")
+def oracle():
+    """`oracle(model, prompt, num_tokens)`: the greedy continuation by transformers' own `generate`,
+    end of text ignored. Greedy output is prefix-consistent, so one run answers for all lengths."""
+    known: dict[tuple, list[int]] = {}
+    longest = 24
+
+    @torch.inference_mode()
+    def greedy(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        assert num_tokens <= longest
+        key = (id(model), tuple(prompt))
+        if key not in known:
+            ids = torch.tensor([list(prompt)])
+            output = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=longest,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            known[key] = output[0, len(prompt) :].tolist()
+        return known[key][:num_tokens]
+
+    return greedy

@@ -1,0 +1,271 @@
+"""Both ways of the runner against full recomputation and against transformers' `generate`."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM
+
+from engine_core import EngineCore
+from fcfs_scheduler import FCFSScheduler
+from hf_model_runner import HFModelRunner, make_mask
+from input_batch import InputBatch
+from request import Request
+from scheduler_interface import CachedRequestData, NewRequestData, SchedulerOutput
+
+BOTH_WAYS = pytest.mark.parametrize("batched", [True, False], ids=["batched", "one by one"])
+VOCAB_SIZE = 61
+
+
+@pytest.fixture(params=["qwen3", "llama"])
+def model(request):
+    return request.getfixturevalue(request.param)
+
+
+def batch_of(rows: dict[str, tuple[list[int], int]]) -> InputBatch:
+    """`{req_id: (all its tokens, the position where this step starts)}`."""
+    return InputBatch(
+        list(rows),
+        [tokens[start:] for tokens, start in rows.values()],
+        [start for _, start in rows.values()],
+        [start == 0 for _, start in rows.values()],
+        [len(tokens) for tokens, _ in rows.values()],
+    )
+
+
+@torch.inference_mode()
+def recompute(model, tokens: list[int]) -> torch.Tensor:
+    """The logits behind the last token, from nothing."""
+    return model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+
+
+def random_tokens(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("seed", range(4))
+def test_logits_equal_those_of_full_recomputation(model, batched, seed):
+    """Traps 29 and 32, and every mix: rows come and go, and each computes between 1 and 6 tokens
+    from its own position on, prompts and single tokens side by side."""
+    rng = random.Random(seed)
+    runner = HFModelRunner(model, batched)
+    tokens: dict[str, list[int]] = {}
+    for step in range(10):
+        if tokens and rng.random() < 0.4:
+            gone = rng.choice(sorted(tokens))
+            del tokens[gone]
+            runner.free_request_cache(gone)
+        for i in range(rng.randint(0 if tokens else 1, 2)):
+            tokens[f"{step}.{i}"] = []
+        rows = {}
+        for req_id in rng.sample(sorted(tokens), rng.randint(1, len(tokens))):
+            start = len(tokens[req_id])
+            tokens[req_id] += random_tokens(rng, rng.choice([1, 1, 2, 6]))
+            rows[req_id] = (tokens[req_id], start)
+        logits = runner.execute_model_batch(batch_of(rows))
+        assert list(logits) == list(rows)
+        for req_id in rows:
+            expected = recompute(model, tokens[req_id])
+            torch.testing.assert_close(logits[req_id], expected, atol=1e-9, rtol=1e-9, msg=seed)
+            assert runner.num_computed_tokens(req_id) == len(tokens[req_id])
+
+
+PROMPTS = [random_tokens(random.Random(length), length) for length in (1, 2, 3, 5, 8, 12)]
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("seed", range(5))
+def test_tokens_equal_those_of_generate_under_random_arrivals(model, oracle, batched, seed):
+    rng = random.Random(seed)
+    requests = [
+        Request.from_tokens(str(i), rng.choice(PROMPTS), rng.randint(1, 12)) for i in range(8)
+    ]
+    runner = HFModelRunner(model, batched)
+    scheduler = FCFSScheduler(
+        max_num_seqs=rng.choice([1, 3, 64]), max_num_batched_tokens=rng.choice([12, 20, 200])
+    )
+    engine = EngineCore(scheduler, runner, check_invariants=True)
+    waiting = list(requests)
+    while waiting or engine.has_unfinished_requests():
+        for _ in range(min(len(waiting), rng.randint(0, 3))):
+            engine.add_request(waiting.pop(0))
+        engine.step()
+        held = {i: runner.num_computed_tokens(i) for i in scheduler.running}
+        assert held == {i: r.num_computed_tokens for i, r in scheduler.running.items()}
+    for request in requests:
+        expected = oracle(model, request.prompt_token_ids, request.max_tokens)
+        assert request.output_token_ids == expected, f"seed {seed}, request {request.request_id}"
+    assert engine.step() == []
+    assert not runner.cached_req_ids, "KV of finished requests is still held"
+
+
+def test_one_call_of_the_model_per_step_or_one_per_request(qwen3):
+    for batched, num_calls in [(True, 2), (False, 5)]:
+        runner = HFModelRunner(qwen3, batched)
+        runner.execute_model_batch(batch_of({"a": ([1, 2], 0), "b": ([3], 0)}))
+        rows = {"a": ([1, 2, 4], 2), "b": ([3, 5], 1), "c": ([6, 7, 8], 0)}
+        runner.execute_model_batch(batch_of(rows))
+        assert runner.num_model_calls == num_calls
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_padding_yields_no_nan_and_touches_nobody(qwen3, attention):
+    """Trap 35: the rows next to a long prompt are mostly padding. All their logits stay finite, and
+    a row is the same whoever is beside it. (Eager attention computes its softmax in float32.)"""
+    tolerance = 1e-9 if attention == "sdpa" else 1e-5
+    plain = qwen3.config._attn_implementation
+    qwen3.set_attn_implementation(attention)
+    try:
+        runner = HFModelRunner(qwen3)
+        runner.execute_model_batch(batch_of({"a": ([1, 2, 3, 4, 5], 0), "b": ([6], 0)}))
+        seen = []
+        hook = qwen3.register_forward_hook(lambda module, args, output: seen.append(output.logits))
+        rows = {"a": ([1, 2, 3, 4, 5, 7], 5), "b": ([6, 8], 1), "c": ([9] * 11, 0)}
+        logits = runner.execute_model_batch(batch_of(rows))
+        hook.remove()
+        assert seen[0].shape[0] == 3 and seen[0].isfinite().all()
+        for req_id, (tokens, _) in rows.items():
+            expected = recompute(qwen3, tokens)
+            torch.testing.assert_close(logits[req_id], expected, atol=tolerance, rtol=0)
+    finally:
+        qwen3.set_attn_implementation(plain)
+
+
+def test_stacked_padding_is_zero_and_not_what_was_in_memory(qwen3):
+    """Trap 35: in this mode PyTorch fills memory that it does not initialise with NaN, and a NaN
+    that is masked out is still a NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        runner = HFModelRunner(qwen3)
+        runner.execute_model_batch(batch_of({"a": ([1, 2, 3, 4, 5], 0), "b": ([6], 0)}))
+        logits = runner.execute_model_batch(batch_of({"a": ([1] * 6, 5), "b": ([6, 8], 1)}))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(logits["b"], recompute(qwen3, [6, 8]), atol=1e-9, rtol=0)
+
+
+def test_the_mask_of_a_mixed_batch():
+    """Pasts of 0, 2 and 1 positions, up to 3 new tokens: `x` is what a token sees."""
+    mask = make_mask([0, 2, 1], 3, torch.float64, torch.device("cpu"))
+    assert mask.shape == (3, 1, 3, 5)
+    lowest = torch.finfo(torch.float64).min
+    assert set(mask.unique().tolist()) == {0.0, lowest}
+    drawn = [["".join(".x"[v == 0] for v in row) for row in m[0].tolist()] for m in mask]
+    assert drawn == [
+        ["..x..", "..xx.", "..xxx"],
+        ["xxx..", "xxxx.", "xxxxx"],
+        ["x.x..", "x.xx.", "x.xxx"],
+    ]
+
+
+def test_the_bytes_copied_by_hand(qwen3):
+    """A token's KV: 2 layers x 2 (K and V) x 2 heads x 8 values x 8 bytes = 512 bytes.
+
+    Step 1 computes 5 and 1 tokens: 6 written, nothing to stack. Step 2 computes one each: stacked
+    are 2 rows x (5 + 1) columns, and appending writes 6 and 2 positions anew."""
+    runner = HFModelRunner(qwen3, batched=True)
+    runner.execute_model_batch(batch_of({"a": ([1, 2, 3, 4, 5], 0), "b": ([6], 0)}))
+    assert runner.num_bytes_copied == runner.num_bytes_new == 512 * 6
+    runner.execute_model_batch(batch_of({"a": ([1] * 6, 5), "b": ([6, 8], 1)}))
+    assert runner.num_bytes_new == 512 * 8
+    assert runner.num_bytes_copied == 512 * (6 + 2 * (5 + 1) + 6 + 2)
+
+    runner = HFModelRunner(qwen3, batched=False)  # no stacking, but appending copies here too
+    runner.execute_model_batch(batch_of({"a": ([1, 2, 3, 4, 5], 0), "b": ([6], 0)}))
+    runner.execute_model_batch(batch_of({"a": ([1] * 6, 5), "b": ([6, 8], 1)}))
+    assert runner.num_bytes_new == 512 * 8
+    assert runner.num_bytes_copied == 512 * (6 + 6 + 2)
+
+
+@BOTH_WAYS
+def test_kv_that_is_kept_is_no_view_of_the_batch(qwen3, batched):
+    """Trap 9: a short row beside a long one must not keep the long one's memory alive."""
+    runner = HFModelRunner(qwen3, batched)
+    runner.execute_model_batch(batch_of({"a": ([1] * 40, 0), "b": ([6], 0)}))
+    kept = runner._kv["b"][0] if batched else [runner._caches["b"].layers[0].keys]
+    for tensor in kept:
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+@BOTH_WAYS
+def test_a_row_that_does_not_follow_its_kv_is_refused(qwen3, batched):
+    """Trap 29: one off, and the text would be fluent and wrong. Nothing has been computed then."""
+    runner = HFModelRunner(qwen3, batched)
+    runner.execute_model_batch(batch_of({"a": ([1, 2, 3], 0)}))
+    calls = runner.num_model_calls
+    for start in (0, 2, 4):
+        rows = {"b": ([1], 0), "a": ([1, 2, 3, 4, 5], start)}
+        with pytest.raises(ValueError, match=f"'a'.*position {start}.*held for 3"):
+            runner.execute_model_batch(batch_of(rows))
+    assert runner.num_model_calls == calls
+    assert runner.cached_req_ids == {"a"}
+    assert runner.num_computed_tokens("a") == 3
+
+
+@BOTH_WAYS
+def test_a_plan_is_taken_over_in_the_right_order(qwen3, batched):
+    """First who has finished, then who is new, also under the same id; a resumed request starts
+    from nothing. Traps 19 and 24."""
+    runner = HFModelRunner(qwen3, batched)
+    runner.execute_model_batch(batch_of({"a": ([1, 2], 0), "b": ([3, 4, 5], 0), "c": ([6], 0)}))
+    plan = SchedulerOutput(
+        [NewRequestData("a", [9, 8, 7], None)],
+        CachedRequestData(["b"], [[3, 4, 5, 11]], [0], [1], [[]], {"b"}),
+        {"a": 3, "b": 4},
+        finished_req_ids={"a", "c"},
+    )
+    batch = runner.prepare(plan)
+    assert runner.cached_req_ids == set()
+    logits = runner.forward(batch)
+    assert batch.logit_req_ids == ["a", "b"]
+    for row, tokens in zip(logits, ([9, 8, 7], [3, 4, 5, 11])):
+        torch.testing.assert_close(row, recompute(qwen3, tokens), atol=1e-9, rtol=0)
+
+
+@BOTH_WAYS
+def test_freeing_twice_or_a_stranger_is_nothing(qwen3, batched):
+    runner = HFModelRunner(qwen3, batched)
+    runner.execute_model_batch(batch_of({"a": ([1], 0)}))
+    for req_id in ("a", "a", "stranger"):
+        runner.free_request_cache(req_id)
+    assert runner.num_computed_tokens("a") == 0
+    assert runner.execute_model_batch(InputBatch([], [], [], [], [])) == {}
+
+
+def test_two_runners_of_one_model_share_nothing(qwen3):
+    """Trap 50."""
+    one, other = HFModelRunner(qwen3), HFModelRunner(qwen3)
+    one.execute_model_batch(batch_of({"a": ([1, 2], 0)}))
+    assert other.cached_req_ids == set()
+    logits = other.execute_model_batch(batch_of({"a": ([5], 0)}))
+    torch.testing.assert_close(logits["a"], recompute(qwen3, [5]), atol=1e-9, rtol=0)
+
+
+def test_sliding_windows_are_refused_batched_and_right_one_by_one(oracle):
+    torch.manual_seed(2)
+    config = MistralConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=4,
+        initializer_range=0.6,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    model = MistralForCausalLM(config).to(torch.float64).eval()
+    with pytest.raises(ValueError, match=r"batched is True.*DynamicSlidingWindowLayer"):
+        HFModelRunner(model)
+    requests = [Request.from_tokens("a", [1, 2, 3], 12), Request.from_tokens("b", [4] * 7, 12)]
+    engine = EngineCore(FCFSScheduler(), HFModelRunner(model, batched=False))
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_unfinished_requests():
+        engine.step()
+    for request in requests:
+        assert request.output_token_ids == oracle(model, request.prompt_token_ids, 12)
