@@ -48,6 +48,7 @@ def make_record(tokenizer_file: Path, repeats: int) -> dict:
         "num_slots": NUM_SLOTS,
         "max_model_len": MAX_MODEL_LEN,
         "threads": 1,
+        "clock": "processor time",
         "repeats": repeats,
     }
     return {
@@ -263,17 +264,19 @@ def _block_size_table(counted: dict, timed: dict) -> str:
 def _gather_table(timed: dict) -> str:
     ms = {name: statistics.median(times) for name, times in timed["gather_ms"].items()}
     ways = {
-        "`cache[ids]`, fresh memory": "index {}",
+        "`cache[ids]`, fresh memory": "anew {}",
         "`index_select`, fresh memory": "select {}",
         "`index_select` into one buffer": "{}",
     }
     rows = [
         [way, *(f"{ms[name.format(b)] / ms[str(BLOCK_SIZE)]:.1f}" for b in (1, BLOCK_SIZE))]
         for way, name in ways.items()
+        if name.format(1) in ms
     ]
-    fill = f"{ms['fill'] / ms[str(BLOCK_SIZE)]:.1f}"
-    rows.append(["nothing gathered: fresh memory filled with 0", "-", fill])
-    return table(["processor time", "by token", f"by block of {BLOCK_SIZE}"], rows)
+    if "fill" in ms:
+        fill = f"{ms['fill'] / ms[str(BLOCK_SIZE)]:.1f}"
+        rows.append(["nothing gathered: fresh memory filled with 0", "-", fill])
+    return table(["gathering all keys and values", "by token", f"by block of {BLOCK_SIZE}"], rows)
 
 
 def _fork_table(fork: dict) -> str:
@@ -288,11 +291,14 @@ def _fork_table(fork: dict) -> str:
 
 def _made_on(record: dict) -> str:
     where, config = record["environment"], record["config"]
+    load = where["load_average"]
+    busy = " Other programs were running: the times are rough." if load > 1 else ""
     return (
         f"Made by `{record['command']}` at commit `{where['commit'][:10]}` on {where['cpu']}, "
         f"{where['cores']} cores, {where['cpu_capability']}, Python {where['python']}, "
-        f"torch {where['torch']}; processor time of {config['threads']} thread, {config['repeats']} "
-        f"repeats, load average {where['load_average']:.1f} at the start."
+        f"torch {where['torch']}. Timed by {config.get('clock', 'wall clock')}, "
+        f"{config['threads']} thread, {config['repeats']} repeats, load average {load:.1f} at the "
+        f"start.{busy}"
     )
 
 

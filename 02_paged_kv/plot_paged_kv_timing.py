@@ -27,7 +27,8 @@ NUM_SEQS, SEQ_LEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 32, 256, 16, 
 
 
 def time_in_turn(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of processor time of each call, `repeats` times. Each round starts with another one."""
+    """Milliseconds of processor time of each call. Each of the `repeats` rounds starts with another
+    one."""
     names = list(calls)
     times: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
@@ -100,7 +101,7 @@ def measure_time(repeats: int) -> dict:
 
     gathers = {str(size): lambda size=size: gather_blocks(size) for size in BLOCK_SIZES}
     for size in (1, BLOCK_SIZE):
-        gathers[f"index {size}"] = lambda size=size: index_anew(size)
+        gathers[f"anew {size}"] = lambda size=size: index_anew(size)
         gathers[f"select {size}"] = lambda size=size: select_anew(size)
     gathers["fill"] = only_fill
     attends = {str(size): lambda size=size: attend_paged(size) for size in BLOCK_SIZES}
