@@ -249,7 +249,8 @@ def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 def _keep_highest(
     logits: torch.Tensor, num_kept: torch.Tensor, highest: torch.Tensor
 ) -> torch.Tensor:
-    return logits.masked_fill(~_highest_mask(logits, num_kept, highest), NEG_INF)
+    is_masked = ~_highest_mask(logits, num_kept, highest)
+    return logits.masked_fill(is_masked & ~highest[:, :1].isnan(), NEG_INF)  # NaN must show
 
 
 def _highest_mask(
