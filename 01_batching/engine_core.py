@@ -54,7 +54,7 @@ class SamplerOutput:
     logprobs: dict[str, list] = field(default_factory=dict)
 
 
-class Sampler(Protocol):
+class SamplerInterface(Protocol):
     def sample(self, logits: torch.Tensor, batch: Batch) -> SamplerOutput: ...
 
 
@@ -105,7 +105,7 @@ class EngineCore:
         self,
         scheduler: SchedulerInterface,
         runner: ModelRunner,
-        sampler: Sampler | None = None,
+        sampler: SamplerInterface | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
         check_invariants: bool = False,
     ) -> None:
@@ -154,9 +154,9 @@ class EngineCore:
         clock.lap("update_ms")
         if self.check_invariants:
             self.scheduler.check_invariants()
+        self.num_steps += 1
         if self.on_step is not None:
             self.on_step(self._record(output, results, start_positions, clock))
-        self.num_steps += 1
         return results
 
     def _record(
@@ -168,7 +168,7 @@ class EngineCore:
     ) -> StepRecord:
         num_running, num_waiting = self.scheduler.get_request_counts()
         return StepRecord(
-            step=self.num_steps,
+            step=self.num_steps - 1,
             start_time=clock.start_time,
             num_scheduled_tokens=dict(output.num_scheduled_tokens),
             start_positions=start_positions,
