@@ -161,7 +161,7 @@ def _open_weights(path: Path) -> dict[str, Any]:
                     f"{path / _INDEX} and {file_name} disagree about: "
                     f"{_shown(sorted(names ^ promised))}"
                 )
-        files.update(dict.fromkeys(names, file))
+        files.update(dict.fromkeys(sorted(names), file))
     return files
 
 
@@ -200,9 +200,9 @@ def _resolve_dtype(
     if dtype != "auto":
         raise ValueError(f"dtype is {dtype!r}: it must be 'auto' or one of {', '.join(_DTYPES)}")
     stored = _DTYPES.get(config.dtype or "")
-    for name, file in files.items() if stored is None else ():
-        stored = _FILE_DTYPES.get(file.get_slice(name).get_dtype(), torch.float32)
-        break
+    if stored is None:  # the configuration does not say
+        file_dtypes = (file.get_slice(name).get_dtype() for name, file in files.items())
+        stored = _FILE_DTYPES.get(next(file_dtypes, "F32"), torch.float32)
     is_fast = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,

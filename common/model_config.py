@@ -201,7 +201,7 @@ def _refuse_unsupported(fields: dict[str, Any], family: _Family) -> None:
         if any(part in name for part in _UNSUPPORTED) and value not in _NEUTRAL:
             raise ValueError(
                 f"{name} is {value!r}: this decoder has no such feature; allowed are its absence, "
-                "null, false and 0"
+                "null, false, 0 and 1"
             )
     if fields.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act is {fields['hidden_act']!r}: it must be 'silu'")
@@ -231,7 +231,9 @@ def _within_window(fields: dict[str, Any], family: _Family, max_positions: int) 
     window = fields.get("sliding_window", default)
     if family.sliding_window == "optional":
         window = window if fields.get("use_sliding_window") else None
-        first = _positive_int(fields, "max_window_layers", 28)
+        first = fields.get("max_window_layers", 28) if window is not None else num_layers
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise ValueError(f"max_window_layers is {first!r}: it must be an integer >= 0")
         derived = ["full_attention"] * min(first, num_layers)
         derived += ["sliding_attention"] * (num_layers - len(derived))
     elif window is not None and family.sliding_window == "never":

@@ -262,6 +262,11 @@ def test_qwen_has_a_window_only_where_it_is_switched_on(checkpoints):
     assert ModelConfig.from_hf(fields).max_position_embeddings == 16
     fields["max_window_layers"] = 3  # the first three layers of three have none
     assert ModelConfig.from_hf(fields).max_position_embeddings == 64
+    fields["max_window_layers"] = 0
+    assert ModelConfig.from_hf(fields).max_position_embeddings == 16
+    fields |= {"max_window_layers": -1, "use_sliding_window": False}  # not asked: not looked at
+    assert ModelConfig.from_hf(fields).max_position_embeddings == 64
+    fields |= {"max_window_layers": 3, "use_sliding_window": True}
     fields["layer_types"] = ["full_attention", "sliding_attention", "full_attention"]
     assert ModelConfig.from_hf(fields).max_position_embeddings == 16
 
