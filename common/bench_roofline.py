@@ -1,0 +1,153 @@
+"""What this machine could do at best, measured: the floor under a decode step.
+
+A decode step reads every weight once and every cached key and value once, so it cannot take less
+than `bytes / bandwidth`. Two bandwidths are measured: of a large copy, which reads and writes, and
+of a large matrix-vector product, which only reads and is nearer to what a step does. With many rows
+the multiplications themselves take longer than the reading; `linear_ms` times the model's own
+matrices, all of them, with as many rows as there are requests.
+
+A model whose weights fit in the processor's last cache is not bound by memory at all: then
+`linear_ms` with 1 row is below the "floor".
+
+`measure_gather` times what chapter 2's layout of KV is chosen for: whole blocks against single
+tokens, and decode attention through a table against attention to contiguous KV.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from common.loader import LoadedModel
+from paged_attention import AttentionMetadata, paged_attention
+
+_MIB = 1 << 20
+
+
+def time_in_turn(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of each call, `repeats` times after one that is not counted. Every round starts
+    with another call."""
+    names = list(calls)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for call in calls.values():
+        call()
+    for r in range(repeats):
+        for name in names[r % len(names) :] + names[: r % len(names)]:
+            start = time.perf_counter()
+            calls[name]()
+            times[name].append(round(1e3 * (time.perf_counter() - start), 4))
+    return times
+
+
+@torch.inference_mode()
+def measure_bandwidth(mebibytes: int, repeats: int) -> dict[str, Any]:
+    """Gigabytes (1e9) a second; a copy counts what it reads and what it writes."""
+    num_columns = 4096
+    num_rows = mebibytes * _MIB // (4 * num_columns)
+    source, target = torch.ones(num_rows, num_columns), torch.zeros(num_rows, num_columns)
+    vector = torch.ones(num_columns)
+    calls = {"copy": lambda: target.copy_(source), "matvec": lambda: torch.mv(source, vector)}
+    num_bytes = {"copy": 2 * source.nbytes, "matvec": source.nbytes}
+    milliseconds = time_in_turn(calls, repeats)
+    speeds = {
+        f"{name}_gb_per_s": [round(num_bytes[name] / ms / 1e6, 2) for ms in times]
+        for name, times in milliseconds.items()
+    }
+    return {"mebibytes": mebibytes} | speeds
+
+
+@torch.inference_mode()
+def measure_linear(loaded: LoadedModel, row_counts: list[int], repeats: int) -> dict[str, Any]:
+    """Milliseconds to multiply all matrices of the model, in order, with so many rows each."""
+    model = loaded.model
+    matrices = [
+        matrix
+        for layer in model.layers
+        for matrix in (layer.qkv_weight, layer.o_weight, layer.gate_up_weight, layer.down_weight)
+    ] + [model.lm_head_weight]
+    widths = {matrix.shape[1] for matrix in matrices}
+    dtype = model.lm_head_weight.dtype
+
+    def multiply(rows: int) -> Callable[[], None]:
+        inputs = {width: torch.ones(rows, width, dtype=dtype) for width in widths}
+
+        def call() -> None:
+            for matrix in matrices:
+                F.linear(inputs[matrix.shape[1]], matrix)
+
+        return call
+
+    calls = {str(rows): multiply(rows) for rows in dict.fromkeys(row_counts)}
+    return {
+        "weight_bytes": sum(matrix.nbytes for matrix in matrices),
+        "num_matrices": len(matrices),
+        "linear_ms": time_in_turn(calls, repeats),
+    }
+
+
+def kv_bytes_per_token(loaded: LoadedModel) -> int:
+    config = loaded.config
+    itemsize = loaded.model.lm_head_weight.dtype.itemsize
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
+
+
+NUM_SEQS, SEQ_LEN, BLOCK_SIZE = 32, 256, 16
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128
+
+
+@torch.inference_mode()
+def measure_gather(repeats: int) -> dict[str, Any]:
+    """One layer's KV of `NUM_SEQS` sequences of `SEQ_LEN` tokens, whose blocks lie in a random
+    order."""
+    times = {
+        str(dtype).removeprefix("torch."): time_in_turn(gather_calls(dtype), repeats)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    shape = {"num_seqs": NUM_SEQS, "seq_len": SEQ_LEN, "block_size": BLOCK_SIZE}
+    heads = {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM}
+    return shape | heads | {"ms": times}
+
+
+def gather_calls(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """Ways to bring keys and values together: by block into a buffer that is there already, as the
+    engine does it, and by block and by token into fresh memory. And attention of one query token a
+    sequence, through the table and to KV that lies contiguous."""
+    num_blocks = NUM_SEQS * SEQ_LEN // BLOCK_SIZE
+    tables = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
+    tables = tables.view(NUM_SEQS, -1) + 1  # block 0 belongs to nobody
+    blocks = tables.flatten()
+    slots = (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
+    metadata = AttentionMetadata(
+        query_start_loc=torch.arange(NUM_SEQS + 1),
+        seq_lens=torch.full((NUM_SEQS,), SEQ_LEN),
+        block_tables=tables.int(),
+        slot_mapping=slots.view(NUM_SEQS, -1)[:, -1],
+        max_query_len=1,
+        max_seq_len=SEQ_LEN,
+    )
+    shape = (num_blocks + 1, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
+    caches = [torch.ones(shape, dtype=dtype) for _ in range(2)]
+    flat = [cache.view(-1, NUM_KV_HEADS, HEAD_DIM) for cache in caches]
+    buffer = torch.empty(num_blocks, *shape[1:], dtype=dtype)
+    query = torch.ones(NUM_SEQS, NUM_HEADS, HEAD_DIM, dtype=dtype)
+    grouped = query.view(NUM_SEQS, NUM_KV_HEADS, -1, HEAD_DIM)
+    contiguous = [
+        cache[1:].reshape(NUM_SEQS, SEQ_LEN, NUM_KV_HEADS, HEAD_DIM).transpose(1, 2)
+        for cache in caches
+    ]
+    scale = HEAD_DIM**-0.5
+    return {
+        "blocks, into a buffer": lambda: [
+            torch.index_select(cache, 0, blocks, out=buffer) for cache in caches
+        ],
+        "blocks": lambda: [torch.index_select(cache, 0, blocks) for cache in caches],
+        "tokens": lambda: [cache[slots] for cache in flat],
+        "attention, paged": lambda: paged_attention(query, *caches, metadata, scale),
+        "attention, contiguous": lambda: F.scaled_dot_product_attention(
+            grouped, *contiguous, scale=scale
+        ),
+    }
