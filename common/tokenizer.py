@@ -228,7 +228,7 @@ class IncrementalDetokenizer:
         if self.num_tokens > self._min_tokens:
             match = self._find_stop(window, num_old=len(self._tail))
         if match is None:
-            self._tail = window[len(window) - self._longest + 1 :] if self._longest > 1 else ""
+            self._tail = window[max(0, len(window) - self._longest + 1) :]
             return None
         self._is_finished = True
         start, stop_string = match
