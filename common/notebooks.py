@@ -63,6 +63,7 @@ def execute(script: Path, time_budget_s: float = TIME_BUDGET_S) -> NotebookNode:
         resources={"metadata": {"path": str(script.parent)}},
         timeout_func=lambda cell: max(1, int(deadline - time.monotonic())),
         record_timing=False,
+        coalesce_streams=True,  # how output is cut into messages differs from run to run
     )
     # As in pytest, modules are found whether or not the project is installed.
     folders = [script.parent.parent, *sorted(script.parent.parent.glob("[0-9][0-9]_*"))]
