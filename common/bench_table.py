@@ -22,7 +22,13 @@ def render_records(folder: Path) -> str:
 def render(record: dict[str, Any]) -> str:
     """One model: a heading, the table of systems, what a step could take at best, and where it was
     measured."""
-    parts = [_heading(record), _systems_table(record), _roofline(record), _footer(record)]
+    parts = [
+        _heading(record),
+        _systems_table(record),
+        _roofline(record),
+        _gather(record),
+        _footer(record),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -51,7 +57,9 @@ def _systems_table(record: dict[str, Any]) -> str:
 def _system_row(system: dict[str, Any], config: dict[str, Any]) -> str:
     title = system["title"]
     if system["num_requests"] < config["workload"]["num_requests"]:
-        title += f", first {system['num_requests']} requests only"
+        title += (
+            f", first {system['num_requests']} of {config['workload']['num_requests']} requests"
+        )
     runs = system["runs"]
     speed = summarise([run["useful_tokens_per_s"] for run in runs])
     if speed is None:
@@ -111,8 +119,28 @@ def _roofline(record: dict[str, Any]) -> str:
             if (rows := str(step["num_rows"])) in roof["linear_ms"]:
                 alone = median(roof["linear_ms"][rows])
                 line += f" and {step['step_ms'] / alone:.2f} times its matrices alone"
-            lines.append(line + ".")
+            kv_ms = step["kv_tokens"] * roof["kv_bytes_per_token"] / speed / 1e6
+            lines.append(f"{line}; reading its KV once takes {_duration(kv_ms)} more.")
     return " ".join(lines)
+
+
+def _gather(record: dict[str, Any]) -> str:
+    gather = record["gather"]
+    if not gather:
+        return ""
+    shown = []
+    for dtype, times in gather["ms"].items():
+        ms = {name: _duration(median(values)) for name, values in times.items()}
+        shown.append(
+            f"{dtype}: by block {ms['blocks, into a buffer']} into a buffer and {ms['blocks']} "
+            f"into fresh memory, by token {ms['tokens']}; attention {ms['attention, paged']} "
+            f"through the table, {ms['attention, contiguous']} to contiguous KV"
+        )
+    return (
+        f"One layer's KV of {gather['num_seqs']} sequences of {gather['seq_len']} tokens, "
+        f"{gather['num_kv_heads']} heads of {gather['head_dim']}, gathered in "
+        f"{'. In '.join(shown)}."
+    )
 
 
 def weight_floor_ms(roofline: dict[str, Any]) -> float:

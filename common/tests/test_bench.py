@@ -154,6 +154,7 @@ def fake_systems(
 
         return system
 
+    monkeypatch.setattr(bench.gc, "collect", lambda: 0)  # slow in a large process
     monkeypatch.setattr("common.bench_systems.SYSTEMS", {name: make(name) for name in names})
     return opened
 
@@ -272,7 +273,7 @@ def a_record() -> dict:
     def latency(p50: float, p99: float) -> dict:
         return {"ttft_ms": {"p50": p50, "p99": p99}, "inter_token_ms": {"p50": 4, "p99": 55}}
 
-    decode = {"num_rows": 2, "num_steps": 9, "step_ms": 30.0}
+    decode = {"num_rows": 2, "num_steps": 9, "step_ms": 30.0, "kv_tokens": 500}
     return {
         "command": "python -m common.bench",
         "date": "2026-01-02",
@@ -304,6 +305,14 @@ def a_record() -> dict:
             "bandwidth": {"copy_gb_per_s": [9, 10, 11], "matvec_gb_per_s": [20, 20, 1]},
             "weight_bytes": 200_000_000,
             "linear_ms": {"1": [10.0], "2": [15.0, 15.0]},
+            "kv_bytes_per_token": 80_000,
+        },
+        "gather": {
+            "num_seqs": 32, "seq_len": 256, "num_kv_heads": 8, "head_dim": 128,
+            "ms": {"bfloat16": {
+                "blocks, into a buffer": [1.0], "blocks": [2.0], "tokens": [7.0, 3.0, 5.0],
+                "attention, paged": [11.0], "attention, contiguous": [12.0],
+            }},
         },
     }  # fmt: skip
 
@@ -311,8 +320,8 @@ def a_record() -> dict:
 def test_a_table_shows_what_the_record_holds() -> None:
     lines = bench_table.render(a_record()).splitlines()
     rows = {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
-    assert rows["alone, first 1 requests only"] == (
-        "| alone, first 1 requests only | 7.0 | 1 run | 900 ms / 1.5 s | 4 ms / 55 ms | 11 |  |"
+    assert rows["alone, first 1 of 2 requests"] == (
+        "| alone, first 1 of 2 requests | 7.0 | 1 run | 900 ms / 1.5 s | 4 ms / 55 ms | 11 |  |"
     )
     assert rows["static"] == "| static | 20.0 | 10.0-30.0 (3 runs) |  |  | 6 | 50% |"
     assert rows["paged"].startswith("| paged | 120 | 1 run | 8 ms / 12 ms |")
@@ -322,6 +331,8 @@ def test_a_table_shows_what_the_record_holds() -> None:
     assert "2 requests at once, 3-4 tokens in, 5-6 out, 11 useful tokens" in text
     assert "200 MB of weights at 20.0 GB/s" in text and "take 10 ms" in text
     assert "with 2 requests: 30 ms, 3.00 times that floor and 2.00 times its matrices" in text
+    assert "reading its KV once takes 2 ms more" in text
+    assert "by token 5 ms; attention 11 ms through the table, 12 ms to contiguous KV" in text
     assert "commit 012345678* with uncommitted changes" in text
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
 
