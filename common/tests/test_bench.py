@@ -235,9 +235,11 @@ def test_a_record_that_cannot_be_written_leaves_the_old_one(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench_record.os, "fsync", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write_record(path, {"a": 2})
+    for moment in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(bench_record.os, moment, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                write_record(path, {"a": 2})
     assert read_record(path) == {"a": 1}
     assert os.listdir(tmp_path) == ["r.json"]
 
