@@ -62,8 +62,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", tuple(stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name, values in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
+            if values is not None and not isinstance(values, Iterable):
+                raise ValueError(f"{name} is {values!r}: it must be a sequence")
+            object.__setattr__(self, name, () if values is None else tuple(values))
         self._check_integers()
         self._check_numbers()
         if not all(isinstance(s, str) and s for s in self.stop):
@@ -81,6 +83,7 @@ class SamplingParams:
             if not _is_integer(value) or (low is not None and value < low):
                 allowed = "an integer" if low is None else f"an integer >= {low}"
                 raise ValueError(f"{name} is {value!r}: it must be {allowed}")
+            object.__setattr__(self, name, int(value))  # NumPy's integers overflow
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed!r}: it must fit in 64 bits, signed")
         if self.min_tokens > self.max_tokens:
@@ -92,6 +95,7 @@ class SamplingParams:
             raise ValueError(
                 f"stop_token_ids is {self.stop_token_ids!r}: ids must be integers >= 0"
             )
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, self.stop_token_ids)))
 
     def _check_numbers(self) -> None:
         allowed = {  # name: (lowest, lowest is allowed, highest)
@@ -104,12 +108,12 @@ class SamplingParams:
         }
         for name, (low, closed, high) in allowed.items():
             value = getattr(self, name)
-            is_number = (
-                isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-            )
-            if not is_number or not (low <= value <= high) or (value == low and not closed):
+            number = _to_float(value)
+            is_allowed = math.isfinite(number) and low <= number <= high
+            if not is_allowed or (number == low and not closed):
                 interval = f"{'[' if closed else '('}{low}, {high}{']' if high < math.inf else ')'}"
                 raise ValueError(f"{name} is {value!r}: it must be a finite number in {interval}")
+            object.__setattr__(self, name, number)
 
     @property
     def is_greedy(self) -> bool:
@@ -118,6 +122,16 @@ class SamplingParams:
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _to_float(value: object) -> float:
+    """NaN if it is no real number, infinity if it is an integer too large for a float."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 class RequestStatus(IntEnum):

@@ -136,7 +136,7 @@ def make_kv_cache(
     on_gpu = device.type == "cuda"
     # On a GPU the largest step there can be, so that what is free afterwards is free for good; on a
     # CPU, where that could take half a minute, a short one.
-    num_tokens = min(config.max_num_batched_tokens, max_model_len) if on_gpu else 8
+    num_tokens = min(config.max_num_batched_tokens if on_gpu else 8, max_model_len)
     num_blocks = -(-num_tokens // config.block_size) + 1
     kv_cache = make(num_blocks)
     warm_up(loaded, kv_cache, backend, num_tokens, config.max_num_seqs if on_gpu else 1)

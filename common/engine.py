@@ -13,9 +13,11 @@ belongs to exactly one group; two engines in one process share nothing."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 
 from common.assembly import assemble
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig, EngineStats
@@ -74,7 +76,8 @@ def _merge_metrics(metrics: list[RequestMetrics]) -> RequestMetrics:
 class LLMEngine:
     """Requests in at any time, outputs out of every `step()`.
 
-    `on_step` is called with each step's `StepRecord`. `loaded` and `tokenizer` replace what
+    `on_step` is called with each step's `StepRecord`, when the step is complete: it may add and
+    abort requests, but not call `step()`. `loaded` and `tokenizer` replace what
     `config.model` names (benchmarks and tests bring random weights this way); without a tokenizer,
     prompts are token ids and texts are empty.
     """
@@ -89,7 +92,7 @@ class LLMEngine:
     ) -> None:
         self.config = config or EngineConfig()
         if loaded is None:
-            model = self.config.model or SHIPPED_CHECKPOINT
+            model = SHIPPED_CHECKPOINT if self.config.model is None else self.config.model
             loaded = load_model(model, self.config.dtype, self.config.resolve_device())
             tokenizer = tokenizer or load_tokenizer(loaded.path)
         self.model_config = loaded.config
@@ -106,7 +109,10 @@ class LLMEngine:
         self.num_parameters = sum(p.numel() for p in loaded.model.parameters())
         self.reset_stats()
         self._groups: dict[str, _Group] = {}
-        self._owners: dict[str, tuple[_Group, OutputProcessor]] = {}  # by Request.request_id
+        # By Request.request_id: all members of open groups, those that have finished included.
+        self._owners: dict[str, tuple[_Group, OutputProcessor]] = {}
+        self._aborted: list[_Group] = []  # since the last step
+        self._last_record: StepRecord | None = None
         self._num_seeds_drawn = 0
         self._num_batches = 0
 
@@ -126,17 +132,18 @@ class LLMEngine:
         Raises `ValueError` for anything that can not be served; nothing has changed then.
         """
         params = sampling_params if sampling_params is not None else SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params is {params!r}: it must be a SamplingParams")
-        if not isinstance(request_id, str) or not request_id:
-            raise ValueError(f"request_id is {request_id!r}: it must be a non-empty str")
-        if request_id in self._groups:
-            raise ValueError(f"request_id is {request_id!r}: a request with this id is unfinished")
-        self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        self._check_id(request_id)
+        self._check_params(params)
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        if not isinstance(arrival_time, Real) or not math.isfinite(arrival_time):
+            raise ValueError(f"arrival_time is {arrival_time!r}: it must be a number of seconds")
+        if not isinstance(priority, Integral):
+            raise ValueError(f"priority is {priority!r}: it must be an integer")
         token_ids = self._to_token_ids(prompt)
         group = _Group(request_id, prompt if isinstance(prompt, str) else None, token_ids)
-        arrival_time = time.monotonic() if arrival_time is None else arrival_time
         requests = self._make_requests(group, params, arrival_time, priority)
+        for request in requests:
+            self._check_id(request.request_id)  # of a sample: "name#0" may be somebody's name
         added: list[str] = []
         try:
             for request in requests:
@@ -155,13 +162,15 @@ class LLMEngine:
     ) -> None:
         """Queue all of `(request_id, prompt, sampling_params)` or, if one is refused, none."""
         added: list[str] = []
+        num_seeds_drawn = self._num_seeds_drawn
         try:
             for request_id, prompt, params in requests:
                 self.add_request(request_id, prompt, params, priority=priority)
                 added.append(request_id)
-        except ValueError:
+        except BaseException:
             for request_id in added:
                 self._drop(request_id)
+            self._num_seeds_drawn = num_seeds_drawn
             raise
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
@@ -174,14 +183,16 @@ class LLMEngine:
                 self.scheduler.abort_request(member.request.request_id)
                 member.abort()
         self._stats.num_aborted += 1
-        return self._close(group)
+        self._aborted.append(group)
+        self._close(group)
+        return group.output()
 
     def has_unfinished_requests(self) -> bool:
         return self.core.has_unfinished_requests()
 
     def step(self) -> list[RequestOutput]:
-        """One iteration for everybody. The outputs of the requests that made progress, as of
-        now."""
+        """One iteration for everybody. The outputs of the requests that made progress, and of those
+        that `on_step` aborted. An output's completions are alive: they grow with later steps."""
         results = self.core.step()
         now = time.monotonic()
         touched: dict[str, _Group] = {}
@@ -191,14 +202,18 @@ class LLMEngine:
             if member.process(result, now):
                 self.scheduler.finish_requests(result.request_id, RequestStatus.FINISHED_STOPPED)
             self._stats.output_tokens += len(member.completion.token_ids) - num_before
-            if member.is_finished:
-                del self._owners[result.request_id]
             touched[group.request_id] = group
+        for group in touched.values():
+            if group.is_finished:
+                self._stats.num_finished += 1
+                self._close(group)
         if self.config.check_invariants:
             self.check_invariants()
-        finished = [group for group in touched.values() if group.is_finished]
-        self._stats.num_finished += len(finished)
-        return [self._close(g) if g.is_finished else g.output() for g in touched.values()]
+        self._aborted.clear()
+        if self.on_step is not None:
+            self.on_step(self._last_record)
+        touched |= {group.request_id: group for group in self._aborted}
+        return [group.output() for group in touched.values()]
 
     def generate_batch(
         self,
@@ -208,18 +223,22 @@ class LLMEngine:
         """Run prompts to their end. The outputs by request id, in the order of the prompts.
 
         Other requests in the engine advance with them. Raises `ValueError` if one of the prompts
-        can not be served; none of them is queued then."""
+        can not be served; none of them is queued then. Interrupting the call aborts them."""
         per_prompt = spread_params(params, len(prompts))
         self._num_batches += 1
         ids = [f"batch{self._num_batches}-{i}" for i in range(len(prompts))]
         self.add_requests(zip(ids, prompts, per_prompt, strict=True))
         outputs: dict[str, RequestOutput | None] = dict.fromkeys(ids)
         num_open = len(ids)
-        while num_open:
-            for output in self.step():
-                if output.finished and output.request_id in outputs:
-                    outputs[output.request_id] = output
-                    num_open -= 1
+        try:
+            while num_open:
+                for output in self.step():
+                    if output.finished and output.request_id in outputs:
+                        outputs[output.request_id] = output
+                        num_open -= 1
+        finally:
+            for request_id in ids:
+                self.abort_request(request_id)
         return outputs
 
     def take_delta(self, request_id: str) -> str:
@@ -248,11 +267,14 @@ class LLMEngine:
     def check_invariants(self) -> None:
         """Raise `AssertionError` if a part contradicts itself or another."""
         self.scheduler.check_invariants()
-        self.kv_manager.check_invariants()
-        assert set(self._owners) == set(self.scheduler.requests)
+        self.kv_manager.check_invariants(self.scheduler.running.values())
+        unfinished = {r for r, (_, member) in self._owners.items() if not member.is_finished}
+        assert unfinished == set(self.scheduler.requests)
+        assert len(self._owners) == sum(len(group.members) for group in self._groups.values())
         for request_id, (group, member) in self._owners.items():
-            assert self._groups[group.request_id] is group, request_id
-            assert member in group.members and not member.is_finished, request_id
+            assert self._groups[group.request_id] is group and not group.is_finished, request_id
+            assert member in group.members and member.request.request_id == request_id, request_id
+        assert self.scheduler.running or self._kv_blocks_in_use() == 0, "blocks leaked"
 
     def _kv_blocks_in_use(self) -> int:
         pool = self.kv_manager.pool
@@ -275,10 +297,26 @@ class LLMEngine:
         slots = record.kv_blocks_in_use * self.config.block_size
         # Sequences that share a prompt count it each, so what is written can exceed what is held.
         self._waste_sum += max(0.0, 1 - record.kv_tokens_written / slots) if slots else 0.0
-        if self.on_step is not None:
-            self.on_step(record)
+        self._last_record = record
 
     # -- intake
+
+    def _check_id(self, request_id: str) -> None:
+        if not isinstance(request_id, str) or not request_id:
+            raise ValueError(f"request_id is {request_id!r}: it must be a non-empty str")
+        if request_id in self._groups or request_id in self._owners:
+            raise ValueError(f"request_id is {request_id!r}: a request with this id is unfinished")
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params is {params!r}: it must be a SamplingParams")
+        self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        if params.min_tokens > 0:
+            forbidden = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+            if forbidden.issuperset(range(self.vocab_size)):
+                raise ValueError(
+                    f"min_tokens is {params.min_tokens}: it must be 0 if every token stops"
+                )
 
     def _make_requests(
         self, group: _Group, params: SamplingParams, arrival_time: float, priority: int
@@ -317,21 +355,20 @@ class LLMEngine:
         if not token_ids:
             raise ValueError(f"prompt is {prompt!r}: it must hold at least one token")
         self._check_token_ids("prompt", token_ids)
-        return token_ids
+        return [int(t) for t in token_ids]  # NumPy's integers overflow and do not serialise
 
     def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
         limit = self.model_config.vocab_size
         for t in token_ids:
-            if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < limit:
+            if isinstance(t, bool) or not isinstance(t, Integral) or not 0 <= t < limit:
                 raise ValueError(
                     f"{name} holds {t!r}: token ids are integers from 0 to {limit - 1}"
                 )
 
-    def _close(self, group: _Group) -> RequestOutput:
+    def _close(self, group: _Group) -> None:
         for member in group.members:
-            self._owners.pop(member.request.request_id, None)
+            del self._owners[member.request.request_id]
         del self._groups[group.request_id]
-        return group.output()
 
     def _drop(self, request_id: str) -> None:
         """Undo an `add_request` before any step saw it."""

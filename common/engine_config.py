@@ -55,6 +55,8 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value!r}: it must be an integer >= {low}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed is {self.seed!r}: it must be an integer")
+        if not (self.model is None or (isinstance(self.model, str | Path) and str(self.model))):
+            raise ValueError(f"model is {self.model!r}: it must be a directory, a hub id or None")
         choices = {
             "scheduler": ("fcfs",),
             "policy": ("fcfs",),
@@ -77,7 +79,7 @@ class EngineConfig:
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             device = torch.device(self.device)
-        except RuntimeError:
+        except (RuntimeError, TypeError):
             device = None
         if device is None or device.type not in ("cpu", "cuda"):
             raise ValueError(f"device is {self.device!r}: it must be 'auto', 'cpu' or 'cuda[:N]'")

@@ -11,7 +11,7 @@ Importing this module is cheap: torch and transformers are loaded by `LLM(...)`,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,9 +123,14 @@ class LLM:
 
 
 def as_list_of_prompts(prompts: Any) -> list:
-    """A single prompt, text or token ids, becomes a list of one."""
+    """A single prompt, text or token ids, becomes a list of one. Raises `ValueError` for what is
+    neither a prompt nor a row of them."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping | Set):
+        raise ValueError(
+            f"prompts is a {type(prompts).__name__}: it must be a str, token ids or a list of them"
+        )
     prompts = list(prompts)
     if prompts and all(isinstance(p, int) and not isinstance(p, bool) for p in prompts):
         return [prompts]

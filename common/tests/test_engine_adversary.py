@@ -1,0 +1,324 @@
+"""Callers who do what nobody expects: callbacks that abort and raise, names taken twice, numbers of
+NumPy, calls that are interrupted. After each the engine still serves everybody else."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from common.engine import EngineConfig, LLMEngine
+from common.llm import as_list_of_prompts
+from common.loader import load_model
+from common.tests.engine_oracle import Oracle
+from request import RequestOutput, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def make_engine(loaded, **config: object) -> LLMEngine:
+    defaults = {
+        "block_size": 4,
+        "num_blocks": 80,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 64,
+        "check_invariants": True,
+    }
+    return LLMEngine(EngineConfig(**(defaults | config)), loaded=loaded)
+
+
+def finish(engine: LLMEngine) -> dict[str, RequestOutput]:
+    outputs: dict[str, RequestOutput] = {}
+    for _ in range(500):
+        if not engine.has_unfinished_requests():
+            return outputs
+        outputs |= {o.request_id: o for o in engine.step() if o.finished}
+    raise AssertionError("the engine does not come to an end")
+
+
+def must_be_empty(engine: LLMEngine) -> None:
+    """Nobody is left, in no part of the engine."""
+    engine.step()  # tells the runner who has finished
+    engine.check_invariants()
+    runner = engine.core.runner
+    assert not engine._groups and not engine._owners
+    assert not runner.requests
+    assert len(set(runner.tables._free_rows)) == len(runner.tables.ids)
+    assert len(runner.tables._free_rows) == len(runner.tables.ids)
+    assert engine.stats().kv_blocks_in_use == 0
+
+
+@pytest.mark.parametrize("when", [0, 2, 7])
+def test_abort_in_on_step_ends_one_request_and_no_other(
+    when: int, random_oracle: Oracle, random_loaded
+) -> None:
+    """Step 7 is the one in which both have just finished: there is nothing left to abort."""
+    engine = make_engine(random_loaded)
+    engine.on_step = lambda record: record.step == when and engine.abort_request("a")
+    engine.add_request("a", random_oracle.prompts[0], GREEDY)
+    engine.add_request("b", random_oracle.prompts[1], GREEDY)
+    outputs = finish(engine)
+    a, b = outputs["a"].outputs[0], outputs["b"].outputs[0]
+    assert a.finish_reason == ("length" if when == 7 else "abort")
+    assert a.token_ids == random_oracle.expected(0, when + 1)
+    assert b.token_ids == random_oracle.expected(1, 8)
+    must_be_empty(engine)
+
+
+def test_abort_and_readd_in_on_step_does_not_mix_the_two(
+    random_oracle: Oracle, random_loaded
+) -> None:
+    engine = make_engine(random_loaded)
+
+    def again(record) -> None:
+        if record.step == 3:
+            engine.abort_request("a")
+            engine.add_request("a", random_oracle.prompts[1], GREEDY)
+
+    engine.on_step = again
+    engine.add_request("a", random_oracle.prompts[0], GREEDY)
+    for _ in range(3):
+        engine.step()
+    (aborted,) = engine.step()
+    assert aborted.outputs[0].finish_reason == "abort"
+    assert finish(engine)["a"].outputs[0].token_ids == random_oracle.expected(1, 8)
+    must_be_empty(engine)
+
+
+def test_generate_batch_ends_when_on_step_aborts_one_that_waits(
+    random_oracle: Oracle, random_loaded
+) -> None:
+    engine = make_engine(random_loaded, max_num_seqs=1)
+
+    def on_step(record) -> None:
+        assert record.step < 100, "generate_batch waits for an aborted request"
+        if record.step == 1:
+            engine.abort_request("batch1-1")
+
+    engine.on_step = on_step
+    one, two = engine.generate_batch(random_oracle.prompts[:2], GREEDY).values()
+    assert one.outputs[0].token_ids == random_oracle.expected(0, 8)
+    assert (two.outputs[0].finish_reason, two.outputs[0].token_ids) == ("abort", [])
+
+
+def test_exception_in_on_step_loses_no_request(random_oracle: Oracle, random_loaded) -> None:
+    engine = make_engine(random_loaded)
+
+    def on_step(record) -> None:
+        if record.step in (1, 2):
+            raise RuntimeError("on_step")
+
+    engine.on_step = on_step
+    engine.add_request("short", random_oracle.prompts[0], replace(GREEDY, max_tokens=3))
+    engine.add_request("long", random_oracle.prompts[1], GREEDY)
+    engine.step()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="on_step"):
+            engine.step()
+    assert finish(engine)["long"].outputs[0].token_ids == random_oracle.expected(1, 8)
+    assert engine.stats().num_finished == 2
+    must_be_empty(engine)
+
+
+def test_interrupted_generate_batch_aborts_its_requests_only(
+    random_oracle: Oracle, random_loaded
+) -> None:
+    engine = make_engine(random_loaded)
+    engine.add_request("mine", random_oracle.prompts[2], GREEDY)
+
+    def interrupt(record) -> None:
+        if record.step == 2:
+            raise KeyboardInterrupt
+
+    engine.on_step = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate_batch(random_oracle.prompts[:2], GREEDY)
+    assert list(engine._groups) == ["mine"]
+    assert finish(engine)["mine"].outputs[0].token_ids == random_oracle.expected(2, 8)
+    must_be_empty(engine)
+
+
+def test_name_of_a_finished_sample_is_taken_until_its_group_ends(
+    random_oracle: Oracle, random_loaded
+) -> None:
+    engine = make_engine(random_loaded, max_num_seqs=1)
+    engine.add_request("a", random_oracle.prompts[0], replace(GREEDY, n=2))
+    while "a#0" in engine.scheduler.requests:
+        engine.step()
+    with pytest.raises(ValueError, match="'a#0'"):
+        engine.add_request("a#0", random_oracle.prompts[1], GREEDY)
+    outputs = finish(engine)["a"].outputs
+    assert [c.token_ids for c in outputs] == [random_oracle.expected(0, 8)] * 2
+    engine.add_request("a#0", random_oracle.prompts[1], GREEDY)
+    assert finish(engine)["a#0"].outputs[0].token_ids == random_oracle.expected(1, 8)
+
+
+@pytest.mark.parametrize("bad", [("b", [1000], GREEDY), ("a", [1], GREEDY), 5])
+def test_refused_batch_draws_no_seed_and_queues_nothing(bad: object, random_loaded) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    clean, tried = make_engine(random_loaded), make_engine(random_loaded)
+    with pytest.raises((ValueError, TypeError)):
+        tried.add_requests([("a", [1, 2], params), ("c", [1, 2], params), bad])
+    assert not tried.has_unfinished_requests()
+    samples = []
+    for engine in (clean, tried):
+        engine.add_request("x", [1, 2, 3], params)
+        samples.append(finish(engine)["x"].outputs[0].token_ids)
+    assert samples[0] == samples[1]
+
+
+def test_numbers_of_numpy_are_numbers(random_loaded) -> None:
+    plain = SamplingParams(
+        n=2, seed=2**63 - 1, top_k=9, top_p=0.5, max_tokens=6, stop_token_ids=[3, 4]
+    )
+    numpy = SamplingParams(
+        n=np.int64(2),
+        seed=np.int64(2**63 - 1),
+        top_k=np.int32(9),
+        top_p=np.float32(0.5),
+        max_tokens=np.uint8(6),
+        stop_token_ids=np.array([3, 4]),
+    )
+    assert numpy == plain
+    for name in ("n", "seed", "top_k", "top_p", "max_tokens"):
+        assert type(getattr(numpy, name)) is type(getattr(plain, name))
+    engine = make_engine(random_loaded)
+    samples = []
+    for prompt, params in (([5, 6], plain), ([np.int64(5), np.int32(6)], numpy)):
+        engine.add_request("a", prompt, params)
+        output = finish(engine)["a"]
+        assert {type(t) for t in output.prompt_token_ids} == {int}
+        samples.append([c.token_ids for c in output.outputs])
+    assert samples[0] == samples[1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop", 5),
+        ("stop_token_ids", 5),
+        ("temperature", 10**400),
+        ("top_p", None),
+        ("min_p", True),
+    ],
+)
+def test_sampling_params_that_are_no_such_thing_name_the_field(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"^{field} is "):
+        SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("arrival_time", "x"), ("arrival_time", np.nan), ("priority", None)]
+)
+def test_when_and_how_urgent_are_numbers(field: str, value: object, random_loaded) -> None:
+    engine = make_engine(random_loaded)
+    with pytest.raises(ValueError, match=f"^{field} is "):
+        engine.add_request("a", [1], GREEDY, **{field: value})
+    must_be_empty(engine)
+
+
+def test_request_that_may_draw_no_token_is_refused_before_it_fails_a_step(random_loaded) -> None:
+    engine = make_engine(random_loaded)
+    params = SamplingParams(min_tokens=1, stop_token_ids=range(97))
+    with pytest.raises(ValueError, match="min_tokens is 1"):
+        engine.add_request("a", [1], params)
+    engine.add_request("a", [1], replace(params, min_tokens=0))
+    assert len(finish(engine)["a"].outputs[0].token_ids) == 1
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"ab", {"prompt": "x"}, {"x"}])
+def test_prompts_that_are_none_are_refused(prompts: object) -> None:
+    """The keys of a dict are not prompts, nor are bytes token ids."""
+    with pytest.raises(ValueError, match="prompts is a "):
+        as_list_of_prompts(prompts)
+    assert as_list_of_prompts(("a", [1, 2])) == ["a", [1, 2]]
+    assert as_list_of_prompts((1, 2)) == [[1, 2]]
+
+
+@pytest.mark.parametrize(("field", "value"), [("model", ""), ("model", 5), ("device", None)])
+def test_configuration_that_is_no_name_is_refused(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{field} is "):
+        EngineConfig(**{field: value}).resolve_device()
+
+
+def test_model_shorter_than_the_warm_up_starts(tmp_path: Path) -> None:
+    config = Qwen3Config(
+        vocab_size=20,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=4,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, torch.float32, torch.device("cpu"))
+    engine = LLMEngine(EngineConfig(), loaded=loaded)
+    engine.add_request("a", [1, 2], GREEDY)
+    assert len(finish(engine)["a"].outputs[0].token_ids) == 2
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_samples_aborts_and_reused_names_leave_nothing_behind(
+    seed: int, random_oracle: Oracle, random_loaded
+) -> None:
+    """Few names, many samples, tiny pools; aborts between steps and inside `on_step`."""
+    rng = random.Random(seed)
+    indices = [i for i, p in enumerate(random_oracle.prompts) if len(p) <= 20]
+    engine = make_engine(
+        random_loaded,
+        block_size=rng.choice([1, 4, 7, 100]),
+        num_blocks=rng.choice([36, 60]),
+        max_num_seqs=rng.choice([1, 2, 5]),
+        shuffle_batch=rng.random() < 0.5,
+    )
+    asked: dict[str, tuple[int, SamplingParams]] = {}
+
+    def maybe_abort(_record: object) -> None:
+        if rng.random() < 0.05 and asked:
+            check(engine.abort_request(rng.choice(sorted(asked))))
+
+    def check(output: RequestOutput | None) -> None:
+        if output is None or output.request_id not in asked:
+            return
+        index, params = asked.pop(output.request_id)
+        assert output.finished and len(output.outputs) == params.n
+        for completion in output.outputs:
+            expected = random_oracle.expected(index, params.max_tokens, params.stop_token_ids)
+            if completion.finish_reason == "abort":
+                expected = expected[: len(completion.token_ids)]
+            assert completion.token_ids == expected, f"seed {seed}, {output.request_id}"
+
+    engine.on_step = maybe_abort
+    for _ in range(150):
+        name = rng.choice("abcde")
+        if name not in asked and rng.random() < 0.6:
+            index = rng.choice(indices)
+            stop = [rng.choice(random_oracle.continuations[index])] if rng.random() < 0.5 else []
+            params = SamplingParams(
+                n=rng.choice([1, 2, 7]),
+                temperature=0,
+                max_tokens=rng.choice([1, 2, 9, 16]),
+                ignore_eos=True,
+                stop_token_ids=stop,
+            )
+            engine.add_request(name, random_oracle.prompts[index], params)
+            asked[name] = (index, params)
+        if rng.random() < 0.05 and asked:
+            check(engine.abort_request(rng.choice(sorted(asked))))
+        for output in engine.step():
+            if output.finished:
+                check(output)
+    for output in finish(engine).values():
+        check(output)
+    assert not asked, f"seed {seed}"
+    must_be_empty(engine)
