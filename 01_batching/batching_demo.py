@@ -1,0 +1,221 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Static and continuous batching, step by step
+#
+# This notebook runs the code of chapter 1. It defines nothing of its own beyond a few lines that
+# print and draw. The model is a small random one: its text is noise, its steps are real.
+
+# %%
+# ruff: noqa: E402
+import warnings
+
+warnings.filterwarnings("ignore", message="IProgress not found")  # of tqdm, without ipywidgets
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.colors import ListedColormap
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from engine_core import EngineCore
+from fcfs_scheduler import FCFSScheduler
+from hf_model_runner import HFModelRunner
+from input_batch import prepare_inputs_from_scheduler_output
+from request import Request
+from static_batching import SlotUse, generate_static
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+config = Qwen3Config(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    initializer_range=0.5,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+model = Qwen3ForCausalLM(config).to(torch.float64).eval()
+
+# %% [markdown]
+# ## Six requests
+#
+# Their outputs have very different lengths. Nothing but its length stops a request here.
+
+# %%
+output_lens = {"a": 3, "b": 12, "c": 2, "d": 7, "e": 4, "f": 5}
+
+
+def make_requests():
+    return [
+        Request.from_tokens(name, [10 + i, 20 + i, 30 + i], length, arrival_time=i)
+        for i, (name, length) in enumerate(output_lens.items())
+    ]
+
+
+print(f"{len(output_lens)} requests, {sum(output_lens.values())} tokens to generate")
+
+# %% [markdown]
+# ## A static batch
+#
+# Three slots. The batch steps until its longest request has ended. `P` is a prefill, `u` a token
+# that a user gets, `.` a slot that is computed for nobody.
+
+# %%
+report = generate_static(model, make_requests(), batch_size=3)
+for batch in report.batches:
+    for name, row in zip(batch.req_ids, batch.timeline, strict=True):
+        print(f"step {batch.start_step:2}  {name}  " + " ".join(use.value for use in row))
+    print()
+print(f"{report.slot_steps_used} of {report.slot_steps_spent} slot-steps used", end=": ")
+print(f"{report.slot_utilisation:.0%} in {report.num_steps} steps")
+
+# %% [markdown]
+# ## Continuous batching
+#
+# The same requests and the same model, but the scheduler decides before every step. `on_step` hands
+# out the record of each step. Watch the column "joins": a request joins in the step after another
+# one left.
+
+# %%
+records = []
+runner = HFModelRunner(model, batched=True)
+engine = EngineCore(FCFSScheduler(max_num_seqs=3), runner, on_step=records.append)
+requests = make_requests()
+for request in requests:
+    engine.add_request(request)
+while engine.has_unfinished_requests():
+    engine.step()
+
+print("step  tokens computed       joins    leaves   waiting")
+for record in records:
+    tokens = ", ".join(f"{name} {count}" for name, count in record.num_scheduled_tokens.items())
+    joins, leaves = " ".join(record.admitted), " ".join(record.finished)
+    print(f"{record.step:4}  {tokens:20}  {joins:7}  {leaves:7}  {record.num_waiting}")
+
+# %%
+used = sum(output_lens.values())
+print(f"{used} of {3 * len(records)} slot-steps used: {used / (3 * len(records)):.0%}", end=" ")
+print(f"in {len(records)} steps instead of {report.num_steps}")
+
+# %% [markdown]
+# Not one token differs. Batching is invisible in the output.
+
+# %%
+continuous = {request.request_id: request.output_token_ids for request in requests}
+assert continuous == report.token_ids
+print("the same tokens:", continuous == report.token_ids)
+
+# %% [markdown]
+# ## A timeline of both
+#
+# A row is a slot, a column is a step. In the continuous run a request keeps the slot that it was
+# admitted to. Its slots are empty at the end because nobody waits any more, and an empty slot is
+# not computed.
+
+# %%
+codes = {SlotUse.PREFILL: 2, SlotUse.USEFUL: 1, SlotUse.WASTED: 0}
+width = report.num_steps
+static_map = torch.full((3, width), torch.nan)
+for batch in report.batches:
+    for slot, row in enumerate(batch.timeline):
+        for step, use in enumerate(row):
+            static_map[slot, batch.start_step + step] = codes[use]
+
+continuous_map = torch.full((3, width), torch.nan)
+slots = [None] * 3
+for record in records:
+    for name in record.admitted:
+        slots[slots.index(None)] = name
+    for slot, name in enumerate(slots):
+        if name is not None:
+            use = SlotUse.PREFILL if name in record.admitted else SlotUse.USEFUL
+            continuous_map[slot, record.step] = codes[use]
+    slots = [None if name in record.finished else name for name in slots]
+
+colors = ListedColormap(["#f4b183", "#9dc3e6", "#1f4e79"])
+figure, axes = plt.subplots(2, 1, figsize=(7, 3.2), sharex=True, layout="constrained")
+for axis, rows, title in zip(axes, (static_map, continuous_map), ("static", "continuous")):
+    axis.pcolormesh(rows, cmap=colors, vmin=0, vmax=2, edgecolors="white")
+    axis.set(title=f"{title} (dark: prefill, light: decode, orange: wasted)", ylabel="slot")
+    axis.set_yticks([0.5, 1.5, 2.5], range(3))
+    axis.invert_yaxis()
+_ = axes[1].set_xlabel("step")
+# %% [markdown]
+# ## What a plan says
+#
+# Now the worked example of the chapter. Two requests are running: `c` has prompt `[9, 10]` and two
+# outputs, `d` has prompt `[13, 14, 15, 16]` and one. Two wait: `a` with `[1..5]` and `b` with
+# `[6, 7, 8]`. The scheduler is alone here, and we play the model: we tell it which tokens were
+# sampled.
+
+# %%
+scheduler = FCFSScheduler(max_num_seqs=4, max_num_batched_tokens=20)
+scheduler.add_request(Request.from_tokens("c", [9, 10]))
+scheduler.update_from_output(scheduler.schedule(), {"c": [11]})
+scheduler.add_request(Request.from_tokens("d", [13, 14, 15, 16]))
+scheduler.update_from_output(scheduler.schedule(), {"d": [17], "c": [12]})
+for request in scheduler.running.values():
+    print(f"{request.request_id}: knows {request.all_token_ids}, ", end="")
+    print(f"num_tokens {request.num_tokens}, num_computed_tokens {request.num_computed_tokens}")
+
+# %%
+scheduler.add_request(Request.from_tokens("a", [1, 2, 3, 4, 5]))
+scheduler.add_request(Request.from_tokens("b", [6, 7, 8]))
+plan = scheduler.schedule()
+for new in plan.scheduled_new_reqs:
+    print(f"new     {new.req_id}: prompt_token_ids {new.prompt_token_ids}")
+cached = plan.scheduled_cached_reqs
+for name, tokens, computed in zip(
+    cached.req_ids, cached.new_token_ids, cached.num_computed_tokens, strict=True
+):
+    print(f"cached  {name}: new_token_ids {tokens}, num_computed_tokens {computed}")
+print("num_scheduled_tokens", plan.num_scheduled_tokens)
+print("total", plan.total_num_scheduled_tokens, "of", scheduler.max_num_batched_tokens)
+
+# %% [markdown]
+# A prompt crosses once. A running request costs one token id. From the plan alone the runner lays
+# out the padded batch. The token that `c` feeds back is its fourth: it stands at position 3.
+
+# %%
+batch = prepare_inputs_from_scheduler_output(plan)
+token_ids, attention_mask, positions = batch.to_tensors("cpu")
+print("token ids", batch.token_ids)
+print("start positions", batch.start_positions)
+print(f"\n{batch.num_tokens} tokens in a rectangle of {token_ids.numel()}:")
+print(token_ids)
+print(positions)
+
+# %% [markdown]
+# ## What the padded batch copies
+#
+# One tensor must hold the keys and values of all rows, so the runner stacks them in every step and
+# appends the new ones afterwards. It counts the bytes it writes.
+
+# %%
+runner = HFModelRunner(model, batched=True)
+engine = EngineCore(FCFSScheduler(max_num_seqs=8), runner)
+for i in range(8):
+    engine.add_request(Request.from_tokens(f"r{i}", [i + 1] * 8, 64))
+lines = []
+while engine.has_unfinished_requests():
+    copied, new = runner.num_bytes_copied, runner.num_bytes_new
+    engine.step()
+    copied, new = runner.num_bytes_copied - copied, runner.num_bytes_new - new
+    times = f"{copied / new:.0f} times"
+    lines.append(
+        f"step {engine.num_steps:2}: {new:6,} bytes of new KV, {copied:7,} written, {times}"
+    )
+print(*(lines[step - 1] for step in (1, 2, 16, 32, 64)), sep="\n")
