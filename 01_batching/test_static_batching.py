@@ -42,7 +42,6 @@ def test_the_waste_of_a_batch_by_hand(qwen3):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_tokens_equal_those_of_generate_and_of_continuous_batching(qwen3, oracle, seed):
-    """Trap 29: a row's positions count its own tokens, not the padding before them."""
     rng = random.Random(seed)
     shapes = [(rng.randint(1, 8), rng.randint(1, 9)) for _ in range(6)]
     static, continuous = (
@@ -60,6 +59,18 @@ def test_tokens_equal_those_of_generate_and_of_continuous_batching(qwen3, oracle
         assert mine.output_token_ids == expected, f"seed {seed}"
     assert report.slot_steps_used == sum(len(tokens) for tokens in report.token_ids.values())
     assert report.num_steps > engine.num_steps or report.slot_utilisation == 1
+
+
+def test_positions_count_a_rows_own_tokens_and_not_the_padding_before_them(qwen3):
+    """Traps 29 and 32. Rotary positions are relative, so a row that starts at the wrong one gives
+    the same tokens, and only a model with learned positions would show it: look at the numbers."""
+    seen = []
+    hook = qwen3.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["position_ids"].tolist()), with_kwargs=True
+    )
+    generate_static(qwen3, [make("a", 3, 3), make("b", 1, 2)], batch_size=2)
+    hook.remove()
+    assert seen == [[[0, 1, 2], [0, 0, 0]], [[3], [1]], [[4], [2]]]
 
 
 def test_a_batch_of_one_wastes_nothing(qwen3):
