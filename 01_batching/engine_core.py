@@ -80,8 +80,8 @@ class StepRecord:
     new_token_ids: dict[str, list[int]]
     num_running: int  # after the step
     num_waiting: int
-    kv_blocks_in_use: int = 0  # these two are filled in by an engine with paged KV (chapter 2)
-    kv_tokens_written: int = 0
+    kv_blocks_in_use: int = 0  # while the step ran; 0 without paging (chapter 2)
+    kv_tokens_written: int = 0  # positions of the step's requests that hold KV after it
     schedule_ms: float = 0.0
     prepare_ms: float = 0.0
     forward_ms: float = 0.0
@@ -147,6 +147,7 @@ class EngineCore:
             r.request_id: r.num_computed_tokens - output.num_scheduled_tokens[r.request_id]
             for r in output.scheduled_requests
         }
+        kv_tokens_written = sum(r.num_computed_tokens for r in output.scheduled_requests)
         results = self.scheduler.update_from_output(output, sampled.token_ids)
         for result in results:
             if result.request_id in sampled.logprobs:
@@ -156,7 +157,9 @@ class EngineCore:
             self.scheduler.check_invariants()
         self.num_steps += 1
         if self.on_step is not None:
-            self.on_step(self._record(output, results, start_positions, clock))
+            record = self._record(output, results, start_positions, clock)
+            record.kv_tokens_written = kv_tokens_written
+            self.on_step(record)
         return results
 
     def _record(
@@ -178,6 +181,7 @@ class EngineCore:
             new_token_ids={r.request_id: r.new_token_ids for r in results},
             num_running=num_running,
             num_waiting=num_waiting,
+            kv_blocks_in_use=output.num_kv_blocks_in_use,
             **clock.ms,
         )
 

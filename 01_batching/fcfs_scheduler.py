@@ -146,6 +146,7 @@ class FCFSScheduler:
             self._plan_new(self.waiting.pop_request(), num_new_tokens, plan)
         for request in was_running:
             self._plan_running(request, plan)
+        plan.num_kv_blocks_in_use = self.kv_memory.num_blocks_in_use
         plan.block_copies = [BlockCopy(*copy) for copy in self.kv_memory.take_block_copies()]
         return plan
 

@@ -85,6 +85,7 @@ class SchedulerOutput:
     # The same plan as this process sees it. Not part of the message to a runner.
     scheduled_requests: list[Request] = field(default_factory=list)
     preempted_requests: list[Request] = field(default_factory=list)
+    num_kv_blocks_in_use: int = 0
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -158,6 +159,9 @@ class KVMemory(Protocol):
     """What a scheduler asks of whoever owns the KV memory. Chapter 2's `KVCacheManager` answers for
     blocks."""
 
+    @property
+    def num_blocks_in_use(self) -> int: ...
+
     def fits_when_empty(self, num_tokens: int) -> bool:
         """Could the whole memory hold this many positions of one request?"""
 
@@ -182,6 +186,8 @@ class KVMemory(Protocol):
 class UnlimitedKVMemory:
     """Chapter 1 has no blocks: the runner keeps every request's KV in tensors of its own, and
     nobody counts."""
+
+    num_blocks_in_use = 0
 
     def fits_when_empty(self, num_tokens: int) -> bool:
         return True

@@ -98,6 +98,11 @@ class KVCacheManager:
         """The share of usable blocks that somebody holds."""
         return 1 - self.pool.num_free_blocks / self.pool.num_usable_blocks
 
+    @property
+    def num_blocks_in_use(self) -> int:
+        """Blocks that somebody holds."""
+        return self.pool.num_usable_blocks - self.pool.num_free_blocks
+
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """What a cache knows of the request already: here nothing (chapter 3)."""
         return ComputedBlocks()

@@ -101,7 +101,7 @@ def run_sequentially(llm, prompts: list[str], params, progress: bool) -> Run:
     before = llm.engine.stats()
     started = time.perf_counter()
     shown = tqdm(prompts, desc="One at a time", unit="req", disable=not progress)
-    outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in shown]
+    outputs = [llm.generate(prompt, own, use_tqdm=False)[0] for prompt, own in zip(shown, params)]
     return _summarise(llm, outputs, time.perf_counter() - started, before.num_steps)
 
 
@@ -173,7 +173,11 @@ def _main(args: argparse.Namespace) -> int:
     print("Loading the model ...", file=sys.stderr)
     from common.llm import LLM, SamplingParams
 
-    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+    # Each prompt has a seed of its own, so that every run and every order gives the same text.
+    params = [
+        SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=i)
+        for i in range(len(prompts))
+    ]
     llm = LLM(model=args.model, device=args.device)
     engine = llm.engine
     print(

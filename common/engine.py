@@ -16,61 +16,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from numbers import Integral, Real
 
 from common.assembly import assemble
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig, EngineStats
 from common.loader import LoadedModel, load_model
 from common.output_processor import OutputProcessor
+from common.request_group import RequestGroup, spread_params
 from common.tokenizer import Tokenizer, load_tokenizer
 from engine_core import StepRecord
-from request import Request, RequestMetrics, RequestOutput, RequestStatus, SamplingParams
+from request import Request, RequestOutput, RequestStatus, SamplingParams
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(slots=True)
-class _Group:
-    """A user's request: `n` sequences that share a prompt."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    members: list[OutputProcessor] = field(default_factory=list)
-
-    @property
-    def is_finished(self) -> bool:
-        return all(member.is_finished for member in self.members)
-
-    def output(self) -> RequestOutput:
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=[member.completion for member in self.members],
-            finished=self.is_finished,
-            metrics=_merge_metrics([member.metrics for member in self.members]),
-            num_cached_tokens=self.members[0].request.num_cached_tokens,
-        )
-
-
-def _merge_metrics(metrics: list[RequestMetrics]) -> RequestMetrics:
-    """Of a group: the earliest first time, the latest last one, and all latencies."""
-    if len(metrics) == 1:
-        return metrics[0]
-
-    def times(name: str) -> list[float]:
-        return [t for m in metrics if (t := getattr(m, name)) is not None]
-
-    return RequestMetrics(
-        arrival_time=metrics[0].arrival_time,
-        first_scheduled_time=min(times("first_scheduled_time"), default=None),
-        first_token_time=min(times("first_token_time"), default=None),
-        last_token_time=max(times("last_token_time"), default=None),
-        inter_token_latencies=[t for m in metrics for t in m.inter_token_latencies],
-        num_preemptions=sum(m.num_preemptions for m in metrics),
-    )
 
 
 class LLMEngine:
@@ -108,10 +66,10 @@ class LLMEngine:
         self.device, self.dtype = loaded.model.embed_weight.device, loaded.model.embed_weight.dtype
         self.num_parameters = sum(p.numel() for p in loaded.model.parameters())
         self.reset_stats()
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, RequestGroup] = {}
         # By Request.request_id: all members of open groups, those that have finished included.
-        self._owners: dict[str, tuple[_Group, OutputProcessor]] = {}
-        self._aborted: list[_Group] = []  # since the last step
+        self._owners: dict[str, tuple[RequestGroup, OutputProcessor]] = {}
+        self._aborted: list[RequestGroup] = []  # since the last step
         self._last_record: StepRecord | None = None
         self._num_seeds_drawn = 0
         self._num_batches = 0
@@ -140,7 +98,7 @@ class LLMEngine:
         if not isinstance(priority, Integral):
             raise ValueError(f"priority is {priority!r}: it must be an integer")
         token_ids = self._to_token_ids(prompt)
-        group = _Group(request_id, prompt if isinstance(prompt, str) else None, token_ids)
+        group = RequestGroup(request_id, prompt if isinstance(prompt, str) else None, token_ids)
         requests = self._make_requests(group, params, arrival_time, priority)
         for request in requests:
             self._check_id(request.request_id)  # of a sample: "name#0" may be somebody's name
@@ -192,10 +150,18 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """One iteration for everybody. The outputs of the requests that made progress, and of those
-        that `on_step` aborted. An output's completions are alive: they grow with later steps."""
-        results = self.core.step()
+        that `on_step` aborted. An output's completions are alive: they grow with later steps.
+
+        If a step raises (out of memory, an interrupt, logits that are NaN), nobody can say how far
+        its requests have come: they are aborted, the waiting ones stay, and the engine goes on.
+        """
+        try:
+            results = self.core.step()
+        except BaseException:
+            self._abort_running()
+            raise
         now = time.monotonic()
-        touched: dict[str, _Group] = {}
+        touched: dict[str, RequestGroup] = {}
         for result in results:
             group, member = self._owners[result.request_id]
             num_before = len(member.completion.token_ids)
@@ -214,6 +180,11 @@ class LLMEngine:
             self.on_step(self._last_record)
         touched |= {group.request_id: group for group in self._aborted}
         return [group.output() for group in touched.values()]
+
+    def _abort_running(self) -> None:
+        for group in list(self._groups.values()):
+            if any(m.request.status != RequestStatus.WAITING for m in group.members):
+                self.abort_request(group.request_id)
 
     def generate_batch(
         self,
@@ -255,7 +226,7 @@ class LLMEngine:
             self._stats,
             num_running=running,
             num_waiting=waiting,
-            kv_blocks_in_use=self._kv_blocks_in_use(),
+            kv_blocks_in_use=self.kv_manager.num_blocks_in_use,
             kv_waste=self._waste_sum / steps if steps else 0.0,
         )
 
@@ -274,11 +245,7 @@ class LLMEngine:
         for request_id, (group, member) in self._owners.items():
             assert self._groups[group.request_id] is group and not group.is_finished, request_id
             assert member in group.members and member.request.request_id == request_id, request_id
-        assert self.scheduler.running or self._kv_blocks_in_use() == 0, "blocks leaked"
-
-    def _kv_blocks_in_use(self) -> int:
-        pool = self.kv_manager.pool
-        return pool.num_blocks - 1 - pool.num_free_blocks
+        assert self.scheduler.running or self.kv_manager.num_blocks_in_use == 0, "blocks leaked"
 
     def _after_step(self, record: StepRecord) -> None:
         stats = self._stats
@@ -289,10 +256,6 @@ class LLMEngine:
             member = self._owners[request_id][1]
             stats.prompt_tokens += member.request.num_prompt_tokens
             member.metrics.first_scheduled_time = record.start_time
-        record.kv_blocks_in_use = self._kv_blocks_in_use()
-        record.kv_tokens_written = sum(
-            r.num_computed_tokens for r in self.scheduler.running.values()
-        )
         stats.kv_blocks_peak = max(stats.kv_blocks_peak, record.kv_blocks_in_use)
         slots = record.kv_blocks_in_use * self.config.block_size
         # Sequences that share a prompt count it each, so what is written can exceed what is held.
@@ -319,7 +282,7 @@ class LLMEngine:
                 )
 
     def _make_requests(
-        self, group: _Group, params: SamplingParams, arrival_time: float, priority: int
+        self, group: RequestGroup, params: SamplingParams, arrival_time: float, priority: int
     ) -> list[Request]:
         seed = self._next_seed() if params.seed is None else params.seed
         first_id = group.request_id if params.n == 1 else f"{group.request_id}#0"
@@ -365,7 +328,7 @@ class LLMEngine:
                     f"{name} holds {t!r}: token ids are integers from 0 to {limit - 1}"
                 )
 
-    def _close(self, group: _Group) -> None:
+    def _close(self, group: RequestGroup) -> None:
         for member in group.members:
             del self._owners[member.request.request_id]
         del self._groups[group.request_id]
@@ -376,21 +339,6 @@ class LLMEngine:
         ids = [member.request.request_id for member in group.members]
         self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
         self._close(group)
-
-
-def spread_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    """One `SamplingParams` for each prompt. Raises `ValueError` if there are more or fewer."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    params = list(params)
-    if len(params) != num_prompts:
-        raise ValueError(
-            f"sampling_params holds {len(params)} entries: give one, or one for each of the "
-            f"{num_prompts} prompts"
-        )
-    return params
 
 
 def _wrap_to_int64(value: int) -> int:

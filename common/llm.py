@@ -55,7 +55,7 @@ class LLM:
         be served; nothing is generated then. Interrupting the call aborts its requests."""
         from tqdm import tqdm
 
-        from common.engine import spread_params
+        from common.request_group import spread_params
 
         prompts = as_list_of_prompts(prompts)
         ids = self._submit(prompts, spread_params(sampling_params, len(prompts)))

@@ -133,7 +133,9 @@ class PagedModelRunner:
     def _apply(self, output: SchedulerOutput) -> dict[str, int]:
         """Take over what changed. Returns the first position each scheduled request computes."""
         for req_id in output.finished_req_ids:
-            self.tables.release_row(self.requests.pop(req_id).row)
+            # Unknown if the step that was to admit it failed before the runner heard of it.
+            if (request := self.requests.pop(req_id, None)) is not None:
+                self.tables.release_row(request.row)
         starts: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
             row = self.tables.take_row()

@@ -48,7 +48,7 @@ def describe_step(
         f"  1 arrive    {before} running, {waited} waiting",
         f"  2 schedule  {_some([f'{r} {n}' for r, n in scheduled.items()])}"
         f"{admitted}{preempted}  {record.schedule_ms:.2f} ms",
-        f"  3 blocks    {record.kv_blocks_in_use} held after the step{written}",
+        f"  3 blocks    {record.kv_blocks_in_use} held{written}",
         f"  4 prepare   positions {_some([stretch(r) for r in scheduled])}"
         f"  {record.prepare_ms:.2f} ms",
         f"  5 forward   {num_tokens} tokens in one pass  {record.forward_ms:.2f} ms",

@@ -154,6 +154,16 @@ def build_model(role: str, seed: int) -> Qwen3ForCausalLM:
     )
 
 
+@torch.no_grad()
+def start_from_teacher(draft: torch.nn.Module, teacher: torch.nn.Module) -> None:
+    """Begin with the best rank-`hidden_size` approximation of the teacher's token embeddings, which
+    are also its output layer: most of a small model's weights, and the slowest to learn."""
+    wanted = teacher.get_input_embeddings().weight
+    own = draft.get_input_embeddings().weight
+    left, scale, _ = torch.linalg.svd(wanted, full_matrices=False)
+    own.copy_(left[:, : own.shape[1]] * scale[: own.shape[1]])
+
+
 def sample_batch(
     stream: np.ndarray, num_rows: int, seq_len: int, rng: np.random.Generator
 ) -> torch.Tensor:
@@ -176,7 +186,10 @@ def train(
     tokenizer = prepare_tokenizer(config.role, train_files, state_path)
     stream = token_stream(tokenizer, train_files, config.seed)
     model = build_model(config.role, config.seed).to(device)
-    teacher = load(CHECKPOINTS / "tiny").to(device) if config.role == "draft" else None
+    teacher = None
+    if config.role == "draft":
+        teacher = load(CHECKPOINTS / "tiny").to(device)
+        start_from_teacher(model, teacher)
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     optimizers = [
@@ -278,7 +291,8 @@ def export(
     ).save_pretrained(out)
     after = evaluate(load(out), tokenizer, held_out, torch.device("cpu"))
     record = {
-        "command": f"python -m common.train_tiny {config.role} --tokens {config.tokens_total}",
+        "command": f"python -m common.train_tiny {config.role} --tokens {config.tokens_total} "
+        f"--batch-tokens {config.batch_tokens}",
         "config": asdict(config),
         "parameters": sum(p.numel() for p in model.parameters()),
         "flops_per_token": flops_per_token(model),
@@ -300,6 +314,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("role", choices=["target", "draft", "evaluate"])
     parser.add_argument("--tokens", type=int, default=8_400_000)
+    parser.add_argument("--batch-tokens", type=int, default=6144)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--state", type=Path)
     parser.add_argument("--save-every", type=int, default=100)
@@ -310,7 +325,7 @@ def main() -> None:
     out = args.out or CHECKPOINTS / {"target": "tiny", "draft": "tiny-draft"}[args.role]
     state = args.state or Path("build") / f"train_{args.role}.pt"
     state.parent.mkdir(parents=True, exist_ok=True)
-    config = TrainConfig(role=args.role, tokens_total=args.tokens)
+    config = TrainConfig(args.role, args.tokens, batch_tokens=args.batch_tokens)
     train(config, out, state, args.save_every, torch.device(args.device))
 
 

@@ -322,3 +322,35 @@ def test_samples_aborts_and_reused_names_leave_nothing_behind(
         check(output)
     assert not asked, f"seed {seed}"
     must_be_empty(engine)
+
+
+@pytest.mark.parametrize("stage", ["prepare", "forward", "sample"])
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_step_that_raises_ends_its_requests_and_nothing_else(
+    stage: str, error: type[BaseException], random_oracle: Oracle, random_loaded
+) -> None:
+    config = EngineConfig(num_blocks=200, max_num_seqs=2, check_invariants=True)
+    engine = LLMEngine(config, loaded=random_loaded)
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    for i in range(4):
+        engine.add_request(str(i), random_oracle.prompts[i], greedy)
+    engine.step()
+    part = engine.core.sampler if stage == "sample" else engine.core.runner
+    works = getattr(part, stage)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    setattr(part, stage, fail)
+    with pytest.raises(error):
+        engine.step()
+    setattr(part, stage, works)
+    engine.check_invariants()
+    assert engine.kv_manager.num_blocks_in_use == 0
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}
+    assert {r: o.token_ids for r, o in outputs.items()} == {
+        str(i): random_oracle.expected(i, 6) for i in (2, 3)
+    }
+    assert engine.stats().num_aborted == 2
