@@ -173,7 +173,7 @@ def _headline(record: dict) -> str:
     return (
         f"The workload is {len(lengths)} functions of Python's standard library: the prompt is the "
         f"code before a function's body, the output is its body, {min(outputs)} to {max(outputs)} "
-        f"tokens and {statistics.mean(outputs):.0f} on average. On {record['config']['num_slots']} "
+        f"tokens (longer ones are cut) and {statistics.mean(outputs):.0f} on average. On {record['config']['num_slots']} "
         f"slots a static batch uses **{static['utilisation']:.0%} of its slot-steps** and takes "
         f"{static['steps']:,} steps. The same requests, scheduled anew at every iteration, use "
         f"{continuous['utilisation']:.0%} and take {continuous['steps']:,} steps."
@@ -259,16 +259,17 @@ def _copies(record: dict) -> str:
 
 
 def _time_table(record: dict) -> str:
-    seconds = {
-        workload: {name: statistics.median(raw) for name, raw in ways.items()}
-        for workload, ways in record["seconds"].items()
-    }
-    names = list(next(iter(seconds.values())))
-    rows = [
-        [name, *(f"{ways[name] / ways['static batch']:.2f}" for ways in seconds.values())]
-        for name in names
-    ]
-    return table(["time, static batch = 1", *seconds], rows)
+    """Each repeat against the static batch of the same repeat: median, lowest and highest."""
+    workloads_timed = record["seconds"]
+    rows = []
+    for name in next(iter(workloads_timed.values())):
+        cells = []
+        for ways in workloads_timed.values():
+            ratios = [mine / base for mine, base in zip(ways[name], ways["static batch"])]
+            median = statistics.median(ratios)
+            cells.append(f"{median:.1f} ({min(ratios):.1f} to {max(ratios):.1f})")
+        rows.append([name, *cells])
+    return table(["time, static batch = 1", *workloads_timed], rows)
 
 
 def _made_on(record: dict) -> str:
