@@ -176,8 +176,8 @@ def _headline(record: dict) -> str:
         f"code before a function's body, the output is its body, {min(outputs)} to {max(outputs)} "
         f"tokens (longer ones are cut) and {statistics.mean(outputs):.0f} on average. On "
         f"{num_slots} slots a static batch uses **{static['utilisation']:.0%} of its slot-steps** "
-        f"and takes {static['steps']:,} steps. The same requests, scheduled anew at every iteration, use "
-        f"{continuous['utilisation']:.0%} and take {continuous['steps']:,} steps."
+        f"and takes {static['steps']:,} steps. The same requests, scheduled anew at every "
+        f"iteration, use {continuous['utilisation']:.0%} and take {continuous['steps']:,} steps."
     )
 
 
