@@ -159,11 +159,8 @@ class KVCacheManager:
         self.pool.touch(computed.blocks)
         held = table.blocks + computed.blocks if computed.blocks else table.blocks
         num_needed = self.num_blocks_needed(end)
-        shared = [
-            index
-            for index in range(start // self.block_size, min(num_needed, len(held)))
-            if held[index].ref_cnt > 1
-        ]
+        written = range(start // self.block_size, num_needed) if end > start else range(0)
+        shared = [i for i in written if i < len(held) and held[i].ref_cnt > 1]
         num_missing = max(num_needed - len(held), 0)
         fresh = self._take_blocks(len(shared) + num_missing)
         if fresh is None:

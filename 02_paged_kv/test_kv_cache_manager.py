@@ -583,3 +583,17 @@ def test_check_invariants_notices_damage(damage):
         table.blocks.clear(), table.block_ids.clear(), manager._copies.clear()
     with pytest.raises(AssertionError):
         manager.check_invariants([a, b])
+
+
+def test_asking_for_no_slots_copies_nothing_and_is_never_refused() -> None:
+    """A shared block is copied when it is about to be written, and nothing is written here."""
+    manager = KVCacheManager(BlockPool(2), block_size=4)  # one usable block
+    parent = make_request("parent")
+    assert manager.allocate_slots(parent, 1)
+    parent.num_computed_tokens = 1
+    child = make_request("child", 1)
+    manager.fork(parent, child)
+    assert manager.allocate_slots(child, 0)
+    assert manager.get_block_ids("child") == manager.get_block_ids("parent")
+    assert manager.take_block_copies() == []
+    assert not manager.allocate_slots(child, 1), "a copy is needed and no block is free"

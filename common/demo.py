@@ -184,11 +184,11 @@ def _main(args: argparse.Namespace) -> int:
         f"{engine.model_config.architecture} on {engine.device}, {engine.dtype}: "
         f"{engine.num_parameters / 1e6:.1f} M parameters"
     )
-    if args.trace:
-        engine.on_step = _tracer(engine)
     progress = sys.stderr.isatty() and not args.trace
     llm.generate(prompts[:1], SamplingParams(max_tokens=2), use_tqdm=False)  # warm up
     engine.reset_stats()
+    if args.trace:
+        engine.on_step = _tracer(engine)
     result = run(llm, prompts, params, progress)
     print_outputs(result.outputs)
     print_summary(result, llm)
