@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -23,6 +22,7 @@ from matplotlib.patches import Patch
 import plot_batching_workloads as workloads
 from common.bench_record import (
     describe_environment,
+    markdown_table,
     read_record,
     replace_between_markers,
     write_record,
@@ -146,11 +146,6 @@ def draw(record: dict) -> None:
 # -- tables
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
 def tables(record: dict) -> dict[str, str]:
     """What stands between `<!-- table:NAME -->` markers in the README."""
     return {
@@ -194,7 +189,7 @@ def _real_table(record: dict) -> str:
             ]
         )
     head = ["slots", "steps, static", "continuous", "slots used, static", "continuous"]
-    return table([*head, "mean step of the first token, static", "continuous"], rows)
+    return markdown_table([*head, "mean step of the first token, static", "continuous"], rows)
 
 
 def _spread_table(record: dict) -> str:
@@ -210,7 +205,7 @@ def _spread_table(record: dict) -> str:
             ]
         )
     head = ["spread of output lengths", "slots used, static", "continuous"]
-    return table([*head, "steps, static / continuous"], rows)
+    return markdown_table([*head, "steps, static / continuous"], rows)
 
 
 def _cases_table(record: dict) -> str:
@@ -226,7 +221,7 @@ def _cases_table(record: dict) -> str:
                 f"{static['steps'] / continuous['steps']:.2f}",
             ]
         )
-    return table(["case", "steps, static", "continuous", "ratio"], rows)
+    return markdown_table(["case", "steps, static", "continuous", "ratio"], rows)
 
 
 def _padding_table(record: dict) -> str:
@@ -240,7 +235,7 @@ def _padding_table(record: dict) -> str:
             ("continuous, padded batch", run["continuous"]["computed"]),
         )
     ]
-    return table(["way", "token positions computed", "relative"], rows)
+    return markdown_table(["way", "token positions computed", "relative"], rows)
 
 
 def _copies(record: dict) -> str:
@@ -270,7 +265,7 @@ def _time_table(record: dict) -> str:
             median = statistics.median(ratios)
             cells.append(f"{median:.1f} ({min(ratios):.1f} to {max(ratios):.1f})")
         rows.append([name, *cells])
-    return table(["time, static batch = 1", *workloads_timed], rows)
+    return markdown_table(["time, static batch = 1", *workloads_timed], rows)
 
 
 def _made_on(record: dict) -> str:

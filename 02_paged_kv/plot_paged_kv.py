@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -24,6 +23,7 @@ import torch
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Path2D
 
+from common.bench_record import markdown_table
 from plot_paged_kv_timing import describe_environment, measure_time
 from plot_paged_kv_workloads import (
     BLOCK_SIZE,
@@ -163,11 +163,6 @@ def draw(record: dict) -> None:
 # -- tables
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
 def tables(record: dict) -> dict[str, str]:
     """What stands between `<!-- table:NAME -->` markers in the README."""
     counted, timed = record["counted"], record["timed"]
@@ -224,7 +219,7 @@ def _memory_table(counted: dict) -> str:
         "at once",
         "steps",
     ]
-    return table(head, rows)
+    return markdown_table(head, rows)
 
 
 def _asked_for_table(counted: dict) -> str:
@@ -237,7 +232,9 @@ def _asked_for_table(counted: dict) -> str:
         ]
         for name, run in counted["asked_for"].items()
     ]
-    return table(["`max_tokens` each user asks for", "memory written", "at once", "steps"], rows)
+    return markdown_table(
+        ["`max_tokens` each user asks for", "memory written", "at once", "steps"], rows
+    )
 
 
 def _block_size_table(counted: dict, timed: dict) -> str:
@@ -258,7 +255,7 @@ def _block_size_table(counted: dict, timed: dict) -> str:
             ]
         )
     head = ["block size", "empty slots", "table bytes a token", "of KV bytes"]
-    return table([*head, "gather (16 = 1)", "attention (contiguous = 1)"], rows)
+    return markdown_table([*head, "gather (16 = 1)", "attention (contiguous = 1)"], rows)
 
 
 def _gather_table(timed: dict) -> str:
@@ -276,7 +273,9 @@ def _gather_table(timed: dict) -> str:
     if "fill" in ms:
         fill = f"{ms['fill'] / ms[str(BLOCK_SIZE)]:.1f}"
         rows.append(["nothing gathered: fresh memory filled with 0", "-", fill])
-    return table(["gathering all keys and values", "by token", f"by block of {BLOCK_SIZE}"], rows)
+    return markdown_table(
+        ["gathering all keys and values", "by token", f"by block of {BLOCK_SIZE}"], rows
+    )
 
 
 def _fork_table(fork: dict) -> str:
@@ -286,7 +285,7 @@ def _fork_table(fork: dict) -> str:
         counts = (most, round(mean), run["num_block_copies"], run["steps"])
         rows.append([name, *(f"{number:,}" for number in counts)])
     head = ["32 prompts, `n=4`", "most blocks held", "slots held, mean", "blocks copied", "steps"]
-    return table(head, rows)
+    return markdown_table(head, rows)
 
 
 def _made_on(record: dict) -> str:

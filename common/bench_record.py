@@ -182,6 +182,12 @@ def format_record(record: dict[str, Any]) -> str:
     return one_line.sub(join, text) + "\n"
 
 
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """The first column to the left, the others, which hold numbers, to the right."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
 def replace_between_markers(text: str, name: str, content: str) -> str:
     """`text` with `content` between the markers of table `name`.
 
