@@ -71,6 +71,7 @@ class TrainConfig:
     )
     matrix_lr: float = 0.02
     other_lr: float = 3e-3
+    weight_decay: float = 0.1  # of the matrices, decoupled: after a few passes over the text it counts
     warmup_steps: int = 40
     decay_share: float = 0.25
     seed: int = 0
@@ -78,6 +79,13 @@ class TrainConfig:
     @property
     def num_steps(self) -> int:
         return self.tokens_total // self.batch_tokens
+
+    @property
+    def command(self) -> str:
+        return (
+            f"python -m common.train_tiny {self.role} --tokens {self.tokens_total} "
+            f"--batch-tokens {self.batch_tokens}"
+        )
 
     def lr_scale(self, step: int) -> float:
         """Warm-up, constant, then linear to zero."""
@@ -97,8 +105,14 @@ class Muon(torch.optim.Optimizer):
 
     _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
-    def __init__(self, params: list[torch.nn.Parameter], lr: float, momentum: float = 0.95) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum})
+    def __init__(
+        self,
+        params: list[torch.nn.Parameter],
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @classmethod
     def _orthogonalise(
@@ -126,10 +140,11 @@ class Muon(torch.optim.Optimizer):
                     momentum.lerp_(p.grad, 1 - group["momentum"])
                     updates.append(p.grad.lerp(momentum, group["momentum"]))  # Nesterov
                 lr = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
+                kept = 1 - group["lr"] * group["weight_decay"]
                 for p, update in zip(
                     params, self._orthogonalise(torch.stack(updates)), strict=True
                 ):
-                    p.add_(update, alpha=-lr)
+                    p.mul_(kept).add_(update, alpha=-lr)
 
 
 def build_model(role: str, seed: int) -> Qwen3ForCausalLM:
@@ -193,20 +208,24 @@ def train(
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     optimizers = [
-        Muon(matrices, lr=config.matrix_lr),
+        Muon(matrices, lr=config.matrix_lr, weight_decay=config.weight_decay),
         torch.optim.AdamW(others, lr=config.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     autocast = (
         torch.autocast(device.type, torch.bfloat16) if device.type != "cpu" else nullcontext()
     )
 
-    first, curve = 0, []
+    first, curve, commands = 0, [], []
     if state_path.exists():
         state = torch.load(state_path, weights_only=True)
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        first, curve = state["step"], state["curve"]
+            optimizer.param_groups[0].setdefault("weight_decay", 0.0)
+        first, curve, commands = state["step"], state["curve"], state["commands"]
+        optimizers[0].param_groups[0]["weight_decay"] = config.weight_decay
+    if not commands or commands[-1] != config.command:  # a longer run goes on from a shorter one
+        commands.append(config.command)
     base_lrs = [config.matrix_lr, config.other_lr]
     seconds_before = curve[-1]["seconds"] if curve else 0.0
     started = time.perf_counter()
@@ -250,11 +269,12 @@ def train(
                 "optimizers": [o.state_dict() for o in optimizers],
                 "step": step + 1,
                 "curve": curve,
+                "commands": commands,
             }
             torch.save(saved, state_path.with_suffix(".new"))
             state_path.with_suffix(".new").replace(state_path)
             tqdm.write(json.dumps(curve[-1]))
-    export(model, tokenizer, config, curve, held_out, out, device)
+    export(model, tokenizer, config, curve, commands, held_out, out, device)
 
 
 def prepare_tokenizer(role: str, train_files: dict[str, str], state_path: Path) -> Tokenizer:
@@ -273,6 +293,7 @@ def export(
     tokenizer: Tokenizer,
     config: TrainConfig,
     curve: list[dict],
+    commands: list[str],
     held_out: dict[str, str],
     out: Path,
     device: torch.device,
@@ -291,8 +312,7 @@ def export(
     ).save_pretrained(out)
     after = evaluate(load(out), tokenizer, held_out, torch.device("cpu"))
     record = {
-        "command": f"python -m common.train_tiny {config.role} --tokens {config.tokens_total} "
-        f"--batch-tokens {config.batch_tokens}",
+        "command": " && ".join(commands),
         "config": asdict(config),
         "parameters": sum(p.numel() for p in model.parameters()),
         "flops_per_token": flops_per_token(model),
