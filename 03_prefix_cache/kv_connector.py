@@ -1,0 +1,140 @@
+"""The seam through which KV comes from elsewhere: a lower memory tier, a store, another machine.
+
+A prefix that the local cache has lost, or never had, may still be cheaper to fetch than to compute.
+The manager asks a connector before a request is admitted:
+
+    local cache      | hit: num_computed_tokens |
+    connector        |                          | get_num_new_matched_tokens |
+    to be computed   |                                                       | the rest: >= 1 token |
+
+If something can be loaded, the manager takes blocks for it, says where they are, and the request
+waits in a status of its own (`WAITING_FOR_REMOTE_KVS`); others go on. What has arrived enters the
+local prefix cache, and the request is looked up again like any other. What has not, is computed: a
+load that fails, lasts too long or brings wrong bytes costs time and never changes a token.
+
+Invariants: after `cancel_load` or a finished load nothing is written to the load's blocks any more;
+each request loads at most once; a connector that fails costs nothing but its help.
+
+vLLM's `KVConnectorBase_V1` has these three hooks; there a load writes straight into the request's
+own blocks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+from request import Request
+
+
+class KVBlockIO(Protocol):
+    """The bytes of one block of the engine's KV memory: keys and values of all layers."""
+
+    @property
+    def block_nbytes(self) -> int: ...
+
+    def read_block(self, block_id: int) -> bytes: ...
+
+    def write_block(self, block_id: int, data: bytes | memoryview) -> None:
+        """Raises `ValueError` if `data` is not `block_nbytes` long."""
+
+
+class KVConnector(ABC):
+    """Called from the engine's thread only. What takes long happens elsewhere and is polled for."""
+
+    def bind(self, io: KVBlockIO, block_size: int, namespace: Sequence[tuple[str, str]]) -> None:
+        """Called once, by the engine. `namespace` names model, dtype and layout: KV of another
+        namespace is not ours, however equal the tokens are."""
+        self.io = io
+        self.block_size = block_size
+        self.namespace = tuple(namespace)
+
+    @abstractmethod
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Tokens behind the first `num_computed_tokens` (a multiple of `block_size`) that can be
+        loaded, in whole blocks and short of the request's last token; and whether the load takes
+        place in the background. `(0, False)` if there are none. Starts nothing."""
+
+    @abstractmethod
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        """`block_ids` are taken for these tokens: start the load."""
+
+    @abstractmethod
+    def get_finished_load(self, request_id: str) -> int | None:
+        """None: still under way. Otherwise, once: the number of tokens whose KV now is in the
+        load's blocks, in whole blocks from the front; 0 if it failed."""
+
+    @abstractmethod
+    def cancel_load(self, request_id: str) -> None:
+        """Nothing may be written to the load's blocks once this returns. Unknown ids are
+        ignored."""
+
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
+        """The request gives up its blocks. `block_ids` hold its first full blocks, published and
+        final: they may be read until this returns."""
+
+    def wait_for_load(self, timeout_s: float) -> None:
+        """Return when some load has finished, or after `timeout_s`."""
+
+    def close(self) -> None:
+        """Stop threads and let go of files and connections."""
+
+
+class ConnectorChain(KVConnector):
+    """Several connectors as one: the first that has the most tokens loads them, all of them save."""
+
+    def __init__(self, connectors: Sequence[KVConnector]) -> None:
+        self.connectors = list(connectors)
+        self._chosen: dict[str, KVConnector] = {}  # by request id, from lookup to end of load
+
+    def bind(self, io: KVBlockIO, block_size: int, namespace: Sequence[tuple[str, str]]) -> None:
+        super().bind(io, block_size, namespace)
+        for connector in self.connectors:
+            connector.bind(io, block_size, namespace)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        best = (0, False)
+        self._chosen.pop(request.request_id, None)
+        for connector in self.connectors:
+            found = connector.get_num_new_matched_tokens(request, num_computed_tokens)
+            if found[0] > best[0]:
+                best = found
+                self._chosen[request.request_id] = connector
+        return best
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        connector = self._chosen[request.request_id]
+        connector.update_state_after_alloc(request, block_ids, num_external_tokens)
+
+    def get_finished_load(self, request_id: str) -> int | None:
+        num_tokens = self._chosen[request_id].get_finished_load(request_id)
+        if num_tokens is not None:
+            del self._chosen[request_id]
+        return num_tokens
+
+    def cancel_load(self, request_id: str) -> None:
+        connector = self._chosen.pop(request_id, None)
+        if connector is not None:
+            connector.cancel_load(request_id)
+
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
+        for connector in self.connectors:
+            connector.request_finished(request, block_ids)
+
+    def wait_for_load(self, timeout_s: float) -> None:
+        loading = list({id(c): c for c in self._chosen.values()}.values())
+        for connector in loading:
+            connector.wait_for_load(timeout_s / len(loading))
+
+    def close(self) -> None:
+        for connector in self.connectors:
+            connector.close()

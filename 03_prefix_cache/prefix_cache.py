@@ -1,0 +1,259 @@
+"""What a prefix cache is: one contract, kept by a hash chain and by a radix tree.
+
+A position's keys and values depend on its token and on every token before it, and on nothing else.
+So two requests that begin with the same tokens need the same KV for them, and a block that holds
+tokens [16, 32) of one request serves every other request that has the same tokens in [0, 32).
+
+A cache maps prefixes, in whole blocks, to blocks of a `BlockPool`, and holds one reference to each
+block it keeps:
+
+    ref_cnt of a cached block   1      only the cache: evictable, in order of last use
+                                1 + n  n requests use it too: never evicted
+
+    request's tokens            | A A A A | B B B B | C C        |      4-token blocks
+    match_prefix                | block 7 | block 3 |                   the longest cached prefix
+    insert, when it is computed | block 7 | block 3 | C C . . |         a partial block is no block
+
+A use of a prefix is a match, an insertion or a release. Evicted is the block whose last use is the
+longest ago, of those that nobody uses and that have no cached block behind them: children go before
+their parents, because without the parent a child could never be found again.
+
+Invariants: a cached block's parent is cached; whoever uses a block uses all before it; a use of a
+block is a use of all before it; the content of a cached block never changes.
+
+vLLM keys blocks by chained hashes, SGLang keeps the tokens themselves in a radix tree. Both are
+here; tests and engine take either. Sources: vLLM's automatic prefix caching (design document);
+RadixAttention, arXiv 2312.07104.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from block_pool import Block, BlockPool
+
+ExtraKeys = Sequence[tuple[str, str | int]]
+
+
+def normalise_extra_keys(extra_keys: ExtraKeys | None) -> tuple[tuple[str, str], ...]:
+    """What, besides the tokens, KV depends on, in one fixed order: `(("lora", "7"), ("salt", "x"))`.
+
+    Every key carries a tag, so that an adapter named X and a salt X stay apart. Raises `ValueError`
+    for a key without one, or for one tag used twice.
+    """
+    if not extra_keys:
+        return ()
+    for key in extra_keys:
+        if not (
+            isinstance(key, tuple)
+            and len(key) == 2
+            and isinstance(key[0], str)
+            and isinstance(key[1], str | int)
+            and not isinstance(key[1], bool)
+        ):
+            raise ValueError(f"extra key is {key!r}: it must be (tag, value), a str and a str or int")
+    tags = [tag for tag, _ in extra_keys]
+    if len(set(tags)) != len(tags):
+        raise ValueError(f"extra keys are {extra_keys!r}: each tag may be used once")
+    return tuple(sorted((tag, f"{type(v).__name__}:{v}") for tag, v in extra_keys))
+
+
+class HasBlockId(Protocol):
+    @property
+    def block_id(self) -> int: ...
+
+
+class PrefixMatch(NamedTuple):
+    """The longest cached prefix: its blocks, head first, and the number of tokens in them."""
+
+    blocks: list[Any]  # each has a `block_id`
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class InsertResult:
+    """What became of the blocks given to `insert`. `blocks[i]` is the cache's block for the content
+    of the i-th of them: that block itself if it is now `owned`, another if it was a duplicate."""
+
+    blocks: list[Block]
+    owned: list[Block]
+    duplicates: list[Block]
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Each request is counted once, when it is admitted: tokens looked up and tokens hit."""
+
+    num_requests: int = 0
+    num_tokens_looked_up: int = 0
+    num_tokens_hit: int = 0
+
+    def record(self, num_tokens: int, num_hit: int) -> None:
+        self.num_requests += 1
+        self.num_tokens_looked_up += num_tokens
+        self.num_tokens_hit += num_hit
+
+    @property
+    def hit_rate(self) -> float:
+        """0.0 before anything was looked up."""
+        return self.num_tokens_hit / max(self.num_tokens_looked_up, 1)
+
+
+@dataclass(slots=True)
+class PrefixPath:
+    """What a cache remembers of one request's way into it, so that a later call does not begin at
+    the first token again. Made empty, filled by the cache, thrown away with the request's blocks."""
+
+    state: Any = None
+
+
+class CacheListener(Protocol):
+    """Told of every block that enters or leaves a cache (tiers; routers; tests)."""
+
+    def block_cached(
+        self,
+        block: Block,
+        parent: Block | None,
+        token_ids: tuple[int, ...],
+        extra_keys: tuple[tuple[str, str], ...],
+    ) -> None:
+        """`block` now holds `token_ids` behind the prefix that ends in `parent`."""
+
+    def blocks_evicted(self, blocks: Sequence[Block]) -> None:
+        """They still hold their content, and lose it when this returns. Children come first."""
+
+
+@dataclass(slots=True)
+class CachedPrefix:
+    """One cached block and everything it depends on. For checks and pictures; O(depth)."""
+
+    extra_keys: tuple[tuple[str, str], ...]
+    token_ids: tuple[int, ...]  # of the whole prefix, this block's last
+    block: Block
+    num_users: int = field(default=0)
+
+
+class PrefixCache(ABC):
+    """Prefixes to blocks of `pool`. Everything counts in whole blocks of `block_size` tokens."""
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size is {block_size}: it must be >= 1")
+        self.pool = pool
+        self.block_size = block_size
+        self.stats = CacheStats()
+        self.listener: CacheListener | None = None
+
+    @abstractmethod
+    def match_prefix(
+        self,
+        token_ids: Sequence[int],
+        extra_keys: ExtraKeys | None = None,
+        path: PrefixPath | None = None,
+    ) -> PrefixMatch:
+        """The longest cached prefix of `token_ids` under the same extra keys. It counts as used
+        now, but nothing keeps it: `touch` it before anything may be evicted."""
+
+    @abstractmethod
+    def touch(self, blocks: Sequence[HasBlockId]) -> None:
+        """One user more for these cached blocks: consecutive ones of a path, head first.
+
+        Raises `ValueError`, and changes nothing, if one of them is not cached.
+        """
+
+    @abstractmethod
+    def release(self, blocks: Sequence[HasBlockId]) -> None:
+        """One user less, given as to `touch`. They count as used now, the deepest before the rest.
+
+        Raises `ValueError`, and changes nothing, if one of them is not cached or has no user.
+        """
+
+    @abstractmethod
+    def insert(
+        self,
+        token_ids: Sequence[int],
+        blocks: Sequence[Block],
+        extra_keys: ExtraKeys | None = None,
+        *,
+        start: int = 0,
+        path: PrefixPath | None = None,
+    ) -> InsertResult:
+        """Take over computed blocks: `blocks[i]` holds tokens
+        `[(start + i) * block_size, (start + i + 1) * block_size)` of `token_ids`.
+
+        The caller holds a reference to each and keeps it. If the cache already has that content,
+        the caller's reference moves to the cache's block, and the duplicate goes back to the pool
+        unless others hold it. The first `start` blocks of the path are cached, and used by the
+        caller. Raises `ValueError`, and changes nothing, if `token_ids` is too short, if blocks are
+        free or already cached, or if the first `start` blocks are not cached.
+        """
+
+    @abstractmethod
+    def evict(self, num_blocks: int) -> int:
+        """Give unused blocks back to the pool: `num_blocks`, or all there are. Returns how many."""
+
+    @abstractmethod
+    def owns(self, block: HasBlockId) -> bool:
+        """Is this block cached?"""
+
+    @property
+    @abstractmethod
+    def num_cached_blocks(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def num_evictable_blocks(self) -> int:
+        """Cached blocks that nobody uses."""
+
+    @abstractmethod
+    def reset(self) -> bool:
+        """Forget everything. False, and nothing has changed, while any cached block is in use."""
+
+    @abstractmethod
+    def cached_prefixes(self) -> Iterator[CachedPrefix]:
+        """Every cached block with its whole prefix. Not for the engine's loop."""
+
+    @abstractmethod
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` if the cache contradicts itself or its pool."""
+
+    # -- what every cache does alike
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Tokens hit / tokens looked up, over all requests that were admitted."""
+        return self.stats.hit_rate
+
+    def cached_block_ids(self) -> Iterable[int]:
+        """The blocks that the cache holds a reference to."""
+        return (prefix.block.block_id for prefix in self.cached_prefixes())
+
+    def num_users(self, block: HasBlockId) -> int:
+        """Users of a cached block, the cache itself not counted."""
+        return self.pool.blocks[block.block_id].ref_cnt - 1
+
+    def cache_computed_blocks(
+        self, token_ids: Sequence[int], extra_keys: ExtraKeys | None = None
+    ) -> list[Any]:
+        """Cache every full block of `token_ids` in blocks taken from the pool, evicting others if
+        need be; if the pool is too small, as many as fit, from the front. Returns the path.
+
+        For use without an engine. Nobody uses the blocks yet: `touch` and `release` come in pairs.
+        """
+        num_full = len(token_ids) // self.block_size
+        found = self.match_prefix(token_ids, extra_keys).blocks
+        self.touch(found)  # so that making room does not evict the very path that is extended
+        num_missing = num_full - len(found)
+        self.evict(num_missing - self.pool.num_free_blocks)
+        num_new = min(num_missing, self.pool.num_free_blocks)
+        if num_new > 0:
+            new = self.pool.allocate(num_new)
+            self.insert(token_ids, new, extra_keys, start=len(found))
+            found = self.match_prefix(
+                token_ids[: (len(found) + num_new) * self.block_size], extra_keys
+            ).blocks
+        self.release(found)
+        return found
