@@ -11,8 +11,9 @@ One step has a budget of `max_num_batched_tokens`:
 
 Running requests come first, so admission cannot starve them, and since a prompt is only admitted
 into what is left, `len(running)` never grows past the budget. The queue is not overtaken: if its
-head does not fit, nobody behind it is admitted. A head that could never fit is refused when it
-arrives, so nobody waits for ever.
+head does not fit, nobody behind it is admitted. Only a request whose KV is on its way is passed
+over, until it has come: another request computes it in this step, or it is loaded (chapter 3). A
+head that could never fit is refused when it arrives, so nobody waits for ever.
 
 Memory is reserved in full at admission, for the prompt and everything the request may still
 generate. That is safe, because a running request can never run out, and wasteful, because most
@@ -24,18 +25,26 @@ one token behind between two steps; every unfinished request is either waiting o
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import Enum, auto
 
 from request import Request, RequestStatus
 from request_queue import create_request_queue
 from scheduler_interface import (
     BlockCopy,
     CachedRequestData,
+    ComputedBlocks,
     EngineCoreOutput,
     KVMemory,
     NewRequestData,
     SchedulerOutput,
     UnlimitedKVMemory,
 )
+
+
+class _Outcome(Enum):
+    ADMITTED = auto()
+    NOT_READY = auto()  # more of its KV is there soon: the next one is asked meanwhile
+    NO_ROOM = auto()  # nobody behind it is admitted either
 
 
 class FCFSScheduler:
@@ -115,7 +124,7 @@ class FCFSScheduler:
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             request = self.requests.get(request_id)
             if request is not None:
-                if request.status == RequestStatus.WAITING:
+                if request_id not in self.running:
                     self.waiting.remove_request(request)
                 request.status = status
                 self._forget(request)
@@ -138,39 +147,64 @@ class FCFSScheduler:
         self._finished_req_ids = set()
         was_running = list(self.running.values())
         budget = self.max_num_batched_tokens - len(was_running)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            num_new_tokens = self._try_to_admit(self.waiting.peek_request(), budget)
-            if num_new_tokens == 0:
-                break
-            budget -= num_new_tokens
-            self._plan_new(self.waiting.pop_request(), num_new_tokens, plan)
+        for request in self._admit(budget):
+            self._plan_new(request, request.num_tokens - request.num_computed_tokens, plan)
         for request in was_running:
             self._plan_running(request, plan)
         plan.num_kv_blocks_in_use = self.kv_memory.num_blocks_in_use
         plan.block_copies = [BlockCopy(*copy) for copy in self.kv_memory.take_block_copies()]
+        if plan.is_empty and self.waiting:
+            self.kv_memory.wait_for_loads()
         return plan
 
-    def _try_to_admit(self, request: Request, budget: int) -> int:
-        """Tokens that the head of the queue computes in this step; 0: it has to wait."""
+    def _admit(self, budget: int) -> list[Request]:
+        """Take requests from the front of the queue into `running` for as long as they fit."""
+        admitted = []
+        for request in self.waiting:
+            if len(self.running) == self.max_num_seqs:
+                break
+            outcome = self._try_to_admit(request, budget)
+            if outcome is _Outcome.NO_ROOM:
+                break
+            if outcome is _Outcome.ADMITTED:
+                budget -= request.num_tokens - request.num_computed_tokens
+                self.running[request.request_id] = request
+                admitted.append(request)
+        for request in admitted:
+            self.waiting.remove_request(request)
+        return admitted
+
+    def _try_to_admit(self, request: Request, budget: int) -> _Outcome:
+        """What is known already is looked up first, and the work is sized after that."""
         parent = self.running.get(request.parent_id) if request.parent_id is not None else None
         if parent is not None:
-            if parent.num_output_tokens == 0:
-                return 0  # its prompt is being computed in this very step: share it in the next one
+            if parent.num_output_tokens == 0:  # its prompt is being computed in this very step
+                return _Outcome.NOT_READY
             # The child needs logits of its own, so it computes the last prompt token again.
             request.num_computed_tokens = request.num_prompt_tokens - 1
             self.kv_memory.fork(parent, request)
-        num_new_tokens = request.num_tokens - request.num_computed_tokens
+            computed = ComputedBlocks()
+        else:
+            computed = self.kv_memory.get_computed_blocks(request)
+        if not computed.is_ready:
+            loading, waiting = RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING
+            request.status = loading if computed.is_loading else waiting
+            return _Outcome.NOT_READY
+        request.status = RequestStatus.WAITING
+        num_known = request.num_computed_tokens + computed.num_tokens
+        num_new_tokens = request.num_tokens - num_known
         num_reserved = request.max_num_tokens - 1 - request.num_tokens
         fits = num_new_tokens <= budget
-        if fits and self.kv_memory.allocate_slots(request, num_new_tokens, num_reserved):
-            return num_new_tokens
-        self.kv_memory.free(request)  # a fork that was not admitted gives back what it shared
-        request.num_computed_tokens = 0
-        return 0
+        if fits and self.kv_memory.allocate_slots(request, num_new_tokens, num_reserved, computed):
+            request.num_computed_tokens = request.num_cached_tokens = num_known
+            return _Outcome.ADMITTED
+        if parent is not None:  # a fork that was not admitted gives back what it shared
+            self.kv_memory.free(request)
+            request.num_computed_tokens = 0
+        return _Outcome.NO_ROOM
 
     def _plan_new(self, request: Request, num_new_tokens: int, plan: SchedulerOutput) -> None:
         request.status = RequestStatus.RUNNING
-        self.running[request.request_id] = request
         block_ids = list(self.kv_memory.get_block_ids(request.request_id))
         plan.scheduled_new_reqs.append(
             NewRequestData(
@@ -213,6 +247,7 @@ class FCFSScheduler:
         for request in output.scheduled_requests:
             if request.is_finished:
                 continue  # aborted between schedule and update
+            self.kv_memory.cache_blocks(request)
             num_before = request.num_output_tokens
             for token_id in token_ids.get(request.request_id, ()):
                 request.append_output_token(token_id)
@@ -245,8 +280,8 @@ class FCFSScheduler:
         return len(self.running), len(self.waiting)
 
     def reset_prefix_cache(self) -> bool:
-        """There is none, so it is empty."""
-        return True
+        """Forget cached prefixes (chapter 3). False while some are in use."""
+        return self.kv_memory.reset_prefix_cache()
 
     def check_invariants(self) -> None:
         """Between two steps."""
@@ -263,5 +298,5 @@ class FCFSScheduler:
             assert request.status == RequestStatus.RUNNING, repr(request)
             assert request.num_tokens - request.num_computed_tokens == 1, repr(request)
         for request in self.waiting:
-            assert request.status == RequestStatus.WAITING, repr(request)
+            assert request.status < RequestStatus.RUNNING, repr(request)
             assert request.num_computed_tokens == 0, repr(request)

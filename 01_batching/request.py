@@ -138,11 +138,12 @@ class RequestStatus(IntEnum):
     """Ordered: everything from `FINISHED_STOPPED` on is finished."""
 
     WAITING = 0
-    RUNNING = 1
-    PREEMPTED = 2
-    FINISHED_STOPPED = 3
-    FINISHED_LENGTH_CAPPED = 4
-    FINISHED_ABORTED = 5
+    WAITING_FOR_REMOTE_KVS = 1  # its KV comes from outside (chapter 3); others go on
+    RUNNING = 2
+    PREEMPTED = 3
+    FINISHED_STOPPED = 4
+    FINISHED_LENGTH_CAPPED = 5
+    FINISHED_ABORTED = 6
 
 
 _FINISH_REASONS = {
@@ -156,8 +157,9 @@ class Request:
     """One sequence to be continued, as the scheduler sees it.
 
     `parent_id` names a request with the same prompt, of the same `n > 1` group, whose prompt KV
-    this one may share. `priority`: a lower number is more urgent. Times are seconds of
-    `time.monotonic()`."""
+    this one may share. `priority`: a lower number is more urgent. `extra_keys`, `(tag, value)`
+    each, are what its KV depends on besides its tokens: requests that differ in them share nothing
+    (chapter 3). Times are seconds of `time.monotonic()`."""
 
     def __init__(
         self,
@@ -168,6 +170,7 @@ class Request:
         arrival_time: float | None = None,
         priority: int = 0,
         parent_id: str | None = None,
+        extra_keys: Iterable[tuple[str, str | int]] = (),
     ) -> None:
         if not prompt_token_ids:
             raise ValueError(
@@ -180,6 +183,7 @@ class Request:
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self.priority = priority
         self.parent_id = parent_id
+        self.extra_keys = tuple(extra_keys)
         self.max_tokens = (
             sampling_params.max_tokens
         )  # a scheduler lowers it where max_model_len ends sooner

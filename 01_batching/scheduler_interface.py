@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from request import Request, RequestStatus, SamplingParams
 
@@ -64,7 +64,8 @@ class CachedRequestData:
 class BlockCopy:
     """Before the forward pass, the KV of block `src_block_id` is copied to `dst_block_id`, which
     takes its place as entry `block_index` of the request's block table (copy-on-write after a fork,
-    chapter 2)."""
+    chapter 2). If the two are equal nothing is copied: only the table changes (a duplicate of a
+    cached block was given back, chapter 3)."""
 
     request_id: str
     block_index: int
@@ -155,6 +156,20 @@ class SchedulerInterface(Protocol):
         """Raise `AssertionError` if the scheduler contradicts itself."""
 
 
+@dataclass(frozen=True, slots=True)
+class ComputedBlocks:
+    """What is known already of a request that waits: cached blocks (chapter 3), and how many of its
+    positions they hold.
+
+    `is_ready` is False while more of it is on its way and will be there soon: admitted now, it
+    would be computed twice. `is_loading`: it comes from outside, not from another request."""
+
+    blocks: list[Any] = field(default_factory=list)
+    num_tokens: int = 0
+    is_ready: bool = True
+    is_loading: bool = False
+
+
 class KVMemory(Protocol):
     """What a scheduler asks of whoever owns the KV memory. Chapter 2's `KVCacheManager` answers for
     blocks."""
@@ -165,10 +180,22 @@ class KVMemory(Protocol):
     def fits_when_empty(self, num_tokens: int) -> bool:
         """Could the whole memory hold this many positions of one request?"""
 
+    def get_computed_blocks(self, request: Request) -> ComputedBlocks:
+        """What need not be computed of a request without memory. At least its last token is left.
+        Nothing keeps the blocks: ask again before every attempt to admit it."""
+
     def allocate_slots(
-        self, request: Request, num_new_tokens: int, num_lookahead_tokens: int = 0
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_lookahead_tokens: int = 0,
+        computed: ComputedBlocks | None = None,
     ) -> bool:
-        """Make room behind the computed positions. False: refused, and nothing has changed."""
+        """Make room behind the computed positions, `computed` included. False: refused, and nothing
+        has changed."""
+
+    def cache_blocks(self, request: Request) -> None:
+        """The forward pass that wrote the computed positions is over: they may be shared."""
 
     def fork(self, parent: Request, child: Request) -> None:
         """Let `child` share the memory of its first `num_computed_tokens` positions with
@@ -182,6 +209,12 @@ class KVMemory(Protocol):
     def take_block_copies(self) -> list[tuple[str, int, int, int]]:
         """Copies to make before the next forward pass, as the fields of `BlockCopy`."""
 
+    def wait_for_loads(self) -> None:
+        """Called when nothing can be computed before some KV has arrived: wait, but not long."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes. False while some are in use."""
+
 
 class UnlimitedKVMemory:
     """Chapter 1 has no blocks: the runner keeps every request's KV in tensors of its own, and
@@ -192,10 +225,20 @@ class UnlimitedKVMemory:
     def fits_when_empty(self, num_tokens: int) -> bool:
         return True
 
+    def get_computed_blocks(self, request: Request) -> ComputedBlocks:
+        return ComputedBlocks()
+
     def allocate_slots(
-        self, request: Request, num_new_tokens: int, num_lookahead_tokens: int = 0
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_lookahead_tokens: int = 0,
+        computed: ComputedBlocks | None = None,
     ) -> bool:
         return True
+
+    def cache_blocks(self, request: Request) -> None:
+        pass
 
     def fork(self, parent: Request, child: Request) -> None:
         child.num_computed_tokens = 0  # nothing is shared: the child computes its prompt itself
@@ -208,3 +251,9 @@ class UnlimitedKVMemory:
 
     def take_block_copies(self) -> list[tuple[str, int, int, int]]:
         return []
+
+    def wait_for_loads(self) -> None:
+        pass
+
+    def reset_prefix_cache(self) -> bool:
+        return True

@@ -34,14 +34,7 @@ from dataclasses import dataclass, field
 
 from block_pool import Block, BlockPool
 from request import Request
-
-
-@dataclass(frozen=True, slots=True)
-class ComputedBlocks:
-    """Blocks found in a cache, and how many positions of the request they hold."""
-
-    blocks: list[Block] = field(default_factory=list)
-    num_tokens: int = 0
+from scheduler_interface import ComputedBlocks
 
 
 @dataclass(slots=True)
@@ -156,7 +149,7 @@ class KVCacheManager:
         start = request.num_computed_tokens + computed.num_tokens
         end = start + num_new_tokens + num_lookahead_tokens
         # Hold what was found before anything is taken, so that making room cannot evict it.
-        self.pool.touch(computed.blocks)
+        self._touch(computed.blocks)
         held = table.blocks + computed.blocks if computed.blocks else table.blocks
         num_needed = self.num_blocks_needed(end)
         written = range(start // self.block_size, num_needed) if end > start else range(0)
@@ -164,7 +157,7 @@ class KVCacheManager:
         num_missing = max(num_needed - len(held), 0)
         fresh = self._take_blocks(len(shared) + num_missing)
         if fresh is None:
-            self.pool.free(computed.blocks[::-1])
+            self._release(computed.blocks)
             return False
         table.append(computed.blocks)
         for index, block in zip(shared, fresh, strict=False):
@@ -179,7 +172,7 @@ class KVCacheManager:
         table = self._tables.pop(request.request_id, None)
         if table is None:
             return
-        self.pool.free(table.blocks[::-1])
+        self._release(table.blocks)
         if self._copies:
             for block in table.blocks:
                 self._disown_copy(request.request_id, block)
@@ -203,7 +196,7 @@ class KVCacheManager:
                 f"{parent.request_id!r} has computed {parent.num_computed_tokens if table else 0}"
             )
         shared = table.blocks[:num_shared]
-        self.pool.touch(shared)
+        self._touch(shared)
         forked = _BlockTable(table.family)
         forked.append(shared)
         self._tables[child.request_id] = forked
@@ -219,7 +212,26 @@ class KVCacheManager:
         self._copies.clear()
         return copies
 
+    # What only a manager with a cache has to do (chapter 3); a scheduler asks every manager alike.
+
+    def cache_blocks(self, request: Request) -> None:
+        """The forward pass that wrote the computed positions is over: they may be shared."""
+
+    def wait_for_loads(self) -> None:
+        """Nothing can be computed before some KV has arrived: wait for it, for a moment."""
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
     # -- inside
+
+    def _touch(self, blocks: Sequence[Block]) -> None:
+        """One holder more for blocks of one table, head first."""
+        self.pool.touch(blocks)
+
+    def _release(self, blocks: Sequence[Block]) -> None:
+        """One holder less for blocks of one table, head first. The deepest is freed first."""
+        self.pool.free(blocks[::-1])
 
     def _take_blocks(self, num_blocks: int) -> list[Block] | None:
         """`num_blocks` blocks, or None and nothing has changed. Chapter 3 makes room here."""
@@ -232,7 +244,7 @@ class KVCacheManager:
         if src_block_id != dst.block_id:  # equal: the first source was freed, and is taken again
             self._copies[dst.block_id] = _PendingCopy(request_id, index, src_block_id)
         table.replace(index, dst)
-        self.pool.free([src])
+        self._release([src])
         if pending is not None:
             self._disown_copy(request_id, src)
 

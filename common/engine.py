@@ -183,7 +183,7 @@ class LLMEngine:
 
     def _abort_running(self) -> None:
         for group in list(self._groups.values()):
-            if any(m.request.status != RequestStatus.WAITING for m in group.members):
+            if any(m.request.request_id in self.scheduler.running for m in group.members):
                 self.abort_request(group.request_id)
 
     def generate_batch(

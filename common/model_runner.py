@@ -157,7 +157,7 @@ class PagedModelRunner:
             starts[req_id] = cached.num_computed_tokens[i]
         if output.block_copies:
             copies = [(copy.src_block_id, copy.dst_block_id) for copy in output.block_copies]
-            self.kv_cache.copy_blocks(copies)
+            self.kv_cache.copy_blocks([(src, dst) for src, dst in copies if src != dst])
             for copy in output.block_copies:
                 row = self.requests[copy.request_id].row
                 self.tables.ids[row, copy.block_index] = copy.dst_block_id

@@ -71,7 +71,9 @@ class TrainConfig:
     )
     matrix_lr: float = 0.02
     other_lr: float = 3e-3
-    weight_decay: float = 0.1  # of the matrices, decoupled: after a few passes over the text it counts
+    weight_decay: float = (
+        0.1  # of the matrices, decoupled: after a few passes over the text it counts
+    )
     warmup_steps: int = 40
     decay_share: float = 0.25
     seed: int = 0

@@ -1,0 +1,52 @@
+"""The bytes of a KV block, so that it can leave the engine's memory and come back.
+
+    keys of layer 0 | values of layer 0 | keys of layer 1 | ...      each [block_size, kv_heads, head_dim]
+
+Bytes are comparable, storable and checkable whatever the dtype is. They mean something only beside
+the same model, dtype and block size: that is what a connector's namespace says.
+
+Invariant: `write_block(b, read_block(a))` makes block b equal to block a, bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from paged_attention import PagedKVCache
+
+
+class PagedBlockIO:
+    """A `KVBlockIO` over chapter 2's KV tensors, on any device."""
+
+    def __init__(self, kv_cache: PagedKVCache) -> None:
+        self._tensors = [
+            tensor
+            for pair in zip(kv_cache.key_cache, kv_cache.value_cache, strict=True)
+            for tensor in pair
+        ]
+        self._num_blocks = kv_cache.num_blocks
+        self.block_nbytes: int = kv_cache.kv_bytes_per_block
+
+    @torch.inference_mode()
+    def read_block(self, block_id: int) -> bytes:
+        """`block_nbytes` bytes. Raises `ValueError` for a block that is not there."""
+        self._check_block(block_id)
+        block = torch.stack([tensor[block_id] for tensor in self._tensors])
+        return block.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+    @torch.inference_mode()
+    def write_block(self, block_id: int, data: bytes | memoryview) -> None:
+        """Raises `ValueError`, and writes nothing, if the block is not there or `data` has another
+        length."""
+        self._check_block(block_id)
+        if len(data) != self.block_nbytes:
+            raise ValueError(f"data has {len(data)} bytes: a block has {self.block_nbytes}")
+        first = self._tensors[0]
+        shape = (len(self._tensors), *first.shape[1:])
+        block = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(first.dtype).view(shape)
+        for tensor, layer in zip(self._tensors, block, strict=True):
+            tensor[block_id] = layer.to(tensor.device)
+
+    def _check_block(self, block_id: int) -> None:
+        if not 0 < block_id < self._num_blocks:
+            raise ValueError(f"block_id is {block_id}: it must be in [1, {self._num_blocks})")

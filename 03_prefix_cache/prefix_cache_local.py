@@ -1,0 +1,339 @@
+"""A prefix cache as a hash chain: one dictionary lookup a block.
+
+A block's hash covers its tokens and, through its parent's hash, everything before them:
+
+    root(extra keys) -> h0 = H(root, tokens[0:16]) -> h1 = H(h0, tokens[16:32]) -> h2 = ...
+
+So equal hashes mean equal prefixes, wherever two requests lie in memory, and the longest cached
+prefix is found by walking the chain until the first hash that is not in the dictionary. The root
+mixes in what else KV depends on (an adapter, a tenant's salt): a chain that starts at one root
+never meets a chain of another.
+
+Blocks that nobody uses stay cached, in the order of their last use. Since whoever uses a block uses
+all blocks before it, and gives them back deepest first, that one order has every child before its
+parent: eviction pops its front, and nothing has to search.
+
+The hash is a cryptographic digest. With Python's `hash` a user could write a prompt that collides
+with another user's prefix, and be answered from that KV (vLLM CVE-2025-25183); numbers are also
+not the same in two processes.
+
+Invariants: those of `prefix_cache.py`; `_evictable` holds exactly the cached blocks without users,
+least recently used first.
+
+vLLM keeps the hashes on the pool's blocks and lets a block that is freed stay findable until it is
+reused; its free list is this module's LRU order. nano-vllm does the same with xxhash.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
+
+from block_pool import Block, BlockPool
+from prefix_cache import (
+    CachedPrefix,
+    ExtraKeys,
+    HasBlockId,
+    InsertResult,
+    PrefixCache,
+    PrefixMatch,
+    PrefixPath,
+    normalise_extra_keys,
+)
+
+BLOCK_SIZE = 16
+HASH_BYTES = 32
+
+
+@lru_cache(maxsize=1024)
+def _mix_in(parent_hash: bytes, extra_keys: tuple[tuple[str, str], ...]) -> bytes:
+    """Each part goes in with its length in front: no two lists of keys spell the same bytes."""
+    digest = blake2b(parent_hash, digest_size=HASH_BYTES, person=b"extra keys")
+    for part in (part.encode() for key in extra_keys for part in key):
+        digest.update(struct.pack("<Q", len(part)) + part)
+    return digest.digest()
+
+
+def compute_block_hash(
+    parent_hash: bytes | None, token_ids: Sequence[int], extra_keys: ExtraKeys | None = None
+) -> bytes:
+    """The hash of a block that holds `token_ids` behind the prefix that `parent_hash` stands for.
+
+    `parent_hash` is None for a first block. 32 bytes, the same in every process and on every
+    machine. Token ids are signed 64-bit integers.
+    """
+    if parent_hash is None or extra_keys:
+        parent_hash = _mix_in(parent_hash or b"", normalise_extra_keys(extra_keys))
+    tokens = struct.pack(f"<{len(token_ids)}q", *token_ids)
+    return blake2b(parent_hash + tokens, digest_size=HASH_BYTES).digest()
+
+
+def compute_hash_chain(
+    token_ids: Sequence[int], block_size: int, extra_keys: ExtraKeys | None = None
+) -> list[tuple[bytes, tuple[int, ...]]]:
+    """`(hash, tokens)` of every full block. A partial block at the end has no hash: it is not final
+    yet."""
+    chain: list[tuple[bytes, tuple[int, ...]]] = []
+    parent_hash = None
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        tokens = tuple(token_ids[start : start + block_size])
+        parent_hash = compute_block_hash(parent_hash, tokens, None if chain else extra_keys)
+        chain.append((parent_hash, tokens))
+    return chain
+
+
+@dataclass(slots=True, eq=False)
+class CachedBlock:
+    """A block and what it holds. `ref_cnt` counts its users; the cache itself is not one."""
+
+    block_id: int
+    block_hash: bytes
+    token_ids: tuple[int, ...]
+    ref_cnt: int = 0
+    parent: CachedBlock | None = field(default=None, repr=False)
+    extra_keys: tuple[tuple[str, str], ...] = ()
+
+
+class PrefixCacheLocal(PrefixCache):
+    """A `PrefixCache` keyed by chained hashes.
+
+    On its own it makes a pool of `max_cached_blocks`; in an engine it is given the engine's `pool`.
+    Raises `ValueError` unless exactly one of the two is given.
+    """
+
+    def __init__(
+        self,
+        max_cached_blocks: int | None = None,
+        pool: BlockPool | None = None,
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
+        if (max_cached_blocks is None) == (pool is None):
+            raise ValueError(
+                f"max_cached_blocks is {max_cached_blocks} and pool is {pool}: give one of them"
+            )
+        if max_cached_blocks is not None and max_cached_blocks < 1:
+            raise ValueError(f"max_cached_blocks is {max_cached_blocks}: it must be >= 1")
+        super().__init__(pool or BlockPool(max_cached_blocks + 1), block_size)
+        self._by_hash: dict[bytes, CachedBlock] = {}
+        self._by_block_id: dict[int, CachedBlock] = {}
+        self._evictable: OrderedDict[int, CachedBlock] = OrderedDict()
+
+    # -- look up
+
+    def compute_hash_chain(
+        self, token_ids: Sequence[int], extra_keys: ExtraKeys | None = None
+    ) -> list[tuple[bytes, tuple[int, ...]]]:
+        return compute_hash_chain(token_ids, self.block_size, extra_keys)
+
+    def match_prefix(
+        self,
+        token_ids: Sequence[int],
+        extra_keys: ExtraKeys | None = None,
+        path: PrefixPath | None = None,
+    ) -> PrefixMatch:
+        hashes = self._hashes_of(path)
+        blocks: list[CachedBlock] = []
+        for index in range(len(token_ids) // self.block_size):
+            cached = self._by_hash.get(self._hash(hashes, index, token_ids, extra_keys))
+            if cached is None:
+                break
+            blocks.append(cached)
+        for cached in reversed(blocks):
+            if cached.ref_cnt == 0:
+                self._evictable.move_to_end(cached.block_id)
+        return PrefixMatch(blocks, len(blocks) * self.block_size)
+
+    @staticmethod
+    def _hashes_of(path: PrefixPath | None) -> list[bytes]:
+        """A path remembers the hashes computed so far: tokens only ever grow at their end."""
+        if path is None:
+            return []
+        if path.state is None:
+            path.state = []
+        return path.state
+
+    def _hash(
+        self,
+        hashes: list[bytes],
+        index: int,
+        token_ids: Sequence[int],
+        extra_keys: ExtraKeys | None,
+    ) -> bytes:
+        """The hash of block `index`; `hashes` grows up to it."""
+        while len(hashes) <= index:
+            start = len(hashes) * self.block_size
+            tokens = token_ids[start : start + self.block_size]
+            if hashes:
+                hashes.append(compute_block_hash(hashes[-1], tokens))
+            else:
+                hashes.append(compute_block_hash(None, tokens, extra_keys))
+        return hashes[index]
+
+    # -- references
+
+    def touch(self, blocks: Sequence[HasBlockId]) -> None:
+        cached_blocks = self._cached(blocks, "touch")
+        self.pool.touch([self.pool.blocks[cached.block_id] for cached in cached_blocks])
+        for cached in cached_blocks:
+            if cached.ref_cnt == 0:
+                del self._evictable[cached.block_id]
+            cached.ref_cnt += 1
+
+    def release(self, blocks: Sequence[HasBlockId]) -> None:
+        cached_blocks = self._cached(blocks, "release")
+        for cached in cached_blocks:
+            if cached.ref_cnt == 0:
+                raise ValueError(f"release of block {cached.block_id}: nobody uses it")
+        self.pool.free([self.pool.blocks[cached.block_id] for cached in cached_blocks])
+        for cached in reversed(cached_blocks):  # the deepest first: it is evicted before its parent
+            cached.ref_cnt -= 1
+            if cached.ref_cnt == 0:
+                self._evictable[cached.block_id] = cached
+
+    def _cached(self, blocks: Iterable[HasBlockId], verb: str) -> list[CachedBlock]:
+        try:
+            return [self._by_block_id[block.block_id] for block in blocks]
+        except KeyError as error:
+            raise ValueError(f"{verb} of block {error}: it is not cached") from None
+
+    # -- in and out
+
+    def insert(
+        self,
+        token_ids: Sequence[int],
+        blocks: Sequence[Block],
+        extra_keys: ExtraKeys | None = None,
+        *,
+        start: int = 0,
+        path: PrefixPath | None = None,
+    ) -> InsertResult:
+        hashes = self._hashes_of(path)
+        parent = self._check_insert(token_ids, blocks, extra_keys, start, hashes)
+        keys = parent.extra_keys if parent is not None else normalise_extra_keys(extra_keys)
+        result = InsertResult([], [], [])
+        for index, block in enumerate(blocks, start):
+            block_hash = self._hash(hashes, index, token_ids, extra_keys)
+            cached = self._by_hash.get(block_hash)
+            if (
+                cached is not None
+            ):  # somebody else was first: the caller's reference moves to theirs
+                self.touch([cached])
+                self.pool.free([block])
+                result.duplicates.append(block)
+            else:
+                tokens = tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
+                cached = CachedBlock(
+                    block.block_id, block_hash, tokens, block.ref_cnt, parent, keys
+                )
+                self._by_hash[block_hash] = self._by_block_id[block.block_id] = cached
+                result.owned.append(block)
+            result.blocks.append(self.pool.blocks[cached.block_id])
+            parent = cached
+        self.pool.touch(result.owned)
+        self._tell_cached(result.owned)
+        return result
+
+    def _check_insert(
+        self,
+        token_ids: Sequence[int],
+        blocks: Sequence[Block],
+        extra_keys: ExtraKeys | None,
+        start: int,
+        hashes: list[bytes],
+    ) -> CachedBlock | None:
+        """The cached block that the first of `blocks` comes behind; None at the root."""
+        num_needed = (start + len(blocks)) * self.block_size
+        if len(token_ids) < num_needed:
+            raise ValueError(
+                f"{len(token_ids)} token_ids: {start} + {len(blocks)} blocks hold {num_needed}"
+            )
+        if len({block.block_id for block in blocks}) != len(blocks):
+            raise ValueError("insert: each block may be named once")
+        for block in blocks:
+            if block.ref_cnt < 1 or block.block_id in self._by_block_id:
+                state = "free" if block.ref_cnt < 1 else "cached already"
+                raise ValueError(f"insert of block {block.block_id}: it is {state}")
+        parent = None
+        for index in range(start - 1, start) if len(hashes) >= start > 0 else range(start):
+            parent = self._by_hash.get(self._hash(hashes, index, token_ids, extra_keys))
+            if parent is None:
+                raise ValueError(f"insert behind {start} blocks: block {index} is not cached")
+        return parent
+
+    def _tell_cached(self, blocks: Sequence[Block]) -> None:
+        if self.listener is None:
+            return
+        for block in blocks:
+            cached = self._by_block_id[block.block_id]
+            parent = None if cached.parent is None else self.pool.blocks[cached.parent.block_id]
+            self.listener.block_cached(block, parent, cached.token_ids, cached.extra_keys)
+
+    def evict(self, num_blocks: int) -> int:
+        num_blocks = max(0, min(num_blocks, len(self._evictable)))
+        victims = [self._evictable.popitem(last=False)[1] for _ in range(num_blocks)]
+        blocks = [self.pool.blocks[cached.block_id] for cached in victims]
+        if self.listener is not None and blocks:
+            self.listener.blocks_evicted(blocks)
+        for cached in victims:
+            del self._by_hash[cached.block_hash], self._by_block_id[cached.block_id]
+        self.pool.free(blocks)
+        return num_blocks
+
+    def reset(self) -> bool:
+        if self.num_evictable_blocks != self.num_cached_blocks:
+            return False
+        self.evict(self.num_cached_blocks)
+        return True
+
+    # -- questions
+
+    def owns(self, block: HasBlockId) -> bool:
+        return block.block_id in self._by_block_id
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return len(self._by_block_id)
+
+    @property
+    def num_evictable_blocks(self) -> int:
+        return len(self._evictable)
+
+    def cached_block_ids(self) -> Iterable[int]:
+        return self._by_block_id.keys()
+
+    def cached_prefixes(self) -> Iterator[CachedPrefix]:
+        for cached in self._by_block_id.values():
+            chain = [cached]
+            while chain[-1].parent is not None:
+                chain.append(chain[-1].parent)
+            token_ids = tuple(token for link in reversed(chain) for token in link.token_ids)
+            block = self.pool.blocks[cached.block_id]
+            yield CachedPrefix(cached.extra_keys, token_ids, block, cached.ref_cnt)
+
+    def check_invariants(self) -> None:
+        assert len(self._by_hash) == len(self._by_block_id)
+        for block_hash, cached in self._by_hash.items():
+            assert self._by_block_id[cached.block_id] is cached, cached
+            assert cached.block_hash == block_hash, cached
+            assert len(cached.token_ids) == self.block_size, cached
+            parent = cached.parent
+            if parent is None:
+                keys = _mix_in(b"", cached.extra_keys)
+                tokens = struct.pack(f"<{self.block_size}q", *cached.token_ids)
+                assert block_hash == blake2b(keys + tokens, digest_size=HASH_BYTES).digest()
+            else:
+                assert self._by_hash.get(parent.block_hash) is parent, f"{cached} lost its parent"
+                assert parent.ref_cnt >= cached.ref_cnt, f"{cached} is used without its parent"
+                assert block_hash == compute_block_hash(parent.block_hash, cached.token_ids)
+            num_references = self.pool.blocks[cached.block_id].ref_cnt
+            assert num_references == 1 + cached.ref_cnt, f"{cached}: {num_references} references"
+            assert (cached.ref_cnt == 0) == (cached.block_id in self._evictable), cached
+        places = {block_id: place for place, block_id in enumerate(self._evictable)}
+        for cached in self._evictable.values():
+            parent = cached.parent
+            if parent is not None and parent.ref_cnt == 0:
+                assert places[cached.block_id] < places[parent.block_id], f"{cached} goes too late"
