@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 
 from fcfs_scheduler import FCFSScheduler
 from request import Request, RequestStatus, SamplingParams
-from scheduler_interface import SchedulerOutput, UnlimitedKVMemory
+from scheduler_interface import ComputedBlocks, SchedulerOutput, UnlimitedKVMemory
 
 EOS, STOP, VOCAB_SIZE = 0, 1, 9
 
@@ -101,10 +101,15 @@ class CountedMemory(UnlimitedKVMemory):
         return num_tokens <= self.capacity
 
     def allocate_slots(
-        self, request: Request, num_new_tokens: int, num_lookahead_tokens: int = 0
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_lookahead_tokens: int = 0,
+        computed: ComputedBlocks | None = None,
     ) -> bool:
         have = self.reserved.get(request.request_id, 0)
         need = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
+        need += computed.num_tokens if computed is not None else 0
         if need - have > self.num_free:
             return False
         self.reserved[request.request_id] = max(have, need)
@@ -112,6 +117,108 @@ class CountedMemory(UnlimitedKVMemory):
 
     def free(self, request: Request) -> None:
         self.reserved.pop(request.request_id, None)
+
+
+class RememberingMemory(UnlimitedKVMemory):
+    """Answers every look-up from `known`, and writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, ComputedBlocks] = {}
+        self.calls: list[tuple] = []
+
+    def get_computed_blocks(self, request: Request) -> ComputedBlocks:
+        self.calls.append(("look up", request.request_id))
+        return self.known.get(request.request_id, ComputedBlocks())
+
+    def allocate_slots(self, request, num_new_tokens, num_lookahead_tokens=0, computed=None):
+        num_known = computed.num_tokens if computed is not None else 0
+        self.calls.append(("allocate", request.request_id, num_new_tokens, num_known))
+        return True
+
+    def cache_blocks(self, request: Request) -> None:
+        written = request.num_computed_tokens
+        self.calls.append(("cache", request.request_id, written, request.num_tokens))
+
+    def wait_for_loads(self) -> None:
+        self.calls.append(("wait",))
+
+
+def test_what_is_known_is_looked_up_before_the_work_is_sized():
+    """Trap 4: of 13 tokens 12 are cached, so one is scheduled, and fits a budget of one."""
+    memory = RememberingMemory()
+    memory.known["a"] = ComputedBlocks(num_tokens=12)
+    scheduler = FCFSScheduler(max_num_batched_tokens=14, kv_memory=memory)
+    scheduler.add_request(Request.from_tokens("a", range(13), 3))
+    scheduler.add_request(Request.from_tokens("b", range(13), 3))
+    plan = scheduler.schedule()
+    assert plan.num_scheduled_tokens == {"a": 1, "b": 13}
+    assert [new.num_computed_tokens for new in plan.scheduled_new_reqs] == [12, 0]
+    assert memory.calls[:2] == [("look up", "a"), ("allocate", "a", 1, 12)]
+    assert scheduler.requests["a"].num_cached_tokens == 12
+    scheduler.update_from_output(plan, {"a": [5], "b": [6]})
+    scheduler.check_invariants()
+
+
+def test_kv_is_shared_after_the_forward_pass_and_before_the_token_is_known():
+    memory = RememberingMemory()
+    scheduler = FCFSScheduler(kv_memory=memory)
+    scheduler.add_request(Request.from_tokens("a", range(4), 2))
+    plan = scheduler.schedule()
+    assert not [call for call in memory.calls if call[0] == "cache"]
+    scheduler.update_from_output(plan, {"a": [9]})
+    assert memory.calls[-1] == ("cache", "a", 4, 4)
+
+
+def test_an_aborted_request_is_not_shared():
+    memory = RememberingMemory()
+    scheduler = FCFSScheduler(kv_memory=memory)
+    scheduler.add_request(Request.from_tokens("a", range(4), 2))
+    plan = scheduler.schedule()
+    scheduler.abort_request("a")
+    scheduler.update_from_output(plan, {"a": [9]})
+    assert not [call for call in memory.calls if call[0] == "cache"]
+
+
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_a_request_whose_kv_is_on_its_way_is_passed_over(is_loading):
+    memory = RememberingMemory()
+    memory.known["a"] = ComputedBlocks(is_ready=False, is_loading=is_loading)
+    scheduler = FCFSScheduler(kv_memory=memory)
+    for name in "abc":
+        scheduler.add_request(Request.from_tokens(name, range(4), 2))
+    plan = scheduler.schedule()
+    assert list(plan.num_scheduled_tokens) == ["b", "c"]
+    waiting = RequestStatus.WAITING_FOR_REMOTE_KVS if is_loading else RequestStatus.WAITING
+    assert scheduler.requests["a"].status == waiting
+    scheduler.update_from_output(plan, {"b": [5], "c": [6]})
+    scheduler.check_invariants()
+    memory.known["a"] = ComputedBlocks(num_tokens=3)
+    plan = scheduler.schedule()
+    assert plan.num_scheduled_tokens == {"a": 1, "b": 1, "c": 1}
+    assert scheduler.requests["a"].status == RequestStatus.RUNNING
+
+
+def test_a_loading_request_can_be_aborted():
+    memory = RememberingMemory()
+    memory.known["a"] = ComputedBlocks(is_ready=False, is_loading=True)
+    scheduler = FCFSScheduler(kv_memory=memory)
+    scheduler.add_request(Request.from_tokens("a", range(4), 2))
+    assert scheduler.schedule().is_empty
+    scheduler.abort_request("a")
+    assert not scheduler.has_unfinished_requests() and not scheduler.waiting
+    scheduler.check_invariants()
+
+
+def test_the_scheduler_waits_for_kv_only_if_there_is_nothing_else_to_do():
+    memory = RememberingMemory()
+    memory.known["a"] = ComputedBlocks(is_ready=False, is_loading=True)
+    scheduler = FCFSScheduler(kv_memory=memory)
+    scheduler.add_request(Request.from_tokens("a", range(4), 2))
+    scheduler.schedule()
+    assert memory.calls[-1] == ("wait",)
+    scheduler.add_request(Request.from_tokens("b", range(4), 2))
+    scheduler.schedule()
+    assert memory.calls.count(("wait",)) == 1
 
 
 def snapshot(scheduler: FCFSScheduler) -> tuple:

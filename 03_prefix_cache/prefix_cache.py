@@ -54,7 +54,9 @@ def normalise_extra_keys(extra_keys: ExtraKeys | None) -> tuple[tuple[str, str],
             and isinstance(key[1], str | int)
             and not isinstance(key[1], bool)
         ):
-            raise ValueError(f"extra key is {key!r}: it must be (tag, value), a str and a str or int")
+            raise ValueError(
+                f"extra key is {key!r}: it must be (tag, value), a str and a str or int"
+            )
     tags = [tag for tag, _ in extra_keys]
     if len(set(tags)) != len(tags):
         raise ValueError(f"extra keys are {extra_keys!r}: each tag may be used once")
