@@ -1,0 +1,38 @@
+"""Both caches behind one constructor: what holds for a prefix cache is tested for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from block_pool import BlockPool
+from prefix_cache import PrefixCache
+
+MakeCache = Callable[[BlockPool, int], PrefixCache]
+
+
+def _hash_chain(pool: BlockPool, block_size: int) -> PrefixCache:
+    from prefix_cache_local import PrefixCacheLocal
+
+    return PrefixCacheLocal(pool=pool, block_size=block_size)
+
+
+def _radix_tree(pool: BlockPool, block_size: int) -> PrefixCache:
+    from radix_cache import RadixCache
+
+    return RadixCache(pool=pool, page_size=block_size)
+
+
+@pytest.fixture
+def make_caches() -> dict[str, MakeCache]:
+    """Every cache of the chapter, by name."""
+    return {"hash": _hash_chain, "radix": _radix_tree}
+
+
+@pytest.fixture(params=["hash", "radix"])
+def make_cache(request: pytest.FixtureRequest, make_caches: dict[str, MakeCache]) -> MakeCache:
+    """`make_cache(pool, block_size)`: the test runs once for each cache."""
+    if request.param == "radix":
+        pytest.importorskip("radix_cache")  # TODO: drop when it is there
+    return make_caches[request.param]

@@ -1,0 +1,1316 @@
+"""One contract, two caches: examples of every rule, and a naive model that stores whole prefixes.
+
+`NaiveModel` knows no hashes and no tree. It keeps (extra keys, all tokens up to a block's end) ->
+block, and answers every question by looking at all of them. `World` drives a cache, its pool and
+the model with the same calls and compares everything they show; a state machine, random walks and
+an exhaustive search drive `World`. Which change of the code dies by which test: `MUTATIONS.md`.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from block_pool import Block, BlockPool
+from prefix_cache import (
+    CacheStats,
+    PrefixCache,
+    PrefixMatch,
+    PrefixPath,
+    normalise_extra_keys,
+)
+from prefix_cache_local import PrefixCacheLocal
+
+SALT = (("salt", "x"),)
+LORA = (("lora", "x"),)
+
+
+def ids(blocks: Sequence) -> list[int]:
+    return [block.block_id for block in blocks]
+
+
+# -- the naive model
+
+Prefix = tuple[tuple, tuple[int, ...]]  # (normalised extra keys, every token up to a block's end)
+
+
+@dataclass
+class Entry:
+    block_id: int
+    num_users: int
+    used_at: int
+
+
+class NaiveModel:
+    """Whole prefixes -> blocks, and the pool's free order. Every answer by brute force."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.free_ids = list(range(1, num_blocks))
+        self.refs = [0] * num_blocks
+        self.entries: dict[Prefix, Entry] = {}
+        self.now = 0
+
+    def prefixes(self, tokens: Sequence[int], keys: tuple, num_blocks: int) -> list[Prefix]:
+        ends = range(self.block_size, num_blocks * self.block_size + 1, self.block_size)
+        return [(normalise_extra_keys(keys), tuple(tokens[:end])) for end in ends]
+
+    def by_id(self, block_id: int) -> Entry:
+        (entry,) = (entry for entry in self.entries.values() if entry.block_id == block_id)
+        return entry
+
+    def use(self, entries: Sequence[Entry]) -> None:
+        self.now += 1
+        for entry in entries:
+            entry.used_at = self.now
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        taken, self.free_ids = self.free_ids[:num_blocks], self.free_ids[num_blocks:]
+        for block_id in taken:
+            self.refs[block_id] = 1
+        return taken
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            self.refs[block_id] -= 1
+            if self.refs[block_id] == 0:
+                self.free_ids.append(block_id)
+
+    def match(self, tokens: Sequence[int], keys: tuple) -> list[int]:
+        found = []
+        for prefix in self.prefixes(tokens, keys, len(tokens) // self.block_size):
+            if prefix not in self.entries:
+                break
+            found.append(self.entries[prefix])
+        self.use(found)
+        return [entry.block_id for entry in found]
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            self.by_id(block_id).num_users += 1
+            self.refs[block_id] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        entries = [self.by_id(block_id) for block_id in block_ids]
+        self.use(entries)
+        for entry in entries:
+            entry.num_users -= 1
+            self.refs[entry.block_id] -= 1
+
+    def insert(
+        self, tokens: Sequence[int], block_ids: Sequence[int], keys: tuple, start: int
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Block ids: the path's, those now owned, the duplicates."""
+        path = self.prefixes(tokens, keys, start + len(block_ids))
+        owned, duplicates = [], []
+        for prefix, block_id in zip(path[start:], block_ids, strict=True):
+            entry = self.entries.get(prefix)
+            if entry is None:
+                self.entries[prefix] = Entry(block_id, self.refs[block_id], 0)
+                self.refs[block_id] += 1
+                owned.append(block_id)
+            else:
+                entry.num_users += 1
+                self.refs[entry.block_id] += 1
+                self.free([block_id])
+                duplicates.append(block_id)
+        self.use([self.entries[prefix] for prefix in path])
+        return [self.entries[prefix].block_id for prefix in path[start:]], owned, duplicates
+
+    def has_child(self, prefix: Prefix) -> bool:
+        keys, tokens = prefix
+        return any(
+            other_keys == keys and len(others) > len(tokens) and others[: len(tokens)] == tokens
+            for other_keys, others in self.entries
+        )
+
+    def evict(self, num_blocks: int) -> list[int]:
+        victims = []
+        while len(victims) < num_blocks:
+            leaves = [
+                (entry.used_at, prefix)
+                for prefix, entry in self.entries.items()
+                if entry.num_users == 0 and not self.has_child(prefix)
+            ]
+            if not leaves:
+                break
+            used_at, prefix = min(leaves)
+            assert sum(other == used_at for other, _ in leaves) == 1, "no two are equally old"
+            victims.append(self.entries.pop(prefix).block_id)
+        self.free(victims)
+        return victims
+
+    @property
+    def num_evictable(self) -> int:
+        return sum(entry.num_users == 0 for entry in self.entries.values())
+
+
+# -- the cache, its pool and the model, driven together
+
+
+@dataclass(eq=False)
+class Tenant:
+    """A request: its live list of tokens, its table, and how much of that is published."""
+
+    tokens: list[int]
+    keys: tuple = ()
+    path: PrefixPath | None = None
+    table: list[Block] = field(default_factory=list)
+    num_published: int = 0
+
+    def num_full(self, block_size: int) -> int:
+        return len(self.tokens) // block_size
+
+
+class World:
+    """Every call goes to the cache and to the model; what they return is compared at once."""
+
+    def __init__(self, make_cache, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.cache: PrefixCache = make_cache(self.pool, block_size)
+        self.cache.listener = self
+        self.model = NaiveModel(num_blocks, block_size)
+        self.kv: dict[int, Prefix] = {}  # what is written in each block
+        self.heard: dict[int, Prefix] = {}  # what is cached, from the listener's calls alone
+        self.last_evicted: list[int] = []
+        self.log: list[tuple] = []  # hits and victims
+
+    # the listener
+
+    def block_cached(self, block, parent, token_ids, extra_keys) -> None:
+        assert len(token_ids) == self.block_size and block.block_id not in self.heard
+        before = () if parent is None else self.heard[parent.block_id][1]
+        assert parent is None or self.heard[parent.block_id][0] == extra_keys
+        self.heard[block.block_id] = (extra_keys, before + token_ids)
+        assert self.pool.blocks[block.block_id] is block and block.ref_cnt >= 2
+
+    def blocks_evicted(self, blocks: Sequence[Block]) -> None:
+        assert blocks, "told of nothing"
+        for block in blocks:
+            assert self.pool.blocks[block.block_id] is block and block.ref_cnt == 1
+            keys, tokens = self.heard.pop(block.block_id)
+            for other_keys, others in self.heard.values():
+                is_child = other_keys == keys and others[: len(tokens)] == tokens
+                assert not is_child, "a parent goes before its child"
+        self.last_evicted += ids(blocks)
+
+    # what a request does
+
+    def look_up(self, tenant: Tenant) -> list[Block]:
+        match = self.cache.match_prefix(tenant.tokens, tenant.keys or None, tenant.path)
+        assert isinstance(match, PrefixMatch)
+        assert ids(match.blocks) == self.model.match(tenant.tokens, tenant.keys)
+        assert match.num_cached_tokens == len(match.blocks) * self.block_size
+        self.log.append(("hit", ids(match.blocks)))
+        return list(match.blocks)
+
+    def admit(self, tenant: Tenant, split: int = 0) -> bool:
+        """Look up, keep what was found, take the rest. `split`: touch the hit in two calls."""
+        found = self.look_up(tenant)
+        for part in (found[:split], found[split:]):
+            self.cache.touch(part)
+            self.model.touch(ids(part))
+        num_new = -(-len(tenant.tokens) // self.block_size) - len(found)
+        num_missing = num_new - self.pool.num_free_blocks
+        if num_missing > self.cache.num_evictable_blocks:
+            self.release_cached(found, split)
+            return False
+        self.evict(num_missing)
+        tenant.table = [self.pool.blocks[block.block_id] for block in found]
+        tenant.num_published = len(found)
+        self.extend_table(tenant, num_new)
+        self.compute(tenant)
+        return True
+
+    def extend_table(self, tenant: Tenant, num_new: int) -> None:
+        if num_new > 0:
+            new = self.pool.allocate(num_new)
+            assert ids(new) == self.model.allocate(num_new)
+            tenant.table += new
+
+    def compute(self, tenant: Tenant) -> None:
+        """Write the KV of every full block that is not published: never one that is cached."""
+        num_full = tenant.num_full(self.block_size)
+        written = self.model.prefixes(tenant.tokens, tenant.keys, num_full)
+        for block, prefix in list(zip(tenant.table, written, strict=False))[tenant.num_published :]:
+            if not self.cache.owns(block):
+                self.kv[block.block_id] = prefix
+
+    def publish(self, tenant: Tenant, upto: int) -> None:
+        first = tenant.num_published
+        while first < upto and self.cache.owns(tenant.table[first]):
+            first += 1  # a fork of this request has published the block that both hold
+        given = tenant.table[first:upto]
+        result = self.cache.insert(tenant.tokens, given, tenant.keys, start=first, path=tenant.path)
+        expected = self.model.insert(tenant.tokens, ids(given), tenant.keys, first)
+        assert (ids(result.blocks), ids(result.owned), ids(result.duplicates)) == expected
+        assert all(block is self.pool.blocks[block.block_id] for block in result.blocks)
+        tenant.table[first:upto] = result.blocks
+        tenant.num_published = upto
+
+    def grow(self, tenant: Tenant, token: int) -> None:
+        """One token more; its block is there, or is taken."""
+        num_blocks = len(tenant.tokens) // self.block_size + 1
+        if num_blocks > len(tenant.table):
+            if not self.pool.num_free_blocks and not self.cache.num_evictable_blocks:
+                return
+            self.evict(1 - self.pool.num_free_blocks)
+            self.extend_table(tenant, 1)
+        tenant.tokens.append(token)
+        self.compute(tenant)
+
+    def fork(self, tenant: Tenant) -> Tenant:
+        """A second request that holds the same blocks: the published ones and one behind them."""
+        num_shared = min(tenant.num_full(self.block_size), tenant.num_published + 1)
+        tokens = tenant.tokens[: num_shared * self.block_size]
+        child = Tenant(tokens, tenant.keys, PrefixPath() if tenant.path else None)
+        child.table = tenant.table[:num_shared]
+        child.num_published = min(tenant.num_published, num_shared)
+        cached, own = self.split(child.table)
+        self.cache.touch(cached)
+        self.model.touch(ids(cached))
+        self.pool.touch(own)
+        for block in own:
+            self.model.refs[block.block_id] += 1
+        return child
+
+    def split(self, table: list[Block]) -> tuple[list[Block], list[Block]]:
+        num_cached = sum(self.cache.owns(block) for block in table)
+        assert all(self.cache.owns(block) for block in table[:num_cached])
+        return table[:num_cached], table[num_cached:]
+
+    def finish(self, tenant: Tenant, split: int = 0) -> None:
+        """Give all blocks up. The next tenant of the token row writes over it."""
+        cached, own = self.split(tenant.table)
+        self.pool.free(own[::-1])
+        self.model.free(ids(own)[::-1])
+        self.release_cached(cached, split)
+        tenant.tokens[:] = [-1] * len(tenant.tokens)
+
+    def release_cached(self, blocks: Sequence, split: int) -> None:
+        """The tail, then the head."""
+        for part in (blocks[split:], blocks[:split]):
+            self.cache.release(part)
+            self.model.release(ids(part))
+
+    # what else may happen
+
+    def evict(self, num_blocks: int) -> None:
+        self.last_evicted = []
+        num_evicted = self.cache.evict(num_blocks)
+        assert self.last_evicted == self.model.evict(num_blocks)
+        assert num_evicted == len(self.last_evicted)
+        self.log.append(("evicted", self.last_evicted))
+
+    def reset(self) -> None:
+        is_idle = self.model.num_evictable == len(self.model.entries)
+        self.last_evicted = []
+        assert self.cache.reset() is is_idle
+        if is_idle:
+            self.model.evict(len(self.model.entries))
+            assert self.cache.num_cached_blocks == 0
+            # In which order a whole cache is forgotten is nobody's business.
+            order = ids(self.pool.free_order())
+            assert sorted(order) == sorted(self.model.free_ids)
+            self.model.free_ids = order
+
+    def cache_computed(self, tenant: Tenant) -> None:
+        num_full = tenant.num_full(self.block_size)
+        self.last_evicted = []
+        path = self.cache.cache_computed_blocks(tenant.tokens, tenant.keys)
+        found = self.model.match(tenant.tokens, tenant.keys)
+        self.model.touch(found)
+        victims = self.model.evict(num_full - len(found) - len(self.model.free_ids))
+        assert self.last_evicted == victims
+        new = self.model.allocate(num_full - len(found))
+        self.model.insert(tenant.tokens, new, tenant.keys, len(found))
+        self.model.release(found + new)
+        assert ids(path) == found + new
+        written = self.model.prefixes(tenant.tokens, tenant.keys, len(found + new))
+        self.kv.update(zip(new, written[len(found) :], strict=True))
+
+    def evict_all_one_by_one(self) -> None:
+        for _ in range(self.model.num_evictable):
+            self.evict(1)
+        self.check()
+
+    # what must hold
+
+    def check(self) -> None:
+        self.cache.check_invariants()
+        self.pool.check_invariants()
+        assert ids(self.pool.free_order()) == self.model.free_ids
+        assert [block.ref_cnt for block in self.pool.blocks] == self.model.refs
+        shown = {
+            (prefix.extra_keys, prefix.token_ids): (prefix.block.block_id, prefix.num_users)
+            for prefix in self.cache.cached_prefixes()
+        }
+        entries = self.model.entries
+        assert shown == {key: (entry.block_id, entry.num_users) for key, entry in entries.items()}
+        assert self.heard == {entry.block_id: key for key, entry in entries.items()}
+        assert all(self.kv[entry.block_id] == key for key, entry in entries.items())
+        cached_ids = sorted(entry.block_id for entry in entries.values())
+        assert sorted(self.cache.cached_block_ids()) == cached_ids
+        assert [b.block_id for b in self.pool.blocks if self.cache.owns(b)] == cached_ids
+        for entry in entries.values():
+            assert self.cache.num_users(self.pool.blocks[entry.block_id]) == entry.num_users
+        assert self.cache.num_cached_blocks == len(entries)
+        assert self.cache.num_evictable_blocks == self.model.num_evictable
+        self.check_conservation()
+
+    def check_conservation(self) -> None:
+        """Free + cached and unused + used = usable."""
+        num_used = sum(
+            block.ref_cnt > (1 if self.cache.owns(block) else 0) for block in self.pool.blocks
+        )
+        num_idle = self.pool.num_free_blocks + self.cache.num_evictable_blocks
+        assert num_idle + num_used == self.pool.num_usable_blocks
+
+
+# -- examples, with 26 different blocks named A .. Z
+
+
+def spell(letters: str, block_size: int, num_more: int = 0) -> list[int]:
+    """`"AB"` in blocks of 4: `[6500, 6501, 6502, 6503, 6600, ...]`; then `num_more` others."""
+    tokens = [100 * ord(letter) + i for letter in letters for i in range(block_size)]
+    return tokens + list(range(num_more))
+
+
+class Rig:
+    """A cache on a pool of `num_usable` blocks, and requests in words of blocks."""
+
+    def __init__(self, make_cache, num_usable: int, block_size: int) -> None:
+        self.pool = BlockPool(num_usable + 1)
+        self.cache: PrefixCache = make_cache(self.pool, block_size)
+        self.block_size = block_size
+
+    def spell(self, letters: str, num_more: int = 0) -> list[int]:
+        return spell(letters, self.block_size, num_more)
+
+    def hold(self, letters: str, keys: tuple | None = None) -> list[Block]:
+        """Cache the prefix, as a request that uses it from now on."""
+        tokens = self.spell(letters)
+        found = [self.pool.blocks[i] for i in ids(self.cache.match_prefix(tokens, keys).blocks)]
+        self.cache.touch(found)
+        num_new = len(letters) - len(found)
+        self.cache.evict(num_new - self.pool.num_free_blocks)
+        new = self.pool.allocate(num_new) if num_new else []
+        return found + self.cache.insert(tokens, new, keys, start=len(found)).blocks
+
+    def warm(self, letters: str, keys: tuple | None = None) -> list[int]:
+        """Cache the prefix and let go of it."""
+        blocks = self.hold(letters, keys)
+        self.cache.release(blocks)
+        return ids(blocks)
+
+    def hits(self, letters: str, keys: tuple | None = None, num_more: int = 0) -> list[int]:
+        """The block ids that a request would hit. It changes the order of last use."""
+        match = self.cache.match_prefix(self.spell(letters, num_more), keys)
+        assert match.num_cached_tokens == len(match.blocks) * self.block_size
+        return ids(match.blocks)
+
+    def names(self) -> set[str]:
+        """What is cached, spelt: `{"A", "AB", "C"}`."""
+        return {
+            "".join(chr(t // 100) for t in prefix.token_ids[:: self.block_size])
+            for prefix in self.cache.cached_prefixes()
+        }
+
+    def snapshot(self) -> tuple:
+        """All that anyone can see, and in which order the cache would evict."""
+        shown = [
+            (prefix.extra_keys, prefix.token_ids, prefix.block.block_id, prefix.num_users)
+            for prefix in self.cache.cached_prefixes()
+        ]
+        cache, self.cache.listener = self.cache.listener, None
+        twin = copy.deepcopy(self.cache)
+        self.cache.listener = cache
+        free_ids = ids(twin.pool.free_order())
+        while twin.evict(1):
+            pass
+        order = ids(twin.pool.free_order())[len(free_ids) :]
+        refs = [block.ref_cnt for block in self.pool.blocks]
+        return sorted(shown), free_ids, order, refs, self.cache.num_evictable_blocks
+
+    def check(self) -> None:
+        self.cache.check_invariants()
+        self.pool.check_invariants()
+
+    def refused(self, match: str, call, *args, **kwargs) -> None:
+        """The call raises `ValueError` and has changed nothing."""
+        before = self.snapshot()
+        with pytest.raises(ValueError, match=match):
+            call(*args, **kwargs)
+        assert self.snapshot() == before
+        self.check()
+
+
+@pytest.fixture(params=[1, 3, 4, 16])
+def rig(request, make_cache) -> Iterator[Rig]:
+    """12 usable blocks; whatever the test did, the cache is consistent at its end."""
+    rig = Rig(make_cache, 12, request.param)
+    yield rig
+    rig.check()
+
+
+# match: whole blocks of the longest prefix
+
+
+def test_an_empty_cache_hits_nothing(rig):
+    assert rig.hits("AB") == rig.hits("") == []
+    assert rig.cache.num_cached_blocks == rig.cache.num_evictable_blocks == 0
+    assert rig.cache.evict(3) == 0
+
+
+def test_a_match_ends_at_the_first_block_that_is_not_cached(rig):
+    a, b, c, d = rig.warm("ABCD")
+    assert rig.hits("ABCD") == rig.hits("ABCDE") == [a, b, c, d]
+    assert rig.hits("ABXD") == [a, b]  # D is cached, behind C
+    assert rig.hits("XBCD") == []
+    assert rig.hits("A") == [a]
+
+
+def test_a_match_finds_nothing_in_the_middle_of_a_prefix(rig):
+    """`B C` does not hit `A B C`: the KV of B depends on what stands before it."""
+    rig.warm("ABC")
+    assert rig.hits("BC") == rig.hits("C") == rig.hits("AC")[1:] == []
+
+
+def test_equal_blocks_at_two_places_are_two_blocks(rig):
+    blocks = rig.warm("AAAB")
+    assert len(set(blocks)) == 4
+    assert rig.hits("AAAAB") == blocks[:3]
+
+
+def test_prefixes_branch(rig):
+    a, b, c = rig.warm("ABC")
+    assert rig.warm("ABD")[:2] == [a, b] and rig.warm("AE")[:1] == [a]
+    assert rig.names() == {"A", "AB", "ABC", "ABD", "AE"}
+    assert rig.hits("ABC") == [a, b, c]
+    assert rig.cache.num_cached_blocks == 5
+
+
+def test_only_whole_blocks_are_cached_and_matched(rig):
+    """Traps 3, 8: a prompt that is a multiple of the block size is cached whole; the manager keeps
+    its last token back. A tail that does not fill a block is never cached."""
+    for num_more in range(rig.block_size):
+        rig.cache.cache_computed_blocks(rig.spell("AB", num_more))
+        assert rig.cache.num_cached_blocks == 2
+        assert len(rig.hits("AB", num_more=num_more)) == 2
+    short = rig.spell("AB")[:-1]
+    assert len(rig.cache.match_prefix(short).blocks) == 1
+    assert rig.cache.match_prefix(short).num_cached_tokens == rig.block_size
+    assert rig.cache.match_prefix(rig.spell("A")[:-1]).blocks == []
+
+
+def test_a_difference_in_any_token_of_a_block_is_a_miss(rig):
+    rig.warm("AB")
+    for position in range(2 * rig.block_size):
+        tokens = rig.spell("AB")
+        tokens[position] += 1
+        assert len(rig.cache.match_prefix(tokens).blocks) == position // rig.block_size
+
+
+# keys
+
+
+ALL_KEYS = [
+    None,
+    SALT,
+    LORA,
+    (("lora", 1),),
+    (("lora", "1"),),
+    (("salt", ""),),
+    (("lora", "x"), ("salt", "x")),
+    (("a", "x"), ("b", "y")),
+    (("a", "xbstr:y"),),  # spells the same letters as the one above
+    (("ab", "x"),),
+    (("a", "bx"),),
+]
+
+
+def test_extra_keys_separate_everything(make_cache):
+    """Trap 12: tenants, adapters, and an adapter and a salt of one name never share KV."""
+    rig = Rig(make_cache, 2 * len(ALL_KEYS), 4)
+    held = [rig.warm("AB", keys) for keys in ALL_KEYS]
+    assert len({block_id for blocks in held for block_id in blocks}) == 2 * len(ALL_KEYS)
+    assert [rig.hits("AB", keys) for keys in ALL_KEYS] == held
+    shown = {prefix.extra_keys for prefix in rig.cache.cached_prefixes()}
+    assert shown == {normalise_extra_keys(keys) for keys in ALL_KEYS} and len(shown) == 11
+    assert rig.hits("AB", (("salt", "unknown"),)) == []
+    rig.check()
+
+
+def test_the_order_of_extra_keys_does_not_matter_and_none_is_empty(rig):
+    both = rig.warm("AB", (("lora", 1), ("salt", "x")))
+    assert rig.hits("AB", [("salt", "x"), ("lora", 1)]) == both
+    assert rig.warm("AB", None) == rig.hits("AB", ()) == rig.hits("AB", [])
+
+
+def test_extra_keys_hold_in_the_middle_of_a_chain(rig):
+    """A request with a salt continues its own prefix, not the equal tokens of another."""
+    plain = rig.warm("AB")
+    salted = rig.warm("A", SALT)
+    assert rig.hits("AB", SALT) == salted
+    salted = rig.warm("ABC", SALT)
+    assert rig.hits("ABC") == plain and rig.hits("ABC", SALT) == salted
+    assert not set(plain) & set(salted)
+    new = rig.pool.allocate(1)
+    for keys in (LORA, (("salt", "y"),)):
+        rig.refused("not cached", rig.cache.insert, rig.spell("AC"), new, keys, start=1)
+
+
+def test_prefixes_under_different_keys_are_evicted_by_last_use_alone(rig):
+    plain, salted = rig.warm("AB"), rig.warm("AB", SALT)
+    rig.hits("AB")
+    assert rig.cache.evict(2) == 2
+    assert rig.hits("AB") == plain and rig.hits("AB", SALT) == [] != salted
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["x"],
+        [("salt",)],
+        [("salt", "x", "y")],
+        [["salt", "x"]],
+        [("salt", None)],
+        [(None, "x")],
+        [(1, "x")],
+        [("salt", True)],
+        [("salt", 1.0)],
+        [("salt", "x"), ("salt", "y")],
+        [("lora", "x"), ("salt", b"x")],
+    ],
+)
+def test_a_bad_extra_key_is_an_error(make_cache, keys):
+    rig = Rig(make_cache, 4, 4)
+    rig.refused("extra key", rig.cache.match_prefix, rig.spell("A"), keys)
+    new = rig.pool.allocate(1)
+    rig.refused("extra key", rig.cache.insert, rig.spell("A"), new, keys)
+
+
+def test_normal_extra_keys_carry_tag_and_type():
+    assert normalise_extra_keys(None) == normalise_extra_keys(()) == normalise_extra_keys([]) == ()
+    assert normalise_extra_keys([("salt", "x"), ("lora", 7)]) == (
+        ("lora", "int:7"),
+        ("salt", "str:x"),
+    )
+    assert len({normalise_extra_keys(keys) for keys in ALL_KEYS}) == len(ALL_KEYS)
+
+
+# insert
+
+
+def test_inserted_blocks_belong_to_the_cache_and_are_used_by_the_caller(rig):
+    new = rig.pool.allocate(3)
+    result = rig.cache.insert(rig.spell("ABC", 2), new)
+    assert result.blocks == result.owned == new and result.duplicates == []
+    assert [block.ref_cnt for block in new] == [2, 2, 2]
+    assert all(rig.cache.owns(block) and rig.cache.num_users(block) == 1 for block in new)
+    assert not any(rig.cache.owns(block) for block in rig.pool.free_order())
+    assert (rig.cache.num_cached_blocks, rig.cache.num_evictable_blocks) == (3, 0)
+    rig.cache.release(new)
+    assert [rig.cache.num_users(block) for block in new] == [0, 0, 0]
+    assert rig.cache.num_evictable_blocks == 3
+
+
+def test_the_reference_to_a_duplicate_moves_to_the_block_that_is_cached(rig):
+    """Trap 2: two equal prompts are computed in one step. The copy that is cached stays reachable,
+    and the table of the second request names it, never the copy that is freed."""
+    first, second = rig.pool.allocate(3), rig.pool.allocate(4)
+    rig.cache.insert(rig.spell("ABC"), first)
+    result = rig.cache.insert(rig.spell("ABCD"), second)
+    assert result.blocks == [*first, second[3]]
+    assert result.owned == second[3:] and result.duplicates == second[:3]
+    assert [block.ref_cnt for block in second] == [0, 0, 0, 2]
+    assert [rig.cache.num_users(block) for block in result.blocks] == [2, 2, 2, 1]
+    rig.cache.release(first)
+    assert rig.cache.num_evictable_blocks == 0  # the second request uses them still
+    assert rig.cache.evict(9) == 0
+    rig.cache.release(result.blocks)
+    recycled = rig.pool.allocate(rig.pool.num_free_blocks)
+    assert rig.hits("ABCD") == ids(result.blocks) and set(second[:3]) <= set(recycled)
+
+
+def test_a_duplicate_that_others_hold_stays_with_them(rig):
+    """A fork holds the block too: it only loses the caller's reference."""
+    canonical = rig.warm("A")
+    (shared,) = rig.pool.allocate(1)
+    rig.pool.touch([shared])
+    result = rig.cache.insert(rig.spell("A"), [shared])
+    assert ids(result.blocks) == canonical and result.duplicates == [shared]
+    assert shared.ref_cnt == 1 and not rig.cache.owns(shared)
+    assert shared not in rig.pool.free_order()
+    again = rig.cache.insert(rig.spell("A"), [shared])  # now the fork publishes
+    assert ids(again.blocks) == canonical and shared.ref_cnt == 0
+    assert rig.cache.num_users(rig.pool.blocks[canonical[0]]) == 2
+
+
+def test_all_holders_of_an_inserted_block_are_its_users(rig):
+    new = rig.pool.allocate(2)
+    rig.pool.touch(new)
+    rig.cache.insert(rig.spell("AB"), new)
+    assert [rig.cache.num_users(block) for block in new] == [2, 2]
+    rig.cache.release(new)
+    assert rig.cache.num_evictable_blocks == 0
+    rig.cache.release(new)
+    assert rig.cache.num_evictable_blocks == 2
+
+
+def test_insert_continues_behind_a_cached_prefix(rig):
+    head = rig.hold("AB")
+    new = rig.pool.allocate(2)
+    result = rig.cache.insert(rig.spell("ABCD", 1), new, start=2)
+    assert result.blocks == result.owned == new
+    assert rig.hits("ABCD") == ids(head + new)
+    assert [rig.cache.num_users(block) for block in head + new] == [1, 1, 1, 1]
+
+
+def test_inserting_no_blocks_does_nothing(rig):
+    rig.hold("AB")
+    before = rig.snapshot()
+    for start in (0, 1, 2):
+        result = rig.cache.insert(rig.spell("AB"), [], start=start)
+        assert result.blocks == result.owned == result.duplicates == []
+    assert rig.snapshot() == before
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5])
+@pytest.mark.parametrize("with_path", [False, True])
+def test_chunk_by_chunk_is_the_same_as_all_at_once(rig, chunk, with_path):
+    """Trap 15: what a chunked request has computed may be shared while it computes the rest."""
+    tokens, new = rig.spell("ABCDE"), rig.pool.allocate(5)
+    path = PrefixPath() if with_path else None
+    for first in range(0, 5, chunk):
+        part = new[first : first + chunk]
+        known = tokens[: (first + len(part)) * rig.block_size]  # the rest is not sampled yet
+        assert rig.cache.insert(known, part, start=first, path=path).owned == part
+        assert rig.hits("ABCDE") == ids(new[: first + chunk])
+    assert [block.ref_cnt for block in new] == [2] * 5
+    rig.cache.release(new)
+    assert rig.cache.num_evictable_blocks == 5
+
+
+def test_the_cache_keeps_a_copy_of_the_tokens(rig):
+    """Trap 9: the caller's list lives on, and the next request in its row writes over it."""
+    row = rig.spell("AB")
+    path = PrefixPath()
+    rig.cache.match_prefix(row, None, path)
+    blocks = rig.cache.insert(row, rig.pool.allocate(2), path=path).blocks
+    rig.cache.release(blocks)
+    row[:] = rig.spell("XY")
+    assert rig.hits("AB") == ids(blocks) and rig.hits("XY") == []
+    assert rig.names() == {"A", "AB"}
+    rig.warm("ABC"), rig.warm("AD")
+    assert rig.names() == {"A", "AB", "ABC", "AD"}
+
+
+def test_a_path_may_be_older_than_the_cache_is(rig):
+    """A waiting request is looked up again and again, while what it once hit is evicted."""
+    path = PrefixPath()
+    rig.warm("ABCD")
+    for letters, num_evicted in (("ABCD", 0), ("AB", 2), ("A", 1), ("", 1)):
+        rig.cache.evict(num_evicted)
+        assert len(rig.cache.match_prefix(rig.spell("ABCDE"), None, path).blocks) == len(letters)
+    others = rig.warm("AX")
+    new = rig.pool.allocate(5)
+    rig.refused("not cached", rig.cache.insert, rig.spell("ABCDE"), new[2:], start=2, path=path)
+    result = rig.cache.insert(rig.spell("ABCDE"), new, path=path)
+    assert ids(result.blocks) == others[:1] + ids(new[1:])
+
+
+class CountingList(list):
+    """Counts the tokens that are read out of it."""
+
+    num_read = 0
+
+    def __getitem__(self, index):
+        got = super().__getitem__(index)
+        CountingList.num_read += len(got) if isinstance(index, slice) else 1
+        return got
+
+    def __iter__(self):
+        CountingList.num_read += len(self)
+        return super().__iter__()
+
+
+def test_with_a_path_an_insertion_costs_what_is_new(make_cache):
+    """Not the prompt: a request of 2,000 tokens does not read them all again in every step."""
+    rig = Rig(make_cache, 600, 4)
+    tokens = CountingList(range(2000))
+    path = PrefixPath()
+    new = rig.pool.allocate(500)
+    rig.cache.insert(tokens, new[:400], path=path)
+    for index in range(400, 500):
+        CountingList.num_read = 0
+        rig.cache.insert(tokens, new[index : index + 1], start=index, path=path)
+        assert CountingList.num_read <= 4 * 4, index
+    assert rig.cache.match_prefix(tokens).num_cached_tokens == 2000
+    rig.check()
+
+
+# evict
+
+
+def test_eviction_gives_back_exactly_as_many_as_asked(rig):
+    """Trap 14: neither 19 for 8, nor for ever."""
+    rig.warm("ABCDEF"), rig.warm("ABXYZ")
+    for num_blocks, num_left in ((0, 9), (-3, 9), (1, 8), (2, 6), (4, 2), (9, 0), (1, 0)):
+        num_free = rig.pool.num_free_blocks
+        num_evicted = rig.cache.evict(num_blocks)
+        assert rig.pool.num_free_blocks == num_free + num_evicted
+        assert rig.cache.num_cached_blocks == rig.cache.num_evictable_blocks == num_left
+        assert num_evicted == min(max(num_blocks, 0), num_evicted + num_left)
+
+
+def test_children_are_evicted_before_their_parents(rig):
+    """Trap 11: the tail goes before the head, so what is left can still be found."""
+    rig.warm("ABCD")
+    for left in ("ABC", "AB", "A", ""):
+        assert rig.cache.evict(1) == 1
+        assert rig.names() == {left[:n] for n in range(1, len(left) + 1)}
+        assert len(rig.hits("ABCD")) == len(left)
+
+
+def test_evicted_blocks_are_reused_in_the_order_of_their_eviction(rig):
+    blocks = rig.warm("ABC")
+    num_free = rig.pool.num_free_blocks
+    rig.cache.evict(3)
+    assert ids(rig.pool.free_order())[num_free:] == blocks[::-1]
+
+
+def test_the_least_recently_used_block_is_evicted_first(rig):
+    rig.warm("A"), rig.warm("B"), rig.warm("C")
+    rig.hits("A")  # a match is a use
+    rig.cache.evict(1)
+    assert rig.names() == {"A", "C"}
+    rig.hold("C")
+    rig.cache.evict(1)
+    assert rig.names() == {"C"}
+
+
+def test_a_release_is_a_use(rig):
+    a = rig.hold("A")
+    rig.warm("B")
+    rig.cache.release(a)
+    rig.cache.evict(1)
+    assert rig.names() == {"A"}
+
+
+def test_a_touch_is_no_use_by_itself(rig):
+    """It ends with a release, and that is one."""
+    a = rig.hold("A")
+    rig.cache.touch(a)
+    rig.cache.release(a), rig.cache.release(a)
+    rig.warm("B")
+    rig.cache.touch(a)
+    assert rig.cache.evict(2) == 1 and rig.names() == {"A"}
+
+
+def test_only_the_matched_part_of_a_prefix_is_refreshed(rig):
+    """Trap 6: a match that ends in the middle of a tree node keeps its half, and only that."""
+    rig.warm("ABCD"), rig.warm("XY")
+    rig.hits("AB")
+    for left in ({"A", "AB", "ABC", "X", "XY"}, {"A", "AB", "X", "XY"}, {"A", "AB", "X"}):
+        rig.cache.evict(1)
+        assert rig.names() == left
+    rig.cache.evict(1)
+    assert rig.names() == {"A", "AB"}
+    rig.cache.evict(1)
+    assert rig.names() == {"A"}
+
+
+def test_a_shared_head_is_as_young_as_its_youngest_branch(rig):
+    rig.warm("ABC"), rig.warm("XY"), rig.warm("ABD")
+    order = []
+    while rig.cache.num_cached_blocks:
+        before = rig.names()
+        rig.cache.evict(1)
+        order += before - rig.names()
+    assert order == ["ABC", "XY", "X", "ABD", "AB", "A"]
+
+
+def test_a_used_block_is_never_evicted(rig):
+    """Trap 7: nor one before it; nor are the blocks behind it that nobody uses kept."""
+    rig.warm("ABCD")
+    used = rig.hold("AB")
+    assert rig.cache.num_evictable_blocks == 2
+    assert rig.cache.evict(10) == 2 and rig.names() == {"A", "AB"}
+    assert rig.cache.evict(1) == 0
+    rig.cache.release(used)
+    assert rig.cache.evict(10) == 2 and rig.names() == set()
+
+
+def test_a_block_is_used_until_its_last_user_lets_go(rig):
+    first, second, third = rig.hold("AB"), rig.hold("ABC"), rig.hold("A")
+    assert [rig.cache.num_users(block) for block in second] == [3, 2, 1]
+    rig.cache.release(first)
+    assert rig.cache.evict(9) == 0
+    rig.cache.release(second)
+    assert rig.cache.evict(9) == 2 and rig.names() == {"A"}
+    rig.cache.release(third)
+    assert rig.cache.evict(9) == 1
+
+
+def test_the_tail_of_a_path_may_be_released_before_its_head(rig):
+    blocks = rig.hold("ABCD")
+    rig.cache.release(blocks[2:])
+    assert rig.cache.num_evictable_blocks == 2
+    rig.cache.release(blocks[1:2])
+    assert rig.cache.evict(9) == 3 and rig.names() == {"A"}
+    rig.cache.touch(blocks[:1])
+    assert rig.cache.num_users(blocks[0]) == 2
+
+
+def test_what_a_request_hits_is_not_evicted_to_make_room_for_its_rest(rig):
+    """Trap 5: a full, warm pool. The oldest prefix is hit, kept, and the others make room."""
+    rig.warm("ABCDEF"), rig.warm("UVWXYZ")
+    assert rig.pool.num_free_blocks == 0
+    blocks = rig.hold("ABCDEFGHI")
+    assert rig.hits("ABCDEFGHI") == ids(blocks)
+    assert rig.names() >= {"U", "UV", "UVW"} and len(rig.names()) == 12
+
+
+# refused calls
+
+
+def test_touch_of_a_block_that_is_not_cached_is_an_error(rig):
+    a, b = rig.hold("AB")
+    (own,) = rig.pool.allocate(1)
+    (free,) = list(rig.pool.free_order())[:1]
+    for blocks in ([own], [free], [a, b, own], [own, a], [rig.pool.blocks[0]]):
+        rig.refused("not cached", rig.cache.touch, blocks)
+        rig.refused("not cached", rig.cache.release, blocks)
+    rig.cache.touch([]), rig.cache.release([])
+
+
+def test_release_of_a_block_that_nobody_uses_is_an_error(rig):
+    """Trap 10, in two calls: the second would free what the cache still keeps."""
+    blocks = rig.hold("AB")
+    rig.cache.release(blocks)
+    rig.refused("nobody uses", rig.cache.release, blocks)
+    rig.cache.touch(blocks[:1])
+    rig.refused("nobody uses", rig.cache.release, blocks)
+    rig.cache.release(blocks[:1])
+    assert rig.hits("AB") == ids(blocks)
+
+
+def test_a_block_named_twice_in_one_call_is_an_error(rig):
+    """Trap 10, in one call."""
+    a, b = rig.hold("AB")
+    rig.cache.touch([a, b])  # two users: the count alone would allow it
+    rig.refused("once", rig.cache.release, [a, b, b])
+    rig.refused("once", rig.cache.touch, [a, a])
+    (new,) = rig.pool.allocate(1)
+    rig.pool.touch([new])
+    rig.refused("once", rig.cache.insert, rig.spell("XY"), [new, new])
+
+
+def test_an_evicted_block_can_not_be_touched(rig):
+    """What a look-up found is nobody's until it is touched."""
+    rig.warm("AB")
+    found = rig.cache.match_prefix(rig.spell("AB")).blocks
+    rig.cache.evict(1)
+    rig.refused("not cached", rig.cache.touch, found)
+
+
+def test_insert_refuses_blocks_that_are_free_or_cached(rig):
+    cached = rig.hold("AB")
+    new = rig.pool.allocate(2)
+    free = next(iter(rig.pool.free_order()))
+    for blocks in ([free], [new[0], free], [rig.pool.blocks[0]]):
+        rig.refused("free", rig.cache.insert, rig.spell("XYZ"), blocks)
+    for blocks in ([cached[0]], [new[0], cached[1]], [cached[1], new[0]]):
+        rig.refused("cached already", rig.cache.insert, rig.spell("XYZ"), blocks)
+    rig.refused("cached already", rig.cache.insert, rig.spell("AB"), cached)  # even where it is
+    assert rig.cache.insert(rig.spell("XY"), new).owned == new
+
+
+def test_insert_refuses_too_few_tokens(rig):
+    rig.hold("AB")
+    new = rig.pool.allocate(2)
+    rig.refused("token_ids", rig.cache.insert, rig.spell("XY")[:-1], new)
+    rig.refused("token_ids", rig.cache.insert, rig.spell("ABXY")[:-1], new, start=2)
+    rig.refused("token_ids", rig.cache.insert, rig.spell("AB")[:-1], [], start=2)
+
+
+def test_insert_refuses_a_start_behind_blocks_that_are_not_cached(rig):
+    rig.hold("AB")
+    new = rig.pool.allocate(2)
+    for letters, start in (("ABXY", 3), ("AXCD", 2), ("XBCD", 2), ("XYZ", 1), ("BCD", 1)):
+        blocks = new[: len(letters) - start]
+        for path in (None, PrefixPath()):
+            rig.refused(
+                "not cached", rig.cache.insert, rig.spell(letters), blocks, start=start, path=path
+            )
+
+
+# the rest of the contract
+
+
+def test_reset_forgets_everything_but_not_while_a_block_is_used(rig):
+    rig.warm("ABC"), rig.warm("AB", SALT)
+    used = rig.hold("A")
+    rig.cache.stats.record(10, 5)
+    before = rig.snapshot()
+    assert rig.cache.reset() is False
+    assert rig.snapshot() == before
+    rig.cache.release(used)
+    assert rig.cache.reset() is True
+    assert rig.cache.num_cached_blocks == 0 and rig.pool.num_free_blocks == 12
+    assert rig.hits("ABC") == rig.hits("AB", SALT) == []
+    assert rig.cache.stats == CacheStats(1, 10, 5)
+    assert rig.cache.reset() is True
+    assert len(rig.warm("ABC")) == 3
+
+
+def test_hit_rate_is_tokens_hit_over_tokens_looked_up(rig):
+    """Counted once a request by whoever admits it: a look-up alone counts nothing."""
+    assert rig.cache.cache_hit_rate == 0.0
+    rig.warm("AB"), rig.hits("AB")
+    assert rig.cache.stats == CacheStats() and rig.cache.cache_hit_rate == 0.0
+    rig.cache.stats.record(10, 0)
+    rig.cache.stats.record(30, 20)
+    assert rig.cache.stats == CacheStats(2, 40, 20)
+    assert rig.cache.cache_hit_rate == 0.5
+
+
+def test_a_block_size_below_one_is_an_error(make_cache):
+    for block_size in (0, -1):
+        with pytest.raises(ValueError, match=f"is {block_size}: it must be >= 1"):
+            make_cache(BlockPool(3), block_size)
+
+
+class Notes:
+    """A listener that writes down what it hears, in words."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self.cache = cache
+        self.heard: list[tuple] = []
+
+    def block_cached(self, block, parent, token_ids, extra_keys) -> None:
+        assert self.cache.owns(block)
+        parent_id = None if parent is None else parent.block_id
+        self.heard.append(("cached", block.block_id, parent_id, token_ids, extra_keys))
+
+    def blocks_evicted(self, blocks) -> None:
+        assert all(block.ref_cnt == 1 for block in blocks), "they hold their content still"
+        self.heard.append(("evicted", ids(blocks)))
+
+
+def test_the_listener_hears_of_every_block_in_order(rig):
+    notes = rig.cache.listener = Notes(rig.cache)
+    a, b = rig.warm("AB", SALT)
+    _, _, c = rig.warm("ABC", SALT)  # a and b are there: nothing to hear
+    keys = normalise_extra_keys(SALT)
+    word = [tuple(rig.spell(letter)) for letter in "ABC"]
+    assert notes.heard == [
+        ("cached", a, None, word[0], keys),
+        ("cached", b, a, word[1], keys),
+        ("cached", c, b, word[2], keys),
+    ]
+    assert all(type(note[3]) is tuple for note in notes.heard)
+    notes.heard.clear()
+    rig.cache.evict(2)
+    assert notes.heard == [("evicted", [c, b])]
+    notes.heard.clear()
+    rig.cache.evict(0), rig.hits("A"), rig.cache.touch([]), rig.cache.evict(-1)
+    assert notes.heard == []
+    rig.cache.reset()
+    assert notes.heard == [("evicted", [a])]
+    rig.cache.evict(1), rig.cache.reset()
+    assert len(notes.heard) == 1  # of nothing, nothing is heard
+
+
+def test_the_listener_hears_the_parent_of_a_block_behind_a_duplicate(rig):
+    (a,) = rig.warm("A")
+    notes = rig.cache.listener = Notes(rig.cache)
+    _, b = rig.cache.insert(rig.spell("AB"), rig.pool.allocate(2)).blocks
+    assert [note[:3] for note in notes.heard] == [("cached", b.block_id, a)]
+
+
+def test_recycled_content_is_no_hit_for_another_prefix(rig):
+    """Trap 1: A = P T ends and its blocks are recycled; B = Q T computes T behind Q, into a block
+    that once held T behind P. C = P T may hit P's blocks, if anything, and nothing of B's."""
+    old = rig.warm("PT")
+    assert rig.cache.evict(1) == 1  # T's block
+    others = rig.pool.allocate(rig.pool.num_free_blocks)
+    rig.pool.free([block for block in others if block.block_id != old[1]])
+    rig.pool.free([block for block in others if block.block_id == old[1]])
+    held = rig.pool.allocate(rig.pool.num_free_blocks - 1)
+    (q,) = held[:1]
+    (t,) = rig.pool.allocate(1)
+    assert t.block_id == old[1]
+    rig.cache.insert(rig.spell("QT"), [q, t])
+    assert rig.hits("PT") == old[:1]
+    assert rig.hits("QT") == [q.block_id, old[1]]
+    assert rig.hits("T") == []
+
+
+def test_an_evicted_prefix_is_a_miss_until_it_is_computed_again(rig):
+    rig.warm("ABC")
+    rig.cache.evict(2)
+    assert len(rig.hits("ABC")) == 1
+    assert rig.warm("ABC") == rig.hits("ABC")
+    assert rig.names() == {"A", "AB", "ABC"}
+
+
+# cache_computed_blocks: a cache on its own
+
+
+def test_computed_blocks_are_cached_and_unused(rig):
+    path = rig.cache.cache_computed_blocks(rig.spell("ABC", rig.block_size - 1))
+    assert len(path) == 3 and rig.hits("ABC") == ids(path)
+    assert rig.cache.num_evictable_blocks == 3
+    assert ids(rig.cache.cache_computed_blocks(rig.spell("AB"))) == ids(path[:2])
+    assert ids(rig.cache.cache_computed_blocks(rig.spell("ABD")))[:2] == ids(path[:2])
+    assert rig.cache.num_cached_blocks == 4
+    assert rig.cache.cache_computed_blocks(rig.spell("A", 0)[:-1]) == []
+    rig.cache.touch(path), rig.cache.release(path)
+    with pytest.raises(ValueError, match="nobody uses"):
+        rig.cache.release(path)
+
+
+def test_computed_blocks_of_another_tenant_are_its_own(rig):
+    plain = rig.cache.cache_computed_blocks(rig.spell("AB"))
+    salted = rig.cache.cache_computed_blocks(rig.spell("AB"), SALT)
+    assert not set(ids(plain)) & set(ids(salted))
+    assert rig.hits("AB", SALT) == ids(salted)
+
+
+def test_a_pool_that_is_too_small_caches_the_front(make_cache):
+    rig = Rig(make_cache, 3, 2)
+    path = rig.cache.cache_computed_blocks(rig.spell("ABCDE"))
+    assert len(path) == 3 and rig.names() == {"A", "AB", "ABC"}
+    rig.cache.cache_computed_blocks(rig.spell("ABXYZ"))  # C makes room, A and B do not
+    assert rig.names() == {"A", "AB", "ABX"}
+    used = rig.cache.match_prefix(rig.spell("AB")).blocks
+    rig.cache.touch(used)
+    rig.cache.cache_computed_blocks(rig.spell("UVW"))
+    assert rig.names() == {"A", "AB", "U"}
+    rig.cache.touch(rig.cache.match_prefix(rig.spell("U")).blocks)
+    assert rig.cache.cache_computed_blocks(rig.spell("VW")) == []
+    assert len(rig.cache.cache_computed_blocks(rig.spell("ABC"))) == 2
+    rig.check()
+
+
+def test_a_cache_on_its_own_pool_holds_as_many_blocks_as_it_was_told():
+    cache = PrefixCacheLocal(3)
+    assert cache.pool.num_usable_blocks == 3 and cache.block_size == 16
+    assert len(cache.cache_computed_blocks(list(range(100)))) == 3
+    assert cache.num_cached_blocks == 3
+    cache.check_invariants()
+
+
+# -- random and exhaustive: the world against the model
+
+KEYS = [(), SALT]
+PROMPTS = st.lists(st.integers(0, 1), max_size=9)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Requests come, publish, fork, grow and end in any order, on a pool that is too small."""
+
+    def __init__(self, make_cache) -> None:
+        super().__init__()
+        self.make_cache = make_cache
+
+    @initialize(num_usable=st.integers(6, 10), block_size=st.integers(1, 3))
+    def start(self, num_usable, block_size):
+        self.world = World(self.make_cache, num_usable + 1, block_size)
+        self.waiting: list[Tenant] = []
+        self.running: list[Tenant] = []
+
+    @rule(
+        tokens=PROMPTS,
+        keys=st.sampled_from(KEYS),
+        with_path=st.booleans(),
+        split=st.integers(0, 3),
+        publish=st.booleans(),
+    )
+    def new_request(self, tokens, keys, with_path, split, publish):
+        tenant = Tenant(list(tokens), keys, PrefixPath() if with_path else None)
+        if not self.world.admit(tenant, split):
+            self.waiting.append(tenant)
+            return
+        self.running.append(tenant)
+        if publish:
+            self.world.publish(tenant, tenant.num_full(self.world.block_size))
+
+    @precondition(lambda self: self.waiting)
+    @rule(split=st.integers(0, 3))
+    def try_the_waiting_again(self, split):
+        tenant = self.waiting.pop(0)
+        (self.running if self.world.admit(tenant, split) else self.waiting).append(tenant)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), num_blocks=st.integers(1, 4))
+    def publish(self, data, num_blocks):
+        tenant = data.draw(st.sampled_from(self.running))
+        num_full = tenant.num_full(self.world.block_size)
+        self.world.publish(tenant, min(tenant.num_published + num_blocks, num_full))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4))
+    def grow(self, data, tokens):
+        tenant = data.draw(st.sampled_from(self.running))
+        for token in tokens:
+            self.world.grow(tenant, token)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def fork(self, data):
+        self.running.append(self.world.fork(data.draw(st.sampled_from(self.running))))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), split=st.integers(0, 3))
+    def finish(self, data, split):
+        index = data.draw(st.integers(0, len(self.running) - 1))
+        self.world.finish(self.running.pop(index), split)
+
+    @rule(num_blocks=st.integers(-1, 5))
+    def evict(self, num_blocks):
+        self.world.evict(num_blocks)
+
+    @rule(tokens=PROMPTS, keys=st.sampled_from(KEYS))
+    def look_up(self, tokens, keys):
+        self.world.look_up(Tenant(tokens, keys))
+
+    @rule(tokens=PROMPTS, keys=st.sampled_from(KEYS))
+    def cache_computed(self, tokens, keys):
+        self.world.cache_computed(Tenant(tokens, keys))
+
+    @rule()
+    def reset(self):
+        self.world.reset()
+
+    @invariant()
+    def all_is_as_the_model_says(self):
+        self.world.check()
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            for tenant in self.running:
+                self.world.finish(tenant)
+            self.world.evict_all_one_by_one()
+            assert self.world.pool.num_free_blocks == self.world.pool.num_usable_blocks
+
+
+def test_any_order_of_calls_agrees_with_the_naive_model(make_cache):
+    run_state_machine_as_test(
+        lambda: CacheMachine(make_cache),
+        settings=settings(
+            max_examples=40,
+            stateful_step_count=25,
+            deadline=None,
+            derandomize=True,
+            database=None,
+        ),
+    )
+
+
+def walk(make_cache, seed: int, num_steps: int, num_usable: int, block_size: int) -> World:
+    """A random walk with more and longer requests than the state machine has."""
+    rng = random.Random(seed)
+    world = World(make_cache, num_usable + 1, block_size)
+    running: list[Tenant] = []
+    stems = [[rng.randrange(3) for _ in range(30)] for _ in range(3)]
+
+    def new_tenant() -> Tenant:
+        tokens = rng.choice(stems)[: rng.randrange(8 * block_size)]
+        tokens = tokens + [rng.randrange(3) for _ in range(rng.randrange(2 * block_size + 1))]
+        return Tenant(tokens, rng.choice(KEYS), rng.choice([None, PrefixPath()]))
+
+    for step in range(num_steps):
+        action = rng.random()
+        if action < 0.3 or not running:
+            tenant = new_tenant()
+            if world.admit(tenant, rng.randrange(3)):
+                running.append(tenant)
+        elif action < 0.55:
+            tenant = rng.choice(running)
+            num_full = tenant.num_full(block_size)
+            world.publish(tenant, rng.randint(min(tenant.num_published, num_full), num_full))
+        elif action < 0.7:
+            world.grow(rng.choice(running), rng.randrange(3))
+        elif action < 0.75:
+            running.append(world.fork(rng.choice(running)))
+        elif action < 0.95:
+            world.finish(running.pop(rng.randrange(len(running))), rng.randrange(3))
+        elif action < 0.98:
+            world.cache_computed(new_tenant())
+        else:
+            world.evict(rng.randrange(4))
+        if step % 10 == 0:
+            world.check()
+    for tenant in running:
+        world.finish(tenant)
+    world.evict_all_one_by_one()
+    return world
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_both_caches_hit_and_evict_the_very_same_blocks(make_caches, seed):
+    """2,000 steps: each also agrees with the model."""
+    block_size, num_usable = 1 + seed % 3, 12 + 8 * seed
+    logs = [walk(make, seed, 500, num_usable, block_size).log for make in make_caches.values()]
+    assert all(log == logs[0] for log in logs), f"seed {seed}"
+    assert sum(kind == "hit" and len(found) > 1 for kind, found in logs[0]) > 50
+    assert sum(kind == "evicted" and len(victims) > 0 for kind, victims in logs[0]) > 20
+
+
+LIFE = (  # of a request: what it does, one step after the other
+    lambda world, tenant: world.admit(tenant),
+    lambda world, tenant: world.publish(tenant, tenant.num_full(2)),
+    lambda world, tenant: world.finish(tenant),
+)
+
+
+@pytest.mark.parametrize("with_path", [False, True])
+def test_every_interleaving_of_three_requests_on_five_blocks(make_cache, with_path):
+    """Each is admitted, publishes and ends, in every order there is. Who finds no room tries again
+    when something has happened. The states on the way are all checked."""
+    prompts = [[0, 0, 1, 1, 0], [0, 0, 1, 1, 2, 2], [0, 0, 2, 2]]  # blocks P Q, P Q R, P R
+    num_ends, num_refused, num_checked, pending = 0, 0, 0, [[]]
+    while pending:
+        order = pending.pop()
+        world = World(make_cache, 6, 2)
+        tenants = [Tenant(p[:], (), PrefixPath() if with_path else None) for p in prompts]
+        done, refused = [0, 0, 0], set()
+        taken: list[int] = []
+        while choices := [who for who in range(3) if done[who] < 3 and who not in refused]:
+            if len(taken) < len(order):
+                who = order[len(taken)]
+            else:  # a state not seen before: take its first way out now, the others later
+                world.check()
+                num_checked += 1
+                who = choices[0]
+                pending += [[*taken, other] for other in choices[1:]]
+            taken.append(who)
+            if LIFE[done[who]](world, tenants[who]) is False:
+                refused.add(who)
+                num_refused += len(taken) >= len(order)
+            else:
+                done[who] += 1
+                refused.clear()
+        assert done == [3, 3, 3], "somebody never finds room"
+        num_ends += 1
+        world.evict_all_one_by_one()
+        assert world.pool.num_free_blocks == 5
+    assert num_ends > 500 and num_refused > 20 and num_checked > 1000
