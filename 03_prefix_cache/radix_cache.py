@@ -1,0 +1,348 @@
+"""A prefix cache as a radix tree: users lock paths, the leaf that was not used for longest goes.
+
+`radix_tree.py` finds a prefix; here it is counted who uses it, and decided what is evicted.
+
+    tokens            | A A A A B B B B | C C C C |       lock_ref counts a node's users:
+    request 1 uses    |<--------------->|                 the node A B has 2, the node C has 1
+    request 2 uses    |<------------------------->|       ref_cnt of their blocks: lock_ref + 1
+
+A request locks every node from the root to the end of its prefix, and nothing behind it: a node
+that ends elsewhere than a match, a lock or a release does is cut in two there. So all pages of one
+node have the same users and the same last use, and a lock costs a step a node, not a search.
+
+Eviction takes the tail of the leaf that was not used for longest. Leaves wait for that in a heap
+with lazy entries: a use leaves the heap alone. An entry that comes up with too old a time is pushed
+again with the right one, and dropped if its node is in use or has children, to be pushed when that
+ends. A node has one entry at most, so the heap never grows beyond the tree.
+
+Invariants: those of `prefix_cache.py`; all blocks of a node have `ref_cnt == lock_ref + 1`; no node
+has fewer users than a child of it; every unlocked leaf is in the heap, at its last use or earlier.
+
+SGLang's tree holds slots of single tokens, or pages; a lock there walks up to the root, here over
+the blocks it is given. Source: RadixAttention, arXiv 2312.07104.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import count, groupby
+
+from block_pool import Block, BlockPool
+from prefix_cache import (
+    CachedPrefix,
+    ExtraKeys,
+    HasBlockId,
+    InsertResult,
+    PrefixCache,
+    PrefixMatch,
+    PrefixPath,
+    normalise_extra_keys,
+)
+from radix_tree import RadixTree, TreeNode
+
+PAGE_SIZE = 16
+NUM_PAGES = 1024
+
+
+class RadixCache(PrefixCache):
+    """A `PrefixCache` that keeps the tokens themselves. A page is a block of the pool.
+
+    On its own it makes a pool of `num_pages` (1,024 unless told); in an engine it is given the
+    engine's `pool`. Raises `ValueError` if both are given, and for sizes below 1.
+    """
+
+    def __init__(
+        self,
+        page_size: int = PAGE_SIZE,
+        pool: BlockPool | None = None,
+        num_pages: int | None = None,
+    ) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size is {page_size}: it must be >= 1")
+        if pool is not None and num_pages is not None:
+            raise ValueError(f"num_pages is {num_pages} and pool is {pool}: give one of them")
+        if num_pages is not None and num_pages < 1:
+            raise ValueError(f"num_pages is {num_pages}: it must be >= 1")
+        super().__init__(pool or BlockPool((num_pages or NUM_PAGES) + 1), page_size)
+        self.page_size = page_size
+        self.tree = RadixTree(page_size)
+        self._num_used = 0  # cached blocks that somebody uses
+        self._clock = 0  # a tick for each call that uses a prefix
+        self._heap: list[tuple[int, int, TreeNode]] = []
+        self._serial = count()  # decides between equal times: nodes have no order
+
+    # -- look up
+
+    def match_prefix(
+        self,
+        token_ids: Sequence[int],
+        extra_keys: ExtraKeys | None = None,
+        path: PrefixPath | None = None,
+    ) -> PrefixMatch:
+        """O(depth of the tree + tokens compared). The front of the node that the match ends in is
+        used now, the rest of it is as old as before: they are cut apart."""
+        root = self.tree.root(normalise_extra_keys(extra_keys))
+        node, end = self.tree.descend(root, token_ids, len(token_ids) // self.page_size)
+        node = self.tree.cut(node, end)
+        self._use(node, path)
+        return PrefixMatch(self.tree.blocks_up_to(node), end * self.page_size)
+
+    def _use(self, node: TreeNode, path: PrefixPath | None) -> None:
+        """The whole path to `node` is used now. What is locked, and all before it, gets its time
+        when it is released."""
+        if path is not None:
+            path.state = self.tree.bookmark(node)
+        self._clock += 1
+        while not node.is_root and node.lock_ref == 0:
+            node.last_access = self._clock
+            node = node.parent
+
+    # -- locks
+
+    def touch(self, blocks: Sequence[HasBlockId]) -> None:
+        """O(nodes + blocks), and for a node that is cut, its pages before the cut."""
+        for node in self._nodes_of(blocks):
+            self._lock(node)
+
+    def _lock(self, node: TreeNode) -> None:
+        self.pool.touch(node.blocks)
+        if node.lock_ref == 0:
+            self._num_used += len(node.blocks)
+        node.lock_ref += 1
+
+    def release(self, blocks: Sequence[HasBlockId]) -> None:
+        """O(nodes + blocks), as `touch`."""
+        for block in blocks:
+            if self.owns(block) and self.num_users(block) == 0:
+                raise ValueError(f"release of block {block.block_id}: nobody uses it")
+        nodes = self._nodes_of(blocks)
+        self._clock += 1
+        for node in nodes:
+            self.pool.free(node.blocks)
+            node.lock_ref -= 1
+            node.last_access = self._clock
+            if node.lock_ref == 0:
+                self._num_used -= len(node.blocks)
+                self._queue(node)
+
+    def _nodes_of(self, blocks: Sequence[HasBlockId]) -> list[TreeNode]:
+        """The nodes that hold exactly these blocks, the deepest first."""
+        return self.tree.isolate(*self.tree.find([block.block_id for block in blocks]))
+
+    # -- in
+
+    def insert(
+        self,
+        token_ids: Sequence[int],
+        blocks: Sequence[Block],
+        extra_keys: ExtraKeys | None = None,
+        *,
+        start: int = 0,
+        path: PrefixPath | None = None,
+    ) -> InsertResult:
+        """O(depth of the tree + tokens compared); with a `path` that ends at `start`, O(new
+        blocks)."""
+        keys = normalise_extra_keys(extra_keys)
+        self._check_insert(token_ids, blocks, start)
+        node = self.tree.resume(path.state if path else None, self.tree.root(keys), start)
+        node, page = self.tree.descend(node, token_ids, start)
+        if page != start:
+            raise ValueError(f"insert behind {start} blocks: block {page} is not cached")
+        node = self.tree.cut(node, start)
+        node, page = self.tree.descend(node, token_ids, start + len(blocks))
+        node = self.tree.cut(node, page)
+        duplicates, owned = list(blocks[: page - start]), list(blocks[page - start :])
+        kept = self._exchange(duplicates, node, start)
+        parent = node.blocks[-1] if node.blocks else None
+        for ref_cnt, run in groupby(owned, key=lambda block: block.ref_cnt):
+            node = self.tree.append(node, token_ids, list(run), lock_ref=ref_cnt)
+        self.pool.touch(owned)
+        self._num_used += len(owned)
+        self._use(node, path)
+        self._tell_cached(owned, parent, token_ids, page, keys)
+        return InsertResult(kept + owned, owned, duplicates)
+
+    def _check_insert(self, token_ids: Sequence[int], blocks: Sequence[Block], start: int) -> None:
+        num_needed = (start + len(blocks)) * self.page_size
+        if len(token_ids) < num_needed:
+            raise ValueError(
+                f"{len(token_ids)} token_ids: {start} + {len(blocks)} blocks hold {num_needed}"
+            )
+        if len({block.block_id for block in blocks}) != len(blocks):
+            raise ValueError("insert: each block may be named once")
+        for block in blocks:
+            if block.ref_cnt < 1 or self.owns(block):
+                state = "free" if block.ref_cnt < 1 else "cached already"
+                raise ValueError(f"insert of block {block.block_id}: it is {state}")
+
+    def _exchange(self, duplicates: list[Block], node: TreeNode, start: int) -> list[Block]:
+        """The caller's references move to the pages from `start` to the end of `node`."""
+        kept: list[Block] = []
+        while node.end > start:
+            self._lock(node)
+            kept[:0] = node.blocks
+            node = node.parent
+        self.pool.free(duplicates)
+        return kept
+
+    def _tell_cached(
+        self,
+        owned: Sequence[Block],
+        parent: Block | None,
+        token_ids: Sequence[int],
+        page: int,
+        keys: tuple[tuple[str, str], ...],
+    ) -> None:
+        if self.listener is None:
+            return
+        for begin, block in enumerate(owned, page):
+            tokens = tuple(token_ids[begin * self.page_size : (begin + 1) * self.page_size])
+            self.listener.block_cached(block, parent, tokens, keys)
+            parent = block
+
+    def cache_unfinished_request(
+        self,
+        token_ids: Sequence[int],
+        blocks: Sequence[Block],
+        extra_keys: ExtraKeys | None = None,
+        *,
+        path: PrefixPath | None = None,
+    ) -> list[Block]:
+        """Cache the full pages of a request that goes on: what one chunk computed, others may use
+        at once. `token_ids` are those whose KV is written, `blocks` the request's whole table.
+        Returns the table to go on with: duplicates are exchanged, the rest is as given."""
+        num_full = len(token_ids) // self.page_size
+        start = 0
+        while start < num_full and self.owns(blocks[start]):
+            start += 1
+        given = blocks[start:num_full]
+        result = self.insert(token_ids, given, extra_keys, start=start, path=path)
+        return [*blocks[:start], *result.blocks, *blocks[num_full:]]
+
+    def cache_finished_request(
+        self,
+        token_ids: Sequence[int],
+        blocks: Sequence[Block],
+        extra_keys: ExtraKeys | None = None,
+        *,
+        path: PrefixPath | None = None,
+    ) -> None:
+        """Cache the full pages and let go of everything: the unaligned tail, pages taken ahead and
+        duplicates go back to the pool. Arguments as above."""
+        table = self.cache_unfinished_request(token_ids, blocks, extra_keys, path=path)
+        num_full = len(token_ids) // self.page_size
+        self.pool.free(table[num_full:][::-1])
+        self.release(table[:num_full])
+
+    # -- out
+
+    def _queue(self, node: TreeNode) -> None:
+        """`node` has lost a lock, a child or its tail: it may be a leaf that can be evicted now."""
+        is_candidate = not (node.is_root or node.children or node.lock_ref)
+        if is_candidate and not node.is_queued:
+            heappush(self._heap, (node.last_access, next(self._serial), node))
+            node.is_queued = True
+
+    def _pop_oldest_leaf(self) -> TreeNode:
+        """Amortised O(log nodes): an entry that is put right or dropped stands for an earlier
+        use."""
+        while True:
+            time, _, node = heappop(self._heap)
+            node.is_queued = False
+            if time == node.last_access and not node.children and node.lock_ref == 0:
+                return node
+            self._queue(node)
+
+    def evict(self, num_blocks: int) -> int:
+        num_blocks = max(0, min(num_blocks, self.num_evictable_blocks))
+        victims: list[Block] = []
+        while len(victims) < num_blocks:
+            leaf = self._pop_oldest_leaf()
+            num_pages = min(len(leaf.blocks), num_blocks - len(victims))
+            is_whole = num_pages == len(leaf.blocks)
+            victims += self.tree.trim(leaf, num_pages)
+            self._queue(leaf.parent if is_whole else leaf)
+        if self.listener is not None and victims:
+            self.listener.blocks_evicted(victims)
+        for block in victims:
+            del self.tree.node_of[block.block_id]
+        self.pool.free(victims)
+        return num_blocks
+
+    def reset(self) -> bool:
+        if self._num_used:
+            return False
+        self.evict(self.num_cached_blocks)
+        return True
+
+    # -- questions
+
+    def owns(self, block: HasBlockId) -> bool:
+        return block.block_id in self.tree.node_of
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return len(self.tree.node_of)
+
+    @property
+    def num_evictable_blocks(self) -> int:
+        return len(self.tree.node_of) - self._num_used
+
+    @property
+    def evictable_size(self) -> int:
+        """Cached tokens that nobody uses. Tokens, as in SGLang; divide by `page_size` for pages."""
+        return self.num_evictable_blocks * self.page_size
+
+    @property
+    def protected_size(self) -> int:
+        """Cached tokens that somebody uses."""
+        return self._num_used * self.page_size
+
+    def cached_block_ids(self) -> Iterable[int]:
+        return self.tree.node_of.keys()
+
+    def cached_prefixes(self) -> Iterator[CachedPrefix]:
+        for node in self.tree.nodes():
+            path = self.tree.path_to(node)
+            token_ids = tuple(token for link in path for token in link.key)
+            keys = path[0].parent.extra_keys if path else ()
+            for page, block in enumerate(node.blocks, node.start + 1):
+                prefix = token_ids[: page * self.page_size]
+                yield CachedPrefix(keys, prefix, block, node.lock_ref)
+
+    def pretty_print(self) -> None:
+        """Print the tree: tokens and pages (block ids) of each node, and how often it is locked."""
+        print(self)
+
+    def __str__(self) -> str:
+        head = (
+            f"RadixCache, page_size {self.page_size}: "
+            f"{self.protected_size} tokens protected, {self.evictable_size} evictable"
+        )
+        return "\n".join([head, *self.tree.lines()])
+
+    def check_invariants(self) -> None:
+        self.tree.check_invariants()
+        num_used = 0
+        for node in self.tree.nodes():
+            num_used += len(node.blocks) if node.lock_ref else 0
+            for block in node.blocks:
+                assert block is self.pool.blocks[block.block_id], f"{block} is not the pool's"
+                assert block.ref_cnt == node.lock_ref + 1, f"{block} in {node}"
+            for child in node.children.values():
+                assert node.is_root or child.lock_ref <= node.lock_ref, f"{child} without {node}"
+                is_newer = child.last_access > node.last_access
+                assert node.is_root or node.lock_ref or not is_newer, f"{child} is after {node}"
+        assert num_used == self._num_used, f"{num_used} blocks are used, not {self._num_used}"
+        self._check_heap()
+
+    def _check_heap(self) -> None:
+        nodes = set(self.tree.nodes())
+        queued = {node for _, _, node in self._heap}
+        assert len(queued) == len(self._heap), "a node is queued twice"
+        assert queued == {node for node in nodes if node.is_queued}, "queued, but not in the tree"
+        for time, _, node in self._heap:
+            assert time <= node.last_access, f"{node} is queued too late"
+        for node in nodes - queued:
+            assert node.is_root or node.children or node.lock_ref, f"{node} can not be evicted"

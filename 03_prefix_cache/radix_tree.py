@@ -1,0 +1,269 @@
+"""A radix tree over pages of tokens: the index of `radix_cache.py`, without locks and eviction.
+
+Every path from a root spells a prefix. What no two prefixes tell apart is one edge, so there are as
+many nodes as places where prefixes part or end, however many pages that is:
+
+    A B C D is there; A B X comes:       A B --- C D         each letter a page: `page_size` tokens
+                                           \\---- X
+
+A node is the edge that leads to it: tokens, and the block of each page. Children are found by their
+first page. A cut leaves the old object as the lower part, so whoever remembers the end of a path
+still finds it there; a leaf grows in place, so decoding makes no chain of one-page nodes.
+
+Invariants: `key` holds `page_size` tokens a block; no node but a root is empty; no two children
+begin with the same page; each block is in one node, and `node_of` names it; a root without children
+is forgotten.
+
+A page is what SGLang calls a block. Source: RadixAttention, arXiv 2312.07104.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from block_pool import Block
+
+NormalKeys = tuple[tuple[str, str], ...]
+
+
+@dataclass(slots=True, eq=False)
+class TreeNode:
+    """Pages `[start, end)` of a prefix, counted from the root. A root has none, and no parent."""
+
+    parent: TreeNode | None = field(default=None, repr=False)
+    key: list[int] = field(default_factory=list)  # the tree's own copy of the tokens
+    blocks: list[Block] = field(default_factory=list)
+    end: int = 0
+    lock_ref: int = 0  # users; the same for all pages of a node
+    last_access: int = 0  # the same for all pages; out of date while somebody uses them
+    children: dict[tuple[int, ...], TreeNode] = field(default_factory=dict, repr=False)
+    generation: int = 0  # grows when pages leave by the end: what was remembered of it is void
+    is_queued: bool = False  # the cache's heap has an entry for it
+    extra_keys: NormalKeys = ()  # a root's
+
+    @property
+    def start(self) -> int:
+        return self.end - len(self.blocks)
+
+    @property
+    def is_root(self) -> bool:
+        return self.parent is None
+
+
+class RadixTree:
+    """A forest: one tree for each set of extra keys. Pages are counted from 0 at the root."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.node_of: dict[int, TreeNode] = {}  # by block id
+        self.roots: dict[NormalKeys, TreeNode] = {}
+
+    # -- along a path
+
+    def root(self, extra_keys: NormalKeys) -> TreeNode:
+        """A new one joins the forest with its first child."""
+        return self.roots.get(extra_keys) or TreeNode(extra_keys=extra_keys)
+
+    def descend(self, node: TreeNode, token_ids: Sequence[int], end: int) -> tuple[TreeNode, int]:
+        """Follow `token_ids` from the end of `node` to page `end` at most: the last node that has a
+        page of them, and the number of pages that match, from the root. O(tokens compared)."""
+        page = node.end
+        while page < end and node.children:
+            child = node.children.get(tuple(self._pages(token_ids, page, page + 1)))
+            if child is None:
+                break
+            given = self._pages(token_ids, page, min(child.end, end))
+            page += self._num_common_pages(child.key, given)
+            node = child
+            if page < child.end:
+                break
+        return node, page
+
+    def _pages(self, token_ids: Sequence[int], begin: int, end: int) -> list[int]:
+        """The tokens of pages `[begin, end)`, copied: the caller's list lives on."""
+        return list(token_ids[begin * self.page_size : end * self.page_size])
+
+    def _num_common_pages(self, key: list[int], given: list[int]) -> int:
+        """Pages that are equal from the front; the first is known to be. `given` is no longer than
+        `key`. Compares stretches of lists, never token by token: at most twice the whole."""
+        size = self.page_size
+        low, high = 1, len(given) // size
+        if key[: len(given)] == given:
+            return high
+        while low < high:  # the first `low` pages are equal, the first `high + 1` are not
+            middle = (low + high + 1) // 2
+            if key[low * size : middle * size] == given[low * size : middle * size]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    @staticmethod
+    def path_to(node: TreeNode) -> list[TreeNode]:
+        """The nodes from below the root down to `node`. O(depth)."""
+        nodes = []
+        while not node.is_root:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def blocks_up_to(self, node: TreeNode) -> list[Block]:
+        return list(chain.from_iterable(link.blocks for link in self.path_to(node)))
+
+    def find(self, block_ids: Sequence[int]) -> tuple[list[TreeNode], int, int]:
+        """The nodes that hold these pages, the deepest first, and where the pages begin and end:
+        the first and the last node may hold more. Raises `ValueError` unless the pages are in the
+        tree and follow each other on one path. O(nodes + pages)."""
+        for block_id in block_ids:
+            if block_id not in self.node_of:
+                raise ValueError(f"block {block_id} is not cached")
+        if not block_ids:
+            return [], 0, 0
+        nodes = [self.node_of[block_ids[-1]]]
+        end = nodes[0].end  # of most that is asked for; otherwise search
+        if nodes[0].blocks[-1].block_id != block_ids[-1]:
+            held = [block.block_id for block in nodes[0].blocks]
+            end = nodes[0].start + held.index(block_ids[-1]) + 1
+        begin = end - len(block_ids)
+        while nodes[-1].start > max(begin, 0):
+            nodes.append(nodes[-1].parent)
+        held = []
+        for node in reversed(nodes):
+            pages = node.blocks[max(begin - node.start, 0) : end - node.start]
+            held += [block.block_id for block in pages]
+        if held != list(block_ids):
+            raise ValueError(
+                f"blocks {block_ids}: each may be named once, in the order of one path"
+            )
+        return nodes, begin, end
+
+    def nodes(self) -> Iterator[TreeNode]:
+        """All of them, roots too; each before its children."""
+        stack = list(self.roots.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack += node.children.values()
+
+    # -- changes
+
+    def cut(self, node: TreeNode, page: int) -> TreeNode:
+        """The node that ends at `page`, which is in `node` or its end. O(pages before the cut)."""
+        if page == node.end:
+            return node
+        num_pages = page - node.start
+        key, blocks = node.key[: num_pages * self.page_size], node.blocks[:num_pages]
+        upper = TreeNode(node.parent, key, blocks, page, node.lock_ref, node.last_access)
+        del node.key[: len(key)], node.blocks[:num_pages]
+        self._hang(upper)
+        node.parent = upper
+        self._hang(node)
+        for block in blocks:
+            self.node_of[block.block_id] = upper
+        return upper
+
+    def _hang(self, node: TreeNode) -> None:
+        node.parent.children[tuple(node.key[: self.page_size])] = node
+
+    def isolate(self, nodes: list[TreeNode], begin: int, end: int) -> list[TreeNode]:
+        """Cut what `find` found, so that the nodes hold these pages and no other."""
+        if nodes:
+            nodes[0] = self.cut(nodes[0], end)
+            if nodes[-1].start < begin:
+                self.cut(nodes[-1], begin)  # what is behind the cut keeps its name
+        return nodes
+
+    def append(
+        self, node: TreeNode, token_ids: Sequence[int], blocks: Sequence[Block], lock_ref: int
+    ) -> TreeNode:
+        """`blocks` come behind the end of `node`. Returns the node that they are in: `node` itself,
+        longer, if nothing else hangs on it and it has the same users. O(new tokens)."""
+        key = self._pages(token_ids, node.end, node.end + len(blocks))
+        if node.is_root or node.children or node.lock_ref != lock_ref:
+            if node.is_root:
+                self.roots[node.extra_keys] = node
+            node = TreeNode(node, key, list(blocks), node.end + len(blocks), lock_ref)
+            self._hang(node)
+        else:
+            node.key += key
+            node.blocks += blocks
+            node.end += len(blocks)
+        for block in blocks:
+            self.node_of[block.block_id] = node
+        return node
+
+    def trim(self, leaf: TreeNode, num_pages: int) -> list[Block]:
+        """Take the last pages of a leaf away, the deepest first: all of them, and it leaves its
+        parent. Their blocks stay in `node_of` for whoever frees them. O(pages taken)."""
+        taken = leaf.blocks[-num_pages:][::-1]
+        leaf.generation += 1
+        if len(taken) == len(leaf.blocks):
+            del leaf.parent.children[tuple(leaf.key[: self.page_size])]
+            if leaf.parent.is_root and not leaf.parent.children:
+                del self.roots[leaf.parent.extra_keys]
+        else:
+            del leaf.blocks[-num_pages:], leaf.key[-num_pages * self.page_size :]
+            leaf.end -= num_pages
+        return taken
+
+    # -- what a request remembers of its path
+
+    @staticmethod
+    def bookmark(node: TreeNode) -> Any:
+        return None if node.is_root else (node, node.generation, node.end)
+
+    @staticmethod
+    def resume(bookmark: Any, root: TreeNode, page: int) -> TreeNode:
+        """The deepest node known to be on the path that ends at `page` or before.
+
+        The remembered node may have lost its front (to its new parent), or have grown at its end
+        for somebody else; one that has lost its end is not to be trusted, and all begins at `root`.
+        """
+        node, generation, end = bookmark or (root, 0, 0)
+        if node.generation != generation:
+            return root
+        while node.end > min(page, end):
+            node = node.parent
+        return node
+
+    # -- checks and pictures
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` if the tree contradicts itself. O(tokens in it)."""
+        num_pages = 0
+        for extra_keys, root in self.roots.items():
+            assert root.extra_keys == extra_keys and root.is_root, root
+            assert root.children and not root.blocks and not root.key and root.end == 0, root
+        for node in self.nodes():
+            num_pages += len(node.blocks)
+            assert len(node.key) == len(node.blocks) * self.page_size, node
+            for first_page, child in node.children.items():
+                assert child.parent is node and child.blocks, child
+                assert child.start == node.end, f"{child} does not begin where its parent ends"
+                assert first_page == tuple(child.key[: self.page_size]), child
+            for block in node.blocks:
+                assert self.node_of.get(block.block_id) is node, f"{block} is not where it is"
+        assert num_pages == len(self.node_of), f"{num_pages} pages, {len(self.node_of)} known"
+
+    def lines(self) -> Iterator[str]:
+        """One for each node, indented below its parent."""
+        stack = [(root, 0) for root in reversed(self.roots.values())]
+        while stack:
+            node, depth = stack.pop()
+            if node.is_root:
+                keys = " ".join(f"{tag}={value}" for tag, value in node.extra_keys)
+                yield f"root {keys}".rstrip()
+            else:
+                pages = shorten([block.block_id for block in node.blocks])
+                yield f"{'  ' * depth}[{shorten(node.key)}] pages {pages}, lock_ref {node.lock_ref}"
+            stack += [(child, depth + 1) for child in reversed(node.children.values())]
+
+
+def shorten(numbers: Sequence[int], num_shown: int = 6) -> str:
+    """`1 2 3 4 5 .. 9`: the last, and as many from the front as there is room for."""
+    if len(numbers) <= num_shown:
+        return " ".join(map(str, numbers))
+    return f"{' '.join(map(str, numbers[: num_shown - 1]))} .. {numbers[-1]}"
