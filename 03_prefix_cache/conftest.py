@@ -33,6 +33,4 @@ def make_caches() -> dict[str, MakeCache]:
 @pytest.fixture(params=["hash", "radix"])
 def make_cache(request: pytest.FixtureRequest, make_caches: dict[str, MakeCache]) -> MakeCache:
     """`make_cache(pool, block_size)`: the test runs once for each cache."""
-    if request.param == "radix":
-        pytest.importorskip("radix_cache")  # TODO: drop when it is there
     return make_caches[request.param]
