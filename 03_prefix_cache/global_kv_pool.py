@@ -24,10 +24,14 @@ vLLM's LMCache and SGLang's HiCache use such stores as a last tier. Source: Moon
 from __future__ import annotations
 
 import struct
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+
+from kv_pool import KVPool, TransferCallback, TransferResult
+from kv_transfer import BackgroundTransfers
 
 CHECKSUM_BYTES = 16
 
@@ -67,42 +71,126 @@ class KVBlock:
         return self.checksum == compute_checksum(self.block_hash, self.token_ids, self.kv_data)
 
 
-@dataclass(frozen=True, slots=True)
-class TransferResult:
-    """What arrived: intact blocks, from the front of the chain. `error` says why there are not
-    more; None: all are there."""
-
-    blocks: tuple[KVBlock, ...]
-    error: str | None = None
+Transport = Callable[[KVBlock], bytes]
+"""Brings the `kv_data` of a block from `block.node_id`. May be slow, raise, or be wrong."""
 
 
-TransferCallback = Callable[[str, TransferResult], None]
+def copy_in_process(block: KVBlock) -> bytes:
+    return block.kv_data
 
 
-class KVPool(ABC):
-    """Blocks by hash, shared by nodes. Every method may be called from any thread.
+@dataclass(slots=True, eq=False)
+class _Node:
+    node_id: str
+    blocks: OrderedDict[bytes, KVBlock] = field(default_factory=OrderedDict)  # LRU first
+    is_alive: bool = True
 
-    A transfer ends once, well or badly, by itself (there is a deadline). Its result then waits to
-    be taken: `transfer_result` takes it, `cancel_transfer` throws it away. Transfer ids are the
-    caller's choice, and unique among those who share the pool.
+
+class GlobalKVPool(KVPool):
+    """A `KVPool` within one process.
+
+    A use of a block is its publication, a query that names the node, or a transfer that reads it or
+    brings it. Of the blocks of one call the first count as used last: a full node loses a chain's
+    tail before its head. `transport` brings bytes from node to node; `transfer_timeout_s` is each
+    transfer's deadline. Raises `ValueError` for a number that is not positive.
     """
 
-    @abstractmethod
-    def query(self, block_hashes: Sequence[bytes]) -> tuple[int, list[str]]:
-        """`(num_matched_tokens, node_ids)` of the longest prefix of this chain that is in the pool.
-        `node_ids[i]` is a node that has the i-th matched block, so there is one for each. It is a
-        use of these blocks; it promises nothing: a block may be gone a moment later."""
+    def __init__(
+        self,
+        max_blocks_per_node: int = 100,
+        transport: Transport = copy_in_process,
+        transfer_timeout_s: float = 10.0,
+        num_transfer_threads: int = 4,
+    ) -> None:
+        if max_blocks_per_node < 1:
+            raise ValueError(f"max_blocks_per_node is {max_blocks_per_node}: it must be >= 1")
+        self.max_blocks_per_node = max_blocks_per_node
+        self._transport = transport
+        self._transfers = BackgroundTransfers(num_transfer_threads, transfer_timeout_s)
+        self._lock = threading.Lock()  # taken after the lock of _transfers, never before it
+        self._nodes: dict[str, _Node] = {}
+        self._copies: dict[bytes, dict[str, KVBlock]] = {}  # hash -> node id, earliest first
+        self._is_closed = False
 
-    @abstractmethod
+    # -- the index
+
+    def query(self, block_hashes: Sequence[bytes]) -> tuple[int, list[str]]:
+        """Stays on one node as long as it can; at first on the one that published first."""
+        matched: list[KVBlock] = []
+        with self._lock:
+            for block_hash in block_hashes:
+                copies = self._copies.get(block_hash)
+                if copies is None:
+                    break
+                same_node = copies.get(matched[-1].node_id) if matched else None
+                matched.append(same_node or next(iter(copies.values())))
+            self._use(matched)
+        num_matched_tokens = sum(len(block.token_ids) for block in matched)
+        return num_matched_tokens, [block.node_id for block in matched]
+
     def publish(
         self, block_hash: bytes, node_id: str, token_ids: Sequence[int], kv_data: bytes
     ) -> bool:
-        """Keep a copy on `node_id`. False, and nothing but a use, if it has the block already.
+        with self._lock:
+            if self._has(block_hash, node_id, tuple(token_ids)):
+                return False
+        block = KVBlock.create(block_hash, node_id, token_ids, kv_data)  # slow: without the lock
+        with self._lock:
+            if self._has(block_hash, node_id, block.token_ids):
+                return False
+            self._store(self._node(node_id), block)
+        return True
 
-        Raises `ValueError` if `token_ids` is empty or is not what the pool has under this hash.
-        """
+    def remove_node(self, node_id: str) -> int:
+        """The machine is gone: forget its blocks, and fail the copies from it that are under way.
+        Returns how many blocks it had. It may come back, empty, under the same name."""
+        with self._lock:
+            node = self._nodes.pop(node_id, None)
+            if node is None:
+                return 0
+            node.is_alive = False
+            for block_hash in node.blocks:
+                self._drop_copy(block_hash, node_id)
+            return len(node.blocks)
 
-    @abstractmethod
+    @property
+    def total_cached_blocks(self) -> int:
+        with self._lock:
+            return sum(len(node.blocks) for node in self._nodes.values())
+
+    def _has(self, block_hash: bytes, node_id: str, token_ids: tuple[int, ...]) -> bool:
+        if self._is_closed:
+            raise RuntimeError("the pool is closed")
+        copies = self._copies.get(block_hash, {})
+        known = next(iter(copies.values())).token_ids if copies else token_ids
+        if not token_ids or known != token_ids:
+            raise ValueError(f"token_ids is {token_ids}: the pool has {known} under this hash")
+        if node_id not in copies:
+            return False
+        self._use([copies[node_id]])
+        return True
+
+    def _node(self, node_id: str) -> _Node:
+        return self._nodes.setdefault(node_id, _Node(node_id))
+
+    def _use(self, blocks: Sequence[KVBlock]) -> None:
+        for block in reversed(blocks):
+            self._nodes[block.node_id].blocks.move_to_end(block.block_hash)
+
+    def _store(self, node: _Node, block: KVBlock) -> None:
+        if len(node.blocks) == self.max_blocks_per_node:
+            dropped, _ = node.blocks.popitem(last=False)
+            self._drop_copy(dropped, node.node_id)
+        node.blocks[block.block_hash] = block
+        self._copies.setdefault(block.block_hash, {})[node.node_id] = block
+
+    def _drop_copy(self, block_hash: bytes, node_id: str) -> None:
+        del self._copies[block_hash][node_id]
+        if not self._copies[block_hash]:
+            del self._copies[block_hash]
+
+    # -- transfers
+
     def async_transfer(
         self,
         request_id: str,
@@ -110,35 +198,87 @@ class KVPool(ABC):
         target_node_id: str,
         callback: TransferCallback | None = None,
     ) -> None:
-        """Copy these blocks, consecutive ones of a chain, to `target_node_id` in the background.
+        with self._lock:
+            target = self._node(target_node_id)
+            sources = [self._sources(block_hash, target) for block_hash in block_hashes]
+            num_found = sources.index([]) if [] in sources else len(sources)
+            self._use([copies[0][1] for copies in sources[:num_found]])
+        blocks = self._fetch_all(sources, target)
+        self._transfers.start(
+            request_id, blocks, callback, lambda arrived: self._keep(target, arrived)
+        )
 
-        `callback(request_id, result)` is called once, when the result can be taken, from another
-        thread, unless the transfer is cancelled first. Raises `ValueError` if `request_id` names a
-        transfer whose result has not been taken.
-        """
+    def _sources(self, block_hash: bytes, target: _Node) -> list[tuple[_Node, KVBlock]]:
+        """Every copy with its node, the target's own first. They stay readable when evicted."""
+        copies = self._copies.get(block_hash, {}).values()
+        own_first = sorted(copies, key=lambda block: block.node_id != target.node_id)
+        return [(self._nodes[block.node_id], block) for block in own_first]
 
-    @abstractmethod
+    def _fetch_all(
+        self, sources: list[list[tuple[_Node, KVBlock]]], target: _Node
+    ) -> Iterator[KVBlock]:
+        """Runs in a transfer's thread, without the lock."""
+        for index, copies in enumerate(sources):
+            if not copies:
+                raise LookupError(f"block {index} of the transfer is not in the pool")
+            yield self._fetch(copies, target)
+
+    def _fetch(self, copies: Sequence[tuple[_Node, KVBlock]], target: _Node) -> KVBlock:
+        """The first copy that arrives intact."""
+        errors = []
+        for node, block in copies:
+            try:
+                kv_data = block.kv_data if node is target else bytes(self._transport(block))
+            except Exception as failure:
+                errors.append(f"node {node.node_id!r}: {failure!r}")
+                continue
+            arrived = replace(block, node_id=target.node_id, kv_data=kv_data)
+            if not node.is_alive:
+                errors.append(f"node {node.node_id!r} is gone")
+            elif not arrived.is_intact:
+                errors.append(f"node {node.node_id!r}: wrong checksum")
+            else:
+                return arrived
+        raise ConnectionError("; ".join(errors))
+
+    def _keep(self, target: _Node, arrived: Sequence[KVBlock]) -> None:
+        with self._lock:
+            if self._is_closed or not target.is_alive:
+                return
+            for block in reversed(arrived):
+                if not self._has(block.block_hash, target.node_id, block.token_ids):
+                    self._store(target, block)
+
     def is_transfer_complete(self, request_id: str) -> bool:
-        """Has it ended, well or badly? Stays True until the result is taken.
+        return self._transfers.is_complete(request_id)
 
-        Raises `ValueError` for an id that is not, or no longer, known."""
-
-    @abstractmethod
     def transfer_result(self, request_id: str) -> TransferResult:
-        """Take the result of a transfer that is complete; the pool then forgets the id.
+        return self._transfers.take_result(request_id)
 
-        Raises `ValueError` for one that is under way or unknown."""
-
-    @abstractmethod
     def cancel_transfer(self, request_id: str) -> None:
-        """Forget it, whatever its state. The callback is not called after this returns, unless it
-        is running already. Unknown ids are ignored."""
+        self._transfers.cancel(request_id)
 
-    @property
-    @abstractmethod
-    def total_cached_blocks(self) -> int:
-        """Blocks on all nodes together, each copy counted."""
-
-    @abstractmethod
     def close(self) -> None:
-        """Stop. Transfers under way end with an error. May be called again."""
+        with self._lock:
+            self._is_closed = True
+        self._transfers.close()
+        with self._lock:
+            self._nodes.clear()
+            self._copies.clear()
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` if the pool contradicts itself. O(bytes held)."""
+        self._transfers.check_invariants()
+        with self._lock:
+            num_copies = 0
+            for node_id, node in self._nodes.items():
+                assert node.is_alive and node.node_id == node_id, node_id
+                assert len(node.blocks) <= self.max_blocks_per_node, node_id
+                for block_hash, block in node.blocks.items():
+                    assert (block.block_hash, block.node_id) == (block_hash, node_id), block
+                    assert self._copies[block_hash][node_id] is block, block
+                    assert block.is_intact, block
+                num_copies += len(node.blocks)
+            assert num_copies == sum(map(len, self._copies.values())), "a copy without a node"
+            for copies in self._copies.values():
+                assert len({block.token_ids for block in copies.values()}) == 1, copies

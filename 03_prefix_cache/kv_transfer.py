@@ -1,0 +1,194 @@
+"""Copies of KV blocks that run in the background, each with a deadline.
+
+A transfer is an iterator of blocks: a thread takes one after the other until there are no more, the
+iterator raises, the deadline passes, or somebody cancels. What has come until then is its result.
+
+    start -> under way -+-> complete ------> result taken: forgotten
+                        +-> timed out ----> (what came in time, and an error)
+                        +-> raised -------> (what came before, and an error)
+                        +-> cancelled: forgotten at once
+
+A thread cannot be stopped from outside: one that hangs in a copy is left alone, and what it brings
+later is thrown away. Until then it serves nobody else, so a store that hangs makes others wait, and
+time out, but not the engine.
+
+Invariants: a transfer ends exactly once; after its end, or after `cancel` returns, nothing of it
+takes effect any more; deadlines are in the order of the starts; callbacks run without any lock.
+
+vLLM's connectors poll the same way (`get_finished` once a step).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from kv_pool import TransferCallback, TransferResult
+
+if TYPE_CHECKING:
+    from global_kv_pool import KVBlock
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    request_id: str
+    blocks: Iterator[KVBlock]
+    callback: TransferCallback | None
+    on_arrival: Callable[[Sequence[KVBlock]], None] | None
+    deadline: float  # of time.monotonic()
+    arrived: list[KVBlock] = field(default_factory=list)
+    is_over: bool = False
+
+
+class BackgroundTransfers:
+    """Up to `num_threads` transfers at a time, begun in the order in which they were started.
+
+    `timeout_s` counts from `start`, waiting for a thread included. Threads begin with the first
+    transfer. Raises `ValueError` for a number or a time that is not positive.
+    """
+
+    def __init__(self, num_threads: int = 4, timeout_s: float = 10.0) -> None:
+        for name, value in (("num_threads", num_threads), ("timeout_s", timeout_s)):
+            if not value > 0:
+                raise ValueError(f"{name} is {value}: it must be > 0")
+        self.num_threads = num_threads
+        self.timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._transfers: dict[str, _Transfer] = {}  # under way; the oldest first
+        self._results: dict[str, TransferResult] = {}  # complete, and not taken yet
+        self._jobs: SimpleQueue[_Transfer | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+
+    # -- the caller's side
+
+    def start(
+        self,
+        request_id: str,
+        blocks: Iterator[KVBlock],
+        callback: TransferCallback | None = None,
+        on_arrival: Callable[[Sequence[KVBlock]], None] | None = None,
+    ) -> None:
+        """Take `blocks` in the background. `on_arrival(blocks)` runs before anybody can see the
+        result, under this object's lock; `callback(request_id, result)` after it, without.
+
+        Raises `ValueError` if `request_id` is known, `RuntimeError` after `close`.
+        """
+        with self._changed:
+            if self._is_closed:
+                raise RuntimeError("the pool is closed")
+            if request_id in self._transfers or request_id in self._results:
+                raise ValueError(f"transfer {request_id!r} exists: take its result or cancel it")
+            deadline = time.monotonic() + self.timeout_s
+            transfer = _Transfer(request_id, blocks, callback, on_arrival, deadline)
+            self._transfers[request_id] = transfer
+            self._start_threads()
+            self._changed.notify_all()
+        self._jobs.put(transfer)
+
+    def is_complete(self, request_id: str) -> bool:
+        with self._changed:
+            if request_id not in self._results and request_id not in self._transfers:
+                raise ValueError(f"transfer {request_id!r} is not known, or its result was taken")
+            return request_id in self._results
+
+    def take_result(self, request_id: str) -> TransferResult:
+        with self._changed:
+            if not self.is_complete(request_id):
+                raise ValueError(f"transfer {request_id!r} is under way")
+            return self._results.pop(request_id)
+
+    def cancel(self, request_id: str) -> None:
+        with self._changed:
+            self._results.pop(request_id, None)
+            transfer = self._transfers.pop(request_id, None)
+            if transfer is not None:
+                transfer.is_over = True
+
+    def close(self) -> None:
+        """Every transfer under way ends with an error. Threads stop; hanging ones are left."""
+        with self._changed:
+            self._is_closed = True
+            under_way = list(self._transfers.values())
+            num_workers = max(len(self._threads) - 1, 0)
+            self._threads.clear()
+            self._changed.notify_all()
+        for transfer in under_way:
+            self._end(transfer, "the pool was closed")
+        for _ in range(num_workers):
+            self._jobs.put(None)
+
+    # -- the threads' side
+
+    def _start_threads(self) -> None:
+        if not self._threads:
+            targets = [self._watch] + [self._work] * self.num_threads
+            self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
+            for thread in self._threads:
+                thread.start()
+
+    def _work(self) -> None:
+        while (transfer := self._jobs.get()) is not None:
+            error = None
+            try:
+                self._copy(transfer)
+            except Exception as failure:
+                error = str(failure) or repr(failure)
+            self._end(transfer, error)
+
+    def _copy(self, transfer: _Transfer) -> None:
+        while not transfer.is_over:
+            block = next(transfer.blocks, None)
+            if block is None:
+                return
+            with self._changed:
+                if not transfer.is_over:
+                    transfer.arrived.append(block)
+
+    def _watch(self) -> None:
+        """End whatever has passed its deadline: the oldest transfer is always the next to."""
+        while True:
+            with self._changed:
+                if self._is_closed:
+                    return
+                oldest = next(iter(self._transfers.values()), None)
+                left_s = None if oldest is None else oldest.deadline - time.monotonic()
+                if left_s is None or left_s > 0:
+                    self._changed.wait(left_s)
+                    continue
+            self._end(oldest, f"timed out after {self.timeout_s} s")
+
+    def _end(self, transfer: _Transfer, error: str | None) -> None:
+        with self._changed:
+            if transfer.is_over:
+                return
+            transfer.is_over = True
+            del self._transfers[transfer.request_id]
+            result = TransferResult(tuple(transfer.arrived), error)
+            try:
+                if transfer.on_arrival is not None:
+                    transfer.on_arrival(result.blocks)
+            except Exception as failure:
+                result = TransferResult((), f"cannot be kept: {failure!r}")
+            self._results[transfer.request_id] = result
+        if transfer.callback is not None:
+            try:
+                transfer.callback(transfer.request_id, result)
+            except Exception:
+                logger.exception("the callback of transfer %r failed", transfer.request_id)
+
+    def check_invariants(self) -> None:
+        with self._changed:
+            under_way = list(self._transfers.values())
+            assert self._transfers.keys().isdisjoint(self._results), "complete, and under way"
+            assert not any(transfer.is_over for transfer in under_way), "over, and under way"
+            deadlines = [transfer.deadline for transfer in under_way]
+            assert deadlines == sorted(deadlines), "the oldest is not the first"
+            assert not (self._is_closed and self._threads), "threads outlive the pool"

@@ -1,0 +1,243 @@
+"""An engine's way to a pool of KV blocks: look up, load, save.
+
+    request    | local cache    | in the pool          | computed here      |
+               0                ^ num_computed_tokens  ^                    ^ last token: computed
+    admission    query of the hashes behind the local hit
+    load         a transfer in the background; its bytes are checked, then written to the blocks
+    end          publish the full blocks that the pool has not got
+
+The name of a block is the chained hash of the local cache, over the engine's namespace (model,
+dtype, layout) and the request's extra keys as well: what another model or another tenant has put
+into the pool is not even found. Their tags are set apart, so that no request can spell a namespace.
+
+Only the engine's thread writes to the engine's memory: the transfer's thread brings bytes, and
+`get_finished_load` writes them. So a cancelled load writes nothing, however late its bytes come.
+
+Invariants: those of `kv_connector.py`; a block is written only if it has the hash and the tokens
+that were asked for and as many bytes as a block of ours; an exception of the pool ends here.
+
+vLLM's connectors to LMCache and Mooncake write from their own threads straight into GPU memory:
+faster, and the reason why cancelling is hard there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from kv_connector import KVConnector
+from kv_pool import KVPool, TransferResult
+from prefix_cache_local import compute_block_hash, compute_hash_chain
+from request import Request
+
+logger = logging.getLogger(__name__)
+
+_Link = tuple[bytes, tuple[int, ...]]  # hash and tokens of one block
+
+
+@dataclass(slots=True)
+class PoolConnectorStats:
+    """`num_failed_loads`: those that brought fewer tokens than asked for, or none."""
+
+    num_loads: int = 0
+    num_failed_loads: int = 0
+    num_tokens_loaded: int = 0
+    num_blocks_published: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """What a request was told: its chain so far, and the block at which the load would begin."""
+
+    chain: list[_Link] = field(default_factory=list)
+    start: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _PoolLoad:
+    transfer_id: str
+    block_ids: tuple[int, ...]
+    expected: list[_Link]
+    deadline: float
+    has_ended: bool = False  # guarded by the connector's condition
+
+
+class PoolConnector(KVConnector):
+    """A `KVConnector` to `pool` for the engine on `node_id`.
+
+    A load that has not arrived after `load_timeout_s` has failed. The pool is shared: whoever made
+    it closes it. Raises `ValueError` if `load_timeout_s` is not positive.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        node_id: str,
+        load_timeout_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not load_timeout_s > 0:
+            raise ValueError(f"load_timeout_s is {load_timeout_s}: it must be > 0")
+        self.pool = pool
+        self.node_id = node_id
+        self.load_timeout_s = load_timeout_s
+        self.stats = PoolConnectorStats()
+        self._clock = clock
+        self._asked: WeakKeyDictionary[Request, _Asked] = WeakKeyDictionary()
+        self._loads: dict[str, _PoolLoad] = {}  # by request id
+        self._ended = threading.Condition()
+
+    # -- names
+
+    def _chain(self, request: Request, num_blocks: int) -> list[_Link]:
+        """Hash and tokens of the first `num_blocks` blocks. A request is hashed once: its tokens
+        only ever grow at their end."""
+        chain = self._asked.setdefault(request, _Asked()).chain
+        tokens, size = request.all_token_ids, self.block_size
+        if not chain and num_blocks:
+            chain += compute_hash_chain(tokens[: num_blocks * size], size, self._keys(request))
+        for start in range(len(chain) * size, num_blocks * size, size):
+            link = tuple(tokens[start : start + size])
+            chain.append((compute_block_hash(chain[-1][0], link), link))
+        return chain[:num_blocks]
+
+    def _keys(self, request: Request) -> list[tuple[str, str | int]]:
+        return [(f"engine {tag}", value) for tag, value in self.namespace] + [
+            (f"request {tag}", value) for tag, value in request.extra_keys
+        ]
+
+    # -- load
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        start = num_computed_tokens // self.block_size
+        num_usable = (request.num_tokens - 1) // self.block_size  # the last token is computed here
+        if num_usable <= start:
+            return 0, False
+        chain = self._chain(request, num_usable)[start:]
+        try:
+            num_tokens, node_ids = self.pool.query([block_hash for block_hash, _ in chain])
+        except Exception as failure:
+            logger.warning("query of the KV pool failed: %r", failure)
+            return 0, False
+        if num_tokens != len(node_ids) * self.block_size:  # not blocks of ours
+            return 0, False
+        self._asked[request].start = start
+        return num_tokens, num_tokens > 0
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        """Raises `ValueError` if the blocks do not hold exactly these tokens, or while a load of
+        this request is under way."""
+        if len(block_ids) * self.block_size != num_external_tokens:
+            raise ValueError(f"{len(block_ids)} block_ids for {num_external_tokens} tokens")
+        if request.request_id in self._loads:
+            raise ValueError(f"request {request.request_id!r} is being loaded")
+        start = self._asked[request].start
+        expected = self._chain(request, start + len(block_ids))[start:]
+        # Other engines count their requests from 0 too: the request's id would not be unique.
+        transfer_id = f"{self.node_id}/{uuid.uuid4().hex}"
+        deadline = self._clock() + self.load_timeout_s
+        load = _PoolLoad(transfer_id, tuple(block_ids), expected, deadline)
+        self._loads[request.request_id] = load
+        self.stats.num_loads += 1
+        try:
+            hashes = [block_hash for block_hash, _ in expected]
+            self.pool.async_transfer(
+                transfer_id, hashes, self.node_id, lambda *_: self._set_ended(load)
+            )
+        except Exception as failure:
+            logger.warning("transfer from the KV pool did not start: %r", failure)
+            self._set_ended(load)
+
+    def _set_ended(self, load: _PoolLoad) -> None:
+        """On the transfer's thread."""
+        with self._ended:
+            load.has_ended = True
+            self._ended.notify_all()
+
+    def get_finished_load(self, request_id: str) -> int | None:
+        load = self._loads[request_id]
+        result = self._take_result(load)
+        if result is None:
+            return None
+        del self._loads[request_id]
+        num_tokens = self._write(load, result) * self.block_size
+        self.stats.num_tokens_loaded += num_tokens
+        if num_tokens < len(load.block_ids) * self.block_size:
+            self.stats.num_failed_loads += 1
+            logger.warning("%s of a load arrived: %s", num_tokens, result.error)
+        return num_tokens
+
+    def _take_result(self, load: _PoolLoad) -> TransferResult | None:
+        """None: still under way."""
+        try:
+            if self.pool.is_transfer_complete(load.transfer_id):
+                return self.pool.transfer_result(load.transfer_id)
+            if self._clock() < load.deadline:
+                return None
+            self.pool.cancel_transfer(load.transfer_id)
+            return TransferResult((), f"nothing after {self.load_timeout_s} s")
+        except Exception as failure:
+            return TransferResult((), repr(failure))
+
+    def _write(self, load: _PoolLoad, result: TransferResult) -> int:
+        """Blocks written, from the front, until one is not what was asked for."""
+        num_written = 0
+        for block_id, link, block in zip(
+            load.block_ids, load.expected, result.blocks, strict=False
+        ):
+            is_ours = (block.block_hash, tuple(block.token_ids)) == link
+            if not is_ours or len(block.kv_data) != self.io.block_nbytes:
+                break
+            self.io.write_block(block_id, block.kv_data)
+            num_written += 1
+        return num_written
+
+    def cancel_load(self, request_id: str) -> None:
+        load = self._loads.pop(request_id, None)
+        if load is not None:
+            try:
+                self.pool.cancel_transfer(load.transfer_id)
+            except Exception as failure:
+                logger.warning("transfer from the KV pool was not cancelled: %r", failure)
+
+    def wait_for_load(self, timeout_s: float) -> None:
+        """Returns at once if nothing is being loaded."""
+        loads = list(self._loads.values())
+        if loads:
+            timeout_s = min(timeout_s, min(load.deadline for load in loads) - self._clock())
+            with self._ended:
+                self._ended.wait_for(lambda: any(load.has_ended for load in loads), timeout_s)
+
+    # -- save
+
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
+        """The deepest block first, and the whole chain counts as used afterwards: the pool drops a
+        tail before its head, without which it could not be found."""
+        try:
+            chain = self._chain(request, len(block_ids))
+            hashes = [block_hash for block_hash, _ in chain]
+            num_known = len(self.pool.query(hashes)[1])
+            for (block_hash, tokens), block_id in reversed(
+                list(zip(chain, block_ids, strict=True))[num_known:]
+            ):
+                kv_data = self.io.read_block(block_id)
+                is_new = self.pool.publish(block_hash, self.node_id, tokens, kv_data)
+                self.stats.num_blocks_published += is_new
+            if 0 < num_known < len(hashes):
+                self.pool.query(hashes)
+        except Exception as failure:
+            logger.warning("request %r is not in the KV pool: %r", request.request_id, failure)
+
+    def close(self) -> None:
+        """Cancel what is being loaded. The pool stays open."""
+        for request_id in list(self._loads):
+            self.cancel_load(request_id)
