@@ -198,7 +198,7 @@ class CachedKVCacheManager(KVCacheManager):
             self._states[child.request_id] = _CacheState(num_published=num_published)
 
     def free(self, request: Request) -> None:
-        """Give up the request's blocks; what is published stays in the cache until it is evicted."""
+        """Give up the request's blocks; what is published stays cached until it is evicted."""
         self._cancel_load(request.request_id)
         state = self._states.pop(request.request_id, None)
         if state is not None:

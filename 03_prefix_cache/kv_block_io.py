@@ -1,6 +1,6 @@
 """The bytes of a KV block, so that it can leave the engine's memory and come back.
 
-    keys of layer 0 | values of layer 0 | keys of layer 1 | ...      each [block_size, kv_heads, head_dim]
+    keys of layer 0 | values of layer 0 | keys of layer 1 | ...   [block_size, kv_heads, head_dim]
 
 Bytes are comparable, storable and checkable whatever the dtype is. They mean something only beside
 the same model, dtype and block size: that is what a connector's namespace says.

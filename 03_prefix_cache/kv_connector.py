@@ -1,7 +1,7 @@
 """The seam through which KV comes from elsewhere: a lower memory tier, a store, another machine.
 
-A prefix that the local cache has lost, or never had, may still be cheaper to fetch than to compute.
-The manager asks a connector before a request is admitted:
+A prefix that the local cache has lost, or never had, may be cheaper to fetch than to compute. The
+manager asks a connector before a request is admitted:
 
     local cache      | hit: num_computed_tokens |
     connector        |                          | get_num_new_matched_tokens |
@@ -74,19 +74,22 @@ class KVConnector(ABC):
         """Nothing may be written to the load's blocks once this returns. Unknown ids are
         ignored."""
 
+    @abstractmethod
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
         """The request gives up its blocks. `block_ids` hold its first full blocks, published and
         final: they may be read until this returns."""
 
+    @abstractmethod
     def wait_for_load(self, timeout_s: float) -> None:
         """Return when some load has finished, or after `timeout_s`."""
 
+    @abstractmethod
     def close(self) -> None:
         """Stop threads and let go of files and connections."""
 
 
 class ConnectorChain(KVConnector):
-    """Several connectors as one: the first that has the most tokens loads them, all of them save."""
+    """Several connectors as one: the first that has the most tokens loads, all of them save."""
 
     def __init__(self, connectors: Sequence[KVConnector]) -> None:
         self.connectors = list(connectors)

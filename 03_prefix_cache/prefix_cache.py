@@ -39,7 +39,7 @@ ExtraKeys = Sequence[tuple[str, str | int]]
 
 
 def normalise_extra_keys(extra_keys: ExtraKeys | None) -> tuple[tuple[str, str], ...]:
-    """What, besides the tokens, KV depends on, in one fixed order: `(("lora", "7"), ("salt", "x"))`.
+    """What KV depends on besides the tokens, in one fixed order: `(("lora", "int:7"),)`.
 
     Every key carries a tag, so that an adapter named X and a salt X stay apart. Raises `ValueError`
     for a key without one, or for one tag used twice.
@@ -107,7 +107,7 @@ class CacheStats:
 @dataclass(slots=True)
 class PrefixPath:
     """What a cache remembers of one request's way into it, so that a later call does not begin at
-    the first token again. Made empty, filled by the cache, thrown away with the request's blocks."""
+    the first token again. Made empty, filled by the cache, dropped with the request's blocks."""
 
     state: Any = None
 

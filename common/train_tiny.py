@@ -50,6 +50,7 @@ from common.tiny_data import (
     train_tokenizer,
 )
 from common.tiny_eval import CHECKPOINTS, evaluate, flops_per_token, load, report
+from common.tiny_teacher import distillation_loss, teacher_targets
 
 MAX_POSITIONS = 2048
 _SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, head_dim
@@ -190,12 +191,6 @@ def sample_batch(
     return torch.from_numpy(rows.astype(np.int64))
 
 
-def distillation_loss(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy against the teacher's distribution. Both `[rows, seq_len, vocab_size]` logits;
-    nats a token."""
-    return F.cross_entropy(student.flatten(0, 1).float(), teacher.flatten(0, 1).float().softmax(-1))
-
-
 def train(
     config: TrainConfig, out: Path, state_path: Path, save_every: int, device: torch.device
 ) -> None:
@@ -207,6 +202,7 @@ def train(
     if config.role == "draft":
         teacher = load(CHECKPOINTS / "tiny").to(device)
         start_from_teacher(model, teacher)
+        targets = teacher_targets(teacher, stream, state_path.with_suffix(".teacher"), device)
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     optimizers = [
@@ -236,19 +232,19 @@ def train(
     for step in bar:
         for optimizer, base in zip(optimizers, base_lrs, strict=True):
             optimizer.param_groups[0]["lr"] = base * config.lr_scale(step)
-        rng = np.random.default_rng(
-            [config.seed, step]
-        )  # a function of the step: resuming repeats nothing
-        seq_len = config.long_seq_len if config.in_decay(step) else config.seq_len
-        batch = sample_batch(stream, config.batch_tokens // seq_len, seq_len, rng).to(device)
         with autocast:
-            logits = model(input_ids=batch[:, :-1]).logits
             if teacher is None:
+                # A function of the step: resuming repeats nothing.
+                rng = np.random.default_rng([config.seed, step])
+                seq_len = config.long_seq_len if config.in_decay(step) else config.seq_len
+                num_rows = config.batch_tokens // seq_len
+                batch = sample_batch(stream, num_rows, seq_len, rng).to(device)
+                logits = model(input_ids=batch[:, :-1]).logits
                 loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
             else:
-                with torch.no_grad():
-                    wanted = teacher(input_ids=batch[:, :-1]).logits
-                loss = distillation_loss(logits, wanted)
+                batch = targets.batch(config.batch_tokens, step, config.seed)
+                ids, top, probs = (t.to(device) for t in batch)
+                loss = distillation_loss(model(input_ids=ids).logits, top, probs)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(others, 1.0)
         for optimizer in optimizers:

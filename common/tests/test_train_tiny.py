@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import tiny_eval, train_tiny
+from common import tiny_eval, tiny_teacher, train_tiny
 from common.tiny_data import END_OF_TEXT, HELD_OUT, corpus, snippets, token_stream, train_tokenizer
 
 TINY, DRAFT = tiny_eval.CHECKPOINTS / "tiny", tiny_eval.CHECKPOINTS / "tiny-draft"
@@ -93,13 +94,45 @@ def test_learning_rate_warms_up_holds_and_falls_to_zero() -> None:
 def test_distillation_is_least_at_the_teachers_own_distribution() -> None:
     torch.manual_seed(0)
     teacher = torch.randn(2, 5, 11, dtype=torch.float64)
+    probs = teacher.softmax(-1)
+    tokens = torch.arange(11).expand(2, 5, 11).flip(-1)  # any order of the kept tokens
     student = teacher.clone().requires_grad_()
-    loss = train_tiny.distillation_loss(student, teacher)
+    loss = train_tiny.distillation_loss(student, tokens, probs.flip(-1))
     loss.backward()
     assert student.grad.abs().max() < 1e-7
-    probs = teacher.softmax(-1)
     entropy = -(probs * probs.log()).sum(-1).mean().item()
     assert loss.item() == pytest.approx(entropy, abs=1e-6)
+
+
+def test_the_teacher_is_asked_once_and_its_likely_tokens_are_kept(tmp_path: Path) -> None:
+    asked = 0
+
+    class Teacher:
+        def __call__(self, input_ids: torch.Tensor) -> SimpleNamespace:
+            nonlocal asked
+            asked += 1
+            return SimpleNamespace(logits=logits[input_ids])
+
+    torch.manual_seed(1)
+    logits = torch.randn(97, 97) * 3
+    window = tiny_teacher.WINDOW
+    stream = np.random.default_rng(0).integers(0, 97, size=3 * window + 5).astype(np.uint16)
+    cpu = torch.device("cpu")
+    targets = tiny_teacher.teacher_targets(Teacher(), stream, tmp_path / "t", cpu)
+    again = tiny_teacher.teacher_targets(Teacher(), stream, tmp_path / "t", cpu)
+    assert asked == 3
+    for found in (targets, again):
+        seen = []
+        for step in range(3):
+            ids, tokens, probs = found.batch(window, step, seed=0)
+            seen.append(ids[0].tolist())
+            for position in (0, 7, window - 1):
+                wanted = logits[ids[0, position]].topk(tiny_teacher.TOP_K)
+                assert tokens[0, position].tolist() == wanted.indices.tolist()
+                close = wanted.values.softmax(-1)
+                torch.testing.assert_close(probs[0, position], close, atol=1e-3, rtol=1e-2)
+        windows = [stream[i * window : (i + 1) * window].tolist() for i in range(3)]
+        assert sorted(seen) == sorted(windows), "an epoch is every window once"
 
 
 def test_interrupted_run_goes_on_to_the_same_weights(
