@@ -1,0 +1,756 @@
+"""What is particular to the tree: cuts, locks, growth in place, the lazy heap, sizes, pictures.
+
+What every cache does alike is tested in `test_prefix_cache.py`. The random workloads here drive
+what only a tree can get wrong, users that take and leave any stretch of a path, against a model
+that stores whole prefixes in a dictionary with their last use.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from block_pool import Block, BlockPool
+from prefix_cache import PrefixPath
+from radix_cache import RadixCache
+from radix_tree import TreeNode
+
+SALT = (("salt", "x"),)
+
+
+def ids(blocks: Sequence[Block]) -> list[int]:
+    return [block.block_id for block in blocks]
+
+
+class Rig:
+    """A cache on its own pool, and requests in words: each letter is a page."""
+
+    def __init__(self, page_size: int = 4, num_pages: int = 40) -> None:
+        self.cache = RadixCache(page_size=page_size, num_pages=num_pages)
+        self.pool = self.cache.pool
+        self.page_size = page_size
+
+    def spell(self, letters: str, num_more: int = 0) -> list[int]:
+        tokens = [100 * ord(letter) + i for letter in letters for i in range(self.page_size)]
+        return tokens + list(range(num_more))
+
+    def hold(self, letters: str, path: PrefixPath | None = None) -> list[Block]:
+        """Cache the word as a request that uses it from now on."""
+        found = self.cache.match_prefix(self.spell(letters), None, path).blocks
+        self.cache.touch(found)
+        new = self.pool.allocate(len(letters) - len(found)) if len(letters) > len(found) else []
+        tokens = self.spell(letters)
+        return found + self.cache.insert(tokens, new, start=len(found), path=path).blocks
+
+    def warm(self, letters: str) -> list[Block]:
+        blocks = self.hold(letters)
+        self.cache.release(blocks)
+        return blocks
+
+    def hits(self, letters: str) -> int:
+        return len(self.cache.match_prefix(self.spell(letters)).blocks)
+
+    def nodes(self) -> dict[str, int]:
+        """The tree, as the words of its nodes and their locks: `{"AB": 1, "AB.CD": 0}`."""
+        tree = self.cache.tree
+        return {
+            ".".join(self.word(link) for link in tree.path_to(node)): node.lock_ref
+            for node in tree.nodes()
+            if not node.is_root
+        }
+
+    def word(self, node: TreeNode) -> str:
+        return "".join(chr(token // 100) for token in node.key[:: self.page_size])
+
+    def check(self) -> None:
+        self.cache.check_invariants()
+        self.pool.check_invariants()
+
+
+@pytest.fixture
+def rig():
+    rig = Rig()
+    yield rig
+    rig.check()
+
+
+# construction
+
+
+def test_it_makes_its_own_pool_or_takes_one():
+    assert RadixCache().pool.num_usable_blocks == 1024 and RadixCache().page_size == 16
+    assert RadixCache(num_pages=3).pool.num_usable_blocks == 3
+    pool = BlockPool(5)
+    assert RadixCache(2, pool=pool).pool is pool
+    assert RadixCache(page_size=2).block_size == 2
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"page_size": 0}, "page_size is 0: it must be >= 1"),
+        ({"num_pages": 0}, "num_pages is 0: it must be >= 1"),
+        ({"num_pages": 4, "pool": BlockPool(5)}, "give one of them"),
+    ],
+)
+def test_a_size_below_one_or_two_pools_are_errors(kwargs, match):
+    with pytest.raises(ValueError, match=match):
+        RadixCache(**kwargs)
+
+
+# cuts
+
+
+def test_a_match_cuts_the_node_that_it_ends_in(rig):
+    rig.warm("ABCD")
+    assert rig.nodes() == {"ABCD": 0}
+    assert rig.hits("ABCD") == rig.hits("ABCDE") == 4
+    assert rig.nodes() == {"ABCD": 0}  # it ends at the node's end: nothing to cut
+    assert rig.hits("ABX") == 2
+    assert rig.nodes() == {"AB": 0, "AB.CD": 0}
+    assert rig.hits("X") == 0 and len(rig.nodes()) == 2
+
+
+def test_only_the_matched_half_of_a_cut_node_is_refreshed(rig):
+    """Trap 6: the half that was just matched is not evicted before older things; the rest, which
+    was not used, is."""
+    rig.warm("ABCD"), rig.warm("UV")
+    assert rig.hits("AB") == 2
+    for left in ({"AB", "AB.C", "UV"}, {"AB", "UV"}, {"AB", "U"}, {"AB"}, {"A"}, set()):
+        assert rig.cache.evict(1) == 1
+        assert set(rig.nodes()) == left
+
+
+def test_every_page_size_matches_whole_pages_only():
+    """Trap 8: against the longest common prefix, counted token by token and truncated down."""
+    rng = random.Random(5)
+    for page_size in range(1, 17):
+        cache = RadixCache(page_size=page_size, num_pages=400)
+        prompts: list[list[int]] = []
+        for _ in range(25):
+            stem = (
+                rng.choice(prompts)[: rng.randrange(60)] if prompts and rng.random() < 0.8 else []
+            )
+            prompt = stem + [rng.randrange(3) for _ in range(rng.randrange(50))]
+            expected = 0
+            for other in prompts:
+                both = zip(prompt, other[: len(other) // page_size * page_size])
+                same = next((i for i, (a, b) in enumerate(both) if a != b), None)
+                same = min(len(prompt), len(other)) if same is None else same
+                expected = max(expected, same // page_size)
+            match = cache.match_prefix(prompt)
+            assert match.num_cached_tokens == len(match.blocks) * page_size
+            assert len(match.blocks) == expected, (page_size, prompt)
+            cache.cache_computed_blocks(prompt)
+            prompts.append(prompt)
+            cache.check_invariants()
+
+
+# locks
+
+
+def test_a_lock_covers_the_node_that_it_ends_in(rig):
+    """Trap 7: a lock that begins at the parent leaves the pages just matched to be evicted."""
+    rig.warm("ABCD"), rig.hits("AB")
+    found = rig.cache.match_prefix(rig.spell("ABCD")).blocks
+    rig.cache.touch(found)
+    assert rig.nodes() == {"AB": 1, "AB.CD": 1}
+    assert rig.cache.evict(9) == 0 and rig.hits("ABCD") == 4
+
+
+def test_a_lock_on_a_node_at_the_root_is_a_lock(rig):
+    """Trap 7: a walk that stops at the root must not stop before the only node there is."""
+    rig.warm("AB")
+    found = rig.cache.match_prefix(rig.spell("AB")).blocks
+    rig.cache.touch(found)
+    assert rig.nodes() == {"AB": 1}
+    assert (rig.cache.evictable_size, rig.cache.protected_size) == (0, 8)
+    assert rig.cache.evict(1) == 0
+
+
+def test_zero_is_a_legal_count(rig):
+    """Trap 7: nothing matched, nothing touched, nothing to evict, a lock that goes back to zero."""
+    nothing = rig.cache.match_prefix(rig.spell("AB"))
+    assert nothing.blocks == [] and nothing.num_cached_tokens == 0
+    rig.cache.touch([]), rig.cache.release([])
+    assert rig.cache.evict(0) == rig.cache.evict(1) == 0
+    assert rig.cache.insert([], []).blocks == [] and rig.cache.tree.roots == {}
+    blocks = rig.hold("AB")
+    rig.cache.release(blocks)
+    assert rig.nodes() == {"AB": 0} and rig.cache.protected_size == 0
+
+
+def test_a_locked_node_that_is_cut_is_locked_in_both_parts(rig):
+    """Trap 7: while somebody uses A B C D, another match cuts it. Both parts keep the lock, and one
+    release of the old table unlocks both."""
+    blocks = rig.hold("ABCD")
+    assert rig.hits("AB") == 2
+    assert rig.nodes() == {"AB": 1, "AB.CD": 1}
+    assert rig.cache.evict(9) == 0
+    rig.cache.release(blocks)
+    assert rig.nodes() == {"AB": 0, "AB.CD": 0} and rig.cache.evict(9) == 4
+
+
+def test_a_partial_match_pins_its_pages_and_no_more(rig):
+    """Trap 7: without the cut, two pages in use would hold the other two for ever."""
+    rig.warm("ABCD")
+    found = rig.cache.match_prefix(rig.spell("ABX")).blocks
+    rig.cache.touch(found)
+    assert rig.nodes() == {"AB": 1, "AB.CD": 0}
+    assert (rig.cache.evictable_size, rig.cache.protected_size) == (8, 8)
+    assert rig.cache.evict(9) == 2 and rig.nodes() == {"AB": 1}
+
+
+def test_a_stretch_that_ends_within_a_node_is_locked_alone(rig):
+    """Trap 7: a match of four pages, of which the request takes two, then one of those in the
+    middle of a node once more."""
+    found = rig.warm("ABCDE")
+    rig.cache.touch(found[:3])
+    assert rig.nodes() == {"ABC": 1, "ABC.DE": 0}
+    rig.cache.touch(found[:2])
+    rig.cache.release(found[1:2])
+    assert rig.nodes() == {"A": 2, "A.B": 1, "A.B.C": 1, "A.B.C.DE": 0}
+    assert rig.cache.evict(9) == 2
+    rig.cache.release(found[1:3])
+    assert rig.nodes() == {"A": 2, "A.B": 0, "A.B.C": 0} and rig.cache.evict(9) == 2
+
+
+def test_blocks_that_do_not_follow_each_other_are_refused(rig):
+    """Trap 10, and pages of two branches: nothing has changed, no node was cut."""
+    a, b, c, d = rig.hold("ABCD")
+    *_, x = rig.hold("ABX")
+    before = rig.nodes()
+    for blocks in ([a, c], [b, a], [a, b, b], [c, x], [a, b, c, x], [d, a]):
+        for call in (rig.cache.touch, rig.cache.release):
+            with pytest.raises(ValueError, match="once, in the order of one path"):
+                call(blocks)
+    assert rig.nodes() == before == {"AB": 2, "AB.CD": 1, "AB.X": 1}
+
+
+def test_a_release_of_what_nobody_uses_cuts_and_changes_nothing(rig):
+    blocks = rig.warm("ABCD")
+    for part in (blocks, blocks[1:3]):
+        with pytest.raises(ValueError, match="nobody uses"):
+            rig.cache.release(part)
+    rig.cache.touch(blocks[:2])
+    with pytest.raises(ValueError, match="nobody uses"):
+        rig.cache.release(blocks[1:3])
+    assert rig.nodes() == {"AB": 1, "AB.CD": 0}
+
+
+# insert
+
+
+def test_decoding_grows_one_leaf_and_no_chain(rig):
+    path, blocks = PrefixPath(), []
+    word = "ABCDEFGHIJKLMNOPQRST"
+    for index in range(len(word)):
+        new = rig.pool.allocate(1)
+        tokens = rig.spell(word[: index + 1])
+        blocks += rig.cache.insert(tokens, new, start=index, path=path).blocks
+        rig.check()
+    assert rig.nodes() == {word: 1}
+    assert ids(rig.cache.match_prefix(rig.spell(word)).blocks) == ids(blocks)
+
+
+def test_a_leaf_that_others_use_too_is_not_grown(rig):
+    """The new pages have one user, the leaf two: one node can not say both."""
+    first, second = rig.hold("AB"), rig.hold("AB")
+    (c,) = rig.pool.allocate(1)
+    rig.cache.insert(rig.spell("ABC"), [c], start=2)
+    (d,) = rig.pool.allocate(1)
+    rig.cache.insert(rig.spell("ABCD"), [d], start=3)
+    assert rig.nodes() == {"AB": 2, "AB.CD": 1}
+    rig.cache.release([*first, c, d])
+    assert rig.nodes() == {"AB": 1, "AB.CD": 0}
+    rig.cache.release(second)
+
+
+def test_pages_with_different_holders_become_separate_nodes(rig):
+    """A fork shares the first two of three pages that the parent publishes."""
+    blocks = rig.pool.allocate(3)
+    rig.pool.touch(blocks[:2])
+    assert rig.cache.insert(rig.spell("ABC"), blocks).owned == blocks
+    assert rig.nodes() == {"AB": 2, "AB.C": 1}
+    rig.cache.release(blocks)
+    assert rig.nodes() == {"AB": 1, "AB.C": 0}
+    rig.cache.release(blocks[:2])
+
+
+def test_a_leaf_that_all_its_users_share_on_grows_in_place(rig):
+    """Two forks hold every page: the leaf has two users, and so has what comes behind it. The way
+    the second of them remembers still ends where it did."""
+    parent, child = PrefixPath(), PrefixPath()
+    blocks = rig.hold("AB", parent)
+    rig.cache.touch(blocks)
+    rig.cache.match_prefix(rig.spell("AB"), None, child)
+    (c,) = rig.pool.allocate(1)
+    rig.pool.touch([c])
+    rig.cache.insert(rig.spell("ABC"), [c], start=2, path=parent)
+    assert rig.nodes() == {"ABC": 2}
+    (x,) = rig.pool.allocate(1)
+    rig.cache.insert(rig.spell("ABX"), [x], start=2, path=child)  # it went another way
+    assert rig.nodes() == {"AB": 2, "AB.C": 2, "AB.X": 1}
+    assert (rig.hits("ABC"), rig.hits("ABX")) == (3, 3)
+
+
+def test_duplicates_lock_exactly_the_pages_they_stand_for(rig):
+    """Trap 2, in the middle of a node: two pages behind the first are duplicates, one is new."""
+    first = rig.hold("A")
+    rig.warm("ABCDE")
+    new = rig.pool.allocate(3)
+    result = rig.cache.insert(rig.spell("ABCX"), new, start=1)
+    assert result.duplicates == new[:2] and result.owned == new[2:]
+    assert rig.nodes() == {"A": 1, "A.BC": 1, "A.BC.DE": 0, "A.BC.X": 1}
+    assert [block.ref_cnt for block in new] == [0, 0, 2]
+    rig.cache.release(first + result.blocks)
+    assert rig.cache.protected_size == 0
+
+
+def test_an_old_path_finds_its_way_after_cuts_and_evictions(rig):
+    path = PrefixPath()
+    held = rig.hold("ABCD", path)
+    rig.hits("AB"), rig.hits("A")
+    (e,) = rig.pool.allocate(1)
+    rig.cache.insert(rig.spell("ABCDE"), [e], start=4, path=path)
+    assert rig.nodes() == {"A": 1, "A.B": 1, "A.B.CDE": 1}
+    rig.cache.release([*held, e])
+    rig.cache.evict(3)
+    rig.hold("ABXYZ")  # as long as what was evicted, and in the very node that the path knows
+    new = rig.pool.allocate(1)
+    with pytest.raises(ValueError, match="block 2 is not cached"):
+        rig.cache.insert(rig.spell("ABCDEF"), new, start=5, path=path)
+    assert rig.cache.insert(rig.spell("ABC"), new, start=2, path=path).owned == new
+    assert rig.hits("ABC") == 3 and rig.hits("ABXYZ") == 5
+
+
+def test_with_a_path_an_insertion_does_not_compare_what_is_there(rig, monkeypatch):
+    """O(new blocks): the tree looks at none of the 30 pages before them."""
+    path, word = PrefixPath(), "A" * 30
+    rig.hold(word, path)
+    compared = []
+    monkeypatch.setattr(
+        type(rig.cache.tree),
+        "_num_common_pages",
+        lambda tree, key, given: compared.append(given) or 1,
+    )
+    (b,) = rig.pool.allocate(1)
+    rig.cache.insert(rig.spell(word + "B"), [b], start=30, path=path)
+    assert compared == []
+
+
+# requests
+
+
+def test_a_chunked_request_shares_what_it_has_and_goes_on(rig):
+    """Trap 15: three chunks of a prompt, then the request is aborted in the middle of the third.
+    The tree keeps pages that are valid, nobody uses them, and the rest is free."""
+    path = PrefixPath()
+    table = rig.pool.allocate(5)
+    given = list(table)
+    table = rig.cache.cache_unfinished_request(rig.spell("AB", 1), table, path=path)
+    assert table == given and rig.hits("ABCD") == 2 and rig.nodes() == {"AB": 1}
+    table = rig.cache.cache_unfinished_request(rig.spell("ABC", 3), table, path=path)
+    assert rig.hits("ABCD") == 3 and rig.nodes() == {"ABC": 1}
+    again = rig.cache.cache_unfinished_request(rig.spell("ABC", 3), table, path=path)
+    assert again == table and [block.ref_cnt for block in table] == [2, 2, 2, 1, 1]
+    rig.cache.cache_finished_request(rig.spell("ABC", 3), table, path=path)
+    assert rig.nodes() == {"ABC": 0}
+    assert [block.ref_cnt for block in table] == [1, 1, 1, 0, 0]
+    assert ids(rig.pool.free_order())[-2:] == ids(table[:2:-1])  # the deepest first
+    assert rig.cache.evict(9) == 3 and rig.pool.num_free_blocks == rig.pool.num_usable_blocks
+
+
+def test_a_request_decodes_from_the_canonical_pages(rig):
+    """Trap 2: two requests compute one prompt. The table that comes back names no freed block."""
+    first = rig.cache.cache_unfinished_request(rig.spell("AB"), rig.pool.allocate(3))
+    own = rig.pool.allocate(3)
+    table = rig.cache.cache_unfinished_request(rig.spell("AB", 2), own)
+    assert table == [*first[:2], own[2]] and [block.ref_cnt for block in own] == [0, 0, 1]
+    assert rig.nodes() == {"AB": 2}
+    rig.cache.cache_finished_request(rig.spell("ABC"), table)
+    assert rig.nodes() == {"AB": 1, "AB.C": 0}
+    rig.cache.cache_finished_request(rig.spell("AB"), first)
+    assert rig.pool.num_free_blocks == rig.pool.num_usable_blocks - 3
+
+
+def test_a_finished_request_gives_back_its_duplicates_and_its_tail(rig):
+    """Trap 8: an unaligned tail is truncated down, in pages, and returned."""
+    rig.warm("AB")
+    num_free = rig.pool.num_free_blocks
+    rig.cache.cache_finished_request(rig.spell("ABC", 3), rig.pool.allocate(5))
+    assert rig.pool.num_free_blocks == num_free - 1
+    assert rig.nodes() == {"ABC": 0} and rig.hits("ABC") == 3
+    rig.cache.cache_finished_request(rig.spell("A")[:-1], rig.pool.allocate(1))
+    assert rig.pool.num_free_blocks == num_free - 1
+
+
+def test_requests_of_other_keys_have_their_own_tree(rig):
+    rig.cache.cache_finished_request(rig.spell("AB"), rig.pool.allocate(2), SALT)
+    assert rig.hits("AB") == 0
+    assert len(rig.cache.match_prefix(rig.spell("AB"), SALT).blocks) == 2
+    rig.warm("A")
+    assert len(rig.cache.tree.roots) == 2
+    assert rig.cache.evict(2) == 2 and list(rig.cache.tree.roots) == [()]
+    assert rig.cache.reset() and rig.cache.tree.roots == {}
+
+
+# eviction
+
+
+def test_a_leaf_is_trimmed_to_exactly_what_is_asked(rig):
+    """Trap 14: 8 of 19, not all 19 because they are one node."""
+    rig.warm("ABCDEFGHIJKLMNOPQRS")
+    assert rig.cache.evict(8) == 8
+    assert rig.nodes() == {"ABCDEFGHIJK": 0} and rig.cache.num_cached_blocks == 11
+    assert rig.cache.evict(100) == 11 and rig.cache.evict(1) == 0
+
+
+def test_eviction_goes_on_in_the_parent_when_a_leaf_is_gone(rig):
+    rig.warm("ABCD"), rig.warm("ABXY"), rig.warm("Q")
+    assert rig.cache.evict(3) == 3
+    assert rig.nodes() == {"AB": 0, "AB.X": 0, "Q": 0}
+    assert rig.cache.evict(2) == 2 and rig.nodes() == {"A": 0, "Q": 0}
+
+
+def test_uses_leave_the_heap_alone(rig):
+    """A warm cache is looked up far more often than it evicts."""
+    for letter in "ABCDEFGH":
+        rig.warm(letter)
+    assert len(rig.cache._heap) == 8
+    for _ in range(200):
+        rig.hits("C"), rig.warm("D"), rig.hits("AX"), rig.warm("BC")
+    assert len(rig.cache._heap) == 8
+    rig.check()
+
+
+def test_entries_that_are_out_of_date_are_put_right_when_they_come_up(rig):
+    for letter in "ABCD":
+        rig.warm(letter)
+    rig.hits("A"), rig.hits("C"), rig.hits("A")
+    held = rig.hold("B")
+    order = []
+    while rig.cache.num_evictable_blocks:
+        before = set(rig.nodes())
+        rig.cache.evict(1)
+        order += before - set(rig.nodes())
+        rig.check()
+    assert order == ["D", "C", "A"]
+    assert rig.cache._heap == []  # B's entry came up while it was in use, and was dropped
+    rig.cache.release(held)
+    assert rig.cache.evict(1) == 1 and rig.nodes() == {}
+
+
+def test_eviction_looks_at_leaves_and_not_at_the_whole_tree():
+    """A heap, no scan: one page more costs a few entries, with 1,000 leaves or with 20."""
+    pops = []
+    for num_leaves in (20, 1000):
+        rig = Rig(page_size=1, num_pages=num_leaves)
+        for leaf in range(num_leaves):
+            rig.cache.cache_computed_blocks([leaf])
+        queue, calls = rig.cache._queue, []
+        rig.cache._queue = lambda node, queue=queue, calls=calls: calls.append(1) or queue(node)
+        rig.cache.evict(10)
+        pops.append(len(calls))
+    assert pops[0] == pops[1] == 10
+
+
+# what it shows
+
+
+def test_sizes_are_in_tokens(rig):
+    """Trap 8: as in SGLang. `num_*_blocks` are pages."""
+    rig.warm("ABCDE")
+    held = rig.hold("AB")
+    assert (rig.cache.evictable_size, rig.cache.protected_size) == (12, 8)
+    assert (rig.cache.num_evictable_blocks, rig.cache.num_cached_blocks) == (3, 5)
+    rig.cache.touch(held)
+    assert rig.cache.protected_size == 8  # a second user protects no more
+    rig.cache.release(held), rig.cache.release(held)
+    assert (rig.cache.evictable_size, rig.cache.protected_size) == (20, 0)
+
+
+def test_pretty_print_shows_tokens_pages_and_locks(capsys):
+    cache = RadixCache(page_size=2, num_pages=20)
+    cache.pretty_print()
+    assert capsys.readouterr().out == ("RadixCache, page_size 2: 0 tokens protected, 0 evictable\n")
+    cache.cache_computed_blocks([1, 2, 3, 4, 5, 6, 7, 8])
+    cache.cache_computed_blocks([1, 2, 3, 4, 9, 9])
+    cache.cache_computed_blocks([1, 2], (("lora", 7),))
+    cache.touch(cache.match_prefix([1, 2, 3, 4, 9, 9]).blocks)
+    cache.pretty_print()
+    assert capsys.readouterr().out == (
+        "RadixCache, page_size 2: 6 tokens protected, 6 evictable\n"
+        "root\n"
+        "  [1 2 3 4] pages 1 2, lock_ref 1\n"
+        "    [5 6 7 8] pages 3 4, lock_ref 0\n"
+        "    [9 9] pages 5, lock_ref 1\n"
+        "root lora=int:7\n"
+        "  [1 2] pages 6, lock_ref 0\n"
+    )
+
+
+def _count_a_user_too_many(rig):
+    rig.cache._num_used += 1
+
+
+def _lock_behind_the_pools_back(rig):
+    next(node for node in rig.cache.tree.nodes() if node.lock_ref).lock_ref += 1
+
+
+def _use_a_child_without_its_parent(rig):
+    node = rig.cache.tree.node_of[rig.ids[3]]
+    rig.cache._lock(node), rig.cache._lock(node)
+
+
+def _forget_a_leaf(rig):
+    rig.cache._heap.pop()
+
+
+def _queue_a_leaf_twice(rig):
+    rig.cache._heap.append(rig.cache._heap[0])
+
+
+def _queue_a_leaf_too_late(rig):
+    _, serial, node = rig.cache._heap[0]
+    rig.cache._heap[0] = (10**9, serial, node)
+
+
+def _unmark_a_queued_leaf(rig):
+    rig.cache._heap[0][2].is_queued = False
+
+
+def _use_a_child_later_than_its_parent(rig):
+    rig.cache.tree.node_of[rig.ids[-1]].last_access = 10**9
+
+
+def _share_a_block_of_another_pool(rig):
+    node = rig.cache.tree.node_of[rig.ids[0]]
+    node.blocks[0] = Block(rig.ids[0], node.lock_ref + 1)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _count_a_user_too_many,
+        _lock_behind_the_pools_back,
+        _use_a_child_without_its_parent,
+        _forget_a_leaf,
+        _queue_a_leaf_twice,
+        _queue_a_leaf_too_late,
+        _unmark_a_queued_leaf,
+        _use_a_child_later_than_its_parent,
+        _share_a_block_of_another_pool,
+    ],
+)
+def test_damage_is_noticed(damage):
+    rig = Rig()
+    rig.ids = ids(rig.warm("ABCD") + rig.warm("XYZ"))
+    rig.hold("AB")
+    rig.hits("XY")
+    rig.check()
+    damage(rig)
+    with pytest.raises(AssertionError):
+        rig.cache.check_invariants()
+
+
+# random: users that take and leave any stretch of a path, against whole prefixes in a dictionary
+
+
+@dataclass
+class Entry:
+    block_id: int
+    used_at: int
+    num_users: int = 0
+
+
+@dataclass(eq=False)
+class User:
+    """Holds the first pages of a path, `len(blocks)` of them."""
+
+    tokens: list[int]
+    keys: tuple
+    blocks: list[Block] = field(default_factory=list)
+    path: PrefixPath = field(default_factory=PrefixPath)
+
+
+class Twin:
+    """Each call goes to the tree and to a dictionary, `(keys, all tokens to a page's end)` ->
+    `Entry`; the pages that are hit and evicted must be the same, in the same order."""
+
+    def __init__(self, page_size: int, num_pages: int) -> None:
+        self.size = page_size
+        self.cache = RadixCache(page_size=page_size, num_pages=num_pages)
+        self.cache.listener = self
+        self.pool = self.cache.pool
+        self.entries: dict[tuple, Entry] = {}
+        self.users: list[User] = []
+        self.now = 0
+        self.evicted: list[int] = []
+
+    def block_cached(self, *args) -> None:
+        pass
+
+    def blocks_evicted(self, blocks: Sequence[Block]) -> None:
+        self.evicted += ids(blocks)
+
+    def path(self, tokens: Sequence[int], keys: tuple, num_pages: int) -> list[tuple]:
+        return [(keys, tuple(tokens[: n * self.size])) for n in range(1, num_pages + 1)]
+
+    def use(self, path: Sequence[tuple], change: int = 0) -> None:
+        self.now += 1
+        for prefix in path:
+            self.entries[prefix].used_at = self.now
+            self.entries[prefix].num_users += change
+
+    def match(self, user: User) -> list[Block]:
+        found = []
+        for prefix in self.path(user.tokens, user.keys, len(user.tokens) // self.size):
+            if prefix not in self.entries:
+                break
+            found.append(prefix)
+        self.use(found)
+        blocks = self.cache.match_prefix(user.tokens, user.keys, user.path).blocks
+        assert ids(blocks) == [self.entries[prefix].block_id for prefix in found]
+        return blocks
+
+    def come(self, tokens: Sequence[int], keys: tuple, num_taken: int) -> None:
+        """Match, and take the first `num_taken` pages of what was found."""
+        user = User(list(tokens), keys)
+        user.blocks = self.match(user)[:num_taken]
+        self.cache.touch(user.blocks)
+        for prefix in self.path(user.tokens, user.keys, len(user.blocks)):
+            self.entries[prefix].num_users += 1
+        self.users.append(user)
+
+    def extend(self, user: User, num_pages: int, with_path: bool) -> None:
+        """Compute the next pages, whether or not they are cached: then they are duplicates."""
+        start = len(user.blocks)
+        num_pages = min(num_pages, len(user.tokens) // self.size - start)
+        if num_pages < 1 or self.pool.num_free_blocks < num_pages:
+            return
+        new = self.pool.allocate(num_pages)
+        path = self.path(user.tokens, user.keys, start + num_pages)
+        num_there = sum(prefix in self.entries for prefix in path[start:])
+        result = self.cache.insert(
+            user.tokens, new, user.keys, start=start, path=user.path if with_path else None
+        )
+        assert (result.duplicates, result.owned) == (new[:num_there], new[num_there:])
+        for prefix, block in zip(path[start:], new):
+            self.entries.setdefault(prefix, Entry(block.block_id, 0)).num_users += 1
+        self.use(path)
+        assert ids(result.blocks) == [self.entries[prefix].block_id for prefix in path[start:]]
+        user.blocks += result.blocks
+
+    def leave(self, user: User, num_kept: int) -> None:
+        """Give up all but the first pages."""
+        path = self.path(user.tokens, user.keys, len(user.blocks))
+        self.cache.release(user.blocks[num_kept:])
+        self.use(path[num_kept:], -1)
+        del user.blocks[num_kept:]
+        if not user.blocks:
+            self.users.remove(user)
+
+    def evict(self, num_pages: int) -> None:
+        expected: list[int] = []
+        while len(expected) < num_pages:
+            parents = {(keys, tokens[: -self.size]) for keys, tokens in self.entries}
+            leaves = [
+                (entry.used_at, prefix)
+                for prefix, entry in self.entries.items()
+                if entry.num_users == 0 and prefix not in parents
+            ]
+            if not leaves:
+                break
+            expected.append(self.entries.pop(min(leaves)[1]).block_id)
+        self.evicted = []
+        assert self.cache.evict(num_pages) == len(expected)
+        assert self.evicted == expected
+
+    def check(self) -> None:
+        self.cache.check_invariants()
+        self.pool.check_invariants()
+        shown = {
+            (tuple(prefix.extra_keys), prefix.token_ids): (prefix.block.block_id, prefix.num_users)
+            for prefix in self.cache.cached_prefixes()
+        }
+        assert shown == {
+            (tuple((tag, f"str:{value}") for tag, value in keys), tokens): (e.block_id, e.num_users)
+            for (keys, tokens), e in self.entries.items()
+        }
+        num_idle = sum(entry.num_users == 0 for entry in self.entries.values())
+        assert self.cache.evictable_size == num_idle * self.size
+        assert self.cache.protected_size == (len(self.entries) - num_idle) * self.size
+        assert self.pool.num_free_blocks == self.pool.num_usable_blocks - len(self.entries)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 5, 16])
+def test_a_random_workload_agrees_with_whole_prefixes_in_a_dictionary(page_size):
+    rng = random.Random(page_size)
+    twin = Twin(page_size, num_pages=30)
+    stems = [[rng.randrange(2) for _ in range(9 * page_size)] for _ in range(3)]
+    for _ in range(250):
+        action = rng.random()
+        if action < 0.35 or not twin.users:
+            tokens = rng.choice(stems)[: rng.randrange(9) * page_size]
+            tokens = tokens + [rng.randrange(2) for _ in range(rng.randrange(3 * page_size))]
+            twin.come(tokens, rng.choice([(), (), SALT]), rng.randrange(6))
+        elif action < 0.6:
+            twin.evict(rng.randrange(4) if twin.pool.num_free_blocks else 4)
+            twin.extend(rng.choice(twin.users), rng.randint(1, 4), rng.random() < 0.7)
+        elif action < 0.9:
+            user = rng.choice(twin.users)
+            twin.leave(user, rng.randint(0, len(user.blocks)))
+        else:
+            twin.evict(rng.randrange(6))
+        twin.check()
+    while twin.users:
+        twin.leave(twin.users[-1], 0)
+    twin.evict(99)
+    twin.check()
+    assert twin.cache.num_cached_blocks == 0, f"page_size {page_size}"
+
+
+class TreeMachine(RuleBasedStateMachine):
+    @initialize(page_size=st.integers(1, 3), num_pages=st.integers(4, 9))
+    def start(self, page_size, num_pages):
+        self.twin = Twin(page_size, num_pages)
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), max_size=8),
+        keys=st.sampled_from([(), SALT]),
+        num_taken=st.integers(0, 4),
+    )
+    def come(self, tokens, keys, num_taken):
+        self.twin.come(tokens, keys, num_taken)
+
+    @precondition(lambda self: self.twin.users)
+    @rule(data=st.data(), num_pages=st.integers(1, 4), with_path=st.booleans())
+    def extend(self, data, num_pages, with_path):
+        self.twin.extend(data.draw(st.sampled_from(self.twin.users)), num_pages, with_path)
+
+    @precondition(lambda self: self.twin.users)
+    @rule(data=st.data(), num_kept=st.integers(0, 4))
+    def leave(self, data, num_kept):
+        self.twin.leave(data.draw(st.sampled_from(self.twin.users)), num_kept)
+
+    @rule(num_pages=st.integers(-1, 4))
+    def evict(self, num_pages):
+        self.twin.evict(num_pages)
+
+    @invariant()
+    def agrees(self):
+        if hasattr(self, "twin"):
+            self.twin.check()
+
+
+TestTreeMachine = TreeMachine.TestCase
+TestTreeMachine.settings = settings(
+    max_examples=15, stateful_step_count=20, deadline=None, derandomize=True, database=None
+)

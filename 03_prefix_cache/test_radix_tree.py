@@ -1,0 +1,355 @@
+"""The tree alone: paths, cuts, growth, trimming, bookmarks. Letters are pages of tokens."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from block_pool import Block
+from radix_tree import RadixTree, TreeNode, shorten
+
+
+def spell(letters: str, page_size: int) -> list[int]:
+    """`"AB"` in pages of 2: `[6500, 6501, 6600, 6601]`."""
+    return [100 * ord(letter) + i for letter in letters for i in range(page_size)]
+
+
+class Grove:
+    """A tree whose paths are words. The block of the n-th page ever added has the id n."""
+
+    def __init__(self, *words: str, page_size: int = 2) -> None:
+        self.tree = RadixTree(page_size)
+        self.page_size = page_size
+        self.num_blocks = 0
+        for word in words:
+            self.grow(word)
+
+    def grow(self, word: str, lock_ref: int = 0) -> TreeNode:
+        """Add what is missing of `word`, cutting where it parts."""
+        tokens = spell(word, self.page_size)
+        node, page = self.tree.descend(self.tree.root(()), tokens, len(word))
+        node = self.tree.cut(node, page)
+        if page == len(word):
+            return node
+        first = self.num_blocks + 1
+        self.num_blocks += len(word) - page
+        blocks = [Block(block_id, 1) for block_id in range(first, self.num_blocks + 1)]
+        return self.tree.append(node, tokens, blocks, lock_ref)
+
+    def end_of(self, word: str) -> TreeNode:
+        node, page = self.tree.descend(self.tree.root(()), spell(word, self.page_size), len(word))
+        assert page == len(word)
+        return node
+
+    def word(self, node: TreeNode) -> str:
+        return "".join(chr(token // 100) for token in node.key[:: self.page_size])
+
+    def words(self) -> list[list[str]]:
+        """Every path from a root to a leaf, node by node."""
+        leaves = [node for node in self.tree.nodes() if not node.children]
+        return sorted([self.word(link) for link in self.tree.path_to(leaf)] for leaf in leaves)
+
+
+def ids(blocks: list[Block]) -> list[int]:
+    return [block.block_id for block in blocks]
+
+
+# paths
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 7, 16])
+def test_a_path_is_followed_to_the_first_page_that_differs(page_size):
+    """One changed token at every place, against counting by hand."""
+    grove = Grove("ABCDE", "ABXYZ", page_size=page_size)
+    for word in ("ABCDE", "ABXYZ"):
+        for place in range(5 * page_size):
+            tokens = spell(word, page_size)
+            tokens[place] += 50
+            node, page = grove.tree.descend(grove.tree.root(()), tokens, 5)
+            assert page == place // page_size
+            assert node.start < page <= node.end or page == 0
+    assert grove.tree.descend(grove.tree.root(()), spell("ABCDEF", page_size), 6)[1] == 5
+    assert grove.tree.descend(grove.tree.root(()), spell("ABCDE", page_size), 3)[1] == 3
+
+
+def test_equal_pages_from_the_front_are_counted_as_by_hand():
+    rng = random.Random(0)
+    for _ in range(300):
+        size, num_pages = rng.randint(1, 5), rng.randint(1, 9)
+        key = [rng.randrange(2) for _ in range(size * num_pages)]
+        given = key[: size * rng.randint(1, num_pages)]
+        for _ in range(rng.randrange(3)):
+            place = rng.randrange(len(given))
+            given[place] = given[place] if place < size else rng.randrange(2)
+        expected = 0
+        while expected * size < len(given) and (
+            key[expected * size : (expected + 1) * size]
+            == given[expected * size : (expected + 1) * size]
+        ):
+            expected += 1
+        found = RadixTree(size)._num_common_pages(key, given)
+        assert found == expected, (size, key, given)
+
+
+def test_there_are_as_many_nodes_as_places_where_prefixes_part_or_end():
+    grove = Grove("ABCD", "ABXY", "Q")
+    assert grove.words() == [["AB", "CD"], ["AB", "XY"], ["Q"]]
+    assert ids(grove.tree.blocks_up_to(grove.end_of("ABXY"))) == [1, 2, 5, 6]
+    assert len(list(grove.tree.nodes())) == 5  # and the root
+    grove.tree.check_invariants()
+
+
+def test_trees_of_other_keys_are_apart():
+    grove = Grove("AB")
+    salted = grove.tree.root((("salt", "str:x"),))
+    assert grove.tree.descend(salted, spell("AB", 2), 2) == (salted, 0)
+    grove.tree.append(salted, spell("AC", 2), [Block(8, 1), Block(9, 1)], 0)
+    assert sorted(grove.words()) == [["AB"], ["AC"]] and len(grove.tree.roots) == 2
+    grove.tree.check_invariants()
+
+
+# cuts
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+def test_a_cut_leaves_the_old_object_as_the_lower_part(page_size):
+    grove = Grove("ABCDE", page_size=page_size)
+    node = grove.grow("ABCDEF")  # in place
+    child = grove.grow("ABCDEFG", lock_ref=1)
+    node.lock_ref, node.last_access = 3, 7
+    upper = grove.tree.cut(node, 2)
+    assert (grove.word(upper), grove.word(node)) == ("AB", "CDEF")
+    assert (upper.start, upper.end, node.start, node.end) == (0, 2, 2, 6)
+    assert (upper.lock_ref, upper.last_access) == (node.lock_ref, node.last_access) == (3, 7)
+    assert upper.parent.is_root and node.parent is upper and child.parent is node
+    assert [grove.tree.node_of[i] for i in (1, 2, 3, 6)] == [upper, upper, node, node]
+    assert grove.words() == [["AB", "CDEF", "G"]]
+    grove.tree.check_invariants()
+
+
+def test_a_cut_at_the_end_of_a_node_is_none():
+    grove = Grove("ABC")
+    node = grove.end_of("ABC")
+    assert grove.tree.cut(node, 3) is node and grove.words() == [["ABC"]]
+    root = node.parent
+    assert grove.tree.cut(root, 0) is root
+
+
+# growth
+
+
+def test_a_leaf_with_the_same_users_grows_in_place():
+    grove = Grove()
+    node = grove.grow("A", lock_ref=1)
+    assert grove.grow("AB", lock_ref=1) is node and grove.grow("ABCD", lock_ref=1) is node
+    assert (node.start, node.end) == (0, 4) and grove.words() == [["ABCD"]]
+    assert all(grove.tree.node_of[i] is node for i in (1, 2, 3, 4))
+    grove.tree.check_invariants()
+
+
+def test_other_users_or_another_branch_begin_a_new_node():
+    grove = Grove()
+    grove.grow("A", lock_ref=2)
+    grove.grow("AB", lock_ref=1)
+    assert grove.words() == [["A", "B"]]
+    grove.grow("AX", lock_ref=2)  # as many users as A, but B hangs there
+    assert grove.words() == [["A", "B"], ["A", "X"]]
+    grove.tree.check_invariants()
+
+
+def test_the_tree_copies_what_it_is_given():
+    """Trap 9: tokens and blocks stand in lists that the caller goes on to change."""
+    tree = RadixTree(2)
+    tokens, blocks = spell("AB", 2), [Block(1, 1), Block(2, 1)]
+    node = tree.append(tree.root(()), tokens, blocks, 0)
+    tokens[:], blocks[:] = spell("XY", 2), []
+    tree.check_invariants()
+    assert node.key == spell("AB", 2) and ids(node.blocks) == [1, 2]
+    assert tree.blocks_up_to(node) is not node.blocks
+
+
+# trimming
+
+
+def test_trimming_takes_the_deepest_pages_first():
+    grove = Grove("ABCDE")
+    node = grove.end_of("ABCDE")
+    assert ids(grove.tree.trim(node, 2)) == [5, 4]
+    assert grove.words() == [["ABC"]] and node.end == 3
+    assert ids(grove.tree.trim(node, 3)) == [3, 2, 1]
+    assert grove.words() == [] and grove.tree.roots == {}
+
+
+def test_a_root_is_forgotten_with_its_last_child():
+    """A server that salts every tenant's prompts would otherwise keep a root for each."""
+    grove = Grove("A", "B")
+    grove.tree.trim(grove.end_of("A"), 1)
+    assert len(grove.tree.roots) == 1 and grove.words() == [["B"]]
+    grove.tree.trim(grove.end_of("B"), 1)
+    assert grove.tree.roots == {}
+
+
+# bookmarks
+
+
+def test_a_bookmark_leads_back_to_the_end_of_its_path():
+    grove = Grove("ABCD")
+    node, root = grove.end_of("ABCD"), grove.tree.root(())
+    mark = grove.tree.bookmark(node)
+    assert grove.tree.resume(mark, root, 4) is node
+    upper = grove.tree.cut(node, 2)  # somebody matched A B
+    assert grove.tree.resume(mark, root, 4) is node
+    assert grove.tree.resume(mark, root, 9) is node
+    assert grove.tree.resume(mark, root, 3) is upper
+    assert grove.tree.resume(mark, root, 2) is upper
+    assert grove.tree.resume(mark, root, 1) is root
+    assert grove.tree.resume(None, root, 4) is root
+    assert grove.tree.bookmark(root) is None  # it may not be in the forest
+
+
+def test_a_bookmark_does_not_trust_what_grew_behind_it():
+    grove = Grove("AB")
+    node, root = grove.end_of("AB"), grove.tree.root(())
+    mark = grove.tree.bookmark(node)
+    assert grove.grow("ABXY") is node
+    assert grove.tree.resume(mark, root, 4) is root  # X Y need not be this request's
+
+
+def test_a_bookmark_is_void_once_pages_have_left_by_the_end():
+    """Trap 1: other tokens may stand there by now, as many, in the same node."""
+    grove = Grove("ABCD")
+    node, root = grove.end_of("ABCD"), grove.tree.root(())
+    mark = grove.tree.bookmark(node)
+    grove.tree.trim(node, 2)
+    assert grove.grow("ABXY") is node and node.end == 4
+    assert grove.tree.resume(mark, root, 4) is root
+    mark = grove.tree.bookmark(node)
+    assert grove.tree.resume(mark, root, 4) is node
+    grove.tree.trim(node, 4)
+    assert grove.tree.resume(mark, grove.tree.root(()), 4).is_root
+
+
+# pages to nodes
+
+
+def test_pages_are_found_and_cut_out_at_both_ends():
+    """Every stretch of a path over three nodes: the nodes then hold these pages and no other."""
+    for begin in range(8):
+        for end in range(begin + 1, 9):
+            grove = Grove("ABCDEFGH", "ABCX", "ABCDEY")
+            path = [1, 2, 3, 4, 5, 6, 7, 8]
+            nodes = grove.tree.isolate(*grove.tree.find(path[begin:end]))
+            assert [i for node in reversed(nodes) for i in ids(node.blocks)] == path[begin:end]
+            assert all(below.parent is above for below, above in pairwise(nodes))
+            assert ids(grove.tree.blocks_up_to(grove.end_of("ABCDEFGH"))) == path
+            assert len(nodes) == sum(
+                lower < end and upper > begin for lower, upper in ((0, 3), (3, 5), (5, 8))
+            )
+            grove.tree.check_invariants()
+    assert grove.tree.isolate(*grove.tree.find([])) == []
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "match"),
+    [
+        ([99], "99 is not cached"),
+        ([1, 99, 2], "99 is not cached"),
+        ([1, 1], "once"),
+        ([2, 1], "in the order of one path"),
+        ([1, 3], "in the order of one path"),
+        ([1, 2, 3, 5], "in the order of one path"),  # 5 is on the other branch
+        ([4, 1, 2], "in the order of one path"),  # more than there is before 2
+    ],
+)
+def test_pages_that_are_no_stretch_of_a_path_are_refused(block_ids, match):
+    grove = Grove("ABCD", "ABXY")
+    with pytest.raises(ValueError, match=match):
+        grove.tree.find(block_ids)
+    assert grove.words() == [["AB", "CD"], ["AB", "XY"]]
+
+
+# pictures and checks
+
+
+def test_each_node_is_a_line_below_its_parent():
+    grove = Grove("ABCD", "ABX", "Q")
+    grove.end_of("AB").lock_ref = 2
+    salted = grove.tree.root((("lora", "int:7"), ("salt", "str:x")))
+    grove.tree.append(salted, spell("Z", 2), [Block(9, 1)], 1)
+    assert list(grove.tree.lines()) == [
+        "root",
+        "  [6500 6501 6600 6601] pages 1 2, lock_ref 2",
+        "    [6700 6701 6800 6801] pages 3 4, lock_ref 0",
+        "    [8800 8801] pages 5, lock_ref 0",
+        "  [8100 8101] pages 6, lock_ref 0",
+        "root lora=int:7 salt=str:x",
+        "  [9000 9001] pages 9, lock_ref 1",
+    ]
+
+
+def test_long_lists_show_their_front_and_their_last():
+    assert shorten([]) == ""
+    assert shorten([1, 2, 3, 4, 5, 6]) == "1 2 3 4 5 6"
+    assert shorten([1, 2, 3, 4, 5, 6, 7]) == "1 2 3 4 5 .. 7"
+    assert shorten(range(100), 3) == "0 1 .. 99"
+
+
+def _lose_a_token(grove):
+    grove.end_of("ABCD").key.pop()
+
+
+def _lose_a_block(grove):
+    del grove.tree.node_of[4]
+
+
+def _leave_a_block_behind(grove):
+    grove.tree.node_of[99] = grove.end_of("ABCD")
+
+
+def _name_the_wrong_node(grove):
+    grove.tree.node_of[1] = grove.end_of("ABCD")
+
+
+def _shift_a_node(grove):
+    grove.end_of("ABCD").end += 1
+
+
+def _mistake_the_first_page(grove):
+    node = grove.end_of("AB")
+    node.parent.children[(1, 2)] = node.parent.children.pop((6500, 6501))
+
+
+def _forget_the_parent(grove):
+    grove.end_of("ABX").parent = grove.tree.root(())
+
+
+def _keep_an_empty_root(grove):
+    grove.tree.roots[(("salt", "str:x"),)] = TreeNode(extra_keys=(("salt", "str:x"),))
+
+
+def _keep_an_empty_node(grove):
+    grove.end_of("ABX").children[()] = TreeNode(grove.end_of("ABX"), end=3)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _lose_a_token,
+        _lose_a_block,
+        _leave_a_block_behind,
+        _name_the_wrong_node,
+        _shift_a_node,
+        _mistake_the_first_page,
+        _forget_the_parent,
+        _keep_an_empty_root,
+        _keep_an_empty_node,
+    ],
+)
+def test_damage_is_noticed(damage):
+    grove = Grove("ABCD", "ABX")
+    grove.tree.check_invariants()
+    damage(grove)
+    with pytest.raises(AssertionError):
+        grove.tree.check_invariants()
