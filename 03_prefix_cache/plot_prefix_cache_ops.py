@@ -1,0 +1,367 @@
+"""What the caches themselves cost, without a model. `plot_prefix_cache.py --record` runs it; alone
+it does nothing.
+
+Every repeat is kept. What is compared is run in turn, each round starting with another. Times are
+processor time of one thread, which other programs disturb less than the clock on the wall. Python's
+cycle collector is off while something is timed, as `timeit` does: with a million cached blocks one
+collection takes longer than everything here.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from block_pool import BlockPool
+from prefix_cache import PrefixCache, PrefixPath
+from prefix_cache_local import PrefixCacheLocal
+from prefix_workloads import PlannedRequest, PrefixWorkload
+from radix_cache import RadixCache
+
+try:
+    import xxhash
+except ImportError:
+    xxhash = None
+
+VOCAB_SIZE = 32768
+BLOCK_SIZE = 16
+PROMPT_LEN = 4096  # tokens
+PROMPT_BLOCKS = PROMPT_LEN // BLOCK_SIZE
+NUM_PROMPTS = (4, 40, 400, 4000)  # 1,024 to 1,024,000 cached blocks
+DEPTHS = (1, 4, 16, 64, 256)  # nodes on the way to the end of a 4,096-token prompt
+CACHES = ("hash", "radix")
+OPERATIONS = ("match", "touch + release", "insert", "evict")
+
+
+def make_cache(name: str, num_blocks: int, block_size: int = BLOCK_SIZE) -> PrefixCache:
+    pool = BlockPool(num_blocks + 1)
+    if name == "radix":
+        return RadixCache(pool=pool, page_size=block_size)
+    return PrefixCacheLocal(pool=pool, block_size=block_size)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def cpu_us(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Microseconds of processor time of one call, and what it returns."""
+    start = time.process_time_ns()
+    result = call()
+    return (time.process_time_ns() - start) / 1e3, result
+
+
+def in_turn(names: Sequence, round_number: int) -> list:
+    first = round_number % len(names)
+    return [*names[first:], *names[:first]]
+
+
+# -- cost of an operation against the size of the cache
+
+
+def random_prompt(source: np.random.Generator) -> list[int]:
+    return source.integers(VOCAB_SIZE, size=PROMPT_LEN).tolist()
+
+
+class FilledCache:
+    """A cache full of prompts that nobody uses, and blocks for one prompt more.
+
+    `_prompts` has them in the order of their last use, as arrays: every call of the cache is given
+    token ids of its own, as from a tokenizer. Comparing an object with itself would be cheaper.
+    """
+
+    def __init__(self, name: str, num_prompts: int) -> None:
+        self.cache = make_cache(name, (num_prompts + 1) * PROMPT_BLOCKS)
+        self.num_blocks = num_prompts * PROMPT_BLOCKS
+        self._source = np.random.default_rng(num_prompts)
+        self._random = random.Random(num_prompts)
+        self._prompts: deque[np.ndarray] = deque()
+        tokens = list(range(VOCAB_SIZE))  # one object a token, or a million blocks take 10 GB
+        for _ in range(num_prompts):
+            prompt = random_prompt(self._source)
+            self._prompts.append(np.array(prompt, dtype=np.int32))
+            self.cache.cache_computed_blocks([tokens[t] for t in prompt])
+
+    def time_round(self) -> dict[str, float]:
+        """Microseconds of each operation on a whole prompt. The cache is as full afterwards."""
+        cache, times = self.cache, {}
+        index = self._random.randrange(len(self._prompts))
+        self._prompts.append(self._prompts[index])
+        del self._prompts[index]
+        known, new = self._prompts[-1].tolist(), random_prompt(self._source)
+
+        times["match"], match = cpu_us(lambda: cache.match_prefix(known))
+        assert len(match.blocks) == PROMPT_BLOCKS, "a cached prompt was not found"
+        times["touch + release"], _ = cpu_us(
+            lambda: (cache.touch(match.blocks), cache.release(match.blocks))
+        )
+        blocks = cache.pool.allocate(PROMPT_BLOCKS)
+        times["insert"], inserted = cpu_us(lambda: cache.insert(new, blocks))
+        cache.release(inserted.blocks)
+        self._prompts.append(np.array(new, dtype=np.int32))
+        times["evict"], _ = cpu_us(lambda: cache.evict(PROMPT_BLOCKS))
+        self._prompts.popleft()
+        assert cache.num_cached_blocks == self.num_blocks, "a round must leave it as full"
+        return times
+
+
+def measure_sizes(num_prompts: Sequence[int], repeats: int) -> dict:
+    """`{cache: {cached blocks: {operation: [microseconds for a prompt]}}}`."""
+    filled = {(name, num): FilledCache(name, num) for num in num_prompts for name in CACHES}
+    times = {
+        name: {str(num * PROMPT_BLOCKS): {op: [] for op in OPERATIONS} for num in num_prompts}
+        for name in CACHES
+    }
+    with no_collection():
+        for round_number in range(-1, repeats):  # the first warms up
+            for name, num in in_turn(list(filled), round_number):
+                for operation, us in filled[name, num].time_round().items():
+                    if round_number >= 0:
+                        times[name][str(num * PROMPT_BLOCKS)][operation].append(us)
+    return times
+
+
+# -- cost of a match against the number of nodes on its way
+
+
+def split_path(name: str, num_nodes: int) -> tuple[PrefixCache, list[int]]:
+    """A cache with one prompt in it, whose path others leave at `num_nodes - 1` places."""
+    source = np.random.default_rng(num_nodes)
+    cache = make_cache(name, 2 * PROMPT_BLOCKS)
+    prompt = random_prompt(source)
+    cache.cache_computed_blocks(prompt)
+    for i in range(1, num_nodes):
+        left_at = i * PROMPT_LEN // num_nodes
+        cache.cache_computed_blocks(prompt[:left_at] + random_prompt(source)[:BLOCK_SIZE])
+    return cache, list(prompt)
+
+
+def measure_depths(depths: Sequence[int], repeats: int) -> dict:
+    """`{cache: {nodes: [microseconds to match a prompt]}}`."""
+    split = {(name, depth): split_path(name, depth) for depth in depths for name in CACHES}
+    times = {name: {str(depth): [] for depth in depths} for name in CACHES}
+    with no_collection():
+        for round_number in range(-1, repeats):
+            for name, depth in in_turn(list(split), round_number):
+                cache, prompt = split[name, depth]
+                prompt = np.array(prompt).tolist()
+                us, match = cpu_us(lambda: cache.match_prefix(prompt))  # noqa: B023
+                assert len(match.blocks) == PROMPT_BLOCKS
+                if round_number >= 0:
+                    times[name][str(depth)].append(us)
+    return times
+
+
+# -- a whole prompt: found and taken over, beside a design that keeps less
+
+
+class DictOfHashes:
+    """What the description of nano-vllm's block manager says, written anew: a dictionary from
+    chained hashes to block ids, tokens compared at each hit, and blocks that stay findable until
+    they are taken again. No extra keys, no listener, nothing refused, nothing checked."""
+
+    def __init__(self, num_blocks: int, hash_bytes: Callable[[bytes], int]) -> None:
+        self.hash_bytes = hash_bytes
+        self.block_ids: dict[int, int] = {}
+        self.tokens: list[list[int]] = [[] for _ in range(num_blocks)]
+        self.hashes: list[int] = [-1] * num_blocks
+        self.ref_cnts = [0] * num_blocks
+        self.free = deque(range(num_blocks))
+
+    def take(self, token_ids: list[int]) -> list[int]:
+        """A block for each full block of tokens, cached or fresh."""
+        table, parent = [], b""
+        for start in range(0, len(token_ids) - BLOCK_SIZE + 1, BLOCK_SIZE):
+            tokens = token_ids[start : start + BLOCK_SIZE]
+            key = self.hash_bytes(parent + np.array(tokens).tobytes())
+            parent = key.to_bytes(8, "little")
+            block_id = self.block_ids.get(key, -1)
+            if block_id == -1 or self.tokens[block_id] != tokens:
+                block_id = self._take_free(key, tokens)
+            self.ref_cnts[block_id] += 1
+            table.append(block_id)
+        return table
+
+    def _take_free(self, key: int, tokens: list[int]) -> int:
+        block_id = self.free.popleft()
+        old = self.hashes[block_id]
+        if self.block_ids.get(old) == block_id:
+            del self.block_ids[old]
+        self.hashes[block_id], self.tokens[block_id] = key, tokens
+        self.block_ids[key] = block_id
+        return block_id
+
+    def give_back(self, table: list[int]) -> None:
+        for block_id in reversed(table):
+            self.ref_cnts[block_id] -= 1
+            if self.ref_cnts[block_id] == 0:
+                self.free.append(block_id)
+
+
+def blake2b_64(content: bytes) -> int:
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
+
+
+class PromptTimer:
+    """Admission of a prompt: find what is cached, take the rest into the cache. Then its end."""
+
+    def __init__(self, name: str, num_prompts: int) -> None:
+        self.cache = make_cache(name, num_prompts * PROMPT_BLOCKS)
+
+    def take(self, prompt: list[int]) -> list:
+        cache, path = self.cache, PrefixPath()
+        found = cache.match_prefix(prompt, path=path).blocks
+        cache.touch(found)
+        num_new = PROMPT_BLOCKS - len(found)
+        if num_new == 0:
+            return found
+        cache.evict(num_new - cache.pool.num_free_blocks)
+        blocks = cache.pool.allocate(num_new)
+        return found + cache.insert(prompt, blocks, start=len(found), path=path).blocks
+
+    def give_back(self, taken: list) -> None:
+        self.cache.release(taken)
+
+
+def measure_prompts(num_prompts: int, repeats: int) -> dict:
+    """`{design: {"new" | "known": [microseconds for a prompt]}}`; every cache is full, so a new
+    prompt also evicts an old one. A known prompt is in use by another request."""
+    designs: dict[str, PromptTimer | DictOfHashes] = {
+        name: PromptTimer(name, num_prompts) for name in CACHES
+    }
+    num_blocks = num_prompts * PROMPT_BLOCKS
+    designs["dict, blake2b"] = DictOfHashes(num_blocks, blake2b_64)
+    if xxhash is not None:
+        designs["dict, xxhash"] = DictOfHashes(num_blocks, xxhash.xxh64_intdigest)
+    source = np.random.default_rng(0)
+    for _ in range(num_prompts):
+        prompt = random_prompt(source)
+        for design in designs.values():
+            design.give_back(design.take(prompt))
+    times = {name: {"new": [], "known": []} for name in designs}
+    with no_collection():
+        for round_number in range(-1, repeats):
+            prompt = random_prompt(source)
+            for name in in_turn(list(designs), round_number):
+                take = designs[name].take
+                new, taken = cpu_us(lambda: take(np.array(prompt).tolist()))  # noqa: B023
+                known, again = cpu_us(lambda: take(np.array(prompt).tolist()))  # noqa: B023
+                designs[name].give_back(again)
+                designs[name].give_back(taken)
+                if round_number >= 0:
+                    times[name]["new"].append(new)
+                    times[name]["known"].append(known)
+    return times
+
+
+# -- both caches on one workload
+
+
+def mixed_requests(scale: int = 1) -> list[PlannedRequest]:
+    """Chats, system prompts, few-shot templates and unique prompts, in a random order."""
+    workload = PrefixWorkload(VOCAB_SIZE, seed=3)
+    sessions = [
+        *workload.chats(12 * scale, 6, first_len=200, user_len=60, output_len=90),
+        *workload.shared_system_prompts(4, 24 * scale, 700, 70, 40),
+        *workload.few_shot(4, 16 * scale, 150, 500, 50, 10),
+        *workload.unique_prompts(30 * scale, 600, 60),
+    ]
+    return workload.arrive(sessions)
+
+
+def serve_without_model(cache: PrefixCache, requests: Sequence[PlannedRequest]) -> dict:
+    """One request after the other, through the calls an engine makes. Microseconds for each."""
+    source, answers = random.Random(5), {}
+    us, num_hit, num_looked_up, num_evicted = [], 0, 0, 0
+    for request in requests:
+        prompt = request.prompt(answers)
+        answer = answers[request.request_id] = source.choices(
+            range(VOCAB_SIZE), k=request.output_len
+        )
+        time_us, (num_cached, evicted) = cpu_us(lambda: _serve(cache, prompt, answer))  # noqa: B023
+        us.append(time_us)
+        num_hit += num_cached
+        num_looked_up += len(prompt)
+        num_evicted += evicted
+    return {
+        "us": us,
+        "hit_rate": num_hit / num_looked_up,
+        "num_evicted_tokens": num_evicted * cache.block_size,
+    }
+
+
+def _serve(cache: PrefixCache, prompt: list[int], answer: list[int]) -> tuple[int, int]:
+    size, path = cache.block_size, PrefixPath()
+    found, num_cached = cache.match_prefix(prompt, path=path)
+    cache.touch(found)
+    token_ids = prompt + answer
+    num_new = len(token_ids) // size - len(found)
+    num_evicted = cache.evict(num_new - cache.pool.num_free_blocks)
+    blocks = cache.pool.allocate(num_new)
+    num_prompt_blocks = len(prompt) // size - len(found)  # published when the prompt is computed
+    first = cache.insert(prompt, blocks[:num_prompt_blocks], start=len(found), path=path)
+    held = found + first.blocks
+    rest = blocks[num_prompt_blocks:]
+    held += cache.insert(token_ids, rest, start=len(held), path=path).blocks
+    cache.release(held)
+    return num_cached, num_evicted
+
+
+def measure_workload(repeats: int, num_tokens: int = 48_000, scale: int = 1) -> dict:
+    """`{cache and block size: {hit rate, [[microseconds of each request]]}}` in as many tokens of
+    memory."""
+    requests = mixed_requests(scale)
+    kinds = {"hash, 16": ("hash", 16), "radix, 16": ("radix", 16), "radix, 1": ("radix", 1)}
+    runs: dict[str, list[dict]] = {kind: [] for kind in kinds}
+    for round_number in range(repeats):
+        for kind in in_turn(list(kinds), round_number):
+            name, size = kinds[kind]
+            cache = make_cache(name, num_tokens // size, size)
+            with no_collection():
+                runs[kind].append(serve_without_model(cache, requests))
+    return {
+        "memory_tokens": num_tokens,
+        "num_requests": len(requests),
+        "kinds": {
+            kind: {
+                "hit_rate": results[0]["hit_rate"],
+                "num_evicted_tokens": results[0]["num_evicted_tokens"],
+                "us": [result["us"] for result in results],
+            }
+            for kind, results in runs.items()
+        },
+    }
+
+
+def measure_operations(repeats: int, *, tiny: bool = False) -> dict:
+    """Everything of `--record ops`."""
+    num_prompts = NUM_PROMPTS[:2] if tiny else NUM_PROMPTS
+    return {
+        "config": {
+            "repeats": repeats,
+            "prompt_len": PROMPT_LEN,
+            "block_size": BLOCK_SIZE,
+            "clock": "processor time",
+            "xxhash": None if xxhash is None else xxhash.VERSION,
+        },
+        "sizes": measure_sizes(num_prompts, repeats),
+        "depths": measure_depths(DEPTHS, repeats),
+        "prompts": measure_prompts(num_prompts[1], repeats),
+        "workload": measure_workload(max(3, repeats // 10)),
+    }
