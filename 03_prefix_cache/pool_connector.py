@@ -183,10 +183,11 @@ class PoolConnector(KVConnector):
                 return self.pool.transfer_result(load.transfer_id)
             if self._clock() < load.deadline:
                 return None
-            self.pool.cancel_transfer(load.transfer_id)
-            return TransferResult((), f"nothing after {self.load_timeout_s} s")
+            error = f"nothing after {self.load_timeout_s} s"
         except Exception as failure:
-            return TransferResult((), repr(failure))
+            error = repr(failure)
+        self._cancel(load)
+        return TransferResult((), error)
 
     def _write(self, load: _PoolLoad, result: TransferResult) -> int:
         """Blocks written, from the front, until one is not what was asked for."""
@@ -204,10 +205,13 @@ class PoolConnector(KVConnector):
     def cancel_load(self, request_id: str) -> None:
         load = self._loads.pop(request_id, None)
         if load is not None:
-            try:
-                self.pool.cancel_transfer(load.transfer_id)
-            except Exception as failure:
-                logger.warning("transfer from the KV pool was not cancelled: %r", failure)
+            self._cancel(load)
+
+    def _cancel(self, load: _PoolLoad) -> None:
+        try:
+            self.pool.cancel_transfer(load.transfer_id)
+        except Exception as failure:
+            logger.warning("transfer from the KV pool was not cancelled: %r", failure)
 
     def wait_for_load(self, timeout_s: float) -> None:
         """Returns at once if nothing is being loaded."""

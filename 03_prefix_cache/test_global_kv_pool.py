@@ -1,0 +1,629 @@
+"""The pool against a naive model of "least recently used", and under everything that goes wrong."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from global_kv_pool import GlobalKVPool, KVBlock, TransferResult, compute_checksum
+
+HASHES = [bytes([i]) * 32 for i in range(8)]
+TOKENS = {h: tuple(range(i, i + 2 + i % 2)) for i, h in enumerate(HASHES)}  # 2 or 3 tokens
+WAIT_S = 5.0  # never waited for, unless the test fails
+
+
+def kv_of(block_hash: bytes, made_by: str = "any") -> bytes:
+    return block_hash + made_by.encode()
+
+
+def publish(pool: GlobalKVPool, node_id: str, *indices: int, made_by: str = "any") -> list[bool]:
+    hashes = [HASHES[i] for i in indices]
+    return [pool.publish(h, node_id, TOKENS[h], kv_of(h, made_by)) for h in hashes]
+
+
+def transfer(pool: GlobalKVPool, indices, target: str, request_id: str = "r") -> TransferResult:
+    """Start, wait for the callback, take the result."""
+    ended = threading.Event()
+    pool.async_transfer(request_id, [HASHES[i] for i in indices], target, lambda *_: ended.set())
+    assert ended.wait(WAIT_S)
+    assert pool.is_transfer_complete(request_id)
+    return pool.transfer_result(request_id)
+
+
+def arrived(result: TransferResult) -> list[int]:
+    """Indices of the blocks, each of which is as published."""
+    for block in result.blocks:
+        assert block.is_intact and block.token_ids == TOKENS[block.block_hash]
+        assert block.kv_data.startswith(block.block_hash)
+    return [HASHES.index(block.block_hash) for block in result.blocks]
+
+
+def on_node(pool: GlobalKVPool, node_id: str) -> list[int]:
+    """The blocks of a node, least recently used first."""
+    return [HASHES.index(h) for h in pool._nodes[node_id].blocks] if node_id in pool._nodes else []
+
+
+@contextmanager
+def make_pool(*args, **kwargs) -> Iterator[GlobalKVPool]:
+    """Closed and checked at the end."""
+    pool = GlobalKVPool(*args, **kwargs)
+    try:
+        yield pool
+        pool.check_invariants()
+    finally:
+        pool.close()
+    pool.check_invariants()
+
+
+class Gate:
+    """A transport that stands still in each copy until it is let through."""
+
+    def __init__(self, then: Callable[[KVBlock], bytes] = lambda block: block.kv_data) -> None:
+        self.entered = threading.Semaphore(0)
+        self.open = threading.Semaphore(0)
+        self.left = threading.Semaphore(0)
+        self.then = then
+
+    def __call__(self, block: KVBlock) -> bytes:
+        self.entered.release()
+        assert self.open.acquire(timeout=WAIT_S)
+        try:
+            return self.then(block)
+        finally:
+            self.left.release()
+
+
+# -- the index
+
+
+def test_a_query_ends_at_the_first_miss_and_counts_the_tokens_of_the_blocks():
+    with make_pool() as pool:
+        publish(pool, "a", 0, 1, 3)
+        assert pool.query(HASHES) == (2 + 3, ["a", "a"])
+        assert pool.query(HASHES[3:]) == (3, ["a"])
+        assert pool.query(HASHES[2:]) == (0, [])
+        assert pool.query([]) == (0, [])
+
+
+def test_a_query_names_a_node_for_each_block_and_stays_on_it_as_long_as_it_can():
+    with make_pool() as pool:
+        publish(pool, "b", 1, 2)
+        publish(pool, "a", 0, 1)
+        assert pool.query(HASHES)[1] == ["a", "a", "b"]
+        assert pool.query(HASHES[1:])[1] == ["b", "b"]
+
+
+def test_a_block_is_published_once_on_each_node():
+    with make_pool() as pool:
+        assert publish(pool, "a", 0, 0, 1) == [True, False, True]
+        assert publish(pool, "b", 0) == [True]
+        assert pool.total_cached_blocks == 3
+        publish(pool, "a", 0, made_by="somebody else")
+        assert transfer(pool, [0], "c").blocks[0].kv_data == kv_of(HASHES[0])
+
+
+def test_a_full_node_drops_its_least_recently_used_block_and_no_other_nodes():
+    with make_pool(max_blocks_per_node=2) as pool:
+        publish(pool, "b", 0)
+        publish(pool, "a", 0, 1)
+        pool.query([HASHES[1]])
+        publish(pool, "a", 2)
+        assert (on_node(pool, "a"), on_node(pool, "b")) == ([1, 2], [0])
+        assert pool.query(HASHES) == (2 + 3 + 2, ["b", "a", "a"])
+
+
+@pytest.mark.parametrize("use", ["query", "publish", "transfer"])
+def test_a_use_keeps_a_block_from_being_the_next_to_go(use):
+    with make_pool(max_blocks_per_node=2) as pool:
+        publish(pool, "a", 0, 1)
+        if use == "query":
+            pool.query(HASHES[:1])
+        elif use == "publish":
+            assert publish(pool, "a", 0) == [False]
+        else:
+            transfer(pool, [0], "b")
+        publish(pool, "a", 2)
+        assert on_node(pool, "a") == [0, 2]
+
+
+def test_the_tail_of_a_chain_is_dropped_before_its_head():
+    """Trap 11: without its head nothing of a chain can be found."""
+    with make_pool(max_blocks_per_node=3) as pool:
+        publish(pool, "a", 0, 1, 2)
+        pool.query(HASHES[:3])
+        transfer(pool, [0, 1, 2], "b")
+        for node_id in "ab":
+            publish(pool, node_id, 7)
+            assert on_node(pool, node_id) == [1, 0, 7]
+
+
+def test_the_front_of_a_chain_stays_when_the_target_is_too_small_for_all():
+    with make_pool(max_blocks_per_node=2) as pool:
+        for i, node_id in enumerate("abcd"):
+            publish(pool, node_id, i)
+        assert arrived(transfer(pool, range(4), "t")) == [0, 1, 2, 3]
+        assert on_node(pool, "t") == [1, 0]
+
+
+def test_what_is_published_is_a_copy():
+    """Trap 9: the caller's buffers are rewritten by the next request."""
+    with make_pool() as pool:
+        tokens, kv_data = list(TOKENS[HASHES[0]]), bytearray(kv_of(HASHES[0]))
+        pool.publish(HASHES[0], "a", tokens, kv_data)
+        tokens[0], kv_data[0] = 99, 99
+        block = transfer(pool, [0], "b").blocks[0]
+        assert (block.token_ids, block.kv_data) == (TOKENS[HASHES[0]], kv_of(HASHES[0]))
+
+
+@pytest.mark.parametrize("tokens", [(), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("node_id", ["a", "b"])
+def test_other_tokens_under_a_known_hash_are_refused(tokens, node_id):
+    """Trap 1: a hash stands for one content, on all nodes."""
+    with make_pool() as pool:
+        publish(pool, "a", 0)
+        with pytest.raises(ValueError, match="token_ids"):
+            pool.publish(HASHES[0], node_id, tokens, b"x")
+        assert pool.total_cached_blocks == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["max_blocks_per_node", "transfer_timeout_s", "num_transfer_threads"]
+)
+def test_numbers_that_are_not_positive_are_refused(name):
+    with pytest.raises(ValueError, match="is 0: it must be >"):
+        GlobalKVPool(**{name: 0})
+
+
+def test_a_node_that_is_gone_takes_only_its_own_copies_and_may_come_back_empty():
+    with make_pool() as pool:
+        publish(pool, "a", 0, 1, 2)
+        publish(pool, "b", 0)
+        assert pool.remove_node("a") == 3
+        assert pool.remove_node("a") == pool.remove_node("x") == 0
+        assert pool.query(HASHES) == (2, ["b"])
+        assert pool.total_cached_blocks == 1
+        assert publish(pool, "a", 1) == [True]
+        assert on_node(pool, "a") == [1]
+
+
+# -- transfers
+
+
+def test_a_transfer_copies_the_blocks_to_the_target():
+    with make_pool() as pool:
+        publish(pool, "a", 0, 1)
+        publish(pool, "b", 2)
+        result = transfer(pool, [0, 1, 2], "c")
+        assert (arrived(result), result.error) == ([0, 1, 2], None)
+        assert {block.node_id for block in result.blocks} == {"c"}
+        pool.remove_node("a")
+        pool.remove_node("b")
+        assert pool.query(HASHES) == (7, ["c"] * 3)
+
+
+def test_a_callback_gets_the_result_once_it_can_be_taken():
+    with make_pool() as pool:
+        publish(pool, "a", 0)
+        seen, ended = [], threading.Event()
+
+        def callback(request_id, result):
+            seen.append((request_id, arrived(result), pool.is_transfer_complete(request_id)))
+            seen.append(pool.query(HASHES)[0])  # no lock is held
+            ended.set()
+
+        pool.async_transfer("r", HASHES[:1], "b", callback)
+        assert ended.wait(WAIT_S)
+        assert seen == [("r", [0], True), 2]
+
+
+def test_a_transfer_is_complete_until_its_result_is_taken():
+    gate = Gate()
+    with make_pool(transport=gate) as pool:
+        publish(pool, "a", 0)
+        pool.async_transfer("r", HASHES[:1], "b")
+        assert gate.entered.acquire(timeout=WAIT_S)
+        assert not pool.is_transfer_complete("r")
+        with pytest.raises(ValueError, match="under way"):
+            pool.transfer_result("r")
+        with pytest.raises(ValueError, match="'r' exists"):
+            pool.async_transfer("r", HASHES[:1], "b")
+        ended = threading.Event()
+        pool.async_transfer("after", [], "b", lambda *_: ended.set())
+        gate.open.release()
+        assert ended.wait(WAIT_S)
+        while not pool.is_transfer_complete("r"):
+            pass
+        with pytest.raises(ValueError, match="'r' exists"):
+            pool.async_transfer("r", HASHES[:1], "b")
+        assert arrived(pool.transfer_result("r")) == [0]
+        for call in (pool.is_transfer_complete, pool.transfer_result):
+            with pytest.raises(ValueError, match="'r' is not known"):
+                call("r")
+        assert arrived(transfer(pool, [0], "b", "r")) == [0]
+
+
+def test_a_missing_block_ends_the_transfer_and_what_is_before_it_arrives():
+    with make_pool() as pool:
+        publish(pool, "a", 0, 2)
+        result = transfer(pool, [0, 1, 2], "b")
+        assert arrived(result) == [0] == on_node(pool, "b")
+        assert "block 1" in result.error
+
+
+def fail(block: KVBlock) -> bytes:
+    raise OSError("cable cut")
+
+
+CORRUPT = {
+    "flipped": lambda block: bytes([block.kv_data[0] ^ 1]) + block.kv_data[1:],
+    "truncated": lambda block: block.kv_data[:-1],
+    "empty": lambda block: b"",
+    "another block": lambda block: kv_of(HASHES[5]),
+    "none": lambda block: None,
+    "raises": fail,
+}
+
+
+@pytest.mark.parametrize("how", CORRUPT)
+def test_a_transfer_that_goes_wrong_is_reported_and_stores_only_what_was_right(how):
+    def transport(block):
+        return CORRUPT[how](block) if block.block_hash == HASHES[1] else block.kv_data
+
+    with make_pool(transport=transport) as pool:
+        publish(pool, "a", 0, 1, 2)
+        result = transfer(pool, [0, 1, 2], "b")
+        assert arrived(result) == [0] == on_node(pool, "b")
+        assert "node 'a'" in result.error
+        assert on_node(pool, "a") == [2, 1, 0], "the source has lost nothing"
+
+
+def test_another_nodes_copy_is_taken_if_the_first_fails():
+    calls = []
+
+    def transport(block):
+        calls.append(block.node_id)
+        return fail(block) if block.node_id == "a" else block.kv_data
+
+    with make_pool(transport=transport) as pool:
+        publish(pool, "a", 0)
+        publish(pool, "b", 0, made_by="b")
+        result = transfer(pool, [0], "c")
+        assert (result.error, calls) == (None, ["a", "b"])
+        assert result.blocks[0].kv_data == kv_of(HASHES[0], "b")
+
+
+def test_what_the_target_has_is_not_sent():
+    with make_pool(transport=fail) as pool:
+        publish(pool, "a", 0)
+        publish(pool, "b", 0, made_by="b")
+        result = transfer(pool, [0], "b")
+        assert (result.blocks[0].kv_data, result.error) == (kv_of(HASHES[0], "b"), None)
+
+
+def test_a_block_evicted_while_it_is_sent_arrives_all_the_same():
+    gate = Gate()
+    with make_pool(max_blocks_per_node=2, transport=gate) as pool:
+        publish(pool, "a", 0, 1)
+        ended = threading.Event()
+        pool.async_transfer("r", HASHES[:2], "b", lambda *_: ended.set())
+        assert gate.entered.acquire(timeout=WAIT_S)
+        publish(pool, "a", 2, 3)
+        assert pool.query(HASHES[:2]) == (0, [])
+        gate.open.release(2)
+        assert ended.wait(WAIT_S)
+        assert arrived(pool.transfer_result("r")) == [0, 1]
+        assert pool.query(HASHES[:2]) == (5, ["b", "b"])
+
+
+@pytest.mark.parametrize("node_id", ["a", "b"])
+def test_a_node_that_dies_while_it_sends_or_receives_ends_the_transfer(node_id):
+    """And the node that comes back under its name is another: it gets nothing of it."""
+    gate = Gate()
+    with make_pool(transport=gate) as pool:
+        publish(pool, "a", 0)
+        ended = threading.Event()
+        pool.async_transfer("r", HASHES[:1], "b", lambda *_: ended.set())
+        assert gate.entered.acquire(timeout=WAIT_S)
+        pool.remove_node(node_id)
+        publish(pool, node_id, 3)
+        gate.open.release()
+        assert ended.wait(WAIT_S)
+        result = pool.transfer_result("r")
+        if node_id == "a":
+            assert "'a' is gone" in result.error and not result.blocks
+        assert on_node(pool, node_id) == [3]
+
+
+def test_a_transfer_past_its_deadline_ends_and_what_comes_late_is_thrown_away():
+    gate = Gate()
+    with make_pool(transport=gate, transfer_timeout_s=0.02) as pool:
+        publish(pool, "a", 0, 1)
+        calls, ended = [], threading.Event()
+        gate.open.release()  # the first block comes in time
+        pool.async_transfer("r", HASHES[:2], "b", lambda *_: (calls.append(1), ended.set()))
+        assert ended.wait(WAIT_S)
+        result = pool.transfer_result("r")
+        assert arrived(result) == [0] == on_node(pool, "b")
+        assert "timed out" in result.error
+        gate.open.release()
+        assert gate.left.acquire(timeout=WAIT_S) and gate.left.acquire(timeout=WAIT_S)
+        transfer(pool, [], "b", "the thread is free again")
+        assert on_node(pool, "b") == [0] and calls == [1]
+
+
+def test_a_transfer_that_waits_behind_one_that_hangs_times_out_too():
+    gate = Gate()
+    with make_pool(transport=gate, transfer_timeout_s=0.02, num_transfer_threads=1) as pool:
+        publish(pool, "a", 0)
+        pool.async_transfer("hangs", HASHES[:1], "b")
+        result = transfer(pool, [0], "c", "waits")
+        assert not result.blocks and "timed out" in result.error
+        assert pool.is_transfer_complete("hangs")
+        gate.open.release()
+
+
+def test_a_cancelled_transfer_stores_nothing_and_calls_nobody():
+    gate = Gate()
+    with make_pool(transport=gate, num_transfer_threads=1) as pool:
+        publish(pool, "a", 0)
+        pool.async_transfer("r", HASHES[:1], "b", lambda *_: pytest.fail("called"))
+        assert gate.entered.acquire(timeout=WAIT_S)
+        pool.cancel_transfer("r")
+        with pytest.raises(ValueError, match="not known"):
+            pool.is_transfer_complete("r")
+        pool.check_invariants()
+        gate.open.release()
+        transfer(pool, [], "b", "the thread is free again")
+        assert on_node(pool, "b") == []
+        pool.cancel_transfer("never heard of")
+
+
+def test_an_id_can_be_used_again_after_a_cancel_and_the_old_copy_does_not_end_the_new_one():
+    gate = Gate()
+    with make_pool(transport=gate, num_transfer_threads=2) as pool:
+        publish(pool, "a", 0, 1)
+        pool.async_transfer("r", HASHES[:1], "b")
+        assert gate.entered.acquire(timeout=WAIT_S)
+        pool.cancel_transfer("r")
+        ended = threading.Event()
+        pool.async_transfer("r", HASHES[1:2], "b", lambda *_: ended.set())
+        assert gate.entered.acquire(timeout=WAIT_S)
+        gate.open.release(2)
+        assert ended.wait(WAIT_S)
+        assert arrived(pool.transfer_result("r")) == [1] == on_node(pool, "b")
+
+
+def test_a_pool_that_closes_ends_its_transfers_and_takes_nothing_more():
+    gate = Gate()
+    with make_pool(transport=gate) as pool:
+        publish(pool, "a", 0)
+        results = []
+        pool.async_transfer("r", HASHES[:1], "b", lambda _, result: results.append(result))
+        assert gate.entered.acquire(timeout=WAIT_S)
+        pool.close()
+        pool.close()
+        assert pool.transfer_result("r") is results[0]
+        assert "closed" in results[0].error
+        gate.open.release()
+        for call in (lambda: publish(pool, "a", 1), lambda: transfer(pool, [0], "b")):
+            with pytest.raises(RuntimeError, match="closed"):
+                call()
+        assert (pool.query(HASHES), pool.total_cached_blocks) == ((0, []), 0)
+
+
+def test_a_checksum_covers_name_tokens_and_bytes():
+    block = KVBlock.create(HASHES[0], "a", [1, 2], b"kv")
+    assert block.is_intact and replace(block, node_id="b").is_intact
+    for wrong in ({"block_hash": HASHES[1]}, {"token_ids": (2, 1)}, {"kv_data": b"kw"}):
+        assert not replace(block, **wrong).is_intact
+    assert compute_checksum(b"ab", [], b"c") != compute_checksum(b"a", [], b"bc")
+
+
+# -- against a naive model
+
+
+class NaiveNodes:
+    """Every copy with the time of its last use and the time it came; eviction is a search."""
+
+    def __init__(self, max_blocks_per_node: int) -> None:
+        self.max_blocks = max_blocks_per_node
+        self.copies: dict[tuple[str, int], dict] = {}
+        self.time = 0
+
+    def tick(self) -> int:
+        self.time += 1
+        return self.time
+
+    def of_node(self, node_id: str) -> list[int]:
+        own = [(c["used"], i) for (node, i), c in self.copies.items() if node == node_id]
+        return [i for _, i in sorted(own)]
+
+    def holders(self, i: int) -> list[str]:
+        return [n for _, n in sorted((c["came"], n) for (n, j), c in self.copies.items() if j == i)]
+
+    def use(self, copies: list[tuple[str, int]]) -> None:
+        for copy in copies[::-1]:
+            self.copies[copy]["used"] = self.tick()
+
+    def put(self, node_id: str, i: int, kv_data: bytes) -> bool:
+        if (node_id, i) in self.copies:
+            self.use([(node_id, i)])
+            return False
+        if len(self.of_node(node_id)) == self.max_blocks:
+            del self.copies[node_id, self.of_node(node_id)[0]]
+        now = self.tick()
+        self.copies[node_id, i] = {"used": now, "came": now, "kv": kv_data}
+        return True
+
+    def query(self, indices: list[int]) -> tuple[int, list[str]]:
+        nodes: list[str] = []
+        for i in indices:
+            holders = self.holders(i)
+            if not holders:
+                break
+            nodes.append(nodes[-1] if nodes and nodes[-1] in holders else holders[0])
+        self.use(list(zip(nodes, indices, strict=False)))
+        return sum(len(TOKENS[HASHES[i]]) for i in indices[: len(nodes)]), nodes
+
+    def transfer(self, indices: list[int], target: str) -> list[bytes]:
+        chosen = []
+        for i in indices:
+            holders = self.holders(i)
+            if not holders:
+                break
+            chosen.append((target if target in holders else holders[0], i))
+        self.use(chosen)
+        data = [self.copies[copy]["kv"] for copy in chosen]
+        for (_, i), kv_data in reversed(list(zip(chosen, data, strict=True))):
+            self.put(target, i, kv_data)
+        return data
+
+
+NODES = st.sampled_from("abc")
+CHAINS = st.lists(st.integers(0, 5), unique=True, max_size=5)
+
+
+class GlobalPoolMachine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.pool = GlobalKVPool(max_blocks_per_node=3, num_transfer_threads=1)
+        self.model = NaiveNodes(3)
+        self.count = 0
+
+    @rule(node_id=NODES, chain=CHAINS)
+    def publish(self, node_id, chain):
+        for i in chain:
+            self.count += 1
+            made_by = f"{node_id}{self.count}"  # each publication can be told from any other
+            is_new = publish(self.pool, node_id, i, made_by=made_by) == [True]
+            assert is_new == self.model.put(node_id, i, kv_of(HASHES[i], made_by))
+
+    @rule(chain=CHAINS)
+    def query(self, chain):
+        assert self.pool.query([HASHES[i] for i in chain]) == self.model.query(chain)
+
+    @rule(chain=CHAINS, node_id=NODES)
+    def transfer(self, chain, node_id):
+        expected = self.model.transfer(chain, node_id)
+        result = transfer(self.pool, chain, node_id)
+        assert [block.kv_data for block in result.blocks] == expected
+        assert (result.error is None) == (len(expected) == len(chain))
+
+    @precondition(lambda self: self.count > 6)
+    @rule(node_id=NODES)
+    def remove_node(self, node_id):
+        lost = self.model.of_node(node_id)
+        assert self.pool.remove_node(node_id) == len(lost)
+        for i in lost:
+            del self.model.copies[node_id, i]
+
+    @invariant()
+    def same(self):
+        self.pool.check_invariants()
+        for node_id in "abc":
+            assert on_node(self.pool, node_id) == self.model.of_node(node_id)
+        assert self.pool.total_cached_blocks == len(self.model.copies)
+
+    def teardown(self):
+        self.pool.close()
+
+
+TestGlobalPoolMachine = GlobalPoolMachine.TestCase
+TestGlobalPoolMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+# -- many threads
+
+
+class Meeting:
+    """Bytes that are only handed over when two threads ask for them at once."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2)
+
+    def __bytes__(self) -> bytes:
+        self.barrier.wait(WAIT_S)
+        return kv_of(HASHES[0])
+
+
+def test_of_two_that_publish_one_block_at_the_same_moment_one_is_told_it_is_new():
+    """Trap 2: both have seen that it is missing; one copy is kept."""
+    with make_pool() as pool:
+        kv_data, answers = Meeting(), []
+        threads = [
+            threading.Thread(
+                target=lambda: answers.append(
+                    pool.publish(HASHES[0], "a", TOKENS[HASHES[0]], kv_data)
+                )
+            )
+            for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert sorted(answers) == [False, True]
+        assert pool.total_cached_blocks == 1
+
+
+@pytest.fixture
+def hasty_threads():
+    """The interpreter changes threads as often as it can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_eight_threads_publish_ask_copy_cancel_and_unplug_without_a_contradiction(
+    seed, hasty_threads
+):
+    failures: list[BaseException] = []
+
+    def transport(block: KVBlock) -> bytes:
+        return fail(block) if block.checksum[0] % 16 == seed else block.kv_data
+
+    def work(pool: GlobalKVPool, number: int) -> None:
+        rng = random.Random(f"{seed} {number}")
+        node_ids = ["a", "b", "c"]
+        try:
+            for turn in range(60):
+                first = rng.randrange(len(HASHES))
+                chain = range(first, rng.randint(first, len(HASHES)))
+                node_id, request_id = rng.choice(node_ids), f"{number} {turn}"
+                match rng.choice("ppqqttcx"):
+                    case "p":
+                        publish(pool, node_id, *chain)
+                    case "q":
+                        num_tokens, nodes = pool.query([HASHES[i] for i in chain])
+                        expected = sum(len(TOKENS[HASHES[i]]) for i in chain[: len(nodes)])
+                        assert num_tokens == expected, f"seed {seed}"
+                    case "t":
+                        found = arrived(transfer(pool, chain, node_id, request_id))
+                        assert found == list(chain[: len(found)]), f"seed {seed}"
+                    case "c":
+                        pool.async_transfer(request_id, [HASHES[i] for i in chain], node_id)
+                        pool.cancel_transfer(request_id)
+                    case "x" if rng.random() < 0.1:
+                        pool.remove_node(node_id)
+        except BaseException as failure:
+            failures.append(failure)
+
+    with make_pool(max_blocks_per_node=5, transport=transport) as pool:
+        threads = [threading.Thread(target=work, args=(pool, number)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert not failures and not any(thread.is_alive() for thread in threads), failures
+        pool.check_invariants()
