@@ -1,0 +1,153 @@
+"""What only the hash chain has: the hashes themselves, its own pool, and its dictionaries.
+
+All that it shares with the radix tree is in `test_prefix_cache.py`; mutations: `MUTATIONS.md`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from block_pool import BlockPool
+from prefix_cache_local import (
+    BLOCK_SIZE,
+    PrefixCacheLocal,
+    compute_block_hash,
+    compute_hash_chain,
+)
+
+SALT = (("salt", "x"),)
+
+
+def test_the_hash_of_a_block_is_the_same_in_every_process_and_on_every_machine():
+    """A global pool finds blocks by it. Whoever changes it changes these three lines, knowingly."""
+    first = compute_block_hash(None, [1, 2, 3])
+    assert first.hex() == "d922bf6006d95f0d2a8992108761e7e098cb98a2944c5fc5d21249537e4b45fa"
+    assert (
+        compute_block_hash(first, [-4, 2**40]).hex()
+        == "909a064f873faf1693bd83cf2d7a385a7b64fd8b1f1f1eafb4a1e743a229bcc7"
+    )
+    assert (
+        compute_block_hash(None, [1, 2, 3], [("salt", "x"), ("lora", 7)]).hex()
+        == "3f3d13d8401e95b8e773cc257162ecaefd6916c5ff903e663ea6c68f41689e9a"
+    )
+
+
+def test_a_hash_depends_on_the_tokens_the_parent_and_the_keys():
+    parents = [None, compute_block_hash(None, [1]), compute_block_hash(None, [2])]
+    token_lists = [[1], [2], [1, 2], [2, 1], [0x100000001], [1, 0], [-1]]
+    all_keys = [None, SALT, (("lora", "x"),)]
+    hashes = {
+        compute_block_hash(parent, tokens, keys)
+        for parent in parents
+        for tokens in token_lists
+        for keys in all_keys
+    }
+    assert len(hashes) == len(parents) * len(token_lists) * len(all_keys)
+    assert {len(block_hash) for block_hash in hashes} == {32}
+    assert compute_block_hash(None, (1, 2), []) == compute_block_hash(None, [1, 2])
+
+
+def test_no_two_contents_share_a_hash_because_of_pythons_hash():
+    """Trap 12: `hash(-1) == hash(-2)`, and `hash(None)` is a constant: such prompts collide."""
+    assert hash((-1,)) == hash((-2,))
+    assert compute_block_hash(None, [-1]) != compute_block_hash(None, [-2])
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@given(
+    st.lists(st.integers(0, 9), max_size=12),
+    st.integers(1, 4),
+    st.sampled_from([None, SALT]),
+)
+def test_a_chain_hashes_the_full_blocks_one_behind_the_other(tokens, block_size, keys):
+    expected, parent_hash = [], None
+    for index in range(len(tokens) // block_size):
+        block = tokens[index * block_size : (index + 1) * block_size]
+        parent_hash = compute_block_hash(parent_hash, block, keys if index == 0 else None)
+        expected.append((parent_hash, tuple(block)))
+    assert compute_hash_chain(tokens, block_size, keys) == expected
+    cache = PrefixCacheLocal(20, block_size=block_size)
+    assert cache.compute_hash_chain(tokens, keys) == expected
+    cached = cache.cache_computed_blocks(tokens, keys)
+    assert [(block.block_hash, block.token_ids) for block in cached] == expected
+
+
+def test_on_its_own_it_works_as_a_reader_would_type_it():
+    cache = PrefixCacheLocal(max_cached_blocks=4)
+    assert cache.block_size == BLOCK_SIZE == 16 and cache.pool.num_usable_blocks == 4
+    prompt = list(range(40))
+    blocks, num_cached_tokens = cache.match_prefix(prompt)
+    assert blocks == [] and num_cached_tokens == 0
+    blocks = cache.cache_computed_blocks(prompt)
+    assert [block.token_ids for block in blocks] == [tuple(range(16)), tuple(range(16, 32))]
+    assert [block.block_hash for block in blocks] == [
+        h for h, _ in cache.compute_hash_chain(prompt)
+    ]
+    cache.touch(blocks)
+    assert [block.ref_cnt for block in blocks] == [1, 1]
+    cache.touch(blocks[:1])
+    cache.release(blocks)
+    assert [block.ref_cnt for block in blocks] == [1, 0]
+    assert cache.match_prefix(prompt) == (blocks, 32) and cache.num_cached_blocks == 2
+    assert cache.cache_hit_rate == 0.0
+
+
+def test_its_own_pool_or_a_given_one():
+    for too_many_or_few in ({}, {"max_cached_blocks": 3, "pool": BlockPool(4)}):
+        with pytest.raises(ValueError, match="give one of them"):
+            PrefixCacheLocal(**too_many_or_few)
+    for max_cached_blocks in (0, -1):
+        with pytest.raises(ValueError, match="must be >= 1"):
+            PrefixCacheLocal(max_cached_blocks)
+    pool = BlockPool(4)
+    assert PrefixCacheLocal(pool=pool).pool is pool
+    assert PrefixCacheLocal(1).pool.num_usable_blocks == 1
+
+
+def _turn(evictable: OrderedDict) -> None:
+    evictable.move_to_end(next(iter(evictable)))
+
+
+DAMAGE = {
+    "a hash forgotten": lambda cache, a, b, c: cache._by_hash.pop(c.block_hash),
+    "a parent forgotten": lambda cache, a, b, c: (
+        cache._by_hash.pop(b.block_hash),
+        cache._by_block_id.pop(b.block_id),
+    ),
+    "a hash of another block": lambda cache, a, b, c: cache._by_hash.update({b.block_hash: c}),
+    "a block known by another id": lambda cache, a, b, c: cache._by_block_id.update(
+        {b.block_id: c}
+    ),
+    "another hash in the block": lambda cache, a, b, c: setattr(c, "block_hash", b"x"),
+    "other tokens": lambda cache, a, b, c: setattr(c, "token_ids", (0, 0)),
+    "other tokens at the root": lambda cache, a, b, c: setattr(a, "token_ids", (0, 0)),
+    "too few tokens": lambda cache, a, b, c: setattr(c, "token_ids", ()),
+    "other keys": lambda cache, a, b, c: setattr(a, "extra_keys", SALT),
+    "another parent": lambda cache, a, b, c: setattr(c, "parent", a),
+    "no parent": lambda cache, a, b, c: setattr(c, "parent", None),
+    "a user too many": lambda cache, a, b, c: setattr(a, "ref_cnt", 2),
+    "a used block may be evicted": lambda cache, a, b, c: cache._evictable.update({a.block_id: a}),
+    "an unused one may not": lambda cache, a, b, c: cache._evictable.pop(c.block_id),
+    "a child evicted after its parent": lambda cache, a, b, c: _turn(cache._evictable),
+    "a parent with fewer users": lambda cache, a, b, c: (
+        setattr(c, "ref_cnt", 1),
+        cache.pool.touch([cache.pool.blocks[c.block_id]]),
+        cache._evictable.pop(c.block_id),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_the_check_notices(name):
+    """A used block `a`, and `b` and `c` behind it, unused."""
+    cache = PrefixCacheLocal(5, block_size=2)
+    a, b, c = cache.cache_computed_blocks([1, 2, 3, 4, 5, 6])
+    cache.touch([a])
+    cache.check_invariants()
+    DAMAGE[name](cache, a, b, c)
+    with pytest.raises(AssertionError):
+        cache.check_invariants()
