@@ -1,0 +1,272 @@
+"""A client of the Mooncake store that cannot hurt its caller.
+
+    engine's process           client's process              elsewhere
+    +----------------+ socket  +---------------------+  TCP  +--------------------------------+
+    | MooncakeClient |-------->| library, and memory |<----->| master: which key is where     |
+    | (with a limit) |<--------| lent to the store   |<----->| other clients: the bytes       |
+    +----------------+         +---------------------+       +--------------------------------+
+
+The library is made for a store that is there. When the master is gone, a call takes 4 s, closing
+takes 10 s with Python's global lock held, and a process that ends with a call under way may crash.
+So the library lives in a process of its own, which is asked with a time limit and killed if it is
+late: no store, however broken, costs its caller more than that, once. From then on the client is
+down and answers at once. The price is one more copy of the bytes.
+
+Invariants: a call ends within `timeout_s` of its turn; a client that is down stays down; keys and
+values are the caller's, unchanged; importing this module needs nothing but the standard library.
+
+vLLM and SGLang have the library in the engine's process, which lets RDMA read the KV memory without
+any copy. Source: Mooncake, arXiv 2407.00079.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO
+
+from mooncake_master import (
+    HOW_TO_INSTALL,
+    MooncakeAddress,
+    MooncakeUnavailableError,
+    can_connect,
+    end_of_log,
+)
+
+logger = logging.getLogger(__name__)
+
+RPC_FAILED = -900  # the library's code for a master that does not answer
+_FRAME = struct.Struct("<IQ")  # bytes of the JSON head, bytes of the payload
+
+
+class StoreDownError(RuntimeError):
+    """The store has failed; nothing is asked of it any more."""
+
+
+class MooncakeClient:
+    """This machine's way to the store, from any thread, one call at a time.
+
+    Lends `segment_nbytes` of memory to the store (0: none, and then somebody else must lend some);
+    `buffer_nbytes` limits the size of a value. `host` is this machine's name for other clients. The
+    first call that fails, or is not answered after `timeout_s`, is the last: this call and all
+    later ones raise `StoreDownError`, at once. Raises `MooncakeUnavailableError` if there is no
+    store at `address`, or no library.
+    """
+
+    def __init__(
+        self,
+        address: MooncakeAddress,
+        segment_nbytes: int = 256 << 20,
+        buffer_nbytes: int = 32 << 20,
+        timeout_s: float = 5.0,
+        host: str = "127.0.0.1",
+        start_timeout_s: float = 30.0,
+    ) -> None:
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s is {timeout_s}: it must be > 0")
+        for where in (address.master, address.metadata):
+            if not can_connect(where):  # the library would try for 90 s
+                raise MooncakeUnavailableError(f"no Mooncake store answers at {where}")
+        self.timeout_s = timeout_s
+        self.down_reason: str | None = None
+        self._lock = threading.Lock()
+        self._log = tempfile.TemporaryFile(prefix="mooncake_client_")  # noqa: SIM115
+        self._socket, self.process = _start_client_process(self._log)
+        metadata_url = f"http://{address.metadata}/metadata"
+        setup = [host, metadata_url, segment_nbytes, buffer_nbytes, "tcp", "", address.master]
+        try:
+            self._call("setup", setup, timeout_s=start_timeout_s)
+        except (StoreDownError, OSError) as failure:
+            self._kill()
+            raise MooncakeUnavailableError(
+                f"{failure}\nIts log ends: {end_of_log(self._log)}"
+            ) from failure
+
+    def locate(self, keys: Sequence[str]) -> list[str]:
+        """A client that has the value, for each key up to the first that is not in the store."""
+        return self._call("locate", list(keys))[0] if keys else []
+
+    def put(self, key: str, *parts: bytes) -> bool:
+        """Store the parts as one value. False: there is no room. A key that exists stays as it
+        is."""
+        return self._call("put", key, parts=parts)[0] == 0
+
+    def get(self, key: str) -> bytearray | None:
+        """None: the key is not there, or whoever had the value is gone."""
+        value = self._call("get", key)[1]
+        return value or None
+
+    def remove(self, key: str) -> None:
+        self._call("remove", key)
+
+    def _call(
+        self, operation: str, argument: object, parts: Sequence[bytes] = (), timeout_s: float = 0.0
+    ) -> tuple[object, bytearray]:
+        """One question and its answer. Whatever goes wrong brings the client down."""
+        with self._lock:
+            if self.down_reason is not None:
+                raise StoreDownError(self.down_reason)
+            deadline = time.monotonic() + (timeout_s or self.timeout_s)
+            try:
+                _send(self._socket, [operation, argument], parts, deadline)
+                (error, answer), payload = _receive(self._socket, deadline)
+            except OSError as failure:
+                error = f"the client did not answer {operation!r}: {failure!r}"
+            if error is None:
+                return answer, payload
+            self.down_reason = error
+            self._kill()
+        logger.warning("the Mooncake store is given up: %s", error)
+        raise StoreDownError(error)
+
+    def _kill(self) -> None:
+        self._socket.close()
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        """Take the lent memory back, or leave that to the master if it is slow. May be called
+        again."""
+        with self._lock:
+            if self.down_reason is None:
+                self.down_reason = "the client is closed"
+                deadline = time.monotonic() + self.timeout_s
+                try:
+                    _send(self._socket, ["close", None], (), deadline)
+                    _receive(self._socket, deadline)
+                except OSError as failure:
+                    logger.warning("the Mooncake client was killed: %r", failure)
+            self._kill()
+
+
+# -- between the two processes: a JSON head, then bytes
+
+
+def _send(
+    channel: socket.socket, head: object, parts: Sequence[bytes], deadline: float | None
+) -> None:
+    text = json.dumps(head).encode()
+    frame = _FRAME.pack(len(text), sum(len(part) for part in parts))
+    for data in (frame + text, *parts):
+        channel.settimeout(_left_s(deadline))
+        channel.sendall(data)
+
+
+def _receive(channel: socket.socket, deadline: float | None) -> tuple[list, bytearray]:
+    """Raises `OSError` at the deadline, and if the other side is gone."""
+    head_nbytes, payload_nbytes = _FRAME.unpack(_receive_bytes(channel, _FRAME.size, deadline))
+    head = json.loads(_receive_bytes(channel, head_nbytes, deadline))
+    return head, _receive_bytes(channel, payload_nbytes, deadline)
+
+
+def _receive_bytes(channel: socket.socket, nbytes: int, deadline: float | None) -> bytearray:
+    data = bytearray(nbytes)
+    view = memoryview(data)
+    while view:
+        channel.settimeout(_left_s(deadline))
+        num_read = channel.recv_into(view)
+        if num_read == 0:
+            raise ConnectionError("the process is gone")
+        view = view[num_read:]
+    return data
+
+
+def _left_s(deadline: float | None) -> float | None:
+    if deadline is None:
+        return None
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("timed out")
+    return left_s
+
+
+def _start_client_process(log: IO[bytes]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    ours, theirs = socket.socketpair()
+    # The library would ask a proxy for the metadata.
+    environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            env=environment,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    return ours, process
+
+
+# -- the client's process
+
+
+class _StoreCalls:
+    """What the client's process does. Each returns `(error, answer, payload)`."""
+
+    def setup(self, arguments: list, _: bytearray) -> tuple[str | None, object, bytes]:
+        try:
+            from mooncake.store import MooncakeDistributedStore
+        except ImportError as failure:
+            return f"the library does not load: {failure}. {HOW_TO_INSTALL}", None, b""
+        self._store = MooncakeDistributedStore()
+        code = self._store.setup(*arguments)
+        return (f"the store's set-up failed with code {code}" if code else None), code, b""
+
+    def locate(self, keys: list[str], _: bytearray) -> tuple[str | None, object, bytes]:
+        codes = self._store.batch_is_exist(keys)
+        num_found = next((i for i, code in enumerate(codes) if code != 1), len(keys))
+        found = self._store.batch_get_replica_desc(keys[:num_found]) if num_found else {}
+        nodes: list[str] = []
+        for key in keys[:num_found]:
+            if not found.get(key):
+                break
+            memory = found[key][0].get_memory_descriptor()
+            nodes.append(memory.buffer_descriptor.transport_endpoint)
+        return _error_of(min(codes)), nodes, b""
+
+    def put(self, key: str, value: bytearray) -> tuple[str | None, object, bytes]:
+        code = self._store.put(key, value)
+        return _error_of(code), code, b""
+
+    def get(self, key: str, _: bytearray) -> tuple[str | None, object, bytes]:
+        value = self._store.get(key)
+        return (None if value else _error_of(self._store.is_exist(key))), None, value
+
+    def remove(self, key: str, _: bytearray) -> tuple[str | None, object, bytes]:
+        code = self._store.remove(key, True)
+        return _error_of(code), code, b""
+
+    def close(self, _: None, __: bytearray) -> tuple[str | None, object, bytes]:
+        return None, self._store.close(), b""
+
+
+def _error_of(code: int) -> str | None:
+    return "the master does not answer" if code == RPC_FAILED else None
+
+
+def _serve(channel: socket.socket) -> None:
+    """Until the engine's process closes its end, or ends in whatever way."""
+    calls = _StoreCalls()
+    while True:
+        (operation, argument), payload = _receive(channel, None)
+        try:
+            error, answer, data = getattr(calls, operation)(argument, payload)
+        except Exception as failure:
+            error, answer, data = repr(failure), None, b""
+        _send(channel, [error, answer], [data], None)
+
+
+if __name__ == "__main__":
+    try:
+        _serve(socket.socket(fileno=int(sys.argv[1])))
+    finally:
+        os._exit(0)  # without the library's clean-up, which can hang

@@ -1,0 +1,136 @@
+"""The master of a Mooncake store on this machine: where a store is, and how one is started.
+
+The master keeps the index (which key is where) and an HTTP server that knows the clients'
+addresses; the bytes are in memory that clients lend. It is a program of its own, started here on
+free ports and stopped again, for tests, notebooks and single machines. A real store is started by
+whoever runs the machines, and only its address is wanted.
+
+Version 0.3.13 listens on all interfaces, whatever it is told, with part of its ports: for networks
+that are trusted.
+
+Invariants: a master that was returned is ready; one that was stopped is gone; importing this module
+needs nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+HOW_TO_INSTALL = (
+    "Linux on x86-64: pip install mooncake-transfer-engine-non-cuda, and the libraries it wants "
+    "with: apt-get install libibverbs1 libnuma1 libcurl4"
+)
+
+
+class MooncakeUnavailableError(RuntimeError):
+    """The store cannot be started or reached; the text says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeAddress:
+    """Where a store is: `host:port` of the master, of its metadata server, and of its counters."""
+
+    master: str
+    metadata: str
+    admin: str | None = None
+
+
+def can_connect(address: str, timeout_s: float = 1.0) -> bool:
+    host, port = address.rsplit(":", 1)
+    try:
+        socket.create_connection((host, int(port)), timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
+def end_of_log(log: IO[bytes]) -> str:
+    log.seek(0)
+    return log.read().decode(errors="replace")[-600:].strip()
+
+
+class MooncakeMaster:
+    """`mooncake_master` on free ports of this machine, from construction until `stop`.
+
+    A context manager. `options` are command-line options of its own (`-default_kv_lease_ttl=500`).
+    Raises `MooncakeUnavailableError` if it is not installed or does not start.
+    """
+
+    def __init__(self, options: Sequence[str] = (), start_timeout_s: float = 30.0) -> None:
+        program = _find_program()
+        self._log = tempfile.TemporaryFile(prefix="mooncake_master_")  # noqa: SIM115
+        for _ in range(3):  # somebody may take a free port before the master does
+            self.address = MooncakeAddress(*_free_addresses(3))
+            self.process = self._start(program, options)
+            if self._is_ready(time.monotonic() + start_timeout_s):
+                return
+            self.stop()
+        raise MooncakeUnavailableError(
+            f"{program} does not start. {HOW_TO_INSTALL}\nIts log ends: {end_of_log(self._log)}"
+        )
+
+    def _start(self, program: Path, options: Sequence[str]) -> subprocess.Popen[bytes]:
+        rpc, metadata, admin = (
+            address.rsplit(":", 1)
+            for address in (self.address.master, self.address.metadata, self.address.admin)
+        )
+        command = [str(program), f"-rpc_address={rpc[0]}", f"-rpc_port={rpc[1]}"]
+        command += ["-enable_http_metadata_server=true"]
+        command += [f"-http_metadata_server_host={metadata[0]}"]
+        command += [f"-http_metadata_server_port={metadata[1]}"]
+        command += [f"-metrics_host={admin[0]}", f"-metrics_port={admin[1]}", *options]
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,  # Ctrl-C is for us, who then stop it
+        )
+
+    def _is_ready(self, deadline: float) -> bool:
+        address = self.address
+        waiting = [address.master, address.metadata, address.admin]
+        while waiting and time.monotonic() < deadline and self.process.poll() is None:
+            waiting = [where for where in waiting if not can_connect(where)]
+            time.sleep(0.01)
+        return not waiting
+
+    def stop(self) -> None:
+        """May be called again."""
+        self.process.terminate()
+        try:
+            self.process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def __enter__(self) -> MooncakeMaster:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+
+def _find_program() -> Path:
+    package = importlib.util.find_spec("mooncake")
+    for folder in (package and package.submodule_search_locations) or ():
+        program = Path(folder) / "mooncake_master"
+        if program.exists():
+            return program
+    raise MooncakeUnavailableError(f"mooncake is not installed. {HOW_TO_INSTALL}")
+
+
+def _free_addresses(count: int) -> list[str]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+    for each in sockets:
+        each.close()
+    return addresses
