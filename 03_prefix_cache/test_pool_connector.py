@@ -1,0 +1,616 @@
+"""Engines that share a pool: what the second reads is what it would have computed, or nothing.
+
+The engine is a toy: the bytes of a block are a function of the whole prefix, of its keys and of the
+model, computed here without the chain's hashes. So a wrong block cannot look right.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
+
+import pytest
+
+from block_pool import BlockPool
+from cached_kv_cache_manager import CachedKVCacheManager
+from global_kv_pool import GlobalKVPool, KVBlock, TransferResult
+from kv_connector import ConnectorChain
+from pool_connector import PoolConnector
+from request import Request, SamplingParams
+
+SIZE = 4
+NBYTES = 24
+MODEL = (("model", "tiny"), ("dtype", "float64"))
+WAIT_S = 5.0  # never waited for, unless the test fails
+
+
+class FakeKVIO:
+    """A KV memory, and the order in which its blocks were written and read."""
+
+    def __init__(self) -> None:
+        self.data: dict[int, bytes] = {}
+        self.written: list[int] = []
+        self.read: list[int] = []
+        self.block_nbytes = NBYTES
+        self.thread = threading.get_ident()
+
+    def read_block(self, block_id: int) -> bytes:
+        assert threading.get_ident() == self.thread
+        self.read.append(block_id)
+        return self.data[block_id]
+
+    def write_block(self, block_id: int, data: bytes | memoryview) -> None:
+        assert threading.get_ident() == self.thread, "only the engine writes to its memory"
+        if len(data) != self.block_nbytes:
+            raise ValueError(f"{len(data)} bytes")
+        self.written.append(block_id)
+        self.data[block_id] = bytes(data)
+
+
+def make_request(
+    request_id: str, tokens: Sequence[int], keys: Sequence[tuple[str, str | int]] = ()
+) -> Request:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    return Request(request_id, list(tokens), params, extra_keys=keys)
+
+
+class Engine:
+    """A connector, a memory, and what `CachedKVCacheManager` does with them for one request."""
+
+    def __init__(self, pool, node_id: str, namespace=MODEL, size: int = SIZE, **kwargs) -> None:
+        self.connector = PoolConnector(pool, node_id, **kwargs)
+        self.io, self.namespace, self.size = FakeKVIO(), namespace, size
+        self.connector.bind(self.io, size, namespace)
+        self.stats = self.connector.stats
+
+    def content(self, request: Request, index: int) -> bytes:
+        """The true KV of block `index`: it depends on everything before it, and on nothing else."""
+        prefix = tuple(request.all_token_ids[: (index + 1) * self.size])
+        everything = (prefix, sorted(request.extra_keys), sorted(self.namespace), self.size)
+        return blake2b(repr(everything).encode(), digest_size=NBYTES).digest()
+
+    def ask(self, request: Request, num_computed: int = 0) -> int:
+        num_tokens, is_async = self.connector.get_num_new_matched_tokens(request, num_computed)
+        assert is_async == (num_tokens > 0)
+        return num_tokens
+
+    def begin(self, request: Request, num_computed: int = 0) -> list[int]:
+        """Ask and start the load; the blocks it goes to."""
+        num_tokens = self.ask(request, num_computed)
+        block_ids = random.Random(request.request_id).sample(range(1, 99), num_tokens // self.size)
+        self.connector.update_state_after_alloc(request, block_ids, num_tokens)
+        return block_ids
+
+    def finish(self, request: Request) -> int:
+        """Poll as an engine does, until the load has ended."""
+        while (num_tokens := self.connector.get_finished_load(request.request_id)) is None:
+            self.connector.wait_for_load(WAIT_S)
+        return num_tokens
+
+    def load(self, request: Request, num_computed: int = 0) -> int:
+        """Load what there is; every byte that has arrived is right."""
+        block_ids = self.begin(request, num_computed)
+        num_tokens = self.finish(request)
+        self.check(request, block_ids[: num_tokens // self.size], num_computed // self.size)
+        assert self.io.written == block_ids[: num_tokens // self.size]
+        return num_tokens
+
+    def check(self, request: Request, block_ids: Sequence[int], start: int = 0) -> None:
+        for index, block_id in enumerate(block_ids, start):
+            assert self.io.data[block_id] == self.content(request, index), index
+
+    def save(self, request: Request, num_blocks: int | None = None) -> None:
+        """Compute a request's full blocks and give them up."""
+        num_full = request.num_tokens // self.size if num_blocks is None else num_blocks
+        block_ids = random.Random(7).sample(range(100, 199), num_full)
+        for index, block_id in enumerate(block_ids):
+            self.io.data[block_id] = self.content(request, index)
+        self.io.read.clear()
+        self.connector.request_finished(request, block_ids)
+
+
+class Faulty:
+    """A transport whose fault can be chosen; it stands still while `hold` is clear."""
+
+    def __init__(self) -> None:
+        self.hold = threading.Event()
+        self.hold.set()
+        self.entered = threading.Event()
+        self.fault = lambda block: block.kv_data
+
+    def __call__(self, block: KVBlock) -> bytes:
+        self.entered.set()
+        assert self.hold.wait(WAIT_S)
+        return self.fault(block)
+
+
+@pytest.fixture
+def transport() -> Faulty:
+    return Faulty()
+
+
+@pytest.fixture
+def pool(transport):
+    pool = GlobalKVPool(transport=transport)
+    yield pool
+    pool.check_invariants()
+    transport.hold.set()
+    pool.close()
+
+
+@pytest.fixture
+def engines(pool) -> tuple[Engine, Engine]:
+    return Engine(pool, "a"), Engine(pool, "b")
+
+
+TOKENS = list(range(100, 118))  # 4 full blocks and 2 tokens
+
+
+# -- what is found
+
+
+def test_the_second_engine_reads_what_the_first_has_computed_byte_for_byte(engines):
+    first, second = engines
+    first.save(make_request("0", TOKENS))
+    assert second.load(make_request("0", TOKENS)) == 16
+    assert (second.stats.num_loads, second.stats.num_failed_loads) == (1, 0)
+    assert (second.stats.num_tokens_loaded, first.stats.num_blocks_published) == (16, 4)
+
+
+@pytest.mark.parametrize("num_computed", [0, 4, 8, 12])
+def test_only_what_is_behind_the_local_hit_is_loaded(engines, num_computed):
+    first, second = engines
+    first.save(make_request("0", TOKENS))
+    assert second.load(make_request("0", TOKENS), num_computed) == 16 - num_computed
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+def test_at_least_the_last_token_is_left_to_compute(engines, num_tokens, expected):
+    """Trap 3."""
+    first, second = engines
+    first.save(make_request("0", TOKENS))
+    request = make_request("1", TOKENS[:num_tokens])
+    assert second.ask(request) == expected
+    assert second.ask(request, expected) == 0
+
+
+def test_a_prefix_of_a_prompt_is_found_and_a_suffix_is_not(engines):
+    first, second = engines
+    first.save(make_request("0", TOKENS))
+    assert second.ask(make_request("1", [*TOKENS[:8], 0, *TOKENS[9:]])) == 8
+    assert second.ask(make_request("2", TOKENS[4:])) == 0
+
+
+def test_asking_starts_nothing(engines, transport):
+    first, second = engines
+    first.save(make_request("0", TOKENS))
+    second.ask(make_request("0", TOKENS))
+    assert not transport.entered.is_set()
+    second.connector.wait_for_load(WAIT_S)  # returns at once: there is no load
+
+
+@pytest.mark.parametrize(
+    "namespace",
+    [
+        (("model", "other"), ("dtype", "float64")),
+        (("model", "tiny"),),
+        (("model", "float64"), ("dtype", "tiny")),
+        (),
+    ],
+)
+def test_kv_of_another_model_or_layout_is_not_found(pool, namespace):
+    """Trap 12."""
+    Engine(pool, "a").save(make_request("0", TOKENS))
+    assert Engine(pool, "b", namespace).ask(make_request("0", TOKENS)) == 0
+    assert Engine(pool, "b", MODEL[::-1]).ask(make_request("0", TOKENS)) == 16
+
+
+def test_kv_of_another_block_size_is_not_found(pool):
+    """Trap 8."""
+    Engine(pool, "a").save(make_request("0", TOKENS))
+    assert Engine(pool, "b", size=2).ask(make_request("0", TOKENS)) == 0
+    assert Engine(pool, "b", size=8).ask(make_request("0", TOKENS)) == 0
+
+
+KEYS = [(), (("salt", "x"),), (("lora", "x"),), (("salt", "1"),), (("salt", 1),), (("model", "x"),)]
+
+
+@pytest.mark.parametrize("mine", KEYS)
+def test_a_salt_or_an_adapter_of_another_is_not_found(engines, mine):
+    """Trap 12."""
+    first, second = engines
+    for number, keys in enumerate(KEYS):
+        if keys != mine:
+            first.save(make_request(str(number), TOKENS, keys))
+    assert second.ask(make_request("9", TOKENS, mine)) == 0
+    first.save(make_request("10", TOKENS, mine))
+    assert second.load(make_request("11", TOKENS, mine)) == 16
+
+
+def test_a_request_cannot_spell_a_namespace(pool):
+    """Trap 12: nor does a tag that both use raise an error."""
+    Engine(pool, "a").save(make_request("0", TOKENS))
+    bare = Engine(pool, "b", namespace=())
+    for prefix in ("", "engine ", "request "):
+        keys = tuple((prefix + tag, value) for tag, value in MODEL)
+        assert bare.ask(make_request(prefix, TOKENS, keys)) == 0
+        assert Engine(pool, "c").ask(make_request(prefix, TOKENS, keys)) == 0
+
+
+def test_a_request_is_hashed_once_and_its_outputs_when_they_come(engines, monkeypatch):
+    """The cost of asking again is a query."""
+    import pool_connector
+    import prefix_cache_local
+
+    first, second = engines
+    counts = {"blocks": 0}
+    hash_block = prefix_cache_local.compute_block_hash
+
+    def counted(*args):
+        counts["blocks"] += 1
+        return hash_block(*args)
+
+    for module in (pool_connector, prefix_cache_local):
+        monkeypatch.setattr(module, "compute_block_hash", counted)
+    request = make_request("0", TOKENS)
+    second.ask(request)
+    second.ask(request, 8)
+    assert counts["blocks"] == 4
+    for token in range(6):
+        request.append_output_token(token)
+    second.save(request)
+    assert counts["blocks"] == 6
+    assert first.load(make_request("1", request.all_token_ids)) == 20
+
+
+def test_nothing_is_remembered_of_a_request_that_is_gone(engines):
+    _, second = engines
+    request = make_request("0", TOKENS)
+    second.ask(request)
+    assert len(second.connector._asked) == 1
+    del request
+    assert len(second.connector._asked) == 0
+
+
+# -- loads that do not go well
+
+
+def raises(block: KVBlock) -> bytes:
+    raise OSError("cable cut")
+
+
+@pytest.mark.parametrize("fault", [raises, lambda block: block.kv_data[::-1], lambda block: b""])
+def test_a_load_that_fails_is_computed_instead(engines, transport, fault):
+    first, second = engines
+    first.save(make_request("0", TOKENS))
+    transport.fault = fault
+    assert second.load(make_request("0", TOKENS)) == 0
+    assert (second.stats.num_failed_loads, second.stats.num_tokens_loaded) == (1, 0)
+    transport.fault = lambda block: block.kv_data
+    assert second.load(make_request("1", TOKENS)) == 16
+
+
+def test_what_arrived_before_a_failure_is_used(engines, transport):
+    first, second = engines
+    request = make_request("0", TOKENS)
+    first.save(request)
+    third = first.content(request, 2)
+    transport.fault = lambda block: raises(block) if block.kv_data == third else block.kv_data
+    assert second.load(request) == 8
+    assert (second.stats.num_failed_loads, second.stats.num_tokens_loaded) == (1, 8)
+
+
+def test_a_load_past_its_time_counts_as_failed_and_its_bytes_are_not_written(pool, transport):
+    now = [0.0]
+    first, second = Engine(pool, "a"), Engine(pool, "b", load_timeout_s=5.0, clock=lambda: now[0])
+    request = make_request("0", TOKENS)
+    first.save(request)
+    transport.hold.clear()
+    second.begin(request)
+    now[0] = 4.9
+    assert second.connector.get_finished_load("0") is None
+    now[0] = 5.0
+    second.connector.wait_for_load(WAIT_S)  # returns at once: waiting longer is of no use
+    assert second.connector.get_finished_load("0") == 0
+    transport.hold.set()
+    assert second.load(make_request("1", TOKENS)) == 16
+    assert (second.stats.num_loads, second.stats.num_failed_loads) == (2, 1)
+
+
+@pytest.mark.parametrize("moment", ["under way", "arrived"])
+def test_a_cancelled_load_writes_nothing_afterwards(engines, transport, moment):
+    """Trap 34: its blocks may be another request's by then."""
+    first, second = engines
+    request = make_request("0", TOKENS)
+    first.save(request)
+    transport.hold.clear()
+    second.begin(request)
+    assert transport.entered.wait(WAIT_S)
+    if moment == "arrived":
+        transport.hold.set()
+        second.connector.wait_for_load(WAIT_S)
+    second.connector.cancel_load("0")
+    transport.hold.set()
+    with pytest.raises(KeyError):
+        second.connector.get_finished_load("0")
+    assert second.load(make_request("1", TOKENS)) == 16  # it runs after the other
+    second.connector.cancel_load("never heard of")
+
+
+def test_a_load_is_reported_once(engines):
+    first, second = engines
+    first.save(make_request("0", TOKENS))
+    second.load(make_request("1", TOKENS))
+    with pytest.raises(KeyError):
+        second.connector.get_finished_load("1")
+
+
+def test_waiting_ends_with_the_first_load_that_has_arrived(engines, transport):
+    first, second = engines
+    for number in "01":
+        first.save(make_request(number, [int(number), *TOKENS]))
+    slow = first.content(make_request("0", [0, *TOKENS]), 0)
+    held = threading.Event()
+    transport.fault = lambda block: (
+        block.kv_data if block.kv_data != slow or held.wait(WAIT_S) else b""
+    )
+    requests = [make_request(number, [int(number), *TOKENS]) for number in "01"]
+    for request in requests:
+        second.begin(request)
+    second.connector.wait_for_load(WAIT_S)
+    assert second.connector.get_finished_load("0") is None
+    assert second.connector.get_finished_load("1") == 16
+    held.set()
+    assert second.finish(requests[0]) == 16
+
+
+def test_blocks_evicted_between_asking_and_loading_cost_a_computation(pool, engines):
+    first, second = engines
+    request = make_request("0", TOKENS)
+    first.save(request)
+    num_tokens = second.ask(request)
+    pool.remove_node("a")
+    second.connector.update_state_after_alloc(request, [1, 2, 3, 4], num_tokens)
+    assert second.finish(request) == 0 and not second.io.written
+
+
+def test_two_engines_may_use_one_request_id_at_the_same_time(pool, transport):
+    """Trap 50."""
+    engines = [Engine(pool, node_id) for node_id in "abc"]
+    engines[0].save(make_request("0", TOKENS))
+    transport.hold.clear()
+    requests = [make_request("0", TOKENS[: n * SIZE + 1]) for n in (4, 2)]
+    places = [e.begin(r) for e, r in zip(engines[1:], requests, strict=True)]
+    transport.hold.set()
+    for engine, request, place, expected in zip(
+        engines[1:], requests, places, (16, 8), strict=True
+    ):
+        assert engine.finish(request) == expected
+        engine.check(request, place)
+
+
+class LyingPool(GlobalKVPool):
+    """Its transfers end with whatever `lie` makes of their blocks."""
+
+    lie = staticmethod(lambda blocks: blocks)
+
+    def transfer_result(self, request_id: str) -> TransferResult:
+        return TransferResult(tuple(self.lie(super().transfer_result(request_id).blocks)))
+
+
+LIES = {
+    "other order": lambda blocks: blocks[::-1],
+    "shifted": lambda blocks: blocks[1:],
+    "other tokens": lambda blocks: [replace(b, token_ids=(0,) * SIZE) for b in blocks],
+    "too few bytes": lambda blocks: [replace(b, kv_data=b.kv_data[1:]) for b in blocks],
+    "too many bytes": lambda blocks: [replace(b, kv_data=b.kv_data * 2) for b in blocks],
+    "nothing": lambda blocks: [],
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_block_that_was_not_asked_for_or_does_not_fit_is_not_written(lie):
+    pool = LyingPool()
+    first, second = Engine(pool, "a"), Engine(pool, "b")
+    first.save(make_request("0", TOKENS))
+    pool.lie = LIES[lie]
+    assert second.load(make_request("0", TOKENS)) == 0
+    pool.lie = lambda blocks: [*blocks, *blocks]
+    second.connector.request_finished(make_request("1", TOKENS), [])
+    assert second.load(make_request("1", TOKENS)) == 16, "what is too much is left alone"
+    pool.close()
+
+
+class BrokenPool(GlobalKVPool):
+    """Every call that `broken` names raises."""
+
+    broken = ""
+
+    def __getattribute__(self, name: str):
+        if name in object.__getattribute__(self, "broken").split():
+            raise ConnectionError(f"{name}: no answer")
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "query",
+        "publish",
+        "async_transfer",
+        "is_transfer_complete",
+        "transfer_result",
+        "is_transfer_complete cancel_transfer",
+    ],
+)
+def test_a_pool_that_raises_costs_a_computation_and_nothing_else(broken, caplog):
+    pool = BrokenPool()
+    first, second = Engine(pool, "a"), Engine(pool, "b")
+    first.save(make_request("0", TOKENS))
+    pool.broken = broken
+    request = make_request("0", TOKENS)
+    num_tokens = second.ask(request)
+    if broken == "query":
+        assert num_tokens == 0
+    else:
+        second.connector.update_state_after_alloc(request, [1, 2, 3, 4], num_tokens)
+        expected = 16 if broken == "publish" else 0
+        assert second.finish(request) == expected
+    second.save(make_request("1", [1, *TOKENS]))
+    assert second.stats.num_blocks_published == (0 if broken in ("query", "publish") else 4)
+    second.connector.close()
+    assert caplog.text, "a failure is announced"
+    pool.broken = ""
+    pool.close()
+
+
+def test_a_closed_connector_loads_nothing_and_leaves_the_pool_to_others(pool, engines, transport):
+    first, second = engines
+    request = make_request("0", TOKENS)
+    first.save(request)
+    transport.hold.clear()
+    second.begin(request)
+    second.connector.close()
+    transport.hold.set()
+    assert not second.io.written
+    assert Engine(pool, "c").load(make_request("0", TOKENS)) == 16
+
+
+def test_bad_arguments_are_refused(pool, engines):
+    with pytest.raises(ValueError, match="load_timeout_s is 0"):
+        PoolConnector(pool, "a", load_timeout_s=0)
+    first, second = engines
+    request = make_request("0", TOKENS)
+    first.save(request)
+    second.ask(request)
+    with pytest.raises(ValueError, match="3 block_ids for 16 tokens"):
+        second.connector.update_state_after_alloc(request, [1, 2, 3], 16)
+    second.begin(request)
+    with pytest.raises(ValueError, match="'0' is being loaded"):
+        second.begin(request)
+    second.finish(request)
+
+
+# -- what is saved
+
+
+def test_only_blocks_that_the_pool_has_not_got_are_read_and_published(engines):
+    first, second = engines
+    first.save(make_request("0", TOKENS), num_blocks=2)
+    assert len(first.io.read) == 2
+    second.save(make_request("1", TOKENS))
+    assert (len(second.io.read), second.stats.num_blocks_published) == (2, 2)
+    second.save(make_request("2", TOKENS))
+    assert (second.io.read, second.stats.num_blocks_published) == ([], 2)
+
+
+@pytest.mark.parametrize("num_known", [0, 1, 3])
+def test_a_full_node_loses_the_tail_of_a_saved_chain_first(transport, num_known):
+    """Trap 11."""
+    pool = GlobalKVPool(max_blocks_per_node=4, transport=transport)
+    first = Engine(pool, "a")
+    first.save(make_request("0", TOKENS), num_known)
+    first.save(make_request("1", TOKENS))
+    request = make_request("2", TOKENS)
+    for number, expected in enumerate([16, 12, 8, 4, 0]):
+        hashes = [block_hash for block_hash, _ in first.connector._chain(request, 4)]
+        held = [h in pool._nodes["a"].blocks for h in hashes]  # a query would be a use
+        assert held == [index * SIZE < expected for index in range(4)]
+        first.save(make_request(f"other {number}", [number] * SIZE))
+    pool.close()
+
+
+# -- behind the real manager
+
+
+class ManagedEngine:
+    """An engine's memory behind a `CachedKVCacheManager`: every request is computed at once."""
+
+    def __init__(self, connector: PoolConnector, io: FakeKVIO, make_cache, num_blocks: int) -> None:
+        self.io, self.toy = io, Engine(None, "unused")
+        connector.bind(io, SIZE, MODEL)
+        pool = BlockPool(num_blocks)
+        self.manager = CachedKVCacheManager(pool, SIZE, make_cache(pool, SIZE), connector)
+
+    def serve(self, request: Request) -> int:
+        """Admit, compute, check every byte, free. Returns `num_cached_tokens`."""
+        while not (computed := self.manager.get_computed_blocks(request)).is_ready:
+            self.manager.wait_for_loads()
+            self.manager.check_invariants()
+        num_new = request.num_tokens - computed.num_tokens
+        assert self.manager.allocate_slots(request, num_new, computed=computed)
+        block_ids = self.manager.get_block_ids(request.request_id)
+        num_full = request.num_tokens // SIZE
+        for index in range(computed.num_tokens // SIZE, num_full):
+            self.io.data[block_ids[index]] = self.toy.content(request, index)
+        request.num_computed_tokens = request.num_tokens
+        self.manager.cache_blocks(request)
+        block_ids = self.manager.get_block_ids(request.request_id)
+        for index in range(num_full):
+            assert self.io.data[block_ids[index]] == self.toy.content(request, index)
+        self.manager.check_invariants([request])
+        self.manager.free(request)
+        self.manager.check_invariants()
+        return computed.num_tokens
+
+
+@pytest.mark.parametrize("is_chained", [False, True])
+def test_two_managers_share_one_pool(pool, make_cache, is_chained):
+    engines = []
+    for node_id in "ab":
+        connector = PoolConnector(pool, node_id)
+        if is_chained:
+            connector = ConnectorChain([connector, PoolConnector(pool, node_id + "'")])
+        engines.append(ManagedEngine(connector, FakeKVIO(), make_cache, num_blocks=8))
+    first, second = engines
+    assert first.serve(make_request("0", TOKENS)) == 0
+    assert second.serve(make_request("0", TOKENS)) == 16
+    assert second.serve(make_request("1", [*TOKENS[:8], *range(9)])) == 8
+    assert first.serve(make_request("1", [*TOKENS[:8], *range(9)])) == 16
+    assert second.serve(make_request("2", TOKENS, (("salt", "x"),))) == 0
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_engines_too_small_for_their_prompts_serve_right_bytes_from_a_pool_that_fails(
+    make_cache, seed
+):
+    """Random families of prompts; a quarter of all copies fails."""
+    rng, chance = random.Random(seed), random.Random(seed + 100)
+
+    def transport(block: KVBlock) -> bytes:
+        fault = chance.randrange(8)
+        return raises(block) if fault == 0 else block.kv_data[fault == 1 :]
+
+    pool = GlobalKVPool(max_blocks_per_node=12, transport=transport, num_transfer_threads=1)
+    connectors = [PoolConnector(pool, node_id) for node_id in "ab"]
+    engines = [ManagedEngine(c, FakeKVIO(), make_cache, num_blocks=9) for c in connectors]
+    heads = [[family] * rng.randint(3, 14) for family in range(3)]
+    for number in range(40):
+        tokens = rng.choice(heads) + [rng.randint(10, 11) for _ in range(rng.randint(1, 12))]
+        keys = (("salt", "x"),) if rng.random() < 0.2 else ()
+        rng.choice(engines).serve(make_request(str(number), tokens, keys))
+        pool.check_invariants()
+    stats = [connector.stats for connector in connectors]
+    assert sum(s.num_tokens_loaded for s in stats) > 0, f"seed {seed}: nothing was loaded"
+    assert sum(s.num_failed_loads for s in stats) > 0, f"seed {seed}: nothing has failed"
+    pool.close()
+
+
+def test_the_blocks_of_an_aborted_load_come_back_unwritten(pool, transport, make_cache):
+    Engine(pool, "a").save(make_request("0", TOKENS))
+    io = FakeKVIO()
+    engine = ManagedEngine(PoolConnector(pool, "b"), io, make_cache, num_blocks=8)
+    transport.hold.clear()
+    request = make_request("0", TOKENS)
+    assert not engine.manager.get_computed_blocks(request).is_ready
+    assert engine.manager.pool.num_free_blocks == 3
+    engine.manager.free(request)
+    assert engine.manager.pool.num_free_blocks == 7
+    transport.hold.set()
+    other = make_request("1", [5] * 8)
+    assert engine.serve(other) == 0
+    assert not io.written
+    engine.manager.check_invariants()
