@@ -125,7 +125,16 @@ def draw_operations(record: dict) -> plt.Figure:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("µs for a prompt of 4,096 tokens")
     axes[1].legend(frameon=False, ncols=2)
-    figure.suptitle("A thousand times the blocks, about the same cost")
+    largest, smallest = (pick(map(int, sizes)) for pick in (max, min))
+    growth = max(
+        statistics.median(runs[str(largest)][operation])
+        / statistics.median(runs[str(smallest)][operation])
+        for runs in record["sizes"].values()
+        for operation in runs[str(smallest)]
+    )
+    figure.suptitle(
+        f"{largest // smallest:,} times the blocks: at most {growth:.1f} times the cost"
+    )
     return figure
 
 
@@ -160,7 +169,7 @@ def draw_workload(record: dict) -> plt.Figure:
         dashes = "--" if block_size == "1" else "-"
         axis.plot(range(1, len(each) + 1), total, dashes, color=COLORS[cache], label=label)
     axis.set(
-        title="One workload: the same hits, at different cost",
+        title="One workload: what is hit, and what that costs",
         xlabel="requests served",
         ylabel="time in the cache so far, ms",
         ylim=0,

@@ -38,7 +38,7 @@ PROMPT_BLOCKS = PROMPT_LEN // BLOCK_SIZE
 NUM_PROMPTS = (4, 40, 400, 4000)  # 1,024 to 1,024,000 cached blocks
 DEPTHS = (1, 4, 16, 64, 256)  # nodes on the way to the end of a 4,096-token prompt
 CACHES = ("hash", "radix")
-OPERATIONS = ("match", "touch + release", "insert", "evict")
+OPERATIONS = ("match", "touch + release", "match + insert", "evict")
 
 
 def make_cache(name: str, num_blocks: int, block_size: int = BLOCK_SIZE) -> PrefixCache:
@@ -99,7 +99,8 @@ class FilledCache:
             self.cache.cache_computed_blocks([tokens[t] for t in prompt])
 
     def time_round(self) -> dict[str, float]:
-        """Microseconds of each operation on a whole prompt. The cache is as full afterwards."""
+        """Microseconds of each operation on a whole prompt: one that is cached is matched, used and
+        let go, one that is new is missed and inserted. The cache is as full afterwards."""
         cache, times = self.cache, {}
         index = self._random.randrange(len(self._prompts))
         self._prompts.append(self._prompts[index])
@@ -111,8 +112,11 @@ class FilledCache:
         times["touch + release"], _ = cpu_us(
             lambda: (cache.touch(match.blocks), cache.release(match.blocks))
         )
-        blocks = cache.pool.allocate(PROMPT_BLOCKS)
-        times["insert"], inserted = cpu_us(lambda: cache.insert(new, blocks))
+        blocks, path = cache.pool.allocate(PROMPT_BLOCKS), PrefixPath()
+        times["match + insert"], (missed, inserted) = cpu_us(
+            lambda: (cache.match_prefix(new, path=path), cache.insert(new, blocks, path=path))
+        )
+        assert not missed.blocks, "a new prompt was found"
         cache.release(inserted.blocks)
         self._prompts.append(np.array(new, dtype=np.int32))
         times["evict"], _ = cpu_us(lambda: cache.evict(PROMPT_BLOCKS))
