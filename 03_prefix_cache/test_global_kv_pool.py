@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -67,19 +67,22 @@ def make_pool(*args, **kwargs) -> Iterator[GlobalKVPool]:
 class Gate:
     """A transport that stands still in each copy until it is let through."""
 
-    def __init__(self, then: Callable[[KVBlock], bytes] = lambda block: block.kv_data) -> None:
+    def __init__(self) -> None:
         self.entered = threading.Semaphore(0)
         self.open = threading.Semaphore(0)
-        self.left = threading.Semaphore(0)
-        self.then = then
 
     def __call__(self, block: KVBlock) -> bytes:
         self.entered.release()
         assert self.open.acquire(timeout=WAIT_S)
-        try:
-            return self.then(block)
-        finally:
-            self.left.release()
+        return block.kv_data
+
+
+def pass_deadline(pool: GlobalKVPool, request_id: str) -> None:
+    """As if time had passed."""
+    transfers = pool._transfers
+    with transfers._changed:
+        transfers._transfers[request_id].deadline = 0.0
+        transfers._changed.notify_all()
 
 
 # -- the index
@@ -164,6 +167,11 @@ def test_what_is_published_is_a_copy():
         assert (block.token_ids, block.kv_data) == (TOKENS[HASHES[0]], kv_of(HASHES[0]))
 
 
+def test_a_block_without_tokens_is_refused():
+    with make_pool() as pool, pytest.raises(ValueError, match="token_ids"):
+        pool.publish(HASHES[0], "a", (), b"x")
+
+
 @pytest.mark.parametrize("tokens", [(), (0, 2), (0, 1, 2)])
 @pytest.mark.parametrize("node_id", ["a", "b"])
 def test_other_tokens_under_a_known_hash_are_refused(tokens, node_id):
@@ -229,19 +237,17 @@ def test_a_transfer_is_complete_until_its_result_is_taken():
     gate = Gate()
     with make_pool(transport=gate) as pool:
         publish(pool, "a", 0)
-        pool.async_transfer("r", HASHES[:1], "b")
+        ended = threading.Event()
+        pool.async_transfer("r", HASHES[:1], "b", lambda *_: ended.set())
         assert gate.entered.acquire(timeout=WAIT_S)
         assert not pool.is_transfer_complete("r")
         with pytest.raises(ValueError, match="under way"):
             pool.transfer_result("r")
         with pytest.raises(ValueError, match="'r' exists"):
             pool.async_transfer("r", HASHES[:1], "b")
-        ended = threading.Event()
-        pool.async_transfer("after", [], "b", lambda *_: ended.set())
         gate.open.release()
         assert ended.wait(WAIT_S)
-        while not pool.is_transfer_complete("r"):
-            pass
+        assert pool.is_transfer_complete("r") and pool.is_transfer_complete("r")
         with pytest.raises(ValueError, match="'r' exists"):
             pool.async_transfer("r", HASHES[:1], "b")
         assert arrived(pool.transfer_result("r")) == [0]
@@ -345,17 +351,18 @@ def test_a_node_that_dies_while_it_sends_or_receives_ends_the_transfer(node_id):
 
 def test_a_transfer_past_its_deadline_ends_and_what_comes_late_is_thrown_away():
     gate = Gate()
-    with make_pool(transport=gate, transfer_timeout_s=0.02) as pool:
+    with make_pool(transport=gate, num_transfer_threads=1) as pool:
         publish(pool, "a", 0, 1)
         calls, ended = [], threading.Event()
         gate.open.release()  # the first block comes in time
         pool.async_transfer("r", HASHES[:2], "b", lambda *_: (calls.append(1), ended.set()))
+        assert gate.entered.acquire(timeout=WAIT_S) and gate.entered.acquire(timeout=WAIT_S)
+        pass_deadline(pool, "r")
         assert ended.wait(WAIT_S)
         result = pool.transfer_result("r")
         assert arrived(result) == [0] == on_node(pool, "b")
         assert "timed out" in result.error
         gate.open.release()
-        assert gate.left.acquire(timeout=WAIT_S) and gate.left.acquire(timeout=WAIT_S)
         transfer(pool, [], "b", "the thread is free again")
         assert on_node(pool, "b") == [0] and calls == [1]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -87,8 +88,14 @@ class Engine:
     def finish(self, request: Request) -> int:
         """Poll as an engine does, until the load has ended."""
         while (num_tokens := self.connector.get_finished_load(request.request_id)) is None:
-            self.connector.wait_for_load(WAIT_S)
+            self.wait()
         return num_tokens
+
+    def wait(self) -> None:
+        """It is woken, and does not sleep to the end."""
+        start = time.monotonic()
+        self.connector.wait_for_load(WAIT_S)
+        assert time.monotonic() - start < WAIT_S
 
     def load(self, request: Request, num_computed: int = 0) -> int:
         """Load what there is; every byte that has arrived is right."""
@@ -137,6 +144,8 @@ def pool(transport):
     pool = GlobalKVPool(transport=transport)
     yield pool
     pool.check_invariants()
+    transfers = pool._transfers
+    assert not transfers._transfers and not transfers._results, "a transfer is left behind"
     transport.hold.set()
     pool.close()
 
@@ -189,7 +198,7 @@ def test_asking_starts_nothing(engines, transport):
     first.save(make_request("0", TOKENS))
     second.ask(make_request("0", TOKENS))
     assert not transport.entered.is_set()
-    second.connector.wait_for_load(WAIT_S)  # returns at once: there is no load
+    second.wait()  # returns at once: there is no load
 
 
 @pytest.mark.parametrize(
@@ -313,7 +322,7 @@ def test_a_load_past_its_time_counts_as_failed_and_its_bytes_are_not_written(poo
     now[0] = 4.9
     assert second.connector.get_finished_load("0") is None
     now[0] = 5.0
-    second.connector.wait_for_load(WAIT_S)  # returns at once: waiting longer is of no use
+    second.wait()  # returns at once: waiting longer is of no use
     assert second.connector.get_finished_load("0") == 0
     transport.hold.set()
     assert second.load(make_request("1", TOKENS)) == 16
@@ -331,7 +340,7 @@ def test_a_cancelled_load_writes_nothing_afterwards(engines, transport, moment):
     assert transport.entered.wait(WAIT_S)
     if moment == "arrived":
         transport.hold.set()
-        second.connector.wait_for_load(WAIT_S)
+        second.wait()
     second.connector.cancel_load("0")
     transport.hold.set()
     with pytest.raises(KeyError):
@@ -360,7 +369,7 @@ def test_waiting_ends_with_the_first_load_that_has_arrived(engines, transport):
     requests = [make_request(number, [int(number), *TOKENS]) for number in "01"]
     for request in requests:
         second.begin(request)
-    second.connector.wait_for_load(WAIT_S)
+    second.wait()
     assert second.connector.get_finished_load("0") is None
     assert second.connector.get_finished_load("1") == 16
     held.set()
@@ -411,6 +420,13 @@ LIES = {
 }
 
 
+@pytest.mark.parametrize("answer", [(7, ["a"]), (4, ["a", "a"]), (4, [])])
+def test_an_answer_that_is_not_in_whole_blocks_of_ours_is_a_miss(pool, engines, answer):
+    """Trap 8."""
+    pool.query = lambda block_hashes: answer
+    assert engines[0].ask(make_request("0", TOKENS)) == 0
+
+
 @pytest.mark.parametrize("lie", LIES)
 def test_a_block_that_was_not_asked_for_or_does_not_fit_is_not_written(lie):
     pool = LyingPool()
@@ -458,6 +474,7 @@ def test_a_pool_that_raises_costs_a_computation_and_nothing_else(broken, caplog)
     else:
         second.connector.update_state_after_alloc(request, [1, 2, 3, 4], num_tokens)
         expected = 16 if broken == "publish" else 0
+        second.wait()
         assert second.finish(request) == expected
     second.save(make_request("1", [1, *TOKENS]))
     assert second.stats.num_blocks_published == (0 if broken in ("query", "publish") else 4)
