@@ -150,6 +150,8 @@ class RadixCache(PrefixCache):
         if page != start:
             raise ValueError(f"insert behind {start} blocks: block {page} is not cached")
         node = self.tree.cut(node, start)
+        if blocks and start and node.lock_ref == 0:
+            raise ValueError(f"insert behind {start} blocks: block {start - 1} has no user")
         node, page = self.tree.descend(node, token_ids, start + len(blocks))
         node = self.tree.cut(node, page)
         duplicates, owned = list(blocks[: page - start]), list(blocks[page - start :])
