@@ -939,6 +939,8 @@ def test_insert_refuses_blocks_that_are_free_or_cached(rig):
     for blocks in ([cached[0]], [new[0], cached[1]], [cached[1], new[0]]):
         rig.refused("cached already", rig.cache.insert, rig.spell("XYZ"), blocks)
     rig.refused("cached already", rig.cache.insert, rig.spell("AB"), cached)  # even where it is
+    rig.cache.release(cached)
+    rig.refused("cached already", rig.cache.insert, rig.spell("XY"), cached)  # though nobody's
     assert rig.cache.insert(rig.spell("XY"), new).owned == new
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from block_pool import BlockPool
+from prefix_cache import PrefixPath
 from prefix_cache_local import (
     BLOCK_SIZE,
     PrefixCacheLocal,
@@ -106,6 +107,27 @@ def test_its_own_pool_or_a_given_one():
     pool = BlockPool(4)
     assert PrefixCacheLocal(pool=pool).pool is pool
     assert PrefixCacheLocal(1).pool.num_usable_blocks == 1
+
+
+class CountingDict(dict):
+    """Counts the look-ups."""
+
+    num_gets = 0
+
+    def get(self, key, default=None):
+        CountingDict.num_gets += 1
+        return super().get(key, default)
+
+
+def test_with_a_path_an_insertion_looks_up_its_parent_and_what_is_new():
+    cache = PrefixCacheLocal(50, block_size=2)
+    tokens, path, blocks = list(range(100)), PrefixPath(), cache.pool.allocate(50)
+    cache._by_hash = CountingDict()
+    for index, block in enumerate(blocks):
+        CountingDict.num_gets = 0
+        cache.insert(tokens, [block], start=index, path=path)
+        assert CountingDict.num_gets == min(index, 1) + 1
+    cache.check_invariants()
 
 
 def _turn(evictable: OrderedDict) -> None:
