@@ -6,8 +6,9 @@
     python 03_prefix_cache/plot_prefix_cache.py --record trace --trace FILE  replay a trace first
 
 Each part is a record of its own and takes a minute or two. `--tiny` measures almost nothing and
-writes to build/, to see that everything runs. What is timed stands in `plot_prefix_cache_ops.py`
-and `plot_prefix_cache_engine.py`; the tree is drawn in `plot_prefix_cache_tree.py`.
+writes to build/, to see that everything runs. What is timed stands in `plot_prefix_cache_ops.py`,
+`..._workload.py` and `..._engine.py`; the tree is drawn in `..._tree.py`, the tables are made in
+`..._tables.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import statistics
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,12 +27,11 @@ import matplotlib.pyplot as plt
 from common.bench_record import (
     ROOT,
     describe_environment,
-    markdown_table,
     percentile,
     read_record,
-    replace_between_markers,
     write_record,
 )
+from plot_prefix_cache_tables import NAMES, hit_rate, in_order, write_tables
 from plot_prefix_cache_tree import draw_tree
 from prefix_workloads import TRACE_BLOCK_SIZE, TraceRequest, read_trace
 from replay_trace import CACHES, make_cache, num_distinct_blocks, replay
@@ -52,8 +51,10 @@ def record_part(part: str, options: argparse.Namespace) -> dict:
         return record_trace(options.trace, tiny=tiny)
     if part == "ops":
         from plot_prefix_cache_ops import measure_operations
+        from plot_prefix_cache_workload import measure_workload
 
-        return measure_operations(5 if tiny else 50, tiny=tiny)
+        operations = measure_operations(5 if tiny else 50, tiny=tiny)
+        return {**operations, "workload": measure_workload(3 if tiny else 5)}
     from plot_prefix_cache_engine import measure_engine, measure_engine_loss
 
     if part == "engine":
@@ -94,14 +95,9 @@ def _only_full_blocks(request: TraceRequest) -> TraceRequest:
     )
 
 
-def hit_rate(run: dict) -> float:
-    return run["num_tokens_hit"] / run["num_tokens"]
-
-
 # -- figures
 
 COLORS = {"off": "#a6a6a6", "hash": "#1f4e79", "radix": "#c55a11"}
-NAMES = {"off": "no cache", "hash": "hash chain", "radix": "radix tree"}
 MARKERS = ["o", "s", "^", "D"]
 
 
@@ -213,13 +209,13 @@ def draw_shared(record: dict) -> plt.Figure:
         ylim=0,
     )
     axis.grid(alpha=0.3)
-    axis.legend(frameon=False)
+    axis.legend(frameon=False, loc="lower left")
     return figure
 
 
 def draw_families(record: dict) -> plt.Figure:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    families = record["families"]
+    families = in_order(record["families"])
     for shift, name in enumerate(COLORS):
         places = [place + 0.27 * (shift - 1) for place in range(len(families))]
         style = {"width": 0.25, "color": COLORS[name], "label": NAMES[name]}
@@ -233,7 +229,8 @@ def draw_families(record: dict) -> plt.Figure:
     for axis in (left, right):
         axis.set_xticks(range(len(families)), list(families))
         axis.set_xlabel("family of requests")
-    right.legend(frameon=False)
+    handles = left.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=len(COLORS), frameon=False)
     return figure
 
 
@@ -258,149 +255,6 @@ def draw(records: dict[str, dict], folder: Path) -> None:
         figure = make()
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
         plt.close(figure)
-
-
-# -- tables
-
-
-def spread(values: Sequence[float], digits: int = 0) -> str:
-    """`median (10th - 90th percentile)`."""
-    shown = [f"{percentile(values, p):,.{digits}f}" for p in (50, 10, 90)]
-    return f"{shown[0]} ({shown[1]} - {shown[2]})"
-
-
-def tables_of_ops(record: dict) -> dict[str, str]:
-    sizes = record["sizes"]
-    rows = [
-        [
-            f"{operation}, {NAMES[cache]}",
-            *(spread(runs[operation]) for runs in sizes[cache].values()),
-        ]
-        for operation in next(iter(sizes["hash"].values()))
-        for cache in CACHES
-    ]
-    head = ["µs for 4,096 tokens", *(f"{int(size):,} blocks" for size in sizes["hash"])]
-    prompts = [
-        [DESIGNS[name], spread(times["new"]), spread(times["known"])]
-        for name, times in record["prompts"].items()
-    ]
-    if record["config"]["xxhash"] is None:
-        prompts.append([f"{DESIGNS['dict, xxhash']}: not measured, package missing", "-", "-"])
-    workload = [
-        [
-            f"{NAMES[kind.split(', ')[0]]}, blocks of {kind.split(', ')[1]}",
-            f"{run['hit_rate']:.1%}",
-            f"{run['num_evicted_tokens']:,}",
-            spread([statistics.mean(times) for times in run["us"]]),
-        ]
-        for kind, run in record["workload"]["kinds"].items()
-    ]
-    return {
-        "operations": markdown_table(head, rows),
-        "prompt": markdown_table(["µs for 4,096 tokens", "new, evicts another", "known"], prompts),
-        "workload": markdown_table(
-            ["cache", "tokens hit", "tokens evicted", "µs a request"], workload
-        ),
-        "made_on_ops": made_on(record),
-    }
-
-
-DESIGNS = {
-    "hash": "hash chain of this chapter, blake2b",
-    "radix": "radix tree of this chapter",
-    "dict, blake2b": "dictionary of chained hashes (after nano-vllm), blake2b",
-    "dict, xxhash": "dictionary of chained hashes (after nano-vllm), xxhash",
-}
-
-
-def tables_of_trace(record: dict) -> dict[str, str]:
-    runs = zip(record["hash"], record["radix"], strict=True)
-    rows = [
-        [
-            f"{a['capacity']:,}",
-            f"{a['capacity'] * TRACE_BLOCK_SIZE / 1e6:.2f}",
-            f"{hit_rate(a):.1%}",
-            f"{hit_rate(b):.1%}",
-        ]
-        for a, b in runs
-    ]
-    rows[-1][0] += ", nothing evicted"
-    head = ["capacity, blocks of 512", "million tokens", "hash chain hits", "radix tree hits"]
-    return {"trace": markdown_table(head, rows), "made_on_trace": made_on(record)}
-
-
-def tables_of_engine(record: dict) -> dict[str, str]:
-    rows = []
-    for family, kept in record["families"].items():
-        for name in COLORS:
-            computed = kept["num_computed"][name]
-            rows.append(
-                [
-                    f"{family}, {NAMES[name]}",
-                    f"{kept['num_prompt']:,}",
-                    f"{computed:,}",
-                    f"{1 - computed / kept['num_prompt']:.1%}",
-                    spread(kept["ttft_ms"][name]),
-                ]
-            )
-    head = ["requests", "prompt tokens", "computed", "hit", "ms to first token"]
-    shared = record["shared_ms"]
-    by_length = [
-        [f"{int(length):,}", *(spread(shared[name][length]) for name in COLORS)]
-        for length in shared["off"]
-    ]
-    return {
-        "families": markdown_table(head, rows),
-        "shared": markdown_table(["shared tokens", *(NAMES[name] for name in COLORS)], by_length),
-        "made_on_engine": made_on(record),
-    }
-
-
-def tables_of_loss(record: dict) -> dict[str, str]:
-    """Each request is compared with itself in the engine without a cache."""
-    rows = []
-    for name in ("hash", "radix"):
-        cells = [NAMES[name]]
-        for kind in ("first_token_ms", "whole_ms"):
-            ratios = [a / b for a, b in zip(record[kind][name], record[kind]["off"], strict=True)]
-            quarters = (100 * (percentile(ratios, p) - 1) for p in (50, 25, 75))
-            cells.append("{:+.1f} % ({:+.1f} - {:+.1f})".format(*quarters))
-        rows.append(cells)
-    head = ["no prefix shared, processor time", "to the first token", "whole request"]
-    return {"loss": markdown_table(head, rows), "made_on_loss": made_on(record)}
-
-
-TABLES = {
-    "ops": tables_of_ops,
-    "trace": tables_of_trace,
-    "engine": tables_of_engine,
-    "loss": tables_of_loss,
-}
-
-
-def made_on(record: dict) -> str:
-    where, config = record["environment"], record["config"]
-    dirty = ", changed" if where["is_dirty"] else ""
-    counted = "clock" not in config and "threads" not in config  # does not depend on the machine
-    load = where["load_average"]
-    busy = " Other programs were running: the times are rough." if load > 1 and not counted else ""
-    return (
-        f"Made by `{record['command']}` at commit `{(where['commit'] or 'unknown')[:10]}`{dirty} "
-        f"on {where['cpu']}, {where['cores']} cores, Python {where['python']}, torch "
-        f"{where['torch']}, load average {load:.1f} at the start.{busy}"
-    )
-
-
-def write_tables(records: dict[str, dict], readme: Path) -> None:
-    """Tables that the text has no place for are named, and left out."""
-    text = readme.read_text(encoding="utf-8")
-    for part, record in records.items():
-        for name, content in TABLES[part](record).items():
-            if f"<!-- table:{name} -->" not in text:
-                print(f"{readme.name} has no place for table {name}")
-                continue
-            text = replace_between_markers(text, name, content)
-    readme.write_text(text, encoding="utf-8")
 
 
 def main() -> None:

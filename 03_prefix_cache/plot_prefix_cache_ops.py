@@ -23,7 +23,6 @@ import numpy as np
 from block_pool import BlockPool
 from prefix_cache import PrefixCache, PrefixPath
 from prefix_cache_local import PrefixCacheLocal
-from prefix_workloads import PlannedRequest, PrefixWorkload
 from radix_cache import RadixCache
 
 try:
@@ -274,87 +273,8 @@ def measure_prompts(num_prompts: int, repeats: int) -> dict:
     return times
 
 
-# -- both caches on one workload
-
-
-def mixed_requests(scale: int = 1) -> list[PlannedRequest]:
-    """Chats, system prompts, few-shot templates and unique prompts, in a random order."""
-    workload = PrefixWorkload(VOCAB_SIZE, seed=3)
-    sessions = [
-        *workload.chats(12 * scale, 6, first_len=200, user_len=60, output_len=90),
-        *workload.shared_system_prompts(4, 24 * scale, 700, 70, 40),
-        *workload.few_shot(4, 16 * scale, 150, 500, 50, 10),
-        *workload.unique_prompts(30 * scale, 600, 60),
-    ]
-    return workload.arrive(sessions)
-
-
-def serve_without_model(cache: PrefixCache, requests: Sequence[PlannedRequest]) -> dict:
-    """One request after the other, through the calls an engine makes. Microseconds for each."""
-    source, answers = random.Random(5), {}
-    us, num_hit, num_looked_up, num_evicted = [], 0, 0, 0
-    for request in requests:
-        prompt = request.prompt(answers)
-        answer = answers[request.request_id] = source.choices(
-            range(VOCAB_SIZE), k=request.output_len
-        )
-        time_us, (num_cached, evicted) = cpu_us(lambda: _serve(cache, prompt, answer))  # noqa: B023
-        us.append(time_us)
-        num_hit += num_cached
-        num_looked_up += len(prompt)
-        num_evicted += evicted
-    return {
-        "us": us,
-        "hit_rate": num_hit / num_looked_up,
-        "num_evicted_tokens": num_evicted * cache.block_size,
-    }
-
-
-def _serve(cache: PrefixCache, prompt: list[int], answer: list[int]) -> tuple[int, int]:
-    size, path = cache.block_size, PrefixPath()
-    found, num_cached = cache.match_prefix(prompt, path=path)
-    cache.touch(found)
-    token_ids = prompt + answer
-    num_new = len(token_ids) // size - len(found)
-    num_evicted = cache.evict(num_new - cache.pool.num_free_blocks)
-    blocks = cache.pool.allocate(num_new)
-    num_prompt_blocks = len(prompt) // size - len(found)  # published when the prompt is computed
-    first = cache.insert(prompt, blocks[:num_prompt_blocks], start=len(found), path=path)
-    held = found + first.blocks
-    rest = blocks[num_prompt_blocks:]
-    held += cache.insert(token_ids, rest, start=len(held), path=path).blocks
-    cache.release(held)
-    return num_cached, num_evicted
-
-
-def measure_workload(repeats: int, num_tokens: int = 48_000, scale: int = 1) -> dict:
-    """`{cache and block size: {hit rate, [[microseconds of each request]]}}` in as many tokens of
-    memory."""
-    requests = mixed_requests(scale)
-    kinds = {"hash, 16": ("hash", 16), "radix, 16": ("radix", 16), "radix, 1": ("radix", 1)}
-    runs: dict[str, list[dict]] = {kind: [] for kind in kinds}
-    for round_number in range(repeats):
-        for kind in in_turn(list(kinds), round_number):
-            name, size = kinds[kind]
-            cache = make_cache(name, num_tokens // size, size)
-            with no_collection():
-                runs[kind].append(serve_without_model(cache, requests))
-    return {
-        "memory_tokens": num_tokens,
-        "num_requests": len(requests),
-        "kinds": {
-            kind: {
-                "hit_rate": results[0]["hit_rate"],
-                "num_evicted_tokens": results[0]["num_evicted_tokens"],
-                "us": [result["us"] for result in results],
-            }
-            for kind, results in runs.items()
-        },
-    }
-
-
 def measure_operations(repeats: int, *, tiny: bool = False) -> dict:
-    """Everything of `--record ops`."""
+    """Everything of `--record ops` but the workload."""
     num_prompts = NUM_PROMPTS[:2] if tiny else NUM_PROMPTS
     return {
         "config": {
@@ -367,5 +287,4 @@ def measure_operations(repeats: int, *, tiny: bool = False) -> dict:
         "sizes": measure_sizes(num_prompts, repeats),
         "depths": measure_depths(DEPTHS, repeats),
         "prompts": measure_prompts(num_prompts[1], repeats),
-        "workload": measure_workload(max(3, repeats // 10)),
     }
