@@ -114,7 +114,7 @@ class RadixCache(PrefixCache):
     def release(self, blocks: Sequence[HasBlockId]) -> None:
         """O(nodes + blocks), as `touch`."""
         for block in blocks:
-            if self.owns(block) and self.num_users(block) == 0:
+            if block.block_id in self.tree.node_of and self.num_users(block) == 0:
                 raise ValueError(f"release of block {block.block_id}: nobody uses it")
         nodes = self._nodes_of(blocks)
         self._clock += 1
@@ -174,7 +174,7 @@ class RadixCache(PrefixCache):
         if len({block.block_id for block in blocks}) != len(blocks):
             raise ValueError("insert: each block may be named once")
         for block in blocks:
-            if block.ref_cnt < 1 or self.owns(block):
+            if block.ref_cnt < 1 or block.block_id in self.tree.node_of:
                 state = "free" if block.ref_cnt < 1 else "cached already"
                 raise ValueError(f"insert of block {block.block_id}: it is {state}")
 
