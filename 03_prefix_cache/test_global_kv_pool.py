@@ -18,7 +18,7 @@ from global_kv_pool import GlobalKVPool, KVBlock, TransferResult, compute_checks
 
 HASHES = [bytes([i]) * 32 for i in range(8)]
 TOKENS = {h: tuple(range(i, i + 2 + i % 2)) for i, h in enumerate(HASHES)}  # 2 or 3 tokens
-WAIT_S = 5.0  # never waited for, unless the test fails
+WAIT_S = 20.0  # never waited for, unless the test fails
 
 
 def kv_of(block_hash: bytes, made_by: str = "any") -> bytes:
@@ -308,11 +308,13 @@ def test_another_nodes_copy_is_taken_if_the_first_fails():
 
 
 def test_what_the_target_has_is_not_sent():
-    with make_pool(transport=fail) as pool:
+    sent = []
+    with make_pool(transport=lambda block: sent.append(block) or block.kv_data) as pool:
         publish(pool, "a", 0)
         publish(pool, "b", 0, made_by="b")
         result = transfer(pool, [0], "b")
         assert (result.blocks[0].kv_data, result.error) == (kv_of(HASHES[0], "b"), None)
+        assert not sent
 
 
 def test_a_block_evicted_while_it_is_sent_arrives_all_the_same():
@@ -394,16 +396,27 @@ def test_a_cancelled_transfer_stores_nothing_and_calls_nobody():
         pool.cancel_transfer("never heard of")
 
 
+def test_a_result_can_be_thrown_away():
+    with make_pool() as pool:
+        publish(pool, "a", 0)
+        ended = threading.Event()
+        pool.async_transfer("r", HASHES[:1], "b", lambda *_: ended.set())
+        assert ended.wait(WAIT_S)
+        pool.cancel_transfer("r")
+        with pytest.raises(ValueError, match="not known"):
+            pool.transfer_result("r")
+        assert on_node(pool, "b") == [0]
+
+
 def test_an_id_can_be_used_again_after_a_cancel_and_the_old_copy_does_not_end_the_new_one():
     gate = Gate()
-    with make_pool(transport=gate, num_transfer_threads=2) as pool:
+    with make_pool(transport=gate, num_transfer_threads=1) as pool:
         publish(pool, "a", 0, 1)
         pool.async_transfer("r", HASHES[:1], "b")
         assert gate.entered.acquire(timeout=WAIT_S)
         pool.cancel_transfer("r")
         ended = threading.Event()
-        pool.async_transfer("r", HASHES[1:2], "b", lambda *_: ended.set())
-        assert gate.entered.acquire(timeout=WAIT_S)
+        pool.async_transfer("r", HASHES[1:2], "b", lambda *_: ended.set())  # after the other
         gate.open.release(2)
         assert ended.wait(WAIT_S)
         assert arrived(pool.transfer_result("r")) == [1] == on_node(pool, "b")
@@ -545,7 +558,7 @@ class GlobalPoolMachine(RuleBasedStateMachine):
 
 
 TestGlobalPoolMachine = GlobalPoolMachine.TestCase
-TestGlobalPoolMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestGlobalPoolMachine.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 # -- many threads

@@ -12,7 +12,7 @@ from global_kv_pool import KVBlock
 from kv_pool import TransferResult
 from kv_transfer import BackgroundTransfers
 
-WAIT_S = 5.0  # never waited for, unless the test fails
+WAIT_S = 20.0  # never waited for, unless the test fails
 BLOCKS = [KVBlock.create(bytes([i]), "a", [i], bytes([i])) for i in range(3)]
 
 
