@@ -15,7 +15,9 @@ published yet. So the block that a request publishes next is known by its conten
 computed, and a request that could use it is not ready: a step later it hits.
 
 What a connector can fetch (tiers, a global pool) goes into the cache too, before the request is
-admitted. `get_computed_blocks` starts the load and says "not ready" until it has ended.
+admitted. `get_computed_blocks` starts the load and says "not ready" until it has ended. What has
+arrived is kept for the request until it is admitted, unless memory runs short: then those who wait
+give way to those who run, and what they lose they compute.
 
 Invariants: those of the manager and of the cache; what a table has published is owned by the cache
 and is its path, block by block; a block that is being loaded is in no table and not in the cache.
@@ -33,19 +35,22 @@ from dataclasses import dataclass, field
 from block_pool import Block, BlockPool
 from kv_cache_manager import KVCacheManager
 from kv_connector import KVConnector
-from prefix_cache import PrefixCache, PrefixPath
+from prefix_cache import PrefixCache, PrefixPath, normalise_extra_keys
 from request import Request
 from scheduler_interface import ComputedBlocks
 
 LOAD_WAIT_S = 0.005
+MAX_SHARE_OF_LOADS = 0.5  # of the usable blocks, for requests that are not admitted yet
 
 _BlockKey = tuple[object, ...]  # (id of the cached block before it, extra keys, its tokens)
 
 
 @dataclass(slots=True)
 class _Load:
+    request: Request
     prefix: list[Block]  # cached, and used by the load so that they stay
-    blocks: list[Block]  # where the loaded KV goes
+    blocks: list[Block]  # where the loaded KV goes; cached and used too when it has arrived
+    has_arrived: bool = False
 
 
 @dataclass(slots=True)
@@ -55,7 +60,8 @@ class _CacheState:
     path: PrefixPath = field(default_factory=PrefixPath)
     num_published: int = 0  # blocks at the front of its table that the cache owns
     in_flight: _BlockKey | None = None
-    num_local_when_asked: int | None = None  # tokens cached when the connector was last asked
+    num_local_when_asked: int | None = None  # tokens cached when a load was last decided on
+    num_external_tokens: int = 0  # what the connector then had behind them
 
 
 class CachedKVCacheManager(KVCacheManager):
@@ -103,11 +109,12 @@ class CachedKVCacheManager(KVCacheManager):
         be computed."""
         if request.request_id in self._tables:
             raise ValueError(f"request {request.request_id!r} has a block table already")
-        if request.request_id in self._loads and not self._end_load(request):
+        load = self._loads.get(request.request_id)
+        if load is not None and not self._has_arrived(load):
             return ComputedBlocks(is_ready=False, is_loading=True)
         computed = self._look_up(request)
-        if self._start_load(request, computed):
-            if not self._end_load(request):
+        if load is None and self._wants_load(request, computed):
+            if not self._start_load(request, computed):
                 return ComputedBlocks(is_ready=False, is_loading=True)
             computed = self._look_up(request)
         if self._is_being_computed(request, computed.blocks):
@@ -125,13 +132,15 @@ class CachedKVCacheManager(KVCacheManager):
     def _is_being_computed(self, request: Request, cached: Sequence[Block]) -> bool:
         """Does a running request compute the very block that the look-up missed?"""
         end = (len(cached) + 1) * self.block_size
-        return end < request.num_tokens and self._key(request, cached) in self._in_flight
+        key = self._key(request, cached, len(cached))
+        return end < request.num_tokens and key in self._in_flight
 
-    def _key(self, request: Request, cached: Sequence[Block]) -> _BlockKey:
-        """The block behind `cached`, by its content: an equal prefix is in equal blocks."""
-        start = len(cached) * self.block_size
+    def _key(self, request: Request, blocks: Sequence[Block], index: int) -> _BlockKey:
+        """Block `index` by its content: an equal prefix is in equal blocks, if they are cached."""
+        start = index * self.block_size
         tokens = tuple(request.all_token_ids[start : start + self.block_size])
-        return (cached[-1].block_id if cached else None, request.extra_keys, tokens)
+        parent_id = blocks[index - 1].block_id if index else None
+        return (parent_id, normalise_extra_keys(request.extra_keys), tokens)
 
     # -- the table
 
@@ -145,6 +154,7 @@ class CachedKVCacheManager(KVCacheManager):
         is_admission = request.request_id not in self._tables
         if not super().allocate_slots(request, num_new_tokens, num_lookahead_tokens, computed):
             return False
+        self._drop_load(request.request_id)  # what it brought is in the table
         state = self._states.setdefault(request.request_id, _CacheState())
         num_computed = request.num_computed_tokens
         if is_admission and computed is not None:
@@ -158,7 +168,8 @@ class CachedKVCacheManager(KVCacheManager):
     def _note_in_flight(self, request: Request, state: _CacheState, num_planned: int) -> None:
         end = (state.num_published + 1) * self.block_size
         if state.in_flight is None and end <= min(num_planned, request.num_tokens):
-            key = self._key(request, self._tables[request.request_id].blocks[: state.num_published])
+            table = self._tables[request.request_id]
+            key = self._key(request, table.blocks, state.num_published)
             if self._in_flight.setdefault(key, request.request_id) == request.request_id:
                 state.in_flight = key
 
@@ -191,15 +202,22 @@ class CachedKVCacheManager(KVCacheManager):
         self._forget_in_flight(state)
 
     def fork(self, parent: Request, child: Request) -> None:
+        """Full blocks are published before they are shared, or one of the two could go on with a
+        duplicate, and with cached blocks behind it. Raises `ValueError` if they are not."""
+        state = self._states.get(parent.request_id, _CacheState())
+        num_full = child.num_computed_tokens // self.block_size
+        if state.num_published < num_full <= parent.num_computed_tokens // self.block_size:
+            raise ValueError(
+                f"{child.request_id!r} cannot share {num_full} full blocks: "
+                f"{parent.request_id!r} has published {state.num_published}"
+            )
         super().fork(parent, child)
         if child.request_id in self._tables:
-            num_full = child.num_computed_tokens // self.block_size
-            num_published = min(self._states[parent.request_id].num_published, num_full)
-            self._states[child.request_id] = _CacheState(num_published=num_published)
+            self._states[child.request_id] = _CacheState(num_published=num_full)
 
     def free(self, request: Request) -> None:
         """Give up the request's blocks; what is published stays cached until it is evicted."""
-        self._cancel_load(request.request_id)
+        self._drop_load(request.request_id)
         state = self._states.pop(request.request_id, None)
         if state is not None:
             self._forget_in_flight(state)
@@ -220,59 +238,86 @@ class CachedKVCacheManager(KVCacheManager):
 
     # -- KV from outside
 
-    def _start_load(self, request: Request, computed: ComputedBlocks) -> bool:
-        """Ask the connector for more than the cache has, and take blocks for it. It is asked again
-        only if the cache has lost something since."""
+    def _wants_load(self, request: Request, computed: ComputedBlocks) -> bool:
+        """Is there more than the cache has, that was not asked for before? The connector is asked
+        again only if the cache has lost something since."""
         state = self._states[request.request_id]
-        if self.connector is None or computed.num_tokens >= (
-            request.num_tokens if state.num_local_when_asked is None else state.num_local_when_asked
-        ):
+        asked = state.num_local_when_asked
+        if self.connector is None or (asked is not None and computed.num_tokens >= asked):
             return False
-        state.num_local_when_asked = computed.num_tokens
         num_tokens, _ = self.connector.get_num_new_matched_tokens(request, computed.num_tokens)
+        state.num_external_tokens = num_tokens
         if num_tokens == 0:
-            return False
-        self._touch(computed.blocks)
-        blocks = self._take_blocks(num_tokens // self.block_size)
-        if blocks is None:
-            self._release(computed.blocks)
-            return False
-        self._loads[request.request_id] = _Load(computed.blocks, blocks)
-        block_ids = [block.block_id for block in blocks]
-        self.connector.update_state_after_alloc(request, block_ids, num_tokens)
-        return True
+            state.num_local_when_asked = computed.num_tokens
+        return num_tokens > 0
 
-    def _end_load(self, request: Request) -> bool:
-        """Cache what has arrived. False: the load is still under way."""
-        num_tokens = self.connector.get_finished_load(request.request_id)
+    def _start_load(self, request: Request, computed: ComputedBlocks) -> bool:
+        """Take blocks for what the connector has. True: there is nothing to wait for."""
+        state = self._states[request.request_id]
+        num_blocks = state.num_external_tokens // self.block_size
+        held = sum(len(load.prefix) + len(load.blocks) for load in self._loads.values())
+        num_wanted = len(computed.blocks) + num_blocks
+        if held and held + num_wanted > self.pool.num_usable_blocks * MAX_SHARE_OF_LOADS:
+            return False  # not now: others are ahead, and will be admitted or give way
+        state.num_local_when_asked = computed.num_tokens
+        self._touch(computed.blocks)
+        blocks = self._take_blocks(num_blocks)
+        sources = {copy.src_block_id for copy in self._copies.values()}
+        if blocks is None or not sources.isdisjoint(block.block_id for block in blocks):
+            # No room; or one is still to be copied from, and the load may write to it at once.
+            self.pool.free(blocks or [])
+            self._release(computed.blocks)
+            return True
+        load = self._loads[request.request_id] = _Load(request, computed.blocks, blocks)
+        block_ids = [block.block_id for block in blocks]
+        self.connector.update_state_after_alloc(request, block_ids, state.num_external_tokens)
+        return self._has_arrived(load)
+
+    def _has_arrived(self, load: _Load) -> bool:
+        """Cache what has arrived, as used by the load. False: it is still under way."""
+        if load.has_arrived:
+            return True
+        num_tokens = self.connector.get_finished_load(load.request.request_id)
         if num_tokens is None:
             return False
-        load = self._loads.pop(request.request_id)
         num_arrived = num_tokens // self.block_size
         result = self.cache.insert(
-            request.all_token_ids,
+            load.request.all_token_ids,
             load.blocks[:num_arrived],
-            request.extra_keys,
+            load.request.extra_keys,
             start=len(load.prefix),
         )
         self.pool.free(load.blocks[num_arrived:][::-1])
-        self.cache.release(load.prefix + result.blocks)
+        load.blocks, load.has_arrived = result.blocks, True
         return True
 
-    def _cancel_load(self, request_id: str) -> None:
+    def _drop_load(self, request_id: str) -> None:
+        """What has arrived stays cached; what is under way never comes."""
         load = self._loads.pop(request_id, None)
-        if load is not None:
+        if load is None:
+            return
+        if load.has_arrived:
+            self.cache.release(load.prefix + load.blocks)
+        else:
             self.connector.cancel_load(request_id)
             self.pool.free(load.blocks[::-1])
             self.cache.release(load.prefix)
 
+    def _give_way(self) -> None:
+        """Memory is short: what has been loaded for requests that still wait may be evicted."""
+        for request_id, load in list(self._loads.items()):
+            if self._has_arrived(load):
+                self._drop_load(request_id)
+
     def wait_for_loads(self) -> None:
-        if self._loads:
+        if any(not load.has_arrived for load in self._loads.values()):
             self.connector.wait_for_load(LOAD_WAIT_S)
 
     # -- chapter 2's hooks
 
     def _take_blocks(self, num_blocks: int) -> list[Block] | None:
+        if num_blocks > self.pool.num_free_blocks + self.cache.num_evictable_blocks:
+            self._give_way()
         num_missing = num_blocks - self.pool.num_free_blocks
         if num_missing > self.cache.num_evictable_blocks:
             return None  # before anything is evicted: a refusal changes nothing
@@ -329,6 +374,7 @@ class CachedKVCacheManager(KVCacheManager):
         for request in requests:
             block_ids = self.get_block_ids(request.request_id)
             for index in range(self._states[request.request_id].num_published):
-                held = paths[block_ids[index]].token_ids
-                assert list(held) == request.all_token_ids[: len(held)], (request, index)
-                assert len(held) == (index + 1) * self.block_size, (request, index)
+                held = paths[block_ids[index]]
+                tokens = request.all_token_ids[: (index + 1) * self.block_size]
+                assert list(held.token_ids) == tokens, (request, index)
+                assert held.extra_keys == normalise_extra_keys(request.extra_keys), request

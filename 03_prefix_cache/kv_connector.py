@@ -1,6 +1,6 @@
 """The seam through which KV comes from elsewhere: a lower memory tier, a store, another machine.
 
-A prefix that the local cache has lost, or never had, may be cheaper to fetch than to compute. The
+A prefix that the local cache has lost, or never had, may be cheaper to fetch than to compute: the
 manager asks a connector before a request is admitted:
 
     local cache      | hit: num_computed_tokens |

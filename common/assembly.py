@@ -3,6 +3,8 @@
     role            chapter   part
     KV tensors         2      PagedKVCache, sized by `kv_sizing` unless `num_blocks` says how many
     KV manager         2      KVCacheManager over a BlockPool
+    prefix cache       3      PrefixCacheLocal or RadixCache, in a CachedKVCacheManager
+    KV from elsewhere  3      TieredCache, any KVConnector, or both in a ConnectorChain
     scheduler          1      FCFSScheduler
     attention          2      TorchAttentionBackend or TritonAttentionBackend
     runner          common    PagedModelRunner
@@ -17,10 +19,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import torch
+from radix_cache import RadixCache
+from tiered_cache import TieredCache
 
 from block_pool import BlockPool
+from cached_kv_cache_manager import CachedKVCacheManager
 from common.engine_config import EngineConfig
 from common.kv_sizing import size_kv_cache
 from common.loader import LoadedModel
@@ -28,13 +34,17 @@ from common.model_runner import PagedModelRunner
 from common.sampler import Sampler
 from engine_core import EngineCore, StepRecord
 from fcfs_scheduler import FCFSScheduler
+from kv_block_io import PagedBlockIO
 from kv_cache_manager import KVCacheManager
+from kv_connector import ConnectorChain, KVConnector
 from paged_attention import (
     AttentionBackend,
     AttentionMetadata,
     PagedKVCache,
     TorchAttentionBackend,
 )
+from prefix_cache import PrefixCache
+from prefix_cache_local import PrefixCacheLocal
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +59,7 @@ class EngineParts:
     kv_cache: PagedKVCache
     max_model_len: int
     vocab_size: int
+    connector: KVConnector | None
 
 
 def assemble(
@@ -63,7 +74,8 @@ def assemble(
     max_model_len = resolve_max_model_len(config, loaded.config.max_position_embeddings)
     backend = make_attention_backend(config.attention_backend, device)
     kv_cache = make_kv_cache(config, loaded, backend, max_model_len, device)
-    kv_manager = KVCacheManager(BlockPool(kv_cache.num_blocks), config.block_size)
+    connector = make_connector(config, loaded, kv_cache)
+    kv_manager = make_kv_manager(config, kv_cache.num_blocks, connector)
     scheduler = FCFSScheduler(
         config.max_num_seqs, config.max_num_batched_tokens, max_model_len, kv_manager
     )
@@ -79,7 +91,54 @@ def assemble(
     # Checkpoints pad the vocabulary to a round number; a lane that no token has must never win.
     vocab_size = min(loaded.config.vocab_size, num_tokens_in_tokenizer or loaded.config.vocab_size)
     core = EngineCore(scheduler, runner, Sampler(vocab_size=vocab_size), on_step=on_step)
-    return EngineParts(core, scheduler, kv_manager, kv_cache, max_model_len, vocab_size)
+    return EngineParts(core, scheduler, kv_manager, kv_cache, max_model_len, vocab_size, connector)
+
+
+def make_kv_manager(
+    config: EngineConfig, num_blocks: int, connector: KVConnector | None
+) -> KVCacheManager:
+    pool, block_size = BlockPool(num_blocks), config.block_size
+    if config.prefix_cache is None:
+        return KVCacheManager(pool, block_size)
+    cache: PrefixCache
+    if config.prefix_cache == "hash":
+        cache = PrefixCacheLocal(pool=pool, block_size=block_size)
+    else:
+        cache = RadixCache(page_size=block_size, pool=pool)
+    connectors = connector.connectors if isinstance(connector, ConnectorChain) else [connector]
+    for tiers in connectors:
+        if isinstance(tiers, TieredCache):
+            cache.listener = tiers
+    return CachedKVCacheManager(pool, block_size, cache, connector)
+
+
+def make_connector(
+    config: EngineConfig, loaded: LoadedModel, kv_cache: PagedKVCache
+) -> KVConnector | None:
+    """The tiers and the configured connector, bound to this engine's KV memory."""
+    connectors: list[KVConnector] = []
+    if config.kv_tiers is not None:
+        connectors.append(TieredCache(config.kv_tiers))
+    if config.kv_connector is not None:
+        connectors.append(config.kv_connector)
+    if not connectors:
+        return None
+    connector = connectors[0] if len(connectors) == 1 else ConnectorChain(connectors)
+    connector.bind(PagedBlockIO(kv_cache), config.block_size, kv_namespace(loaded, kv_cache))
+    return connector
+
+
+def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str, str], ...]:
+    """What the bytes of a KV block depend on besides tokens: a sample of every weight, dtype and
+    shape. Equal in every process that loads the same checkpoint."""
+    digest = blake2b(digest_size=16)
+    for name, weight in sorted(loaded.model.named_parameters()):
+        step = max(1, weight.numel() // 1024)
+        sample = weight.detach().flatten()[::step].cpu().contiguous().view(torch.uint8)
+        digest.update(f"{name} {tuple(weight.shape)}".encode() + sample.numpy().tobytes())
+    shape = tuple(kv_cache.key_cache[0].shape[1:])
+    layout = f"{kv_cache.key_cache[0].dtype} {len(kv_cache.key_cache)} x {shape}"
+    return (("model", digest.hexdigest()), ("kv layout", layout))
 
 
 def resolve_max_model_len(config: EngineConfig, longest: int) -> int:

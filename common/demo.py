@@ -154,6 +154,10 @@ def print_summary(result: Run, llm) -> None:
         f"the peak ({mib:.1f} MiB); on average {stats.kv_waste:.0%} of "
         "what was held was not yet written"
     )
+    print(
+        f"prefix cache         {stats.cached_tokens} of {result.prompt_tokens} prompt tokens were "
+        f"cached ({stats.prefix_cache_hit_rate:.0%}); {stats.kv_blocks_cached} blocks kept"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -186,6 +190,7 @@ def _main(args: argparse.Namespace) -> int:
     )
     progress = sys.stderr.isatty() and not args.trace
     llm.generate(prompts[:1], SamplingParams(max_tokens=2), use_tqdm=False)  # warm up
+    engine.reset_prefix_cache()
     engine.reset_stats()
     if args.trace:
         engine.on_step = _tracer(engine)
@@ -194,6 +199,7 @@ def _main(args: argparse.Namespace) -> int:
     print_summary(result, llm)
     if args.compare_sequential:
         engine.on_step = None
+        engine.reset_prefix_cache()  # the second run gets no help from the first
         alone = run_sequentially(llm, prompts, params, progress)
         same = [o.outputs[0].token_ids for o in alone.outputs] == [
             o.outputs[0].token_ids for o in result.outputs

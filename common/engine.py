@@ -13,22 +13,20 @@ belongs to exactly one group; two engines in one process share nothing."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from numbers import Integral, Real
 
 from common.assembly import assemble
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig, EngineStats
+from common.intake import Intake, Prompt
 from common.loader import LoadedModel, load_model
 from common.output_processor import OutputProcessor
 from common.request_group import RequestGroup, spread_params
 from common.tokenizer import Tokenizer, load_tokenizer
 from engine_core import StepRecord
-from request import Request, RequestOutput, RequestStatus, SamplingParams
-
-Prompt = str | Sequence[int]
+from prefix_cache import CacheStats, PrefixCache
+from request import RequestOutput, RequestStatus, SamplingParams
 
 
 class LLMEngine:
@@ -59,19 +57,26 @@ class LLMEngine:
         self.on_step = on_step
         num_tokens = None if tokenizer is None else tokenizer.vocab_size
         parts = assemble(self.config, loaded, num_tokens, self._after_step)
+        self._connector = parts.connector
         self.core, self.scheduler = parts.core, parts.scheduler
         self.kv_manager, self.kv_cache = parts.kv_manager, parts.kv_cache
         self.max_model_len, self.vocab_size = parts.max_model_len, parts.vocab_size
 
         self.device, self.dtype = loaded.model.embed_weight.device, loaded.model.embed_weight.dtype
         self.num_parameters = sum(p.numel() for p in loaded.model.parameters())
+        self._intake = Intake(
+            tokenizer,
+            self.model_config.vocab_size,
+            self.vocab_size,
+            self.eos_token_ids,
+            self.config.seed,
+        )
         self.reset_stats()
         self._groups: dict[str, RequestGroup] = {}
         # By Request.request_id: all members of open groups, those that have finished included.
         self._owners: dict[str, tuple[RequestGroup, OutputProcessor]] = {}
         self._aborted: list[RequestGroup] = []  # since the last step
         self._last_record: StepRecord | None = None
-        self._num_seeds_drawn = 0
         self._num_batches = 0
 
     # -- requests
@@ -83,23 +88,19 @@ class LLMEngine:
         sampling_params: SamplingParams | None = None,
         arrival_time: float | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         """Queue a request. `prompt` is text or token ids; `arrival_time` is in seconds of
-        `time.monotonic()`, now if None.
+        `time.monotonic()`, now if None. Only requests with an equal `cache_salt` share cached
+        prefixes: one for each tenant keeps them from probing each other's.
 
         Raises `ValueError` for anything that can not be served; nothing has changed then.
         """
         params = sampling_params if sampling_params is not None else SamplingParams()
         self._check_id(request_id)
-        self._check_params(params)
-        arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        if not isinstance(arrival_time, Real) or not math.isfinite(arrival_time):
-            raise ValueError(f"arrival_time is {arrival_time!r}: it must be a number of seconds")
-        if not isinstance(priority, Integral):
-            raise ValueError(f"priority is {priority!r}: it must be an integer")
-        token_ids = self._to_token_ids(prompt)
-        group = RequestGroup(request_id, prompt if isinstance(prompt, str) else None, token_ids)
-        requests = self._make_requests(group, params, arrival_time, priority)
+        group, requests = self._intake.make_group(
+            request_id, prompt, params, arrival_time, priority, cache_salt
+        )
         for request in requests:
             self._check_id(request.request_id)  # of a sample: "name#0" may be somebody's name
         added: list[str] = []
@@ -110,25 +111,30 @@ class LLMEngine:
         except ValueError:
             self.scheduler.finish_requests(added, RequestStatus.FINISHED_ABORTED)
             raise
-        self._num_seeds_drawn += params.seed is None
+        self._intake.num_seeds_drawn += params.seed is None
         self._groups[request_id] = group
         for request, member in zip(requests, group.members, strict=True):
             self._owners[request.request_id] = (group, member)
 
     def add_requests(
-        self, requests: Iterable[tuple[str, Prompt, SamplingParams]], priority: int = 0
+        self,
+        requests: Iterable[tuple[str, Prompt, SamplingParams]],
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         """Queue all of `(request_id, prompt, sampling_params)` or, if one is refused, none."""
         added: list[str] = []
-        num_seeds_drawn = self._num_seeds_drawn
+        num_seeds_drawn = self._intake.num_seeds_drawn
         try:
             for request_id, prompt, params in requests:
-                self.add_request(request_id, prompt, params, priority=priority)
+                self.add_request(
+                    request_id, prompt, params, priority=priority, cache_salt=cache_salt
+                )
                 added.append(request_id)
         except BaseException:
             for request_id in added:
                 self._drop(request_id)
-            self._num_seeds_drawn = num_seeds_drawn
+            self._intake.num_seeds_drawn = num_seeds_drawn
             raise
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
@@ -190,6 +196,7 @@ class LLMEngine:
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams],
+        cache_salt: str | None = None,
     ) -> dict[str, RequestOutput]:
         """Run prompts to their end. The outputs by request id, in the order of the prompts.
 
@@ -198,7 +205,7 @@ class LLMEngine:
         per_prompt = spread_params(params, len(prompts))
         self._num_batches += 1
         ids = [f"batch{self._num_batches}-{i}" for i in range(len(prompts))]
-        self.add_requests(zip(ids, prompts, per_prompt, strict=True))
+        self.add_requests(zip(ids, prompts, per_prompt, strict=True), cache_salt=cache_salt)
         outputs: dict[str, RequestOutput | None] = dict.fromkeys(ids)
         num_open = len(ids)
         try:
@@ -227,11 +234,39 @@ class LLMEngine:
             num_running=running,
             num_waiting=waiting,
             kv_blocks_in_use=self.kv_manager.num_blocks_in_use,
+            **self._cache_stats(),
             kv_waste=self._waste_sum / steps if steps else 0.0,
         )
 
+    def _cache_stats(self) -> dict[str, int | float]:
+        cache = self.prefix_cache
+        if cache is None:
+            return {}
+        return {
+            "kv_blocks_cached": cache.num_cached_blocks,
+            "cached_tokens": cache.stats.num_tokens_hit,
+            "prefix_cache_hit_rate": cache.stats.hit_rate,
+        }
+
+    @property
+    def prefix_cache(self) -> PrefixCache | None:
+        return getattr(self.kv_manager, "cache", None)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix. False, and nothing has changed, while requests use some."""
+        return self.scheduler.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Stop the connector's threads and close its files. The engine computes nothing after."""
+        for request_id in list(self._groups):
+            self.abort_request(request_id)
+        if self._connector is not None:
+            self._connector.close()
+
     def reset_stats(self) -> None:
-        """Start counting anew, after a warm-up for instance."""
+        """Start counting anew, after a warm-up for instance. What is cached stays cached."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.stats = CacheStats()
         self._stats = EngineStats(kv_blocks_total=self.kv_manager.pool.num_blocks - 1)
         self._waste_sum = 0.0
 
@@ -245,7 +280,7 @@ class LLMEngine:
         for request_id, (group, member) in self._owners.items():
             assert self._groups[group.request_id] is group and not group.is_finished, request_id
             assert member in group.members and member.request.request_id == request_id, request_id
-        assert self.scheduler.running or self.kv_manager.num_blocks_in_use == 0, "blocks leaked"
+        assert self.scheduler.requests or self.kv_manager.num_blocks_in_use == 0, "blocks leaked"
 
     def _after_step(self, record: StepRecord) -> None:
         stats = self._stats
@@ -262,71 +297,11 @@ class LLMEngine:
         self._waste_sum += max(0.0, 1 - record.kv_tokens_written / slots) if slots else 0.0
         self._last_record = record
 
-    # -- intake
-
     def _check_id(self, request_id: str) -> None:
         if not isinstance(request_id, str) or not request_id:
             raise ValueError(f"request_id is {request_id!r}: it must be a non-empty str")
         if request_id in self._groups or request_id in self._owners:
             raise ValueError(f"request_id is {request_id!r}: a request with this id is unfinished")
-
-    def _check_params(self, params: SamplingParams) -> None:
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params is {params!r}: it must be a SamplingParams")
-        self._check_token_ids("stop_token_ids", params.stop_token_ids)
-        if params.min_tokens > 0:
-            forbidden = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
-            if forbidden.issuperset(range(self.vocab_size)):
-                raise ValueError(
-                    f"min_tokens is {params.min_tokens}: it must be 0 if every token stops"
-                )
-
-    def _make_requests(
-        self, group: RequestGroup, params: SamplingParams, arrival_time: float, priority: int
-    ) -> list[Request]:
-        seed = self._next_seed() if params.seed is None else params.seed
-        first_id = group.request_id if params.n == 1 else f"{group.request_id}#0"
-        requests = []
-        for i in range(params.n):
-            request = Request(
-                first_id if i == 0 else f"{group.request_id}#{i}",
-                group.prompt_token_ids,
-                replace(params, seed=_wrap_to_int64(seed + i)),
-                self.eos_token_ids,
-                arrival_time,
-                priority,
-                parent_id=first_id if i > 0 else None,
-            )
-            requests.append(request)
-            group.members.append(OutputProcessor(request, i, self.tokenizer))
-        return requests
-
-    def _next_seed(self) -> int:
-        """For a request that brings none: a function of the engine's seed and the order of
-        arrival."""
-        return _wrap_to_int64((self.config.seed << 32) + self._num_seeds_drawn * 1_000_003)
-
-    def _to_token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("prompt is text: this engine has no tokenizer; give token ids")
-            token_ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, Sequence):
-            token_ids = list(prompt)
-        else:
-            raise ValueError(f"prompt is a {type(prompt).__name__}: it must be a str or token ids")
-        if not token_ids:
-            raise ValueError(f"prompt is {prompt!r}: it must hold at least one token")
-        self._check_token_ids("prompt", token_ids)
-        return [int(t) for t in token_ids]  # NumPy's integers overflow and do not serialise
-
-    def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
-        limit = self.model_config.vocab_size
-        for t in token_ids:
-            if isinstance(t, bool) or not isinstance(t, Integral) or not 0 <= t < limit:
-                raise ValueError(
-                    f"{name} holds {t!r}: token ids are integers from 0 to {limit - 1}"
-                )
 
     def _close(self, group: RequestGroup) -> None:
         for member in group.members:
@@ -339,7 +314,3 @@ class LLMEngine:
         ids = [member.request.request_id for member in group.members]
         self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
         self._close(group)
-
-
-def _wrap_to_int64(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tiered_cache import KVTierConfig
+
+from kv_connector import KVConnector
 
 SHIPPED_CHECKPOINT = Path(__file__).parent / "checkpoints" / "tiny"
 
@@ -20,6 +23,9 @@ class EngineConfig:
     plus outputs; None: what the model was made for. `seed` seeds requests that bring no seed of
     their own.
 
+    `prefix_cache` keeps computed prefixes: `"hash"`, `"radix"` or None. `kv_tiers` lets evicted
+    blocks go to host memory and disk; `kv_connector` shares them with other engines.
+
     Debug switches: `check_invariants` verifies scheduler and KV manager after every step;
     `shuffle_batch` puts every batch in a random order. Neither may change any output."""
 
@@ -33,7 +39,9 @@ class EngineConfig:
     max_model_len: int | None = None
     scheduler: str = "fcfs"
     policy: str = "fcfs"
-    prefix_cache: str | None = None
+    prefix_cache: str | None = "hash"
+    kv_tiers: KVTierConfig | None = None
+    kv_connector: KVConnector | None = None
     chunked_prefill: bool | int = False
     speculative: dict | None = None
     attention_backend: str = "auto"
@@ -60,7 +68,7 @@ class EngineConfig:
         choices = {
             "scheduler": ("fcfs",),
             "policy": ("fcfs",),
-            "prefix_cache": (None,),
+            "prefix_cache": (None, "hash", "radix"),
             "chunked_prefill": (False,),
             "speculative": (None,),
             "attention_backend": ("auto", "torch", "triton"),
@@ -72,6 +80,15 @@ class EngineConfig:
             if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
                 shown = ", ".join(repr(a) for a in allowed)
                 raise ValueError(f"{name} is {value!r}: this version of the book allows {shown}")
+        parts = {"kv_tiers": KVTierConfig, "kv_connector": KVConnector}
+        for name, kind in parts.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, kind):
+                raise ValueError(f"{name} is {value!r}: it must be None or a {kind.__name__}")
+            if self.prefix_cache is None:
+                raise ValueError(f"{name} is {value!r}: it needs a prefix_cache, which is None")
 
     def resolve_device(self) -> torch.device:
         """`"auto"` is CUDA if there is one. Raises `ValueError` for a device that is not there."""
@@ -102,6 +119,9 @@ class EngineStats:
     scheduled_tokens: int = 0
     busy_time: float = 0.0
     kv_blocks_total: int = 0  # usable ones
-    kv_blocks_in_use: int = 0
+    kv_blocks_in_use: int = 0  # by requests; what is only cached is not in use
+    kv_blocks_cached: int = 0
+    cached_tokens: int = 0  # prompt tokens that were found in the prefix cache
+    prefix_cache_hit_rate: float = 0.0  # of all prompt tokens of admitted requests
     kv_blocks_peak: int = 0
     kv_waste: float = 0.0  # share of the held slots in which nothing is written, mean over steps

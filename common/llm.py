@@ -47,18 +47,20 @@ class LLM:
         prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt: text, token ids, or a list of either. Outputs are in the order
         given.
 
-        `sampling_params` is one for all or one for each. Raises `ValueError` if any prompt can not
+        `sampling_params` is one for all or one for each. Only prompts with an equal `cache_salt`
+        share cached prefixes. Raises `ValueError` if any prompt can not
         be served; nothing is generated then. Interrupting the call aborts its requests."""
         from tqdm import tqdm
 
         from common.request_group import spread_params
 
         prompts = as_list_of_prompts(prompts)
-        ids = self._submit(prompts, spread_params(sampling_params, len(prompts)))
+        ids = self._submit(prompts, spread_params(sampling_params, len(prompts)), cache_salt)
         own = set(ids)
         try:
             with tqdm(total=len(ids), desc="Requests", unit="req", disable=not use_tqdm) as bar:
@@ -97,10 +99,16 @@ class LLM:
         finally:
             self._withdraw([request_id])
 
-    def _submit(self, prompts: list, params: list[SamplingParams]) -> list[str]:
+    def close(self) -> None:
+        """Abort what is unfinished, and stop what `kv_tiers` or `kv_connector` started."""
+        self.engine.close()
+
+    def _submit(
+        self, prompts: list, params: list[SamplingParams], cache_salt: str | None = None
+    ) -> list[str]:
         first = self._num_requests
         ids = [f"request-{first + i}" for i in range(len(prompts))]
-        self.engine.add_requests(zip(ids, prompts, params, strict=True))
+        self.engine.add_requests(zip(ids, prompts, params, strict=True), cache_salt=cache_salt)
         self._num_requests += len(prompts)
         self._outputs.update(dict.fromkeys(ids))
         return ids

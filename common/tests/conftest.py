@@ -5,7 +5,13 @@ import torch
 
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.loader import load_model
-from common.tests.engine_oracle import Oracle, make_oracle, random_prompts, save_random_model
+from common.tests.engine_oracle import (
+    Oracle,
+    family_prompts,
+    make_oracle,
+    random_prompts,
+    save_random_model,
+)
 from common.tokenizer import load_tokenizer
 
 
@@ -21,6 +27,19 @@ def random_oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 @pytest.fixture(scope="session")
 def random_loaded(random_oracle: Oracle):
     return load_model(random_oracle.path, torch.float64, torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def family_oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """Prompts that share beginnings of many lengths (chapter 3)."""
+    path = tmp_path_factory.mktemp("family-model")
+    save_random_model(path, seed=1)
+    return make_oracle(path, family_prompts(seed=2))
+
+
+@pytest.fixture(scope="session")
+def family_loaded(family_oracle: Oracle):
+    return load_model(family_oracle.path, torch.float64, torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from request import SamplingParams
+
 MAX_TOKENS = 24
 
 
@@ -82,3 +84,35 @@ def make_oracle(path: Path, prompts: list[list[int]]) -> Oracle:
     model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     model.generation_config.eos_token_id = None
     return Oracle(path, prompts, [greedy(model, prompt, MAX_TOKENS) for prompt in prompts])
+
+
+def family_prompts(seed: int, vocab_size: int = 97) -> list[list[int]]:
+    """System prompts, with few-shot parts and questions behind them: beginnings of every length are
+    shared, exact multiples of 16 among them."""
+    rng = random.Random(seed)
+
+    def tokens(n: int) -> list[int]:
+        return [rng.randrange(vocab_size) for _ in range(n)]
+
+    systems = [tokens(n) for n in (16, 33, 48)]
+    shots = [tokens(n) for n in (1, 15, 16)]
+    prompts = [list(system) for system in systems]
+    for system in systems:
+        for shot in shots:
+            prompts.append(system + shot)
+            prompts.append(system + shot + tokens(rng.randint(1, 20)))
+    prompts += [prompts[5][:-1], prompts[5][1:], shots[2] + systems[0], tokens(32)]
+    return prompts
+
+
+def greedy_params(max_tokens: int, n: int = 1) -> SamplingParams:
+    return SamplingParams(n=n, temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def serve(engine, oracle: Oracle, indices: list[int], max_tokens: int, salt=None):
+    """All of them at once. Checks every token; returns the outputs."""
+    prompts = [oracle.prompts[i] for i in indices]
+    outputs = engine.generate_batch(prompts, greedy_params(max_tokens), salt)
+    for i, output in zip(indices, outputs.values(), strict=True):
+        assert output.outputs[0].token_ids == oracle.expected(i, max_tokens), f"prompt {i}"
+    return list(outputs.values())

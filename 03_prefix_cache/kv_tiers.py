@@ -1,0 +1,177 @@
+"""Two places below the engine's KV memory: host memory, and a file.
+
+Both keep whole blocks under their chain hash, drop the least recently used one when they are full,
+and forget nothing else. The file is cut into records of one size, mapped into memory:
+
+    | file header | record 0                                             | record 1 | ...
+                  | magic | chain hash | length | checksum | block bytes |
+                    8       32           8        32         block_nbytes
+
+A file outlives its process, a disk lies and a process dies in the middle of a write. So nothing is
+believed: a record counts only if the checksum over its hash, length and bytes is right, when it is
+read, every time. A record is made invalid before its bytes change and valid after.
+
+Invariants: never more than `max_blocks`; a hash is in at most one record; what `read` returns is
+what `put` was given under that hash, or None.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+from collections import OrderedDict
+from hashlib import blake2b
+from pathlib import Path
+
+_FILE_HEADER = struct.Struct("<16sQ")  # format, block_nbytes
+_FORMAT = b"kv tier file 1\0\0"
+_RECORD_HEADER = struct.Struct("<8s32sQ32s")  # magic, chain hash, length, checksum
+_MAGIC = b"KVBLOCK\0"
+
+
+class HostTier:
+    """Chain hash -> bytes, in memory."""
+
+    def __init__(self, max_blocks: int) -> None:
+        self.max_blocks = max_blocks
+        self._blocks: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._blocks
+
+    def get(self, block_hash: bytes) -> bytes | None:
+        """A use of the block."""
+        data = self._blocks.get(block_hash)
+        if data is not None:
+            self._blocks.move_to_end(block_hash)
+        return data
+
+    def put(self, block_hash: bytes, data: bytes) -> list[tuple[bytes, bytes]]:
+        """Returns what had to leave: at most one block, the given one if there is no room at
+        all."""
+        self._blocks[block_hash] = data
+        self._blocks.move_to_end(block_hash)
+        if len(self._blocks) <= self.max_blocks:
+            return []
+        return [self._blocks.popitem(last=False)]
+
+
+class DiskTier:
+    """Chain hash -> bytes, in a memory-mapped file that is taken over if it is there and fits.
+
+    `put` and `read` may be called from different threads. Raises `ValueError` for sizes below 1,
+    and `OSError` if the file can not be made.
+    """
+
+    def __init__(self, path: str | Path, max_blocks: int, block_nbytes: int) -> None:
+        for name, value in (("max_blocks", max_blocks), ("block_nbytes", block_nbytes)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}: it must be >= 1")
+        self.path = Path(path)
+        self.max_blocks = max_blocks
+        self.block_nbytes = block_nbytes
+        self.num_corrupt = 0
+        self._lock = threading.Lock()
+        self._slots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._record_nbytes = _RECORD_HEADER.size + block_nbytes
+        self._open()
+        used = set(self._slots.values())
+        self._free = [slot for slot in range(max_blocks - 1, -1, -1) if slot not in used]
+
+    def _open(self) -> None:
+        self._file = open(self.path, "r+b" if self.path.exists() else "w+b")  # noqa: SIM115
+        header = _FILE_HEADER.pack(_FORMAT, self.block_nbytes)
+        if self._file.read(len(header)) != header:  # new, or of another engine
+            self._file.truncate(0)
+            self._file.seek(0)
+            self._file.write(header)
+            self._file.flush()
+        size = _FILE_HEADER.size + self.max_blocks * self._record_nbytes
+        os.truncate(self._file.fileno(), size)  # what is added reads as zeros: no magic, no record
+        self._map = mmap.mmap(self._file.fileno(), size)
+        for slot in range(self.max_blocks):
+            magic, block_hash, _, _ = _RECORD_HEADER.unpack_from(self._map, self._offset(slot))
+            if magic == _MAGIC and block_hash not in self._slots:
+                self._slots[block_hash] = slot
+
+    def _offset(self, slot: int) -> int:
+        return _FILE_HEADER.size + slot * self._record_nbytes
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._slots
+
+    def use(self, block_hash: bytes) -> None:
+        """Count as used now, if it is here."""
+        with self._lock:
+            if block_hash in self._slots:
+                self._slots.move_to_end(block_hash)
+
+    def put(self, block_hash: bytes, data: bytes) -> None:
+        """Raises `ValueError` unless `data` is `block_nbytes` long."""
+        if len(data) != self.block_nbytes:
+            raise ValueError(f"data has {len(data)} bytes: a block has {self.block_nbytes}")
+        with self._lock:
+            slot = self._slots.pop(block_hash, None)
+            if slot is None:
+                slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
+            offset = self._offset(slot)
+            payload = offset + _RECORD_HEADER.size
+            self._map[offset : offset + len(_MAGIC)] = bytes(len(_MAGIC))  # invalid from here ...
+            self._map[payload : payload + len(data)] = data
+            checksum = _checksum(block_hash, data)
+            header = _RECORD_HEADER.pack(_MAGIC, block_hash, len(data), checksum)
+            self._map[offset:payload] = header  # ... to here
+            self._slots[block_hash] = slot
+
+    def read(self, block_hash: bytes) -> bytes | None:
+        """The block's bytes, verified. None if it is not here; a record that is not what it claims
+        to be is dropped. A use of the block."""
+        with self._lock:
+            slot = self._slots.get(block_hash)
+            if slot is None:
+                return None
+            offset = self._offset(slot)
+            record = self._map[offset : offset + self._record_nbytes]
+            self._slots.move_to_end(block_hash)
+        magic, found, length, checksum = _RECORD_HEADER.unpack_from(record)
+        data = record[_RECORD_HEADER.size :]
+        is_intact = (magic, found, length) == (_MAGIC, block_hash, self.block_nbytes)
+        if is_intact and checksum == _checksum(block_hash, data):
+            return data
+        self._drop(block_hash, slot)
+        return None
+
+    def _drop(self, block_hash: bytes, slot: int) -> None:
+        with self._lock:
+            if self._slots.get(block_hash) == slot:  # not written anew meanwhile
+                del self._slots[block_hash]
+                self._free.append(slot)
+                self.num_corrupt += 1
+
+    def close(self) -> None:
+        """Write back and let go of the file. May be called again."""
+        if not self._file.closed:
+            self._map.flush()
+            self._map.close()
+            self._file.close()
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` if slots and index contradict each other."""
+        with self._lock:
+            slots = [*self._slots.values(), *self._free]
+            assert sorted(slots) == list(range(self.max_blocks)), "a slot is lost or used twice"
+
+
+def _checksum(block_hash: bytes, data: bytes) -> bytes:
+    digest = blake2b(block_hash, digest_size=32)
+    digest.update(struct.pack("<Q", len(data)))
+    digest.update(data)
+    return digest.digest()

@@ -1,0 +1,47 @@
+"""The names of a request's blocks outside its engine: chained hashes under a namespace.
+
+The chain is the local cache's (`prefix_cache_local.py`), but its root also mixes in the engine's
+namespace: model, dtype, layout. So KV of another model is not even found. The tags of engine and
+request are set apart, so that no request can spell a namespace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from prefix_cache import normalise_extra_keys
+from prefix_cache_local import compute_block_hash, compute_hash_chain
+from request import Request
+
+Link = tuple[bytes, tuple[int, ...]]  # hash and tokens of one block
+
+
+def root_keys(
+    namespace: Sequence[tuple[str, str]], extra_keys: Sequence[tuple[str, str]]
+) -> list[tuple[str, str]]:
+    """The extra keys of a first block outside its engine; `extra_keys` normalised."""
+    return [(f"engine {tag}", value) for tag, value in namespace] + [
+        (f"request {tag}", value) for tag, value in extra_keys
+    ]
+
+
+class RequestChains:
+    """Hash chains of requests, each hashed once: tokens only ever grow at their end."""
+
+    def __init__(self, block_size: int, namespace: Sequence[tuple[str, str]]) -> None:
+        self.block_size = block_size
+        self.namespace = tuple(namespace)
+        self._chains: WeakKeyDictionary[Request, list[Link]] = WeakKeyDictionary()
+
+    def chain(self, request: Request, num_blocks: int) -> list[Link]:
+        """Hash and tokens of the first `num_blocks` blocks, which must be full."""
+        chain = self._chains.setdefault(request, [])
+        tokens, size = request.all_token_ids, self.block_size
+        if not chain and num_blocks:
+            keys = root_keys(self.namespace, normalise_extra_keys(request.extra_keys))
+            chain += compute_hash_chain(tokens[: num_blocks * size], size, keys)
+        for start in range(len(chain) * size, num_blocks * size, size):
+            link = tuple(tokens[start : start + size])
+            chain.append((compute_block_hash(chain[-1][0], link), link))
+        return chain[:num_blocks]

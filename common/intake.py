@@ -1,0 +1,122 @@
+"""What comes in: prompts and parameters are checked, and become the requests of one group.
+
+Nothing here touches the engine's state, so whatever is refused leaves no trace."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
+
+from common.output_processor import OutputProcessor
+from common.request_group import RequestGroup
+from common.tokenizer import Tokenizer
+from request import Request, SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class Intake:
+    """`num_embeddings` bounds the ids of a prompt; `vocab_size` is what may be sampled."""
+
+    tokenizer: Tokenizer | None
+    num_embeddings: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    seed: int
+    num_seeds_drawn: int = 0
+
+    def make_group(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        arrival_time: float | None,
+        priority: int,
+        cache_salt: str | None,
+    ) -> tuple[RequestGroup, list[Request]]:
+        """The group and its `n` requests. Raises `ValueError` that names field, value and what is
+        allowed."""
+        self._check_params(params)
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        if not isinstance(arrival_time, Real) or not math.isfinite(arrival_time):
+            raise ValueError(f"arrival_time is {arrival_time!r}: it must be a number of seconds")
+        if not isinstance(priority, Integral):
+            raise ValueError(f"priority is {priority!r}: it must be an integer")
+        if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
+            raise ValueError(f"cache_salt is {cache_salt!r}: it must be None or a non-empty str")
+        token_ids = self._to_token_ids(prompt)
+        group = RequestGroup(request_id, prompt if isinstance(prompt, str) else None, token_ids)
+        extra_keys = () if cache_salt is None else (("salt", cache_salt),)
+        return group, self._make_requests(group, params, arrival_time, priority, extra_keys)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params is {params!r}: it must be a SamplingParams")
+        self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        if params.min_tokens > 0:
+            forbidden = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+            if forbidden.issuperset(range(self.vocab_size)):
+                raise ValueError(
+                    f"min_tokens is {params.min_tokens}: it must be 0 if every token stops"
+                )
+
+    def _make_requests(
+        self,
+        group: RequestGroup,
+        params: SamplingParams,
+        arrival_time: float,
+        priority: int,
+        extra_keys: tuple[tuple[str, str], ...],
+    ) -> list[Request]:
+        seed = self._next_seed() if params.seed is None else params.seed
+        first_id = group.request_id if params.n == 1 else f"{group.request_id}#0"
+        requests = []
+        for i in range(params.n):
+            request = Request(
+                first_id if i == 0 else f"{group.request_id}#{i}",
+                group.prompt_token_ids,
+                replace(params, seed=_wrap_to_int64(seed + i)),
+                self.eos_token_ids,
+                arrival_time,
+                priority,
+                parent_id=first_id if i > 0 else None,
+                extra_keys=extra_keys,
+            )
+            requests.append(request)
+            group.members.append(OutputProcessor(request, i, self.tokenizer))
+        return requests
+
+    def _next_seed(self) -> int:
+        """For a request that brings none: a function of the engine's seed and the order of
+        arrival."""
+        return _wrap_to_int64((self.seed << 32) + self.num_seeds_drawn * 1_000_003)
+
+    def _to_token_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("prompt is text: this engine has no tokenizer; give token ids")
+            token_ids = self.tokenizer.encode(prompt)
+        elif isinstance(prompt, Sequence):
+            token_ids = list(prompt)
+        else:
+            raise ValueError(f"prompt is a {type(prompt).__name__}: it must be a str or token ids")
+        if not token_ids:
+            raise ValueError(f"prompt is {prompt!r}: it must hold at least one token")
+        self._check_token_ids("prompt", token_ids)
+        return [int(t) for t in token_ids]  # NumPy's integers overflow and do not serialise
+
+    def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
+        limit = self.num_embeddings
+        for t in token_ids:
+            if isinstance(t, bool) or not isinstance(t, Integral) or not 0 <= t < limit:
+                raise ValueError(
+                    f"{name} holds {t!r}: token ids are integers from 0 to {limit - 1}"
+                )
+
+
+def _wrap_to_int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63

@@ -1,0 +1,207 @@
+"""Engines whose KV comes from lower tiers or from each other say what `transformers` says."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+
+import pytest
+from tiered_cache import KVTierConfig
+
+from common.engine import EngineConfig, LLMEngine
+from common.tests.engine_oracle import MAX_TOKENS, Oracle, greedy_params, serve
+from global_kv_pool import GlobalKVPool
+from pool_connector import PoolConnector
+from request import RequestStatus
+
+CACHES = ("hash", "radix")
+
+
+@pytest.fixture
+def oracle(family_oracle: Oracle) -> Oracle:
+    return family_oracle
+
+
+@pytest.fixture
+def loaded(family_loaded):
+    return family_loaded
+
+
+@pytest.fixture
+def pool() -> Iterator[GlobalKVPool]:
+    pool = GlobalKVPool(max_blocks_per_node=5000)
+    yield pool
+    pool.close()
+
+
+def make_engine(loaded, connector=None, tiers=None, **changes) -> LLMEngine:
+    config = {"block_size": 4, "num_blocks": 800, "check_invariants": True} | changes
+    return LLMEngine(EngineConfig(kv_connector=connector, kv_tiers=tiers, **config), loaded=loaded)
+
+
+@pytest.mark.parametrize("prefix_cache", CACHES)
+def test_a_cold_engine_takes_what_another_has_computed(prefix_cache, oracle, loaded, pool):
+    first = make_engine(loaded, PoolConnector(pool, "a"), prefix_cache=prefix_cache)
+    second = make_engine(loaded, PoolConnector(pool, "b"), prefix_cache=prefix_cache)
+    everyone = list(range(len(oracle.prompts)))
+    serve(first, oracle, everyone, MAX_TOKENS)
+    outputs = serve(second, oracle, everyone, MAX_TOKENS)
+    assert [o.num_cached_tokens for o in outputs] == [(len(p) - 1) // 4 * 4 for p in oracle.prompts]
+    assert second.stats().scheduled_tokens < first.stats().scheduled_tokens
+
+
+@pytest.mark.parametrize("prefix_cache", CACHES)
+def test_prefill_on_one_engine_and_decode_on_another(prefix_cache, oracle, loaded, pool):
+    """Disaggregation: the first computes prompts and one token, the second the rest."""
+    prefill = make_engine(loaded, PoolConnector(pool, "prefill"), prefix_cache=prefix_cache)
+    decode = make_engine(loaded, PoolConnector(pool, "decode"), prefix_cache=prefix_cache)
+    for index in range(len(oracle.prompts)):
+        serve(prefill, oracle, [index], 1)
+        before = decode.stats().scheduled_tokens
+        serve(decode, oracle, [index], MAX_TOKENS)
+        length = len(oracle.prompts[index])
+        num_computed = decode.stats().scheduled_tokens - before
+        assert num_computed == length - (length - 1) // 4 * 4 + MAX_TOKENS - 1
+
+
+def test_engines_of_other_weights_or_salts_share_nothing(oracle, loaded, random_loaded, pool):
+    serve(make_engine(loaded, PoolConnector(pool, "a")), oracle, [2], 4)
+    other = make_engine(random_loaded, PoolConnector(pool, "b"))
+    other.generate_batch([oracle.prompts[2]], greedy_params(4))
+    assert other.stats().cached_tokens == 0
+    salted = make_engine(loaded, PoolConnector(pool, "c"))
+    (output,) = serve(salted, oracle, [2], 4, salt="mine")
+    assert output.num_cached_tokens == 0
+
+
+def test_a_request_that_is_loading_does_not_hold_up_others(oracle, loaded):
+    gate = threading.Event()
+
+    def slow(block) -> bytes:
+        gate.wait(20)
+        return block.kv_data
+
+    pool = GlobalKVPool(max_blocks_per_node=5000, transport=slow)
+    try:
+        serve(make_engine(loaded, PoolConnector(pool, "a")), oracle, [2], 2)
+        engine = make_engine(loaded, PoolConnector(pool, "b", load_timeout_s=30))
+        engine.add_request("loads", oracle.prompts[2], greedy_params(3))
+        engine.add_request("runs", oracle.prompts[-1], greedy_params(3))
+        done = {}
+        while "runs" not in done:
+            done |= {o.request_id: o for o in engine.step() if o.finished}
+        assert "loads" not in done
+        request = engine.scheduler.requests["loads"]
+        assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        gate.set()
+        while "loads" not in done:
+            done |= {o.request_id: o for o in engine.step() if o.finished}
+        assert done["loads"].num_cached_tokens == 44
+        assert done["loads"].outputs[0].token_ids == oracle.expected(2, 3)
+        assert done["runs"].outputs[0].token_ids == oracle.expected(len(oracle.prompts) - 1, 3)
+    finally:
+        gate.set()
+        pool.close()
+
+
+@pytest.mark.parametrize("fault", ["raises", "corrupts", "never comes"])
+def test_a_failed_transfer_costs_time_and_no_token(fault, oracle, loaded):
+    stop = threading.Event()
+
+    def faulty(block) -> bytes:
+        if fault == "raises":
+            raise OSError("made up")
+        if fault == "never comes":
+            stop.wait(20)
+        return bytes(len(block.kv_data))
+
+    pool = GlobalKVPool(max_blocks_per_node=5000, transport=faulty)
+    try:
+        serve(make_engine(loaded, PoolConnector(pool, "a")), oracle, [2, 5, 9], 3)
+        engine = make_engine(loaded, PoolConnector(pool, "b", load_timeout_s=0.2))
+        for output in serve(engine, oracle, [2, 5, 9], MAX_TOKENS):
+            assert output.outputs[0].finish_reason == "length"
+    finally:
+        stop.set()
+        pool.close()
+
+
+@pytest.mark.parametrize("write_policy", ["write_back", "write_through"])
+@pytest.mark.parametrize("prefix_cache", CACHES)
+def test_what_the_device_has_no_room_for_comes_back_from_host_and_disk(
+    prefix_cache, write_policy, oracle, loaded, tmp_path
+):
+    """A device pool of three requests: everything else lives below, and hardly anything is computed
+    twice (what memory is too short to keep for a waiting request is)."""
+    longest = max(map(len, oracle.prompts))
+    tiers = KVTierConfig(
+        host_blocks=10,
+        disk_blocks=2000,
+        disk_path=tmp_path / "kv",
+        write_policy=write_policy,
+    )
+    largest = -(-(longest + MAX_TOKENS) // 4)
+    engine = make_engine(loaded, tiers=tiers, num_blocks=3 * largest, prefix_cache=prefix_cache)
+    everyone = list(range(len(oracle.prompts)))
+    serve(engine, oracle, everyone, 6)
+    engine.reset_stats()
+    outputs = serve(engine, oracle, everyone, MAX_TOKENS)
+    hit = sum(output.num_cached_tokens for output in outputs)
+    possible = sum((len(p) - 1) // 4 * 4 for p in oracle.prompts)
+    assert hit >= 0.6 * possible, f"{hit} of {possible} tokens"  # all but what had to give way
+    tiers = engine.prefix_cache.listener
+    assert tiers.stats.num_host_hits > 0 and tiers.stats.num_disk_hits > 0
+    tiers.check_invariants()
+    engine.close()
+
+
+def test_tiers_and_pool_together(oracle, loaded, pool, tmp_path):
+    """A chain of connectors, a device pool that forces eviction, random arrivals and aborts."""
+    rng = random.Random(4)
+    longest = max(map(len, oracle.prompts))
+    largest = -(-(longest + MAX_TOKENS) // 4)
+    for name in "ab":
+        tiers = KVTierConfig(host_blocks=8, disk_blocks=30, disk_path=tmp_path / name)
+        engine = make_engine(
+            loaded, PoolConnector(pool, name), tiers, num_blocks=2 * largest, max_num_seqs=3
+        )
+        indices = [rng.randrange(len(oracle.prompts)) for _ in range(30)]
+        outputs, step = {}, 0
+        while step < 30 or engine.has_unfinished_requests():
+            if step < 30:
+                engine.add_request(str(step), oracle.prompts[indices[step]], greedy_params(12))
+            if step % 7 == 3:
+                engine.abort_request(str(rng.randrange(step)))
+            outputs |= {o.request_id: o for o in engine.step() if o.finished}
+            step += 1
+        for request_id, output in outputs.items():
+            completion = output.outputs[0]
+            if completion.finish_reason != "abort":
+                assert completion.token_ids == oracle.expected(indices[int(request_id)], 12)
+        assert engine.stats().kv_blocks_in_use == 0
+        engine.close()
+
+
+def test_aborting_a_loading_request_frees_its_blocks(oracle, loaded):
+    gate = threading.Event()
+
+    def slow(block) -> bytes:
+        gate.wait(20)
+        return block.kv_data
+
+    pool = GlobalKVPool(max_blocks_per_node=5000, transport=slow)
+    try:
+        serve(make_engine(loaded, PoolConnector(pool, "a")), oracle, [2], 2)
+        engine = make_engine(loaded, PoolConnector(pool, "b", load_timeout_s=30))
+        engine.add_request("loads", oracle.prompts[2], greedy_params(3))
+        engine.step()
+        assert engine.stats().kv_blocks_in_use == 11
+        engine.abort_request("loads")
+        assert engine.stats().kv_blocks_in_use == 0
+        gate.set()
+        engine.check_invariants()
+        serve(engine, oracle, [2, 5], 6)
+    finally:
+        gate.set()
+        pool.close()

@@ -1,0 +1,249 @@
+"""A warm engine says what a cold one says: greedy tokens are those of `transformers`, in float64,
+whatever prefixes were cached, evicted, salted, shared, aborted or computed side by side.
+
+The prompts are families: system prompts, with few-shot parts and questions behind them, so that
+they share beginnings of every length, exact multiples of the block size among them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from common.assembly import kv_namespace
+from common.engine import EngineConfig, LLMEngine
+from common.loader import load_model
+from common.tests.engine_oracle import MAX_TOKENS, Oracle, greedy_params, serve
+
+BLOCK_SIZES = (1, 4, 16, 33)
+CACHES = ("hash", "radix")
+
+
+@pytest.fixture
+def oracle(family_oracle: Oracle) -> Oracle:
+    return family_oracle
+
+
+@pytest.fixture
+def loaded(family_loaded):
+    return family_loaded
+
+
+@pytest.mark.parametrize("prefix_cache", CACHES)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_a_warm_run_equals_a_cold_one(block_size, prefix_cache, oracle, loaded):
+    config = EngineConfig(
+        block_size=block_size, num_blocks=2500, prefix_cache=prefix_cache, check_invariants=True
+    )
+    engine = LLMEngine(config, loaded=loaded)
+    everyone = list(range(len(oracle.prompts)))
+    serve(engine, oracle, everyone, MAX_TOKENS)
+    engine.reset_stats()
+    for output in serve(engine, oracle, everyone[::-1], MAX_TOKENS):
+        num_full = (len(output.prompt_token_ids) - 1) // block_size * block_size
+        assert output.num_cached_tokens == num_full, "everything but the last token's block"
+    stats = engine.stats()
+    assert stats.cached_tokens == sum(
+        (len(p) - 1) // block_size * block_size for p in oracle.prompts
+    )
+    assert stats.kv_blocks_in_use == 0 and stats.kv_blocks_cached > 0
+
+
+@pytest.mark.parametrize("prefix_cache", CACHES)
+@pytest.mark.parametrize("seed", range(30))
+def test_random_families_in_pools_that_force_eviction(seed, prefix_cache, oracle, loaded):
+    """Arrivals during the run, aborts, salts, several samples, pools of hardly more than one
+    request."""
+    rng = random.Random(seed)
+    block_size = rng.choice(BLOCK_SIZES)
+    largest = -(-(max(map(len, oracle.prompts)) + MAX_TOKENS) // block_size)
+    config = EngineConfig(
+        block_size=block_size,
+        num_blocks=1 + rng.choice([largest, largest + 2, 2 * largest, 5 * largest]),
+        max_num_seqs=rng.choice([1, 2, 5, 64]),
+        max_num_batched_tokens=rng.choice([90, 150, 2048]),
+        prefix_cache=prefix_cache,
+        check_invariants=True,
+        shuffle_batch=True,
+    )
+    engine = LLMEngine(config, loaded=loaded)
+    waiting = [(rng.randint(0, 40), i, rng.randrange(len(oracle.prompts))) for i in range(20)]
+    lengths = {i: rng.randint(1, MAX_TOKENS) for _, i, _ in waiting}
+    aborts = {i: rng.randint(0, 60) for _, i, _ in waiting if rng.random() < 0.2}
+    index_of = {str(i): index for _, i, index in waiting}
+    outputs = {}
+    for step in range(3000):
+        for when, i, index in waiting:
+            if when == step:
+                salt = rng.choice([None, None, "x", "y"])
+                params = greedy_params(lengths[i], n=rng.choice([1, 1, 1, 3]))
+                engine.add_request(str(i), oracle.prompts[index], params, cache_salt=salt)
+        for i, when in aborts.items():
+            if when == step and (output := engine.abort_request(str(i))) is not None:
+                outputs[str(i)] = output
+        outputs |= {o.request_id: o for o in engine.step() if o.finished}
+        if step > 40 and not engine.has_unfinished_requests():
+            break
+    assert set(outputs) == set(index_of), f"seed {seed}"
+    for request_id, output in outputs.items():
+        for completion in output.outputs:
+            expected = oracle.expected(index_of[request_id], lengths[int(request_id)])
+            if completion.finish_reason == "abort":
+                expected = expected[: len(completion.token_ids)]
+            assert completion.token_ids == expected, f"seed {seed}, request {request_id}"
+    assert engine.stats().kv_blocks_in_use == 0
+    assert engine.reset_prefix_cache() and engine.stats().kv_blocks_cached == 0
+
+
+@pytest.mark.parametrize("prefix_cache", CACHES)
+def test_requests_that_arrive_together_compute_a_shared_prefix_once(prefix_cache, oracle, loaded):
+    """Trap 2: nobody computes what another request computes in the same step."""
+    config = EngineConfig(
+        block_size=4, num_blocks=500, prefix_cache=prefix_cache, check_invariants=True
+    )
+    engine = LLMEngine(config, loaded=loaded)
+    outputs = serve(engine, oracle, [4, 4, 4, 4], 4)
+    length = len(oracle.prompts[4])
+    usable = (length - 1) // 4 * 4
+    assert [o.num_cached_tokens for o in outputs] == [0, usable, usable, usable]
+    assert engine.stats().scheduled_tokens == length + 3 * (length - usable) + 4 * 3
+    assert engine.stats().num_steps == 1 + 4
+
+
+@pytest.mark.parametrize("prefix_cache", CACHES)
+def test_equal_requests_share_what_they_generate(prefix_cache, oracle, loaded):
+    """Two that decode the same tokens side by side keep one copy: the later one's table changes to
+    the cache's block, and the runner is told."""
+    config = EngineConfig(
+        block_size=4, num_blocks=500, prefix_cache=prefix_cache, check_invariants=True
+    )
+    engine = LLMEngine(config, loaded=loaded)
+    serve(engine, oracle, [7, 7, 7], MAX_TOKENS)
+    num_tokens = len(oracle.prompts[7]) + MAX_TOKENS - 1
+    assert engine.stats().kv_blocks_cached == num_tokens // 4
+
+
+@pytest.mark.parametrize("prefix_cache", CACHES)
+def test_a_prompt_that_is_cached_whole_computes_its_last_block(prefix_cache, oracle, loaded):
+    """Trap 3: 16 and 48 tokens, blocks of 16."""
+    config = EngineConfig(num_blocks=200, prefix_cache=prefix_cache, check_invariants=True)
+    engine = LLMEngine(config, loaded=loaded)
+    for index, cached in ((0, 0), (2, 32)):
+        assert len(oracle.prompts[index]) == cached + 16
+        serve(engine, oracle, [index], 5)
+        (warm,) = serve(engine, oracle, [index], 5)
+        assert warm.num_cached_tokens == cached
+
+
+@pytest.mark.parametrize("prefix_cache", CACHES)
+def test_salts_share_nothing(prefix_cache, oracle, loaded):
+    config = EngineConfig(num_blocks=400, prefix_cache=prefix_cache, check_invariants=True)
+    engine = LLMEngine(config, loaded=loaded)
+    for salt, cached in ((None, 0), ("a", 0), ("b", 0), ("a", 32), (None, 32), ("b", 32)):
+        (output,) = serve(engine, oracle, [2], 3, salt)
+        assert output.num_cached_tokens == cached, salt
+
+
+@pytest.mark.parametrize("salt", ["", 3, b"x"])
+def test_a_salt_must_be_text(salt, loaded):
+    engine = LLMEngine(EngineConfig(num_blocks=20), loaded=loaded)
+    with pytest.raises(ValueError, match="cache_salt"):
+        engine.add_request("a", [1, 2], greedy_params(2), cache_salt=salt)
+    assert not engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("prefix_cache", CACHES)
+def test_a_full_warm_pool_hits_what_it_is_about_to_evict(prefix_cache, oracle, loaded):
+    """Trap 5: touched before anything is allocated, the hit survives the eviction it causes."""
+    needed = -(-(len(oracle.prompts[2]) + 7) // 4)
+    config = EngineConfig(
+        block_size=4, num_blocks=1 + needed, prefix_cache=prefix_cache, check_invariants=True
+    )
+    engine = LLMEngine(config, loaded=loaded)
+    serve(engine, oracle, [2], 8)
+    for _ in range(3):
+        (output,) = serve(engine, oracle, [2], 8)
+        assert output.num_cached_tokens == 44
+
+
+@pytest.mark.parametrize("prefix_cache", CACHES)
+def test_published_kv_is_what_its_tokens_give(prefix_cache, oracle, loaded):
+    """Every cached block, recomputed from its whole prefix by an engine without a cache."""
+    config = EngineConfig(block_size=4, num_blocks=120, prefix_cache=prefix_cache)
+    engine = LLMEngine(config, loaded=loaded)
+    for indices in ([4, 5, 8], [20, 21, 9], [11, 12, 13, 23]):
+        serve(engine, oracle, indices, 9)
+    prefixes = list(engine.prefix_cache.cached_prefixes())
+    assert len(prefixes) > 30
+    for prefix in prefixes:
+        plain = LLMEngine(
+            EngineConfig(block_size=4, num_blocks=40, prefix_cache=None), loaded=loaded
+        )
+        plain.add_request("a", list(prefix.token_ids), greedy_params(2))
+        plain.step()
+        block_id = plain.kv_manager.get_block_ids("a")[len(prefix.token_ids) // 4 - 1]
+        for mine, theirs in (
+            (engine.kv_cache.key_cache, plain.kv_cache.key_cache),
+            (engine.kv_cache.value_cache, plain.kv_cache.value_cache),
+        ):
+            for layer, other in zip(mine, theirs, strict=True):
+                torch.testing.assert_close(
+                    layer[prefix.block.block_id], other[block_id], rtol=0, atol=1e-12
+                )
+
+
+@pytest.mark.parametrize("prefix_cache", CACHES)
+def test_a_step_that_fails_publishes_nothing(prefix_cache, oracle, loaded):
+    config = EngineConfig(
+        block_size=4, num_blocks=200, prefix_cache=prefix_cache, check_invariants=True
+    )
+    engine = LLMEngine(config, loaded=loaded)
+    forward = engine.core.runner.forward
+
+    def fail(batch):
+        forward(batch)
+        raise MemoryError("made up")
+
+    engine.core.runner.forward = fail
+    engine.add_request("a", oracle.prompts[4], greedy_params(4))
+    with pytest.raises(MemoryError):
+        engine.step()
+    engine.core.runner.forward = forward
+    assert engine.stats().kv_blocks_cached == 0
+    (output,) = serve(engine, oracle, [4], 4)
+    assert output.num_cached_tokens == 0
+
+
+def test_the_cache_can_be_forgotten_between_runs_only(oracle, loaded):
+    engine = LLMEngine(EngineConfig(block_size=4, num_blocks=200), loaded=loaded)
+    serve(engine, oracle, [4], 4)
+    engine.add_request("a", oracle.prompts[4], greedy_params(4))
+    engine.step()
+    assert not engine.reset_prefix_cache()
+    assert engine.stats().kv_blocks_cached > 0
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert engine.reset_prefix_cache()
+    assert engine.stats().kv_blocks_cached == 0
+
+
+def test_kv_of_other_weights_is_not_ours(loaded):
+    engine = LLMEngine(EngineConfig(num_blocks=10), loaded=loaded)
+    again = LLMEngine(EngineConfig(num_blocks=20), loaded=loaded)
+    assert kv_namespace(loaded, engine.kv_cache) == kv_namespace(loaded, again.kv_cache)
+    other = load_model(loaded.path, torch.float64, torch.device("cpu"))
+    with torch.no_grad():
+        next(other.model.parameters()).add_(1e-9)
+    assert kv_namespace(other, engine.kv_cache) != kv_namespace(loaded, engine.kv_cache)
+    half = load_model(loaded.path, torch.float32, torch.device("cpu"))
+    other_dtype = LLMEngine(EngineConfig(num_blocks=10), loaded=half)
+    assert kv_namespace(half, other_dtype.kv_cache) != kv_namespace(loaded, engine.kv_cache)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"prefix_cache": "lru"}, {"kv_tiers": 3}, {"kv_connector": "pool"}]
+)
+def test_wrong_choices_are_named(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        EngineConfig(**wrong)
