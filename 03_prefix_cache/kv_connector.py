@@ -1,7 +1,7 @@
 """The seam through which KV comes from elsewhere: a lower memory tier, a store, another machine.
 
-A prefix that the local cache has lost, or never had, may be cheaper to fetch than to compute: the
-manager asks a connector before a request is admitted:
+What the local cache has lost, or never had, may be cheaper to fetch than to compute. The manager
+asks a connector before a request is admitted:
 
     local cache      | hit: num_computed_tokens |
     connector        |                          | get_num_new_matched_tokens |
