@@ -7,8 +7,8 @@
     end          publish the full blocks that the pool has not got
 
 The name of a block is the chained hash of the local cache, over the engine's namespace (model,
-dtype, layout) and the request's extra keys as well: what another model or another tenant has put
-into the pool is not even found. Their tags are set apart, so that no request can spell a namespace.
+dtype, layout) and the request's extra keys as well (`request_chain.py`): what another model or
+another tenant has put into the pool is not even found.
 
 Only the engine's thread writes to the engine's memory: the transfer's thread brings bytes, and
 `get_finished_load` writes them. So a cancelled load writes nothing, however late its bytes come.
@@ -27,17 +27,15 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from kv_connector import KVConnector
+from kv_connector import KVBlockIO, KVConnector
 from kv_pool import KVPool, TransferResult
-from prefix_cache_local import compute_block_hash, compute_hash_chain
 from request import Request
+from request_chain import Link, RequestChains
 
 logger = logging.getLogger(__name__)
-
-_Link = tuple[bytes, tuple[int, ...]]  # hash and tokens of one block
 
 
 @dataclass(slots=True)
@@ -51,18 +49,10 @@ class PoolConnectorStats:
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
-    """What a request was told: its chain so far, and the block at which the load would begin."""
-
-    chain: list[_Link] = field(default_factory=list)
-    start: int = 0
-
-
-@dataclass(slots=True, eq=False)
 class _PoolLoad:
     transfer_id: str
     block_ids: tuple[int, ...]
-    expected: list[_Link]
+    expected: list[Link]
     deadline: float
     has_ended: bool = False  # guarded by the connector's condition
 
@@ -88,28 +78,13 @@ class PoolConnector(KVConnector):
         self.load_timeout_s = load_timeout_s
         self.stats = PoolConnectorStats()
         self._clock = clock
-        self._asked: WeakKeyDictionary[Request, _Asked] = WeakKeyDictionary()
+        self._starts: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # in blocks; last asked
         self._loads: dict[str, _PoolLoad] = {}  # by request id
         self._ended = threading.Condition()
 
-    # -- names
-
-    def _chain(self, request: Request, num_blocks: int) -> list[_Link]:
-        """Hash and tokens of the first `num_blocks` blocks. A request is hashed once: its tokens
-        only ever grow at their end."""
-        chain = self._asked.setdefault(request, _Asked()).chain
-        tokens, size = request.all_token_ids, self.block_size
-        if not chain and num_blocks:
-            chain += compute_hash_chain(tokens[: num_blocks * size], size, self._keys(request))
-        for start in range(len(chain) * size, num_blocks * size, size):
-            link = tuple(tokens[start : start + size])
-            chain.append((compute_block_hash(chain[-1][0], link), link))
-        return chain[:num_blocks]
-
-    def _keys(self, request: Request) -> list[tuple[str, str | int]]:
-        return [(f"engine {tag}", value) for tag, value in self.namespace] + [
-            (f"request {tag}", value) for tag, value in request.extra_keys
-        ]
+    def bind(self, io: KVBlockIO, block_size: int, namespace: Sequence[tuple[str, str]]) -> None:
+        super().bind(io, block_size, namespace)
+        self._chains = RequestChains(block_size, namespace)
 
     # -- load
 
@@ -120,7 +95,7 @@ class PoolConnector(KVConnector):
         num_usable = (request.num_tokens - 1) // self.block_size  # the last token is computed here
         if num_usable <= start:
             return 0, False
-        chain = self._chain(request, num_usable)[start:]
+        chain = self._chains.chain(request, num_usable)[start:]
         try:
             num_tokens, node_ids = self.pool.query([block_hash for block_hash, _ in chain])
         except Exception as failure:
@@ -128,7 +103,7 @@ class PoolConnector(KVConnector):
             return 0, False
         if num_tokens != len(node_ids) * self.block_size:  # not blocks of ours
             return 0, False
-        self._asked[request].start = start
+        self._starts[request] = start
         return num_tokens, num_tokens > 0
 
     def update_state_after_alloc(
@@ -140,8 +115,8 @@ class PoolConnector(KVConnector):
             raise ValueError(f"{len(block_ids)} block_ids for {num_external_tokens} tokens")
         if request.request_id in self._loads:
             raise ValueError(f"request {request.request_id!r} is being loaded")
-        start = self._asked[request].start
-        expected = self._chain(request, start + len(block_ids))[start:]
+        start = self._starts[request]
+        expected = self._chains.chain(request, start + len(block_ids))[start:]
         # Other engines count their requests from 0 too: the request's id would not be unique.
         transfer_id = f"{self.node_id}/{uuid.uuid4().hex}"
         deadline = self._clock() + self.load_timeout_s
@@ -227,7 +202,7 @@ class PoolConnector(KVConnector):
         """The deepest block first, and the whole chain counts as used afterwards: the pool drops a
         tail before its head, without which it could not be found."""
         try:
-            chain = self._chain(request, len(block_ids))
+            chain = self._chains.chain(request, len(block_ids))
             hashes = [block_hash for block_hash, _ in chain]
             num_known = len(self.pool.query(hashes)[1])
             for (block_hash, tokens), block_id in reversed(

@@ -595,6 +595,41 @@ def test_of_two_that_publish_one_block_at_the_same_moment_one_is_told_it_is_new(
         assert pool.total_cached_blocks == 1
 
 
+class Guarded(dict):
+    """A dictionary that may only be touched under a lock."""
+
+    lock: threading.Lock
+
+
+def _guard(name: str):
+    def method(self, *args):
+        assert self.lock.locked(), f"{name} without the lock"
+        return getattr(dict, name)(self, *args)
+
+    return method
+
+
+for _name in ("get", "pop", "setdefault", "values", "items", "clear"):
+    setattr(Guarded, _name, _guard(_name))
+for _name in ("getitem", "setitem", "delitem", "contains", "iter", "len"):
+    setattr(Guarded, f"__{_name}__", _guard(f"__{_name}__"))
+
+
+def test_the_index_is_only_touched_under_the_lock():
+    """Nothing else runs here, so a lock that is held is held by who touches."""
+    with make_pool(max_blocks_per_node=2) as pool:
+        pool._nodes, pool._copies = Guarded(), Guarded()
+        pool._nodes.lock = pool._copies.lock = pool._lock
+        publish(pool, "a", 0, 0, 1, 2)
+        assert pool.query(HASHES[1:]) == (5, ["a", "a"])
+        result = transfer(pool, [1, 2], "b")
+        assert (arrived(result), result.error) == ([1, 2], None)
+        assert pool.total_cached_blocks == 4
+        assert pool.remove_node("a") == 2
+        pool.check_invariants()
+        pool.close()
+
+
 @pytest.fixture
 def hasty_threads():
     """The interpreter changes threads as often as it can."""

@@ -254,8 +254,8 @@ def test_a_request_cannot_spell_a_namespace(pool):
 
 def test_a_request_is_hashed_once_and_its_outputs_when_they_come(engines, monkeypatch):
     """The cost of asking again is a query."""
-    import pool_connector
     import prefix_cache_local
+    import request_chain
 
     first, second = engines
     counts = {"blocks": 0}
@@ -265,7 +265,7 @@ def test_a_request_is_hashed_once_and_its_outputs_when_they_come(engines, monkey
         counts["blocks"] += 1
         return hash_block(*args)
 
-    for module in (pool_connector, prefix_cache_local):
+    for module in (request_chain, prefix_cache_local):
         monkeypatch.setattr(module, "compute_block_hash", counted)
     request = make_request("0", TOKENS)
     second.ask(request)
@@ -282,9 +282,13 @@ def test_nothing_is_remembered_of_a_request_that_is_gone(engines):
     _, second = engines
     request = make_request("0", TOKENS)
     second.ask(request)
-    assert len(second.connector._asked) == 1
+    second.begin(request)
+    second.finish(request)
+    memories = second.connector._starts, second.connector._chains._chains
+    assert [len(memory) for memory in memories] == [1, 1]
     del request
-    assert len(second.connector._asked) == 0
+    assert [len(memory) for memory in memories] == [0, 0]
+    assert not second.connector._loads
 
 
 # -- loads that do not go well
@@ -546,7 +550,7 @@ def test_a_full_node_loses_the_tail_of_a_saved_chain_first(transport, num_known)
     first.save(make_request("1", TOKENS))
     request = make_request("2", TOKENS)
     for number, expected in enumerate([16, 12, 8, 4, 0]):
-        hashes = [block_hash for block_hash, _ in first.connector._chain(request, 4)]
+        hashes = [block_hash for block_hash, _ in first.connector._chains.chain(request, 4)]
         held = [h in pool._nodes["a"].blocks for h in hashes]  # a query would be a use
         assert held == [index * SIZE < expected for index in range(4)]
         first.save(make_request(f"other {number}", [number] * SIZE))
