@@ -192,7 +192,7 @@ def draw_hit_rate(record: dict) -> plt.Figure:
         ylim=0,
     )
     axis.grid(alpha=0.3)
-    axis.legend(frameon=False, loc="lower right")
+    axis.legend(frameon=False, loc="center left")
     return figure
 
 
