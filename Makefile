@@ -113,6 +113,14 @@ $(STAMP): pyproject.toml
 	@$(PIP) -e '.[test,notebooks,dev]' || { \
 	  echo "make: the project's requirements could not be installed; see pip's message above, then start again."; \
 	  exit 1; }
+	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+	  echo "make: installing the Mooncake store (optional: chapter 3 works without it)"; \
+	  $(PIP) -e '.[mooncake]' || \
+	    echo "make: it could not be installed; see pip's message above. Its tests will be skipped."; \
+	  $(PY) -c 'import mooncake.store' || { \
+	    echo "make: the Mooncake store does not load, so its tests will be skipped. On Debian and Ubuntu it wants:"; \
+	    echo "      sudo apt-get install libibverbs1 libnuma1 libcurl4"; }; \
+	fi
 	@$(PY) -c 'import torch, transformers, pytest, jupytext, request, common' || { \
 	  echo "make: $(VENV) is broken. Remove it (rm -rf $(VENV)) and start again."; exit 1; }
 	@rm -f $(HALF_MADE)
