@@ -111,7 +111,9 @@ class TieredCache(KVConnector):
         self.stats = TierStats()
         self.host = HostTier(config.host_blocks)
         self._hash_of: dict[int, bytes] = {}  # of every block on the device that is cached
-        self._found: dict[str, list[bytes]] = {}  # by request: what the last look-up promised
+        # By request, what the last look-up promised: hashes, and the bytes if they are in the host.
+        # Held, because making room for a load evicts blocks, and pushes others out of the host.
+        self._found: dict[str, list[tuple[bytes, bytes | None]]] = {}
         self._loads: dict[str, _TierLoad] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kv-tier-reader")
 
@@ -181,22 +183,20 @@ class TieredCache(KVConnector):
     ) -> tuple[int, bool]:
         start = num_computed_tokens // self.block_size
         num_usable = (request.num_tokens - 1) // self.block_size  # the last token is computed
-        found: list[bytes] = []
-        on_disk = False
+        found: list[tuple[bytes, bytes | None]] = []
         for block_hash, _ in self._below.chains.chain(request, num_usable)[start:]:
-            if block_hash not in self.host:
-                if self.disk is None or block_hash not in self.disk:
-                    break
-                on_disk = True
-            found.append(block_hash)
+            data = self.host.get(block_hash)
+            if data is None and (self.disk is None or block_hash not in self.disk):
+                break
+            found.append((block_hash, data))
         self._found[request.request_id] = found
-        return len(found) * self.block_size, on_disk
+        return len(found) * self.block_size, any(data is None for _, data in found)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
-        hashes = self._found.pop(request.request_id)[: len(block_ids)]
-        data = [self.host.get(block_hash) for block_hash in hashes]  # held from here on
+        found = self._found.pop(request.request_id)[: len(block_ids)]
+        hashes, data = [block_hash for block_hash, _ in found], [block for _, block in found]
         from_disk = [place for place, block in enumerate(data) if block is None]
         deadline = time.monotonic() + self.config.load_timeout_s
         load = _TierLoad(hashes, list(block_ids), data, from_disk, deadline)

@@ -1,0 +1,205 @@
+"""Tiers against a dictionary; a file that lies, is cut off, or belongs to somebody else."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+
+from kv_tiers import _FILE_HEADER, _RECORD_HEADER, DiskTier, HostTier
+
+NBYTES = 24
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def content(number: int, version: int = 0) -> bytes:
+    return random.Random(f"{number} {version}").randbytes(NBYTES)
+
+
+def test_host_tier_against_a_naive_lru():
+    rng = random.Random(0)
+    tier, naive = HostTier(5), OrderedDict()
+    for _ in range(2000):
+        number = rng.randrange(12)
+        if rng.random() < 0.5:
+            expected = naive.get(number)
+            if expected is not None:
+                naive.move_to_end(number)
+            assert tier.get(key(number)) == expected
+        else:
+            data = content(number, rng.randrange(3))
+            naive[number] = data
+            naive.move_to_end(number)
+            left = [naive.popitem(last=False)] if len(naive) > 5 else []
+            assert tier.put(key(number), data) == [(key(n), d) for n, d in left]
+        assert len(tier) == len(naive) and all((key(n) in tier) == (n in naive) for n in range(12))
+
+
+def test_a_host_tier_without_room_passes_everything_on():
+    tier = HostTier(0)
+    assert tier.put(key(1), b"x") == [(key(1), b"x")]
+    assert len(tier) == 0
+
+
+def test_disk_tier_against_a_naive_lru(tmp_path: Path):
+    rng = random.Random(1)
+    tier, naive = DiskTier(tmp_path / "kv", 5, NBYTES), OrderedDict()
+    for _ in range(1500):
+        number = rng.randrange(12)
+        action = rng.choice(["read", "put", "use"])
+        if action == "put":
+            naive[number] = content(number, rng.randrange(3))
+            naive.move_to_end(number)
+            if len(naive) > 5:
+                naive.popitem(last=False)
+            tier.put(key(number), naive[number])
+        elif action == "use":
+            tier.use(key(number))
+        else:
+            assert tier.read(key(number)) == naive.get(number)
+        if number in naive:
+            naive.move_to_end(number)
+        assert {n for n in range(12) if key(n) in tier} == set(naive) and len(tier) == len(naive)
+        tier.check_invariants()
+    assert tier.num_corrupt == 0
+    tier.close()
+    tier.close()
+
+
+def test_a_file_is_taken_over_by_the_next_process(tmp_path: Path):
+    first = DiskTier(tmp_path / "kv", 8, NBYTES)
+    for number in range(11):
+        first.put(key(number), content(number))
+    first.close()
+    second = DiskTier(tmp_path / "kv", 8, NBYTES)
+    second.check_invariants()
+    assert [second.read(key(n)) for n in range(11)] == [None] * 3 + [
+        content(n) for n in range(3, 11)
+    ]
+    second.put(key(20), content(20))
+    assert len(second) == 8
+    second.close()
+
+
+def test_a_smaller_tier_takes_over_what_fits_it(tmp_path: Path):
+    first = DiskTier(tmp_path / "kv", 8, NBYTES)
+    for number in range(8):
+        first.put(key(number), content(number))
+    first.close()
+    second = DiskTier(tmp_path / "kv", 3, NBYTES)
+    found = [n for n in range(8) if second.read(key(n)) is not None]
+    assert len(found) == len(second) == 3
+    assert all(second.read(key(n)) == content(n) for n in found)
+    second.close()
+
+
+def test_a_file_of_other_blocks_is_begun_anew(tmp_path: Path):
+    first = DiskTier(tmp_path / "kv", 4, NBYTES)
+    first.put(key(1), content(1))
+    first.close()
+    second = DiskTier(tmp_path / "kv", 4, NBYTES + 8)
+    assert len(second) == 0 and second.read(key(1)) is None
+    second.close()
+
+
+def test_a_file_that_is_no_tier_is_begun_anew(tmp_path: Path):
+    (tmp_path / "kv").write_bytes(b"something else entirely" * 100)
+    tier = DiskTier(tmp_path / "kv", 4, NBYTES)
+    assert len(tier) == 0
+    tier.put(key(1), content(1))
+    assert tier.read(key(1)) == content(1)
+    tier.close()
+
+
+def test_every_damaged_byte_of_a_record_is_a_miss(tmp_path: Path):
+    """The magic, the hash, the length, the checksum, the block: one flipped bit each."""
+    record_nbytes = _RECORD_HEADER.size + NBYTES
+    for place in range(record_nbytes):
+        path = tmp_path / f"kv{place}"
+        tier = DiskTier(path, 2, NBYTES)
+        tier.put(key(1), content(1))
+        tier.put(key(2), content(2))
+        offset = tier._offset(tier._slots[key(1)]) + place
+        tier._map[offset] ^= 0x10
+        assert tier.read(key(1)) is None, place
+        assert tier.num_corrupt == 1 and key(1) not in tier
+        assert tier.read(key(2)) == content(2), "the neighbour is as it was"
+        tier.check_invariants()
+        tier.put(key(1), content(1))
+        assert tier.read(key(1)) == content(1)
+        tier.close()
+
+
+@pytest.mark.parametrize("num_kept", [0, 5, _FILE_HEADER.size, _FILE_HEADER.size + 60, 150])
+def test_a_file_that_was_cut_off_has_misses_and_no_wrong_bytes(tmp_path: Path, num_kept: int):
+    first = DiskTier(tmp_path / "kv", 4, NBYTES)
+    for number in range(4):
+        first.put(key(number), content(number))
+    first.close()
+    whole = (tmp_path / "kv").read_bytes()
+    (tmp_path / "kv").write_bytes(whole[:num_kept])
+    second = DiskTier(tmp_path / "kv", 4, NBYTES)
+    for number in range(4):
+        assert second.read(key(number)) in (None, content(number))
+    num_whole = max(0, num_kept - _FILE_HEADER.size) // (_RECORD_HEADER.size + NBYTES)
+    assert len(second) == num_whole
+    second.close()
+
+
+def test_a_write_that_was_interrupted_is_a_miss(tmp_path: Path):
+    """The process dies after a part of the new bytes: neither old nor new block is found."""
+
+    class Dies(Exception):
+        pass
+
+    class Fragile:
+        def __init__(self, inner, num_writes):
+            self.inner, self.left = inner, num_writes
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def __getitem__(self, where):
+            return self.inner[where]
+
+        def __setitem__(self, where, value):
+            if self.left == 0:
+                raise Dies
+            self.left -= 1
+            self.inner[where] = value
+
+    for num_writes in range(3):
+        path = tmp_path / f"kv{num_writes}"
+        tier = DiskTier(path, 1, NBYTES)
+        tier.put(key(1), content(1))
+        inner = tier._map
+        tier._map = Fragile(inner, num_writes)
+        with pytest.raises(Dies):
+            tier.put(key(2), content(2))
+        tier._map = inner
+        tier.close()
+        after = DiskTier(path, 1, NBYTES)
+        assert after.read(key(2)) is None
+        assert after.read(key(1)) == (content(1) if num_writes == 0 else None)
+        after.close()
+
+
+def test_wrong_sizes_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="max_blocks"):
+        DiskTier(tmp_path / "kv", 0, NBYTES)
+    tier = DiskTier(tmp_path / "kv", 1, NBYTES)
+    with pytest.raises(ValueError, match="bytes"):
+        tier.put(key(1), b"short")
+    assert len(tier) == 0
+    tier.close()
+
+
+# Mutations tried (each makes a test here fail): `read` without the checksum; without comparing the
+# hash; `put` without invalidating first; with the header before the bytes; `_drop` without freeing
+# the slot; `popitem(last=True)` in either tier; `read` or `use` without `move_to_end`; no truncate
+# of a foreign file; the file header without block_nbytes; slots beyond a smaller file.

@@ -1,0 +1,282 @@
+"""Down and up again, under a real cache and manager. A block's bytes are a function of its chain
+hash, so KV of another prefix would be seen at once."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from block_pool import BlockPool
+from cached_kv_cache_manager import CachedKVCacheManager
+from prefix_cache_local import PrefixCacheLocal, compute_hash_chain
+from radix_cache import RadixCache
+from request import Request
+from tiered_cache import KVTierConfig, TieredCache
+
+BLOCK_SIZE = 2
+NAMESPACE = (("model", "test"),)
+
+
+class FakeIO:
+    block_nbytes = 40
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, bytes] = {}
+        self.num_reads = 0
+
+    def read_block(self, block_id: int) -> bytes:
+        self.num_reads += 1
+        return self.blocks[block_id]
+
+    def write_block(self, block_id: int, data: bytes | memoryview) -> None:
+        assert len(data) == self.block_nbytes
+        self.blocks[block_id] = bytes(data)
+
+
+def kv_of(token_ids: tuple[int, ...], extra_keys=()) -> bytes:
+    """What a forward pass writes for the last block of this prefix."""
+    return random.Random(repr((token_ids, extra_keys))).randbytes(FakeIO.block_nbytes)
+
+
+class Engine:
+    """A manager, a cache, tiers and a memory of bytes, without a model."""
+
+    def __init__(self, config: KVTierConfig, kind=PrefixCacheLocal, num_blocks: int = 8) -> None:
+        self.pool, self.io = BlockPool(num_blocks + 1), FakeIO()
+        if kind is PrefixCacheLocal:
+            self.cache = PrefixCacheLocal(pool=self.pool, block_size=BLOCK_SIZE)
+        else:
+            self.cache = RadixCache(page_size=BLOCK_SIZE, pool=self.pool)
+        self.tiers = TieredCache(config)
+        self.tiers.bind(self.io, BLOCK_SIZE, NAMESPACE)
+        self.cache.listener = self.tiers
+        self.manager = CachedKVCacheManager(self.pool, BLOCK_SIZE, self.cache, self.tiers)
+        self.num_requests = 0
+
+    def request(self, token_ids, extra_keys=()) -> Request:
+        self.num_requests += 1
+        request = Request.from_tokens(str(self.num_requests), list(token_ids), 1)
+        request.extra_keys = extra_keys
+        return request
+
+    def serve(self, token_ids, extra_keys=()) -> int:
+        """One request from look-up to end. Returns the tokens that it did not compute, after every
+        block of its table has been compared with what a forward pass would have written."""
+        request = self.request(token_ids, extra_keys)
+        while not (computed := self.manager.get_computed_blocks(request)).is_ready:
+            self.manager.wait_for_loads()
+        num_new = request.num_tokens - computed.num_tokens
+        assert self.manager.allocate_slots(request, num_new, 0, computed)
+        block_ids = self.manager.get_block_ids(request.request_id)
+        for index in range(request.num_tokens // BLOCK_SIZE):
+            prefix = tuple(request.all_token_ids[: (index + 1) * BLOCK_SIZE])
+            if index < len(computed.blocks):
+                assert self.io.blocks[block_ids[index]] == kv_of(prefix, extra_keys), index
+            else:
+                self.io.blocks[block_ids[index]] = kv_of(prefix, extra_keys)
+        request.num_computed_tokens = request.num_tokens
+        self.manager.cache_blocks(request)
+        self.manager.check_invariants([request])
+        self.tiers.check_invariants()
+        self.manager.free(request)
+        return computed.num_tokens
+
+
+@pytest.fixture(params=[PrefixCacheLocal, RadixCache])
+def kind(request):
+    return request.param
+
+
+@pytest.mark.parametrize("write_policy", ["write_back", "write_through"])
+def test_what_was_evicted_comes_back(kind, write_policy, tmp_path):
+    """Four prompts of 8 blocks in a device of 8: each but the last has been evicted whole."""
+    config = KVTierConfig(8, 100, tmp_path / "kv", write_policy)
+    engine = Engine(config, kind)
+    prompts = [[n] * 16 for n in range(4)]
+    assert [engine.serve(prompt) for prompt in prompts] == [0, 0, 0, 0]
+    assert [engine.serve(prompt) for prompt in prompts] == [14, 14, 14, 14]
+    assert engine.tiers.stats.num_disk_hits > 0
+    engine.tiers.close()
+
+
+def test_without_a_tier_they_are_computed_again(kind):
+    engine = Engine(KVTierConfig(host_blocks=1), kind)
+    prompts = [[n] * 16 for n in range(4)]
+    assert [engine.serve(prompt) for prompt in prompts * 2] == [0] * 8
+    engine.tiers.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_prompts_never_see_the_kv_of_another(seed, kind, tmp_path):
+    rng = random.Random(seed)
+    config = KVTierConfig(
+        rng.choice([0, 1, 3, 10]),
+        rng.choice([2, 5, 30]),
+        tmp_path / "kv",
+        rng.choice(["write_back", "write_through"]),
+    )
+    engine = Engine(config, kind)
+    for _ in range(60):
+        tokens = [rng.randrange(2) for _ in range(rng.randint(1, 14))]
+        engine.serve(tokens, rng.choice([(), (), (("salt", "x"),)]))
+        assert len(engine.tiers.host) <= config.host_blocks
+        assert len(engine.tiers.disk) <= config.disk_blocks
+    engine.tiers.close()
+
+
+def test_a_second_eviction_copies_nothing(kind):
+    """Copies below stay: what comes back and leaves again is not read from the device twice."""
+    engine = Engine(KVTierConfig(host_blocks=100), kind)
+    for _ in range(3):
+        engine.serve([1] * 16)
+        engine.serve([2] * 16)
+    assert engine.io.num_reads == engine.tiers.stats.num_saved <= 16
+    engine.tiers.close()
+
+
+def test_write_through_copies_when_a_block_is_published(kind):
+    through = Engine(KVTierConfig(100, write_policy="write_through"), kind)
+    through.serve([1] * 8)
+    assert len(through.tiers.host) == 4
+    back = Engine(KVTierConfig(100), kind)
+    back.serve([1] * 8)
+    assert len(back.tiers.host) == 0
+    for engine in (through, back):
+        engine.tiers.close()
+
+
+def test_a_file_serves_the_next_engine(kind, tmp_path):
+    config = KVTierConfig(0, 50, tmp_path / "kv", "write_through")
+    first = Engine(config, kind)
+    assert first.serve([3] * 10) == 0
+    first.tiers.close()
+    second = Engine(config, kind)
+    assert second.serve([3] * 10) == 8
+    assert second.tiers.stats.num_disk_hits == 4
+    second.tiers.close()
+
+
+def test_kv_of_another_model_is_not_found(tmp_path):
+    config = KVTierConfig(0, 50, tmp_path / "kv", "write_through")
+    first = Engine(config)
+    first.serve([3] * 10)
+    first.tiers.close()
+    second = Engine(config)
+    second.tiers.close()
+    second.tiers = TieredCache(config)
+    second.tiers.bind(second.io, BLOCK_SIZE, (("model", "another"),))
+    second.manager.connector = second.cache.listener = second.tiers
+    assert second.serve([3] * 10) == 0
+    second.tiers.close()
+
+
+def test_a_corrupt_block_ends_the_load_in_front_of_it(tmp_path, caplog):
+    config = KVTierConfig(0, 50, tmp_path / "kv", "write_through")
+    engine = Engine(config)
+    engine.serve([3] * 10)
+    assert engine.manager.reset_prefix_cache()
+    keys = [("engine model", "test")]
+    bad = compute_hash_chain([3] * 10, BLOCK_SIZE, keys)[2][0]
+    disk = engine.tiers.disk
+    disk._map[disk._offset(disk._slots[bad]) + 100] ^= 1
+    assert engine.serve([3] * 10) == 4
+    assert disk.num_corrupt == 1 and engine.tiers.stats.num_short_loads == 1
+    assert engine.manager.reset_prefix_cache()
+    assert engine.serve([3] * 10) == 8, "it was computed, and saved again"
+    engine.tiers.close()
+
+
+def test_a_request_whose_blocks_are_being_read_is_passed_over(tmp_path):
+    """`is_ready` is False until the disk has answered; others are served meanwhile."""
+    config = KVTierConfig(0, 50, tmp_path / "kv", "write_through")
+    engine = Engine(config)
+    engine.serve([3] * 8)
+    engine.manager.reset_prefix_cache()
+    gate, read = threading.Event(), engine.tiers.disk.read
+
+    def slow_read(block_hash: bytes) -> bytes | None:
+        gate.wait(20)
+        return read(block_hash)
+
+    engine.tiers.disk.read = slow_read
+    request = engine.request([3] * 8)
+    computed = engine.manager.get_computed_blocks(request)
+    assert not computed.is_ready and computed.is_loading
+    assert engine.serve([4] * 4) == 0
+    assert not engine.manager.get_computed_blocks(request).is_ready
+    gate.set()
+    while not (computed := engine.manager.get_computed_blocks(request)).is_ready:
+        engine.manager.wait_for_loads()
+    assert computed.num_tokens == 6
+    engine.manager.free(request)
+    engine.manager.check_invariants()
+    engine.tiers.close()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "late"])
+def test_a_load_that_is_given_up_writes_nothing(how, tmp_path):
+    timeout = 0.2 if how == "late" else 20.0
+    config = KVTierConfig(0, 50, tmp_path / "kv", "write_through", load_timeout_s=timeout)
+    engine = Engine(config)
+    engine.serve([3] * 8)
+    engine.manager.reset_prefix_cache()
+    gate, read = threading.Event(), engine.tiers.disk.read
+
+    def slow_read(block_hash: bytes) -> bytes | None:
+        gate.wait(20)
+        return read(block_hash)
+
+    engine.tiers.disk.read = slow_read
+    request = engine.request([3] * 8)
+    is_ready = engine.manager.get_computed_blocks(request).is_ready
+    if how == "late":
+        while not engine.manager.get_computed_blocks(request).is_ready:
+            engine.manager.wait_for_loads()
+        assert engine.manager.get_computed_blocks(request).num_tokens == 0
+    else:
+        assert not is_ready
+    engine.manager.free(request)
+    before = dict(engine.io.blocks)
+    gate.set()
+    engine.tiers.close()
+    assert engine.io.blocks == before
+    engine.manager.check_invariants()
+    assert engine.pool.num_free_blocks == engine.pool.num_usable_blocks
+
+
+def test_a_child_is_never_left_below_without_its_parent_while_both_fit(kind):
+    """Trap 11, a floor down: the tail of a prompt leaves the host before its head."""
+    engine = Engine(KVTierConfig(host_blocks=6), kind)
+    engine.serve([1] * 16)  # 8 blocks
+    engine.serve([2] * 16)  # evicts them, tail first; the host keeps 6
+    assert engine.serve([1] * 16) >= 2 * BLOCK_SIZE, "the head is still there"
+    engine.tiers.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"host_blocks": -1},
+        {"host_blocks": 1.5},
+        {"host_blocks": 0},
+        {"host_blocks": 1, "disk_blocks": True},
+        {"host_blocks": 1, "write_policy": "never"},
+        {"host_blocks": 1, "load_timeout_s": 0},
+        {"host_blocks": 1, "disk_path": 3},
+    ],
+)
+def test_wrong_configurations_are_named(wrong):
+    with pytest.raises(ValueError, match=list(wrong)[-1]):
+        KVTierConfig(**wrong)
+
+
+def test_a_temporary_file_is_removed(kind):
+    engine = Engine(KVTierConfig(0, 10), kind)
+    path = engine.tiers.disk.path
+    assert path.exists()
+    engine.tiers.close()
+    engine.tiers.close()
+    assert not Path(path).exists()
