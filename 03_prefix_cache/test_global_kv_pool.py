@@ -682,3 +682,42 @@ def test_eight_threads_publish_ask_copy_cancel_and_unplug_without_a_contradictio
             thread.join(WAIT_S)
         assert not failures and not any(thread.is_alive() for thread in threads), failures
         pool.check_invariants()
+
+
+# Mutations tried, each caught by a test here:
+#   checksum without the name
+#   checksum without the tokens
+#   checksum without the bytes
+#   checksum without lengths
+#   create keeps the caller's buffers
+#   query goes on after a miss
+#   query does not stay on a node
+#   query names the last publisher
+#   a query is no use
+#   head counts as used before the tail
+#   tokens counted as 2 a block
+#   publish does not look again under the lock
+#   other tokens accepted
+#   empty tokens accepted
+#   publishing again is no use
+#   one block too many
+#   newest dropped
+#   eviction leaves the index
+#   empty entry left in the index
+#   a removed node stays alive
+#   bytes of a dead node accepted
+#   blocks kept on a dead target
+#   checksum not looked at
+#   no second copy tried
+#   own copy sent to itself
+#   own copy not preferred
+#   a transfer is no use
+#   head stored before the tail
+#   copy names its source
+#   a missing block is no error
+#   publish after close
+#   without the lock: query
+#   without the lock: publish
+#   without the lock: remove_node
+#   without the lock: keep
+#   without the lock: async_transfer
