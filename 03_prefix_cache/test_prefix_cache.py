@@ -366,6 +366,7 @@ class World:
         assert all(self.kv[entry.block_id] == key for key, entry in entries.items())
         cached_ids = sorted(entry.block_id for entry in entries.values())
         assert sorted(self.cache.cached_block_ids()) == cached_ids
+        assert sorted(PrefixCache.cached_block_ids(self.cache)) == cached_ids  # what it stands for
         assert [b.block_id for b in self.pool.blocks if self.cache.owns(b)] == cached_ids
         for entry in entries.values():
             assert self.cache.num_users(self.pool.blocks[entry.block_id]) == entry.num_users
@@ -735,6 +736,28 @@ def test_a_path_may_be_older_than_the_cache_is(rig):
     assert ids(result.blocks) == others[:1] + ids(new[1:])
 
 
+def test_a_path_does_not_answer_for_the_tokens(rig):
+    """The same request may ask for less than it did: its last token is always computed."""
+    path = PrefixPath()
+    blocks = rig.warm("ABCD")
+    for letters in ("ABCD", "AB", "ABC", ""):
+        match = rig.cache.match_prefix(rig.spell(letters), None, path)
+        assert ids(match.blocks) == blocks[: len(letters)]
+
+
+@pytest.mark.parametrize("num_evicted", [0, 1])
+def test_a_path_does_not_vouch_for_what_others_put_behind_it(rig, num_evicted):
+    """It ended at C, or at D, which is evicted since; now X stands there."""
+    path = PrefixPath()
+    rig.warm("ABCD"[: 3 + num_evicted])
+    rig.cache.match_prefix(rig.spell("ABCD"), None, path)
+    rig.cache.evict(num_evicted)
+    rig.hold("ABCX")
+    new = rig.pool.allocate(1)
+    rig.refused("not cached", rig.cache.insert, rig.spell("ABCDE"), new, start=4, path=path)
+    assert len(rig.cache.match_prefix(rig.spell("ABCDE"), None, path).blocks) == 3
+
+
 class CountingList(list):
     """Counts the tokens that are read out of it."""
 
@@ -808,6 +831,14 @@ def test_the_least_recently_used_block_is_evicted_first(rig):
 def test_a_release_is_a_use(rig):
     a = rig.hold("A")
     rig.warm("B")
+    rig.cache.release(a)
+    rig.cache.evict(1)
+    assert rig.names() == {"A"}
+
+
+def test_a_release_is_later_than_the_match_before_it(rig):
+    a = rig.hold("A")
+    rig.warm("B"), rig.hits("B")
     rig.cache.release(a)
     rig.cache.evict(1)
     assert rig.names() == {"A"}
@@ -991,6 +1022,9 @@ def test_hit_rate_is_tokens_hit_over_tokens_looked_up(rig):
     rig.cache.stats.record(30, 20)
     assert rig.cache.stats == CacheStats(2, 40, 20)
     assert rig.cache.cache_hit_rate == 0.5
+    one_token = CacheStats()
+    one_token.record(1, 1)
+    assert one_token.hit_rate == 1.0
 
 
 def test_a_block_size_below_one_is_an_error(make_cache):
@@ -1273,7 +1307,7 @@ def walk(make_cache, seed: int, num_steps: int, num_usable: int, block_size: int
             world.publish(tenant, tenant.num_full(block_size))
             world.finish(tenant, rng.randrange(3))
         elif action < 0.98:
-            world.cache_computed(new_tenant())
+            (world.cache_computed if rng.random() < 0.5 else world.look_up)(new_tenant())
         else:
             world.evict(rng.randrange(4))
         if step % 10 == 0:
