@@ -3,9 +3,9 @@
 What the local cache has lost, or never had, may be cheaper to fetch than to compute. The manager
 asks a connector before a request is admitted:
 
-    local cache      | hit: num_computed_tokens |
-    connector        |                          | get_num_new_matched_tokens |
-    to be computed   |                                                       | the rest: >= 1 token |
+    local cache     | hit: num_computed_tokens |
+    connector       |                          | get_num_new_matched_tokens |
+    to be computed  |                                                       | the rest: >= 1 token |
 
 If something can be loaded, the manager takes blocks for it, says where they are, and the request
 waits in a status of its own (`WAITING_FOR_REMOTE_KVS`); others go on. What has arrived enters the

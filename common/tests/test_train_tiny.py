@@ -206,7 +206,7 @@ def test_recorded_loss_and_agreement_are_those_of_the_shipped_weights(
     assert found["nats_per_token"] == pytest.approx(
         one["nats_per_token"], rel=1e-3 if same_text else 0.1
     )
-    assert record["greedy_agreement"] > 0.4, "a draft that knows nothing of its target"
+    assert record["greedy_agreement"] >= 0.55, "a draft that knows nothing of its target"
     agreement = tiny_eval.greedy_agreement(target, draft, tokenizer, text)
     assert agreement == pytest.approx(record["greedy_agreement"], abs=0.1)
 
