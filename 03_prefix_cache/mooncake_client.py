@@ -96,8 +96,8 @@ class MooncakeClient:
         return self._call("locate", list(keys))[0] if keys else []
 
     def put(self, key: str, *parts: bytes) -> bool:
-        """Store the parts as one value. False: there is no room. A key that exists stays as it
-        is."""
+        """Store the parts as one value, in the memory that this client lends if it has room there.
+        False: there is no room. A key that exists stays as it is."""
         return self._call("put", key, parts=parts)[0] == 0
 
     def get(self, key: str) -> bytearray | None:
@@ -214,11 +214,13 @@ class _StoreCalls:
 
     def setup(self, arguments: list, _: bytearray) -> tuple[str | None, object, bytes]:
         try:
-            from mooncake.store import MooncakeDistributedStore
+            from mooncake.store import MooncakeDistributedStore, ReplicateConfig
         except ImportError as failure:
             return f"the library does not load: {failure}. {HOW_TO_INSTALL}", None, b""
         self._store = MooncakeDistributedStore()
         code = self._store.setup(*arguments)
+        self._placement = ReplicateConfig()
+        self._placement.preferred_segment = self._store.get_hostname()
         return (f"the store's set-up failed with code {code}" if code else None), code, b""
 
     def locate(self, keys: list[str], _: bytearray) -> tuple[str | None, object, bytes]:
@@ -234,7 +236,7 @@ class _StoreCalls:
         return _error_of(min(codes)), nodes, b""
 
     def put(self, key: str, value: bytearray) -> tuple[str | None, object, bytes]:
-        code = self._store.put(key, value)
+        code = self._store.put(key, value, self._placement)
         return _error_of(code), code, b""
 
     def get(self, key: str, _: bytearray) -> tuple[str | None, object, bytes]:

@@ -13,10 +13,10 @@ Invariants: those of `kv_pool.py`; a store that fails, at any moment, is an empt
 `query` finds nothing, `publish` returns False, a transfer ends with an error, each within the
 client's time limit (`mooncake_client.py`), and a warning says so once.
 
-What differs from `GlobalKVPool`: the store chooses where a block is, so `node_ids` are the store's
-names of clients, and a block has one copy whoever published it; `publish` does not compare its
-tokens with those in the store, which would cost as much as the block; `total_cached_blocks` counts
-every key of the store.
+What differs from `GlobalKVPool`: `node_ids` are the store's own names of clients; a block has one
+copy, in the memory that its publisher lends if there is room, else in another's; `publish` does not
+compare its tokens with those in the store, which would cost as much as the block;
+`total_cached_blocks` counts every key of the store.
 
 vLLM's and SGLang's Mooncake stores use the hash as the key as well. Source: Mooncake, arXiv
 2407.00079.

@@ -1,0 +1,241 @@
+"""The client's process against a library that hangs, crashes and lies: a scripted one, so that
+these tests run everywhere. The real one is used in `test_mooncake_pool.py`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import mooncake_client
+from mooncake_client import MooncakeClient, StoreDownError
+from mooncake_master import MooncakeAddress, MooncakeUnavailableError
+
+LIMIT_S = 0.5
+LATE_S = 10.0  # a loaded machine's tolerance; what hangs here hangs for longer
+SCRIPTED_LIBRARY = """
+import os, time
+from types import SimpleNamespace as N
+
+def obey(key):
+    if key.startswith("hang"): time.sleep(60)
+    if key.startswith("crash"): os._exit(3)
+    if key.startswith("raise"): raise RuntimeError("as scripted")
+    return -900 if key.startswith("rpc") else 0
+
+class ReplicateConfig:
+    preferred_segment = None
+
+class MooncakeDistributedStore:
+    def setup(self, host, metadata, segment, buffer, protocol, devices, master):
+        self.values = {"environment": repr(sorted(os.environ)).encode()}
+        return obey(host)
+    def batch_is_exist(self, keys):
+        return [obey(key) or int(key in self.values) for key in keys]
+    def is_exist(self, key):
+        return self.batch_is_exist([key])[0]
+    def batch_get_replica_desc(self, keys):
+        buffer = N(buffer_descriptor=N(transport_endpoint="somebody"))
+        return {key: [N(get_memory_descriptor=lambda: buffer)] for key in keys if key != "gone"}
+    def get_hostname(self):
+        return "mine"
+    def put(self, key, value, config):
+        assert config.preferred_segment == "mine"
+        code = obey(key) or (-200 if key.startswith("full") else 0)
+        if code == 0: self.values.setdefault(key, bytes(value))
+        return code
+    def get(self, key):
+        return b"" if obey(key) else self.values.get(key, b"")
+    def remove(self, key, force):
+        return 0 if self.values.pop(key, None) is not None else -704
+    def close(self):
+        return obey("hang" if "slow to close" in self.values else "")
+"""
+
+
+@pytest.fixture
+def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeAddress]:
+    """Where something listens; and the client's process finds the scripted library."""
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").touch()
+    (tmp_path / "mooncake" / "store.py").write_text(SCRIPTED_LIBRARY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = f"127.0.0.1:{server.getsockname()[1]}"
+        yield MooncakeAddress(where, where)
+
+
+@pytest.fixture
+def client(address: MooncakeAddress) -> Iterator[MooncakeClient]:
+    client = MooncakeClient(address, timeout_s=LATE_S)
+    yield client
+    client.close()
+
+
+def test_values_come_back_as_they_were_put(client: MooncakeClient) -> None:
+    parts = [os.urandom(3_000_000), b"", os.urandom(7)]
+    assert client.put("big", *parts)
+    assert client.put("none")  # an empty value is as good as none
+    assert client.get("big") == b"".join(parts)
+    assert client.get("none") is None and client.get("unknown") is None
+    client.remove("big")
+    client.remove("big")
+    assert client.get("big") is None
+    assert client.down_reason is None
+
+
+def test_keys_are_located_up_to_the_first_that_is_missing(client: MooncakeClient) -> None:
+    for key in ("a", "b", "c", "gone"):
+        client.put(key, b"value")
+    assert client.locate([]) == []
+    assert client.locate(["a", "b", "c"]) == ["somebody"] * 3
+    assert client.locate(["a", "unknown", "c"]) == ["somebody"]
+    assert client.locate(["unknown", "a"]) == []
+    # Taken out of the store between the two questions that it takes.
+    assert client.locate(["a", "gone", "b"]) == ["somebody"]
+
+
+def test_a_full_store_is_not_a_failed_one(client: MooncakeClient) -> None:
+    assert not client.put("full", b"value")
+    assert client.down_reason is None and client.put("a", b"value")
+
+
+@pytest.mark.parametrize("trouble", ["hang", "crash", "raise", "rpc"])
+@pytest.mark.parametrize("operation", ["locate", "get", "put"])
+def test_after_a_failure_the_client_answers_at_once(
+    client: MooncakeClient, trouble: str, operation: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.timeout_s = LIMIT_S if trouble == "hang" else LATE_S
+    arguments = {"locate": (["a", trouble],), "get": (trouble,), "put": (trouble, b"x")}[operation]
+    start = time.monotonic()
+    with pytest.raises(StoreDownError):
+        getattr(client, operation)(*arguments)
+    assert time.monotonic() - start < LATE_S
+    start = time.monotonic()
+    for _ in range(100):
+        with pytest.raises(StoreDownError):
+            client.locate(["a"])
+    client.close()
+    assert time.monotonic() - start < LIMIT_S
+    assert client.down_reason and [each.levelname for each in caplog.records] == ["WARNING"]
+    assert client.process.poll() is not None, "the client's process is left behind"
+
+
+def test_a_hanging_call_delays_others_by_no_more_than_its_own_limit(
+    client: MooncakeClient,
+) -> None:
+    client.timeout_s = LIMIT_S
+    failures = []
+
+    def call() -> None:
+        try:
+            client.get("hang")
+        except StoreDownError as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=call) for _ in range(40)]
+    start = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(failures) == 40 and time.monotonic() - start < LATE_S  # not 40 limits
+
+
+def test_a_client_process_that_does_not_read_is_given_up(client: MooncakeClient) -> None:
+    """The socket's buffer is full long before the value has been sent."""
+    os.kill(client.process.pid, signal.SIGSTOP)
+    client.timeout_s = LIMIT_S
+    start = time.monotonic()
+    with pytest.raises(StoreDownError, match="timed out"):
+        client.put("a", bytes(50_000_000))
+    assert time.monotonic() - start < LATE_S
+
+
+def test_closing_does_not_wait_for_a_store_that_hangs(client: MooncakeClient) -> None:
+    client.put("slow to close", b"x")
+    client.timeout_s = LIMIT_S
+    start = time.monotonic()
+    client.close()
+    client.close()
+    assert time.monotonic() - start < LATE_S
+    assert client.process.poll() is not None
+    with pytest.raises(StoreDownError, match="closed"):
+        client.get("a")
+
+
+def test_the_client_process_ends_with_its_owner(address: MooncakeAddress) -> None:
+    script = (
+        "import os, sys\n"
+        "from mooncake_client import MooncakeClient, MooncakeAddress\n"
+        f"client = MooncakeClient(MooncakeAddress({address.master!r}, {address.master!r}))\n"
+        "print(client.process.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    folder = str(Path(mooncake_client.__file__).parent)
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ['PYTHONPATH']}"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE)
+    pid = int(done.stdout)
+    deadline = time.monotonic() + LATE_S
+    while _is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _is_running(pid)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # waits for its parent only
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_the_library_is_not_sent_through_a_proxy(
+    address: MooncakeAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTPS_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    client = MooncakeClient(address, timeout_s=LATE_S)
+    environment = bytes(client.get("environment")).decode()
+    client.close()
+    assert "proxy" not in environment.lower() and "PYTHONPATH" in environment
+
+
+# -- what is not there is said, with what to do
+
+
+@pytest.mark.parametrize("trouble", ["hang", "crash", "raise", "rpc"])
+def test_a_set_up_that_fails_is_reported(address: MooncakeAddress, trouble: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(MooncakeUnavailableError):
+        MooncakeClient(address, host=trouble, start_timeout_s=1.0)
+    assert time.monotonic() - start < LATE_S
+
+
+def test_an_address_at_which_nothing_listens_is_reported_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = f"127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(MooncakeUnavailableError, match=where):
+        MooncakeClient(MooncakeAddress(where, where))
+
+
+def test_a_library_that_does_not_load_is_reported_with_what_to_install(
+    address: MooncakeAddress, tmp_path: Path
+) -> None:
+    (tmp_path / "mooncake" / "store.py").write_text("raise ImportError('libibverbs.so.1: no')")
+    with pytest.raises(MooncakeUnavailableError, match=r"libibverbs.so.1: no.*apt-get install"):
+        MooncakeClient(address)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1])
+def test_a_time_limit_must_be_positive(address: MooncakeAddress, timeout_s: float) -> None:
+    with pytest.raises(ValueError, match="timeout_s"):
+        MooncakeClient(address, timeout_s=timeout_s)
