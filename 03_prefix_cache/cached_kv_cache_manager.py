@@ -364,9 +364,9 @@ class CachedKVCacheManager(KVCacheManager):
     def check_invariants(self, requests: Iterable[Request] = ()) -> None:
         """And the cache's. O(pool x depth)."""
         requests = list(requests)
+        assert set(self._tables) <= set(self._states), "a table without a state"
         super().check_invariants(requests)
         self.cache.check_invariants()
-        assert set(self._tables) <= set(self._states), "a table without a state"
         assert self._loads.keys().isdisjoint(self._tables), "loading, and running"
         for key, request_id in self._in_flight.items():
             assert self._states[request_id].in_flight == key, request_id

@@ -281,6 +281,8 @@ class World:
         return self.waiting[request_id]
 
     def look_up(self, request: Request) -> ComputedBlocks:
+        was_loading = request.request_id in self.connector.loads
+        num_held = sum(len(q.prefix + q.blocks) for q in self.manager._loads.values())
         computed = self.manager.get_computed_blocks(request)
         if not self.checks:
             return computed
@@ -289,13 +291,12 @@ class World:
             assert computed.is_loading
         if computed.is_loading:
             assert not computed.is_ready
-            if request.request_id not in self.connector.loads:
-                offered = min(
-                    self.connector.num_offered[request.request_id],
-                    (request.num_tokens - 1) // self.block_size,
-                )
-                num_held = sum(len(q.prefix + q.blocks) for q in self.manager._loads.values())
-                assert num_held and 2 * (num_held + offered) > self.pool.num_usable_blocks
+            num_full = (request.num_tokens - 1) // self.block_size
+            num_wanted = min(self.connector.num_offered[request.request_id], num_full)
+            is_too_much = num_held and 2 * (num_held + num_wanted) > self.pool.num_usable_blocks
+            assert was_loading or bool(is_too_much) == (
+                request.request_id not in self.connector.loads
+            )
             return computed
         is_computed = self.computing(request, len(found))
         assert is_computed or computed.is_ready, "nobody computes it"
@@ -556,6 +557,28 @@ def test_a_move_dies_with_its_request(make_world):
     assert [move[0] for move in world.manager.take_block_copies()] == ["c"]
 
 
+def test_blocks_are_freed_deepest_first(make_world):
+    """Trap 11: those of a table that is not published, of a load that did not come, of one that
+    came in part."""
+    world = make_world(6, 2)
+    for leave, num_kept in ((world.free, 0), (lambda _: world.connector.finish("b", 1), 1)):
+        world.submit("a", [1] * 6)
+        assert world.admit("a")
+        assert world.tables()["a"] == [1, 2, 3]
+        world.free("a")
+        assert [block.block_id for block in world.pool.free_order()] == [4, 5, 6, 3, 2, 1]
+        world.submit("b", [2] * 7)
+        world.connector.num_offered["b"] = 3
+        assert world.look_up(world.waiting["b"]).is_loading
+        leave("b")
+        if num_kept:
+            assert world.look_up(world.waiting["b"]).num_tokens == 2
+        free = [block.block_id for block in world.pool.free_order()]
+        assert free == [3, 2, 1, *([6, 5, 4] if not num_kept else [6, 5])]
+        world.pool.reclaim([world.pool.blocks[b] for b in free])  # in order for the second time
+        world.pool.free([world.pool.blocks[b] for b in sorted(free)])
+
+
 def test_a_hit_survives_the_eviction_it_causes(make_world):
     """Trap 5: touched before anything is taken."""
     world = make_world(4, 4)
@@ -614,6 +637,37 @@ def test_the_block_that_a_decoding_request_fills_is_waited_for_too(make_world):
     assert not world.look_up(world.waiting["b"]).is_ready
     world.step()
     assert world.look_up(world.waiting["b"]).num_tokens == 8
+
+
+def test_the_order_of_extra_keys_does_not_matter(make_world):
+    world = make_world(20, 2)
+    keys = (("salt", "s"), ("lora", 7))
+    for request_id, extra_keys in (("a", keys), ("b", keys[::-1])):
+        world.submit(request_id, [1, 2, 3]).extra_keys = extra_keys
+    assert world.admit("a")
+    assert not world.look_up(world.waiting["b"]).is_ready
+    world.step()
+    assert world.look_up(world.waiting["b"]).num_tokens == 2
+
+
+def test_a_block_with_draft_tokens_is_neither_published_nor_waited_for(make_world):
+    """Trap 13: positions beyond the known tokens are written for tokens that may be rejected."""
+    world = make_world(20, 4)
+    request = world.submit("a", [1, 1, 1])
+    assert world.manager.allocate_slots(request, 5, computed=ComputedBlocks())
+    assert not world.manager._in_flight
+    request.num_computed_tokens = 5
+    world.manager.cache_blocks(request)
+    assert world.cache.num_cached_blocks == 0
+    request.num_computed_tokens = 3  # both are rejected, and another token is sampled
+    request.append_output_token(1)
+    assert world.manager.allocate_slots(request, 1)
+    other = make_request("b", [1] * 5)
+    assert not world.manager.get_computed_blocks(other).is_ready
+    request.num_computed_tokens = 4
+    world.manager.cache_blocks(request)
+    assert world.cache.num_cached_blocks == 1
+    assert world.manager.get_computed_blocks(other).num_tokens == 4
 
 
 def test_statistics_count_a_request_once_when_it_is_admitted(make_world):
@@ -783,6 +837,9 @@ def test_a_fork_of_unpublished_blocks_is_an_error_that_changes_nothing(make_worl
     child.num_computed_tokens = 4
     before = world.snapshot()
     with pytest.raises(ValueError, match="'p' has published 0"):
+        world.manager.fork(parent, child)
+    child.num_computed_tokens = 6
+    with pytest.raises(ValueError, match="'p' has computed 5"):
         world.manager.fork(parent, child)
     assert world.snapshot() == before
     world.check()
@@ -960,7 +1017,7 @@ def test_what_has_arrived_stays_until_its_request_is_admitted(make_world):
     assert world.look_up(world.waiting["a"]).num_tokens == 6
     assert world.manager.num_blocks_in_use == 3 and world.cache.num_evictable_blocks == 0
     for number in range(3):
-        world.submit(str(number), [8, number] * 3)
+        world.submit(str(number), [8, number] * 5)  # all the rest of the memory
         world.run(str(number))
         world.free(str(number))
         world.check()
@@ -971,21 +1028,24 @@ def test_what_has_arrived_stays_until_its_request_is_admitted(make_world):
     world.drain()
 
 
-@pytest.mark.parametrize("num_tokens, num_left", [(10, 6), (12, 4), (14, 2), (16, 0)])
-def test_those_who_wait_give_way_to_those_who_run(make_world, num_tokens, num_left):
-    """One that has arrived unnoticed too; one under way does not."""
+@pytest.mark.parametrize("num_blocks, num_left", [(5, 3), (6, 2), (7, 1), (8, 0)])
+def test_those_who_wait_give_way_to_those_who_run(make_world, num_blocks, num_left):
+    """What has arrived unnoticed does too; what is under way does not."""
     world = make_world(8, 2)
     world.submit("a", [1, 2, 3, 4, 5, 6, 7])
     world.connector.num_offered["a"] = 3
     assert not world.look_up(world.waiting["a"]).is_ready
-    world.submit("y", [9] * (num_tokens + 1 if num_tokens < 16 else 16))
-    if num_tokens > 10:
+    world.submit("y", [9] * (2 * num_blocks))
+    if num_blocks > 5:
         assert not world.admit("y")
     world.connector.finish("a", 3)
     assert world.admit("y")
     world.step()
     world.check()
-    assert world.longest(world.waiting["a"], 6) == world.longest(world.waiting["a"], num_left)
+    assert (num_blocks == 5) == ("a" in world.connector.loads), "polled only if memory is short"
+    assert world.look_up(world.waiting["a"]).num_tokens == 2 * num_left
+    assert [call[0] for call in world.connector.calls].count("load") == 1, "the rest is computed"
+    world.check()
     world.drain()
 
 
@@ -1010,6 +1070,22 @@ def test_loads_take_no_more_than_their_share(make_world):
     world.connector.num_offered["a"] = 4
     assert world.look_up(world.waiting["a"]).is_loading
     assert set(world.connector.loads) == {"a"}, "alone it may have everything"
+
+
+@pytest.mark.parametrize("first, second", [("long", "other"), ("other", "long")])
+def test_the_cached_prefix_that_a_load_keeps_counts_in_its_share(make_world, first, second):
+    world = make_world(8, 2)
+    world.submit("x", [1, 2, 3, 4, 5])
+    world.run("x")
+    world.free("x")
+    world.submit("long", [1, 2, 3, 4, 5, 6, 7])  # two blocks cached, one to load
+    world.submit("other", [7] * 5)  # two to load
+    world.connector.num_offered |= {"long": 3, "other": 2}
+    assert world.look_up(world.waiting[first]).is_loading
+    assert world.look_up(world.waiting[second]).is_loading
+    assert set(world.connector.loads) == {first}, "3 + 2 of 8"
+    world.check()
+    world.drain()
 
 
 def test_two_loads_of_one_prefix_leave_it_in_memory_once(make_world):
@@ -1155,7 +1231,7 @@ OPERATIONS = [
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_long_random_run(make_cache, seed, block_size):
     rng = random.Random(f"{seed} {block_size}")
     world = World(make_cache, rng.choice([4, 9, 20]), block_size)
@@ -1193,7 +1269,7 @@ def test_any_order_of_calls(make_cache):
     run_state_machine_as_test(
         lambda: ManagerMachine(make_cache),
         settings=settings(
-            max_examples=30,
+            max_examples=16,
             stateful_step_count=30,
             deadline=None,
             derandomize=True,
@@ -1375,7 +1451,7 @@ class Engine:
 COPY = ("request_id", "block_index", "src_block_id", "dst_block_id")
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(12))
 def test_whatever_arrives_is_served_and_nothing_is_left(make_cache, seed):
     """No deadlock: of those who wait for a block, for a load, or for memory, somebody goes on."""
     rng = random.Random(seed)
@@ -1431,8 +1507,7 @@ def test_check_invariants_notices_damage(make_world, damage):
     elif damage == "state":
         del manager._states["b"]
     elif damage == "loading":
-        manager._tables["c"] = manager._tables.pop("b")
-        manager._states["c"].num_published = 3
+        manager._loads["b"] = manager._loads.pop("c")
     elif damage == "holder":
         manager._loads["c"].blocks[0].ref_cnt += 1
     elif damage == "cache":
@@ -1443,5 +1518,5 @@ def test_check_invariants_notices_damage(make_world, damage):
             raise AssertionError("contradicts itself")
 
         world.cache.check_invariants = fail
-    with pytest.raises((AssertionError, KeyError)):
+    with pytest.raises(AssertionError):
         manager.check_invariants(world.running.values())
