@@ -1,0 +1,166 @@
+"""Engines in different processes share a real store, and outlive it, with `transformers`' tokens.
+
+Without the store this is skipped, except in a CI, where it has to be there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import common
+from common.tests.engine_oracle import Oracle
+from mooncake_master import MooncakeMaster, MooncakeUnavailableError
+
+BLOCK_SIZE = 4
+MAX_TOKENS = 6
+LATE_S = 60.0  # a loaded machine's tolerance
+ENGINE = """
+import json, sys
+import torch
+from common.engine import EngineConfig, LLMEngine
+from common.loader import load_model
+from mooncake_pool import MooncakeAddress, MooncakePool
+from pool_connector import PoolConnector
+from request import SamplingParams
+
+path, block_size, *address = sys.argv[1:]
+pool = MooncakePool(MooncakeAddress(*address), segment_nbytes=32 << 20, transfer_timeout_s=30)
+config = EngineConfig(
+    block_size=int(block_size), num_blocks=400, max_num_seqs=2, check_invariants=True,
+    kv_connector=PoolConnector(pool, "node", load_timeout_s=30),
+)
+engine = LLMEngine(config, loaded=load_model(path, torch.float64, "cpu"))
+say = lambda **what: print(json.dumps(what), flush=True)
+say(ready=True)
+for line in sys.stdin:
+    job = json.loads(line)
+    params = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True)
+    for index, prompt in enumerate(job["prompts"]):
+        engine.add_request(str(index), prompt, params, cache_salt=job["salt"])
+    outputs = {}
+    before = engine.stats().scheduled_tokens
+    while engine.has_unfinished_requests():
+        done = [output for output in engine.step() if output.finished]
+        outputs.update((int(output.request_id), output) for output in done)
+        say(num_finished=len(outputs))
+    outputs = [outputs[index] for index in sorted(outputs)]
+    say(
+        tokens=[output.outputs[0].token_ids for output in outputs],
+        num_cached_tokens=[output.num_cached_tokens for output in outputs],
+        num_scheduled_tokens=engine.stats().scheduled_tokens - before,
+        down_reason=pool.down_reason,
+    )
+engine.close()
+pool.close()
+"""
+
+
+class EngineProcess:
+    """An engine in a process of its own, spoken to in lines of JSON."""
+
+    def __init__(self, path: Path, master: MooncakeMaster) -> None:
+        root = Path(common.__file__).parents[1]
+        paths = [str(root), *map(str, sorted(root.glob("[0-9][0-9]_*")))]
+        address = master.address
+        command = [sys.executable, "-c", ENGINE, str(path), str(BLOCK_SIZE)]
+        self.process = subprocess.Popen(
+            [*command, address.master, address.metadata],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def read(self) -> dict:
+        line = self.process.stdout.readline()
+        assert line, "the engine's process has failed: see its traceback"
+        return json.loads(line)
+
+    def start(self, prompts: list[list[int]], salt: str | None = None) -> None:
+        job = {"prompts": prompts, "max_tokens": MAX_TOKENS, "salt": salt}
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+
+    def finish(self) -> dict:
+        while "tokens" not in (said := self.read()):
+            pass
+        return said
+
+    def serve(self, prompts: list[list[int]], salt: str | None = None) -> dict:
+        self.start(prompts, salt)
+        return self.finish()
+
+
+@pytest.fixture
+def master() -> Iterator[MooncakeMaster]:
+    try:
+        master = MooncakeMaster()
+    except MooncakeUnavailableError as failure:
+        if os.environ.get("VLLM_FS_REQUIRE_MOONCAKE") or os.environ.get("CI"):
+            pytest.fail(f"the CI has to test the Mooncake store: {failure}")
+        pytest.skip(str(failure))
+    with master:
+        yield master
+
+
+@pytest.fixture
+def engines(family_oracle: Oracle, master: MooncakeMaster) -> Iterator[list[EngineProcess]]:
+    engines = [EngineProcess(family_oracle.path, master) for _ in range(2)]
+    try:
+        for engine in engines:
+            assert engine.read() == {"ready": True}
+        yield engines
+    finally:
+        for engine in engines:
+            engine.process.kill()
+            engine.process.communicate()
+
+
+def test_a_cold_engine_takes_prefixes_from_the_store_and_computes_them_when_it_is_killed(
+    engines: list[EngineProcess], master: MooncakeMaster, family_oracle: Oracle
+) -> None:
+    first, second = engines
+    prompts = family_oracle.prompts
+    expected = [family_oracle.expected(index, MAX_TOKENS) for index in range(len(prompts))]
+    reusable = [(len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts]
+
+    computed = first.serve(prompts)
+    assert computed["tokens"] == expected and computed["down_reason"] is None
+    loaded = second.serve(prompts)
+    assert loaded["tokens"] == expected and loaded["down_reason"] is None
+    assert loaded["num_cached_tokens"] == reusable
+    # What is left to compute: the end of each prompt, and its outputs but for the last.
+    num_own = sum(map(len, prompts)) - sum(reusable) + len(prompts) * (MAX_TOKENS - 1)
+    assert loaded["num_scheduled_tokens"] == num_own < computed["num_scheduled_tokens"]
+
+    # Again, under another salt, so that nothing is in the second engine's own cache.
+    assert first.serve(prompts, salt="again")["tokens"] == expected
+    start = time.monotonic()
+    second.start(prompts, salt="again")
+    while second.read()["num_finished"] < 2:
+        pass
+    master.process.kill()
+    orphaned = second.finish()
+    assert orphaned["tokens"] == expected
+    assert orphaned["down_reason"], "the store was not missed"
+    assert orphaned["num_cached_tokens"][0] == reusable[0]  # before
+    assert num_own < orphaned["num_scheduled_tokens"]
+    # Both go on without it, as one engine alone does.
+    for engine in engines:
+        alone = engine.serve(prompts, salt="alone")
+        assert alone["tokens"] == expected and alone["down_reason"]
+    assert time.monotonic() - start < LATE_S
+    for engine in engines:
+        engine.process.communicate(timeout=LATE_S)
+        assert engine.process.returncode == 0
+
+
+# Mutations tried:
