@@ -135,6 +135,7 @@ def test_statuses_from_stopped_on_are_finished():
         assert request.is_finished == (request.finish_reason is not None)
     assert reasons == {
         "WAITING": None,
+        "WAITING_FOR_REMOTE_KVS": None,
         "RUNNING": None,
         "PREEMPTED": None,
         "FINISHED_STOPPED": "stop",

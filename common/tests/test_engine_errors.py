@@ -140,7 +140,7 @@ def test_max_model_len_ends_the_output(random_loaded, random_oracle: Oracle) -> 
         ("max_model_len", 100_000),
         ("scheduler", "magic"),
         ("policy", "lifo"),
-        ("prefix_cache", "hash"),
+        ("prefix_cache", "lru"),
         ("chunked_prefill", True),
         ("chunked_prefill", 0),
         ("attention_backend", "flash"),
