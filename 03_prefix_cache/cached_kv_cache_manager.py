@@ -221,6 +221,8 @@ class CachedKVCacheManager(KVCacheManager):
         state = self._states.pop(request.request_id, None)
         if state is not None:
             self._forget_in_flight(state)
+            if state.num_external_tokens:  # offered, and perhaps never loaded: forget the offer
+                self.connector.cancel_load(request.request_id)
             if self.connector is not None and state.num_published:
                 block_ids = self.get_block_ids(request.request_id)[: state.num_published]
                 self.connector.request_finished(request, block_ids)

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
 from fcfs_scheduler import FCFSScheduler
-from kv_connector import KVConnector
+from kv_connector import ConnectorChain, KVConnector
 from prefix_cache import normalise_extra_keys
 from request import Request, SamplingParams
 from scheduler_interface import ComputedBlocks
@@ -978,6 +978,27 @@ def test_a_pool_without_room_for_a_load_computes(make_world):
     assert world.admit("a")
     world.step()
     world.check()
+
+
+def test_an_offer_that_was_not_taken_up_is_forgotten_with_the_request(make_cache):
+    """No room for the load, or not yet: the chain had chosen who would load."""
+    runner = Runner(2)
+    chain = ConnectorChain([FakeConnector(runner)])
+    pool = BlockPool(9)
+    manager = CachedKVCacheManager(pool, 2, make_cache(pool, 2), chain)
+    requests = [make_request(request_id, [ord(request_id)] * 9) for request_id in "abc"]
+    for request in requests:
+        chain.connectors[0].num_offered[request.request_id] = 3
+    assert manager.allocate_slots(make_request("x", [9]), 1, num_lookahead_tokens=11)
+    assert manager.get_computed_blocks(requests[0]).is_ready, "two blocks are left"
+    manager.free(make_request("x", [9]))
+    assert manager.get_computed_blocks(requests[1]).is_loading
+    assert manager.get_computed_blocks(requests[2]).is_loading, "not yet"
+    assert set(chain.connectors[0].loads) == {"b"}
+    for request in requests:
+        manager.free(request)
+    assert not chain._chosen and not chain.connectors[0].loads
+    assert pool.num_free_blocks == 8
 
 
 def test_a_request_loads_again_only_for_what_the_cache_has_lost(make_world):

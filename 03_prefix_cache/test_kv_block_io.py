@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -74,6 +76,20 @@ def test_any_buffer_is_written_and_none_is_kept(kind):
     assert io.read_block(3) == expected
 
 
+def test_read_only_bytes_are_copied_before_they_are_seen_as_a_tensor():
+    """PyTorch warns otherwise: it knows no tensors that may not be written to."""
+    io = PagedBlockIO(make_cache(LAYOUTS[1], torch.float32))
+    data = io.read_block(1)
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            io.write_block(3, data)
+    finally:
+        torch.set_warn_always(always)
+
+
 def test_what_was_read_does_not_change_with_the_block():
     cache = make_cache(LAYOUTS[0], torch.float32)
     io = PagedBlockIO(cache)
@@ -110,5 +126,5 @@ def test_data_of_another_length_is_an_error_and_writes_nothing(num_bytes):
 #   a block's shape without its layers' dimension; keys of all layers first, then values
 #   `_check_block` with `0 <=`, with `<=` the number of blocks, or not called by one of the two
 #   the length not checked; checked with `<` only; with `>` only
-#   `bytearray(data)` -> `data`: read-only memory that torch warns of and may write to
-#   write to `block_id - 1`; write keys only; read block 0
+#   `bytearray(data)` -> `data`
+#   write to `block_id - 1`; write keys only; read block 0; half of `block_nbytes`
