@@ -262,6 +262,8 @@ class PrefixCacheLocal(PrefixCache):
             parent = self._by_hash.get(self._hash(hashes, index, token_ids, extra_keys))
             if parent is None:
                 raise ValueError(f"insert behind {start} blocks: block {index} is not cached")
+        if blocks and parent is not None and parent.ref_cnt == 0:
+            raise ValueError(f"insert behind {start} blocks: block {start - 1} has no user")
         return parent
 
     def _tell_cached(self, blocks: Sequence[Block]) -> None:

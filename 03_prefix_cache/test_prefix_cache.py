@@ -994,6 +994,17 @@ def test_insert_refuses_a_start_behind_blocks_that_are_not_cached(rig):
             )
 
 
+def test_insert_refuses_a_start_behind_a_block_that_nobody_uses(rig):
+    """The new block would be used, and the one before it could be evicted."""
+    head = [rig.pool.blocks[block_id] for block_id in rig.warm("AB")]
+    (new,) = rig.pool.allocate(1)
+    rig.refused("no user", rig.cache.insert, rig.spell("ABC"), [new], start=2)
+    rig.cache.touch(head[:1])
+    rig.refused("no user", rig.cache.insert, rig.spell("ABC"), [new], start=2)
+    rig.cache.touch(head[1:])
+    assert rig.cache.insert(rig.spell("ABC"), [new], start=2).owned == [new]
+
+
 # the rest of the contract
 
 
@@ -1267,7 +1278,7 @@ def test_any_order_of_calls_agrees_with_the_naive_model(make_cache):
     run_state_machine_as_test(
         lambda: CacheMachine(make_cache),
         settings=settings(
-            max_examples=60,
+            max_examples=40,
             stateful_step_count=25,
             deadline=None,
             derandomize=True,
@@ -1364,6 +1375,7 @@ def test_every_interleaving_of_three_requests_on_five_blocks(make_cache):
                 refused.clear()
         assert done == [3, 3, 3], "somebody never finds room"
         num_ends += 1
-        world.evict_all_one_by_one()
+        world.evict(9)
+        world.check()
         assert world.pool.num_free_blocks == 5
     assert num_ends > 500 and num_refused > 20 and num_checked > 1000
