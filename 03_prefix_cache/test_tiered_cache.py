@@ -280,3 +280,49 @@ def test_a_temporary_file_is_removed(kind):
     engine.tiers.close()
     engine.tiers.close()
     assert not Path(path).exists()
+
+
+def test_what_is_on_disk_is_not_copied_again(kind, tmp_path):
+    engine = Engine(KVTierConfig(0, 100, tmp_path / "kv"), kind)
+    for _ in range(3):
+        engine.serve([1] * 16)
+        engine.serve([2] * 16)
+    assert engine.tiers.stats.num_saved <= 16
+    engine.tiers.close()
+
+
+def test_what_came_from_disk_is_in_the_host_next_time_its_head_for_longest(tmp_path):
+    """Five blocks come up from disk into a host of three, where the first three of them stay; the
+    block for the last token then evicts one on the device, which takes the place of the third."""
+    config = KVTierConfig(3, 100, tmp_path / "kv")
+    engine = Engine(config)
+    engine.serve([1] * 11)
+    engine.serve([2] * 16)  # evicts it
+    engine.serve([3] * 16)  # pushes it out of the host
+    assert engine.serve([1] * 11) == 10
+    chain = compute_hash_chain([1] * 10, BLOCK_SIZE, [("engine model", "test")])
+    assert [block_hash in engine.tiers.host for block_hash, _ in chain] == [True] * 2 + [False] * 3
+    engine.tiers.close()
+
+
+def test_an_eviction_is_a_use_of_the_copy_below(kind):
+    """Written through long ago and evicted just now: the copy is young, and stays in the host."""
+    engine = Engine(KVTierConfig(8, write_policy="write_through"), kind)
+    engine.serve([1] * 4)
+    engine.serve([2] * 8)
+    for token in (3, 4):  # evicts [1] * 4, then pushes four blocks out of the host
+        engine.serve([token] * 4)
+    assert engine.manager.pool.num_free_blocks + engine.cache.num_cached_blocks == 8
+    assert engine.cache.evict(2) == 2  # the oldest on the device: of prompt 1
+    engine.serve([5] * 4)
+    chain = compute_hash_chain([1] * 4, BLOCK_SIZE, [("engine model", "test")])
+    assert all(block_hash in engine.tiers.host for block_hash, _ in chain)
+    engine.tiers.close()
+
+
+# Mutations tried (each makes a test here fail): the namespace or the extra keys left out of the
+# root; the parent's hash left out; write-through always, or never; a saved block saved again, in
+# the host or on disk; an eviction that does not refresh the host's copy; nothing to disk; a look-up
+# up to the last token; a chain from the first block for a load behind it; holes filled up; no
+# deadline; no wait; blocks from disk not kept in the host, or kept in the wrong order; ids of
+# evicted blocks kept; the temporary file kept. Equivalent: reading on behind a block that is gone.

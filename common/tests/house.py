@@ -166,10 +166,12 @@ def law_of_floors(house: House) -> list[str]:
 
 
 def declared_packages(house: House) -> set[str]:
-    """Import names of the dependencies: each is imported by the name it is distributed under."""
+    """Import names of the dependencies: the name of the distribution, but for those listed here."""
+    imported_as = {"mooncake_transfer_engine_non_cuda": "mooncake"}
     project = house.pyproject().get("project", {})
     lists = [project.get("dependencies", []), *project.get("optional-dependencies", {}).values()]
-    return {re.match(r"[\w.-]+", line)[0].replace("-", "_") for lines in lists for line in lines}
+    names = {re.match(r"[\w.-]+", line)[0].replace("-", "_") for lines in lists for line in lines}
+    return {imported_as.get(name, name) for name in names}
 
 
 def law_of_one_definition(house: House) -> list[str]:
