@@ -1,0 +1,174 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Prefixes computed once
+#
+# This notebook plays with the code of chapter 3. It defines nothing of its own beyond a few lines
+# that print and draw.
+
+# %%
+import random
+import time
+
+import matplotlib.pyplot as plt
+import torch
+
+from common.llm import LLM, SamplingParams
+from prefix_cache_local import PrefixCacheLocal, compute_hash_chain
+from radix_cache import RadixCache
+
+torch.set_num_threads(1)
+
+# %% [markdown]
+# ## A chain of hashes
+#
+# Two prompts that part after 8 tokens, in blocks of 4. Equal prefixes have equal names; from where
+# they part, no name is equal, though block 3 of both begins in the same way.
+
+# %%
+a = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+b = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 99]
+for name, prompt in (("a", a), ("b", b)):
+    print(name, [block_hash.hex()[:8] for block_hash, _ in compute_hash_chain(prompt, 4)])
+print("a, for tenant x", [h.hex()[:8] for h, _ in compute_hash_chain(a, 4, [("salt", "x")])])
+
+# %% [markdown]
+# ## Match, touch, release, evict
+#
+# A cache of five blocks. `b` finds the two blocks that it shares with `a`. A prompt that merely
+# *contains* them finds nothing: `B, C` does not hit `A, B, C`.
+
+# %%
+cache = PrefixCacheLocal(max_cached_blocks=5, block_size=4)
+cache.cache_computed_blocks(a)
+blocks, num_cached_tokens = cache.match_prefix(b)
+print("b finds", num_cached_tokens, "tokens in blocks", [block.block_id for block in blocks])
+print("a without its first block finds", cache.match_prefix(a[4:]).num_cached_tokens)
+
+# %% [markdown]
+# While somebody uses a prefix it stays. `c` needs five blocks and there are two free ones and one
+# that nobody uses: it gets three, from its front.
+
+# %%
+c = list(range(100, 120))
+cache.touch(blocks)
+print("blocks of c that were cached:", len(cache.cache_computed_blocks(c)))
+print("a still finds", cache.match_prefix(a).num_cached_tokens, "tokens: its tail had to go")
+cache.release(blocks)
+cache.check_invariants()
+
+# %% [markdown]
+# ## The disaster of Trap 1, averted
+#
+# `p t` ends, its blocks are evicted and given to `q t`, so that a block holds the tokens `t` again,
+# computed behind `q`. `p t` comes back. Its first block was never reused, its second was.
+
+# %%
+p, q, t = [1] * 4, [2] * 4, [7] * 4
+cache = PrefixCacheLocal(max_cached_blocks=3, block_size=4)
+first = cache.cache_computed_blocks(p + t)
+print("p t is in blocks", [block.block_id for block in first])
+second = cache.cache_computed_blocks(q + t)
+print("q t is in blocks", [block.block_id for block in second])
+print("p t now finds", cache.match_prefix(p + t).num_cached_tokens, "tokens")
+print("q t finds", cache.match_prefix(q + t).num_cached_tokens, "tokens")
+
+# %% [markdown]
+# ## A radix tree grows
+#
+# What no two prompts tell apart is one edge.
+
+# %%
+tree = RadixCache(page_size=4, num_pages=20)
+for prompt in (a, b, c[:8]):
+    tree.cache_computed_blocks(prompt)
+    tree.pretty_print()
+    print()
+
+# %% [markdown]
+# A request that uses the shared part locks it, and only it.
+
+# %%
+used = tree.match_prefix(a[:8]).blocks
+tree.touch(used)
+tree.pretty_print()
+print("evicted:", tree.evict(100), "blocks; what is left:")
+tree.pretty_print()
+tree.release(used)
+
+# %% [markdown]
+# ## Two designs, one contract
+#
+# The same 400 requests on both, in a pool that is far too small. They hit the same tokens, because
+# they evict the same blocks.
+
+# %%
+rng = random.Random(0)
+heads = [[rng.randrange(1000) for _ in range(rng.choice([16, 40, 64]))] for _ in range(8)]
+prompts = [rng.choice(heads) + [rng.randrange(1000) for _ in range(24)] for _ in range(400)]
+hits = {}
+for name, cache in (
+    ("hash chain", PrefixCacheLocal(max_cached_blocks=60, block_size=4)),
+    ("radix tree", RadixCache(page_size=4, num_pages=60)),
+):
+    hits[name] = []
+    for prompt in prompts:
+        hits[name].append(cache.match_prefix(prompt).num_cached_tokens)
+        cache.cache_computed_blocks(prompt)
+    print(name, "hit", sum(hits[name]), "of", sum(map(len, prompts)), "tokens")
+assert hits["hash chain"] == hits["radix tree"]
+
+# %% [markdown]
+# ## In the engine
+#
+# A long prompt twice. The second time only its last block is computed, and the tokens are the same.
+
+# %%
+llm = LLM(num_blocks=600)
+text = "import os\n\n\n" + "".join(
+    f"def function_{i}(x):\n    return x + {i}\n\n\n" for i in range(40)
+)
+params = SamplingParams(temperature=0, max_tokens=8)
+llm.generate("warm up", params, use_tqdm=False)
+outputs = [llm.generate(text, params, use_tqdm=False)[0] for _ in range(2)]
+for output in outputs:
+    print(
+        f"{output.num_cached_tokens:4d} of {len(output.prompt_token_ids)} prompt tokens cached, "
+        f"first token after {output.metrics.time_to_first_token * 1e3:.0f} ms"
+    )
+assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+
+# %% [markdown]
+# Another tenant gets no help from that, and learns nothing from the time it takes.
+
+# %%
+(salted,) = llm.generate(text, params, use_tqdm=False, cache_salt="somebody else")
+print("with a salt:", salted.num_cached_tokens, "tokens cached")
+
+# %% [markdown]
+# Sixteen questions behind one long text, all at once: with the cache the text is computed once.
+
+# %%
+questions = [text + f"def question_{i}(" for i in range(16)]
+seconds = {}
+for prefix_cache in (None, "hash", "radix"):
+    llm = LLM(num_blocks=2000, prefix_cache=prefix_cache)
+    llm.generate("warm up", params, use_tqdm=False)
+    started = time.perf_counter()
+    llm.generate(questions, params, use_tqdm=False)
+    seconds[str(prefix_cache)] = time.perf_counter() - started
+    print(prefix_cache, f"{llm.engine.stats().prefix_cache_hit_rate:.0%} of prompt tokens hit")
+
+figure, axes = plt.subplots(figsize=(5, 2))
+axes.barh(list(seconds), list(seconds.values()))
+axes.set_xlabel("seconds for 16 requests")
+axes.set_ylabel("prefix_cache")
+figure.tight_layout()
