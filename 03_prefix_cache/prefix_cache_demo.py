@@ -17,6 +17,7 @@
 # %%
 import random
 import time
+import warnings
 
 import matplotlib.pyplot as plt
 import torch
@@ -26,6 +27,7 @@ from prefix_cache_local import PrefixCacheLocal, compute_hash_chain
 from radix_cache import RadixCache
 
 torch.set_num_threads(1)
+warnings.filterwarnings("ignore", message="IProgress")  # no progress bars are wanted here
 
 # %% [markdown]
 # ## A chain of hashes
