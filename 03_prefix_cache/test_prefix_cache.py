@@ -34,6 +34,7 @@ from prefix_cache import (
     normalise_extra_keys,
 )
 from prefix_cache_local import PrefixCacheLocal
+from radix_cache import RadixCache
 
 SALT = (("salt", "x"),)
 LORA = (("lora", "x"),)
@@ -506,6 +507,16 @@ def test_prefixes_branch(rig):
     assert rig.cache.num_cached_blocks == 5
 
 
+def test_a_match_does_not_leap_over_a_block(rig):
+    """`A C` ends within the run `A B`, though C stands right behind it."""
+    a, _, _ = rig.warm("ABC")
+    rig.warm("ABD")
+    assert rig.hits("AC") == rig.hits("AD") == [a]
+    a, *_ = rig.warm("XYZAB")
+    rig.warm("XYZU")
+    assert rig.hits("XA") == rig.hits("XU") == rig.hits("XZA") == [a]
+
+
 def test_only_whole_blocks_are_cached_and_matched(rig):
     """Traps 3, 8: a prompt that is a multiple of the block size is cached whole; the manager keeps
     its last token back. A tail that does not fill a block is never cached."""
@@ -684,12 +695,26 @@ def test_insert_continues_behind_a_cached_prefix(rig):
 
 
 def test_inserting_no_blocks_does_nothing(rig):
-    rig.hold("AB")
-    before = rig.snapshot()
-    for start in (0, 1, 2):
-        result = rig.cache.insert(rig.spell("AB"), [], start=start)
-        assert result.blocks == result.owned == result.duplicates == []
-    assert rig.snapshot() == before
+    blocks = rig.hold("AB")
+    for _ in range(2):  # behind what is used, and behind what nobody uses
+        before = rig.snapshot()
+        for start in (0, 1, 2):
+            result = rig.cache.insert(rig.spell("AB"), [], start=start)
+            assert result.blocks == result.owned == result.duplicates == []
+        if rig.cache.num_evictable_blocks == 0:
+            assert rig.snapshot() == before
+            rig.cache.release(blocks)
+    assert rig.names() == {"A", "AB"}
+
+
+def test_blocks_may_come_in_any_sequence(rig):
+    rig.warm("A")
+    new = rig.pool.allocate(2)
+    result = rig.cache.insert(tuple(rig.spell("AB")), tuple(new))
+    assert result.blocks[1:] == result.owned == new[1:] and result.duplicates == new[:1]
+    rig.cache.release(tuple(result.blocks))
+    rig.cache.touch(tuple(result.blocks[:1]))
+    assert rig.cache.num_evictable_blocks == 1
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5])
@@ -1172,12 +1197,13 @@ def test_a_pool_that_is_too_small_caches_the_front(make_cache):
     rig.check()
 
 
-def test_a_cache_on_its_own_pool_holds_as_many_blocks_as_it_was_told():
-    cache = PrefixCacheLocal(3)
-    assert cache.pool.num_usable_blocks == 3 and cache.block_size == 16
-    assert len(cache.cache_computed_blocks(list(range(100)))) == 3
-    assert cache.num_cached_blocks == 3
-    cache.check_invariants()
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_a_cache_on_its_own_pool_holds_as_many_blocks_as_it_was_told(num_blocks):
+    for cache in (PrefixCacheLocal(num_blocks), RadixCache(num_pages=num_blocks)):
+        assert cache.pool.num_usable_blocks == num_blocks and cache.block_size == 16
+        assert len(cache.cache_computed_blocks(list(range(100)))) == num_blocks
+        assert cache.num_cached_blocks == num_blocks
+        cache.check_invariants()
 
 
 # -- random and exhaustive: the world against the model

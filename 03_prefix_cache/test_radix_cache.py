@@ -401,6 +401,13 @@ def test_a_chunked_request_shares_what_it_has_and_goes_on(rig):
     assert rig.cache.evict(9) == 3 and rig.pool.num_free_blocks == rig.pool.num_usable_blocks
 
 
+def test_a_table_that_is_cached_whole_may_be_given_again(rig):
+    table = rig.cache.cache_unfinished_request(rig.spell("AB"), rig.pool.allocate(2))
+    assert rig.cache.cache_unfinished_request(rig.spell("AB"), table) == table
+    rig.cache.cache_finished_request(rig.spell("AB"), table)
+    assert rig.nodes() == {"AB": 0} and [block.ref_cnt for block in table] == [1, 1]
+
+
 def test_a_request_decodes_from_the_canonical_pages(rig):
     """Trap 2: two requests compute one prompt. The table that comes back names no freed block."""
     first = rig.cache.cache_unfinished_request(rig.spell("AB"), rig.pool.allocate(3))
