@@ -85,8 +85,7 @@ class MooncakeClient:
         setup = [host, metadata_url, segment_nbytes, buffer_nbytes, "tcp", "", address.master]
         try:
             self._call("setup", setup, timeout_s=start_timeout_s)
-        except (StoreDownError, OSError) as failure:
-            self._kill()
+        except StoreDownError as failure:
             raise MooncakeUnavailableError(
                 f"{failure}\nIts log ends: {end_of_log(self._log)}"
             ) from failure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,14 @@ def test_the_pool_can_be_imported_without_the_store() -> None:
 
 
 def test_a_program_that_is_not_installed_is_reported_with_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MooncakeUnavailableError, match="pip install"):
-        MooncakeMaster()
+    spec = importlib.util.spec_from_loader("mooncake", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]  # somebody else's package of that name
+    for found in (None, spec):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
+        with pytest.raises(MooncakeUnavailableError, match="pip install"):
+            MooncakeMaster()
 
 
 def test_a_program_that_does_not_start_is_reported_with_its_last_words(
@@ -40,5 +44,12 @@ def test_a_program_that_does_not_start_is_reported_with_its_last_words(
     spec = importlib.util.spec_from_loader("mooncake", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    start = time.monotonic()
     with pytest.raises(MooncakeUnavailableError, match=r"(?s)apt-get install.*so.1 is missing"):
         MooncakeMaster()
+    assert time.monotonic() - start < 20, "a program that has ended was waited for"
+
+
+# Mutations tried, each caught:
+# - a program that is not there is started
+# - one that has ended is waited for

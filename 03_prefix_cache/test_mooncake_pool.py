@@ -170,11 +170,17 @@ def test_a_cold_process_learns_the_block_size_from_the_store(
     chain = make_chain("cold", 3)
     publish(near, chain)
     cold = MooncakePool(master.address, segment_nbytes=0, timeout_s=WAIT_S)
-    assert cold.query(hashes(make_chain("other", 2))) == (0, [])
+    with pytest.raises(ValueError, match="token_ids"):
+        cold.publish(b"h" * 32, "far", [], b"x")
+    other = make_chain("other", 2)
+    assert cold.query(hashes(other)) == (0, [])
+    near._client.put(store_key(other[0][0]), b"no block")
+    assert cold.query(hashes(other)) == (0, [])
     assert cold.query(hashes(chain))[0] == 3 * SIZE
     with pytest.raises(ValueError, match="token_ids"):
         cold.publish(b"h" * 32, "far", [1] * (SIZE - 1), b"x")
     cold.close()
+    assert cold._client.process.poll() is not None
 
 
 def test_a_block_is_published_once(near: MooncakePool, far: MooncakePool) -> None:
@@ -402,10 +408,27 @@ def test_a_store_that_stops_answering_costs_one_time_limit(
     assert pool.query(hashes(chain))[0] == 2 * SIZE
     master.process.send_signal(signal.SIGSTOP)
     try:
+        assert pool.total_cached_blocks == 0
         assert 1.0 < elapsed_s(lambda: pool.query(hashes(chain))) < WAIT_S
         assert elapsed_s(lambda: transfer(pool, chain)) < QUICK_S
+        assert elapsed_s(lambda: pool.total_cached_blocks) < QUICK_S
         assert elapsed_s(pool.close) < QUICK_S
     finally:
         master.process.send_signal(signal.SIGCONT)
     assert pool.query(hashes(chain)) == (0, []), "a store that was given up is asked again"
     assert near.query(hashes(chain))[0] == 2 * SIZE
+
+
+# Mutations tried, each caught:
+# - magic, length, checksum or the shortest header not checked
+# - a damaged value stays
+# - a failed store, or a damaged first block, raises from query, from publish
+# - a block is published again
+# - empty tokens, or another block size, accepted
+# - a missing block is a None in the result
+# - no callback
+# - the counters raise, or are asked though the store is down
+# - close leaves the client running
+# - blocks carry another node's name
+# - keys from two digits of the hash
+# - a block goes to any client's memory (a dead one's too)

@@ -141,26 +141,30 @@ def test_a_cold_engine_takes_prefixes_from_the_store_and_computes_them_when_it_i
     num_own = sum(map(len, prompts)) - sum(reusable) + len(prompts) * (MAX_TOKENS - 1)
     assert loaded["num_scheduled_tokens"] == num_own < computed["num_scheduled_tokens"]
 
-    # Again, under another salt, so that nothing is in the second engine's own cache.
+    # Again, under another salt, so that nothing is in the second engine's own cache. Its first
+    # step is over when the store dies, and most of what it has asked for is still to come.
     assert first.serve(prompts, salt="again")["tokens"] == expected
     start = time.monotonic()
     second.start(prompts, salt="again")
-    while second.read()["num_finished"] < 2:
-        pass
+    assert second.read()["num_finished"] < len(prompts)
     master.process.kill()
     orphaned = second.finish()
     assert orphaned["tokens"] == expected
     assert orphaned["down_reason"], "the store was not missed"
-    assert orphaned["num_cached_tokens"][0] == reusable[0]  # before
-    assert num_own < orphaned["num_scheduled_tokens"]
+    assert orphaned["num_scheduled_tokens"] >= num_own
     # Both go on without it, as one engine alone does.
     for engine in engines:
         alone = engine.serve(prompts, salt="alone")
         assert alone["tokens"] == expected and alone["down_reason"]
+        assert alone["num_scheduled_tokens"] == computed["num_scheduled_tokens"]
     assert time.monotonic() - start < LATE_S
     for engine in engines:
         engine.process.communicate(timeout=LATE_S)
         assert engine.process.returncode == 0
 
 
-# Mutations tried:
+# Mutations tried, each caught:
+# - the pool finds nothing
+# - it publishes nothing
+# - the connector writes zeros
+# - the master's failure is not noticed (every call then waits for seconds)
