@@ -44,7 +44,7 @@ from scheduler_interface import (
 class _Outcome(Enum):
     ADMITTED = auto()
     NOT_READY = auto()  # more of its KV is there soon: the next one is asked meanwhile
-    NO_ROOM = auto()  # nobody behind it is admitted either
+    NO_ROOM = auto()  # not in this step, and nobody behind it either
 
 
 class FCFSScheduler:
@@ -176,10 +176,13 @@ class FCFSScheduler:
 
     def _try_to_admit(self, request: Request, budget: int) -> _Outcome:
         """What is known already is looked up first, and the work is sized after that."""
-        parent = self.running.get(request.parent_id) if request.parent_id is not None else None
+        parent = self.requests.get(request.parent_id) if request.parent_id is not None else None
         if parent is not None:
-            if parent.num_output_tokens == 0:  # its prompt is being computed in this very step
-                return _Outcome.NOT_READY
+            if parent.num_output_tokens == 0:
+                # Its prompt waits to be loaded, or is computed in this very step. In the next one
+                # the child shares it, if nobody has taken the memory meanwhile: the line waits.
+                is_computed_now = parent.request_id in self.running
+                return _Outcome.NO_ROOM if is_computed_now else _Outcome.NOT_READY
             # The child needs logits of its own, so it computes the last prompt token again.
             request.num_computed_tokens = request.num_prompt_tokens - 1
             self.kv_memory.fork(parent, request)
