@@ -2,7 +2,7 @@
 
     python 03_prefix_cache/plot_prefix_cache.py                  draw figures/ from records/
     python 03_prefix_cache/plot_prefix_cache.py --tables         put the tables into README.md too
-    python 03_prefix_cache/plot_prefix_cache.py --record ops engine loss     measure first
+    python 03_prefix_cache/plot_prefix_cache.py --record ops engine loss store  measure first
     python 03_prefix_cache/plot_prefix_cache.py --record trace --trace FILE  replay a trace first
 
 Each part is a record of its own and takes a minute or two. `--tiny` measures almost nothing and
@@ -38,7 +38,7 @@ from replay_trace import CACHES, make_cache, num_distinct_blocks, replay
 
 HERE = Path(__file__).resolve().parent
 SMOKE = ROOT / "build" / "prefix-cache-smoke"
-PARTS = ("ops", "trace", "engine", "loss")
+PARTS = ("ops", "trace", "engine", "loss", "store")
 CAPACITIES = (100, 300, 1000, 2000, 3000, 5000, 7000, 10000, 15000, 20000, 30000)
 
 # -- records
@@ -49,6 +49,11 @@ def record_part(part: str, options: argparse.Namespace) -> dict:
     tiny = options.tiny
     if part == "trace":
         return record_trace(options.trace, tiny=tiny)
+    if part == "store":
+        from measure_mooncake import measure
+
+        config = {"kv_nbytes": 1_000_000, "clock": "time.perf_counter"}
+        return {"config": config, "ms": measure(config["kv_nbytes"], 3 if tiny else 50)}
     if part == "ops":
         from plot_prefix_cache_ops import measure_operations
         from plot_prefix_cache_workload import measure_workload

@@ -132,11 +132,18 @@ def tables_of_loss(record: dict) -> dict[str, str]:
     return {"loss": markdown_table(head, rows), "made_on_loss": made_on(record)}
 
 
+def tables_of_store(record: dict) -> dict[str, str]:
+    rows = [[operation, spread(times, 2)] for operation, times in record["ms"].items()]
+    head = [f"{record['config']['kv_nbytes'] / 1e6:.0f} MB, two processes, loopback TCP", "ms"]
+    return {"store": markdown_table(head, rows), "made_on_store": made_on(record)}
+
+
 TABLES = {
     "ops": tables_of_ops,
     "trace": tables_of_trace,
     "engine": tables_of_engine,
     "loss": tables_of_loss,
+    "store": tables_of_store,
 }
 
 
