@@ -14,13 +14,11 @@ Two requests that arrive together with one prefix would both compute it, because
 published yet. So the block that a request publishes next is known by its content while it is being
 computed, and a request that could use it is not ready: a step later it hits.
 
-What a connector can fetch (tiers, a global pool) goes into the cache too, before the request is
-admitted. `get_computed_blocks` starts the load and says "not ready" until it has ended. What has
-arrived is kept for the request until it is admitted, unless memory runs short: then those who wait
-give way to those who run, and what they lose they compute.
+What a connector can fetch is loaded before the request is admitted (`kv_loads.py`):
+`get_computed_blocks` starts that and says "not ready" until it has ended.
 
 Invariants: those of the manager and of the cache; what a table has published is owned by the cache
-and is its path, block by block; a block that is being loaded is in no table and not in the cache.
+and is its path, block by block.
 
 vLLM publishes a block when it is planned, so that requests of one step share it, and must take care
 that the plan is carried out. SGLang puts off requests that share an uncached prefix, as here.
@@ -35,22 +33,12 @@ from dataclasses import dataclass, field
 from block_pool import Block, BlockPool
 from kv_cache_manager import KVCacheManager
 from kv_connector import KVConnector
+from kv_loads import KVLoads
 from prefix_cache import PrefixCache, PrefixPath, normalise_extra_keys
 from request import Request
 from scheduler_interface import ComputedBlocks
 
-LOAD_WAIT_S = 0.005
-MAX_SHARE_OF_LOADS = 0.5  # of the usable blocks, for requests that are not admitted yet
-
 _BlockKey = tuple[object, ...]  # (id of the cached block before it, extra keys, its tokens)
-
-
-@dataclass(slots=True)
-class _Load:
-    request: Request
-    prefix: list[Block]  # cached, and used by the load so that they stay
-    blocks: list[Block]  # where the loaded KV goes; cached and used too when it has arrived
-    has_arrived: bool = False
 
 
 @dataclass(slots=True)
@@ -60,8 +48,6 @@ class _CacheState:
     path: PrefixPath = field(default_factory=PrefixPath)
     num_published: int = 0  # blocks at the front of its table that the cache owns
     in_flight: _BlockKey | None = None
-    num_local_when_asked: int | None = None  # tokens cached when a load was last decided on
-    num_external_tokens: int = 0  # what the connector then had behind them
 
 
 class CachedKVCacheManager(KVCacheManager):
@@ -88,7 +74,7 @@ class CachedKVCacheManager(KVCacheManager):
         self.connector = connector
         self._states: dict[str, _CacheState] = {}
         self._in_flight: dict[_BlockKey, str] = {}  # block being computed -> request
-        self._loads: dict[str, _Load] = {}
+        self._loads = KVLoads(connector, cache, self._take_blocks_for_load)
         # Entries that now name the cache's block: the runner has yet to be told.
         self._moved: list[tuple[str, int, int, int]] = []
 
@@ -109,12 +95,12 @@ class CachedKVCacheManager(KVCacheManager):
         be computed."""
         if request.request_id in self._tables:
             raise ValueError(f"request {request.request_id!r} has a block table already")
-        load = self._loads.get(request.request_id)
-        if load is not None and not self._has_arrived(load):
+        has_load = request.request_id in self._loads
+        if has_load and self._loads.is_under_way(request.request_id):
             return ComputedBlocks(is_ready=False, is_loading=True)
         computed = self._look_up(request)
-        if load is None and self._wants_load(request, computed):
-            if not self._start_load(request, computed):
+        if not has_load and self._loads.wants_load(request, computed):
+            if not self._loads.start(request, computed):
                 return ComputedBlocks(is_ready=False, is_loading=True)
             computed = self._look_up(request)
         if self._is_being_computed(request, computed.blocks):
@@ -154,7 +140,7 @@ class CachedKVCacheManager(KVCacheManager):
         is_admission = request.request_id not in self._tables
         if not super().allocate_slots(request, num_new_tokens, num_lookahead_tokens, computed):
             return False
-        self._drop_load(request.request_id)  # what it brought is in the table
+        self._loads.drop(request.request_id)  # what it brought is in the table
         state = self._states.setdefault(request.request_id, _CacheState())
         num_computed = request.num_computed_tokens
         if is_admission and computed is not None:
@@ -217,12 +203,10 @@ class CachedKVCacheManager(KVCacheManager):
 
     def free(self, request: Request) -> None:
         """Give up the request's blocks; what is published stays cached until it is evicted."""
-        self._drop_load(request.request_id)
+        self._loads.forget(request.request_id)
         state = self._states.pop(request.request_id, None)
         if state is not None:
             self._forget_in_flight(state)
-            if state.num_external_tokens:  # offered, and perhaps never loaded: forget the offer
-                self.connector.cancel_load(request.request_id)
             if self.connector is not None and state.num_published:
                 block_ids = self.get_block_ids(request.request_id)[: state.num_published]
                 self.connector.request_finished(request, block_ids)
@@ -238,93 +222,28 @@ class CachedKVCacheManager(KVCacheManager):
     def reset_prefix_cache(self) -> bool:
         return self.cache.reset()
 
-    # -- KV from outside
-
-    def _wants_load(self, request: Request, computed: ComputedBlocks) -> bool:
-        """Is there more than the cache has, that was not asked for before? The connector is asked
-        again only if the cache has lost something since."""
-        state = self._states[request.request_id]
-        asked = state.num_local_when_asked
-        if self.connector is None or (asked is not None and computed.num_tokens >= asked):
-            return False
-        num_tokens, _ = self.connector.get_num_new_matched_tokens(request, computed.num_tokens)
-        state.num_external_tokens = num_tokens
-        if num_tokens == 0:
-            state.num_local_when_asked = computed.num_tokens
-        return num_tokens > 0
-
-    def _start_load(self, request: Request, computed: ComputedBlocks) -> bool:
-        """Take blocks for what the connector has. True: there is nothing to wait for."""
-        state = self._states[request.request_id]
-        num_blocks = state.num_external_tokens // self.block_size
-        held = sum(len(load.prefix) + len(load.blocks) for load in self._loads.values())
-        num_wanted = len(computed.blocks) + num_blocks
-        if held and held + num_wanted > self.pool.num_usable_blocks * MAX_SHARE_OF_LOADS:
-            return False  # not now: others are ahead, and will be admitted or give way
-        state.num_local_when_asked = computed.num_tokens
-        self._touch(computed.blocks)
-        blocks = self._take_blocks(num_blocks)
-        sources = {copy.src_block_id for copy in self._copies.values()}
-        if blocks is None or not sources.isdisjoint(block.block_id for block in blocks):
-            # No room; or one is still to be copied from, and the load may write to it at once.
-            self.pool.free(blocks or [])
-            self._release(computed.blocks)
-            return True
-        load = self._loads[request.request_id] = _Load(request, computed.blocks, blocks)
-        block_ids = [block.block_id for block in blocks]
-        self.connector.update_state_after_alloc(request, block_ids, state.num_external_tokens)
-        return self._has_arrived(load)
-
-    def _has_arrived(self, load: _Load) -> bool:
-        """Cache what has arrived, as used by the load. False: it is still under way."""
-        if load.has_arrived:
-            return True
-        num_tokens = self.connector.get_finished_load(load.request.request_id)
-        if num_tokens is None:
-            return False
-        num_arrived = num_tokens // self.block_size
-        result = self.cache.insert(
-            load.request.all_token_ids,
-            load.blocks[:num_arrived],
-            load.request.extra_keys,
-            start=len(load.prefix),
-        )
-        self.pool.free(load.blocks[num_arrived:][::-1])
-        load.blocks, load.has_arrived = result.blocks, True
-        return True
-
-    def _drop_load(self, request_id: str) -> None:
-        """What has arrived stays cached; what is under way never comes."""
-        load = self._loads.pop(request_id, None)
-        if load is None:
-            return
-        if load.has_arrived:
-            self.cache.release(load.prefix + load.blocks)
-        else:
-            self.connector.cancel_load(request_id)
-            self.pool.free(load.blocks[::-1])
-            self.cache.release(load.prefix)
-
-    def _give_way(self) -> None:
-        """Memory is short: what has been loaded for requests that still wait may be evicted."""
-        for request_id, load in list(self._loads.items()):
-            if self._has_arrived(load):
-                self._drop_load(request_id)
-
     def wait_for_loads(self) -> None:
-        if any(not load.has_arrived for load in self._loads.values()):
-            self.connector.wait_for_load(LOAD_WAIT_S)
+        self._loads.wait()
 
     # -- chapter 2's hooks
 
     def _take_blocks(self, num_blocks: int) -> list[Block] | None:
         if num_blocks > self.pool.num_free_blocks + self.cache.num_evictable_blocks:
-            self._give_way()
+            self._loads.give_way()
         num_missing = num_blocks - self.pool.num_free_blocks
         if num_missing > self.cache.num_evictable_blocks:
             return None  # before anything is evicted: a refusal changes nothing
         self.cache.evict(num_missing)
         return super()._take_blocks(num_blocks)
+
+    def _take_blocks_for_load(self, num_blocks: int) -> list[Block] | None:
+        """Not blocks that are still to be copied from: a load may write to them at once."""
+        blocks = self._take_blocks(num_blocks)
+        sources = {copy.src_block_id for copy in self._copies.values()}
+        if blocks and not sources.isdisjoint(block.block_id for block in blocks):
+            self.pool.free(blocks)
+            return None
+        return blocks
 
     def _touch(self, blocks: Sequence[Block]) -> None:
         cached, own = self._split(blocks)
@@ -348,8 +267,7 @@ class CachedKVCacheManager(KVCacheManager):
     def _count_holders(self) -> Counter[int]:
         holders = super()._count_holders()
         holders.update(self.cache.cached_block_ids())
-        for load in self._loads.values():
-            holders.update(block.block_id for block in load.prefix + load.blocks)
+        holders.update(block.block_id for block in self._loads.held_blocks())
         return holders
 
     def _check_sharing(self) -> None:
@@ -369,7 +287,7 @@ class CachedKVCacheManager(KVCacheManager):
         assert set(self._tables) <= set(self._states), "a table without a state"
         super().check_invariants(requests)
         self.cache.check_invariants()
-        assert self._loads.keys().isdisjoint(self._tables), "loading, and running"
+        assert self._loads.request_ids().isdisjoint(self._tables), "loading, and running"
         for key, request_id in self._in_flight.items():
             assert self._states[request_id].in_flight == key, request_id
         paths = {prefix.block.block_id: prefix for prefix in self.cache.cached_prefixes()}

@@ -235,7 +235,7 @@ class World:
         """With what has arrived for requests that still wait, or without."""
         return {
             block.block_id
-            for request_id, load in self.manager._loads.items()
+            for request_id, load in self.manager._loads._loads.items()
             for block in load.prefix + load.blocks
             if arrived or request_id in self.connector.loads.keys() - self.connector.results.keys()
         }
@@ -282,7 +282,7 @@ class World:
 
     def look_up(self, request: Request) -> ComputedBlocks:
         was_loading = request.request_id in self.connector.loads
-        num_held = sum(len(q.prefix + q.blocks) for q in self.manager._loads.values())
+        num_held = sum(len(q.prefix + q.blocks) for q in self.manager._loads._loads.values())
         computed = self.manager.get_computed_blocks(request)
         if not self.checks:
             return computed
@@ -449,7 +449,7 @@ class World:
         assert found == self.stats
         assert self.manager.num_blocks_in_use == len(self.held())
         assert self.manager.usage == len(self.held()) / self.pool.num_usable_blocks
-        under_way = {r for r, load in self.manager._loads.items() if not load.has_arrived}
+        under_way = {r for r, load in self.manager._loads._loads.items() if not load.has_arrived}
         assert self.connector.loads.keys() == under_way
         assert set(self.manager._states) <= self.running.keys() | self.waiting.keys()
 
@@ -1528,9 +1528,9 @@ def test_check_invariants_notices_damage(make_world, damage):
     elif damage == "state":
         del manager._states["b"]
     elif damage == "loading":
-        manager._loads["b"] = manager._loads.pop("c")
+        manager._loads._loads["b"] = manager._loads._loads.pop("c")
     elif damage == "holder":
-        manager._loads["c"].blocks[0].ref_cnt += 1
+        manager._loads._loads["c"].blocks[0].ref_cnt += 1
     elif damage == "cache":
         monkey = world.cache.check_invariants
 

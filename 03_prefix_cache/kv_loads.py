@@ -1,0 +1,158 @@
+"""KV that comes from outside for requests that still wait.
+
+What a connector can fetch (tiers, a global pool) goes into the cache too, before its request is
+admitted. A load takes blocks for it and holds the prefix that it continues:
+
+    | cached: held, so that it stays | taken from the pool: the connector writes here |
+    0                                ^ cached here                                    ^ found there
+
+What has arrived is cached, and kept for the request until it is admitted, unless memory runs
+short: then those who wait give way to those who run, and what they lose they compute.
+
+Invariants: a block that is being loaded is in no table and not in the cache; all loads together
+hold at most half of the blocks, or there is but one; a request is asked about again only if the
+cache has lost something since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from block_pool import Block
+from kv_connector import KVConnector
+from prefix_cache import PrefixCache
+from request import Request
+from scheduler_interface import ComputedBlocks
+
+LOAD_WAIT_S = 0.005
+MAX_SHARE_OF_LOADS = 0.5  # of the usable blocks, for requests that are not admitted yet
+
+
+@dataclass(slots=True)
+class _Load:
+    request: Request
+    prefix: list[Block]  # cached, and used by the load so that they stay
+    blocks: list[Block]  # where the loaded KV goes; cached and used too when it has arrived
+    has_arrived: bool = False
+
+
+@dataclass(slots=True)
+class _Offer:
+    """What the connector said of one request when it was asked."""
+
+    num_local_when_asked: int | None = None  # tokens cached when a load was last decided on
+    num_external_tokens: int = 0  # what the connector then had behind them
+
+
+class KVLoads:
+    """The loads of one `CachedKVCacheManager`. `take_blocks` gives blocks that may be written at
+    once, or None; `connector` may be None, and then nothing is ever loaded."""
+
+    def __init__(
+        self,
+        connector: KVConnector | None,
+        cache: PrefixCache,
+        take_blocks: Callable[[int], list[Block] | None],
+    ) -> None:
+        self.connector = connector
+        self.cache = cache
+        self._take_blocks = take_blocks
+        self._loads: dict[str, _Load] = {}
+        self._offers: dict[str, _Offer] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._loads
+
+    def is_under_way(self, request_id: str) -> bool:
+        load = self._loads.get(request_id)
+        return load is not None and not self._has_arrived(load)
+
+    def wants_load(self, request: Request, computed: ComputedBlocks) -> bool:
+        """Is there more than the cache has, that was not asked for before?"""
+        if self.connector is None:
+            return False
+        offer = self._offers.setdefault(request.request_id, _Offer())
+        asked = offer.num_local_when_asked
+        if asked is not None and computed.num_tokens >= asked:
+            return False
+        num_tokens, _ = self.connector.get_num_new_matched_tokens(request, computed.num_tokens)
+        offer.num_external_tokens = num_tokens
+        if num_tokens == 0:
+            offer.num_local_when_asked = computed.num_tokens
+        return num_tokens > 0
+
+    def start(self, request: Request, computed: ComputedBlocks) -> bool:
+        """Take blocks for what the connector has. True: there is nothing to wait for."""
+        offer = self._offers[request.request_id]
+        num_blocks = offer.num_external_tokens // self.cache.block_size
+        held = sum(len(load.prefix) + len(load.blocks) for load in self._loads.values())
+        num_wanted = len(computed.blocks) + num_blocks
+        most = self.cache.pool.num_usable_blocks * MAX_SHARE_OF_LOADS
+        if held and held + num_wanted > most:
+            return False  # not now: others are ahead, and will be admitted or give way
+        offer.num_local_when_asked = computed.num_tokens
+        self.cache.touch(computed.blocks)
+        blocks = self._take_blocks(num_blocks)
+        if blocks is None:
+            self.cache.release(computed.blocks)
+            return True
+        load = self._loads[request.request_id] = _Load(request, computed.blocks, blocks)
+        block_ids = [block.block_id for block in blocks]
+        self.connector.update_state_after_alloc(request, block_ids, offer.num_external_tokens)
+        return self._has_arrived(load)
+
+    def _has_arrived(self, load: _Load) -> bool:
+        """Cache what has arrived, as used by the load. False: it is still under way."""
+        if load.has_arrived:
+            return True
+        num_tokens = self.connector.get_finished_load(load.request.request_id)
+        if num_tokens is None:
+            return False
+        num_arrived = num_tokens // self.cache.block_size
+        result = self.cache.insert(
+            load.request.all_token_ids,
+            load.blocks[:num_arrived],
+            load.request.extra_keys,
+            start=len(load.prefix),
+        )
+        self.cache.pool.free(load.blocks[num_arrived:][::-1])
+        load.blocks, load.has_arrived = result.blocks, True
+        return True
+
+    def drop(self, request_id: str) -> None:
+        """What has arrived stays cached; what is under way never comes."""
+        load = self._loads.pop(request_id, None)
+        if load is None:
+            return
+        if load.has_arrived:
+            self.cache.release(load.prefix + load.blocks)
+        else:
+            self.connector.cancel_load(request_id)
+            self.cache.pool.free(load.blocks[::-1])
+            self.cache.release(load.prefix)
+
+    def forget(self, request_id: str) -> None:
+        """The request gives up its memory: drop its load, and what was offered and never taken."""
+        self.drop(request_id)
+        offer = self._offers.pop(request_id, None)
+        if offer is not None and offer.num_external_tokens:
+            self.connector.cancel_load(request_id)
+
+    def give_way(self) -> None:
+        """Memory is short: what has been loaded for requests that still wait may be evicted."""
+        for request_id, load in list(self._loads.items()):
+            if self._has_arrived(load):
+                self.drop(request_id)
+
+    def wait(self) -> None:
+        """Until something arrives, but not long."""
+        if any(not load.has_arrived for load in self._loads.values()):
+            self.connector.wait_for_load(LOAD_WAIT_S)
+
+    def held_blocks(self) -> Iterator[Block]:
+        for load in self._loads.values():
+            yield from load.prefix + load.blocks
+
+    def request_ids(self) -> set[str]:
+        return set(self._loads)
