@@ -1,0 +1,491 @@
+"""Each policy against its definition; the two that look at the cache with the real caches.
+
+The definitions are written down again here without any cleverness: cached prefixes as tuples of
+tokens, the walk as a recursion over groups of requests, duplicates by comparing all pairs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from block_pool import BlockPool
+from cached_kv_cache_manager import CachedKVCacheManager
+from policies import (
+    POLICIES,
+    CacheAwarePolicy,
+    DFSWeight,
+    FCFSPolicy,
+    LongestOutputFirst,
+    LongestPrefixMatch,
+    PriorityPolicy,
+    RandomPolicy,
+    SchedulePolicy,
+)
+from policy_queue import PolicyQueue
+from prefix_cache import PrefixCache, normalise_extra_keys
+from prefix_cache_local import PrefixCacheLocal
+from radix_cache import RadixCache
+from request import Request, SamplingParams
+
+CACHES: dict[str, Callable[[BlockPool, int], PrefixCache]] = {
+    "hash": lambda pool, block_size: PrefixCacheLocal(pool=pool, block_size=block_size),
+    "radix": lambda pool, block_size: RadixCache(pool=pool, page_size=block_size),
+}
+CACHE_AWARE = (LongestPrefixMatch, DFSWeight)
+PARAMS = SamplingParams(temperature=0, ignore_eos=True)
+
+
+def ids(requests: Sequence[Request]) -> list[str]:
+    return [request.request_id for request in requests]
+
+
+def make(request_id: str, tokens: Sequence[int] = (1,), salt: str | None = None) -> Request:
+    keys = (("salt", salt),) if salt else ()
+    return Request(request_id, tokens, PARAMS, arrival_time=0.0, extra_keys=keys)
+
+
+# policies with a key
+
+
+def test_all_are_equal_to_fcfs():
+    requests = [make(name) for name in "cab"]
+    assert ids(FCFSPolicy().order(requests)) == ["c", "a", "b"]
+
+
+def test_a_lower_priority_number_is_served_first_and_then_who_came_first():
+    requests = [
+        Request.from_tokens(name, [1], priority=priority, arrival_time=time)
+        for name, priority, time in [("a", 1, 0), ("b", 0, 9), ("c", -1, 7), ("d", 0, 8)]
+    ]
+    assert ids(PriorityPolicy().order(requests)) == ["c", "d", "b", "a"]
+    assert not PriorityPolicy.keeps_preempted_first
+
+
+def test_the_longest_output_is_what_is_left_of_it():
+    requests = [
+        Request.from_tokens(name, [1], max_new_tokens=n) for name, n in zip("abc", (5, 9, 7))
+    ]
+    for token in (1, 2, 3):
+        requests[1].append_output_token(token)  # nine less three
+    assert ids(LongestOutputFirst().order(requests)) == ["c", "b", "a"]
+    requests[2].max_tokens = 4  # the scheduler lowers it where the model ends sooner
+    assert ids(LongestOutputFirst().order(requests)) == ["b", "a", "c"]
+
+
+def test_a_draw_depends_on_seed_and_id_alone():
+    names = [str(i) for i in range(40)]
+    draws = {name: RandomPolicy(3).key(make(name)) for name in names}
+    policy = RandomPolicy(3)
+    assert all(policy.key(make(name)) == draws[name] for name in reversed(names))
+    assert len(set(draws.values())) == 40 and all(0 <= draw < 1 for draw in draws.values())
+    first = sorted(names, key=draws.get)
+    other = RandomPolicy(4)
+    assert first != names
+    assert first != sorted(names, key=lambda name: other.key(make(name)))
+
+
+def test_draws_do_not_change_between_processes():
+    """Python's own `hash` of a string would."""
+    assert RandomPolicy(0).key(make("a")) == random.Random("0/a").random() == 0.9327985644569078
+
+
+def test_random_is_fair_to_everybody():
+    """Each of four stands in each place about as often: 1,000 of 4,000, plus or minus 6 sigma."""
+    requests = [make(name) for name in "abcd"]
+    counts = [[0] * 4 for _ in requests]
+    for seed in range(4000):
+        for place, request in enumerate(RandomPolicy(seed).order(requests)):
+            counts["abcd".index(request.request_id)][place] += 1
+    assert all(abs(n - 1000) < 6 * 27.4 for row in counts for n in row), counts
+
+
+def test_a_policy_of_your_own_takes_a_key():
+    class ShortestPromptFirst(SchedulePolicy):
+        name = "shortest-prompt"
+
+        def key(self, request: Request) -> int:
+            return request.num_prompt_tokens
+
+    queue = PolicyQueue(ShortestPromptFirst())
+    for name, length in zip("abcd", (5, 2, 9, 2)):
+        queue.add_request(make(name, [1] * length))
+    assert ids(queue) == ["b", "d", "a", "c"]
+
+
+def test_a_policy_of_your_own_that_looks_at_the_cache_arranges():
+    class FewestTokensToCompute(CacheAwarePolicy):
+        name = "fewest"
+
+        def arrange(self, requests, cached):
+            def num_missing(request):
+                return request.num_tokens - self.block_size * len(cached[request.request_id])
+
+            return sorted(requests, key=num_missing)
+
+    cached = {"a": [], "b": [7], "c": [7, 8]}
+    queue = PolicyQueue(FewestTokensToCompute(lambda r: cached[r.request_id], 4))
+    for name, length in zip("abc", (7, 9, 16)):
+        queue.add_request(make(name, range(length)))
+    assert ids(queue) == ["b", "a", "c"]  # 9 - 4, 7, 16 - 8
+
+
+def test_a_policy_without_key_and_order_says_so():
+    class Nothing(SchedulePolicy):
+        name = "nothing"
+
+    with pytest.raises(NotImplementedError, match="Nothing must define key"):
+        PolicyQueue(Nothing()).add_request(make("a"))
+
+
+def test_every_policy_has_its_name():
+    assert list(POLICIES) == ["fcfs", "priority", "lof", "random", "lpm", "dfs-weight"]
+    assert all(name == policy.name for name, policy in POLICIES.items())
+    assert [name for name, policy in POLICIES.items() if policy.looks_at_cache] == [
+        "lpm",
+        "dfs-weight",
+    ]
+
+
+# policies that look at the cache, against brute force
+
+
+@dataclass
+class World:
+    """A cache that has seen some prompts and forgotten others, and requests that wait."""
+
+    cache: PrefixCache
+    manager: CachedKVCacheManager
+    waiting: list[Request]
+
+    @property
+    def block_size(self) -> int:
+        return self.cache.block_size
+
+    def known(self) -> set[tuple]:
+        return {(prefix.extra_keys, prefix.token_ids) for prefix in self.cache.cached_prefixes()}
+
+    def num_cached(self) -> dict[str, int]:
+        """Tokens of the longest cached prefix, short of the last token, by looking for each."""
+        known, size = self.known(), self.block_size
+        result = {}
+        for request in self.waiting:
+            keys = normalise_extra_keys(request.extra_keys)
+            tokens = tuple(request.all_token_ids)
+            hits = [n for n in range(size, len(tokens), size) if (keys, tokens[:n]) in known]
+            result[request.request_id] = max(hits, default=0)
+        return result
+
+
+def make_world(cache: str, seed: int, num_waiting: int = 14) -> World:
+    rng = random.Random(seed)
+    block_size = rng.choice((1, 2, 4, 16, 40))
+    pool = BlockPool(rng.choice((8, 30, 200)))
+    world_cache = CACHES[cache](pool, block_size)
+    unit = max(1, rng.choice((block_size // 2, block_size, 16)))  # texts end in blocks and at ends
+    texts: list[list[int]] = [[]]
+    for _ in range(8):  # a family tree: each text goes on from an earlier one
+        more = [rng.randrange(3) for _ in range(unit)] * rng.randrange(1, 4)
+        texts.append(rng.choice(texts) + more)
+
+    def prompt() -> list[int]:
+        text = rng.choice(texts)
+        if rng.random() < 0.3:
+            text = text[: rng.randrange(len(text) + 1)]
+        return [*text, *([rng.randrange(3)] * rng.choice((0, 1, unit)))] or [0]
+
+    def salt() -> str | None:
+        return rng.choice((None, None, None, "x"))
+
+    for _ in range(rng.randrange(6)):
+        keys = make("", [1], salt()).extra_keys
+        world_cache.cache_computed_blocks(prompt(), keys)
+    waiting = [make(f"r{i}", prompt(), salt()) for i in range(rng.randrange(num_waiting))]
+    return World(world_cache, CachedKVCacheManager(pool, block_size, world_cache), waiting)
+
+
+def by_definition_lpm(world: World) -> list[Request]:
+    num_cached = world.num_cached()
+    numbered = list(enumerate(world.waiting))
+    numbered.sort(key=lambda pair: (-num_cached[pair[1].request_id], pair[0]))
+    return [request for _, request in numbered]
+
+
+def by_definition_dfs(world: World) -> list[Request]:
+    num_cached, size = world.num_cached(), world.block_size
+
+    def walk(requests: list[Request], depth: int) -> list[Request]:
+        below: dict[tuple, list[Request]] = {}  # in order of arrival, as dicts are
+        for request in requests:
+            if num_cached[request.request_id] > depth:
+                keys = normalise_extra_keys(request.extra_keys)
+                child = (keys, *request.all_token_ids[: depth + size])
+                below.setdefault(child, []).append(request)
+        result: list[Request] = []
+        for group in sorted(below.values(), key=len, reverse=True):
+            result += walk(group, depth + size)
+        return result + [r for r in requests if num_cached[r.request_id] == depth]
+
+    return walk(world.waiting, 0)
+
+
+def duplicates_by_definition(
+    world: World, ordered: list[Request], min_cached: int, min_shared: int
+) -> set[str]:
+    num_cached, size = world.num_cached(), world.block_size
+
+    def num_shared(request: Request, earlier: Request) -> int:
+        """Uncached tokens, in whole blocks, that `request` could use of what `earlier` computes."""
+        if normalise_extra_keys(request.extra_keys) != normalise_extra_keys(earlier.extra_keys):
+            return 0
+        num_equal = 0
+        for one, other in zip(request.all_token_ids[:-1], earlier.all_token_ids):
+            if one != other:
+                break
+            num_equal += 1
+        return num_equal // size * size - num_cached[request.request_id]
+
+    return {
+        request.request_id
+        for index, request in enumerate(ordered)
+        if num_cached[request.request_id] < min_cached
+        and any(num_shared(request, earlier) >= min_shared for earlier in ordered[:index])
+    }
+
+
+def order_by_definition(
+    kind: type[CacheAwarePolicy], world: World, min_cached: int, min_shared: int
+) -> list[str]:
+    ordered = DEFINITIONS[kind](world)
+    put_off = duplicates_by_definition(world, ordered, min_cached, min_shared)
+    return sorted(ids(ordered), key=lambda request_id: request_id in put_off)
+
+
+DEFINITIONS = {LongestPrefixMatch: by_definition_lpm, DFSWeight: by_definition_dfs}
+
+
+@pytest.mark.parametrize("kind", CACHE_AWARE)
+@pytest.mark.parametrize("cache", CACHES)
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    min_cached=st.sampled_from((0, 1, 8, 32, 1000)),
+    min_shared=st.sampled_from((1, 5, 16, 32)),
+)
+def test_the_order_is_the_one_of_the_definition(kind, cache, seed, min_cached, min_shared):
+    world = make_world(cache, seed)
+    find = world.manager.find_cached_blocks
+    policy = kind(find, world.block_size, min_cached=min_cached, min_shared=min_shared)
+    expected = order_by_definition(kind, world, min_cached, min_shared)
+    for _ in range(2):  # to look changes nothing that a second look would see
+        assert ids(policy.order(world.waiting)) == expected
+    world.cache.check_invariants()
+
+
+def test_the_random_worlds_have_what_they_should():
+    """Else the test above would prove little: hits, ends inside the tree, parted ways, duplicates,
+    and orders in which the two policies differ."""
+    seen = {"hit": 0, "put off": 0, "policies differ": 0, "not by arrival": 0, "two ways": 0}
+    for seed in range(150):
+        world = make_world("hash", seed)
+        lpm, dfs = by_definition_lpm(world), by_definition_dfs(world)
+        seen["hit"] += any(world.num_cached().values())
+        seen["put off"] += bool(duplicates_by_definition(world, lpm, 32, 16))
+        seen["policies differ"] += lpm != dfs
+        seen["not by arrival"] += lpm != world.waiting
+        seen["two ways"] += len(set(world.num_cached().values())) > 2
+    assert all(count > 15 for count in seen.values()), seen
+
+
+@pytest.mark.parametrize("kind", CACHE_AWARE)
+def test_both_caches_give_one_order(kind):
+    num_compared = 0
+    for seed in range(60):
+        one, other = make_world("hash", seed), make_world("radix", seed)
+        if one.num_cached() == other.num_cached():  # else they have evicted different blocks
+            orders = [
+                ids(kind(world.manager.find_cached_blocks, world.block_size).order(world.waiting))
+                for world in (one, other)
+            ]
+            assert orders[0] == orders[1], seed
+            num_compared += any(one.num_cached().values())
+    assert num_compared > 10
+
+
+def policy_on_paths(kind: type, paths: dict[str, str], **kwargs: int) -> CacheAwarePolicy:
+    """Cached blocks as words: each letter of a request's word is a block."""
+    return kind(lambda request: [ord(c) for c in paths[request.request_id]], 16, **kwargs)
+
+
+def test_the_worked_example_of_the_walk():
+    paths = {"r0": "D", "r1": "A", "r2": "ABC", "r3": "D", "r4": "AB"}
+    requests = [make(name) for name in paths]
+    assert ids(policy_on_paths(DFSWeight, paths).order(requests)) == ["r2", "r4", "r1", "r0", "r3"]
+    lpm = policy_on_paths(LongestPrefixMatch, paths)
+    assert ids(lpm.order(requests)) == ["r2", "r4", "r0", "r1", "r3"]
+
+
+def test_the_heavier_subtree_goes_first_even_where_its_prefixes_are_shorter():
+    paths = {"r0": "XYZ", "r1": "A", "r2": "A", "r3": ""}
+    requests = [make(name) for name in paths]
+    assert ids(policy_on_paths(DFSWeight, paths).order(requests)) == ["r1", "r2", "r0", "r3"]
+    assert ids(policy_on_paths(LongestPrefixMatch, paths).order(requests))[0] == "r0"
+
+
+def test_equal_subtrees_go_in_order_of_arrival_and_stay_together():
+    paths = {"r0": "AB", "r1": "XY", "r2": "XZ", "r3": "AC"}
+    requests = [make(name) for name in paths]
+    assert ids(policy_on_paths(DFSWeight, paths).order(requests)) == ["r0", "r3", "r1", "r2"]
+
+
+# duplicates
+
+
+def order_of(
+    requests: list[Request],
+    cache: PrefixCache | None = None,
+    kind=LongestPrefixMatch,
+    **kwargs: int,
+) -> list[str]:
+    cache = cache or PrefixCacheLocal(100, block_size=16)
+    manager = CachedKVCacheManager(cache.pool, 16, cache)
+    return ids(kind(manager.find_cached_blocks, 16, **kwargs).order(requests))
+
+
+@pytest.mark.parametrize("kind", CACHE_AWARE)
+def test_a_duplicate_waits_for_one_round_and_then_hits(kind):
+    cache = PrefixCacheLocal(100, block_size=16)
+    system = list(range(64))
+    a, b, c = make("a", [*system, 1]), make("b", [*system, 2]), make("c", [9] * 20)
+    assert order_of([a, b, c], cache, kind) == ["a", "c", "b"]
+    cache.cache_computed_blocks(a.all_token_ids)  # the round is over
+    assert order_of([b, c], cache, kind) == ["b", "c"]
+    d = make("d", [*system, 3])
+    assert order_of([b, c, d], cache, kind) == ["b", "d", "c"]  # nothing to wait for
+
+
+@pytest.mark.parametrize(
+    ("num_shared", "is_put_off"), [(0, False), (31, False), (32, True), (47, True), (64, True)]
+)
+def test_only_what_shares_32_tokens_is_put_off(num_shared, is_put_off):
+    shared = list(range(num_shared))
+    requests = [make("a", [*shared, *[7] * 20]), make("b", [*shared, *[8] * 20]), make("c", [9])]
+    assert order_of(requests) == (["a", "c", "b"] if is_put_off else ["a", "b", "c"])
+
+
+@pytest.mark.parametrize(("num_cached", "is_put_off"), [(0, True), (16, True), (32, False)])
+def test_who_has_32_cached_tokens_already_is_not_put_off(num_cached, is_put_off):
+    cache = PrefixCacheLocal(100, block_size=16)
+    shared = list(range(100))
+    cache.cache_computed_blocks(shared[:num_cached])
+    requests = [
+        make("a", [*shared, 7]),
+        make("b", [*shared, 8]),
+        make("c", shared[:num_cached] or [9]),
+    ]
+    order = order_of(requests, cache)
+    assert order == (["a", "c", "b"] if is_put_off else ["a", "b", "c"])
+
+
+def test_shared_tokens_are_counted_behind_what_is_cached():
+    cache = PrefixCacheLocal(100, block_size=16)
+    shared = list(range(48))
+    cache.cache_computed_blocks(shared[:16])
+    tails = [7] * 20, [8] * 20
+    requests = [make("a", shared + tails[0]), make("b", shared + tails[1]), make("c", [9] * 40)]
+    assert order_of(requests, cache) == ["a", "c", "b"]  # 48 - 16
+    requests = [make("a", shared[:47] + tails[0]), make("b", shared[:47] + tails[1])]
+    assert order_of([*requests, make("c", [9] * 40)], cache) == ["a", "b", "c"]
+
+
+def test_a_block_with_the_last_token_in_it_is_no_use_and_nobody_waits_for_it():
+    shared = list(range(32))
+    exact, longer, other = make("a", shared), make("b", [*shared, 1]), make("c", [9])
+    assert order_of([longer, exact, other]) == ["b", "a", "c"]
+    assert order_of([exact, longer, other]) == ["a", "c", "b"]
+
+
+def test_thresholds_can_be_set():
+    requests = [make("a", [*range(16), 7]), make("b", [*range(16), 8]), make("c", [9])]
+    assert order_of(requests) == ["a", "b", "c"]
+    assert order_of(requests, min_shared=16) == ["a", "c", "b"]
+    assert order_of(requests, min_shared=17) == ["a", "b", "c"]
+    assert order_of(requests, min_shared=16, min_cached=0) == ["a", "b", "c"]
+
+
+def test_who_may_not_share_is_not_put_off():
+    """Trap 12, the other way round: equal tokens under different keys are different KV."""
+    tokens = list(range(64))
+    requests = [make("a", tokens, "x"), make("b", tokens, "y"), make("c", tokens, "x"), make("d")]
+    assert order_of(requests) == ["a", "b", "d", "c"]
+
+
+def test_those_put_off_keep_their_order():
+    tokens = list(range(64))
+    requests = [make(f"r{i}", [*tokens, i]) for i in range(4)]
+    requests += [make("other", [9] * 9)]
+    assert order_of(requests) == ["r0", "other", "r1", "r2", "r3"]
+
+
+@pytest.mark.parametrize("definition", DEFINITIONS.values())
+def test_who_is_waited_for_came_earlier(definition):
+    """So newcomers cannot have anybody put off again and again."""
+    for seed in range(150):
+        world = make_world("hash", seed)
+        in_order = duplicates_by_definition(world, definition(world), 32, 8)
+        assert in_order == duplicates_by_definition(world, world.waiting, 32, 8), seed
+
+
+# errors and cost
+
+
+@pytest.mark.parametrize("kind", CACHE_AWARE)
+@pytest.mark.parametrize(
+    ("field", "value", "lowest"),
+    [
+        ("block_size", 0, 1),
+        ("max_requests_to_sort", -1, 0),
+        ("min_cached", -1, 0),
+        ("min_shared", 0, 1),
+    ],
+)
+def test_sizes_that_are_too_small_are_errors(kind, field, value, lowest):
+    with pytest.raises(ValueError, match=rf"{field} is {value}: it must be >= {lowest}"):
+        kind(lambda request: [], **{field: value})
+    kind(lambda request: [], **{field: lowest})
+
+
+@pytest.mark.parametrize("kind", CACHE_AWARE)
+def test_each_request_is_looked_up_once(kind):
+    asked: list[str] = []
+    policy = kind(lambda request: asked.append(request.request_id) or [])
+    policy.order([make(str(i), [1, 2] * 40) for i in range(50)])
+    assert asked == [str(i) for i in range(50)]
+
+
+class CountingTokens(list):
+    """Counts how many tokens are read."""
+
+    num_read = 0
+
+    def __getitem__(self, index):
+        result = super().__getitem__(index)
+        CountingTokens.num_read += len(result) if isinstance(index, slice) else 1
+        return result
+
+
+def test_duplicates_are_found_without_comparing_pairs():
+    """Each request's tokens are read once, 32 of them, however long it is and however many wait."""
+    for num_waiting, length in ((10, 100), (100, 100), (10, 5000)):
+        requests = [make(str(i), [i % 3] * length) for i in range(num_waiting)]
+        for request in requests:
+            request.all_token_ids = CountingTokens(request.all_token_ids)
+        CountingTokens.num_read = 0
+        order = LongestPrefixMatch(lambda request: []).order(requests)
+        assert CountingTokens.num_read == 32 * num_waiting
+        assert ids(order[:3]) == ["0", "1", "2"]

@@ -1,0 +1,748 @@
+"""The queue against a naive one that looks at everybody each time; its bound; its price."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import log2
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from sortedcontainers import SortedList
+
+import policy_queue
+from policies import POLICIES, DFSWeight, FCFSPolicy, LongestPrefixMatch, SchedulePolicy
+from policy_queue import PolicyQueue, create_queue
+from request import Request
+from request_queue import SchedulingPolicy
+
+
+def make(request_id: str, priority: int = 0, time: float = 0.0, num_new: int = 16) -> Request:
+    return Request.from_tokens(request_id, [1], num_new, priority, time)
+
+
+def ids(requests: Iterable[Request]) -> list[str]:
+    return [request.request_id for request in requests]
+
+
+def fill(queue: PolicyQueue, names: Iterable[str]) -> list[Request]:
+    requests = [make(name) for name in names]
+    for request in requests:
+        queue.add_request(request)
+    return requests
+
+
+# against a naive queue
+
+
+class LivePolicy(SchedulePolicy):
+    """Ranks that change while requests wait, as cached prefixes do."""
+
+    name = "live"
+    looks_at_cache = True
+    max_requests_to_sort = 6
+
+    def __init__(self) -> None:
+        self.ranks: dict[str, int] = {}
+
+    def order(self, requests: Sequence[Request]) -> list[Request]:
+        return sorted(requests, key=lambda request: self.ranks.get(request.request_id, 0))
+
+
+@dataclass(eq=False)
+class Entry:
+    request: Request
+    arrival: int
+    tie: int  # between equal keys: order of arrival, but a preempted one stands before its equals
+    num_left: int
+    is_in_front: bool
+
+
+class NaiveQueue:
+    """The rule itself: who is next, by looking at everybody. `keys` says how a policy compares."""
+
+    def __init__(self, policy: SchedulePolicy, max_overtakes: int | None) -> None:
+        self.policy, self.max_overtakes = policy, max_overtakes
+        self.entries: list[Entry] = []
+        self.num_left = self.num_arrived = 0
+
+    def put(self, request: Request, is_preempted: bool) -> None:
+        self.num_arrived += 1
+        n, front = self.num_arrived, is_preempted and self.policy.name != "priority"
+        entry = Entry(request, n, -n if is_preempted else n, self.num_left, front)
+        self.entries.append(entry)
+
+    def remove(self, request: Request) -> None:
+        self.entries = [entry for entry in self.entries if entry.request is not request]
+        self.num_left += 1
+
+    def key(self, request: Request, num_waiting: int) -> object:
+        match self.policy.name:
+            case "fcfs":
+                return 0
+            case "priority":
+                return (request.priority, request.arrival_time)
+            case "lof":
+                return -request.max_tokens
+            case "random":
+                return self.policy.key(request)
+            case "live":
+                return self.policy.ranks.get(request.request_id, 0) if num_waiting <= 6 else 0
+
+    def has_aged(self, entry: Entry, num_left: int) -> bool:
+        return self.max_overtakes is not None and num_left - entry.num_left >= self.max_overtakes
+
+    def next(self, entries: list[Entry], num_left: int, num_waiting: int) -> Entry:
+        if front := [entry for entry in entries if entry.is_in_front]:
+            return max(front, key=lambda entry: entry.arrival)
+        if aged := [entry for entry in entries if self.has_aged(entry, num_left)]:
+            return min(aged, key=lambda entry: entry.arrival)
+        return min(entries, key=lambda entry: (self.key(entry.request, num_waiting), entry.tie))
+
+    def in_order(self) -> list[Request]:
+        entries, num_left, result = list(self.entries), self.num_left, []
+        while entries:
+            entry = self.next(entries, num_left, len(self.entries))
+            entries.remove(entry)
+            num_left += 1
+            result.append(entry.request)
+        return result
+
+
+class QueueAgainstNaiveQueue(RuleBasedStateMachine):
+    """Every operation, also the refused ones, next to the same one on the naive queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside: list[Request] = []  # were in the queue, and may come back
+        self.num_made = 0
+
+    @initialize(
+        name=st.sampled_from(("fcfs", "priority", "lof", "random", "live")),
+        max_overtakes=st.sampled_from((None, 0, 1, 2, 5, 8)),
+    )
+    def choose(self, name, max_overtakes):
+        policy = LivePolicy() if name == "live" else name
+        self.queue = create_queue(policy, seed=3, max_overtakes=max_overtakes)
+        self.policy = self.queue.policy
+        self.model = NaiveQueue(self.policy, max_overtakes)
+
+    @property
+    def waiting(self) -> list[Request]:
+        return [entry.request for entry in self.model.entries]
+
+    def _take_out(self, request: Request) -> None:
+        self.model.remove(request)
+        self.outside.append(request)
+
+    @rule(
+        priority=st.integers(-1, 1),
+        time=st.sampled_from((0.0, 1.0)),
+        num_new=st.integers(1, 3),
+        is_preempted=st.booleans(),
+        num=st.integers(1, 4),
+    )
+    def newcomers(self, priority, time, num_new, is_preempted, num):
+        for _ in range(num):
+            self.num_made += 1
+            request = make(str(self.num_made), priority, time, num_new)
+            put = self.queue.prepend_request if is_preempted else self.queue.add_request
+            put(request)
+            self.model.put(request, is_preempted)
+
+    @precondition(lambda self: self.outside)
+    @rule(data=st.data(), is_preempted=st.booleans())
+    def come_back(self, data, is_preempted):
+        request = data.draw(st.sampled_from(self.outside))
+        self.outside.remove(request)
+        put = self.queue.prepend_request if is_preempted else self.queue.add_request
+        put(request)
+        self.model.put(request, is_preempted)
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def pop(self):
+        expected = self.model.in_order()[0]
+        assert self.queue.pop_request() is expected
+        self._take_out(expected)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def serve_some_as_a_step_does(self, data):
+        num = data.draw(st.integers(1, len(self.waiting)))
+        served = [request for request, _ in zip(self.queue, range(num))]
+        assert served == self.model.in_order()[:num]
+        for request in served:
+            self.queue.remove_request(request)
+            self._take_out(request)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def abort(self, data):
+        request = data.draw(st.sampled_from(self.waiting))
+        self.queue.remove_request(request)
+        self._take_out(request)
+
+    @precondition(lambda self: self.waiting and self.policy.name == "live")
+    @rule(data=st.data(), rank=st.integers(-2, 2))
+    def the_cache_changes(self, data, rank):
+        self.policy.ranks[data.draw(st.sampled_from(self.waiting)).request_id] = rank
+
+    @precondition(lambda self: self.waiting and self.policy.name != "live")
+    @rule(data=st.data())
+    def a_key_is_asked_once(self, data):
+        """What changes later does not move a request, and does not lose it."""
+        request = data.draw(st.sampled_from(self.waiting))
+        before = request.priority, request.max_tokens
+        request.priority, request.max_tokens = 99, 99
+        assert ids(self.queue) == self.order_before
+        self.queue.check_invariants()
+        request.priority, request.max_tokens = before
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def a_second_request_with_the_same_id_is_refused(self, data):
+        twin = make(data.draw(st.sampled_from(self.waiting)).request_id)
+        for operation in (self.queue.add_request, self.queue.prepend_request):
+            with pytest.raises(ValueError, match="already in the queue"):
+                operation(twin)
+        with pytest.raises(KeyError):
+            self.queue.remove_request(twin)  # it is not the one that waits
+
+    @precondition(lambda self: self.outside)
+    @rule(data=st.data())
+    def a_stranger_is_refused(self, data):
+        stranger = data.draw(st.sampled_from(self.outside))
+        for operation in (self.queue.remove_request, self.queue.is_aged):
+            with pytest.raises(KeyError):
+                operation(stranger)
+
+    @precondition(lambda self: not self.waiting)
+    @rule()
+    def an_empty_queue_has_no_next(self):
+        for operation in (self.queue.pop_request, self.queue.peek_request):
+            with pytest.raises(IndexError):
+                operation()
+
+    @invariant()
+    def it_equals_the_naive_queue(self):
+        if not hasattr(self, "queue"):
+            return
+        self.queue.check_invariants()
+        expected = self.model.in_order()
+        self.order_before = ids(expected)
+        assert ids(self.queue) == self.order_before
+        assert len(self.queue) == len(expected) and bool(self.queue) == bool(expected)
+        if expected:
+            assert self.queue.peek_request() is expected[0]
+        for entry in self.model.entries:
+            is_aged = entry.is_in_front or self.model.has_aged(entry, self.model.num_left)
+            assert self.queue.is_aged(entry.request) == is_aged
+
+
+TestQueueAgainstNaiveQueue = QueueAgainstNaiveQueue.TestCase
+TestQueueAgainstNaiveQueue.settings = settings(
+    max_examples=120, stateful_step_count=30, deadline=None
+)
+
+
+# the three parts of the line
+
+
+def test_a_preempted_request_is_in_front_the_last_one_first():
+    queue = create_queue("lof")
+    a, b, *_ = fill(queue, "abcd")
+    queue.remove_request(a), queue.remove_request(b)
+    queue.prepend_request(a), queue.prepend_request(b)
+    assert ids(queue) == ["b", "a", "c", "d"]
+    assert [queue.is_aged(request) for request in queue] == [True, True, False, False]
+
+
+def test_with_priorities_a_preempted_request_goes_to_its_place_before_its_equals():
+    queue = create_queue("priority")
+    for name, priority in zip("abcd", (1, 0, 1, 2)):
+        queue.add_request(make(name, priority))
+    queue.prepend_request(make("x", 1))
+    assert ids(queue) == ["b", "x", "a", "c", "d"]
+    assert not any(queue.is_aged(request) for request in queue)
+
+
+def test_who_was_overtaken_too_often_goes_before_the_policy_but_behind_the_preempted():
+    queue = create_queue("priority", max_overtakes=2)
+    low = make("low", 9)
+    queue.add_request(low)
+    for name in "abc":
+        queue.add_request(make(name, 0))
+    assert ids(queue) == ["a", "b", "low", "c"]  # what popping one by one would give
+    assert [queue.pop_request().request_id for _ in range(2)] == ["a", "b"]
+    assert queue.is_aged(low) and ids(queue) == ["low", "c"]
+    queue.add_request(make("d", -5))
+    assert ids(queue) == ["low", "c", "d"]  # two have left since c came, too
+
+    queue = create_queue("lof", max_overtakes=1)
+    a, b, _ = fill(queue, "abc")
+    queue.remove_request(b)
+    assert queue.is_aged(a)
+    queue.prepend_request(b)
+    assert ids(queue) == ["b", "a", "c"]
+
+
+def test_a_request_that_comes_back_is_young_again():
+    queue = create_queue("fcfs", max_overtakes=1)
+    a, b, c = fill(queue, "abc")
+    queue.remove_request(a)
+    assert queue.is_aged(b) and queue.is_aged(c)
+    queue.add_request(a)
+    assert not queue.is_aged(a) and ids(queue) == ["b", "c", "a"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    name=st.sampled_from(("fcfs", "priority", "lof", "random")),
+    max_overtakes=st.sampled_from((None, 0, 1, 3, 10)),
+    priorities=st.lists(st.integers(0, 3), max_size=12),
+    num_preempted=st.integers(0, 3),
+)
+def test_iteration_is_what_popping_gives(name, max_overtakes, priorities, num_preempted):
+    """Chapter 1's invariant of a queue."""
+    queue = create_queue(name, max_overtakes=max_overtakes)
+    for i, priority in enumerate(priorities):
+        queue.add_request(make(str(i), priority, num_new=priority + 1))
+    for i in range(num_preempted):
+        queue.prepend_request(make(f"p{i}", i))
+    order = ids(queue)
+    assert order == [queue.pop_request().request_id for _ in order]
+
+
+def test_looking_changes_nothing_and_two_queues_share_nothing():
+    """Trap 50."""
+    queue, other = create_queue("random"), create_queue("random")
+    fill(queue, "abcdef")
+    order = ids(queue)
+    for _ in range(2):
+        assert queue.peek_request().request_id == order[0]
+        assert ids(queue) == order
+    assert not other and ids(other) == []
+    fill(other, "fedcba")
+    assert ids(other) == order  # a draw depends on the id alone
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda queue, request: queue.add_request(make("new")),
+        lambda queue, request: queue.prepend_request(make("new")),
+        lambda queue, request: queue.remove_request(request),
+    ],
+)
+def test_to_change_it_while_it_is_iterated_is_an_error(policy, change):
+    queue = create_queue(policy)
+    fill(queue, "abc")
+    with pytest.raises(RuntimeError, match="changed during iteration"):
+        for request in queue:
+            change(queue, request)
+
+
+# policies that are asked at every step
+
+
+class RecordingPolicy(LivePolicy):
+    max_requests_to_sort = 128
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[list[str]] = []
+
+    def order(self, requests: Sequence[Request]) -> list[Request]:
+        self.asked.append(ids(requests))
+        return list(reversed(requests))
+
+
+def test_the_order_is_made_anew_each_time_from_the_order_of_arrival():
+    policy = RecordingPolicy()
+    queue = PolicyQueue(policy)
+    a, b, *_ = fill(queue, "abcd")
+    assert ids(queue) == ["d", "c", "b", "a"]
+    queue.remove_request(a), queue.remove_request(b)
+    queue.add_request(b), queue.prepend_request(a)
+    assert ids(queue) == ["a", "b", "d", "c"]
+    assert policy.asked == [["a", "b", "c", "d"], ["c", "d", "b"]]
+
+
+@pytest.mark.parametrize("kind", [LongestPrefixMatch, DFSWeight])
+@pytest.mark.parametrize("limit", [0, 5, 128])
+def test_above_so_many_waiting_the_order_of_arrival_has_to_do(kind, limit):
+    asked: list[str] = []
+
+    def find(request: Request) -> list[int]:
+        asked.append(request.request_id)
+        return list(range(int(request.request_id)))  # who came last has most
+
+    kwargs = {} if limit == 128 else {"max_requests_to_sort": limit}
+    queue = PolicyQueue(kind(find, **kwargs))
+    names = [str(i) for i in range(limit)]
+    fill(queue, names)
+    assert ids(queue) == names[::-1] and asked == names
+    asked.clear()
+    newest = fill(queue, [str(limit)])
+    assert ids(queue) == [*names, str(limit)] and not asked
+    queue.remove_request(newest[0])
+    assert ids(queue) == names[::-1]
+    queue.prepend_request(newest[0])  # preempted ones count: they wait too
+    assert ids(queue) == [str(limit), *names]
+
+
+@pytest.mark.parametrize("wrong", [lambda r: r[1:], lambda r: [*r, r[0]], lambda r: r[:1] * len(r)])
+def test_a_policy_that_loses_or_doubles_requests_is_told_so(wrong):
+    class Wrong(LivePolicy):
+        def order(self, requests):
+            return wrong(list(requests))
+
+    queue = PolicyQueue(Wrong())
+    fill(queue, "abc")
+    with pytest.raises(ValueError, match="'live': order must return each request once"):
+        queue.peek_request()
+
+
+# nobody starves
+
+
+class Adversary:
+    """Makes requests that a policy likes less, and newcomers that it prefers to them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.paths: dict[str, list[int]] = {}
+        self.num_made = 0
+        self.queue = create_queue(name, lambda request: self.paths[request.request_id])
+        # "random": the ids with the highest draws are unlucky, all others are preferred to them.
+        draw = POLICIES["random"]().key
+        self.draws = sorted((str(i) for i in range(600)), key=lambda name: -draw(make(name)))
+
+    def make(self, is_preferred: bool) -> Request:
+        self.num_made += 1
+        better = self.num_made if is_preferred else 0
+        request_id = self.draws[self.num_made] if self.name == "random" else str(self.num_made)
+        request = make(request_id, -better, 0.0, 1 + better)
+        self.paths[request_id] = list(range(better))
+        return request
+
+
+def waits(adversary: Adversary, num_ahead: int, num_a_step: int, num_steps: int) -> list[str]:
+    """Who is served before the victim: "ahead" or "newcomer". Each step serves `num_a_step`, and as
+    many newcomers arrive before it."""
+    queue = adversary.queue
+    kinds = {}
+    for _ in range(num_ahead):
+        request = adversary.make(is_preferred=False)
+        kinds[request.request_id] = "ahead"
+        queue.add_request(request)
+    victim = adversary.make(is_preferred=False)
+    queue.add_request(victim)
+    served: list[str] = []
+    for _ in range(num_steps):
+        for _ in range(num_a_step):
+            request = adversary.make(is_preferred=True)
+            kinds[request.request_id] = "newcomer"
+            queue.add_request(request)
+        step = [request for request, _ in zip(queue, range(num_a_step))]
+        for request in step:
+            queue.remove_request(request)
+            if request is victim:
+                return served
+            served.append(kinds[request.request_id])
+    return [*served, "never"]
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "fcfs"])
+def test_without_ageing_a_stream_of_preferred_newcomers_starves_a_request(name):
+    """So the adversary is one. Under fcfs nobody is preferred."""
+    adversary = Adversary(name)
+    adversary.queue.max_overtakes = None
+    assert waits(adversary, 3, 2, 200) == ["newcomer"] * 400 + ["never"]
+
+
+@pytest.mark.parametrize("num_a_step", [1, 3, 7])
+@pytest.mark.parametrize("max_overtakes", [0, 1, 10, 50])
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_bound_is_kept_and_reached_by_every_policy(name, max_overtakes, num_a_step):
+    """Exactly `max_overtakes` newcomers and the five who were there: the bound cannot be lower."""
+    adversary = Adversary(name)
+    adversary.queue.max_overtakes = max_overtakes
+    served = waits(adversary, 5, num_a_step, 400)
+    num_overtakes = 0 if name == "fcfs" else max_overtakes
+    assert served == ["newcomer"] * num_overtakes + ["ahead"] * 5
+
+
+@dataclass
+class Stay:
+    """One stay of a request in the queue."""
+
+    number: int  # of the arrival
+    num_ahead: int
+    num_in_front: int  # put there before it, or while it waits
+    num_overtakes: int = 0
+    num_served: int = 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(tuple(POLICIES)),
+    max_overtakes=st.sampled_from((0, 1, 2, 4, 7)),
+    events=st.lists(
+        st.tuples(
+            st.sampled_from(("come", "come", "come", "serve", "serve", "abort", "preempt")),
+            st.integers(0, 6),
+        ),
+        max_size=60,
+    ),
+)
+def test_the_bound_is_kept_whatever_happens(name, max_overtakes, events):
+    """Steps of all sizes, aborts anywhere, preempted ones that come back."""
+    paths: dict[str, list[int]] = {}
+    queue = create_queue(name, lambda r: paths[r.request_id], max_overtakes=max_overtakes)
+    stays: dict[str, Stay] = {}
+    left: list[Request] = []
+    arrivals = iter(range(1_000_000))
+
+    def come(request: Request, is_preempted: bool = False) -> None:
+        goes_in_front = is_preempted and queue.policy.keeps_preempted_first
+        in_front = [s for s in stays.values() if s.number < 0]
+        number = next(arrivals)
+        if goes_in_front:
+            for stay in stays.values():
+                stay.num_in_front += 1
+        (queue.prepend_request if is_preempted else queue.add_request)(request)
+        stays[request.request_id] = Stay(
+            -1 if goes_in_front else number, len(stays) - len(in_front), len(in_front)
+        )
+
+    def leave(request: Request, is_served: bool) -> None:
+        gone = stays.pop(request.request_id)
+        queue.remove_request(request)
+        left.append(request)
+        if is_served:
+            for stay in stays.values():
+                stay.num_served += 1
+                stay.num_overtakes += 0 <= stay.number < gone.number
+
+    for index, (event, size) in enumerate(events):
+        if event == "come":
+            for i in range(size):
+                request = make(f"{index}.{i}", -index * size, 0.0, 1 + index % 7)
+                paths[request.request_id] = list(range((index * 7 + i) % 11))
+                come(request)
+        elif event == "serve":
+            for request in [request for request, _ in zip(queue, range(size))]:
+                leave(request, is_served=True)
+        elif event == "abort" and stays:
+            waiting = list(queue)
+            leave(waiting[size % len(waiting)], is_served=False)
+        elif event == "preempt" and left:
+            come(left.pop(size % len(left)), is_preempted=True)
+        for stay in stays.values():
+            assert stay.num_overtakes <= max_overtakes, (event, stay)
+            assert stay.num_served <= max_overtakes + stay.num_ahead + stay.num_in_front, stay
+
+
+# the price
+
+
+class CountingKey(int):
+    """Counts how often it is compared."""
+
+    num_compared = 0
+
+
+def count_comparison(name: str) -> Callable:
+    plain = getattr(int, name)
+
+    def compare(self: int, other: int) -> bool:
+        CountingKey.num_compared += 1
+        return plain(self, other)
+
+    return compare
+
+
+for _name in ("__lt__", "__gt__", "__le__", "__ge__", "__eq__"):
+    setattr(CountingKey, _name, count_comparison(_name))
+
+
+class CountingPolicy(SchedulePolicy):
+    name = "counting"
+    num_asked = 0
+
+    def key(self, request: Request) -> CountingKey:
+        self.num_asked += 1
+        return CountingKey(int(request.request_id) * 7919 % 1_000_003)
+
+
+class CountingValues:
+    def __init__(self, values: Iterable) -> None:
+        self.values = values
+
+    def __iter__(self):
+        yield from map(count_step, self.values)
+
+    def __reversed__(self):
+        yield from map(count_step, reversed(self.values))
+
+
+class CountingDict(OrderedDict):
+    """Counts the entries that an iteration goes through; those of all dictionaries and lists
+    together, so that a queue which rebuilds one is seen too."""
+
+    num_steps = 0
+
+    def values(self):
+        return CountingValues(super().values())
+
+    def __iter__(self):
+        return map(count_step, super().__iter__())
+
+
+class CountingList(SortedList):
+    def __iter__(self):
+        return map(count_step, super().__iter__())
+
+
+def count_step(entry: object) -> object:
+    CountingDict.num_steps += 1
+    return entry
+
+
+def cost_of(operation: Callable[[], object]) -> tuple[int, int]:
+    """Comparisons of keys, and entries gone through."""
+    CountingKey.num_compared = CountingDict.num_steps = 0
+    operation()
+    return CountingKey.num_compared, CountingDict.num_steps
+
+
+def first(queue: PolicyQueue, num: int) -> list[Request]:
+    return [request for request, _ in zip(queue, range(num))]
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    monkeypatch.setattr(policy_queue, "OrderedDict", CountingDict)
+    monkeypatch.setattr(policy_queue, "SortedList", CountingList)
+
+
+@pytest.mark.parametrize("length", [16, 256, 8192])
+def test_adding_and_taking_out_cost_a_logarithm(counted, length):
+    """Counted, not timed. In a list of 8,192 to search would be 8,192."""
+    queue = PolicyQueue(CountingPolicy())
+    requests = fill(queue, [str(i) for i in range(length)])
+    operations = {
+        "add": lambda: queue.add_request(make(str(length))),
+        "remove from the middle": lambda: queue.remove_request(requests[length // 2]),
+        "remove the oldest": lambda: queue.remove_request(requests[0]),
+        "remove the newest": lambda: queue.remove_request(requests[-1]),
+        "prepend": lambda: queue.prepend_request(requests[0]),
+        "pop the preempted": queue.pop_request,
+        "pop": queue.pop_request,
+        "peek": queue.peek_request,
+        "len": lambda: len(queue),
+        "is_aged": lambda: queue.is_aged(requests[3]),
+    }
+    for name, operation in operations.items():
+        num_compared, num_steps = cost_of(operation)
+        assert num_compared <= 4 * log2(length) + 8, (name, num_compared)
+        assert num_steps <= 2, (name, num_steps)  # the oldest, and the first of the policy
+    assert queue.policy.num_asked == length + 1  # once a request; not in front
+
+
+@pytest.mark.parametrize("num_aged", [0, 1000])
+@pytest.mark.parametrize("num_preempted", [0, 3])
+def test_to_see_the_first_ones_costs_as_much_as_one_sees(counted, num_aged, num_preempted):
+    queue = PolicyQueue(CountingPolicy(), max_overtakes=1)
+    fill(queue, [str(i) for i in range(num_aged)])
+    if num_aged:
+        queue.pop_request()  # one has left, so all who came before are aged
+    fill(queue, [str(i) for i in range(num_aged, 4000)])
+    for i in range(num_preempted):
+        queue.prepend_request(make(f"p{i}"))
+    for num in (1, 10, 100):
+        num_compared, num_steps = cost_of(lambda num=num: first(queue, num))
+        assert num_compared == 0
+        assert num <= num_steps <= 3 * num + 3, (num, num_steps)
+
+
+@pytest.mark.parametrize("kind", [LongestPrefixMatch, DFSWeight])
+def test_above_the_limit_a_policy_that_looks_at_the_cache_costs_what_one_sees(counted, kind):
+    queue = PolicyQueue(kind(lambda request: pytest.fail("looked up")))
+    fill(queue, [str(i) for i in range(5000)])
+    assert cost_of(lambda: first(queue, 10))[1] <= 3 * 10 + 3
+
+
+def test_the_counters_count_a_search_and_a_rebuild(counted):
+    """What the tests above would see in a queue that goes through everybody."""
+    queue = PolicyQueue(CountingPolicy())
+    fill(queue, [str(i) for i in range(1000)])
+    assert cost_of(lambda: sorted(queue._sorted))[0] >= 999
+    assert cost_of(lambda: list(queue._sorted))[1] == 1000
+    assert cost_of(lambda: list(queue._places))[1] == 1000
+    assert cost_of(lambda: list(queue._places.values()))[1] == 1000
+
+
+# create_queue
+
+
+def test_a_queue_is_created_by_name():
+    find = list
+    for name, kind in POLICIES.items():
+        queue = create_queue(name, find, block_size=8, seed=5, max_overtakes=7)
+        assert type(queue.policy) is kind and queue.max_overtakes == 7
+        if queue.policy.looks_at_cache:
+            assert queue.policy.find_cached_blocks is find and queue.policy.block_size == 8
+    assert create_queue("random", seed=5).policy.seed == 5
+    assert create_queue("fcfs").max_overtakes == 1000
+    assert isinstance(create_queue(SchedulingPolicy.FCFS).policy, FCFSPolicy)  # chapter 1's name
+    own = FCFSPolicy()
+    queue = create_queue(own, max_overtakes=3)
+    assert queue.policy is own and queue.max_overtakes == 3
+
+
+@pytest.mark.parametrize("policy", ["lifo", "", "FCFS", None, 3, ["fcfs"], FCFSPolicy])
+def test_an_unknown_policy_is_an_error_that_names_the_known_ones(policy):
+    with pytest.raises(ValueError, match=r"policy is .*'fcfs', 'priority', .*'dfs-weight'"):
+        create_queue(policy)
+
+
+@pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
+def test_a_policy_that_looks_at_the_cache_needs_one(policy):
+    with pytest.raises(ValueError, match=rf"find_cached_blocks is None: policy '{policy}'"):
+        create_queue(policy)
+
+
+@pytest.mark.parametrize("max_overtakes", [-1, 1.5, True, "9"])
+def test_a_bound_that_is_no_bound_is_an_error(max_overtakes):
+    with pytest.raises(ValueError, match=r"max_overtakes is .*None or >= 0"):
+        create_queue("fcfs", max_overtakes=max_overtakes)
+    with pytest.raises(ValueError, match="max_overtakes"):
+        PolicyQueue(FCFSPolicy(), max_overtakes)
+
+
+def test_a_policy_that_fails_leaves_the_queue_as_it_was():
+    class Picky(SchedulePolicy):
+        name = "picky"
+
+        def key(self, request: Request) -> int:
+            return int(request.request_id)
+
+    queue = PolicyQueue(Picky())
+    fill(queue, "21")
+    with pytest.raises(ValueError, match="invalid literal"):
+        queue.add_request(make("x"))
+    assert ids(queue) == ["1", "2"] and len(queue) == 2
+    queue.check_invariants()
