@@ -32,6 +32,8 @@ from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from numbers import Integral, Real
 
+BLOCK_SIZE = 16  # positions in a KV block (chapter 2), unless somebody says otherwise
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -196,6 +198,7 @@ class Request:
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
+        self.length_limit: str | None = None  # what lowered max_tokens, if something did
 
         self._stop_ids = frozenset(sampling_params.stop_token_ids)
         self._eos_ids = frozenset() if sampling_params.ignore_eos else frozenset(eos_token_ids)
@@ -227,6 +230,21 @@ class Request:
         return len(self.all_token_ids)
 
     @property
+    def seq_len(self) -> int:
+        """`num_tokens` by its other name."""
+        return len(self.all_token_ids)
+
+    @property
+    def remaining_tokens(self) -> int:
+        """How far it is behind: tokens that are known, or proposed, and not computed."""
+        return len(self.all_token_ids) + len(self.draft_token_ids) - self.num_computed_tokens
+
+    @property
+    def num_blocks_needed(self) -> int:
+        """Blocks of `BLOCK_SIZE` positions that its tokens fill."""
+        return -(-len(self.all_token_ids) // BLOCK_SIZE)
+
+    @property
     def max_num_tokens(self) -> int:
         """Tokens it can ever hold. The last of them is never fed back, so it needs no KV slot."""
         return self.num_prompt_tokens + self.max_tokens
@@ -242,15 +260,16 @@ class Request:
 
     def append_output_token(self, token_id: int) -> None:
         """Take one sampled token, and finish if it is a stop token or the last one allowed."""
-        assert not self.is_finished, f"{self.request_id} is finished"
+        assert self.status < RequestStatus.FINISHED_STOPPED, f"{self.request_id} is finished"
         self.output_token_ids.append(token_id)
         self.all_token_ids.append(token_id)
-        may_stop = self.num_output_tokens >= self.sampling_params.min_tokens
-        if may_stop and (token_id in self._stop_ids or token_id in self._eos_ids):
+        num_outputs = len(self.output_token_ids)
+        is_end = token_id in self._stop_ids or token_id in self._eos_ids
+        if is_end and num_outputs >= self.sampling_params.min_tokens:
             self.status = RequestStatus.FINISHED_STOPPED
             # As in vLLM: EOS is the ordinary end and gives no reason; a stop token names itself.
             self.stop_reason = token_id if token_id in self._stop_ids else None
-        elif self.num_output_tokens == self.max_tokens:
+        elif num_outputs == self.max_tokens:
             self.status = RequestStatus.FINISHED_LENGTH_CAPPED
 
     def check_invariants(self) -> None:
@@ -279,6 +298,7 @@ class RequestMetrics:
     last_token_time: float | None = None
     inter_token_latencies: list[float] = field(default_factory=list)
     num_preemptions: int = 0
+    finish_detail: str | None = None  # why it could not be longer, where that was not its own limit
 
     def record_tokens(self, num_new_tokens: int, now: float) -> None:
         """Tokens that arrive together share one latency: the first of them waited, the others did

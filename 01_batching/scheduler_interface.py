@@ -15,6 +15,7 @@ themselves."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -113,6 +114,7 @@ class EngineCoreOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list | None = None
+    finish_detail: str | None = None  # what ended it, if that was a limit other than its own
 
 
 class SchedulerInterface(Protocol):
@@ -175,7 +177,19 @@ class KVMemory(Protocol):
     blocks."""
 
     @property
+    def block_size(self) -> int:
+        """Positions that are handed out together."""
+
+    @property
     def num_blocks_in_use(self) -> int: ...
+
+    @property
+    def usage(self) -> float:
+        """The share of the memory that requests hold, 0 to 1."""
+
+    @property
+    def capacity(self) -> int:
+        """Positions that the whole memory could hold of one request."""
 
     def fits_when_empty(self, num_tokens: int) -> bool:
         """Could the whole memory hold this many positions of one request?"""
@@ -190,9 +204,13 @@ class KVMemory(Protocol):
         num_new_tokens: int,
         num_lookahead_tokens: int = 0,
         computed: ComputedBlocks | None = None,
+        num_blocks_kept_free: int = 0,
     ) -> bool:
         """Make room behind the computed positions, `computed` included. False: refused, and nothing
-        has changed."""
+        has changed. It is refused too if fewer than `num_blocks_kept_free` were left for others."""
+
+    def find_cached_blocks(self, request: Request) -> Sequence[int]:
+        """Ids of the blocks in which a cache has the request's longest known prefix, head first."""
 
     def cache_blocks(self, request: Request) -> None:
         """The forward pass that wrote the computed positions is over: they may be shared."""
@@ -220,7 +238,10 @@ class UnlimitedKVMemory:
     """Chapter 1 has no blocks: the runner keeps every request's KV in tensors of its own, and
     nobody counts."""
 
+    block_size = 1
     num_blocks_in_use = 0
+    usage = 0.0
+    capacity = sys.maxsize
 
     def fits_when_empty(self, num_tokens: int) -> bool:
         return True
@@ -234,8 +255,12 @@ class UnlimitedKVMemory:
         num_new_tokens: int,
         num_lookahead_tokens: int = 0,
         computed: ComputedBlocks | None = None,
+        num_blocks_kept_free: int = 0,
     ) -> bool:
         return True
+
+    def find_cached_blocks(self, request: Request) -> Sequence[int]:
+        return ()
 
     def cache_blocks(self, request: Request) -> None:
         pass

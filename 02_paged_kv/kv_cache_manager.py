@@ -87,6 +87,11 @@ class KVCacheManager:
         return self.num_blocks_needed(num_tokens) <= self.pool.num_usable_blocks
 
     @property
+    def capacity(self) -> int:
+        """Positions that the whole pool holds."""
+        return self.pool.num_usable_blocks * self.block_size
+
+    @property
     def usage(self) -> float:
         """The share of usable blocks that somebody holds."""
         return 1 - self.pool.num_free_blocks / self.pool.num_usable_blocks
@@ -99,6 +104,9 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """What a cache knows of the request already: here nothing (chapter 3)."""
         return ComputedBlocks()
+
+    def find_cached_blocks(self, request: Request) -> Sequence[int]:
+        return ()
 
     def get_block_ids(self, request_id: str) -> Sequence[int]:
         """The request's block table; empty if it has none. Read-only and alive: copy it to keep
@@ -125,14 +133,16 @@ class KVCacheManager:
         num_new_tokens: int,
         num_lookahead_tokens: int = 0,
         computed: ComputedBlocks | None = None,
+        num_blocks_kept_free: int = 0,
     ) -> bool:
         """Give the request slots of its own for `num_new_tokens` behind the computed positions, and
         for `num_lookahead_tokens` behind those. O(blocks that these positions touch).
 
         `computed`, for a request without a table, is put in front, by reference; its positions
         count as computed here, though `request.num_computed_tokens` does not include them yet.
-        False: refused, and nothing has changed. Raises `ValueError` for negative counts, or for
-        `computed` blocks when there is a table.
+        False: refused, and nothing has changed; also if fewer than `num_blocks_kept_free` blocks
+        would be left for others. Raises `ValueError` for negative counts, or for `computed` blocks
+        when there is a table.
         """
         if num_new_tokens < 0 or num_lookahead_tokens < 0:
             raise ValueError(
@@ -155,7 +165,7 @@ class KVCacheManager:
         written = range(start // self.block_size, num_needed) if end > start else range(0)
         shared = [i for i in written if i < len(held) and held[i].ref_cnt > 1]
         num_missing = max(num_needed - len(held), 0)
-        fresh = self._take_blocks(len(shared) + num_missing)
+        fresh = self._take_blocks(len(shared) + num_missing, num_blocks_kept_free)
         if fresh is None:
             self._release(computed.blocks)
             return False
@@ -233,8 +243,10 @@ class KVCacheManager:
         """One holder less for blocks of one table, head first. The deepest is freed first."""
         self.pool.free(blocks[::-1])
 
-    def _take_blocks(self, num_blocks: int) -> list[Block] | None:
+    def _take_blocks(self, num_blocks: int, num_kept_free: int = 0) -> list[Block] | None:
         """`num_blocks` blocks, or None and nothing has changed. Chapter 3 makes room here."""
+        if num_kept_free and num_blocks + num_kept_free > self.pool.num_free_blocks:
+            return None
         return self.pool.allocate(num_blocks) if num_blocks else []
 
     def _copy_on_write(self, request_id: str, table: _BlockTable, index: int, dst: Block) -> None:

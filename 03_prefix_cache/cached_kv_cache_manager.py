@@ -107,6 +107,10 @@ class CachedKVCacheManager(KVCacheManager):
             return ComputedBlocks(is_ready=False)
         return computed
 
+    def find_cached_blocks(self, request: Request) -> Sequence[int]:
+        """Where its longest cached prefix is. They count as used now, and nothing keeps them."""
+        return [block.block_id for block in self._look_up(request).blocks]
+
     def _look_up(self, request: Request) -> ComputedBlocks:
         state = self._states.setdefault(request.request_id, _CacheState())
         num_usable = (request.num_tokens - 1) // self.block_size * self.block_size
@@ -136,9 +140,12 @@ class CachedKVCacheManager(KVCacheManager):
         num_new_tokens: int,
         num_lookahead_tokens: int = 0,
         computed: ComputedBlocks | None = None,
+        num_blocks_kept_free: int = 0,
     ) -> bool:
         is_admission = request.request_id not in self._tables
-        if not super().allocate_slots(request, num_new_tokens, num_lookahead_tokens, computed):
+        if not super().allocate_slots(
+            request, num_new_tokens, num_lookahead_tokens, computed, num_blocks_kept_free
+        ):
             return False
         self._loads.drop(request.request_id)  # what it brought is in the table
         state = self._states.setdefault(request.request_id, _CacheState())
@@ -227,9 +234,12 @@ class CachedKVCacheManager(KVCacheManager):
 
     # -- chapter 2's hooks
 
-    def _take_blocks(self, num_blocks: int) -> list[Block] | None:
+    def _take_blocks(self, num_blocks: int, num_kept_free: int = 0) -> list[Block] | None:
         if num_blocks > self.pool.num_free_blocks + self.cache.num_evictable_blocks:
             self._loads.give_way()
+        num_left = self.pool.num_free_blocks + self.cache.num_evictable_blocks - num_blocks
+        if num_kept_free and num_left < num_kept_free:
+            return None
         num_missing = num_blocks - self.pool.num_free_blocks
         if num_missing > self.cache.num_evictable_blocks:
             return None  # before anything is evicted: a refusal changes nothing

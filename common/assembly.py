@@ -5,7 +5,7 @@
     KV manager         2      KVCacheManager over a BlockPool
     prefix cache       3      PrefixCacheLocal or RadixCache, in a CachedKVCacheManager
     KV from elsewhere  3      TieredCache, any KVConnector, or both in a ConnectorChain
-    scheduler          1      FCFSScheduler
+    scheduler        1, 4     FCFSScheduler, or Scheduler with a policy
     attention          2      TorchAttentionBackend or TritonAttentionBackend
     runner          common    PagedModelRunner
     sampler         common    Sampler
@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 import torch
-from radix_cache import RadixCache
-from tiered_cache import TieredCache
 
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
@@ -45,6 +43,9 @@ from paged_attention import (
 )
 from prefix_cache import PrefixCache
 from prefix_cache_local import PrefixCacheLocal
+from radix_cache import RadixCache
+from scheduler import Scheduler
+from tiered_cache import TieredCache
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class EngineParts:
     """The parts of one engine. `vocab_size` is what may be sampled: padding lanes are left out."""
 
     core: EngineCore
-    scheduler: FCFSScheduler
+    scheduler: FCFSScheduler | Scheduler
     kv_manager: KVCacheManager
     kv_cache: PagedKVCache
     max_model_len: int
@@ -76,9 +77,7 @@ def assemble(
     kv_cache = make_kv_cache(config, loaded, backend, max_model_len, device)
     connector = make_connector(config, loaded, kv_cache)
     kv_manager = make_kv_manager(config, kv_cache.num_blocks, connector)
-    scheduler = FCFSScheduler(
-        config.max_num_seqs, config.max_num_batched_tokens, max_model_len, kv_manager
-    )
+    scheduler = make_scheduler(config, max_model_len, kv_manager)
     runner = PagedModelRunner(
         loaded.model,
         kv_cache,
@@ -92,6 +91,24 @@ def assemble(
     vocab_size = min(loaded.config.vocab_size, num_tokens_in_tokenizer or loaded.config.vocab_size)
     core = EngineCore(scheduler, runner, Sampler(vocab_size=vocab_size), on_step=on_step)
     return EngineParts(core, scheduler, kv_manager, kv_cache, max_model_len, vocab_size, connector)
+
+
+def make_scheduler(
+    config: EngineConfig, max_model_len: int, kv_manager: KVCacheManager
+) -> FCFSScheduler | Scheduler:
+    limits = (config.max_num_seqs, config.max_num_batched_tokens)
+    if config.scheduler == "fcfs":
+        return FCFSScheduler(*limits, max_model_len, kv_manager)
+    return Scheduler(
+        *limits,
+        policy=config.policy,
+        max_model_len=max_model_len,
+        kv_memory=kv_manager,
+        watermark=config.watermark,
+        preempt_every=config.preempt_every,
+        shuffle_waiting=config.shuffle_waiting,
+        seed=config.seed,
+    )
 
 
 def make_kv_manager(

@@ -163,6 +163,7 @@ def paged(models: BenchModels, limits: Limits) -> Iterator[Serve]:
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_model_len=limits.longest,
+        scheduler="fcfs",
         prefix_cache=None,  # rounds bring the same prompts: nothing may be left of the last one
     )
     engine = LLMEngine(config, loaded=models.loaded, on_step=steps.append)

@@ -158,6 +158,8 @@ def print_summary(result: Run, llm) -> None:
         f"prefix cache         {stats.cached_tokens} of {result.prompt_tokens} prompt tokens were "
         f"cached ({stats.prefix_cache_hit_rate:.0%}); {stats.kv_blocks_cached} blocks kept"
     )
+    again = f"{stats.recomputed_tokens} tokens computed again"
+    print(f"preemptions          {stats.num_preemptions} ({again})")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -27,6 +27,7 @@ from common.tokenizer import Tokenizer, load_tokenizer
 from engine_core import StepRecord
 from prefix_cache import CacheStats, PrefixCache
 from request import RequestOutput, RequestStatus, SamplingParams
+from scheduler_base import SchedulerBase
 
 
 class LLMEngine:
@@ -234,6 +235,7 @@ class LLMEngine:
             num_running=running,
             num_waiting=waiting,
             kv_blocks_in_use=self.kv_manager.num_blocks_in_use,
+            recomputed_tokens=self._num_recomputed() - self._num_recomputed_before,
             **self._cache_stats(),
             kv_waste=self._waste_sum / steps if steps else 0.0,
         )
@@ -269,6 +271,11 @@ class LLMEngine:
             self.prefix_cache.stats = CacheStats()
         self._stats = EngineStats(kv_blocks_total=self.kv_manager.pool.num_blocks - 1)
         self._waste_sum = 0.0
+        self._num_recomputed_before = self._num_recomputed()
+
+    def _num_recomputed(self) -> int:
+        is_preemptive = isinstance(self.scheduler, SchedulerBase)
+        return self.scheduler.get_stats().total_recomputed_tokens if is_preemptive else 0
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` if a part contradicts itself or another."""
@@ -291,6 +298,7 @@ class LLMEngine:
             member = self._owners[request_id][1]
             stats.prompt_tokens += member.request.num_prompt_tokens
             member.metrics.first_scheduled_time = record.start_time
+        stats.num_preemptions += len(record.preempted)
         stats.kv_blocks_peak = max(stats.kv_blocks_peak, record.kv_blocks_in_use)
         slots = record.kv_blocks_in_use * self.config.block_size
         # Sequences that share a prompt count it each, so what is written can exceed what is held.

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tiered_cache import KVTierConfig
 
 from kv_connector import KVConnector
+from policies import POLICIES
+from tiered_cache import KVTierConfig
 
+SCHEDULERS = {"two_phase": True, "fcfs": False}  # does it preempt, and take a policy?
 SHIPPED_CHECKPOINT = Path(__file__).parent / "checkpoints" / "tiny"
 
 
@@ -26,8 +28,14 @@ class EngineConfig:
     `prefix_cache` keeps computed prefixes: `"hash"`, `"radix"` or None. `kv_tiers` lets evicted
     blocks go to host memory and disk; `kv_connector` shares them with other engines.
 
+    `scheduler` is `"two_phase"` (chapter 4: fills the memory and preempts when it runs out) or
+    `"fcfs"` (chapter 1: reserves everything at admission). `policy` orders the waiting queue of
+    the former: `"fcfs"`, `"priority"`, `"lpm"`, `"dfs-weight"`, `"lof"`, `"random"`. `watermark`
+    is the share of the blocks that an admission leaves to those who run.
+
     Debug switches: `check_invariants` verifies scheduler and KV manager after every step;
-    `shuffle_batch` puts every batch in a random order. Neither may change any output."""
+    `shuffle_batch` puts every batch in a random order, `shuffle_waiting` the queue; every
+    `preempt_every`-th step preempts somebody. None of them may change any output."""
 
     model: str | Path | None = None
     device: str = "auto"
@@ -37,8 +45,9 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
-    scheduler: str = "fcfs"
+    scheduler: str = "two_phase"
     policy: str = "fcfs"
+    watermark: float = 0.01
     prefix_cache: str | None = "hash"
     kv_tiers: KVTierConfig | None = None
     kv_connector: KVConnector | None = None
@@ -50,14 +59,16 @@ class EngineConfig:
     seed: int = 0
     check_invariants: bool = False
     shuffle_batch: bool = False
+    shuffle_waiting: bool = False
+    preempt_every: int | None = None
 
     def __post_init__(self) -> None:
         lowest = {"block_size": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1}
         # The null block and one more; one token in and one out.
-        lowest |= {"num_blocks": 2, "max_model_len": 2}
-        for name, low in lowest.items():
+        optional = {"num_blocks": 2, "max_model_len": 2, "preempt_every": 1}
+        for name, low in (lowest | optional).items():
             value = getattr(self, name)
-            if value is None and name in ("num_blocks", "max_model_len"):
+            if value is None and name in optional:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"{name} is {value!r}: it must be an integer >= {low}")
@@ -66,8 +77,8 @@ class EngineConfig:
         if not (self.model is None or (isinstance(self.model, str | Path) and str(self.model))):
             raise ValueError(f"model is {self.model!r}: it must be a directory, a hub id or None")
         choices = {
-            "scheduler": ("fcfs",),
-            "policy": ("fcfs",),
+            "scheduler": tuple(SCHEDULERS),
+            "policy": tuple(POLICIES) if SCHEDULERS.get(self.scheduler) else ("fcfs",),
             "prefix_cache": (None, "hash", "radix"),
             "chunked_prefill": (False,),
             "speculative": (None,),
@@ -80,6 +91,13 @@ class EngineConfig:
             if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
                 shown = ", ".join(repr(a) for a in allowed)
                 raise ValueError(f"{name} is {value!r}: this version of the book allows {shown}")
+        if isinstance(self.watermark, bool) or not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark is {self.watermark!r}: it must be in [0, 1)")
+        if self.preempt_every is not None and not SCHEDULERS[self.scheduler]:
+            raise ValueError(
+                f"preempt_every is {self.preempt_every!r}: it must be None, since scheduler "
+                f"{self.scheduler!r} never preempts"
+            )
         parts = {"kv_tiers": KVTierConfig, "kv_connector": KVConnector}
         for name, kind in parts.items():
             value = getattr(self, name)
@@ -124,4 +142,6 @@ class EngineStats:
     cached_tokens: int = 0  # prompt tokens that were found in the prefix cache
     prefix_cache_hit_rate: float = 0.0  # of all prompt tokens of admitted requests
     kv_blocks_peak: int = 0
+    num_preemptions: int = 0
+    recomputed_tokens: int = 0  # lost by preemption, less what was then found in the prefix cache
     kv_waste: float = 0.0  # share of the held slots in which nothing is written, mean over steps

@@ -52,6 +52,9 @@ class OutputProcessor:
         if completion.logprobs is not None:
             completion.logprobs += (result.logprobs or [])[:num_kept]
         self.metrics.record_tokens(num_kept, now)
+        self.metrics.num_preemptions = self.request.num_preemptions
+        if matched is None:
+            self.metrics.finish_detail = result.finish_detail
         if matched is not None:
             completion.finish_reason, completion.stop_reason = "stop", matched
         else:

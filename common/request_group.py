@@ -49,6 +49,7 @@ def _merge_metrics(metrics: list[RequestMetrics]) -> RequestMetrics:
         last_token_time=max(times("last_token_time"), default=None),
         inter_token_latencies=[t for m in metrics for t in m.inter_token_latencies],
         num_preemptions=sum(m.num_preemptions for m in metrics),
+        finish_detail=next((m.finish_detail for m in metrics if m.finish_detail), None),
     )
 
 

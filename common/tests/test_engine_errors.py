@@ -42,7 +42,6 @@ def engine(random_loaded) -> LLMEngine:
         ("text", GREEDY, "no tokenizer"),
         ([1] * 128, GREEDY, "max_model_len=128"),
         ([1] * 49, GREEDY, "max_num_batched_tokens=48"),
-        ([1] * 40, SamplingParams(max_tokens=60), "num_blocks"),  # 99 positions, 64 slots
         ([1], {"temperature": 0}, "sampling_params is"),
         ([1], SamplingParams(stop="x"), "stop"),
         ([1], SamplingParams(stop_token_ids=[97]), "stop_token_ids holds 97"),
@@ -106,16 +105,31 @@ def test_one_bad_prompt_of_a_batch_queues_none_of_them(
     ]
 
 
-def test_the_longest_request_that_fits_the_pool_runs_and_one_token_more_is_refused(
-    engine: LLMEngine,
+@pytest.mark.parametrize("scheduler", ["fcfs", "two_phase"])
+def test_the_longest_request_that_fits_the_pool_runs_and_one_token_more_does_not(
+    scheduler: str, random_loaded
 ) -> None:
-    """Trap 16: never queued for ever, never an assertion in the loop."""
+    """Trap 16: never queued for ever, never an assertion in the loop. Who reserves everything has
+    to refuse it; who preempts ends it when the memory ends, and says so."""
+    config = EngineConfig(block_size=4, num_blocks=1 + 16, scheduler=scheduler)
+    engine = LLMEngine(config, loaded=random_loaded)
     fits = SamplingParams(temperature=0, max_tokens=64 - 40 + 1, ignore_eos=True)
     engine.add_request("fits", [1] * 40, fits)  # 64 positions: the last token needs none
     (output,) = _finish(engine)
     assert len(output.outputs[0].token_ids) == 25
-    with pytest.raises(ValueError, match="do not fit"):
-        engine.add_request("more", [1] * 40, SamplingParams(max_tokens=26))
+    assert output.metrics.finish_detail is None
+    more = SamplingParams(temperature=0, max_tokens=26, ignore_eos=True)
+    if scheduler == "fcfs":
+        with pytest.raises(ValueError, match=r"do not fit.*num_blocks"):
+            engine.add_request("more", [1] * 40, more)
+    else:
+        engine.add_request("more", [1] * 40, more)
+        (output,) = _finish(engine)
+        assert len(output.outputs[0].token_ids) == 25
+        assert output.outputs[0].finish_reason == "length"
+        assert output.metrics.finish_detail == "the KV memory holds 64 positions"
+    with pytest.raises(ValueError, match=r"64 positions|num_blocks"):
+        engine.add_request("much more", [1] * 65, more)
 
 
 def test_max_model_len_ends_the_output(random_loaded, random_oracle: Oracle) -> None:

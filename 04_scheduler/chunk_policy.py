@@ -1,0 +1,37 @@
+"""How many tokens of a request go into one step.
+
+A request is so many tokens behind, and a step has so much budget left. Chapter 6 cuts prompts into
+chunks here; this chapter computes them whole: a prompt that does not fit what is left of the budget
+waits for the next step.
+
+One kind of work can be larger than any step: a preempted request comes back with a prompt that
+fitted and outputs that it has made since. It takes what there is, in several steps, and the two
+counters are all that has to know.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from request import Request
+
+
+class ChunkPolicy(Protocol):
+    def longest_prompt(self, max_num_batched_tokens: int) -> int:
+        """Prompts with more tokens than this can never be computed."""
+
+    def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
+        """Of the `num_behind` tokens that are to be computed: how many in this step, of which
+        `budget` tokens are left, and `most` is all that any step may have. 0: not in this step."""
+
+
+class WholePrompts:
+    def longest_prompt(self, max_num_batched_tokens: int) -> int:
+        return max_num_batched_tokens
+
+    def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
+        if num_behind <= budget:
+            return num_behind
+        is_larger_than_any_step = num_behind > most
+        has_begun = request.num_computed_tokens > 0  # then it runs, and takes what it can get
+        return budget if is_larger_than_any_step or has_begun else 0

@@ -1,0 +1,578 @@
+"""What the two-phase scheduler decides, case by case. Whole runs are in test_scheduler_runs.py."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
+import pytest
+
+from admission_constraints import GrammarsCompiled, MaxLoRAs
+from block_pool import BlockPool
+from fake_model import FakeModelRunner, continuation
+from kv_cache_manager import KVCacheManager
+from request import Request, RequestStatus, SamplingParams
+from scheduler import Scheduler
+from scheduler_interface import SchedulerOutput
+
+
+class Loop:
+    """A scheduler and a fake model. Block size 4, no cache, unless it is told otherwise."""
+
+    def __init__(self, num_blocks: int, *, block_size: int = 4, cached: bool = False, **options):
+        if not cached:
+            pool = BlockPool(num_blocks + 1)
+            options["kv_memory"] = KVCacheManager(pool, block_size)
+        options.setdefault("watermark", 0.0)
+        self.scheduler = Scheduler(num_gpu_blocks=num_blocks + 1, block_size=block_size, **options)
+        self.runner = FakeModelRunner(block_size)
+        self.outputs: dict[str, list[int]] = {}
+        self.reasons: dict[str, str] = {}
+
+    def add(self, request_id: str, num_prompt: int, max_new_tokens: int = 8, **more) -> Request:
+        prompt = [ord(c) for c in request_id] + list(range(num_prompt - len(request_id)))
+        request = Request.from_tokens(request_id, prompt, max_new_tokens)
+        for name, value in more.items():
+            setattr(request, name, value)
+        request.arrival_time = float(len(self.outputs))
+        self.scheduler.add_request(request)
+        self.outputs[request_id] = []
+        return request
+
+    def step(self) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        sampled = self.runner.execute(output)
+        for result in self.scheduler.update_from_output(output, sampled):
+            self.outputs[result.request_id] += result.new_token_ids
+            if result.finish_reason:
+                self.reasons[result.request_id] = result.finish_reason
+        self.scheduler.check_invariants()
+        self.scheduler.kv_memory.check_invariants(self.scheduler.running.values())
+        return output
+
+    def run(self, most: int = 500) -> None:
+        for _ in range(most):
+            if not self.scheduler.has_requests():
+                return
+            self.step()
+        pytest.fail(f"not finished after {most} steps: {list(self.scheduler.requests.values())}")
+
+
+def planned(output: SchedulerOutput) -> dict[str, int]:
+    return dict(output.num_scheduled_tokens)
+
+
+def preempted(output: SchedulerOutput) -> list[str]:
+    return [request.request_id for request in output.preempted_requests]
+
+
+# -- as a reader types it
+
+
+def test_the_names_of_the_reading_material_work_as_typed():
+    scheduler = Scheduler(
+        max_num_seqs=4, max_num_batched_tokens=64, num_gpu_blocks=100, policy="fcfs"
+    )
+    request = Request.from_tokens("a", list(range(20)), max_new_tokens=2, priority=0)
+    assert (request.seq_len, request.remaining_tokens, request.num_blocks_needed) == (20, 20, 2)
+    scheduler.add_request(request)
+    scheduler.add_request(Request.from_tokens("b", list(range(100, 130)), max_new_tokens=2))
+    output = scheduler.schedule()
+    assert [r.request_id for r in output.scheduled_requests] == ["a", "b"]
+    assert output.num_scheduled_tokens == {"a": 20, "b": 30}
+    assert (output.preempted_requests, output.total_tokens) == ([], 50)
+    scheduler.update_from_output(output, {"a": [7], "b": [8]})
+    assert (request.seq_len, request.remaining_tokens) == (21, 1)
+    output = scheduler.schedule()
+    assert output.num_scheduled_tokens == {"a": 1, "b": 1}
+    scheduler.abort_request("b")
+    scheduler.update_from_output(output, {"a": [7], "b": [8]})
+    assert request.is_finished and not scheduler.has_requests()
+    stats = scheduler.get_stats()
+    assert (stats.total_scheduled, stats.total_finished, stats.total_preempted) == (4, 1, 0)
+    assert (stats["num_waiting"], stats["num_running"], stats.total_aborted) == (0, 0, 1)
+    assert stats.kv_cache_usage == 0.0
+    assert scheduler.reset_prefix_cache()
+
+
+def test_usage_and_counts_while_it_runs():
+    loop = Loop(10, max_num_seqs=1)
+    loop.add("a", 8)
+    loop.add("b", 8)
+    loop.step()
+    stats = loop.scheduler.get_stats()
+    assert (stats.num_running, stats.num_waiting, stats.total_admitted) == (1, 1, 1)
+    assert stats.kv_cache_usage == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"watermark": 1.0},
+        {"watermark": -0.1},
+        {"preempt_every": 0},
+        {"max_num_seqs": 0},
+        {"max_num_batched_tokens": 0},
+        {"max_preemptions": 0},
+        {"max_model_len": 0},
+        {"policy": "fastest"},
+        {"max_num_seqs": 2.5},
+    ],
+)
+def test_options_that_make_no_sense_are_named(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=name):
+        Scheduler(**options)
+
+
+# -- phase 1
+
+
+def test_who_runs_comes_first_and_who_waits_gets_the_rest():
+    loop = Loop(100, max_num_batched_tokens=10)
+    loop.add("a", 6)
+    assert planned(loop.step()) == {"a": 6}
+    loop.add("b", 9)
+    loop.add("c", 5)
+    assert planned(loop.step()) == {"a": 1, "b": 9}
+    assert planned(loop.step()) == {"a": 1, "b": 1, "c": 5}
+
+
+def test_a_prompt_waits_until_it_fits_whole_and_nobody_overtakes_it():
+    loop = Loop(100, max_num_batched_tokens=10)
+    loop.add("a", 6)
+    loop.add("b", 10)
+    loop.add("c", 1)
+    assert planned(loop.step()) == {"a": 6}
+    assert planned(loop.step()) == {"a": 1}
+
+
+def test_seats_are_counted_with_those_just_admitted():
+    """Trap 17, and trap 23: who waits takes no seat."""
+    loop = Loop(100, max_num_seqs=2)
+    for name in "abcde":
+        loop.add(name, 3, 2)
+    assert list(planned(loop.step())) == ["a", "b"]
+    loop.run()
+    assert set(loop.reasons) == set("abcde")
+
+
+def test_memory_is_filled_and_not_reserved():
+    """Three may each grow to 4 blocks, and 3 blocks suffice to admit all of them."""
+    reserving = Loop(6, reserve_all=True)
+    filling = Loop(6)
+    for loop in (reserving, filling):
+        for name in "abc":
+            loop.add(name, 4, 12)
+        loop.step()
+    assert len(reserving.scheduler.running) == 1
+    assert len(filling.scheduler.running) == 3
+
+
+def test_the_last_admitted_makes_room_and_comes_back_with_its_outputs():
+    loop = Loop(4)
+    first, second = loop.add("a", 7, 8), loop.add("b", 7, 8)
+    loop.step()  # 7 positions each: two blocks each
+    loop.step()  # 8 positions: the blocks are full
+    output = loop.step()
+    assert preempted(output) == ["b"] and planned(output) == {"a": 1}
+    assert second.status == RequestStatus.PREEMPTED and second.num_computed_tokens == 0
+    assert second.num_preemptions == 1 and second.num_output_tokens == 2
+    assert loop.scheduler.get_stats().num_preempted == 1
+    loop.run()
+    for request in (first, second):
+        expected = continuation(request.prompt_token_ids, 8)
+        assert loop.outputs[request.request_id] == expected
+
+
+def test_who_makes_room_for_itself_is_not_running_as_well():
+    loop = Loop(5)
+    loop.add("a", 8, 8)
+    loop.add("b", 8, 8)
+    loop.step()
+    loop.add("c", 1, 1)
+    output = loop.step()  # a takes the last block; b has nobody behind it
+    assert preempted(output) == ["b"] and planned(output) == {"a": 1}
+    assert list(loop.scheduler.running) == ["a"]
+    assert [r.request_id for r in loop.scheduler.waiting] == ["b", "c"], "in front of c"
+
+
+def test_a_request_after_the_victim_still_gets_its_token():
+    """Trap 20: the victim leaves the list while it is walked through."""
+    loop = Loop(5, policy="priority")
+    loop.add("a", 4, 8, priority=0)
+    loop.add("b", 4, 8, priority=9)
+    loop.add("c", 3, 8, priority=1)
+    assert list(planned(loop.step())) == ["a", "c", "b"]
+    loop.step()
+    loop.scheduler.running["b"].priority = 9
+    while True:
+        output = loop.step()
+        if output.preempted_requests:
+            break
+    assert preempted(output) == ["b"] and set(planned(output)) == {"a", "c"}
+
+
+def test_a_victim_that_was_planned_gives_everything_back():
+    """Trap 21: budget, blocks, drafts and its entry in the plan."""
+    loop = Loop(5, policy="priority", max_num_batched_tokens=12)
+    victim = loop.add("v", 3, 8, priority=5)  # admitted first, least urgent
+    loop.step()
+    urgent = loop.add("u", 5, 8, priority=1)
+    loop.step()
+    other = loop.add("o", 4, 8, priority=2)
+    assert planned(loop.step()) == {"v": 1, "u": 1, "o": 4}  # 2 + 2 + 1 blocks: all are held
+    loop.scheduler.update_draft_token_ids({"v": [1, 1]})
+    output = loop.scheduler.schedule()  # v has room inside its block; o wants another block
+    assert preempted(output) == ["v"]
+    assert output.num_scheduled_tokens == {"u": 1, "o": 1}
+    assert output.scheduled_draft_token_ids == {} and victim.draft_token_ids == []
+    assert [r.request_id for r in output.scheduled_requests] == ["u", "o"]
+    assert "v" not in output.scheduled_cached_reqs.req_ids
+    assert loop.scheduler.get_stats().total_scheduled_tokens == 3 + (1 + 5) + (1 + 1 + 4) + 2
+    assert urgent.num_computed_tokens == 7 and other.num_computed_tokens == 5
+
+
+def test_nobody_is_admitted_in_a_step_that_preempted():
+    loop = Loop(4)
+    loop.add("a", 7, 8)
+    loop.add("b", 7, 8)
+    loop.step()
+    loop.step()
+    loop.add("c", 1, 1)  # would fit the block that b gives up
+    output = loop.step()
+    assert preempted(output) == ["b"] and planned(output) == {"a": 1}
+
+
+def test_what_came_back_may_be_larger_than_any_step():
+    """Trap 24: prompt and outputs are computed again, in as many steps as it takes."""
+    loop = Loop(6, max_num_batched_tokens=9)
+    loop.add("a", 8, 15)
+    second = loop.add("b", 8, 16)
+    while not second.num_preemptions:
+        loop.step()
+    assert second.num_tokens > 9
+    loop.run()
+    for request_id, length in (("a", 15), ("b", 16)):
+        prompt = [ord(request_id), *range(7)]
+        assert loop.outputs[request_id] == continuation(prompt, length)
+
+
+def test_a_step_that_is_not_the_last_of_a_prompt_samples_nothing():
+    loop = Loop(6, max_num_batched_tokens=8)
+    request = loop.add("a", 8, 8)
+    for _ in range(4):
+        loop.step()
+    loop.scheduler.preempt_every = 1
+    loop.step()
+    loop.scheduler.preempt_every = None
+    assert request.num_tokens == 12
+    assert planned(loop.step()) == {"a": 8} and request.num_output_tokens == 4
+    assert planned(loop.step()) == {"a": 4} and request.num_output_tokens == 5
+
+
+# -- the bound on preemption
+
+
+def test_nobody_is_preempted_more_often_than_allowed():
+    for most in (1, 2, 3):
+        loop = Loop(8, max_preemptions=most)
+        requests = [loop.add(name, 4, 24) for name in "abcdef"]
+        loop.run()
+        assert max(r.num_preemptions for r in requests) == most
+        for request in requests:
+            expected = continuation(request.prompt_token_ids, 24)
+            assert loop.outputs[request.request_id] == expected
+
+
+def test_a_pinned_request_gets_everything_at_admission():
+    loop = Loop(7, max_preemptions=1)
+    request = loop.add("a", 4, 17)
+    loop.step()
+    loop.scheduler.preempt_every = 1
+    loop.step()
+    loop.scheduler.preempt_every = None
+    loop.step()
+    assert loop.scheduler.is_pinned(request)
+    assert len(loop.scheduler.kv_memory.get_block_ids("a")) == 5  # 4 + 17 - 1 positions
+
+
+# -- admission control
+
+
+def test_the_watermark_is_left_free_for_those_who_run():
+    loop = Loop(10, watermark=0.2)
+    loop.add("a", 16)
+    loop.add("b", 16)  # 4 + 4 blocks: 2 are left
+    loop.add("c", 4)  # 1 would be left
+    assert list(planned(loop.step())) == ["a", "b"]
+
+
+def test_the_watermark_is_nothing_to_wait_for_when_nobody_runs():
+    loop = Loop(10, watermark=0.5)
+    loop.add("a", 39, 2)
+    loop.run()
+    assert loop.reasons == {"a": "length"}
+
+
+def test_what_can_never_run_is_refused_and_changes_nothing():
+    """Trap 16."""
+    loop = Loop(4, max_num_batched_tokens=20, max_model_len=30)
+    cases = {"r" * 2: 17, "s" * 2: 21}
+    for name, num_prompt in cases.items():
+        with pytest.raises(ValueError, match=f"{name}.*prompt has {num_prompt} tokens"):
+            loop.add(name, num_prompt)
+    with pytest.raises(ValueError, match="max_model_len=30"):
+        Loop(100, max_model_len=30).add("a", 30)
+    loop.add("a", 16, 1)
+    with pytest.raises(ValueError, match="request_id is 'a'"):
+        loop.add("a", 3)
+    assert list(loop.scheduler.requests) == ["a"]
+    loop.run()
+    assert len(loop.outputs["a"]) == 1
+
+
+def test_who_outgrows_the_whole_pool_ends_with_a_reason():
+    """Trap 16: with 16 positions there are 4 tokens behind a prompt of 13, and the last of them
+    needs no slot."""
+    loop = Loop(4)
+    request = loop.add("a", 13, 50)
+    results = []
+    while loop.scheduler.has_requests():
+        output = loop.scheduler.schedule()
+        results += loop.scheduler.update_from_output(output, loop.runner.execute(output))
+    assert sum(len(r.new_token_ids) for r in results) == 4
+    assert results[-1].finish_reason == "length"
+    assert results[-1].finish_detail == "the KV memory holds 16 positions"
+    assert request.num_preemptions == 0
+    short = loop.add("b", 13, 4)
+    assert short.length_limit is None
+
+
+# -- priorities
+
+
+def test_a_strictly_more_urgent_newcomer_takes_a_seat_and_an_equal_does_not():
+    """Trap 22."""
+    loop = Loop(100, max_num_seqs=2, policy="priority")
+    loop.add("a", 4, priority=1)
+    lowest = loop.add("b", 4, priority=5)
+    loop.step()
+    loop.add("equal", 8, priority=5)
+    assert preempted(loop.step()) == []
+    loop.add("urgent", 8, priority=2)
+    output = loop.step()
+    assert preempted(output) == ["b"] and planned(output) == {"a": 1, "urgent": 8}
+    assert lowest.num_computed_tokens == 0
+    assert [r.request_id for r in loop.scheduler.waiting] == ["b", "equal"], "b came first"
+    loop.run()
+    for name in ("a", "b", "equal", "urgent"):
+        assert len(loop.outputs[name]) == 8
+
+
+def test_nobody_is_displaced_for_a_newcomer_that_cannot_use_the_seat():
+    loop = Loop(100, max_num_seqs=2, max_num_batched_tokens=10, policy="priority")
+    loop.add("a", 4, priority=1)
+    loop.add("b", 4, priority=5)
+    loop.step()
+    loop.add("urgent", 10, priority=0)  # 1 token of the budget is a's, so 9 are left
+    assert preempted(loop.step()) == []
+
+
+def test_a_pinned_request_is_not_displaced():
+    loop = Loop(100, max_num_seqs=1, max_preemptions=1, policy="priority")
+    loop.add("a", 4, 20, priority=5)
+    loop.step()
+    loop.add("u", 4, 1, priority=0)
+    assert preempted(loop.step()) == ["a"]
+    while "a" not in loop.scheduler.running:
+        loop.step()
+    loop.add("w", 4, 1, priority=0)
+    assert preempted(loop.step()) == []
+    loop.run()
+
+
+def test_the_victim_is_the_least_urgent_and_of_those_the_latest():
+    loop = Loop(9, policy="priority")
+    for name, priority in (("a", 3), ("b", 7), ("c", 7), ("d", 1)):
+        loop.add(name, 7, 20, priority=priority)
+    victims = []
+    while not victims:
+        victims = preempted(loop.step())
+    assert victims[0] == "c"
+
+
+# -- samples
+
+
+def samples(n: int, num_prompt: int, max_tokens: int) -> list[Request]:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    prompt = list(range(num_prompt))
+    parents = [None] + ["s0"] * (n - 1)
+    return [Request(f"s{i}", prompt, params, parent_id=parents[i]) for i in range(n)]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_samples_share_their_prompt(cached):
+    loop = Loop(20, cached=cached)
+    for request in samples(3, 10, 6):
+        loop.scheduler.add_request(request)
+        loop.outputs[request.request_id] = []
+    assert planned(loop.step()) == {"s0": 10}
+    assert planned(loop.step()) == {"s0": 1, "s1": 1, "s2": 1}
+    loop.run()
+    expected = continuation(range(10), 6)
+    assert loop.outputs == {"s0": expected, "s1": expected, "s2": expected}
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_samples_of_a_parent_that_ended_or_was_preempted(cached):
+    loop = Loop(20, cached=cached, max_num_seqs=1)
+    for request in samples(3, 10, 3):
+        loop.scheduler.add_request(request)
+        loop.outputs[request.request_id] = []
+    loop.scheduler.preempt_every = 4
+    loop.run()
+    expected = continuation(range(10), 3)
+    assert loop.outputs == {"s0": expected, "s1": expected, "s2": expected}
+
+
+# -- drafts (chapter 5 will make better ones)
+
+
+def test_drafts_are_planned_trimmed_and_taken_back():
+    loop = Loop(20, max_num_batched_tokens=12)
+    first, second = loop.add("a", 6, 6), loop.add("b", 6, 20)
+    loop.step()
+    expected = continuation(second.prompt_token_ids, 20)
+    loop.scheduler.update_draft_token_ids({"a": [0] * 9, "b": expected[1:9], "nobody": [1]})
+    assert len(first.draft_token_ids) == 4, "6 outputs: 1 is there, and 1 comes without a draft"
+    output = loop.step()
+    assert planned(output) == {"a": 5, "b": 7}, "the budget cuts b's drafts"
+    assert output.scheduled_draft_token_ids["b"] == expected[1:7]
+    assert loop.outputs["b"] == expected[:8], "six accepted, and one more"
+    assert loop.outputs["a"] == continuation(first.prompt_token_ids, 2), "none accepted"
+    assert first.num_computed_tokens == first.num_tokens - 1
+    assert loop.scheduler.get_stats().total_rejected_drafts == 4
+    assert planned(loop.step()) == {"a": 1, "b": 1}, "drafts are for one step"
+    loop.run()
+    assert loop.outputs["b"] == expected
+
+
+def test_drafts_of_a_request_that_is_skipped_never_enter_the_model():
+    """Trap 40."""
+    loop = Loop(20, max_num_batched_tokens=4)
+    requests = [loop.add(name, 1, 12) for name in "abc"]
+    loop.step()
+    loop.scheduler.update_draft_token_ids({"a": [0, 0, 0], "b": [0, 0], "c": [0]})
+    output = loop.step()
+    assert planned(output) == {"a": 4}
+    assert requests[1].draft_token_ids == [0, 0], "kept for the step that plans it"
+    loop.run()
+    for request in requests:
+        expected = continuation(request.prompt_token_ids, 12)
+        assert loop.outputs[request.request_id] == expected
+
+
+# -- constraints
+
+
+def test_a_batch_holds_so_many_adapters_and_others_overtake_until_one_has_waited_too_long():
+    loop = Loop(100, constraints=[MaxLoRAs(2)], max_overtakes=3)
+    lora = {name: (("lora", name),) for name in "xyz"}
+    loop.add("a", 3, 4, extra_keys=lora["x"])
+    loop.add("b", 3, 4, extra_keys=lora["y"])
+    held_back = loop.add("c", 3, 4, extra_keys=lora["z"])
+    loop.add("d", 3, 4)
+    loop.add("e", 3, 4, extra_keys=lora["x"])
+    assert list(planned(loop.step())) == ["a", "b", "d", "e"]
+    loop.add("f", 3, 4, extra_keys=lora["x"])  # four have left the queue since c came
+    assert "f" not in planned(loop.step()) and held_back.status == RequestStatus.WAITING
+    loop.run()
+    assert set(loop.reasons) == set("abcdef")
+    assert loop.scheduler.constraints[0]._num_running == {}
+
+
+def test_preemption_gives_the_adapter_back():
+    loop = Loop(100, constraints=[MaxLoRAs(1)])
+    loop.add("a", 3, 4, extra_keys=(("lora", 1),))
+    loop.step()
+    loop.scheduler.preempt_every = 1
+    loop.step()
+    assert loop.scheduler.constraints[0]._num_running == {}
+    loop.scheduler.abort_request("a")
+    with pytest.raises(ValueError, match="max_loras"):
+        MaxLoRAs(0)
+
+
+def test_a_request_waits_for_its_grammar_and_holds_up_nobody():
+    may_compile = Event()
+    compiled = []
+
+    def compile(grammar):
+        may_compile.wait(10)
+        compiled.append(grammar)
+        return grammar.upper()
+
+    with ThreadPoolExecutor(1) as executor:
+        grammars = {"a": "digits"}
+        constraint = GrammarsCompiled(executor, compile, lambda r: grammars.get(r.request_id))
+        loop = Loop(100, constraints=[constraint])
+        waits = loop.add("a", 3, 4)
+        loop.add("b", 3, 4)
+        assert list(planned(loop.step())) == ["b"]
+        assert list(planned(loop.step())) == ["b"]
+        may_compile.set()
+        executor.submit(int).result()  # the compilation before it is over
+        assert "a" in planned(loop.step())
+        assert constraint.result(waits) == "DIGITS" and compiled == ["digits"], "once"
+        loop.run()
+        assert constraint._futures == {}
+
+
+# -- from outside
+
+
+def test_abort_at_every_moment():
+    loop = Loop(5, max_num_seqs=3)
+    for name in "abcd":
+        loop.add(name, 7, 20)
+    loop.scheduler.abort_request("d")  # waiting
+    output = loop.scheduler.schedule()
+    loop.scheduler.abort_request("a")  # between schedule and update
+    results = loop.scheduler.update_from_output(output, loop.runner.execute(output))
+    assert [r.request_id for r in results] == ["b"]
+    while not loop.scheduler.get_stats().num_preempted:
+        loop.step()
+    (victim,) = [r for r in loop.scheduler.waiting if r.num_preemptions]
+    loop.scheduler.abort_request(victim.request_id)  # preempted
+    loop.scheduler.abort_request("nobody")
+    loop.run()
+    stats = loop.scheduler.get_stats()
+    assert (stats.total_finished, stats.total_aborted) == (1, 3)
+    loop.scheduler.schedule()
+    assert stats.kv_cache_usage == 0
+
+
+def test_the_runner_forgets_who_was_preempted_and_then_aborted():
+    loop = Loop(4)
+    loop.add("a", 7, 8)
+    loop.add("b", 7, 8)
+    for _ in range(3):
+        loop.step()
+    loop.scheduler.abort_request("b")
+    assert loop.step().finished_req_ids == {"b"}
+    assert set(loop.runner.requests) == {"a"}
+
+
+def test_a_hundred_thousand_that_wait_cost_nothing():
+    """What a step looks at does not grow with the queue."""
+    loop = Loop(100, max_num_seqs=2)
+    for i in range(2000):
+        loop.add(f"r{i}", 4, 3)
+    asked = []
+    look_up = loop.scheduler.look_up
+    loop.scheduler.look_up = lambda request: asked.append(request) or look_up(request)
+    loop.step()
+    loop.step()
+    assert len(asked) == 2
