@@ -1,0 +1,216 @@
+"""Who joins the next prefill batch, and with how many tokens.
+
+A prefill-first scheduler fills a batch from the waiting queue until something runs out. Three
+things can, and each has a counter, in tokens:
+
+    rem_input_tokens    what this step may still compute
+    rem_chunk_tokens    the same for cut prompts, usually smaller; None: prompts are not cut
+    rem_total_tokens    KV memory that nobody has and nobody is expected to ask for
+
+The first two count tokens as they are. The third counts memory, which is handed out in pages (a
+page is a block), so whatever is compared with it is rounded up to whole pages first. A count of
+pages is never compared with a count of tokens.
+
+The expectation is the point of this school. A request that runs may still generate
+`max_tokens - generated` tokens, and most stop earlier, so only a share is set aside:
+
+    decode budget = sum of min(max_tokens - generated, CLIP_MAX_NEW_TOKENS) * new_token_ratio
+
+A newcomer counts in full, once. If the share was too small, somebody is retracted; if it was too
+large, memory lies idle. So the ratio falls while all goes well, and is raised after a retraction.
+
+    | in use | pages for the prompt | own outputs, in full | decode budget of the others |
+    0        ^ here allocation begins                                            capacity
+
+A prompt that is cut gets one chunk a step. A chunk ends at a page boundary, so that all of it can
+be cached, and nothing is set aside for outputs that are still far away.
+
+Names and rules are those of SGLang's `PrefillAdder`, which rounds all three counters to pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from enum import Enum, auto
+
+from request import Request
+from scheduler_interface import ComputedBlocks, KVMemory
+
+CLIP_MAX_NEW_TOKENS = 4096  # more than that is never expected of anybody
+RETRACT_DECODE_STEPS = 20  # so many steps should go well after a retraction
+
+
+class AddReqResult(Enum):
+    CONTINUE = auto()  # it is in, and the next one may be asked
+    NO_TOKEN = auto()  # the memory is full, now or as far as anybody can tell
+    OTHER = auto()  # this batch is full
+
+
+def num_expected_outputs(request: Request) -> int:
+    """Tokens that a request may still generate, clipped."""
+    return min(request.max_tokens - request.num_output_tokens, CLIP_MAX_NEW_TOKENS)
+
+
+class NewTokenRatio:
+    """The share of their possible outputs that running requests are expected to generate.
+
+    It falls from `initial` to `minimum` in `decay_steps` decode batches, evenly. Raises
+    `ValueError` that names the field."""
+
+    def __init__(self, initial: float, minimum: float, decay_steps: int) -> None:
+        if not 0 <= initial <= 1:
+            raise ValueError(f"init_new_token_ratio is {initial!r}: it must be in [0, 1]")
+        if not 0 <= minimum <= initial:
+            raise ValueError(f"min_new_token_ratio is {minimum!r}: it must be in [0, {initial}]")
+        if not isinstance(decay_steps, int) or decay_steps < 1:
+            raise ValueError(
+                f"new_token_ratio_decay_steps is {decay_steps!r}: it must be an integer >= 1"
+            )
+        self.value = self.initial = initial
+        self.minimum = minimum
+        self._decay = (initial - minimum) / decay_steps
+
+    def decay(self) -> None:
+        """A decode batch had its memory."""
+        if self.value > self.minimum:
+            self.value = max(self.minimum, self.value - self._decay)
+
+    def raise_for(self, remaining: Collection[Request]) -> None:
+        """Too little was set aside, and these are left: they have generated so much of what they
+        may, and should go on for `RETRACT_DECODE_STEPS` more. Never lowered by that."""
+        num_possible = sum(request.max_tokens for request in remaining)
+        if num_possible:
+            num_expected = sum(r.num_output_tokens + RETRACT_DECODE_STEPS for r in remaining)
+            self.value = min(1.0, max(self.value, num_expected / num_possible))
+
+    def reset(self) -> None:
+        """Nobody decodes: what was learnt is of a load that is gone."""
+        self.value = self.initial
+
+
+class PrefillAdder:
+    """One batch while it is filled.
+
+    `running` are those who decode, `num_next_decode_tokens` the memory that their next step takes
+    for certain. `max_input_tokens` is what the largest step may compute: work beyond that is cut
+    even where prompts are not. `allocate(request, computed, num_new_tokens)` seats a request whose
+    memory is there. For 0 tokens it refuses, and whatever the look-up began is undone."""
+
+    def __init__(
+        self,
+        kv_memory: KVMemory,
+        allocate: Callable[[Request, ComputedBlocks, int], bool],
+        running: Collection[Request],
+        new_token_ratio: float,
+        rem_input_tokens: int,
+        rem_chunk_tokens: int | None = None,
+        *,
+        max_input_tokens: int | None = None,
+        num_next_decode_tokens: int = 0,
+    ) -> None:
+        self.page_size = kv_memory.block_size
+        self.rem_input_tokens = rem_input_tokens
+        self.rem_chunk_tokens = rem_chunk_tokens
+        self.can_run_list: list[Request] = []
+        self.num_tokens: dict[str, int] = {}  # by request id: how many this step computes
+        self.new_chunked_req: Request | None = None
+        self.log_hit_tokens = 0  # found in the cache
+        self.log_input_tokens = 0  # to be computed
+        self._kv_memory = kv_memory
+        self._allocate = allocate
+        self._max_input_tokens = max_input_tokens or rem_input_tokens
+        self._nobody_runs = not running
+        # An average over many steps may be less than what the very next one takes.
+        expected = sum(map(num_expected_outputs, running)) * new_token_ratio
+        self._num_expected_tokens = max(expected, num_next_decode_tokens)
+
+    @property
+    def rem_total_tokens(self) -> float:
+        """KV positions, in whole pages, that are free and not expected to be needed."""
+        return self._num_available_tokens - self._num_expected_tokens
+
+    @property
+    def _num_available_tokens(self) -> int:
+        return self._kv_memory.capacity - self._kv_memory.num_blocks_in_use * self.page_size
+
+    def add_one_req(
+        self, req: Request, has_chunked_req: bool, computed: ComputedBlocks | None = None
+    ) -> AddReqResult:
+        """Take a request that waits, whole or cut, if it fits; `computed` is what the look-up
+        found. It is in if it stands in `can_run_list`, whatever the result: that is for the next.
+
+        A request that would be alone needs no room but its own: the memory itself is asked, and
+        it can hold any request (`add_request` sees to that)."""
+        computed = computed or ComputedBlocks()
+        is_alone = self._nobody_runs and not self.can_run_list
+        num_behind = req.remaining_tokens - computed.num_tokens
+        # Cached pages that nobody uses count as free, until this request uses them.
+        num_idle_pages = sum(block.ref_cnt == 1 for block in computed.blocks)
+        num_needed = self._whole_pages(num_behind + num_expected_outputs(req))
+        num_needed += num_idle_pages * self.page_size
+        num_tokens = self._num_tokens_now(req.num_tokens - num_behind, num_behind)
+        is_cut = num_tokens < num_behind
+        if num_needed > self.rem_total_tokens and not is_alone:
+            return self._refuse(req, computed, AddReqResult.NO_TOKEN)
+        if num_tokens == 0 or (is_cut and has_chunked_req):
+            return self._refuse(req, computed, AddReqResult.OTHER)
+        num_available = self._num_available_tokens
+        if not self._allocate(req, computed, num_tokens):
+            return AddReqResult.NO_TOKEN
+        self._add(req, num_tokens)
+        self.log_hit_tokens += computed.num_tokens
+        if is_cut:
+            self.new_chunked_req = req
+            return AddReqResult.OTHER
+        self._num_expected_tokens += num_needed - (num_available - self._num_available_tokens)
+        return self._budget_state()
+
+    def add_chunked_req(self, req: Request) -> Request | None:
+        """The next chunk of a prompt that was cut before. Returns the request if it still needs the
+        chunked slot: its prompt has not ended, or there was no room for more of it now."""
+        num_behind = req.num_tokens - req.num_computed_tokens
+        num_tokens = self._num_tokens_now(req.num_computed_tokens, num_behind)
+        if num_tokens == 0 or not self._kv_memory.allocate_slots(req, num_tokens):
+            return req
+        self._add(req, num_tokens)
+        if num_tokens < num_behind:
+            return req
+        self._num_expected_tokens += self._whole_pages(num_expected_outputs(req))
+        return None
+
+    def _num_tokens_now(self, start: int, num_behind: int) -> int:
+        """How much of the work behind position `start` goes into this batch. 0: none."""
+        budget = self.rem_input_tokens
+        if self.rem_chunk_tokens is not None:
+            budget = min(budget, self.rem_chunk_tokens)
+        if num_behind <= budget:
+            return num_behind
+        may_be_cut = self.rem_chunk_tokens is not None or num_behind > self._max_input_tokens
+        if budget <= 0 or not may_be_cut:
+            return 0
+        end = (start + budget) // self.page_size * self.page_size  # down: the rest is for later
+        if end > start:
+            return end - start
+        return 0 if self.can_run_list else budget  # pages may be larger than steps
+
+    def _add(self, req: Request, num_tokens: int) -> None:
+        self.can_run_list.append(req)
+        self.num_tokens[req.request_id] = num_tokens
+        self.log_input_tokens += num_tokens
+        self.rem_input_tokens -= num_tokens
+        if self.rem_chunk_tokens is not None:
+            self.rem_chunk_tokens -= num_tokens
+
+    def _refuse(self, req: Request, computed: ComputedBlocks, result: AddReqResult) -> AddReqResult:
+        self._allocate(req, computed, 0)
+        return result
+
+    def _budget_state(self) -> AddReqResult:
+        if self.rem_total_tokens <= 0:
+            return AddReqResult.NO_TOKEN
+        if self.rem_input_tokens <= 0 or self.rem_chunk_tokens == 0:
+            return AddReqResult.OTHER
+        return AddReqResult.CONTINUE
+
+    def _whole_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size) * self.page_size

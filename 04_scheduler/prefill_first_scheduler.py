@@ -1,0 +1,300 @@
+"""The other school: a batch is either a prefill or a decode, and prefills go first.
+
+Chapter 1 and `scheduler.py` put everybody who runs into every step. Here a step is one of
+
+    EXTEND    prompts from the queue, as many as fit; those who decode wait
+    DECODE    one token for everybody who runs
+    MIXED     prompts, and one token for everybody who runs (`mixing=True`)
+
+and `get_next_batch_to_run` chooses: a prefill batch if one can be made, else a decode batch. A
+prompt that has been computed joins those who decode one step later.
+
+    waiting --PrefillAdder--> last_batch --merge_batch--> running_batch --> (gone)
+       ^                        |    ^ chunked_req: one prompt, cut, between two of its chunks
+       +------ retraction ------+-----------------------------+
+
+New requests get their first token soon and batches are large. The price is paid by those who
+decode: while prompts keep arriving, they stand still. So after `max_consecutive_prefills` prefill
+batches in a row that let somebody wait, one decode batch runs. Whoever decodes gets a token at
+least every `max_consecutive_prefills + 1` steps, unless it is retracted.
+
+Memory is neither reserved nor simply filled: the adder sets aside a share, `new_token_ratio`, of
+what those who run may still generate. The share shrinks with every decode batch, so that admission
+grows bolder. If that goes wrong and the next tokens find no pages, `retract_decode` takes the KV of
+who has the fewest outputs (of those, the longest input), because the least work is lost with it,
+and the share is raised to what the others have shown to need.
+
+A lone request never fails for want of memory: `add_request` has lowered its `max_tokens` to what
+the whole pool holds, and it ends there with the reason "length". Only KV that is being loaded for
+somebody who waits can stand in its way: it sits out a step, and loads make way when they have
+arrived. Why nobody is retracted for ever: `scheduler_base.py`, on pinned requests.
+
+With `policy="fcfs"`, `mixing` off and `max_consecutive_prefills=None` this is nano-vllm's rule:
+prefill whenever something that waits fits, else decode. The names are SGLang's. It has no bound on
+prefills, and it ends a lone request that finds no memory. Priorities order the queue here, and
+take nobody's seat.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Sequence
+
+from admission_constraints import AdmissionConstraint
+from chunk_policy import WholePrompts
+from policies import SchedulePolicy
+from policy_queue import create_queue
+from prefill_adder import AddReqResult, NewTokenRatio, PrefillAdder
+from request import BLOCK_SIZE, Request
+from schedule_batch import ForwardMode, ScheduleBatch
+from scheduler import make_kv_memory
+from scheduler_base import SchedulerBase, SchedulerLimits, StepPlan
+from scheduler_interface import ComputedBlocks, KVMemory, SchedulerOutput
+
+__all__ = ["ForwardMode", "PrefillFirstScheduler", "ScheduleBatch"]
+
+
+class _CutPrompts(WholePrompts):
+    """Prompts may be longer than a step. How they are cut is the adder's affair."""
+
+    def longest_prompt(self, max_num_batched_tokens: int) -> int:
+        return sys.maxsize
+
+
+class PrefillFirstScheduler(SchedulerBase):
+    """A `SchedulerInterface`. The leading parameters are those of `Scheduler`.
+
+    `chunked_prefill_size`: prompts are cut into chunks of at most so many tokens; None: they are
+    computed whole, and refused if they are longer than a step. `mixing` puts decodes into prefill
+    batches; where prompts are whole, one waits until it fits beside the decodes. The share set
+    aside falls from `init_new_token_ratio` to `min_new_token_ratio` in
+    `new_token_ratio_decay_steps` decode batches. Raises `ValueError` that names the field."""
+
+    def __init__(
+        self,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 4096,
+        num_gpu_blocks: int = 1000,
+        policy: str | SchedulePolicy = "fcfs",
+        *,
+        block_size: int = BLOCK_SIZE,
+        max_model_len: int | None = None,
+        kv_memory: KVMemory | None = None,
+        constraints: Sequence[AdmissionConstraint] = (),
+        max_preemptions: int = 3,
+        max_overtakes: int | None = 1000,
+        seed: int = 0,
+        preempt_every: int | None = None,
+        shuffle_waiting: bool = False,
+        mixing: bool = False,
+        chunked_prefill_size: int | None = None,
+        init_new_token_ratio: float = 0.7,
+        min_new_token_ratio: float = 0.1,
+        new_token_ratio_decay_steps: int = 600,
+        max_consecutive_prefills: int | None = 8,
+    ) -> None:
+        _check_positive(
+            preempt_every=preempt_every,
+            chunked_prefill_size=chunked_prefill_size,
+            max_consecutive_prefills=max_consecutive_prefills,
+        )
+        kv_memory = kv_memory or make_kv_memory(num_gpu_blocks, block_size)
+        find_cached, size = kv_memory.find_cached_blocks, kv_memory.block_size
+        super().__init__(
+            SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_model_len, max_preemptions),
+            kv_memory,
+            create_queue(policy, find_cached, size, seed, max_overtakes),
+            WholePrompts() if chunked_prefill_size is None else _CutPrompts(),
+            constraints,
+        )
+        self.mixing = mixing
+        self.chunked_prefill_size = chunked_prefill_size
+        self.max_consecutive_prefills = max_consecutive_prefills
+        self._new_token_ratio = NewTokenRatio(
+            init_new_token_ratio, min_new_token_ratio, new_token_ratio_decay_steps
+        )
+        self.running_batch = ScheduleBatch(kv_memory)  # those who decode
+        self.last_batch = ScheduleBatch(kv_memory)
+        self.chunked_req: Request | None = None
+        # Everybody who runs gets a token in a decode batch, so they must not be more than that.
+        self._num_seats = min(max_num_seqs, max_num_batched_tokens)
+        self._num_prefills_in_a_row = 0  # that let somebody wait
+        self.preempt_every = preempt_every
+        self._shuffle = random.Random(seed) if shuffle_waiting else None
+        self._num_steps = 0
+
+    @property
+    def new_token_ratio(self) -> float:
+        """The share of their possible outputs that those who decode are expected to generate."""
+        return self._new_token_ratio.value
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan a step: a prefill batch, a decode batch, or both in one."""
+        plan = self.begin_step()
+        self._preempt_by_force(plan)
+        self.last_batch = self.get_next_batch_to_run(plan)
+        return self.finish_step(plan)
+
+    # -- which batch
+
+    def get_next_batch_to_run(self, plan: StepPlan) -> ScheduleBatch:
+        """The batch of this step, put into `plan`. Who is retracted for it stands there too, and
+        then nobody is admitted: it would be for the memory that was just missing."""
+        self._merge_last_batch()
+        have_waited = self._num_prefills_in_a_row == self.max_consecutive_prefills
+        is_turn_of_decodes = have_waited and bool(self.running_batch.reqs)
+        if self.mixing or plan.preempted or is_turn_of_decodes:
+            decodes = self.update_running_batch(plan)  # in a mixed batch they come first
+            if not self.mixing or plan.preempted:
+                return decodes
+        new_batch = self.get_new_batch_prefill(plan)
+        if new_batch is None:
+            return decodes if self.mixing else self.update_running_batch(plan)
+        if self.mixing:
+            new_batch.mix_with_running(decodes)
+        elif self.running_batch.reqs:
+            self._num_prefills_in_a_row += 1
+        return new_batch
+
+    def _merge_last_batch(self) -> None:
+        """Whoever has its whole prompt computed decodes from now on."""
+        if self.chunked_req is not None and self.chunked_req.is_finished:
+            self.chunked_req = None  # aborted
+        self.running_batch.filter_batch()
+        if self.last_batch.forward_mode is not ForwardMode.DECODE:
+            self.last_batch.filter_batch(self.chunked_req)
+            self.running_batch.merge_batch(self.last_batch)
+
+    # -- prefill
+
+    def get_new_batch_prefill(self, plan: StepPlan) -> ScheduleBatch | None:
+        """Put prompts into `plan`, as many as fit: first the one that was cut, then those who
+        wait. None: none did."""
+        if self.chunked_req is None and (not self.waiting or len(self.running) >= self._num_seats):
+            return None
+        adder = self._make_adder(plan)
+        if self.chunked_req is not None:
+            self.chunked_req = adder.add_chunked_req(self.chunked_req)
+            if not adder.can_run_list:
+                return None  # it found no room, and nobody takes what it is waiting for
+        self._admit(adder)
+        if adder.new_chunked_req is not None:
+            assert self.chunked_req is None, "two prompts are cut at once"
+            self.chunked_req = adder.new_chunked_req
+        for request in adder.can_run_list:
+            plan.add(request, adder.num_tokens[request.request_id])
+        if not adder.can_run_list:
+            return None
+        return ScheduleBatch(self.kv_memory, adder.can_run_list, ForwardMode.EXTEND)
+
+    def _make_adder(self, plan: StepPlan) -> PrefillAdder:
+        decodes = self.running_batch
+        chunk = self.chunked_prefill_size
+        if chunk is not None:  # of the chunk, too, a mixed batch gives its decodes their share
+            chunk = max(0, chunk - (self.max_num_batched_tokens - plan.budget))
+        # In a mixed batch those who decode have their next pages already.
+        num_next_pages = 0 if self.mixing else decodes.new_page_count_next_decode()
+        return PrefillAdder(
+            self.kv_memory,
+            self._allocate,
+            decodes.reqs,
+            self.new_token_ratio,
+            plan.budget,
+            chunk,
+            max_input_tokens=self.max_num_batched_tokens,
+            num_next_decode_tokens=num_next_pages * self.kv_memory.block_size,
+        )
+
+    def _allocate(self, request: Request, computed: ComputedBlocks, num_new_tokens: int) -> bool:
+        num_reserved = 0
+        if self.is_pinned(request):
+            num_known = request.num_computed_tokens + computed.num_tokens
+            num_reserved = request.max_num_tokens - 1 - num_known - num_new_tokens
+        return self.allocate(request, computed, num_new_tokens, num_reserved)
+
+    def _admit(self, adder: PrefillAdder) -> None:
+        """Ask those who wait, in order, until one does not fit. One that is not ready is passed
+        over; so is one that a constraint holds back, unless it has waited too long."""
+        num_passed_over = 0
+        num_running = len(adder.can_run_list)
+        for request in self._waiting_in_order():
+            if len(self.running) >= self._num_seats or num_passed_over == self.max_num_seqs:
+                break
+            if not self.may_run(request):
+                if self.waiting.is_aged(request):
+                    break
+                num_passed_over += 1
+                continue
+            computed = self.look_up(request)
+            if not computed.is_ready:
+                num_passed_over += 1
+                continue
+            has_chunked_req = self.chunked_req is not None
+            if adder.add_one_req(request, has_chunked_req, computed) is not AddReqResult.CONTINUE:
+                break
+        for request in adder.can_run_list[num_running:]:
+            self.waiting.remove_request(request)
+
+    def _waiting_in_order(self) -> Iterable[Request]:
+        if self._shuffle is None:
+            return self.waiting
+        requests = list(self.waiting)
+        self._shuffle.shuffle(requests)
+        return requests
+
+    # -- decode
+
+    def update_running_batch(self, plan: StepPlan) -> ScheduleBatch:
+        """Put a token for everybody who decodes into `plan`, and retract some if there is no memory
+        for it."""
+        batch = self.running_batch
+        self._num_prefills_in_a_row = 0
+        if not batch.reqs:
+            self._new_token_ratio.reset()
+            return batch
+        batch.trim_drafts(plan.budget)
+        if batch.check_decode_mem():
+            self._new_token_ratio.decay()
+        else:
+            plan.preempted += batch.retract_decode(self._retract, self.is_pinned, self.chunked_req)
+            self._new_token_ratio.raise_for(batch.reqs)
+            if not batch.check_decode_mem():
+                return ScheduleBatch(self.kv_memory)  # alone, with a load in its way
+        for request in batch.reqs:
+            plan.add(request, request.remaining_tokens)
+        return batch
+
+    def _retract(self, request: Request) -> None:
+        if request is self.chunked_req:
+            self.chunked_req = None
+        self.preempt(request)
+
+    def _preempt_by_force(self, plan: StepPlan) -> None:
+        self._num_steps += 1
+        if self.preempt_every and self._num_steps % self.preempt_every == 0:
+            victims = (r for r in reversed(self.running.values()) if not self.is_pinned(r))
+            if (victim := next(victims, None)) is not None:
+                plan.preempted.append(victim)
+                self._retract(victim)
+
+    def check_invariants(self) -> None:
+        """Between two steps. O(everything)."""
+        super().check_invariants()
+        holders = [] if self.chunked_req is None else [self.chunked_req]
+        holders += self.running_batch.reqs
+        if self.last_batch is not self.running_batch:
+            holders += (r for r in self.last_batch.reqs if r is not self.chunked_req)
+        held = [r.request_id for r in holders if not r.is_finished]
+        assert sorted(held) == sorted(self.running), "in two batches, or in none"
+        assert len(self.running) <= self._num_seats
+        for request in self.running.values():
+            if request is not self.chunked_req:
+                assert request.num_tokens - request.num_computed_tokens == 1, repr(request)
+
+
+def _check_positive(**fields: int | None) -> None:
+    for name, value in fields.items():
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (is_integer and value >= 1):
+            raise ValueError(f"{name} is {value!r}: it must be None or an integer >= 1")
