@@ -201,7 +201,8 @@ class Request:
         self.length_limit: str | None = None  # what lowered max_tokens, if something did
 
         self._stop_ids = frozenset(sampling_params.stop_token_ids)
-        self._eos_ids = frozenset() if sampling_params.ignore_eos else frozenset(eos_token_ids)
+        eos_ids = frozenset() if sampling_params.ignore_eos else frozenset(eos_token_ids)
+        self._end_ids = self._stop_ids | eos_ids
 
     @classmethod
     def from_tokens(
@@ -264,8 +265,7 @@ class Request:
         self.output_token_ids.append(token_id)
         self.all_token_ids.append(token_id)
         num_outputs = len(self.output_token_ids)
-        is_end = token_id in self._stop_ids or token_id in self._eos_ids
-        if is_end and num_outputs >= self.sampling_params.min_tokens:
+        if token_id in self._end_ids and num_outputs >= self.sampling_params.min_tokens:
             self.status = RequestStatus.FINISHED_STOPPED
             # As in vLLM: EOS is the ordinary end and gives no reason; a stop token names itself.
             self.stop_reason = token_id if token_id in self._stop_ids else None

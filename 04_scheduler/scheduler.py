@@ -50,6 +50,9 @@ from scheduler_interface import KVMemory, SchedulerOutput
 __all__ = ["Request", "Scheduler", "make_kv_memory"]
 
 
+MAX_PASSED_OVER = 128  # in one step; to look at each of a hundred thousand would take longer
+
+
 class _Admission(Enum):
     ADMITTED = auto()
     NOT_READY = auto()  # will be, soon: the next in line is asked meanwhile
@@ -104,6 +107,7 @@ class Scheduler(SchedulerBase):
         self._num_kept_free = int(watermark * (kv_memory.capacity // kv_memory.block_size))
         self._shuffle = random.Random(seed) if shuffle_waiting else None
         self._num_steps = 0
+        self._forced: dict[str, int] = {}  # number of outputs when it was last preempted by force
 
     def schedule(self) -> SchedulerOutput:
         """Plan a step: first those who run, then those who wait."""
@@ -119,19 +123,20 @@ class Scheduler(SchedulerBase):
     def _plan_running(self, plan: StepPlan) -> None:
         block_size = self.kv_memory.block_size
         for request in list(self.running.values()):
-            if request.request_id not in self.running:
+            if plan.preempted and request.request_id not in self.running:
                 continue  # it made room for one before it
-            num_tokens = self._num_tokens_now(request, request.remaining_tokens, plan.budget)
             start = request.num_computed_tokens
-            end = start + num_tokens
+            num_tokens = request.remaining_tokens
+            if num_tokens > 1 or plan.budget == 0:  # more than a decode: as much as there is
+                num_tokens = self._num_tokens_now(request, num_tokens, plan.budget)
             # Inside a block there is nothing to ask: it was taken when its first slot was written.
-            is_inside_a_block = start % block_size and start // block_size == end // block_size
+            is_inside_a_block = 0 < start % block_size < block_size - num_tokens
             if num_tokens and (is_inside_a_block or self._make_room(request, num_tokens, plan)):
                 plan.add(request, num_tokens)
 
     def _num_tokens_now(self, request: Request, num_behind: int, budget: int) -> int:
-        if num_behind == 1:  # a decode, whatever the policy
-            return min(1, budget)
+        if budget == 0:
+            return 0
         most = self.max_num_batched_tokens
         return self.chunk_policy.num_tokens_now(request, num_behind, budget, most)
 
@@ -157,19 +162,27 @@ class Scheduler(SchedulerBase):
         self.preempt(victim)
 
     def _preempt_by_force(self, plan: StepPlan) -> None:
+        """Of those that have got a token since they were last forced: so all of them end."""
         self._num_steps += 1
-        if self.preempt_every and self._num_steps % self.preempt_every == 0 and self.running:
-            self._preempt(next(reversed(self.running.values())), plan)
+        if self.preempt_every and self._num_steps % self.preempt_every == 0:
+            for request in reversed(self.running.values()):
+                if request.num_output_tokens > self._forced.get(request.request_id, 0):
+                    self._forced[request.request_id] = request.num_output_tokens
+                    return self._preempt(request, plan)
+
+    def _forget(self, request: Request) -> None:
+        self._forced.pop(request.request_id, None)
+        super()._forget(request)
 
     # -- phase 2: those who wait
 
     def _admit(self, plan: StepPlan) -> None:
-        admitted: list[Request] = []
         num_passed_over = 0
         for request in self._waiting_in_order():
-            # To look at each of a hundred thousand would take longer than the step.
-            if plan.budget == 0 or num_passed_over == self.max_num_seqs:
+            if plan.budget == 0 or num_passed_over == MAX_PASSED_OVER:
                 break
+            if self.waits_for_parent(request):
+                continue  # which may be anywhere behind it, and never waits for it
             outcome = self._try_to_admit(request, plan)
             if outcome is _Admission.NO_ROOM:
                 break
@@ -178,10 +191,10 @@ class Scheduler(SchedulerBase):
             if outcome is not _Admission.ADMITTED:
                 num_passed_over += 1
                 continue
-            admitted.append(request)
+            plan.admitted.append(request)
             if plan.preempted:
                 break  # it took somebody's seat: the next may do so in the next step
-        for request in admitted:
+        for request in plan.admitted:
             self.waiting.remove_request(request)
 
     def _waiting_in_order(self) -> Iterable[Request]:
@@ -194,7 +207,7 @@ class Scheduler(SchedulerBase):
     def _try_to_admit(self, request: Request, plan: StepPlan) -> _Admission:
         displaced = None
         if len(self.running) >= self.max_num_seqs:
-            displaced = self._displaced_by(request)
+            displaced = self._displaced_by(request, plan)
             if displaced is None:
                 return _Admission.NO_ROOM
         if not self.may_run(request):
@@ -218,11 +231,15 @@ class Scheduler(SchedulerBase):
             return _Admission.ADMITTED
         return _Admission.NO_ROOM
 
-    def _displaced_by(self, newcomer: Request) -> Request | None:
-        """The least urgent running request, if the newcomer is strictly more urgent."""
+    def _displaced_by(self, newcomer: Request, plan: StepPlan) -> Request | None:
+        """The least urgent of those that run already, if the newcomer is strictly more urgent."""
         if not self._has_priorities:
             return None
-        candidates = [r for r in self.running.values() if not self.is_pinned(r)]
+        candidates = [
+            request
+            for request in self.running.values()
+            if request not in plan.admitted and not self.is_pinned(request)
+        ]
         lowest = max(candidates, key=lambda r: (r.priority, r.arrival_time), default=None)
         return lowest if lowest is not None and lowest.priority > newcomer.priority else None
 

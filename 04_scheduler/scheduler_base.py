@@ -145,15 +145,24 @@ class SchedulerBase:
     def may_run(self, request: Request) -> bool:
         return all(constraint.may_run(request) for constraint in self.constraints)
 
+    def _parent_to_share(self, request: Request) -> Request | None:
+        if request.parent_id is None or request.num_preemptions:
+            return None  # whoever comes back has outputs of its own, and asks the cache
+        return self.requests.get(request.parent_id)
+
+    def waits_for_parent(self, request: Request) -> bool:
+        parent = self._parent_to_share(request)
+        return parent is not None and parent.num_computed_tokens < parent.num_prompt_tokens
+
     def look_up(self, request: Request) -> ComputedBlocks:
         """What of a waiting request need not be computed. Follow up with `allocate`, in this step.
 
         A sample (`n > 1`) shares its parent's prompt as soon as that is computed, and until then it
         is not ready: in `request.num_computed_tokens` it has what it shares."""
-        parent = self.requests.get(request.parent_id) if request.parent_id is not None else None
-        if parent is not None and request.num_preemptions == 0:
-            if parent.num_computed_tokens < parent.num_prompt_tokens:
-                return ComputedBlocks(is_ready=False)
+        if self.waits_for_parent(request):
+            return ComputedBlocks(is_ready=False)
+        parent = self._parent_to_share(request)
+        if parent is not None:
             # Logits of its own are wanted, so it computes the last prompt token again.
             request.num_computed_tokens = request.num_prompt_tokens - 1
             self.kv_memory.fork(parent, request)
@@ -229,10 +238,10 @@ class SchedulerBase:
             preempted_requests=plan.preempted,
         )
         self.delta.encode(output.scheduled_requests, output)
-        for request in output.scheduled_requests:
+        for request, num_tokens in zip(output.scheduled_requests, plan.num_tokens.values()):
             if request.draft_token_ids:
                 self._send_drafts(request, output)
-            request.num_computed_tokens += plan.num_tokens[request.request_id]
+            request.num_computed_tokens += num_tokens
         output.num_kv_blocks_in_use = self.kv_memory.num_blocks_in_use
         output.block_copies = [BlockCopy(*copy) for copy in self.kv_memory.take_block_copies()]
         self._stats.total_scheduled += len(plan.num_tokens)
@@ -258,20 +267,27 @@ class SchedulerBase:
         finished. A request that was planned with drafts brings those that were accepted and one
         more; the KV of the others is taken back."""
         results = []
-        for request in output.scheduled_requests:
-            if request.is_finished:
+        block_size = self.kv_memory.block_size
+        num_scheduled = output.num_scheduled_tokens.values()
+        for request, num_tokens in zip(output.scheduled_requests, num_scheduled):
+            if request.status >= _FINISHED:
                 continue  # aborted between schedule and update
-            self.kv_memory.cache_blocks(request)
+            start = request.num_computed_tokens - num_tokens
             sampled = token_ids.get(request.request_id, ())
             if request.draft_token_ids:
                 self._take_back_rejected(request, len(sampled))
-            num_before = len(request.output_token_ids)
+            num_new = 0
             for token_id in sampled:
                 request.append_output_token(token_id)
-                if request.is_finished:
-                    self._forget(request)
-                    break
-            results.append(self._result(request, num_before))
+                num_new += 1
+                if request.status >= _FINISHED:
+                    break  # what was sampled behind it is nobody's
+            if request.num_computed_tokens // block_size > start // block_size:
+                self.kv_memory.cache_blocks(request)
+            result = EngineCoreOutput(request.request_id, list(sampled[:num_new]))
+            if request.status >= _FINISHED:
+                self._finish(request, result)
+            results.append(result)
         return results
 
     def _take_back_rejected(self, request: Request, num_sampled: int) -> None:
@@ -280,13 +296,11 @@ class SchedulerBase:
         request.num_computed_tokens -= num_rejected
         self._stats.total_rejected_drafts += num_rejected
 
-    def _result(self, request: Request, num_before: int) -> EngineCoreOutput:
-        result = EngineCoreOutput(request.request_id, request.output_token_ids[num_before:])
-        if request.is_finished:
-            result.finish_reason, result.stop_reason = request.finish_reason, request.stop_reason
-            if request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
-                result.finish_detail = request.length_limit
-        return result
+    def _finish(self, request: Request, result: EngineCoreOutput) -> None:
+        self._forget(request)
+        result.finish_reason, result.stop_reason = request.finish_reason, request.stop_reason
+        if request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
+            result.finish_detail = request.length_limit
 
     def update_draft_token_ids(self, draft_token_ids: dict[str, list[int]]) -> None:
         """Take tokens proposed for the next step (chapter 5): for running requests that need one
@@ -351,6 +365,7 @@ class SchedulerBase:
             assert (request_id in self._num_lost) == (request.num_preemptions > 0), repr(request)
 
 
+_FINISHED = RequestStatus.FINISHED_STOPPED
 _WAITING = (
     RequestStatus.WAITING,
     RequestStatus.WAITING_FOR_REMOTE_KVS,

@@ -1,0 +1,427 @@
+"""Whole runs of the two-phase scheduler: tokens are those of an uninterrupted run, whatever
+happened on the way, and what must always hold holds after every step.
+
+The model is fake and its KV is not: see fake_model.py. With the real model the same is shown in
+common/tests/test_scheduler_engine.py."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from block_pool import BlockPool
+from cached_kv_cache_manager import CachedKVCacheManager
+from fake_model import FakeModelRunner, continuation
+from kv_cache_manager import KVCacheManager
+from policies import POLICIES
+from prefix_cache_local import PrefixCacheLocal
+from radix_cache import RadixCache
+from request import Request, RequestStatus, SamplingParams
+from scheduler import Scheduler
+
+CACHES = (None, "hash", "radix")
+VOCAB = 4  # few tokens, so that prefixes are shared by chance
+
+
+def make_memory(cache: str | None, num_blocks: int, block_size: int) -> KVCacheManager:
+    pool = BlockPool(num_blocks + 1)
+    if cache is None:
+        return KVCacheManager(pool, block_size)
+    kind = {
+        "hash": lambda: PrefixCacheLocal(pool=pool, block_size=block_size),
+        "radix": lambda: RadixCache(pool=pool, page_size=block_size),
+    }
+    return CachedKVCacheManager(pool, block_size, kind[cache]())
+
+
+class World:
+    """A scheduler, a fake model, and what every request should have said so far."""
+
+    def __init__(self, memory: KVCacheManager, **options):
+        self.scheduler = Scheduler(kv_memory=memory, **options)
+        self.runner = FakeModelRunner(memory.block_size, VOCAB)
+        self.said: dict[str, list[int]] = {}
+        self.finished: dict[str, tuple[Request, str]] = {}
+        self.pending = None
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add_request(request)
+        self.said[request.request_id] = []
+
+    def schedule(self) -> None:
+        num_before = {r: q.num_computed_tokens for r, q in self.scheduler.running.items()}
+        output = self.pending = self.scheduler.schedule()
+        assert output.total_tokens <= self.scheduler.max_num_batched_tokens
+        assert len(self.scheduler.running) <= self.scheduler.max_num_seqs
+        admitted = self.scheduler.running.keys() - num_before.keys()
+        victims = {r.request_id for r in output.preempted_requests}
+        has_priorities = isinstance(self.scheduler.waiting.policy, POLICIES["priority"])
+        assert not victims or not admitted or has_priorities, "Trap 21"
+        assert victims.isdisjoint(output.num_scheduled_tokens), "Trap 21"
+        # Whoever runs and was not preempted gets something, as long as the budget lasts (Trap 20).
+        skipped = self.scheduler.running.keys() - output.num_scheduled_tokens.keys()
+        assert not skipped or output.total_tokens == self.scheduler.max_num_batched_tokens
+
+    def update(self) -> None:
+        output, self.pending = self.pending, None
+        for result in self.scheduler.update_from_output(output, self.runner.execute(output)):
+            self.said[result.request_id] += result.new_token_ids
+            if result.finish_reason:
+                request = next(
+                    r for r in output.scheduled_requests if r.request_id == result.request_id
+                )
+                self.finished[result.request_id] = (request, result.finish_reason)
+
+    def step(self) -> None:
+        self.schedule()
+        self.update()
+        self.check()
+
+    def check(self) -> None:
+        self.scheduler.check_invariants()
+        memory = self.scheduler.kv_memory
+        memory.check_invariants(self.scheduler.running.values())
+        known = set(self.scheduler.requests)
+        assert self.runner.requests.keys() <= known | self.scheduler.delta._finished_req_ids
+        for request in self.scheduler.requests.values():
+            said = self.said[request.request_id]
+            expected = continuation(request.prompt_token_ids, len(said), VOCAB)
+            assert said == expected == request.output_token_ids, request
+            bound = self.scheduler.limits.max_preemptions
+            assert self.scheduler.preempt_every or request.num_preemptions <= bound
+
+    def check_end(self) -> None:
+        """Everything finished: nothing is held, and every token is accounted for."""
+        for request, _ in self.finished.values():
+            expected = continuation(request.prompt_token_ids, request.max_tokens, VOCAB)
+            assert self.said[request.request_id] == expected, request
+        assert self.scheduler.kv_memory.num_blocks_in_use == 0
+        stats = self.scheduler.get_stats()
+        assert (stats.num_running, stats.num_waiting, stats.num_preempted) == (0, 0, 0)
+        assert stats.total_finished == len(self.finished)
+        if not stats.total_aborted:
+            needed = sum(r.num_tokens - 1 for r, _ in self.finished.values())
+            assert stats.total_scheduled_tokens == (
+                needed
+                - stats.total_cached_tokens
+                + stats.total_recomputed_tokens
+                + stats.total_rejected_drafts
+            )
+
+
+def random_request(rng: random.Random, request_id: str, families: list, longest: int) -> Request:
+    prompt = (rng.choice(families) + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 6))])[
+        :longest
+    ]
+    params = SamplingParams(temperature=0, max_tokens=rng.randint(1, 14), ignore_eos=True)
+    keys = rng.choice([(), (), (("salt", "x"),), (("lora", rng.randint(0, 2)),)])
+    priority = rng.randint(0, 3)
+    return Request(request_id, prompt, params, (), priority=priority, extra_keys=keys)
+
+
+def random_options(rng: random.Random) -> dict:
+    return {
+        "max_num_seqs": rng.choice([1, 2, 3, 16]),
+        "max_num_batched_tokens": rng.choice([16, 17, 24, 200]),
+        "policy": rng.choice(sorted(POLICIES)),
+        "watermark": rng.choice([0.0, 0.01, 0.3]),
+        "reserve_all": rng.random() < 0.15,
+        "max_preemptions": rng.choice([1, 2, 3, 100]),
+        "max_overtakes": rng.choice([0, 3, 1000]),
+        "preempt_every": rng.choice([None, None, None, 1, 2, 3, 4, 5]),
+        "shuffle_waiting": rng.random() < 0.2,
+        "seed": rng.randrange(1000),
+    }
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("seed", range(60))
+def test_a_random_run_says_what_an_uninterrupted_one_says(seed, cache):
+    """Every policy, pools of hardly more than one request, arrivals, aborts, samples and drafts."""
+    rng = random.Random(f"{seed} {cache}")
+    block_size = rng.choice([1, 2, 4, 7])
+    families = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 10))] for _ in range(3)]
+    most = -(-(16 + 14) // block_size)
+    memory = make_memory(cache, most + rng.choice([-2, -1, 0, 1, most, 4 * most]), block_size)
+    world = World(memory, **random_options(rng))
+    to_come = [
+        random_request(rng, f"r{i}", families, min(16, memory.capacity - 1)) for i in range(14)
+    ]
+    num_steps = 0
+    while to_come or world.scheduler.has_requests():
+        num_steps += 1
+        assert num_steps < 3000, f"seed {seed}: it does not end"
+        if to_come and rng.random() < 0.4:
+            world.add(request := to_come.pop())
+            for i in range(rng.choice([0, 0, 0, 2])):
+                name, params = f"{request.request_id}.{i}", request.sampling_params
+                keys = request.extra_keys
+                parent = request.request_id
+                world.add(
+                    Request(
+                        name,
+                        request.prompt_token_ids,
+                        params,
+                        (),
+                        priority=request.priority,
+                        parent_id=parent,
+                        extra_keys=keys,
+                    )
+                )
+        if rng.random() < 0.3:
+            drafts = {}
+            for request_id, request in world.scheduler.running.items():
+                right = continuation(request.prompt_token_ids, 30, VOCAB)
+                start = request.num_output_tokens
+                drafts[request_id] = right[start : start + rng.randint(0, 4)]
+                if drafts[request_id] and rng.random() < 0.5:
+                    drafts[request_id][rng.randrange(len(drafts[request_id]))] = VOCAB + 1
+            world.scheduler.update_draft_token_ids(drafts)
+        world.schedule()
+        if seed % 3 == 0 and rng.random() < 0.05 and world.scheduler.requests:
+            world.scheduler.abort_request(rng.choice(sorted(world.scheduler.requests)))
+        world.update()
+        world.check()
+    world.check_end()
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("preempt_every", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_missing", [-1, 0, 1])
+def test_pools_of_exactly_enough_and_one_more_or_less(num_missing, preempt_every, cache):
+    """Two requests of 5 blocks each at their end, in 10 blocks, and in one more and one less."""
+    world = World(
+        make_memory(cache, 10 - num_missing, 4), preempt_every=preempt_every, watermark=0.0
+    )
+    for name in ("a", "b"):
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        world.add(Request(name, [1, 2, 3, 0, 1, 2, ord(name) % VOCAB, 3, 3], params))
+    for _ in range(200):
+        if world.scheduler.has_requests():
+            world.step()
+    world.check_end()
+    assert len(world.finished) == 2
+
+
+# -- a state machine
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Any order of calls. After each, everything that must hold."""
+
+    @initialize(
+        cache=st.sampled_from(CACHES),
+        policy=st.sampled_from(sorted(POLICIES)),
+        block_size=st.sampled_from([1, 2, 3]),
+        num_blocks=st.integers(5, 14),
+        max_num_seqs=st.integers(1, 4),
+        max_preemptions=st.integers(1, 3),
+    )
+    def start(self, cache, policy, block_size, num_blocks, max_num_seqs, max_preemptions):
+        self.world = World(
+            make_memory(cache, num_blocks, block_size),
+            policy=policy,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=12,
+            max_preemptions=max_preemptions,
+        )
+        self.num_requests = 0
+
+    @rule(data=st.data(), length=st.integers(1, 6), max_tokens=st.integers(1, 7))
+    def add(self, data, length, max_tokens):
+        scheduler = self.world.scheduler
+        tokens = data.draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        name = f"r{self.num_requests}"
+        parents = [r for r, q in scheduler.requests.items() if q.prompt_token_ids == tokens]
+        parent = data.draw(st.sampled_from([None, *parents]))
+        request = Request(
+            name, tokens, params, (), priority=data.draw(st.integers(0, 2)), parent_id=parent
+        )
+        before = set(scheduler.requests)
+        if length > scheduler.kv_memory.capacity:
+            with pytest.raises(ValueError):
+                scheduler.add_request(request)
+            assert set(scheduler.requests) == before
+            return
+        self.world.add(request)
+        self.num_requests += 1
+
+    @precondition(lambda self: self.world.pending is None)
+    @rule()
+    def schedule(self):
+        self.world.schedule()
+
+    @precondition(lambda self: self.world.pending is not None)
+    @rule()
+    def update(self):
+        self.world.update()
+
+    @precondition(lambda self: self.world.pending is None)
+    @rule()
+    def step(self):
+        self.world.step()
+
+    @precondition(lambda self: self.world.scheduler.requests)
+    @rule(data=st.data())
+    def end(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.world.scheduler.requests)))
+        status = data.draw(
+            st.sampled_from([RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_STOPPED])
+        )
+        self.world.scheduler.finish_requests(request_id, status)
+        assert request_id not in self.world.scheduler.requests
+
+    @precondition(lambda self: self.world.pending is None)
+    @rule(data=st.data())
+    def propose(self, data):
+        drafts = st.lists(st.integers(0, VOCAB), max_size=4)
+        running = sorted(self.world.scheduler.running)
+        self.world.scheduler.update_draft_token_ids({r: data.draw(drafts) for r in running})
+
+    @rule()
+    def reset(self):
+        self.world.scheduler.reset_prefix_cache()
+
+    @invariant()
+    def holds(self):
+        if getattr(self, "world", None) is not None and self.world.pending is None:
+            self.world.check()
+
+    def teardown(self):
+        if getattr(self, "world", None) is None:
+            return
+        if self.world.pending is not None:
+            self.world.update()
+        for _ in range(1000):
+            if not self.world.scheduler.has_requests():
+                break
+            self.world.step()
+        assert not self.world.scheduler.has_requests(), "somebody starves"
+        assert self.world.scheduler.kv_memory.num_blocks_in_use == 0
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=120, stateful_step_count=30, deadline=None
+)
+TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+# -- every interleaving
+
+
+def fingerprint(world: World, num_added: int) -> tuple:
+    """What the future depends on: equal states need to be explored once."""
+    scheduler = world.scheduler
+    blocks: dict[int, int] = {}  # by order of appearance: which block it is does not matter
+
+    def name(block_id: int) -> int:
+        return blocks.setdefault(block_id, len(blocks))
+
+    states = tuple(
+        (
+            request_id,
+            request.status,
+            request.num_computed_tokens,
+            request.num_tokens,
+            min(request.num_preemptions, scheduler.limits.max_preemptions),
+            tuple(name(b) for b in scheduler.kv_memory.get_block_ids(request_id)),
+        )
+        for request_id, request in sorted(scheduler.requests.items())
+    )
+    cache = getattr(scheduler.kv_memory, "cache", None)
+    cached = ()
+    if cache is not None:
+        cached = tuple(sorted((p.token_ids, p.num_users) for p in cache.cached_prefixes()))
+    order = (tuple(scheduler.running), tuple(r.request_id for r in scheduler.waiting))
+    plan = None if world.pending is None else tuple(world.pending.num_scheduled_tokens.items())
+    return (num_added, states, order, cached, plan)
+
+
+def successors(world: World, num_added: int, prompts: list[tuple[list[int], int, int]]):
+    """Every action that is possible now, each on a copy."""
+
+    def then(action) -> World:
+        other = copy.deepcopy(world)
+        action(other)
+        return other
+
+    if num_added < len(prompts):
+        tokens, max_tokens, priority = prompts[num_added]
+        request = Request.from_tokens(f"r{num_added}", tokens, max_tokens, priority, 0.0)
+        yield then(lambda other: other.add(request)), num_added + 1
+    if world.pending is None:
+        yield then(World.schedule), num_added
+        if world.scheduler.running:
+            victim = next(reversed(world.scheduler.running))
+            yield (
+                then(lambda other: other.scheduler.preempt(other.scheduler.running[victim])),
+                num_added,
+            )
+    else:
+        yield then(World.update), num_added
+    for request_id in world.scheduler.requests:
+        for status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_STOPPED):
+            yield (
+                then(lambda other, r=request_id, s=status: other.scheduler.finish_requests(r, s)),
+                num_added,
+            )
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("cache", [None, "hash"])
+def test_every_interleaving_of_three_requests_in_five_blocks(cache, policy):
+    """Add, schedule, update, preempt, abort, stop, in every order. From every state that can be
+    reached, everybody finishes."""
+    prompts = [([0, 1, 1], 4, 1), ([0, 1, 2, 3], 3, 0), ([0, 1], 5, 1)]
+    world = World(
+        make_memory(cache, 5, 2),
+        policy=policy,
+        max_num_seqs=2,
+        max_num_batched_tokens=5,
+        max_preemptions=2,
+    )
+    seen = {fingerprint(world, 0)}
+    frontier = [(world, 0)]
+    kinds: Counter[str] = Counter()
+    while frontier:
+        world, num_added = frontier.pop()
+        for other, count in successors(world, num_added, prompts):
+            state = fingerprint(other, count)
+            if state in seen:
+                continue
+            seen.add(state)
+            if other.pending is None:
+                _check_without_bound(other)
+            kinds["preempted"] += any(r.num_preemptions for r in other.scheduler.requests.values())
+            kinds["planned"] += other.pending is not None
+            if len(seen) % 3 == 0:  # liveness: most states share their ends
+                _run_to_the_end(copy.deepcopy(other))
+            frontier.append((other, count))
+    assert len(seen) > 400 and kinds["preempted"] > 100 and kinds["planned"] > 100, kinds
+
+
+def _check_without_bound(world: World) -> None:
+    world.scheduler.check_invariants()
+    world.scheduler.kv_memory.check_invariants(world.scheduler.running.values())
+
+
+def _run_to_the_end(world: World) -> None:
+    if world.pending is not None:
+        world.update()
+    for _ in range(60):
+        if not world.scheduler.has_requests():
+            break
+        world.schedule()
+        world.update()
+    assert not world.scheduler.has_requests(), f"stuck: {world.scheduler.requests}"
+    assert world.scheduler.kv_memory.num_blocks_in_use == 0
+    for request, _ in world.finished.values():
+        said = world.said[request.request_id]
+        assert said == continuation(request.prompt_token_ids, len(said), VOCAB)

@@ -1,0 +1,144 @@
+"""Chapter 4 in the engine: preempted, reordered, displaced, aborted: greedy tokens are those of
+`transformers`, in float64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from common.engine import EngineConfig, LLMEngine
+from common.tests.engine_oracle import MAX_TOKENS, Oracle, greedy_params, serve
+from policies import POLICIES
+from request import SamplingParams
+
+SCHEDULERS = ("two_phase",)
+CACHES = (None, "hash", "radix")
+
+
+@pytest.fixture
+def oracle(family_oracle: Oracle) -> Oracle:
+    return family_oracle
+
+
+@pytest.fixture
+def loaded(family_loaded):
+    return family_loaded
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("seed", range(16))
+def test_random_runs_in_pools_that_run_out(seed, cache, scheduler, oracle, loaded):
+    rng = random.Random(f"{seed} {cache} {scheduler}")
+    block_size = rng.choice([1, 4, 16, 33])
+    largest = -(-(max(map(len, oracle.prompts)) + MAX_TOKENS - 1) // block_size)
+    config = EngineConfig(
+        block_size=block_size,
+        num_blocks=1 + largest + rng.choice([-1, 0, 1, 2, largest, 3 * largest]),
+        max_num_seqs=rng.choice([1, 2, 5, 64]),
+        max_num_batched_tokens=rng.choice([90, 150, 2048]),
+        scheduler=scheduler,
+        policy=rng.choice(sorted(POLICIES)),
+        prefix_cache=cache,
+        watermark=rng.choice([0.0, 0.01, 0.2]),
+        preempt_every=rng.choice([None, None, 1, 2, 3, 4, 5]),
+        shuffle_waiting=rng.random() < 0.3,
+        shuffle_batch=True,
+        check_invariants=True,
+        seed=seed,
+    )
+    engine = LLMEngine(config, loaded=loaded)
+    capacity = engine.kv_manager.capacity
+    arrivals = [(rng.randint(0, 40), str(i), rng.randrange(len(oracle.prompts))) for i in range(16)]
+    lengths = {name: rng.randint(1, MAX_TOKENS) for _, name, _ in arrivals}
+    aborts = {name: rng.randint(0, 60) for _, name, _ in arrivals if rng.random() < 0.2}
+    outputs = {}
+    for step in range(4000):
+        for when, name, index in arrivals:
+            if when == step:
+                params = greedy_params(lengths[name], n=rng.choice([1, 1, 1, 3]))
+                prompt, priority = oracle.prompts[index], rng.randint(0, 3)
+                engine.add_request(name, prompt, params, priority=priority)
+        for name, when in aborts.items():
+            if when == step and (output := engine.abort_request(name)) is not None:
+                outputs[name] = output
+        outputs |= {o.request_id: o for o in engine.step() if o.finished}
+        if step > 40 and not engine.has_unfinished_requests():
+            break
+    assert set(outputs) == {name for _, name, _ in arrivals}, f"seed {seed}: it does not end"
+    for _, name, index in arrivals:
+        room = capacity - len(oracle.prompts[index]) + 1  # the last token needs no slot
+        expected = oracle.expected(index, min(lengths[name], room))
+        for completion in outputs[name].outputs:
+            is_cut = completion.finish_reason == "abort"
+            known = expected[: len(completion.token_ids)] if is_cut else expected
+            assert completion.token_ids == known, f"seed {seed}, request {name}"
+    assert engine.stats().kv_blocks_in_use == 0
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("preempt_every", [1, 2, 3, 4, 5])
+def test_forced_preemption_changes_no_token(preempt_every, cache, scheduler, oracle, loaded):
+    config = EngineConfig(
+        num_blocks=200,
+        max_num_seqs=4,
+        scheduler=scheduler,
+        prefix_cache=cache,
+        preempt_every=preempt_every,
+        check_invariants=True,
+    )
+    engine = LLMEngine(config, loaded=loaded)
+    outputs = serve(engine, oracle, [0, 3, 5, 6, 7], MAX_TOKENS)
+    assert engine.stats().num_preemptions > 0
+    assert sum(o.metrics.num_preemptions for o in outputs) == engine.stats().num_preemptions
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_seeded_sampling_does_not_see_a_preemption(scheduler, loaded, oracle):
+    """Seeds, penalties that count the outputs, and log-probabilities survive recomputation."""
+    params = [
+        SamplingParams(seed=i, temperature=1.0, presence_penalty=0.5, max_tokens=12, logprobs=2)
+        for i in range(4)
+    ]
+    prompts = oracle.prompts[:4]
+
+    def run(**more) -> list:
+        config = EngineConfig(num_blocks=300, scheduler=scheduler, **more)
+        engine = LLMEngine(config, loaded=loaded)
+        outputs = list(engine.generate_batch(prompts, params).values())
+        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+
+    calm = run()
+    for disturbed in (run(preempt_every=2), run(preempt_every=3, prefix_cache=None)):
+        for (tokens, logprobs), (other_tokens, other_logprobs) in zip(calm, disturbed, strict=True):
+            assert tokens == other_tokens
+            for a, b in zip(logprobs, other_logprobs, strict=True):
+                assert a.logprob == pytest.approx(b.logprob, abs=1e-9)
+
+
+def test_memory_is_filled_where_the_first_scheduler_reserves_it(loaded, oracle):
+    def peak(scheduler: str) -> int:
+        config = EngineConfig(block_size=4, num_blocks=61, scheduler=scheduler, prefix_cache=None)
+        engine = LLMEngine(config, loaded=loaded)
+        running = []
+        engine.on_step = lambda record: running.append(record.num_running)
+        serve(engine, oracle, [0, 1] * 8, MAX_TOKENS)
+        return max(running)
+
+    assert peak("two_phase") > peak("fcfs")
+
+
+def test_what_the_configuration_refuses():
+    for options in (
+        {"policy": "fastest"},
+        {"scheduler": "fcfs", "policy": "lpm"},
+        {"scheduler": "fcfs", "preempt_every": 2},
+        {"preempt_every": 0},
+        {"watermark": 1.0},
+        {"watermark": True},
+    ):
+        *_, name = options
+        with pytest.raises(ValueError, match=name):
+            EngineConfig(**options)
