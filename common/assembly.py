@@ -5,7 +5,7 @@
     KV manager         2      KVCacheManager over a BlockPool
     prefix cache       3      PrefixCacheLocal or RadixCache, in a CachedKVCacheManager
     KV from elsewhere  3      TieredCache, any KVConnector, or both in a ConnectorChain
-    scheduler        1, 4     FCFSScheduler, or Scheduler with a policy
+    scheduler        1, 4     FCFSScheduler; Scheduler or PrefillFirstScheduler, with a policy
     attention          2      TorchAttentionBackend or TritonAttentionBackend
     runner          common    PagedModelRunner
     sampler         common    Sampler
@@ -41,10 +41,12 @@ from paged_attention import (
     PagedKVCache,
     TorchAttentionBackend,
 )
+from prefill_first_scheduler import PrefillFirstScheduler
 from prefix_cache import PrefixCache
 from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
 from scheduler import Scheduler
+from scheduler_base import SchedulerBase
 from tiered_cache import TieredCache
 
 logger = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ class EngineParts:
     """The parts of one engine. `vocab_size` is what may be sampled: padding lanes are left out."""
 
     core: EngineCore
-    scheduler: FCFSScheduler | Scheduler
+    scheduler: FCFSScheduler | SchedulerBase
     kv_manager: KVCacheManager
     kv_cache: PagedKVCache
     max_model_len: int
@@ -95,20 +97,21 @@ def assemble(
 
 def make_scheduler(
     config: EngineConfig, max_model_len: int, kv_manager: KVCacheManager
-) -> FCFSScheduler | Scheduler:
+) -> FCFSScheduler | SchedulerBase:
     limits = (config.max_num_seqs, config.max_num_batched_tokens)
     if config.scheduler == "fcfs":
         return FCFSScheduler(*limits, max_model_len, kv_manager)
-    return Scheduler(
-        *limits,
-        policy=config.policy,
-        max_model_len=max_model_len,
-        kv_memory=kv_manager,
-        watermark=config.watermark,
-        preempt_every=config.preempt_every,
-        shuffle_waiting=config.shuffle_waiting,
-        seed=config.seed,
-    )
+    options = {
+        "policy": config.policy,
+        "max_model_len": max_model_len,
+        "kv_memory": kv_manager,
+        "preempt_every": config.preempt_every,
+        "shuffle_waiting": config.shuffle_waiting,
+        "seed": config.seed,
+    }
+    if config.scheduler == "prefill_first":
+        return PrefillFirstScheduler(*limits, **options)
+    return Scheduler(*limits, watermark=config.watermark, **options)
 
 
 def make_kv_manager(

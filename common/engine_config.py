@@ -11,7 +11,12 @@ from kv_connector import KVConnector
 from policies import POLICIES
 from tiered_cache import KVTierConfig
 
-SCHEDULERS = {"two_phase": True, "fcfs": False}  # does it preempt, and take a policy?
+# Does it preempt, and take a policy?
+SCHEDULERS = {"two_phase": True, "prefill_first": True, "fcfs": False}
+    "two_phase": True,
+    "prefill_first": True,
+    "fcfs": False,
+}  # does it preempt, and take a policy?
 SHIPPED_CHECKPOINT = Path(__file__).parent / "checkpoints" / "tiny"
 
 
@@ -28,10 +33,11 @@ class EngineConfig:
     `prefix_cache` keeps computed prefixes: `"hash"`, `"radix"` or None. `kv_tiers` lets evicted
     blocks go to host memory and disk; `kv_connector` shares them with other engines.
 
-    `scheduler` is `"two_phase"` (chapter 4: fills the memory and preempts when it runs out) or
-    `"fcfs"` (chapter 1: reserves everything at admission). `policy` orders the waiting queue of
-    the former: `"fcfs"`, `"priority"`, `"lpm"`, `"dfs-weight"`, `"lof"`, `"random"`. `watermark`
-    is the share of the blocks that an admission leaves to those who run.
+    `scheduler` is `"two_phase"` or `"prefill_first"` (chapter 4: both fill the memory, and preempt
+    when it runs out) or `"fcfs"` (chapter 1: reserves everything at admission). `policy` orders
+    the waiting queue of the former two: `"fcfs"`, `"priority"`, `"lpm"`, `"dfs-weight"`, `"lof"`,
+    `"random"`. `watermark` is the share of the blocks that an admission of the two-phase scheduler
+    leaves to those who run.
 
     Debug switches: `check_invariants` verifies scheduler and KV manager after every step;
     `shuffle_batch` puts every batch in a random order, `shuffle_waiting` the queue; every

@@ -12,7 +12,7 @@ from common.tests.engine_oracle import MAX_TOKENS, Oracle, greedy_params, serve
 from policies import POLICIES
 from request import SamplingParams
 
-SCHEDULERS = ("two_phase",)
+SCHEDULERS = ("two_phase", "prefill_first")
 CACHES = (None, "hash", "radix")
 
 
