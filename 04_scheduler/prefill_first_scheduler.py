@@ -48,7 +48,7 @@ from policy_queue import create_queue
 from prefill_adder import AddReqResult, NewTokenRatio, PrefillAdder
 from request import BLOCK_SIZE, Request
 from schedule_batch import ForwardMode, ScheduleBatch
-from scheduler import make_kv_memory
+from scheduler import MAX_PASSED_OVER, make_kv_memory
 from scheduler_base import SchedulerBase, SchedulerLimits, StepPlan
 from scheduler_interface import ComputedBlocks, KVMemory, SchedulerOutput
 
@@ -219,8 +219,10 @@ class PrefillFirstScheduler(SchedulerBase):
         num_passed_over = 0
         num_running = len(adder.can_run_list)
         for request in self._waiting_in_order():
-            if len(self.running) >= self._num_seats or num_passed_over == self.max_num_seqs:
+            if len(self.running) >= self._num_seats or num_passed_over == MAX_PASSED_OVER:
                 break
+            if self.waits_for_parent(request):
+                continue  # which may be anywhere behind it
             if not self.may_run(request):
                 if self.waiting.is_aged(request):
                     break

@@ -1,0 +1,409 @@
+"""What the adder takes, against arithmetic by hand and against a naive recomputation."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from block_pool import BlockPool
+from cached_kv_cache_manager import CachedKVCacheManager
+from kv_cache_manager import KVCacheManager
+from prefill_adder import (
+    CLIP_MAX_NEW_TOKENS,
+    RETRACT_DECODE_STEPS,
+    AddReqResult,
+    NewTokenRatio,
+    PrefillAdder,
+)
+from prefix_cache_local import PrefixCacheLocal
+from request import Request
+from scheduler_interface import ComputedBlocks
+
+CONTINUE, NO_TOKEN, OTHER = AddReqResult
+
+
+class Memory(KVCacheManager):
+    """Pages of 4, no cache, and a record of what was asked of `allocate`."""
+
+    def __init__(self, num_pages: int, page_size: int = 4) -> None:
+        super().__init__(BlockPool(num_pages + 1), page_size)
+        self.asked: list[tuple[str, int]] = []
+
+    def allocate(self, request: Request, computed: ComputedBlocks, num_new_tokens: int) -> bool:
+        self.asked.append((request.request_id, num_new_tokens))
+        return num_new_tokens > 0 and self.allocate_slots(request, num_new_tokens, 0, computed)
+
+    def adder(self, rem_input_tokens: int = 1000, rem_chunk_tokens: int | None = None, **options):
+        running, ratio = options.pop("running", []), options.pop("new_token_ratio", 1.0)
+        return PrefillAdder(
+            self, self.allocate, running, ratio, rem_input_tokens, rem_chunk_tokens, **options
+        )
+
+
+def waiting(name: str, num_prompt: int, max_new_tokens: int = 4) -> Request:
+    return Request.from_tokens(name, list(range(num_prompt)), max_new_tokens)
+
+
+def decoding(name: str, num_prompt: int, max_new_tokens: int, num_outputs: int) -> Request:
+    """It has generated `num_outputs` tokens, and holds no pages: those are not what is tested."""
+    request = waiting(name, num_prompt, max_new_tokens)
+    for token_id in range(num_outputs):
+        request.append_output_token(token_id)
+    request.num_computed_tokens = request.num_tokens - 1
+    return request
+
+
+# -- the three counters
+
+
+def test_an_example_by_hand():
+    memory = Memory(10)
+    adder = memory.adder(20, running=[decoding("r", 4, 9, 1)], new_token_ratio=0.5)
+    assert adder.rem_total_tokens == 40 - 8 * 0.5
+    assert adder.add_one_req(waiting("a", 6, 4), False) is CONTINUE
+    # 6 + 4 tokens are 3 pages; 2 of them are taken, 1 is set aside.
+    assert memory.num_blocks_in_use == 2
+    assert adder.rem_total_tokens == 40 - 12 - 4
+    assert (adder.rem_input_tokens, adder.rem_chunk_tokens) == (14, None)
+    assert adder.add_one_req(waiting("b", 15, 1), False) is OTHER, "14 are left in this step"
+    assert adder.add_one_req(waiting("c", 14, 12), False) is NO_TOKEN, "26 are 28 in pages"
+    assert adder.add_one_req(waiting("d", 14, 10), False) is NO_TOKEN, "it is in: nobody else is"
+    assert [r.request_id for r in adder.can_run_list] == ["a", "d"]
+    assert adder.num_tokens == {"a": 6, "d": 14}
+    assert (adder.log_input_tokens, adder.log_hit_tokens) == (20, 0)
+    assert adder.rem_total_tokens == 0
+    assert memory.asked == [("a", 6), ("b", 0), ("c", 0), ("d", 14)]
+
+
+def test_the_result_is_about_the_next_request():
+    adder = Memory(100).adder(10)
+    assert adder.add_one_req(waiting("a", 10), False) is OTHER
+    assert len(adder.can_run_list) == 1
+
+
+@pytest.mark.parametrize(
+    "num_outputs, max_new_tokens, expected",
+    [(0, 100, 100), (99, 100, 1), (5, 10**6, CLIP_MAX_NEW_TOKENS)],
+)
+def test_the_decode_budget_is_a_share_of_what_may_still_come(num_outputs, max_new_tokens, expected):
+    memory = Memory(5000)
+    running = [decoding("r", 3, max_new_tokens, num_outputs)]
+    for ratio in (0.0, 0.25, 1.0):
+        adder = memory.adder(running=running, new_token_ratio=ratio)
+        assert adder.rem_total_tokens == 20_000 - expected * ratio
+
+
+def test_what_the_next_decode_takes_for_certain_is_set_aside():
+    memory = Memory(10)
+    running = [decoding(str(i), 4, 11, 1) for i in range(5)]
+    adder = memory.adder(running=running, new_token_ratio=0.1, num_next_decode_tokens=20)
+    assert adder.rem_total_tokens == 40 - 20, "and not 40 - 5"
+    adder = memory.adder(running=running, new_token_ratio=0.9, num_next_decode_tokens=20)
+    assert adder.rem_total_tokens == 40 - 45
+
+
+def test_memory_is_counted_in_pages_and_compute_is_not():
+    """Trap 8: three prompts of one token take three pages, and three tokens of the step."""
+    memory = Memory(4)
+    adder = memory.adder(10, running=[decoding("r", 1, 2, 1)], new_token_ratio=0.0)
+    for name, left in (("a", 12), ("b", 8), ("c", 4)):
+        assert adder.add_one_req(waiting(name, 1, 1), False) is CONTINUE
+        assert adder.rem_total_tokens == left
+    assert adder.rem_input_tokens == 7
+    assert adder.add_one_req(waiting("d", 4, 1), False) is NO_TOKEN, "5 tokens are two pages"
+    assert adder.add_one_req(waiting("e", 1, 3), False) is NO_TOKEN, "it takes the last page"
+    assert len(adder.can_run_list) == 4
+
+
+def test_who_would_be_alone_needs_no_room_but_its_own():
+    """10 + 30 tokens do not fit 16. It runs, and may end before it needs so much."""
+    alone = Memory(4).adder()
+    assert alone.add_one_req(waiting("a", 10, 30), False) is NO_TOKEN
+    assert [r.request_id for r in alone.can_run_list] == ["a"]
+    not_alone = Memory(4).adder(running=[decoding("r", 1, 2, 1)], new_token_ratio=0.0)
+    assert not_alone.add_one_req(waiting("a", 10, 30), False) is NO_TOKEN
+    assert not_alone.can_run_list == []
+    second = Memory(4).adder()
+    second.add_one_req(waiting("a", 2, 2), False)
+    assert second.add_one_req(waiting("b", 10, 30), False) is NO_TOKEN
+    assert [r.request_id for r in second.can_run_list] == ["a"]
+
+
+def test_the_memory_has_the_last_word():
+    adder = Memory(2).adder()
+    assert adder.add_one_req(waiting("a", 9, 1), False) is NO_TOKEN
+    assert adder.can_run_list == [] and adder.num_tokens == {}
+    assert adder.rem_input_tokens == 1000 and adder.log_input_tokens == 0
+
+
+# -- what the cache has
+
+
+def cached_memory(num_pages: int, num_cached: int) -> tuple[CachedKVCacheManager, list[int]]:
+    """A cache that has `num_cached` pages of the returned prompt, and nobody uses them."""
+    pool = BlockPool(num_pages + 1)
+    memory = CachedKVCacheManager(pool, 4, PrefixCacheLocal(pool=pool, block_size=4))
+    prompt = list(range(4 * num_cached))
+    past = Request.from_tokens("past", [*prompt, 99], 1)
+    assert memory.allocate_slots(past, len(prompt))
+    past.num_computed_tokens = len(prompt)
+    memory.cache_blocks(past)
+    memory.free(past)
+    return memory, prompt
+
+
+def test_work_is_what_the_cache_does_not_have():
+    memory, prompt = cached_memory(10, 3)
+    request = Request.from_tokens("a", [*prompt, 7, 7], 5)
+    computed = memory.get_computed_blocks(request)
+
+    def allocate(request, computed, num_tokens):
+        return memory.allocate_slots(request, num_tokens, 0, computed)
+
+    adder = PrefillAdder(memory, allocate, [decoding("r", 1, 2, 1)], 0.0, 100)
+    assert adder.rem_total_tokens == 40
+    adder.add_one_req(request, False, computed)
+    assert adder.num_tokens == {"a": 2}
+    assert (adder.log_hit_tokens, adder.log_input_tokens) == (12, 2)
+    # 3 cached pages that nobody else may evict now, and 2 pages for 2 + 5 tokens.
+    assert adder.rem_total_tokens == 40 - 12 - 8
+
+
+def test_cached_pages_that_nobody_uses_are_part_of_what_it_needs():
+    """Five pages count as free, two of them are its own prefix: 3 + 2 pages fit, 4 + 2 do not."""
+    for max_new_tokens, is_in in ((10, True), (11, False)):
+        memory, prompt = cached_memory(5, 2)
+        request = Request.from_tokens("a", [*prompt, 7, 7], max_new_tokens)
+        computed = memory.get_computed_blocks(request)
+
+        def allocate(request, computed, num_tokens, memory=memory):
+            return memory.allocate_slots(request, num_tokens, 0, computed)
+
+        adder = PrefillAdder(memory, allocate, [decoding("r", 1, 2, 1)], 0.0, 100)
+        adder.add_one_req(request, False, computed)
+        assert bool(adder.can_run_list) == is_in
+
+
+# -- chunks
+
+
+def test_a_prompt_is_cut_at_a_page_and_reserves_nothing_for_its_outputs():
+    memory = Memory(100)
+    adder = memory.adder(100, 11)
+    long = waiting("a", 30, 50)
+    assert adder.add_one_req(long, False) is OTHER
+    assert adder.new_chunked_req is long
+    assert adder.num_tokens == {"a": 8}
+    assert adder.rem_total_tokens == 400 - 8
+    assert (adder.rem_input_tokens, adder.rem_chunk_tokens) == (92, 3)
+
+
+def test_chunk_after_chunk_and_then_the_outputs_are_expected():
+    memory = Memory(100)
+    request = waiting("a", 30, 5)
+    sizes = []
+    adder = memory.adder(100, 11)
+    adder.add_one_req(request, False)
+    cut: Request | None = adder.new_chunked_req
+    sizes += adder.num_tokens.values()
+    while cut is not None:
+        request.num_computed_tokens = sum(sizes)
+        adder = memory.adder(100, 11)
+        cut = adder.add_chunked_req(request)
+        sizes += adder.num_tokens.values()
+    assert sizes == [8, 8, 8, 6]
+    assert adder.rem_total_tokens == 400 - 32 - 8, "8 pages, and 2 for 5 tokens"
+    assert adder.rem_chunk_tokens == 5 and adder.new_chunked_req is None
+
+
+def test_a_prompt_as_long_as_the_chunk_is_not_cut():
+    """Trap 25."""
+    adder = Memory(1000, 16).adder(4096, 2048)
+    assert adder.add_one_req(waiting("a", 2048), False) is OTHER
+    assert adder.new_chunked_req is None and adder.num_tokens == {"a": 2048}
+
+
+def test_the_chunked_slot_has_one_owner():
+    """Trap 25: 2064 tokens in chunks of 2048. What is left of the second chunk is for others, and
+    one of them may be cut only because the first does not need the slot any more."""
+    memory = Memory(1000, 16)
+    first, second, third = (waiting(name, 2064) for name in "abc")
+    adder = memory.adder(4096, 2048)
+    assert adder.add_one_req(first, False) is OTHER
+    assert adder.num_tokens == {"a": 2048} and adder.rem_chunk_tokens == 0
+    assert adder.add_one_req(second, True) is OTHER, "the batch is full"
+    first.num_computed_tokens = 2048
+    adder = memory.adder(4096, 2048)
+    assert adder.add_chunked_req(first) is None
+    assert adder.add_one_req(second, True) is OTHER, "while somebody else has the slot"
+    assert adder.new_chunked_req is None and adder.num_tokens == {"a": 16}
+    assert adder.add_one_req(second, False) is OTHER
+    assert adder.new_chunked_req is second and adder.num_tokens == {"a": 16, "b": 2032}
+    assert adder.add_one_req(third, True) is OTHER and len(adder.can_run_list) == 2
+
+
+def test_a_chunk_that_the_memory_refuses_keeps_the_slot():
+    memory = Memory(2)
+    request = waiting("a", 16)
+    adder = memory.adder(100, 8)
+    adder.add_one_req(request, False)
+    request.num_computed_tokens = 8
+    adder = memory.adder(100, 8)
+    assert adder.add_chunked_req(request) is request
+    assert adder.can_run_list == [] and adder.rem_chunk_tokens == 8
+
+
+def test_whole_prompts_are_cut_only_if_no_step_could_take_them():
+    """A request that was preempted may come back longer than any prompt that is admitted."""
+    adder = Memory(100).adder(10, max_input_tokens=20)
+    assert adder.add_one_req(waiting("a", 20), False) is OTHER
+    assert adder.can_run_list == [], "it waits for an empty step"
+    resumed = decoding("b", 15, 20, 10)
+    resumed.num_computed_tokens = 0
+    assert adder.add_one_req(resumed, False) is OTHER
+    assert adder.num_tokens == {"b": 8} and adder.new_chunked_req is resumed
+
+
+def test_steps_smaller_than_a_page():
+    memory = Memory(4, page_size=16)
+    request, sizes = waiting("a", 20), []
+    cut: Request | None = request
+    while cut is not None:
+        adder = memory.adder(6, 6)
+        if not sizes:
+            adder.add_one_req(request, False)
+            cut = adder.new_chunked_req
+        else:
+            cut = adder.add_chunked_req(request)
+        sizes.append(adder.num_tokens["a"])
+        request.num_computed_tokens = sum(sizes)
+    assert sizes == [6, 6, 4, 4], "6 would cross the page: the third chunk ends with it"
+    adder = Memory(10, page_size=16).adder(8, 8)
+    adder.add_one_req(waiting("b", 3), False)
+    assert adder.add_one_req(waiting("c", 20), False) is OTHER
+    assert adder.num_tokens == {"b": 3}, "not a full page left, and the batch is not empty"
+
+
+# -- against a naive recomputation
+
+
+def naive_batch(
+    prompts: list[tuple[int, int]],
+    running: list[tuple[int, int]],
+    num_pages: int,
+    page: int,
+    ratio: float,
+    most: int,
+    chunk: int | None,
+) -> tuple[list[int], int | None]:
+    """Sizes of the requests that are taken, and which of them was cut: everything is summed up anew
+    for each. `prompts` are (prompt, outputs), `running` (outputs to come, pages that it holds)."""
+    sizes: list[int] = []
+    for number, (num_prompt, num_outputs) in enumerate(prompts):
+        num_used = sum(pages for _, pages in running) + sum(ceil(n / page) for n in sizes)
+        num_expected = sum(min(n, CLIP_MAX_NEW_TOKENS) for n, _ in running) * ratio
+        for n, (_, out) in zip(sizes, prompts, strict=False):
+            num_expected += (ceil((n + out) / page) - ceil(n / page)) * page
+        num_left = (num_pages - num_used) * page - num_expected
+        budget = most - sum(sizes)
+        if chunk is not None:
+            budget = min(budget, chunk - sum(sizes))
+        if number and (num_left <= 0 or budget <= 0):
+            return sizes, None
+        is_alone = not running and not sizes
+        if ceil((num_prompt + num_outputs) / page) * page > num_left and not is_alone:
+            return sizes, None
+        size = num_prompt
+        if num_prompt > budget:
+            if chunk is None and num_prompt <= most:
+                return sizes, None
+            size = budget // page * page or (0 if sizes else budget)
+        if size == 0 or ceil(size / page) + num_used > num_pages:
+            return sizes, None
+        sizes.append(size)
+        if size < num_prompt:
+            return sizes, number
+    return sizes, None
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=6),
+    running=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 5)), max_size=4),
+    num_pages=st.integers(4, 40),
+    page=st.integers(1, 6),
+    ratio=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    most=st.integers(1, 60),
+    chunk=st.none() | st.integers(1, 30),
+)
+def test_the_batch_of_a_naive_recomputation(prompts, running, num_pages, page, ratio, most, chunk):
+    memory = Memory(num_pages, page)
+    held = []
+    for number, (num_outputs, pages) in enumerate(running):
+        request = decoding(f"r{number}", 1, num_outputs + 1, 1)
+        request.num_computed_tokens = 0
+        if memory.allocate_slots(request, pages * page):
+            held.append((request, (num_outputs, pages)))
+    adder = memory.adder(
+        most, chunk, running=[request for request, _ in held], new_token_ratio=ratio
+    )
+    requests = [waiting(f"w{i}", *sizes) for i, sizes in enumerate(prompts)]
+    for request in requests:
+        if adder.add_one_req(request, adder.new_chunked_req is not None) is not CONTINUE:
+            break
+    described = [numbers for _, numbers in held]
+    sizes, cut = naive_batch(prompts, described, num_pages, page, ratio, most, chunk)
+    assert list(adder.num_tokens.values()) == sizes
+    assert adder.can_run_list == requests[: len(sizes)]
+    assert adder.new_chunked_req is (None if cut is None else requests[cut])
+    assert adder.rem_input_tokens == most - sum(sizes)
+    assert memory.num_blocks_in_use == sum(p for _, p in described) + sum(
+        ceil(size / page) for size in sizes
+    )
+
+
+# -- the share
+
+
+def test_the_share_falls_evenly_and_not_below_its_minimum():
+    ratio = NewTokenRatio(0.7, 0.1, 3)
+    values = []
+    for _ in range(5):
+        ratio.decay()
+        values.append(ratio.value)
+    assert values == pytest.approx([0.5, 0.3, 0.1, 0.1, 0.1])
+    assert values[-1] == 0.1, "exactly"
+    ratio.reset()
+    assert ratio.value == 0.7
+
+
+def test_the_share_is_raised_to_what_the_others_have_shown():
+    ratio = NewTokenRatio(0.7, 0.1, 1)
+    ratio.decay()
+    ratio.raise_for([decoding("a", 3, 100, 10), decoding("b", 3, 300, 70)])
+    assert ratio.value == pytest.approx((80 + 2 * RETRACT_DECODE_STEPS) / 400)
+    ratio.raise_for([decoding("a", 3, 1000, 1)])
+    assert ratio.value == pytest.approx(0.3), "never lowered"
+    ratio.raise_for([decoding("a", 3, 10, 9)])
+    assert ratio.value == 1.0
+    ratio.raise_for([])
+
+
+@pytest.mark.parametrize(
+    "arguments, name",
+    [
+        ((1.1, 0.1, 3), "init_new_token_ratio"),
+        ((-0.1, -0.2, 3), "init_new_token_ratio"),
+        ((0.5, 0.6, 3), "min_new_token_ratio"),
+        ((0.5, -0.1, 3), "min_new_token_ratio"),
+        ((0.5, 0.1, 0), "new_token_ratio_decay_steps"),
+        ((0.5, 0.1, 2.5), "new_token_ratio_decay_steps"),
+        ((0.5, 0.1, None), "new_token_ratio_decay_steps"),
+    ],
+)
+def test_shares_that_make_no_sense_are_named(arguments, name):
+    with pytest.raises(ValueError, match=name):
+        NewTokenRatio(*arguments)

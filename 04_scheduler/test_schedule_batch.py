@@ -1,0 +1,152 @@
+"""A batch by itself: who is in it, what its next decode needs, and who makes way."""
+
+from __future__ import annotations
+
+from block_pool import BlockPool
+from kv_cache_manager import KVCacheManager
+from request import Request, RequestStatus
+from schedule_batch import ForwardMode, ScheduleBatch
+
+
+def memory_of(num_pages: int) -> KVCacheManager:
+    return KVCacheManager(BlockPool(num_pages + 1), 4)
+
+
+def decoding(
+    memory: KVCacheManager, name: str, num_prompt: int, num_outputs: int = 1, max_tokens: int = 50
+) -> Request:
+    """One token behind, with pages for what is computed."""
+    request = Request.from_tokens(name, list(range(num_prompt)), max_tokens)
+    for token_id in range(num_outputs):
+        request.append_output_token(token_id)
+    assert memory.allocate_slots(request, request.num_tokens - 1)
+    request.num_computed_tokens = request.num_tokens - 1
+    request.status = RequestStatus.RUNNING
+    return request
+
+
+def names(requests: list[Request]) -> str:
+    return "".join(request.request_id for request in requests)
+
+
+class Retract:
+    """What a scheduler does to a victim, as far as a batch sees it."""
+
+    def __init__(self, memory: KVCacheManager) -> None:
+        self.memory = memory
+
+    def __call__(self, request: Request) -> None:
+        self.memory.free(request)
+        request.num_computed_tokens = 0
+        request.status = RequestStatus.PREEMPTED
+
+
+def nobody_is_pinned(request: Request) -> bool:
+    return False
+
+
+def test_batches_are_merged_mixed_and_filtered():
+    memory = memory_of(20)
+    a, b, c, d = (decoding(memory, name, 3) for name in "abcd")
+    prefill = ScheduleBatch(memory, [a, b], ForwardMode.EXTEND)
+    running = ScheduleBatch(memory, [c, d])
+    prefill.mix_with_running(ScheduleBatch(memory))
+    assert prefill.forward_mode is ForwardMode.EXTEND
+    prefill.mix_with_running(running)
+    assert (names(prefill.reqs), running.reqs) == ("abcd", [])
+    assert prefill.forward_mode is ForwardMode.MIXED
+    b.status, c.status = RequestStatus.FINISHED_STOPPED, RequestStatus.PREEMPTED
+    prefill.filter_batch(chunked_req_to_exclude=a)
+    assert names(prefill.reqs) == "d"
+    running.merge_batch(prefill)
+    assert (names(running.reqs), prefill.reqs) == ("d", [])
+    assert running.forward_mode is ForwardMode.DECODE
+
+
+def test_a_page_is_needed_where_one_begins():
+    """Trap 27: only the two counters decide. With 4 positions computed, the next one is the first
+    of a page; with 3 it is the last."""
+    memory = memory_of(20)
+    counts = []
+    for num_prompt in range(1, 10):
+        request = decoding(memory, str(num_prompt), num_prompt)
+        counts.append(ScheduleBatch(memory, [request]).new_page_count_next_decode())
+    assert counts == [0, 0, 0, 1, 0, 0, 0, 1, 0]
+    request.draft_token_ids = [0] * 7  # 9 computed, 8 to come: 17 positions are 5 pages, not 3
+    assert ScheduleBatch(memory, [request]).new_page_count_next_decode() == 2
+
+
+def test_pages_are_handed_out_once_and_kept():
+    memory = memory_of(5)
+    batch = ScheduleBatch(memory, [decoding(memory, name, 4) for name in "abc"])
+    assert batch.new_page_count_next_decode() == 3
+    assert not batch.check_decode_mem()
+    assert memory.num_blocks_in_use == 5
+    assert not batch.check_decode_mem()
+    memory.free(batch.reqs.pop(0))
+    assert batch.check_decode_mem() and memory.num_blocks_in_use == 4
+    assert batch.check_decode_mem() and memory.num_blocks_in_use == 4
+
+
+def test_drafts_share_what_everybodys_token_leaves():
+    memory = memory_of(20)
+    batch = ScheduleBatch(memory, [decoding(memory, name, 3) for name in "abc"])
+    for request in batch.reqs[1:]:
+        request.draft_token_ids = [1, 2, 3]
+    batch.trim_drafts(7)
+    assert [len(request.draft_token_ids) for request in batch.reqs] == [0, 3, 1]
+    batch.trim_drafts(3)
+    assert [request.remaining_tokens for request in batch.reqs] == [1, 1, 1]
+
+
+def test_fewest_outputs_go_first_and_of_those_the_longest_input():
+    memory = memory_of(10)
+    sizes = {"a": (8, 1), "b": (4, 1), "c": (2, 3), "d": (12, 1), "e": (3, 10)}
+    requests = [decoding(memory, name, *sizes[name]) for name in "abcde"]
+    batch = ScheduleBatch(memory, requests)
+    assert memory.pool.num_free_blocks == 0 and batch.new_page_count_next_decode() == 5
+    retracted = batch.retract_decode(Retract(memory), nobody_is_pinned)
+    assert names(retracted) == "da", "12, then 8 prompt tokens; no more than it takes"
+    assert names(batch.reqs) == "bce"
+    assert all(r.status is RequestStatus.PREEMPTED for r in retracted)
+
+
+def test_nobody_goes_if_there_is_enough_and_never_a_pinned_one():
+    memory = memory_of(5)
+    batch = ScheduleBatch(memory, [decoding(memory, name, 4) for name in "ab"])
+    assert batch.retract_decode(Retract(memory), nobody_is_pinned) == []
+    batch.reqs.append(decoding(memory, "c", 4, 1))
+    for request in batch.reqs:
+        request.append_output_token(0)
+        request.num_computed_tokens += 4  # as if three more had been generated and computed
+        request.all_token_ids += [0, 0, 0]
+    retracted = batch.retract_decode(Retract(memory), lambda r: r.request_id in "ac")
+    assert names(retracted) == "b" and names(batch.reqs) == "ac"
+
+
+def test_somebody_always_keeps_its_memory():
+    memory = memory_of(3)
+    batch = ScheduleBatch(memory, [decoding(memory, name, 4) for name in "ab"])
+    other = Request.from_tokens("waits", [1])
+    assert memory.allocate_slots(other, 4), "a load, say"
+    assert names(batch.retract_decode(Retract(memory), nobody_is_pinned)) == "b", "the later"
+    memory = memory_of(2)
+    alone = ScheduleBatch(memory, [decoding(memory, "a", 4)])
+    assert memory.allocate_slots(other, 4)
+    assert alone.retract_decode(Retract(memory), nobody_is_pinned) == []
+    assert names(alone.reqs) == "a"
+
+
+def test_a_prompt_between_two_chunks_makes_way_in_its_turn():
+    memory = memory_of(3)
+    batch = ScheduleBatch(memory, [decoding(memory, "a", 4)])
+    chunked = decoding(memory, "c", 8, 0)
+    retract = Retract(memory)
+    assert batch.retract_decode(retract, nobody_is_pinned, chunked) == [chunked]
+    assert names(batch.reqs) == "a"
+    memory = memory_of(3)
+    batch = ScheduleBatch(memory, [decoding(memory, "a", 4)])
+    resumed = decoding(memory, "c", 4, 4)
+    first = batch.reqs[0]
+    assert batch.retract_decode(Retract(memory), nobody_is_pinned, resumed) == [first]
+    assert batch.reqs == [] and resumed.status is RequestStatus.RUNNING
