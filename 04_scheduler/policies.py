@@ -19,8 +19,9 @@ A policy answers one of two questions:
 Ties are broken by order of arrival, always. What a policy cannot do is starve anybody: the queue
 (`policy_queue.py`) serves whoever was overtaken too often.
 
-Two requests with one prefix that nobody has computed yet should not be computed in one step: the
-second would hit a step later. The cache-aware policies put it off, behind all others of this round.
+Two requests with one prefix that nobody has computed yet should not be computed in one step: a step
+later, the second would find it in the cache. The cache-aware policies put it off, behind all others
+of this round. It waits for one that came earlier, so newcomers cannot put it off again and again.
 
 To write your own, give a class a `name` and a `key`, and hand an instance to the scheduler:
 
@@ -30,9 +31,10 @@ To write your own, give a class a `name` and a `key`, and hand an instance to th
         def key(self, request: Request) -> int:
             return request.num_prompt_tokens
 
-SGLang has these policies, but for `fcfs`, `lof`, `random` and `priority` sorts its list at every
-step too, and puts off duplicates for `lpm` only. vLLM has `fcfs` and `priority`. Sources: SGLang,
-arXiv 2312.07104 (longest prefix first, and why depth first is optimal for a known batch).
+SGLang has these policies and sorts its list at every step; it puts off duplicates, and gives
+up above 128 waiting requests, for `lpm` but not for `dfs-weight`. vLLM has `fcfs` and `priority`.
+Source: SGLang, arXiv 2312.07104 (for a batch known in advance, depth first is the best order, and
+longest prefix first is equivalent to it).
 """
 
 from __future__ import annotations
@@ -79,8 +81,8 @@ class FCFSPolicy(SchedulePolicy):
 
 
 class PriorityPolicy(SchedulePolicy):
-    """A lower `priority` number is more urgent. Equals are served in order of `arrival_time`, and a
-    preempted request waits among its equals."""
+    """A lower `priority` number is more urgent. Equals are served in order of `arrival_time`; a
+    preempted request waits with them."""
 
     name = "priority"
     keeps_preempted_first = False
@@ -114,13 +116,12 @@ class CacheAwarePolicy(SchedulePolicy):
     """Looks up what the cache has of each waiting request, then asks `arrange`.
 
     `find_cached_blocks` gives the ids of the blocks that hold a request's longest cached prefix. It
-    is called once for each waiting request at every step, so above `max_requests_to_sort` the order
-    of arrival has to do.
+    is called once for each waiting request at every step, so with more than `max_requests_to_sort`
+    of them the order of arrival has to do.
 
-    A request with fewer than `min_cached` cached tokens is put off for this round if a request
-    before it has `min_shared` uncached tokens, in whole blocks, that it could use. `min_cached=0`
-    puts off nobody. All three are in tokens or requests. Raises `ValueError` for sizes that are too
-    small.
+    A request with fewer than `min_cached` cached tokens is put off for this round if one before it
+    computes at least `min_shared` tokens, in whole blocks, that it could use. `min_cached=0` puts
+    off nobody. Raises `ValueError` for sizes that are too small.
     """
 
     looks_at_cache = True
@@ -166,15 +167,15 @@ class CacheAwarePolicy(SchedulePolicy):
             block_ids = cached[request.request_id]
             start = len(block_ids) * self.block_size
             end = start + self.num_shared_blocks * self.block_size
-            if start >= self.min_cached or end > request.num_tokens:
-                now.append(request)
-                continue
             before = block_ids[-1] if block_ids else normalise_extra_keys(request.extra_keys)
             key = (before, *request.all_token_ids[start:end])
-            # Its last token is always computed: a block with that in it is no use from a cache.
-            is_put_off = key in to_be_computed and end < request.num_tokens
+            is_duplicate = (
+                key in to_be_computed
+                and start < self.min_cached
+                and end < request.num_tokens  # the block of its last token is no use: see chapter 3
+            )
             to_be_computed.add(key)
-            (later if is_put_off else now).append(request)
+            (later if is_duplicate else now).append(request)
         return now + later
 
 

@@ -25,7 +25,8 @@ asked once for the whole iteration, and at every `pop_request`.)
 
 Invariants: a request is in the queue once, in front or at a place; places are in order of arrival.
 
-SGLang and vLLM bound nothing: an unlucky request waits as long as luckier ones arrive.
+vLLM's two policies and those of SGLang's that are in this book bound nothing: an unlucky request
+waits as long as luckier ones arrive.
 """
 
 from __future__ import annotations

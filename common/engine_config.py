@@ -13,10 +13,6 @@ from tiered_cache import KVTierConfig
 
 # Does it preempt, and take a policy?
 SCHEDULERS = {"two_phase": True, "prefill_first": True, "fcfs": False}
-    "two_phase": True,
-    "prefill_first": True,
-    "fcfs": False,
-}  # does it preempt, and take a policy?
 SHIPPED_CHECKPOINT = Path(__file__).parent / "checkpoints" / "tiny"
 
 
