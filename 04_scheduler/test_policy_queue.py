@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ class Entry:
 
 
 class NaiveQueue:
-    """The rule itself: who is next, by looking at everybody. `keys` says how a policy compares."""
+    """The rule itself: who is next, by looking at everybody."""
 
     def __init__(self, policy: SchedulePolicy, max_overtakes: int | None) -> None:
         self.policy, self.max_overtakes = policy, max_overtakes
@@ -96,7 +97,8 @@ class NaiveQueue:
             case "random":
                 return self.policy.key(request)
             case "live":
-                return self.policy.ranks.get(request.request_id, 0) if num_waiting <= 6 else 0
+                is_asked = num_waiting <= self.policy.max_requests_to_sort
+                return self.policy.ranks.get(request.request_id, 0) if is_asked else 0
 
     def has_aged(self, entry: Entry, num_left: int) -> bool:
         return self.max_overtakes is not None and num_left - entry.num_left >= self.max_overtakes
@@ -253,6 +255,28 @@ TestQueueAgainstNaiveQueue = QueueAgainstNaiveQueue.TestCase
 TestQueueAgainstNaiveQueue.settings = settings(
     max_examples=120, stateful_step_count=30, deadline=None
 )
+
+
+@pytest.mark.parametrize("name", ["priority", "lof", "live"])
+def test_a_long_queue_equals_the_naive_one(name):
+    """Many ages and many ranks at once: who ages in the middle of an iteration, and whom the policy
+    names when he was given already."""
+    for seed in range(60):
+        rng = random.Random(seed)
+        policy, max_overtakes = LivePolicy() if name == "live" else name, rng.randrange(1, 15)
+        queue = create_queue(policy, max_overtakes=max_overtakes)
+        queue.policy.max_requests_to_sort = 100
+        model = NaiveQueue(queue.policy, max_overtakes)
+        for i in range(60):
+            rank = rng.randrange(10)
+            request = make(str(i), rank, 0.0, 1 + rank)
+            queue.add_request(request)
+            model.put(request, is_preempted=False)
+            if name == "live":
+                policy.ranks[str(i)] = rank
+            if rng.random() < 0.5:
+                model.remove(queue.pop_request())
+        assert ids(queue) == ids(model.in_order()), f"seed {seed}"
 
 
 # the three parts of the line
@@ -746,3 +770,25 @@ def test_a_policy_that_fails_leaves_the_queue_as_it_was():
         queue.add_request(make("x"))
     assert ids(queue) == ["1", "2"] and len(queue) == 2
     queue.check_invariants()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda queue: queue._front.update(a=queue.peek_request()),
+        lambda queue: queue._sorted.pop(),
+        lambda queue: queue._places.pop("a"),
+        lambda queue: queue._places.move_to_end("a"),
+        lambda queue: setattr(queue, "_num_left", -1),
+        lambda queue: setattr(queue.peek_request(), "request_id", "other"),
+    ],
+)
+def test_a_queue_that_contradicts_itself_is_found_out(damage):
+    queue = create_queue("fcfs")
+    fill(queue, "ax")
+    queue.remove_request(next(r for r in queue if r.request_id == "x"))
+    fill(queue, "bc")
+    queue.check_invariants()
+    damage(queue)
+    with pytest.raises(AssertionError):
+        queue.check_invariants()
