@@ -158,6 +158,8 @@ class KVCacheManager:
 
         start = request.num_computed_tokens + computed.num_tokens
         end = start + num_new_tokens + num_lookahead_tokens
+        if self._is_in_own_block(table, start, end):
+            return True  # most decode steps
         # Hold what was found before anything is taken, so that making room cannot evict it.
         self._touch(computed.blocks)
         held = table.blocks + computed.blocks if computed.blocks else table.blocks
@@ -234,6 +236,12 @@ class KVCacheManager:
         return True
 
     # -- inside
+
+    def _is_in_own_block(self, table: _BlockTable, start: int, end: int) -> bool:
+        """Are the positions `[start, end)` in one block, which the table has and nobody shares?"""
+        index = start // self.block_size
+        is_one_block = end <= (index + 1) * self.block_size and index < len(table.blocks)
+        return is_one_block and table.blocks[index].ref_cnt == 1
 
     def _touch(self, blocks: Sequence[Block]) -> None:
         """One holder more for blocks of one table, head first."""

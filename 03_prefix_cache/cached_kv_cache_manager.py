@@ -235,6 +235,8 @@ class CachedKVCacheManager(KVCacheManager):
     # -- chapter 2's hooks
 
     def _take_blocks(self, num_blocks: int, num_kept_free: int = 0) -> list[Block] | None:
+        if num_blocks + num_kept_free <= self.pool.num_free_blocks:
+            return super()._take_blocks(num_blocks)
         if num_blocks > self.pool.num_free_blocks + self.cache.num_evictable_blocks:
             self._loads.give_way()
         num_left = self.pool.num_free_blocks + self.cache.num_evictable_blocks - num_blocks

@@ -126,13 +126,14 @@ class Scheduler(SchedulerBase):
             if plan.preempted and request.request_id not in self.running:
                 continue  # it made room for one before it
             start = request.num_computed_tokens
-            num_tokens = request.remaining_tokens
+            num_tokens = len(request.all_token_ids) + len(request.draft_token_ids) - start
             if num_tokens > 1 or plan.budget == 0:  # more than a decode: as much as there is
                 num_tokens = self._num_tokens_now(request, num_tokens, plan.budget)
             # Inside a block there is nothing to ask: it was taken when its first slot was written.
             is_inside_a_block = 0 < start % block_size < block_size - num_tokens
             if num_tokens and (is_inside_a_block or self._make_room(request, num_tokens, plan)):
-                plan.add(request, num_tokens)
+                plan.num_tokens[request.request_id] = num_tokens
+                plan.budget -= num_tokens
 
     def _num_tokens_now(self, request: Request, num_behind: int, budget: int) -> int:
         if budget == 0:

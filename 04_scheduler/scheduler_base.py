@@ -273,7 +273,7 @@ class SchedulerBase:
             if request.status >= _FINISHED:
                 continue  # aborted between schedule and update
             start = request.num_computed_tokens - num_tokens
-            sampled = token_ids.get(request.request_id, ())
+            sampled = token_ids.get(request.request_id, [])
             if request.draft_token_ids:
                 self._take_back_rejected(request, len(sampled))
             num_new = 0
@@ -284,7 +284,7 @@ class SchedulerBase:
                     break  # what was sampled behind it is nobody's
             if request.num_computed_tokens // block_size > start // block_size:
                 self.kv_memory.cache_blocks(request)
-            result = EngineCoreOutput(request.request_id, list(sampled[:num_new]))
+            result = EngineCoreOutput(request.request_id, sampled[:num_new])
             if request.status >= _FINISHED:
                 self._finish(request, result)
             results.append(result)
