@@ -178,6 +178,8 @@ class Scheduler(SchedulerBase):
     # -- phase 2: those who wait
 
     def _admit(self, plan: StepPlan) -> None:
+        if len(self.running) >= self.max_num_seqs and not self._has_priorities:
+            return  # before the policy looks at the cache for nothing
         num_passed_over = 0
         for request in self._waiting_in_order():
             if plan.budget == 0 or num_passed_over == MAX_PASSED_OVER:

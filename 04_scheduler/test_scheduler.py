@@ -565,6 +565,20 @@ def test_the_runner_forgets_who_was_preempted_and_then_aborted():
     assert set(loop.runner.requests) == {"a"}
 
 
+def test_a_full_batch_does_not_ask_the_policy():
+    """An order that looks at the cache costs milliseconds, and there is no seat to give."""
+    loop = Loop(100, max_num_seqs=1, policy="lpm", cached=True)
+    loop.add("a", 4, 5)
+    loop.add("b", 4, 5)
+    loop.step()
+    asked = []
+    loop.scheduler.waiting.policy.find_cached_blocks = lambda r: asked.append(r) or []
+    loop.step()
+    assert not asked
+    loop.run()
+    assert asked
+
+
 def test_a_hundred_thousand_that_wait_cost_nothing():
     """What a step looks at does not grow with the queue."""
     loop = Loop(100, max_num_seqs=2)

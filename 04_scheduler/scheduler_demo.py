@@ -1,0 +1,176 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Stepping a scheduler by hand
+#
+# Everything here is imported from the chapter. The model is `fake_model.py`: one line of arithmetic
+# that reads its KV through the block tables, so a wrong table gives wrong tokens. No tensor is in
+# sight, and every cell takes milliseconds.
+
+# %%
+import matplotlib.pyplot as plt
+
+from block_pool import BlockPool
+from fake_model import FakeModelRunner, continuation
+from kv_cache_manager import KVCacheManager
+from prefill_first_scheduler import PrefillFirstScheduler
+from request import Request
+from scheduler import Scheduler
+
+BLOCK_SIZE = 4
+
+
+def make(num_blocks, kind=Scheduler, **options):
+    memory = KVCacheManager(BlockPool(num_blocks + 1), BLOCK_SIZE)
+    if kind is Scheduler:
+        options.setdefault("watermark", 0.0)
+    return kind(kv_memory=memory, **options), FakeModelRunner(BLOCK_SIZE)
+
+
+def show(scheduler, output):
+    plan = ", ".join(f"{name} {n}" for name, n in output.num_scheduled_tokens.items()) or "nobody"
+    gone = "".join(f"  preempted {r.request_id}" for r in output.preempted_requests)
+    print(f"computes: {plan}{gone}")
+    for name, request in scheduler.running.items():
+        blocks = list(scheduler.kv_memory.get_block_ids(name))
+        print(f"    {request}  blocks {blocks}")
+    for request in scheduler.waiting:
+        print(f"    waits: {request}")
+
+
+# %% [markdown]
+# ## Two requests, four blocks
+#
+# Both prompts have 7 tokens. Four blocks of 4 hold 16 positions, so both fit, and neither can grow.
+
+# %%
+scheduler, runner = make(num_blocks=4)
+for name in ("a", "b"):
+    scheduler.add_request(Request.from_tokens(name, list(range(7)), max_new_tokens=6))
+
+
+def step():
+    output = scheduler.schedule()
+    show(scheduler, output)
+    scheduler.update_from_output(output, runner.execute(output))
+
+
+step()
+
+# %% [markdown]
+# `b` was admitted beside `a`: chapter 1 would have reserved 3 blocks for each, and let `b` wait.
+# Two more steps. The first writes position 7, and every block is full. The second wants position 8.
+
+# %%
+step()
+
+# %%
+step()
+
+# %% [markdown]
+# `b` was admitted last, so `b` made room. Look at its counters: `computed=0`, and its outputs are
+# still there. It comes back when `a` has ended, and computes prompt and outputs in one go.
+
+# %%
+while scheduler.has_requests():
+    step()
+print(scheduler.get_stats())
+
+# %% [markdown]
+# ## What it looks like
+#
+# A column is a step, a row one of the blocks, a colour a request. A cross marks a preemption.
+
+
+# %%
+def draw(scheduler, runner, names, title, max_steps=60):
+    colors = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))
+    num_blocks = scheduler.kv_memory.pool.num_usable_blocks
+    figure, axis = plt.subplots(figsize=(9, 2.6), layout="constrained")
+    said = {name: [] for name in names}
+    step = 0
+    while scheduler.has_requests() and step < max_steps:
+        output = scheduler.schedule()
+        for name in scheduler.running:
+            for block_id in scheduler.kv_memory.get_block_ids(name):
+                axis.add_patch(plt.Rectangle((step, block_id - 1), 1, 1, color=colors[name]))
+        for request in output.preempted_requests:
+            axis.plot(step + 0.5, num_blocks + 0.5, "x", color=colors[request.request_id])
+        for result in scheduler.update_from_output(output, runner.execute(output)):
+            said[result.request_id] += result.new_token_ids
+        step += 1
+    axis.set(xlim=(0, step), ylim=(0, num_blocks + 1), xlabel="step", ylabel="block", title=title)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colors[name]) for name in names]
+    figure.legend(handles, names, loc="outside right upper", frameon=False)
+    plt.show()
+    return said
+
+
+def four_requests(scheduler):
+    for name in "abcd":
+        prompt = [ord(name), *range(5)]
+        scheduler.add_request(Request.from_tokens(name, prompt, max_new_tokens=14))
+    return list("abcd")
+
+
+scheduler, runner = make(12)
+said = draw(scheduler, runner, four_requests(scheduler), "filling: as many as fit, then preemption")
+print(scheduler.get_stats())
+
+# %%
+scheduler, runner = make(12, reserve_all=True)
+also_said = draw(scheduler, runner, four_requests(scheduler), "reserving: two at a time")
+assert said == also_said, "a scheduler changes when, and never what"
+assert said["d"] == continuation([ord("d"), *range(5)], 14)
+
+# %% [markdown]
+# ## The other school
+#
+# One newcomer in every step. The two-phase scheduler gives a token to everybody who runs. The
+# prefill-first rule, without a bound, computes prompts as long as there are any.
+
+
+# %%
+def tokens_of_the_first(kind, **options):
+    scheduler, runner = make(400, kind, max_num_seqs=100, max_num_batched_tokens=16, **options)
+    first = Request.from_tokens("first", list(range(8)), max_new_tokens=40)
+    scheduler.add_request(first)
+    counts = []
+    for i in range(24):
+        scheduler.add_request(Request.from_tokens(f"newcomer {i}", [i] * 8, max_new_tokens=40))
+        output = scheduler.schedule()
+        scheduler.update_from_output(output, runner.execute(output))
+        counts.append(first.num_output_tokens)
+    return counts
+
+
+figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
+axis.plot(tokens_of_the_first(Scheduler), label="two phases")
+bounded = tokens_of_the_first(PrefillFirstScheduler, max_consecutive_prefills=3)
+axis.plot(bounded, label="prefill first, at most 3 in a row")
+unbounded = tokens_of_the_first(PrefillFirstScheduler, max_consecutive_prefills=None)
+axis.plot(unbounded, label="prefill first, no bound")
+axis.set(xlabel="step", ylabel="outputs of the first request", title="One newcomer in every step")
+axis.legend(frameon=False)
+plt.show()
+
+# %% [markdown]
+# ## Policies
+#
+# Three waiting requests, one seat. Who is first?
+
+# %%
+for policy in ("fcfs", "priority", "lof", "random"):
+    scheduler, runner = make(100, max_num_seqs=1, policy=policy)
+    for name, max_tokens, priority in (("early", 2, 2), ("long", 9, 1), ("urgent", 2, 0)):
+        request = Request.from_tokens(name, [1, 2, 3], max_tokens, priority=priority)
+        scheduler.add_request(request)
+    print(f"{policy:10}", [request.request_id for request in scheduler.waiting])
