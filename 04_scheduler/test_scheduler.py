@@ -573,10 +573,12 @@ def test_a_full_batch_does_not_ask_the_policy():
     loop.step()
     asked = []
     loop.scheduler.waiting.policy.find_cached_blocks = lambda r: asked.append(r) or []
-    loop.step()
+    output = loop.scheduler.schedule()
     assert not asked
-    loop.run()
-    assert asked
+    loop.scheduler.update_from_output(output, loop.runner.execute(output))
+    loop.scheduler.abort_request("a")
+    loop.scheduler.schedule()
+    assert [request.request_id for request in asked] == ["b"]
 
 
 def test_a_hundred_thousand_that_wait_cost_nothing():
