@@ -51,6 +51,8 @@ SYSTEM_NAMES = (
     "static",
     "padded",
     "paged",
+    "prefix-cache",
+    "two-phase",
     "transformers-generate",
     "transformers-continuous",
 )

@@ -8,7 +8,9 @@ counted, nothing else: tokens computed past a request's own `max_tokens` are not
     one-at-a-time             our paged engine, one request in flight
     static                    chapter 1's baseline: batches that run until their longest ends
     padded                    chapter 1: continuous batching over stacked and padded caches
-    paged                     the engine of this book
+    paged                     chapters 1 and 2: the paged engine
+    prefix-cache              and chapter 3: prefixes are kept, and shared within a round
+    two-phase                 and chapter 4: the whole engine
     transformers-generate     one left-padded batch of everything
     transformers-continuous   transformers' own continuous batching over its paged cache
 
@@ -22,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
@@ -154,7 +157,15 @@ def _hf_config(config: ModelConfig) -> Qwen3Config:
 
 
 @contextmanager
-def paged(models: BenchModels, limits: Limits) -> Iterator[Serve]:
+def paged(
+    models: BenchModels,
+    limits: Limits,
+    *,
+    scheduler: str = "fcfs",
+    prefix_cache: str | None = None,
+) -> Iterator[Serve]:
+    """The engine on a pool that holds `max_num_seqs` of the longest requests. Each round begins
+    with an empty cache: rounds bring the same prompts."""
     steps: list[StepRecord] = []
     blocks_per_request = -(-limits.longest // limits.block_size)
     config = EngineConfig(
@@ -163,12 +174,13 @@ def paged(models: BenchModels, limits: Limits) -> Iterator[Serve]:
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_model_len=limits.longest,
-        scheduler="fcfs",
-        prefix_cache=None,  # rounds bring the same prompts: nothing may be left of the last one
+        scheduler=scheduler,
+        prefix_cache=prefix_cache,
     )
     engine = LLMEngine(config, loaded=models.loaded, on_step=steps.append)
 
     def serve(requests: Sequence[BenchRequest]) -> Served:
+        engine.reset_prefix_cache()
         start = time.monotonic()
         steps.clear()
         engine.reset_stats()
@@ -325,6 +337,8 @@ SYSTEMS: dict[str, System] = {
     "static": static,
     "padded": padded,
     "paged": paged,
+    "prefix-cache": partial(paged, prefix_cache="hash"),
+    "two-phase": partial(paged, prefix_cache="hash", scheduler="two_phase"),
     "transformers-generate": transformers_generate,
     "transformers-continuous": transformers_continuous,
 }
@@ -332,7 +346,9 @@ TITLES = {
     "one-at-a-time": "one at a time (paged engine, one request in flight)",
     "static": "static batches (chapter 1's baseline)",
     "padded": "chapter 1: continuous batching, padded caches",
-    "paged": "**chapters 1 + 2: the paged engine**",
+    "paged": "chapters 1 + 2: the paged engine",
+    "prefix-cache": "chapters 1 to 3: and a prefix cache",
+    "two-phase": "**chapters 1 to 4: and preemption instead of reservation**",
     "transformers-generate": "`transformers` generate, one static batch",
     "transformers-continuous": "`transformers` continuous batching",
 }
