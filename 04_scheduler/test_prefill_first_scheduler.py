@@ -1,0 +1,904 @@
+"""What the prefill-first scheduler decides, case by case, and whole runs at random.
+
+Tokens come from fake_model.py, whose KV is real: a wrong slot, table or history changes them."""
+
+from __future__ import annotations
+
+import inspect
+import random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from admission_constraints import MaxLoRAs
+from block_pool import BlockPool
+from cached_kv_cache_manager import CachedKVCacheManager
+from fake_model import FakeModelRunner, continuation
+from kv_cache_manager import KVCacheManager
+from policies import POLICIES
+from prefill_first_scheduler import ForwardMode, PrefillFirstScheduler
+from prefix_cache_local import PrefixCacheLocal
+from radix_cache import RadixCache
+from request import Request, RequestStatus, SamplingParams
+from scheduler import Scheduler
+from scheduler_interface import SchedulerInterface, SchedulerOutput
+
+EXTEND, DECODE, MIXED = ForwardMode
+CACHES = (None, "hash", "radix")
+
+
+def make_memory(cache: str | None, num_pages: int, page_size: int) -> KVCacheManager:
+    pool = BlockPool(num_pages + 1)
+    if cache is None:
+        return KVCacheManager(pool, page_size)
+    if cache == "hash":
+        return CachedKVCacheManager(
+            pool, page_size, PrefixCacheLocal(pool=pool, block_size=page_size)
+        )
+    return CachedKVCacheManager(pool, page_size, RadixCache(pool=pool, page_size=page_size))
+
+
+class Loop:
+    """A scheduler and a fake model; everything is checked after every step."""
+
+    def __init__(self, num_pages: int, *, page_size: int = 4, cache: str | None = None, **options):
+        self.memory = make_memory(cache, num_pages, page_size)
+        self.scheduler = PrefillFirstScheduler(kv_memory=self.memory, **options)
+        self.runner = FakeModelRunner(page_size)
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.reasons: dict[str, str] = {}
+        self.num_steps = 0
+
+    def add(self, name: str, num_prompt: int, max_new_tokens: int = 8, **more) -> Request:
+        prompt = [ord(c) for c in name] + list(range(num_prompt - len(name)))
+        request = Request.from_tokens(name, prompt, max_new_tokens)
+        for field, value in more.items():
+            setattr(request, field, value)
+        return self.take(request)
+
+    def take(self, request: Request) -> Request:
+        request.arrival_time = float(len(self.requests))
+        self.scheduler.add_request(request)
+        self.requests[request.request_id] = request
+        self.outputs[request.request_id] = []
+        return request
+
+    def schedule(self) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        assert output.total_tokens <= self.scheduler.max_num_batched_tokens
+        victims = {request.request_id for request in output.preempted_requests}
+        assert victims.isdisjoint(output.num_scheduled_tokens)
+        return output
+
+    def update(self, output: SchedulerOutput) -> None:
+        for result in self.scheduler.update_from_output(output, self.runner.execute(output)):
+            self.outputs[result.request_id] += result.new_token_ids
+            if result.finish_reason:
+                self.reasons[result.request_id] = result.finish_reason
+        self.scheduler.check_invariants()
+        self.memory.check_invariants(self.scheduler.running.values())
+
+    def step(self) -> SchedulerOutput:
+        output = self.schedule()
+        self.update(output)
+        self.num_steps += 1
+        return output
+
+    def run(self) -> None:
+        """To the end, within the bound: a request is computed at most `max_preemptions + 1` times,
+        a step computes a token of somebody, or it is one of two in which somebody was preempted."""
+        num_tokens = sum(request.max_num_tokens for request in self.requests.values())
+        most = 2 * (self.scheduler.limits.max_preemptions + 1) * num_tokens
+        while self.scheduler.has_requests():
+            assert self.num_steps <= most, list(self.scheduler.requests.values())
+            self.step()
+
+    def run_until(self, is_reached) -> SchedulerOutput:
+        """The plan of the first step for which `is_reached(plan)`."""
+        for _ in range(200):
+            output = self.step()
+            if is_reached(output):
+                return output
+        pytest.fail("that did not happen within 200 steps")
+
+    @property
+    def mode(self) -> ForwardMode:
+        return self.scheduler.last_batch.forward_mode
+
+    def must_be_right(self) -> None:
+        """Tokens of an uninterrupted run, and every computed token accounted for."""
+        for name, request in self.requests.items():
+            expected = continuation(request.prompt_token_ids, request.max_tokens)
+            if request.status is RequestStatus.FINISHED_ABORTED:
+                expected = expected[: len(self.outputs[name])]
+            assert self.outputs[name] == expected, name
+        stats = self.scheduler.get_stats()
+        if not stats.total_aborted:
+            num_tokens = sum(r.num_tokens - 1 for r in self.requests.values())
+            num_saved = stats.total_cached_tokens - stats.total_recomputed_tokens
+            assert stats.total_scheduled_tokens == num_tokens - num_saved
+        assert self.memory.num_blocks_in_use == 0
+
+
+def planned(output: SchedulerOutput) -> dict[str, int]:
+    return dict(output.num_scheduled_tokens)
+
+
+def preempted(output: SchedulerOutput) -> list[str]:
+    return [request.request_id for request in output.preempted_requests]
+
+
+# -- the interface
+
+
+def test_it_serves_the_interface_with_the_parameters_of_the_other_scheduler():
+    wanted = [name for name in vars(SchedulerInterface) if not name.startswith("_")]
+    assert len(wanted) >= 11
+    for name in wanted:
+        ours = inspect.signature(getattr(PrefillFirstScheduler, name))
+        theirs = inspect.signature(getattr(SchedulerInterface, name))
+        assert list(ours.parameters) == list(theirs.parameters), name
+    ours, theirs = (inspect.signature(s).parameters for s in (PrefillFirstScheduler, Scheduler))
+    assert list(ours)[:4] == list(theirs)[:4]
+    assert theirs.keys() - ours.keys() == {"chunk_policy", "watermark", "reserve_all"}
+    for name in theirs.keys() & ours.keys():
+        assert ours[name].default == theirs[name].default, name
+
+
+def test_it_has_a_pool_of_its_own_if_it_is_given_none():
+    scheduler = PrefillFirstScheduler(4, 64, 100, "fcfs")
+    scheduler.add_request(Request.from_tokens("a", list(range(20)), max_new_tokens=2))
+    output = scheduler.schedule()
+    assert planned(output) == {"a": 20}
+    scheduler.update_from_output(output, {"a": [7]})
+    output = scheduler.schedule()
+    scheduler.update_from_output(output, {"a": [7]})
+    stats = scheduler.get_stats()
+    assert (stats.total_finished, stats["total_scheduled"], stats.kv_cache_usage) == (1, 2, 0.0)
+    assert scheduler.reset_prefix_cache() and not scheduler.has_unfinished_requests()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"preempt_every": 0},
+        {"chunked_prefill_size": 0},
+        {"chunked_prefill_size": 2.5},
+        {"max_consecutive_prefills": 0},
+        {"new_token_ratio_decay_steps": 0},
+        {"init_new_token_ratio": 1.5},
+        {"min_new_token_ratio": 0.8},
+        {"max_num_seqs": 0},
+        {"max_preemptions": 0},
+        {"policy": "fastest"},
+    ],
+)
+def test_options_that_make_no_sense_are_named(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=name):
+        PrefillFirstScheduler(**options)
+
+
+def test_who_can_never_run_is_refused():
+    """Trap 16, and with chunks a prompt may be longer than a step."""
+    loop = Loop(10, max_num_batched_tokens=16)
+    with pytest.raises(ValueError, match="max_num_batched_tokens=16"):
+        loop.add("a", 17)
+    with pytest.raises(ValueError, match="40 positions"):
+        Loop(10).add("a", 41)
+    loop = Loop(10, max_num_batched_tokens=16, chunked_prefill_size=8)
+    loop.add("a", 38, 3)
+    assert loop.scheduler.requests.keys() == {"a"}
+    loop.run()
+    loop.must_be_right()
+
+
+def test_who_outgrows_the_whole_pool_ends_with_a_reason():
+    """Trap 16: alone it can have every page, and `max_tokens` was lowered to what those hold."""
+    loop = Loop(4)
+    request = loop.add("a", 13, 50)
+    loop.run()
+    assert len(loop.outputs["a"]) == 4 and loop.reasons == {"a": "length"}
+    assert request.length_limit == "the KV memory holds 16 positions"
+    assert request.num_preemptions == 0
+
+
+# -- prefill or decode
+
+
+def test_prompts_first_and_who_is_done_joins_those_who_decode():
+    loop = Loop(100, max_num_batched_tokens=12)
+    for name in "abc":
+        loop.add(name, 6, 3)
+    assert planned(loop.step()) == {"a": 6, "b": 6} and loop.mode is EXTEND
+    assert loop.scheduler.running_batch.reqs == []
+    assert planned(loop.step()) == {"c": 6} and loop.mode is EXTEND
+    assert planned(loop.step()) == {"a": 1, "b": 1, "c": 1} and loop.mode is DECODE
+    loop.add("d", 6, 3)
+    assert planned(loop.step()) == {"d": 6} and loop.mode is EXTEND, "the others wait"
+    assert planned(loop.step()) == {"a": 1, "b": 1, "c": 1, "d": 1}
+    assert loop.reasons.keys() == set("abc")
+    assert planned(loop.step()) == {"d": 1}
+    loop.must_be_right()
+
+
+def test_the_rule_of_nano_vllm():
+    """FCFS, no mixing, no bound: a prefill whenever something that waits fits, else a decode."""
+    rng = random.Random(4)
+    loop = Loop(500, max_num_seqs=5, max_num_batched_tokens=16, max_consecutive_prefills=None)
+    running: dict[str, int] = {}  # tokens to come
+    waiting: list[tuple[str, int, int]] = []
+    for number in range(300):
+        if number < 150 and rng.random() < 0.4:
+            request = (f"r{number}", rng.randint(4, 16), rng.randint(1, 6))
+            waiting.append(request)
+            loop.add(*request)
+        expected, budget = {}, 16
+        while waiting and len(running) < 5 and waiting[0][1] <= budget:
+            name, num_prompt, num_outputs = waiting.pop(0)
+            expected[name], budget = num_prompt, budget - num_prompt
+            running[name] = num_outputs
+        expected = expected or dict.fromkeys(running, 1)
+        assert planned(loop.step()) == expected
+        running = {r: n - (r in expected) for r, n in running.items() if n > (r in expected)}
+    assert not loop.scheduler.has_requests() and len(loop.reasons) > 50
+    loop.must_be_right()
+
+
+def longest_wait(loop: Loop, num_steps: int, arrive) -> int:
+    """Steps between two tokens of "a", which decodes while others arrive."""
+    loop.add("a", 4, 60)
+    waits, wait = [], 0
+    for number in range(num_steps):
+        arrive(number)
+        output = loop.step()
+        wait += 1
+        if "a" in output.num_scheduled_tokens:
+            waits.append(wait)
+            wait = 0
+    return max(*waits, wait)
+
+
+@pytest.mark.parametrize("bound", [1, 3, 8])
+def test_who_decodes_gets_a_token_however_many_arrive(bound):
+    """Trap 18: one prompt arrives in every step. Without a bound a request that runs gets one token
+    in twenty-one steps, and it could be a thousand."""
+    loop = Loop(1000, max_consecutive_prefills=bound)
+    wait = longest_wait(loop, 50, lambda number: loop.add(f"n{number}", 8, 30))
+    assert wait == bound + 1
+    unbounded = Loop(1000, max_consecutive_prefills=None)
+    longest_wait(unbounded, 21, lambda number: unbounded.add(f"n{number}", 8, 30))
+    assert len(unbounded.outputs["a"]) == 1
+
+
+def test_prefills_that_let_nobody_wait_do_not_count():
+    loop = Loop(1000, max_num_batched_tokens=8, chunked_prefill_size=8, max_consecutive_prefills=2)
+    loop.add("long", 48)
+    for _ in range(6):
+        assert planned(loop.step()) == {"long": 8}
+    assert planned(loop.step()) == {"long": 1}
+    loop.add("next", 48)
+    sizes = [planned(loop.step()) for _ in range(6)]
+    assert sizes == [{"next": 8}, {"next": 8}, {"long": 1}] * 2
+
+
+def test_mixing_lets_nobody_wait():
+    loop = Loop(1000, max_num_batched_tokens=64, chunked_prefill_size=16, mixing=True)
+    wait = longest_wait(loop, 20, lambda number: loop.add(f"n{number}", 8, 30))
+    assert wait == 1 and loop.mode is MIXED
+    loop.run()
+    loop.must_be_right()
+
+
+def test_decodes_take_their_share_of_a_mixed_chunk():
+    loop = Loop(100, max_num_batched_tokens=64, chunked_prefill_size=16, mixing=True)
+    loop.add("a", 5)
+    loop.add("b", 5)
+    assert planned(loop.step()) == {"a": 5, "b": 5} and loop.mode is EXTEND
+    loop.add("c", 30)
+    assert planned(loop.step()) == {"a": 1, "b": 1, "c": 12}, "16 - 2, down to whole pages"
+    assert loop.scheduler.chunked_req is loop.requests["c"] and loop.mode is MIXED
+    assert planned(loop.step()) == {"a": 1, "b": 1, "c": 12}
+    assert planned(loop.step()) == {"a": 1, "b": 1, "c": 6}
+    assert planned(loop.step()) == {"a": 1, "b": 1, "c": 1} and loop.mode is DECODE
+
+
+def test_a_whole_prompt_waits_until_it_fits_beside_the_decodes():
+    loop = Loop(100, max_num_batched_tokens=16, mixing=True)
+    loop.add("a", 4, 3)
+    loop.step()
+    loop.add("b", 16, 3)
+    assert planned(loop.step()) == {"a": 1}
+    loop.run()
+    loop.must_be_right()
+
+
+# -- seats
+
+
+def test_seats_are_counted_with_those_just_admitted():
+    """Trap 17, and trap 23: who waits takes no seat."""
+    loop = Loop(100, max_num_seqs=2)
+    for name in "abcde":
+        loop.add(name, 3, 2)
+    assert list(planned(loop.step())) == ["a", "b"]
+    assert planned(loop.step()) == {"a": 1, "b": 1}
+    assert list(planned(loop.step())) == ["c", "d"]
+    loop.run()
+    assert loop.reasons.keys() == set("abcde")
+
+
+def test_no_more_run_than_a_step_has_tokens():
+    loop = Loop(100, max_num_seqs=50, max_num_batched_tokens=4)
+    for number in range(9):
+        loop.add(str(number), 1, 5)
+    for _ in range(4):
+        loop.step()
+    assert len(loop.scheduler.running) == 4
+    assert len(planned(loop.step())) == 4
+    loop.run()
+    loop.must_be_right()
+
+
+def test_a_prompt_between_two_chunks_has_a_seat():
+    loop = Loop(100, max_num_seqs=2, chunked_prefill_size=8)
+    loop.add("a", 3)
+    loop.step()
+    loop.add("b", 20)
+    loop.add("c", 3)
+    assert planned(loop.step()) == {"b": 8}
+    assert planned(loop.step()) == {"b": 8}
+    assert planned(loop.step()) == {"b": 4}
+    assert planned(loop.step()) == {"a": 1, "b": 1}
+
+
+# -- chunks
+
+
+def test_the_chunked_slot_passes_from_one_prompt_to_the_next():
+    """Trap 25: 2064 tokens in chunks of 2048, twice, and one that is exactly a chunk."""
+    loop = Loop(400, page_size=16, max_num_batched_tokens=4096, chunked_prefill_size=2048)
+    first, second = loop.add("a", 2064, 3), loop.add("b", 2064, 3)
+    loop.add("c", 2048, 3)
+    assert planned(loop.step()) == {"a": 2048}
+    assert loop.scheduler.chunked_req is first
+    assert planned(loop.step()) == {"a": 16, "b": 2032}
+    assert loop.scheduler.chunked_req is second
+    assert planned(loop.step()) == {"b": 32, "c": 2016}
+    assert planned(loop.step()) == {"c": 32}
+    assert loop.scheduler.chunked_req is None
+    assert planned(loop.step()) == {"a": 1, "b": 1, "c": 1}
+
+
+def test_a_prompt_of_one_chunk_is_not_cut():
+    """Trap 25."""
+    loop = Loop(400, page_size=16, chunked_prefill_size=2048)
+    loop.add("a", 2048, 3)
+    assert planned(loop.step()) == {"a": 2048}
+    assert loop.scheduler.chunked_req is None and len(loop.outputs["a"]) == 1
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("moment", ["between chunks", "between schedule and update"])
+def test_a_prompt_that_is_aborted_leaves_the_slot(cache, moment):
+    """Trap 15: what was cached of it stays whole."""
+    loop = Loop(30, cache=cache, chunked_prefill_size=8)
+    loop.add("a", 30)
+    loop.step()
+    output = loop.schedule()
+    if moment == "between chunks":
+        loop.update(output)
+        loop.scheduler.abort_request("a")
+    else:
+        loop.scheduler.abort_request("a")
+        loop.update(output)
+    loop.add("b", 20)
+    assert planned(loop.step()) == {"b": 8}
+    loop.run()
+    loop.must_be_right()
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_prompt_preempted_between_chunks_begins_again_with_all_its_tokens(cache):
+    """Trap 24."""
+    loop = Loop(30, cache=cache, chunked_prefill_size=8)
+    request = loop.add("a", 10, 12)
+    for _ in range(7):
+        loop.step()
+    assert request.num_output_tokens == 6
+    loop.scheduler.preempt_every = 1
+    assert preempted(loop.step()) == ["a"]
+    assert loop.scheduler.reset_prefix_cache()
+    loop.scheduler.preempt_every = None
+    loop.step()
+    assert loop.scheduler.chunked_req is request and request.num_output_tokens == 6
+    loop.scheduler.preempt_every = 1
+    assert preempted(loop.step()) == ["a"] and loop.scheduler.chunked_req is None
+    loop.scheduler.preempt_every = None
+    loop.run()
+    loop.must_be_right()
+    assert request.num_preemptions == 2
+
+
+def test_who_comes_back_longer_than_any_step_is_cut_though_prompts_are_not():
+    loop = Loop(30, max_num_batched_tokens=16)
+    request = loop.add("a", 15, 20)
+    for _ in range(10):
+        loop.step()
+    loop.scheduler.preempt_every = 1
+    loop.step()
+    loop.scheduler.preempt_every = None
+    assert request.num_tokens == 25
+    assert [planned(loop.step())["a"] for _ in range(3)] == [16, 9, 1]
+    loop.run()
+    loop.must_be_right()
+
+
+def test_a_chunk_without_memory_waits_and_nobody_takes_what_it_waits_for():
+    loop = Loop(8, chunked_prefill_size=8, new_token_ratio_decay_steps=1, init_new_token_ratio=0.0,
+                min_new_token_ratio=0.0, max_consecutive_prefills=1)  # fmt: skip
+    loop.add("a", 8, 9)
+    loop.step()
+    loop.add("b", 16, 2)
+    loop.add("c", 1, 1)
+    assert planned(loop.step()) == {"b": 8}
+    blocker = Request.from_tokens("blocker", [1])
+    assert planned(loop.step()) == {"a": 1}
+    assert loop.memory.allocate_slots(blocker, 4 * loop.memory.pool.num_free_blocks)
+    assert planned(loop.step()) == {"a": 1}, "a prefill has its turn, and b finds no page"
+    assert loop.scheduler.chunked_req is loop.requests["b"]
+    loop.memory.free(blocker)
+    assert planned(loop.step()) == {"b": 8}
+    loop.run()
+
+
+# -- memory runs out
+
+
+def greedy(num_pages: int, **options) -> Loop:
+    """It admits as if nobody who runs would generate anything."""
+    return Loop(num_pages, init_new_token_ratio=0.0, min_new_token_ratio=0.0, **options)
+
+
+def test_fewest_outputs_are_retracted_and_come_back_as_prefills():
+    """Trap 19: it has outputs, and is a prefill all the same."""
+    loop = greedy(8)
+    loop.add("a", 8, 12)
+    loop.step()
+    loop.step()
+    victim = loop.add("b", 8, 12)
+    loop.step()
+    assert len(loop.scheduler.running) == 2
+    output = loop.run_until(preempted)
+    assert preempted(output) == ["b"] and planned(output) == {"a": 1}
+    assert victim.status is RequestStatus.PREEMPTED and victim.num_output_tokens > 1
+    assert loop.scheduler.get_stats().num_preempted == 1
+    num_tokens = victim.num_tokens
+    loop.run_until(lambda output: "b" in output.num_scheduled_tokens)
+    assert loop.mode is EXTEND and loop.scheduler.last_batch.reqs == [victim]
+    assert victim.num_computed_tokens == num_tokens
+    loop.run()
+    loop.must_be_right()
+    assert loop.requests["a"].num_preemptions == 0
+
+
+def test_the_longest_input_goes_first_among_equals_and_the_share_is_raised():
+    loop = greedy(9, max_num_batched_tokens=11)
+    for name, num_prompt, num_outputs in (("a", 7, 13), ("b", 11, 9), ("c", 8, 8)):
+        loop.add(name, num_prompt, num_outputs)
+    for _ in range(4):
+        loop.step()
+    assert {len(outputs) for outputs in loop.outputs.values()} == {2}
+    assert loop.scheduler.new_token_ratio == 0.0
+    assert preempted(loop.step()) == ["b"], "a and b open a page, and there is one"
+    assert loop.scheduler.new_token_ratio == 1.0, "2 + 2 outputs and 20 steps for each, of 21"
+    loop.run()
+    loop.must_be_right()
+
+
+def test_the_share_falls_while_all_goes_well_and_starts_again_when_nobody_runs():
+    loop = Loop(100, init_new_token_ratio=0.5, min_new_token_ratio=0.1,
+                new_token_ratio_decay_steps=4)  # fmt: skip
+    loop.add("a", 4, 7)
+    loop.step()
+    shares = []
+    for _ in range(6):
+        loop.step()
+        shares.append(loop.scheduler.new_token_ratio)
+    assert shares == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.1, 0.1])
+    loop.step()
+    assert loop.scheduler.new_token_ratio == 0.5
+
+
+def test_a_larger_share_admits_fewer():
+    admitted = []
+    for share in (0.0, 0.5, 1.0):
+        loop = Loop(20, init_new_token_ratio=share, min_new_token_ratio=0.0)
+        loop.add("a", 4, 41)
+        loop.step()
+        for number in range(30):
+            loop.add(f"{number:02}", 3, 1)
+        admitted.append(len(planned(loop.step())))
+    assert admitted == [18, 14, 9], "a holds a page, and 1, 5 or 10 are set aside for it"
+
+
+def test_nobody_is_admitted_into_the_pages_of_the_next_decode():
+    """Four requests need a page each for their next token. An average would have set aside less,
+    and the newcomer would cost somebody its KV."""
+    loop = Loop(9, init_new_token_ratio=0.1, min_new_token_ratio=0.1)
+    for name in "abcd":
+        loop.add(name, 4, 4)
+    loop.step()
+    loop.add("e", 5, 3)
+    assert planned(loop.step()) == dict.fromkeys("abcd", 1)
+    loop.run()
+    assert loop.scheduler.get_stats().total_preempted == 0
+
+
+@pytest.mark.parametrize("mixing", [False, True])
+def test_nobody_is_admitted_in_a_step_that_retracted(mixing):
+    loop = greedy(11, mixing=mixing, max_consecutive_prefills=1)
+    for name in "ab":
+        loop.add(name, 8, 24)
+        loop.step()
+    for number in range(100):
+        loop.add(f"n{number}", 1, 1)
+        output = loop.step()
+        if preempted(output):
+            assert planned(output) == {"a": 1}
+            return
+    pytest.fail("nobody was retracted")
+
+
+def test_a_lone_request_is_never_retracted_for_want_of_memory():
+    """What is loaded for somebody who waits can be in its way. It sits out a step."""
+    loop = Loop(4)
+    request = loop.add("a", 4, 13)
+    loop.step()
+    load = Request.from_tokens("load", [1])
+    assert loop.memory.allocate_slots(load, 12)
+    assert planned(loop.step()) == {} and request.num_preemptions == 0
+    assert planned(loop.step()) == {}
+    loop.memory.free(load)
+    assert planned(loop.step()) == {"a": 1}
+    loop.run()
+    loop.must_be_right()
+
+
+def test_nobody_is_retracted_more_than_so_often():
+    """Each ends with half of the pool, and four are admitted."""
+    for max_preemptions in (1, 2, 3):
+        loop = greedy(6, max_preemptions=max_preemptions)
+        for name in "abcdefgh":
+            loop.add(name, 3, 9)
+            loop.step()
+        loop.run()
+        loop.must_be_right()
+        assert max(r.num_preemptions for r in loop.requests.values()) <= max_preemptions
+        assert loop.scheduler.get_stats().total_preempted > 0
+
+
+def test_a_pinned_request_has_all_its_memory_and_keeps_it():
+    loop = Loop(8, max_preemptions=1, chunked_prefill_size=8)
+    request = loop.add("a", 12, 13)
+    loop.step()
+    loop.scheduler.preempt_every = 1
+    assert preempted(loop.step()) == ["a"]
+    assert planned(loop.step()) == {"a": 8}
+    assert len(loop.memory.get_block_ids("a")) == 6, "24 positions, though only 8 are computed"
+    assert preempted(loop.step()) == [] and request.num_preemptions == 1
+    loop.run()
+    loop.must_be_right()
+
+
+# -- who waits
+
+
+def test_the_policy_orders_who_waits_and_priorities_take_nobodys_seat():
+    loop = Loop(100, max_num_seqs=1, policy="priority")
+    loop.add("a", 3, 4, priority=9)
+    loop.step()
+    loop.add("b", 3, 2, priority=5)
+    loop.add("c", 3, 2, priority=1)
+    for _ in range(3):
+        assert planned(loop.step()) == {"a": 1}
+    assert planned(loop.step()) == {"c": 3}
+    loop.run()
+
+
+def test_nobody_overtakes_who_does_not_fit():
+    loop = Loop(100, max_num_batched_tokens=10)
+    for name, size in (("a", 6), ("b", 10), ("c", 1)):
+        loop.add(name, size)
+    assert [planned(loop.step()) for _ in range(3)] == [{"a": 6}, {"b": 10}, {"c": 1}]
+
+
+def test_a_constraint_holds_back_until_one_has_waited_too_long():
+    loop = Loop(100, constraints=[MaxLoRAs(1)], max_overtakes=2)
+    loras = [(("lora", name),) for name in "xy"]
+    loop.add("a", 3, 9, extra_keys=loras[0])
+    held_back = loop.add("b", 3, 9, extra_keys=loras[1])
+    loop.add("c", 3, 9)
+    assert list(planned(loop.step())) == ["a", "c"]
+    loop.add("d", 3, 9)
+    assert "d" not in planned(loop.step()) and held_back.status is RequestStatus.WAITING
+    loop.run()
+    assert loop.reasons.keys() == set("abcd")
+
+
+def test_requests_with_one_prefix_are_computed_one_step_apart():
+    loop = Loop(100, cache="hash")
+    prompt = list(range(20))
+    for name in "ab":
+        loop.take(Request.from_tokens(name, [*prompt, ord(name)], 4))
+    assert planned(loop.step()) == {"a": 21}
+    assert planned(loop.step()) == {"b": 1}
+    loop.run()
+    loop.must_be_right()
+
+
+def samples(n: int, num_prompt: int, max_tokens: int) -> list[Request]:
+    """The later ones want more, so that the policy "lof" has the parent last."""
+    parents = [None] + ["s0"] * (n - 1)
+    return [
+        Request(
+            f"s{i}",
+            list(range(num_prompt)),
+            SamplingParams(temperature=0, max_tokens=max_tokens + i, ignore_eos=True),
+            parent_id=parents[i],
+        )
+        for i in range(n)
+    ]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lof"])
+@pytest.mark.parametrize("cache", CACHES)
+def test_samples_share_their_prompt(cache, policy):
+    loop = Loop(50, cache=cache, policy=policy)
+    for request in samples(3, 10, 6):
+        loop.take(request)
+    assert planned(loop.step()) == {"s0": 10}
+    output = loop.step()
+    assert planned(output) == {"s1": 1, "s2": 1} and loop.mode is EXTEND
+    assert loop.memory.num_blocks_in_use == 5, "two full ones for all, the third for each"
+    loop.run()
+    loop.must_be_right()
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_many_samples_before_their_parent_do_not_hide_it(cache):
+    loop = Loop(50, cache=cache, policy="lof", max_num_seqs=1)
+    for request in samples(200, 5, 1):
+        request.max_tokens = min(request.max_tokens, 3)
+        request.sampling_params = SamplingParams(
+            temperature=0, max_tokens=request.max_tokens, ignore_eos=True
+        )
+        loop.take(request)
+    assert planned(loop.step()) == {"s0": 5}
+    loop.run()
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_sample_that_is_not_admitted_gives_back_what_it_shared(cache):
+    loop = Loop(3, cache=cache)
+    for request in samples(2, 10, 2):
+        loop.take(request)
+    loop.step()
+    output = loop.step()
+    assert planned(output) == {"s0": 1}, "there is no page for a copy of the third"
+    assert loop.requests["s1"].num_computed_tokens == 0
+    loop.run()
+    loop.must_be_right()
+
+
+# -- drafts
+
+
+def test_drafts_are_planned_trimmed_and_taken_back():
+    loop = Loop(40, max_num_batched_tokens=12)
+    loop.add("a", 6, 6)
+    loop.add("b", 6, 20)
+    loop.step()
+    expected = continuation(loop.requests["b"].prompt_token_ids, 20)
+    loop.scheduler.update_draft_token_ids({"a": [0] * 9, "b": expected[1:9]})
+    output = loop.step()
+    assert planned(output) == {"a": 5, "b": 7}, "a token each, and what is left in order"
+    assert loop.outputs["b"] == expected[:8]
+    loop.run()
+    stats = loop.scheduler.get_stats()
+    num_tokens = sum(r.num_tokens - 1 for r in loop.requests.values())
+    assert stats.total_scheduled_tokens == num_tokens + stats.total_rejected_drafts
+    assert loop.outputs["b"] == expected
+
+
+def test_drafts_that_open_a_page_wait_for_it():
+    loop = greedy(4)
+    for name, num_outputs in (("a", 8), ("b", 2)):
+        loop.add(name, 6, num_outputs)
+        loop.step()
+    loop.scheduler.update_draft_token_ids({"a": [0, 0]})  # positions 6, 7 and 8
+    output = loop.step()
+    assert preempted(output) == ["b"] and planned(output) == {"a": 3}
+    loop.run()
+    for name, num_outputs in (("a", 8), ("b", 2)):
+        expected = continuation(loop.requests[name].prompt_token_ids, num_outputs)
+        assert loop.outputs[name] == expected
+
+
+# -- whole runs
+
+
+def random_request(rng: random.Random, number: int, num_positions: int) -> list[Request]:
+    """One, or the samples of one prompt. Few different tokens: prefixes are shared by chance."""
+    prompt = [rng.randrange(2) for _ in range(rng.randint(1, max(1, num_positions * 2 // 3)))]
+    num_samples = rng.choice([1, 1, 1, 3])
+    requests = []
+    for i in range(num_samples):
+        params = SamplingParams(temperature=0, max_tokens=rng.randint(1, 20), ignore_eos=True)
+        parent = f"r{number}.0" if i else None
+        requests.append(
+            Request(f"r{number}.{i}", prompt, params, priority=rng.randrange(3), parent_id=parent)
+        )
+    return requests
+
+
+def random_options(rng: random.Random, policy: str) -> dict:
+    return {
+        "policy": policy,
+        "max_num_seqs": rng.randint(1, 6),
+        "max_num_batched_tokens": rng.randint(1, 24),
+        "mixing": rng.random() < 0.4,
+        "chunked_prefill_size": rng.choice([None, None, 1, 3, 4, 8]),
+        "init_new_token_ratio": rng.choice([0.0, 0.3, 1.0]),
+        "min_new_token_ratio": 0.0,
+        "new_token_ratio_decay_steps": rng.randint(1, 20),
+        "max_consecutive_prefills": rng.choice([1, 2, 8, None]),
+        "preempt_every": rng.choice([None, None, 1, 2, 3, 4, 5]),
+        "shuffle_waiting": rng.random() < 0.2,
+        "max_preemptions": rng.randint(1, 3),
+        "max_overtakes": rng.choice([0, 3, 1000]),
+    }
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("num_aborts", [0, 3])
+def test_tokens_are_those_of_an_uninterrupted_run(cache, policy, num_aborts):
+    """In pools of a few pages, with everything that can happen. Everybody ends within the bound of
+    `Loop.run`: without aborts, which would end who is stuck as well."""
+    num_preempted = 0
+    for seed in range(40):
+        rng = random.Random(f"{cache} {policy} {num_aborts} {seed}")
+        num_pages, page_size = rng.randint(2, 12), rng.choice([1, 2, 3, 4, 8])
+        options = random_options(rng, policy)
+        print("seed", seed, num_pages, page_size, options)
+        loop = Loop(num_pages, page_size=page_size, cache=cache, **options)
+        for number in range(rng.randint(1, 10)):
+            for request in random_request(rng, number, num_pages * page_size):
+                if request.num_prompt_tokens <= min(
+                    num_pages * page_size, options["max_num_batched_tokens"]
+                ):
+                    loop.take(request)
+            for _ in range(rng.choice([0, 0, 1, 3])):
+                loop.step()
+        for _ in range(num_aborts):
+            if not loop.scheduler.requests:
+                break
+            output = loop.schedule()
+            if rng.random() < 0.5 and output.num_scheduled_tokens:
+                loop.scheduler.abort_request(rng.choice(list(output.num_scheduled_tokens)))
+            loop.update(output)
+            if loop.scheduler.requests:
+                loop.scheduler.abort_request(rng.choice(list(loop.scheduler.requests)))
+        loop.run()
+        loop.must_be_right()
+        most = options["max_preemptions"]
+        assert all(r.num_preemptions <= most for r in loop.requests.values())
+        num_preempted += loop.scheduler.get_stats().total_preempted
+    assert num_preempted > 20
+
+
+@pytest.mark.parametrize("num_pages", [7, 8, 9])
+@pytest.mark.parametrize("preempt_every", [None, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize("cache", CACHES)
+def test_pools_of_just_too_few_pages_just_enough_and_one_more(num_pages, preempt_every, cache):
+    """Four requests that end with two pages each."""
+    for options in ({}, {"mixing": True}, {"chunked_prefill_size": 4}):
+        loop = greedy(num_pages, cache=cache, preempt_every=preempt_every, **options)
+        for name in "abcd":
+            loop.add(name, 3, 6)
+        loop.run()
+        loop.must_be_right()
+
+
+@pytest.mark.parametrize("mixing", [False, True])
+def test_no_decode_waits_longer_than_the_bound(mixing):
+    """Trap 18, as a property of random runs: between two tokens of a request that was not retracted
+    there are at most `max_consecutive_prefills` steps, or none with mixing."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        bound = rng.randint(1, 5)
+        loop = greedy(
+            rng.randint(6, 20), max_consecutive_prefills=bound, mixing=mixing, max_preemptions=2,
+            chunked_prefill_size=rng.choice([None, 4, 8]), max_num_batched_tokens=16,
+        )  # fmt: skip
+        last_token: dict[str, int] = {}
+        for number in range(150):
+            if rng.random() < 0.7:
+                loop.add(f"n{number}", rng.randint(4, 16), rng.randint(1, 10))
+            output = loop.step()
+            for name in preempted(output):
+                last_token.pop(name, None)
+            for name in output.num_scheduled_tokens:
+                if loop.requests[name].num_tokens - loop.requests[name].num_computed_tokens == 1:
+                    last_token[name] = number
+            for name in loop.scheduler.running.keys() & last_token.keys():
+                assert number - last_token[name] <= (0 if mixing else bound), (seed, name)
+
+
+class Machine(RuleBasedStateMachine):
+    """Arrivals, aborts, steps and switches in any order."""
+
+    @initialize(
+        cache=st.sampled_from(CACHES),
+        num_pages=st.integers(2, 8),
+        page_size=st.integers(1, 4),
+        seed=st.integers(0, 10**6),
+        policy=st.sampled_from(list(POLICIES)),
+    )
+    def make(self, cache, num_pages, page_size, seed, policy):
+        self.rng = random.Random(seed)
+        options = random_options(self.rng, policy) | {"preempt_every": None}
+        self.loop = Loop(num_pages, page_size=page_size, cache=cache, **options)
+        self.output: SchedulerOutput | None = None
+        self.number = 0
+
+    @rule()
+    def arrive(self):
+        self.number += 1
+        for request in random_request(self.rng, self.number, self.loop.memory.capacity):
+            try:
+                self.loop.take(request)
+            except ValueError:
+                assert request.request_id not in self.loop.scheduler.requests
+
+    @precondition(lambda self: self.output is None)
+    @rule(by_force=st.booleans())
+    def schedule(self, by_force):
+        self.loop.scheduler.preempt_every = 1 if by_force else None
+        self.output = self.loop.schedule()
+
+    @precondition(lambda self: self.output is not None)
+    @rule()
+    def update(self):
+        self.loop.update(self.output)
+        self.output = None
+
+    @precondition(lambda self: self.loop.scheduler.requests)
+    @rule(data=st.data())
+    def abort(self, data):
+        self.loop.scheduler.abort_request(
+            data.draw(st.sampled_from(sorted(self.loop.scheduler.requests)))
+        )
+
+    @invariant()
+    def is_right(self):
+        if hasattr(self, "loop") and self.output is None:
+            self.loop.scheduler.check_invariants()
+            self.loop.memory.check_invariants(self.loop.scheduler.running.values())
+
+    def teardown(self):
+        if not hasattr(self, "loop"):
+            return
+        if self.output is not None:
+            self.loop.update(self.output)
+        self.loop.scheduler.preempt_every = None
+        self.loop.run()
+        self.loop.must_be_right()
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
