@@ -271,6 +271,43 @@ def test_a_step_that_is_not_the_last_of_a_prompt_samples_nothing():
     assert planned(loop.step()) == {"a": 4} and request.num_output_tokens == 5
 
 
+def test_forced_preemption_comes_every_so_many_steps_to_who_has_got_a_token():
+    loop = Loop(100, preempt_every=3, max_preemptions=9)
+    loop.add("a", 4, 30)
+    loop.add("b", 4, 30)
+    assert [preempted(loop.step()) for _ in range(12)] == [
+        [],
+        [],
+        ["b"],
+        [],  # b comes back, and gets a token
+        [],
+        ["b"],
+        [],
+        [],
+        ["b"],
+        [],
+        [],
+        ["b"],
+    ]
+    loop = Loop(100, preempt_every=1)
+    loop.add("a", 4, 3)
+    assert [preempted(loop.step()) for _ in range(5)] == [[], ["a"], [], ["a"], []]
+    assert loop.scheduler._forced == {}
+
+
+def test_a_shuffled_queue_is_asked_in_another_order():
+    def admitted(seed: int, shuffle: bool) -> list[str]:
+        loop = Loop(100, max_num_seqs=8, shuffle_waiting=shuffle, seed=seed)
+        for name in "abcdefgh":
+            loop.add(name, 2, 2)
+        return list(planned(loop.step()))
+
+    assert admitted(0, False) == list("abcdefgh")
+    orders = [admitted(seed, True) for seed in range(4)]
+    assert all(sorted(order) == list("abcdefgh") for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+
+
 # -- the bound on preemption
 
 
