@@ -192,7 +192,7 @@ class PrefillFirstScheduler(SchedulerBase):
         decodes = self.running_batch
         chunk = self.chunked_prefill_size
         if chunk is not None:  # of the chunk, too, a mixed batch gives its decodes their share
-            chunk = max(0, chunk - (self.max_num_batched_tokens - plan.budget))
+            chunk -= self.max_num_batched_tokens - plan.budget
         # In a mixed batch those who decode have their next pages already.
         num_next_pages = 0 if self.mixing else decodes.new_page_count_next_decode()
         return PrefillAdder(

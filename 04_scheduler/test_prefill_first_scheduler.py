@@ -15,8 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from admission_constraints import MaxLoRAs
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
-from fake_model import FakeModelRunner, continuation
+from fake_model import FakeModelRunner, _mix, continuation
 from kv_cache_manager import KVCacheManager
+from kv_connector import KVConnector
 from policies import POLICIES
 from prefill_first_scheduler import ForwardMode, PrefillFirstScheduler
 from prefix_cache_local import PrefixCacheLocal
@@ -285,6 +286,17 @@ def test_prefills_that_let_nobody_wait_do_not_count():
     assert sizes == [{"next": 8}, {"next": 8}, {"long": 1}] * 2
 
 
+def test_nobody_has_a_turn_when_those_who_waited_are_gone():
+    loop = Loop(100, max_consecutive_prefills=1)
+    loop.add("a", 4)
+    loop.step()
+    loop.add("b", 4)
+    assert planned(loop.step()) == {"b": 4}
+    loop.scheduler.finish_requests(["a", "b"], RequestStatus.FINISHED_ABORTED)
+    loop.add("c", 4)
+    assert planned(loop.step()) == {"c": 4}
+
+
 def test_mixing_lets_nobody_wait():
     loop = Loop(1000, max_num_batched_tokens=64, chunked_prefill_size=16, mixing=True)
     wait = longest_wait(loop, 20, lambda number: loop.add(f"n{number}", 8, 30))
@@ -447,8 +459,8 @@ def test_a_chunk_without_memory_waits_and_nobody_takes_what_it_waits_for():
     assert planned(loop.step()) == {"b": 8}
     blocker = Request.from_tokens("blocker", [1])
     assert planned(loop.step()) == {"a": 1}
-    assert loop.memory.allocate_slots(blocker, 4 * loop.memory.pool.num_free_blocks)
-    assert planned(loop.step()) == {"a": 1}, "a prefill has its turn, and b finds no page"
+    assert loop.memory.allocate_slots(blocker, 4 * (loop.memory.pool.num_free_blocks - 1))
+    assert planned(loop.step()) == {"a": 1}, "it is a prefill's turn. b wants two pages, c one"
     assert loop.scheduler.chunked_req is loop.requests["b"]
     loop.memory.free(blocker)
     assert planned(loop.step()) == {"b": 8}
@@ -499,6 +511,18 @@ def test_the_longest_input_goes_first_among_equals_and_the_share_is_raised():
     loop.must_be_right()
 
 
+def test_a_prompt_between_two_chunks_makes_way_for_those_who_decode():
+    """Or both would wait for each other: each has what the other needs."""
+    loop = greedy(9, chunked_prefill_size=4, max_consecutive_prefills=1)
+    loop.add("a", 4, 20)
+    loop.step()
+    request = loop.add("c", 27, 1)
+    assert preempted(loop.run_until(preempted)) == ["c"]
+    assert request.num_output_tokens == 0 and loop.scheduler.chunked_req is None
+    loop.run()
+    loop.must_be_right()
+
+
 def test_the_share_falls_while_all_goes_well_and_starts_again_when_nobody_runs():
     loop = Loop(100, init_new_token_ratio=0.5, min_new_token_ratio=0.1,
                 new_token_ratio_decay_steps=4)  # fmt: skip
@@ -540,12 +564,13 @@ def test_nobody_is_admitted_into_the_pages_of_the_next_decode():
 
 @pytest.mark.parametrize("mixing", [False, True])
 def test_nobody_is_admitted_in_a_step_that_retracted(mixing):
-    loop = greedy(11, mixing=mixing, max_consecutive_prefills=1)
+    """Trap 21: not even somebody more urgent than the victim, though there are pages now."""
+    loop = greedy(11, mixing=mixing, max_consecutive_prefills=1, policy="priority")
     for name in "ab":
         loop.add(name, 8, 24)
         loop.step()
     for number in range(100):
-        loop.add(f"n{number}", 1, 1)
+        loop.add(f"n{number}", 1, 1, priority=-1)
         output = loop.step()
         if preempted(output):
             assert planned(output) == {"a": 1}
@@ -607,6 +632,18 @@ def test_the_policy_orders_who_waits_and_priorities_take_nobodys_seat():
         assert planned(loop.step()) == {"a": 1}
     assert planned(loop.step()) == {"c": 3}
     loop.run()
+
+
+def test_a_shuffled_queue_is_asked_in_another_order():
+    orders = []
+    for options in ({}, {"seed": 1}, {"seed": 1}, {"seed": 2}):
+        loop = Loop(100, shuffle_waiting=bool(options), **options)
+        for name in "abcdef":
+            loop.add(name, 3, 3)
+        orders.append("".join(planned(loop.step())))
+        loop.run()
+    assert orders[0] == "abcdef" and orders[1] == orders[2]
+    assert len(set(orders)) == 3
 
 
 def test_nobody_overtakes_who_does_not_fit():
@@ -692,6 +729,93 @@ def test_a_sample_that_is_not_admitted_gives_back_what_it_shared(cache):
     assert loop.requests["s1"].num_computed_tokens == 0
     loop.run()
     loop.must_be_right()
+
+
+# -- KV from outside
+
+
+class SlowConnector(KVConnector):
+    """Has the KV of every prompt's first blocks. A load takes `num_polls` questions."""
+
+    def __init__(self, num_polls: int) -> None:
+        self.num_polls = num_polls
+        self.num_arrived = 0
+        self.runner: FakeModelRunner | None = None
+        self.loads: dict[str, list] = {}  # request, block ids, first position, polls to come
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        num_full = (request.num_prompt_tokens - 1) // self.block_size * self.block_size
+        self.start = num_computed_tokens
+        return max(0, num_full - num_computed_tokens), True
+
+    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
+        polls = self.num_polls
+        self.loads[request.request_id] = [request, list(block_ids), self.start, polls]
+
+    def get_finished_load(self, request_id):
+        load = self.loads[request_id]
+        load[3] -= 1
+        if load[3] > 0:
+            return None
+        request, block_ids, start, _ = self.loads.pop(request_id)
+        kv: list[int] = []
+        for token_id in request.all_token_ids[: start + len(block_ids) * self.block_size]:
+            kv.append(_mix(kv, token_id))
+        for position in range(start, len(kv)):
+            block_id = block_ids[(position - start) // self.block_size]
+            slot = block_id * self.block_size + position % self.block_size
+            self.runner._kv[slot] = kv[position]
+        self.num_arrived += 1
+        return len(kv) - start
+
+    def cancel_load(self, request_id):
+        self.loads.pop(request_id, None)
+
+    def request_finished(self, request, block_ids):
+        pass
+
+    def wait_for_load(self, timeout_s):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("cache", ["hash", "radix"])
+@pytest.mark.parametrize("mixing", [False, True])
+def test_loads_for_those_who_wait_stop_nobody(cache, mixing):
+    """Small pools in which loads hold up to half of the pages. Everybody ends, with right tokens;
+    a step without tokens is one in which something was being loaded."""
+    num_arrived = num_preempted = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        num_pages, page_size = rng.randint(3, 10), rng.choice([1, 2, 4])
+        options = random_options(rng, "fcfs") | {"mixing": mixing, "preempt_every": None}
+        options |= {"init_new_token_ratio": 0.0, "max_num_seqs": 6}
+        loop = Loop(num_pages, page_size=page_size, cache=cache, **options)
+        connector = SlowConnector(rng.choice([1, 3, 10]))
+        connector.bind(None, page_size, ())
+        connector.runner = loop.runner
+        loop.memory.connector = loop.memory._loads.connector = connector
+        for number in range(rng.randint(2, 8)):
+            prompt = [
+                rng.randrange(3) for _ in range(rng.randint(1, num_pages * page_size * 2 // 3))
+            ]
+            if len(prompt) <= options["max_num_batched_tokens"]:
+                loop.take(Request.from_tokens(str(number), prompt, rng.randint(1, 12)))
+            for _ in range(rng.choice([0, 1, 3])):
+                loop.step()
+        for _ in range(2000):
+            if not loop.scheduler.has_requests():
+                break
+            was_loading = bool(connector.loads)
+            output = loop.step()
+            assert not output.is_empty or was_loading or connector.loads
+        assert not loop.scheduler.has_requests(), seed
+        loop.must_be_right()
+        num_arrived += connector.num_arrived
+        num_preempted += loop.scheduler.get_stats().total_preempted
+    assert num_arrived > 50 and num_preempted > 0
 
 
 # -- drafts
