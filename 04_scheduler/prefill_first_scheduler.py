@@ -30,9 +30,8 @@ somebody who waits can stand in its way: it sits out a step, and loads make way 
 arrived. Why nobody is retracted for ever: `scheduler_base.py`, on pinned requests.
 
 With `policy="fcfs"`, `mixing` off and `max_consecutive_prefills=None` this is nano-vllm's rule:
-prefill whenever something that waits fits, else decode. The names are SGLang's. It has no bound on
-prefills, and it ends a lone request that finds no memory. Priorities order the queue here, and
-take nobody's seat.
+prefill whenever something that waits fits, else decode. (nano-vllm sets nothing aside, and preempts
+the last admitted.) The names are SGLang's. Priorities order the queue, and take nobody's seat.
 """
 
 from __future__ import annotations
@@ -179,13 +178,13 @@ class PrefillFirstScheduler(SchedulerBase):
             if not adder.can_run_list:
                 return None  # it found no room, and nobody takes what it is waiting for
         self._admit(adder)
+        if not adder.can_run_list:
+            return None
         if adder.new_chunked_req is not None:
             assert self.chunked_req is None, "two prompts are cut at once"
             self.chunked_req = adder.new_chunked_req
         for request in adder.can_run_list:
             plan.add(request, adder.num_tokens[request.request_id])
-        if not adder.can_run_list:
-            return None
         return ScheduleBatch(self.kv_memory, adder.can_run_list, ForwardMode.EXTEND)
 
     def _make_adder(self, plan: StepPlan) -> PrefillAdder:

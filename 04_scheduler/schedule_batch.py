@@ -62,21 +62,22 @@ class ScheduleBatch:
 
     def new_page_count_next_decode(self) -> int:
         """Pages that the next decode opens, for all together."""
-        return sum(map(self._num_new_pages, self.reqs))
-
-    def _num_new_pages(self, req: Request) -> int:
-        """Everything before `start` is in a page of the request's already."""
-        size, start = self.kv_memory.block_size, req.num_computed_tokens
-        return (start + req.remaining_tokens - 1) // size - (start - 1) // size
+        size, count = self.kv_memory.block_size, 0
+        for req in self.reqs:  # what is computed is in pages that it has
+            start = req.num_computed_tokens
+            count += (start + req.remaining_tokens - 1) // size - (start - 1) // size
+        return count
 
     def check_decode_mem(self) -> bool:
         """Get everybody the pages of the next decode. False: the memory has not that many. Whoever
         got some keeps them, so asking again is cheap."""
-        return all(
-            self.kv_memory.allocate_slots(req, req.remaining_tokens)
-            for req in self.reqs
-            if self._num_new_pages(req)
-        )
+        size, allocate_slots = self.kv_memory.block_size, self.kv_memory.allocate_slots
+        for req in self.reqs:
+            num_left_in_page = -req.num_computed_tokens % size
+            num_tokens = req.remaining_tokens
+            if num_tokens > num_left_in_page and not allocate_slots(req, num_tokens):
+                return False
+        return True
 
     def retract_decode(
         self,
