@@ -1,0 +1,130 @@
+"""The clock and the measures, against arithmetic by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from prefill_first_scheduler import PrefillFirstScheduler
+from scheduler import Scheduler, make_kv_memory
+from scheduling_simulator import (
+    CostModel,
+    SimulatedRequest,
+    Simulation,
+    fit_cost_model,
+    jain_index,
+    simulate,
+)
+from scheduling_workloads import BURST, MAX_TOKENS, WORKLOADS
+
+COST = CostModel(base_ms=10, per_token_ms=1, per_request_ms=2, per_context_ms=0.1)
+
+
+def request(arrival_s: float, num_prompt: int, num_outputs: int) -> SimulatedRequest:
+    return SimulatedRequest(arrival_s, list(range(num_prompt)), num_outputs, 64)
+
+
+def test_a_step_costs_what_the_formula_says():
+    assert COST.step_ms(num_tokens=5, num_requests=2, num_context=30) == 10 + 5 + 4 + 3
+
+
+def test_two_requests_by_hand():
+    """a computes 4 tokens from 0 s. b comes in the middle of that step and is in the next."""
+    run = simulate(Scheduler(), [request(0.0, 4, 3), request(0.005, 2, 1)], COST)
+    first = (10 + 4 + 2 + 0.4) / 1e3
+    second = first + (10 + 1 + 2 + 4 + 0.1 * (5 + 2)) / 1e3  # a decodes, b computes 2 tokens
+    third = second + (10 + 1 + 2 + 0.6) / 1e3
+    assert run.token_times_s[0] == pytest.approx([first, second, third])
+    assert run.token_times_s[1] == pytest.approx([second])
+    assert run.ttft_s == pytest.approx([first, second - 0.005])
+    assert run.itl_s == pytest.approx([second - first, third - second])
+    assert run.throughput == pytest.approx(4 / third)
+    assert [step.num_tokens for step in run.steps] == [4, 3, 1]
+    assert [step.num_outputs for step in run.steps] == [1, 2, 1]
+    assert [step.num_waiting for step in run.steps] == [0, 0, 0]
+    assert [step.kv_tokens_written for step in run.steps] == [4, 7, 6]
+
+
+def test_an_idle_engine_waits_for_the_next_arrival():
+    run = simulate(Scheduler(), [request(0.0, 1, 1), request(5.0, 1, 1)], COST)
+    assert run.token_times_s[1][0] == pytest.approx(5 + (10 + 1 + 2 + 0.1) / 1e3)
+
+
+def test_goodput_counts_who_was_served_in_time():
+    requests = [request(0.0, 1, 3)] * 3
+    run = Simulation(requests, [[0.1, 0.2, 0.3], [0.1, 0.2, 0.9], [0.9, 1.0, 1.1]])
+    assert run.goodput(max_ttft_s=0.5, max_itl_s=0.2) == pytest.approx(1 / 3)
+    assert run.goodput(max_ttft_s=0.5, max_itl_s=0.5) == pytest.approx(2 / 3)
+    assert run.goodput(max_ttft_s=1.0, max_itl_s=0.5) == 1
+
+
+def test_jains_index():
+    assert jain_index([3, 3, 3, 3]) == 1
+    assert jain_index([5, 0, 0, 0]) == 1 / 4
+    assert jain_index([1, 2, 3]) == pytest.approx(36 / (3 * 14))
+    run = Simulation([request(0.0, 1, 2), request(1.0, 1, 2)], [[0.5, 1.0], [1.5, 5.0]])
+    assert run.fairness == pytest.approx(jain_index([2.0, 0.5]))
+
+
+def test_the_fit_finds_the_model_that_made_the_steps():
+    rng = random.Random(0)
+    steps = []
+    for _ in range(200):
+        size = (rng.randint(1, 500), rng.randint(1, 64), rng.randint(1, 9000))
+        steps.append((*size, COST.step_ms(*size)))
+    model, error = fit_cost_model(steps)
+    assert error < 1e-9
+    assert (model.base_ms, model.per_token_ms) == pytest.approx((10, 1))
+    assert (model.per_request_ms, model.per_context_ms) == pytest.approx((2, 0.1))
+    falling = [(n, 1, 1, 100 - n) for n in range(1, 50)]
+    assert min(fit_cost_model(falling)[0].per_token_ms, 0) == 0, "no cost is negative"
+
+
+@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
+@pytest.mark.parametrize("workload", sorted(WORKLOADS))
+def test_everybody_says_what_the_workload_wants_and_time_moves_on(workload, kind):
+    requests = WORKLOADS[workload](25, rate=200.0, seed=1)
+    scheduler = kind(8, 1024, kv_memory=make_kv_memory(120))
+    run = simulate(scheduler, requests, COST)
+    assert [len(times) for times in run.token_times_s] == [r.num_outputs for r in requests]
+    ends = [step.end_s for step in run.steps]
+    assert ends == sorted(ends)
+    assert sum(step.num_outputs for step in run.steps) == sum(r.num_outputs for r in requests)
+    assert sum(step.num_tokens for step in run.steps) == (
+        scheduler.get_stats().total_scheduled_tokens
+    )
+    assert sum(s.num_preempted for s in run.steps) == scheduler.get_stats().total_preempted
+    assert min(run.ttft_s) > 0 and min(run.itl_s, default=1) > 0
+
+
+def test_a_scheduler_that_stands_still_is_an_error():
+    scheduler = Scheduler()
+    scheduler._admit = lambda plan: None
+    with pytest.raises(RuntimeError, match="nothing happens"):
+        simulate(scheduler, [request(0.0, 4, 3)], COST)
+
+
+# -- workloads
+
+
+@pytest.mark.parametrize("workload", sorted(WORKLOADS))
+def test_a_workload_is_a_function_of_its_seed(workload):
+    make = WORKLOADS[workload]
+    assert make(30, 10.0, seed=1) == make(30, 10.0, seed=1) != make(30, 10.0, seed=2)
+    requests = make(2000 if workload != "long" else 300, 50.0)
+    arrivals = [request.arrival_s for request in requests]
+    assert arrivals == sorted(arrivals)
+    assert len(requests) / arrivals[-1] == pytest.approx(50, rel=0.25)
+    assert all(1 <= r.num_outputs <= r.max_tokens <= MAX_TOKENS for r in requests)
+    assert {r.priority for r in requests} == {0, 1, 2}
+
+
+def test_what_the_workloads_differ_in():
+    made = {name: make(200, 10.0) for name, make in WORKLOADS.items()}
+    assert min(len(r.prompt_token_ids) for r in made["long"]) >= 400
+    assert max(len(r.prompt_token_ids) for r in made["chat"]) <= 128
+    beginnings = {tuple(r.prompt_token_ids[:320]) for r in made["shared"]}
+    assert 12 < len(beginnings) <= 24
+    assert len({tuple(r.prompt_token_ids) for r in made["shared"]}) == 200
+    assert len({r.arrival_s for r in made["burst"]}) == 200 // BURST
