@@ -17,9 +17,9 @@ from scheduling_workloads import WORKLOADS, bursts, chat
 BLOCK_SIZE = 16
 LIMITS = {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
 NUM_BLOCKS = 500  # 8,000 positions
-NUM_REQUESTS = 200
+NUM_REQUESTS = 400
 # Requests a second: a little more than the cost model carries, so that queues form.
-RATES = {"chat": 20.0, "long": 3.5, "shared": 20.0, "burst": 18.0}
+RATES = {"chat": 40.0, "long": 13.0, "shared": 20.0, "burst": 40.0}
 MAX_TTFT_S, MAX_ITL_S = 1.0, 0.05
 
 
