@@ -62,6 +62,9 @@ class _PendingCopy:
     src_block_id: int
 
 
+_NOTHING = ComputedBlocks()
+
+
 class KVCacheManager:
     """Block tables of all requests over one `BlockPool`.
 
@@ -149,7 +152,7 @@ class KVCacheManager:
                 f"num_new_tokens is {num_new_tokens} and num_lookahead_tokens is "
                 f"{num_lookahead_tokens}: both must be >= 0"
             )
-        computed = computed or ComputedBlocks()
+        computed = computed or _NOTHING
         table = self._tables.get(request.request_id)
         if table is None:
             table = _BlockTable(family=request.request_id)

@@ -147,9 +147,12 @@ class CachedKVCacheManager(KVCacheManager):
             request, num_new_tokens, num_lookahead_tokens, computed, num_blocks_kept_free
         ):
             return False
-        self._loads.drop(request.request_id)  # what it brought is in the table
-        state = self._states.setdefault(request.request_id, _CacheState())
         num_computed = request.num_computed_tokens
+        state = self._states.get(request.request_id)
+        if state is None:
+            state = self._states[request.request_id] = _CacheState()
+        if is_admission:
+            self._loads.drop(request.request_id)  # what it brought is in the table
         if is_admission and computed is not None:
             state.num_published = len(computed.blocks)
             num_computed += computed.num_tokens

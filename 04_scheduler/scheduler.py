@@ -130,7 +130,7 @@ class Scheduler(SchedulerBase):
             if num_tokens > 1 or plan.budget == 0:  # more than a decode: as much as there is
                 num_tokens = self._num_tokens_now(request, num_tokens, plan.budget)
             # Inside a block there is nothing to ask: it was taken when its first slot was written.
-            is_inside_a_block = 0 < start % block_size < block_size - num_tokens
+            is_inside_a_block = 0 < start % block_size <= block_size - num_tokens
             if num_tokens and (is_inside_a_block or self._make_room(request, num_tokens, plan)):
                 plan.num_tokens[request.request_id] = num_tokens
                 plan.budget -= num_tokens

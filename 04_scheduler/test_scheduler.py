@@ -11,8 +11,9 @@ from admission_constraints import GrammarsCompiled, MaxLoRAs
 from block_pool import BlockPool
 from fake_model import FakeModelRunner, continuation
 from kv_cache_manager import KVCacheManager
+from policies import SchedulePolicy
 from request import Request, RequestStatus, SamplingParams
-from scheduler import Scheduler
+from scheduler import MAX_PASSED_OVER, Scheduler
 from scheduler_interface import SchedulerOutput
 
 
@@ -178,7 +179,8 @@ def test_the_last_admitted_makes_room_and_comes_back_with_its_outputs():
     assert preempted(output) == ["b"] and planned(output) == {"a": 1}
     assert second.status == RequestStatus.PREEMPTED and second.num_computed_tokens == 0
     assert second.num_preemptions == 1 and second.num_output_tokens == 2
-    assert loop.scheduler.get_stats().num_preempted == 1
+    stats = loop.scheduler.get_stats()
+    assert (stats.num_preempted, stats.total_preempted, output.num_kv_blocks_in_use) == (1, 1, 3)
     loop.run()
     for request in (first, second):
         expected = continuation(request.prompt_token_ids, 8)
@@ -384,6 +386,8 @@ def test_who_outgrows_the_whole_pool_ends_with_a_reason():
     assert request.num_preemptions == 0
     short = loop.add("b", 13, 4)
     assert short.length_limit is None
+    bounded = Loop(4, max_model_len=15).add("c", 13, 50)
+    assert (bounded.max_tokens, bounded.length_limit) == (2, "max_model_len=15")
 
 
 # -- priorities
@@ -414,6 +418,16 @@ def test_nobody_is_displaced_for_a_newcomer_that_cannot_use_the_seat():
     loop.step()
     loop.add("urgent", 10, priority=0)  # 1 token of the budget is a's, so 9 are left
     assert preempted(loop.step()) == []
+
+
+def test_the_newcomer_has_the_budget_of_whom_it_displaces():
+    loop = Loop(100, max_num_seqs=2, max_num_batched_tokens=10, policy="priority")
+    loop.add("a", 4, priority=1)
+    loop.add("b", 4, priority=5)
+    loop.step()
+    loop.add("urgent", 9, priority=0)  # 8 are left beside a and b, and 9 without b
+    output = loop.step()
+    assert preempted(output) == ["b"] and planned(output) == {"a": 1, "urgent": 9}
 
 
 def test_a_pinned_request_is_not_displaced():
@@ -501,9 +515,9 @@ def test_drafts_of_a_request_that_is_skipped_never_enter_the_model():
     loop = Loop(20, max_num_batched_tokens=4)
     requests = [loop.add(name, 1, 12) for name in "abc"]
     loop.step()
-    loop.scheduler.update_draft_token_ids({"a": [0, 0, 0], "b": [0, 0], "c": [0]})
+    loop.scheduler.update_draft_token_ids({"a": [0, 0, 0], "b": [0, 0]})
     output = loop.step()
-    assert planned(output) == {"a": 4}
+    assert planned(output) == {"a": 4}, "nor does c get a token: the budget is gone"
     assert requests[1].draft_token_ids == [0, 0], "kept for the step that plans it"
     loop.run()
     for request in requests:
@@ -567,6 +581,45 @@ def test_a_request_waits_for_its_grammar_and_holds_up_nobody():
         assert constraint._futures == {}
 
 
+def test_so_many_are_passed_over_and_no_more():
+    """Each has to be asked whether it is ready. Samples that wait for a parent are not asked, so
+    they are no obstacle, wherever they stand."""
+
+    class NobodyMayRun:
+        asked = 0
+
+        def may_run(self, request):
+            self.asked += request.request_id.startswith("held")
+            return not request.request_id.startswith("held")
+
+        has_started = has_stopped = forget = lambda self, request: None
+
+    constraint = NobodyMayRun()
+    loop = Loop(100, constraints=[constraint], max_overtakes=None)
+    for i in range(MAX_PASSED_OVER + 20):
+        loop.add(f"held {i}", 8)
+    loop.add("a", 3)
+    assert planned(loop.step()) == {} and constraint.asked == MAX_PASSED_OVER
+    last = LastComeFirst()
+    loop = Loop(2000, policy=last, max_num_seqs=MAX_PASSED_OVER + 20, max_num_batched_tokens=4096)
+    for request in samples(MAX_PASSED_OVER + 10, 10, 2):
+        loop.scheduler.add_request(request)
+        loop.outputs[request.request_id] = []
+    assert planned(loop.step()) == {"s0": 10}
+    loop.run()
+
+
+class LastComeFirst(SchedulePolicy):
+    name = "last-come"
+
+    def __init__(self) -> None:
+        self._num = 0
+
+    def key(self, request: Request) -> int:
+        self._num -= 1
+        return self._num
+
+
 # -- from outside
 
 
@@ -616,6 +669,19 @@ def test_a_full_batch_does_not_ask_the_policy():
     loop.scheduler.abort_request("a")
     loop.scheduler.schedule()
     assert [request.request_id for request in asked] == ["b"]
+
+
+def test_the_memory_is_asked_once_a_block():
+    loop = Loop(100, block_size=8)
+    loop.add("a", 8, 30)
+    loop.step()
+    asked = []
+    allocate = loop.scheduler.kv_memory.allocate_slots
+    loop.scheduler.kv_memory.allocate_slots = lambda request, n: (
+        asked.append(request.num_computed_tokens) or allocate(request, n)
+    )
+    loop.run()
+    assert asked == [8, 16, 24, 32]
 
 
 def test_a_hundred_thousand_that_wait_cost_nothing():
