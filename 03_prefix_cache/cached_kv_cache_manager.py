@@ -71,12 +71,19 @@ class CachedKVCacheManager(KVCacheManager):
                 "manager's own pool"
             )
         self.cache = cache
-        self.connector = connector
         self._states: dict[str, _CacheState] = {}
         self._in_flight: dict[_BlockKey, str] = {}  # block being computed -> request
         self._loads = KVLoads(connector, cache, self._take_blocks_for_load)
         # Entries that now name the cache's block: the runner has yet to be told.
         self._moved: list[tuple[str, int, int, int]] = []
+
+    @property
+    def connector(self) -> KVConnector | None:
+        return self._loads.connector
+
+    @connector.setter
+    def connector(self, connector: KVConnector | None) -> None:
+        self._loads.connector = connector
 
     @property
     def num_blocks_in_use(self) -> int:
@@ -151,8 +158,7 @@ class CachedKVCacheManager(KVCacheManager):
         state = self._states.get(request.request_id)
         if state is None:
             state = self._states[request.request_id] = _CacheState()
-        if is_admission:
-            self._loads.drop(request.request_id)  # what it brought is in the table
+        self._loads.drop(request.request_id)  # what it brought is in the table, or a fork came
         if is_admission and computed is not None:
             state.num_published = len(computed.blocks)
             num_computed += computed.num_tokens
