@@ -81,7 +81,9 @@ def draw_lab(record: dict) -> plt.Figure:
 
 def draw_thrash(record: dict) -> plt.Figure:
     figure, axis = plt.subplots(figsize=(6.5, 3.4), layout="constrained")
-    for (name, run), color in zip(record["runs"].items(), (ORANGE, BLUE, GREEN, GREY)):
+    for (name, run), color in zip(
+        record["runs"].items(), (ORANGE, BLUE, GREEN, GREY, "#7030a0", "#c00000")
+    ):
         axis.plot(run["window_s"], run["tokens_per_s"], color=color, label=name)
     axis.set(
         title="Steady arrivals above what the memory carries (simulated)",

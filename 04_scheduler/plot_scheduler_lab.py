@@ -11,15 +11,20 @@ from policies import POLICIES
 from prefill_first_scheduler import PrefillFirstScheduler
 from scheduler import Scheduler, make_kv_memory
 from scheduler_base import SchedulerBase
-from scheduling_simulator import CostModel, Simulation, fit_cost_model, simulate
+from scheduling_simulator import (
+    CostModel,
+    SimulatedRequest,
+    Simulation,
+    fit_cost_model,
+    simulate,
+)
 from scheduling_workloads import WORKLOADS, bursts, chat
 
 BLOCK_SIZE = 16
 LIMITS = {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
 NUM_BLOCKS = 500  # 8,000 positions
 NUM_REQUESTS = 400
-# Requests a second: a little more than the cost model carries, so that queues form.
-RATES = {"chat": 40.0, "long": 13.0, "shared": 20.0, "burst": 40.0}
+LOAD = 1.05  # times what a machine with this cost model carries, so that queues form
 MAX_TTFT_S, MAX_ITL_S = 1.0, 0.05
 
 
@@ -37,7 +42,7 @@ def systems(num_blocks: int) -> dict[str, SchedulerBase]:
     }
     return two_phase | {
         "prefill first, no bound (nano-vllm's rule)": prefill_first(max_consecutive_prefills=None),
-        "prefill first, at most 8 in a row": prefill_first(),
+        "prefill first, never two in a row": prefill_first(max_consecutive_prefills=1),
         "prefill first, mixed batches": prefill_first(mixing=True),
         "prefill first, lpm": prefill_first(policy="lpm"),
     }
@@ -82,13 +87,21 @@ def measure_lab(fit: dict | None, *, tiny: bool) -> dict:
     num_requests = 12 if tiny else NUM_REQUESTS
     cost_model = CostModel(**fit["cost_model"])
     workloads: dict[str, dict] = {}
+    rates = {}
     for name, make in WORKLOADS.items():
-        requests = make(num_requests, RATES[name])
+        rates[name] = LOAD * most_per_second(make(num_requests, rate=1e6), cost_model)
+        requests = make(num_requests, rates[name])
         workloads[name] = {
             system: summarise(simulate(scheduler, requests, cost_model), scheduler)
             for system, scheduler in systems(NUM_BLOCKS).items()
         }
-    return {"config": config(num_requests) | {"rates": RATES}, "fit": fit, "workloads": workloads}
+    return {"config": config(num_requests) | {"rates": rates}, "fit": fit, "workloads": workloads}
+
+
+def most_per_second(requests: list[SimulatedRequest], cost_model: CostModel) -> float:
+    """Requests a second if all are there at once: what the plainest system carries."""
+    scheduler = Scheduler(kv_memory=make_kv_memory(NUM_BLOCKS), **LIMITS)
+    return len(requests) / simulate(scheduler, requests, cost_model).steps[-1].end_s
 
 
 def config(num_requests: int) -> dict:
@@ -166,11 +179,16 @@ def measure_thrash(fit: dict, *, tiny: bool) -> dict:
         "at most 3 preemptions": {"max_preemptions": 3, "watermark": 0.0},
         "and a watermark of 0.05": {"max_preemptions": 3, "watermark": 0.05},
         "everything reserved": {"reserve_all": True, "watermark": 0.0},
+        "prefill first": {},
+        "prefill first, a tenth set aside": {
+            "init_new_token_ratio": 0.1,
+            "min_new_token_ratio": 0.1,
+        },
     }
     runs = {}
     for name, options in ways.items():
-        memory = make_kv_memory(NUM_BLOCKS // 3)
-        scheduler = Scheduler(kv_memory=memory, **LIMITS, **options)
+        kind = PrefillFirstScheduler if name.startswith("prefill") else Scheduler
+        scheduler = kind(kv_memory=make_kv_memory(NUM_BLOCKS // 3), **LIMITS, **options)
         run = simulate(scheduler, requests, cost_model)
         stats = scheduler.get_stats()
         window_s = 1.0

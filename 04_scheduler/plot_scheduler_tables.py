@@ -41,10 +41,11 @@ def tables_of_lab(record: dict) -> dict[str, str]:
     cost = {name.removesuffix("_ms"): 1e3 * value for name, value in fit["cost_model"].items()}
     numbers = ", ".join(f"{name.replace('_', ' ')} {value:,.2f}" for name, value in cost.items())
     config = record["config"]
+    rates = ", ".join(f"{name} {rate:.1f}" for name, rate in config["rates"].items())
     note = (
-        f"Simulated: {config['num_requests']} requests, {config['num_blocks'] - 1} blocks of "
-        f"{config['block_size']}, {config['max_num_seqs']} seats, a budget of "
-        f"{config['max_num_batched_tokens']} tokens. Goodput: the share of requests with a first "
+        f"Simulated: {config['num_requests']} requests ({rates} a second), "
+        f"{config['num_blocks'] - 1} blocks of {config['block_size']}, "
+        f"{config['max_num_seqs']} seats, a budget of {config['max_num_batched_tokens']} tokens. Goodput: the share of requests with a first "
         f"token within {config['max_ttft_s']:g} s and {1e3 * config['max_itl_s']:g} ms a token "
         f"after it. Cost model in µs, fitted to {fit['num_steps']} steps of the shipped "
         f"checkpoint, median error {fit['median_relative_error']:.0%}: {numbers}."

@@ -68,6 +68,7 @@ class NewTokenRatio:
             )
         self.value = self.initial = initial
         self.minimum = minimum
+        self._decay_steps = decay_steps
         self._decay = (initial - minimum) / decay_steps
 
     def decay(self) -> None:
@@ -82,6 +83,8 @@ class NewTokenRatio:
         if num_possible:
             num_expected = sum(r.num_output_tokens + RETRACT_DECODE_STEPS for r in remaining)
             self.value = min(1.0, max(self.value, num_expected / num_possible))
+            # From wherever it is now it falls in as many steps: one bad moment is not for ever.
+            self._decay = max(self._decay, (self.value - self.minimum) / self._decay_steps)
 
     def reset(self) -> None:
         """Nobody decodes: what was learnt is of a load that is gone."""

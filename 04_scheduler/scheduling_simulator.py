@@ -26,6 +26,7 @@ import numpy as np
 from request import Request, SamplingParams
 from scheduler_interface import SchedulerInterface, SchedulerOutput
 
+NUM_IDLE_STEPS = 5  # in a row, with requests there: the scheduler stands still
 STOP, GO_ON = 0, 1  # the only two tokens that anybody samples here
 
 
@@ -173,7 +174,9 @@ def simulate(
                 written,
             )
         )
-        if all(step.num_tokens == step.num_preempted == 0 for step in result.steps[-5:]):
+        last = result.steps[-NUM_IDLE_STEPS:]
+        is_idle = all(step.num_tokens == step.num_preempted == 0 for step in last)
+        if is_idle and len(last) == NUM_IDLE_STEPS:
             raise RuntimeError(f"nothing happens: {scheduler.get_request_counts()}")
     return result
 

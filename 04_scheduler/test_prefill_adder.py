@@ -407,3 +407,14 @@ def test_the_share_is_raised_to_what_the_others_have_shown():
 def test_shares_that_make_no_sense_are_named(arguments, name):
     with pytest.raises(ValueError, match=name):
         NewTokenRatio(*arguments)
+
+
+def test_a_ratio_that_was_raised_falls_again_wherever_it_began():
+    """Trap 26: with `initial == minimum` one retraction would keep memory idle for ever."""
+    ratio = NewTokenRatio(0.1, 0.1, 10)
+    request = Request.from_tokens("r", [1, 2, 3], max_new_tokens=20)
+    ratio.raise_for([request])
+    assert ratio.value == 1.0
+    for _ in range(10):
+        ratio.decay()
+    assert ratio.value == pytest.approx(0.1)

@@ -644,6 +644,17 @@ def test_abort_at_every_moment():
     assert stats.kv_cache_usage == 0
 
 
+def test_several_requests_end_in_one_call():
+    loop = Loop(100)
+    for name in "abc":
+        loop.add(name, 4, 8)
+    loop.step()
+    loop.scheduler.finish_requests(["a", "nobody", "c"], RequestStatus.FINISHED_STOPPED)
+    assert list(loop.scheduler.requests) == ["b"]
+    assert loop.scheduler.get_stats().total_finished == 2
+    assert loop.step().finished_req_ids == {"a", "c"}
+
+
 def test_the_runner_forgets_who_was_preempted_and_then_aborted():
     loop = Loop(4)
     loop.add("a", 7, 8)

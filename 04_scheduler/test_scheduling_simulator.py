@@ -128,3 +128,11 @@ def test_what_the_workloads_differ_in():
     assert 12 < len(beginnings) <= 24
     assert len({tuple(r.prompt_token_ids) for r in made["shared"]}) == 200
     assert len({r.arrival_s for r in made["burst"]}) == 200 // BURST
+
+
+def test_an_empty_first_plan_is_no_standstill():
+    scheduler = Scheduler()
+    admit, plans = scheduler._admit, []
+    scheduler._admit = lambda plan: plans.append(plan) or (admit(plan) if len(plans) > 3 else None)
+    run = simulate(scheduler, [request(0.0, 4, 3)], COST)
+    assert [step.num_tokens for step in run.steps] == [0, 0, 0, 4, 1, 1]
