@@ -80,7 +80,7 @@ def draw_lab(record: dict) -> plt.Figure:
 
 
 def draw_thrash(record: dict) -> plt.Figure:
-    figure, axis = plt.subplots(figsize=(6.5, 3.4), layout="constrained")
+    figure, axis = plt.subplots(figsize=(6.8, 4), layout="constrained")
     for (name, run), color in zip(
         record["runs"].items(), (ORANGE, BLUE, GREEN, GREY, "#7030a0", "#c00000")
     ):
@@ -92,7 +92,7 @@ def draw_thrash(record: dict) -> plt.Figure:
         ylim=0,
     )
     axis.grid(alpha=0.3)
-    axis.legend(frameon=False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 
 
