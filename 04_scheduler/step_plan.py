@@ -61,7 +61,6 @@ class RunnerDelta:
     def request_preempted(self, request: Request) -> None:
         if (sent := self._sent.get(request.request_id)) is not None:
             sent.num_tokens = sent.num_blocks = 0
-            sent.block_ids = ()
 
     def request_finished(self, request: Request) -> None:
         if self._sent.pop(request.request_id, None) is not None:  # the runner has state of it

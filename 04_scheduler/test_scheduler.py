@@ -620,6 +620,20 @@ class LastComeFirst(SchedulePolicy):
         return self._num
 
 
+def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled():
+    may_compile = Event()
+    compiled = []
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(may_compile.wait, 10)
+        constraint = GrammarsCompiled(executor, compiled.append, lambda r: r.request_id)
+        loop = Loop(100, constraints=[constraint])
+        loop.add("a", 3)
+        assert planned(loop.step()) == {}
+        loop.scheduler.abort_request("a")
+        may_compile.set()
+    assert compiled == []
+
+
 # -- from outside
 
 
