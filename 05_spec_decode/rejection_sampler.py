@@ -1,0 +1,153 @@
+"""Verification: which drafts stay, and which token comes after them.
+
+A request brings k drafts (each its own k, 0 included) and gets k + 1 rows of the target's output:
+one for the position of each draft, and one behind the last. Rows of all requests lie end to end:
+
+    rows             | p(d0) p(d1) p(d2) p(+) | p(+) | p(d0) p(+) |      + bonus
+    cu_num_logits    0                        4      5            7
+    drafts           | d0    d1    d2         |      | d0         |      flat, 4 of them
+
+From the first draft on, each is accepted or ends the run. Two rules, both exact: the tokens that
+come out have the target's law, whatever the drafts were (proof: README; enumeration: the tests).
+
+    rejection    accept d with probability min(1, p(d) / q(d)); on rejection draw from the
+                 positive part of p - q, normalised; behind k accepted ones draw from p
+    matching     draw x from p at every row, drafts unseen; accept d while d == x; the first x
+                 that differs is the next token
+
+The rejection rule accepts as often as any rule can: sum(min(p, q)). Matching accepts less, unless
+drafts are certain (q one-hot, as of an n-gram look-up), where both accept with probability p(d).
+Its virtue: what comes out is x, the very token that plain decoding draws from the same random
+numbers. So it serves greedy requests (x is the argmax), drafts without probabilities, and requests
+with a seed, whose tokens may not depend on how many drafts they happened to get.
+
+Invariants: a token with p = 0 never comes out; nothing here waits for the device; the same numbers
+give the same tokens in the Triton kernels, bit for bit.
+
+vLLM has both rules, and prefers rejection; SGLang's default verification is matching along a tree.
+Source: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from inverse_cdf import draw
+
+PADDING = -1
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedTokens:
+    """`token_ids` [num_reqs, max_num_drafts + 1] int64, `PADDING` behind the `num_sampled`
+    [num_reqs] int64 tokens of a request: its accepted drafts and one more."""
+
+    token_ids: torch.Tensor
+    num_sampled: torch.Tensor
+
+
+def rejection_sample(
+    target_probs: torch.Tensor,  # [num_rows, vocab_size] float, after every sampling constraint
+    draft_token_ids: torch.Tensor,  # [num_drafts] int64, request after request
+    draft_probs: torch.Tensor | None,  # [num_drafts, vocab_size] float; None: one-hot
+    cu_num_logits: torch.Tensor,  # [num_reqs + 1] int64, first row of each request
+    max_num_drafts: int,  # at least the drafts of any request
+    accept_u: torch.Tensor,  # [num_drafts] float64 in [0, 1)
+    sample_u: torch.Tensor,  # [num_rows] float64 in [0, 1)
+) -> VerifiedTokens:
+    """The rejection rule. Row r's own number in `sample_u` draws the token that replaces the draft
+    there, or the bonus token; all numbers must be independent of each other and of the drafts."""
+    layout = _Layout.of(cu_num_logits, max_num_drafts, len(draft_token_ids))
+    draft_token_ids, accept_u = _not_empty(draft_token_ids), _not_empty(accept_u)
+    drafts = draft_token_ids[layout.draft_index]
+    p = target_probs[layout.draft_rows, drafts].double()
+    if draft_probs is None:
+        q = torch.ones_like(p)
+    else:
+        draft_probs = _not_empty(draft_probs)
+        q = draft_probs[layout.draft_index, drafts].double()
+    # u < p / q without a division: q = 0 makes no NaN, p = 0 is never accepted.
+    num_accepted = layout.count_leading(accept_u[layout.draft_index] * q < p)
+    row = cu_num_logits[:-1] + num_accepted
+    weights = target_probs[row]
+    first_rejected = (row - layout.requests).clamp(max=len(draft_token_ids) - 1)
+    if draft_probs is None:
+        residual = weights.scatter(1, draft_token_ids[first_rejected][:, None], 0.0)
+    else:
+        residual = (weights - draft_probs[first_rejected].to(weights.dtype)).clamp(min=0)
+    # Rounding can leave nothing of p - q where the two are equal: then it is p.
+    is_residual = (num_accepted < layout.num_drafts) & (residual.amax(dim=-1) > 0)
+    weights = torch.where(is_residual[:, None], residual, weights)
+    last, _ = draw(weights, sample_u[row])
+    return layout.assemble(drafts, num_accepted, last)
+
+
+def rejection_sampling_batched(
+    target_sampled: torch.Tensor,  # [num_rows] int64, drawn from the target's distribution
+    draft_tokens: torch.Tensor,  # [num_drafts] int64, or [num_rows]: the tokens that were fed
+    cu_num_logits: torch.Tensor,  # [num_reqs + 1] int64, first row of each request
+    num_speculative_steps: int,  # at least the drafts of any request
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The matching rule: `(sampled [num_reqs, num_speculative_steps + 1] int64, num_sampled
+    [num_reqs] int64)`; `sampled` is `PADDING` behind the run.
+
+    With the target's most likely tokens as `target_sampled` this is greedy speculative decoding.
+    (The name is the field's; nothing is rejected with a probability here.)"""
+    num_reqs = len(cu_num_logits) - 1
+    layout = _Layout.of(cu_num_logits, num_speculative_steps, len(target_sampled) - num_reqs)
+    if len(draft_tokens) == len(target_sampled):
+        drafts = draft_tokens[layout.draft_rows + 1]  # a row is fed the draft of the row before
+    else:
+        drafts = _not_empty(draft_tokens)[layout.draft_index]
+    num_accepted = layout.count_leading(target_sampled[layout.draft_rows] == drafts)
+    last = target_sampled[cu_num_logits[:-1] + num_accepted]
+    verified = layout.assemble(drafts, num_accepted, last)
+    return verified.token_ids, verified.num_sampled
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where rows and drafts of each request lie, as a grid [num_reqs, max_num_drafts].
+
+    Draft j of request r: row `cu[r] + j`; number `cu[r] - r + j` among the drafts, since every
+    request before it has one row more than drafts. Cells without a draft hold some other's indices:
+    a mask of varying size would make the host wait for the device."""
+
+    requests: torch.Tensor  # [num_reqs] 0, 1, ...
+    num_drafts: torch.Tensor  # [num_reqs]
+    is_draft: torch.Tensor  # [num_reqs, max_num_drafts] bool
+    draft_rows: torch.Tensor  # the same
+    draft_index: torch.Tensor
+
+    @classmethod
+    def of(cls, cu_num_logits: torch.Tensor, max_num_drafts: int, num_drafts: int) -> _Layout:
+        device, num_reqs = cu_num_logits.device, len(cu_num_logits) - 1
+        requests = torch.arange(num_reqs, device=device)
+        columns = torch.arange(max_num_drafts, device=device)
+        per_request = cu_num_logits.diff() - 1
+        index = (cu_num_logits[:-1] - requests)[:, None] + columns
+        index = index.clamp(max=max(num_drafts - 1, 0))
+        rows = cu_num_logits[:-1, None] + columns
+        is_draft = columns < per_request[:, None]
+        return cls(requests, per_request, is_draft, torch.where(is_draft, rows, 0), index)
+
+    def count_leading(self, is_accepted: torch.Tensor) -> torch.Tensor:
+        """How many drafts [num_reqs] come before the first that is not accepted."""
+        return (self.is_draft & is_accepted).cumprod(dim=-1).sum(dim=-1)
+
+    def assemble(
+        self, drafts: torch.Tensor, num_accepted: torch.Tensor, last: torch.Tensor
+    ) -> VerifiedTokens:
+        columns = torch.arange(drafts.shape[1] + 1, device=last.device)
+        tokens = torch.cat([drafts, torch.full_like(last, PADDING)[:, None]], dim=1)
+        tokens = tokens.masked_fill(columns >= num_accepted[:, None], PADDING)
+        return VerifiedTokens(
+            tokens.scatter(1, num_accepted[:, None], last[:, None]), num_accepted + 1
+        )
+
+
+def _not_empty(x: torch.Tensor) -> torch.Tensor:
+    """Something to index where there are no drafts at all."""
+    return x if len(x) else x.new_zeros((1, *x.shape[1:]))
