@@ -5,6 +5,7 @@
     logits  = runner.forward(batch)                      [num_logit_rows, vocab_size]
     sampled = sampler.sample(logits, batch)              {request_id: [token, ...]}
     results = scheduler.update_from_output(output, ...)   what became final
+    drafts  = propose(output, ...)                       chapter 5, optional: guesses to verify next
 
 The collaborators are injected. Chapter 1 puts in `FCFSScheduler`, `HFModelRunner` and
 `GreedySampler`; the engine in `common` puts in its paged runner and its sampler, and this file
@@ -54,6 +55,10 @@ class SamplerOutput:
     logprobs: dict[str, list] = field(default_factory=dict)
 
 
+# From a plan and what was sampled of it to tokens proposed for the next step: {request_id: drafts}.
+Propose = Callable[[SchedulerOutput, dict[str, list[int]]], dict[str, list[int]]]
+
+
 class SamplerInterface(Protocol):
     def sample(self, logits: torch.Tensor, batch: Batch) -> SamplerOutput: ...
 
@@ -87,11 +92,18 @@ class StepRecord:
     forward_ms: float = 0.0
     sample_ms: float = 0.0
     update_ms: float = 0.0
+    propose_ms: float = 0.0
+    drafts: dict[str, tuple[int, int]] = field(default_factory=dict)  # verified, accepted
 
     @property
     def step_ms(self) -> float:
         return (
-            self.schedule_ms + self.prepare_ms + self.forward_ms + self.sample_ms + self.update_ms
+            self.schedule_ms
+            + self.prepare_ms
+            + self.forward_ms
+            + self.sample_ms
+            + self.update_ms
+            + self.propose_ms
         )
 
 
@@ -108,12 +120,14 @@ class EngineCore:
         sampler: SamplerInterface | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
         check_invariants: bool = False,
+        propose: Propose | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.sampler = sampler or GreedySampler()
         self.on_step = on_step
         self.check_invariants = check_invariants
+        self.propose = propose
         self.num_steps = 0
 
     def add_request(self, request: Request) -> None:
@@ -153,12 +167,18 @@ class EngineCore:
             if result.request_id in sampled.logprobs:
                 result.logprobs = sampled.logprobs[result.request_id][: len(result.new_token_ids)]
         clock.lap("update_ms")
+        if self.propose is not None:
+            self.scheduler.update_draft_token_ids(self.propose(output, sampled.token_ids))
+            clock.lap("propose_ms")
         if self.check_invariants:
             self.scheduler.check_invariants()
         self.num_steps += 1
         if self.on_step is not None:
             record = self._record(output, results, start_positions, clock)
             record.kv_tokens_written = kv_tokens_written
+            for req_id, drafts in output.scheduled_draft_token_ids.items():
+                num_accepted = max(0, len(sampled.token_ids.get(req_id, ())) - 1)
+                record.drafts[req_id] = (len(drafts), num_accepted)
             self.on_step(record)
         return results
 

@@ -161,7 +161,8 @@ class Request:
     `parent_id` names a request with the same prompt, of the same `n > 1` group, whose prompt KV
     this one may share. `priority`: a lower number is more urgent. `extra_keys`, `(tag, value)`
     each, are what its KV depends on besides its tokens: requests that differ in them share nothing
-    (chapter 3). Times are seconds of `time.monotonic()`."""
+    (chapter 3). `is_seeded`: its user named a seed, so its tokens must depend on itself alone, and
+    not on how many guesses it is given (chapter 5). Times are seconds of `time.monotonic()`."""
 
     def __init__(
         self,
@@ -173,6 +174,7 @@ class Request:
         priority: int = 0,
         parent_id: str | None = None,
         extra_keys: Iterable[tuple[str, str | int]] = (),
+        is_seeded: bool = True,
     ) -> None:
         if not prompt_token_ids:
             raise ValueError(
@@ -186,6 +188,7 @@ class Request:
         self.priority = priority
         self.parent_id = parent_id
         self.extra_keys = tuple(extra_keys)
+        self.is_seeded = is_seeded
         self.max_tokens = (
             sampling_params.max_tokens
         )  # a scheduler lowers it where max_model_len ends sooner

@@ -92,6 +92,7 @@ class PrefillFirstScheduler(SchedulerBase):
         min_new_token_ratio: float = 0.1,
         new_token_ratio_decay_steps: int = 600,
         max_consecutive_prefills: int | None = 8,
+        num_lookahead_tokens: int = 0,
     ) -> None:
         _check_positive(
             preempt_every=preempt_every,
@@ -106,6 +107,7 @@ class PrefillFirstScheduler(SchedulerBase):
             create_queue(policy, find_cached, size, seed, max_overtakes),
             WholePrompts() if chunked_prefill_size is None else _CutPrompts(),
             constraints,
+            num_lookahead_tokens,
         )
         self.mixing = mixing
         self.chunked_prefill_size = chunked_prefill_size
@@ -255,7 +257,10 @@ class PrefillFirstScheduler(SchedulerBase):
             self._new_token_ratio.reset()
             return batch
         batch.trim_drafts(plan.budget)
-        if batch.check_decode_mem():
+        has_memory = batch.check_decode_mem(self.num_lookahead)
+        if not has_memory and batch.drop_drafts():  # nobody is retracted for a guess
+            has_memory = batch.check_decode_mem()
+        if has_memory:
             self._new_token_ratio.decay()
         else:
             plan.preempted += batch.retract_decode(self._retract, self.is_pinned, self.chunked_req)

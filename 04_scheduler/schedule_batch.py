@@ -68,15 +68,27 @@ class ScheduleBatch:
             count += (start + req.remaining_tokens - 1) // size - (start - 1) // size
         return count
 
-    def check_decode_mem(self) -> bool:
+    def drop_drafts(self) -> bool:
+        """Forget what was proposed (chapter 5). Was there anything?"""
+        drafting = [req for req in self.reqs if req.draft_token_ids]
+        for req in drafting:
+            req.draft_token_ids = []
+        return bool(drafting)
+
+    def check_decode_mem(self, num_lookahead: Callable[[Request, int], int] | None = None) -> bool:
         """Get everybody the pages of the next decode. False: the memory has not that many. Whoever
-        got some keeps them, so asking again is cheap."""
+        got some keeps them, so asking again is cheap. `num_lookahead(req, end)` slots behind it are
+        taken if they are there."""
         size, allocate_slots = self.kv_memory.block_size, self.kv_memory.allocate_slots
         for req in self.reqs:
             num_left_in_page = -req.num_computed_tokens % size
             num_tokens = req.remaining_tokens
             if num_tokens > num_left_in_page and not allocate_slots(req, num_tokens):
                 return False
+            if num_lookahead is not None:
+                num_more = num_lookahead(req, req.num_computed_tokens + num_tokens)
+                if num_tokens + num_more > num_left_in_page:
+                    allocate_slots(req, num_tokens, num_more)
         return True
 
     def retract_decode(

@@ -66,7 +66,8 @@ class Scheduler(SchedulerBase):
 
     `watermark` is the share of the blocks that an admission leaves free for those who run already;
     `reserve_all` is chapter 1's way: everything at admission. `max_overtakes` bounds how many
-    requests may leave the queue before one that came earlier. Debug switches: every
+    requests may leave the queue before one that came earlier. `num_lookahead_tokens` slots are
+    taken behind each step's tokens, where they are free, for a proposer. Debug switches: every
     `preempt_every`-th step preempts somebody, `shuffle_waiting` asks the queue in a random order.
     """
 
@@ -88,6 +89,7 @@ class Scheduler(SchedulerBase):
         max_overtakes: int | None = 1000,
         preempt_every: int | None = None,
         shuffle_waiting: bool = False,
+        num_lookahead_tokens: int = 0,
         seed: int = 0,
     ) -> None:
         if not 0 <= watermark < 1:
@@ -100,7 +102,9 @@ class Scheduler(SchedulerBase):
         limits = SchedulerLimits(
             max_num_seqs, max_num_batched_tokens, max_model_len, max_preemptions
         )
-        super().__init__(limits, kv_memory, waiting, chunk_policy, constraints)
+        super().__init__(
+            limits, kv_memory, waiting, chunk_policy, constraints, num_lookahead_tokens
+        )
         self.reserve_all = reserve_all
         self.preempt_every = preempt_every
         self._has_priorities = isinstance(waiting.policy, PriorityPolicy)
@@ -122,16 +126,24 @@ class Scheduler(SchedulerBase):
 
     def _plan_running(self, plan: StepPlan) -> None:
         block_size = self.kv_memory.block_size
+        room_in_block = block_size - self.num_lookahead_tokens
+        num_behind_it = len(self.running)
         for request in list(self.running.values()):
+            num_behind_it -= 1
             if plan.preempted and request.request_id not in self.running:
                 continue  # it made room for one before it
             start = request.num_computed_tokens
             num_tokens = len(request.all_token_ids) + len(request.draft_token_ids) - start
             if num_tokens > 1 or plan.budget == 0:  # more than a decode: as much as there is
-                num_tokens = self._num_tokens_now(request, num_tokens, plan.budget)
+                budget = plan.budget
+                if request.draft_token_ids:  # a token for everybody before a guess for anybody
+                    budget = max(budget - num_behind_it, min(budget, 1))
+                num_tokens = self._num_tokens_now(request, num_tokens, budget)
             # Inside a block there is nothing to ask: it was taken when its first slot was written.
-            is_inside_a_block = 0 < start % block_size <= block_size - num_tokens
-            if num_tokens and (is_inside_a_block or self._make_room(request, num_tokens, plan)):
+            is_inside_a_block = 0 < start % block_size <= room_in_block - num_tokens
+            if num_tokens and not is_inside_a_block:
+                num_tokens = self._make_room(request, num_tokens, plan)
+            if num_tokens:
                 plan.num_tokens[request.request_id] = num_tokens
                 plan.budget -= num_tokens
 
@@ -141,14 +153,20 @@ class Scheduler(SchedulerBase):
         most = self.max_num_batched_tokens
         return self.chunk_policy.num_tokens_now(request, num_behind, budget, most)
 
-    def _make_room(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
-        """Preempt others until the memory agrees. False: the request was preempted itself."""
+    def _make_room(self, request: Request, num_tokens: int, plan: StepPlan) -> int:
+        """How many of the tokens have got memory. Others are preempted for those that are known,
+        and never for guesses. 0: the request was preempted itself."""
+        start = request.num_computed_tokens
+        num_lookahead = self.num_lookahead(request, start + num_tokens)
+        if self.kv_memory.allocate_slots(request, num_tokens, num_lookahead):
+            return num_tokens
+        num_tokens = min(num_tokens, request.num_tokens - start)
         while not self.kv_memory.allocate_slots(request, num_tokens):
             victim = self._choose_victim()
             self._preempt(victim, plan)
             if victim is request:
-                return False
-        return True
+                return 0
+        return num_tokens
 
     def _choose_victim(self) -> Request:
         """Never a pinned one: it has what it needs, so whoever asks is not pinned itself."""

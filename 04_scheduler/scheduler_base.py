@@ -53,6 +53,7 @@ class SchedulerBase:
         waiting: RequestQueue,
         chunk_policy: ChunkPolicy | None = None,
         constraints: Sequence[AdmissionConstraint] = (),
+        num_lookahead_tokens: int = 0,
     ) -> None:
         self.limits = limits
         self.max_num_seqs = limits.max_num_seqs
@@ -61,6 +62,7 @@ class SchedulerBase:
         self.kv_memory = kv_memory
         self.chunk_policy = chunk_policy or WholePrompts()
         self.constraints = list(constraints)
+        self.num_lookahead_tokens = num_lookahead_tokens
         self.requests: dict[str, Request] = {}  # every unfinished request
         self.waiting = waiting
         self.running: dict[str, Request] = {}  # in order of admission
@@ -141,6 +143,11 @@ class SchedulerBase:
     def is_pinned(self, request: Request) -> bool:
         """It was preempted as often as it may be: it gets all its memory at once, and keeps it."""
         return request.num_preemptions >= self.limits.max_preemptions
+
+    def num_lookahead(self, request: Request, end: int) -> int:
+        """Slots behind position `end` in which a proposer may guess (chapter 5), as far as there
+        can be tokens."""
+        return max(0, min(self.num_lookahead_tokens, request.max_num_tokens - 1 - end))
 
     def may_run(self, request: Request) -> bool:
         return all(constraint.may_run(request) for constraint in self.constraints)

@@ -512,17 +512,60 @@ def test_drafts_are_planned_trimmed_and_taken_back():
 
 def test_drafts_of_a_request_that_is_skipped_never_enter_the_model():
     """Trap 40."""
-    loop = Loop(20, max_num_batched_tokens=4)
+    loop = Loop(20)
     requests = [loop.add(name, 1, 12) for name in "abc"]
     loop.step()
     loop.scheduler.update_draft_token_ids({"a": [0, 0, 0], "b": [0, 0]})
+    loop.scheduler.max_num_batched_tokens = 1
     output = loop.step()
-    assert planned(output) == {"a": 4}, "nor does c get a token: the budget is gone"
+    assert planned(output) == {"a": 1}, "the budget is gone"
     assert requests[1].draft_token_ids == [0, 0], "kept for the step that plans it"
+    loop.scheduler.max_num_batched_tokens = 10
     loop.run()
     for request in requests:
         expected = continuation(request.prompt_token_ids, 12)
         assert loop.outputs[request.request_id] == expected
+
+
+def test_everybody_gets_a_token_before_anybody_gets_a_guess_verified():
+    loop = Loop(20)
+    for name in "abc":
+        loop.add(name, 1, 12)
+    loop.step()
+    loop.scheduler.max_num_batched_tokens = 5
+    loop.scheduler.update_draft_token_ids({"a": [0, 0, 0], "b": [0, 0]})
+    assert planned(loop.step()) == {"a": 3, "b": 1, "c": 1}
+    loop.scheduler.update_draft_token_ids({"a": [0, 0, 0], "c": [0, 0, 0]})
+    assert planned(loop.step()) == {"a": 3, "b": 1, "c": 1}
+
+
+def test_nobody_is_preempted_for_a_guess():
+    """Three blocks of two, and all are held: a guess of `a` would need a fourth."""
+    loop = Loop(3, block_size=2)
+    loop.add("a", 3, 4)
+    loop.add("b", 1, 2)
+    loop.step()
+    loop.scheduler.update_draft_token_ids({"a": [0, 0]})
+    output = loop.step()
+    assert not output.preempted_requests and not output.scheduled_draft_token_ids
+    assert planned(output) == {"a": 1, "b": 1}
+    loop.run()
+
+
+@pytest.mark.parametrize("lookahead", [1, 3, 4, 9])
+def test_slots_for_guesses_lie_behind_a_steps_tokens_if_there_are_any_to_spare(lookahead):
+    loop = Loop(100, block_size=4, num_lookahead_tokens=lookahead)
+    request = loop.add("a", 4, 16)
+    loop.step()
+    while not request.is_finished:
+        loop.step()
+        table = loop.scheduler.kv_memory.get_block_ids("a")
+        end = min(request.num_computed_tokens + lookahead, request.max_num_tokens - 1)
+        assert request.is_finished or len(table) == -(-end // 4)
+    tight = Loop(5, block_size=4, num_lookahead_tokens=lookahead)
+    assert tight.add("a", 4, 17).max_tokens == 17
+    tight.add("b", 1, 3)
+    tight.run()
 
 
 # -- constraints
@@ -702,8 +745,8 @@ def test_the_memory_is_asked_once_a_block():
     loop.step()
     asked = []
     allocate = loop.scheduler.kv_memory.allocate_slots
-    loop.scheduler.kv_memory.allocate_slots = lambda request, n: (
-        asked.append(request.num_computed_tokens) or allocate(request, n)
+    loop.scheduler.kv_memory.allocate_slots = lambda request, *n: (
+        asked.append(request.num_computed_tokens) or allocate(request, *n)
     )
     loop.run()
     assert asked == [8, 16, 24, 32]

@@ -8,7 +8,8 @@
     scheduler        1, 4     FCFSScheduler; Scheduler or PrefillFirstScheduler, with a policy
     attention          2      TorchAttentionBackend or TritonAttentionBackend
     runner          common    PagedModelRunner
-    sampler         common    Sampler
+    proposer           5      NgramProposer or DraftModelProposer, in a Speculator; or nobody
+    sampler         common    Sampler; in a SpeculativeSampler if somebody guesses
     the loop           1      EngineCore
 
 Nothing is implemented here. To turn a chapter off, a plain part takes the role; no token changes by
@@ -30,6 +31,9 @@ from common.kv_sizing import size_kv_cache
 from common.loader import LoadedModel
 from common.model_runner import PagedModelRunner
 from common.sampler import Sampler
+from common.speculative_sampler import ConstrainedDrafts, SpeculativeSampler
+from draft_length import AdaptiveLength, FixedLength
+from draft_model_proposer import DraftModelProposer
 from engine_core import EngineCore, StepRecord
 from fcfs_scheduler import FCFSScheduler
 from kv_block_io import PagedBlockIO
@@ -44,9 +48,11 @@ from paged_attention import (
 from prefill_first_scheduler import PrefillFirstScheduler
 from prefix_cache import PrefixCache
 from prefix_cache_local import PrefixCacheLocal
+from proposers import NgramProposer, Proposer
 from radix_cache import RadixCache
 from scheduler import Scheduler
 from scheduler_base import SchedulerBase
+from speculator import Speculator
 from tiered_cache import TieredCache
 
 logger = logging.getLogger(__name__)
@@ -63,20 +69,23 @@ class EngineParts:
     max_model_len: int
     vocab_size: int
     connector: KVConnector | None
+    speculator: Speculator | None
 
 
 def assemble(
     config: EngineConfig,
     loaded: LoadedModel,
+    draft: LoadedModel | None,
     num_tokens_in_tokenizer: int | None,
     on_step: Callable[[StepRecord], None],
+    num_wanted: Callable[[str, list[int]], int],
 ) -> EngineParts:
     """Choose and connect the parts. Raises `ValueError` if the model or the memory does not allow
     it."""
     device = loaded.model.embed_weight.device
     max_model_len = resolve_max_model_len(config, loaded.config.max_position_embeddings)
     backend = make_attention_backend(config.attention_backend, device)
-    kv_cache = make_kv_cache(config, loaded, backend, max_model_len, device)
+    kv_cache = make_kv_cache(config, loaded, draft, backend, max_model_len, device)
     connector = make_connector(config, loaded, kv_cache)
     kv_manager = make_kv_manager(config, kv_cache.num_blocks, connector)
     scheduler = make_scheduler(config, max_model_len, kv_manager)
@@ -92,7 +101,14 @@ def assemble(
     # Checkpoints pad the vocabulary to a round number; a lane that no token has must never win.
     vocab_size = min(loaded.config.vocab_size, num_tokens_in_tokenizer or loaded.config.vocab_size)
     core = EngineCore(scheduler, runner, Sampler(vocab_size=vocab_size), on_step=on_step)
-    return EngineParts(core, scheduler, kv_manager, kv_cache, max_model_len, vocab_size, connector)
+    speculator = make_speculator(config, loaded, draft, kv_cache, kv_manager, backend, vocab_size)
+    if speculator is not None:
+        scheduler.num_lookahead_tokens = speculator.proposer.num_lookahead_tokens
+        core.propose = speculator.propose
+        core.sampler = SpeculativeSampler(core.sampler, speculator.draft_probs, num_wanted)
+    return EngineParts(
+        core, scheduler, kv_manager, kv_cache, max_model_len, vocab_size, connector, speculator
+    )
 
 
 def make_scheduler(
@@ -192,42 +208,91 @@ def make_attention_backend(name: str, device: torch.device) -> AttentionBackend:
 def make_kv_cache(
     config: EngineConfig,
     loaded: LoadedModel,
+    draft: LoadedModel | None,
     backend: AttentionBackend,
     max_model_len: int,
     device: torch.device,
 ) -> PagedKVCache:
-    """KV tensors of `config.num_blocks` blocks, or of as many as the free memory holds."""
-    model = loaded.config
-
-    def make(num_blocks: int) -> PagedKVCache:
-        return PagedKVCache(
-            num_layers=model.num_hidden_layers,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            num_kv_heads=model.num_key_value_heads,
-            head_dim=model.head_dim,
-            dtype=loaded.model.embed_weight.dtype,
-            device=device,
-        )
-
+    """KV tensors of `config.num_blocks` blocks, or of as many as the free memory holds, those of a
+    draft model included."""
     if config.num_blocks is not None:
-        return make(config.num_blocks)
+        return allocate_kv_cache(loaded, config.num_blocks, config.block_size)
     on_gpu = device.type == "cuda"
     # On a GPU the largest step there can be, so that what is free afterwards is free for good; on a
     # CPU, where that could take half a minute, a short one.
     num_tokens = min(config.max_num_batched_tokens if on_gpu else 8, max_model_len)
     num_blocks = -(-num_tokens // config.block_size) + 1
-    kv_cache = make(num_blocks)
-    warm_up(loaded, kv_cache, backend, num_tokens, config.max_num_seqs if on_gpu else 1)
+    kv_cache = allocate_kv_cache(loaded, num_blocks, config.block_size)
+    num_rows = min(config.max_num_seqs * config.num_rows_per_request, num_tokens)
+    warm_up(loaded, kv_cache, backend, num_tokens, num_rows if on_gpu else 1)
+    kv_bytes_per_block = kv_cache.kv_bytes_per_block
+    if draft is not None:
+        kv_bytes_per_block += allocate_kv_cache(draft, 1, config.block_size).kv_bytes_per_block
     budget = size_kv_cache(
-        kv_cache.kv_bytes_per_block,
+        kv_bytes_per_block,
         config.block_size,
         config.max_num_seqs,
         max_model_len,
         device,
     )
     logger.info(budget.explanation)
-    return make(budget.num_blocks)
+    return allocate_kv_cache(loaded, budget.num_blocks, config.block_size)
+
+
+def allocate_kv_cache(loaded: LoadedModel, num_blocks: int, block_size: int) -> PagedKVCache:
+    model, weight = loaded.config, loaded.model.embed_weight
+    return PagedKVCache(
+        num_layers=model.num_hidden_layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=model.num_key_value_heads,
+        head_dim=model.head_dim,
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+
+
+def make_speculator(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    draft: LoadedModel | None,
+    kv_cache: PagedKVCache,
+    kv_manager: KVCacheManager,
+    backend: AttentionBackend,
+    vocab_size: int,
+) -> Speculator | None:
+    """Who guesses, if anybody. Raises `ValueError` if the draft model has other tokens."""
+    how = config.speculation
+    if how is None:
+        return None
+    proposer: Proposer
+    if how.method == "ngram":
+        proposer = NgramProposer(how.num_spec_tokens, how.max_ngram, how.min_ngram)
+    else:
+        assert draft is not None
+        if draft.config.vocab_size != loaded.config.vocab_size:
+            raise ValueError(
+                f"model of speculative has a vocabulary of {draft.config.vocab_size} tokens: it "
+                f"must be the target's, {loaded.config.vocab_size}"
+            )
+        proposer = DraftModelProposer(
+            draft.model,
+            allocate_kv_cache(draft, kv_cache.num_blocks, config.block_size),
+            backend,
+            kv_manager,
+            how.num_spec_tokens,
+            max_model_len=resolve_draft_len(config, loaded, draft),
+            max_num_seqs=config.max_num_seqs,
+            sampler=ConstrainedDrafts(Sampler(vocab_size), loaded.generation_eos_token_ids),
+        )
+    length = AdaptiveLength if how.adaptive else FixedLength
+    return Speculator(proposer, length(how.num_spec_tokens))
+
+
+def resolve_draft_len(config: EngineConfig, loaded: LoadedModel, draft: LoadedModel) -> int:
+    """Positions that target and draft model both know."""
+    longest = resolve_max_model_len(config, loaded.config.max_position_embeddings)
+    return min(longest, draft.config.max_position_embeddings)
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from common.assembly import assemble
-from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig, EngineStats
+from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig, EngineStats
 from common.intake import Intake, Prompt
 from common.loader import LoadedModel, load_model
 from common.output_processor import OutputProcessor
@@ -28,14 +28,15 @@ from engine_core import StepRecord
 from prefix_cache import CacheStats, PrefixCache
 from request import RequestOutput, RequestStatus, SamplingParams
 from scheduler_base import SchedulerBase
+from speculator import SpecDecodeStats
 
 
 class LLMEngine:
     """Requests in at any time, outputs out of every `step()`.
 
     `on_step` is called with each step's `StepRecord`, when the step is complete: it may add and
-    abort requests, but not call `step()`. `loaded` and `tokenizer` replace what
-    `config.model` names (benchmarks and tests bring random weights this way); without a tokenizer,
+    abort requests, but not call `step()`. `loaded`, `draft` and `tokenizer` replace what
+    `config` names (benchmarks and tests bring random weights this way); without a tokenizer,
     prompts are token ids and texts are empty.
     """
 
@@ -44,6 +45,7 @@ class LLMEngine:
         config: EngineConfig | None = None,
         *,
         loaded: LoadedModel | None = None,
+        draft: LoadedModel | None = None,
         tokenizer: Tokenizer | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
@@ -57,8 +59,9 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self.on_step = on_step
         num_tokens = None if tokenizer is None else tokenizer.vocab_size
-        parts = assemble(self.config, loaded, num_tokens, self._after_step)
-        self._connector = parts.connector
+        draft = draft or self._load_draft(loaded)
+        parts = assemble(self.config, loaded, draft, num_tokens, self._after_step, self._num_wanted)
+        self._connector, self.speculator = parts.connector, parts.speculator
         self.core, self.scheduler = parts.core, parts.scheduler
         self.kv_manager, self.kv_cache = parts.kv_manager, parts.kv_cache
         self.max_model_len, self.vocab_size = parts.max_model_len, parts.vocab_size
@@ -79,6 +82,13 @@ class LLMEngine:
         self._aborted: list[RequestGroup] = []  # since the last step
         self._last_record: StepRecord | None = None
         self._num_batches = 0
+
+    def _load_draft(self, loaded: LoadedModel) -> LoadedModel | None:
+        how = self.config.speculation
+        if how is None or how.method != "draft":
+            return None
+        weight = loaded.model.embed_weight
+        return load_model(how.model or SHIPPED_DRAFT, weight.dtype, weight.device)
 
     # -- requests
 
@@ -237,6 +247,7 @@ class LLMEngine:
             kv_blocks_in_use=self.kv_manager.num_blocks_in_use,
             recomputed_tokens=self._num_recomputed() - self._num_recomputed_before,
             **self._cache_stats(),
+            **self._speculation_stats(),
             kv_waste=self._waste_sum / steps if steps else 0.0,
         )
 
@@ -248,6 +259,19 @@ class LLMEngine:
             "kv_blocks_cached": cache.num_cached_blocks,
             "cached_tokens": cache.stats.num_tokens_hit,
             "prefix_cache_hit_rate": cache.stats.hit_rate,
+        }
+
+    def _speculation_stats(self) -> dict[str, int | float | list[float]]:
+        if self.speculator is None:
+            return {}
+        seen = self.speculator.stats
+        return {
+            "num_passes": seen.num_passes,
+            "num_drafted_tokens": seen.num_drafted,
+            "num_accepted_tokens": seen.num_accepted,
+            "acceptance_by_position": seen.acceptance_by_position,
+            "mean_accepted_length": seen.mean_accepted_length,
+            "tokens_per_pass": seen.tokens_per_pass,
         }
 
     @property
@@ -269,6 +293,8 @@ class LLMEngine:
         """Start counting anew, after a warm-up for instance. What is cached stays cached."""
         if self.prefix_cache is not None:
             self.prefix_cache.stats = CacheStats()
+        if self.speculator is not None:
+            self.speculator.stats = SpecDecodeStats()
         self._stats = EngineStats(kv_blocks_total=self.kv_manager.pool.num_blocks - 1)
         self._waste_sum = 0.0
         self._num_recomputed_before = self._num_recomputed()
@@ -304,6 +330,12 @@ class LLMEngine:
         # Sequences that share a prompt count it each, so what is written can exceed what is held.
         self._waste_sum += max(0.0, 1 - record.kv_tokens_written / slots) if slots else 0.0
         self._last_record = record
+        if self.speculator is not None:
+            self.speculator.observe_step(record)
+
+    def _num_wanted(self, request_id: str, token_ids: list[int]) -> int:
+        """Of a run of tokens: those up to the end of a stop string."""
+        return self._owners[request_id][1].num_wanted(token_ids)
 
     def _check_id(self, request_id: str) -> None:
         if not isinstance(request_id, str) or not request_id:

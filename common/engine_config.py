@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,7 +13,54 @@ from tiered_cache import KVTierConfig
 
 # Does it preempt, and take a policy?
 SCHEDULERS = {"two_phase": True, "prefill_first": True, "fcfs": False}
-SHIPPED_CHECKPOINT = Path(__file__).parent / "checkpoints" / "tiny"
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+SHIPPED_CHECKPOINT = CHECKPOINTS / "tiny"
+SHIPPED_DRAFT = CHECKPOINTS / "tiny-draft"
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """`method` is `"ngram"` (look up what followed the last `max_ngram` to `min_ngram` tokens
+    before) or `"draft"` (ask the model `model`, a directory or hub id of the same vocabulary; None:
+    the shipped draft model). At most `num_spec_tokens` are guessed at a time; `adaptive`: as many
+    of these as pay. Raises `ValueError` that names the field."""
+
+    method: str
+    num_spec_tokens: int = 4
+    adaptive: bool = True
+    model: str | Path | None = None
+    max_ngram: int = 4
+    min_ngram: int = 2
+
+    @classmethod
+    def make(cls, speculative: dict) -> SpeculativeConfig:
+        known = list(cls.__dataclass_fields__)
+        if not isinstance(speculative, dict) or "method" not in speculative:
+            raise ValueError(
+                f"speculative is {speculative!r}: it must be None or a dict with a method"
+            )
+        for name in speculative:
+            if name not in known:
+                raise ValueError(f"speculative has {name!r}: it may have {', '.join(known)}")
+        return cls(**speculative)
+
+    def __post_init__(self) -> None:
+        if self.method not in ("ngram", "draft"):
+            raise ValueError(f"method is {self.method!r}: it must be 'ngram' or 'draft'")
+        for name in ("num_spec_tokens", "min_ngram", "max_ngram"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}: it must be an integer >= 1")
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(
+                f"min_ngram is {self.min_ngram}: it must be <= max_ngram, which is {self.max_ngram}"
+            )
+        if not isinstance(self.adaptive, bool):
+            raise ValueError(f"adaptive is {self.adaptive!r}: it must be True or False")
+        if self.model is not None and (self.method != "draft" or not str(self.model)):
+            raise ValueError(
+                f"model is {self.model!r}: it must be a directory or hub id, for method 'draft'"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +75,9 @@ class EngineConfig:
 
     `prefix_cache` keeps computed prefixes: `"hash"`, `"radix"` or None. `kv_tiers` lets evicted
     blocks go to host memory and disk; `kv_connector` shares them with other engines.
+
+    `speculative`: None, or what `SpeculativeConfig` takes, such as `{"method": "ngram"}` or
+    `{"method": "draft", "num_spec_tokens": 3}`.
 
     `scheduler` is `"two_phase"` or `"prefill_first"` (chapter 4: both fill the memory, and preempt
     when it runs out) or `"fcfs"` (chapter 1: reserves everything at admission). `policy` orders
@@ -83,7 +133,6 @@ class EngineConfig:
             "policy": tuple(POLICIES) if SCHEDULERS.get(self.scheduler) else ("fcfs",),
             "prefix_cache": (None, "hash", "radix"),
             "chunked_prefill": (False,),
-            "speculative": (None,),
             "attention_backend": ("auto", "torch", "triton"),
             "tensor_parallel_size": (1,),
             "pipeline_parallel_size": (1,),
@@ -100,6 +149,11 @@ class EngineConfig:
                 f"preempt_every is {self.preempt_every!r}: it must be None, since scheduler "
                 f"{self.scheduler!r} never preempts"
             )
+        if self.speculation is not None and not SCHEDULERS[self.scheduler]:
+            raise ValueError(
+                f"speculative is {self.speculative!r}: it must be None, since scheduler "
+                f"{self.scheduler!r} does not speculate"
+            )
         parts = {"kv_tiers": KVTierConfig, "kv_connector": KVConnector}
         for name, kind in parts.items():
             value = getattr(self, name)
@@ -109,6 +163,16 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value!r}: it must be None or a {kind.__name__}")
             if self.prefix_cache is None:
                 raise ValueError(f"{name} is {value!r}: it needs a prefix_cache, which is None")
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """`speculative` as its fields, with their defaults."""
+        return None if self.speculative is None else SpeculativeConfig.make(self.speculative)
+
+    @property
+    def num_rows_per_request(self) -> int:
+        """Rows of logits that a request can have in a step."""
+        return 1 if self.speculation is None else 1 + self.speculation.num_spec_tokens
 
     def resolve_device(self) -> torch.device:
         """`"auto"` is CUDA if there is one. Raises `ValueError` for a device that is not there."""
@@ -146,4 +210,10 @@ class EngineStats:
     kv_blocks_peak: int = 0
     num_preemptions: int = 0
     recomputed_tokens: int = 0  # lost by preemption, less what was then found in the prefix cache
+    num_passes: int = 0  # a request in a step that yields tokens: output_tokens, if nobody guesses
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    acceptance_by_position: list[float] = field(default_factory=list)
+    mean_accepted_length: float = 1.0  # tokens of a pass that had drafts
+    tokens_per_pass: float = 0.0
     kv_waste: float = 0.0  # share of the held slots in which nothing is written, mean over steps

@@ -85,6 +85,7 @@ class Intake:
                 priority,
                 parent_id=first_id if i > 0 else None,
                 extra_keys=extra_keys,
+                is_seeded=params.seed is not None,
             )
             requests.append(request)
             group.members.append(OutputProcessor(request, i, self.tokenizer))

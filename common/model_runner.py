@@ -2,16 +2,16 @@
 
 The runner keeps its own copy of every running request, in its own process if need be, and brings it
 up to date from the deltas in each `SchedulerOutput`. All requests of a step lie end to end in one
-row of tokens, without padding:
+row of tokens, without padding (chapter 2's `batch_layout.py`):
 
-    tokens            | request A: 5 tokens | B: 1 | C: 1 | D: 3 tokens |
-    query_start_loc   0                     5      6      7            10
-    positions         | 0  1  2  3  4       | 17   | 9    | 4  5  6     |
-    slot_mapping      where each token's keys and values are written
-    logit rows        |                 x   | x    | x    |       x     |    the last token of each
+    tokens            | request A: 5 tokens | B: 1 | C: 1, 2 drafts | D: 3 tokens |
+    query_start_loc   0                     5      6                9            12
+    logit rows        |                 x   | x    | x  x  x        |       x     |
 
-A request gets a row of logits only if its last known token is in this step: a prompt that is
-computed in several steps (chapter 6) yields none until its last one."""
+A request gets rows of logits only if its last known token is in this step: a prompt that is
+computed in several steps (chapter 6) yields none until its last one. It gets one for that token and
+one for each draft behind it (chapter 5), whose history for the sampler includes the drafts before
+it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from batch_layout import BlockTables, lay_out, to_device
 from common.model import DecoderModel
 from common.sampler import SamplingBatch
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
@@ -59,27 +60,9 @@ class PagedBatch:
     positions: torch.Tensor  # [num_tokens] int64
     attention: AttentionMetadata
     logit_indices: torch.Tensor  # [num_logit_rows] int64, into the tokens
-    logit_req_ids: list[str]
+    logit_req_ids: list[str]  # of each row of logits; with drafts, a request has several
     sampling: SamplingBatch = field(repr=False)
-
-
-class BlockTables:
-    """The block tables of all requests in one array, a row each, so that a step's tables are one
-    gather."""
-
-    def __init__(self, num_rows: int, num_columns: int) -> None:
-        self.ids = np.zeros((num_rows, num_columns), dtype=np.int32)  # 0: the null block
-        self._free_rows = list(range(num_rows - 1, -1, -1))
-
-    def take_row(self) -> int:
-        if not self._free_rows:  # more requests remembered than run at once: some were preempted
-            num_rows = len(self.ids)
-            self.ids = np.concatenate([self.ids, np.zeros_like(self.ids)])
-            self._free_rows = list(range(2 * num_rows - 1, num_rows - 1, -1))
-        return self._free_rows.pop()
-
-    def release_row(self, row: int) -> None:
-        self._free_rows.append(row)
+    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)  # what is to be verified
 
 
 class PagedModelRunner:
@@ -113,7 +96,7 @@ class PagedModelRunner:
         """Bring the requests up to date and lay out the step's tokens. None if nothing is
         scheduled."""
         starts = self._apply(output)
-        return None if output.is_empty else self._lay_out(starts, output.num_scheduled_tokens)
+        return None if output.is_empty else self._lay_out(starts, output)
 
     @torch.inference_mode()
     def forward(self, batch: PagedBatch) -> torch.Tensor:
@@ -165,72 +148,61 @@ class PagedModelRunner:
 
     def _append_blocks(self, request: RunnerRequest, block_ids: list[int]) -> None:
         if block_ids:
-            end = request.num_blocks + len(block_ids)
-            self.tables.ids[request.row, request.num_blocks : end] = block_ids
-            request.num_blocks = end
+            self.tables.write(request.row, request.num_blocks, block_ids)
+            request.num_blocks += len(block_ids)
 
     # -- the batch
 
-    def _lay_out(self, starts: dict[str, int], num_scheduled: dict[str, int]) -> PagedBatch:
+    def _lay_out(self, starts: dict[str, int], output: SchedulerOutput) -> PagedBatch:
         req_ids = list(starts)
         if self._shuffle is not None:
             self._shuffle.shuffle(req_ids)
+        drafts = output.scheduled_draft_token_ids
         requests = [self.requests[r] for r in req_ids]
-        start = np.array([starts[r] for r in req_ids])
-        query_lens = np.array([num_scheduled[r] for r in req_ids])
-        stop = start + query_lens
-        rows = np.array([request.row for request in requests])
-        query_start_loc = np.zeros(len(req_ids) + 1, dtype=np.int64)
-        np.cumsum(query_lens, out=query_start_loc[1:])
-
-        token_row = np.repeat(np.arange(len(req_ids)), query_lens)
-        positions = np.arange(query_start_loc[-1]) - query_start_loc[token_row] + start[token_row]
-        block_ids = self.tables.ids[rows[token_row], positions // self.block_size].astype(np.int64)
-        slot_mapping = block_ids * self.block_size + positions % self.block_size
-        input_ids: list[int] = []
-        for request, first, last in zip(requests, start.tolist(), stop.tolist(), strict=True):
-            input_ids += request.tokens(first, last)
-
-        known = np.array([request.num_tokens for request in requests])
-        logit_rows = np.flatnonzero(stop == known)
-        max_seq_len = int(stop.max())
-        max_blocks = -(-max_seq_len // self.block_size)
-        attention = AttentionMetadata(
-            query_start_loc=self._tensor(query_start_loc),
-            seq_lens=self._tensor(stop),
-            block_tables=self._tensor(self.tables.ids[rows, :max_blocks]),
-            slot_mapping=self._tensor(slot_mapping),
-            max_query_len=int(query_lens.max()),
-            max_seq_len=max_seq_len,
+        layout = lay_out(
+            self.tables,
+            [request.row for request in requests],
+            [starts[r] for r in req_ids],
+            [output.num_scheduled_tokens[r] for r in req_ids],
+            self.block_size,
+            self.device,
         )
-        chosen = logit_rows.tolist()
+        input_ids: list[int] = []
+        logit_indices: list[int] = []
+        sampling = SamplingBatch.make_empty()
+        for req_id, request, end in zip(
+            req_ids, requests, layout.query_start_loc[1:].tolist(), strict=True
+        ):
+            own_drafts = drafts.get(req_id, [])
+            start, num_tokens = starts[req_id], output.num_scheduled_tokens[req_id]
+            num_known = num_tokens - len(own_drafts)
+            input_ids += request.tokens(start, start + num_known)
+            input_ids += own_drafts
+            if start + num_known == request.num_tokens:
+                logit_indices += range(end - 1 - len(own_drafts), end)
+                self._add_rows(sampling, req_id, request, own_drafts)
         return PagedBatch(
             req_ids=req_ids,
-            input_ids=self._tensor(np.array(input_ids, dtype=np.int64)),
-            positions=self._tensor(positions),
-            attention=attention,
-            logit_indices=self._tensor(query_start_loc[1:][logit_rows] - 1),
-            logit_req_ids=[req_ids[i] for i in chosen],
-            sampling=self._sampling([req_ids[i] for i in chosen]),
+            input_ids=to_device(np.array(input_ids, dtype=np.int64), self.device),
+            positions=layout.positions,
+            attention=layout.attention,
+            logit_indices=to_device(np.array(logit_indices, dtype=np.int64), self.device),
+            logit_req_ids=sampling.req_ids,
+            sampling=sampling,
+            draft_token_ids=drafts,
         )
 
-    def _sampling(self, req_ids: list[str]) -> SamplingBatch:
-        requests = [self.requests[r] for r in req_ids]
-        return SamplingBatch(
-            req_ids=req_ids,
-            params=[request.params for request in requests],
-            seeds=[request.params.seed or 0 for request in requests],
-            prompt_token_ids=[request.prompt_token_ids for request in requests],
-            output_token_ids=[request.output_token_ids for request in requests],
-            eos_token_ids=[
-                () if request.params.ignore_eos else self.eos_token_ids for request in requests
-            ],
-        )
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        """To the device. A fresh staging copy each time: a reused one could be overwritten while an
-        asynchronous copy still reads it."""
-        tensor = torch.from_numpy(array)
-        if self.device.type == "cuda":
-            return tensor.pin_memory().to(self.device, non_blocking=True)
-        return tensor
+    def _add_rows(
+        self, sampling: SamplingBatch, req_id: str, request: RunnerRequest, drafts: list[int]
+    ) -> None:
+        """One row for the last known token, and one for each draft."""
+        params = request.params
+        eos_token_ids = () if params.ignore_eos else self.eos_token_ids
+        for num_drafts in range(len(drafts) + 1):
+            sampling.req_ids.append(req_id)
+            sampling.params.append(params)
+            sampling.seeds.append(params.seed or 0)
+            sampling.prompt_token_ids.append(request.prompt_token_ids)
+            sampling.output_token_ids.append(request.output_token_ids)
+            sampling.draft_token_ids.append(drafts[:num_drafts])
+            sampling.eos_token_ids.append(eos_token_ids)

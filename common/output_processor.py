@@ -65,6 +65,12 @@ class OutputProcessor:
         self._update_text()
         return matched is not None
 
+    def num_wanted(self, token_ids: list[int]) -> int:
+        """How many tokens of a run that is not processed yet come before a stop string's end."""
+        if self._detokenizer is None or not self.request.sampling_params.stop:
+            return len(token_ids)
+        return self._detokenizer.num_until_stop(token_ids)
+
     def abort(self) -> None:
         """The user or the engine ended it. What has been generated stays."""
         self.completion.finish_reason = "abort"

@@ -24,6 +24,7 @@ stop string is held back from the stream.
 from __future__ import annotations
 
 import codecs
+import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -199,6 +200,18 @@ class IncrementalDetokenizer:
         if self._is_first:
             self._is_first = not self._tokenizer.has_token(token_id)
         return self._extend(new) if new else None
+
+    def num_until_stop(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, if they came next, until a stop string is complete; all of
+        them if none would be. Nothing changes."""
+        probe = copy.copy(self)
+        probe._pieces, probe._unsent = [], []
+        probe._utf8 = codecs.getincrementaldecoder("utf-8")(errors=self._tokenizer.decode_errors)
+        probe._utf8.setstate(self._utf8.getstate())
+        for i, token_id in enumerate(token_ids):
+            if probe.append(token_id) is not None:
+                return i + 1
+        return len(token_ids)
 
     def take_delta(self) -> str:
         """Text that follows what earlier calls returned and that nothing can take back. Joined, all

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.model_runner import BlockTables, PagedModelRunner
+from batch_layout import BlockTables
+from common.model_runner import PagedModelRunner
 from paged_attention import PagedKVCache, TorchAttentionBackend
 from request import SamplingParams
 from scheduler_interface import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput

@@ -23,19 +23,16 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from common.sampler import (
-    Sampler,
-    SamplingBatch,
+from common.counter_random import sample_from_probs, uniforms
+from common.sampler import Sampler, SamplingBatch, sampling_probs
+from common.sampling_constraints import (
     apply_min_p,
     apply_penalties,
     apply_temperature,
     apply_top_k,
     apply_top_p,
-    sample_from_probs,
-    sampling_probs,
     token_counts,
     top_ids,
-    uniforms,
 )
 from request import SamplingParams
 
@@ -51,6 +48,7 @@ def make_batch(
     outputs: list[list[int]] | None = None,
     eos: list[tuple[int, ...]] | None = None,
     req_ids: list[str] | None = None,
+    drafts: list[list[int]] | None = None,
 ) -> SimpleNamespace:
     n = len(params)
     return SimpleNamespace(
@@ -60,6 +58,7 @@ def make_batch(
             seeds or [p.seed or 0 for p in params],
             prompts or [[0]] * n,
             outputs or [[] for _ in range(n)],
+            drafts or [[] for _ in range(n)],
             eos or [()] * n,
         )
     )

@@ -1,0 +1,301 @@
+"""A small model that guesses what the large one will say.
+
+It keeps keys and values of its own, in tensors of its own, but in the *same blocks*: slot s of its
+cache belongs to whom slot s of the target's does. So it needs no memory manager; it only must know
+how far its KV goes. With n known tokens and 3 drafts:
+
+    position          n-2     n-1     n      n+1    n+2
+    token             known   last    d0     d1     d2
+    target's KV       yes     -       -      -      -        n - 1 positions
+    draft's KV        yes     wrote   wrote  wrote  -        fed last, d0, d1; d2 came out
+
+Accepted drafts are known tokens now, and their KV stays; what stands behind is overwritten. If all
+of them were accepted, d2 has no KV yet: the draft model is one token further behind and is fed two.
+
+That is the same rule that lets it catch up with anything: it computes from where its KV ends to the
+last known token. There are many ways to be behind. A prefix-cache hit brings blocks that some other
+request computed, or a disk, and a block that one request filled just as it ended has no KV of the
+draft. Nothing would look wrong: only fewer guesses come true. So each block that the draft has
+filled is remembered with a hash of everything up to its end. A hit is checked against these, and
+computed from the first block that does not agree.
+
+Invariants: positions below `num_computed` hold the draft's KV of the request's own tokens; a block
+in `_filled` holds what its hash says; nothing is written outside the request's own table.
+
+vLLM keeps the draft's KV in layers of the same manager; it had exactly this hole (Trap 41).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from batch_layout import BlockTables, lay_out, to_device
+from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
+from request import Request
+from scheduler_interface import KVMemory
+
+
+class DraftModel(Protocol):
+    """A decoder over a paged cache; its tokens are the target's."""
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,  # [num_tokens] int64
+        positions: torch.Tensor,  # [num_tokens] int64
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+        logit_indices: torch.Tensor,  # [num_logit_rows] int64, into the tokens
+        backend: AttentionBackend,
+    ) -> torch.Tensor:  # [num_logit_rows, vocab_size]
+        ...
+
+
+class DraftSampler(Protocol):
+    def sample_drafts(
+        self, logits: torch.Tensor, requests: Sequence[Request], num_drafted: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """From `logits` [R, vocab_size] the next draft of each request, which has `num_drafted`
+        already: `(tokens [R] int64, probs [R, vocab_size])`, `probs` being what they were drawn
+        from. None: nothing that the rejection rule would need."""
+
+    def needs_probs(self, request: Request) -> bool:
+        """Are the request's drafts to be verified with the probabilities?"""
+
+
+class MostLikely:
+    """The likeliest token: drafts without probabilities."""
+
+    def sample_drafts(
+        self, logits: torch.Tensor, requests: Sequence[Request], num_drafted: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return logits.argmax(dim=-1), None
+
+    def needs_probs(self, request: Request) -> bool:
+        return False
+
+
+@dataclass(slots=True)
+class _Follower:
+    """How far the draft model has followed a request."""
+
+    row: int  # in the block tables
+    num_preemptions: int  # the request's, when its table was read: another count, another table
+    num_blocks: int = 0  # of its table, as far as it was read
+    num_checked: int = 0  # leading blocks that are full and right
+    chain: int = 0  # the hash of everything in those
+    num_computed: int = 0  # positions with the draft's KV
+
+
+class DraftModelProposer:
+    """`kv_cache` has the draft's layers and the target's number and size of blocks; `kv_memory` is
+    the scheduler's. Positions from `max_model_len` on get no drafts."""
+
+    def __init__(
+        self,
+        model: DraftModel,
+        kv_cache: PagedKVCache,
+        backend: AttentionBackend,
+        kv_memory: KVMemory,
+        num_spec_tokens: int = 4,
+        *,
+        max_model_len: int = 2048,
+        max_num_seqs: int = 256,
+        sampler: DraftSampler | None = None,
+    ) -> None:
+        if num_spec_tokens < 1:
+            raise ValueError(f"num_spec_tokens is {num_spec_tokens!r}: it must be >= 1")
+        if kv_cache.block_size != kv_memory.block_size:
+            raise ValueError(
+                f"block_size of the draft's kv_cache is {kv_cache.block_size}: it must be the "
+                f"target's, {kv_memory.block_size}"
+            )
+        self.model, self.backend, self.kv_cache = model, backend, kv_cache
+        self.kv_memory = kv_memory
+        self.num_spec_tokens = num_spec_tokens
+        # A guess is fed back for the next one, so all but the last are written.
+        self.num_lookahead_tokens = num_spec_tokens
+        self.max_model_len = max_model_len
+        self.sampler = sampler or MostLikely()
+        self.block_size = kv_cache.block_size
+        self.device = kv_cache.key_cache[0].device
+        self.num_computed_tokens = 0  # that the draft model was fed, ever
+        self._tables = BlockTables(max_num_seqs, -(-max_model_len // self.block_size) + 1)
+        self._followers: dict[str, _Follower] = {}
+        self._filled: dict[int, int] = {}  # block id -> hash of what the draft's KV in it is of
+        self._probs: dict[str, torch.Tensor] = {}
+
+    # -- the interface
+
+    @torch.inference_mode()
+    def propose(
+        self, requests: Sequence[Request], num_drafts: Sequence[int]
+    ) -> dict[str, list[int]]:
+        work = [
+            self._plan(request, min(num, self.num_spec_tokens))
+            for request, num in zip(requests, num_drafts, strict=True)
+        ]
+        for request in requests:
+            self._probs.pop(request.request_id, None)
+        work = [w for w in work if w.stop > w.follower.num_computed]
+        work.sort(key=lambda w: -w.num_drafts)  # so that those who want more come first
+        drafting = [w for w in work if w.num_drafts]
+        if not work:
+            return {}
+        logits = self._catch_up(work)
+        columns = self._guess(drafting, logits[: len(drafting)])
+        tokens = [column.tolist() for column in columns]  # the host waits here, once
+        for w in work:
+            w.follower.num_computed = w.stop + max(0, w.num_drafts - 1)
+            self._check_blocks(w.request, w.follower, w.request.num_computed_tokens)
+        return {
+            w.request.request_id: [tokens[i][index] for i in range(w.num_drafts)]
+            for index, w in enumerate(drafting)
+        }
+
+    def draft_probs(self, request_id: str) -> torch.Tensor | None:
+        return self._probs.get(request_id)
+
+    def forget(self, request_id: str) -> None:
+        self._probs.pop(request_id, None)
+        follower = self._followers.pop(request_id, None)
+        if follower is not None:
+            self._tables.release_row(follower.row)
+
+    # -- how far it is
+
+    def _plan(self, request: Request, num_drafts: int) -> _Work:
+        """What to compute for a request: up to its last known token if it is to be guessed on, else
+        as far as the target is; in either case only where there are slots."""
+        follower = self._follow(request)
+        num_slots = self._num_slots(follower)
+        num_known = request.num_tokens
+        num_drafts = max(0, min(num_drafts, num_slots - num_known + 1))
+        stop = num_known if num_drafts else min(request.num_computed_tokens, num_slots)
+        return _Work(request, follower, stop, num_drafts)
+
+    def _num_slots(self, follower: _Follower) -> int:
+        return min(follower.num_blocks * self.block_size, self.max_model_len)
+
+    def _follow(self, request: Request) -> _Follower:
+        follower = self._followers.get(request.request_id)
+        if follower is not None and follower.num_preemptions != request.num_preemptions:
+            self.forget(request.request_id)
+            follower = None
+        if follower is None:
+            row = self._tables.take_row()
+            follower = _Follower(row, request.num_preemptions)
+            self._followers[request.request_id] = follower
+        # What the last known token was drafted as does not matter: its KV is not the draft's yet.
+        follower.num_computed = min(follower.num_computed, request.num_tokens - 1)
+        self._read_table(request, follower)
+        self._check_blocks(request, follower, request.num_tokens - 1)
+        return follower
+
+    def _read_table(self, request: Request, follower: _Follower) -> None:
+        """Blocks that were checked stay. Behind them, one may have been replaced by a cached block
+        of the same content, in which the draft's KV may be or not."""
+        block_ids = self.kv_memory.get_block_ids(request.request_id)
+        first = follower.num_checked
+        new = block_ids[first : self._tables.ids.shape[1]]
+        old = self._tables.ids[follower.row, first : follower.num_blocks].tolist()
+        for index, (before, now) in enumerate(zip(old, new, strict=False), first):
+            if before != now:
+                follower.num_computed = min(follower.num_computed, index * self.block_size)
+                break
+        self._tables.write(follower.row, first, new)
+        follower.num_blocks = first + len(new)
+
+    def _check_blocks(self, request: Request, follower: _Follower, num_final: int) -> None:
+        """Go on through the full blocks as long as the draft's KV is in them, whoever wrote it.
+        Costs O(new full blocks), except for what a hit brought."""
+        size = self.block_size
+        num_final = min(num_final, self._num_slots(follower))
+        while (end := (follower.num_checked + 1) * size) <= num_final:
+            chain = hash((follower.chain, tuple(request.all_token_ids[end - size : end])))
+            block_id = int(self._tables.ids[follower.row, follower.num_checked])
+            if follower.num_computed >= end:
+                self._filled[block_id] = chain
+            elif self._filled.get(block_id) == chain:
+                follower.num_computed = end
+            else:
+                return
+            follower.num_checked += 1
+            follower.chain = chain
+
+    # -- the model
+
+    def _catch_up(self, work: list[_Work]) -> torch.Tensor:
+        """Feed all known tokens that are missing. Logits [num_drafting, vocab_size] behind the last
+        token of those who want drafts."""
+        starts = [w.follower.num_computed for w in work]
+        input_ids: list[int] = []
+        for w, start in zip(work, starts, strict=True):
+            self._unfill(w, start)
+            input_ids += w.request.all_token_ids[start : w.stop]
+        lens = [w.stop - start for w, start in zip(work, starts, strict=True)]
+        num_drafting = sum(w.num_drafts > 0 for w in work)
+        last_tokens = np.cumsum(lens)[:num_drafting] - 1
+        ids = to_device(np.array(input_ids, dtype=np.int64), self.device)
+        return self._forward(ids, work, starts, lens, to_device(last_tokens, self.device))
+
+    def _guess(self, drafting: list[_Work], logits: torch.Tensor) -> list[torch.Tensor]:
+        """Drafts, one column [num_requests that want so many] for each position."""
+        columns: list[torch.Tensor] = []
+        probs: list[torch.Tensor | None] = []
+        num_rounds = max((w.num_drafts for w in drafting), default=0)
+        for num_drafted in range(num_rounds):
+            active = [w for w in drafting if w.num_drafts > num_drafted]
+            if num_drafted:
+                starts = [w.stop + num_drafted - 1 for w in active]
+                fed = columns[-1][: len(active)]
+                logits = self._forward(fed, active, starts, [1] * len(active))
+            requests = [w.request for w in active]
+            column, column_probs = self.sampler.sample_drafts(logits, requests, num_drafted)
+            columns.append(column)
+            probs.append(column_probs)
+        for index, w in enumerate(drafting):
+            if self.sampler.needs_probs(w.request):
+                rows = [probs[i][index] for i in range(w.num_drafts)]
+                self._probs[w.request.request_id] = torch.stack(rows)
+        return columns
+
+    def _forward(
+        self,
+        input_ids: torch.Tensor,
+        work: list[_Work],
+        starts: list[int],
+        lens: list[int],
+        logit_indices: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        rows = [w.follower.row for w in work]
+        layout = lay_out(self._tables, rows, starts, lens, self.block_size, self.device)
+        self.num_computed_tokens += len(input_ids)
+        if logit_indices is None:
+            logit_indices = torch.arange(len(work), device=self.device)
+        return self.model(
+            input_ids,
+            layout.positions,
+            self.kv_cache,
+            layout.attention,
+            logit_indices,
+            self.backend,
+        )
+
+    def _unfill(self, w: _Work, start: int) -> None:
+        """Blocks that are about to be written hold what they held no more."""
+        end = w.stop + max(0, w.num_drafts - 1)
+        for index in range(start // self.block_size, -(-end // self.block_size)):
+            self._filled.pop(int(self._tables.ids[w.follower.row, index]), None)
+
+
+@dataclass(slots=True)
+class _Work:
+    request: Request
+    follower: _Follower = field(repr=False)
+    stop: int  # known tokens are fed up to here
+    num_drafts: int

@@ -1,0 +1,119 @@
+"""Where guesses come from.
+
+A proposer sees what is known of each request and says what may come next. It is only ever a matter
+of speed: a bad guess costs a little work and changes no token.
+
+`NgramProposer` has no model. Answers often repeat what stands in the prompt (code that is edited,
+text that is quoted, names), so it looks up the last few tokens in what was said before, and
+proposes what followed them there:
+
+    ... d e f = a b c ; x = a b        the suffix "a b" stood here before: ^ propose  c ; x
+              ^ ^ ^ ^ ^
+
+The longest suffix wins, from `max_ngram` tokens down to `min_ngram`; of its places the earliest,
+which has the most behind it. The suffix itself is not one of them: nothing follows it yet. Every
+n-gram is put in a dictionary once, when a token follows it, so a step costs O(new tokens) however
+long the history is.
+
+`DraftModelProposer`, a small model that speaks like the large one, has a file of its own.
+
+vLLM calls this look-up `ngram` and searches the history anew in each step; the idea is prompt
+lookup decoding (A. Saxena, 2023), and LLMA, arXiv 2304.04487.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from draft_model_proposer import DraftModelProposer
+from request import Request
+
+__all__ = ["DraftModelProposer", "NgramProposer", "Proposer"]
+
+
+class Proposer(Protocol):
+    num_spec_tokens: int  # the most it proposes for a request
+    num_lookahead_tokens: int  # KV slots that it writes behind the known tokens
+
+    def propose(
+        self, requests: Sequence[Request], num_drafts: Sequence[int]
+    ) -> dict[str, list[int]]:
+        """At most `num_drafts[i]` tokens to follow those of `requests[i]`, for each i; whoever gets
+        none may be left out. The requests are those of the last step, each behind by one token or,
+        in the middle of its prompt, by more, with 0 drafts."""
+
+    def draft_probs(self, request_id: str) -> torch.Tensor | None:
+        """The distributions `[num_drafts, vocab_size]` that the last proposal was drawn from. None:
+        it was certain, or drawn in the target's own way, so that it must be matched."""
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended. Unknown ids are ignored."""
+
+
+@dataclass(slots=True)
+class _History:
+    """`first[n]` maps an n-gram to where it was first followed: the index of the next token."""
+
+    first: dict[int, dict[tuple[int, ...], int]]
+    num_indexed: int = 0  # tokens that n-grams may end before
+
+
+@dataclass(slots=True)
+class NgramProposer:
+    """`min_ngram` to `max_ngram` tokens are looked up, up to `num_spec_tokens` proposed. Raises
+    `ValueError` that names the field."""
+
+    num_spec_tokens: int = 4
+    max_ngram: int = 4
+    min_ngram: int = 2
+    num_lookahead_tokens: int = field(default=0, init=False)
+    _histories: dict[str, _History] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.num_spec_tokens >= 1:
+            raise ValueError(f"num_spec_tokens is {self.num_spec_tokens!r}: it must be >= 1")
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise ValueError(
+                f"min_ngram is {self.min_ngram!r}: it must be >= 1 and <= max_ngram, which is "
+                f"{self.max_ngram!r}"
+            )
+
+    def propose(
+        self, requests: Sequence[Request], num_drafts: Sequence[int]
+    ) -> dict[str, list[int]]:
+        drafts = {}
+        for request, num in zip(requests, num_drafts, strict=True):
+            tokens = request.all_token_ids
+            history = self._index(request.request_id, tokens)
+            if num and (start := self._find(history, tokens)) is not None:
+                drafts[request.request_id] = tokens[start : start + min(num, self.num_spec_tokens)]
+        return drafts
+
+    def draft_probs(self, request_id: str) -> None:
+        return None  # a look-up is certain
+
+    def forget(self, request_id: str) -> None:
+        self._histories.pop(request_id, None)
+
+    def _index(self, request_id: str, tokens: list[int]) -> _History:
+        history = self._histories.get(request_id)
+        if history is None:
+            sizes = range(self.min_ngram, self.max_ngram + 1)
+            history = self._histories[request_id] = _History({n: {} for n in sizes})
+        for next_token in range(max(history.num_indexed, 1), len(tokens)):
+            for n, first in history.first.items():
+                if n <= next_token:
+                    first.setdefault(tuple(tokens[next_token - n : next_token]), next_token)
+        history.num_indexed = len(tokens)
+        return history
+
+    def _find(self, history: _History, tokens: list[int]) -> int | None:
+        for n in range(min(self.max_ngram, len(tokens)), self.min_ngram - 1, -1):
+            start = history.first[n].get(tuple(tokens[-n:]))
+            if start is not None:
+                return start
+        return None

@@ -1,0 +1,72 @@
+"""Randomness as a function: the uniform number of a token is a hash of (seed, position, stream).
+
+There is no generator whose state could depend on batch mates, slots, preemption or the number of
+guesses, and a rank or a restart draws the same numbers. vLLM keeps a `torch.Generator` for each
+seeded request and draws a whole row of exponential noise from it. The hash: splitmix64 (Steele et
+al. 2014)."""
+
+from __future__ import annotations
+
+import torch
+
+from inverse_cdf import draw
+
+# What a number is for: the token of a position, a guess at it, or whether the guess stands.
+TOKEN_STREAM, DRAFT_STREAM, ACCEPT_STREAM = range(3)
+_BLOCK = 128  # tokens that are first drawn together
+
+
+def sample_from_probs(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """The token [R] whose interval of the cumulative distribution holds `u` [R] float64 in [0, 1).
+
+    `probs` [R, V] sum to about 1. Intervals are closed left and open right, so a token of
+    probability 0 (or below 2**-52) is never drawn, for no `u`. First the block of tokens is found,
+    then the token in it: only [R, V / 128] and [R, 128] numbers need a cumulative sum."""
+    vocab_size = probs.shape[1]
+    num_whole = vocab_size // _BLOCK
+    whole = probs[:, : num_whole * _BLOCK].unflatten(1, (num_whole, _BLOCK))
+    rest = probs[:, num_whole * _BLOCK :]
+    mass = torch.cat(
+        [
+            whole.sum(dim=-1),
+            rest.sum(dim=-1, keepdim=True),
+        ],
+        dim=1,
+    ).to(torch.float64)
+    block, u = draw(mass, u)
+    ids = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=probs.device)
+    inside = probs.gather(1, ids.clamp(max=vocab_size - 1)).to(torch.float64)
+    inside = inside.masked_fill(ids >= vocab_size, 0.0)
+    token, _ = draw(inside / inside.sum(dim=-1, keepdim=True), u)
+    return (block * _BLOCK + token).clamp(max=vocab_size - 1)  # a row of NaN is anywhere
+
+
+def uniforms(
+    seeds: torch.Tensor, positions: torch.Tensor, stream: int = TOKEN_STREAM
+) -> torch.Tensor:
+    """Uniform numbers in [0, 1), float64 [R]: a pure function of (seed, position, stream), the same
+    on every device. `seeds`, `positions` [R] int64."""
+    state = _mix(seeds + _GOLDEN)
+    state = _mix(state + (positions + 1) * _GOLDEN)
+    state = _mix(state ^ _mix(torch.full_like(state, stream + 1)))
+    return _shift_right(state, 11).to(torch.float64) * 2.0**-53
+
+
+def _signed(constant: int) -> int:
+    return constant - 2**64 if constant >= 2**63 else constant
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MULTIPLIERS = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """The finaliser of splitmix64. int64 arithmetic wraps, as it must here."""
+    x = (x ^ _shift_right(x, 30)) * _MULTIPLIERS[0]
+    x = (x ^ _shift_right(x, 27)) * _MULTIPLIERS[1]
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """As if unsigned: zeros come in from the left."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
