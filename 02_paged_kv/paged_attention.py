@@ -14,8 +14,9 @@ sequence's tokens are its last ones, whether one or many:
 This module is the specification that kernels are tested against, and the fast path on a CPU. It
 gathers whole blocks, never single tokens, and into one small buffer that stays in the processor's
 cache and is reused by every layer: fresh memory for each layer costs more than the attention does.
-Sequences with one query token are attended together in groups of similar length; longer queries one
-sequence at a time. What all layers share is worked out once a step, in a plan.
+Sequences with one query token, or equally many of a few (guesses to be verified, chapter 5), are
+attended together in groups of similar length; longer queries one sequence at a time. What all
+layers share is worked out once a step, in a plan.
 
 Invariants: nothing beyond a sequence's length reaches the output, not even NaN (a masked score is
 not enough: 0 * NaN is NaN); a slot of -1 is not written; the input's dtype is kept throughout.
@@ -38,6 +39,8 @@ GROUP_KEY_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 # Query rows attended at a time in a chunk that has history, so that a mask is [QUERY_TILE, seq_len]
 # and not [query_len, seq_len].
 QUERY_TILE = 256
+# Up to this many query tokens, sequences are attended in groups.
+SHORT_QUERY = 16
 
 
 class PagedKVCache:
@@ -124,7 +127,7 @@ def paged_attention(
     for group in plan.decodes:
         keys = plan.gather(key_cache, group.block_ids, plan.key_buffer)
         values = plan.gather(value_cache, group.block_ids, plan.value_buffer)
-        output[group.tokens] = _attend_decodes(query[group.tokens], keys, values, group, scale)
+        output[group.tokens] = _attend_group(query[group.tokens], keys, values, group, scale)
     for chunk in plan.chunks:
         keys = plan.gather(key_cache, chunk.block_ids, plan.key_buffer)[: chunk.seq_len]
         values = plan.gather(value_cache, chunk.block_ids, plan.value_buffer)[: chunk.seq_len]
@@ -167,13 +170,14 @@ class TorchAttentionBackend:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """Sequences of similar length, each with one query token."""
+    """Sequences of similar length, each with the same small number of query tokens."""
 
-    tokens: torch.Tensor  # [n] int64, their rows in the query
+    tokens: torch.Tensor  # [n * query_len] int64, their rows in the query
     block_ids: torch.Tensor  # [n * blocks of the longest] int, 0 beyond a sequence's own
+    num_seqs: int
     num_keys: int  # of the longest
     unused: torch.Tensor  # [num_unused] int64, gathered slots that are not the sequence's
-    mask: torch.Tensor | None  # [n, 1, 1, num_keys], 0 or -inf; None: all are equally long
+    mask: torch.Tensor | None  # [n, 1, heads that share keys * query_len, num_keys], 0 or -inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +214,8 @@ def _make_plan(metadata: AttentionMetadata, query: torch.Tensor, key_cache: torc
     block_size = key_cache.shape[1]
     starts = metadata.query_start_loc.tolist()
     seq_lens = metadata.seq_lens.tolist()
-    decode_rows, chunks, longest_tile, longest_history = [], [], 0, 0
+    chunks, longest_tile, longest_history = [], 0, 0
+    short_rows: dict[int, list[int]] = {}  # by query_len
     for row, seq_len in enumerate(seq_lens):
         query_len = starts[row + 1] - starts[row]
         num_blocks = -(-seq_len // block_size)
@@ -221,8 +226,8 @@ def _make_plan(metadata: AttentionMetadata, query: torch.Tensor, key_cache: torc
                 f"sequence {row}: query_len is {query_len}, seq_len {seq_len}, block_tables "
                 f"{tuple(metadata.block_tables.shape)} of {block_size}: they contradict each other"
             )
-        if query_len == 1:
-            decode_rows.append(row)
+        if query_len <= SHORT_QUERY:
+            short_rows.setdefault(query_len, []).append(row)
             continue
         block_ids = metadata.block_tables[row, :num_blocks]
         chunks.append(_Chunk(starts[row], starts[row + 1], seq_len, block_ids))
@@ -231,8 +236,9 @@ def _make_plan(metadata: AttentionMetadata, query: torch.Tensor, key_cache: torc
             longest_history = max(longest_history, seq_len)
     max_slots = GROUP_KEY_BYTES[key_cache.device.type] // key_cache[0, 0].nbytes
     groups = [
-        _make_decode_group(metadata, rows, block_size, query)
-        for rows in _split_by_length(decode_rows, seq_lens, max_slots)
+        _make_decode_group(metadata, rows, query_len, query, key_cache)
+        for query_len, short in short_rows.items()
+        for rows in _split_by_length(short, seq_lens, max_slots)
     ]
     most_blocks = max([len(part.block_ids) for part in (*groups, *chunks)], default=0)
     buffer_shape = (most_blocks, *key_cache.shape[1:])
@@ -261,9 +267,13 @@ def _split_by_length(rows: list[int], seq_lens: list[int], max_slots: int) -> li
 
 
 def _make_decode_group(
-    metadata: AttentionMetadata, rows: list[int], block_size: int, query: torch.Tensor
+    metadata: AttentionMetadata,
+    rows: list[int],
+    query_len: int,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
 ) -> _DecodeGroup:
-    device = query.device
+    device, block_size = query.device, key_cache.shape[1]
     row_index = torch.tensor(rows, device=device)
     seq_lens = metadata.seq_lens[row_index][:, None]
     num_keys = int(seq_lens[0])
@@ -271,12 +281,18 @@ def _make_decode_group(
     block_starts = torch.arange(0, num_blocks * block_size, block_size, device=device)
     block_ids = metadata.block_tables[row_index, :num_blocks]
     block_ids = block_ids.masked_fill(block_starts >= seq_lens, 0)
-    is_unused = torch.arange(num_blocks * block_size, device=device) >= seq_lens
-    hidden = is_unused[:, None, None, :num_keys]
+    positions = torch.arange(num_blocks * block_size, device=device)
+    is_unused = positions >= seq_lens
+    # Query i of query_len sees all keys but those of the queries behind it.
+    num_seen = seq_lens[:, :, None] - torch.arange(query_len - 1, -1, -1, device=device)[:, None]
+    hidden = positions[:num_keys] >= num_seen  # [n, query_len, num_keys]
+    hidden = hidden.repeat(1, query.shape[1] // key_cache.shape[2], 1)[:, None]
     mask = torch.zeros(hidden.shape, dtype=query.dtype, device=device)
+    first = metadata.query_start_loc[row_index].long()
     return _DecodeGroup(
-        tokens=metadata.query_start_loc[row_index].long(),
+        tokens=(first[:, None] + torch.arange(query_len, device=device)).flatten(),
         block_ids=block_ids.flatten(),
+        num_seqs=len(rows),
         num_keys=num_keys,
         unused=is_unused.flatten().nonzero().flatten(),
         mask=mask.masked_fill_(hidden, -math.inf) if hidden.any() else None,
@@ -293,23 +309,26 @@ def _causal_mask(tile: int, num_keys: int, query: torch.Tensor) -> torch.Tensor:
 # -- attention over gathered keys and values
 
 
-def _attend_decodes(
-    query: torch.Tensor,  # [n, num_heads, head_dim]
+def _attend_group(
+    query: torch.Tensor,  # [n * query_len, num_heads, head_dim]
     keys: torch.Tensor,  # [n * slots, num_kv_heads, head_dim], unused ones are overwritten
     values: torch.Tensor,  # the same
     group: _DecodeGroup,
     scale: float,
-) -> torch.Tensor:  # [n, num_heads, head_dim]
-    num_seqs, num_heads, head_dim = query.shape
-    num_kv_heads = keys.shape[1]
+) -> torch.Tensor:  # [n * query_len, num_heads, head_dim]
+    num_tokens, num_heads, head_dim = query.shape
+    num_seqs, num_kv_heads = group.num_seqs, keys.shape[1]
+    shared = num_heads // num_kv_heads
     keys.index_fill_(0, group.unused, 0)
     values.index_fill_(0, group.unused, 0)
     # Query heads that share a KV head become query rows of that head: keys are read once.
-    query = query.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    query = query.view(num_seqs, -1, num_kv_heads, shared, head_dim).permute(0, 2, 3, 1, 4)
+    query = query.reshape(num_seqs, num_kv_heads, -1, head_dim)
     keys = keys.view(num_seqs, -1, num_kv_heads, head_dim)[:, : group.num_keys].transpose(1, 2)
     values = values.view(num_seqs, -1, num_kv_heads, head_dim)[:, : group.num_keys].transpose(1, 2)
     output = scaled_dot_product_attention(query, keys, values, attn_mask=group.mask, scale=scale)
-    return output.reshape(num_seqs, num_heads, head_dim)
+    output = output.view(num_seqs, num_kv_heads, shared, -1, head_dim).permute(0, 3, 1, 2, 4)
+    return output.reshape(num_tokens, num_heads, head_dim)
 
 
 def _attend_chunk(

@@ -147,8 +147,15 @@ def make_case(
 MIXED = [(1, 1), (1, 17), (5, 5), (1, 40), (7, 20), (1, 3), (2, 35), (1, 33), (3, 3)]
 
 
+@pytest.fixture(params=[0, 4, 16], ids=lambda n: f"groups_up_to_{n}")
+def short_query(request, monkeypatch):
+    """What is attended in groups and what one by one: neither may be seen in the output."""
+    monkeypatch.setattr(module, "SHORT_QUERY", request.param)
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.usefixtures("short_query")
 def test_any_mix_of_query_lengths_through_shuffled_tables(block_size, dtype):
     """Trap 35: NaN in every unused slot reaches no output. Traps 28, 29: who sees which key."""
     case = make_case(MIXED, block_size, dtype, num_padding_tokens=2, seed=block_size)
@@ -156,12 +163,14 @@ def test_any_mix_of_query_lengths_through_shuffled_tables(block_size, dtype):
 
 
 @pytest.mark.parametrize("num_kv_heads, num_shared", [(1, 1), (1, 8), (4, 1), (2, 3), (3, 2)])
+@pytest.mark.usefixtures("short_query")
 def test_grouped_query_heads(num_kv_heads, num_shared):
     case = make_case(MIXED, 4, num_kv_heads=num_kv_heads, num_shared=num_shared, head_dim=5)
     case.check(case.attend())
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.usefixtures("short_query")
 def test_chunks_that_end_at_and_around_block_ends(block_size):
     """Traps 28 and 30: every start and end within one of a block boundary, as one batch each."""
     edges = sorted(
@@ -177,6 +186,7 @@ def test_chunks_that_end_at_and_around_block_ends(block_size):
 @pytest.mark.parametrize("tile", [1, 2, 3, 7])
 def test_a_chunk_is_attended_in_tiles_of_any_size(tile, monkeypatch):
     monkeypatch.setattr(module, "QUERY_TILE", tile)
+    monkeypatch.setattr(module, "SHORT_QUERY", 0)
     case = make_case([(7, 20), (3, 50), (1, 9), (6, 7), (5, 5)], 4)
     case.check(case.attend())
 
@@ -185,6 +195,9 @@ def test_a_chunk_is_attended_in_tiles_of_any_size(tile, monkeypatch):
 def test_decodes_in_groups_of_any_size(limit, monkeypatch):
     monkeypatch.setitem(module.GROUP_KEY_BYTES, "cpu", limit)
     case = make_case([(1, n) for n in (3, 100, 4, 60, 5, 1, 49, 30, 50, 100)], 4)
+    case.check(case.attend())
+    lens = [(3, 3), (3, 50), (2, 100), (2, 4), (1, 60), (3, 4), (3, 49), (2, 99), (1, 1)]
+    case = make_case(lens, 4)
     case.check(case.attend())
 
 
