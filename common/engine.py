@@ -59,7 +59,7 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self.on_step = on_step
         num_tokens = None if tokenizer is None else tokenizer.vocab_size
-        draft = draft or self._load_draft(loaded)
+        draft = self._resolve_draft(loaded, draft)
         parts = assemble(self.config, loaded, draft, num_tokens, self._after_step, self._num_wanted)
         self._connector, self.speculator = parts.connector, parts.speculator
         self.core, self.scheduler = parts.core, parts.scheduler
@@ -83,10 +83,12 @@ class LLMEngine:
         self._last_record: StepRecord | None = None
         self._num_batches = 0
 
-    def _load_draft(self, loaded: LoadedModel) -> LoadedModel | None:
+    def _resolve_draft(self, loaded: LoadedModel, draft: LoadedModel | None) -> LoadedModel | None:
         how = self.config.speculation
         if how is None or how.method != "draft":
             return None
+        if draft is not None:
+            return draft
         weight = loaded.model.embed_weight
         return load_model(how.model or SHIPPED_DRAFT, weight.dtype, weight.device)
 

@@ -3,11 +3,9 @@ model."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from batch_layout import BlockTables
 from common.model_runner import PagedModelRunner
 from paged_attention import PagedKVCache, TorchAttentionBackend
 from request import SamplingParams
@@ -136,13 +134,3 @@ def test_garbage_in_every_other_slot_does_not_reach_the_logits(runner: PagedMode
         cache.fill_(torch.nan)
     output = SchedulerOutput([new("b", [1, 2, 3], [5])], num_scheduled_tokens={"b": 3})
     torch.testing.assert_close(runner.forward(runner.prepare(output)), clean, rtol=0, atol=0)
-
-
-def test_finished_requests_give_back_their_rows_and_tables_grow_when_rows_run_out() -> None:
-    tables = BlockTables(2, 3)
-    rows = [tables.take_row() for _ in range(5)]
-    assert sorted(rows) == [0, 1, 2, 3, 4]
-    tables.ids[rows[1]] = [7, 8, 9]
-    tables.release_row(rows[0])
-    assert tables.take_row() == rows[0]
-    np.testing.assert_array_equal(tables.ids[rows[1]], [7, 8, 9])

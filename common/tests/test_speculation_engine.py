@@ -1,0 +1,437 @@
+"""Chapter 5 in the engine: whatever is guessed, and however much of it is right, the tokens are
+those of `transformers` in float64; with a seed, those of plain decoding; without one, their law."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import Qwen3ForCausalLM
+
+from common.engine import EngineConfig, LLMEngine
+from common.loader import load_model
+from common.tests.engine_oracle import MAX_TOKENS, Oracle, greedy_params, serve
+from policies import POLICIES
+from request import Request, SamplingParams
+
+SCHEDULERS = ("two_phase", "prefill_first")
+CACHES = (None, "hash", "radix")
+
+
+@pytest.fixture
+def oracle(family_oracle: Oracle) -> Oracle:
+    return family_oracle
+
+
+@pytest.fixture
+def loaded(family_loaded):
+    return family_loaded
+
+
+@pytest.fixture(scope="module")
+def draft(family_oracle):
+    """The target with noise on its last matrix: right about two times in three."""
+    model = load_model(family_oracle.path, torch.float64, torch.device("cpu"))
+    weight = model.model.lm_head_weight
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+    weight.data += 0.35 * weight.std() * noise
+    return model
+
+
+@dataclass
+class ScriptedProposer:
+    """Knows how each prompt goes on, and spoils it: `script(truth, k)` are the guesses."""
+
+    oracle: Oracle
+    script: Callable[[list[int], int], list[int]]
+    num_spec_tokens: int = 4
+    num_lookahead_tokens: int = 0
+    probs: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def propose(
+        self, requests: Sequence[Request], num_drafts: Sequence[int]
+    ) -> dict[str, list[int]]:
+        drafts = {}
+        for request, k in zip(requests, num_drafts, strict=True):
+            index = self.oracle.prompts.index(request.prompt_token_ids)
+            truth = self.oracle.continuations[index][request.num_output_tokens :]
+            drafts[request.request_id] = self.script(truth, k)
+        return drafts
+
+    def draft_probs(self, request_id: str) -> None:
+        return None
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+def wrong(token: int) -> int:
+    return (token + 1) % 97
+
+
+SCRIPTS = {
+    "right": lambda truth, k: truth[:k],
+    "wrong": lambda truth, k: [wrong(t) for t in truth[:k]],
+    **{
+        f"wrong at {i}": lambda truth, k, i=i: [
+            wrong(t) if j == i else t for j, t in enumerate(truth[:k])
+        ]
+        for i in range(4)
+    },
+    "only one": lambda truth, k: truth[: min(k, 1)],
+    "none": lambda truth, k: [],
+    "shifted": lambda truth, k: truth[1 : 1 + k],
+    "too many": lambda truth, k: [*truth, 1, 2, 3, 4, 5, 6, 7, 8, 9] * 3,
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_any_guess_whatever_leaves_the_tokens_as_they_are(script, scheduler, oracle, loaded):
+    """Traps 36, 38, 39: verified at its own position, and no more than there may be."""
+    config = EngineConfig(
+        num_blocks=200,
+        scheduler=scheduler,
+        speculative={"method": "ngram", "adaptive": False},
+        check_invariants=True,
+    )
+    engine = LLMEngine(config, loaded=loaded)
+    engine.speculator.proposer = ScriptedProposer(oracle, SCRIPTS[script])
+    outputs = serve(engine, oracle, [0, 3, 5, 6, 7], MAX_TOKENS)
+    stats = engine.stats()
+    assert all(o.outputs[0].finish_reason == "length" for o in outputs)
+    if script == "right":
+        assert stats.num_accepted_tokens == stats.num_drafted_tokens > 0
+        assert stats.acceptance_by_position == [1.0] * 4
+    if script == "wrong":
+        assert stats.num_accepted_tokens == 0 < stats.num_drafted_tokens
+    if script == "wrong at 2":
+        assert stats.acceptance_by_position[:2] == [1.0, 1.0]
+        assert stats.acceptance_by_position[2:] == [0.0, 0.0]
+    assert stats.num_passes + stats.num_accepted_tokens == stats.output_tokens
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("seed", range(12))
+def test_random_runs_in_pools_that_run_out(seed, cache, scheduler, oracle, loaded, draft):
+    """Speculation x preemption x prefix hits x forks x aborts, with everything drawn at random."""
+    rng = random.Random(f"{seed} {cache} {scheduler} speculative")
+    block_size = rng.choice([1, 3, 4, 16, 33])
+    largest = -(-(max(map(len, oracle.prompts)) + MAX_TOKENS - 1) // block_size)
+    method = rng.choice(["ngram", "draft", "draft", "scripted", "scripted"])
+    config = EngineConfig(
+        block_size=block_size,
+        num_blocks=1 + largest + rng.choice([-1, 0, 1, 2, largest, 3 * largest]),
+        max_num_seqs=rng.choice([1, 2, 5, 64]),
+        max_num_batched_tokens=rng.choice([90, 150, 2048]),
+        scheduler=scheduler,
+        policy=rng.choice(sorted(POLICIES)),
+        prefix_cache=cache,
+        watermark=rng.choice([0.0, 0.01, 0.2]),
+        preempt_every=rng.choice([None, None, 1, 2, 3, 4, 5]),
+        shuffle_waiting=rng.random() < 0.3,
+        shuffle_batch=True,
+        check_invariants=True,
+        speculative={
+            "method": "draft" if method == "draft" else "ngram",
+            "num_spec_tokens": rng.choice([1, 2, 3, 4, 7]),
+            "adaptive": rng.random() < 0.3,
+        },
+        seed=seed,
+    )
+    engine = LLMEngine(config, loaded=loaded, draft=rng.choice([draft, loaded]))
+    if method == "scripted":
+        proposer = ScriptedProposer(oracle, SCRIPTS[rng.choice(sorted(SCRIPTS))])
+        engine.speculator.proposer = proposer
+    capacity = engine.kv_manager.capacity
+    arrivals = [(rng.randint(0, 40), str(i), rng.randrange(len(oracle.prompts))) for i in range(16)]
+    lengths = {name: rng.randint(1, MAX_TOKENS) for _, name, _ in arrivals}
+    aborts = {name: rng.randint(0, 60) for _, name, _ in arrivals if rng.random() < 0.2}
+    outputs = {}
+    for step in range(4000):
+        for when, name, index in arrivals:
+            if when == step:
+                params = greedy_params(lengths[name], n=rng.choice([1, 1, 1, 3]))
+                prompt, priority = oracle.prompts[index], rng.randint(0, 3)
+                engine.add_request(name, prompt, params, priority=priority)
+        for name, when in aborts.items():
+            if when == step and (output := engine.abort_request(name)) is not None:
+                outputs[name] = output
+        outputs |= {o.request_id: o for o in engine.step() if o.finished}
+        if step > 40 and not engine.has_unfinished_requests():
+            break
+    assert set(outputs) == {name for _, name, _ in arrivals}, f"seed {seed}: it does not end"
+    for _, name, index in arrivals:
+        room = capacity - len(oracle.prompts[index]) + 1
+        expected = oracle.expected(index, min(lengths[name], room))
+        for completion in outputs[name].outputs:
+            is_cut = completion.finish_reason == "abort"
+            known = expected[: len(completion.token_ids)] if is_cut else expected
+            assert completion.token_ids == known, f"seed {seed}, request {name}"
+    assert engine.stats().kv_blocks_in_use == 0
+
+
+@pytest.mark.parametrize("k", [1, 3, 6])
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_drafter_that_is_the_target_is_always_right(k, cache, oracle, loaded):
+    """Trap 41: neither a prefix hit nor full acceptance leaves a hole in the draft model's KV."""
+    config = EngineConfig(
+        block_size=4,
+        num_blocks=400,
+        prefix_cache=cache,
+        speculative={"method": "draft", "num_spec_tokens": k, "adaptive": False},
+        check_invariants=True,
+    )
+    engine = LLMEngine(config, loaded=loaded, draft=loaded)
+    for _ in range(3):  # the second and third time with every prompt in the cache
+        serve(engine, oracle, list(range(len(oracle.prompts))), MAX_TOKENS)
+    stats = engine.stats()
+    assert stats.num_accepted_tokens == stats.num_drafted_tokens > 0
+    assert (stats.cached_tokens > 0) == (cache is not None)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+@pytest.mark.parametrize("preempt_every", [1, 2, 3])
+def test_forced_preemption(preempt_every, method, scheduler, oracle, loaded, draft):
+    config = EngineConfig(
+        num_blocks=200,
+        max_num_seqs=4,
+        scheduler=scheduler,
+        preempt_every=preempt_every,
+        speculative={"method": method, "adaptive": False},
+        check_invariants=True,
+    )
+    engine = LLMEngine(config, loaded=loaded, draft=draft)
+    serve(engine, oracle, [0, 3, 5, 6, 7], MAX_TOKENS)
+    assert engine.stats().num_preemptions > 0
+    if method == "draft":
+        assert 0.2 < engine.stats().num_accepted_tokens / engine.stats().num_drafted_tokens < 0.95
+
+
+def test_the_shipped_pair_and_the_look_up_on_real_text(
+    shipped_oracle, shipped_loaded, shipped_tokenizer
+):
+    for speculative in (
+        {"method": "draft", "adaptive": False},
+        {"method": "draft"},
+        {"method": "ngram", "min_ngram": 1},
+    ):
+        config = EngineConfig(num_blocks=200, speculative=speculative)
+        engine = LLMEngine(config, loaded=shipped_loaded, tokenizer=shipped_tokenizer)
+        serve(engine, shipped_oracle, list(range(8)), MAX_TOKENS)
+        assert engine.stats().num_accepted_tokens > 0
+
+
+# -- constraints and ends
+
+PARAMS = [
+    SamplingParams(temperature=1.0, seed=3, max_tokens=20),
+    SamplingParams(temperature=0.7, seed=4, top_k=5, max_tokens=20, logprobs=2),
+    SamplingParams(temperature=1.3, seed=5, top_p=0.7, presence_penalty=1.0, max_tokens=20),
+    SamplingParams(temperature=0.9, seed=6, min_p=0.1, frequency_penalty=0.5, max_tokens=20),
+    SamplingParams(temperature=0.8, seed=7, repetition_penalty=1.3, max_tokens=20, logprobs=0),
+    SamplingParams(temperature=0.0, repetition_penalty=1.5, max_tokens=20, logprobs=3),
+    SamplingParams(temperature=0.0, presence_penalty=2.0, min_tokens=5, max_tokens=20),
+    SamplingParams(temperature=1.0, seed=8, max_tokens=20, stop_token_ids=tuple(range(0, 97, 9))),
+    SamplingParams(temperature=0.0, min_tokens=7, max_tokens=20, stop_token_ids=tuple(range(60))),
+]
+
+
+def shown(output) -> tuple:
+    completion = output.outputs[0]
+    return completion.token_ids, completion.finish_reason, completion.stop_reason, completion.text
+
+
+@pytest.mark.parametrize("speculative", ["ngram", "draft", "perfect"])
+@pytest.mark.parametrize("order", ["together", "alone", "preempted"])
+def test_with_a_seed_every_constraint_gives_the_tokens_of_plain_decoding(
+    speculative, order, oracle, loaded, draft
+):
+    """Traps 37, 42: constraints hold at every guess's place, and batch mates are not seen."""
+    prompts = [oracle.prompts[i % len(oracle.prompts)] for i in range(len(PARAMS))]
+    plain = LLMEngine(EngineConfig(num_blocks=300), loaded=loaded)
+    expected = list(plain.generate_batch(prompts, PARAMS).values())
+    config = EngineConfig(
+        num_blocks=300,
+        preempt_every=3 if order == "preempted" else None,
+        max_num_seqs=1 if order == "alone" else 64,
+        shuffle_batch=True,
+        speculative={
+            "method": "ngram" if speculative == "ngram" else "draft",
+            "adaptive": order == "alone",
+            "min_ngram": 1,
+        },
+    )
+    engine = LLMEngine(config, loaded=loaded, draft=loaded if speculative == "perfect" else draft)
+    for output, other in zip(
+        engine.generate_batch(prompts, PARAMS).values(), expected, strict=True
+    ):
+        assert shown(output) == shown(other)
+        logprobs, known = output.outputs[0].logprobs, other.outputs[0].logprobs
+        assert (logprobs is None) == (known is None)
+        for entry, other_entry in zip(logprobs or [], known or [], strict=True):
+            assert entry.token_id == other_entry.token_id and entry.rank == other_entry.rank
+            assert entry.logprob == pytest.approx(other_entry.logprob, abs=1e-9)
+            assert entry.top.keys() == other_entry.top.keys()
+    if speculative == "perfect" and order == "together":
+        # The guess is made with the number that draws the token, so a perfect model is right; only
+        # penalties do not see the guesses of the same run, and a cut run counts as a rejection.
+        assert engine.stats().num_accepted_tokens > 0.6 * engine.stats().num_drafted_tokens
+
+
+@pytest.mark.parametrize("end", range(12))
+def test_an_end_inside_an_accepted_run_cuts_everything_alike(
+    end, shipped_oracle, shipped_loaded, shipped_tokenizer
+):
+    """Trap 38: a stop string, a stop token or `max_tokens` at any place of a run: text, ids and
+    log-probabilities end there, nothing behind it is published to the cache."""
+    index = 4
+    prompt, truth = shipped_oracle.prompts[index], shipped_oracle.continuations[index]
+    text = shipped_tokenizer.decode(truth[: end + 1])
+    ends = [
+        SamplingParams(temperature=0, max_tokens=end + 1, logprobs=1, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=24, logprobs=1, stop_token_ids=(truth[end],)),
+        SamplingParams(temperature=0, max_tokens=24, logprobs=1, stop=(text[-2:],)),
+        SamplingParams(temperature=0, max_tokens=24, logprobs=1, stop=(text[-3:-1], "\n\n")),
+    ]
+    for params in ends:
+        results = []
+        for speculative in (None, {"method": "ngram", "num_spec_tokens": 5, "adaptive": False}):
+            config = EngineConfig(
+                block_size=1, num_blocks=200, speculative=speculative, check_invariants=True
+            )
+            engine = LLMEngine(config, loaded=shipped_loaded, tokenizer=shipped_tokenizer)
+            if speculative:
+                proposer = ScriptedProposer(shipped_oracle, SCRIPTS["right"], num_spec_tokens=5)
+                engine.speculator.proposer = proposer
+            output = engine.generate_batch([prompt], params)["batch1-0"]
+            completion = output.outputs[0]
+            logprobs = [(entry.token_id, round(entry.logprob, 9)) for entry in completion.logprobs]
+            results.append((shown(output), logprobs, output.metrics.finish_detail))
+            visible = [*prompt, *completion.token_ids]
+            for prefix in engine.prefix_cache.cached_prefixes():
+                assert list(prefix.token_ids) == visible[: len(prefix.token_ids)]
+        assert results[0] == results[1], params
+        assert len(results[1][1]) == len(results[1][0][0])
+
+
+def test_latencies_are_as_many_as_tokens(oracle, loaded):
+    config = EngineConfig(num_blocks=200, speculative={"method": "ngram", "adaptive": False})
+    engine = LLMEngine(config, loaded=loaded)
+    engine.speculator.proposer = ScriptedProposer(oracle, SCRIPTS["right"])
+    output = serve(engine, oracle, [3], 12)[0]
+    assert len(output.metrics.inter_token_latencies) == 11
+    assert output.metrics.inter_token_latencies.count(0.0) == engine.stats().num_accepted_tokens
+
+
+# -- without a seed: the law
+
+
+def test_without_a_seed_the_law_is_the_targets(oracle, loaded, draft):
+    """Rejection sampling in the engine: the frequencies of three-token outputs against the exact
+    probabilities of `transformers`, with draft probabilities, a temperature and top-k."""
+    params = SamplingParams(temperature=1.1, top_k=3, max_tokens=3)
+    prompt = oracle.prompts[3]
+    law = exact_law(oracle, prompt, params)
+    config = EngineConfig(
+        num_blocks=3000,
+        max_num_seqs=256,
+        speculative={"method": "draft", "num_spec_tokens": 2, "adaptive": False},
+    )
+    engine = LLMEngine(config, loaded=loaded, draft=draft)
+    num_samples = 3000
+    outputs = engine.generate_batch([prompt] * num_samples, params)
+    seen = Counter(tuple(output.outputs[0].token_ids) for output in outputs.values())
+    assert seen.keys() <= law.keys()
+    stats = engine.stats()
+    assert 0.3 < stats.num_accepted_tokens / stats.num_drafted_tokens < 0.95
+    assert engine.speculator.proposer.num_computed_tokens > 0
+    likely = [tokens for tokens, p in law.items() if p * num_samples >= 5]
+    rest = 1 - sum(law[tokens] for tokens in likely)
+    counts = [seen[tokens] for tokens in likely] + [num_samples - sum(seen[t] for t in likely)]
+    expected = [law[tokens] * num_samples for tokens in likely] + [rest * num_samples]
+    if rest * num_samples < 5:
+        counts[-2:], expected[-2:] = [sum(counts[-2:])], [sum(expected[-2:])]
+    assert chisquare(counts, expected).pvalue > 1e-4
+
+
+def exact_law(oracle: Oracle, prompt: list[int], params: SamplingParams) -> dict:
+    model = Qwen3ForCausalLM.from_pretrained(oracle.path, dtype=torch.float64).eval()
+
+    def next_law(tokens: tuple[int, ...]) -> dict[int, float]:
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, -1]
+        highest = logits.topk(params.top_k)
+        probs = (highest.values / params.temperature).softmax(-1)
+        return dict(zip(highest.indices.tolist(), probs.tolist(), strict=True))
+
+    law = {(): 1.0}
+    for _ in range(params.max_tokens):
+        law = {
+            (*tokens, token): p * q
+            for tokens, p in law.items()
+            for token, q in next_law(tokens).items()
+        }
+    assert sum(law.values()) == pytest.approx(1)
+    return law
+
+
+# -- configuration and books
+
+
+def test_what_the_configuration_refuses(oracle, loaded, random_loaded):
+    for speculative, message in [
+        ({"method": "magic"}, "method"),
+        ({}, "method"),
+        ("ngram", "speculative"),
+        ({"method": "ngram", "num_spec_tokens": 0}, "num_spec_tokens"),
+        ({"method": "ngram", "num_spec_tokens": True}, "num_spec_tokens"),
+        ({"method": "ngram", "k": 3}, "'k'"),
+        ({"method": "ngram", "min_ngram": 5}, "min_ngram"),
+        ({"method": "ngram", "model": "there"}, "model"),
+        ({"method": "draft", "adaptive": 1}, "adaptive"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            EngineConfig(speculative=speculative)
+    with pytest.raises(ValueError, match="fcfs"):
+        EngineConfig(speculative={"method": "ngram"}, scheduler="fcfs")
+    with pytest.raises(FileNotFoundError):
+        config = EngineConfig(num_blocks=50, speculative={"method": "draft", "model": "no/where/x"})
+        LLMEngine(config, loaded=loaded)
+    with pytest.raises(ValueError, match="vocabulary"):
+        LLMEngine(EngineConfig(num_blocks=50, speculative={"method": "draft"}), loaded=loaded)
+
+
+def test_the_pool_is_sized_for_both_models(loaded, draft, monkeypatch):
+    monkeypatch.setattr("common.kv_sizing.free_memory_bytes", lambda device: 20 << 20)
+
+    def num_blocks(speculative) -> int:
+        config = EngineConfig(speculative=speculative, max_num_seqs=1000)
+        return LLMEngine(config, loaded=loaded, draft=draft).kv_cache.num_blocks
+
+    assert num_blocks({"method": "draft"}) == num_blocks({"method": "ngram"}) // 2
+
+
+@pytest.mark.parametrize("n, k", [(1, 2), (1, 4), (3, 2), (3, 4)])
+def test_the_equation_of_tokens_holds(n, k, oracle, loaded, draft):
+    """Scheduled tokens = prompts + outputs - 1 - shared + rejected drafts."""
+    config = EngineConfig(
+        num_blocks=200,
+        prefix_cache=None,
+        speculative={"method": "draft", "num_spec_tokens": k, "adaptive": False},
+    )
+    engine = LLMEngine(config, loaded=loaded, draft=draft)
+    prompt = oracle.prompts[5]
+    engine.generate_batch([prompt], greedy_params(10, n=n))
+    stats = engine.stats()
+    rejected = stats.num_drafted_tokens - stats.num_accepted_tokens
+    shared = (n - 1) * (len(prompt) - 1)
+    assert stats.scheduled_tokens == n * (len(prompt) + 10 - 1) - shared + rejected
