@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.bench_record import markdown_table, percentile, replace_between_markers
+from common.bench_record import made_on, markdown_table, percentile, replace_between_markers
 
 
 def percentile_ms(values_s: Sequence[float], percent: float) -> float:
@@ -133,19 +133,6 @@ TABLES = {
     "thrash": tables_of_thrash,
     "control": tables_of_control,
 }
-
-
-def made_on(record: dict) -> str:
-    where = record["environment"]
-    dirty = ", changed" if where["is_dirty"] else ""
-    load = where["load_average"]
-    is_timed = "clock" in record["config"] or "fit" in record
-    busy = " Other programs were running: the times are rough." if load > 1 and is_timed else ""
-    return (
-        f"Made by `{record['command']}` at commit `{(where['commit'] or 'unknown')[:10]}`{dirty} "
-        f"on {where['cpu']}, {where['cores']} cores, Python {where['python']}, load average "
-        f"{load:.1f} at the start.{busy}"
-    )
 
 
 def write_tables(records: dict[str, dict], readme: Path) -> None:

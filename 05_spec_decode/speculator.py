@@ -38,6 +38,7 @@ class SpecDecodeStats:
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
     num_drafted_passes: int = 0
+    num_rejections: int = 0  # passes that ended with one
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         self.num_passes += 1
@@ -47,6 +48,7 @@ class SpecDecodeStats:
         self.num_drafted_passes += 1
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
+        self.num_rejections += num_accepted < num_drafted
         missing = num_drafted - len(self.drafted_by_position)
         self.drafted_by_position += [0] * missing
         self.accepted_by_position += [0] * missing

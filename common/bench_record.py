@@ -198,3 +198,17 @@ def replace_between_markers(text: str, name: str, content: str) -> str:
     before, _, rest = text.partition(start)
     after = rest.partition(end)[2]
     return f"{before}{start}\n{content.strip()}\n{end}{after}"
+
+
+def made_on(record: dict[str, Any]) -> str:
+    """The line under a chapter's table: by which command, of which commit, where."""
+    where = record["environment"]
+    dirty = ", changed" if where["is_dirty"] else ""
+    load = where["load_average"]
+    is_timed = "clock" in record["config"] or "fit" in record
+    busy = " Other programs were running: the times are rough." if load > 1 and is_timed else ""
+    return (
+        f"Made by `{record['command']}` at commit `{(where['commit'] or 'unknown')[:10]}`{dirty} "
+        f"on {where['cpu']}, {where['cores']} cores, Python {where['python']}, load average "
+        f"{load:.1f} at the start.{busy}"
+    )

@@ -1,0 +1,232 @@
+"""The exact law of what verification puts out, found by asking the code.
+
+Once the drafts and the uniform numbers are given, verification is a function. Each number decides
+one thing and does so at points: below them it is one way, above them the other.
+
+    accept_u[j]    |---- draft j accepted ----|---- rejected ----|
+    sample_u[j]    |-- 0 --|-- 1 --|------------ 2 --------------|    the token drawn at row j
+
+Bisection finds the points without any theory of where they should be. Their distances are
+probabilities, so the law of the output, given the drafts, is a product of lengths; summed over all
+drafts that the draft model may propose, it is the law that a user sees. It is exact to about
+1e-15, where counting a million samples would give three digits. That the numbers decide nothing
+else, and nothing twice, is for the tests to show, by comparing `Points.predict` with the code.
+
+Models are functions of a history, given in two parts: tokens that are out, and drafts behind them.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from rejection_sampler import VerifiedTokens, rejection_sampling_batched
+
+Tokens = tuple[int, ...]
+Law = dict[Tokens, float]
+Model = Callable[[Tokens, Tokens], torch.Tensor]  # (outputs, drafts) -> [vocab_size] float64
+Rule = Callable[..., VerifiedTokens]  # called as `rejection_sample` is
+
+LAST = 1 - 2.0**-53  # the last number below 1
+
+
+def histories(vocab_size: int, num_tokens: int) -> list[Tokens]:
+    """Every sequence of so many tokens."""
+    return list(product(range(vocab_size), repeat=num_tokens))
+
+
+def step_laws(
+    rule: Rule, p: Model, q: Model, outputs: Iterable[Tokens], num_drafts: int
+) -> dict[Tokens, Law]:
+    """The law of the run that one step emits, behind each of `outputs`: 1 to `num_drafts` + 1
+    tokens. What cannot happen is not in it."""
+    cases = Cases.of(p, q, outputs, num_drafts)
+    points = find_points(rule, cases)
+    certain = torch.ones_like(cases.chance)[:, None]
+    reached = torch.cat([certain, points.accept.cumprod(dim=1)], dim=1)
+    ended = torch.cat([1 - points.accept, certain], dim=1)
+    start = torch.cat([torch.zeros_like(points.ends[..., :1]), points.ends[..., :-1]], dim=-1)
+    chance = (cases.chance[:, None] * reached * ended)[..., None] * (points.ends - start)
+    laws = {history: defaultdict(float) for history in cases.outputs}
+    drafts, values = cases.drafts.tolist(), chance.tolist()
+    for case, row, token in chance.nonzero().tolist():
+        run = (*drafts[case][:row], token)
+        laws[cases.outputs[case]][run] += values[case][row][token]
+    return laws
+
+
+def matching_laws(
+    p: Model, q: Model, outputs: Iterable[Tokens], num_drafts: int
+) -> dict[Tokens, Law]:
+    """The same of `rejection_sampling_batched`: for all drafts, all samples of the target."""
+    cases = Cases.of(p, q, outputs, num_drafts)
+    num_cases, num_rows, vocab_size = cases.target_probs.shape
+    sampled = torch.tensor(histories(vocab_size, num_rows))  # [num_samples, num_rows]
+    case = torch.arange(num_cases).repeat_interleave(len(sampled))
+    sampled = sampled.repeat(num_cases, 1)
+    of_rows = cases.target_probs[case].gather(2, sampled[..., None])[..., 0]
+    chance = cases.chance[case] * of_rows.prod(dim=1)
+    runs, lengths = rejection_sampling_batched(
+        sampled.flatten(),
+        cases.drafts[case].flatten(),
+        torch.arange(len(case) + 1) * num_rows,
+        num_drafts,
+    )
+    laws = {history: defaultdict(float) for history in cases.outputs}
+    columns = (case.tolist(), runs.tolist(), lengths.tolist(), chance.tolist())
+    for i, run, length, value in zip(*columns, strict=True):
+        if value > 0:
+            laws[cases.outputs[i]][tuple(run[:length])] += value
+    return laws
+
+
+def plain_laws(p: Model, outputs: Iterable[Tokens]) -> dict[Tokens, Law]:
+    """Steps of plain decoding: one token each."""
+    return {
+        history: {(t,): chance for t, chance in enumerate(p(history, ()).tolist()) if chance > 0}
+        for history in outputs
+    }
+
+
+def continuation(laws: dict[Tokens, Law], num_tokens: int, outputs: Tokens = ()) -> Law:
+    """The law of the next `num_tokens` tokens, step after step; what is more is cut off."""
+    law: Law = defaultdict(float)
+    for run, chance in laws[outputs].items():
+        num_missing = num_tokens - len(run)
+        if num_missing <= 0:
+            law[run[:num_tokens]] += chance
+            continue
+        for rest, chance_of_rest in continuation(laws, num_missing, outputs + run).items():
+            law[run + rest] += chance * chance_of_rest
+    return law
+
+
+def distance(law: Law, other: Law) -> float:
+    """The largest difference in the probability of one sequence."""
+    return max(abs(law.get(run, 0.0) - other.get(run, 0.0)) for run in law.keys() | other.keys())
+
+
+def acceptance(law: Law) -> float:
+    """The chance that the first draft of a step is accepted."""
+    return math.fsum(chance for run, chance in law.items() if len(run) > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Cases:
+    """Each run of k drafts that the draft model may propose, behind each of some outputs."""
+
+    outputs: list[Tokens]
+    drafts: torch.Tensor  # [num_cases, k] int64
+    chance: torch.Tensor  # [num_cases] float64, of these drafts behind these outputs
+    target_probs: torch.Tensor  # [num_cases, k + 1, vocab_size] float64
+    draft_probs: torch.Tensor  # [num_cases, k, vocab_size] float64
+
+    @classmethod
+    def of(cls, p: Model, q: Model, outputs: Iterable[Tokens], num_drafts: int) -> Cases:
+        found = [
+            (history, drafts, chance)
+            for history in outputs
+            for drafts, chance in _proposals(q, history, num_drafts)
+        ]
+        before = [(history, drafts[:j]) for history, drafts, _ in found for j in range(num_drafts)]
+        rows = [
+            (history, drafts[:j]) for history, drafts, _ in found for j in range(num_drafts + 1)
+        ]
+        target_probs = torch.stack([p(*row) for row in rows]).unflatten(0, (len(found), -1))
+        draft_probs = target_probs.new_zeros(len(found), 0, target_probs.shape[-1])
+        if num_drafts:
+            draft_probs = torch.stack([q(*row) for row in before]).unflatten(0, (len(found), -1))
+        return cls(
+            [history for history, _, _ in found],
+            torch.tensor([drafts for _, drafts, _ in found], dtype=torch.int64),
+            torch.tensor([chance for _, _, chance in found], dtype=torch.float64),
+            target_probs,
+            draft_probs,
+        )
+
+    def verify(
+        self,
+        rule: Rule,
+        case: torch.Tensor,  # [num_reqs] which case each request of the batch is
+        accept_u: torch.Tensor,  # [num_reqs, k]
+        sample_u: torch.Tensor,  # [num_reqs, k + 1]
+    ) -> VerifiedTokens:
+        num_drafts = self.drafts.shape[1]
+        return rule(
+            self.target_probs[case].flatten(0, 1),
+            self.drafts[case].flatten(),
+            self.draft_probs[case].flatten(0, 1),
+            torch.arange(len(case) + 1) * (num_drafts + 1),
+            num_drafts,
+            accept_u.flatten(),
+            sample_u.flatten(),
+        )
+
+
+def _proposals(q: Model, outputs: Tokens, num_drafts: int) -> Iterator[tuple[Tokens, float]]:
+    """`(drafts, chance)`, those of chance 0 left out."""
+    if num_drafts == 0:
+        yield (), 1.0
+        return
+    for drafts, chance in _proposals(q, outputs, num_drafts - 1):
+        for token, factor in enumerate(q(outputs, drafts).tolist()):
+            if factor > 0:
+                yield (*drafts, token), chance * factor
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """Where decisions change. Where a decision cannot be reached, some number."""
+
+    accept: torch.Tensor  # [num_cases, k]; draft j is accepted below
+    ends: torch.Tensor  # [num_cases, k + 1, vocab_size]; the token drawn at a row is <= t below
+
+    def predict(self, case: int, accept_u: list[float], sample_u: list[float]) -> list[int | None]:
+        """The run for these numbers: None for each accepted draft, and the token drawn."""
+        accept = self.accept[case].tolist()
+        row = next((j for j, u in enumerate(accept_u) if u >= accept[j]), len(accept))
+        return [None] * row + [bisect_right(self.ends[case, row].tolist(), sample_u[row])]
+
+
+def find_points(rule: Rule, cases: Cases) -> Points:
+    num_cases, num_rows, vocab_size = cases.target_probs.shape
+    num_drafts = num_rows - 1
+    case, draft = torch.cartesian_prod(torch.arange(num_cases), torch.arange(num_drafts)).T
+
+    def is_accepted(u: torch.Tensor) -> torch.Tensor:
+        accept_u = torch.zeros(len(u), num_drafts, dtype=torch.float64)
+        accept_u = accept_u.scatter(1, draft[:, None], u[:, None])
+        sample_u = torch.full((len(u), num_rows), 0.5, dtype=torch.float64)
+        return cases.verify(rule, case, accept_u, sample_u).num_sampled > draft + 1
+
+    accept = _bisect(is_accepted, len(case)).view(num_cases, num_drafts)
+    case, row, token = torch.cartesian_prod(
+        torch.arange(num_cases), torch.arange(num_rows), torch.arange(vocab_size)
+    ).T
+
+    def is_at_most(u: torch.Tensor) -> torch.Tensor:
+        is_rejected = torch.arange(num_drafts) == row[:, None]
+        sample_u = torch.full((len(u), num_rows), 0.5, dtype=torch.float64)
+        sample_u = sample_u.scatter(1, row[:, None], u[:, None])
+        verified = cases.verify(rule, case, LAST * is_rejected.double(), sample_u)
+        return verified.token_ids.gather(1, row[:, None])[:, 0] <= token
+
+    ends = _bisect(is_at_most, len(case)).view(num_cases, num_rows, vocab_size)
+    return Points(accept, ends)
+
+
+def _bisect(holds: Callable[[torch.Tensor], torch.Tensor], num_conditions: int) -> torch.Tensor:
+    """For conditions on numbers in [0, 1), each of which holds below a point: the points."""
+    point = torch.zeros(num_conditions, dtype=torch.float64)
+    if num_conditions == 0:
+        return point
+    for bit in range(1, 54):
+        higher = point + 2.0**-bit
+        point = torch.where(holds(higher), higher, point)
+    return torch.where(holds(torch.full_like(point, LAST)), 1.0, point)

@@ -1,0 +1,515 @@
+"""The draft model's KV: always that of the request's own tokens, whoever wrote it, whatever
+happened to the blocks meanwhile.
+
+The draft model is scripted. Its next token is a hash of what it reads in its KV memory through the
+block table, as attention does, so one hole, one stale slot or one position too many changes what it
+proposes. The drafts must be what it says of the whole history, computed from scratch. It has the
+rule of the fake target (chapter 4), so undisturbed it is always right; a sampler that errs makes it
+wrong where a test wants that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import pytest
+import torch
+
+from block_pool import BlockPool
+from cached_kv_cache_manager import CachedKVCacheManager
+from draft_model_proposer import DraftModelProposer
+from fake_model import FakeModelRunner, _mix, continuation
+from kv_cache_manager import KVCacheManager
+from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
+from prefill_first_scheduler import PrefillFirstScheduler
+from prefix_cache_local import PrefixCacheLocal
+from radix_cache import RadixCache
+from request import Request, SamplingParams
+from scheduler import Scheduler
+from scheduler_interface import SchedulerOutput
+from speculator import Speculator
+
+VOCAB = 50
+POISON = -7
+K = 3  # drafts, where nothing else is said
+SCHEDULERS = (Scheduler, PrefillFirstScheduler)
+CACHES = (None, "hash", "radix")
+
+Errs = Callable[[Request, int], bool]  # is this draft of the request to be wrong?
+
+
+# -- the model, and what it says when nothing can go wrong
+
+
+@cache
+def kv_of(tokens: tuple[int, ...]) -> tuple[int, ...]:
+    if not tokens:
+        return ()
+    before = kv_of(tokens[:-1])
+    return (*before, _mix(before, tokens[-1]))
+
+
+def drafts_from_scratch(request: Request, num_drafts: int, errs: Errs) -> list[int]:
+    tokens = tuple(request.all_token_ids)
+    for i in range(num_drafts):
+        tokens += ((_mix(kv_of(tokens), -1) + errs(request, i)) % VOCAB,)
+    return list(tokens[request.num_tokens :])
+
+
+class ScriptedModel:
+    """A `DraftModel` whose keys are hashes. It finds fault with what it is given."""
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+        logit_indices: torch.Tensor,
+        backend: AttentionBackend,
+    ) -> torch.Tensor:
+        size, cache = kv_cache.block_size, kv_cache.key_cache[0].view(-1)
+        before, ids, slots = cache.tolist(), input_ids.tolist(), metadata.slot_mapping.tolist()
+        bounds, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+        assert len(ids) == len(slots) == bounds[-1] > 0
+        written: dict[int, int] = {}
+        read: set[int] = set()
+        says: list[int] = []
+        for first, stop, seq_len, table in zip(
+            bounds, bounds[1:], seq_lens, metadata.block_tables.tolist()
+        ):
+            start = seq_len - (stop - first)
+            assert first < stop and positions[first:stop].tolist() == list(range(start, seq_len))
+            own = [table[p // size] * size + p % size for p in range(seq_len)]
+            assert slots[first:stop] == own[start:]
+            assert min(own) >= size, "block 0 is nobody's"
+            read.update(own[:start])
+            kv = [before[slot] for slot in own[:start]]
+            for slot, token in zip(own[start:], ids[first:stop]):
+                kv.append(_mix(kv, token))
+                assert written.setdefault(slot, kv[-1]) == kv[-1], "two write one slot"
+                says.append(_mix(kv, -1) % VOCAB)
+        for slot in read & written.keys():  # a model writes first, and reads then
+            assert written[slot] == before[slot], "one reads what another writes"
+        cache[list(written)] = torch.tensor(list(written.values()))
+        wanted = [says[index] for index in logit_indices.tolist()]
+        return torch.nn.functional.one_hot(torch.tensor(wanted, dtype=torch.int64), VOCAB).double()
+
+
+class ErringSampler:
+    """The likeliest token, or the one behind it. Probabilities that name request and draft."""
+
+    def __init__(self, errs: Errs) -> None:
+        self.errs = errs
+
+    def needs_probs(self, request: Request) -> bool:
+        return request.priority == 1
+
+    def sample_drafts(
+        self, logits: torch.Tensor, requests: Sequence[Request], num_drafted: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert logits.shape == (len(requests), VOCAB)
+        wrong = torch.tensor([self.errs(request, num_drafted) for request in requests])
+        tokens = (logits.argmax(dim=-1) + wrong) % VOCAB
+        names = torch.tensor([[hash(r.request_id) % 997 + num_drafted / 100] for r in requests])
+        return tokens, names.expand(-1, VOCAB)
+
+
+def never(request: Request, num_drafted: int) -> bool:
+    return False
+
+
+def always(request: Request, num_drafted: int) -> bool:
+    return True
+
+
+def wrong_from(first: int) -> Errs:
+    return lambda request, num_drafted: num_drafted >= first
+
+
+def now_and_then(seed: int) -> Errs:
+    return lambda request, num_drafted: hash((seed, request.num_tokens, num_drafted)) % 4 == 0
+
+
+# -- the world that it lives in
+
+
+def make_memory(cache: str | None, num_blocks: int, block_size: int) -> KVCacheManager:
+    pool = BlockPool(num_blocks + 1)
+    if cache is None:
+        return KVCacheManager(pool, block_size)
+    if cache == "radix":
+        return CachedKVCacheManager(
+            pool, block_size, RadixCache(pool=pool, page_size=block_size)
+        )
+    return CachedKVCacheManager(pool, block_size, PrefixCacheLocal(pool=pool, block_size=block_size))
+
+
+class Checked:
+    """A `Proposer` around the draft model's. Each proposal is compared with one from scratch."""
+
+    def __init__(self, proposer: DraftModelProposer, errs: Errs) -> None:
+        self.inner, self.errs = proposer, errs
+        self.num_spec_tokens = proposer.num_spec_tokens
+        self.num_lookahead_tokens = proposer.num_lookahead_tokens
+        self.draft_probs, self.forget = proposer.draft_probs, proposer.forget
+        self.last: dict[str, list[int]] = {}
+        self._contents: dict[int, list[int]] = {}  # of a block, by its hash
+
+    def propose(
+        self, requests: Sequence[Request], num_drafts: Sequence[int]
+    ) -> dict[str, list[int]]:
+        before = self._slots()
+        drafts = self.last = self.inner.propose(requests, num_drafts)
+        expected = {}
+        for request, num in zip(requests, num_drafts, strict=True):
+            if num := min(num, self._num_possible(request)):
+                expected[request.request_id] = drafts_from_scratch(request, num, self.errs)
+        assert drafts == expected
+        self._check_writes(requests, before)
+        self._check_kv(requests)
+        return drafts
+
+    def _slots(self) -> list[int]:
+        return self.inner.kv_cache.key_cache[0].flatten().tolist()
+
+    def _num_possible(self, request: Request) -> int:
+        """All drafts but the last are written, and so is the last known token."""
+        block_ids = self.inner.kv_memory.get_block_ids(request.request_id)
+        num_slots = min(len(block_ids) * self.inner.block_size, self.inner.max_model_len)
+        return max(0, min(self.num_spec_tokens, num_slots - request.num_tokens + 1))
+
+    def _own_slots(self, request: Request) -> list[int]:
+        size = self.inner.block_size
+        block_ids = self.inner.kv_memory.get_block_ids(request.request_id)
+        return [block_id * size + i for block_id in block_ids for i in range(size)]
+
+    def _check_writes(self, requests: Sequence[Request], before: list[int]) -> None:
+        own = {slot for request in requests for slot in self._own_slots(request)}
+        for slot, (old, new) in enumerate(zip(before, self._slots(), strict=True)):
+            assert old == new or slot in own, f"slot {slot} is somebody else's"
+
+    def _check_kv(self, requests: Sequence[Request]) -> None:
+        """The proposer's own invariants."""
+        now = self._slots()
+        for request in requests:
+            tokens = request.all_token_ids + self.last.get(request.request_id, [])
+            num = self.inner._followers[request.request_id].num_computed
+            own = [now[slot] for slot in self._own_slots(request)[:num]]
+            assert own == list(kv_of(tuple(tokens[:num]))), f"{request!r}: {num} positions"
+        size = self.inner.block_size
+        for block_id, chain in self.inner._filled.items():
+            content = now[block_id * size : (block_id + 1) * size]
+            assert self._contents.setdefault(chain, content) == content, f"block {block_id}"
+
+
+class ScriptedLength:
+    """A `DraftLength`: `num_drafts` for everybody, an int or a function of the request."""
+
+    def __init__(self, num_drafts: int | Callable[[Request], int]) -> None:
+        self.num_drafts = num_drafts
+
+    def choose(self, requests: Sequence[Request]) -> list[int]:
+        if callable(self.num_drafts):
+            return [self.num_drafts(request) for request in requests]
+        return [self.num_drafts] * len(requests)
+
+    def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
+        pass
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+class World:
+    """Scheduler, fake target, scripted draft model, in chapter 1's order. Block size 4 and a hash
+    cache, unless it is told otherwise."""
+
+    def __init__(
+        self,
+        num_blocks: int = 60,
+        block_size: int = 4,
+        cache: str | None = "hash",
+        kind: type = Scheduler,
+        *,
+        errs: Errs = never,
+        num_spec_tokens: int = K,
+        num_lookahead_tokens: int | None = None,
+        draft_len: int = 200,
+        max_rows: int = 2,
+        **options,
+    ) -> None:
+        self.memory = make_memory(cache, num_blocks, block_size)
+        if kind is Scheduler:
+            options.setdefault("watermark", 0.0)
+        else:
+            options.setdefault("init_new_token_ratio", 0.3)
+        self.scheduler = kind(kv_memory=self.memory, **options)
+        self.runner = FakeModelRunner(block_size, VOCAB)
+        kv_cache = PagedKVCache(1, num_blocks + 1, block_size, 1, 1, torch.int64)
+        kv_cache.key_cache[0].fill_(POISON)
+        self.proposer = DraftModelProposer(
+            ScriptedModel(),
+            kv_cache,
+            None,
+            self.memory,
+            num_spec_tokens,
+            max_model_len=draft_len,
+            max_num_seqs=max_rows,
+            sampler=ErringSampler(errs),
+        )
+        if num_lookahead_tokens is None:
+            num_lookahead_tokens = self.proposer.num_lookahead_tokens
+        self.scheduler.num_lookahead_tokens = num_lookahead_tokens
+        self.checked = Checked(self.proposer, errs)
+        self.length = ScriptedLength(num_spec_tokens)
+        self.speculator = Speculator(self.checked, self.length)
+        self.requests: dict[str, Request] = {}
+        self.num_moved = 0  # table entries that came to name a cached block
+
+    def add(
+        self, request_id: str, prompt: Sequence[int], max_tokens: int = 12, **more
+    ) -> Request:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        request = Request(request_id, prompt, params, **more)
+        self.scheduler.add_request(request)
+        self.requests[request_id] = request
+        return request
+
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> SchedulerOutput:
+        """`meanwhile` is called while the target computes."""
+        output = self.scheduler.schedule()
+        self.num_moved += sum(c.src_block_id == c.dst_block_id for c in output.block_copies)
+        sampled = self.runner.execute(output)
+        meanwhile()
+        self.scheduler.update_from_output(output, sampled)
+        self.scheduler.update_draft_token_ids(self.speculator.propose(output, sampled))
+        self.scheduler.check_invariants()
+        for request in output.scheduled_requests:
+            num = request.num_output_tokens
+            assert request.output_token_ids == continuation(request.prompt_token_ids, num, VOCAB)
+        return output
+
+    def num_fed(self) -> int:
+        """Tokens that the draft model is fed in one step."""
+        before = self.proposer.num_computed_tokens
+        self.step()
+        return self.proposer.num_computed_tokens - before
+
+    def run(self, most: int = 1000) -> None:
+        for _ in range(most):
+            if not self.scheduler.has_requests():
+                self.step()  # so that who finished last is forgotten
+                assert self.proposer._followers == {}
+                assert sorted(self.proposer._tables._free_rows) == list(
+                    range(len(self.proposer._tables.ids))
+                )
+                return
+            self.step()
+        pytest.fail(f"not finished after {most} steps: {list(self.scheduler.requests.values())}")
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [hash((seed, i)) % VOCAB for i in range(length)]
+
+
+# -- steady decoding
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 16])
+@pytest.mark.parametrize("num_right", range(K + 1))
+def test_what_was_accepted_stays_and_what_was_rejected_is_overwritten(num_right, block_size):
+    """Trap 41: after full acceptance the draft's KV lags one token, and it is fed two."""
+    world = World(200, block_size, errs=wrong_from(num_right))
+    request = world.add("a", prompt_of(5), 40)
+    world.step()
+    world.step()
+    while request.max_num_tokens - request.num_tokens - 1 >= 2 * K:
+        before = request.num_tokens
+        num_fed = world.num_fed()
+        assert request.num_tokens - before == num_right + 1
+        assert num_fed == (K if num_right < K else K + 1)
+    world.run()
+
+
+def test_each_of_many_requests_is_fed_as_much_as_if_it_were_alone():
+    world = World(200, errs=now_and_then(1))
+    requests = [world.add(name, prompt_of(6, i), 40) for i, name in enumerate("abcde")]
+    for _ in range(3):
+        world.step()
+    for _ in range(6):
+        before = {r.request_id: len(r.all_token_ids) for r in requests}
+        num_fed = world.num_fed()
+        gained = [r.num_tokens - before[r.request_id] for r in requests]
+        assert num_fed == sum(K + (num == K + 1) for num in gained)
+    assert {1, K + 1} <= set(gained) | {1, K + 1}
+    world.run()
+
+
+def test_it_follows_a_prompt_whose_tokens_come_in_chunks():
+    world = World(kind=PrefillFirstScheduler, chunked_prefill_size=5, max_num_batched_tokens=8)
+    world.add("a", prompt_of(3), 30)
+    world.step()
+    long = world.add("b", prompt_of(23, 1), 10)
+    world.scheduler.mixing = True
+    while long.num_computed_tokens < 20:
+        world.step()
+        follower = world.proposer._followers.get("b")
+        if follower is not None:
+            assert follower.num_computed == long.num_computed_tokens
+    assert follower is not None
+    world.run()
+
+
+@pytest.mark.parametrize("first", range(K + 1))
+def test_as_many_drafts_as_each_request_is_to_get(first):
+    world = World(200, errs=now_and_then(first))
+    lengths = {name: (first + i) % (K + 2) for i, name in enumerate("abcde")}
+    world.length.num_drafts = lambda request: lengths[request.request_id]
+    for i, name in enumerate("abcde"):
+        world.add(name, prompt_of(5, i), 20)
+    world.step()
+    world.step()
+    assert {r: len(drafts) for r, drafts in world.checked.last.items()} == {
+        name: min(num, K) for name, num in lengths.items() if num
+    }
+    world.run()
+
+
+def test_whoever_gets_no_drafts_does_not_fall_behind_while_others_do():
+    world = World(200)
+    world.length.num_drafts = lambda request: K * (request.request_id == "a")
+    world.add("a", prompt_of(5), 30)
+    other = world.add("b", prompt_of(5, 1), 30)
+    world.step()
+    world.step()
+    for _ in range(3):
+        assert world.num_fed() == K + 1 + 1  # b: the token that the target has computed
+        assert world.proposer._followers["b"].num_computed == other.num_computed_tokens
+    world.run()
+
+
+def test_nothing_to_do_is_nothing_done():
+    world = World()
+    assert world.proposer.propose([], []) == {}
+    request = world.add("a", prompt_of(5), 9)
+    world.length.num_drafts = 0
+    world.step()
+    assert world.proposer.num_computed_tokens == 0
+    assert world.proposer.propose([request], [0]) == {}
+    assert world.proposer.num_computed_tokens == 5
+    assert world.proposer.propose([request], [0]) == {}
+    assert world.proposer.num_computed_tokens == 5
+    with pytest.raises(ValueError):
+        world.proposer.propose([request], [])
+
+
+# -- guesses that never were verified
+
+
+@pytest.mark.parametrize("num_kept", range(K + 1))
+def test_drafts_that_were_trimmed_or_dropped(num_kept):
+    """By the budget or for want of memory. The target says something else than what was dropped,
+    or the same."""
+    for errs in (never, always, wrong_from(1), now_and_then(0)):
+        world = World(200, errs=errs)
+        request = world.add("a", prompt_of(5), 30)
+        while not request.is_finished:
+            world.step()
+            request.draft_token_ids = request.draft_token_ids[:num_kept]
+        world.run()
+
+
+@pytest.mark.parametrize("budget", [2, 3, 4, 5, 7])
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_drafts_for_which_the_budget_has_no_room(kind, budget):
+    world = World(kind=kind, max_num_batched_tokens=budget, errs=now_and_then(3))
+    for i, name in enumerate("abc"):
+        world.add(name, prompt_of(2, i), 12)
+    world.run()
+
+
+@pytest.mark.parametrize("errs", [never, always, wrong_from(1), wrong_from(2)])
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 5, 9])
+def test_speculation_that_was_off_for_a_while(num_steps, errs):
+    """The proposer is not even asked then, and tokens become known that it guessed otherwise."""
+    world = World(200, errs=errs)
+    request = world.add("a", prompt_of(6), 60)
+    while not request.is_finished:
+        for num_drafts in (K, 0):
+            world.length.num_drafts = num_drafts
+            for _ in range(num_steps):
+                world.step()
+    world.run()
+
+
+def test_a_request_that_never_had_drafts_until_now():
+    world = World(200)
+    world.length.num_drafts = 0
+    request = world.add("a", prompt_of(6), 30)
+    for _ in range(10):
+        world.step()
+    assert world.proposer.num_computed_tokens == 0
+    world.length.num_drafts = K
+    assert world.num_fed() == request.num_tokens + K - 1
+    world.run()
+
+
+# -- blocks that somebody else computed
+
+
+@pytest.mark.parametrize("cache", ["hash", "radix"])
+def test_a_hit_on_blocks_that_the_draft_has_filled_is_not_computed_again(cache):
+    world = World(cache=cache)
+    world.add("a", prompt_of(14), 8)
+    world.run()
+    second = world.add("b", prompt_of(14) + [1, 2, 3], 8)
+    assert world.num_fed() == 17 + 1 - 12 + K - 1
+    assert second.num_cached_tokens == 12
+    world.run()
+
+
+@pytest.mark.parametrize("cache", ["hash", "radix"])
+def test_a_hit_on_blocks_that_the_draft_never_saw_is_computed(cache):
+    """Trap 41: acceptance would collapse, and nobody would know why."""
+    world = World(cache=cache)
+    world.length.num_drafts = 0
+    world.add("a", prompt_of(14), 8)
+    world.run()
+    world.length.num_drafts = K
+    second = world.add("b", prompt_of(14) + [1, 2, 3], 8)
+    assert world.num_fed() == 17 + 1 + K - 1
+    assert second.num_cached_tokens == 12
+    third = world.add("c", prompt_of(14) + [1, 2, 4], 8)
+    world.step()
+    assert third.num_cached_tokens == 12
+    world.run()
+
+
+@pytest.mark.parametrize("num_outputs", range(1, 10))
+def test_a_request_that_ended_just_as_a_block_was_filled(num_outputs):
+    """The target published the block; the draft would have computed it in the next step."""
+    for errs in (never, always, wrong_from(1)):
+        world = World(errs=errs)
+        first = world.add("a", prompt_of(6), num_outputs)
+        world.run()
+        second = world.add("b", [*first.all_token_ids, 1, 2], 8)
+        world.step()
+        assert second.num_cached_tokens == (first.num_tokens - 1) // 4 * 4
+        world.run()
+        world.add("c", second.all_token_ids, 8)
+        world.run()
+
+
+def test_only_the_block_that_is_missing_is_computed_and_what_follows_it():
+    world = World(errs=always)
+    first = world.add("a", prompt_of(6), 3)  # its last step computes position 7, the end of a block
+    world.run()
+    second = world.add("b", [*first.all_token_ids, 1, 2], 8)
+    assert world.num_fed() == 12 - 4 + K - 1
+    assert second.num_cached_tokens == 8
+    world.run()
+    third = world.add("c", [*first.all_token_ids, 1, 3], 8)
+    assert world.num_fed() == 12 - 8 + K - 1
+    assert third.num_cached_tokens == 8
+    world.run()

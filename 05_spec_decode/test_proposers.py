@@ -1,0 +1,234 @@
+"""Look-ups in the history, against a search through all of it.
+
+The draft model's proposer has its own file."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from proposers import NgramProposer
+from request import Request
+
+
+def make_request(tokens: list[int], request_id: str = "a") -> Request:
+    return Request.from_tokens(request_id, tokens, max_new_tokens=1000)
+
+
+def propose(proposer: NgramProposer, request: Request, num_drafts: int = 99) -> list[int]:
+    drafts = proposer.propose([request], [num_drafts])
+    assert drafts.keys() <= {request.request_id}
+    return drafts.get(request.request_id, [])
+
+
+def search(
+    tokens: list[int], num_drafts: int, max_ngram: int, min_ngram: int
+) -> tuple[int, list[int]]:
+    """`(size of the suffix that was found, drafts)`: the longest suffix that stands somewhere else,
+    where it did so first."""
+    for n in range(max_ngram, min_ngram - 1, -1):
+        for start in range(len(tokens) - n):  # the suffix itself starts at len(tokens) - n
+            if tokens[start : start + n] == tokens[len(tokens) - n :]:
+                return n, tokens[start + n :][:num_drafts]
+    return 0, []
+
+
+def count_insertions(proposer: NgramProposer, request_id: str) -> list[tuple[int, ...]]:
+    """The n-grams that are put in a dictionary from now on, in a list that grows."""
+    inserted = []
+
+    class Counting(dict):
+        def setdefault(self, key, value):
+            inserted.append(key)
+            return super().setdefault(key, value)
+
+        def __setitem__(self, key, value):
+            inserted.append(key)
+            super().__setitem__(key, value)
+
+    history = proposer._histories[request_id]
+    history.first = {n: Counting(first) for n, first in history.first.items()}
+    return inserted
+
+
+# -- by hand
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_drafts", "drafts"),
+    [
+        ([1, 2, 3, 4, 1, 2], 4, [3, 4, 1, 2]),  # up to the end of what is known
+        ([1, 2, 3, 4, 1, 2], 2, [3, 4]),
+        ([1, 2, 3, 1, 2, 4, 1, 2], 1, [3]),  # the earliest
+        ([7, 1, 2, 3, 9, 1, 2, 4, 7, 1, 2], 2, [3, 9]),
+        ([1, 2, 8, 7, 1, 2, 9, 7, 1, 2], 1, [9]),  # the longest, though a shorter one came first
+        ([1, 2, 3, 4, 5, 9, 0, 2, 3, 4, 5, 8, 2, 3, 4, 5], 1, [9]),  # no longer than max_ngram
+        ([5, 5, 5], 4, [5]),  # it may overlap with itself
+        ([5, 5, 5, 5, 5], 4, [5]),  # "5 5 5 5" stood here once before, and one token behind it
+        ([5, 5], 4, []),  # and never matches itself
+        ([1, 2, 3, 4], 4, []),
+        ([1, 2, 9, 2], 4, []),  # a single token is fewer than min_ngram
+    ],
+)
+def test_the_longest_match_and_of_these_the_earliest(tokens, num_drafts, drafts):
+    """Trap 44."""
+    proposer = NgramProposer(4, max_ngram=4, min_ngram=2)
+    assert propose(proposer, make_request(tokens), num_drafts) == drafts
+
+
+def test_the_suffix_matches_itself_neither_now_nor_when_it_has_grown():
+    """Trap 44. What ended the history in one step is indexed in the next, when a token follows."""
+    proposer = NgramProposer(4, max_ngram=2, min_ngram=2)
+    request = make_request([1, 2])
+    assert propose(proposer, request) == []
+    for token, drafts in ((3, []), (1, []), (2, [3, 1, 2]), (3, [1, 2, 3]), (3, []), (3, [3])):
+        request.append_output_token(token)
+        assert propose(proposer, request) == drafts, request.all_token_ids
+
+
+@pytest.mark.parametrize("min_ngram", [1, 2, 3, 4])
+def test_a_history_shorter_than_the_shortest_n_gram_says_nothing(min_ngram):
+    proposer = NgramProposer(3, max_ngram=4, min_ngram=min_ngram)
+    for length in range(1, min_ngram + 1):
+        assert propose(proposer, make_request([7] * length, f"r{length}")) == []
+    assert propose(proposer, make_request([7] * (min_ngram + 1))) == [7]
+
+
+def test_no_more_drafts_than_were_asked_for_and_never_more_than_allowed():
+    proposer = NgramProposer(3)
+    request = make_request([1, 2, 3, 4, 5, 6, 1, 2])
+    for num_drafts, drafts in ((0, []), (1, [3]), (2, [3, 4]), (3, [3, 4, 5]), (99, [3, 4, 5])):
+        assert propose(proposer, request, num_drafts) == drafts
+
+
+def test_who_asks_for_nothing_is_indexed_all_the_same():
+    proposer = NgramProposer(3)
+    request = make_request([1, 2, 3, 4])
+    assert proposer.propose([request], [0]) == {}
+    inserted = count_insertions(proposer, "a")
+    for token in (1, 2):
+        request.append_output_token(token)
+    assert propose(proposer, request) == [3, 4, 1]
+    assert len(inserted) == 2 * 3  # for two tokens, 2- to 4-grams
+
+
+def test_it_writes_no_kv_and_is_certain():
+    proposer = NgramProposer(3)
+    assert proposer.num_lookahead_tokens == 0 and proposer.num_spec_tokens == 3
+    propose(proposer, make_request([1, 2, 3, 1, 2]))
+    assert proposer.draft_probs("a") is None and proposer.draft_probs("nobody") is None
+
+
+# -- several requests
+
+
+def test_requests_know_nothing_of_each_other():
+    proposer = NgramProposer(2)
+    first, second = make_request([1, 2, 3, 1, 2], "a"), make_request([5, 6, 7, 1, 2], "b")
+    third = make_request([1, 2, 4, 1, 2], "c")
+    assert proposer.propose([first, second, third], [2, 2, 1]) == {"a": [3, 1], "c": [4]}
+    for token in (5, 6):
+        second.append_output_token(token)
+    assert proposer.propose([second, first], [2, 0]) == {"b": [7, 1]}
+    assert proposer.propose([], []) == {}
+    with pytest.raises(ValueError):
+        proposer.propose([first, second], [2])
+
+
+def test_an_id_that_comes_again_after_its_end_has_no_past():
+    proposer = NgramProposer(2)
+    assert propose(proposer, make_request([1, 2, 3, 1, 2])) == [3, 1]
+    proposer.forget("a")
+    proposer.forget("a")
+    proposer.forget("nobody")
+    assert propose(proposer, make_request([8, 9, 1, 2])) == []
+    assert propose(proposer, make_request([8, 9, 1, 2, 8, 9])) == [1, 2]
+
+
+def test_what_is_forgotten_takes_no_memory():
+    proposer = NgramProposer(2)
+    for i in range(20):
+        propose(proposer, make_request([1, 2, 3, 1, 2], f"r{i}"))
+        proposer.forget(f"r{i}")
+    assert proposer._histories == {}
+
+
+# -- against the search
+
+
+tokens_of_few_kinds = st.integers(1, 4).flatmap(
+    lambda num_kinds: st.lists(
+        st.lists(st.integers(0, num_kinds - 1), min_size=1, max_size=5), min_size=1, max_size=16
+    )
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    prompts=st.lists(tokens_of_few_kinds, min_size=1, max_size=3),
+    num_spec_tokens=st.integers(1, 5),
+    num_drafts=st.integers(0, 7),
+    min_ngram=st.integers(1, 3),
+    num_more=st.integers(0, 3),
+)
+def test_it_finds_what_a_search_through_everything_finds(
+    prompts, num_spec_tokens, num_drafts, min_ngram, num_more
+):
+    """Step by step, each with 1 to 5 tokens more, several requests in turn."""
+    sizes = (min_ngram + num_more, min_ngram)
+    proposer = NgramProposer(num_spec_tokens, *sizes)
+    requests = [make_request(steps[0], f"r{i}") for i, steps in enumerate(prompts)]
+    for step in range(max(len(steps) for steps in prompts)):
+        for request, steps in zip(requests, prompts):
+            for token in steps[step] if 0 < step < len(steps) else ():
+                request.append_output_token(token)
+        expected = {}
+        for request in requests:
+            tokens = request.all_token_ids
+            _, drafts = search(tokens, min(num_drafts, num_spec_tokens), *sizes)
+            if drafts:
+                expected[request.request_id] = drafts
+        assert proposer.propose(requests, [num_drafts] * len(requests)) == expected
+
+
+def test_the_search_that_it_is_compared_with_finds_all_sizes():
+    """Else the comparison would say little."""
+    tokens = [0, 1, 1, 0, 1, 0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 1]
+    found = {search(tokens[:length], 3, 4, 2)[0] for length in range(len(tokens) + 1)}
+    assert found == {0, 2, 3, 4}
+
+
+@pytest.mark.parametrize("num_old", [10, 100, 1000])
+def test_a_step_indexes_new_tokens_only(num_old):
+    """Each new token completes one n-gram of each size, however long the history is."""
+    proposer = NgramProposer(4, max_ngram=5, min_ngram=2)
+    request = make_request([i * i % 7 for i in range(num_old)])
+    propose(proposer, request)
+    inserted = count_insertions(proposer, "a")
+    for num_new in (1, 3, 5):
+        for i in range(num_new):
+            request.append_output_token(i)
+        inserted.clear()
+        propose(proposer, request)
+        assert len(inserted) == 4 * num_new
+        propose(proposer, request)
+        assert len(inserted) == 4 * num_new, "nothing is new"
+
+
+# -- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"num_spec_tokens": 0}, "num_spec_tokens"),
+        ({"num_spec_tokens": -1}, "num_spec_tokens"),
+        ({"min_ngram": 0}, "min_ngram"),
+        ({"min_ngram": 5, "max_ngram": 4}, "min_ngram"),
+        ({"max_ngram": 1}, "min_ngram"),
+    ],
+)
+def test_options_that_make_no_sense_are_named(options, name):
+    with pytest.raises(ValueError, match=f"^{name} is "):
+        NgramProposer(**options)

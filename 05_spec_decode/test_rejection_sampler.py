@@ -1,0 +1,831 @@
+"""What comes out has the target's law, exactly; and no number, row or neighbour disturbs that.
+
+`exact_law` asks the code for its law; these tests say what it has to be. Nothing here repeats the
+rules themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from scipy import stats
+
+from common.sampler import SamplingBatch, sampling_probs
+from exact_law import (
+    LAST,
+    Cases,
+    Model,
+    Tokens,
+    acceptance,
+    continuation,
+    distance,
+    find_points,
+    histories,
+    matching_laws,
+    plain_laws,
+    step_laws,
+)
+from inverse_cdf import draw
+from rejection_sampler import (
+    PADDING,
+    VerifiedTokens,
+    rejection_sample,
+    rejection_sampling_batched,
+)
+from request import SamplingParams
+
+EXACT = 1e-12
+ALPHA = 1e-6  # seeds are fixed: a test that passes once passes for ever
+NAN = float("nan")
+
+# -- models: random tables, other distributions behind every history
+
+
+def random_pair(rng: np.random.Generator, vocab_size: int, kind: str) -> tuple[np.ndarray, ...]:
+    p, q = rng.dirichlet(np.full(vocab_size, 0.7), size=2)
+    certain_p, certain_q = np.eye(vocab_size)[rng.integers(vocab_size, size=2)]
+    side = rng.permutation(vocab_size) < rng.integers(1, vocab_size)
+    if kind == "zeros":
+        p, q = p * ((rng.random(vocab_size) < 0.5) | (certain_p > 0)), q * ((p > 0.2) | side)
+    elif kind == "disjoint":
+        p, q = p * side, q * ~side
+    elif kind == "equal":
+        q = p
+    elif kind == "close":
+        q = p * (1 + 1e-9 * rng.standard_normal(vocab_size))
+    elif kind == "one-hot":
+        p, q = ((p, certain_q), (certain_p, q), (certain_p, certain_q))[rng.integers(3)]
+    return p / p.sum(), q / q.sum()
+
+
+KINDS = ("random", "zeros", "disjoint", "equal", "close", "one-hot")
+
+
+@cache
+def models(vocab_size: int, kind: str, seed: int = 0) -> tuple[Model, Model]:
+    """Target and draft model. "mixed": behind each history some other kind."""
+
+    @cache
+    def pair(history: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        rng = np.random.default_rng([seed, vocab_size, len(history), *history])
+        chosen = rng.choice(KINDS) if kind == "mixed" else kind
+        p, q = random_pair(rng, vocab_size, chosen)
+        return torch.from_numpy(p), torch.from_numpy(q)
+
+    return (lambda outputs, drafts: pair(outputs + drafts)[0]), (
+        lambda outputs, drafts: pair(outputs + drafts)[1]
+    )
+
+
+def certain(model: Model) -> Model:
+    """It proposes its most likely token, always."""
+    return lambda outputs, drafts: _one_hot(model(outputs, drafts))
+
+
+def _one_hot(probs: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.one_hot(probs.argmax(), len(probs)).to(probs.dtype)
+
+
+def rejection_sample_certain(p, drafts, q, *rest) -> VerifiedTokens:
+    """As for drafts without probabilities."""
+    return rejection_sample(p, drafts, None, *rest)
+
+
+def plain(p: Model, vocab_size: int, num_tokens: int) -> dict:
+    """Plain decoding, behind every history of fewer than `num_tokens` tokens."""
+    return plain_laws(p, [h for n in range(num_tokens) for h in histories(vocab_size, n)])
+
+
+SHAPES = ((2, 4), (3, 3), (4, 2), (5, 1), (3, 0))  # (vocab_size, num_drafts)
+
+
+# -- the rejection rule is exact
+
+
+@pytest.mark.parametrize("kind", (*KINDS, "mixed"))
+@pytest.mark.parametrize(("vocab_size", "num_drafts"), SHAPES)
+def test_a_step_has_the_law_of_the_target(vocab_size, num_drafts, kind):
+    """One step, filled up to k + 1 tokens by plain decoding. Traps 36, 46."""
+    p, q = models(vocab_size, kind)
+    plainly = plain(p, vocab_size, num_drafts + 1)
+    stepwise = plainly | step_laws(rejection_sample, p, q, [()], num_drafts)
+    expected = continuation(plainly, num_drafts + 1)
+    law = continuation(stepwise, num_drafts + 1)
+    assert distance(law, expected) < EXACT
+    assert law.keys() <= expected.keys(), "the target gives these no chance"
+
+
+def test_a_step_has_the_law_of_the_target_for_five_tokens_and_four_drafts():
+    p, q = models(5, "mixed")
+    plainly = plain(p, 5, 5)
+    stepwise = plainly | step_laws(rejection_sample, p, q, [()], 4)
+    assert distance(continuation(stepwise, 5), continuation(plainly, 5)) < EXACT
+
+
+@pytest.mark.parametrize("kind", ("random", "zeros", "close", "mixed"))
+@pytest.mark.parametrize("num_drafts", [(3, 2, 1), (1, 1, 1), (2, 0, 3), (0, 1, 2)])
+def test_the_tokens_of_several_steps_have_the_law_of_the_target(num_drafts, kind):
+    """The first two and three tokens, each step where the one before it ended; `num_drafts` of a
+    step by how many tokens came before."""
+    p, q = models(3, kind, seed=1)
+    laws = {}
+    for n, k in enumerate(num_drafts):
+        laws |= step_laws(rejection_sample, p, q, histories(3, n), k)
+    plainly = plain(p, 3, 3)
+    for num_tokens in (1, 2, 3):
+        law = continuation(laws, num_tokens)
+        assert distance(law, continuation(plainly, num_tokens)) < EXACT
+        assert sum(law.values()) == pytest.approx(1, abs=EXACT)
+
+
+@pytest.mark.parametrize("kind", ("random", "zeros", "one-hot", "mixed"))
+def test_certain_drafts_need_no_probabilities(kind):
+    """Given none, the rule does what it does for a one-hot q, and that is exact."""
+    p, q = models(3, kind, seed=2)
+    q = certain(q)
+    plainly = plain(p, 3, 4)
+    laws = step_laws(rejection_sample_certain, p, q, [()], 3)
+    assert distance(continuation(plainly | laws, 4), continuation(plainly, 4)) < EXACT
+    assert distance(laws[()], step_laws(rejection_sample, p, q, [()], 3)[()]) < EXACT
+
+
+@pytest.mark.parametrize("kind", (*KINDS, "mixed"))
+def test_no_rule_accepts_more_often(kind):
+    """The chance of the first draft is sum(min(p, q)): no two tokens with these laws agree more."""
+    p, q = models(4, kind, seed=3)
+    law = step_laws(rejection_sample, p, q, [()], 2)[()]
+    assert acceptance(law) == pytest.approx(
+        float(torch.minimum(p((), ()), q((), ())).sum()), abs=EXACT
+    )
+
+
+@pytest.mark.parametrize("kind", ("random", "zeros", "close"))
+def test_decisions_change_where_theory_says(kind):
+    """A draft is accepted below p / q; the token is drawn from the positive part of p - q, and
+    behind the last draft from p."""
+    p, q = models(4, kind, seed=4)
+    cases = Cases.of(p, q, [()], 2)
+    points = find_points(rejection_sample, cases)
+    target = cases.target_probs[:, :2].gather(2, cases.drafts[..., None])[..., 0]
+    draft = cases.draft_probs.gather(2, cases.drafts[..., None])[..., 0]
+    # The code multiplies by q; where that is small, half an ulp of p is more than half an ulp.
+    assert torch.allclose(points.accept, (target / draft).clamp(max=1), rtol=0, atol=EXACT)
+    weights = cases.target_probs.clone()
+    weights[:, :2] = (weights[:, :2] - cases.draft_probs).clamp(min=0)
+    ends = (weights / weights.sum(dim=-1, keepdim=True)).cumsum(dim=-1)
+    can_reject = points.accept < 1
+    reached = torch.cat([can_reject, torch.ones_like(can_reject[:, :1])], dim=1)
+    tolerance = 1e-4 if kind == "close" else EXACT  # of p - q only so many digits are left
+    assert torch.allclose(points.ends[reached], ends[reached], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ("random", "zeros", "mixed"))
+def test_each_number_decides_one_thing(kind):
+    """Any numbers give what the points say: so the law, a product of lengths, is the law of
+    independent numbers, and nothing depends on a number that has been used or is not reached."""
+    p, q = models(3, kind, seed=5)
+    cases = Cases.of(p, q, [()], 3)
+    points = find_points(rejection_sample, cases)
+    generator = torch.Generator().manual_seed(0)
+    case = torch.randint(len(cases.drafts), (3000,), generator=generator)
+    accept_u = torch.rand(3000, 3, generator=generator, dtype=torch.float64)
+    sample_u = torch.rand(3000, 4, generator=generator, dtype=torch.float64)
+    verified = cases.verify(rejection_sample, case, accept_u, sample_u)
+    lengths = verified.num_sampled.tolist()
+    assert len(set(lengths)) == 4
+    for i, run in enumerate(verified.token_ids.tolist()):
+        predicted = points.predict(int(case[i]), accept_u[i].tolist(), sample_u[i].tolist())
+        drafts = cases.drafts[case[i]].tolist()
+        predicted = [d if t is None else t for t, d in zip(predicted, [*drafts, None])]
+        assert run[: lengths[i]] == predicted
+
+
+def test_a_law_that_is_wrong_is_seen():
+    """Rules with one mistake each, and the distance of their law from the target's."""
+    p, q = models(3, "random", seed=6)
+    plainly = plain(p, 3, 3)
+
+    def wrong(change: Callable[..., tuple]) -> float:
+        def rule(*arguments):
+            return rejection_sample(*change(*arguments))
+
+        laws = plainly | step_laws(rule, p, q, [()], 2)
+        return distance(continuation(laws, 3), continuation(plainly, 3))
+
+    assert wrong(lambda *arguments: arguments) < EXACT
+    assert wrong(lambda p, d, q, *rest: (p, d, None, *rest)) > 1e-2
+    assert wrong(lambda p, d, q, *rest: (p, d, q.roll(1, 0), *rest)) > 1e-2
+    assert wrong(lambda p, d, q, cu, k, a, s: (p, d, q, cu, k, a * 0, s)) > 1e-2  # Trap 36
+    assert wrong(lambda p, d, q, cu, k, a, s: (p, d, q, cu, k, a, s**2)) > 1e-2
+    assert wrong(lambda p, d, q, cu, k, a, s: (p, d, q, cu, k, a * (1 + 1e-9), s)) > 1e-11
+
+
+# -- under the constraints of sampling
+
+VOCAB_SIZE, EOS, PROMPT = 4, 3, [1]
+
+CONSTRAINTS = {
+    "temperature": SamplingParams(temperature=0.6),
+    "greedy": SamplingParams(temperature=0),
+    "top_k": SamplingParams(top_k=2),
+    "top_p": SamplingParams(top_p=0.75),
+    "min_p": SamplingParams(min_p=0.3),
+    "repetition": SamplingParams(repetition_penalty=1.8),
+    "presence": SamplingParams(presence_penalty=1.2),
+    "frequency": SamplingParams(frequency_penalty=0.9),
+    "min_tokens": SamplingParams(min_tokens=2),
+    "greedy with penalties": SamplingParams(temperature=0, presence_penalty=2.0),
+    "all": SamplingParams(
+        temperature=0.8,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.05,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        min_tokens=1,
+    ),
+}
+SEES_DRAFTS = (
+    "repetition", "presence", "frequency", "min_tokens", "greedy with penalties", "all"
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ConstrainedModel:
+    """Random logits behind every history, then `sampling_probs`: a `Model`."""
+
+    params: SamplingParams
+    seed: int
+    sees_drafts: bool = True  # as history of penalties and minimum length
+
+    def __call__(self, outputs: Tokens, drafts: Tokens) -> torch.Tensor:
+        return _constrained(self)[outputs, drafts]
+
+
+@cache
+def _constrained(model: ConstrainedModel) -> dict[tuple[Tokens, Tokens], torch.Tensor]:
+    """All histories of up to two tokens, however they divide into outputs and drafts: one batch."""
+    tokens = [h for n in range(3) for h in histories(VOCAB_SIZE, n)]
+    parts = [(h[:cut], h[cut:]) for h in tokens for cut in range(len(h) + 1)]
+    logits = [
+        np.random.default_rng([model.seed, len(h), *h]).normal(scale=1.5, size=VOCAB_SIZE)
+        for h in (outputs + drafts for outputs, drafts in parts)
+    ]
+    sampling = SamplingBatch(
+        [f"r{i}" for i in range(len(parts))],
+        [model.params] * len(parts),
+        [0] * len(parts),
+        [PROMPT] * len(parts),
+        [list(outputs) for outputs, _ in parts],
+        [list(drafts) if model.sees_drafts else [] for _, drafts in parts],
+        [(EOS,)] * len(parts),
+    )
+    probs = sampling_probs(torch.from_numpy(np.stack(logits)), sampling)
+    return dict(zip(parts, probs, strict=True))
+
+
+def constrained_error(name: str, p: Model) -> float:
+    """Of three tokens that come out in steps of 2, 1 and 0 drafts, where the rows of verification
+    are `p`'s: how far their law is from that of plain decoding under the constraint."""
+    params = CONSTRAINTS[name]
+    # As in the engine, the draft model's penalties do not see the drafts of the same run.
+    q = ConstrainedModel(params, seed=8, sees_drafts=False)
+    laws = {}
+    for n, k in enumerate((2, 1, 0)):
+        laws |= step_laws(rejection_sample, p, q, histories(VOCAB_SIZE, n), k)
+    plainly = plain(ConstrainedModel(params, seed=7), VOCAB_SIZE, 3)
+    return distance(continuation(laws, 3), continuation(plainly, 3))
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_constraints_give_the_law_of_plain_decoding_under_them(name):
+    """Traps 37, 45. At each position the constraint and its history, drafts before it included."""
+    assert constrained_error(name, ConstrainedModel(CONSTRAINTS[name], seed=7)) < EXACT
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_a_constraint_on_the_bonus_token_alone_gives_another_law(name):
+    """Trap 37: the mistake is visible to the test above."""
+    free = ConstrainedModel(SamplingParams(), seed=7)
+    bound = ConstrainedModel(CONSTRAINTS[name], seed=7)
+
+    def p(outputs: Tokens, drafts: Tokens) -> torch.Tensor:
+        is_bonus = len(outputs) + len(drafts) == 2  # the steps above all end there
+        return (bound if is_bonus else free)(outputs, drafts)
+
+    assert constrained_error(name, p) > 1e-3
+
+
+@pytest.mark.parametrize("name", SEES_DRAFTS)
+def test_a_history_without_the_drafts_gives_another_law(name):
+    """Trap 37."""
+    assert (
+        constrained_error(name, ConstrainedModel(CONSTRAINTS[name], seed=7, sees_drafts=False))
+        > 1e-3
+    )
+
+
+# -- the matching rule
+
+
+@pytest.mark.parametrize("kind", (*KINDS, "mixed"))
+@pytest.mark.parametrize(("vocab_size", "num_drafts"), [(2, 4), (3, 2), (5, 1), (3, 0)])
+def test_matching_has_the_law_of_the_target(vocab_size, num_drafts, kind):
+    p, q = models(vocab_size, kind)
+    plainly = plain(p, vocab_size, num_drafts + 1)
+    expected = continuation(plainly, num_drafts + 1)
+    for proposer in (q, certain(q)):
+        laws = plainly | matching_laws(p, proposer, [()], num_drafts)
+        law = continuation(laws, num_drafts + 1)
+        assert distance(law, expected) < EXACT
+        assert law.keys() <= expected.keys()
+
+
+@pytest.mark.parametrize("kind", (*KINDS, "mixed"))
+def test_matching_accepts_less_and_for_certain_drafts_the_same(kind):
+    p, q = models(4, kind, seed=3)
+    matched = acceptance(matching_laws(p, q, [()], 1)[()])
+    assert matched == pytest.approx(float((p((), ()) * q((), ())).sum()), abs=EXACT)
+    assert matched <= acceptance(step_laws(rejection_sample, p, q, [()], 1)[()]) + EXACT
+    q = certain(q)
+    matched = acceptance(matching_laws(p, q, [()], 1)[()])
+    assert matched == pytest.approx(
+        acceptance(step_laws(rejection_sample, p, q, [()], 1)[()]), abs=EXACT
+    )
+
+
+def plain_decoding(p: Model, u: torch.Tensor) -> list[int]:
+    """One token for each number."""
+    tokens: list[int] = []
+    for number in u:
+        tokens.append(int(draw(p(tuple(tokens), ())[None], number[None])[0]))
+    return tokens
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(seed=st.integers(0, 2**32), data=st.data())
+def test_matching_gives_the_tokens_of_plain_decoding(seed, data):
+    """The same number draws a position's token with and without drafts: then it is the same token,
+    whatever the drafts are. They are made half right, so that runs of all lengths occur."""
+    p, _ = models(3, "mixed", seed=9)
+    u = torch.rand(8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    expected = plain_decoding(p, u)
+    tokens: list[int] = []
+    while len(tokens) < len(u):
+        num_left = len(u) - len(tokens)
+        num_right = data.draw(st.integers(0, num_left - 1))
+        guesses = data.draw(st.lists(st.integers(0, 2), max_size=2))
+        start = len(tokens)
+        drafts = (expected[start : start + num_right] + guesses)[: num_left - 1]
+        k = len(drafts)
+        rows = torch.stack([p((*tokens, *drafts[:j]), ()) for j in range(k + 1)])
+        sampled, _ = draw(rows, u[start : start + k + 1])
+        run, num_sampled = rejection_sampling_batched(
+            sampled, torch.tensor(drafts, dtype=torch.int64), torch.tensor([0, k + 1]), k
+        )
+        assert int(num_sampled) > min(num_right, k)
+        tokens += run[0, : int(num_sampled)].tolist()
+    assert tokens == expected
+
+
+def match_one(sampled: list[int], drafts: list[int]) -> list[int]:
+    """The rule for one request, in words: what was sampled, up to where it differs."""
+    run = []
+    for token, draft in zip(sampled, [*drafts, None], strict=True):
+        run.append(token)
+        if token != draft:
+            break
+    return run
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(
+    num_drafts=st.lists(st.integers(0, 4), min_size=1, max_size=6),
+    num_more=st.integers(0, 3),
+    seed=st.integers(0, 2**32),
+)
+def test_both_layouts_of_drafts_agree_with_a_loop(num_drafts, num_more, seed):
+    """[num_drafts], or [num_rows] as fed to the model, whose first row is the last known token."""
+    rng = np.random.default_rng(seed)
+    drafts = [rng.integers(2, size=k).tolist() for k in num_drafts]
+    sampled = [rng.integers(2, size=k + 1).tolist() for k in num_drafts]
+    fed = [[int(rng.integers(2)), *tokens] for tokens in drafts]
+    cu_num_logits = torch.tensor([0, *accumulate(k + 1 for k in num_drafts)])
+    width = max(num_drafts) + num_more
+    runs = [match_one(*pair) for pair in zip(sampled, drafts)]
+    expected = [run + [PADDING] * (width + 1 - len(run)) for run in runs]
+    for layout in (drafts, fed):
+        tokens, num_sampled = rejection_sampling_batched(
+            torch.tensor(sum(sampled, [])),
+            torch.tensor(sum(layout, []), dtype=torch.int64),
+            cu_num_logits,
+            width,
+        )
+        assert tokens.dtype == num_sampled.dtype == torch.int64
+        assert tokens.tolist() == expected
+        assert num_sampled.tolist() == [len(run) for run in runs]
+
+
+@pytest.mark.parametrize("num_reqs", [0, 1, 3])
+@pytest.mark.parametrize("width", [0, 1, 4])
+def test_without_any_drafts_each_request_gets_its_sample(num_reqs, width):
+    sampled = torch.arange(num_reqs) + 5
+    cu_num_logits = torch.arange(num_reqs + 1)
+    for drafts in (torch.zeros(0, dtype=torch.int64), torch.arange(num_reqs) + 7):
+        tokens, num_sampled = rejection_sampling_batched(sampled, drafts, cu_num_logits, width)
+        assert tokens.tolist() == [[i + 5] + [PADDING] * width for i in range(num_reqs)]
+        assert num_sampled.tolist() == [1] * num_reqs
+    verified = rejection_sample(
+        torch.eye(9)[sampled],
+        torch.zeros(0, dtype=torch.int64),
+        torch.zeros(0, 9),
+        cu_num_logits,
+        width,
+        torch.zeros(0, dtype=torch.float64),
+        torch.zeros(num_reqs, dtype=torch.float64),
+    )
+    assert verified.token_ids.tolist() == tokens.tolist()
+    assert verified.num_sampled.tolist() == num_sampled.tolist()
+
+
+# -- with real random numbers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_counts_of_many_requests_fit_the_law(dtype):
+    """Chi-square of the first three tokens, drafts drawn by torch: one step of two drafts, and
+    steps of one until all have three."""
+    num_reqs, vocab_size, num_tokens = 60_000, 4, 3
+    p, q = models(vocab_size, "random", seed=10)
+    generator = torch.Generator().manual_seed(0)
+    out: dict[Tokens, int] = {(): num_reqs}  # how many requests have got what
+    for k in (2, 1, 1):
+        ready = {h: n for h, n in out.items() if len(h) < num_tokens}
+        out = {h: n for h, n in out.items() if len(h) >= num_tokens}
+        for run, count in step_of_many(ready, p, q, k, dtype, generator).items():
+            out[run] = out.get(run, 0) + count
+    expected = continuation(plain(p, vocab_size, num_tokens), num_tokens)
+    counts: dict[Tokens, int] = {}
+    for run, count in out.items():
+        counts[run[:num_tokens]] = counts.get(run[:num_tokens], 0) + count
+    assert sum(counts.values()) == num_reqs and counts.keys() <= expected.keys()
+    frequencies = np.array(list(expected.values())) * num_reqs
+    is_rare = frequencies < 5
+    observed = np.array([counts.get(run, 0) for run in expected])
+    pairs = [
+        np.append(x[~is_rare], x[is_rare].sum() + (0 if is_rare.any() else 1e-9))
+        for x in (observed, frequencies)
+    ]
+    assert stats.chisquare(*pairs, sum_check=False).pvalue > ALPHA
+
+
+def step_of_many(
+    ready: dict[Tokens, int],
+    p: Model,
+    q: Model,
+    num_drafts: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> dict[Tokens, int]:
+    """One batch of all requests: what they have got after it, and how many."""
+    outputs = [history for history, count in ready.items() for _ in range(count)]
+    drafts: list[Tokens] = [()] * len(outputs)
+    for _ in range(num_drafts):
+        probs = torch.stack([q(*parts) for parts in zip(outputs, drafts)])
+        tokens = torch.multinomial(probs, 1, generator=generator)[:, 0].tolist()
+        drafts = [(*run, token) for run, token in zip(drafts, tokens)]
+    parts = list(zip(outputs, drafts))
+    rows = [p(h, d[:j]) for h, d in parts for j in range(num_drafts + 1)]
+    guessed = [q(h, d[:j]) for h, d in parts for j in range(num_drafts)]
+    verified = rejection_sample(
+        torch.stack(rows).to(dtype),
+        torch.tensor(drafts).flatten(),
+        torch.stack(guessed).to(dtype),
+        torch.arange(len(outputs) + 1) * (num_drafts + 1),
+        num_drafts,
+        torch.rand(len(guessed), generator=generator, dtype=torch.float64),
+        torch.rand(len(rows), generator=generator, dtype=torch.float64),
+    )
+    result: dict[Tokens, int] = {}
+    columns = (outputs, verified.token_ids.tolist(), verified.num_sampled.tolist())
+    for history, run, length in zip(*columns, strict=True):
+        run = (*history, *run[:length])
+        result[run] = result.get(run, 0) + 1
+    return result
+
+
+# -- zeros, roundings and ends
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of `rejection_sample`, request by request."""
+
+    target_probs: list[torch.Tensor]  # each [k + 1, vocab_size]
+    drafts: list[list[int]]
+    draft_probs: list[torch.Tensor] | None  # each [k, vocab_size]
+    accept_u: list[list[float]]
+    sample_u: list[list[float]]
+
+    def select(self, order: list[int]) -> Batch:
+        columns = (self.target_probs, self.drafts, self.draft_probs, self.accept_u, self.sample_u)
+        return Batch(*(None if c is None else [c[i] for i in order] for c in columns))
+
+    def arguments(self, num_more: int = 0) -> tuple:
+        lengths = [len(drafts) for drafts in self.drafts]
+        return (
+            torch.cat(self.target_probs),
+            torch.tensor(sum(self.drafts, []), dtype=torch.int64),
+            None if self.draft_probs is None else torch.cat(self.draft_probs),
+            torch.tensor([0, *accumulate(k + 1 for k in lengths)]),
+            max(lengths) + num_more,
+            torch.tensor(sum(self.accept_u, []), dtype=torch.float64),
+            torch.tensor(sum(self.sample_u, []), dtype=torch.float64),
+        )
+
+    def runs(self, num_more: int = 0) -> list[list[int]]:
+        """Also holds the form of the result to what it should be."""
+        verified = rejection_sample(*self.arguments(num_more))
+        width = max(map(len, self.drafts)) + num_more + 1
+        assert verified.token_ids.shape == (len(self.drafts), width)
+        assert verified.token_ids.dtype == verified.num_sampled.dtype == torch.int64
+        runs = []
+        rows = zip(verified.token_ids.tolist(), verified.num_sampled.tolist(), strict=True)
+        for run, length in rows:
+            assert all(token == PADDING for token in run[length:])
+            runs.append(run[:length])
+        return runs
+
+    def check(self, runs: list[list[int]]) -> None:
+        """Each run is some drafts and one token more, all of them possible; where q is more than
+        p is wanted of the replaced draft, it does not come out again."""
+        for i, run in enumerate(runs):
+            drafts, probs, n = self.drafts[i], self.target_probs[i], len(run) - 1
+            assert 0 <= n <= len(drafts)
+            assert run[:n] == drafts[:n]
+            assert all(0 <= token < probs.shape[1] for token in run)
+            assert all(probs[j, token] > 0 for j, token in enumerate(run)), (run, probs)
+            for j, draft in enumerate(drafts[: n + 1]):
+                q = 1.0 if self.draft_probs is None else float(self.draft_probs[i][j, draft])
+                p, u = float(probs[j, draft]), self.accept_u[i][j]
+                assert (j < n) == (u * q < p), "accepted below p / q, and nowhere else"
+
+
+def single(p: list, q: list | None, drafts: list[int], accept_u: list, sample_u: list) -> Batch:
+    """One request; `p` and `q` one distribution each, for all rows."""
+    k = len(drafts)
+    return Batch(
+        [torch.tensor([p] * (k + 1))],
+        [drafts],
+        None if q is None else [torch.tensor([q] * k)],
+        [accept_u],
+        [sample_u],
+    )
+
+
+ENDS = (0.0, 2.0**-53, 0.5, LAST)
+
+# p, q, draft -> what may come out, and whether the draft may stay
+IMPOSSIBLE = [
+    ("q = 0 at the draft", [0.5, 0.5], [1.0, 0.0], 1, True),
+    ("p = 0 at the draft", [0.0, 0.5, 0.5], [1.0, 0.0, 0.0], 0, False),
+    ("p = q = 0 at the draft", [0.0, 0.5, 0.5], [0.0, 0.5, 0.5], 0, False),
+    ("a denormal p at the draft", [1e-45, 1.0, 0.0], [1.0, 0.0, 0.0], 0, True),
+    ("a denormal q at the draft", [0.0, 1.0, 0.0], [1e-45, 1.0, 0.0], 0, False),
+    ("both denormal", [2e-45, 1.0, 0.0], [1e-45, 1.0, 0.0], 0, True),
+    ("one-hot q", [0.25, 0.75, 0.0], [0.0, 1.0, 0.0], 1, True),
+    ("one-hot p and q", [0.0, 1.0], [0.0, 1.0], 1, True),
+    ("one-hot p and q apart", [0.0, 1.0], [1.0, 0.0], 0, False),
+    ("p = q", [0.3, 0.7, 0.0], [0.3, 0.7, 0.0], 0, True),
+    ("no probabilities", [0.25, 0.75, 0.0], None, 1, True),
+    ("no probabilities and p = 0", [0.0, 1.0, 0.0], None, 0, False),
+    ("no probabilities and p = 1", [0.0, 1.0, 0.0], None, 1, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "draft", "may_stay"), [case[1:] for case in IMPOSSIBLE], ids=[c[0] for c in IMPOSSIBLE]
+)
+def test_impossible_tokens_stay_out(p, q, draft, may_stay):
+    """Traps 36, 46: no NaN, no acceptance of what has p = 0, for no number, 0 included."""
+    stayed = set()
+    for u in ENDS:
+        for v in ENDS:
+            batch = single(p, q, [draft, draft], [u, u], [v, v, v])
+            runs = batch.runs()
+            batch.check(runs)
+            stayed.add(len(runs[0]) > 1)
+    assert (True in stayed) == may_stay
+
+
+def test_the_ends_of_intervals_belong_to_the_token_above():
+    """Accepted strictly below p / q; `u` at a cumulative sum draws the token that begins there."""
+    p, q = [0.25, 0.25, 0.5, 0.0], [0.5, 0.5, 0.0, 0.0]
+    below = 0.5 - 2.0**-53
+    assert single(p, q, [0], [below], [0.0, 0.0]).runs() == [[0, 0]]
+    assert single(p, q, [0], [0.5], [0.0, 0.0]).runs() == [[2]]
+    assert single(p, q, [0], [0.5], [LAST, 0.0]).runs() == [[2]]
+    for v, token in ((0.25 - 2.0**-53, 0), (0.25, 1), (below, 1), (0.5, 2), (LAST, 2)):
+        assert single(p, q, [0], [0.0], [0.0, v]).runs() == [[0, token]]
+        assert single(p, None, [3], [0.0], [v, 0.0]).runs() == [[token]]
+    p, q = [0.25, 0.5, 0.25], [1.0, 0.0, 0.0]  # the rest: two parts of token 1, one of token 2
+    assert single(p, q, [0], [0.5], [0.6666, 0.0]).runs() == [[1]]
+    assert single(p, q, [0], [0.5], [0.6667, 0.0]).runs() == [[2]]
+
+
+@pytest.mark.parametrize(
+    ("p", "q"),
+    [
+        # All that is left of p - q is a token too small for an integer of `draw`.
+        ([0.6, 0.4, 1e-20, 0.0], [0.6, 0.40000004, 0.0, 0.0]),
+        # Softmax in float32 says 1 - 2**-24 and rejects the draft once in 2**24.
+        ([1e-20, 0.99999994, 0.0, 0.0], None),
+        ([0.0, 0.99999994, 0.0, 0.0], None),
+        ([0.0, 0.99999994, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]),
+    ],
+)
+def test_a_rejection_that_leaves_nothing_draws_from_p(p, q):
+    """Trap 43: above all not the vocabulary's last lane, which is padding."""
+    for v in ENDS:
+        batch = single(p, q, [1], [LAST], [v, v])
+        runs = batch.runs()
+        batch.check(runs)
+        assert len(runs[0]) == 1, "rejected"
+
+
+weights = st.one_of(
+    st.sampled_from([0.0, 0.0, 1e-45, 1e-38, 1e-20, 1e-8, 0.25, 1.0]), st.floats(0, 1, width=32)
+)
+numbers = st.one_of(st.sampled_from(ENDS), st.floats(0, LAST))
+
+
+@st.composite
+def distributions(draw_from, vocab_size: int) -> torch.Tensor:
+    values = draw_from(st.lists(weights, min_size=vocab_size, max_size=vocab_size))
+    values[draw_from(st.integers(0, vocab_size - 1))] = 1.0
+    row = torch.tensor([*values, 0.0, 0.0], dtype=torch.float32)  # two lanes of padding
+    return row / row.sum()
+
+
+def nudged(row: torch.Tensor, seed: int) -> torch.Tensor:
+    """Each number up, down or not, by one ulp; some small ones gone."""
+    rng = np.random.default_rng(seed)
+    to = torch.from_numpy(rng.choice([0.0, 1.0], size=len(row))).float()
+    moved = torch.where(
+        torch.from_numpy(rng.random(len(row)) < 0.5), torch.nextafter(row, to), row
+    )
+    return torch.where((row == 0) | ((row < 1e-6) & (to == 0)), 0.0, moved)
+
+
+@st.composite
+def batches(draw_from) -> Batch:
+    vocab_size = draw_from(st.integers(1, 4))
+    lengths = draw_from(st.lists(st.integers(0, 3), min_size=1, max_size=4))
+    is_certain = draw_from(st.booleans())
+    columns: tuple[list, ...] = ([], [], [], [], [])
+    for k in lengths:
+        p = [draw_from(distributions(vocab_size)) for _ in range(k + 1)]
+        q = [
+            draw_from(
+                st.one_of(
+                    distributions(vocab_size),
+                    st.just(row),
+                    st.integers(0, 999).map(lambda seed, row=row: nudged(row, seed)),
+                )
+            )
+            for row in p[:k]
+        ]
+        columns[0].append(torch.stack(p))
+        columns[1].append([draw_from(st.integers(0, vocab_size + 1)) for _ in range(k)])
+        columns[2].append(torch.stack(q) if k else torch.zeros(0, vocab_size + 2))
+        columns[3].append([draw_from(numbers) for _ in range(k)])
+        columns[4].append([draw_from(numbers) for _ in range(k + 1)])
+    batch = Batch(*columns)
+    return replace(batch, draft_probs=None) if is_certain else batch
+
+
+@settings(deadline=None, max_examples=250, derandomize=True)
+@given(batch=batches())
+def test_every_run_is_possible_and_nobody_matters_to_anybody(batch):
+    """Traps 36, 43, 46. float32 with zeros, denormals, p == q to the last bit and almost, any
+    drafts, padding lanes; then each request alone, in another order and a wider result."""
+    runs = batch.runs()
+    batch.check(runs)
+    order = list(range(len(runs)))
+    assert [batch.select([i]).runs()[0] for i in order] == runs
+    assert batch.select(order[::-1]).runs(num_more=2) == runs[::-1]
+    assert batch.select(order + order).runs() == runs + runs
+
+
+# -- company
+
+
+def random_batch(num_reqs: int, vocab_size: int, seed: int) -> Batch:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 5, size=num_reqs).tolist()
+
+    def rows(n: int) -> torch.Tensor:
+        probs = rng.dirichlet(np.full(vocab_size, 0.3), size=n).reshape(n, vocab_size)
+        return torch.from_numpy(probs).float()
+
+    q = [rows(k) for k in lengths]
+    # Half of the rows agree with the draft model, so that long runs occur.
+    p = [torch.cat([own, rows(1)]) * 0.7 + rows(len(own) + 1) * 0.3 for own in q]
+    return Batch(
+        p,
+        [own.multinomial(1, generator=torch.Generator().manual_seed(i))[:, 0].tolist()
+         if len(own) else [] for i, own in enumerate(q)],
+        q,
+        [rng.random(k).tolist() for k in lengths],
+        [rng.random(k + 1).tolist() for k in lengths],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("is_certain", [False, True])
+def test_a_request_gets_the_same_tokens_in_any_company(is_certain):
+    """Order, batch mates and the width of the result change no token."""
+    batch = random_batch(60, 37, seed=0)
+    if is_certain:
+        batch = replace(batch, draft_probs=None)
+    runs = batch.runs()
+    batch.check(runs)
+    assert {len(run) for run in runs} == {1, 2, 3, 4, 5}
+    order = np.random.default_rng(1).permutation(60).tolist()
+    assert batch.select(order).runs() == [runs[i] for i in order]
+    assert batch.runs(num_more=3) == runs
+    assert [batch.select([i]).runs(num_more=i % 3)[0] for i in range(60)] == runs
+    for i in range(0, 60, 7):
+        assert batch.select(list(range(i, 60))).runs() == runs[i:]
+
+
+def test_nan_of_one_request_stays_with_it():
+    """Logits that say nothing make NaN. Their request gets some token; the others their own."""
+    batch = random_batch(30, 11, seed=2)
+    runs = batch.runs()
+    for i in range(0, 30, 4):
+        batch.target_probs[i].fill_(NAN)
+        batch.draft_probs[i].fill_(NAN)
+    broken = batch.runs()
+    for i, (run, before) in enumerate(zip(broken, runs)):
+        if i % 4:
+            assert run == before
+        else:
+            assert len(run) == 1 and 0 <= run[0] < 11, "nothing is accepted"
+
+
+def test_the_bonus_token_comes_only_behind_all_drafts():
+    """Certain drafts and targets: the bonus row says 9, all others something else."""
+    target = torch.eye(10)[[1, 2, 3, 9]]
+    for num_right, expected in enumerate([[1], [1, 2], [1, 2, 3], [1, 2, 3, 9]]):
+        drafts = [1, 2, 3][:num_right] + [0] * (3 - num_right)
+        for q in (None, [torch.eye(10)[drafts]]):
+            batch = Batch([target], [drafts], q, [[0.0] * 3], [[LAST] * 4])
+            assert batch.runs() == [expected]
+        sampled = target.argmax(dim=1)
+        tokens, _ = rejection_sampling_batched(
+            sampled, torch.tensor(drafts), torch.tensor([0, 4]), 3
+        )
+        assert [t for t in tokens[0].tolist() if t != PADDING] == expected
+
+
+def test_a_draft_behind_a_rejected_one_never_counts():
+    """Even if it is certain to be accepted."""
+    target = torch.eye(4)[[1, 2, 3, 0]]
+    batch = Batch([target], [[0, 2, 3]], None, [[0.0] * 3], [[0.5] * 4])
+    assert batch.runs() == [[1]]
+    sampled = target.argmax(dim=1)
+    tokens, num_sampled = rejection_sampling_batched(
+        sampled, torch.tensor([0, 2, 3]), torch.tensor([0, 4]), 3
+    )
+    assert tokens.tolist() == [[1, PADDING, PADDING, PADDING]] and num_sampled.tolist() == [1]
+
+
+@pytest.mark.parametrize("is_certain", [False, True])
+def test_arguments_stay_as_they_are(is_certain):
+    """Trap 42: the result is new memory, and nothing is written into what was given."""
+    batch = random_batch(20, 7, seed=3)
+    batch = replace(batch, draft_probs=None) if is_certain else batch
+    arguments = batch.arguments()
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    copies = [x.clone() for x in tensors]
+    verified = rejection_sample(*arguments)
+    sampled, drafts, cu_num_logits = arguments[0].argmax(dim=1), arguments[1], arguments[3]
+    tensors.append(sampled)
+    copies.append(sampled.clone())
+    matched = rejection_sampling_batched(sampled, drafts, cu_num_logits, arguments[4])
+    results = [verified.token_ids, verified.num_sampled, *matched]
+    assert all(torch.equal(x, copy) for x, copy in zip(tensors, copies, strict=True))
+    given_memory = {x.untyped_storage().data_ptr() for x in tensors}
+    assert not given_memory & {x.untyped_storage().data_ptr() for x in results}
+    before = [x.clone() for x in results[2:]]
+    for x in (*tensors, *results[:2]):
+        x.zero_()
+    assert all(torch.equal(x, copy) for x, copy in zip(results[2:], before, strict=True))
