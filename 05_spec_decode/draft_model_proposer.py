@@ -89,6 +89,7 @@ class _Follower:
     num_checked: int = 0  # leading blocks that are full and right
     chain: int = 0  # the hash of everything in those
     num_computed: int = 0  # positions with the draft's KV
+    guesses: list[int] = field(default_factory=list)  # whose KV is in the last of those
 
 
 class DraftModelProposer:
@@ -149,13 +150,15 @@ class DraftModelProposer:
         logits = self._catch_up(work)
         columns = self._guess(drafting, logits[: len(drafting)])
         tokens = [column.tolist() for column in columns]  # the host waits here, once
-        for w in work:
-            w.follower.num_computed = w.stop + max(0, w.num_drafts - 1)
-            self._check_blocks(w.request, w.follower, w.request.num_computed_tokens)
-        return {
+        drafts = {
             w.request.request_id: [tokens[i][index] for i in range(w.num_drafts)]
             for index, w in enumerate(drafting)
         }
+        for w in work:
+            w.follower.guesses = drafts.get(w.request.request_id, [])[:-1]  # the last is not fed
+            w.follower.num_computed = w.stop + len(w.follower.guesses)
+            self._check_blocks(w.request, w.follower, w.request.num_computed_tokens)
+        return drafts
 
     def draft_probs(self, request_id: str) -> torch.Tensor | None:
         return self._probs.get(request_id)
@@ -190,11 +193,21 @@ class DraftModelProposer:
             row = self._tables.take_row()
             follower = _Follower(row, request.num_preemptions)
             self._followers[request.request_id] = follower
-        # What the last known token was drafted as does not matter: its KV is not the draft's yet.
-        follower.num_computed = min(follower.num_computed, request.num_tokens - 1)
+        self._take_back_wrong(request, follower)
         self._read_table(request, follower)
-        self._check_blocks(request, follower, request.num_tokens - 1)
+        self._check_blocks(request, follower, request.num_computed_tokens)
         return follower
+
+    def _take_back_wrong(self, request: Request, follower: _Follower) -> None:
+        """Guesses that came true stay, whether or not they were verified. The last known token has
+        to be fed in any case: what the model says behind it is wanted."""
+        start = follower.num_computed - len(follower.guesses)
+        tokens = request.all_token_ids[start : start + len(follower.guesses)]
+        num_right = 0
+        while num_right < len(tokens) and tokens[num_right] == follower.guesses[num_right]:
+            num_right += 1
+        follower.num_computed = min(start + num_right, request.num_tokens - 1)
+        follower.guesses = []
 
     def _read_table(self, request: Request, follower: _Follower) -> None:
         """Blocks that were checked stay. Behind them, one may have been replaced by a cached block

@@ -53,6 +53,7 @@ SYSTEM_NAMES = (
     "paged",
     "prefix-cache",
     "two-phase",
+    "speculative",
     "transformers-generate",
     "transformers-continuous",
 )

@@ -10,7 +10,8 @@ counted, nothing else: tokens computed past a request's own `max_tokens` are not
     padded                    chapter 1: continuous batching over stacked and padded caches
     paged                     chapters 1 and 2: the paged engine
     prefix-cache              and chapter 3: prefixes are kept, and shared within a round
-    two-phase                 and chapter 4: the whole engine
+    two-phase                 and chapter 4: memory is filled, and preempted
+    speculative               and chapter 5: n-grams are looked up, as many guesses as pay
     transformers-generate     one left-padded batch of everything
     transformers-continuous   transformers' own continuous batching over its paged cache
 
@@ -163,6 +164,7 @@ def paged(
     *,
     scheduler: str = "fcfs",
     prefix_cache: str | None = None,
+    speculative: dict | None = None,
 ) -> Iterator[Serve]:
     """The engine on a pool that holds `max_num_seqs` of the longest requests. Each round begins
     with an empty cache: rounds bring the same prompts."""
@@ -176,6 +178,7 @@ def paged(
         max_model_len=limits.longest,
         scheduler=scheduler,
         prefix_cache=prefix_cache,
+        speculative=speculative,
     )
     engine = LLMEngine(config, loaded=models.loaded, on_step=steps.append)
 
@@ -339,6 +342,9 @@ SYSTEMS: dict[str, System] = {
     "paged": paged,
     "prefix-cache": partial(paged, prefix_cache="hash"),
     "two-phase": partial(paged, prefix_cache="hash", scheduler="two_phase"),
+    "speculative": partial(
+        paged, prefix_cache="hash", scheduler="two_phase", speculative={"method": "ngram"}
+    ),
     "transformers-generate": transformers_generate,
     "transformers-continuous": transformers_continuous,
 }
@@ -348,7 +354,8 @@ TITLES = {
     "padded": "chapter 1: continuous batching, padded caches",
     "paged": "chapters 1 + 2: the paged engine",
     "prefix-cache": "chapters 1 to 3: and a prefix cache",
-    "two-phase": "**chapters 1 to 4: and preemption instead of reservation**",
+    "two-phase": "chapters 1 to 4: and preemption instead of reservation",
+    "speculative": "**chapters 1 to 5: and guesses, looked up in the text so far**",
     "transformers-generate": "`transformers` generate, one static batch",
     "transformers-continuous": "`transformers` continuous batching",
 }

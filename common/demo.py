@@ -64,6 +64,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--compare-sequential", action="store_true", help="the same work one request at a time"
     )
     parser.add_argument("--trace", action="store_true", help="the seven stages of every step")
+    parser.add_argument(
+        "--speculative",
+        choices=("ngram", "draft"),
+        help="guess tokens ahead: by look-up, or with the shipped draft model",
+    )
     return parser.parse_args(argv)
 
 
@@ -160,6 +165,11 @@ def print_summary(result: Run, llm) -> None:
     )
     again = f"{stats.recomputed_tokens} tokens computed again"
     print(f"preemptions          {stats.num_preemptions} ({again})")
+    if llm.engine.speculator is not None:
+        print(
+            f"speculation          {stats.num_accepted_tokens} of {stats.num_drafted_tokens} "
+            f"guesses were right; {stats.tokens_per_pass:.2f} tokens a pass"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -184,7 +194,8 @@ def _main(args: argparse.Namespace) -> int:
         SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=i)
         for i in range(len(prompts))
     ]
-    llm = LLM(model=args.model, device=args.device)
+    speculative = None if args.speculative is None else {"method": args.speculative}
+    llm = LLM(model=args.model, device=args.device, speculative=speculative)
     engine = llm.engine
     print(
         f"{engine.model_config.architecture} on {engine.device}, {engine.dtype}: "

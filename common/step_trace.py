@@ -8,7 +8,8 @@ prepare    where in its sequence each request's tokens stand
 forward    one pass through the model
 sample     the tokens that came out
 update     who finished, and why
-"""
+
+With speculation (chapter 5), an eighth line: guesses for the next step."""
 
 from __future__ import annotations
 
@@ -42,6 +43,8 @@ def describe_step(
 
     admitted = f"  admitted: {_some(record.admitted)}" if record.admitted else ""
     preempted = f"  preempted: {_some(record.preempted)}" if record.preempted else ""
+    guesses = _some([f"{r} {right} of {n}" for r, (n, right) in record.drafts.items()])
+    verified = f"  guesses right: {guesses}" if guesses else ""
     finished = _some([f"{name} ({reason})" for name, reason in record.finished.items()])
     lines = [
         f"step {record.step}  ({num_tokens} tokens, {record.step_ms:.2f} ms)",
@@ -52,10 +55,13 @@ def describe_step(
         f"  4 prepare   positions {_some([stretch(r) for r in scheduled])}"
         f"  {record.prepare_ms:.2f} ms",
         f"  5 forward   {num_tokens} tokens in one pass  {record.forward_ms:.2f} ms",
-        f"  6 sample    {_some([sampled(r) for r in scheduled])}  {record.sample_ms:.2f} ms",
+        f"  6 sample    {_some([sampled(r) for r in scheduled])}{verified}"
+        f"  {record.sample_ms:.2f} ms",
         f"  7 update    {'finished: ' + finished if finished else 'nobody finished'}"
         f"  {record.update_ms:.2f} ms",
     ]
+    if record.propose_ms:
+        lines.append(f"    propose   guesses for the next step  {record.propose_ms:.2f} ms")
     return "\n".join(lines)
 
 

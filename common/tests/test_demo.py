@@ -37,6 +37,19 @@ def test_trace_tells_seven_stages_of_each_step(capsys: pytest.CaptureFixture[str
     assert "(length)" in out
 
 
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+def test_speculation_changes_no_word_and_tells_how_it_fared(method, capsys) -> None:
+    arguments = ["--prompt", "class A:", "--prompt", "for i in range(", "--max-tokens", "24"]
+    texts = []
+    for more in ([], ["--speculative", method, "--trace"]):
+        assert demo.main([*arguments, *more]) == 0
+        out = capsys.readouterr().out
+        texts.append(out[out.index("--- request-") : out.index("=== Summary")])
+    assert texts[0] == texts[1]
+    assert "guesses were right" in out and "guesses right: request-" in out
+    assert "    propose   guesses for the next step" in out
+
+
 def test_sequential_comparison_finds_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--num-prompts", "3", "--max-tokens", "5", "--compare-sequential"]) == 0
     out = capsys.readouterr().out
