@@ -13,8 +13,8 @@ off.
 
 `AdaptiveLength` knows nothing of the machine in advance. It fits straight lines to the times that
 it sees, keeps each request's recent acceptance, and works out the rate for each k. Now and then it
-tries another k, or it would never see that times have changed. What it decides depends on a clock;
-no token does.
+tries another k for two steps, or it would never see that times have changed; less and less often,
+if that leads to nothing. What it decides depends on a clock; no token does.
 
 The formula: Leviathan et al., arXiv 2211.17192, section 3.3. vLLM takes a fixed number, or turns
 speculation off from a given batch size on.
@@ -40,7 +40,8 @@ class DraftLength(Protocol):
         self, num_requests: int, num_tokens: int, num_rounds: int, verify_ms: float, draft_ms: float
     ) -> None:
         """Times of a step in which nobody computed a prompt: a target pass over `num_tokens`, then
-        `num_rounds` of guessing, each for `num_requests`."""
+        `num_rounds` of guessing, each for `num_requests`. With 0 rounds, `draft_ms` says nothing:
+        nobody guessed, or a draft model caught up with what it had missed."""
 
     def forget(self, request_id: str) -> None: ...
 
@@ -105,7 +106,8 @@ def expected_tokens(acceptance: float, num_drafts: int) -> float:
 
 class AdaptiveLength:
     """At most `num_spec_tokens`. `prior`: the acceptance assumed of a request that is new, until
-    there are others to go by. Every `probe_every`-th step another length is tried."""
+    there are others to go by. Another length is tried after `probe_every` steps at first; up to
+    sixteen times as many, as long as the best length stays the same."""
 
     def __init__(
         self,
@@ -120,7 +122,9 @@ class AdaptiveLength:
         self.probe_every = probe_every
         self.verify_cost = CostLine()
         self.draft_cost = CostLine()  # of one round
-        self._num_steps = 0
+        self._probe = 0  # the length that is tried
+        self._until_probe = self._probe_interval = probe_every  # steps; below 0: trying
+        self._last_best = num_spec_tokens
         self._overall = _Acceptance(prior, 1.0)
         self._requests: dict[str, _Acceptance] = {}
 
@@ -132,16 +136,32 @@ class AdaptiveLength:
     def choose(self, requests: Sequence[Request]) -> list[int]:
         if not requests:
             return []
-        self._num_steps += 1
         rates = [self.acceptance(request.request_id) for request in requests]
         if not self.verify_cost.has_seen:
             return [self.num_spec_tokens] * len(requests)
         best, tokens_per_ms = self._best(rates)
-        if self._num_steps % self.probe_every == 0:
-            other = best + 1 if best < self.num_spec_tokens and best % 2 == 0 else max(best - 1, 0)
-            return [other] * len(requests)
+        if self._is_probing(best):
+            return [self._probe] * len(requests)
         slope = self.verify_cost.line[1]
         return [self._own_length(rate, best, slope * tokens_per_ms) for rate in rates]
+
+    def _is_probing(self, best: int) -> bool:
+        """Every so often, two steps with one guess more than the best number and one less, in turn:
+        what is measured in the first may be a draft model catching up."""
+        if best != self._last_best:
+            self._last_best, self._probe_interval = best, self.probe_every
+            self._until_probe = min(self._until_probe, self._probe_interval)
+        self._until_probe -= 1
+        if self._until_probe > 0:
+            return False
+        if self._until_probe == 0:
+            more = best < self.num_spec_tokens and (self._probe <= best or best == 0)
+            self._probe = best + 1 if more else max(best - 1, 0)
+        elif self._until_probe < -1:
+            self._probe_interval = min(2 * self._probe_interval, 16 * self.probe_every)
+            self._until_probe = self._probe_interval
+            return False
+        return True
 
     def _best(self, rates: list[float]) -> tuple[int, float]:
         """`(drafts for each, tokens per ms)` where the latter is highest; of equals the fewest."""

@@ -195,37 +195,32 @@ class Points:
 
 
 def find_points(rule: Rule, cases: Cases) -> Points:
+    """All of them by one bisection: each request of the batch asks about one point."""
     num_cases, num_rows, vocab_size = cases.target_probs.shape
     num_drafts = num_rows - 1
-    case, draft = torch.cartesian_prod(torch.arange(num_cases), torch.arange(num_drafts)).T
-
-    def is_accepted(u: torch.Tensor) -> torch.Tensor:
-        accept_u = torch.zeros(len(u), num_drafts, dtype=torch.float64)
-        accept_u = accept_u.scatter(1, draft[:, None], u[:, None])
-        sample_u = torch.full((len(u), num_rows), 0.5, dtype=torch.float64)
-        return cases.verify(rule, case, accept_u, sample_u).num_sampled > draft + 1
-
-    accept = _bisect(is_accepted, len(case)).view(num_cases, num_drafts)
+    # Token -1 asks whether the draft of a row is accepted, t whether the token drawn is at most t.
     case, row, token = torch.cartesian_prod(
-        torch.arange(num_cases), torch.arange(num_rows), torch.arange(vocab_size)
+        torch.arange(num_cases), torch.arange(num_rows), torch.arange(-1, vocab_size)
     ).T
+    is_about_draft, at_row = token < 0, row[:, None]
+    ends_at_row = LAST * (torch.arange(num_drafts) == at_row).double()
 
-    def is_at_most(u: torch.Tensor) -> torch.Tensor:
-        is_rejected = torch.arange(num_drafts) == row[:, None]
+    def holds(u: torch.Tensor) -> torch.Tensor:
+        accept_u = torch.where(is_about_draft[:, None] & (ends_at_row > 0), u[:, None], ends_at_row)
         sample_u = torch.full((len(u), num_rows), 0.5, dtype=torch.float64)
-        sample_u = sample_u.scatter(1, row[:, None], u[:, None])
-        verified = cases.verify(rule, case, LAST * is_rejected.double(), sample_u)
-        return verified.token_ids.gather(1, row[:, None])[:, 0] <= token
+        sample_u.scatter_(1, at_row, u[:, None])
+        verified = cases.verify(rule, case, accept_u, sample_u)
+        is_accepted = verified.num_sampled > row + 1
+        is_at_most = verified.token_ids.gather(1, at_row)[:, 0] <= token
+        return torch.where(is_about_draft, is_accepted, is_at_most)
 
-    ends = _bisect(is_at_most, len(case)).view(num_cases, num_rows, vocab_size)
-    return Points(accept, ends)
+    points = _bisect(holds, len(case)).view(num_cases, num_rows, vocab_size + 1)
+    return Points(points[:, :num_drafts, 0], points[:, :, 1:])
 
 
 def _bisect(holds: Callable[[torch.Tensor], torch.Tensor], num_conditions: int) -> torch.Tensor:
     """For conditions on numbers in [0, 1), each of which holds below a point: the points."""
     point = torch.zeros(num_conditions, dtype=torch.float64)
-    if num_conditions == 0:
-        return point
     for bit in range(1, 54):
         higher = point + 2.0**-bit
         point = torch.where(holds(higher), higher, point)

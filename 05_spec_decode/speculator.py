@@ -85,6 +85,7 @@ class Speculator:
         self.draft_length = draft_length
         self.stats = SpecDecodeStats()
         self._num_rounds = 0  # of the last proposal
+        self._num_rounds_before = 0
 
     def propose(
         self, output: SchedulerOutput, sampled: dict[str, list[int]]
@@ -106,7 +107,7 @@ class Speculator:
             for request, length in zip(ready, lengths, strict=True)
         }
         num_drafts = [wanted.get(request.request_id, 0) for request in following]
-        self._num_rounds = max(num_drafts, default=0)
+        self._num_rounds_before, self._num_rounds = self._num_rounds, max(num_drafts, default=0)
         if self._num_rounds == 0:
             return {}  # a draft model falls behind, and catches up when it is asked again
         return self.proposer.propose(following, num_drafts)
@@ -118,8 +119,10 @@ class Speculator:
         if scheduled and is_decode:
             verify_ms = record.prepare_ms + record.forward_ms + record.sample_ms
             num_tokens = sum(scheduled.values())
+            # After a pause a draft model first catches up, which takes longer than guessing.
+            num_rounds = self._num_rounds if self._num_rounds_before else 0
             self.draft_length.observe_step(
-                len(scheduled), num_tokens, self._num_rounds, verify_ms, record.propose_ms
+                len(scheduled), num_tokens, num_rounds, verify_ms, record.propose_ms
             )
 
     def draft_probs(self, request_id: str) -> torch.Tensor | None:

@@ -1,0 +1,129 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Accept, or draw what is missing
+#
+# Everything here is imported from the chapter. Eight tokens, a target distribution p, a draft
+# distribution q that is off, and the chapter's own verification function.
+
+# %%
+import matplotlib.pyplot as plt
+import torch
+
+from draft_length import expected_tokens
+from proposers import NgramProposer
+from rejection_sampler import rejection_sample, rejection_sampling_batched
+from request import Request
+
+torch.manual_seed(0)
+p = torch.tensor([0.05, 0.30, 0.10, 0.25, 0.02, 0.08, 0.15, 0.05], dtype=torch.float64)
+q = torch.tensor([0.20, 0.20, 0.02, 0.30, 0.10, 0.03, 0.05, 0.10], dtype=torch.float64)
+NUM_REQUESTS = 100_000
+
+# %% [markdown]
+# One hundred thousand requests, each with one guess drawn from q. A request has two rows of logits:
+# one for the place of its guess, one for the bonus token behind it.
+
+# %%
+guesses = torch.multinomial(q, NUM_REQUESTS, replacement=True)
+
+
+def uniform(n):
+    return torch.rand(n, dtype=torch.float64)
+
+
+verified = rejection_sample(
+    target_probs=p.expand(2 * NUM_REQUESTS, -1),
+    draft_token_ids=guesses,
+    draft_probs=q.expand(NUM_REQUESTS, -1),
+    cu_num_logits=torch.arange(0, 2 * NUM_REQUESTS + 1, 2),
+    max_num_drafts=1,
+    accept_u=uniform(NUM_REQUESTS),
+    sample_u=uniform(2 * NUM_REQUESTS),
+)
+first = verified.token_ids[:, 0]
+is_accepted = verified.num_sampled == 2
+print(
+    f"accepted {is_accepted.double().mean():.3f}, sum of min(p, q) {torch.minimum(p, q).sum():.3f}"
+)
+
+# %% [markdown]
+# ## The picture
+#
+# Blue: guesses that were accepted, which pile up to min(p, q). Orange: what was drawn from the
+# residual after a rejection. Together they reach p exactly, and q has left no trace.
+
+# %%
+accepted = torch.bincount(first[is_accepted], minlength=8) / NUM_REQUESTS
+recovered = torch.bincount(first[~is_accepted], minlength=8) / NUM_REQUESTS
+
+figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
+tokens = range(8)
+axis.bar(tokens, accepted, color="#1f4e79", label="guess accepted")
+axis.bar(tokens, recovered, bottom=accepted, color="#c55a11", label="drawn from the residual")
+axis.plot(tokens, p, "k_", markersize=28, label="p, the target")
+axis.plot(tokens, q, "x", color="grey", label="q, the draft")
+axis.set(xlabel="token", ylabel="share of the outputs")
+axis.legend(frameon=False)
+plt.show()
+
+# %%
+print("p        ", [round(x, 3) for x in p.tolist()])
+print("came out ", [round(x, 3) for x in (accepted + recovered).tolist()])
+assert (accepted + recovered - p).abs().max() < 0.01
+
+# %% [markdown]
+# ## The other rule
+#
+# Matching draws the target's token as plain decoding would, and accepts the guess if it is equal.
+# Exact as well, but independent draws rarely meet.
+
+# %%
+sampled = torch.multinomial(p, 2 * NUM_REQUESTS, replacement=True)
+rows = torch.arange(0, 2 * NUM_REQUESTS + 1, 2)
+tokens, num_sampled = rejection_sampling_batched(sampled, guesses, rows, 1)
+came_out = torch.bincount(tokens[:, 0], minlength=8) / NUM_REQUESTS
+print("came out ", [round(x, 3) for x in came_out.tolist()])
+print(f"accepted {(num_sampled == 2).double().mean():.3f}, sum of p q {(p * q).sum():.3f}")
+assert (came_out - p).abs().max() < 0.01
+
+# %% [markdown]
+# ## How many guesses pay
+#
+# Expected tokens of a pass, divided by its cost: a pass of the target, and k rounds of guessing at c
+# passes each. With a draft that costs a third of the target (right), long chains lose.
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
+for axis, cost in zip(axes, (0.02, 0.33)):
+    for acceptance in (0.3, 0.6, 0.8, 0.95):
+        speedups = [expected_tokens(acceptance, k) / (1 + k * cost) for k in range(9)]
+        axis.plot(range(9), speedups, "o-", label=f"acceptance {acceptance}")
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set(title=f"a round costs {cost} of a pass", xlabel="drafts a pass, k", ylim=0)
+axes[0].set_ylabel("times as fast as plain decoding")
+axes[0].legend(frameon=False)
+plt.show()
+
+# %% [markdown]
+# ## Looking up
+#
+# No model at all: what followed the last tokens when they stood in the text before?
+
+# %%
+text = "the cat sat on the mat and the dog sat on"
+words = text.split()
+ids = {word: i for i, word in enumerate(dict.fromkeys(words))}
+request = Request.from_tokens("a", [ids[word] for word in words])
+drafts = NgramProposer(num_spec_tokens=3, max_ngram=3, min_ngram=1).propose([request], [3])
+names = list(ids)
+print(text, "->", " ".join(names[i] for i in drafts["a"]))
+assert [names[i] for i in drafts["a"]] == ["the", "mat", "and"]
