@@ -14,9 +14,9 @@ sequence's tokens are its last ones, whether one or many:
 This module is the specification that kernels are tested against, and the fast path on a CPU. It
 gathers whole blocks, never single tokens, and into one small buffer that stays in the processor's
 cache and is reused by every layer: fresh memory for each layer costs more than the attention does.
-Sequences with one query token, or equally many of a few (guesses to be verified, chapter 5), are
-attended together in groups of similar length; longer queries one sequence at a time. What all
-layers share is worked out once a step, in a plan.
+Sequences with one query token, or with a few (guesses to be verified, chapter 5), are attended
+together in groups of similar length; longer queries one sequence at a time. What all layers share
+is worked out once a step, in a plan.
 
 Invariants: nothing beyond a sequence's length reaches the output, not even NaN (a masked score is
 not enough: 0 * NaN is NaN); a slot of -1 is not written; the input's dtype is kept throughout.
@@ -39,8 +39,8 @@ GROUP_KEY_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 # Query rows attended at a time in a chunk that has history, so that a mask is [QUERY_TILE, seq_len]
 # and not [query_len, seq_len].
 QUERY_TILE = 256
-# Up to this many query tokens, sequences are attended in groups.
-SHORT_QUERY = 16
+# Query lengths that are attended in groups: up to each of these together, longer ones alone.
+SHORT_QUERIES = (1, 8, 16)
 
 
 class PagedKVCache:
@@ -170,7 +170,8 @@ class TorchAttentionBackend:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """Sequences of similar length, each with the same small number of query tokens."""
+    """Sequences of similar length with a few query tokens each. Who has fewer than `query_len` of
+    them has its first one several times."""
 
     tokens: torch.Tensor  # [n * query_len] int64, their rows in the query
     block_ids: torch.Tensor  # [n * blocks of the longest] int, 0 beyond a sequence's own
@@ -215,7 +216,7 @@ def _make_plan(metadata: AttentionMetadata, query: torch.Tensor, key_cache: torc
     starts = metadata.query_start_loc.tolist()
     seq_lens = metadata.seq_lens.tolist()
     chunks, longest_tile, longest_history = [], 0, 0
-    short_rows: dict[int, list[int]] = {}  # by query_len
+    short_rows: dict[int, list[int]] = {}  # by the number of query tokens, rounded up
     for row, seq_len in enumerate(seq_lens):
         query_len = starts[row + 1] - starts[row]
         num_blocks = -(-seq_len // block_size)
@@ -226,8 +227,9 @@ def _make_plan(metadata: AttentionMetadata, query: torch.Tensor, key_cache: torc
                 f"sequence {row}: query_len is {query_len}, seq_len {seq_len}, block_tables "
                 f"{tuple(metadata.block_tables.shape)} of {block_size}: they contradict each other"
             )
-        if query_len <= SHORT_QUERY:
-            short_rows.setdefault(query_len, []).append(row)
+        rounded = next((n for n in SHORT_QUERIES if query_len <= n), None)
+        if rounded is not None:
+            short_rows.setdefault(rounded, []).append(row)
             continue
         block_ids = metadata.block_tables[row, :num_blocks]
         chunks.append(_Chunk(starts[row], starts[row + 1], seq_len, block_ids))
@@ -236,8 +238,8 @@ def _make_plan(metadata: AttentionMetadata, query: torch.Tensor, key_cache: torc
             longest_history = max(longest_history, seq_len)
     max_slots = GROUP_KEY_BYTES[key_cache.device.type] // key_cache[0, 0].nbytes
     groups = [
-        _make_decode_group(metadata, rows, query_len, query, key_cache)
-        for query_len, short in short_rows.items()
+        _make_decode_group(metadata, rows, query, key_cache)
+        for short in short_rows.values()
         for rows in _split_by_length(short, seq_lens, max_slots)
     ]
     most_blocks = max([len(part.block_ids) for part in (*groups, *chunks)], default=0)
@@ -269,7 +271,6 @@ def _split_by_length(rows: list[int], seq_lens: list[int], max_slots: int) -> li
 def _make_decode_group(
     metadata: AttentionMetadata,
     rows: list[int],
-    query_len: int,
     query: torch.Tensor,
     key_cache: torch.Tensor,
 ) -> _DecodeGroup:
@@ -283,14 +284,18 @@ def _make_decode_group(
     block_ids = block_ids.masked_fill(block_starts >= seq_lens, 0)
     positions = torch.arange(num_blocks * block_size, device=device)
     is_unused = positions >= seq_lens
-    # Query i of query_len sees all keys but those of the queries behind it.
-    num_seen = seq_lens[:, :, None] - torch.arange(query_len - 1, -1, -1, device=device)[:, None]
+    first = metadata.query_start_loc[row_index].long()[:, None]
+    last = metadata.query_start_loc[row_index + 1].long()[:, None] - 1
+    query_len = int((last - first).max()) + 1
+    # Aligned to the last one; rows that a sequence has not are its first once more.
+    tokens = (last - torch.arange(query_len - 1, -1, -1, device=device)).maximum(first)
+    # A query sees all keys but those of the queries behind it.
+    num_seen = (seq_lens - (last - tokens))[:, :, None]
     hidden = positions[:num_keys] >= num_seen  # [n, query_len, num_keys]
     hidden = hidden.repeat(1, query.shape[1] // key_cache.shape[2], 1)[:, None]
     mask = torch.zeros(hidden.shape, dtype=query.dtype, device=device)
-    first = metadata.query_start_loc[row_index].long()
     return _DecodeGroup(
-        tokens=(first[:, None] + torch.arange(query_len, device=device)).flatten(),
+        tokens=tokens.flatten(),
         block_ids=block_ids.flatten(),
         num_seqs=len(rows),
         num_keys=num_keys,

@@ -147,10 +147,10 @@ def make_case(
 MIXED = [(1, 1), (1, 17), (5, 5), (1, 40), (7, 20), (1, 3), (2, 35), (1, 33), (3, 3)]
 
 
-@pytest.fixture(params=[0, 4, 16], ids=lambda n: f"groups_up_to_{n}")
+@pytest.fixture(params=[(), (1,), (2, 4), (1, 8, 16)], ids=str)
 def short_query(request, monkeypatch):
     """What is attended in groups and what one by one: neither may be seen in the output."""
-    monkeypatch.setattr(module, "SHORT_QUERY", request.param)
+    monkeypatch.setattr(module, "SHORT_QUERIES", request.param)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -186,7 +186,7 @@ def test_chunks_that_end_at_and_around_block_ends(block_size):
 @pytest.mark.parametrize("tile", [1, 2, 3, 7])
 def test_a_chunk_is_attended_in_tiles_of_any_size(tile, monkeypatch):
     monkeypatch.setattr(module, "QUERY_TILE", tile)
-    monkeypatch.setattr(module, "SHORT_QUERY", 0)
+    monkeypatch.setattr(module, "SHORT_QUERIES", ())
     case = make_case([(7, 20), (3, 50), (1, 9), (6, 7), (5, 5)], 4)
     case.check(case.attend())
 

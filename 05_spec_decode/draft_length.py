@@ -76,7 +76,7 @@ class CostLine:
 
     def observe(self, size: float, ms: float) -> None:
         if self._sums[0] > 3:
-            ms = min(ms, 3 * self.predict(size))  # somebody else had the processor
+            ms = min(ms, 3 * self.predict(size) or ms)  # somebody else had the processor
         new = (1.0, size, ms, size * size, size * ms)
         self._sums = [self.memory * s + x for s, x in zip(self._sums, new, strict=True)]
 
@@ -129,9 +129,12 @@ class AdaptiveLength:
         self._requests: dict[str, _Acceptance] = {}
 
     def acceptance(self, request_id: str) -> float:
-        """Its recent share of accepted drafts, of those that were verified."""
+        """Its recent share of accepted drafts, of those that were verified; the less is known of
+        it, the more that of all requests."""
         own = self._requests.get(request_id)
-        return self._overall.rate if own is None else own.rate
+        if own is None:
+            return self._overall.rate
+        return (own.weight * own.rate + self._overall.rate) / (own.weight + 1)
 
     def choose(self, requests: Sequence[Request]) -> list[int]:
         if not requests:
@@ -143,7 +146,12 @@ class AdaptiveLength:
         if self._is_probing(best):
             return [self._probe] * len(requests)
         slope = self.verify_cost.line[1]
-        return [self._own_length(rate, best, slope * tokens_per_ms) for rate in rates]
+        lengths = [self._own_length(rate, best, slope * tokens_per_ms) for rate in rates]
+        for request, length in zip(requests, lengths, strict=True):
+            own = self._requests.get(request.request_id)
+            if length == 0 and own is not None:
+                own.weight *= self.memory  # or one that looked bad once would never be tried again
+        return lengths
 
     def _is_probing(self, best: int) -> bool:
         """Every so often, two steps with one guess more than the best number and one less, in turn:

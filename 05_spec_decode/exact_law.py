@@ -6,7 +6,7 @@ one thing and does so at points: below them it is one way, above them the other.
     accept_u[j]    |---- draft j accepted ----|---- rejected ----|
     sample_u[j]    |-- 0 --|-- 1 --|------------ 2 --------------|    the token drawn at row j
 
-Bisection finds the points without any theory of where they should be. Their distances are
+A search finds the points without any theory of where they should be. Their distances are
 probabilities, so the law of the output, given the drafts, is a product of lengths; summed over all
 drafts that the draft model may propose, it is the law that a user sees. It is exact to about
 1e-15, where counting a million samples would give three digits. That the numbers decide nothing
@@ -195,13 +195,13 @@ class Points:
 
 
 def find_points(rule: Rule, cases: Cases) -> Points:
-    """All of them by one bisection: each request of the batch asks about one point."""
+    """All of them by one search, of which each request of a batch asks about one number."""
     num_cases, num_rows, vocab_size = cases.target_probs.shape
     num_drafts = num_rows - 1
     # Token -1 asks whether the draft of a row is accepted, t whether the token drawn is at most t.
     case, row, token = torch.cartesian_prod(
         torch.arange(num_cases), torch.arange(num_rows), torch.arange(-1, vocab_size)
-    ).T
+    ).T.repeat_interleave(len(_DIGITS), dim=1)
     is_about_draft, at_row = token < 0, row[:, None]
     ends_at_row = LAST * (torch.arange(num_drafts) == at_row).double()
 
@@ -214,14 +214,19 @@ def find_points(rule: Rule, cases: Cases) -> Points:
         is_at_most = verified.token_ids.gather(1, at_row)[:, 0] <= token
         return torch.where(is_about_draft, is_accepted, is_at_most)
 
-    points = _bisect(holds, len(case)).view(num_cases, num_rows, vocab_size + 1)
+    points = _search(holds, len(case)).view(num_cases, num_rows, vocab_size + 1)
     return Points(points[:, :num_drafts, 0], points[:, :, 1:])
 
 
-def _bisect(holds: Callable[[torch.Tensor], torch.Tensor], num_conditions: int) -> torch.Tensor:
-    """For conditions on numbers in [0, 1), each of which holds below a point: the points."""
-    point = torch.zeros(num_conditions, dtype=torch.float64)
-    for bit in range(1, 54):
-        higher = point + 2.0**-bit
-        point = torch.where(holds(higher), higher, point)
-    return torch.where(holds(torch.full_like(point, LAST)), 1.0, point)
+_DIGITS = torch.arange(1, 4, dtype=torch.float64)  # base 4 is twice as quick as halving
+
+
+def _search(holds: Callable[[torch.Tensor], torch.Tensor], num_asked: int) -> torch.Tensor:
+    """For conditions on numbers in [0, 1), each of which holds below a point: the points, to
+    2**-52. `holds` is asked three numbers for each condition."""
+    point = torch.zeros(num_asked // len(_DIGITS), 1, dtype=torch.float64)
+    for place in range(1, 27):
+        does_hold = holds((point + _DIGITS * 4.0**-place).flatten()).view(-1, len(_DIGITS))
+        point += does_hold.sum(dim=1, keepdim=True) * 4.0**-place
+    is_certain = holds(torch.full((num_asked,), LAST, dtype=torch.float64))[:: len(_DIGITS)]
+    return torch.where(is_certain, 1.0, point[:, 0])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import hypothesis.strategies as st
 import numpy as np
@@ -44,6 +44,11 @@ from request import SamplingParams
 EXACT = 1e-12
 ALPHA = 1e-6  # seeds are fixed: a test that passes once passes for ever
 NAN = float("nan")
+
+
+def flat(lists: list[list]) -> list:
+    return list(chain.from_iterable(lists))
+
 
 # -- models: random tables, other distributions behind every history
 
@@ -103,14 +108,17 @@ def plain(p: Model, vocab_size: int, num_tokens: int) -> dict:
     return plain_laws(p, [h for n in range(num_tokens) for h in histories(vocab_size, n)])
 
 
-SHAPES = ((2, 4), (3, 3), (4, 2), (5, 1), (3, 0))  # (vocab_size, num_drafts)
+SHAPES = ((2, 4), (3, 2), (5, 1), (3, 0))  # (vocab_size, num_drafts)
 
 
 # -- the rejection rule is exact
 
 
-@pytest.mark.parametrize("kind", (*KINDS, "mixed"))
-@pytest.mark.parametrize(("vocab_size", "num_drafts"), SHAPES)
+@pytest.mark.parametrize(
+    ("vocab_size", "num_drafts", "kind"),
+    [(*shape, kind) for shape in SHAPES for kind in (*KINDS, "mixed")]
+    + [(4, 4, "mixed"), (5, 3, "mixed"), (5, 2, "random")],
+)
 def test_a_step_has_the_law_of_the_target(vocab_size, num_drafts, kind):
     """One step, filled up to k + 1 tokens by plain decoding. Traps 36, 46."""
     p, q = models(vocab_size, kind)
@@ -122,15 +130,8 @@ def test_a_step_has_the_law_of_the_target(vocab_size, num_drafts, kind):
     assert law.keys() <= expected.keys(), "the target gives these no chance"
 
 
-def test_a_step_has_the_law_of_the_target_for_five_tokens_and_four_drafts():
-    p, q = models(5, "mixed")
-    plainly = plain(p, 5, 5)
-    stepwise = plainly | step_laws(rejection_sample, p, q, [()], 4)
-    assert distance(continuation(stepwise, 5), continuation(plainly, 5)) < EXACT
-
-
-@pytest.mark.parametrize("kind", ("random", "zeros", "close", "mixed"))
-@pytest.mark.parametrize("num_drafts", [(3, 2, 1), (1, 1, 1), (2, 0, 3), (0, 1, 2)])
+@pytest.mark.parametrize("kind", ("random", "close", "mixed"))
+@pytest.mark.parametrize("num_drafts", [(3, 2, 1), (1, 1, 1), (2, 0, 3)])
 def test_the_tokens_of_several_steps_have_the_law_of_the_target(num_drafts, kind):
     """The first two and three tokens, each step where the one before it ended; `num_drafts` of a
     step by how many tokens came before."""
@@ -256,9 +257,7 @@ CONSTRAINTS = {
     "presence": SamplingParams(presence_penalty=1.2),
     "frequency": SamplingParams(frequency_penalty=0.9),
     "min_tokens": SamplingParams(min_tokens=2),
-    "greedy with penalties": SamplingParams(
-        temperature=0, presence_penalty=2.0, frequency_penalty=2.0
-    ),
+    "greedy with penalties": SamplingParams(temperature=0, presence_penalty=-2.0),
     "all": SamplingParams(
         temperature=0.8,
         top_k=3,
@@ -310,14 +309,14 @@ def _constrained(model: ConstrainedModel) -> dict[tuple[Tokens, Tokens], torch.T
 
 
 def constrained_error(name: str, p: Model) -> float:
-    """Of three tokens that come out in steps of 2, 1 and 0 drafts, where the rows of verification
-    are `p`'s: how far their law is from that of plain decoding under the constraint."""
+    """Three tokens that come out in steps of 2, 1 and 0 drafts, where the rows of verification are
+    `p`'s: how far their law is from that of plain decoding under the constraint."""
     params = CONSTRAINTS[name]
     # As in the engine, the draft model's penalties do not see the drafts of the same run. And of a
     # greedy one, all but one draft would never be tried.
     q = ConstrainedModel(replace(params, temperature=params.temperature or 1.0), 8, False)
-    laws = {}
-    for n, k in enumerate((2, 1, 0)):
+    laws = plain_laws(p, histories(VOCAB_SIZE, 2))
+    for n, k in enumerate((2, 1)):
         laws |= step_laws(rejection_sample, p, q, histories(VOCAB_SIZE, n), k)
     plainly = plain(ConstrainedModel(params, seed=7), VOCAB_SIZE, 3)
     return distance(continuation(laws, 3), continuation(plainly, 3))
@@ -442,8 +441,8 @@ def test_both_layouts_of_drafts_agree_with_a_loop(num_drafts, num_more, seed):
     expected = [run + [PADDING] * (width + 1 - len(run)) for run in runs]
     for layout in (drafts, fed):
         tokens, num_sampled = rejection_sampling_batched(
-            torch.tensor(sum(sampled, [])),
-            torch.tensor(sum(layout, []), dtype=torch.int64),
+            torch.tensor(flat(sampled)),
+            torch.tensor(flat(layout), dtype=torch.int64),
             cu_num_logits,
             width,
         )
@@ -561,12 +560,12 @@ class Batch:
         lengths = [len(drafts) for drafts in self.drafts]
         return (
             torch.cat(self.target_probs),
-            torch.tensor(sum(self.drafts, []), dtype=torch.int64),
+            torch.tensor(flat(self.drafts), dtype=torch.int64),
             None if self.draft_probs is None else torch.cat(self.draft_probs),
             torch.tensor([0, *accumulate(k + 1 for k in lengths)]),
             max(lengths) + num_more,
-            torch.tensor(sum(self.accept_u, []), dtype=torch.float64),
-            torch.tensor(sum(self.sample_u, []), dtype=torch.float64),
+            torch.tensor(flat(self.accept_u), dtype=torch.float64),
+            torch.tensor(flat(self.sample_u), dtype=torch.float64),
         )
 
     def runs(self, num_more: int = 0) -> list[list[int]]:
@@ -629,7 +628,9 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.parametrize(
-    ("p", "q", "draft", "may_stay"), [case[1:] for case in IMPOSSIBLE], ids=[c[0] for c in IMPOSSIBLE]
+    ("p", "q", "draft", "may_stay"),
+    [case[1:] for case in IMPOSSIBLE],
+    ids=[c[0] for c in IMPOSSIBLE],
 )
 def test_impossible_tokens_stay_out(p, q, draft, may_stay):
     """Traps 36, 46: no NaN, no acceptance of what has p = 0, for no number, 0 included."""
@@ -696,9 +697,7 @@ def nudged(row: torch.Tensor, seed: int) -> torch.Tensor:
     """Each number up, down or not, by one ulp; some small ones gone."""
     rng = np.random.default_rng(seed)
     to = torch.from_numpy(rng.choice([0.0, 1.0], size=len(row))).float()
-    moved = torch.where(
-        torch.from_numpy(rng.random(len(row)) < 0.5), torch.nextafter(row, to), row
-    )
+    moved = torch.where(torch.from_numpy(rng.random(len(row)) < 0.5), torch.nextafter(row, to), row)
     return torch.where((row == 0) | ((row < 1e-6) & (to == 0)), 0.0, moved)
 
 
