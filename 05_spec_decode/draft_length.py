@@ -175,8 +175,10 @@ class AdaptiveLength:
         """`(drafts for each, tokens per ms)` where the latter is highest; of equals the fewest."""
         num_requests = len(rates)
         best, best_speed = 0, 0.0
+        tokens, chances = 0.0, [1.0] * num_requests  # that draft k counts
         for k in range(self.num_spec_tokens + 1):
-            tokens = sum(expected_tokens(rate, k) for rate in rates)
+            tokens += sum(chances)
+            chances = [chance * rate for chance, rate in zip(chances, rates)]
             ms = self.verify_cost.predict(num_requests * (1 + k))
             if self.draft_cost.has_seen:
                 ms += k * self.draft_cost.predict(num_requests)
@@ -189,9 +191,10 @@ class AdaptiveLength:
     def _own_length(acceptance: float, most: int, price: float) -> int:
         """Drafts up to the first whose chance to count is below its price: the tokens that the time
         for verifying it is worth."""
-        length = 0
-        while length < most and acceptance ** (length + 1) >= price:
+        length, chance = 0, acceptance
+        while length < most and chance >= price:
             length += 1
+            chance *= acceptance
         return length
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:

@@ -98,7 +98,8 @@ def rejection_sampling_batched(
     num_reqs = len(cu_num_logits) - 1
     layout = _Layout.of(cu_num_logits, num_speculative_steps, len(target_sampled) - num_reqs)
     if len(draft_tokens) == len(target_sampled):
-        drafts = draft_tokens[layout.draft_rows + 1]  # a row is fed the draft of the row before
+        fed = (layout.draft_rows + 1).clamp(max=len(draft_tokens) - 1)
+        drafts = draft_tokens[fed]  # a draft is fed to the row behind the one that verifies it
     else:
         drafts = _not_empty(draft_tokens)[layout.draft_index]
     num_accepted = layout.count_leading(target_sampled[layout.draft_rows] == drafts)

@@ -666,6 +666,7 @@ def test_the_ends_of_intervals_belong_to_the_token_above():
         ([0.6, 0.4, 1e-20, 0.0], [0.6, 0.40000004, 0.0, 0.0]),
         # Softmax in float32 says 1 - 2**-24 and rejects the draft once in 2**24.
         ([1e-20, 0.99999994, 0.0, 0.0], None),
+        ([1e-16, 0.99999994, 1e-16, 1e-16, 0.0], None),  # each is too small, their sum is not
         ([0.0, 0.99999994, 0.0, 0.0], None),
         ([0.0, 0.99999994, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]),
     ],

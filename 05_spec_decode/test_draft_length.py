@@ -1,0 +1,480 @@
+"""Lengths that pay, on machines whose costs the tests know and `AdaptiveLength` has to find out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from draft_length import AdaptiveLength, CostLine, FixedLength, expected_tokens
+from request import Request
+
+K = 5
+REQUESTS = [Request.from_tokens(str(i), [1]) for i in range(256)]
+
+
+@dataclass
+class Machine:
+    """Milliseconds of a target pass, `base + per_token * tokens`, and of one round of guessing,
+    `round_base + round_per_request * requests`."""
+
+    base: float
+    per_token: float
+    round_base: float
+    round_per_request: float
+
+    def verify_ms(self, num_tokens: int) -> float:
+        return self.base + self.per_token * num_tokens
+
+    def draft_ms(self, num_requests: int, num_rounds: int) -> float:
+        return num_rounds * (self.round_base + self.round_per_request * num_requests)
+
+    def cost(self, acceptances: Sequence[float], lengths: Sequence[int]) -> tuple[float, float]:
+        """Expected tokens of a step, and its time."""
+        tokens = sum(expected_tokens(a, k) for a, k in zip(acceptances, lengths, strict=True))
+        ms = self.verify_ms(len(lengths) + sum(lengths))
+        return tokens, ms + self.draft_ms(len(lengths), max(lengths))
+
+    def rate(self, acceptances: Sequence[float], num_drafts: int) -> float:
+        tokens, ms = self.cost(acceptances, [num_drafts] * len(acceptances))
+        return tokens / ms
+
+    def best(self, acceptances: Sequence[float]) -> int:
+        """By trying all."""
+        return max(range(K + 1), key=lambda k: self.rate(acceptances, k))
+
+
+MACHINES = [
+    Machine(10, 0.1, 1, 0.02),  # a GPU with a small draft model
+    Machine(10, 0.5, 1, 0.02),
+    Machine(10, 0.5, 3, 0.1),
+    Machine(2, 1, 0.5, 0.2),  # a CPU: every token costs
+    Machine(10, 2, 1, 0.1),
+    Machine(10, 0, 2, 0),
+    Machine(10, 0.3, 0.01, 0),  # a look-up
+]
+
+
+@dataclass
+class Run:
+    """An `AdaptiveLength` on a machine. Guesses come true evenly rather than by chance (a step of
+    the golden ratio), unless there is `rng`; times vary by `noise`."""
+
+    machine: Machine
+    length: AdaptiveLength = field(default_factory=lambda: AdaptiveLength(K))
+    rng: random.Random | None = None
+    noise: float = 0.0
+    num_draws: int = 0
+    tokens: float = 0.0
+    ms: float = 0.0
+
+    def step(self, acceptances: Sequence[float]) -> list[int]:
+        requests = REQUESTS[: len(acceptances)]
+        lengths = self.length.choose(requests)
+        assert all(0 <= k <= K for k in lengths)
+        for request, k, acceptance in zip(requests, lengths, acceptances, strict=True):
+            num_accepted = 0
+            while num_accepted < k and self._draw() < acceptance:
+                num_accepted += 1
+            if k:
+                self.length.observe(request.request_id, k, num_accepted)
+        num, rounds = len(lengths), max(lengths)
+        factor = 1 + self.noise * (2 * self.rng.random() - 1) if self.rng else 1
+        verify_ms = self.machine.verify_ms(num + sum(lengths)) * factor
+        draft_ms = self.machine.draft_ms(num, rounds) * factor
+        self.length.observe_step(num, num + sum(lengths), rounds, verify_ms, draft_ms)
+        tokens, ms = self.machine.cost(acceptances, lengths)
+        self.tokens, self.ms = self.tokens + tokens, self.ms + ms
+        return lengths
+
+    def steps(self, acceptances: Sequence[float], num_steps: int) -> list[list[int]]:
+        self.tokens = self.ms = 0.0
+        return [self.step(acceptances) for _ in range(num_steps)]
+
+    def _draw(self) -> float:
+        self.num_draws += 1
+        return self.rng.random() if self.rng else self.num_draws * 0.6180339887 % 1
+
+
+def usual(values: Sequence[int]) -> int:
+    return max(set(values), key=list(values).count)
+
+
+# -- a line of costs
+
+
+def fit(points: Sequence[tuple[float, float]], memory: float) -> tuple[float, float]:
+    """`(base, slope)` by NumPy, which squares its weights."""
+    weights = memory ** np.arange(len(points) - 1, -1, -1)
+    slope, base = np.polyfit(*np.array(points).T, 1, w=np.sqrt(weights))
+    return base, slope
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_line_is_that_of_weighted_least_squares(seed):
+    rng = random.Random(seed)
+    line = CostLine(memory=rng.choice([0.8, 0.9, 0.98]))
+    points: list[tuple[float, float]] = []
+    for i in range(60):
+        size = rng.randint(1, 60)
+        points.append((size, 5 + 0.3 * size + rng.uniform(-1, 1)))
+        line.observe(*points[-1])
+        if i > 10:
+            assert line.line == pytest.approx(fit(points, line.memory), abs=1e-6)
+    base, slope = line.line
+    assert line.predict(17) == pytest.approx(base + 17 * slope)
+
+
+def test_one_size_makes_a_flat_line():
+    line = CostLine(memory=0.5)
+    assert not line.has_seen
+    for ms in (4.0, 8.0):
+        line.observe(7, ms)
+    assert line.has_seen
+    assert line.line == pytest.approx(((0.5 * 4 + 8) / 1.5, 0))
+    assert line.predict(1) == line.predict(1000) == pytest.approx(20 / 3)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    points=st.lists(
+        st.tuples(st.integers(1, 5000), st.floats(0, 1e4, allow_subnormal=False)), min_size=1
+    ),
+    size=st.integers(0, 10000),
+)
+def test_neither_base_nor_slope_is_negative(points, size):
+    line = CostLine()
+    for point in points:
+        line.observe(*point)
+    base, slope = line.line
+    largest = max(ms for _, ms in points)
+    assert slope >= 0 and base >= -1e-9 * (1 + largest)
+    assert base <= largest * (1 + 1e-9) and line.predict(size) >= -1e-9 * (1 + largest)
+
+
+def test_where_larger_took_less_time_the_line_is_flat():
+    line = CostLine(memory=1.0)
+    for point in ((1, 9.0), (10, 5.0), (20, 4.0)):
+        line.observe(*point)
+    assert line.line == pytest.approx((6, 0))
+
+
+def test_where_least_squares_would_start_below_zero_the_line_starts_at_zero():
+    line = CostLine(memory=1.0)
+    for point in ((10, 1.0), (20, 10.0)):
+        line.observe(*point)
+    assert line.line == pytest.approx((0, 11 / 30))
+
+
+def test_one_outlier_does_not_ruin_it():
+    line = CostLine()
+    for i in range(40):
+        line.observe(i % 8, 10 + 0.5 * (i % 8))
+    line.observe(3, 5000.0)
+    for size in (0, 4, 8):
+        assert line.predict(size) == pytest.approx(10 + 0.5 * size, rel=0.1)
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.5, 2, 10])
+def test_what_has_changed_for_good_is_believed(factor):
+    line = CostLine()
+    for i in range(100):
+        line.observe(i % 8, 10 + 0.5 * (i % 8))
+    for i in range(200):
+        line.observe(i % 8, factor * (10 + 0.5 * (i % 8)))
+    for size in (0, 4, 8):
+        assert line.predict(size) == pytest.approx(factor * (10 + 0.5 * size), rel=0.25)
+
+
+def test_a_clock_that_stood_still_is_no_prediction():
+    """Of 0 ms, three times as much is 0 ms too."""
+    line = CostLine()
+    for _ in range(10):
+        line.observe(4, 0.0)
+    for _ in range(200):
+        line.observe(4, 5.0)
+    assert line.predict(4) == pytest.approx(5, rel=0.1)
+
+
+# -- tokens of a pass
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.2, 0.7, 1.0])
+@pytest.mark.parametrize("num_drafts", [0, 1, 4])
+def test_expected_tokens_are_those_of_a_simulation(acceptance, num_drafts):
+    rng, num_passes, total = random.Random(1), 20_000, 0
+    for _ in range(num_passes):
+        total += 1
+        for _ in range(num_drafts):
+            if rng.random() >= acceptance:
+                break
+            total += 1
+    assert expected_tokens(acceptance, num_drafts) == pytest.approx(total / num_passes, rel=0.02)
+
+
+# -- acceptance
+
+
+def test_what_stands_behind_a_rejection_was_not_tried():
+    """With any number of drafts the same acceptance is seen."""
+    rng = random.Random(0)
+    for num_drafts in (1, 2, 4, 8):
+        length, seen = AdaptiveLength(8), []
+        for _ in range(3000):
+            num_accepted = 0
+            while num_accepted < num_drafts and rng.random() < 0.6:
+                num_accepted += 1
+            length.observe("a", num_drafts, num_accepted)
+            seen.append(length.acceptance("a"))
+        assert np.mean(seen) == pytest.approx(0.6, abs=0.03), num_drafts
+
+
+def test_the_recent_past_counts_most_and_of_one_request_its_own():
+    length = AdaptiveLength(4)
+    for num_accepted, expected in ((4, 0.9), (0, 0.2), (4, 0.8)):
+        for _ in range(25):
+            length.observe("a", 4, num_accepted)
+        assert length.acceptance("a") == pytest.approx(expected, abs=0.1)
+    for _ in range(25):
+        length.observe("b", 4, 0)
+    assert length.acceptance("a") > 0.7 and length.acceptance("b") < 0.2
+
+
+def test_a_new_request_is_taken_for_what_the_others_are():
+    length = AdaptiveLength(4, prior=0.3)
+    assert length.acceptance("a") == 0.3
+    for i in range(200):
+        length.observe(f"r{i % 7}", 4, 4)
+    assert length.acceptance("new") > 0.85
+    length.observe("new", 4, 0)
+    assert 0.3 < length.acceptance("new") < length.acceptance("newer")
+
+
+def test_no_drafts_say_nothing():
+    length = AdaptiveLength(4)
+    length.observe("a", 0, 0)
+    assert length.acceptance("a") == pytest.approx(0.7)
+
+
+def test_an_id_that_comes_again_starts_anew_and_leaves_nothing():
+    length = AdaptiveLength(4)
+    for i in range(50):
+        length.observe(f"r{i}", 4, 4)
+    before = length.acceptance("a")
+    for _ in range(3):
+        length.observe("a", 4, 0)
+    assert length.acceptance("a") < 0.6
+    assert len(length._requests) == 51
+    for request_id in [f"r{i}" for i in range(50)] + ["a", "a", "nobody"]:
+        length.forget(request_id)
+    assert length._requests == {}
+    assert before > length.acceptance("a") > 0.8, "only what all have in common"
+
+
+# -- how many pay
+
+
+def test_as_many_as_allowed_until_a_step_has_been_timed():
+    length = AdaptiveLength(K)
+    assert length.choose([]) == []
+    assert length.choose(REQUESTS[:3]) == [K] * 3
+
+
+def test_a_fixed_length_is_that():
+    length = FixedLength(3)
+    length.observe("0", 3, 0)
+    length.observe_step(1, 4, 3, 1e9, 1e9)
+    length.forget("0")
+    assert length.choose(REQUESTS[:2]) == [3, 3] and length.choose([]) == []
+
+
+@pytest.mark.parametrize("num_requests", [1, 4, 16, 64])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_it_finds_the_length_that_a_search_over_true_costs_finds(machine, num_requests):
+    """To 3 % of the best rate, what it costs to try others included."""
+    for acceptance in (0.05, 0.3, 0.6, 0.8, 0.95):
+        acceptances = [acceptance] * num_requests
+        run = Run(machine)
+        run.steps(acceptances, 150)
+        run.steps(acceptances, 150)
+        best = machine.best(acceptances)
+        assert run.tokens / run.ms >= 0.97 * machine.rate(acceptances, best), (acceptance, best)
+
+
+def test_on_noisy_machines_it_is_nearly_as_good_on_average():
+    rng, shares = random.Random(3), []
+    for machine in MACHINES:
+        for num_requests, acceptance in ((1, 0.3), (1, 0.8), (16, 0.6), (16, 0.9)):
+            acceptances = [acceptance] * num_requests
+            run = Run(machine, rng=rng, noise=0.1)
+            run.steps(acceptances, 100)
+            run.steps(acceptances, 250)
+            best = machine.rate(acceptances, machine.best(acceptances))
+            shares.append(run.tokens / run.ms / best)
+    assert np.mean(shares) > 0.97 and min(shares) > 0.9
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("machine", MACHINES[:2])
+def test_off_when_many_come_and_on_again_when_they_have_gone(machine, noise):
+    run = Run(machine, rng=random.Random(0), noise=noise)
+    few, many = [0.75], [0.75] * 200
+    assert machine.best(few) >= 3 and machine.best(many) == 0
+    for _ in range(2):
+        assert np.mean(run.steps(few, 80)[-40:]) > 2
+        lengths = run.steps(many, 150)
+        assert np.mean(lengths[10:]) < 0.15
+        assert np.mean(run.steps(few, 20)[3:]) > 2, "it is on at once: the line goes down so far"
+
+
+def test_slow_guessing_is_counted():
+    """Acceptance is high and verification is for free, but a round takes as long as a pass."""
+    run = Run(Machine(10, 0, 9.5, 0))
+    assert usual([k for (k,) in run.steps([0.6], 200)[50:]]) == 0
+    run = Run(Machine(10, 0, 0.5, 0))
+    assert usual([k for (k,) in run.steps([0.6], 200)[50:]]) >= 3
+
+
+def test_no_rounds_say_nothing_of_what_a_round_takes():
+    length = AdaptiveLength(K)
+    length.observe_step(4, 4, 0, 10.0, 1e6)
+    assert not length.draft_cost.has_seen and length.verify_cost.has_seen
+    length.observe_step(4, 8, 2, 10.0, 6.0)
+    assert length.draft_cost.predict(4) == pytest.approx(3.0)
+
+
+def follows(run: Run, before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+    """Mean length of the first request, before and after its acceptance changed."""
+    first = [lengths[0] for lengths in run.steps(before, 150)[50:]]
+    then = [lengths[0] for lengths in run.steps(after, 400)[250:]]
+    return np.mean(first), np.mean(then)
+
+
+@pytest.mark.parametrize("num_others", [0, 7])
+def test_a_request_that_is_guessed_worse_gets_fewer(num_others):
+    others = [0.9] * num_others
+    before, after = follows(Run(Machine(10, 0.5, 1, 0.02)), [0.95, *others], [0.02, *others])
+    assert before > 3 and after < 1
+
+
+@pytest.mark.parametrize(
+    ("machine", "others"),
+    [
+        (Machine(10, 0.5, 1, 0.02), []),
+        (Machine(10, 0.5, 1, 0.02), [0.9] * 7),
+        (Machine(10, 0.3, 0.01, 0), [0.6] * 15),
+    ],
+)
+def test_a_request_that_is_guessed_better_gets_more_though_it_had_none(machine, others):
+    """What is not tried is forgotten, or its bad past would count for ever."""
+    for seed in range(3):
+        run = Run(machine, rng=random.Random(seed))
+        before, after = follows(run, [0.02, *others], [0.97, *others])
+        assert before < 0.5 and after > 0.9, seed
+
+
+def test_who_is_guessed_better_gets_more():
+    run = Run(Machine(10, 1.0, 0.5, 0.02))
+    acceptances = [0.95, 0.7, 0.05] * 2
+    lengths = np.mean(run.steps(acceptances, 300)[100:], axis=0)
+    for good, fair, bad in (lengths[:3], lengths[3:]):
+        assert good > fair + 0.2 > bad + 0.6 and bad < 0.3
+
+
+# -- trying others
+
+
+def lengths_with(machine: Machine, num_tried: int, num_accepted: int, num_steps: int) -> list[int]:
+    """Of one request whose acceptance is what it is, whatever it gets."""
+    length, lengths = AdaptiveLength(K, probe_every=8), []
+    for _ in range(num_steps):
+        (k,) = length.choose(REQUESTS[:1])
+        length.observe("0", num_tried, num_accepted)
+        length.observe_step(1, 1 + k, k, machine.verify_ms(1 + k), machine.draft_ms(1, k))
+        lengths.append(k)
+    return lengths
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "best", "tried"),
+    [((5, 5), K, {K - 1}), ((5, 0), 0, {1}), ((5, 2), 2, {1, 3})],
+)
+def test_now_and_then_another_length_is_tried_for_two_steps(acceptance, best, tried):
+    """One more and one less in turn; less and less often, if nothing comes of it."""
+    machine = Machine(10, 0.3, 1.0, 0)
+    lengths = lengths_with(machine, *acceptance, 1200)
+    runs = [(k, len(list(group))) for k, group in groupby(lengths[100:])]
+    assert {k for k, _ in runs} == {best} | tried
+    attempts = [(k, num) for k, num in runs if k != best]
+    assert {num for _, num in attempts} == {2}
+    order = [k for k, _ in attempts]
+    assert order == order[:2] * (len(order) // 2) + order[: len(order) % 2] and len(order) > 4
+    waits = [num for k, num in runs[1:-1] if k == best]
+    assert waits == sorted(waits) and waits[-1] > waits[0]
+    assert max(waits) in (16 * 8 - 1, 16 * 8)
+
+
+def test_others_are_tried_often_again_when_things_have_changed():
+    length, lengths = AdaptiveLength(K, probe_every=8), []
+    for step in range(900):
+        (k,) = length.choose(REQUESTS[:1])
+        length.observe("0", 5, 5 if step < 600 else 0)
+        length.observe_step(1, 1 + k, k, 10 + 0.3 * (1 + k), float(k))
+        lengths.append(k)
+    assert sum(k != K for k in lengths[400:600]) <= 4
+    assert lengths[650:].count(1) >= 6
+
+
+# -- anything at all
+
+
+calls = st.one_of(
+    st.tuples(st.just("choose"), st.integers(0, 6)),
+    st.tuples(st.just("observe"), st.integers(0, 6), st.integers(0, 6), st.integers(0, 6)),
+    st.tuples(
+        st.just("step"),
+        st.integers(1, 300),
+        st.integers(0, 6),
+        st.floats(0, 1e5),
+        st.floats(0, 1e5),
+    ),
+    st.tuples(st.just("forget"), st.integers(0, 6)),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    num_spec_tokens=st.integers(1, 6),
+    prior=st.floats(0, 1),
+    probe_every=st.integers(1, 4),
+    calls=st.lists(calls, max_size=60),
+)
+def test_a_length_is_never_less_than_none_nor_more_than_allowed(
+    num_spec_tokens, prior, probe_every, calls
+):
+    length = AdaptiveLength(num_spec_tokens, prior=prior, probe_every=probe_every)
+    known: set[str] = set()
+    apply: dict[str, Callable] = {
+        "observe": lambda i, drafted, more: length.observe(str(i), drafted + more, drafted),
+        "step": lambda num, rounds, verify_ms, draft_ms: length.observe_step(
+            num, num * (1 + rounds), rounds, verify_ms, draft_ms
+        ),
+        "forget": lambda i: length.forget(str(i)),
+    }
+    for name, *args in calls:
+        if name == "choose":
+            lengths = length.choose(REQUESTS[: args[0]])
+            assert len(lengths) == args[0]
+            assert all(0 <= k <= num_spec_tokens for k in lengths)
+            continue
+        apply[name](*args)
+        if name != "step":
+            (known.add if name == "observe" else known.discard)(str(args[0]))
+        assert length._requests.keys() == known
+        assert all(0 <= length.acceptance(str(i)) <= 1 for i in range(7))
