@@ -101,7 +101,9 @@ class CostLine:
 def expected_tokens(acceptance: float, num_drafts: int) -> float:
     """Tokens of one pass over `num_drafts` drafts, each of which is accepted with this chance if
     those before it were."""
-    return sum(acceptance**i for i in range(num_drafts + 1))
+    if acceptance == 1:
+        return num_drafts + 1
+    return (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)  # 1 + a + a^2 + ...
 
 
 class AdaptiveLength:
@@ -175,10 +177,8 @@ class AdaptiveLength:
         """`(drafts for each, tokens per ms)` where the latter is highest; of equals the fewest."""
         num_requests = len(rates)
         best, best_speed = 0, 0.0
-        tokens, chances = 0.0, [1.0] * num_requests  # that draft k counts
         for k in range(self.num_spec_tokens + 1):
-            tokens += sum(chances)
-            chances = [chance * rate for chance, rate in zip(chances, rates)]
+            tokens = sum(expected_tokens(rate, k) for rate in rates)
             ms = self.verify_cost.predict(num_requests * (1 + k))
             if self.draft_cost.has_seen:
                 ms += k * self.draft_cost.predict(num_requests)

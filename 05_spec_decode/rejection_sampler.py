@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 import torch
 
-from inverse_cdf import draw
+from inverse_cdf import SCALE, draw
 
 PADDING = -1
 
@@ -77,8 +77,9 @@ def rejection_sample(
         residual = weights.scatter(1, draft_token_ids[first_rejected][:, None], 0.0)
     else:
         residual = (weights - draft_probs[first_rejected].to(weights.dtype)).clamp(min=0)
-    # Rounding can leave nothing of p - q where the two are equal: then it is p.
-    is_residual = (num_accepted < layout.num_drafts) & (residual.amax(dim=-1) > 0)
+    # Rounding can leave nothing of p - q, or nothing that can be drawn: then it is p.
+    can_be_drawn = residual.amax(dim=-1).double() * SCALE >= 1
+    is_residual = (num_accepted < layout.num_drafts) & can_be_drawn
     weights = torch.where(is_residual[:, None], residual, weights)
     last, _ = draw(weights, sample_u[row])
     return layout.assemble(drafts, num_accepted, last)

@@ -1,0 +1,302 @@
+"""`rejection_sample` and `rejection_sampling_batched` as Triton kernels: one program a request.
+
+PyTorch takes some twenty kernels for a step of verification, and three of its temporaries have a
+row of the vocabulary for each request. Here there is one kernel, and all that it writes is the
+result. It decides in two parts:
+
+    accept    a lane for each draft: u * q(d) < p(d), all loaded at once. The first lane that is not
+              accepted ends the run, and lane k, where no draft is, is never accepted.
+    draw      the row at which the run ended is walked in tiles of the vocabulary:
+
+                  tiles    |  0  |  1  |  2  |  3  |      sum of the weights of each: S0, S1, ...
+                  ends     S0   S0+S1     ...   total     the point u * total lies in one tile,
+                                                          and only that one is loaded once more
+
+The tokens are those of the PyTorch version on the same random numbers, bit for bit. In floating
+point this could not be: sums depend on the order of addition. So weights are made the integers of
+`inverse_cdf.draw`, and `p - q` is taken in the number format of the probabilities.
+
+Cost: of a request, one row of p, and one of q if a draft was rejected, read once, and a tile of
+each: 1.2 MB in float32 for 152,000 tokens. No other row is read but for a number a draft. The
+second walk below happens where rounding left nothing of p - q: about once in 10**7 rejections.
+
+A program keeps one SM busy: a few requests leave most of a GPU idle. vLLM has one program a
+request for acceptance, too; it draws the replacement at every draft, before it knows which of them
+will be rejected. Sources: those of `rejection_sampler.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from inverse_cdf import SCALE
+from rejection_sampler import PADDING, VerifiedTokens
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # the module can be imported anyway, the functions say what is missing
+    triton = tl = None
+
+jit = triton.jit if triton is not None else (lambda function: function)
+
+# Numbers of p and of q that a program loads at once: 32 KB in float32. That is about what an SM
+# must have under way for its share of an H200's memory (4.8 TB/s / 132 SMs * 0.7 us of latency).
+# With 8 warps a thread has 16 tokens of a tile: 32 registers for p and q, 32 for the integers.
+TILE = 4096
+NUM_WARPS = 8
+
+
+@jit
+def _weights(
+    tokens,  # [TILE] int32
+    target_row,  # address of a row of p
+    draft_row,  # address of a row of q
+    replaced,  # the rejected draft, -1: there is none, and the weights are p
+    vocab_size,
+    SCALE: tl.constexpr,
+    IS_ONE_HOT: tl.constexpr,
+):  # [TILE] int64
+    is_token = tokens < vocab_size
+    p = tl.load(target_row + tokens, mask=is_token, other=0.0)
+    if IS_ONE_HOT:
+        weights = tl.where(tokens == replaced, 0.0, p)
+    else:
+        q = tl.load(draft_row + tokens, mask=is_token & (replaced >= 0), other=0.0)
+        weights = tl.maximum(p - q.to(p.dtype), 0.0)
+    return (weights.to(tl.float64) * SCALE).to(tl.int64)
+
+
+@jit
+def _tile_sums(
+    target_row,
+    draft_row,
+    replaced,
+    vocab_size,
+    SCALE: tl.constexpr,
+    IS_ONE_HOT: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_TILES: tl.constexpr,  # padded to a power of two
+):  # [NUM_TILES] int64
+    index = tl.arange(0, NUM_TILES)
+    sums = tl.zeros([NUM_TILES], tl.int64)
+    for tile in range(0, tl.cdiv(vocab_size, TILE)):
+        tokens = tile * TILE + tl.arange(0, TILE)
+        weights = _weights(tokens, target_row, draft_row, replaced, vocab_size, SCALE, IS_ONE_HOT)
+        sums = tl.where(index == tile, tl.sum(weights), sums)
+    return sums
+
+
+@jit
+def _rejection_kernel(
+    token_ids,  # [num_reqs, max_num_drafts + 1] int64, written
+    num_sampled,  # [num_reqs] int64, written
+    target_probs,  # [num_rows, vocab_size]
+    draft_token_ids,  # [num_drafts]
+    draft_probs,  # [num_drafts, vocab_size]; any address if IS_ONE_HOT
+    cu_num_logits,  # [num_reqs + 1]
+    accept_u,  # [num_drafts]
+    sample_u,  # [num_rows]
+    max_num_drafts,
+    vocab_size,
+    target_stride,  # from row to row
+    draft_stride,
+    SCALE: tl.constexpr,
+    PADDING: tl.constexpr,
+    IS_ONE_HOT: tl.constexpr,
+    WIDTH: tl.constexpr,  # max_num_drafts + 1 padded to a power of two
+    TILE: tl.constexpr,
+    NUM_TILES: tl.constexpr,  # tiles of the vocabulary, padded to a power of two
+):
+    request = tl.program_id(0).to(tl.int64)
+    first_row = tl.load(cu_num_logits + request).to(tl.int64)
+    num_drafts = tl.load(cu_num_logits + request + 1).to(tl.int64) - first_row - 1
+    first_draft = first_row - request
+
+    # Accept. A lane without a draft has p = 0; an id that is no token is not looked up.
+    column = tl.arange(0, WIDTH)
+    is_draft = (column < num_drafts) & (column < max_num_drafts)
+    drafts = tl.load(draft_token_ids + first_draft + column, mask=is_draft, other=-1).to(tl.int64)
+    is_token = (drafts >= 0) & (drafts < vocab_size)
+    p_offset = (first_row + column) * target_stride + drafts
+    p = tl.load(target_probs + p_offset, mask=is_token, other=0.0).to(tl.float64)
+    bar = tl.load(accept_u + first_draft + column, mask=is_draft, other=0.0).to(tl.float64)
+    if not IS_ONE_HOT:
+        q_offset = (first_draft + column) * draft_stride + drafts
+        bar *= tl.load(draft_probs + q_offset, mask=is_token, other=0.0).to(tl.float64)
+    num_accepted = tl.min(tl.where(bar < p, WIDTH, column))
+
+    # Draw, from p - q if a draft was rejected. Rounding can leave nothing of it: then from p.
+    replaced = tl.max(tl.where(column == num_accepted, drafts, -1))
+    row = first_row + num_accepted
+    target_row = target_probs + row * target_stride
+    draft_row = draft_probs
+    if not IS_ONE_HOT:
+        draft_row += (row - request) * draft_stride
+    sums = _tile_sums(
+        target_row, draft_row, replaced, vocab_size, SCALE, IS_ONE_HOT, TILE, NUM_TILES
+    )
+    if tl.sum(sums) == 0:
+        replaced = tl.full([], -1, tl.int64)
+        sums = _tile_sums(
+            target_row, draft_row, replaced, vocab_size, SCALE, IS_ONE_HOT, TILE, NUM_TILES
+        )
+    point = tl.load(sample_u + row).to(tl.float64) * tl.sum(sums).to(tl.float64)
+    point = point.to(tl.int64)
+
+    # As many tiles, and then tokens, lie before the point as have their end at or before it. Of a
+    # row that says nothing, all do: the last token.
+    last_tile = tl.cdiv(vocab_size, TILE) - 1
+    num_before = tl.sum((tl.cumsum(sums) <= point).to(tl.int32))
+    tile = tl.minimum(num_before, last_tile)
+    start = tl.sum(tl.where(tl.arange(0, NUM_TILES) < tile, sums, 0))
+    tokens = tile * TILE + tl.arange(0, TILE)
+    weights = _weights(tokens, target_row, draft_row, replaced, vocab_size, SCALE, IS_ONE_HOT)
+    token = tile * TILE + tl.sum((start + tl.cumsum(weights) <= point).to(tl.int32))
+    token = tl.minimum(token, vocab_size - 1).to(tl.int64)
+
+    run = tl.where(column < num_accepted, drafts, PADDING)
+    run = tl.where(column == num_accepted, token, run)
+    target = token_ids + request * (max_num_drafts + 1) + column
+    tl.store(target, run, mask=column <= max_num_drafts)
+    tl.store(num_sampled + request, (num_accepted + 1).to(tl.int64))
+
+
+@jit
+def _matching_kernel(
+    token_ids,  # [num_reqs, max_num_drafts + 1] int64, written
+    num_sampled,  # [num_reqs] int64, written
+    target_sampled,  # [num_rows]
+    draft_tokens,  # [num_drafts], or [num_rows] if IS_FED
+    cu_num_logits,  # [num_reqs + 1]
+    max_num_drafts,
+    PADDING: tl.constexpr,
+    IS_FED: tl.constexpr,
+    WIDTH: tl.constexpr,  # max_num_drafts + 1 padded to a power of two
+):
+    request = tl.program_id(0).to(tl.int64)
+    first_row = tl.load(cu_num_logits + request).to(tl.int64)
+    num_drafts = tl.load(cu_num_logits + request + 1).to(tl.int64) - first_row - 1
+    if IS_FED:
+        first_draft = first_row + 1  # a row is fed the draft of the row before
+    else:
+        first_draft = first_row - request
+
+    column = tl.arange(0, WIDTH)
+    is_draft = (column < num_drafts) & (column < max_num_drafts)
+    is_row = (column <= num_drafts) & (column <= max_num_drafts)
+    drafts = tl.load(draft_tokens + first_draft + column, mask=is_draft, other=0).to(tl.int64)
+    sampled = tl.load(target_sampled + first_row + column, mask=is_row, other=0).to(tl.int64)
+    is_accepted = is_draft & (drafts == sampled)
+    num_accepted = tl.min(tl.where(is_accepted, WIDTH, column))
+
+    # Accepted drafts are what was sampled.
+    run = tl.where(column <= num_accepted, sampled, PADDING)
+    target = token_ids + request * (max_num_drafts + 1) + column
+    tl.store(target, run, mask=column <= max_num_drafts)
+    tl.store(num_sampled + request, (num_accepted + 1).to(tl.int64))
+
+
+def rejection_sample_triton(
+    target_probs: torch.Tensor,  # [num_rows, vocab_size] float32 or float64
+    draft_token_ids: torch.Tensor,  # [num_drafts] int64, request after request
+    draft_probs: torch.Tensor | None,  # [num_drafts, vocab_size], the same; None: one-hot
+    cu_num_logits: torch.Tensor,  # [num_reqs + 1] int64, first row of each request
+    max_num_drafts: int,  # at least the drafts of any request
+    accept_u: torch.Tensor,  # [num_drafts] float64 in [0, 1)
+    sample_u: torch.Tensor,  # [num_rows] float64 in [0, 1)
+) -> VerifiedTokens:
+    """`rejection_sample`. Rows of probabilities may lie apart, as those of a padded buffer do; the
+    numbers of one row must be neighbours.
+
+    Raises `RuntimeError` without Triton, or on a CPU without its interpreter, and `ValueError` for
+    other number formats and layouts of probabilities."""
+    _check_available(target_probs.device)
+    is_one_hot = draft_probs is None
+    draft_probs = target_probs if is_one_hot else draft_probs  # some address, not read
+    _check_probs("target_probs", target_probs)
+    _check_probs("draft_probs", draft_probs)
+    verified = _empty(cu_num_logits, max_num_drafts)
+    num_reqs, vocab_size = len(verified.num_sampled), target_probs.shape[1]
+    if num_reqs:
+        _rejection_kernel[(num_reqs,)](
+            verified.token_ids,
+            verified.num_sampled,
+            target_probs,
+            draft_token_ids.contiguous(),
+            draft_probs,
+            cu_num_logits.contiguous(),
+            accept_u.contiguous(),
+            sample_u.contiguous(),
+            max_num_drafts,
+            vocab_size,
+            target_probs.stride(0),
+            draft_probs.stride(0),
+            SCALE=SCALE,
+            PADDING=PADDING,
+            IS_ONE_HOT=is_one_hot,
+            WIDTH=triton.next_power_of_2(max_num_drafts + 1),
+            TILE=TILE,
+            NUM_TILES=triton.next_power_of_2(triton.cdiv(vocab_size, TILE)),
+            num_warps=NUM_WARPS,
+        )
+    return verified
+
+
+def rejection_sampling_batched_triton(
+    target_sampled: torch.Tensor,  # [num_rows] int64, drawn from the target's distribution
+    draft_tokens: torch.Tensor,  # [num_drafts] int64, or [num_rows]: the tokens that were fed
+    cu_num_logits: torch.Tensor,  # [num_reqs + 1] int64, first row of each request
+    num_speculative_steps: int,  # at least the drafts of any request
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rejection_sampling_batched`. Raises `RuntimeError` as above."""
+    _check_available(target_sampled.device)
+    verified = _empty(cu_num_logits, num_speculative_steps)
+    num_reqs = len(verified.num_sampled)
+    if num_reqs:
+        _matching_kernel[(num_reqs,)](
+            verified.token_ids,
+            verified.num_sampled,
+            target_sampled.contiguous(),
+            draft_tokens.contiguous(),
+            cu_num_logits.contiguous(),
+            num_speculative_steps,
+            PADDING=PADDING,
+            IS_FED=len(draft_tokens) == len(target_sampled),
+            WIDTH=triton.next_power_of_2(num_speculative_steps + 1),
+            num_warps=1,
+        )
+    return verified.token_ids, verified.num_sampled
+
+
+def _empty(cu_num_logits: torch.Tensor, max_num_drafts: int) -> VerifiedTokens:
+    num_reqs = len(cu_num_logits) - 1
+    kind = {"dtype": torch.int64, "device": cu_num_logits.device}
+    return VerifiedTokens(
+        torch.empty(num_reqs, max_num_drafts + 1, **kind), torch.empty(num_reqs, **kind)
+    )
+
+
+def _check_available(device: torch.device) -> None:
+    if triton is None:
+        raise RuntimeError(
+            "the Triton rejection sampler needs the package triton, which is not installed: run "
+            "`pip install triton`, or call the PyTorch version in rejection_sampler.py"
+        )
+    is_interpreted = not isinstance(_rejection_kernel, triton.runtime.JITFunction)
+    if device.type == "cpu" and not is_interpreted:
+        raise RuntimeError(
+            "the Triton rejection sampler needs tensors on a CUDA device, and these are on the "
+            "CPU: call the PyTorch version in rejection_sampler.py, or, to try the kernels slowly "
+            "on a CPU, set the environment variable TRITON_INTERPRET=1 before Python starts"
+        )
+
+
+def _check_probs(name: str, probs: torch.Tensor) -> None:
+    if probs.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"{name} is {probs.dtype}: it must be float32 or float64")
+    if probs.shape[1] > 1 and probs.stride(1) != 1:
+        raise ValueError(
+            f"{name} has strides {probs.stride()}: the numbers of a row must be neighbours, "
+            "stride(1) == 1; call .contiguous()"
+        )
