@@ -57,12 +57,12 @@ def _weights(
     SCALE: tl.constexpr,
     IS_ONE_HOT: tl.constexpr,
 ):  # [TILE] int64
-    is_token = tokens < vocab_size
-    p = tl.load(target_row + tokens, mask=is_token, other=0.0)
+    p = tl.load(target_row + tokens, mask=tokens < vocab_size, other=0.0)
     if IS_ONE_HOT:
         weights = tl.where(tokens == replaced, 0.0, p)
     else:
-        q = tl.load(draft_row + tokens, mask=is_token & (replaced >= 0), other=0.0)
+        num_read = tl.where(replaced >= 0, vocab_size, 0)
+        q = tl.load(draft_row + tokens, mask=tokens < num_read, other=0.0)
         weights = tl.maximum(p - q.to(p.dtype), 0.0)
     return (weights.to(tl.float64) * SCALE).to(tl.int64)
 

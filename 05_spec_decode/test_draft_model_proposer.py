@@ -597,19 +597,18 @@ def test_samples_of_one_prompt(num_prompt, cache):
 @pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.parametrize("preempt_every", [1, 2, 3, 4, 5])
 def test_preempted_and_resumed(preempt_every, kind, cache):
-    for seed in range(2):
-        world = World(
-            kind=kind,
-            cache=cache,
-            errs=now_and_then(seed),
-            preempt_every=preempt_every,
-            max_preemptions=6,
-            max_num_batched_tokens=12,
-        )
-        for i, name in enumerate("abc"):
-            world.add(name, prompt_of(4 + 3 * i, i % 2), 14)
-        world.run()
-        assert world.scheduler.get_stats().total_preempted > 0
+    world = World(
+        kind=kind,
+        cache=cache,
+        errs=now_and_then(preempt_every),
+        preempt_every=preempt_every,
+        max_preemptions=6,
+        max_num_batched_tokens=12,
+    )
+    for i, name in enumerate("abc"):
+        world.add(name, prompt_of(4 + 3 * i, i % 2), 14)
+    world.run()
+    assert world.scheduler.get_stats().total_preempted > 0
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 16])
@@ -637,7 +636,7 @@ def test_with_enough_lookahead_all_drafts_have_slots():
             world.run()
 
 
-@pytest.mark.parametrize("num_blocks", range(6, 13))
+@pytest.mark.parametrize("num_blocks", [6, 7, 8, 10])
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_pool_in_which_not_all_have_room(cache, num_blocks):
     for kind in SCHEDULERS:
@@ -647,10 +646,10 @@ def test_a_pool_in_which_not_all_have_room(cache, num_blocks):
         world.run()
 
 
-@pytest.mark.parametrize("draft_len", range(1, 20))
+@pytest.mark.parametrize("draft_len", [1, 2, 3, 4, 7, 8, 9, 13, 19])
 def test_positions_that_the_draft_model_does_not_know(draft_len):
-    for block_size in (1, 3, 4, 16):
-        world = World(200, block_size, draft_len=draft_len, errs=now_and_then(draft_len))
+    for block_size in (1, 4, 16):
+        world = World(100, block_size, draft_len=draft_len, errs=now_and_then(draft_len))
         for i, name in enumerate("ab"):
             world.add(name, prompt_of(2 + 5 * i, i), 14)
         world.run()
@@ -928,9 +927,15 @@ def run_random_trace(seed: int) -> World:
 
 @pytest.mark.parametrize("first_seed", range(0, 200, 20))
 def test_a_random_trace_has_the_drafts_of_a_model_without_blocks(first_seed):
+    num_moved = num_preempted = num_cached = 0
     for seed in range(first_seed, first_seed + 20):
         try:
-            run_random_trace(seed)
+            world = run_random_trace(seed)
         except BaseException as error:
             error.args = (f"seed {seed}: {error}",)
             raise
+        stats = world.scheduler.get_stats()
+        num_moved += world.num_moved
+        num_preempted += stats.total_preempted
+        num_cached += stats.total_cached_tokens
+    assert min(num_moved, num_preempted, num_cached) > 20, "else it shows little"

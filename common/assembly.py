@@ -105,7 +105,9 @@ def assemble(
     if speculator is not None:
         scheduler.num_lookahead_tokens = speculator.proposer.num_lookahead_tokens
         core.propose = speculator.propose
-        core.sampler = SpeculativeSampler(core.sampler, speculator.draft_probs, num_wanted)
+        core.sampler = SpeculativeSampler(
+            core.sampler, speculator.draft_probs, num_wanted, **verification_rules(backend)
+        )
     return EngineParts(
         core, scheduler, kv_manager, kv_cache, max_model_len, vocab_size, connector, speculator
     )
@@ -287,6 +289,18 @@ def make_speculator(
         )
     length = AdaptiveLength if how.adaptive else FixedLength
     return Speculator(proposer, length(how.num_spec_tokens))
+
+
+def verification_rules(backend: AttentionBackend) -> dict[str, Callable]:
+    """Kernels where attention is one, else PyTorch."""
+    if isinstance(backend, TorchAttentionBackend):
+        return {}
+    from rejection_sampler_triton import (
+        rejection_sample_triton,
+        rejection_sampling_batched_triton,
+    )
+
+    return {"reject": rejection_sample_triton, "match": rejection_sampling_batched_triton}
 
 
 def resolve_draft_len(config: EngineConfig, loaded: LoadedModel, draft: LoadedModel) -> int:

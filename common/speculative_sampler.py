@@ -21,7 +21,7 @@ from common.counter_random import ACCEPT_STREAM, DRAFT_STREAM, TOKEN_STREAM, sam
 from common.model_runner import PagedBatch
 from common.sampler import Sampler, SamplingBatch, sampling_probs
 from engine_core import SamplerOutput
-from rejection_sampler import rejection_sample, rejection_sampling_batched
+from rejection_sampler import VerifiedTokens, rejection_sample, rejection_sampling_batched
 from request import Request
 
 
@@ -42,14 +42,17 @@ class _Run:
 class SpeculativeSampler:
     """A `SamplerInterface`. `draft_probs(request_id)` are the distributions of its drafts, if any;
     `num_kept(request_id, tokens)` says how many of a run are wanted: what follows a stop string is
-    not."""
+    not. `reject` and `match` are the rules, in PyTorch or as kernels."""
 
     def __init__(
         self,
         sampler: Sampler,
         draft_probs: Callable[[str], torch.Tensor | None],
         num_kept: Callable[[str, list[int]], int] | None = None,
+        reject: Callable[..., VerifiedTokens] = rejection_sample,
+        match: Callable[..., tuple[torch.Tensor, torch.Tensor]] = rejection_sampling_batched,
     ) -> None:
+        self.reject, self.match = reject, match
         self.sampler = sampler
         self.draft_probs = draft_probs
         self.num_kept = num_kept
@@ -119,7 +122,7 @@ class SpeculativeSampler:
     ) -> torch.Tensor:  # [num_runs, 1 + most tokens], the first column says how many count
         target = self.sampler.draw(raw, sampling)
         most = max(run.num_drafts for run in runs)
-        tokens, num_sampled = rejection_sampling_batched(target, drafts, cu_num_logits, most)
+        tokens, num_sampled = self.match(target, drafts, cu_num_logits, most)
         return torch.cat([num_sampled[:, None], tokens], dim=1)
 
     def _reject(
@@ -134,7 +137,7 @@ class SpeculativeSampler:
         is_bonus = {stop - 1 for stop in accumulate(run.num_drafts + 1 for run in runs)}
         target_probs = sampling_probs(raw, sampling)
         accept_u = sampling.uniforms([i for i in every if i not in is_bonus], ACCEPT_STREAM)
-        verified = rejection_sample(
+        verified = self.reject(
             target_probs,
             drafts,
             torch.cat([run.probs for run in runs]),

@@ -1,0 +1,303 @@
+"""Speculative decoding alone: two toy models, one step, one loop.
+
+A *draft* model guesses k tokens, one after the other. The *target* model then reads the context and
+all guesses in one pass, which takes it hardly longer than reading one token more: its weights are
+read once either way. So it says at each place what it would have said there:
+
+    fed to the target     c0   c1   c2   d0   d1   d2      context c, drafts d
+    its rows of logits    .    .    p0   p1   p2   p3
+                                    |    |    |    '- behind all drafts: the bonus token
+                                    |    |    '- judges d2
+                                    |    '- judges d1
+                                    '- judges d0: the row of the token *before* it
+
+Drafts are judged from the first on; the first that is rejected is replaced by a token of the
+target's, and what was guessed behind it is thrown away. How to judge: `rejection_sampler.py`.
+
+Invariants: a step is one target pass and emits 1 to k + 1 tokens. They have the target's law, and
+at temperature 0 are the target's very tokens, however bad the drafts: a bad draft costs time, never
+quality.
+
+There is no KV cache here, so each pass reads everything again. In an engine the rejected drafts
+have KV that must be given back, the draft model has a cache of its own, and requests with different
+numbers of drafts share a pass: `speculator.py`, `draft_model_proposer.py`. vLLM and SGLang have the
+same parts.
+
+Source: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from inverse_cdf import draw
+from rejection_sampler import rejection_sample, rejection_sampling_batched
+
+__all__ = [
+    "LanguageModel",
+    "SimpleLM",
+    "SpeculativeStats",
+    "draft_generate",
+    "plain_generate",
+    "rejection_sampling_batched",
+    "sample_token",
+    "speculative_decode_step",
+    "speculative_generate",
+    "token_probs",
+    "verify_and_sample",
+]
+
+VERIFICATION_RULES = ("rejection", "matching")
+
+
+class LanguageModel(Protocol):
+    def get_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[seq_len, vocab_size]: row i is about the token behind `token_ids[i]`."""
+
+
+class SimpleLM:
+    """One layer of causal attention with random weights, float64. It has read nothing, but its
+    tokens depend on all tokens before them and on their order, as a real model's do."""
+
+    def __init__(self, vocab_size: int, hidden_size: int = 64, *, seed: int = 0) -> None:
+        _require(vocab_size >= 1, "vocab_size", vocab_size, ">= 1")
+        _require(hidden_size >= 1, "hidden_size", hidden_size, ">= 1")
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        generator = torch.Generator().manual_seed(seed)
+        shapes = [(vocab_size, hidden_size), *[(hidden_size, hidden_size)] * 3]
+        shapes.append((hidden_size, vocab_size))
+        # embedding, query, key, value, lm_head: every entry N(0, 1)
+        self.weights = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+        self._frequencies = 10000.0 ** (-torch.arange(hidden_size).double() / hidden_size)
+
+    def noisy_copy(self, noise: float, seed: int = 0) -> SimpleLM:
+        """A draft model for this one. `noise` 0 is the model itself, 1 one that has nothing to do
+        with it; between them agreement falls."""
+        _require(0 <= noise <= 1, "noise", noise, "in [0, 1]")
+        # Far from seeds that somebody chooses: the noise must not be the weights.
+        copy = SimpleLM(self.vocab_size, self.hidden_size, seed=1_000_003 + seed)
+        pairs = zip(self.weights, copy.weights)
+        copy.weights = [math.sqrt(1 - noise**2) * own + noise * other for own, other in pairs]
+        return copy
+
+    def get_logits(
+        self,
+        token_ids: Sequence[int],
+        positions: torch.Tensor | None = None,  # [seq_len] int64; None: 0, 1, ...
+        attention_mask: torch.Tensor | None = None,  # [seq_len, seq_len] bool; None: causal
+    ) -> torch.Tensor:  # [seq_len, vocab_size] float64
+        """Row i of the mask says what token i sees. Raises `ValueError` for a token that is not in
+        the vocabulary."""
+        embedding, query, key, value, lm_head = self.weights
+        ids = torch.as_tensor(token_ids, dtype=torch.int64)
+        if outside := ids[(ids < 0) | (ids >= self.vocab_size)].tolist():
+            raise ValueError(f"token_ids has {outside[0]}: it must be in [0, {self.vocab_size})")
+        if positions is None:
+            positions = torch.arange(len(ids))
+        if attention_mask is None:
+            attention_mask = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+        x = embedding[ids] + torch.cos(positions[:, None] * self._frequencies)
+        # Random entries of size 1: the product of two vectors is about sqrt(hidden_size) long.
+        scale = self.hidden_size**-0.5
+        scores = (x @ query * scale) @ (x @ key * scale).T * scale
+        scores = scores.masked_fill(~attention_mask, -torch.inf)
+        x = x + 2 * scores.softmax(dim=-1) @ (x @ value * scale)
+        x = x / x.square().mean(dim=-1, keepdim=True).sqrt()
+        return 2 * x @ lm_head * scale
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeStats:
+    """Of one step, or summed over many."""
+
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_target_passes: int = 0
+
+    def __add__(self, other: SpeculativeStats) -> SpeculativeStats:
+        return SpeculativeStats(
+            self.num_drafted + other.num_drafted,
+            self.num_accepted + other.num_accepted,
+            self.num_target_passes + other.num_target_passes,
+        )
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of all drafts; one behind a rejection counts as not accepted."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Each pass adds one token to the drafts that it accepts."""
+        return 1 + self.num_accepted / self.num_target_passes if self.num_target_passes else 0.0
+
+
+def token_probs(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Of logits [..., vocab_size], float64. `temperature` > 0, however small."""
+    logits = logits.double()
+    return ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
+
+
+def sample_token(
+    logits: torch.Tensor,  # [vocab_size]
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> int:
+    """Temperature 0 is greedy: the most likely token, the lowest id of equals."""
+    _check([0], temperature)
+    return int(_sample_rows(logits[None], temperature, generator))
+
+
+def draft_generate(
+    draft_model: LanguageModel,
+    context_ids: Sequence[int],
+    num_speculative_tokens: int,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> tuple[list[int], torch.Tensor]:
+    """`(draft_token_ids, draft_logits [k, vocab_size])`: row j is what draft j was drawn from.
+    One pass of the draft model for each draft."""
+    _check(context_ids, temperature)
+    k = num_speculative_tokens
+    _require(k >= 0, "num_speculative_tokens", k, ">= 0")
+    if k == 0:  # a pass for nothing but the size of the vocabulary
+        return [], draft_model.get_logits(context_ids)[:0]
+    drafts: list[int] = []
+    rows = []
+    for _ in range(k):
+        rows.append(draft_model.get_logits([*context_ids, *drafts])[-1])
+        drafts.append(sample_token(rows[-1], temperature, generator))
+    return drafts, torch.stack(rows)
+
+
+def verify_and_sample(
+    target_model: LanguageModel,
+    context_ids: Sequence[int],
+    draft_tokens: Sequence[int],
+    draft_logits: torch.Tensor | None = None,  # [k, vocab_size]; None: drafts that are certain
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+    *,
+    rule: str = "rejection",
+) -> tuple[list[int], int]:
+    """`(tokens, num_accepted)`: the accepted drafts and one token more, by one target pass.
+
+    With "rejection", the drafts must have been drawn from `draft_logits` at this `temperature`, or
+    the law is wrong; "matching", and any rule at temperature 0, does not look at them."""
+    _check(context_ids, temperature)
+    _require(rule in VERIFICATION_RULES, "rule", rule, "one of " + ", ".join(VERIFICATION_RULES))
+    num_drafts = len(draft_tokens)
+    num_rows = num_drafts if draft_logits is None else len(draft_logits)
+    allowed = f"len(draft_tokens), {num_drafts}"
+    _require(num_rows == num_drafts, "len(draft_logits)", num_rows, allowed)
+    logits = target_model.get_logits([*context_ids, *draft_tokens])[len(context_ids) - 1 :]
+    drafts = torch.tensor(draft_tokens, dtype=torch.int64)
+    cu_num_logits = torch.tensor([0, num_drafts + 1])  # a batch of one request
+    if rule == "matching" or temperature == 0:
+        sampled = _sample_rows(logits, temperature, generator)
+        ids, num_sampled = rejection_sampling_batched(sampled, drafts, cu_num_logits, num_drafts)
+    else:
+        verified = rejection_sample(
+            token_probs(logits, temperature),
+            drafts,
+            None if draft_logits is None else token_probs(draft_logits, temperature),
+            cu_num_logits,
+            num_drafts,
+            accept_u=_uniform(num_drafts, generator),
+            sample_u=_uniform(num_drafts + 1, generator),
+        )
+        ids, num_sampled = verified.token_ids, verified.num_sampled
+    tokens = ids[0, : int(num_sampled[0])].tolist()
+    return tokens, len(tokens) - 1
+
+
+def speculative_decode_step(
+    target_model: LanguageModel,
+    draft_model: LanguageModel,
+    context_ids: Sequence[int],
+    num_speculative_tokens: int = 4,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+    *,
+    rule: str = "rejection",
+) -> tuple[list[int], SpeculativeStats]:
+    """Guess, verify: the next 1 to k + 1 tokens."""
+    drafts, draft_logits = draft_generate(
+        draft_model, context_ids, num_speculative_tokens, temperature, generator
+    )
+    tokens, num_accepted = verify_and_sample(
+        target_model, context_ids, drafts, draft_logits, temperature, generator, rule=rule
+    )
+    return tokens, SpeculativeStats(len(drafts), num_accepted, num_target_passes=1)
+
+
+def speculative_generate(
+    target_model: LanguageModel,
+    draft_model: LanguageModel,
+    context_ids: Sequence[int],
+    num_tokens: int,
+    num_speculative_tokens: int = 4,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+    *,
+    rule: str = "rejection",
+) -> tuple[list[int], SpeculativeStats]:
+    """The next `num_tokens` tokens. The last step drafts only what it could still emit."""
+    _require(num_tokens >= 0, "num_tokens", num_tokens, ">= 0")
+    tokens: list[int] = []
+    stats = SpeculativeStats()
+    while len(tokens) < num_tokens:
+        num_drafts = min(num_speculative_tokens, num_tokens - len(tokens) - 1)
+        context = [*context_ids, *tokens]
+        new_tokens, step = speculative_decode_step(
+            target_model, draft_model, context, num_drafts, temperature, generator, rule=rule
+        )
+        tokens += new_tokens
+        stats += step
+    return tokens, stats
+
+
+def plain_generate(
+    model: LanguageModel,
+    context_ids: Sequence[int],
+    num_tokens: int,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> list[int]:
+    """The same without drafts: one pass, one token."""
+    _check(context_ids, temperature)
+    _require(num_tokens >= 0, "num_tokens", num_tokens, ">= 0")
+    tokens: list[int] = []
+    while len(tokens) < num_tokens:
+        logits = model.get_logits([*context_ids, *tokens])[-1]
+        tokens.append(sample_token(logits, temperature, generator))
+    return tokens
+
+
+def _sample_rows(
+    logits: torch.Tensor, temperature: float, generator: torch.Generator | None
+) -> torch.Tensor:
+    """[R] int64 of [R, vocab_size], each with a random number of its own."""
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    tokens, _ = draw(token_probs(logits, temperature), _uniform(len(logits), generator))
+    return tokens
+
+
+def _uniform(size: int, generator: torch.Generator | None) -> torch.Tensor:
+    return torch.rand(size, dtype=torch.float64, generator=generator)
+
+
+def _check(context_ids: Sequence[int], temperature: float) -> None:
+    _require(len(context_ids) > 0, "context_ids", [], "at least one token, to predict from")
+    _require(0 <= temperature < math.inf, "temperature", temperature, ">= 0 and finite")
+
+
+def _require(is_allowed: bool, name: str, value: object, allowed: str) -> None:
+    if not is_allowed:
+        raise ValueError(f"{name} is {value!r}: it must be {allowed}")
