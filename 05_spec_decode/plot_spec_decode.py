@@ -150,7 +150,8 @@ def main() -> None:
     for part in options.record:
         environment = describe_environment()  # before: its load average is that of the others
         record = PARTS[part](tiny=options.tiny)
-        record["config"]["clock"] = "time.perf_counter"
+        if part != "rules":
+            record["config"]["clock"] = "time.perf_counter"
         command = f"python 05_spec_decode/plot_spec_decode.py --record {part}"
         write_record(paths[part], {"command": command, "environment": environment, **record})
     records = {part: read_record(path) for part, path in paths.items() if path.exists()}

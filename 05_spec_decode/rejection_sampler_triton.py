@@ -1,28 +1,29 @@
 """`rejection_sample` and `rejection_sampling_batched` as Triton kernels: one program a request.
 
-PyTorch takes some twenty kernels for a step of verification, and three of its temporaries have a
-row of the vocabulary for each request. Here there is one kernel, and all that it writes is the
-result. It decides in two parts:
+PyTorch takes 65 operations for a step of the rejection rule, nine of which write a row of the
+vocabulary for each request. Here there is one kernel, and all that it writes is the result:
 
     accept    a lane for each draft: u * q(d) < p(d), all loaded at once. The first lane that is not
-              accepted ends the run, and lane k, where no draft is, is never accepted.
+              accepted ends the run; lane k, where no draft is, never is.
     draw      the row at which the run ended is walked in tiles of the vocabulary:
 
-                  tiles    |  0  |  1  |  2  |  3  |      sum of the weights of each: S0, S1, ...
-                  ends     S0   S0+S1     ...   total     the point u * total lies in one tile,
-                                                          and only that one is loaded once more
+                  tile        0       1       2     ...
+                  its sum     S0      S1      S2          of the integer weights
+                  its end     S0      S0+S1   ...         the point u * total lies in one tile,
+                                                          and that one is loaded once more
 
 The tokens are those of the PyTorch version on the same random numbers, bit for bit. In floating
-point this could not be: sums depend on the order of addition. So weights are made the integers of
-`inverse_cdf.draw`, and `p - q` is taken in the number format of the probabilities.
+point they could not be: a sum depends on the order of addition. So weights are made the integers of
+`inverse_cdf.draw`, and p - q is taken in the number format of p.
 
-Cost: of a request, one row of p, and one of q if a draft was rejected, read once, and a tile of
-each: 1.2 MB in float32 for 152,000 tokens. No other row is read but for a number a draft. The
-second walk below happens where rounding left nothing of p - q: about once in 10**7 rejections.
+Cost: for a request, one row of p, and one of q if a draft was rejected, are read once, and a tile
+of each again: 1.2 MB of float32 for 152,000 tokens, a fourteenth of the PyTorch version's traffic.
+Of other rows, only the numbers of the drafts. The second walk below happens where rounding left
+nothing of p - q: about once in 10**7 drafts.
 
-A program keeps one SM busy: a few requests leave most of a GPU idle. vLLM has one program a
-request for acceptance, too; it draws the replacement at every draft, before it knows which of them
-will be rejected. Sources: those of `rejection_sampler.py`.
+One program uses one SM, so a few requests leave most of a GPU idle. vLLM has one program a request
+for acceptance, too; another kernel before it draws a replacement for every draft, needed or not.
+Sources: those of `rejection_sampler.py`.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ except ImportError:  # the module can be imported anyway, the functions say what
 
 jit = triton.jit if triton is not None else (lambda function: function)
 
-# Numbers of p and of q that a program loads at once: 32 KB in float32. That is about what an SM
-# must have under way for its share of an H200's memory (4.8 TB/s / 132 SMs * 0.7 us of latency).
-# With 8 warps a thread has 16 tokens of a tile: 32 registers for p and q, 32 for the integers.
+# Tokens that a program loads at once: 32 KB of float32 p and q. About so much an SM must have under
+# way for its share of an H200's memory (4.8 TB/s / 132 SMs * 0.7 us of latency: 25 KB). With 8
+# warps a thread holds 16 of them; the compiler needs 80 registers for that, and spills none.
 TILE = 4096
 NUM_WARPS = 8
 
@@ -50,39 +51,40 @@ NUM_WARPS = 8
 @jit
 def _weights(
     tokens,  # [TILE] int32
-    target_row,  # address of a row of p
-    draft_row,  # address of a row of q
-    replaced,  # the rejected draft, -1: there is none, and the weights are p
+    p_row,  # address of a row of p
+    q_row,  # address of a row of q
+    rejected,  # the rejected draft, -1: there is none, and the weights are p
     vocab_size,
     SCALE: tl.constexpr,
     IS_ONE_HOT: tl.constexpr,
 ):  # [TILE] int64
-    p = tl.load(target_row + tokens, mask=tokens < vocab_size, other=0.0)
+    p = tl.load(p_row + tokens, mask=tokens < vocab_size, other=0.0)
     if IS_ONE_HOT:
-        weights = tl.where(tokens == replaced, 0.0, p)
+        weights = tl.where(tokens == rejected, 0.0, p)
     else:
-        num_read = tl.where(replaced >= 0, vocab_size, 0)
-        q = tl.load(draft_row + tokens, mask=tokens < num_read, other=0.0)
+        num_read = tl.where(rejected >= 0, vocab_size, 0)
+        q = tl.load(q_row + tokens, mask=tokens < num_read, other=0.0)
         weights = tl.maximum(p - q.to(p.dtype), 0.0)
     return (weights.to(tl.float64) * SCALE).to(tl.int64)
 
 
 @jit
 def _tile_sums(
-    target_row,
-    draft_row,
-    replaced,
+    p_row,
+    q_row,
+    rejected,
     vocab_size,
+    num_tiles,
     SCALE: tl.constexpr,
     IS_ONE_HOT: tl.constexpr,
     TILE: tl.constexpr,
-    NUM_TILES: tl.constexpr,  # padded to a power of two
-):  # [NUM_TILES] int64
-    index = tl.arange(0, NUM_TILES)
-    sums = tl.zeros([NUM_TILES], tl.int64)
-    for tile in range(0, tl.cdiv(vocab_size, TILE)):
+    MAX_TILES: tl.constexpr,
+):  # [MAX_TILES] int64
+    index = tl.arange(0, MAX_TILES)
+    sums = tl.full([MAX_TILES], 0, tl.int64)
+    for tile in range(0, num_tiles):
         tokens = tile * TILE + tl.arange(0, TILE)
-        weights = _weights(tokens, target_row, draft_row, replaced, vocab_size, SCALE, IS_ONE_HOT)
+        weights = _weights(tokens, p_row, q_row, rejected, vocab_size, SCALE, IS_ONE_HOT)
         sums = tl.where(index == tile, tl.sum(weights), sums)
     return sums
 
@@ -99,6 +101,7 @@ def _rejection_kernel(
     sample_u,  # [num_rows]
     max_num_drafts,
     vocab_size,
+    num_tiles,  # of the vocabulary
     target_stride,  # from row to row
     draft_stride,
     SCALE: tl.constexpr,
@@ -106,7 +109,7 @@ def _rejection_kernel(
     IS_ONE_HOT: tl.constexpr,
     WIDTH: tl.constexpr,  # max_num_drafts + 1 padded to a power of two
     TILE: tl.constexpr,
-    NUM_TILES: tl.constexpr,  # tiles of the vocabulary, padded to a power of two
+    MAX_TILES: tl.constexpr,  # num_tiles padded to a power of two
 ):
     request = tl.program_id(0).to(tl.int64)
     first_row = tl.load(cu_num_logits + request).to(tl.int64)
@@ -127,31 +130,31 @@ def _rejection_kernel(
     num_accepted = tl.min(tl.where(bar < p, WIDTH, column))
 
     # Draw, from p - q if a draft was rejected. Rounding can leave nothing of it: then from p.
-    replaced = tl.max(tl.where(column == num_accepted, drafts, -1))
+    rejected = tl.max(tl.where(column == num_accepted, drafts, -1))
     row = first_row + num_accepted
-    target_row = target_probs + row * target_stride
-    draft_row = draft_probs
+    p_row = target_probs + row * target_stride
+    q_row = draft_probs
     if not IS_ONE_HOT:
-        draft_row += (row - request) * draft_stride
+        q_row += (row - request) * draft_stride
     sums = _tile_sums(
-        target_row, draft_row, replaced, vocab_size, SCALE, IS_ONE_HOT, TILE, NUM_TILES
+        p_row, q_row, rejected, vocab_size, num_tiles, SCALE, IS_ONE_HOT, TILE, MAX_TILES
     )
-    if tl.sum(sums) == 0:
-        replaced = tl.full([], -1, tl.int64)
+    total = tl.sum(sums)
+    if total == 0:
+        rejected = tl.full([], -1, tl.int64)
         sums = _tile_sums(
-            target_row, draft_row, replaced, vocab_size, SCALE, IS_ONE_HOT, TILE, NUM_TILES
+            p_row, q_row, rejected, vocab_size, num_tiles, SCALE, IS_ONE_HOT, TILE, MAX_TILES
         )
-    point = tl.load(sample_u + row).to(tl.float64) * tl.sum(sums).to(tl.float64)
-    point = point.to(tl.int64)
+        total = tl.sum(sums)
+    point = (tl.load(sample_u + row).to(tl.float64) * total.to(tl.float64)).to(tl.int64)
 
     # As many tiles, and then tokens, lie before the point as have their end at or before it. Of a
     # row that says nothing, all do: the last token.
-    last_tile = tl.cdiv(vocab_size, TILE) - 1
     num_before = tl.sum((tl.cumsum(sums) <= point).to(tl.int32))
-    tile = tl.minimum(num_before, last_tile)
-    start = tl.sum(tl.where(tl.arange(0, NUM_TILES) < tile, sums, 0))
+    tile = tl.minimum(num_before, num_tiles - 1)
+    start = tl.sum(tl.where(tl.arange(0, MAX_TILES) < tile, sums, 0))
     tokens = tile * TILE + tl.arange(0, TILE)
-    weights = _weights(tokens, target_row, draft_row, replaced, vocab_size, SCALE, IS_ONE_HOT)
+    weights = _weights(tokens, p_row, q_row, rejected, vocab_size, SCALE, IS_ONE_HOT)
     token = tile * TILE + tl.sum((start + tl.cumsum(weights) <= point).to(tl.int32))
     token = tl.minimum(token, vocab_size - 1).to(tl.int64)
 
@@ -218,6 +221,7 @@ def rejection_sample_triton(
     _check_probs("draft_probs", draft_probs)
     verified = _empty(cu_num_logits, max_num_drafts)
     num_reqs, vocab_size = len(verified.num_sampled), target_probs.shape[1]
+    num_tiles = triton.cdiv(vocab_size, TILE)
     if num_reqs:
         _rejection_kernel[(num_reqs,)](
             verified.token_ids,
@@ -230,6 +234,7 @@ def rejection_sample_triton(
             sample_u.contiguous(),
             max_num_drafts,
             vocab_size,
+            num_tiles,
             target_probs.stride(0),
             draft_probs.stride(0),
             SCALE=SCALE,
@@ -237,7 +242,7 @@ def rejection_sample_triton(
             IS_ONE_HOT=is_one_hot,
             WIDTH=triton.next_power_of_2(max_num_drafts + 1),
             TILE=TILE,
-            NUM_TILES=triton.next_power_of_2(triton.cdiv(vocab_size, TILE)),
+            MAX_TILES=triton.next_power_of_2(num_tiles),
             num_warps=NUM_WARPS,
         )
     return verified

@@ -139,6 +139,7 @@ class SpeculativeStats:
 
 def token_probs(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """Of logits [..., vocab_size], float64. `temperature` > 0, however small."""
+    _require(0 < temperature < math.inf, "temperature", temperature, ">= 0 and finite")
     logits = logits.double()
     return ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
 
@@ -149,7 +150,6 @@ def sample_token(
     generator: torch.Generator | None = None,
 ) -> int:
     """Temperature 0 is greedy: the most likely token, the lowest id of equals."""
-    _check([0], temperature)
     return int(_sample_rows(logits[None], temperature, generator))
 
 
@@ -162,7 +162,7 @@ def draft_generate(
 ) -> tuple[list[int], torch.Tensor]:
     """`(draft_token_ids, draft_logits [k, vocab_size])`: row j is what draft j was drawn from.
     One pass of the draft model for each draft."""
-    _check(context_ids, temperature)
+    _check_context(context_ids)
     k = num_speculative_tokens
     _require(k >= 0, "num_speculative_tokens", k, ">= 0")
     if k == 0:  # a pass for nothing but the size of the vocabulary
@@ -189,13 +189,11 @@ def verify_and_sample(
 
     With "rejection", the drafts must have been drawn from `draft_logits` at this `temperature`, or
     the law is wrong; "matching", and any rule at temperature 0, does not look at them."""
-    _check(context_ids, temperature)
+    _check_context(context_ids)
     _require(rule in VERIFICATION_RULES, "rule", rule, "one of " + ", ".join(VERIFICATION_RULES))
     num_drafts = len(draft_tokens)
-    num_rows = num_drafts if draft_logits is None else len(draft_logits)
-    allowed = f"len(draft_tokens), {num_drafts}"
-    _require(num_rows == num_drafts, "len(draft_logits)", num_rows, allowed)
     logits = target_model.get_logits([*context_ids, *draft_tokens])[len(context_ids) - 1 :]
+    _check_drafts(draft_tokens, draft_logits, vocab_size=logits.shape[1])
     drafts = torch.tensor(draft_tokens, dtype=torch.int64)
     cu_num_logits = torch.tensor([0, num_drafts + 1])  # a batch of one request
     if rule == "matching" or temperature == 0:
@@ -270,7 +268,7 @@ def plain_generate(
     generator: torch.Generator | None = None,
 ) -> list[int]:
     """The same without drafts: one pass, one token."""
-    _check(context_ids, temperature)
+    _check_context(context_ids)
     _require(num_tokens >= 0, "num_tokens", num_tokens, ">= 0")
     tokens: list[int] = []
     while len(tokens) < num_tokens:
@@ -293,9 +291,18 @@ def _uniform(size: int, generator: torch.Generator | None) -> torch.Tensor:
     return torch.rand(size, dtype=torch.float64, generator=generator)
 
 
-def _check(context_ids: Sequence[int], temperature: float) -> None:
+def _check_context(context_ids: Sequence[int]) -> None:
     _require(len(context_ids) > 0, "context_ids", [], "at least one token, to predict from")
-    _require(0 <= temperature < math.inf, "temperature", temperature, ">= 0 and finite")
+
+
+def _check_drafts(
+    draft_tokens: Sequence[int], draft_logits: torch.Tensor | None, vocab_size: int
+) -> None:
+    for token_id in draft_tokens:
+        _require(0 <= token_id < vocab_size, "a draft token", token_id, f"in [0, {vocab_size})")
+    if draft_logits is not None:
+        shape, expected = tuple(draft_logits.shape), (len(draft_tokens), vocab_size)
+        _require(shape == expected, "the shape of draft_logits", shape, str(expected))
 
 
 def _require(is_allowed: bool, name: str, value: object, allowed: str) -> None:

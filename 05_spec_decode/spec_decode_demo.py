@@ -98,8 +98,8 @@ assert (came_out - p).abs().max() < 0.01
 # %% [markdown]
 # ## How many guesses pay
 #
-# Expected tokens of a pass, divided by its cost: a pass of the target, and k rounds of guessing at c
-# passes each. With a draft that costs a third of the target (right), long chains lose.
+# Expected tokens of a pass, divided by its cost: a pass of the target, and k rounds of guessing at
+# c passes each. With a draft that costs a third of the target (right), long chains lose.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -15,10 +13,6 @@ from common.tests.engine_oracle import (
     save_random_model,
 )
 from common.tokenizer import load_tokenizer
-
-# Triton decides how to run when it is imported, so this comes before any test module.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

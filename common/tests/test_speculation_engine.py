@@ -13,11 +13,9 @@ import torch
 from scipy.stats import chisquare
 from transformers import Qwen3ForCausalLM
 
-from common.assembly import verification_rules
 from common.engine import EngineConfig, LLMEngine
 from common.loader import load_model
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, greedy_params, serve
-from paged_attention import TorchAttentionBackend
 from policies import POLICIES
 from request import Request, SamplingParams
 
@@ -384,27 +382,6 @@ def exact_law(oracle: Oracle, prompt: list[int], params: SamplingParams) -> dict
         }
     assert sum(law.values()) == pytest.approx(1)
     return law
-
-
-def test_the_kernels_verify_where_attention_is_a_kernel(oracle, loaded, draft):
-    """Greedy against the oracle, and without a seed token for token what the PyTorch rule gives."""
-    triton_backend = pytest.importorskip("paged_attention_triton").TritonAttentionBackend()
-    assert verification_rules(TorchAttentionBackend()) == {}
-    results = []
-    for backend in (TorchAttentionBackend(), triton_backend):
-        config = EngineConfig(
-            num_blocks=100,
-            speculative={"method": "draft", "num_spec_tokens": 2, "adaptive": False},
-        )
-        engine = LLMEngine(config, loaded=loaded, draft=draft)
-        for name, rule in verification_rules(backend).items():
-            setattr(engine.core.sampler, name, rule)
-        serve(engine, oracle, [0, 1], 6)
-        params = SamplingParams(temperature=0.8, max_tokens=6)
-        outputs = engine.generate_batch(oracle.prompts[:2], params)
-        results.append([output.outputs[0].token_ids for output in outputs.values()])
-        assert engine.stats().num_accepted_tokens > 0
-    assert results[0] == results[1]
 
 
 # -- configuration and books

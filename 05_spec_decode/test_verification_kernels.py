@@ -1,0 +1,46 @@
+"""The engine with the kernels in place of the PyTorch rules. (Here, not in `common`: this folder's
+`conftest.py` switches Triton's interpreter on before anything imports Triton.)"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.assembly import verification_rules
+from common.engine import EngineConfig, LLMEngine
+from common.loader import load_model
+from common.tests.engine_oracle import make_oracle, random_prompts, save_random_model, serve
+from paged_attention import TorchAttentionBackend
+from request import SamplingParams
+
+
+def test_the_engine_says_the_same_with_kernels(tmp_path):
+    """Greedy against the oracle, and without a seed token for token what the PyTorch rule gives."""
+    pytest.importorskip("triton")
+    from paged_attention_triton import TritonAttentionBackend
+
+    save_random_model(tmp_path)
+    oracle = make_oracle(tmp_path, random_prompts(4, vocab_size=97, longest=9, seed=0))
+    target, draft = (load_model(tmp_path, torch.float64, torch.device("cpu")) for _ in range(2))
+    weight = draft.model.lm_head_weight
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    weight.data += 0.3 * weight.std() * noise
+    assert verification_rules(TorchAttentionBackend()) == {}
+    kernels = verification_rules(TritonAttentionBackend())
+    assert set(kernels) == {"reject", "match"}
+    results = []
+    for rules in ({}, kernels):
+        config = EngineConfig(
+            num_blocks=100,
+            speculative={"method": "draft", "num_spec_tokens": 2, "adaptive": False},
+        )
+        engine = LLMEngine(config, loaded=target, draft=draft)
+        for name, rule in rules.items():
+            setattr(engine.core.sampler, name, rule)
+        serve(engine, oracle, [0, 1, 2], 8)
+        params = SamplingParams(temperature=0.8, max_tokens=8)
+        outputs = engine.generate_batch(oracle.prompts[:3], params)
+        results.append([output.outputs[0].token_ids for output in outputs.values()])
+        stats = engine.stats()
+        assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
+    assert results[0] == results[1]
