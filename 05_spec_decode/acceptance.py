@@ -18,7 +18,8 @@ all intervals between them out of line, so equal p(t) and q(t) are not enough:
     q    |-- 0 --|-------- 1 --------|--- 2 ---|
          ^^^^^^^^^   ^^^^^^^^^^^^^^^^^   ^^^^^^^      the numbers that match
 
-Always rejection >= shared, argmax, matching. Not always shared >= matching, nor argmax >= matching.
+Of drafts drawn from q, no way accepts more than rejection. Argmax draws from another law and can
+beat it: q = (0.6, 0.4) and p = (1, 0) gives 1 against 0.6. Nor is shared always above matching.
 
 The worth of it is a geometric sum, if each draft is accepted with the same chance a once those
 before it are. Real chances differ from place to place and hang together, so this is a guide.

@@ -43,7 +43,7 @@ jit = triton.jit if triton is not None else (lambda function: function)
 
 # Tokens that a program loads at once: 32 KB of float32 p and q. About so much an SM must have under
 # way for its share of an H200's memory (4.8 TB/s / 132 SMs * 0.7 us of latency: 25 KB). With 8
-# warps a thread holds 16 of them; the compiler needs 80 registers for that, and spills none.
+# warps a thread holds 16 of them, in fewer than 80 registers.
 TILE = 4096
 NUM_WARPS = 8
 
@@ -300,7 +300,7 @@ def _check_available(device: torch.device) -> None:
 def _check_probs(name: str, probs: torch.Tensor) -> None:
     if probs.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"{name} is {probs.dtype}: it must be float32 or float64")
-    if probs.shape[1] > 1 and probs.stride(1) != 1:
+    if len(probs) and probs.shape[1] > 1 and probs.stride(1) != 1:
         raise ValueError(
             f"{name} has strides {probs.stride()}: the numbers of a row must be neighbours, "
             "stride(1) == 1; call .contiguous()"

@@ -73,7 +73,7 @@ class SimpleLM:
         shapes.append((hidden_size, vocab_size))
         # embedding, query, key, value, lm_head: every entry N(0, 1)
         self.weights = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
-        self._frequencies = 10000.0 ** (-torch.arange(hidden_size).double() / hidden_size)
+        self._frequencies = torch.arange(1, hidden_size + 1).double()  # radians per position
 
     def noisy_copy(self, noise: float, seed: int = 0) -> SimpleLM:
         """A draft model for this one. `noise` 0 is the model itself, 1 one that has nothing to do

@@ -169,7 +169,7 @@ class PagedModelRunner:
         )
         input_ids: list[int] = []
         logit_indices: list[int] = []
-        sampling = SamplingBatch.make_empty()
+        rows: list[tuple[str, RunnerRequest, list[int]]] = []  # with the drafts before its token
         for req_id, request, end in zip(
             req_ids, requests, layout.query_start_loc[1:].tolist(), strict=True
         ):
@@ -180,7 +180,8 @@ class PagedModelRunner:
             input_ids += own_drafts
             if start + num_known == request.num_tokens:
                 logit_indices += range(end - 1 - len(own_drafts), end)
-                self._add_rows(sampling, req_id, request, own_drafts)
+                rows += [(req_id, request, own_drafts[:i]) for i in range(len(own_drafts) + 1)]
+        sampling = self._sampling(rows)
         return PagedBatch(
             req_ids=req_ids,
             input_ids=to_device(np.array(input_ids, dtype=np.int64), self.device),
@@ -192,17 +193,15 @@ class PagedModelRunner:
             draft_token_ids=drafts,
         )
 
-    def _add_rows(
-        self, sampling: SamplingBatch, req_id: str, request: RunnerRequest, drafts: list[int]
-    ) -> None:
-        """One row for the last known token, and one for each draft."""
-        params = request.params
-        eos_token_ids = () if params.ignore_eos else self.eos_token_ids
-        for num_drafts in range(len(drafts) + 1):
-            sampling.req_ids.append(req_id)
-            sampling.params.append(params)
-            sampling.seeds.append(params.seed or 0)
-            sampling.prompt_token_ids.append(request.prompt_token_ids)
-            sampling.output_token_ids.append(request.output_token_ids)
-            sampling.draft_token_ids.append(drafts[:num_drafts])
-            sampling.eos_token_ids.append(eos_token_ids)
+    def _sampling(self, rows: list[tuple[str, RunnerRequest, list[int]]]) -> SamplingBatch:
+        requests = [request for _, request, _ in rows]
+        params = [request.params for request in requests]
+        return SamplingBatch(
+            req_ids=[req_id for req_id, _, _ in rows],
+            params=params,
+            seeds=[p.seed or 0 for p in params],
+            prompt_token_ids=[request.prompt_token_ids for request in requests],
+            output_token_ids=[request.output_token_ids for request in requests],
+            draft_token_ids=[drafts for _, _, drafts in rows],
+            eos_token_ids=[() if p.ignore_eos else self.eos_token_ids for p in params],
+        )

@@ -1,0 +1,566 @@
+"""Speculation on toy models: the same tokens when greedy, the same law when sampled.
+
+That the verification rules are exact to the last digit is shown in `test_rejection_sampler.py`;
+here the functions around them are held against plain decoding, scripts and exact laws."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import pytest
+import torch
+from scipy.stats import binomtest, chisquare
+
+import rejection_sampler
+import spec_decode
+from acceptance import (
+    RULES,
+    acceptance_probability,
+    expected_speedup,
+    expected_tokens_per_pass,
+)
+from inverse_cdf import draw
+from spec_decode import (
+    SimpleLM,
+    SpeculativeStats,
+    draft_generate,
+    plain_generate,
+    sample_token,
+    speculative_decode_step,
+    speculative_generate,
+    token_probs,
+    verify_and_sample,
+)
+
+TINY_P_VALUE = 1e-6
+CONTEXT = [1, 0, 2]
+
+
+class ScriptedLM:
+    """Says `answers[i]` behind the token at place i, whatever it was; as good as certain."""
+
+    def __init__(self, answers: Sequence[int], vocab_size: int = 10) -> None:
+        self.logits = 100.0 * torch.eye(vocab_size, dtype=torch.float64)[list(answers)]
+        self.num_passes = 0
+
+    def get_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        self.num_passes += 1
+        return self.logits[: len(token_ids)]
+
+
+class ConstantLM:
+    """The same distribution at every place."""
+
+    def __init__(self, probs: Sequence[float]) -> None:
+        self.row = torch.tensor(probs, dtype=torch.float64).log()
+
+    def get_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        return self.row.expand(len(token_ids), -1)
+
+
+class RememberingLM:
+    """Asks another model only what it has not asked before: for tests with thousands of steps."""
+
+    def __init__(self, model: SimpleLM) -> None:
+        self.model = model
+        self.answers: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def get_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        key = tuple(token_ids)
+        if key not in self.answers:
+            self.answers[key] = self.model.get_logits(token_ids)
+        return self.answers[key]
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_tokens(num: int, vocab_size: int, seed: int) -> list[int]:
+    return torch.randint(vocab_size, (num,), generator=seeded(seed)).tolist()
+
+
+def p_value(outcomes: Sequence[object], law: dict[object, float]) -> float:
+    """Of `outcomes` being drawn from `law`; 0 if one of them has no chance at all."""
+    counts = Counter(outcomes)
+    if not counts.keys() <= law.keys():
+        return 0.0
+    expected = [len(outcomes) * chance for chance in law.values()]
+    return float(chisquare([counts[outcome] for outcome in law], expected).pvalue)
+
+
+def test_the_names_of_the_reading_material():
+    assert spec_decode.rejection_sampling_batched is rejection_sampler.rejection_sampling_batched
+    assert "rejection_sampling_batched" in spec_decode.__all__
+    assert all(hasattr(spec_decode, name) for name in spec_decode.__all__)
+
+
+# -- the toy model
+
+
+def test_a_row_depends_on_every_token_before_it_and_on_none_behind():
+    model = SimpleLM(32)
+    ids = random_tokens(12, 32, seed=1)
+    logits = model.get_logits(ids)
+    assert logits.shape == (12, 32) and logits.dtype == torch.float64
+    for j in range(12):
+        changed = [*ids[:j], (ids[j] + 1) % 32, *ids[j + 1 :]]
+        difference = (model.get_logits(changed) - logits).abs().amax(dim=-1)
+        assert difference[:j].sum() < 1e-12
+        assert difference[j:].min() > 1e-2, f"token {j} is not seen by all behind it"
+
+
+def test_a_row_does_not_depend_on_how_much_is_read_with_it():
+    model = SimpleLM(32)
+    ids = random_tokens(12, 32, seed=2)
+    logits = model.get_logits(ids)
+    for length in range(1, 13):
+        torch.testing.assert_close(model.get_logits(ids[:length]), logits[:length])
+
+
+def test_the_order_of_earlier_tokens_matters():
+    model = SimpleLM(32)
+    difference = model.get_logits([3, 4, 5])[-1] - model.get_logits([4, 3, 5])[-1]
+    assert difference.abs().max() > 1e-2
+
+
+def test_positions_and_mask_are_what_they_are_called():
+    model = SimpleLM(32)
+    ids = [3, 4, 5, 6]
+    causal = torch.ones(4, 4, dtype=torch.bool).tril()
+    logits = model.get_logits(ids)
+    assert torch.equal(model.get_logits(ids, torch.arange(4), causal), logits)
+    # Token 5 hidden, and 6 in its place: as if it were not there.
+    causal[3, 2] = False
+    hidden = model.get_logits(ids, torch.tensor([0, 1, 2, 2]), causal)
+    torch.testing.assert_close(hidden[3], model.get_logits([3, 4, 6])[2])
+
+
+def test_models_are_made_by_their_seeds():
+    logits = SimpleLM(32, seed=5).get_logits([1, 2])
+    assert torch.equal(SimpleLM(32, seed=5).get_logits([1, 2]), logits)
+    assert not torch.equal(SimpleLM(32, seed=6).get_logits([1, 2]), logits)
+    assert SimpleLM(7, hidden_size=5).get_logits([1, 2]).shape == (2, 7)
+
+
+def test_a_noisy_copy_agrees_from_always_to_hardly_ever():
+    model = SimpleLM(32)
+    ids = random_tokens(100, 32, seed=3)
+    p = token_probs(model.get_logits(ids), 1.0)
+    rates = []
+    for noise in (0.0, 0.1, 0.2, 0.4, 0.8, 1.0):
+        q = token_probs(model.noisy_copy(noise).get_logits(ids), 1.0)
+        rates.append(float(acceptance_probability(p, q).mean()))
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] == pytest.approx(1, abs=1e-12) and rates[-1] < 0.3
+    again, other = model.noisy_copy(0.3, seed=1), model.noisy_copy(0.3, seed=2)
+    assert torch.equal(again.get_logits([1]), model.noisy_copy(0.3, seed=1).get_logits([1]))
+    assert not torch.equal(again.get_logits([1]), other.get_logits([1]))
+
+
+# -- sampling
+
+
+def test_greedy_takes_the_lowest_id_of_equals():
+    assert sample_token(torch.tensor([1.0, 3.0, 3.0, 2.0]), temperature=0) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_a_token_is_sampled_with_its_probability(temperature):
+    logits = torch.tensor([0.0, 1.0, -torch.inf, 2.0])
+    weights = [math.exp(x / temperature) for x in logits.tolist()]
+    law = {t: w / sum(weights) for t, w in enumerate(weights) if w > 0}
+    generator = seeded(4)
+    tokens = [sample_token(logits, temperature, generator) for _ in range(2000)]
+    assert p_value(tokens, law) > TINY_P_VALUE
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-300])
+def test_next_to_no_temperature_is_greedy_and_not_nan(temperature):
+    logits = torch.tensor([0.0, 2000.0, 1999.0, -torch.inf])
+    assert token_probs(logits, temperature).tolist() == [0, 1, 0, 0]
+    assert sample_token(logits, temperature, seeded(0)) == 1
+
+
+# -- drafting
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_are_what_the_draft_model_would_say_with_the_logits_it_says_them_by(temperature):
+    model = SimpleLM(32)
+    drafts, draft_logits = draft_generate(model, CONTEXT, 5, temperature, seeded(1))
+    assert drafts == plain_generate(model, CONTEXT, 5, temperature, seeded(1))
+    assert torch.equal(
+        draft_logits.argmax(-1), model.get_logits([*CONTEXT, *drafts])[2:7].argmax(-1)
+    )
+    torch.testing.assert_close(draft_logits, model.get_logits([*CONTEXT, *drafts])[2:7])
+
+
+def test_no_drafts_are_no_rows():
+    drafts, draft_logits = draft_generate(SimpleLM(32), CONTEXT, 0)
+    assert drafts == [] and draft_logits.shape == (0, 32)
+
+
+# -- verifying scripts: every way is certain, so every rule must go it
+
+HOW = [
+    pytest.param({"temperature": 0}, id="greedy"),
+    pytest.param({"rule": "rejection"}, id="rejection"),
+    pytest.param({"rule": "matching"}, id="matching"),
+]
+
+
+def peaked(tokens: Sequence[int], vocab_size: int = 10) -> torch.Tensor:
+    return 100.0 * torch.eye(vocab_size, dtype=torch.float64)[list(tokens)]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("has_logits", [True, False])
+def test_drafts_are_kept_up_to_the_first_that_is_wrong(how, has_logits):
+    right = [5, 6, 7, 8]
+    target = ScriptedLM([0, 0, *right, 9])
+    for num_right in range(5):
+        drafts = [t if j != num_right else t - 1 for j, t in enumerate(right)]
+        logits = peaked(drafts) if has_logits else None
+        tokens = verify_and_sample(target, CONTEXT, drafts, logits, **how)
+        assert tokens == ([*right, 9][: num_right + 1], num_right)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("place", range(3))
+def test_a_draft_is_judged_by_the_row_before_it_and_not_by_its_own(how, place):
+    """Trap 36. The target says 5 6 7 8, and behind the wrong draft 1 it says 1 as well: who looks
+    one row too far sees a match there. And who takes d0 unseen sees none of this at place 0."""
+    answers = [5, 6, 7, 8]
+    drafts = answers[:3]
+    drafts[place] = 1
+    answers[place + 1] = 1
+    target = ScriptedLM([0, 0, *answers])
+    tokens, num_accepted = verify_and_sample(target, CONTEXT, drafts, peaked(drafts), **how)
+    assert tokens == answers[: place + 1] and num_accepted == place
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_right_draft_behind_a_wrong_one_is_not_kept(how):
+    target = ScriptedLM([0, 0, 5, 6, 7, 8])
+    assert verify_and_sample(target, CONTEXT, [4, 6, 7], peaked([4, 6, 7]), **how) == ([5], 0)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_step_is_one_target_pass_and_k_draft_passes(how):
+    target, draft = ScriptedLM([0, 0, 5, 6, 7, 8]), ScriptedLM([0, 0, 5, 6, 1, 1])
+    tokens, stats = speculative_decode_step(target, draft, CONTEXT, 3, **how)
+    assert tokens == [5, 6, 7] and stats == SpeculativeStats(3, 2, 1)
+    assert (target.num_passes, draft.num_passes) == (1, 3)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_without_drafts_a_step_is_plain_decoding(how):
+    target = ScriptedLM([0, 0, 5])
+    assert verify_and_sample(target, CONTEXT, [], **how) == ([5], 0)
+    assert speculative_decode_step(target, target, CONTEXT, 0, **how)[0] == [5]
+
+
+def test_a_draft_that_the_target_rules_out_is_not_accepted_however_sure_the_draft_model_is():
+    """Trap 46: p = 0 at the draft, q = 0 at others."""
+    target = ConstantLM([0.0, 0.5, 0.5])
+    logits = torch.tensor([[0.0, -torch.inf, -torch.inf]])
+    generator = seeded(0)
+    for _ in range(50):
+        for draft_logits in (logits, None):
+            tokens, num_accepted = verify_and_sample(
+                target, [1], [0], draft_logits, generator=generator
+            )
+            assert num_accepted == 0 and tokens[0] in (1, 2)
+
+
+# -- the same tokens
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("num_drafts", range(7))
+def test_greedy_tokens_are_those_of_plain_decoding(num_drafts, noise):
+    target = SimpleLM(40, seed=num_drafts)
+    draft = target.noisy_copy(noise, seed=7)
+    context = random_tokens(5, 40, seed=num_drafts)
+    plain = plain_generate(target, context, 25, temperature=0)
+    tokens, stats = speculative_generate(target, draft, context, 25, num_drafts, temperature=0)
+    assert tokens == plain
+    assert stats.num_accepted + stats.num_target_passes == 25
+    if noise == 0:
+        assert stats.num_accepted == stats.num_drafted
+        assert stats.num_target_passes == math.ceil(25 / (num_drafts + 1))
+    elif num_drafts:
+        assert stats.num_accepted < stats.num_drafted
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_a_perfect_draft_model_is_always_accepted_by_rejection_and_not_by_matching(num_drafts):
+    target = SimpleLM(20)
+    run = (target, target, CONTEXT, 40, num_drafts)
+    _, stats = speculative_generate(*run, generator=seeded(1))
+    assert stats.acceptance_rate == 1
+    assert stats.tokens_per_pass == pytest.approx(40 / math.ceil(40 / (num_drafts + 1)))
+    _, stats = speculative_generate(*run, generator=seeded(1), rule="matching")
+    assert 0 < stats.acceptance_rate < 0.8
+
+
+@pytest.mark.parametrize("num_tokens", range(8))
+def test_exactly_the_tokens_asked_for_are_made_and_no_draft_is_made_for_nothing(num_tokens):
+    target = SimpleLM(20)
+    tokens, stats = speculative_generate(target, target, CONTEXT, num_tokens, 3, temperature=0)
+    assert tokens == plain_generate(target, CONTEXT, num_tokens, temperature=0)
+    # 4 tokens a pass, and the last pass makes what is missing: one itself, the rest by drafts.
+    num_passes = math.ceil(num_tokens / 4)
+    assert stats == SpeculativeStats(num_tokens - num_passes, num_tokens - num_passes, num_passes)
+
+
+def test_the_same_seed_gives_the_same_run():
+    target = SimpleLM(20)
+    draft = target.noisy_copy(0.3)
+    runs = [
+        speculative_generate(target, draft, CONTEXT, 20, 3, generator=seeded(s)) for s in (1, 1, 2)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+
+
+# -- the same law
+
+
+LAW_TARGET = SimpleLM(3, seed=2)
+LAW_MODELS = RememberingLM(LAW_TARGET), RememberingLM(LAW_TARGET.noisy_copy(0.7))
+
+
+def two_token_law(target: RememberingLM, temperature: float) -> dict[tuple[int, int], float]:
+    law = {}
+    for a, b in product(range(3), repeat=2):
+        rows = token_probs(target.get_logits([*CONTEXT, a]), temperature)[-2:]
+        law[a, b] = float(rows[0, a] * rows[1, b])
+    return law
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize(
+    ("rule", "num_drafts"), [("rejection", 1), ("rejection", 3), ("matching", 1), ("matching", 3)]
+)
+def test_two_sampled_tokens_have_the_law_of_the_target(rule, num_drafts, temperature):
+    target, draft = LAW_MODELS
+    generator = seeded(11)
+
+    def two_tokens() -> tuple[int, ...]:
+        tokens: list[int] = []
+        while len(tokens) < 2:
+            step = target, draft, [*CONTEXT, *tokens], num_drafts, temperature, generator
+            tokens += speculative_decode_step(*step, rule=rule)[0]
+        return tuple(tokens[:2])
+
+    outcomes = [two_tokens() for _ in range(800)]
+    assert p_value(outcomes, two_token_law(target, temperature)) > TINY_P_VALUE
+
+
+@pytest.mark.parametrize("rule", ["rejection", "matching"])
+def test_drafts_that_are_certain_leave_the_law_as_it_is(rule):
+    """As an n-gram look-up brings them: always the same two, right or not."""
+    target, _ = LAW_MODELS
+    generator = seeded(12)
+    outcomes = []
+    for _ in range(800):
+        tokens, _ = verify_and_sample(target, CONTEXT, [2, 0], generator=generator, rule=rule)
+        tokens += plain_generate(target, [*CONTEXT, *tokens], 1, generator=generator)
+        outcomes.append(tuple(tokens[:2]))
+    assert p_value(outcomes, two_token_law(target, 1.0)) > TINY_P_VALUE
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_the_law_of_the_draft_model_would_be_noticed(temperature):
+    """And by as few samples as above."""
+    target, draft = LAW_MODELS
+    law, generator = two_token_law(target, temperature), seeded(13)
+    outcomes = [
+        tuple(plain_generate(draft, CONTEXT, 2, temperature, generator)) for _ in range(800)
+    ]
+    assert p_value(outcomes, law) < TINY_P_VALUE
+
+
+# -- how often drafts are accepted
+
+P = [0.05, 0.30, 0.10, 0.25, 0.02, 0.08, 0.20]
+Q = [0.20, 0.20, 0.02, 0.40, 0.10, 0.03, 0.05]
+
+
+def probability(rule: str) -> float:
+    p, q = (torch.tensor(x, dtype=torch.float64) for x in (P, Q))
+    return float(acceptance_probability(p, q, rule))
+
+
+def accepted(num: int, is_accepted: Callable[[torch.Generator], int]) -> int:
+    generator = seeded(21)
+    return sum(is_accepted(generator) for _ in range(num))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "matching"])
+def test_a_sampled_draft_is_accepted_as_often_as_worked_out(rule):
+    target, draft = ConstantLM(P), ConstantLM(Q)
+
+    def step(generator: torch.Generator) -> int:
+        return speculative_decode_step(target, draft, [0], 1, 1.0, generator, rule=rule)[
+            1
+        ].num_accepted
+
+    count = accepted(1500, step)
+    assert binomtest(count, 1500, probability(rule)).pvalue > TINY_P_VALUE
+    other = probability("matching" if rule == "rejection" else "rejection")
+    assert binomtest(count, 1500, other).pvalue < TINY_P_VALUE
+
+
+@pytest.mark.parametrize("rule", ["rejection", "matching"])
+def test_the_likeliest_draft_is_accepted_as_often_by_either_rule(rule):
+    target, draft = ConstantLM(P), ConstantLM(Q)
+    drafts, _ = draft_generate(draft, [0], 1, temperature=0)
+
+    def step(generator: torch.Generator) -> int:
+        return verify_and_sample(target, [0], drafts, generator=generator, rule=rule)[1]
+
+    count = accepted(1000, step)
+    assert probability("argmax") == 0.25
+    assert binomtest(count, 1000, 0.25).pvalue > TINY_P_VALUE
+
+
+def test_a_shared_number_matches_as_often_as_worked_out():
+    """Every number of a grid that is fine enough to hold all ends of intervals."""
+    u = torch.arange(1000, dtype=torch.float64) / 1000 + 0.0005
+    p, q = (torch.tensor(x, dtype=torch.float64).expand(1000, -1) for x in (P, Q))
+    num_matches = int((draw(p, u)[0] == draw(q, u)[0]).sum())
+    assert num_matches / 1000 == pytest.approx(probability("shared"))
+
+
+def test_acceptance_by_hand():
+    p, q = (torch.tensor(x, dtype=torch.float64) for x in ([0.5, 0.3, 0.2], [0.2, 0.3, 0.5]))
+    by_hand = {
+        "rejection": 0.2 + 0.3 + 0.2,
+        "shared": 0.2 + 0.0 + 0.2,  # [0, .2); [.5, .8) and [.2, .5) do not meet; [.8, 1)
+        "argmax": 0.2,
+        "matching": 0.10 + 0.09 + 0.10,
+    }
+    assert tuple(by_hand) == RULES
+    for rule, chance in by_hand.items():
+        assert float(acceptance_probability(p, q, rule)) == pytest.approx(chance)
+
+
+def test_which_way_accepts_more():
+    p, q = torch.rand(2, 500, 6, generator=seeded(5), dtype=torch.float64).pow(3)
+    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    rates = {rule: acceptance_probability(p, q, rule) for rule in RULES}
+    assert all(rate.shape == (500,) for rate in rates.values())
+    assert (rates["rejection"] >= rates["shared"] - 1e-12).all()
+    assert (rates["rejection"] >= rates["matching"] - 1e-12).all()
+    for above, below in [("argmax", "rejection"), ("matching", "shared"), ("matching", "argmax")]:
+        # Neither is always above the other.
+        assert 0 < (rates[above] > rates[below]).sum() < 500
+    equal = acceptance_probability(p, p)
+    torch.testing.assert_close(equal, torch.ones_like(equal))
+    torch.testing.assert_close(acceptance_probability(p, p, "shared"), equal)
+
+
+# -- what it is worth
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.9, 1 - 1e-12, 1.0])
+@pytest.mark.parametrize("num_drafts", [0, 1, 5])
+def test_expected_tokens_are_the_formula(acceptance, num_drafts):
+    if acceptance in (1.0, 1 - 1e-12):
+        formula = num_drafts + 1  # where the quotient is 0 / 0, or next to it
+    else:
+        formula = (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)
+    assert expected_tokens_per_pass(acceptance, num_drafts) == pytest.approx(formula)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 4])
+def test_expected_tokens_are_those_of_steps_that_are_run(num_drafts):
+    target, draft = ConstantLM([0.5, 0.3, 0.2]), ConstantLM([0.3, 0.3, 0.4])
+    generator, total = seeded(31), SpeculativeStats()
+    for _ in range(1000):
+        step = speculative_decode_step(target, draft, [0], num_drafts, generator=generator)
+        total += step[1]
+    assert total.num_target_passes == 1000 and total.num_drafted == 1000 * num_drafts
+    expected = expected_tokens_per_pass(0.8, num_drafts)
+    deviation = math.sqrt(num_drafts**2 / 1000)  # of the mean, at most
+    assert abs(total.tokens_per_pass - expected) < min(5 * deviation, 0.25)
+
+
+def test_speedup_by_hand():
+    # 1 + 0.5 + 0.25 tokens, in the time of 1 + 2 * 0.1 passes.
+    assert expected_speedup(0.5, 2, 0.1) == pytest.approx(1.75 / 1.2)
+    assert expected_speedup(0.5, 2, 0.1, verify_cost=1.5) == pytest.approx(1.75 / 1.7)
+    assert expected_speedup(0.7, 0, 0.1) == 1
+    assert expected_speedup(0.0, 4, 0.1) == pytest.approx(1 / 1.4)  # it loses
+    assert expected_speedup(1.0, 4, 0.0) == 5
+
+
+def test_the_best_number_of_drafts_grows_with_acceptance_and_falls_with_their_cost():
+    def best(acceptance: float, draft_cost: float) -> int:
+        return max(range(20), key=lambda k: expected_speedup(acceptance, k, draft_cost))
+
+    assert best(0.3, 0.1) < best(0.6, 0.1) < best(0.9, 0.1)
+    assert best(0.8, 0.3) < best(0.8, 0.1) < best(0.8, 0.02)
+    assert best(0.3, 0.4) == 0  # one draft pays only if its acceptance is above its cost
+
+
+def test_stats_of_nothing():
+    stats = SpeculativeStats()
+    assert stats.acceptance_rate == 0 and stats.tokens_per_pass == 0
+
+
+# -- bad input
+
+MODEL = SimpleLM(8)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: SimpleLM(0), "vocab_size is 0"),
+        (lambda: SimpleLM(8, 0), "hidden_size is 0"),
+        (lambda: MODEL.noisy_copy(1.5), r"noise is 1.5: it must be in \[0, 1\]"),
+        (lambda: MODEL.get_logits([1, 8]), r"token_ids has 8: it must be in \[0, 8\)"),
+        (lambda: MODEL.get_logits([-1]), "token_ids has -1"),
+        (lambda: sample_token(torch.zeros(3), -1.0), "temperature is -1.0"),
+        (lambda: sample_token(torch.zeros(3), math.nan), "temperature is nan"),
+        (lambda: sample_token(torch.zeros(3), math.inf), "temperature is inf"),
+        (lambda: draft_generate(MODEL, [], 2), r"context_ids is \[\]"),
+        (lambda: draft_generate(MODEL, [1], -1), "num_speculative_tokens is -1"),
+        (lambda: draft_generate(MODEL, [1], 2, -0.5), "temperature is -0.5"),
+        (lambda: verify_and_sample(MODEL, [], [1]), r"context_ids is \[\]"),
+        (lambda: verify_and_sample(MODEL, [1], [1], rule="best"), "rule is 'best'"),
+        (lambda: verify_and_sample(MODEL, [1], [1], temperature=-1), "temperature is -1"),
+        (
+            lambda: verify_and_sample(MODEL, [1], [1, 2], torch.zeros(1, 8)),
+            r"shape of draft_logits is \(1, 8\): it must be \(2, 8\)",
+        ),
+        (
+            lambda: verify_and_sample(MODEL, [1], [1], torch.zeros(1, 9)),
+            r"shape of draft_logits is \(1, 9\): it must be \(1, 8\)",
+        ),
+        (lambda: verify_and_sample(ScriptedLM([1, 1]), [1], [-1]), "draft token is -1"),
+        (lambda: verify_and_sample(ScriptedLM([1, 1]), [1], [10]), "draft token is 10"),
+        (lambda: speculative_decode_step(MODEL, MODEL, [], 2), r"context_ids is \[\]"),
+        (lambda: speculative_decode_step(MODEL, MODEL, [1], -2), "num_speculative_tokens is -2"),
+        (lambda: speculative_generate(MODEL, MODEL, [1], 5, -2), "num_speculative_tokens is -2"),
+        (lambda: speculative_generate(MODEL, MODEL, [1], -5), "num_tokens is -5"),
+        (lambda: plain_generate(MODEL, [], 5), r"context_ids is \[\]"),
+        (lambda: plain_generate(MODEL, [1], -5), "num_tokens is -5"),
+        (lambda: acceptance_probability(torch.ones(1), torch.ones(1), "x"), "rule is 'x'"),
+        (lambda: expected_tokens_per_pass(1.1, 2), "acceptance is 1.1"),
+        (lambda: expected_tokens_per_pass(math.nan, 2), "acceptance is nan"),
+        (lambda: expected_tokens_per_pass(0.5, -1), "num_drafts is -1"),
+        (lambda: expected_speedup(-0.1, 2, 0.1), "acceptance is -0.1"),
+        (lambda: expected_speedup(0.5, 2, -0.1), "draft_cost is -0.1"),
+        (lambda: expected_speedup(0.5, 2, 0.1, 0.0), "verify_cost is 0.0"),
+    ],
+)
+def test_bad_input_is_refused_with_its_name_and_value(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
