@@ -110,7 +110,7 @@ def test_a_row_depends_on_every_token_before_it_and_on_none_behind():
         changed = [*ids[:j], (ids[j] + 1) % 32, *ids[j + 1 :]]
         difference = (model.get_logits(changed) - logits).abs().amax(dim=-1)
         assert difference[:j].sum() < 1e-12
-        assert difference[j:].min() > 1e-2, f"token {j} is not seen by all behind it"
+        assert difference[j:].min() > 1e-3, f"token {j} is not seen by all behind it"
 
 
 def test_a_row_does_not_depend_on_how_much_is_read_with_it():
@@ -193,9 +193,6 @@ def test_drafts_are_what_the_draft_model_would_say_with_the_logits_it_says_them_
     model = SimpleLM(32)
     drafts, draft_logits = draft_generate(model, CONTEXT, 5, temperature, seeded(1))
     assert drafts == plain_generate(model, CONTEXT, 5, temperature, seeded(1))
-    assert torch.equal(
-        draft_logits.argmax(-1), model.get_logits([*CONTEXT, *drafts])[2:7].argmax(-1)
-    )
     torch.testing.assert_close(draft_logits, model.get_logits([*CONTEXT, *drafts])[2:7])
 
 
@@ -342,9 +339,9 @@ def two_token_law(target: RememberingLM, temperature: float) -> dict[tuple[int, 
     return law
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize(
-    ("rule", "num_drafts"), [("rejection", 1), ("rejection", 3), ("matching", 1), ("matching", 3)]
+    ("rule", "num_drafts", "temperature"),
+    [("rejection", 3, 1.0), ("rejection", 1, 2.0), ("matching", 3, 1.0), ("matching", 1, 2.0)],
 )
 def test_two_sampled_tokens_have_the_law_of_the_target(rule, num_drafts, temperature):
     target, draft = LAW_MODELS
@@ -357,7 +354,7 @@ def test_two_sampled_tokens_have_the_law_of_the_target(rule, num_drafts, tempera
             tokens += speculative_decode_step(*step, rule=rule)[0]
         return tuple(tokens[:2])
 
-    outcomes = [two_tokens() for _ in range(800)]
+    outcomes = [two_tokens() for _ in range(600)]
     assert p_value(outcomes, two_token_law(target, temperature)) > TINY_P_VALUE
 
 
@@ -367,7 +364,7 @@ def test_drafts_that_are_certain_leave_the_law_as_it_is(rule):
     target, _ = LAW_MODELS
     generator = seeded(12)
     outcomes = []
-    for _ in range(800):
+    for _ in range(600):
         tokens, _ = verify_and_sample(target, CONTEXT, [2, 0], generator=generator, rule=rule)
         tokens += plain_generate(target, [*CONTEXT, *tokens], 1, generator=generator)
         outcomes.append(tuple(tokens[:2]))
@@ -380,7 +377,7 @@ def test_the_law_of_the_draft_model_would_be_noticed(temperature):
     target, draft = LAW_MODELS
     law, generator = two_token_law(target, temperature), seeded(13)
     outcomes = [
-        tuple(plain_generate(draft, CONTEXT, 2, temperature, generator)) for _ in range(800)
+        tuple(plain_generate(draft, CONTEXT, 2, temperature, generator)) for _ in range(600)
     ]
     assert p_value(outcomes, law) < TINY_P_VALUE
 
@@ -406,14 +403,13 @@ def test_a_sampled_draft_is_accepted_as_often_as_worked_out(rule):
     target, draft = ConstantLM(P), ConstantLM(Q)
 
     def step(generator: torch.Generator) -> int:
-        return speculative_decode_step(target, draft, [0], 1, 1.0, generator, rule=rule)[
-            1
-        ].num_accepted
+        args = target, draft, [0], 1, 1.0, generator
+        return speculative_decode_step(*args, rule=rule)[1].num_accepted
 
-    count = accepted(1500, step)
-    assert binomtest(count, 1500, probability(rule)).pvalue > TINY_P_VALUE
+    count = accepted(800, step)
+    assert binomtest(count, 800, probability(rule)).pvalue > TINY_P_VALUE
     other = probability("matching" if rule == "rejection" else "rejection")
-    assert binomtest(count, 1500, other).pvalue < TINY_P_VALUE
+    assert binomtest(count, 800, other).pvalue < TINY_P_VALUE
 
 
 @pytest.mark.parametrize("rule", ["rejection", "matching"])
@@ -424,9 +420,9 @@ def test_the_likeliest_draft_is_accepted_as_often_by_either_rule(rule):
     def step(generator: torch.Generator) -> int:
         return verify_and_sample(target, [0], drafts, generator=generator, rule=rule)[1]
 
-    count = accepted(1000, step)
+    count = accepted(800, step)
     assert probability("argmax") == 0.25
-    assert binomtest(count, 1000, 0.25).pvalue > TINY_P_VALUE
+    assert binomtest(count, 800, 0.25).pvalue > TINY_P_VALUE
 
 
 def test_a_shared_number_matches_as_often_as_worked_out():
@@ -478,17 +474,20 @@ def test_expected_tokens_are_the_formula(acceptance, num_drafts):
     assert expected_tokens_per_pass(acceptance, num_drafts) == pytest.approx(formula)
 
 
-@pytest.mark.parametrize("num_drafts", [1, 4])
-def test_expected_tokens_are_those_of_steps_that_are_run(num_drafts):
+def test_the_run_that_is_accepted_is_geometric_and_its_mean_is_the_formula():
     target, draft = ConstantLM([0.5, 0.3, 0.2]), ConstantLM([0.3, 0.3, 0.4])
+    num_accepted = {n: 0.8**n * 0.2 for n in range(4)} | {4: 0.8**4}
     generator, total = seeded(31), SpeculativeStats()
-    for _ in range(1000):
-        step = speculative_decode_step(target, draft, [0], num_drafts, generator=generator)
-        total += step[1]
-    assert total.num_target_passes == 1000 and total.num_drafted == 1000 * num_drafts
-    expected = expected_tokens_per_pass(0.8, num_drafts)
-    deviation = math.sqrt(num_drafts**2 / 1000)  # of the mean, at most
-    assert abs(total.tokens_per_pass - expected) < min(5 * deviation, 0.25)
+    counts = []
+    for _ in range(600):
+        _, step = speculative_decode_step(target, draft, [0], 4, generator=generator)
+        counts.append(step.num_accepted)
+        total += step
+    assert p_value(counts, num_accepted) > TINY_P_VALUE
+    assert total == SpeculativeStats(600 * 4, sum(counts), 600)
+    assert total.tokens_per_pass == 1 + sum(counts) / 600
+    mean = sum((n + 1) * chance for n, chance in num_accepted.items())
+    assert expected_tokens_per_pass(0.8, 4) == pytest.approx(mean)
 
 
 def test_speedup_by_hand():
