@@ -35,8 +35,8 @@ SYSTEMS: dict[str, dict | None] = {
     "draft, 4": {"method": "draft", "num_spec_tokens": 4, "adaptive": False},
     "draft, adaptive": {"method": "draft"},
 }
-BATCH_SIZES = {1: 4, 4: 2, 16: 1, 64: 1}  # and how many batches of this size a turn serves
-PROMPT_LEN, OUTPUT_LEN = 192, 64
+BATCH_SIZES = {1: 3, 4: 1, 16: 1, 64: 1}  # and how many batches of this size a turn serves
+PROMPT_LEN, OUTPUT_LEN = 192, 48
 NAMES = ("alpha", "count", "name", "path", "size", "left", "right", "value", "width", "items")
 
 
@@ -152,7 +152,7 @@ def in_turn(systems: dict, num_rounds: int):
 def measure_engine(*, tiny: bool) -> dict:
     """For each workload, batch size and system, a list of turns."""
     models = load_models()
-    num_rounds = 1 if tiny else 4
+    num_rounds = 1 if tiny else 3
     engines = {name: make_engine(models, spec) for name, spec in SYSTEMS.items()}
     runs: dict = {}
     for workload, (make_prompts, params) in WORKLOADS.items():

@@ -388,6 +388,19 @@ def test_whoever_gets_no_drafts_does_not_fall_behind_while_others_do():
     world.run()
 
 
+def test_rejected_guesses_are_taken_back_once():
+    """Not again in each step in which there is nothing to compute."""
+    world = World(200, errs=lambda request, _: request.request_id == "a")
+    world.add("a", prompt_of(5), 30)
+    world.add("b", prompt_of(5, 1), 60)
+    for _ in range(3):
+        world.step()
+    world.length.num_drafts = lambda request: K * (request.request_id == "b")
+    for num_of_a in (0, 1, 1, 1):  # a's last token was wrongly guessed, and is not computed yet
+        assert world.num_fed() == K + 1 + num_of_a
+    world.run()
+
+
 def test_nothing_to_do_is_nothing_done():
     world = World()
     assert world.proposer.propose([], []) == {}
@@ -609,6 +622,24 @@ def test_preempted_and_resumed(preempt_every, kind, cache):
         world.add(name, prompt_of(4 + 3 * i, i % 2), 14)
     world.run()
     assert world.scheduler.get_stats().total_preempted > 0
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_who_came_back_is_followed_as_before(cache):
+    world = World(cache=cache, errs=always)
+    request = world.add("a", prompt_of(6), 40)
+    for _ in range(4):
+        world.step()
+    world.scheduler.preempt_every = 1
+    world.step()
+    world.scheduler.preempt_every = None
+    assert request.num_preemptions == 1
+    num_cached = 0 if cache is None else request.num_tokens // 4 * 4
+    assert world.num_fed() >= request.num_tokens - num_cached
+    world.step()
+    for _ in range(4):
+        assert world.num_fed() == K
+    world.run()
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 16])

@@ -659,6 +659,26 @@ def test_the_ends_of_intervals_belong_to_the_token_above():
     assert single(p, q, [0], [0.5], [0.6667, 0.0]).runs() == [[2]]
 
 
+def test_at_the_quotient_itself_the_product_decides():
+    """p / q is rounded, up as often as down. So that every program decides alike there, it is said
+    which arithmetic counts: u * q < p in float64, of probabilities as they are."""
+    rng = np.random.default_rng(4)
+    p, q = torch.from_numpy(rng.uniform(0.01, 0.99, size=(2, 400))).float().sort(dim=0).values
+    quotient = p.double() / q.double()
+    verified = rejection_sample(
+        torch.stack([p, 1 - p], dim=1).repeat_interleave(2, dim=0),
+        torch.zeros(400, dtype=torch.int64),
+        torch.stack([q, 1 - q], dim=1),
+        torch.arange(401) * 2,
+        1,
+        quotient,
+        torch.zeros(800, dtype=torch.float64),
+    )
+    is_accepted = verified.num_sampled == 2
+    assert torch.equal(is_accepted, quotient * q.double() < p.double())
+    assert 0 < is_accepted.sum() < 400, "a quotient below p / q, and one that is not"
+
+
 @pytest.mark.parametrize(
     ("p", "q"),
     [
@@ -806,6 +826,10 @@ def test_the_bonus_token_comes_only_behind_all_drafts():
             sampled, torch.tensor(drafts), torch.tensor([0, 4]), 3
         )
         assert [t for t in tokens[0].tolist() if t != PADDING] == expected
+
+
+def test_padding_is_no_token():
+    assert PADDING == -1
 
 
 def test_a_draft_behind_a_rejected_one_never_counts():

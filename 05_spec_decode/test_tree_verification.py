@@ -96,7 +96,7 @@ class TransformersLM:
             eos_token_id=None,
             bos_token_id=None,
             pad_token_id=None,
-            attn_implementation="eager",
+            attn_implementation="sdpa",  # "eager" takes its softmax in float32
         )
         self.model = model_type(config).double().eval()
 
@@ -111,8 +111,9 @@ class TransformersLM:
         if positions is not None:
             inputs["position_ids"] = positions[None]
         if attention_mask is not None:
-            hidden = torch.finfo(torch.float64).min
-            inputs["attention_mask"] = torch.where(attention_mask, 0.0, hidden)[None, None].double()
+            mask = torch.zeros(attention_mask.shape, dtype=torch.float64)
+            mask = mask.masked_fill(~attention_mask, torch.finfo(torch.float64).min)
+            inputs["attention_mask"] = mask[None, None]  # added to the scores
         return self.model(torch.tensor([list(token_ids)]), use_cache=False, **inputs).logits[0]
 
 
@@ -359,7 +360,7 @@ LAWS = [
     (random_law(5, 3, zeros=[0, 2]), random_law(5, 4, zeros=[1])),
     (random_law(4, 5), random_law(4, 5)),  # equal
     (random_law(4, 6, zeros=[0, 1]), random_law(4, 7, zeros=[2, 3])),  # nothing in common
-    (torch.tensor([0.2, 0.3, 0.5]).double(), torch.tensor([0.0, 1.0, 0.0]).double()),  # certain
+    (random_law(3, 8), random_law(3, 9, zeros=[0, 2])),  # certain
 ]
 
 
@@ -406,7 +407,7 @@ def test_siblings_are_drawn_without_replacement():
         def get_logits(self, token_ids: Sequence[int], *_: object) -> torch.Tensor:
             return torch.tensor(law, dtype=torch.float64).log().expand(len(token_ids), -1)
 
-    q, generator = torch.tensor(law), seeded(3)
+    q, generator = torch.tensor(law, dtype=torch.float64), seeded(3)
     counts = Counter(
         sample_draft_tree(Constant(), [0], (2,), 1.0, generator)[0].token_ids for _ in range(600)
     )
