@@ -80,6 +80,12 @@ class CostLine:
         new = (1.0, size, ms, size * size, size * ms)
         self._sums = [self.memory * s + x for s, x in zip(self._sums, new, strict=True)]
 
+    def fade(self) -> None:
+        """A step without an observation: what was seen last grows old, and the next one counts for
+        more. The line stays where it is."""
+        if self._sums[0] > 1e-3:
+            self._sums = [self.memory * s for s in self._sums]
+
     @property
     def has_seen(self) -> bool:
         return self._sums[0] > 0
@@ -210,6 +216,8 @@ class AdaptiveLength:
         self.verify_cost.observe(num_tokens, verify_ms)
         if num_rounds:
             self.draft_cost.observe(num_requests, draft_ms / num_rounds)
+        else:
+            self.draft_cost.fade()
 
     def forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)

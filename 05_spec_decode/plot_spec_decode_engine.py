@@ -35,7 +35,7 @@ SYSTEMS: dict[str, dict | None] = {
     "draft, 4": {"method": "draft", "num_spec_tokens": 4, "adaptive": False},
     "draft, adaptive": {"method": "draft"},
 }
-BATCH_SIZES = {1: 3, 4: 1, 16: 1, 64: 1}  # and how many batches of this size a turn serves
+BATCH_SIZES = {1: 2, 4: 1, 16: 1, 64: 1}  # and how many batches of this size a turn serves
 PROMPT_LEN, OUTPUT_LEN = 192, 48
 NAMES = ("alpha", "count", "name", "path", "size", "left", "right", "value", "width", "items")
 

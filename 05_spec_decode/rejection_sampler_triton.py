@@ -150,8 +150,7 @@ def _rejection_kernel(
 
     # As many tiles, and then tokens, lie before the point as have their end at or before it. Of a
     # row that says nothing, all do: the last token.
-    num_before = tl.sum((tl.cumsum(sums) <= point).to(tl.int32))
-    tile = tl.minimum(num_before, num_tiles - 1)
+    tile = tl.sum((tl.cumsum(sums) <= point).to(tl.int32))
     start = tl.sum(tl.where(tl.arange(0, MAX_TILES) < tile, sums, 0))
     tokens = tile * TILE + tl.arange(0, TILE)
     weights = _weights(tokens, p_row, q_row, rejected, vocab_size, SCALE, IS_ONE_HOT)

@@ -218,6 +218,26 @@ def test_at_its_end_a_token_gives_way_to_the_next_one_in_the_next_tile(source, d
     assert runs == [token for token in BORDERS for _ in range(2)]
 
 
+@pytest.mark.parametrize(
+    ("weights", "u", "token"),
+    [
+        ([2.0**-52, 1], 0.0, 0),  # the smallest weight that can be drawn
+        ([1.9 * 2.0**-53, 1], 0.0, 1),
+        ([0.5 + 2.0**-40, 0.5 - 2.0**-40], 0.5, 0),  # float32 knows only 0.5
+    ],
+)
+def test_weights_are_integers_of_52_bits(weights, u, token, device):
+    arguments = make_arguments([weights], [], None, [0], [], [u], torch.float64)
+    assert check(arguments, device).token_ids.tolist() == [[token]]
+
+
+def test_the_residual_is_rounded_as_p_is(device):
+    """In float32, 0.5 - 2**-27 is 0.5; in a wider format, token 0 would end below this number."""
+    p, q = [0.5, 0.5, 0.0], [2.0**-27, 0.0, 1.0]
+    arguments = make_arguments([p] * 2, [2], [q], [1], [0.0], [0.5 - 2.0**-40, 0.0])
+    assert check(arguments, device).token_ids.tolist() == [[0, PADDING]]
+
+
 def test_a_draft_is_accepted_below_p_over_q_and_not_at_it(device):
     p, q = [0.25, 0.25, 0.5], [0.5, 0.5, 0.0]
     numbers = [0.5 - 2.0**-53, 0.5, 0.5 + 2.0**-52]
