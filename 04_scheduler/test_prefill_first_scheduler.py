@@ -838,14 +838,14 @@ def test_drafts_are_planned_trimmed_and_taken_back():
     assert loop.outputs["b"] == expected
 
 
-def test_drafts_that_open_a_page_wait_for_it():
+def test_nobody_is_retracted_for_a_guess():
     loop = greedy(4)
     for name, num_outputs in (("a", 8), ("b", 2)):
         loop.add(name, 6, num_outputs)
         loop.step()
     loop.scheduler.update_draft_token_ids({"a": [0, 0]})  # positions 6, 7 and 8
     output = loop.step()
-    assert preempted(output) == ["b"] and planned(output) == {"a": 3}
+    assert preempted(output) == [] and planned(output) == {"a": 1, "b": 1}
     loop.run()
     for name, num_outputs in (("a", 8), ("b", 2)):
         expected = continuation(loop.requests[name].prompt_token_ids, num_outputs)

@@ -141,7 +141,7 @@ def test_one_size_makes_a_flat_line():
     assert line.predict(1) == line.predict(1000) == pytest.approx(20 / 3)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     points=st.lists(
         st.tuples(st.integers(1, 5000), st.floats(0, 1e4, allow_subnormal=False)), min_size=1
@@ -190,6 +190,20 @@ def test_what_has_changed_for_good_is_believed(factor):
         line.observe(i % 8, factor * (10 + 0.5 * (i % 8)))
     for size in (0, 4, 8):
         assert line.predict(size) == pytest.approx(factor * (10 + 0.5 * size), rel=0.25)
+
+
+def test_steps_without_an_observation_change_nothing_but_what_the_next_one_counts():
+    line = CostLine()
+    line.fade()
+    assert not line.has_seen
+    for i in range(40):
+        line.observe(i % 8, 10 + 0.5 * (i % 8))
+    before = line.line
+    for _ in range(40_000):
+        line.fade()
+    assert line.has_seen and line.line == pytest.approx(before)
+    line.observe(4, 100.0)
+    assert line.predict(4) == pytest.approx(100, rel=0.01)
 
 
 def test_a_clock_that_stood_still_is_no_prediction():
@@ -294,7 +308,7 @@ def test_a_fixed_length_is_that():
     assert length.choose(REQUESTS[:2]) == [3, 3] and length.choose([]) == []
 
 
-@pytest.mark.parametrize("num_requests", [1, 4, 16, 40])
+@pytest.mark.parametrize("num_requests", [1, 4, 24])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_it_finds_the_length_that_a_search_over_true_costs_finds(machine, num_requests):
     """To 4 % of the best rate, what it costs to try others included; mostly to 1 %."""
@@ -349,6 +363,19 @@ def test_no_rounds_say_nothing_of_what_a_round_takes():
     assert not length.draft_cost.has_seen and length.verify_cost.has_seen
     length.observe_step(4, 8, 2, 10.0, 6.0)
     assert length.draft_cost.predict(4) == pytest.approx(3.0)
+
+
+def test_what_guessing_took_before_a_long_pause_counts_little():
+    """It was slow, by accident or in another life. One attempt later it is known to be fast."""
+    length = AdaptiveLength(K)
+    for _ in range(100):
+        length.observe("0", K, K)
+        length.observe_step(1, 1 + K, K, 10.0, 1000.0 * K)
+    assert length.choose(REQUESTS[:1]) == [0]
+    for _ in range(500):
+        length.observe_step(1, 1, 0, 10.0, 0.0)
+    length.observe_step(1, 2, 1, 10.0, 0.1)
+    assert length.choose(REQUESTS[:1]) == [K]
 
 
 def follows(run: Run, before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
@@ -449,7 +476,7 @@ calls = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(
     num_spec_tokens=st.integers(1, 6),
     prior=st.floats(0, 1),

@@ -164,7 +164,7 @@ tokens_of_few_kinds = st.integers(1, 4).flatmap(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(
     prompts=st.lists(tokens_of_few_kinds, min_size=1, max_size=3),
     num_spec_tokens=st.integers(1, 5),

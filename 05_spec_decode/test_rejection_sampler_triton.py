@@ -6,6 +6,7 @@ no GPU. That the rules are right is for the tests of the PyTorch version to show
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -95,9 +96,9 @@ def make_arguments(
     num_more: int = 0,
 ) -> Arguments:
     return Arguments(
-        torch.as_tensor(target_probs).to(dtype),
+        torch.as_tensor(target_probs, dtype=dtype),
         torch.as_tensor(draft_token_ids, dtype=torch.int64),
-        None if draft_probs is None else torch.as_tensor(draft_probs).to(dtype),
+        None if draft_probs is None else torch.as_tensor(draft_probs, dtype=dtype),
         torch.from_numpy(_starts(lengths)),
         max(lengths, default=0) + num_more,
         torch.as_tensor(accept_u, dtype=torch.float64),
@@ -326,14 +327,19 @@ def test_batches_without_drafts_and_without_requests(device):
         assert check(nobody, device).token_ids.shape == (0, 1 + num_more)
 
 
-def test_every_number_of_the_result_is_written(device, monkeypatch):
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(77))
+def test_every_number_of_the_result_is_written_and_none_beside_it(device, monkeypatch):
+    empty, buffers = torch.empty, []
+
+    def guarded(*size: int, **kind) -> torch.Tensor:
+        buffers.append(empty(math.prod(size) + 64, **kind).fill_(77))
+        return buffers[-1][32:-32].view(size)
+
+    monkeypatch.setattr(torch, "empty", guarded)
     for num_more in (0, 1, 2):
         check(random_arguments(3, [1, 0, 3], 40, num_more=num_more), device)
-    sampled, drafts, cu_num_logits = random_samples(3, [1, 0, 3], device)
-    tokens, _ = rejection_sampling_batched_triton(sampled, drafts, cu_num_logits, 5)
-    assert (tokens < 3).all()
+        check_matching(*random_samples(3, [1, 0, 3], device), 3 + num_more)
+    assert len(buffers) == 12
+    assert all((x[:32] == 77).all() and (x[-32:] == 77).all() for x in buffers)
 
 
 def test_rows_may_lie_apart_and_other_numbers_may_too(device):
@@ -430,12 +436,12 @@ def test_an_id_that_is_no_token_is_neither_looked_up_nor_accepted(is_certain, de
 def random_samples(
     seed: int, lengths: Sequence[int], device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    """Two of three samples are 1, and half of the drafts."""
+    rng = np.random.default_rng(seed)
     num_drafts = sum(lengths)
-    sampled = torch.randint(3, (num_drafts + len(lengths),), generator=generator)
-    drafts = torch.randint(2, (num_drafts,), generator=generator)
-    cu_num_logits = torch.from_numpy(_starts(lengths))
-    return sampled.clamp(max=1).to(device), drafts.to(device), cu_num_logits.to(device)
+    sampled = rng.integers(3, size=num_drafts + len(lengths)).clip(max=1)
+    drafts = rng.integers(2, size=num_drafts)
+    return tuple(torch.from_numpy(x).to(device) for x in (sampled, drafts, _starts(lengths)))
 
 
 def check_matching(

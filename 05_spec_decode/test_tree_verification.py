@@ -331,10 +331,9 @@ def test_second_choices_bring_more_tokens_for_the_same_passes():
 
 def test_a_step_is_one_target_pass():
     target, draft = CountingLM(SimpleLM(30)), CountingLM(SimpleLM(30, seed=1))
-    _, stats = tree_decode_step(target, draft, CONTEXT, (3, 2, 1))
+    tokens, stats = tree_decode_step(target, draft, CONTEXT)
     assert (target.num_passes, draft.num_passes) == (1, 3)
-    assert stats.num_drafted == 3 + 6 + 6
-    assert stats.num_target_passes == 1
+    assert stats == SpeculativeStats(3 + 6 + 6, len(tokens) - 1, 1)
 
 
 # -- sampled
@@ -415,9 +414,18 @@ def test_siblings_are_drawn_without_replacement():
     assert counts.keys() <= set(pairs)
     expected = [600 * draw_chance(q, pair) for pair in pairs]
     assert chisquare([counts[pair] for pair in pairs], expected).pvalue > TINY_P_VALUE
-    # There are three tokens to draw, not nine.
-    tree, _ = sample_draft_tree(Constant(), [0], (9,), 1.0, generator)
-    assert sorted(tree.token_ids) == [0, 1, 2]
+    # There are three tokens to draw, not nine; how unlikely two of them are does not matter.
+    for temperature in (1.0, 0.01):
+        tree, _ = sample_draft_tree(Constant(), [0], (9,), temperature, generator)
+        assert sorted(tree.token_ids) == [0, 1, 2]
+
+
+def test_the_defaults_are_one_tree():
+    model = SimpleLM(20)
+    assert build_draft_tree(model, CONTEXT) == build_draft_tree(model, CONTEXT, (3, 2, 1))
+    default = sample_draft_tree(model, CONTEXT, generator=seeded(1))
+    tree, probs = sample_draft_tree(model, CONTEXT, (3, 2, 1), 1.0, seeded(1))
+    assert default[0] == tree and torch.equal(default[1], probs)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
