@@ -373,6 +373,29 @@ def test_drafts_that_are_certain_leave_the_law_as_it_is(rule):
     assert p_value(outcomes, two_token_law(target, 1.0)) > TINY_P_VALUE
 
 
+@pytest.mark.parametrize("has_logits", [True, False])
+@pytest.mark.parametrize("temperature", [0.7, 2.0])
+def test_the_rules_get_fresh_numbers_and_the_probabilities_at_the_temperature(
+    temperature, has_logits
+):
+    """With the laws of the rules themselves, which are proved elsewhere, this is exact."""
+    target, draft = LAW_MODELS
+    p_logits = target.get_logits([*CONTEXT, 2, 0, 1])[2:]
+    q_logits = draft.get_logits([*CONTEXT, 2, 0])[2:] if has_logits else None
+    p = (p_logits / temperature).softmax(-1)
+    q = (q_logits / temperature).softmax(-1) if has_logits else None
+    rows, drafts = torch.tensor([0, 4]), torch.tensor([2, 0, 1])
+    for seed in range(60):
+        u = torch.rand(7, dtype=torch.float64, generator=seeded(seed))
+        expected = rejection_sampler.rejection_sample(p, drafts, q, rows, 3, u[:3], u[3:])
+        args = target, CONTEXT, [2, 0, 1], q_logits, temperature
+        tokens, _ = verify_and_sample(*args, seeded(seed))
+        assert tokens == expected.token_ids[0, : expected.num_sampled[0]].tolist()
+        # Matching makes what plain decoding makes of the same numbers, as far as it gets.
+        tokens, _ = verify_and_sample(*args, seeded(seed), rule="matching")
+        assert tokens == plain_generate(target, CONTEXT, len(tokens), temperature, seeded(seed))
+
+
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_the_law_of_the_draft_model_would_be_noticed(temperature):
     """And by as few samples as above."""
