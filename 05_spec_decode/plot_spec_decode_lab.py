@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from acceptance import acceptance_probability
 
+from acceptance import acceptance_probability
 from block_pool import BlockPool
 from common.assembly import allocate_kv_cache
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT
