@@ -30,11 +30,13 @@ Names and rules are those of SGLang's `PrefillAdder`, which rounds all three cou
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection
 from enum import Enum, auto
 
 from request import Request
 from scheduler_interface import ComputedBlocks, KVMemory
+from whole_prompts import ChunkPolicy, WholePrompts
 
 CLIP_MAX_NEW_TOKENS = 4096  # more than that is never expected of anybody
 RETRACT_DECODE_STEPS = 20  # so many steps should go well after a retraction
@@ -91,12 +93,23 @@ class NewTokenRatio:
         self.value = self.initial
 
 
+class CutPrompts(WholePrompts):
+    """Prompts may be longer than a step: each takes what there is."""
+
+    def longest_prompt(self, max_num_batched_tokens: int) -> int:
+        return sys.maxsize
+
+    def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
+        return min(num_behind, budget)
+
+
 class PrefillAdder:
     """One batch while it is filled.
 
     `running` are those who decode, `num_next_decode_tokens` the memory that their next step takes
     for certain. `max_input_tokens` is what the largest step may compute: work beyond that is cut
-    even where prompts are not. `allocate(request, computed, num_new_tokens)` seats a request whose
+    even where prompts are not. `chunk_policy` says how much of a prompt, and the adder where that
+    ends. `allocate(request, computed, num_new_tokens)` seats a request whose
     memory is there. For 0 tokens it refuses, and whatever the look-up began is undone."""
 
     def __init__(
@@ -110,6 +123,7 @@ class PrefillAdder:
         *,
         max_input_tokens: int | None = None,
         num_next_decode_tokens: int = 0,
+        chunk_policy: ChunkPolicy | None = None,
     ) -> None:
         self.page_size = kv_memory.block_size
         self.rem_input_tokens = rem_input_tokens
@@ -122,6 +136,9 @@ class PrefillAdder:
         self._kv_memory = kv_memory
         self._allocate = allocate
         self._max_input_tokens = max_input_tokens or rem_input_tokens
+        self._chunk_policy = chunk_policy or (
+            WholePrompts() if rem_chunk_tokens is None else CutPrompts()
+        )
         self._nobody_runs = not running
         # An average over many steps may be less than what the very next one takes.
         expected = sum(map(num_expected_outputs, running)) * new_token_ratio
@@ -151,7 +168,7 @@ class PrefillAdder:
         num_idle_pages = sum(block.ref_cnt == 1 for block in computed.blocks)
         num_needed = self._whole_pages(num_behind + num_expected_outputs(req))
         num_needed += num_idle_pages * self.page_size
-        num_tokens = self._num_tokens_now(req.num_tokens - num_behind, num_behind)
+        num_tokens = self._num_tokens_now(req, num_behind)
         is_cut = num_tokens < num_behind
         if num_needed > self.rem_total_tokens and not is_alone:
             return self._refuse(req, computed, AddReqResult.NO_TOKEN)
@@ -172,7 +189,7 @@ class PrefillAdder:
         """The next chunk of a prompt that was cut before. Returns the request if it still needs the
         chunked slot: its prompt has not ended, or there was no room for more of it now."""
         num_behind = req.num_tokens - req.num_computed_tokens
-        num_tokens = self._num_tokens_now(req.num_computed_tokens, num_behind)
+        num_tokens = self._num_tokens_now(req, num_behind)
         if num_tokens == 0 or not self._kv_memory.allocate_slots(req, num_tokens):
             return req
         self._add(req, num_tokens)
@@ -181,20 +198,22 @@ class PrefillAdder:
         self._num_expected_tokens += self._whole_pages(num_expected_outputs(req))
         return None
 
-    def _num_tokens_now(self, start: int, num_behind: int) -> int:
-        """How much of the work behind position `start` goes into this batch. 0: none."""
+    def _num_tokens_now(self, req: Request, num_behind: int) -> int:
+        """How much of the request's `num_behind` tokens goes into this batch. 0: none."""
         budget = self.rem_input_tokens
         if self.rem_chunk_tokens is not None:
             budget = min(budget, self.rem_chunk_tokens)
-        if num_behind <= budget:
-            return num_behind
-        may_be_cut = self.rem_chunk_tokens is not None or num_behind > self._max_input_tokens
-        if budget <= 0 or not may_be_cut:
+        if budget <= 0:
             return 0
-        end = (start + budget) // self.page_size * self.page_size  # down: the rest is for later
+        most = self._max_input_tokens
+        num_tokens = self._chunk_policy.num_tokens_now(req, num_behind, budget, most)
+        if num_tokens in (0, num_behind):
+            return num_tokens
+        start = req.num_tokens - num_behind
+        end = (start + num_tokens) // self.page_size * self.page_size  # down: the rest is for later
         if end > start:
             return end - start
-        return 0 if self.can_run_list else budget  # pages may be larger than steps
+        return 0 if self.can_run_list else num_tokens  # pages may be larger than steps
 
     def _add(self, req: Request, num_tokens: int) -> None:
         self.can_run_list.append(req)

@@ -37,35 +37,28 @@ the last admitted.) The names are SGLang's. Priorities order the queue, and take
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterable, Sequence
 
 from admission_constraints import AdmissionConstraint
-from chunk_policy import WholePrompts
 from policies import SchedulePolicy
 from policy_queue import create_queue
-from prefill_adder import AddReqResult, NewTokenRatio, PrefillAdder
+from prefill_adder import AddReqResult, CutPrompts, NewTokenRatio, PrefillAdder
 from request import BLOCK_SIZE, Request
 from schedule_batch import ForwardMode, ScheduleBatch
 from scheduler import MAX_PASSED_OVER, make_kv_memory
 from scheduler_base import SchedulerBase, SchedulerLimits, StepPlan
 from scheduler_interface import ComputedBlocks, KVMemory, SchedulerOutput
+from whole_prompts import ChunkPolicy, WholePrompts
 
 __all__ = ["ForwardMode", "PrefillFirstScheduler", "ScheduleBatch"]
-
-
-class _CutPrompts(WholePrompts):
-    """Prompts may be longer than a step. How they are cut is the adder's affair."""
-
-    def longest_prompt(self, max_num_batched_tokens: int) -> int:
-        return sys.maxsize
 
 
 class PrefillFirstScheduler(SchedulerBase):
     """A `SchedulerInterface`. The leading parameters are those of `Scheduler`.
 
     `chunked_prefill_size`: prompts are cut into chunks of at most so many tokens; None: they are
-    computed whole, and refused if they are longer than a step. `mixing` puts decodes into prefill
+    computed whole, and refused if they are longer than a step. `chunk_policy` may give a prompt
+    less of that, never more. `mixing` puts decodes into prefill
     batches; where prompts are whole, one waits until it fits beside the decodes. The share set
     aside falls from `init_new_token_ratio` to `min_new_token_ratio` in
     `new_token_ratio_decay_steps` decode batches. Raises `ValueError` that names the field."""
@@ -88,6 +81,7 @@ class PrefillFirstScheduler(SchedulerBase):
         shuffle_waiting: bool = False,
         mixing: bool = False,
         chunked_prefill_size: int | None = None,
+        chunk_policy: ChunkPolicy | None = None,
         init_new_token_ratio: float = 0.7,
         min_new_token_ratio: float = 0.1,
         new_token_ratio_decay_steps: int = 600,
@@ -105,7 +99,7 @@ class PrefillFirstScheduler(SchedulerBase):
             SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_model_len, max_preemptions),
             kv_memory,
             create_queue(policy, find_cached, size, seed, max_overtakes),
-            WholePrompts() if chunked_prefill_size is None else _CutPrompts(),
+            chunk_policy or (WholePrompts() if chunked_prefill_size is None else CutPrompts()),
             constraints,
             num_lookahead_tokens,
         )
@@ -205,6 +199,7 @@ class PrefillFirstScheduler(SchedulerBase):
             chunk,
             max_input_tokens=self.max_num_batched_tokens,
             num_next_decode_tokens=num_next_pages * self.kv_memory.block_size,
+            chunk_policy=self.chunk_policy,
         )
 
     def _allocate(self, request: Request, computed: ComputedBlocks, num_new_tokens: int) -> bool:
@@ -231,6 +226,13 @@ class PrefillFirstScheduler(SchedulerBase):
                 continue
             computed = self.look_up(request)
             if not computed.is_ready:
+                num_passed_over += 1
+                continue
+            num_behind = request.remaining_tokens - computed.num_tokens
+            if not self.chunk_policy.may_start(request, num_behind):
+                self._allocate(request, computed, 0)  # what the look-up began is undone
+                if self.waiting.is_aged(request):
+                    break
                 num_passed_over += 1
                 continue
             has_chunked_req = self.chunked_req is not None

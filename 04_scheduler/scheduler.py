@@ -39,13 +39,13 @@ from enum import Enum, auto
 from admission_constraints import AdmissionConstraint
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
-from chunk_policy import ChunkPolicy
 from policies import PriorityPolicy, SchedulePolicy
 from policy_queue import create_queue
 from prefix_cache_local import PrefixCacheLocal
 from request import BLOCK_SIZE, Request
 from scheduler_base import SchedulerBase, SchedulerLimits, StepPlan
 from scheduler_interface import KVMemory, SchedulerOutput
+from whole_prompts import ChunkPolicy
 
 __all__ = ["Request", "Scheduler", "make_kv_memory"]
 
@@ -127,17 +127,20 @@ class Scheduler(SchedulerBase):
     def _plan_running(self, plan: StepPlan) -> None:
         block_size = self.kv_memory.block_size
         room_in_block = block_size - self.num_lookahead_tokens
-        num_behind_it = len(self.running)
-        for request in list(self.running.values()):
-            num_behind_it -= 1
-            if plan.preempted and request.request_id not in self.running:
-                continue  # it made room for one before it
+        running = list(self.running.values())
+        num_decodes_behind: list[int] | None = None
+        for i, request in enumerate(running):
+            if plan.budget == 0 or (plan.preempted and request.request_id not in self.running):
+                continue  # the latter made room for one before it
             start = request.num_computed_tokens
             num_tokens = len(request.all_token_ids) + len(request.draft_token_ids) - start
-            if num_tokens > 1 or plan.budget == 0:  # more than a decode: as much as there is
-                budget = plan.budget
+            if num_tokens > 1:  # more than a decode: as much as there is
                 if request.draft_token_ids:  # a token for everybody before a guess for anybody
-                    budget = max(budget - num_behind_it, min(budget, 1))
+                    num_kept = len(running) - 1 - i
+                else:  # and for those who decode before a chunk
+                    num_decodes_behind = num_decodes_behind or _num_decodes_behind(running)
+                    num_kept = num_decodes_behind[i]
+                budget = max(plan.budget - num_kept, 1)
                 num_tokens = self._num_tokens_now(request, num_tokens, budget)
             # Inside a block there is nothing to ask: it was taken when its first slot was written.
             is_inside_a_block = 0 < start % block_size <= room_in_block - num_tokens
@@ -185,7 +188,7 @@ class Scheduler(SchedulerBase):
         self._num_steps += 1
         if self.preempt_every and self._num_steps % self.preempt_every == 0:
             for request in reversed(self.running.values()):
-                if request.num_output_tokens > self._forced.get(request.request_id, 0):
+                if request.num_output_tokens > self._forced.get(request.request_id, -1):
                     self._forced[request.request_id] = request.num_output_tokens
                     return self._preempt(request, plan)
 
@@ -237,6 +240,9 @@ class Scheduler(SchedulerBase):
         if not computed.is_ready:
             return _Admission.NOT_READY
         num_behind = request.remaining_tokens - computed.num_tokens
+        if not self.chunk_policy.may_start(request, num_behind):
+            self.allocate(request, computed, 0)  # what the look-up began is undone
+            return _Admission.HELD_BACK
         budget = plan.budget
         if displaced is not None:
             budget += plan.num_tokens.get(displaced.request_id, 0)
@@ -263,6 +269,14 @@ class Scheduler(SchedulerBase):
         ]
         lowest = max(candidates, key=lambda r: (r.priority, r.arrival_time), default=None)
         return lowest if lowest is not None and lowest.priority > newcomer.priority else None
+
+
+def _num_decodes_behind(running: Sequence[Request]) -> list[int]:
+    """For each of them: how many of those behind it need one token only."""
+    counts = [0]
+    for request in reversed(running[1:]):
+        counts.append(counts[-1] + (request.num_tokens - request.num_computed_tokens == 1))
+    return counts[::-1]
 
 
 def make_kv_memory(num_blocks: int, block_size: int = BLOCK_SIZE) -> CachedKVCacheManager:

@@ -28,7 +28,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from admission_constraints import AdmissionConstraint
-from chunk_policy import ChunkPolicy, WholePrompts
 from request import Request, RequestStatus
 from request_queue import RequestQueue
 from scheduler_interface import (
@@ -40,6 +39,7 @@ from scheduler_interface import (
 )
 from scheduler_stats import SchedulerLimits, SchedulerStats
 from step_plan import RunnerDelta, StepPlan
+from whole_prompts import ChunkPolicy, WholePrompts
 
 
 class SchedulerBase:
@@ -235,6 +235,7 @@ class SchedulerBase:
     # -- the plan becomes a message
 
     def begin_step(self) -> StepPlan:
+        self.chunk_policy.begin_step(self.running.values())
         return StepPlan(self.max_num_batched_tokens)
 
     def finish_step(self, plan: StepPlan) -> SchedulerOutput:

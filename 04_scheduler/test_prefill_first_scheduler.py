@@ -144,7 +144,7 @@ def test_it_serves_the_interface_with_the_parameters_of_the_other_scheduler():
         assert list(ours.parameters) == list(theirs.parameters), name
     ours, theirs = (inspect.signature(s).parameters for s in (PrefillFirstScheduler, Scheduler))
     assert list(ours)[:4] == list(theirs)[:4]
-    assert theirs.keys() - ours.keys() == {"chunk_policy", "watermark", "reserve_all"}
+    assert theirs.keys() - ours.keys() == {"watermark", "reserve_all"}
     for name in theirs.keys() & ours.keys():
         assert ours[name].default == theirs[name].default, name
 

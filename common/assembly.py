@@ -9,6 +9,7 @@
     attention          2      TorchAttentionBackend or TritonAttentionBackend
     runner          common    PagedModelRunner
     proposer           5      NgramProposer or DraftModelProposer, in a Speculator; or nobody
+    chunks           4, 6    WholePrompts; ChunkedPrefill or AdaptiveChunks
     sampler         common    Sampler; in a SpeculativeSampler if somebody guesses
     the loop           1      EngineCore
 
@@ -24,8 +25,10 @@ from hashlib import blake2b
 
 import torch
 
+from adaptive_chunks import AdaptiveChunks
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
+from chunk_policy import ChunkedPrefill
 from common.engine_config import EngineConfig
 from common.kv_sizing import size_kv_cache
 from common.loader import LoadedModel
@@ -54,6 +57,7 @@ from scheduler import Scheduler
 from scheduler_base import SchedulerBase
 from speculator import Speculator
 from tiered_cache import TieredCache
+from whole_prompts import ChunkPolicy, WholePrompts
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +100,12 @@ def assemble(
         eos_token_ids=tuple(loaded.generation_eos_token_ids),
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
+        decode_threshold=config.num_rows_per_request,
         shuffle_seed=config.seed if config.shuffle_batch else None,
     )
     # Checkpoints pad the vocabulary to a round number; a lane that no token has must never win.
     vocab_size = min(loaded.config.vocab_size, num_tokens_in_tokenizer or loaded.config.vocab_size)
+    on_step = watch_steps(getattr(scheduler, "chunk_policy", None), on_step)
     core = EngineCore(scheduler, runner, Sampler(vocab_size=vocab_size), on_step=on_step)
     speculator = make_speculator(config, loaded, draft, kv_cache, kv_manager, backend, vocab_size)
     if speculator is not None:
@@ -127,9 +133,39 @@ def make_scheduler(
         "shuffle_waiting": config.shuffle_waiting,
         "seed": config.seed,
     }
+    options["chunk_policy"] = make_chunk_policy(config)
     if config.scheduler == "prefill_first":
-        return PrefillFirstScheduler(*limits, **options)
+        size = config.chunk_size or config.max_num_batched_tokens
+        options["chunked_prefill_size"] = size if config.cuts_prompts else None
+        return PrefillFirstScheduler(*limits, mixing=config.mixing, **options)
     return Scheduler(*limits, watermark=config.watermark, **options)
+
+
+def make_chunk_policy(config: EngineConfig) -> ChunkPolicy:
+    """For the prefill-first scheduler a number is a size that its adder cuts to, and no limit of a
+    single prompt."""
+    if not config.cuts_prompts:
+        return WholePrompts()
+    threshold = config.chunk_size if config.scheduler == "two_phase" else None
+    limits = (threshold, config.max_long_partial_prefills)
+    if config.target_step_ms is None:
+        return ChunkedPrefill(*limits)
+    return AdaptiveChunks(config.target_step_ms, *limits)
+
+
+def watch_steps(
+    policy: ChunkPolicy | None, on_step: Callable[[StepRecord], None]
+) -> Callable[[StepRecord], None]:
+    """`on_step`, and a policy that learns what steps take is told."""
+    if not isinstance(policy, AdaptiveChunks):
+        return on_step
+
+    def observe(record: StepRecord) -> None:
+        starts, num_tokens = record.start_positions, record.num_scheduled_tokens
+        policy.observe_step([starts[r] for r in num_tokens], num_tokens.values(), record.step_ms)
+        on_step(record)
+
+    return observe
 
 
 def make_kv_manager(

@@ -69,6 +69,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         choices=("ngram", "draft"),
         help="guess tokens ahead: by look-up, or with the shipped draft model",
     )
+    parser.add_argument(
+        "--chunked-prefill",
+        type=int,
+        metavar="N",
+        help="at most N tokens of a prompt in a step (default: as many as fit)",
+    )
     return parser.parse_args(argv)
 
 
@@ -195,7 +201,12 @@ def _main(args: argparse.Namespace) -> int:
         for i in range(len(prompts))
     ]
     speculative = None if args.speculative is None else {"method": args.speculative}
-    llm = LLM(model=args.model, device=args.device, speculative=speculative)
+    llm = LLM(
+        model=args.model,
+        device=args.device,
+        speculative=speculative,
+        chunked_prefill=True if args.chunked_prefill is None else args.chunked_prefill,
+    )
     engine = llm.engine
     print(
         f"{engine.model_config.architecture} on {engine.device}, {engine.dtype}: "

@@ -79,6 +79,12 @@ class EngineConfig:
     `speculative`: None, or what `SpeculativeConfig` takes, such as `{"method": "ngram"}` or
     `{"method": "draft", "num_spec_tokens": 3}`.
 
+    `chunked_prefill` computes long prompts in several steps: as much as a step has room for (True),
+    or at most so many tokens of a prompt in a step (an integer). False: whole, and a prompt must
+    fit one step; so it is with scheduler `"fcfs"` always. `target_step_ms`: chunks are as large as
+    a step of this length allows. `max_long_partial_prefills`: so many prompts longer than a chunk
+    are under way at once. `mixing` puts decodes into the prefill batches of `"prefill_first"`.
+
     `scheduler` is `"two_phase"` or `"prefill_first"` (chapter 4: both fill the memory, and preempt
     when it runs out) or `"fcfs"` (chapter 1: reserves everything at admission). `policy` orders
     the waiting queue of the former two: `"fcfs"`, `"priority"`, `"lpm"`, `"dfs-weight"`, `"lof"`,
@@ -103,7 +109,10 @@ class EngineConfig:
     prefix_cache: str | None = "hash"
     kv_tiers: KVTierConfig | None = None
     kv_connector: KVConnector | None = None
-    chunked_prefill: bool | int = False
+    chunked_prefill: bool | int = True
+    target_step_ms: float | None = None
+    max_long_partial_prefills: int | None = None
+    mixing: bool = False
     speculative: dict | None = None
     attention_backend: str = "auto"
     tensor_parallel_size: int = 1
@@ -132,7 +141,7 @@ class EngineConfig:
             "scheduler": tuple(SCHEDULERS),
             "policy": tuple(POLICIES) if SCHEDULERS.get(self.scheduler) else ("fcfs",),
             "prefix_cache": (None, "hash", "radix"),
-            "chunked_prefill": (False,),
+            "mixing": (False, True),
             "attention_backend": ("auto", "torch", "triton"),
             "tensor_parallel_size": (1,),
             "pipeline_parallel_size": (1,),
@@ -154,6 +163,7 @@ class EngineConfig:
                 f"speculative is {self.speculative!r}: it must be None, since scheduler "
                 f"{self.scheduler!r} does not speculate"
             )
+        self._check_chunks()
         parts = {"kv_tiers": KVTierConfig, "kv_connector": KVConnector}
         for name, kind in parts.items():
             value = getattr(self, name)
@@ -163,6 +173,47 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value!r}: it must be None or a {kind.__name__}")
             if self.prefix_cache is None:
                 raise ValueError(f"{name} is {value!r}: it needs a prefix_cache, which is None")
+
+    def _check_chunks(self) -> None:
+        size = self.chunked_prefill
+        if not isinstance(size, int) or (not isinstance(size, bool) and size < 1):
+            raise ValueError(
+                f"chunked_prefill is {size!r}: it must be True, False or an integer >= 1"
+            )
+        chunks = f"scheduler {self.scheduler!r} with chunked_prefill={size!r}"
+        if self.chunk_size is not None and self.scheduler == "fcfs":
+            raise ValueError(f"chunked_prefill is {size}: scheduler 'fcfs' computes prompts whole")
+        if self.mixing and self.scheduler != "prefill_first":
+            raise ValueError(
+                f"mixing is True: it is for scheduler 'prefill_first', and {self.scheduler!r} has "
+                "no other batches"
+            )
+        target = self.target_step_ms
+        if target is not None:
+            if isinstance(target, bool) or not isinstance(target, int | float) or not target > 0:
+                raise ValueError(f"target_step_ms is {target!r}: it must be None or > 0")
+            if not self.cuts_prompts:
+                raise ValueError(f"target_step_ms is {target!r}: {chunks} does not cut prompts")
+        most = self.max_long_partial_prefills
+        if most is not None:
+            if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+                raise ValueError(
+                    f"max_long_partial_prefills is {most!r}: it must be None or an integer >= 1"
+                )
+            if self.scheduler != "two_phase" or self.chunk_size is None:
+                raise ValueError(
+                    f"max_long_partial_prefills is {most}: it needs scheduler 'two_phase' and a "
+                    "number as chunked_prefill, which says what is long"
+                )
+
+    @property
+    def cuts_prompts(self) -> bool:
+        return self.chunked_prefill is not False and SCHEDULERS[self.scheduler]
+
+    @property
+    def chunk_size(self) -> int | None:
+        """`chunked_prefill` if it is a number."""
+        return None if isinstance(self.chunked_prefill, bool) else self.chunked_prefill
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

@@ -2,16 +2,9 @@
 
 The runner keeps its own copy of every running request, in its own process if need be, and brings it
 up to date from the deltas in each `SchedulerOutput`. All requests of a step lie end to end in one
-row of tokens, without padding (chapter 2's `batch_layout.py`):
-
-    tokens            | request A: 5 tokens | B: 1 | C: 1, 2 drafts | D: 3 tokens |
-    query_start_loc   0                     5      6                9            12
-    logit rows        |                 x   | x    | x  x  x        |       x     |
-
-A request gets rows of logits only if its last known token is in this step: a prompt that is
-computed in several steps (chapter 6) yields none until its last one. It gets one for that token and
-one for each draft behind it (chapter 5), whose history for the sampler includes the drafts before
-it."""
+row of tokens, without padding; chapter 6's `mixed_batch.py` lays them out and says which rows yield
+logits. A request has one row for its last known token and one for each draft behind it (chapter 5),
+whose history for the sampler includes the drafts before it."""
 
 from __future__ import annotations
 
@@ -21,9 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from batch_layout import BlockTables, lay_out, to_device
+from batch_layout import BlockTables, to_device
 from common.model import DecoderModel
 from common.sampler import SamplingBatch
+from mixed_batch import Query, compose
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 from request import SamplingParams
 from scheduler_interface import SchedulerOutput
@@ -68,7 +62,8 @@ class PagedBatch:
 class PagedModelRunner:
     """A `ModelRunner` (chapter 1) over chapter 2's paged KV cache.
 
-    `shuffle_seed`, a debug switch, puts each batch in a random order: no output may depend on it.
+    Requests with up to `decode_threshold` tokens stand in front of each batch. `shuffle_seed`, a
+    debug switch, puts each batch in a random order: no output may depend on it.
     """
 
     def __init__(
@@ -80,6 +75,7 @@ class PagedModelRunner:
         eos_token_ids: tuple[int, ...] = (),
         max_num_seqs: int = 256,
         max_model_len: int = 2048,
+        decode_threshold: int = 1,
         shuffle_seed: int | None = None,
     ) -> None:
         self.model = model
@@ -90,6 +86,7 @@ class PagedModelRunner:
         self.block_size = kv_cache.block_size
         self.requests: dict[str, RunnerRequest] = {}
         self.tables = BlockTables(max_num_seqs, -(-max_model_len // self.block_size))
+        self.decode_threshold = decode_threshold
         self._shuffle = None if shuffle_seed is None else random.Random(shuffle_seed)
 
     def prepare(self, output: SchedulerOutput) -> PagedBatch | None:
@@ -158,36 +155,34 @@ class PagedModelRunner:
         if self._shuffle is not None:
             self._shuffle.shuffle(req_ids)
         drafts = output.scheduled_draft_token_ids
-        requests = [self.requests[r] for r in req_ids]
-        layout = lay_out(
-            self.tables,
-            [request.row for request in requests],
-            [starts[r] for r in req_ids],
-            [output.num_scheduled_tokens[r] for r in req_ids],
-            self.block_size,
-            self.device,
-        )
+        queries = [
+            Query(
+                row=self.requests[req_id].row,
+                start=starts[req_id],
+                num_tokens=output.num_scheduled_tokens[req_id],
+                num_known=self.requests[req_id].num_tokens,
+                num_drafts=len(drafts.get(req_id, ())),
+            )
+            for req_id in req_ids
+        ]
+        batch = compose(self.tables, queries, self.block_size, self.device, self.decode_threshold)
+        req_ids = [req_ids[i] for i in batch.order]
         input_ids: list[int] = []
-        logit_indices: list[int] = []
         rows: list[tuple[str, RunnerRequest, list[int]]] = []  # with the drafts before its token
-        for req_id, request, end in zip(
-            req_ids, requests, layout.query_start_loc[1:].tolist(), strict=True
-        ):
+        for req_id, i in zip(req_ids, batch.order, strict=True):
+            request, query = self.requests[req_id], queries[i]
             own_drafts = drafts.get(req_id, [])
-            start, num_tokens = starts[req_id], output.num_scheduled_tokens[req_id]
-            num_known = num_tokens - len(own_drafts)
-            input_ids += request.tokens(start, start + num_known)
+            stop = query.start + query.num_tokens - query.num_drafts
+            input_ids += request.tokens(query.start, stop)
             input_ids += own_drafts
-            if start + num_known == request.num_tokens:
-                logit_indices += range(end - 1 - len(own_drafts), end)
-                rows += [(req_id, request, own_drafts[:i]) for i in range(len(own_drafts) + 1)]
+            rows += [(req_id, request, own_drafts[:i]) for i in range(query.num_logit_rows)]
         sampling = self._sampling(rows)
         return PagedBatch(
             req_ids=req_ids,
             input_ids=to_device(np.array(input_ids, dtype=np.int64), self.device),
-            positions=layout.positions,
-            attention=layout.attention,
-            logit_indices=to_device(np.array(logit_indices, dtype=np.int64), self.device),
+            positions=batch.positions,
+            attention=batch.attention,
+            logit_indices=to_device(batch.logit_indices, self.device),
             logit_req_ids=sampling.req_ids,
             sampling=sampling,
             draft_token_ids=drafts,

@@ -50,6 +50,18 @@ def test_speculation_changes_no_word_and_tells_how_it_fared(method, capsys) -> N
     assert "    propose   guesses for the next step" in out
 
 
+def test_chunks_change_no_word_and_are_seen_in_the_trace(capsys) -> None:
+    arguments = ["--prompt", "def longest_common_prefix(first, second):", "--max-tokens", "8"]
+    texts, steps = [], []
+    for more in ([], ["--chunked-prefill", "3"]):
+        assert demo.main([*arguments, "--trace", *more]) == 0
+        out = capsys.readouterr().out
+        texts.append(out[out.index("--- request-") : out.index("=== Summary")])
+        steps.append(out.count("5 forward"))
+    assert texts[0] == texts[1]
+    assert steps[1] > steps[0] + 1
+
+
 def test_sequential_comparison_finds_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--num-prompts", "3", "--max-tokens", "5", "--compare-sequential"]) == 0
     out = capsys.readouterr().out
@@ -71,6 +83,7 @@ def test_prompts_come_from_a_file_and_are_repeated_to_the_number(tmp_path: Path)
         (["--prompts-file", "no-such-file"], "no-such-file"),
         (["--num-prompts", "0"], "--num-prompts is 0"),
         (["--max-tokens", "0"], "max_tokens is 0"),
+        (["--chunked-prefill", "0"], "chunked_prefill is 0"),
         (["--model", "no/such/directory"], "no/such/directory"),
         (["--device", "cuda:99"], "cuda"),
         (["--prompt", ""], "prompt"),

@@ -23,6 +23,7 @@ def engine(random_loaded) -> LLMEngine:
         max_num_seqs=2,
         max_num_batched_tokens=48,
         max_model_len=128,
+        chunked_prefill=False,
         check_invariants=True,
     )
     return LLMEngine(config, loaded=random_loaded)
@@ -155,8 +156,16 @@ def test_max_model_len_ends_the_output(random_loaded, random_oracle: Oracle) -> 
         ("scheduler", "magic"),
         ("policy", "lifo"),
         ("prefix_cache", "lru"),
-        ("chunked_prefill", True),
         ("chunked_prefill", 0),
+        ("chunked_prefill", None),
+        ("chunked_prefill", 1.5),
+        ("target_step_ms", 0),
+        ("target_step_ms", True),
+        ("target_step_ms", "fast"),
+        ("mixing", 1),
+        ("mixing", True),
+        ("max_long_partial_prefills", 0),
+        ("max_long_partial_prefills", 1),
         ("attention_backend", "flash"),
         ("tensor_parallel_size", 2),
         ("seed", "x"),
@@ -169,6 +178,24 @@ def test_bad_configuration_names_the_field(
 ) -> None:
     with pytest.raises(ValueError, match=field):
         LLMEngine(EngineConfig(**{"model": random_oracle.path, "num_blocks": 8, field: value}))
+
+
+@pytest.mark.parametrize(
+    ("named", "options"),
+    [
+        ("chunked_prefill", {"scheduler": "fcfs", "chunked_prefill": 64}),
+        ("mixing", {"scheduler": "fcfs", "mixing": True}),
+        ("target_step_ms", {"scheduler": "fcfs", "target_step_ms": 5}),
+        ("target_step_ms", {"chunked_prefill": False, "target_step_ms": 5}),
+        (
+            "max_long_partial_prefills",
+            {"scheduler": "prefill_first", "chunked_prefill": 64, "max_long_partial_prefills": 1},
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(named: str, options: dict) -> None:
+    with pytest.raises(ValueError, match=named):
+        EngineConfig(**options)
 
 
 def test_a_missing_model_is_a_missing_file(tmp_path: Path) -> None:

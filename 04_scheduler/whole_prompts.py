@@ -11,6 +11,7 @@ counters are all that has to know.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 from request import Request
@@ -20,6 +21,14 @@ class ChunkPolicy(Protocol):
     def longest_prompt(self, max_num_batched_tokens: int) -> int:
         """Prompts with more tokens than this can never be computed."""
 
+    def begin_step(self, running: Collection[Request]) -> None:
+        """A step is going to be planned, and these have KV."""
+
+    def may_start(self, request: Request, num_behind: int) -> bool:
+        """May a waiting request with `num_behind` tokens to compute be admitted in this step? If
+        not, those behind it are asked. Called at most once for a request in a step, and what is
+        granted counts as used."""
+
     def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
         """Of the `num_behind` tokens that are to be computed: how many in this step, of which
         `budget` tokens are left, and `most` is all that any step may have. 0: not in this step."""
@@ -28,6 +37,12 @@ class ChunkPolicy(Protocol):
 class WholePrompts:
     def longest_prompt(self, max_num_batched_tokens: int) -> int:
         return max_num_batched_tokens
+
+    def begin_step(self, running: Collection[Request]) -> None:
+        pass
+
+    def may_start(self, request: Request, num_behind: int) -> bool:
+        return True
 
     def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
         if num_behind <= budget:

@@ -1,0 +1,87 @@
+"""Chunks of the size that a step has time for.
+
+A fixed chunk size is right for one machine, one model and one load. What the operator wants is a
+promise to those who decode: no step shall take longer than `target_step_ms`. `AdaptiveChunks` fits
+a cost model to the steps it sees (`step_cost.py`) and gives prompts what fits below the target
+beside those who decode:
+
+    target_step_ms  |#### decodes ####|######## chunk ########|.|
+                                       ^ shrinks while its prompt grows: more keys to look at
+
+Nothing is known at first, so the first chunk is `min_chunk` tokens, and no chunk is more than twice
+the largest that was ever measured: five steps from 16 tokens to 256. At least `min_chunk` tokens of
+one prompt are computed in every step, however long the step is already: prefill never stops.
+
+What it decides depends on a clock; no token does. vLLM and SGLang have fixed sizes. Sarathi-Serve
+(arXiv 2403.02310) chooses its size from a profile made in advance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from chunk_policy import ChunkedPrefill
+from request import Request
+from step_cost import StepCost, Work, count_work
+
+
+class AdaptiveChunks(ChunkedPrefill):
+    """A `ChunkPolicy` (chapter 4) that has to be told what steps took: `observe_step`. The other
+    limits hold too. Raises `ValueError` that names the field."""
+
+    def __init__(
+        self,
+        target_step_ms: float,
+        long_prefill_token_threshold: int | None = None,
+        max_long_partial_prefills: int | None = None,
+        min_chunk: int = 16,
+    ) -> None:
+        super().__init__(long_prefill_token_threshold, max_long_partial_prefills)
+        if isinstance(target_step_ms, bool) or not target_step_ms > 0:
+            raise ValueError(f"target_step_ms is {target_step_ms!r}: it must be > 0")
+        if isinstance(min_chunk, bool) or not isinstance(min_chunk, int) or min_chunk < 1:
+            raise ValueError(f"min_chunk is {min_chunk!r}: it must be an integer >= 1")
+        self.target_step_ms = target_step_ms
+        self.min_chunk = min_chunk
+        self.cost = StepCost()
+        self._largest_seen = 0
+        self._planned = Work()  # decodes of the step, and the chunks that were given so far
+        self._has_chunk = False
+
+    def begin_step(self, running: Collection[Request]) -> None:
+        super().begin_step(running)
+        starts = [
+            request.num_computed_tokens
+            for request in running
+            if request.num_tokens - request.num_computed_tokens == 1
+        ]
+        self._planned = count_work(starts, [1] * len(starts))
+        self._has_chunk = False
+
+    def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
+        num_tokens = super().num_tokens_now(request, num_behind, budget, most)
+        if request.draft_token_ids or num_tokens == 0:
+            return num_tokens
+        start = request.num_tokens - num_behind
+        num_tokens = min(num_tokens, self._fitting(start))
+        self._planned += count_work([start], [num_tokens])
+        self._has_chunk = self._has_chunk or num_tokens > 0
+        return num_tokens
+
+    def _fitting(self, start: int) -> int:
+        least = 0 if self._has_chunk else self.min_chunk
+        num_seen = max(self.min_chunk, 2 * self._largest_seen)
+        num_left = max(0, num_seen - self._planned.num_tokens)
+        if self.cost.is_known:
+            num_left = min(
+                num_left, self.cost.largest_chunk(self.target_step_ms, self._planned, start)
+            )
+        return max(least, num_left)
+
+    def observe_step(
+        self, starts: Collection[int], num_tokens: Collection[int], step_ms: float
+    ) -> None:
+        """A step computed so many tokens of each request from these positions on, and took so
+        long."""
+        self._largest_seen = max(self._largest_seen, sum(num_tokens))
+        self.cost.observe(count_work(starts, num_tokens), step_ms)

@@ -1,0 +1,85 @@
+"""How a long prompt is cut: at most so many of its tokens in one step.
+
+A step that computes a whole prompt of 2,000 tokens takes as long as 2,000 tokens take, and
+everybody who decodes waits for it. Cut into chunks, the same work is spread over many steps, and
+each of them has room for a token of everybody else:
+
+    whole     | A: 2,000 tokens, B: 1, C: 1          | B: 1, C: 1, A: 1 | ...
+    chunks    | A: 254, B: 1, C: 1 | A: 254, B: 1, C: 1 | ... | A: 222, B: 1, C: 1 | ...
+
+Nothing else has to know. A request is some tokens behind (chapter 1's two counters), and gets fewer
+than that. Until it has caught up, no token is sampled for it.
+
+`ChunkedPrefill` has three limits, each of which may be None:
+
+1.  the budget of the step, always;
+2.  `long_prefill_token_threshold`: a prompt gets at most so many tokens of a step, so that several
+    prompts make progress side by side and a short one is not stuck behind a long one;
+3.  `max_long_partial_prefills`: at most so many prompts longer than the threshold are under way at
+    once; the short ones behind them in the queue may pass.
+
+Invariants: nobody gets more than it is behind or than the budget, and whoever runs gets at least
+one token where the budget has one, so every prompt ends.
+
+vLLM's scheduler has these names. SGLang cuts to a fixed size and to whole pages, and has one prompt
+under way at a time: `prefill_adder.py` of chapter 4. Source: Sarathi-Serve, arXiv 2403.02310.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+
+from request import Request
+
+
+class ChunkedPrefill:
+    """A `ChunkPolicy` (chapter 4). Raises `ValueError` that names the field."""
+
+    def __init__(
+        self,
+        long_prefill_token_threshold: int | None = None,
+        max_long_partial_prefills: int | None = None,
+    ) -> None:
+        for name, value in (
+            ("long_prefill_token_threshold", long_prefill_token_threshold),
+            ("max_long_partial_prefills", max_long_partial_prefills),
+        ):
+            is_integer = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (is_integer and value >= 1):
+                raise ValueError(f"{name} is {value!r}: it must be None or an integer >= 1")
+        if max_long_partial_prefills is not None and long_prefill_token_threshold is None:
+            raise ValueError(
+                f"max_long_partial_prefills is {max_long_partial_prefills}: it needs a "
+                "long_prefill_token_threshold, which says what is long"
+            )
+        self.long_prefill_token_threshold = long_prefill_token_threshold
+        self.max_long_partial_prefills = max_long_partial_prefills
+        self._num_long = 0  # under way
+
+    def longest_prompt(self, max_num_batched_tokens: int) -> int:
+        return sys.maxsize
+
+    def begin_step(self, running: Collection[Request]) -> None:
+        if self.max_long_partial_prefills is not None:
+            self._num_long = sum(
+                self._is_long(request.num_tokens - request.num_computed_tokens)
+                for request in running
+            )
+
+    def may_start(self, request: Request, num_behind: int) -> bool:
+        if self.max_long_partial_prefills is None or not self._is_long(num_behind):
+            return True
+        if self._num_long >= self.max_long_partial_prefills:
+            return False
+        self._num_long += 1
+        return True
+
+    def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
+        if request.draft_token_ids or self.long_prefill_token_threshold is None:
+            return min(num_behind, budget)  # guesses (chapter 5) are no prompt
+        return min(num_behind, budget, self.long_prefill_token_threshold)
+
+    def _is_long(self, num_behind: int) -> bool:
+        """It needs more than one step even when it is alone."""
+        return num_behind > self.long_prefill_token_threshold

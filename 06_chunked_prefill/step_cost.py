@@ -1,0 +1,176 @@
+"""What a step's tokens cost: counted, and learnt from the clock.
+
+Every token goes through every weight once, so the linear layers cost the same for a token of a
+prompt and for a decode. Attention depends on where the token stands: at position p it has p + 1
+keys to look at. `count_work` counts both, and keeps the pairs of decodes apart from those of
+chunks: a chunk reads each key once for all its tokens, a decode for one.
+
+    request      start  tokens    pairs
+    decode         999       1    1,000        read 1,000 keys for 1,000 pairs
+    chunk        1,000     100    105,050      read 1,100 keys for 105,050 pairs
+
+`count_bytes_and_flops` turns that into what the hardware does. A decode step moves all weights for
+a few tokens and is bound by memory; a chunk computes. So a chunk of moderate size costs less in a
+step with decodes than alone: the weights are read anyway. How large is moderate is a property of
+the machine, and `StepCost` learns it:
+
+    milliseconds = c0 + c1 tokens + c2 decode pairs + c3 chunk pairs,    no c below zero
+
+fitted to the last steps, old ones fading. `largest_chunk` turns it round.
+
+Invariants: the fit never sees a step that it is asked about; a pause of the machine moves it
+little; every question has an answer before anything was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+FADE = 0.98  # an observation counts half after 34 more
+NUM_OBSERVATIONS = 8  # before that, the fit is not trusted
+OUTLIER = 1.5  # a step this much longer than expected counts as if it were just that
+NUM_FEATURES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step has to compute."""
+
+    num_tokens: int = 0
+    num_decode_pairs: int = 0  # of a query and a key, where one query reads the keys
+    num_chunk_pairs: int = 0  # where several queries share them
+    num_keys_read: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.num_tokens + other.num_tokens,
+            self.num_decode_pairs + other.num_decode_pairs,
+            self.num_chunk_pairs + other.num_chunk_pairs,
+            self.num_keys_read + other.num_keys_read,
+        )
+
+
+def count_work(starts: Sequence[int], query_lens: Sequence[int]) -> Work:
+    """Of requests that compute positions `[start, start + query_len)`."""
+    num_decode_pairs = num_chunk_pairs = 0
+    for start, query_len in zip(starts, query_lens, strict=True):
+        num_pairs = query_len * start + query_len * (query_len + 1) // 2
+        if query_len == 1:
+            num_decode_pairs += num_pairs
+        else:
+            num_chunk_pairs += num_pairs
+    num_keys_read = sum(starts) + sum(query_lens)
+    return Work(sum(query_lens), num_decode_pairs, num_chunk_pairs, num_keys_read)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """As much of a model as its costs depend on."""
+
+    num_weights: int  # that every token is multiplied with: the embedding table is not among them
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    bytes_per_value: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareWork:
+    flops: int
+    bytes_moved: int
+
+    @property
+    def flops_per_byte(self) -> float:
+        """Arithmetic intensity: below that of the machine, memory is the limit."""
+        return self.flops / self.bytes_moved
+
+
+def count_bytes_and_flops(work: Work, shape: ModelShape) -> HardwareWork:
+    """Weights once, keys and values that are read and written; two FLOPs to a multiplication, and
+    two products (scores, weighted values) to a pair."""
+    width = shape.num_heads * shape.head_dim
+    num_pairs = work.num_decode_pairs + work.num_chunk_pairs
+    flops = 2 * shape.num_weights * work.num_tokens + 4 * shape.num_layers * width * num_pairs
+    kv_values = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    num_values = shape.num_weights + kv_values * (work.num_keys_read + work.num_tokens)
+    return HardwareWork(flops, num_values * shape.bytes_per_value)
+
+
+class StepCost:
+    """Learns what steps take."""
+
+    def __init__(self) -> None:
+        # Normal equations of a least-squares fit to relative errors.
+        self._gram = np.zeros((NUM_FEATURES, NUM_FEATURES))
+        self._target = np.zeros(NUM_FEATURES)
+        self._coefficients: np.ndarray | None = None  # None: out of date
+        self.num_observations = 0
+
+    def observe(self, work: Work, step_ms: float) -> None:
+        """A step took so long."""
+        if work.num_tokens == 0 or step_ms <= 0:
+            return
+        if self.is_known:
+            step_ms = min(step_ms, OUTLIER * self.predict_ms(work))
+        features = _features(work) / step_ms
+        self._gram = FADE * self._gram + np.outer(features, features)
+        self._target = FADE * self._target + features
+        self._coefficients = None
+        self.num_observations += 1
+
+    @property
+    def is_known(self) -> bool:
+        return self.num_observations >= NUM_OBSERVATIONS
+
+    def predict_ms(self, work: Work) -> float:
+        if self._coefficients is None:
+            self._coefficients = _solve_not_negative(self._gram, self._target)
+        return float(self._coefficients @ _features(work))
+
+    def largest_chunk(self, target_ms: float, beside: Work, start: int) -> int:
+        """How many tokens from position `start` on a step can compute beside other work and still
+        take no longer than `target_ms`. 0: none."""
+        no_chunk = self.predict_ms(beside)
+        _, per_token, _, per_pair = self._coefficients
+        # per_pair / 2 n^2 + (per_token + per_pair (start + 1/2)) n <= left
+        left = target_ms - no_chunk
+        if left <= 0:
+            return 0
+        square, linear = per_pair / 2, per_token + per_pair * (start + 0.5)
+        if linear <= 0:
+            return _NO_LIMIT
+        if square <= 0:
+            return int(min(left / linear, _NO_LIMIT))
+        root = (linear * linear + 4 * square * left) ** 0.5
+        return int(min(2 * left / (linear + root), _NO_LIMIT))
+
+
+_NO_LIMIT = 1 << 30
+
+
+def _features(work: Work) -> np.ndarray:
+    return np.array(
+        [1.0, work.num_tokens, work.num_decode_pairs, work.num_chunk_pairs], dtype=np.float64
+    )
+
+
+def _solve_not_negative(gram: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Least squares; where a coefficient comes out below zero, the worst one is left out, and so
+    on. Features that never varied share what they explain."""
+    size = np.sqrt(np.maximum(gram.diagonal(), 1e-300))
+    scaled, scaled_target = gram / np.outer(size, size), target / size
+    kept = list(range(len(target)))
+    solution = np.zeros(len(target))
+    while kept:
+        part = scaled[np.ix_(kept, kept)] + 1e-6 * np.eye(len(kept))
+        found = np.linalg.solve(part, scaled_target[kept])
+        worst = int(found.argmin())
+        if found[worst] >= 0:
+            solution[kept] = found
+            break
+        del kept[worst]
+    return solution / size
