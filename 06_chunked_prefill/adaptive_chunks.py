@@ -8,9 +8,10 @@ beside those who decode:
     target_step_ms  |#### decodes ####|######## chunk ########|.|
                                        ^ shrinks while its prompt grows: more keys to look at
 
-Nothing is known at first, so the first chunk is `min_chunk` tokens, and no chunk is more than twice
-the largest that was ever measured: five steps from 16 tokens to 256. At least `min_chunk` tokens of
-one prompt are computed in every step, however long the step is already: prefill never stops.
+Nothing is known at first, so the first chunk is `min_chunk` tokens, and no step is more than twice
+as large as the largest that kept the promise: five steps from 16 tokens to 256. At least
+`min_chunk` tokens of one prompt are computed in every step, however long the step is already:
+prefill never stops.
 
 What it decides depends on a clock; no token does. vLLM and SGLang have fixed sizes. Sarathi-Serve
 (arXiv 2403.02310) chooses its size from a profile made in advance.
@@ -44,7 +45,7 @@ class AdaptiveChunks(ChunkedPrefill):
         self.target_step_ms = target_step_ms
         self.min_chunk = min_chunk
         self.cost = StepCost()
-        self._largest_seen = 0
+        self._largest_kept = 0  # tokens of the largest step within the target
         self._planned = Work()  # decodes of the step, and the chunks that were given so far
         self._has_chunk = False
 
@@ -70,8 +71,8 @@ class AdaptiveChunks(ChunkedPrefill):
 
     def _fitting(self, start: int) -> int:
         least = 0 if self._has_chunk else self.min_chunk
-        num_seen = max(self.min_chunk, 2 * self._largest_seen)
-        num_left = max(0, num_seen - self._planned.num_tokens)
+        most = max(self.min_chunk, 2 * self._largest_kept)
+        num_left = max(0, most - self._planned.num_tokens)
         if self.cost.is_known:
             num_left = min(
                 num_left, self.cost.largest_chunk(self.target_step_ms, self._planned, start)
@@ -83,5 +84,6 @@ class AdaptiveChunks(ChunkedPrefill):
     ) -> None:
         """A step computed so many tokens of each request from these positions on, and took so
         long."""
-        self._largest_seen = max(self._largest_seen, sum(num_tokens))
+        if step_ms <= self.target_step_ms:
+            self._largest_kept = max(self._largest_kept, sum(num_tokens))
         self.cost.observe(count_work(starts, num_tokens), step_ms)

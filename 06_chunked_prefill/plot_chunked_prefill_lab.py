@@ -21,6 +21,7 @@ from itertools import pairwise
 
 import torch
 
+from batch_layout import BlockTables
 from common.bench_record import percentile
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
@@ -31,7 +32,6 @@ from engine_core import StepRecord
 from mixed_attention import MixedAttentionBackend
 from mixed_batch import Query, compose
 from paged_attention import PagedKVCache, TorchAttentionBackend
-from batch_layout import BlockTables
 from plot_spec_decode_engine import in_turn
 from request import SamplingParams
 

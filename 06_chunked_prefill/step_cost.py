@@ -30,8 +30,9 @@ from dataclasses import dataclass
 import numpy as np
 
 FADE = 0.98  # an observation counts half after 34 more
-NUM_OBSERVATIONS = 8  # before that, the fit is not trusted
-OUTLIER = 1.5  # a step this much longer than expected counts as if it were just that
+NUM_OBSERVATIONS = 4  # before that, the fit is not trusted
+OUTLIER = 1.5  # a step this much longer than expected counts as if it were just that,
+MOST_SHRUNK = 8  # or as an eighth of what it took: the expectation may be the one that is wrong
 NUM_FEATURES = 4
 
 
@@ -115,7 +116,8 @@ class StepCost:
         if work.num_tokens == 0 or step_ms <= 0:
             return
         if self.is_known:
-            step_ms = min(step_ms, OUTLIER * self.predict_ms(work))
+            expected_ms = self.predict_ms(work)
+            step_ms = min(step_ms, max(OUTLIER * expected_ms, step_ms / MOST_SHRUNK))
         features = _features(work) / step_ms
         self._gram = FADE * self._gram + np.outer(features, features)
         self._target = FADE * self._target + features

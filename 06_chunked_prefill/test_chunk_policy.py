@@ -1,0 +1,332 @@
+"""Chunks in both schedulers, with a fake model whose KV memory is real (chapter 4's fake_model.py):
+whatever a policy gives, the tokens are those of an uncut run, and every prompt ends. With the real
+model: common/tests/test_chunked_prefill_engine.py."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from adaptive_chunks import AdaptiveChunks
+from block_pool import BlockPool
+from cached_kv_cache_manager import CachedKVCacheManager
+from chunk_policy import ChunkedPrefill
+from fake_model import FakeModelRunner, continuation
+from kv_cache_manager import KVCacheManager
+from policies import POLICIES
+from prefill_first_scheduler import PrefillFirstScheduler
+from prefix_cache_local import PrefixCacheLocal
+from radix_cache import RadixCache
+from request import Request, RequestStatus
+from scheduler import Scheduler
+from whole_prompts import WholePrompts
+
+VOCAB = 4  # few tokens, so that prefixes are shared by chance
+
+
+def make_memory(cache: str | None, num_blocks: int, block_size: int) -> KVCacheManager:
+    pool = BlockPool(num_blocks + 1)
+    if cache == "hash":
+        prefixes = PrefixCacheLocal(pool=pool, block_size=block_size)
+    elif cache == "radix":
+        prefixes = RadixCache(pool=pool, page_size=block_size)
+    else:
+        return KVCacheManager(pool, block_size)
+    return CachedKVCacheManager(pool, block_size, prefixes)
+
+
+def make_request(name: str, num_prompt: int, num_outputs: int, seed: int = 0) -> Request:
+    rng = random.Random(f"{seed} {name}")
+    tokens = [rng.randrange(VOCAB) for _ in range(num_prompt)]
+    return Request.from_tokens(name, tokens, max_new_tokens=num_outputs)
+
+
+class Run:
+    """A scheduler and a fake model. `plans[i]`: tokens of each request in step i."""
+
+    def __init__(self, scheduler) -> None:
+        self.scheduler = scheduler
+        self.runner = FakeModelRunner(scheduler.kv_memory.block_size, VOCAB)
+        self.plans: list[dict[str, int]] = []
+        self.said: dict[str, list[int]] = {}
+        self.prompts: dict[str, list[int]] = {}
+        self.cut_and_preempted: list[str] = []
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add_request(request)
+            self.said[request.request_id] = []
+            self.prompts[request.request_id] = list(request.prompt_token_ids)
+
+    def step(self) -> None:
+        between = {
+            r.request_id
+            for r in self.scheduler.running.values()
+            if 0 < r.num_computed_tokens < r.num_tokens - 1
+        }
+        output = self.scheduler.schedule()
+        self.plans.append(dict(output.num_scheduled_tokens))
+        self.cut_and_preempted += [
+            r.request_id for r in output.preempted_requests if r.request_id in between
+        ]
+        sampled = self.runner.execute(output)
+        for request in output.scheduled_requests:
+            is_last = request.num_computed_tokens >= request.num_tokens
+            assert (request.request_id in sampled) == is_last, "Trap 31"
+        for result in self.scheduler.update_from_output(output, sampled):
+            self.said[result.request_id] += result.new_token_ids
+        self.scheduler.check_invariants()
+
+    def to_the_end(self, max_steps: int = 3000) -> None:
+        for _ in range(max_steps):
+            if not self.scheduler.has_unfinished_requests():
+                break
+            self.step()
+        assert not self.scheduler.has_unfinished_requests(), "it does not end"
+        for name, said in self.said.items():
+            assert said == continuation(self.prompts[name], len(said), VOCAB), name
+
+    def chunks(self, name: str) -> list[int]:
+        return [plan.get(name, 0) for plan in self.plans]
+
+
+def two_phase(policy, cache=None, num_blocks=200, block_size=4, **options) -> Run:
+    memory = make_memory(cache, num_blocks, block_size)
+    return Run(Scheduler(kv_memory=memory, chunk_policy=policy, **options))
+
+
+# -- what a policy gives
+
+
+@given(
+    threshold=st.none() | st.integers(1, 50),
+    num_behind=st.integers(1, 200),
+    budget=st.integers(1, 100),
+)
+def test_nobody_gets_more_than_it_needs_or_than_there_is_and_somebody_always_gets_one(
+    threshold, num_behind, budget
+):
+    policy = ChunkedPrefill(threshold)
+    num_tokens = policy.num_tokens_now(make_request("a", 1, 1), num_behind, budget, 100)
+    assert num_tokens == min(num_behind, budget, threshold or num_behind)
+    assert num_tokens >= 1
+
+
+def test_guesses_are_not_a_prompt():
+    request = make_request("a", 1, 9)
+    request.draft_token_ids = [1, 2, 3]
+    assert ChunkedPrefill(1).num_tokens_now(request, 4, 8, 8) == 4
+    assert ChunkedPrefill(1).num_tokens_now(request, 4, 3, 8) == 3
+
+
+@pytest.mark.parametrize(
+    ("named", "arguments"),
+    [
+        ("long_prefill_token_threshold", (0,)),
+        ("long_prefill_token_threshold", (True,)),
+        ("long_prefill_token_threshold", (2.5,)),
+        ("max_long_partial_prefills", (4, 0)),
+        ("max_long_partial_prefills", (4, "2")),
+        ("max_long_partial_prefills", (None, 2)),
+    ],
+)
+def test_what_it_refuses(named, arguments):
+    with pytest.raises(ValueError, match=named):
+        ChunkedPrefill(*arguments)
+
+
+# -- chunks in the two-phase scheduler
+
+
+@pytest.mark.parametrize("threshold", [1, 3, 4, 7, 19, 20, 21, None])
+def test_a_prompt_comes_in_pieces_of_the_threshold_and_yields_one_token_at_its_end(threshold):
+    run = two_phase(ChunkedPrefill(threshold), max_num_batched_tokens=64)
+    run.add(make_request("a", 20, 3))
+    run.to_the_end()
+    size = threshold or 20
+    pieces = [min(size, 20 - start) for start in range(0, 20, size)]
+    assert run.chunks("a") == [*pieces, 1, 1]
+    assert len(run.said["a"]) == 3
+
+
+@pytest.mark.parametrize("budget", [5, 16, 17])
+def test_a_prompt_longer_than_a_step_takes_what_the_step_has(budget):
+    run = two_phase(ChunkedPrefill(), max_num_batched_tokens=budget, max_num_seqs=4)
+    run.add(make_request("short", 2, 12), make_request("long", 40, 2))
+    run.to_the_end()
+    assert run.chunks("short")[:2] == [2, 1]
+    assert run.chunks("long")[:2] == [budget - 2, budget - 1]
+    assert len(run.said["long"]) == 2
+    whole = two_phase(WholePrompts(), max_num_batched_tokens=budget)
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+        whole.add(make_request("long", 40, 2))
+
+
+def test_whoever_decodes_gets_a_token_in_every_step_although_a_chunk_is_before_it():
+    """The long one was admitted first, so it is asked first; it leaves one token for each."""
+    run = two_phase(ChunkedPrefill(12), max_num_batched_tokens=16, max_num_seqs=8)
+    run.add(make_request("long", 50, 2))
+    run.add(*(make_request(f"s{i}", 1, 30) for i in range(3)))
+    run.step()
+    assert run.plans[0] == {"long": 12, "s0": 1, "s1": 1, "s2": 1}
+    run.scheduler.chunk_policy.long_prefill_token_threshold = None
+    run.step()
+    assert run.plans[1] == {"long": 13, "s0": 1, "s1": 1, "s2": 1}
+    run.to_the_end()
+
+
+def test_a_guess_takes_no_token_from_a_chunk_behind_it():
+    run = two_phase(ChunkedPrefill(4), max_num_batched_tokens=6, max_num_seqs=8)
+    run.add(make_request("a", 1, 30), make_request("long", 40, 2))
+    run.step()
+    request = run.scheduler.requests["a"]
+    run.scheduler.update_draft_token_ids({"a": [1, 2, 3, 1, 2, 3]})
+    assert len(request.draft_token_ids) == 6
+    run.step()
+    assert run.plans[1]["long"] >= 1 and sum(run.plans[1].values()) <= 6
+    run.to_the_end()
+
+
+def test_so_many_long_prompts_are_under_way_and_short_ones_pass():
+    policy = ChunkedPrefill(4, max_long_partial_prefills=1)
+    run = two_phase(policy, max_num_batched_tokens=32, max_num_seqs=8)
+    longs = [make_request(f"long{i}", 18, 2) for i in range(3)]
+    run.add(*longs, make_request("short", 4, 9))
+    run.step()
+    assert run.plans[0] == {"long0": 4, "short": 4}
+    while run.scheduler.has_unfinished_requests():
+        run.step()
+        under_way = [r for r in longs if 0 < r.num_computed_tokens < 18 - 4 and not r.is_finished]
+        assert len(under_way) <= 1
+    starts = [run.chunks(r.request_id).index(4) for r in longs]
+    # While the last piece of one is computed, which is not long any more, the next may begin.
+    assert starts == [0, 4, 8]
+    run.to_the_end()
+
+
+def test_a_long_prompt_that_is_held_back_does_not_wait_for_ever():
+    """Behind a bounded number of short ones the queue waits for it."""
+    policy = ChunkedPrefill(4, max_long_partial_prefills=1)
+    run = two_phase(policy, max_num_batched_tokens=8, max_num_seqs=4, max_overtakes=3)
+    run.add(make_request("long0", 60, 1), make_request("long1", 60, 1))
+    for i in range(40):
+        run.add(make_request(f"short{i}", 3, 1))
+    run.to_the_end()
+    begun = next(i for i, n in enumerate(run.chunks("long1")) if n)
+    passed = [i for i in range(40) if any(run.chunks(f"short{i}")[:begun])]
+    assert 0 < len(passed) <= 3 + 1
+
+
+def test_what_a_cached_prefix_leaves_decides_what_is_long():
+    policy = ChunkedPrefill(4, max_long_partial_prefills=1)
+    run = two_phase(policy, cache="hash", max_num_batched_tokens=64)
+    first = make_request("first", 20, 1)
+    run.add(first)
+    run.to_the_end()
+    again = Request.from_tokens("again", first.prompt_token_ids, max_new_tokens=1)
+    run.add(make_request("long", 40, 1), again)
+    run.step()
+    assert run.plans[-1] == {"long": 4, "again": 4}  # 16 of 20 were there
+    run.to_the_end()
+
+
+# -- random runs
+
+
+POLICY_MAKERS: dict[str, Callable[[random.Random], ChunkedPrefill]] = {
+    "budget": lambda rng: ChunkedPrefill(),
+    "threshold": lambda rng: ChunkedPrefill(rng.randint(1, 12)),
+    "long": lambda rng: ChunkedPrefill(rng.randint(1, 6), rng.randint(1, 2)),
+    "adaptive": lambda rng: AdaptiveChunks(rng.choice([0.1, 1, 10]), min_chunk=rng.randint(1, 5)),
+}
+
+
+@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
+@pytest.mark.parametrize("cache", [None, "hash", "radix"])
+@pytest.mark.parametrize("maker", POLICY_MAKERS)
+def test_random_runs_change_no_token(maker, cache, kind):
+    """Pools that run out, forced preemption, guesses, aborts; both schedulers, every cache."""
+    num_cut_and_preempted = 0
+    for seed in range(25):
+        rng = random.Random(f"{seed} {maker} {cache} {kind}")
+        block_size = rng.choice([1, 2, 3, 4, 8])
+        options = {
+            "max_num_seqs": rng.randint(1, 5),
+            "max_num_batched_tokens": rng.randint(1, 24),
+            "policy": rng.choice(sorted(POLICIES)),
+            "preempt_every": rng.choice([None, None, 1, 2, 3]),
+            "shuffle_waiting": rng.random() < 0.3,
+            "chunk_policy": POLICY_MAKERS[maker](rng),
+            "num_lookahead_tokens": rng.choice([0, 2]),
+        }
+        if kind is PrefillFirstScheduler:
+            options["chunked_prefill_size"] = rng.randint(1, 16)
+            options["mixing"] = rng.random() < 0.5
+        largest = -(-40 // block_size)
+        memory = make_memory(cache, largest + rng.choice([0, 1, largest]), block_size)
+        run = Run(kind(kv_memory=memory, **options))
+        waiting = [make_request(str(i), rng.randint(1, 32), rng.randint(1, 8)) for i in range(7)]
+        for _ in range(6000):
+            if waiting and rng.random() < 0.3:
+                run.add(waiting.pop())
+            if not waiting and not run.scheduler.has_unfinished_requests():
+                break
+            running = list(run.scheduler.running)
+            if running and rng.random() < 0.02:
+                run.scheduler.finish_requests(rng.choice(running), RequestStatus.FINISHED_ABORTED)
+            if rng.random() < 0.3:
+                drafts = {r: [rng.randrange(VOCAB) for _ in range(3)] for r in running}
+                run.scheduler.update_draft_token_ids(drafts)
+            run.step()
+            policy = options["chunk_policy"]
+            if isinstance(policy, AdaptiveChunks):
+                num_tokens = list(run.plans[-1].values())
+                policy.observe_step([0] * len(num_tokens), num_tokens, 0.05 + rng.random())
+        run.to_the_end(max_steps=0)
+        assert memory.num_blocks_in_use == 0, f"seed {seed}"
+        num_cut_and_preempted += len(run.cut_and_preempted)
+    assert num_cut_and_preempted > 0, "nobody was ever preempted between two chunks"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    block_size=st.integers(1, 5),
+    threshold=st.integers(1, 9),
+    num_prompt=st.integers(1, 24),
+    num_shared=st.integers(0, 24),
+    cache=st.sampled_from(["hash", "radix"]),
+)
+def test_a_hit_that_ends_anywhere_in_a_chunk(block_size, threshold, num_prompt, num_shared, cache):
+    run = two_phase(ChunkedPrefill(threshold), cache, 200, block_size, max_num_batched_tokens=16)
+    first = make_request("first", num_prompt, 3)
+    run.add(first)
+    run.to_the_end()
+    shared = first.prompt_token_ids[:num_shared]
+    second = Request.from_tokens("second", [*shared, 0, 1, 2, 3, 0, 1], max_new_tokens=3)
+    run.add(second)
+    run.to_the_end()
+    assert second.num_cached_tokens >= min(num_shared, num_prompt) // block_size * block_size
+
+
+@pytest.mark.parametrize("cache", ["hash", "radix"])
+@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
+def test_what_is_computed_of_an_unfinished_prompt_is_reusable_at_once(kind, cache):
+    """Its full blocks are cached between its chunks, for whoever comes in the meantime."""
+    options = {"chunked_prefill_size": 8} if kind is PrefillFirstScheduler else {}
+    options["chunk_policy"] = ChunkedPrefill(8)
+    memory = make_memory(cache, 100, 4)
+    run = Run(kind(kv_memory=memory, max_num_batched_tokens=40, **options))
+    long = make_request("long", 40, 1)
+    run.add(long)
+    run.step()
+    run.step()
+    assert long.num_computed_tokens == 16
+    twin = Request.from_tokens("twin", [*long.prompt_token_ids[:16], 1, 2, 3], max_new_tokens=2)
+    assert memory.find_cached_blocks(twin), "nothing of an unfinished prompt is found"
+    run.add(twin)
+    run.to_the_end()
+    assert twin.num_cached_tokens >= 16

@@ -1,0 +1,100 @@
+"""A composed batch against the plainest way to say it: one token after the other."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+import torch
+from hypothesis import given, settings
+
+from batch_layout import BlockTables
+from mixed_batch import MixedMetadata, Query, compose, short_first
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def steps(draw) -> tuple[int, list[Query], int]:
+    """Block size, queries of a step, and what counts as short."""
+    queries = []
+    for row in range(draw(st.integers(1, 6))):
+        start = draw(st.integers(0, 12))
+        num_drafts = draw(st.sampled_from([0, 0, 1, 3]))
+        num_tokens = num_drafts + (1 if num_drafts else draw(st.integers(1, 9)))
+        known_now = start + num_tokens - num_drafts
+        goes_on = 0 if num_drafts else draw(st.sampled_from([0, 0, 1, 5]))
+        queries.append(Query(row, start, num_tokens, known_now + goes_on, num_drafts))
+    return draw(st.integers(1, 5)), queries, draw(st.integers(1, 4))
+
+
+def make_tables(num_rows: int, block_size: int) -> BlockTables:
+    tables = BlockTables(num_rows, -(-30 // block_size))
+    ids = np.random.default_rng(0).permutation(tables.ids.size) + 1
+    tables.ids[:] = ids.reshape(tables.ids.shape)
+    for _ in range(num_rows):
+        tables.take_row()
+    return tables
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps())
+def test_every_token_stands_once_at_its_place_and_the_short_ones_in_front(step):
+    block_size, queries, threshold = step
+    tables = make_tables(len(queries), block_size)
+    batch = compose(tables, queries, block_size, CPU, threshold)
+    assert sorted(batch.order) == list(range(len(queries)))
+    short = [i for i in range(len(queries)) if queries[i].num_tokens <= threshold]
+    long = [i for i in range(len(queries)) if queries[i].num_tokens > threshold]
+    assert batch.order == short + long  # each side in the order it was given
+
+    positions, slots, rows_with_logits, starts = [], [], [], [0]
+    for i in batch.order:
+        query = queries[i]
+        for position in range(query.start, query.start + query.num_tokens):
+            last_known = query.num_known - 1
+            if position >= last_known:  # it, or a guess behind it, predicts something unknown
+                rows_with_logits.append(len(positions))
+            positions.append(position)
+            block_id = int(tables.ids[query.row, position // block_size])
+            slots.append(block_id * block_size + position % block_size)
+        starts.append(len(positions))
+    assert batch.positions.tolist() == positions
+    assert batch.logit_indices.tolist() == rows_with_logits
+    meta = batch.attention
+    assert meta.slot_mapping.tolist() == slots
+    assert meta.query_start_loc.tolist() == starts == list(meta.query_starts)
+    assert batch.query_start_loc.tolist() == starts
+    lens = [queries[i].start + queries[i].num_tokens for i in batch.order]
+    assert meta.seq_lens.tolist() == lens == list(meta.host_seq_lens)
+    assert (meta.max_seq_len, meta.max_query_len) == (
+        max(lens),
+        max(query.num_tokens for query in queries),
+    )
+    assert meta.num_short == len(short)
+    assert meta.num_short_tokens == sum(queries[i].num_tokens for i in short)
+    for row, i in zip(meta.block_tables.tolist(), batch.order, strict=True):
+        num_blocks = -(-lens[batch.order.index(i)] // block_size)
+        assert row[:num_blocks] == tables.ids[queries[i].row, :num_blocks].tolist()
+
+
+def test_the_batch_of_the_docstring():
+    lens = {"A": 6, "B": 1, "C": 1, "D": 3, "E": 4}
+    order, num_short = short_first(list(lens.values()), 3)
+    assert ("".join("ABCDE"[i] for i in order), num_short) == ("BCDAE", 3)
+    queries = [
+        Query(0, 10, 6, 16),
+        Query(1, 7, 1, 8),
+        Query(2, 3, 1, 4),
+        Query(3, 5, 3, 6, num_drafts=2),
+        Query(4, 0, 4, 9),
+    ]
+    assert [query.num_logit_rows for query in queries] == [1, 1, 1, 3, 0]
+    batch = compose(make_tables(5, 4), queries, 4, CPU, 3)
+    assert isinstance(batch.attention, MixedMetadata)
+    assert batch.logit_indices.tolist() == [0, 1, 2, 3, 4, 10]
+
+
+def test_a_step_of_chunks_that_go_on_has_no_logits():
+    batch = compose(make_tables(2, 4), [Query(0, 0, 4, 9), Query(1, 4, 4, 9)], 4, CPU)
+    assert batch.logit_indices.tolist() == []
+    assert batch.attention.num_short == 0

@@ -1,0 +1,288 @@
+"""Counts against counting one by one, FLOPs against a model's real matrices, and the fit against
+costs that are known."""
+
+from __future__ import annotations
+
+import random
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch.utils.flop_counter import FlopCounterMode
+
+from adaptive_chunks import AdaptiveChunks
+from chunk_policy import ChunkedPrefill
+from request import Request
+from step_cost import (
+    HardwareWork,
+    ModelShape,
+    StepCost,
+    Work,
+    count_bytes_and_flops,
+    count_work,
+)
+
+SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), max_size=5)
+
+
+@given(SPANS)
+def test_pairs_are_counted_as_one_by_one(spans):
+    work = count_work([s for s, _ in spans], [n for _, n in spans])
+    pairs = {True: 0, False: 0}
+    for start, num_tokens in spans:
+        for position in range(start, start + num_tokens):
+            pairs[num_tokens == 1] += len(range(position + 1))
+    assert work.num_tokens == sum(n for _, n in spans)
+    assert (work.num_decode_pairs, work.num_chunk_pairs) == (pairs[True], pairs[False])
+    assert work.num_keys_read == sum(s + n for s, n in spans)
+
+
+@given(SPANS, SPANS)
+def test_work_adds_up(some, more):
+    def count(spans) -> Work:
+        return count_work([s for s, _ in spans], [n for _, n in spans])
+
+    assert count(some) + count(more) == count(some + more)
+
+
+def test_the_table_of_the_docstring():
+    assert count_work([999], [1]) == Work(1, 1000, 0, 1000)
+    assert count_work([1000], [100]) == Work(100, 0, 105_050, 1100)
+
+
+def test_flops_are_those_that_torch_counts():
+    """A layer of projections and attention over a chunk with history, dense."""
+    hidden, num_heads, num_kv_heads, head_dim, start, n = 24, 4, 2, 8, 5, 3
+    widths = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+    weights = [torch.randn(hidden, width) for width in widths]
+    output = torch.randn(num_heads * head_dim, hidden)
+    x = torch.randn(n, hidden)
+    with FlopCounterMode(display=False) as linear:
+        for weight in weights:
+            x @ weight
+        torch.randn(n, num_heads * head_dim) @ output
+    with FlopCounterMode(display=False) as attention:  # query by query: what a kernel has to do
+        for position in range(start, start + n):
+            for _ in range(num_heads):
+                q, k = torch.randn(1, head_dim), torch.randn(head_dim, position + 1)
+                (q @ k) @ torch.randn(position + 1, head_dim)
+    num_weights = sum(weight.numel() for weight in (*weights, output))
+    shape = ModelShape(num_weights, 1, num_heads, num_kv_heads, head_dim, bytes_per_value=4)
+    counted = count_bytes_and_flops(count_work([start], [n]), shape)
+    assert counted.flops == linear.get_total_flops() + attention.get_total_flops()
+    kv = 2 * num_kv_heads * head_dim * 4
+    assert counted.bytes_moved == 4 * num_weights + kv * (start + n) + kv * n
+    assert counted.flops_per_byte == counted.flops / counted.bytes_moved
+
+
+def test_a_decode_is_bound_by_memory_and_a_chunk_is_not():
+    shape = ModelShape(600_000_000, 28, 16, 8, 128)
+
+    def intensity(starts: list[int], lens: list[int]) -> float:
+        return count_bytes_and_flops(count_work(starts, lens), shape).flops_per_byte
+
+    assert intensity([1000], [1]) < 2
+    assert intensity([1000], [512]) > 300
+    assert intensity([1000] * 8 + [0], [1] * 8 + [512]) > 250
+    assert HardwareWork(6, 3).flops_per_byte == 2
+
+
+# -- the fit
+
+TRUE_COSTS = (2.0, 0.05, 0.001, 0.0002)
+
+
+def true_ms(work: Work) -> float:
+    c0, c1, c2, c3 = TRUE_COSTS
+    return c0 + c1 * work.num_tokens + c2 * work.num_decode_pairs + c3 * work.num_chunk_pairs
+
+
+def random_work(rng: random.Random) -> Work:
+    starts = [rng.randrange(900) for _ in range(rng.randint(0, 20))]
+    lens = [1] * len(starts)
+    if rng.random() < 0.5 or not starts:
+        starts.append(rng.randrange(1500))
+        lens.append(rng.randint(2, 300))
+    return count_work(starts, lens)
+
+
+def learn(noise: float = 0.0, pauses: float = 0.0, num_steps: int = 200, seed: int = 0) -> StepCost:
+    rng, cost = random.Random(seed), StepCost()
+    for _ in range(num_steps):
+        work = random_work(rng)
+        step_ms = true_ms(work) * (1 + noise * rng.uniform(-1, 1))
+        cost.observe(work, step_ms * (20 if rng.random() < pauses else 1))
+    return cost
+
+
+def error(cost: StepCost) -> float:
+    rng = random.Random(99)
+    works = [random_work(rng) for _ in range(50)]
+    return max(abs(cost.predict_ms(work) / true_ms(work) - 1) for work in works)
+
+
+def test_known_costs_are_found():
+    assert error(learn()) < 0.01
+    assert error(learn(noise=0.2)) < 0.15
+
+
+def test_a_pause_of_the_machine_moves_it_little():
+    assert error(learn(noise=0.05, pauses=0.03)) < 0.25
+
+
+def test_when_the_machine_slows_down_for_good_it_follows():
+    rng, cost = random.Random(1), learn()
+    for _ in range(300):
+        work = random_work(rng)
+        cost.observe(work, 3 * true_ms(work))
+    assert cost.predict_ms(count_work([500], [100])) == pytest.approx(
+        3 * true_ms(count_work([500], [100])), rel=0.1
+    )
+
+
+def test_steps_of_one_kind_never_make_a_cost_negative_or_break_it():
+    cost = StepCost()
+    assert cost.predict_ms(count_work([5], [5])) == 0
+    for _ in range(50):
+        cost.observe(count_work([100] * 4, [1] * 4), 7.0)
+    assert cost.predict_ms(count_work([100] * 4, [1] * 4)) == pytest.approx(7, rel=0.01)
+    assert cost.predict_ms(count_work([0], [500])) >= 0
+    cost.observe(count_work([0], [500]), 80.0)  # its pairs were never seen, and it counts
+    assert cost.predict_ms(count_work([0], [500])) > 7
+
+
+def test_what_is_no_step_is_not_learnt_from():
+    cost = StepCost()
+    cost.observe(Work(), 5.0)
+    cost.observe(count_work([0], [3]), 0.0)
+    assert cost.num_observations == 0 and not cost.is_known
+
+
+@given(
+    target_ms=st.floats(0.5, 300),
+    start=st.integers(0, 3000),
+    num_decodes=st.integers(0, 30),
+)
+def test_the_largest_chunk_is_the_largest(target_ms, start, num_decodes):
+    cost = LEARNT
+    beside = count_work([300] * num_decodes, [1] * num_decodes)
+    n = cost.largest_chunk(target_ms, beside, start)
+
+    def predicted(size: int) -> float:
+        work = count_work([start], [size]) if size else Work()
+        if size == 1:  # counted with the pairs of chunks, as a larger one
+            work = Work(1, 0, start + 1, start + 1)
+        return cost.predict_ms(beside + work)
+
+    if n:
+        assert predicted(n) <= target_ms * (1 + 1e-9)
+    assert predicted(n + 1) > target_ms
+
+
+LEARNT = learn()
+
+
+def test_without_knowledge_there_is_no_limit_and_with_the_flat_part_of_it_a_straight_one():
+    assert StepCost().largest_chunk(5.0, Work(), 0) > 10**6
+    cost = StepCost()
+    for n in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89):
+        cost.observe(Work(num_tokens=n), 1.0 + 0.1 * n)
+    assert cost.largest_chunk(11.0, Work(), 0) == pytest.approx(100, abs=2)
+    assert cost.largest_chunk(0.5, Work(), 0) == 0
+
+
+# -- the policy
+
+
+def prefill_alone(policy: AdaptiveChunks, num_prompt: int, num_decodes: int = 0) -> list[float]:
+    """What each step of a prompt takes on a machine with the costs above."""
+    decodes = [
+        Request.from_tokens(f"d{i}", [1] * 300, max_new_tokens=9) for i in range(num_decodes)
+    ]
+    for request in decodes:
+        request.num_computed_tokens = 299
+    start, times = 0, []
+    request = Request.from_tokens("long", [1] * num_prompt, max_new_tokens=1)
+    while start < num_prompt:
+        policy.begin_step(decodes)
+        n = policy.num_tokens_now(request, num_prompt - start, 4096 - num_decodes, 4096)
+        starts, lens = [299] * num_decodes + [start], [1] * num_decodes + [n]
+        times.append(true_ms(count_work(starts, lens)))
+        policy.observe_step(starts, lens, times[-1])
+        start += n
+    return times
+
+
+@pytest.mark.parametrize("num_decodes", [0, 8])
+@pytest.mark.parametrize("target_ms", [8.0, 20.0, 60.0])
+def test_steps_come_up_to_the_target_and_not_over_it(target_ms, num_decodes):
+    policy = AdaptiveChunks(target_ms, min_chunk=4)
+    prefill_alone(policy, 2000, num_decodes)
+    times = prefill_alone(policy, 2000, num_decodes)
+    assert max(times) <= 1.02 * target_ms
+    assert sorted(times)[len(times) // 2] > 0.9 * target_ms
+
+
+def test_the_first_chunks_grow_by_doubling():
+    policy = AdaptiveChunks(1000.0)
+    request = Request.from_tokens("long", [1] * 5000, max_new_tokens=1)
+    sizes, start = [], 0
+    for _ in range(6):
+        policy.begin_step([])
+        sizes.append(policy.num_tokens_now(request, 5000 - start, 4096, 4096))
+        policy.observe_step([start], [sizes[-1]], 1.0)
+        start += sizes[-1]
+    assert sizes == [16, 32, 64, 128, 256, 512]
+
+
+def test_prefill_never_stops_and_only_one_prompt_gets_more_than_fits():
+    policy = AdaptiveChunks(0.001, min_chunk=5)
+    times = prefill_alone(policy, 100)
+    assert len(times) == 20
+    policy.begin_step([])
+    first, second = (Request.from_tokens(n, [1] * 50, max_new_tokens=1) for n in "ab")
+    assert policy.num_tokens_now(first, 50, 100, 100) == 5
+    assert policy.num_tokens_now(second, 50, 100, 100) == 0
+    policy.begin_step([])
+    assert policy.num_tokens_now(second, 50, 3, 100) == 3
+
+
+def test_two_prompts_share_what_a_step_has_time_for():
+    policy = AdaptiveChunks(20.0)
+    prefill_alone(policy, 2000)
+    policy.begin_step([])
+    first = Request.from_tokens("a", [1] * 60, max_new_tokens=1)
+    second = Request.from_tokens("b", [1] * 2000, max_new_tokens=1)
+    n = policy.num_tokens_now(first, 60, 4096, 4096)
+    m = policy.num_tokens_now(second, 2000, 4096, 4096)
+    assert n == 60 and m > 0
+    assert true_ms(count_work([0, 0], [n, m])) <= 1.03 * 20
+    assert true_ms(count_work([0, 0], [n, m + 20])) > 20
+
+
+def test_the_other_limits_hold_too():
+    policy = AdaptiveChunks(1000.0, 7, 1)
+    assert isinstance(policy, ChunkedPrefill)
+    policy.begin_step([])
+    request = Request.from_tokens("a", [1] * 60, max_new_tokens=1)
+    assert policy.num_tokens_now(request, 60, 100, 100) == 7
+    assert policy.may_start(request, 60) and not policy.may_start(request, 60)
+    request.draft_token_ids = [1, 2]
+    assert policy.num_tokens_now(request, 3, 100, 100) == 3
+
+
+@pytest.mark.parametrize(
+    ("named", "arguments"),
+    [
+        ("target_step_ms", {"target_step_ms": 0}),
+        ("target_step_ms", {"target_step_ms": True}),
+        ("target_step_ms", {"target_step_ms": float("nan")}),
+        ("min_chunk", {"target_step_ms": 5, "min_chunk": 0}),
+        ("min_chunk", {"target_step_ms": 5, "min_chunk": 2.0}),
+        ("long_prefill_token_threshold", {"target_step_ms": 5, "long_prefill_token_threshold": 0}),
+    ],
+)
+def test_what_it_refuses(named, arguments):
+    with pytest.raises(ValueError, match=named):
+        AdaptiveChunks(**arguments)
