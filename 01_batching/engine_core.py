@@ -1,4 +1,4 @@
-"""The loop. Everything else in this book is a better version of one of its five lines.
+"""The loop. Everything else in this book is a better version of one of its lines.
 
     output  = scheduler.schedule()                       who computes how many tokens
     batch   = runner.prepare(output)                     token ids, positions, later block tables

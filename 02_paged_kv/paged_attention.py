@@ -89,7 +89,7 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor  # [num_tokens] int64, -1: padding
     max_query_len: int
     max_seq_len: int
-    _plan: _Plan | None = field(default=None, init=False, repr=False)
+    _plan: object = field(default=None, init=False, repr=False)  # of the backend that attends
 
 
 def write_kv(
@@ -121,13 +121,13 @@ def paged_attention(
     metadata contradicts itself.
     """
     plan = metadata._plan
-    if plan is None or not plan.fits(query, key_cache):
+    if not isinstance(plan, _Plan) or not plan.fits(query, key_cache):
         plan = metadata._plan = _make_plan(metadata, query, key_cache)
     output = torch.zeros_like(query)
     for group in plan.decodes:
         keys = plan.gather(key_cache, group.block_ids, plan.key_buffer)
         values = plan.gather(value_cache, group.block_ids, plan.value_buffer)
-        output[group.tokens] = _attend_group(query[group.tokens], keys, values, group, scale)
+        output[group.tokens] = attend_group(query[group.tokens], keys, values, group, scale)
     for chunk in plan.chunks:
         keys = plan.gather(key_cache, chunk.block_ids, plan.key_buffer)[: chunk.seq_len]
         values = plan.gather(value_cache, chunk.block_ids, plan.value_buffer)[: chunk.seq_len]
@@ -169,7 +169,7 @@ class TorchAttentionBackend:
 
 
 @dataclass(frozen=True, slots=True)
-class _DecodeGroup:
+class DecodeGroup:
     """Sequences of similar length with a few query tokens each. Who has fewer than `query_len` of
     them has its first one several times."""
 
@@ -193,7 +193,7 @@ class _Chunk:
 
 @dataclass(slots=True, eq=False)
 class _Plan:
-    decodes: list[_DecodeGroup]
+    decodes: list[DecodeGroup]
     chunks: list[_Chunk]
     causal_mask: torch.Tensor | None  # [tile, longest history + tile], its lower right corner used
     dtype: torch.dtype
@@ -219,28 +219,22 @@ def _make_plan(metadata: AttentionMetadata, query: torch.Tensor, key_cache: torc
     short_rows: dict[int, list[int]] = {}  # by the number of query tokens, rounded up
     for row, seq_len in enumerate(seq_lens):
         query_len = starts[row + 1] - starts[row]
-        num_blocks = -(-seq_len // block_size)
         if query_len == 0:
             continue
-        if not 0 < query_len <= seq_len or num_blocks > metadata.block_tables.shape[1]:
-            raise ValueError(
-                f"sequence {row}: query_len is {query_len}, seq_len {seq_len}, block_tables "
-                f"{tuple(metadata.block_tables.shape)} of {block_size}: they contradict each other"
-            )
+        check_lengths(row, query_len, seq_len, metadata.block_tables, block_size)
         rounded = next((n for n in SHORT_QUERIES if query_len <= n), None)
         if rounded is not None:
             short_rows.setdefault(rounded, []).append(row)
             continue
-        block_ids = metadata.block_tables[row, :num_blocks]
+        block_ids = metadata.block_tables[row, : -(-seq_len // block_size)]
         chunks.append(_Chunk(starts[row], starts[row + 1], seq_len, block_ids))
         if query_len < seq_len:
             longest_tile = max(longest_tile, min(query_len, QUERY_TILE))
             longest_history = max(longest_history, seq_len)
-    max_slots = GROUP_KEY_BYTES[key_cache.device.type] // key_cache[0, 0].nbytes
     groups = [
-        _make_decode_group(metadata, rows, query, key_cache)
+        make_decode_group(rows, starts, seq_lens, metadata.block_tables, query, key_cache)
         for short in short_rows.values()
-        for rows in _split_by_length(short, seq_lens, max_slots)
+        for rows in split_by_length(short, seq_lens, max_group_slots(key_cache))
     ]
     most_blocks = max([len(part.block_ids) for part in (*groups, *chunks)], default=0)
     buffer_shape = (most_blocks, *key_cache.shape[1:])
@@ -254,7 +248,21 @@ def _make_plan(metadata: AttentionMetadata, query: torch.Tensor, key_cache: torc
     )
 
 
-def _split_by_length(rows: list[int], seq_lens: list[int], max_slots: int) -> list[list[int]]:
+def check_lengths(
+    row: int, query_len: int, seq_len: int, block_tables: torch.Tensor, block_size: int
+) -> None:
+    if not 0 < query_len <= seq_len or -(-seq_len // block_size) > block_tables.shape[1]:
+        raise ValueError(
+            f"sequence {row}: query_len is {query_len}, seq_len {seq_len}, block_tables "
+            f"{tuple(block_tables.shape)} of {block_size}: they contradict each other"
+        )
+
+
+def max_group_slots(key_cache: torch.Tensor) -> int:
+    return GROUP_KEY_BYTES[key_cache.device.type] // key_cache[0, 0].nbytes
+
+
+def split_by_length(rows: list[int], seq_lens: list[int], max_slots: int) -> list[list[int]]:
     """Longest first, into groups of at most `max_slots` slots, padding included, unless it is one
     sequence, and without sequences shorter than half the group's longest."""
     groups: list[list[int]] = []
@@ -268,39 +276,42 @@ def _split_by_length(rows: list[int], seq_lens: list[int], max_slots: int) -> li
     return groups
 
 
-def _make_decode_group(
-    metadata: AttentionMetadata,
-    rows: list[int],
+def make_decode_group(
+    rows: list[int],  # longest first
+    starts: list[int],  # query_start_loc
+    seq_lens: list[int],
+    block_tables: torch.Tensor,
     query: torch.Tensor,
     key_cache: torch.Tensor,
-) -> _DecodeGroup:
+) -> DecodeGroup:
+    """All that depends on lengths is worked out on the host: nobody waits for the device."""
     device, block_size = query.device, key_cache.shape[1]
-    row_index = torch.tensor(rows, device=device)
-    seq_lens = metadata.seq_lens[row_index][:, None]
-    num_keys = int(seq_lens[0])
+    lens = torch.tensor([seq_lens[row] for row in rows])[:, None]
+    first = torch.tensor([starts[row] for row in rows])[:, None]
+    last = torch.tensor([starts[row + 1] - 1 for row in rows])[:, None]
+    query_len = max(starts[row + 1] - starts[row] for row in rows)
+    num_keys = seq_lens[rows[0]]
     num_blocks = -(-num_keys // block_size)
-    block_starts = torch.arange(0, num_blocks * block_size, block_size, device=device)
-    block_ids = metadata.block_tables[row_index, :num_blocks]
-    block_ids = block_ids.masked_fill(block_starts >= seq_lens, 0)
-    positions = torch.arange(num_blocks * block_size, device=device)
-    is_unused = positions >= seq_lens
-    first = metadata.query_start_loc[row_index].long()[:, None]
-    last = metadata.query_start_loc[row_index + 1].long()[:, None] - 1
-    query_len = int((last - first).max()) + 1
+    positions = torch.arange(num_blocks * block_size)
+    is_unused = positions >= lens
     # Aligned to the last one; rows that a sequence has not are its first once more.
-    tokens = (last - torch.arange(query_len - 1, -1, -1, device=device)).maximum(first)
+    tokens = (last - torch.arange(query_len - 1, -1, -1)).maximum(first)
     # A query sees all keys but those of the queries behind it.
-    num_seen = (seq_lens - (last - tokens))[:, :, None]
-    hidden = positions[:num_keys] >= num_seen  # [n, query_len, num_keys]
-    hidden = hidden.repeat(1, query.shape[1] // key_cache.shape[2], 1)[:, None]
-    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=device)
-    return _DecodeGroup(
-        tokens=tokens.flatten(),
-        block_ids=block_ids.flatten(),
+    hidden = positions[:num_keys] >= (lens - (last - tokens))[:, :, None]  # [n, query_len, keys]
+    mask = None
+    if hidden.any():
+        hidden = hidden.repeat(1, query.shape[1] // key_cache.shape[2], 1)[:, None]
+        mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, -math.inf)
+        mask = mask.to(device, non_blocking=True)
+    block_ids = block_tables[torch.tensor(rows).to(device, non_blocking=True), :num_blocks]
+    is_foreign = is_unused[:, ::block_size].to(device, non_blocking=True)
+    return DecodeGroup(
+        tokens=tokens.flatten().to(device, non_blocking=True),
+        block_ids=block_ids.masked_fill(is_foreign, 0).flatten(),
         num_seqs=len(rows),
         num_keys=num_keys,
-        unused=is_unused.flatten().nonzero().flatten(),
-        mask=mask.masked_fill_(hidden, -math.inf) if hidden.any() else None,
+        unused=is_unused.flatten().nonzero().flatten().to(device, non_blocking=True),
+        mask=mask,
     )
 
 
@@ -314,11 +325,11 @@ def _causal_mask(tile: int, num_keys: int, query: torch.Tensor) -> torch.Tensor:
 # -- attention over gathered keys and values
 
 
-def _attend_group(
+def attend_group(
     query: torch.Tensor,  # [n * query_len, num_heads, head_dim]
     keys: torch.Tensor,  # [n * slots, num_kv_heads, head_dim], unused ones are overwritten
     values: torch.Tensor,  # the same
-    group: _DecodeGroup,
+    group: DecodeGroup,
     scale: float,
 ) -> torch.Tensor:  # [n * query_len, num_heads, head_dim]
     num_tokens, num_heads, head_dim = query.shape

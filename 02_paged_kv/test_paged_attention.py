@@ -203,15 +203,15 @@ def test_decodes_in_groups_of_any_size(limit, monkeypatch):
 
 def test_decode_groups_hold_similar_lengths_within_the_limit():
     lens = [100, 7, 60, 51, 50, 49, 3, 1]
-    assert module._split_by_length(list(range(8)), lens, 10**6) == [
+    assert module.split_by_length(list(range(8)), lens, 10**6) == [
         [0, 2, 3, 4],
         [5],
         [1],
         [6],
         [7],
     ]
-    assert module._split_by_length([0, 2, 3, 4], lens, 299) == [[0, 2], [3, 4]]
-    assert module._split_by_length([0, 1], lens, 1) == [[0], [1]], "too long for any group"
+    assert module.split_by_length([0, 2, 3, 4], lens, 299) == [[0, 2], [3, 4]]
+    assert module.split_by_length([0, 1], lens, 1) == [[0], [1]], "too long for any group"
 
 
 def test_batches_without_tokens_and_sequences_without_tokens():

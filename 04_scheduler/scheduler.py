@@ -22,9 +22,9 @@ The victim is who was admitted last; with priorities the least urgent, and of th
 There, a strictly more urgent newcomer also takes the seat of the least urgent request when the
 batch is full. Equals never displace each other: they would do so for ever.
 
-Why nobody starves: who runs longest is never a victim unless it is alone, nobody is preempted more
-than `max_preemptions` times (`scheduler_base.py`), and the queue bounds overtaking
-(`policy_queue.py`).
+Why nobody starves: under FCFS who runs longest is never a victim unless it is alone, under any
+policy nobody makes room more than `max_preemptions` times (`scheduler_base.py`), and the queue
+bounds overtaking (`policy_queue.py`).
 
 vLLM's V1 scheduler has these two phases, and SGLang's is in `prefill_first_scheduler.py`. The idea
 of recomputing instead of swapping: vLLM, arXiv 2309.06180.

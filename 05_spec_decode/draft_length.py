@@ -131,7 +131,7 @@ class AdaptiveLength:
         self.verify_cost = CostLine()
         self.draft_cost = CostLine()  # of one round
         self._probe = 0  # the length that is tried
-        self._until_probe = self._probe_interval = probe_every  # steps; below 0: trying
+        self._until_probe = self._probe_interval = probe_every  # steps; 0 and below: trying
         self._last_best = num_spec_tokens
         self._overall = _Acceptance(prior, 1.0)
         self._requests: dict[str, _Acceptance] = {}

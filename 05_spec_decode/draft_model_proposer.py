@@ -118,7 +118,7 @@ class DraftModelProposer:
         self.model, self.backend, self.kv_cache = model, backend, kv_cache
         self.kv_memory = kv_memory
         self.num_spec_tokens = num_spec_tokens
-        # A guess is fed back for the next one, so all but the last are written.
+        # Written: the last known token and every guess but the last, which is never fed back.
         self.num_lookahead_tokens = num_spec_tokens
         self.max_model_len = max_model_len
         self.sampler = sampler or MostLikely()

@@ -37,7 +37,7 @@ __all__ = ["DraftModelProposer", "NgramProposer", "Proposer"]
 
 class Proposer(Protocol):
     num_spec_tokens: int  # the most it proposes for a request
-    num_lookahead_tokens: int  # KV slots that it writes behind the known tokens
+    num_lookahead_tokens: int  # KV slots that it may write behind the tokens that a step computes
 
     def propose(
         self, requests: Sequence[Request], num_drafts: Sequence[int]

@@ -58,7 +58,7 @@ class SpecDecodeStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Of all drafts that were verified."""
+        """Of all drafts, those behind a rejection included."""
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
     @property

@@ -203,7 +203,7 @@ def replace_between_markers(text: str, name: str, content: str) -> str:
 def made_on(record: dict[str, Any]) -> str:
     """The line under a chapter's table: by which command, of which commit, where."""
     where = record["environment"]
-    dirty = ", changed" if where["is_dirty"] else ""
+    dirty = " with uncommitted changes," if where["is_dirty"] else ""
     load = where["load_average"]
     is_timed = "clock" in record["config"] or "fit" in record
     busy = " Other programs were running: the times are rough." if load > 1 and is_timed else ""
