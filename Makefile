@@ -1,6 +1,7 @@
 # Every target makes .venv by itself. The first start installs (a few minutes), later ones start at once.
 #
 #   make demo ARGS="--num-prompts 4 --trace"      make test ARGS="-k scheduler"
+#   make matrix ARGS="--seconds 60 --seed 1"
 #   make test PYTHON=python3.12                   (which Python makes .venv, when there is none yet)
 
 PYTHON ?= python3
@@ -19,14 +20,16 @@ PIP = $(PY) -m pip --disable-pip-version-check install $$([ -t 2 ] || echo -q)
 WHAT_help := list what can be made
 WHAT_demo := serve a batch of prompts with the shipped checkpoint and print the text
 WHAT_test := run every test, notebooks included, on $(JOBS) processes
+WHAT_matrix := serve with random settings for ten minutes and compare every token with transformers
 WHAT_lint := check the code and its layout with ruff; nothing is changed
 WHAT_format := lay out the code and repair what ruff can repair
 WHAT_notebooks := execute every NN_*/*_demo.py and write its .ipynb
 WHAT_figures := redraw every figure from its committed record
 WHAT_bench := measure, write a record and print a table
+WHAT_ladder := measure the engine with one chapter more at a time, and print the README's first table
 WHAT_clean := remove caches and dist/; .venv and build/ stay
 
-TARGETS := demo test lint format notebooks figures bench clean
+TARGETS := demo test matrix lint format notebooks figures bench ladder clean
 
 .NOTPARALLEL:
 .PHONY: help $(TARGETS)
@@ -45,6 +48,11 @@ demo: say-demo $(STAMP)
 test: say-test $(STAMP)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(JOBS) $(ARGS) || \
 	  { echo "make test: failed. Repeat one alone with: $(PY) -m pytest PATH::TEST"; exit 1; }
+
+# A failure ends with the command that repeats it: settings in ARGS run that one combination.
+matrix: say-matrix $(STAMP)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m common.tests.equivalence $(ARGS) || \
+	  { echo "make matrix: failed. What is printed above says with which settings."; exit 1; }
 
 # Without ruff's cache: it keeps a file's verdict on import order after a neighbour that the file
 # imports was added, so what passes here could fail in a fresh clone.
@@ -69,6 +77,9 @@ figures: say-figures $(STAMP)
 
 bench: say-bench $(STAMP)
 	@$(PY) -m common.bench $(ARGS)
+
+ladder: say-ladder $(STAMP)
+	@$(PY) -m common.ladder $(ARGS)
 
 clean: say-clean
 	@rm -rf dist .pytest_cache .ruff_cache .hypothesis

@@ -408,8 +408,8 @@ def _preempt(world: World, request_id: str) -> None:
     ],
 )
 def test_every_interleaving_of_three_requests_in_five_blocks(cache, kind, policy):
-    """Add, schedule, update, preempt, abort, stop, in every order. From every seventh state that can
-    be reached, everybody is run to the end."""
+    """Add, schedule, update, preempt, abort, stop, in every order. From every seventh state that
+    can be reached, everybody is run to the end."""
     prompts = [([0, 1, 1], 4, 1), ([0, 1, 2, 3], 3, 0), ([0, 1], 5, 1)]
     world = World(
         make_memory(cache, 5 if kind is Scheduler else 9, 2),  # this one sets memory aside

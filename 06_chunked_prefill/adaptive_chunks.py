@@ -23,7 +23,7 @@ from collections.abc import Collection
 
 from chunk_policy import ChunkedPrefill
 from request import Request
-from step_cost import StepCost, Work, count_work
+from step_cost import StepCost, StepWork, count_work
 
 
 class AdaptiveChunks(ChunkedPrefill):
@@ -46,7 +46,7 @@ class AdaptiveChunks(ChunkedPrefill):
         self.min_chunk = min_chunk
         self.cost = StepCost()
         self._largest_kept = 0  # tokens of the largest step within the target
-        self._planned = Work()  # decodes of the step, and the chunks that were given so far
+        self._planned = StepWork()  # decodes of the step, and the chunks that were given so far
         self._has_chunk = False
 
     def begin_step(self, running: Collection[Request]) -> None:

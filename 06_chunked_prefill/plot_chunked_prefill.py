@@ -215,7 +215,9 @@ def table_of_attention(record: dict) -> str:
 def make_tables(records: dict[str, dict]) -> dict[str, str]:
     tables = {}
     if "stall" in records:
-        tables["stall"] = table_of_runs(records["stall"], "a prompt of 1,800 tokens arrives")
+        long_prompt = records["stall"]["config"]["long_prompt"]
+        title = f"a prompt of {long_prompt:,} tokens arrives"
+        tables["stall"] = table_of_runs(records["stall"], title)
     if "sweep" in records:
         tables["sweep"] = table_of_runs(records["sweep"], "chunk size")
     if "adaptive" in records:

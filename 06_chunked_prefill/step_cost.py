@@ -37,7 +37,7 @@ NUM_FEATURES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepWork:
     """What a step has to compute."""
 
     num_tokens: int = 0
@@ -45,8 +45,8 @@ class Work:
     num_chunk_pairs: int = 0  # where several queries share them
     num_keys_read: int = 0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: StepWork) -> StepWork:
+        return StepWork(
             self.num_tokens + other.num_tokens,
             self.num_decode_pairs + other.num_decode_pairs,
             self.num_chunk_pairs + other.num_chunk_pairs,
@@ -54,7 +54,7 @@ class Work:
         )
 
 
-def count_work(starts: Sequence[int], query_lens: Sequence[int]) -> Work:
+def count_work(starts: Sequence[int], query_lens: Sequence[int]) -> StepWork:
     """Of requests that compute positions `[start, start + query_len)`."""
     num_decode_pairs = num_chunk_pairs = 0
     for start, query_len in zip(starts, query_lens, strict=True):
@@ -64,7 +64,7 @@ def count_work(starts: Sequence[int], query_lens: Sequence[int]) -> Work:
         else:
             num_chunk_pairs += num_pairs
     num_keys_read = sum(starts) + sum(query_lens)
-    return Work(sum(query_lens), num_decode_pairs, num_chunk_pairs, num_keys_read)
+    return StepWork(sum(query_lens), num_decode_pairs, num_chunk_pairs, num_keys_read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class HardwareWork:
         return self.flops / self.bytes_moved
 
 
-def count_bytes_and_flops(work: Work, shape: ModelShape) -> HardwareWork:
+def count_bytes_and_flops(work: StepWork, shape: ModelShape) -> HardwareWork:
     """Weights once, keys and values that are read and written; two FLOPs to a multiplication, and
     two products (scores, weighted values) to a pair."""
     width = shape.num_heads * shape.head_dim
@@ -111,7 +111,7 @@ class StepCost:
         self._coefficients: np.ndarray | None = None  # None: out of date
         self.num_observations = 0
 
-    def observe(self, work: Work, step_ms: float) -> None:
+    def observe(self, work: StepWork, step_ms: float) -> None:
         """A step took so long."""
         if work.num_tokens == 0 or step_ms <= 0:
             return
@@ -128,12 +128,12 @@ class StepCost:
     def is_known(self) -> bool:
         return self.num_observations >= NUM_OBSERVATIONS
 
-    def predict_ms(self, work: Work) -> float:
+    def predict_ms(self, work: StepWork) -> float:
         if self._coefficients is None:
             self._coefficients = _solve_not_negative(self._gram, self._target)
         return float(self._coefficients @ _features(work))
 
-    def largest_chunk(self, target_ms: float, beside: Work, start: int) -> int:
+    def largest_chunk(self, target_ms: float, beside: StepWork, start: int) -> int:
         """How many tokens from position `start` on a step can compute beside other work and still
         take no longer than `target_ms`. 0: none."""
         no_chunk = self.predict_ms(beside)
@@ -154,7 +154,7 @@ class StepCost:
 _NO_LIMIT = 1 << 30
 
 
-def _features(work: Work) -> np.ndarray:
+def _features(work: StepWork) -> np.ndarray:
     return np.array(
         [1.0, work.num_tokens, work.num_decode_pairs, work.num_chunk_pairs], dtype=np.float64
     )

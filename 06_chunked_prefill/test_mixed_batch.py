@@ -39,6 +39,7 @@ def make_tables(num_rows: int, block_size: int) -> BlockTables:
 @settings(max_examples=200, deadline=None)
 @given(steps())
 def test_every_token_stands_once_at_its_place_and_the_short_ones_in_front(step):
+    """Each request has positions of its own, not one counter for the batch (Trap 32)."""
     block_size, queries, threshold = step
     tables = make_tables(len(queries), block_size)
     batch = compose(tables, queries, block_size, CPU, threshold)

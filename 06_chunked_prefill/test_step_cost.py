@@ -18,7 +18,7 @@ from step_cost import (
     HardwareWork,
     ModelShape,
     StepCost,
-    Work,
+    StepWork,
     count_bytes_and_flops,
     count_work,
 )
@@ -40,15 +40,15 @@ def test_pairs_are_counted_as_one_by_one(spans):
 
 @given(SPANS, SPANS)
 def test_work_adds_up(some, more):
-    def count(spans) -> Work:
+    def count(spans) -> StepWork:
         return count_work([s for s, _ in spans], [n for _, n in spans])
 
     assert count(some) + count(more) == count(some + more)
 
 
 def test_the_table_of_the_docstring():
-    assert count_work([999], [1]) == Work(1, 1000, 0, 1000)
-    assert count_work([1000], [100]) == Work(100, 0, 105_050, 1100)
+    assert count_work([999], [1]) == StepWork(1, 1000, 0, 1000)
+    assert count_work([1000], [100]) == StepWork(100, 0, 105_050, 1100)
 
 
 def test_flops_are_those_that_torch_counts():
@@ -93,12 +93,12 @@ def test_a_decode_is_bound_by_memory_and_a_chunk_is_not():
 TRUE_COSTS = (2.0, 0.05, 0.001, 0.0002)
 
 
-def true_ms(work: Work) -> float:
+def true_ms(work: StepWork) -> float:
     c0, c1, c2, c3 = TRUE_COSTS
     return c0 + c1 * work.num_tokens + c2 * work.num_decode_pairs + c3 * work.num_chunk_pairs
 
 
-def random_work(rng: random.Random) -> Work:
+def random_work(rng: random.Random) -> StepWork:
     starts = [rng.randrange(900) for _ in range(rng.randint(0, 20))]
     lens = [1] * len(starts)
     if rng.random() < 0.5 or not starts:
@@ -154,7 +154,7 @@ def test_steps_of_one_kind_never_make_a_cost_negative_or_break_it():
 
 def test_what_is_no_step_is_not_learnt_from():
     cost = StepCost()
-    cost.observe(Work(), 5.0)
+    cost.observe(StepWork(), 5.0)
     cost.observe(count_work([0], [3]), 0.0)
     assert cost.num_observations == 0 and not cost.is_known
 
@@ -170,9 +170,9 @@ def test_the_largest_chunk_is_the_largest(target_ms, start, num_decodes):
     n = cost.largest_chunk(target_ms, beside, start)
 
     def predicted(size: int) -> float:
-        work = count_work([start], [size]) if size else Work()
+        work = count_work([start], [size]) if size else StepWork()
         if size == 1:  # counted with the pairs of chunks, as a larger one
-            work = Work(1, 0, start + 1, start + 1)
+            work = StepWork(1, 0, start + 1, start + 1)
         return cost.predict_ms(beside + work)
 
     if n:
@@ -184,12 +184,12 @@ LEARNT = learn()
 
 
 def test_without_knowledge_there_is_no_limit_and_with_the_flat_part_of_it_a_straight_one():
-    assert StepCost().largest_chunk(5.0, Work(), 0) > 10**6
+    assert StepCost().largest_chunk(5.0, StepWork(), 0) > 10**6
     cost = StepCost()
     for n in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89):
-        cost.observe(Work(num_tokens=n), 1.0 + 0.1 * n)
-    assert cost.largest_chunk(11.0, Work(), 0) == pytest.approx(100, abs=2)
-    assert cost.largest_chunk(0.5, Work(), 0) == 0
+        cost.observe(StepWork(num_tokens=n), 1.0 + 0.1 * n)
+    assert cost.largest_chunk(11.0, StepWork(), 0) == pytest.approx(100, abs=2)
+    assert cost.largest_chunk(0.5, StepWork(), 0) == 0
 
 
 # -- the policy

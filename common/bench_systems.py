@@ -381,7 +381,7 @@ def describe_steps(steps: Sequence[StepRecord], start: float) -> dict[str, Any]:
         for request_id, new_token_ids in step.new_token_ids.items():
             times.setdefault(request_id, []).extend([end] * len(new_token_ids))
     described = {"num_steps": len(steps)} | describe_latency(list(times.values()))
-    decodes = [step for step in steps if not step.admitted and step.num_scheduled_tokens]
+    decodes = [step for step in steps if _is_decode(step)]
     if decodes:
         num_rows = max(len(step.num_scheduled_tokens) for step in decodes)
         full = [step for step in decodes if len(step.num_scheduled_tokens) == num_rows]
@@ -393,6 +393,14 @@ def describe_steps(steps: Sequence[StepRecord], start: float) -> dict[str, Any]:
             "kv_tokens": round(fmean(step.kv_tokens_written for step in full)),
         }
     return described
+
+
+def _is_decode(step: StepRecord) -> bool:
+    """A token for everybody, and guesses: no piece of a prompt."""
+    scheduled = step.num_scheduled_tokens
+    num_drafts = {name: drafted for name, (drafted, _) in step.drafts.items()}
+    is_single = all(n == 1 + num_drafts.get(name, 0) for name, n in scheduled.items())
+    return bool(scheduled) and not step.admitted and is_single
 
 
 def _p50_p99(values: Sequence[float]) -> dict[str, float | None]:

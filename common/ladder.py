@@ -136,6 +136,8 @@ def _regime(regime: dict[str, Any]) -> str:
         "between tokens p50 / p99",
         "KV waste",
         "prefix hits",
+        "preempted",
+        "guesses right",
         "tokens a pass",
         "steps",
     ]
@@ -156,6 +158,8 @@ def _row(rung: dict[str, Any]) -> list[str]:
         f"{shown('inter_token_ms_p50', '.1f')} / {shown('inter_token_ms_p99', ',.0f')} ms",
         shown("kv_waste", ".0%"),
         shown("prefix_hits", ".0%"),
+        shown("preemptions", ",.0f"),
+        shown("acceptance", ".0%"),
         shown("tokens_per_pass", ".2f"),
         shown("num_steps", ",.0f"),
     ]

@@ -54,7 +54,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Outcome:
+class LadderOutcome:
     """What users got, and when, in seconds after the start; and what the system says of itself."""
 
     token_ids: dict[int, list[int]] = field(default_factory=dict)
@@ -66,12 +66,12 @@ class Outcome:
         self.token_times.setdefault(index, []).extend([now] * len(new_token_ids))
 
 
-Run = Callable[[BenchModels, Limits, Sequence[LadderRequest]], Outcome]
+Run = Callable[[BenchModels, Limits, Sequence[LadderRequest]], LadderOutcome]
 
 
 def run_engine(
     models: BenchModels, limits: Limits, requests: Sequence[LadderRequest], **options: Any
-) -> Outcome:
+) -> LadderOutcome:
     steps: list[StepRecord] = []
     config = EngineConfig(
         **{
@@ -96,18 +96,21 @@ def run_engine(
     outcome = _drive(requests, add, engine.step, engine.has_unfinished_requests, steps)
     stats = engine.stats()
     num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-    outcome.details |= {
-        "kv_waste": stats.kv_waste,
-        "prefix_hits": stats.cached_tokens / num_prompt_tokens,
-        "preemptions": stats.num_preemptions,
-        "tokens_per_pass": stats.tokens_per_pass,
-        "acceptance": stats.num_accepted_tokens / max(1, stats.num_drafted_tokens),
-        "drafted": stats.num_drafted_tokens,
-    }
+    outcome.details |= {"kv_waste": stats.kv_waste, "preemptions": stats.num_preemptions}
+    if config.prefix_cache is not None:
+        outcome.details["prefix_hits"] = stats.cached_tokens / num_prompt_tokens
+    if config.speculative is not None:
+        outcome.details |= {
+            "tokens_per_pass": stats.tokens_per_pass,
+            "acceptance": stats.num_accepted_tokens / max(1, stats.num_drafted_tokens),
+            "drafted": stats.num_drafted_tokens,
+        }
     return outcome
 
 
-def run_padded(models: BenchModels, limits: Limits, requests: Sequence[LadderRequest]) -> Outcome:
+def run_padded(
+    models: BenchModels, limits: Limits, requests: Sequence[LadderRequest]
+) -> LadderOutcome:
     steps: list[StepRecord] = []
     scheduler = FCFSScheduler(limits.num_contiguous, limits.max_num_batched_tokens)
     core = EngineCore(scheduler, HFModelRunner(models.hf, batched=True), on_step=steps.append)
@@ -122,9 +125,11 @@ def run_padded(models: BenchModels, limits: Limits, requests: Sequence[LadderReq
     return outcome
 
 
-def run_static(models: BenchModels, limits: Limits, requests: Sequence[LadderRequest]) -> Outcome:
+def run_static(
+    models: BenchModels, limits: Limits, requests: Sequence[LadderRequest]
+) -> LadderOutcome:
     """Whoever has arrived when a batch ends joins the next one."""
-    outcome, num_steps, wastes = Outcome(), 0, []
+    outcome, num_steps, wastes = LadderOutcome(), 0, []
     waiting = deque(enumerate(requests))
     start = time.monotonic()
     while waiting:
@@ -178,7 +183,7 @@ RUNGS: dict[str, tuple[str, Run]] = {
 }
 
 
-def describe(outcome: Outcome, requests: Sequence[LadderRequest]) -> dict[str, Any]:
+def describe(outcome: LadderOutcome, requests: Sequence[LadderRequest]) -> dict[str, Any]:
     """What a table shows of one run. Times in milliseconds."""
     times = [outcome.token_times[index] for index in range(len(requests))]
     first = [1e3 * (t[0] - r.arrival_time) for t, r in zip(times, requests, strict=True)]
@@ -200,9 +205,9 @@ def _drive(
     step: Callable[[], Any],
     has_unfinished: Callable[[], bool],
     steps: list[StepRecord],
-) -> Outcome:
+) -> LadderOutcome:
     """Bring each request at its time, and step while there is somebody."""
-    outcome = Outcome()
+    outcome = LadderOutcome()
     pending = deque(enumerate(requests))
     start = time.monotonic()
     while pending or has_unfinished():

@@ -34,6 +34,8 @@ def describe_step(
 
     def sampled(request_id: str) -> str:
         ids = record.new_token_ids.get(request_id, [])
+        if not ids:
+            return f"{request_id} nothing: its prompt goes on"
         return f"{request_id} {decode(ids)!r}" if decode else f"{request_id} {ids}"
 
     def stretch(request_id: str) -> str:

@@ -60,6 +60,7 @@ def test_chunks_change_no_word_and_are_seen_in_the_trace(capsys) -> None:
         steps.append(out.count("5 forward"))
     assert texts[0] == texts[1]
     assert steps[1] > steps[0] + 1
+    assert "nothing: its prompt goes on" in out
 
 
 def test_sequential_comparison_finds_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,159 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # A long prompt, a piece at a time
+#
+# This notebook plays with the code of chapter 6. It defines nothing of its own beyond a few lines
+# that print and draw.
+
+# %%
+import warnings
+
+import matplotlib.pyplot as plt
+import torch
+
+from adaptive_chunks import AdaptiveChunks
+from chunk_policy import ChunkedPrefill
+from common.llm import LLM, SamplingParams
+from mixed_attention import mixed_attention
+from paged_attention import AttentionMetadata, paged_attention
+from request import Request
+from scheduler import Scheduler
+from step_cost import ModelShape, StepCost, count_bytes_and_flops, count_work
+from whole_prompts import WholePrompts
+
+torch.set_num_threads(1)
+warnings.filterwarnings("ignore", message="IProgress")  # no progress bars are wanted here
+
+# %% [markdown]
+# ## The same requests under three policies
+#
+# Two short requests decode; in the third step a prompt of 40 tokens arrives. A step may have 24
+# tokens. Each row is a step, and says how many tokens it computes of whom. Nobody is told what a
+# phase is: a request gets what it is behind, or less.
+
+
+# %%
+def timeline(policy, prompt_len=40, **options):
+    scheduler = Scheduler(max_num_batched_tokens=48, chunk_policy=policy, **options)
+    for name in "ab":
+        scheduler.add_request(Request.from_tokens(name, [1, 2, 3], max_new_tokens=9))
+    for step in range(9):
+        if step == 2:
+            long = Request.from_tokens("long", list(range(prompt_len)), max_new_tokens=2)
+            scheduler.add_request(long)
+        output = scheduler.schedule()
+        row = output.num_scheduled_tokens
+        print("  ".join(f"{name}: {row[name]:2d}" if name in row else " " * 5 for name in ("a", "b", "long")))
+        done = {r.request_id: [7] for r in output.scheduled_requests if r.num_computed_tokens >= r.num_tokens}
+        scheduler.update_from_output(output, done)
+
+
+print("whole prompts")
+timeline(WholePrompts())
+print("at most 16 tokens of a prompt in a step")
+timeline(ChunkedPrefill(16))
+
+# %% [markdown]
+# ## What a token costs
+#
+# Arithmetic for each byte that is moved, for a model of 0.6 billion weights. A decode moves all the
+# weights for one token; the same weights serve a chunk's 256 tokens. An H200 does about 200 FLOPs in
+# the time in which it moves a byte: below that the memory is the limit, above it the arithmetic.
+
+# %%
+shape = ModelShape(600_000_000, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128)
+for name, starts, lens in (
+    ("one decode", [1000], [1]),
+    ("32 decodes", [1000] * 32, [1] * 32),
+    ("a chunk of 256", [1000], [256]),
+    ("both in one step", [1000] * 33, [1] * 32 + [256]),
+    ("a prompt of 4,096", [0], [4096]),
+):
+    work = count_bytes_and_flops(count_work(starts, lens), shape)
+    print(f"{name:18s} {work.flops / 1e9:9,.0f} GFLOP {work.bytes_moved / 1e9:6.2f} GB "
+          f"{work.flops_per_byte:8,.0f} FLOP a byte")
+
+# %% [markdown]
+# ## Chunks of the size that a step has time for
+#
+# `AdaptiveChunks` learns from the clock. Here the clock is a formula, so that the picture is the same
+# everywhere: 2 ms a step, 0.05 ms a token, 0.2 microseconds a query-key pair. The promise is 20 ms.
+# The first steps double, then the pieces shrink while the history grows.
+
+# %%
+policy, start, sizes, times = AdaptiveChunks(target_step_ms=20.0), 0, [], []
+request = Request.from_tokens("long", [1] * 4000, max_new_tokens=1)
+while start < 4000:
+    policy.begin_step([])
+    size = policy.num_tokens_now(request, 4000 - start, 4096, 4096)
+    work = count_work([start], [size])
+    step_ms = 2.0 + 0.05 * work.num_tokens + 0.0002 * work.num_chunk_pairs
+    policy.observe_step([start], [size], step_ms)
+    start, sizes, times = start + size, [*sizes, size], [*times, step_ms]
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+left.bar(range(len(sizes)), sizes)
+left.set(xlabel="step", ylabel="tokens of the prompt")
+right.plot(times, "o-")
+right.axhline(20, color="black", linewidth=0.8)
+right.set(xlabel="step", ylabel="ms", ylim=0)
+plt.show()
+
+# %% [markdown]
+# What it has learnt, without having been told the formula:
+
+# %%
+for starts, lens in (([0], [100]), ([3000], [100]), ([3000], [10])):
+    work = count_work(starts, lens)
+    truth = 2.0 + 0.05 * work.num_tokens + 0.0002 * work.num_chunk_pairs
+    print(f"{lens[0]:4d} tokens from {starts[0]:5d}: {policy.cost.predict_ms(work):6.2f} ms, "
+          f"truth {truth:6.2f} ms")
+assert isinstance(policy.cost, StepCost)
+
+# %% [markdown]
+# ## One attention call for all of them
+#
+# Two decodes and a chunk of five tokens, against chapter 2's specification, in float64.
+
+# %%
+torch.manual_seed(0)
+keys, values = torch.randn(2, 12, 4, 2, 8, dtype=torch.float64)
+query = torch.randn(7, 4, 8, dtype=torch.float64)
+metadata = AttentionMetadata(
+    query_start_loc=torch.tensor([0, 1, 2, 7]),
+    seq_lens=torch.tensor([9, 14, 11]),
+    block_tables=torch.tensor([[3, 1, 7, 0], [2, 9, 4, 11], [8, 5, 10, 0]]),
+    slot_mapping=torch.full((7,), -1),
+    max_query_len=5,
+    max_seq_len=14,
+)
+specified = paged_attention(query, keys, values, metadata, 8**-0.5)
+mixed = mixed_attention(query, keys, values, metadata, 8**-0.5)
+print("largest difference is below 1e-12:", (specified - mixed).abs().max().item() < 1e-12)
+
+# %% [markdown]
+# ## In the engine
+#
+# The shipped model, a prompt of a few hundred tokens, in pieces of every size: the text is the same.
+
+# %%
+prompt = "\n".join(f"def area_{i}(width, height):\n    return width * height\n" for i in range(12))
+texts = set()
+for size in (1000, 64, 17):
+    llm = LLM(chunked_prefill=size, num_blocks=200)
+    steps = []
+    llm.engine.on_step = lambda record, steps=steps: steps.append(record)
+    output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)[0]
+    texts.add(output.outputs[0].text)
+    lens = [sum(step.num_scheduled_tokens.values()) for step in steps]
+    print(f"chunks of {size:4d}: {[n for n in lens if n > 1]}, then {lens.count(1)} steps of one token")
+print("one text:", len(texts) == 1)
