@@ -10,9 +10,10 @@ One step shares one budget of `max_num_batched_tokens`:
     | phase 1: those who run, in order of admission | phase 2: those who wait, in policy order |
     0                                                                    max_num_batched_tokens
 
-1.  Each running request gets the tokens it is behind, as far as the budget goes. If the memory
-    refuses, a victim is preempted and the memory asked again, until it agrees or the victim is the
-    request itself. A victim that was planned in this step already gives everything back.
+1.  Each running request gets the tokens it is behind, as far as the budget goes; a chunk of a
+    prompt (chapter 6) leaves a token for each one behind it that decodes. If the memory refuses, a
+    victim is preempted and the memory asked again, until it agrees or the victim is the request
+    itself. A victim that was planned in this step already gives everything back.
 2.  Only if nobody was preempted: look up what the cache has of the next request in line, size the
     work, allocate, in that order. The first one that does not fit ends the step: nobody overtakes.
     One that is not ready (its KV or its parent's prompt is on its way) is passed over. So is one
@@ -129,6 +130,7 @@ class Scheduler(SchedulerBase):
         room_in_block = block_size - self.num_lookahead_tokens
         running = list(self.running.values())
         num_decodes_behind: list[int] | None = None
+        has_chunk = False
         for i, request in enumerate(running):
             if plan.budget == 0 or (plan.preempted and request.request_id not in self.running):
                 continue  # the latter made room for one before it
@@ -136,11 +138,11 @@ class Scheduler(SchedulerBase):
             num_tokens = len(request.all_token_ids) + len(request.draft_token_ids) - start
             if num_tokens > 1:  # more than a decode: as much as there is
                 if request.draft_token_ids:  # a token for everybody before a guess for anybody
-                    num_kept = len(running) - 1 - i
-                else:  # and for those who decode before a chunk
+                    budget = max(plan.budget - (len(running) - 1 - i), 1)
+                else:  # and for those who decode before a chunk, but one chunk always goes on
                     num_decodes_behind = num_decodes_behind or _num_decodes_behind(running)
-                    num_kept = num_decodes_behind[i]
-                budget = max(plan.budget - num_kept, 1)
+                    budget = max(plan.budget - num_decodes_behind[i], 0 if has_chunk else 1)
+                    has_chunk = True
                 num_tokens = self._num_tokens_now(request, num_tokens, budget)
             # Inside a block there is nothing to ask: it was taken when its first slot was written.
             is_inside_a_block = 0 < start % block_size <= room_in_block - num_tokens

@@ -1,0 +1,159 @@
+"""What both schedulers ask a chunk policy, and what they do with the answers. Chapter 6 has the
+policies that cut."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+
+import pytest
+
+from prefill_first_scheduler import PrefillFirstScheduler
+from request import Request
+from scheduler import Scheduler, make_kv_memory
+from whole_prompts import WholePrompts
+
+KINDS = (Scheduler, PrefillFirstScheduler)
+
+
+class AtMost(WholePrompts):
+    """So many tokens of anybody's prompt in a step; those named are held back."""
+
+    def __init__(self, most: int, held_back: Collection[str] = ()) -> None:
+        self.most = most
+        self.held_back = set(held_back)
+        self.begun: list[set[str]] = []
+        self.asked: list[tuple[str, int]] = []
+
+    def longest_prompt(self, max_num_batched_tokens: int) -> int:
+        return sys.maxsize
+
+    def begin_step(self, running: Collection[Request]) -> None:
+        self.begun.append({request.request_id for request in running})
+
+    def may_start(self, request: Request, num_behind: int) -> bool:
+        self.asked.append((request.request_id, num_behind))
+        return request.request_id not in self.held_back
+
+    def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
+        return min(num_behind, budget, self.most)
+
+
+def make(name: str, num_prompt: int, num_outputs: int = 5) -> Request:
+    return Request.from_tokens(name, list(range(num_prompt)), max_new_tokens=num_outputs)
+
+
+def step(scheduler) -> dict[str, int]:
+    output = scheduler.schedule()
+    tokens = {
+        r.request_id: [9]
+        for r in output.scheduled_requests
+        if r.num_computed_tokens == r.num_tokens
+    }
+    scheduler.update_from_output(output, tokens)
+    scheduler.check_invariants()
+    return output.num_scheduled_tokens
+
+
+@pytest.mark.parametrize("num_behind", [1, 7, 8, 9, 20])
+@pytest.mark.parametrize("budget", [1, 7, 8])
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_whole_prompt_waits_until_it_fits_unless_no_step_is_large_enough(
+    num_behind, budget, has_begun
+):
+    request = make("a", 30)
+    request.num_computed_tokens = 3 if has_begun else 0
+    given = WholePrompts().num_tokens_now(request, num_behind, budget, most=8)
+    if num_behind <= budget:
+        assert given == num_behind
+    else:
+        assert given == (budget if has_begun or num_behind > 8 else 0)
+    assert WholePrompts().longest_prompt(8) == 8
+    assert WholePrompts().may_start(request, 1000)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_policy_hears_of_every_step_and_who_has_kv(kind):
+    policy = AtMost(50)
+    scheduler = kind(chunk_policy=policy, max_num_batched_tokens=64)
+    scheduler.add_request(make("a", 4))
+    step(scheduler)
+    scheduler.add_request(make("b", 4))
+    step(scheduler)
+    step(scheduler)
+    assert policy.begun == [set(), {"a"}, {"a", "b"}]
+    assert policy.asked == [("a", 4), ("b", 4)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_is_held_back_is_passed_and_keeps_nothing(kind):
+    memory = make_kv_memory(40, 4)
+    policy = AtMost(50, held_back="x")
+    scheduler = kind(kv_memory=memory, chunk_policy=policy, max_num_batched_tokens=64)
+    prompt = list(range(12))
+    scheduler.add_request(Request.from_tokens("first", prompt, max_new_tokens=1))
+    step(scheduler)  # its blocks are in the cache: x's look-up touches them
+    scheduler.add_request(Request.from_tokens("x", [*prompt, 1, 2], max_new_tokens=2))
+    scheduler.add_request(Request.from_tokens("y", [30, 31, 32, 33, 34], max_new_tokens=1))
+    assert step(scheduler) == {"y": 5}
+    assert ("x", 2) in policy.asked
+    assert memory.num_blocks_in_use == 0
+    assert scheduler.requests["x"].num_computed_tokens == 0
+    policy.held_back.clear()
+    assert step(scheduler) == {"x": 2}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_was_held_back_too_long_is_waited_for(kind):
+    policy = AtMost(50, held_back="x")
+    options = {"chunk_policy": policy, "max_num_batched_tokens": 64, "max_overtakes": 2}
+    scheduler = kind(**options)
+    scheduler.add_request(make("x", 5))
+    for i in range(4):
+        scheduler.add_request(make(f"y{i}", 5, 1))
+    served = {name for _ in range(4) for name in step(scheduler)}
+    # It ages when others leave the queue, which is after they were asked, all in one step here.
+    assert served <= {"y0", "y1", "y2", "y3"}
+    scheduler.add_request(make("late", 5, 1))
+    assert step(scheduler) == {}
+    policy.held_back.clear()
+    assert set(step(scheduler)) == {"x", "late"}
+
+
+def test_a_chunk_leaves_a_token_for_each_behind_it_that_decodes():
+    policy = AtMost(6)
+    scheduler = Scheduler(chunk_policy=policy, max_num_batched_tokens=9)
+    scheduler.add_request(make("long", 40))
+    for name in "abc":
+        scheduler.add_request(make(name, 1, 30))
+    assert step(scheduler) == {"long": 6, "a": 1, "b": 1, "c": 1}
+    policy.most = 100
+    assert step(scheduler) == {"long": 6, "a": 1, "b": 1, "c": 1}
+    scheduler.abort_request("a")
+    assert step(scheduler) == {"long": 7, "b": 1, "c": 1}
+
+
+def test_two_chunks_leave_tokens_for_the_same_ones_and_the_first_always_goes_on():
+    policy = AtMost(2)
+    scheduler = Scheduler(chunk_policy=policy, max_num_batched_tokens=7)
+    for name in ("long0", "long1"):
+        scheduler.add_request(make(name, 40))
+    for name in "abc":
+        scheduler.add_request(make(name, 1, 30))
+    assert step(scheduler) == {"long0": 2, "long1": 2, "a": 1, "b": 1, "c": 1}
+    policy.most = 100
+    assert step(scheduler) == {"long0": 4, "a": 1, "b": 1, "c": 1}
+    scheduler.max_num_batched_tokens = 3  # fewer than there are requests
+    assert step(scheduler) == {"long0": 1, "a": 1, "b": 1}
+
+
+def test_the_prefill_first_scheduler_gives_what_the_policy_says_cut_to_whole_pages():
+    policy = AtMost(11)
+    scheduler = PrefillFirstScheduler(
+        chunk_policy=policy,
+        chunked_prefill_size=32,
+        max_num_batched_tokens=64,
+        kv_memory=make_kv_memory(40, 4),
+    )
+    scheduler.add_request(make("long", 30, 1))
+    assert [step(scheduler)["long"] for _ in range(4)] == [8, 8, 8, 6]
