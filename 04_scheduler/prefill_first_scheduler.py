@@ -186,8 +186,10 @@ class PrefillFirstScheduler(SchedulerBase):
     def _make_adder(self, plan: StepPlan) -> PrefillAdder:
         decodes = self.running_batch
         chunk = self.chunked_prefill_size
-        if chunk is not None:  # of the chunk, too, a mixed batch gives its decodes their share
-            chunk -= self.max_num_batched_tokens - plan.budget
+        if chunk is not None:  # of the chunk, too, a mixed batch gives its decodes their share,
+            # but a page is left however many they are: or a prompt would wait for all of them
+            num_planned = self.max_num_batched_tokens - plan.budget
+            chunk = max(chunk - num_planned, min(chunk, self.kv_memory.block_size))
         # In a mixed batch those who decode have their next pages already.
         num_next_pages = 0 if self.mixing else decodes.new_page_count_next_decode()
         return PrefillAdder(

@@ -36,7 +36,7 @@ warnings.filterwarnings("ignore", message="IProgress")  # no progress bars are w
 # %% [markdown]
 # ## The same requests under three policies
 #
-# Two short requests decode; in the third step a prompt of 40 tokens arrives. A step may have 24
+# Two short requests decode; in the third step a prompt of 40 tokens arrives. A step may have 48
 # tokens. Each row is a step, and says how many tokens it computes of whom. Nobody is told what a
 # phase is: a request gets what it is behind, or less.
 
@@ -52,9 +52,9 @@ def timeline(policy, prompt_len=40, **options):
             scheduler.add_request(long)
         output = scheduler.schedule()
         row = output.num_scheduled_tokens
-        print("  ".join(f"{name}: {row[name]:2d}" if name in row else " " * 5 for name in ("a", "b", "long")))
-        done = {r.request_id: [7] for r in output.scheduled_requests if r.num_computed_tokens >= r.num_tokens}
-        scheduler.update_from_output(output, done)
+        print("  ".join(f"{name}: {row[name]:2d}" for name in ("a", "b", "long") if name in row))
+        at_end = [r for r in output.scheduled_requests if r.num_computed_tokens == r.num_tokens]
+        scheduler.update_from_output(output, {r.request_id: [7] for r in at_end})
 
 
 print("whole prompts")
@@ -66,8 +66,9 @@ timeline(ChunkedPrefill(16))
 # ## What a token costs
 #
 # Arithmetic for each byte that is moved, for a model of 0.6 billion weights. A decode moves all the
-# weights for one token; the same weights serve a chunk's 256 tokens. An H200 does about 200 FLOPs in
-# the time in which it moves a byte: below that the memory is the limit, above it the arithmetic.
+# weights for one token; the same weights serve a chunk's 256 tokens. An H200 (989 TFLOP/s in
+# bfloat16, 4.8 TB/s, by its data sheet) does about 200 FLOPs in the time in which it moves a byte:
+# below that the memory is the limit, above it the arithmetic.
 
 # %%
 shape = ModelShape(600_000_000, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128)
@@ -79,15 +80,17 @@ for name, starts, lens in (
     ("a prompt of 4,096", [0], [4096]),
 ):
     work = count_bytes_and_flops(count_work(starts, lens), shape)
-    print(f"{name:18s} {work.flops / 1e9:9,.0f} GFLOP {work.bytes_moved / 1e9:6.2f} GB "
-          f"{work.flops_per_byte:8,.0f} FLOP a byte")
+    print(
+        f"{name:18s} {work.flops / 1e9:9,.0f} GFLOP {work.bytes_moved / 1e9:6.2f} GB "
+        f"{work.flops_per_byte:8,.0f} FLOP a byte"
+    )
 
 # %% [markdown]
 # ## Chunks of the size that a step has time for
 #
-# `AdaptiveChunks` learns from the clock. Here the clock is a formula, so that the picture is the same
-# everywhere: 2 ms a step, 0.05 ms a token, 0.2 microseconds a query-key pair. The promise is 20 ms.
-# The first steps double, then the pieces shrink while the history grows.
+# `AdaptiveChunks` learns from the clock. Here the clock is a formula, so that the picture is the
+# same everywhere: 2 ms a step, 0.05 ms a token, 0.2 microseconds a query-key pair. The promise is
+# 20 ms. The first steps double, then the pieces shrink while the history grows.
 
 # %%
 policy, start, sizes, times = AdaptiveChunks(target_step_ms=20.0), 0, [], []
@@ -115,8 +118,10 @@ plt.show()
 for starts, lens in (([0], [100]), ([3000], [100]), ([3000], [10])):
     work = count_work(starts, lens)
     truth = 2.0 + 0.05 * work.num_tokens + 0.0002 * work.num_chunk_pairs
-    print(f"{lens[0]:4d} tokens from {starts[0]:5d}: {policy.cost.predict_ms(work):6.2f} ms, "
-          f"truth {truth:6.2f} ms")
+    print(
+        f"{lens[0]:4d} tokens from {starts[0]:5d}: {policy.cost.predict_ms(work):6.2f} ms, "
+        f"truth {truth:6.2f} ms"
+    )
 assert isinstance(policy.cost, StepCost)
 
 # %% [markdown]
@@ -143,17 +148,20 @@ print("largest difference is below 1e-12:", (specified - mixed).abs().max().item
 # %% [markdown]
 # ## In the engine
 #
-# The shipped model, a prompt of a few hundred tokens, in pieces of every size: the text is the same.
+# The shipped model, a prompt of 192 tokens, in pieces of three sizes: the text is the same.
 
 # %%
 prompt = "\n".join(f"def area_{i}(width, height):\n    return width * height\n" for i in range(12))
+params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 texts = set()
 for size in (1000, 64, 17):
     llm = LLM(chunked_prefill=size, num_blocks=200)
     steps = []
     llm.engine.on_step = lambda record, steps=steps: steps.append(record)
-    output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)[0]
+    output = llm.generate(prompt, params, use_tqdm=False)[0]
     texts.add(output.outputs[0].text)
     lens = [sum(step.num_scheduled_tokens.values()) for step in steps]
-    print(f"chunks of {size:4d}: {[n for n in lens if n > 1]}, then {lens.count(1)} steps of one token")
+    print(
+        f"chunks of {size:4d}: {[n for n in lens if n > 1]}, then {lens.count(1)} tokens one by one"
+    )
 print("one text:", len(texts) == 1)

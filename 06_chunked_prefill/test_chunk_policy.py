@@ -234,6 +234,24 @@ def test_what_a_cached_prefix_leaves_decides_what_is_long():
     run.to_the_end()
 
 
+def test_more_decodes_than_a_chunk_has_tokens_do_not_stop_a_mixed_prompt():
+    memory = make_memory(None, 100, 4)
+    scheduler = PrefillFirstScheduler(
+        kv_memory=memory, max_num_batched_tokens=32, chunked_prefill_size=6, mixing=True
+    )
+    run = Run(scheduler)
+    run.add(*(make_request(f"s{i}", 1, 40) for i in range(8)))
+    while len(scheduler.running_batch.reqs) < 8:
+        run.step()
+    run.add(make_request("long", 20, 1))
+    first = len(run.plans)
+    for _ in range(5):
+        run.step()
+    assert run.chunks("long")[first:] == [4] * 5
+    assert all(len(plan) == 9 for plan in run.plans[first:])
+    run.to_the_end()
+
+
 # -- random runs
 
 
