@@ -171,7 +171,7 @@ class TritonAttentionBackend:
         slot_mapping: torch.Tensor,  # [num_tokens] int64, -1: not written
     ) -> None:
         num_tokens, num_kv_heads, head_dim = key.shape
-        _check_contiguous(key_cache, value_cache)
+        check_contiguous(key_cache, value_cache)
         if key.stride(2) != 1 or value.stride(2) != 1:
             key, value = key.contiguous(), value.contiguous()
         if num_tokens:
@@ -200,12 +200,7 @@ class TritonAttentionBackend:
         256."""
         _, num_heads, head_dim = query.shape
         _, block_size, num_kv_heads, _ = key_cache.shape
-        _check_contiguous(key_cache, value_cache)
-        if query.dtype == torch.float64 or head_dim > MAX_HEAD_DIM:
-            raise ValueError(
-                f"query is {query.dtype} with head_dim {head_dim}: the Triton backend takes 16 or "
-                f"32 bits and head_dim <= {MAX_HEAD_DIM}; choose attention_backend='torch'"
-            )
+        check_attention_inputs(query, key_cache, value_cache)
         query = query.contiguous()
         output = torch.zeros_like(query)
         num_shared = num_heads // num_kv_heads
@@ -236,6 +231,17 @@ class TritonAttentionBackend:
         return output
 
 
-def _check_contiguous(*caches: torch.Tensor) -> None:
+def check_attention_inputs(
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
+) -> None:
+    check_contiguous(key_cache, value_cache)
+    if query.dtype == torch.float64 or query.shape[2] > MAX_HEAD_DIM:
+        raise ValueError(
+            f"query is {query.dtype} with head_dim {query.shape[2]}: the Triton backend takes 16 "
+            f"or 32 bits and head_dim <= {MAX_HEAD_DIM}; choose attention_backend='torch'"
+        )
+
+
+def check_contiguous(*caches: torch.Tensor) -> None:
     if not all(cache.is_contiguous() for cache in caches):
         raise ValueError("key_cache and value_cache must be contiguous")

@@ -31,8 +31,6 @@ import numpy as np
 
 FADE = 0.98  # an observation counts half after 34 more
 NUM_OBSERVATIONS = 4  # before that, the fit is not trusted
-OUTLIER = 1.5  # a step this much longer than expected counts as if it were just that,
-MOST_SHRUNK = 8  # or as an eighth of what it took: the expectation may be the one that is wrong
 NUM_FEATURES = 4
 
 
@@ -105,7 +103,8 @@ class StepCost:
     """Learns what steps take."""
 
     def __init__(self) -> None:
-        # Normal equations of a least-squares fit to relative errors.
+        # Normal equations of a least-squares fit to relative errors: the weight of a step that took
+        # far too long is small.
         self._gram = np.zeros((NUM_FEATURES, NUM_FEATURES))
         self._target = np.zeros(NUM_FEATURES)
         self._coefficients: np.ndarray | None = None  # None: out of date
@@ -115,9 +114,6 @@ class StepCost:
         """A step took so long."""
         if work.num_tokens == 0 or step_ms <= 0:
             return
-        if self.is_known:
-            expected_ms = self.predict_ms(work)
-            step_ms = min(step_ms, max(OUTLIER * expected_ms, step_ms / MOST_SHRUNK))
         features = _features(work) / step_ms
         self._gram = FADE * self._gram + np.outer(features, features)
         self._target = FADE * self._target + features

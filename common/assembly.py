@@ -6,10 +6,10 @@
     prefix cache       3      PrefixCacheLocal or RadixCache, in a CachedKVCacheManager
     KV from elsewhere  3      TieredCache, any KVConnector, or both in a ConnectorChain
     scheduler        1, 4     FCFSScheduler; Scheduler or PrefillFirstScheduler, with a policy
-    attention          2      TorchAttentionBackend or TritonAttentionBackend
+    chunks           4, 6    WholePrompts; ChunkedPrefill or AdaptiveChunks
+    attention        2, 6    TorchAttentionBackend or TritonAttentionBackend, or the mixed ones
     runner          common    PagedModelRunner
     proposer           5      NgramProposer or DraftModelProposer, in a Speculator; or nobody
-    chunks           4, 6    WholePrompts; ChunkedPrefill or AdaptiveChunks
     sampler         common    Sampler; in a SpeculativeSampler if somebody guesses
     the loop           1      EngineCore
 
@@ -42,6 +42,7 @@ from fcfs_scheduler import FCFSScheduler
 from kv_block_io import PagedBlockIO
 from kv_cache_manager import KVCacheManager
 from kv_connector import ConnectorChain, KVConnector
+from mixed_attention import MixedAttentionBackend
 from paged_attention import (
     AttentionBackend,
     AttentionMetadata,
@@ -88,7 +89,7 @@ def assemble(
     it."""
     device = loaded.model.embed_weight.device
     max_model_len = resolve_max_model_len(config, loaded.config.max_position_embeddings)
-    backend = make_attention_backend(config.attention_backend, device)
+    backend = make_attention_backend(config.attention_backend, device, config.cuts_prompts)
     kv_cache = make_kv_cache(config, loaded, draft, backend, max_model_len, device)
     connector = make_connector(config, loaded, kv_cache)
     kv_manager = make_kv_manager(config, kv_cache.num_blocks, connector)
@@ -225,22 +226,27 @@ def resolve_max_model_len(config: EngineConfig, longest: int) -> int:
     return config.max_model_len or longest
 
 
-def make_attention_backend(name: str, device: torch.device) -> AttentionBackend:
-    """`"auto"` is Triton on CUDA and PyTorch elsewhere. A fallback is announced.
+def make_attention_backend(
+    name: str, device: torch.device, is_mixed: bool = False
+) -> AttentionBackend:
+    """`"auto"` is Triton on CUDA and PyTorch elsewhere; `is_mixed`: chapter 6's, for decodes and
+    chunks in one batch, instead of chapter 2's. A fallback is announced.
 
     Raises `RuntimeError` if Triton is asked for by name and can not run here.
     """
+    plain = MixedAttentionBackend if is_mixed else TorchAttentionBackend
     if name == "torch" or (name == "auto" and device.type != "cuda"):
-        return TorchAttentionBackend()
+        return plain()
+    from mixed_attention_triton import MixedTritonAttentionBackend
     from paged_attention_triton import TritonAttentionBackend
 
     try:
-        return TritonAttentionBackend()
+        return MixedTritonAttentionBackend() if is_mixed else TritonAttentionBackend()
     except RuntimeError as error:
         if name == "triton":
             raise
         logger.warning("attention falls back from Triton to PyTorch: %s", error)
-        return TorchAttentionBackend()
+        return plain()
 
 
 def make_kv_cache(
@@ -329,7 +335,7 @@ def make_speculator(
 
 def verification_rules(backend: AttentionBackend) -> dict[str, Callable]:
     """Kernels where attention is one, else PyTorch."""
-    if isinstance(backend, TorchAttentionBackend):
+    if isinstance(backend, TorchAttentionBackend | MixedAttentionBackend):
         return {}
     from rejection_sampler_triton import (
         rejection_sample_triton,

@@ -1,0 +1,379 @@
+"""Mixed attention against a dense causal softmax in float64 that has no blocks, and against chapter
+2's. Every slot that no test sequence owns is NaN, the null block and the tables' spare entries too.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mixed_attention as module
+import paged_attention
+from batch_layout import BlockTables
+from mixed_attention import MixedAttentionBackend, mixed_attention
+from mixed_batch import MixedMetadata, Query, compose, short_first
+from test_paged_attention import Case, make_case
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
+TILE = 4
+
+
+def dense_attention(query, keys, values, scale):
+    """query `[query_len, num_heads, head_dim]`, keys and values `[seq_len, num_kv_heads, head_dim]`
+    of one sequence, all float64."""
+    num_shared = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(num_shared, 1), values.repeat_interleave(num_shared, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
+    position = torch.arange(len(keys) - len(query), len(keys))
+    hidden = torch.arange(len(keys)) > position[:, None]
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+def expected(case: Case) -> torch.Tensor:
+    """Padding rows included."""
+    output = torch.zeros_like(case.query, dtype=torch.float64, device="cpu")
+    start = 0
+    for query_len, keys, values in zip(case.query_lens, case.keys, case.values, strict=True):
+        rows = slice(start, start + query_len)
+        sequence = (case.query[rows], keys, values)
+        output[rows] = dense_attention(*(t.double().cpu() for t in sequence), case.scale)
+        start += query_len
+    return output
+
+
+def attend(case: Case, metadata=None) -> torch.Tensor:
+    metadata = metadata or case.metadata
+    return mixed_attention(case.query, case.key_cache, case.value_cache, metadata, case.scale)
+
+
+def check(case: Case, output: torch.Tensor) -> None:
+    assert output.dtype == case.query.dtype and output.shape == case.query.shape
+    tolerance = TOLERANCE[output.dtype]
+    torch.testing.assert_close(output.double(), expected(case), atol=tolerance, rtol=0)
+    assert not output[sum(case.query_lens) :].any(), "rows of padding tokens are zero"
+    case = replace(case, metadata=replace(case.metadata))  # which keeps the plan out of it
+    torch.testing.assert_close(output, case.attend(), atol=tolerance, rtol=0)
+
+
+def mixed_metadata(case: Case, decode_threshold: int = 1) -> MixedMetadata:
+    """The case must have its short queries in front. What is on the device is unreadable."""
+    given = case.metadata
+    is_short = [query_len <= decode_threshold for query_len in case.query_lens]
+    assert is_short == sorted(is_short, reverse=True)
+    return MixedMetadata(
+        query_start_loc=given.query_start_loc.clone().fill_(10**6),
+        seq_lens=given.seq_lens.clone().fill_(10**6),
+        block_tables=given.block_tables,
+        slot_mapping=given.slot_mapping,
+        max_query_len=given.max_query_len,
+        max_seq_len=given.max_seq_len,
+        num_short=sum(is_short),
+        num_short_tokens=sum(n for n in case.query_lens if n <= decode_threshold),
+        query_starts=given.query_start_loc.tolist(),
+        host_seq_lens=given.seq_lens.tolist(),
+    )
+
+
+def every_length(tile: int, block_size: int) -> list[tuple[int, int]]:
+    """(query_len, seq_len) around the borders of tiles and blocks, in a random order."""
+    query_lens = {0, 1, 2, 3, tile - 1, tile, tile + 1}
+    borders = (0, block_size, tile, 2 * tile)
+    histories = {max(b + d, 0) for b in borders for d in (-1, 0, 1)}
+    ends = [(q, q + h) for q in query_lens for h in histories]
+    ends += [(q, 2 * block_size) for q in query_lens if 0 < q <= 2 * block_size]  # Trap 30
+    return random.Random(block_size).sample(ends, len(ends))
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(module, "KEY_TILE", TILE)
+    monkeypatch.setattr(module, "QUERY_TILE", TILE)
+
+
+@pytest.fixture(params=["fused", "plain"])
+def tile_attention(request, monkeypatch):
+    """The two ways of attending to a tile: neither may be seen in the output."""
+    if request.param == "plain":
+        monkeypatch.setattr(module, "FUSED_ATTENTION", None)
+    elif module.FUSED_ATTENTION is None:
+        pytest.skip("this PyTorch has no fused attention that tells the log-sum-exp")
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.usefixtures("small_tiles", "tile_attention")
+def test_every_query_length_and_history_around_tile_and_block_borders(block_size):
+    """Trap 35: NaN in every unused slot reaches no output. Trap 28: a chunk sees its own end and
+    nothing behind it. Trap 30: chunks that end where a block ends. In any order."""
+    lengths = every_length(TILE, block_size)
+    case = make_case(lengths, block_size, num_padding_tokens=3, seed=block_size)
+    check(case, attend(case))
+
+
+@pytest.mark.parametrize("decode_threshold", [0, 1, 3, 20])
+@pytest.mark.usefixtures("small_tiles", "tile_attention")
+def test_mixed_metadata_is_attended_without_asking_the_device(decode_threshold, monkeypatch):
+    """The lengths on the device are nonsense here, and reading a tensor's values is an error."""
+    lengths = every_length(TILE, 3)
+    order, _ = short_first([query_len for query_len, _ in lengths], decode_threshold)
+    case = make_case([lengths[i] for i in order], 3, num_padding_tokens=2)
+    metadata = mixed_metadata(case, decode_threshold)
+
+    def forbidden(tensor, *_):
+        raise AssertionError("a tensor was read on the host")
+
+    with monkeypatch.context() as patch:
+        for name in ("tolist", "item", "numpy", "cpu", "__int__", "__index__", "__float__"):
+            patch.setattr(torch.Tensor, name, forbidden)
+        output = attend(case, metadata)
+    check(case, output)
+
+
+def test_many_short_queries_are_attended_together(monkeypatch):
+    """Up to the threshold in groups, whatever comes behind it alone."""
+    groups = []
+    real = module.attend_group
+
+    def spy(query, keys, values, group, scale):
+        groups.append(group.num_seqs)
+        return real(query, keys, values, group, scale)
+
+    monkeypatch.setattr(module, "attend_group", spy)
+    case = make_case([(1, 40), (3, 41), (1, 42), (2, 43), (5, 44), (1, 45)], 16)
+    check(case, attend(case))
+    assert groups == [3], "plain metadata: decodes are those of one token, wherever they stand"
+    groups.clear()
+    case = make_case([(1, 40), (3, 41), (1, 42), (2, 43), (1, 45), (5, 44)], 16)
+    check(case, attend(case, mixed_metadata(case, 3)))
+    assert sorted(groups) == [2, 3], "one token and up to eight are two groups"
+
+
+@pytest.mark.parametrize("head_dim", [8, 16, 80])
+@pytest.mark.parametrize("num_kv_heads, num_shared", [(2, 1), (1, 2), (2, 4), (3, 2)])
+@pytest.mark.usefixtures("small_tiles", "tile_attention")
+def test_grouped_query_heads(num_kv_heads, num_shared, head_dim):
+    lengths = [(1, 1), (5, 5), (1, 9), (7, 20), (2, 12)]
+    shape = {"num_kv_heads": num_kv_heads, "num_shared": num_shared, "head_dim": head_dim}
+    case = make_case(lengths, 4, **shape)
+    check(case, attend(case))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.usefixtures("small_tiles", "tile_attention")
+def test_dtypes(dtype):
+    lengths = [(1, 1), (5, 5), (1, 90), (7, 200), (2, 12), (1, 33)]
+    case = make_case(lengths, 4, dtype, num_padding_tokens=1, head_dim=16)
+    check(case, attend(case))
+
+
+@pytest.mark.usefixtures("small_tiles", "tile_attention")
+def test_partial_results_are_merged_in_float32():
+    """Fifty parts, each rounded to bfloat16, would be off by more than one rounding."""
+    case = make_case([(3, 200)], 4, torch.bfloat16, head_dim=16)
+    output = attend(case)
+    rounded = expected(case).to(torch.bfloat16)
+    torch.testing.assert_close(output, rounded, atol=1e-6, rtol=2**-7)
+
+
+@pytest.mark.usefixtures("small_tiles", "tile_attention")
+def test_scores_of_any_size_neither_overflow_nor_vanish():
+    """exp(1000) is not a number that float64 has: only differences of scores are exponentiated."""
+    for factor in (1e-3, 300.0):
+        case = make_case([(9, 30), (1, 25), (6, 6)], 4)
+        case.scale *= factor
+        output = attend(case)
+        torch.testing.assert_close(output, expected(case), atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("end", [7, 8, 9])
+@pytest.mark.usefixtures("small_tiles", "tile_attention")
+def test_a_chunk_does_not_attend_past_its_end(end):
+    """Trap 28: keys of the same prompt that lie behind the chunk, in its last block and in the next
+    one, are there already and change nothing. Trap 30: 8 is a block end."""
+    case = make_case([(5, end)], 4)
+    before = attend(case)
+    check(case, before)
+    case.metadata = replace(case.metadata, block_tables=torch.arange(1, 5, dtype=torch.int32)[None])
+    case.key_cache, case.value_cache = torch.full((2, 5, 4, 2, 8), 50.0).double()
+    for position in range(end):
+        slot = 1 + position // 4, position % 4
+        case.key_cache[slot] = case.keys[0][position]
+        case.value_cache[slot] = case.values[0][position]
+    assert torch.equal(attend(case), before)
+
+
+@pytest.mark.parametrize("budget", [1, 2**10, 2**12, 2**30])
+@pytest.mark.usefixtures("small_tiles", "tile_attention")
+def test_decodes_longer_than_a_group_may_be_are_split_over_their_keys(budget, monkeypatch):
+    monkeypatch.setitem(paged_attention.GROUP_KEY_BYTES, "cpu", budget)
+    lengths = [(1, n) for n in (3, 100, 4, 60, 5, 1, 49, 30, 50, 100)]
+    case = make_case([*lengths, (2, 60), (3, 3)], 4)
+    check(case, attend(case))
+    metadata = mixed_metadata(case, 3)
+    check(case, attend(case, metadata))
+    slot_bytes = case.key_cache[0, 0].nbytes
+    for group in metadata._plan.groups:
+        assert group.num_seqs * group.num_keys * slot_bytes <= budget, "a group keeps its budget"
+    assert len(metadata._plan.chunks) == sum(n * slot_bytes > budget for n in map(len, case.keys))
+
+
+def test_each_key_is_gathered_once_in_tiles_and_only_for_queries_that_see_it(monkeypatch):
+    """The memory of a chunk depends on the tiles alone, its work on what is seen."""
+    attended, gathered = [], []
+    real_tile, real_gather = module._attend_tile, module.MixedPlan.gather
+
+    def tile_spy(query, keys, values, scale, is_causal):
+        attended.append((len(query), len(keys), is_causal))
+        return real_tile(query, keys, values, scale, is_causal)
+
+    def gather_spy(plan, key_cache, value_cache, block_ids):
+        gathered.append(len(block_ids))
+        return real_gather(plan, key_cache, value_cache, block_ids)
+
+    monkeypatch.setattr(module, "_attend_tile", tile_spy)
+    monkeypatch.setattr(module.MixedPlan, "gather", gather_spy)
+    monkeypatch.setattr(module, "KEY_TILE", 32)
+    monkeypatch.setattr(module, "QUERY_TILE", 16)
+    case = make_case([(40, 120)], 16)
+    check(case, attend(case))
+    history = [(n, keys, False) for keys in (32, 32, 16) for n in (16, 16, 8)]
+    assert attended == [
+        *history,
+        (16, 16, True),
+        (16, 16, False),
+        (8, 16, False),
+        (16, 16, True),
+        (8, 16, False),
+        (8, 8, True),
+    ]
+    assert gathered == [2, 2, 1, 1, 1, 1]
+    assert len(case.metadata._plan.key_buffer) == 2
+    attended.clear()
+    case = make_case([(16, 16)], 16)
+    check(case, attend(case))
+    assert attended == [(16, 16, True)], "a chunk without history is one causal tile"
+
+
+def test_one_plan_serves_all_layers_and_no_other_backend():
+    lengths = [(1, 9), (5, 5), (7, 20), (1, 3)]
+    case = make_case(lengths, 4)
+    check(case, attend(case))
+    plan = case.metadata._plan
+    case.key_cache.mul_(2), case.value_cache.mul_(3)  # the next layer: other contents, same places
+    case.keys, case.values = [k * 2 for k in case.keys], [v * 3 for v in case.values]
+    check(case, attend(case))
+    assert case.metadata._plan is plan
+    case.check(case.attend())  # chapter 2's, with the same metadata
+    assert case.metadata._plan is not plan
+    check(case, attend(case))
+    assert isinstance(case.metadata._plan, module.MixedPlan)
+
+
+@pytest.mark.parametrize(
+    "dtype, heads",
+    [(torch.float32, (2, 2, 8)), (torch.float64, (2, 3, 8)), (torch.float64, (1, 4, 6))],
+)
+def test_a_plan_of_another_dtype_or_shape_is_not_used(dtype, heads):
+    lengths = [(1, 9), (5, 5), (7, 20), (1, 8)]
+    case = make_case(lengths, 4)
+    attend(case)
+    num_kv_heads, num_shared, head_dim = heads
+    shape = {"num_kv_heads": num_kv_heads, "num_shared": num_shared, "head_dim": head_dim}
+    other = make_case(lengths, 4, dtype, **shape)
+    other.metadata._plan = case.metadata._plan
+    check(other, attend(other))
+
+
+def test_batches_without_tokens_and_sequences_without_tokens():
+    """Trap 33: a padding sequence has no query token, whatever its length says."""
+    empty = make_case([], 4)
+    assert attend(empty).shape == (0, 4, 8)
+    case = make_case([(0, 9), (1, 5), (0, 3), (4, 6), (0, 1)], 4, num_padding_tokens=3)
+    check(case, attend(case))
+    case.metadata.seq_lens[2] = 0
+    case.metadata._plan = None
+    check(case, attend(case))
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+@pytest.mark.parametrize(
+    "query_len, seq_len, num_columns", [(5, 4, 9), (1, 0, 9), (1, 9, 2), (3, 9, 2)]
+)
+def test_metadata_that_contradicts_itself_is_an_error(query_len, seq_len, num_columns, is_mixed):
+    case = make_case([(1, 4)], 4)
+    case.metadata.query_start_loc = torch.tensor([0, query_len])
+    case.metadata.seq_lens = torch.tensor([seq_len])
+    case.metadata.block_tables = torch.ones(1, num_columns, dtype=torch.int32)
+    if is_mixed:
+        case.metadata = mixed_metadata(case)
+    with pytest.raises(
+        ValueError, match=f"sequence 0: query_len is {query_len}, seq_len {seq_len}"
+    ):
+        attend(case)
+
+
+@pytest.mark.parametrize("name", ["query_starts", "host_seq_lens"])
+def test_mixed_metadata_without_its_host_lists_is_an_error(name):
+    case = make_case([(1, 4), (3, 5)], 4)
+    metadata = mixed_metadata(case)
+    setattr(metadata, name, getattr(metadata, name)[:-1])
+    with pytest.raises(ValueError, match="seq_lens has 2 sequences"):
+        attend(case, metadata)
+
+
+def test_the_backend_takes_a_composed_batch():
+    """Rows of block tables, a step of two decodes and a chunk: written and attended."""
+    torch.manual_seed(0)
+    tables = BlockTables(3, 4)
+    for row, block_ids in enumerate(([5, 1], [2, 6, 3], [4, 7])):
+        tables.write(row, 0, block_ids)
+    queries = [Query(0, 2, 4, 20), Query(1, 9, 1, 10), Query(2, 5, 1, 6)]
+    batch = compose(tables, queries, 4, torch.device("cpu"))
+    assert batch.order == [1, 2, 0]
+    key_cache, value_cache = torch.full((2, 8, 4, 2, 8), math.nan).double()
+    past = {q.row: torch.randn(2, q.start + q.num_tokens, 2, 8).double() for q in queries}
+    for query in queries:
+        for position in range(query.start):
+            slot = tables.ids[query.row, position // 4], position % 4
+            key_cache[slot], value_cache[slot] = past[query.row][:, position]
+    ordered = [queries[i] for i in batch.order]
+    new = torch.cat([past[q.row][:, q.start :] for q in ordered], dim=1)
+    backend = MixedAttentionBackend()
+    backend.write_kv(*new, key_cache, value_cache, batch.attention.slot_mapping)
+    query = torch.randn(6, 4, 8).double()
+    output = backend.attend(query, key_cache, value_cache, batch.attention, 0.3)
+    parts = zip(query.split([q.num_tokens for q in ordered]), ordered, strict=True)
+    dense = torch.cat([dense_attention(rows, *past[q.row], 0.3) for rows, q in parts])
+    torch.testing.assert_close(output, dense, atol=1e-12, rtol=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 40)), min_size=1, max_size=7),
+    block_size=st.integers(1, 9),
+    key_tile=st.integers(1, 17),
+    query_tile=st.integers(1, 9),
+    budget=st.sampled_from([1, 2**11, 2**20]),
+    decode_threshold=st.integers(0, 12),
+    is_fused=st.booleans(),
+)
+def test_any_batch_in_any_tiles(
+    lengths, block_size, key_tile, query_tile, budget, decode_threshold, is_fused
+):
+    order, _ = short_first([query_len for query_len, _ in lengths], decode_threshold)
+    lengths = [(q, q + history) for q, history in (lengths[i] for i in order)]
+    case = make_case(lengths, block_size, num_padding_tokens=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "KEY_TILE", key_tile)
+        patch.setattr(module, "QUERY_TILE", query_tile)
+        patch.setitem(paged_attention.GROUP_KEY_BYTES, "cpu", budget)
+        if not is_fused:
+            patch.setattr(module, "FUSED_ATTENTION", None)
+        check(case, attend(case))
+        check(case, attend(case, mixed_metadata(case, decode_threshold)))
