@@ -141,8 +141,6 @@ class StepCost:
         square, linear = per_pair / 2, per_token + per_pair * (start + 0.5)
         if linear <= 0:
             return _NO_LIMIT
-        if square <= 0:
-            return int(min(left / linear, _NO_LIMIT))
         root = (linear * linear + 4 * square * left) ** 0.5
         return int(min(2 * left / (linear + root), _NO_LIMIT))
 

@@ -6,7 +6,7 @@ which, and says why.
 
     every pair      `covering_array`: some 50 runs in which every two settings meet that can meet
     as many as fit  `run_matrix`: the full product in shuffled order, until the time is up
-    one             `python -m common.tests.equivalence model=random scheduler=two_phase ...`
+    one             `make matrix ARGS="model=random scheduler=two_phase ..."`
 
 A failure ends with the command that runs its combination alone. What chunks depend on a clock
 (`target_step_ms`) may differ from run to run; everything else is repeated exactly."""
@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -55,9 +56,7 @@ AXES: dict[str, tuple[Value, ...]] = {
     "preempt_every": (None, 1, 2, 3, 5),
     "pool": ("ample", "just"),  # "just": the largest request and one block
 }
-NUM_COMBINATIONS = 1
-for _values in AXES.values():
-    NUM_COMBINATIONS *= len(_values)
+FREE_AXES = ("model", "prefix_cache", "block_size", "pool")  # no setting of these is ever refused
 
 # Of two prompts the shorter is a prefix of the longer, or they part at the place given.
 PROMPT_LENGTHS = {"random": (1, 2, 16, 33, 48, 49, 64, 97), "shipped": (1, 5, 16, 33, 34, 40)}
@@ -104,7 +103,7 @@ class Combination:
 
     @property
     def command(self) -> str:
-        return f"python -m common.tests.equivalence {' '.join(self.arguments)}"
+        return f'make matrix ARGS="{" ".join(self.arguments)}"'
 
     def __str__(self) -> str:
         return "-".join(map(str, self.settings))
@@ -143,7 +142,7 @@ class Subject:
     draft: LoadedModel
 
 
-@lru_cache(maxsize=None)
+@cache
 def subject(name: str) -> Subject:
     """`"random"` or `"shipped"`, in float64. Made once in a process; takes seconds."""
     device = torch.device("cpu")
@@ -159,7 +158,7 @@ def subject(name: str) -> Subject:
     return Subject(make_oracle(path, prompts), loaded, draft)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _folder() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="equivalence-")
 
@@ -206,19 +205,18 @@ class Summary:
     num_cached_tokens: int
 
 
-def max_tokens_of(prompt: list[int]) -> int:
+def max_tokens_of(prompt_len: int) -> int:
     """Long prompts are continued shortly: it is their chunks that are of interest."""
-    return 12 if len(prompt) <= 16 else 6 if len(prompt) <= 48 else 4
+    return 12 if prompt_len <= 16 else 6 if prompt_len <= 48 else 4
 
 
 def make_config(combination: Combination) -> EngineConfig:
     """Raises `ValueError` if the engine has no such configuration."""
     settings = combination.as_dict()
     size = settings["block_size"]
-    largest = max(PROMPT_LENGTHS[settings["model"]]) + 12
-    pool = settings.pop("pool")
-    num_positions = NUM_POSITIONS if pool == "ample" else largest + size
-    del settings["model"]
+    lengths = PROMPT_LENGTHS[settings.pop("model")]
+    largest = max(n + max_tokens_of(n) - 1 for n in lengths)  # the last token needs no slot
+    num_positions = NUM_POSITIONS if settings.pop("pool") == "ample" else largest + size
     settings["speculative"] = SPECULATIVE[settings["speculative"]]
     return EngineConfig(
         **settings,
@@ -262,14 +260,14 @@ def _serve(combination: Combination, engine: LLMEngine) -> Summary:
         for when, i in arrivals:
             if when == step:
                 prompt = oracle.prompts[i]
-                params = greedy_params(max_tokens_of(prompt), n=2 if i == twice else 1)
+                params = greedy_params(max_tokens_of(len(prompt)), n=2 if i == twice else 1)
                 engine.add_request(str(i), prompt, params, priority=rng.randint(0, 2))
         finished |= {int(o.request_id): o for o in engine.step() if o.finished}
         num_idle = 0 if any(records[-1].new_token_ids.values()) else num_idle + 1
         assert num_idle < patience, f"the engine hangs: no token in {num_idle} steps"
         step += 1
     for i, output in sorted(finished.items()):
-        expected = oracle.expected(i, max_tokens_of(oracle.prompts[i]))
+        expected = oracle.expected(i, max_tokens_of(len(oracle.prompts[i])))
         assert len(output.outputs) == (2 if i == twice else 1)
         for completion in output.outputs:
             assert completion.token_ids == expected, f"prompt {i}: {completion.token_ids}"
@@ -286,77 +284,77 @@ def _serve(combination: Combination, engine: LLMEngine) -> Summary:
 
 # -- which runs
 
-Setting = tuple[str, Value]
+Pair = tuple[str, str]  # two settings, each as "axis=value": True and 1 are not the same here
 NUM_CANDIDATES = 12
 
 
-def pairs_of(settings: Mapping[str, Value]) -> Iterator[tuple[Setting, Setting]]:
-    return itertools.combinations(settings.items(), 2)
+def pairs_of(settings: Mapping[str, Value]) -> list[Pair]:
+    return list(itertools.combinations((f"{a}={settings[a]}" for a in AXES if a in settings), 2))
+
+
+def setting(text: str) -> tuple[str, Value]:
+    """The axis and the value of `"axis=value"`."""
+    axis, _, name = text.partition("=")
+    return axis, next(value for value in AXES[axis] if str(value) == name)
 
 
 def covering_array(seed: int = 0) -> list[Combination]:
     """Combinations in which every two settings meet that can meet. Each is begun with a pair that
     is missing and grown axis by axis with what adds most missing pairs; of some that were grown in
-    different orders, the best is kept. Deterministic."""
+    different orders the best is kept. Deterministic."""
     rng = random.Random(seed)
-    missing = dict.fromkeys(
-        _key(a, b)
-        for (axis, values), (other, others) in itertools.combinations(AXES.items(), 2)
-        for a, b in itertools.product(zip_axis(axis, values), zip_axis(other, others))
-        if why_not(dict((a, b))) is None
-    )
+    missing: dict[Pair, None] = {}
+    for axis, other in itertools.combinations(AXES, 2):
+        for value, other_value in itertools.product(AXES[axis], AXES[other]):
+            if why_not(settings := {axis: value, other: other_value}) is None:
+                missing |= dict.fromkeys(pairs_of(settings))
     rows: list[Combination] = []
     while missing:
         start = next(iter(missing))
         candidates = [_grow(start, missing, rng) for _ in range(NUM_CANDIDATES)]
         best = max(candidates, key=lambda row: _num_missing(row, missing))
-        assert start in _keys(best)
-        for key in _keys(best):
-            missing.pop(key, None)
+        for pair in pairs_of(best):
+            missing.pop(pair, None)
         rows.append(Combination.of(best, seed=len(rows)))
     return rows
 
 
-def zip_axis(axis: str, values: tuple[Value, ...]) -> list[Setting]:
-    return [(axis, value) for value in values]
+def _num_missing(settings: Mapping[str, Value], missing: Mapping[Pair, None]) -> int:
+    return sum(pair in missing for pair in pairs_of(settings))
 
 
-def _key(a: Setting, b: Setting) -> tuple[str, str]:
-    """By name: `True` and 1 are equal, and must not be here."""
-    return tuple(sorted((f"{a[0]}={a[1]}", f"{b[0]}={b[1]}")))
-
-
-def _keys(settings: Mapping[str, Value]) -> list[tuple[str, str]]:
-    return [_key(a, b) for a, b in pairs_of(settings)]
-
-
-def _num_missing(settings: Mapping[str, Value], missing: Mapping) -> int:
-    return sum(key in missing for key in _keys(settings))
-
-
-def _grow(start: tuple[str, str], missing: Mapping, rng: random.Random) -> dict[str, Value]:
-    settings = dict(_setting(text) for text in start)
+def _grow(start: Pair, missing: Mapping[Pair, None], rng: random.Random) -> dict[str, Value]:
+    settings = dict(map(setting, start))
     axes = [axis for axis in AXES if axis not in settings]
     rng.shuffle(axes)
     for axis in axes:
-        values = [v for v in AXES[axis] if why_not({**settings, axis: v}) is None]
-        gains = [
-            sum(_key(setting, (axis, v)) in missing for setting in settings.items()) for v in values
-        ]
-        settings[axis] = values[gains.index(max(gains))]
+        grown = [{**settings, axis: value} for value in AXES[axis]]
+        grown = [more for more in grown if why_not(more) is None]
+        most = max(_num_missing(more, missing) for more in grown)
+        best = [more for more in grown if _num_missing(more, missing) == most]
+        # Of equals any; but the shipped model takes longer, and runs only where it is needed.
+        settings = best[0] if axis == "model" else rng.choice(best)
     return settings
 
 
-def _setting(text: str) -> Setting:
-    axis, _, name = text.partition("=")
-    return axis, next(value for value in AXES[axis] if str(value) == name)
+def num_valid() -> int:
+    """Combinations in the full product that the engine does not refuse."""
+    tied = {axis: values for axis, values in AXES.items() if axis not in FREE_AXES}
+    num = sum(
+        why_not(dict(zip(tied, values))) is None for values in itertools.product(*tied.values())
+    )
+    return num * math.prod(len(AXES[axis]) for axis in FREE_AXES)
 
 
 def shuffled_product(seed: int = 0) -> Iterator[Combination]:
-    """Every valid combination once, in an order that `seed` chooses."""
-    order = list(range(NUM_COMBINATIONS))
-    random.Random(seed).shuffle(order)
-    for index in order:
+    """Every valid combination once, in an order that `seed` chooses: in strides around the circle
+    of all, so that nothing has to be remembered, and settings of the first axes take turns."""
+    size = math.prod(map(len, AXES.values()))
+    rng = random.Random(seed)
+    start = rng.randrange(size)
+    stride = next(s for s in iter(lambda: rng.randrange(size), None) if math.gcd(s, size) == 1)
+    for i in range(size):
+        index = (start + i * stride) % size
         settings, rest = {}, index
         for axis, values in AXES.items():
             rest, i = divmod(rest, len(values))
@@ -367,33 +365,33 @@ def shuffled_product(seed: int = 0) -> Iterator[Combination]:
 
 def run_matrix(seconds: float, seed: int = 0) -> int:
     """Runs of the full product until the time is up, or one fails. How many there were."""
-    began = shown = time.monotonic()
-    total = sum(1 for _ in shuffled_product(seed))
-    done = 0
+    total, done = num_valid(), 0
     print(f"{total} combinations, in the order of seed {seed}, for {seconds:g} s", flush=True)
-    for combination in shuffled_product(seed):
-        now = time.monotonic()
-        if now - began > seconds:
-            break
-        if now - shown > 60:
-            shown = now
-            print(f"  {now - began:5.0f} s: {done} combinations", flush=True)
-        serve_combination(combination)
-        done += 1
-    took = time.monotonic() - began
-    print(f"{done} of {total} combinations in {took:.0f} s: every token is right", flush=True)
+    began = shown = time.monotonic()
+    try:
+        for combination in shuffled_product(seed):
+            now = time.monotonic()
+            if now - began > seconds:
+                break
+            if now - shown > 60:
+                shown = now
+                print(f"  {now - began:5.0f} s: {done} right", flush=True)
+            serve_combination(combination)
+            done += 1
+    finally:
+        took = time.monotonic() - began
+        print(f"{done} of {total} combinations in {took:.0f} s had every token right", flush=True)
     return done
 
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m common.tests.equivalence")
     parser.add_argument("combination", nargs="*", metavar="AXIS=VALUE", help="run only this one")
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--seed", type=int, default=0, help="of the order of the full product")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of the full product")
+    parser.add_argument("--seed", type=int, default=0, help="the order of the full product")
     args = parser.parse_args(arguments)
     if args.combination:
-        combination = Combination.parse(args.combination)
-        print(serve_combination(combination))
+        print(serve_combination(Combination.parse(args.combination)))
     else:
         run_matrix(args.seconds, args.seed)
 

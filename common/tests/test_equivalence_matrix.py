@@ -1,0 +1,171 @@
+"""The equivalence matrix: every two settings of the engine meet in at least one run, and no greedy
+token differs from those of `transformers`, in float64. `make matrix` runs the full product."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shlex
+
+import pytest
+
+from common.assembly import make_kv_manager, make_scheduler
+from common.tests.equivalence import (
+    AXES,
+    FREE_AXES,
+    PROMPT_LENGTHS,
+    Combination,
+    Value,
+    covering_array,
+    make_config,
+    make_engine,
+    num_valid,
+    run_matrix,
+    serve_combination,
+    shuffled_product,
+    why_not,
+)
+from request import Request
+from scheduler_interface import SchedulerOutput
+
+ROWS = covering_array()
+
+
+@pytest.mark.parametrize("combination", ROWS, ids=str)
+def test_every_token_is_right(combination: Combination) -> None:
+    summary = serve_combination(combination)
+    settings = combination.as_dict()
+    # Without an effect, a setting would prove nothing.
+    if settings["preempt_every"] is not None:
+        assert summary.num_preemptions > 0
+    if settings["speculative"] in ("ngram", "draft") and settings["preempt_every"] not in (1, 2):
+        assert summary.num_drafted_tokens > 0
+    if settings["chunked_prefill"] in (1, 3) and settings["chunked_prefill"] is not True:
+        assert summary.num_cut > 0
+    if settings["prefix_cache"] is not None and settings["block_size"] <= 3:
+        assert summary.num_cached_tokens > 0
+    # Even with whole prompts, what a preempted request brings back may be cut.
+    if settings["chunked_prefill"] is False and settings["preempt_every"] is None:
+        assert summary.num_cut == 0
+
+
+@pytest.mark.slow
+def test_as_much_of_the_full_product_as_there_is_time() -> None:
+    assert run_matrix(float(os.environ.get("MATRIX_SECONDS", 600))) > 0
+
+
+# -- what the runs cover
+
+
+def refused_by_the_engine(settings: dict[str, Value]) -> str | None:
+    """By the engine's own word: its configuration, or its scheduler when the longest prompt
+    comes."""
+    try:
+        config = make_config(Combination.of(settings))
+        kv_manager = make_kv_manager(config, config.num_blocks, None)
+        scheduler = make_scheduler(config, 2048, kv_manager)
+        scheduler.add_request(Request.from_tokens("0", [1] * max(PROMPT_LENGTHS["random"]), 4))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+TIED = {axis: values for axis, values in AXES.items() if axis not in FREE_AXES}
+FREE = {"model": "random", "prefix_cache": "hash", "block_size": 33, "pool": "just"}
+
+
+@pytest.fixture(scope="module")
+def accepted() -> list[dict[str, Value]]:
+    """The settings of all other axes that the engine takes, with one setting of the free ones."""
+    product = (dict(zip(TIED, values)) for values in itertools.product(*TIED.values()))
+    return [tied for tied in product if refused_by_the_engine({**tied, **FREE}) is None]
+
+
+def test_what_is_left_out_is_what_the_engine_refuses(accepted: list[dict[str, Value]]) -> None:
+    product = (dict(zip(TIED, values)) for values in itertools.product(*TIED.values()))
+    assert [tied for tied in product if why_not(tied) is None] == accepted
+    assert num_valid() == len(accepted) * 2 * 3 * 4 * 2
+
+
+def test_free_axes_are_never_the_reason() -> None:
+    rng = random.Random(0)
+    for _ in range(2000):
+        settings = {axis: rng.choice(values) for axis, values in AXES.items()}
+        told = refused_by_the_engine({**settings, "model": "random"})
+        assert (told is None) == (why_not(settings) is None), f"{settings}: {told}"
+
+
+def test_every_pair_that_can_meet_meets(accepted: list[dict[str, Value]]) -> None:
+    """From the definition: what the engine takes, and no word of the generator's."""
+
+    def pairs(settings: dict[str, Value]) -> set[frozenset]:
+        named = [(axis, repr(value)) for axis, value in settings.items()]
+        return {frozenset(pair) for pair in itertools.combinations(named, 2)}
+
+    wanted: set[frozenset] = set()
+    for tied in accepted:
+        wanted |= pairs(tied)
+    tied_settings = {setting for pair in wanted for setting in pair}
+    free_settings = {(axis, repr(value)) for axis in FREE_AXES for value in AXES[axis]}
+    wanted |= {frozenset(pair) for pair in itertools.product(tied_settings, free_settings)}
+    wanted |= {
+        frozenset((a, b)) for a, b in itertools.combinations(free_settings, 2) if a[0] != b[0]
+    }
+    seen = set().union(*(pairs(row.as_dict()) for row in ROWS))
+    assert seen == wanted  # nothing is missing, and nothing is there that cannot be
+    assert len(wanted) > 700
+    assert len(ROWS) <= 70
+
+
+def test_the_order_of_the_full_product() -> None:
+    first = list(itertools.islice(shuffled_product(1), 3000))
+    assert first == list(itertools.islice(shuffled_product(1), 3000))
+    assert len({row.settings + tuple(map(type, row.settings)) for row in first}) == 3000
+    assert first[:10] != list(itertools.islice(shuffled_product(2), 10))
+    assert covering_array() == ROWS
+
+
+# -- what a failure says
+
+ONE = Combination.parse(["chunked_prefill=3", "speculative=draft", "seed=5", "policy=dfs-weight"])
+
+
+@pytest.mark.parametrize("row", [ONE, *ROWS, *itertools.islice(shuffled_product(), 200)], ids=str)
+def test_the_command_means_the_same_combination(row: Combination) -> None:
+    make, target, arguments = shlex.split(row.command)
+    assert (make, target) == ("make", "matrix")
+    parsed = Combination.parse(arguments.removeprefix("ARGS=").split())
+    assert (parsed.seed, repr(parsed.settings)) == (row.seed, repr(row.settings))
+
+
+@pytest.mark.parametrize("argument", ["model=big", "modle=random", "model", "seed=x", "seed"])
+def test_an_argument_that_means_nothing_is_refused(argument: str) -> None:
+    with pytest.raises(ValueError, match=argument):
+        Combination.parse([argument])
+
+
+def test_a_wrong_token_is_reported_with_the_command() -> None:
+    engine = make_engine(ONE)
+    forward, calls = engine.core.runner.forward, itertools.count()
+    # A single step, and one of many: the tenth.
+    engine.core.runner.forward = lambda b: forward(b) * (-1 if next(calls) == 9 else 1)
+    with pytest.raises(AssertionError, match="prompt") as failure:
+        serve_combination(ONE, engine)
+    assert str(failure.value).endswith(f"\n{ONE.command}")
+
+
+def test_an_exception_is_reported_with_the_command() -> None:
+    engine = make_engine(ONE)
+    engine.core.runner.forward = lambda batch: 1 / 0
+    with pytest.raises(AssertionError, match="ZeroDivisionError") as failure:
+        serve_combination(ONE, engine)
+    assert str(failure.value).endswith(f"\n{ONE.command}")
+
+
+def test_an_engine_that_hangs_is_reported_with_the_command() -> None:
+    engine = make_engine(ONE)
+    engine.scheduler.schedule = lambda: SchedulerOutput()
+    with pytest.raises(AssertionError, match="hangs") as failure:
+        serve_combination(ONE, engine)
+    assert str(failure.value).endswith(f"\n{ONE.command}")
