@@ -150,7 +150,7 @@ def note_of_stall(record: dict) -> str:
     speed = statistics.median(b["output_tokens_per_s"] / a["output_tokens_per_s"] for a, b in pairs)
     wait = statistics.median(b["long_ttft_ms"] / a["long_ttft_ms"] for a, b in pairs)
     return (
-        f"Chunks of 128 against whole prompts, median of the rounds: the worst gap of the others is "
+        "Chunks of 128 against whole prompts, median of the rounds: the p99 of the others' gaps is "
         f"**{gaps:.1f} times** shorter, all together get {speed:.0%} of the throughput, and the "
         f"newcomer waits {wait:.1f} times as long."
     )

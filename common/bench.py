@@ -54,6 +54,7 @@ SYSTEM_NAMES = (
     "prefix-cache",
     "two-phase",
     "speculative",
+    "chunked",
     "transformers-generate",
     "transformers-continuous",
 )

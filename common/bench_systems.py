@@ -12,6 +12,7 @@ counted, nothing else: tokens computed past a request's own `max_tokens` are not
     prefix-cache              and chapter 3: prefixes are kept, and shared within a round
     two-phase                 and chapter 4: memory is filled, and preempted
     speculative               and chapter 5: n-grams are looked up, as many guesses as pay
+    chunked                   and chapter 6: at most 128 tokens of a prompt in a step
     transformers-generate     one left-padded batch of everything
     transformers-continuous   transformers' own continuous batching over its paged cache
 
@@ -165,6 +166,7 @@ def paged(
     scheduler: str = "fcfs",
     prefix_cache: str | None = None,
     speculative: dict | None = None,
+    chunked_prefill: bool | int = False,
 ) -> Iterator[Serve]:
     """The engine on a pool that holds `max_num_seqs` of the longest requests. Each round begins
     with an empty cache: rounds bring the same prompts."""
@@ -179,6 +181,7 @@ def paged(
         scheduler=scheduler,
         prefix_cache=prefix_cache,
         speculative=speculative,
+        chunked_prefill=chunked_prefill,
     )
     engine = LLMEngine(config, loaded=models.loaded, on_step=steps.append)
 
@@ -335,6 +338,11 @@ def _serve_with(manager: Any, requests: Sequence[BenchRequest]) -> Served:
     return Served([list(results[name].generated_tokens) for name in names], describe)
 
 
+_GUESSING = {
+    "prefix_cache": "hash",
+    "scheduler": "two_phase",
+    "speculative": {"method": "ngram"},
+}
 SYSTEMS: dict[str, System] = {
     "one-at-a-time": one_at_a_time,
     "static": static,
@@ -342,9 +350,8 @@ SYSTEMS: dict[str, System] = {
     "paged": paged,
     "prefix-cache": partial(paged, prefix_cache="hash"),
     "two-phase": partial(paged, prefix_cache="hash", scheduler="two_phase"),
-    "speculative": partial(
-        paged, prefix_cache="hash", scheduler="two_phase", speculative={"method": "ngram"}
-    ),
+    "speculative": partial(paged, **_GUESSING),
+    "chunked": partial(paged, **_GUESSING, chunked_prefill=128),
     "transformers-generate": transformers_generate,
     "transformers-continuous": transformers_continuous,
 }
@@ -355,7 +362,8 @@ TITLES = {
     "paged": "chapters 1 + 2: the paged engine",
     "prefix-cache": "chapters 1 to 3: and a prefix cache",
     "two-phase": "chapters 1 to 4: and preemption instead of reservation",
-    "speculative": "**chapters 1 to 5: and guesses, looked up in the text so far**",
+    "speculative": "chapters 1 to 5: and guesses, looked up in the text so far",
+    "chunked": "**chapters 1 to 6: and prompts in pieces of 128**",
     "transformers-generate": "`transformers` generate, one static batch",
     "transformers-continuous": "`transformers` continuous batching",
 }
