@@ -39,7 +39,7 @@ from common.bench_record import (
 
 RECORD = ROOT / "common" / "records" / "ladder.json"
 SMOKE_RECORD = ROOT / "build" / "ladder-smoke.json"
-NUM_RESERVATIONS = 4  # of the longest request: what the KV memory holds without pages
+NUM_RESERVATIONS = 3  # of the longest request: what the KV memory holds without pages
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from common.bench import choose_dtype, describe_malloc, load_models, rotated
     from common.engine_config import SHIPPED_CHECKPOINT
     from common.ladder_systems import CHUNK, RUNGS, Limits, describe
-    from common.ladder_workload import REGIMES, make_workload
+    from common.ladder_workload import MAX_TOKENS, REGIMES, make_workload
     from common.tokenizer import load_tokenizer
 
     dtype = choose_dtype("auto")
@@ -65,7 +65,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for name, regime in regimes.items()
     }
     longest = max(
-        len(request.prompt_token_ids) + request.max_tokens
+        len(request.prompt_token_ids) + MAX_TOKENS
         for workload in workloads.values()
         for requests in workload
         for request in requests
@@ -83,6 +83,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "malloc": describe_malloc(),
             "seeds": args.seeds,
             "chunk": CHUNK,
+            "max_tokens": MAX_TOKENS,
             "longest": longest,
             "num_positions": limits.num_positions,
             "max_num_seqs": limits.max_num_seqs,
@@ -97,7 +98,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "num_long": regime.num_long,
             "arrivals_per_s": regime.arrivals_per_s,
             "prompt_tokens": [[len(r.prompt_token_ids) for r in w] for w in workloads[name]],
-            "output_tokens": [[r.max_tokens for r in w] for w in workloads[name]],
+            "output_tokens": [[r.num_outputs for r in w] for w in workloads[name]],
             "rungs": {rung: {"title": title, "runs": []} for rung, (title, _) in RUNGS.items()},
         }
     with tqdm(total=len(regimes) * args.seeds * len(RUNGS), unit="run", disable=None) as bar:

@@ -2,7 +2,9 @@
 
 All rungs have the same weights and the same KV memory, `Limits.num_positions` of it. Without pages
 (the second and the third rung) it holds as many requests as it holds of the longest; with pages it
-holds what fits. A token counts for its user when the step that made it has ended.
+holds what fits. A token counts for its user when the step that made it has ended. An answer ends
+when it has as many tokens as its user wanted, which the engine is not told in advance: it is
+stopped from outside, as an end of text would stop it.
 
     one at a time          one request in flight
     static batch           chapter 1's baseline: who has arrived joins the next batch
@@ -29,7 +31,7 @@ from common.bench_record import percentile
 from common.bench_systems import BenchModels
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
-from common.ladder_workload import LadderRequest
+from common.ladder_workload import MAX_TOKENS, LadderRequest
 from engine_core import EngineCore, StepRecord
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
@@ -91,9 +93,15 @@ def run_engine(
     steps.clear()
 
     def add(index: int, request: LadderRequest) -> None:
-        engine.add_request(str(index), request.prompt_token_ids, _greedy(request))
+        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+        engine.add_request(str(index), request.prompt_token_ids, params)
 
-    outcome = _drive(requests, add, engine.step, engine.has_unfinished_requests, steps)
+    def step() -> None:
+        for output in engine.step():
+            if len(output.outputs[0].token_ids) >= requests[int(output.request_id)].num_outputs:
+                engine.abort_request(output.request_id)
+
+    outcome = _drive(requests, add, step, engine.has_unfinished_requests, steps)
     stats = engine.stats()
     num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
     outcome.details |= {"kv_waste": stats.kv_waste, "preemptions": stats.num_preemptions}
@@ -221,7 +229,9 @@ def _drive(
     for record in steps:
         end = record.start_time + record.step_ms / 1e3 - start
         for request_id, new_token_ids in record.new_token_ids.items():
-            outcome.take(int(request_id), new_token_ids, end)
+            index = int(request_id)
+            num_wanted = requests[index].num_outputs - len(outcome.token_ids.get(index, ()))
+            outcome.take(index, new_token_ids[:num_wanted], end)
     outcome.details["num_steps"] = len(steps)
     return outcome
 
@@ -235,4 +245,4 @@ def _warm_up(engine: LLMEngine) -> None:
 
 
 def _greedy(request: LadderRequest) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
+    return SamplingParams(temperature=0, max_tokens=request.num_outputs, ignore_eos=True)

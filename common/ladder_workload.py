@@ -1,9 +1,10 @@
 """The work of the ladder: users who come when they come, and ask for what code looks like.
 
 Arrivals are a Poisson process. Every prompt begins with the same system prompt, and goes on with
-the first half of a function from the shipped checkpoint's held-out files; as many tokens are asked
-for as the second half has. A few users bring most of a file instead: the long prompts that make
-others wait. The same seed gives the same users to every rung."""
+the first half of a function from the shipped checkpoint's held-out files; the answer ends after as
+many tokens as the second half has. A few users bring most of a file instead: the long prompts that
+make others wait. Nobody says how long the answer is going to be: `max_tokens` is the same for all,
+and generous. The same seed gives the same users to every rung."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from common.tokenizer import Tokenizer
 SYSTEM_PROMPT_LEN = 128
 LONG_PROMPT_LEN = 1400
 OUTPUT_LENS = (8, 64)
+MAX_TOKENS = 256  # what everybody asks for
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class Regime:
 
 
 REGIMES = {
-    "many": Regime("many users", 64, 3, 12.0),
+    "many": Regime("many users", 80, 4, 24.0),
     "few": Regime("few users", 10, 1, 1.25),
 }
 
@@ -38,7 +40,7 @@ REGIMES = {
 @dataclass(frozen=True, slots=True)
 class LadderRequest:
     prompt_token_ids: list[int]
-    max_tokens: int
+    num_outputs: int  # then the answer ends
     arrival_time: float  # seconds after the start
     is_long: bool = False
 
@@ -59,13 +61,13 @@ def make_workload(tokenizer: Tokenizer, regime: Regime, seed: int) -> list[Ladde
         now += rng.expovariate(regime.arrivals_per_s)
         ids = rng.choice(functions)
         half = len(ids) // 2
-        max_tokens = min(max(len(ids) - half, OUTPUT_LENS[0]), OUTPUT_LENS[1])
+        num_outputs = min(max(len(ids) - half, OUTPUT_LENS[0]), OUTPUT_LENS[1])
         body = ids[: min(half, 256)]
         if place in long_places:
             text = rng.choice(long_texts)
             begin = rng.randrange(len(text) - LONG_PROMPT_LEN)
             body = text[begin : begin + LONG_PROMPT_LEN]
-        requests.append(LadderRequest(system + body, max_tokens, now, place in long_places))
+        requests.append(LadderRequest(system + body, num_outputs, now, place in long_places))
     return requests
 
 

@@ -40,7 +40,7 @@ def test_the_workload_is_what_its_text_says(regime, tokenizer):
     for request in requests:
         length = len(request.prompt_token_ids) - SYSTEM_PROMPT_LEN
         assert length == LONG_PROMPT_LEN if request.is_long else 1 <= length <= 256
-        assert OUTPUT_LENS[0] <= request.max_tokens <= OUTPUT_LENS[1]
+        assert OUTPUT_LENS[0] <= request.num_outputs <= OUTPUT_LENS[1]
     times = [request.arrival_time for request in requests]
     assert times == sorted(times) and times[0] > 0
 
@@ -78,7 +78,7 @@ def test_every_rung_serves_the_same_users_the_same_tokens():
     models = load_models("tiny", torch.float64)
     prompts = [[5, 6, 7] * 8, [5, 6, 7] * 8 + [9], [11] * 150]
     requests = [LadderRequest(p, 6, 0.02 * i, i == 2) for i, p in enumerate(prompts)]
-    limits = Limits(longest=160, num_positions=320, max_num_batched_tokens=256)
+    limits = Limits(longest=420, num_positions=840, max_num_batched_tokens=256)
     assert limits.num_contiguous == 2
     outcomes = {name: run(models, limits, requests) for name, (_, run) in RUNGS.items()}
     for name, outcome in outcomes.items():
