@@ -204,7 +204,9 @@ class TritonAttentionBackend:
         query = query.contiguous()
         output = torch.zeros_like(query)
         num_shared = num_heads // num_kv_heads
-        tile_tokens = max(1, min(64 // num_shared, metadata.max_query_len))
+        # A power of two: each value is a compilation of its own.
+        longest = triton.next_power_of_2(metadata.max_query_len)
+        tile_tokens = max(1, min(64 // num_shared, longest))
         num_seqs = len(metadata.seq_lens)
         if num_seqs and metadata.max_query_len:
             grid = (num_seqs, triton.cdiv(metadata.max_query_len, tile_tokens), num_kv_heads)

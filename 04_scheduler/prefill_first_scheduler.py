@@ -37,7 +37,7 @@ the last admitted.) The names are SGLang's. Priorities order the queue, and take
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from admission_constraints import AdmissionConstraint
 from policies import SchedulePolicy
@@ -130,6 +130,11 @@ class PrefillFirstScheduler(SchedulerBase):
         self._preempt_by_force(plan)
         self.last_batch = self.get_next_batch_to_run(plan)
         return self.finish_step(plan)
+
+    def beside_chunks(self) -> Collection[Request]:
+        if self.mixing:
+            return self.running.values()
+        return [] if self.chunked_req is None else [self.chunked_req]
 
     # -- which batch
 
@@ -260,7 +265,10 @@ class PrefillFirstScheduler(SchedulerBase):
         if not batch.reqs:
             self._new_token_ratio.reset()
             return batch
-        batch.trim_drafts(plan.budget)
+        num_for_prompts = 0  # no guess takes a page that a prompt could have
+        if self.mixing and (self.waiting or self.chunked_req is not None):
+            num_for_prompts = self.kv_memory.block_size
+        batch.trim_drafts(plan.budget - num_for_prompts)
         has_memory = batch.check_decode_mem(self.num_lookahead)
         if not has_memory and batch.drop_drafts():  # nobody is retracted for a guess
             has_memory = batch.check_decode_mem()

@@ -54,7 +54,7 @@ class ScheduleBatch:
 
     def trim_drafts(self, budget: int) -> None:
         """A token for everybody comes before a second one for anybody."""
-        num_spare = budget - len(self.reqs)
+        num_spare = max(0, budget - len(self.reqs))
         for req in self.reqs:
             if req.draft_token_ids:
                 req.draft_token_ids = req.draft_token_ids[:num_spare]

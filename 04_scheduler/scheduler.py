@@ -137,10 +137,14 @@ class Scheduler(SchedulerBase):
             start = request.num_computed_tokens
             num_tokens = len(request.all_token_ids) + len(request.draft_token_ids) - start
             if num_tokens > 1:  # more than a decode: as much as there is
-                if request.draft_token_ids:  # a token for everybody before a guess for anybody
-                    budget = max(plan.budget - (len(running) - 1 - i), 1)
-                else:  # and for those who decode before a chunk, but one chunk always goes on
-                    num_decodes_behind = num_decodes_behind or _num_decodes_behind(running)
+                if num_decodes_behind is None:
+                    num_decodes_behind = _num_decodes_behind(running)
+                num_behind_it = len(running) - 1 - i
+                if request.draft_token_ids:  # a token for everybody before a guess for anybody,
+                    if self.waiting or num_decodes_behind[i] < num_behind_it:
+                        num_behind_it += block_size  # and a block of a prompt
+                    budget = max(plan.budget - num_behind_it, 1)
+                else:  # a token for those who decode before a chunk, but one chunk always goes on
                     budget = max(plan.budget - num_decodes_behind[i], 0 if has_chunk else 1)
                     has_chunk = True
                 num_tokens = self._num_tokens_now(request, num_tokens, budget)
@@ -254,11 +258,20 @@ class Scheduler(SchedulerBase):
         num_reserved = 0
         if self.reserve_all or self.is_pinned(request):
             num_reserved = request.max_num_tokens - 1 - request.num_tokens + num_behind - num_tokens
-        num_kept_free = self._num_kept_free if self.running else 0
+        num_kept_free = 0
+        if self.running:
+            # A prompt that is cut takes its first blocks now, and must find the others later.
+            num_left = num_behind - num_tokens + self._num_tokens_under_way(plan)
+            num_kept_free = self._num_kept_free + -(-num_left // self.kv_memory.block_size)
         if self.allocate(request, computed, num_tokens, num_reserved, num_kept_free):
             plan.add(request, num_tokens)
             return _Admission.ADMITTED
         return _Admission.NO_ROOM
+
+    def _num_tokens_under_way(self, plan: StepPlan) -> int:
+        """Tokens of prompts that are cut, and that this step does not compute."""
+        planned = ((self.requests[name], n) for name, n in plan.num_tokens.items())
+        return sum(max(0, r.num_tokens - r.num_computed_tokens - n) for r, n in planned)
 
     def _displaced_by(self, newcomer: Request, plan: StepPlan) -> Request | None:
         """The least urgent of those that run already, if the newcomer is strictly more urgent."""

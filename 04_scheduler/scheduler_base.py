@@ -24,7 +24,7 @@ gives no request tokens twice; what is planned counts as computed from then on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from admission_constraints import AdmissionConstraint
@@ -234,8 +234,12 @@ class SchedulerBase:
 
     # -- the plan becomes a message
 
+    def beside_chunks(self) -> Collection[Request]:
+        """Who may share a step with a piece of a prompt."""
+        return self.running.values()
+
     def begin_step(self) -> StepPlan:
-        self.chunk_policy.begin_step(self.running.values())
+        self.chunk_policy.begin_step(self.beside_chunks())
         return StepPlan(self.max_num_batched_tokens)
 
     def finish_step(self, plan: StepPlan) -> SchedulerOutput:

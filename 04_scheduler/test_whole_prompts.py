@@ -72,16 +72,23 @@ def test_a_whole_prompt_waits_until_it_fits_unless_no_step_is_large_enough(
     assert WholePrompts().may_start(request, 1000)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_policy_hears_of_every_step_and_who_has_kv(kind):
+@pytest.mark.parametrize(
+    ("kind", "options", "beside"),
+    [
+        (Scheduler, {}, [set(), {"a"}, {"a", "b"}]),
+        (PrefillFirstScheduler, {"mixing": True}, [set(), {"a"}, {"a", "b"}]),
+        (PrefillFirstScheduler, {}, [set(), set(), set()]),  # who decodes is in no prefill
+    ],
+)
+def test_the_policy_hears_of_every_step_and_who_may_share_it(kind, options, beside):
     policy = AtMost(50)
-    scheduler = kind(chunk_policy=policy, max_num_batched_tokens=64)
+    scheduler = kind(chunk_policy=policy, max_num_batched_tokens=64, **options)
     scheduler.add_request(make("a", 4))
     step(scheduler)
     scheduler.add_request(make("b", 4))
     step(scheduler)
     step(scheduler)
-    assert policy.begun == [set(), {"a"}, {"a", "b"}]
+    assert policy.begun == beside
     assert policy.asked == [("a", 4), ("b", 4)]
 
 
@@ -157,3 +164,21 @@ def test_the_prefill_first_scheduler_gives_what_the_policy_says_cut_to_whole_pag
     )
     scheduler.add_request(make("long", 30, 1))
     assert [step(scheduler)["long"] for _ in range(4)] == [8, 8, 8, 6]
+
+
+def test_a_cut_prompt_is_admitted_only_if_all_of_it_will_find_room():
+    """With room for its first piece only it would be preempted in the middle, for nothing."""
+    policy = AtMost(8)
+    memory = make_kv_memory(1 + 12, 4)
+    scheduler = Scheduler(kv_memory=memory, chunk_policy=policy, watermark=0)
+    scheduler.add_request(make("a", 8, 3))  # two blocks, and a third one soon
+    step(scheduler)
+    scheduler.add_request(Request.from_tokens("long", list(range(50, 90)), max_new_tokens=2))
+    assert step(scheduler) == {"a": 1}  # nine are left of ten
+    scheduler.abort_request("a")
+    assert step(scheduler) == {"long": 8}
+    scheduler.add_request(Request.from_tokens("b", list(range(100, 116)), max_new_tokens=1))
+    assert step(scheduler) == {"long": 8}  # ten of the twelve are promised
+    scheduler.add_request(Request.from_tokens("c", list(range(120, 127)), max_new_tokens=1))
+    assert [step(scheduler).get("b") for _ in range(6)] == [None, None, None, None, 8, 8]
+    assert scheduler.get_stats().total_preempted == 0

@@ -22,7 +22,7 @@ class ChunkPolicy(Protocol):
         """Prompts with more tokens than this can never be computed."""
 
     def begin_step(self, running: Collection[Request]) -> None:
-        """A step is going to be planned, and these have KV."""
+        """A step is going to be planned. These have KV and may share it with pieces of prompts."""
 
     def may_start(self, request: Request, num_behind: int) -> bool:
         """May a waiting request with `num_behind` tokens to compute be admitted in this step? If

@@ -13,12 +13,14 @@ as large as the largest that kept the promise: five steps from 16 tokens to 256.
 `min_chunk` tokens of one prompt are computed in every step, however long the step is already:
 prefill never stops.
 
-What it decides depends on a clock; no token does. vLLM and SGLang have fixed sizes. Sarathi-Serve
-(arXiv 2403.02310) chooses its size from a profile made in advance.
+One long prompt gets all that there is; with `long_prefill_token_threshold` it leaves some of it to
+others. What it decides depends on a clock; no token does. vLLM and SGLang have fixed sizes.
+Sarathi-Serve (arXiv 2403.02310) chooses its size from a profile made in advance.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from chunk_policy import ChunkedPrefill
@@ -38,8 +40,8 @@ class AdaptiveChunks(ChunkedPrefill):
         min_chunk: int = 16,
     ) -> None:
         super().__init__(long_prefill_token_threshold, max_long_partial_prefills)
-        if isinstance(target_step_ms, bool) or not target_step_ms > 0:
-            raise ValueError(f"target_step_ms is {target_step_ms!r}: it must be > 0")
+        if isinstance(target_step_ms, bool) or not 0 < target_step_ms < math.inf:
+            raise ValueError(f"target_step_ms is {target_step_ms!r}: it must be > 0, and finite")
         if isinstance(min_chunk, bool) or not isinstance(min_chunk, int) or min_chunk < 1:
             raise ValueError(f"min_chunk is {min_chunk!r}: it must be an integer >= 1")
         self.target_step_ms = target_step_ms
@@ -51,12 +53,9 @@ class AdaptiveChunks(ChunkedPrefill):
 
     def begin_step(self, running: Collection[Request]) -> None:
         super().begin_step(running)
-        starts = [
-            request.num_computed_tokens
-            for request in running
-            if request.num_tokens - request.num_computed_tokens == 1
-        ]
-        self._planned = count_work(starts, [1] * len(starts))
+        decodes = [r for r in running if r.num_tokens - r.num_computed_tokens == 1]
+        starts = [request.num_computed_tokens for request in decodes]
+        self._planned = count_work(starts, [1 + len(r.draft_token_ids) for r in decodes])
         self._has_chunk = False
 
     def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:

@@ -21,8 +21,9 @@ than that. Until it has caught up, no token is sampled for it.
 Invariants: nobody gets more than it is behind or than the budget, and whoever runs gets at least
 one token where the budget has one, so every prompt ends.
 
-vLLM's scheduler has these names. SGLang cuts to a fixed size and to whole pages, and has one prompt
-under way at a time: `prefill_adder.py` of chapter 4. Source: Sarathi-Serve, arXiv 2403.02310.
+vLLM has these names (its V1 scheduler does not enforce the last). SGLang cuts to a fixed size and
+to whole pages, and has one prompt under way at a time: `prefill_adder.py` of chapter 4. Source:
+Sarathi-Serve, arXiv 2403.02310.
 """
 
 from __future__ import annotations

@@ -208,7 +208,9 @@ class MixedTritonAttentionBackend(TritonAttentionBackend):
         if not num_seqs or not metadata.max_query_len:
             return output
         num_shared = num_heads // num_kv_heads
-        tile_tokens = max(1, min(TILE_ROWS // num_shared, metadata.max_query_len))
+        # A power of two: each value is a compilation of its own.
+        longest = triton.next_power_of_2(metadata.max_query_len)
+        tile_tokens = max(1, min(TILE_ROWS // num_shared, longest))
         num_tiles = (num_tokens + num_seqs * (tile_tokens - 1)) // tile_tokens
         num_splits = choose_num_splits(num_tiles * num_kv_heads, metadata.max_seq_len)
         partial = partial_lse = None

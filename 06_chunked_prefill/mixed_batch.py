@@ -57,7 +57,6 @@ class MixedMetadata(AttentionMetadata):
     """Chapter 2's metadata, and what the host knows of it: nobody has to ask the device."""
 
     num_short: int = 0  # sequences in front that have few query tokens
-    num_short_tokens: int = 0
     query_starts: Sequence[int] = ()  # query_start_loc
     host_seq_lens: Sequence[int] = ()  # seq_lens
 
@@ -100,7 +99,6 @@ def compose(
     attention = MixedMetadata(
         **given,
         num_short=num_short,
-        num_short_tokens=sum(query_lens[:num_short]),
         query_starts=layout.query_start_loc.tolist(),
         host_seq_lens=[start + n for start, n in zip(starts, query_lens)],
     )

@@ -18,7 +18,7 @@ the machine, and `StepCost` learns it:
 
 fitted to the last steps, old ones fading. `largest_chunk` turns it round.
 
-Invariants: the fit never sees a step that it is asked about; a pause of the machine moves it
+Invariants: a step is predicted before it is observed; a pause of the machine moves it
 little; every question has an answer before anything was measured.
 """
 

@@ -75,7 +75,6 @@ def mixed_metadata(case: Case, decode_threshold: int = 1) -> MixedMetadata:
         max_query_len=given.max_query_len,
         max_seq_len=given.max_seq_len,
         num_short=sum(is_short),
-        num_short_tokens=sum(n for n in case.query_lens if n <= decode_threshold),
         query_starts=given.query_start_loc.tolist(),
         host_seq_lens=given.seq_lens.tolist(),
     )

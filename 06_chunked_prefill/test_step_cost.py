@@ -278,6 +278,7 @@ def test_the_other_limits_hold_too():
         ("target_step_ms", {"target_step_ms": 0}),
         ("target_step_ms", {"target_step_ms": True}),
         ("target_step_ms", {"target_step_ms": float("nan")}),
+        ("target_step_ms", {"target_step_ms": float("inf")}),
         ("min_chunk", {"target_step_ms": 5, "min_chunk": 0}),
         ("min_chunk", {"target_step_ms": 5, "min_chunk": 2.0}),
         ("long_prefill_token_threshold", {"target_step_ms": 5, "long_prefill_token_threshold": 0}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,7 +81,8 @@ class EngineConfig:
     `{"method": "draft", "num_spec_tokens": 3}`.
 
     `chunked_prefill` computes long prompts in several steps: as much as a step has room for (True),
-    or at most so many tokens of a prompt in a step (an integer). False: whole, and a prompt must
+    or at most so many tokens of a prompt in a step (an integer; with `"prefill_first"`, of all
+    prompts together). False: whole, and a prompt must
     fit one step; so it is with scheduler `"fcfs"` always. `target_step_ms`: chunks are as large as
     a step of this length allows. `max_long_partial_prefills`: so many prompts longer than a chunk
     are under way at once. `mixing` puts decodes into the prefill batches of `"prefill_first"`.
@@ -190,8 +192,11 @@ class EngineConfig:
             )
         target = self.target_step_ms
         if target is not None:
-            if isinstance(target, bool) or not isinstance(target, int | float) or not target > 0:
-                raise ValueError(f"target_step_ms is {target!r}: it must be None or > 0")
+            is_number = isinstance(target, int | float) and not isinstance(target, bool)
+            if not (is_number and 0 < target < math.inf):
+                raise ValueError(
+                    f"target_step_ms is {target!r}: it must be None or > 0, and finite"
+                )
             if not self.cuts_prompts:
                 raise ValueError(f"target_step_ms is {target!r}: {chunks} does not cut prompts")
         most = self.max_long_partial_prefills

@@ -3,8 +3,9 @@
 All rungs have the same weights and the same KV memory, `Limits.num_positions` of it. Without pages
 (the second and the third rung) it holds as many requests as it holds of the longest; with pages it
 holds what fits. A token counts for its user when the step that made it has ended. An answer ends
-when it has as many tokens as its user wanted, which the engine is not told in advance: it is
-stopped from outside, as an end of text would stop it.
+when it has as many tokens as its user wanted. The engine is not told in advance: the request is
+stopped from outside, as an end of text would stop it. (The static and the continuous rung are told,
+and reserve the longest all the same.)
 
     one at a time          one request in flight
     static batch           chapter 1's baseline: who has arrived joins the next batch
@@ -104,7 +105,12 @@ def run_engine(
     outcome = _drive(requests, add, step, engine.has_unfinished_requests, steps)
     stats = engine.stats()
     num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-    outcome.details |= {"kv_waste": stats.kv_waste, "preemptions": stats.num_preemptions}
+    shares = [n for record in steps for n in record.num_scheduled_tokens.values()]
+    outcome.details |= {
+        "kv_waste": stats.kv_waste,
+        "preemptions": stats.num_preemptions,
+        "most_tokens_of_one": max(shares),
+    }
     if config.prefix_cache is not None:
         outcome.details["prefix_hits"] = stats.cached_tokens / num_prompt_tokens
     if config.speculative is not None:

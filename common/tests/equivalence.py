@@ -1,10 +1,10 @@
-"""The equivalence matrix: whatever the engine is told, greedy tokens are those of `transformers`.
+"""The equivalence matrix: with any settings of these axes, greedy tokens are `transformers`'.
 
 A `Combination` is one setting of every axis below. `serve_combination` serves a small batch with it
 in float64 and compares every token. Some combinations are refused by the engine; `why_not` knows
 which, and says why.
 
-    every pair      `covering_array`: some 50 runs in which every two settings meet that can meet
+    every pair      `covering_array`: some 40 runs in which every two settings meet that can meet
     as many as fit  `run_matrix`: the full product in shuffled order, until the time is up
     one             `make matrix ARGS="model=random scheduler=two_phase ..."`
 
@@ -49,6 +49,7 @@ AXES: dict[str, tuple[Value, ...]] = {
     "prefix_cache": (None, "hash", "radix"),
     "chunked_prefill": (False, True, 1, 3, 16, 1000),
     "max_num_batched_tokens": (128, 24),
+    "max_long_partial_prefills": (None, 1),
     "mixing": (False, True),
     "target_step_ms": (None, 0.001, 4.0),  # shorter than any step; about as long as one
     "speculative": tuple(SPECULATIVE),
@@ -125,6 +126,11 @@ def why_not(settings: Mapping[str, Value]) -> str | None:
         return "there is nothing to mix"
     if settings.get("target_step_ms") is not None and chunks is False:
         return "whole prompts do not fit a time"
+    if settings.get("max_long_partial_prefills") is not None:
+        if scheduler not in (None, "two_phase") or settings.get("mixing"):
+            return "it has one long prompt under way at a time, or computes them whole"
+        if "chunked_prefill" in settings and isinstance(chunks, bool):
+            return "nothing says what is long"
     if settings.get("max_num_batched_tokens") == 24 and (is_fcfs or chunks is False):
         return "a prompt is longer than a step"
     return None

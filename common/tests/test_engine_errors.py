@@ -161,6 +161,8 @@ def test_max_model_len_ends_the_output(random_loaded, random_oracle: Oracle) -> 
         ("chunked_prefill", 1.5),
         ("target_step_ms", 0),
         ("target_step_ms", True),
+        ("target_step_ms", float("inf")),
+        ("target_step_ms", float("nan")),
         ("target_step_ms", "fast"),
         ("mixing", 1),
         ("mixing", True),

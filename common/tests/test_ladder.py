@@ -11,7 +11,7 @@ from common import ladder
 from common.bench import load_models
 from common.bench_record import read_record
 from common.engine_config import SHIPPED_CHECKPOINT
-from common.ladder_systems import RUNGS, LadderOutcome, Limits, describe
+from common.ladder_systems import CHUNK, RUNGS, LadderOutcome, Limits, describe
 from common.ladder_workload import (
     LONG_PROMPT_LEN,
     OUTPUT_LENS,
@@ -89,7 +89,8 @@ def test_every_rung_serves_the_same_users_the_same_tokens():
             assert times == sorted(times) and times[0] > request.arrival_time
         numbers = describe(outcome, requests)
         assert 0 <= numbers["kv_waste"] < 1
-    assert outcomes["chunked"].details["num_steps"] >= 7  # 150 tokens are two chunks
+    assert outcomes["chunked"].details["most_tokens_of_one"] == CHUNK
+    assert outcomes["speculative"].details["most_tokens_of_one"] == 150
 
 
 def test_the_readme_shows_the_record():
