@@ -105,7 +105,7 @@ def draw_sweep(record: dict) -> plt.Figure:
 def draw_adaptive(record: dict) -> plt.Figure:
     figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
     targets = record["config"]["targets_ms"]
-    for place, runs in enumerate(record["runs"].values()):
+    for place, (_, *runs) in enumerate(record["runs"].values()):
         times = [ms for run in runs for ms in run["chunk_step_ms"]]
         spread = [place + 0.3 * (i / max(1, len(times) - 1) - 0.5) for i in range(len(times))]
         axis.plot(spread, times, ".", color=BLUE, alpha=0.4)
@@ -183,7 +183,7 @@ def table_of_runs(record: dict, first_column: str) -> str:
 
 def table_of_adaptive(record: dict) -> str:
     rows = []
-    for target, runs in zip(record["config"]["targets_ms"], record["runs"].values()):
+    for target, (cold, *runs) in zip(record["config"]["targets_ms"], record["runs"].values()):
         times = [ms for run in runs for ms in run["chunk_step_ms"]]
         over = sum(ms > 1.25 * target for ms in times) / len(times)
         rows.append(
@@ -193,8 +193,10 @@ def table_of_adaptive(record: dict) -> str:
                 f"{percentile(times, 90):,.1f} ms",
                 f"{percentile(times, 99):,.1f} ms",
                 f"{over:.0%}",
+                f"{percentile(cold['chunk_step_ms'], 90):,.1f} ms",
                 f"{median_of(runs, 'num_chunks'):,.0f}",
-                f"{median_of(runs, 'long_ttft_ms'):,.0f} ms",
+                f"{_spread(runs, 'long_ttft_ms')} ms",
+                f"{_spread(runs, 'gap_ms_p99')} ms",
             ]
         )
     head = [
@@ -203,8 +205,10 @@ def table_of_adaptive(record: dict) -> str:
         "p90",
         "p99",
         "more than 25 % over",
+        "p90 in the round of learning",
         "chunks",
         "newcomer's first token",
+        "others, between tokens p99",
     ]
     return markdown_table(head, rows)
 

@@ -134,13 +134,17 @@ def _greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
-def take_turns(engines: dict[str, LLMEngine], users: Users, num_rounds: int) -> dict:
-    """`num_rounds` runs of each, after one that warms up. The timeline of the last one only."""
+def take_turns(
+    engines: dict[str, LLMEngine], users: Users, num_rounds: int, *, keeps_first: bool = False
+) -> dict:
+    """`num_rounds` runs of each, after one that warms up, which is kept if asked for. The timeline
+    of the last one only."""
     runs: dict[str, list[dict]] = {name: [] for name in engines}
     for name in in_turn(engines, num_rounds + 1):
         runs[name].append(serve(engines[name], users))
     for own in runs.values():
-        del own[0]
+        if not keeps_first:
+            del own[0]
         for run in own[:-1]:
             del run["timeline"]
     return runs
@@ -196,7 +200,8 @@ def measure_adaptive(*, tiny: bool) -> dict:
     model, users = _model(), make_users()
     targets = TARGETS_MS[1:2] if tiny else TARGETS_MS
     engines = {f"{ms:g} ms": make_engine(model, target_step_ms=ms) for ms in targets}
-    runs = take_turns(engines, users, num_rounds)
+    # The first round is the one in which the policy learns.
+    runs = take_turns(engines, users, num_rounds, keeps_first=True)
     return {"config": _config(num_rounds) | {"targets_ms": list(targets)}, "runs": runs}
 
 
