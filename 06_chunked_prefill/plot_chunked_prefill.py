@@ -55,7 +55,9 @@ BLUE, ORANGE, GREEN = "#1f4e79", "#c55a11", "#548235"
 def draw_stall(record: dict) -> plt.Figure:
     """Steps as bars: where they stand on the clock, and how long they take."""
     systems = ("whole prompts", "chunks of 128")
-    figure, axes = plt.subplots(2, 1, figsize=(8, 4.6), layout="constrained", sharex=True)
+    figure, axes = plt.subplots(
+        2, 1, figsize=(8, 4.6), layout="constrained", sharex=True, sharey=True
+    )
     for axis, system in zip(axes, systems):
         timeline = record["runs"][system][-1]["timeline"]
         for has_chunk, color, label in (
@@ -73,7 +75,7 @@ def draw_stall(record: dict) -> plt.Figure:
                 linewidth=0.2,
                 label=label,
             )
-        axis.set(title=system, ylabel="a step takes, ms", yscale="log")
+        axis.set(title=system, ylabel="a step takes, ms")
         axis.grid(alpha=0.3)
     axes[0].legend(frameon=False, fontsize=9)
     axes[1].set_xlabel("ms since the first arrival")

@@ -14,6 +14,7 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import NullFormatter
 
 from common.bench_record import read_record
 from common.ladder import main as write_tables
@@ -41,11 +42,15 @@ def draw(record: dict) -> None:
             places = range(len(rungs))
             axis.errorbar(middle, places, xerr=spread, fmt=marker, capsize=3, label=regime["title"])
         axis.set_xlabel(label)
-        axis.set_xscale("log")
+        if name == "output_tokens_per_s":
+            axis.set_xlim(0)
+        else:
+            axis.set_xscale("log")
+            axis.xaxis.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
     axes[0].set_yticks(range(len(rungs)), [rung["title"] for rung in rungs])
     axes[0].invert_yaxis()
-    axes[0].legend(fontsize=8)
+    axes[0].legend(fontsize=8, loc="upper right")
     figure.tight_layout()
     figure.savefig(HERE / "figures" / "ladder.svg", metadata={"Date": None})
 
