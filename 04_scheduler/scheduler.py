@@ -139,14 +139,10 @@ class Scheduler(SchedulerBase):
             if num_tokens > 1:  # more than a decode: as much as there is
                 if num_decodes_behind is None:
                     num_decodes_behind = _num_decodes_behind(running)
-                num_behind_it = len(running) - 1 - i
-                if request.draft_token_ids:  # a token for everybody before a guess for anybody,
-                    if self.waiting or num_decodes_behind[i] < num_behind_it:
-                        num_behind_it += block_size  # and a block of a prompt
-                    budget = max(plan.budget - num_behind_it, 1)
-                else:  # a token for those who decode before a chunk, but one chunk always goes on
-                    budget = max(plan.budget - num_decodes_behind[i], 0 if has_chunk else 1)
-                    has_chunk = True
+                num_kept = self._num_kept(request, len(running) - 1 - i, num_decodes_behind[i])
+                least = 0 if has_chunk and not request.draft_token_ids else 1
+                has_chunk = has_chunk or not request.draft_token_ids
+                budget = max(plan.budget - num_kept, least)
                 num_tokens = self._num_tokens_now(request, num_tokens, budget)
             # Inside a block there is nothing to ask: it was taken when its first slot was written.
             is_inside_a_block = 0 < start % block_size <= room_in_block - num_tokens
@@ -155,6 +151,14 @@ class Scheduler(SchedulerBase):
             if num_tokens:
                 plan.num_tokens[request.request_id] = num_tokens
                 plan.budget -= num_tokens
+
+    def _num_kept(self, request: Request, num_behind_it: int, num_decodes_behind_it: int) -> int:
+        """Of the budget, for others: a token for each decode comes before a chunk, though one chunk
+        in each step goes on. A token for everybody, and a block of a prompt, before a guess."""
+        if not request.draft_token_ids:
+            return num_decodes_behind_it
+        has_prompts = bool(self.waiting) or num_decodes_behind_it < num_behind_it
+        return num_behind_it + (self.kv_memory.block_size if has_prompts else 0)
 
     def _num_tokens_now(self, request: Request, num_behind: int, budget: int) -> int:
         if budget == 0:
