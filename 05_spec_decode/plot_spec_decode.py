@@ -147,8 +147,8 @@ def main() -> None:
     options = parser.parse_args()
     folder = SMOKE if options.tiny else HERE
     paths = {part: folder / "records" / f"spec_decode_{part}.json" for part in PARTS}
+    environment = describe_environment()  # before: its load average is that of the others
     for part in options.record:
-        environment = describe_environment()  # before: its load average is that of the others
         record = PARTS[part](tiny=options.tiny)
         if part != "rules":
             record["config"]["clock"] = "time.perf_counter"
