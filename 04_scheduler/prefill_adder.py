@@ -30,13 +30,12 @@ Names and rules are those of SGLang's `PrefillAdder`, which rounds all three cou
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection
 from enum import Enum, auto
 
 from request import Request
 from scheduler_interface import ComputedBlocks, KVMemory
-from whole_prompts import ChunkPolicy, WholePrompts
+from whole_prompts import ChunkPolicy, CutPrompts, WholePrompts
 
 CLIP_MAX_NEW_TOKENS = 4096  # more than that is never expected of anybody
 RETRACT_DECODE_STEPS = 20  # so many steps should go well after a retraction
@@ -91,16 +90,6 @@ class NewTokenRatio:
     def reset(self) -> None:
         """Nobody decodes: what was learnt is of a load that is gone."""
         self.value = self.initial
-
-
-class CutPrompts(WholePrompts):
-    """Prompts may be longer than a step: each takes what there is."""
-
-    def longest_prompt(self, max_num_batched_tokens: int) -> int:
-        return sys.maxsize
-
-    def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
-        return min(num_behind, budget)
 
 
 class PrefillAdder:

@@ -42,13 +42,13 @@ from collections.abc import Collection, Iterable, Sequence
 from admission_constraints import AdmissionConstraint
 from policies import SchedulePolicy
 from policy_queue import create_queue
-from prefill_adder import AddReqResult, CutPrompts, NewTokenRatio, PrefillAdder
+from prefill_adder import AddReqResult, NewTokenRatio, PrefillAdder
 from request import BLOCK_SIZE, Request
 from schedule_batch import ForwardMode, ScheduleBatch
 from scheduler import MAX_PASSED_OVER, make_kv_memory
 from scheduler_base import SchedulerBase, SchedulerLimits, StepPlan
 from scheduler_interface import ComputedBlocks, KVMemory, SchedulerOutput
-from whole_prompts import ChunkPolicy, WholePrompts
+from whole_prompts import ChunkPolicy, CutPrompts, WholePrompts
 
 __all__ = ["ForwardMode", "PrefillFirstScheduler", "ScheduleBatch"]
 

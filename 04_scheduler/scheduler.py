@@ -136,6 +136,7 @@ class Scheduler(SchedulerBase):
                 continue  # the latter made room for one before it
             start = request.num_computed_tokens
             num_tokens = len(request.all_token_ids) + len(request.draft_token_ids) - start
+            is_cut = False
             if num_tokens > 1:  # more than a decode: as much as there is
                 if num_decodes_behind is None:
                     num_decodes_behind = _num_decodes_behind(running)
@@ -144,6 +145,7 @@ class Scheduler(SchedulerBase):
                 has_chunk = has_chunk or not request.draft_token_ids
                 budget = max(plan.budget - num_kept, least)
                 num_tokens = self._num_tokens_now(request, num_tokens, budget)
+                is_cut = num_tokens < request.num_tokens - start
             # Inside a block there is nothing to ask: it was taken when its first slot was written.
             is_inside_a_block = 0 < start % block_size <= room_in_block - num_tokens
             if num_tokens and not is_inside_a_block:
@@ -151,6 +153,8 @@ class Scheduler(SchedulerBase):
             if num_tokens:
                 plan.num_tokens[request.request_id] = num_tokens
                 plan.budget -= num_tokens
+                if is_cut:
+                    plan.num_left[request.request_id] = request.num_tokens - start - num_tokens
 
     def _num_kept(self, request: Request, num_behind_it: int, num_decodes_behind_it: int) -> int:
         """Of the budget, for others: a token for each decode comes before a chunk, though one chunk
@@ -265,17 +269,14 @@ class Scheduler(SchedulerBase):
         num_kept_free = 0
         if self.running:
             # A prompt that is cut takes its first blocks now, and must find the others later.
-            num_left = num_behind - num_tokens + self._num_tokens_under_way(plan)
+            num_left = num_behind - num_tokens + sum(plan.num_left.values())
             num_kept_free = self._num_kept_free + -(-num_left // self.kv_memory.block_size)
         if self.allocate(request, computed, num_tokens, num_reserved, num_kept_free):
             plan.add(request, num_tokens)
+            if num_tokens < num_behind:
+                plan.num_left[request.request_id] = num_behind - num_tokens
             return _Admission.ADMITTED
         return _Admission.NO_ROOM
-
-    def _num_tokens_under_way(self, plan: StepPlan) -> int:
-        """Tokens of prompts that are cut, and that this step does not compute."""
-        planned = ((self.requests[name], n) for name, n in plan.num_tokens.items())
-        return sum(max(0, r.num_tokens - r.num_computed_tokens - n) for r, n in planned)
 
     def _displaced_by(self, newcomer: Request, plan: StepPlan) -> Request | None:
         """The least urgent of those that run already, if the newcomer is strictly more urgent."""

@@ -29,6 +29,7 @@ class StepPlan:
     num_tokens: dict[str, int] = field(default_factory=dict)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    num_left: dict[str, int] = field(default_factory=dict)  # tokens of a cut prompt, for later
 
     def add(self, request: Request, num_tokens: int) -> None:
         self.num_tokens[request.request_id] = num_tokens
@@ -36,6 +37,7 @@ class StepPlan:
 
     def remove(self, request: Request) -> None:
         self.budget += self.num_tokens.pop(request.request_id, 0)
+        self.num_left.pop(request.request_id, None)
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ counters are all that has to know.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from typing import Protocol
 
@@ -50,3 +51,13 @@ class WholePrompts:
         is_larger_than_any_step = num_behind > most
         has_begun = request.num_computed_tokens > 0  # then it runs, and takes what it can get
         return budget if is_larger_than_any_step or has_begun else 0
+
+
+class CutPrompts(WholePrompts):
+    """Prompts may be longer than a step: each takes what there is."""
+
+    def longest_prompt(self, max_num_batched_tokens: int) -> int:
+        return sys.maxsize
+
+    def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
+        return min(num_behind, budget)

@@ -28,13 +28,13 @@ Sarathi-Serve, arXiv 2403.02310.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
 
 from request import Request
+from whole_prompts import CutPrompts
 
 
-class ChunkedPrefill:
+class ChunkedPrefill(CutPrompts):
     """A `ChunkPolicy` (chapter 4). Raises `ValueError` that names the field."""
 
     def __init__(
@@ -57,9 +57,6 @@ class ChunkedPrefill:
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.max_long_partial_prefills = max_long_partial_prefills
         self._num_long = 0  # under way
-
-    def longest_prompt(self, max_num_batched_tokens: int) -> int:
-        return sys.maxsize
 
     def begin_step(self, running: Collection[Request]) -> None:
         if self.max_long_partial_prefills is not None:
