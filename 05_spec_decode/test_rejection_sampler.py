@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from scipy import stats
 
-from common.sampler import SamplingBatch, sampling_probs
+from common.sampling.sampler import SamplingBatch, sampling_probs
 from exact_law import (
     LAST,
     Cases,

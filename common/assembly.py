@@ -32,9 +32,9 @@ from chunk_policy import ChunkedPrefill
 from common.engine_config import EngineConfig
 from common.kv_sizing import size_kv_cache
 from common.loader import LoadedModel
-from common.model_runner import PagedModelRunner
-from common.sampler import Sampler
-from common.speculative_sampler import ConstrainedDrafts, SpeculativeSampler
+from common.runner.model_runner import PagedModelRunner
+from common.sampling.sampler import Sampler
+from common.sampling.speculative_sampler import ConstrainedDrafts, SpeculativeSampler
 from draft_length import AdaptiveLength, FixedLength
 from draft_model_proposer import DraftModelProposer
 from engine_core import EngineCore, StepRecord

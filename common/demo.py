@@ -238,7 +238,7 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def _tracer(engine) -> Callable:
-    from common.step_trace import describe_step
+    from common.tools.step_trace import describe_step
 
     def show(record) -> None:
         print(describe_step(record, engine.config.block_size, engine.tokenizer.decode))

@@ -66,7 +66,9 @@ def execute(script: Path, time_budget_s: float = TIME_BUDGET_S) -> NotebookNode:
         coalesce_streams=True,  # how output is cut into messages differs from run to run
     )
     # As in pytest, modules are found whether or not the project is installed.
-    folders = [script.parent.parent, *sorted(script.parent.parent.glob("[0-9][0-9]_*"))]
+    root = script.parent.parent
+    rooms = [root.glob(f"[0-9][0-9]_*{room}") for room in ("", "/beyond", "/lab")]
+    folders = [root, *sorted(folder for found in rooms for folder in found)]
     path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
     client.execute(env={**os.environ, "PYTHONPATH": path, "TQDM_DISABLE": "1"})
     _remove_noise(notebook)

@@ -62,9 +62,10 @@ class House:
         return [p for p in self.python_files(aside=False) if self.chapter_of(p) is not None]
 
     def is_aside(self, path: Path) -> bool:
-        """A test, a demo script or a figure script: it may import anything."""
+        """A test, a demo script, or anything in a `lab/`: it may import anything."""
         return (
             path.name.startswith(("test_", "plot_"))
+            or "lab" in path.relative_to(self.root).parts[:-1]
             or self.is_demo(path)
             or path.name == "conftest.py"
             or "tests" in path.relative_to(self.root).parts[:-1]
@@ -72,6 +73,11 @@ class House:
 
     def demo_scripts(self) -> list[Path]:
         return [p for p in self.python_files() if self.is_demo(p)]
+
+    def rooms(self) -> list[str]:
+        """The chapters' folders that hold modules, as pyproject.toml lists them."""
+        found = {p.parent for p in self.python_files() if self.chapter_of(p) is not None}
+        return sorted({self.name(p) for p in found} | {p.name for p in self.chapters()})
 
     def is_demo(self, path: Path) -> bool:
         is_test = path.name.startswith("test_")
@@ -156,7 +162,7 @@ def law_of_floors(house: House) -> list[str]:
                     continue
                 why = f"imports `{top}` of {floor_of[top]}, which is a higher chapter"
             elif top in beside:
-                why = f"imports `{top}`, a test, demo or figure script"
+                why = f"imports `{top}`, a test, a demo or a module of a lab"
             elif top in sys.stdlib_module_names or top in declared:
                 continue
             else:
@@ -294,19 +300,16 @@ def law_of_text(house: House) -> list[str]:
 
 
 def law_of_lists(house: House, planned: tuple[str, ...] = CHAPTERS) -> list[str]:
-    """pyproject.toml lists the chapters alike for editable installs, wheels and pytest.
+    """pyproject.toml lists the chapters and their rooms alike for editable installs and pytest.
 
     A chapter of the plan may be listed before its folder exists; one that exists must be listed.
     """
     tool = house.pyproject()["tool"]
-    wheel = tool["hatch"]["build"]["targets"]["wheel"]
     lists = {
         "tool.hatch.build dev-mode-dirs": (tool["hatch"]["build"]["dev-mode-dirs"], ["."]),
-        "wheel only-include": (wheel["only-include"], ["common"]),
-        "wheel sources": (wheel["sources"], []),
         "pytest pythonpath": (tool["pytest"]["ini_options"]["pythonpath"], ["."]),
     }
-    expected = sorted({*planned, *(p.name for p in house.chapters())})
+    expected = sorted({*planned, *house.rooms()})
     broken = [
         f"{p.name} is no chapter of the plan {planned}"
         for p in house.chapters()

@@ -58,9 +58,6 @@ dependencies = ["torch>=2.11"]
 triton = ["triton; sys_platform == 'linux'"]
 [tool.hatch.build]
 dev-mode-dirs = [".", "01_a", "02_b"]
-[tool.hatch.build.targets.wheel]
-only-include = ["common", "01_a", "02_b"]
-sources = ["01_a", "02_b"]
 [tool.pytest.ini_options]
 pythonpath = [".", "01_a", "02_b"]
 """
@@ -146,7 +143,12 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
     "test helper": (
         laws.law_of_floors,
         {"02_b/high.py": "import test_high\n"},
-        "a test, demo or figure script",
+        "a test, a demo or a module of a lab",
+    ),
+    "module of a lab": (
+        laws.law_of_floors,
+        {"01_a/lab/law.py": "import high, common\n", "02_b/high.py": "import law\n"},
+        "02_b/high.py:1 imports `law`",
     ),
     "undeclared dependency": (laws.law_of_floors, {"01_a/low.py": "import pandas\n"}, "`pandas`"),
     "redefined in common": (
@@ -213,11 +215,7 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
         {"pyproject.toml": PYPROJECT.replace('pythonpath = [".", "01_a",', 'pythonpath = [".",')},
         "pytest pythonpath",
     ),
-    "wheel without common": (
-        lists_of_the_small_tree,
-        {"pyproject.toml": PYPROJECT.replace('["common", ', "[")},
-        "wheel only-include",
-    ),
+    "unlisted room": (lists_of_the_small_tree, {"02_b/beyond/far.py": ""}, "02_b/beyond"),
     "unlisted chapter": (lists_of_the_small_tree, {"03_c/README.md": ""}, "03_c"),
     "no text": (laws.law_of_text, {"03_c/new.py": ""}, "03_c has no README.md"),
     "no twin": (laws.law_of_pairs, {"01_a/low_demo.py": "# %%\n1 + 1\n"}, "is missing"),
@@ -254,7 +252,7 @@ def test_what_is_allowed_is_not_reported(case: str, build: Callable) -> None:
 def test_light_import_of_llm() -> None:
     """`from common.llm import LLM` costs nothing until an LLM is made."""
     code = "import sys, common.llm; print(*sorted({'torch', 'transformers'} & set(sys.modules)))"
-    path = os.pathsep.join(map(str, [ROOT, *House(ROOT).chapters()]))
+    path = os.pathsep.join([str(ROOT), *(str(ROOT / room) for room in House(ROOT).rooms())])
     run = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -266,7 +264,8 @@ def test_light_import_of_llm() -> None:
 
 
 def test_wheel_holds_flat_modules_and_nothing_else(tmp_path: Path) -> None:
-    """An installed wheel offers every module under its flat name, `common`, and no test or text."""
+    """An installed wheel offers every module of the engine under its flat name, `common` less its
+    bench and training, and no test, text or lab."""
     house = House(ROOT)
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -277,7 +276,10 @@ def test_wheel_holds_flat_modules_and_nothing_else(tmp_path: Path) -> None:
     packaged = {
         house.name(p)
         for p in house.files
-        if house.name(p).startswith("common/") and not house.is_aside(p)
+        if house.name(p).startswith("common/")
+        and not house.name(p).startswith(("common/bench/", "common/training/"))
+        and not house.is_aside(p)
+        and p.suffix not in (".md", ".svg")
     }
     assert flat and packaged
     assert inside == flat | packaged

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-import common
 from common.tests.engine_oracle import Oracle
 from mooncake_master import MooncakeMaster, MooncakeUnavailableError
 
@@ -67,13 +66,11 @@ class EngineProcess:
     """An engine in a process of its own, spoken to in lines of JSON."""
 
     def __init__(self, path: Path, master: MooncakeMaster) -> None:
-        root = Path(common.__file__).parents[1]
-        paths = [str(root), *map(str, sorted(root.glob("[0-9][0-9]_*")))]
         address = master.address
         command = [sys.executable, "-c", ENGINE, str(path), str(BLOCK_SIZE)]
         self.process = subprocess.Popen(
             [*command, address.master, address.metadata],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,0 +1,628 @@
+"""The kernels against the PyTorch version, bit for bit: on a GPU if there is one, else in Triton's
+interpreter (`conftest.py` switches it on).
+
+The interpreter accepts more than the compiler does, so one test compiles the kernels, which needs
+no GPU. That the rules are right is for the tests of the PyTorch version to show."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+import rejection_sampler_triton
+from rejection_sampler import (
+    PADDING,
+    VerifiedTokens,
+    rejection_sample,
+    rejection_sampling_batched,
+)
+from rejection_sampler_triton import (
+    TILE,
+    rejection_sample_triton,
+    rejection_sampling_batched_triton,
+)
+
+LAST = 1 - 2.0**-53  # the last number below 1
+ENDS = (0.0, 2.0**-53, 0.5, LAST)
+ALPHA = 1e-6  # seeds are fixed: a test that passes once passes for ever
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Of `rejection_sample`, on the CPU."""
+
+    target_probs: torch.Tensor
+    draft_token_ids: torch.Tensor
+    draft_probs: torch.Tensor | None
+    cu_num_logits: torch.Tensor
+    max_num_drafts: int
+    accept_u: torch.Tensor
+    sample_u: torch.Tensor
+
+    def values(self, device: torch.device | str = "cpu") -> list:
+        """Copies that lie in memory as these do."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        return [_copy(x, device) if isinstance(x, torch.Tensor) else x for x in values]
+
+    def starts(self) -> list[int]:
+        return self.cu_num_logits.tolist()
+
+    def select(self, requests: Sequence[int]) -> Arguments:
+        starts = self.starts()
+        rows = [row for i in requests for row in range(starts[i], starts[i + 1])]
+        drafts = [j for i in requests for j in range(starts[i] - i, starts[i + 1] - i - 1)]
+        lengths = [starts[i + 1] - starts[i] - 1 for i in requests]
+        return Arguments(
+            self.target_probs[rows],
+            self.draft_token_ids[drafts],
+            None if self.draft_probs is None else self.draft_probs[drafts],
+            torch.from_numpy(_starts(lengths)),
+            self.max_num_drafts,
+            self.accept_u[drafts],
+            self.sample_u[rows],
+        )
+
+
+def _copy(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    num_elements = x.untyped_storage().nbytes() // x.element_size()
+    whole = x.as_strided((num_elements,), (1,), 0).to(device, copy=True)
+    return whole.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _starts(lengths: Sequence[int]) -> np.ndarray:
+    return np.cumsum([0, *(k + 1 for k in lengths)])
+
+
+def make_arguments(
+    target_probs: torch.Tensor | np.ndarray,
+    draft_token_ids: Sequence[int],
+    draft_probs: torch.Tensor | np.ndarray | None,
+    lengths: Sequence[int],  # drafts of each request
+    accept_u: Sequence[float],
+    sample_u: Sequence[float],
+    dtype: torch.dtype = torch.float32,
+    num_more: int = 0,
+) -> Arguments:
+    return Arguments(
+        torch.as_tensor(target_probs, dtype=dtype),
+        torch.as_tensor(draft_token_ids, dtype=torch.int64),
+        None if draft_probs is None else torch.as_tensor(draft_probs, dtype=dtype),
+        torch.from_numpy(_starts(lengths)),
+        max(lengths, default=0) + num_more,
+        torch.as_tensor(accept_u, dtype=torch.float64),
+        torch.as_tensor(sample_u, dtype=torch.float64),
+    )
+
+
+def random_arguments(
+    seed: int,
+    lengths: Sequence[int],
+    vocab_size: int,
+    dtype: torch.dtype = torch.float32,
+    is_certain: bool = False,
+    num_more: int = 0,
+) -> Arguments:
+    """Ragged. At each draft some other relation of p and q; some numbers are 0 or LAST; the last
+    lane of four or more is padding."""
+    rng = np.random.default_rng([seed, vocab_size, is_certain])
+    num_drafts, num_rows = sum(lengths), sum(lengths) + len(lengths)
+    p = rng.gamma(0.3, size=(num_rows, vocab_size)) + 1e-9
+    q = rng.gamma(0.3, size=(num_drafts, vocab_size)) + 1e-9
+    drafts = rng.integers(vocab_size, size=num_drafts)
+    is_draft = np.ones(num_rows, dtype=bool)
+    is_draft[_starts(lengths)[1:] - 1] = False
+    for j, row in enumerate(np.flatnonzero(is_draft)):
+        side = rng.random(vocab_size) < 0.5
+        side[0] = True
+        match rng.integers(8):
+            case 0:  # disjoint
+                p[row], q[j] = p[row] * side, q[j] * ~side
+            case 1:  # zeros
+                p[row], q[j] = p[row] * side, q[j] * side[::-1]
+            case 2:
+                p[row] = q[j]
+            case 3:
+                p[row] = q[j] * (1 + 1e-6 * rng.standard_normal(vocab_size))
+            case 4 | 5 | 6:  # both like the draft
+                p[row, drafts[j]] += 3 * p[row].sum()
+                q[j, drafts[j]] += 6 * q[j].sum()
+    if vocab_size > 3:
+        p[:, -1] = q[:, -1] = 0
+    q[:, 0] += 1e-30
+    p, q = (x / x.sum(axis=1, keepdims=True) for x in (p, q))
+
+    def numbers(n: int) -> np.ndarray:
+        return np.where(rng.random(n) < 0.3, rng.choice(ENDS, size=n), rng.random(n))
+
+    return make_arguments(
+        p, drafts, None if is_certain else q, lengths, numbers(num_drafts), numbers(num_rows),
+        dtype, num_more,
+    )  # fmt: skip
+
+
+def check(arguments: Arguments, device: torch.device) -> VerifiedTokens:
+    """What PyTorch says, on the CPU; the kernel said the same."""
+    expected = rejection_sample(*arguments.values())
+    verified = rejection_sample_triton(*arguments.values(device))
+    for result, other in (
+        (verified.token_ids, expected.token_ids),
+        (verified.num_sampled, expected.num_sampled),
+    ):
+        assert result.device.type == device.type and result.dtype == torch.int64
+        assert torch.equal(result.cpu(), other), (result, other)
+    return expected
+
+
+# -- bit for bit
+
+VOCAB_SIZES = (1, 2, 31, 128, 1000, 2055, TILE - 1, TILE, TILE + 1, 2 * TILE + 7)
+FORMATS = [
+    *((vocab_size, torch.float32) for vocab_size in VOCAB_SIZES),
+    *((vocab_size, torch.float64) for vocab_size in (2, 1000, 2 * TILE + 7)),
+]
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), FORMATS, ids=str)
+def test_the_tokens_are_those_of_pytorch(vocab_size, dtype, device):
+    check(random_arguments(0, [2, 0, 3, 1, 5], vocab_size, dtype), device)
+    check(random_arguments(1, [0, 1, 3], vocab_size, dtype, is_certain=True), device)
+
+
+@pytest.mark.parametrize("is_certain", [False, True])
+def test_all_lengths_of_runs_occur(is_certain, device):
+    lengths = [3] * 8 + [0, 2, 0]
+    verified = check(random_arguments(24, lengths, 50, is_certain=is_certain, num_more=2), device)
+    assert verified.num_sampled[:8].unique().tolist() == [1, 2, 3, 4]
+
+
+BORDERS = [TILE - 1, TILE, 2 * TILE - 1, 2 * TILE + 3]  # the first three at the ends of tiles
+
+
+@pytest.mark.parametrize("source", ["bonus", "residual", "one-hot"])
+def test_at_its_end_a_token_gives_way_to_the_next_one_in_the_next_tile(source, device):
+    """Four tokens with a quarter each; numbers at the ends of their intervals and just below."""
+    numbers = [0.0, 0.25 - 2.0**-54, 0.25, 0.5 - 2.0**-53, 0.5, 0.75 - 2.0**-53, 0.75, LAST]
+    p, q = torch.zeros(2, 1, 2 * TILE + 7)
+    p[0, BORDERS] = 0.25
+    lengths, draft = [1], 5
+    if source == "bonus":
+        lengths = [0]
+    elif source == "residual":  # an eighth each is left
+        q[0, BORDERS] = 0.125
+        q[0, draft] = 0.5
+    else:
+        p[0, BORDERS], p[0, draft] = 0.125, 0.5
+    n = len(numbers)
+    num_rows, num_drafts = n * (lengths[0] + 1), n * lengths[0]
+    arguments = make_arguments(
+        p.expand(num_rows, -1),
+        [draft] * num_drafts,
+        None if source == "one-hot" else q.expand(num_drafts, -1),
+        lengths * n,
+        [LAST] * num_drafts,
+        np.repeat(numbers, lengths[0] + 1),
+    )
+    assert arguments.target_probs.stride(0) == 0
+    runs = check(arguments, device).token_ids[:, 0].tolist()
+    assert runs == [token for token in BORDERS for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("weights", "u", "token"),
+    [
+        ([2.0**-52, 1], 0.0, 0),  # the smallest weight that can be drawn
+        ([1.9 * 2.0**-53, 1], 0.0, 1),
+        ([0.5 + 2.0**-40, 0.5 - 2.0**-40], 0.5, 0),  # float32 knows only 0.5
+    ],
+)
+def test_weights_are_integers_of_52_bits(weights, u, token, device):
+    arguments = make_arguments([weights], [], None, [0], [], [u], torch.float64)
+    assert check(arguments, device).token_ids.tolist() == [[token]]
+
+
+def test_the_residual_is_rounded_as_p_is(device):
+    """In float32, 0.5 - 2**-27 is 0.5; in a wider format, token 0 would end below this number."""
+    p, q = [0.5, 0.5, 0.0], [2.0**-27, 0.0, 1.0]
+    arguments = make_arguments([p] * 2, [2], [q], [1], [0.0], [0.5 - 2.0**-40, 0.0])
+    assert check(arguments, device).token_ids.tolist() == [[0, PADDING]]
+
+
+def test_a_draft_is_accepted_below_p_over_q_and_not_at_it(device):
+    p, q = [0.25, 0.25, 0.5], [0.5, 0.5, 0.0]
+    numbers = [0.5 - 2.0**-53, 0.5, 0.5 + 2.0**-52]
+    arguments = make_arguments([p] * 6, [0] * 3, [q] * 3, [1] * 3, numbers, [0.0] * 6)
+    assert check(arguments, device).token_ids.tolist() == [[0, 0], [2, PADDING], [2, PADDING]]
+    certain = replace(arguments, draft_probs=None, accept_u=arguments.accept_u / 2)
+    assert check(certain, device).num_sampled.tolist() == [2, 1, 1]
+
+
+# p, q, draft
+IMPOSSIBLE = [
+    ([0.5, 0.5, 0, 0], [1, 0, 0, 0], 1),
+    ([0, 0.5, 0.5, 0], [1, 0, 0, 0], 0),
+    ([0, 0.5, 0.5, 0], [0, 0.5, 0.5, 0], 0),
+    ([1e-45, 1, 0, 0], [1, 0, 0, 0], 0),  # the smallest float32, which a GPU may round to 0
+    ([0, 1, 0, 0], [1e-45, 1, 0, 0], 0),
+    ([2e-45, 1, 0, 0], [1e-45, 1, 0, 0], 0),
+    ([0.25, 0.75, 0, 0], [0, 1, 0, 0], 1),
+    ([0, 1, 0, 0], [0, 1, 0, 0], 1),
+    ([0, 1, 0, 0], [1, 0, 0, 0], 0),
+    ([0.3, 0.7, 0, 0], [0.3, 0.7, 0, 0], 0),
+    ([0, 0.75, 0.25, 0], [0.5, 0.25, 0.25, 0], 3),
+]
+
+
+@pytest.mark.parametrize("is_certain", [False, True])
+def test_impossible_tokens_stay_out(is_certain, device):
+    """Traps 43, 46: zeros, denormals, one-hot and equal distributions, a padding lane."""
+    cases = list(product(IMPOSSIBLE, [(0.0, LAST), (LAST, 0.0), (2.0**-53, 0.5)]))
+    p = torch.tensor([case[0] for case, _ in cases]).repeat_interleave(2, dim=0)
+    q = torch.tensor([case[1] for case, _ in cases]).float()
+    arguments = make_arguments(
+        p,
+        [case[2] for case, _ in cases],
+        None if is_certain else q,
+        [1] * len(cases),
+        [u for _, (u, _) in cases],
+        [v for _, (_, v) in cases for _ in range(2)],
+    )
+    verified = check(arguments, device)
+    assert set(verified.num_sampled.tolist()) == {1, 2}
+    tokens = verified.token_ids.flatten()
+    assert ((tokens == PADDING) | (p.gather(1, tokens.clamp(min=0)[:, None])[:, 0] > 0)).all()
+
+
+def test_a_rejection_that_leaves_nothing_draws_from_p(device):
+    """Nothing at all, or less than an integer. Above all not the last lane, which is padding."""
+    p = torch.zeros(4, TILE + 3)
+    q = torch.zeros(4, TILE + 3)
+    p[:, 1], q[:, 1] = 0.99999994, 1.0
+    p[2:, TILE], q[2:, TILE] = 0.5, 0.5
+    p[2:, 1], q[2:, 1] = 0.5, 0.50000006
+    p[1::2, 7] = 1e-20
+    arguments = make_arguments(
+        p.repeat_interleave(2, dim=0), [1] * 4, q, [1] * 4, [LAST] * 4, [0.75] * 8
+    )
+    verified = check(arguments, device)
+    assert verified.token_ids.tolist() == [[1, PADDING]] * 2 + [[TILE, PADDING]] * 2
+    certain = replace(arguments.select([0, 1]), draft_probs=None)
+    assert check(certain, device).token_ids.tolist() == [[1, PADDING]] * 2
+
+
+def test_the_first_token_of_random_numbers_has_the_law_of_the_target(device):
+    rng = np.random.default_rng(0)
+    p, q, num_reqs = np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.4, 0.3, 0.2, 0.1]), 100
+    drafts = rng.choice(4, size=num_reqs, p=q)
+    arguments = make_arguments(
+        np.tile(p, (2 * num_reqs, 1)), drafts, np.tile(q, (num_reqs, 1)), [1] * num_reqs,
+        rng.random(num_reqs), rng.random(2 * num_reqs),
+    )  # fmt: skip
+    tokens = rejection_sample_triton(*arguments.values(device)).token_ids[:, 0]
+    assert stats.chisquare(tokens.cpu().bincount(minlength=4), p * num_reqs).pvalue > ALPHA
+
+
+# -- shapes and layouts
+
+
+def test_batches_without_drafts_and_without_requests(device):
+    for num_more in (0, 3):
+        bonus = random_arguments(2, [0, 0], 40, num_more=num_more)
+        assert bonus.draft_probs is not None and len(bonus.draft_probs) == 0
+        verified = check(bonus, device)
+        assert verified.token_ids.shape == (2, 1 + num_more)
+        check(replace(bonus, draft_probs=None), device)
+        nobody = random_arguments(2, [], 40, num_more=num_more)
+        assert check(nobody, device).token_ids.shape == (0, 1 + num_more)
+
+
+def test_every_number_of_the_result_is_written_and_none_beside_it(device, monkeypatch):
+    empty, buffers = torch.empty, []
+
+    def guarded(*size: int, **kind) -> torch.Tensor:
+        buffers.append(empty(math.prod(size) + 64, **kind).fill_(77))
+        return buffers[-1][32:-32].view(size)
+
+    monkeypatch.setattr(torch, "empty", guarded)
+    for num_more in (0, 1, 2):
+        check(random_arguments(3, [1, 0, 3], 40, num_more=num_more), device)
+        check_matching(*random_samples(3, [1, 0, 3], device), 3 + num_more)
+    assert len(buffers) == 12
+    assert all((x[:32] == 77).all() and (x[-32:] == 77).all() for x in buffers)
+
+
+def test_rows_may_lie_apart_and_other_numbers_may_too(device):
+    """What lies between is NaN, and never read."""
+    arguments = random_arguments(4, [3, 0, 2], TILE + 1)
+    strided = {"max_num_drafts": arguments.max_num_drafts}
+    for name, x in vars(arguments).items():
+        if isinstance(x, torch.Tensor) and x.dim() == 2:
+            buffer = torch.full((len(x), 2, TILE + 5), NAN)
+            buffer[:, 1, 2 : TILE + 3] = x
+            strided[name] = buffer[:, 1, 2 : TILE + 3]
+        elif isinstance(x, torch.Tensor):
+            strided[name] = x.repeat_interleave(2).index_fill(0, torch.arange(1, 2 * len(x), 2), 1)[
+                ::2
+            ]
+    apart = Arguments(**strided)
+    assert not any(x.is_contiguous() for x in vars(apart).values() if isinstance(x, torch.Tensor))
+    expected = check(arguments, device)
+    assert torch.equal(check(apart, device).token_ids, expected.token_ids)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_p_and_q_may_differ_in_format_and_ids_too(dtypes, device):
+    """Each q is rounded to the format of p where it is subtracted, not where it is compared."""
+    arguments = random_arguments(6, [2, 1, 2, 1], 200, torch.float64)
+    arguments = replace(
+        arguments,
+        target_probs=arguments.target_probs.to(dtypes[0]),
+        draft_probs=arguments.draft_probs.to(dtypes[1]),
+        draft_token_ids=arguments.draft_token_ids.int(),
+        cu_num_logits=arguments.cu_num_logits.int(),
+    )
+    check(arguments, device)
+    # q is less than float32 can tell from 1; p is what float32 makes of 1.
+    p, q = torch.tensor([[1.0, 0.0]] * 2), torch.tensor([[1 + 2.0**-40, 0.0]], dtype=torch.float64)
+    arguments = make_arguments(p, [0], q, [1], [LAST], [0.0] * 2)
+    assert check(replace(arguments, draft_probs=q), device).num_sampled.tolist() == [1]
+    assert check(arguments, device).num_sampled.tolist() == [2]
+
+
+# -- company
+
+
+def test_a_request_gets_the_same_tokens_in_any_company(device):
+    """Alone, in another order, in a wider result, beside NaN."""
+    arguments = random_arguments(7, [2, 0, 3, 1, 2], 60)
+    runs = check(arguments, device).token_ids
+    backwards = replace(arguments.select([4, 3, 2, 1, 0]), max_num_drafts=7)
+    assert torch.equal(check(backwards, device).token_ids[:, :4], runs.flip(0))
+    starts = arguments.starts()
+    for i in range(5):
+        alone = rejection_sample_triton(*arguments.select([i]).values(device)).token_ids
+        assert torch.equal(alone[0].cpu(), runs[i])
+    beside_nan = replace(
+        arguments,
+        target_probs=arguments.target_probs.clone(),
+        draft_probs=arguments.draft_probs.clone(),
+    )
+    for i in (1, 2, 4):
+        beside_nan.target_probs[starts[i] : starts[i + 1]] = NAN
+        beside_nan.draft_probs[starts[i] - i : starts[i + 1] - i - 1] = NAN
+    tokens = rejection_sample_triton(*beside_nan.values(device)).token_ids.cpu()
+    assert torch.equal(tokens[[0, 3]], runs[[0, 3]])
+    last = tokens[[1, 2, 4], 0]
+    assert ((last >= 0) & (last < 60)).all()
+
+
+def test_what_follows_a_rejected_draft_is_never_read(device):
+    p = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [NAN] * 3, [NAN] * 3])
+    q = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [NAN] * 3])
+    arguments = make_arguments(p, [1, 0, 2], q, [3], [0.5, 0.0, 0.0], [0.0, 0.5, NAN, NAN])
+    assert check(arguments, device).token_ids.tolist() == [[1, 2, PADDING, PADDING]]
+    assert check(replace(arguments, draft_probs=None, accept_u=arguments.accept_u * 0.5), device)
+
+
+@pytest.mark.parametrize("is_certain", [False, True])
+def test_an_id_that_is_no_token_is_neither_looked_up_nor_accepted(is_certain, device):
+    """As a placeholder (Trap 40): beyond the vocabulary lie numbers that would accept it."""
+    buffer = torch.full((8, 8), 9.0)
+    p, q = buffer[:6, 2:6], torch.full((3, 8), 1e-3)[:, 2:6]
+    p[:] = torch.tensor([0.0, 0.5, 0.5, 0.0])
+    arguments = make_arguments(
+        torch.zeros(6, 4), [-1, 4, -2], None if is_certain else torch.zeros(3, 4), [1] * 3,
+        [0.0] * 3, [0.5] * 6,
+    )  # fmt: skip
+    arguments = replace(arguments, target_probs=p, draft_probs=None if is_certain else q)
+    verified = rejection_sample_triton(*arguments.values(device))
+    assert verified.token_ids.tolist() == [[2, PADDING]] * 3
+
+
+# -- the matching rule
+
+
+def random_samples(
+    seed: int, lengths: Sequence[int], device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two of three samples are 1, and half of the drafts."""
+    rng = np.random.default_rng(seed)
+    num_drafts = sum(lengths)
+    sampled = rng.integers(3, size=num_drafts + len(lengths)).clip(max=1)
+    drafts = rng.integers(2, size=num_drafts)
+    return tuple(torch.from_numpy(x).to(device) for x in (sampled, drafts, _starts(lengths)))
+
+
+def check_matching(
+    sampled: torch.Tensor, drafts: torch.Tensor, cu_num_logits: torch.Tensor, num_steps: int
+) -> torch.Tensor:
+    expected = rejection_sampling_batched(sampled, drafts, cu_num_logits, num_steps)
+    results = rejection_sampling_batched_triton(sampled, drafts, cu_num_logits, num_steps)
+    for result, other in zip(results, expected, strict=True):
+        assert result.device == sampled.device and result.dtype == torch.int64
+        assert torch.equal(result, other), (result, other)
+    return expected[1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_matched_tokens_are_those_of_pytorch(seed, device):
+    """In both layouts: drafts alone, or the tokens that were fed, one to a row."""
+    lengths = np.random.default_rng(seed).integers(0, 6, size=16).tolist()
+    sampled, drafts, cu_num_logits = random_samples(seed, lengths, device)
+    num_sampled = check_matching(sampled, drafts, cu_num_logits, max(lengths) + seed)
+    assert len(num_sampled.unique()) > 2
+    fed = torch.full_like(sampled, 1)
+    is_first = torch.zeros(len(sampled), dtype=torch.bool, device=device)
+    is_first[cu_num_logits[:-1]] = True
+    fed[~is_first] = drafts
+    for other in (0, 1):  # the token before the drafts does not matter
+        fed[is_first] = other
+        assert torch.equal(check_matching(sampled, fed, cu_num_logits, 7), num_sampled)
+
+
+def test_without_any_drafts_each_request_gets_its_sample(device):
+    for num_reqs, num_steps in ((3, 0), (3, 2), (0, 0), (0, 2)):
+        sampled, drafts, cu_num_logits = random_samples(0, [0] * num_reqs, device)
+        check_matching(sampled, drafts, cu_num_logits, num_steps)
+
+
+def test_samples_in_other_formats_and_strides(device):
+    sampled, drafts, cu_num_logits = random_samples(1, [3, 0, 2, 1], device)
+    expected = check_matching(sampled, drafts, cu_num_logits, 3)
+    apart = [x.int().repeat_interleave(2)[::2] for x in (sampled, drafts, cu_num_logits)]
+    tokens, num_sampled = rejection_sampling_batched_triton(*apart, 3)
+    assert torch.equal(num_sampled, expected) and tokens.dtype == torch.int64
+
+
+# -- the host
+
+
+def test_other_probabilities_are_refused(device):
+    arguments = random_arguments(8, [1], 5)
+    for name in ("target_probs", "draft_probs"):
+        probs = getattr(arguments, name)
+        with pytest.raises(ValueError, match=f"{name} is torch.bfloat16: it must be float32 or"):
+            rejection_sample_triton(*replace(arguments, **{name: probs.bfloat16()}).values(device))
+        with pytest.raises(ValueError, match=rf"{name} has strides .* call .contiguous\(\)"):
+            columns = probs.repeat_interleave(2, dim=1)[:, ::2]
+            rejection_sample_triton(*replace(arguments, **{name: columns}).values(device))
+
+
+class NoKernel:
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: None
+
+
+@pytest.mark.parametrize("is_certain", [False, True])
+def test_the_host_reads_no_value(is_certain, monkeypatch):
+    """On the device `meta` there are none, so a step that waits for the device is an error."""
+    for kernel in ("_rejection_kernel", "_matching_kernel"):
+        monkeypatch.setattr(rejection_sampler_triton, kernel, NoKernel())
+    arguments = random_arguments(9, [2, 0, 1], 10, is_certain=is_certain).values()
+    arguments = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments]
+    assert rejection_sample_triton(*arguments).token_ids.shape == (3, 3)
+    samples = random_samples(0, [2, 0, 1], "meta")
+    assert rejection_sampling_batched_triton(*samples, 2)[0].shape == (3, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_graph_of_the_kernels_gives_the_tokens_of_new_numbers():
+    """Capturing fails if the host waits for the device."""
+    device = torch.device("cuda")
+    arguments, others = (random_arguments(seed, [3, 0, 2], 5000) for seed in (10, 11))
+    values = arguments.values(device)
+    check(arguments, device)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        verified = rejection_sample_triton(*values)
+    for value, other in zip(values, others.values(device), strict=True):
+        if isinstance(value, torch.Tensor):
+            value.copy_(other)
+    graph.replay()
+    expected = rejection_sample(*others.values())
+    assert torch.equal(verified.token_ids.cpu(), expected.token_ids)
+    assert torch.equal(verified.num_sampled.cpu(), expected.num_sampled)
+
+
+# -- without Triton, without a GPU, and for a GPU that is not there
+
+ASK = """
+x, cu, u = torch.ones(1, 1), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.float64)
+for ask in (
+    lambda: module.rejection_sample_triton(x, cu[:0], None, cu, 0, u[:0], u),
+    lambda: module.rejection_sampling_batched_triton(cu[:1], cu[:0], cu, 0),
+):
+    try:
+        ask()
+    except RuntimeError as error:
+        print(error)
+"""
+
+WITHOUT_TRITON = """
+import importlib, sys
+import torch
+sys.modules["triton"] = None
+import rejection_sampler_triton as module
+"""
+
+WITH_TRITON = """
+print("with triton")
+del sys.modules["triton"]
+importlib.reload(module)
+"""
+
+COMPILE = """
+print("compile")
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TYPES = {"target_probs": "*fp32", "draft_probs": "*fp32", "accept_u": "*fp64", "sample_u": "*fp64"}
+ADDRESSES = ("num_sampled", "cu_num_logits", "target_sampled")
+
+def type_of(name, constants):
+    if name in constants:
+        return "constexpr"
+    is_address = "token" in name or name in ADDRESSES
+    return TYPES.get(name, "*i64" if is_address else "i32")
+
+def build(kernel, constants):
+    # Triton makes a constant of each number that is 1, as of num_tiles in a small vocabulary.
+    signature = {name: type_of(name, constants) for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs=constants)
+    text = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert "ftz" not in text, "small numbers become 0"
+    assert "fma" not in text, "products are not rounded"
+
+rejection = {"SCALE": module.SCALE, "PADDING": -1, "TILE": module.TILE}
+build(module._rejection_kernel, rejection | {"IS_ONE_HOT": False, "WIDTH": 8, "MAX_TILES": 64})
+one = {"WIDTH": 1, "MAX_TILES": 1, "num_tiles": 1, "target_stride": 1, "vocab_size": 1}
+build(module._rejection_kernel, rejection | {"IS_ONE_HOT": True} | one)
+build(module._matching_kernel, {"PADDING": -1, "IS_FED": True, "WIDTH": 8})
+build(module._matching_kernel, {"PADDING": -1, "IS_FED": False, "WIDTH": 2, "max_num_drafts": 1})
+print("done")
+"""
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory) -> list[str]:
+    """Of a process without the interpreter: what it says without Triton, with it, and where it
+    compiles."""
+    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON + ASK + WITH_TRITON + ASK + COMPILE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    first, _, rest = result.stdout.partition("with triton\n")
+    second, _, rest = rest.partition("compile\n")
+    return [first, second, rest + result.stderr]
+
+
+@pytest.mark.parametrize(
+    ("part", "message"), [(0, "pip install triton"), (1, "TRITON_INTERPRET=1")]
+)
+def test_importing_works_anywhere_and_asking_for_what_is_missing_says_what_to_do(
+    output, part, message
+):
+    assert output[part].count(message) == 2, output
+    assert output[part].count("PyTorch version in rejection_sampler.py") == 2
+
+
+def test_the_kernels_compile_for_a_gpu_and_round_as_the_interpreter_does(output):
+    assert output[2].startswith("done\n"), output[2]

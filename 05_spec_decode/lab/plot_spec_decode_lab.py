@@ -1,0 +1,159 @@
+"""Speculation without an engine: what each rule accepts, and what a guess costs.
+`plot_spec_decode.py --record rules proposers` runs it; alone it does nothing.
+
+`rules`: target and draft distributions at every position of held-out files; the chance that a draft
+is accepted, worked out exactly from each pair, not sampled.
+`proposers`: one step's guessing, for histories of different lengths.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import torch
+
+from acceptance import acceptance_probability
+from block_pool import BlockPool
+from common.assembly import allocate_kv_cache
+from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT
+from common.loader import LoadedModel, load_model
+from common.tokenizer import load_tokenizer
+from common.training.tiny_data import corpus
+from draft_model_proposer import DraftModelProposer
+from kv_cache_manager import KVCacheManager
+from paged_attention import AttentionMetadata, TorchAttentionBackend
+from plot_spec_decode_engine import in_turn
+from proposers import NgramProposer
+from request import Request
+
+RULES = ("rejection", "shared", "argmax", "matching")
+TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
+TEXT_LEN = 512
+HISTORY_LENS = (64, 256, 512, 1024, 1984)
+LONG_HISTORY_LENS = (*HISTORY_LENS, 8192, 32768)
+
+
+@torch.inference_mode()
+def _logits(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
+    """[len(ids), vocab_size]: every position of one text."""
+    size = 16
+    num_blocks = -(-len(ids) // size)
+    cache = allocate_kv_cache(loaded, num_blocks + 1, size)
+    positions = torch.arange(len(ids))
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor([0, len(ids)]),
+        seq_lens=torch.tensor([len(ids)]),
+        block_tables=torch.arange(1, num_blocks + 1, dtype=torch.int32)[None],
+        slot_mapping=positions + size,
+        max_query_len=len(ids),
+        max_seq_len=len(ids),
+    )
+    tokens = torch.tensor(ids)
+    return loaded.model(tokens, positions, cache, metadata, positions, TorchAttentionBackend())
+
+
+def measure_rules(*, tiny: bool) -> dict:
+    device = torch.device("cpu")
+    target, draft = (load_model(p, "float64", device) for p in (SHIPPED_CHECKPOINT, SHIPPED_DRAFT))
+    tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
+    texts = [tokenizer.encode(text)[:TEXT_LEN] for _, text in sorted(corpus()[1].items())]
+    texts = texts[: 1 if tiny else None]
+    sums: dict[str, dict[str, float]] = {str(t): dict.fromkeys(RULES, 0.0) for t in TEMPERATURES}
+    num_positions = 0
+    for ids in texts:
+        logits = [_logits(model, ids) for model in (target, draft)]
+        num_positions += len(ids)
+        for temperature in TEMPERATURES:
+            p, q = (x.div(temperature).softmax(-1) for x in logits)
+            for rule in RULES:
+                sums[str(temperature)][rule] += float(acceptance_probability(p, q, rule).sum())
+    greedy = sum(
+        int((_logits(target, ids).argmax(-1) == _logits(draft, ids).argmax(-1)).sum())
+        for ids in texts
+    )
+    return {
+        "config": {"num_texts": len(texts), "num_positions": num_positions, "dtype": "float64"},
+        "greedy": round(greedy / num_positions, 4),
+        "acceptance": {
+            t: {rule: round(total / num_positions, 4) for rule, total in by_rule.items()}
+            for t, by_rule in sums.items()
+        },
+    }
+
+
+def _history(length: int) -> Request:
+    rng = random.Random(length)
+    return Request.from_tokens(str(length), [rng.randrange(2000) for _ in range(length)], 10**6)
+
+
+def search_anew(tokens: list[int], longest: int, shortest: int, k: int) -> list[int]:
+    """The look-up without an index: the whole history, in each step."""
+    for n in range(longest, shortest - 1, -1):
+        suffix = tokens[-n:]
+        for start in range(len(tokens) - n):
+            if tokens[start : start + n] == suffix:
+                return tokens[start + n : start + n + k]
+    return []
+
+
+def _time_us(step: Callable[[], object], num_steps: int) -> float:
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        step()
+    return round(1e6 * (time.perf_counter() - start) / num_steps, 2)
+
+
+def measure_proposers(*, tiny: bool) -> dict:
+    """Microseconds of a step: one token has come, four guesses are asked for."""
+    num_rounds, num_steps = (1, 3) if tiny else (7, 30)
+    lengths = LONG_HISTORY_LENS[:2] if tiny else LONG_HISTORY_LENS
+    loaded = load_model(SHIPPED_DRAFT, "auto", torch.device("cpu"))
+    runs: dict[str, dict[str, list[float]]] = {}
+    for length in lengths:
+        steps: dict[str, Callable[[], object]] = {}
+        indexed, searched = _history(length), _history(length)
+        ngram = NgramProposer(num_spec_tokens=4)
+        ngram.propose([indexed], [4])
+
+        def step_indexed(request=indexed, proposer=ngram) -> None:
+            request.all_token_ids.append(2000 + len(request.all_token_ids) % 7)
+            proposer.propose([request], [4])
+
+        def step_searched(request=searched) -> None:
+            request.all_token_ids.append(2000 + len(request.all_token_ids) % 7)
+            search_anew(request.all_token_ids, 4, 2, 4)
+
+        steps |= {"n-gram, indexed": step_indexed, "n-gram, searched anew": step_searched}
+        if length in HISTORY_LENS:
+            steps["draft model, 4 rounds"] = _draft_step(loaded, length)
+        for name in in_turn(steps, num_rounds):
+            few = num_steps if length <= 2048 else max(1, num_steps // 5)
+            runs.setdefault(name, {}).setdefault(str(length), []).append(_time_us(steps[name], few))
+    return {
+        "config": {
+            "num_rounds": num_rounds,
+            "num_steps": num_steps,
+            "num_threads": torch.get_num_threads(),
+        },
+        "step_us": runs,
+    }
+
+
+def _draft_step(loaded: LoadedModel, length: int) -> Callable[[], object]:
+    """Nothing is accepted, so each step feeds one known token and three guesses."""
+    manager = KVCacheManager(BlockPool(200), 16)
+    request = _history(length - 1)
+    assert manager.allocate_slots(request, length + 50)
+    cache = allocate_kv_cache(loaded, 200, 16)
+    proposer = DraftModelProposer(loaded.model, cache, TorchAttentionBackend(), manager)
+
+    def step() -> object:
+        if len(request.all_token_ids) < length + 40:
+            request.all_token_ids.append(5)
+        request.num_computed_tokens = request.num_tokens - 1
+        return proposer.propose([request], [4])
+
+    step()
+    return step

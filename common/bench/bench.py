@@ -1,0 +1,427 @@
+"""The benchmark: the engine, its own baselines and `transformers`, side by side in one run.
+
+    python -m common.bench                      measure, write records, print the tables
+    python -m common.bench --smoke              the same with almost no work, to see that it runs
+    python -m common.bench --table              print the tables of the records that are there
+    python -m common.bench --write-readme       put them between the markers in README.md
+
+The runs of the systems are interleaved: round r runs every system once, each round starting with
+another, so that a machine that grows slower or busier does so for all. A table shows the median and
+the extremes of the rounds. Every run of a system sets it up anew, lets it serve two short requests
+that are not counted, and then serves the whole workload.
+
+What is compared, and what counts as useful, is in `bench_systems.py`; the floors in
+`bench_roofline.py`; the form of the record in `bench_record.py`. It measures the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from common.bench.bench_record import (
+    ROOT,
+    describe_environment,
+    replace_between_markers,
+    write_record,
+)
+from common.bench.bench_table import render, render_records
+
+if TYPE_CHECKING:  # torch comes late: malloc has to be chosen before the process that uses it
+    import torch
+
+    from common.bench.bench_systems import BenchModels, BenchRequest, Limits
+
+RECORDS = ROOT / "common" / "bench" / "records"
+SMOKE_RECORDS = ROOT / "build" / "bench-smoke"
+SYSTEM_NAMES = (
+    "one-at-a-time",
+    "static",
+    "padded",
+    "paged",
+    "prefix-cache",
+    "two-phase",
+    "speculative",
+    "chunked",
+    "transformers-generate",
+    "transformers-continuous",
+)
+# glibc hands large tensors back to the kernel when they are freed, and takes fresh pages, one fault
+# per 4 KiB, when the next is made. With these it keeps and reuses them, in large pages.
+TUNED_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(8 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
+    "MALLOC_TOP_PAD_": str(256 << 20),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Lengths are uniform between both ends. `num_one_at_a_time`: so many of the requests are
+    served one at a time; `minutes` is about what one round takes on two cores."""
+
+    num_requests: int
+    prompt_lens: tuple[int, int]
+    output_lens: tuple[int, int]
+    num_one_at_a_time: int
+    minutes: float
+
+
+WORKLOADS = {
+    "tiny": Workload(64, (16, 128), (16, 128), 64, 1.5),
+    "qwen3-0.6b": Workload(32, (32, 256), (32, 128), 4, 8.0),
+}
+SMOKE = Workload(4, (4, 16), (4, 8), 2, 0.5)
+
+
+# -- measuring
+
+
+@dataclass(slots=True)
+class Bench:
+    """One model's measurement. `record` is complete in form from the start and grows run by run."""
+
+    models: BenchModels
+    limits: Limits
+    requests: list[BenchRequest]
+    warm_up: list[BenchRequest]
+    record: dict[str, Any]
+
+    def run_system(self, name: str, round_number: int, place: int) -> list[list[int]] | None:
+        """Set the system up, time it once and note the run. Its tokens; None if it failed.
+
+        A failure becomes part of the record and is not tried again."""
+        from common.bench.bench_systems import SYSTEMS
+
+        entry = self.record["systems"][name]
+        requests = self.requests[: entry["num_requests"]]
+        try:
+            with SYSTEMS[name](self.models, self.limits) as serve:
+                serve(self.warm_up)
+                gc.collect()
+                start = time.perf_counter()
+                served = serve(requests)
+                seconds = time.perf_counter() - start
+                details = served.describe()
+        except Exception as error:
+            entry["error"] = _one_line(error)
+            entry["is_unavailable"] = type(error).__name__ == "CannotRunError"
+            return None
+        finally:
+            gc.collect()
+        num_useful = sum(request.max_tokens for request in requests)
+        lengths = [len(tokens) for tokens in served.token_ids]
+        if lengths != [request.max_tokens for request in requests]:
+            entry["error"] = "it did not give every request the number of tokens it asked for"
+            return None
+        entry["runs"].append(
+            {
+                "round": round_number,
+                "place": place,
+                "seconds": round(seconds, 4),
+                "useful_tokens_per_s": round(num_useful / seconds, 3),
+                **details,
+            }
+        )
+        return served.token_ids
+
+
+def rotated(names: Sequence[str], round_number: int) -> list[str]:
+    """The order of a round: each system is first once in `len(names)` rounds."""
+    first = round_number % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def run_rounds(bench: Bench, repeats: int, deadline: float | None = None) -> Iterator[str]:
+    """Run all systems of the record, interleaved. Yields a system's name after each of its runs.
+
+    No run is started after `deadline`, in seconds of `time.monotonic()`."""
+    systems = bench.record["systems"]
+    first_tokens: dict[str, list[list[int]]] = {}
+    for round_number in range(repeats):
+        for place, name in enumerate(rotated(list(systems), round_number)):
+            if deadline is not None and time.monotonic() > deadline:
+                return
+            if systems[name]["error"] is None:
+                tokens = bench.run_system(name, round_number, place)
+                if tokens is not None:
+                    first_tokens.setdefault(name, tokens)
+                    note_agreement(systems, first_tokens)
+            yield name
+
+
+def note_agreement(
+    systems: dict[str, dict[str, Any]], first_tokens: dict[str, list[list[int]]]
+) -> None:
+    """How many requests got the same tokens as from `transformers`' generate, or else from the
+    first system: all of them in exact arithmetic, fewer where two tokens are equally likely."""
+    name = "transformers-generate"
+    reference = name if name in first_tokens else next(iter(first_tokens))
+    for system, tokens in first_tokens.items():
+        same = sum(a == b for a, b in zip(tokens, first_tokens[reference]))
+        compared = min(len(tokens), len(first_tokens[reference]))
+        systems[system]["agreement"] = {"with": reference, "same": same, "of": compared}
+
+
+# -- setting up
+
+
+def load_models(name: str, dtype: torch.dtype) -> BenchModels:
+    """`name` is one of `WORKLOADS`, or a Qwen3 checkpoint's directory. float32 weights are what
+    bfloat16 ones would be: rounded."""
+    import torch
+
+    from common.bench.bench_systems import BenchModels, make_twin
+    from common.engine_config import SHIPPED_CHECKPOINT
+    from common.loader import QWEN3_0_6B, load_model, random_model
+
+    if name == "qwen3-0.6b":
+        loaded = random_model(QWEN3_0_6B, seed=0, dtype=dtype)
+    else:
+        loaded = load_model(SHIPPED_CHECKPOINT if name == "tiny" else name, dtype)
+    if dtype == torch.float32:
+        for parameter in loaded.model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return BenchModels(loaded, make_twin(loaded))
+
+
+def choose_dtype(name: str) -> torch.dtype:
+    """`"auto"`: bfloat16 if this CPU multiplies it natively, else float32."""
+    import torch
+
+    if name == "auto":
+        is_native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return torch.bfloat16 if is_native else torch.float32
+    return getattr(torch, name)
+
+
+def make_bench(name: str, args: argparse.Namespace, environment: dict[str, Any]) -> Bench:
+    """Model, work and an empty record."""
+    import torch
+
+    from common.bench.bench_systems import TITLES, Limits, make_requests
+
+    work = SMOKE if args.smoke else WORKLOADS.get(name, WORKLOADS["qwen3-0.6b"])
+    dtype = choose_dtype(args.dtype)
+    models = load_models(name, dtype)
+    vocab_size = models.loaded.config.vocab_size
+    requests = make_requests(
+        work.num_requests, work.prompt_lens, work.output_lens, vocab_size, args.seed
+    )
+    # Other prompts than the measured ones: no system may remember them.
+    warm_up = make_requests(2, work.prompt_lens, (4, 8), vocab_size, args.seed + 1)
+    limits = Limits(longest=max(r.num_positions for r in requests + warm_up))
+    shown = name if name in WORKLOADS else Path(name).name
+    weights = "random" if name == "qwen3-0.6b" else "checkpoint"
+    config = {
+        "model": shown,
+        "num_parameters": sum(p.numel() for p in models.loaded.model.parameters()),
+        "weights": weights + (", rounded to bfloat16" if dtype == torch.float32 else ""),
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "malloc": describe_malloc(),
+        "repeats": args.repeats,
+        "time_budget_s": args.time_budget,
+        "seed": args.seed,
+        "smoke": args.smoke,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "block_size": limits.block_size,
+        "workload": {
+            "num_requests": work.num_requests,
+            "prompt_lens": list(work.prompt_lens),
+            "output_lens": list(work.output_lens),
+            "prompt_tokens": [len(r.prompt_token_ids) for r in requests],
+            "output_tokens": [r.max_tokens for r in requests],
+        },
+    }
+    systems = {
+        system: {
+            "title": TITLES[system],
+            "num_requests": work.num_one_at_a_time
+            if system == "one-at-a-time"
+            else work.num_requests,
+            "error": None,
+            "runs": [],
+        }
+        for system in args.systems
+    }
+    record = {
+        "command": shlex.join(["python", "-m", "common.bench.bench", *args.argv]),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "environment": environment,
+        "config": config,
+        "systems": systems,
+        "roofline": {},
+        "gather": {},
+    }
+    return Bench(models, limits, requests, warm_up, record)
+
+
+def measure_floors(bench: Bench, smoke: bool) -> None:
+    from common.bench.bench_roofline import (
+        kv_bytes_per_token,
+        measure_bandwidth,
+        measure_gather,
+        measure_linear,
+    )
+
+    repeats = 2 if smoke else 7
+    bandwidth = measure_bandwidth(32 if smoke else 512, repeats)
+    num_seqs = min(bench.limits.max_num_seqs, len(bench.requests))
+    linear = measure_linear(bench.models.loaded, [1, num_seqs], repeats)
+    kv = {"kv_bytes_per_token": kv_bytes_per_token(bench.models.loaded)}
+    bench.record["roofline"] = {"bandwidth": bandwidth} | linear | kv
+    bench.record["gather"] = measure_gather(2 if smoke else 25)
+
+
+# -- the process
+
+
+def restart_with(args: argparse.Namespace) -> dict[str, str] | None:
+    """The environment in which this process has to be started again, or None if it is right."""
+    if args.malloc != "tuned" or sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+        return None
+    if all(os.environ.get(name) == value for name, value in TUNED_MALLOC.items()):
+        return None
+    return dict(os.environ) | TUNED_MALLOC
+
+
+def describe_malloc() -> dict[str, Any]:
+    set_now = {name: os.environ[name] for name in TUNED_MALLOC if name in os.environ}
+    return {"mode": "tuned" if set_now == TUNED_MALLOC else "default", "environment": set_now}
+
+
+def announce(args: argparse.Namespace) -> str:
+    minutes = sum(
+        (SMOKE if args.smoke else WORKLOADS.get(m, WORKLOADS["qwen3-0.6b"])).minutes
+        for m in args.models
+    )
+    minutes *= args.repeats * len(args.systems) / len(SYSTEM_NAMES)
+    if args.time_budget is not None:
+        minutes = min(minutes, args.time_budget / 60)
+    return (
+        f"bench: measures {len(args.systems)} systems on {' and '.join(args.models)}, "
+        f"{args.repeats} interleaved rounds, on the CPU; about {max(1, round(minutes))} minutes "
+        "on two cores"
+    )
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Measure all models, one after the other. The exit status: 1 if a system broke."""
+    import torch
+    from transformers.utils import logging
+
+    from common.bench.bench_systems import SYSTEMS
+
+    assert set(SYSTEMS) == set(SYSTEM_NAMES)
+    logging.set_verbosity_error()
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    deadline = None if args.time_budget is None else time.monotonic() + args.time_budget
+    environment = describe_environment()
+    status, tables = 0, []
+    num_runs = len(args.models) * args.repeats * len(args.systems)
+    with tqdm(total=num_runs, unit="run", dynamic_ncols=True, disable=None) as bar:
+        for name in args.models:
+            bar.set_description(f"{name}: loading")
+            bench = make_bench(name, args, environment)
+            path = args.records / f"bench_{bench.record['config']['model']}.json"
+            bar.set_description(f"{name}: floors")
+            measure_floors(bench, args.smoke)
+
+            for system in run_rounds(bench, args.repeats, deadline):
+                write_record(path, bench.record)
+                bar.set_description(f"{name}: {system} done")
+                bar.update()
+            write_record(path, bench.record)
+            tables.append(render(bench.record))
+            for system, entry in bench.record["systems"].items():
+                if entry["error"] is not None:
+                    tqdm.write(f"bench: {name}: {system}: {entry['error']}", file=sys.stderr)
+                    status |= not entry.get("is_unavailable", False)
+            bench = None  # one model in memory at a time
+            gc.collect()
+    print("\n" + "\n\n".join(tables))
+    return int(status)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    def names(text: str) -> list[str]:
+        return [name for name in text.split(",") if name]
+
+    parser = argparse.ArgumentParser(
+        prog="python -m common.bench", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--models", type=names, default=list(WORKLOADS), metavar="A,B",
+                        help="tiny, qwen3-0.6b, or directories of Qwen3 checkpoints")  # fmt: skip
+    parser.add_argument("--systems", type=names, default=list(SYSTEM_NAMES), metavar="A,B",
+                        help=", ".join(SYSTEM_NAMES))  # fmt: skip
+    parser.add_argument("--repeats", type=int, help="rounds (default 3)")
+    parser.add_argument("--time-budget", type=float, metavar="SECONDS",
+                        help="start no further run after so long")  # fmt: skip
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float64"),
+                        default="auto", help="auto: bfloat16 if native, else float32")  # fmt: skip
+    parser.add_argument("--threads", type=int, help="of torch, for all systems")
+    parser.add_argument("--malloc", choices=("tuned", "default"), default="tuned",
+                        help="tuned: on glibc, start again with settings that keep freed memory, "
+                        "for all systems alike")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="of the workload")
+    parser.add_argument("--smoke", action="store_true", help="4 requests of 4-8 tokens")
+    parser.add_argument("--records", type=Path, help="folder of the records")
+    parser.add_argument("--table", action="store_true", help="only print the tables")
+    parser.add_argument("--write-readme", action="store_true", help="only write them to README.md")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.systems if name not in SYSTEM_NAMES]:
+        parser.error(f"--systems: {unknown[0]!r} is none of {', '.join(SYSTEM_NAMES)}")
+    if unknown := [m for m in args.models if m not in WORKLOADS and not Path(m).is_dir()]:
+        parser.error(f"--models: {unknown[0]!r} is none of {', '.join(WORKLOADS)}, nor a directory")
+    if not args.systems or not args.models:
+        parser.error("--systems and --models need at least one name each")
+    args.repeats = args.repeats if args.repeats is not None else 1 if args.smoke else 3
+    if args.repeats < 1:
+        parser.error(f"--repeats is {args.repeats}: it must be >= 1")
+    args.records = args.records or (SMOKE_RECORDS if args.smoke else RECORDS)
+    args.argv = list(argv)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(sys.argv[1:] if argv is None else argv)
+    if args.table or args.write_readme:
+        table = render_records(args.records)
+        if args.table:
+            print(table)
+        if args.write_readme:
+            text = args.readme.read_text(encoding="utf-8")
+            args.readme.write_text(replace_between_markers(text, "bench", table), encoding="utf-8")
+        return 0
+    environment = restart_with(args)
+    if environment is not None and argv is None:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    print(announce(args), flush=True)
+    return measure(args)
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or "no message"
+    name = "" if type(error).__name__ == "CannotRunError" else f"{type(error).__name__}: "
+    return (name + text)[:300].replace("|", "/")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,340 @@
+"""From logits to tokens: every constraint of `SamplingParams`, for the whole batch at once.
+
+    raw logits --> log-probabilities, where asked for
+        | min_tokens: EOS and stop tokens impossible; repetition, presence, frequency penalties
+        +--> greedy rows: the highest; of equals, the lowest id
+        | temperature, min-p, top-k, top-p
+        | softmax                                    `sampling_probs` ends here (for chapter 5)
+        +--> inverse of the cumulative distribution at a uniform number
+
+A logit row is used as float64 if it is float64, otherwise as float32; cumulative sums are float64
+or integers. A row without a finite maximum (NaN, +inf, or no token allowed) is a `ValueError` that
+names its request. Repetition penalty: Keskar et al. 2019 (arXiv 1909.05858); top-p: Holtzman et al.
+2019 (arXiv 1904.09751); min-p: Nguyen et al. 2024 (arXiv 2407.01082); the hash: splitmix64 (Steele
+et al. 2014).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from common.sampling.counter_random import TOKEN_STREAM, sample_from_probs, uniforms
+from common.sampling.sampling_constraints import (
+    NEG_INF,
+    apply_min_p,
+    apply_penalties,
+    apply_temperature,
+    apply_top_k,
+    apply_top_p,
+    token_counts,
+    top_ids,
+)
+from engine_core import SamplerOutput
+from request import SamplingParams
+
+_NARROW = 256  # a top-k up to this is handled apart from the rest of the vocabulary
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    """What the sampler knows of each row of logits. Several rows may belong to one request, each
+    with its own history: prompt, outputs, and drafts. Lists are only read; `output_token_ids` may
+    be the live ones."""
+
+    req_ids: list[str]
+    params: list[SamplingParams]
+    seeds: list[int]
+    prompt_token_ids: list[list[int]]
+    output_token_ids: list[list[int]]
+    draft_token_ids: list[list[int]]  # those that stand before the row's token (chapter 5)
+    eos_token_ids: list[Sequence[int]]  # empty where EOS is ignored
+    num_unseen: int = 0  # tokens between the history and the row's own, the same for all rows
+
+    @classmethod
+    def make_empty(cls) -> SamplingBatch:
+        return cls([], [], [], [], [], [], [])
+
+    def num_outputs(self, row: int) -> int:
+        """The output position of the row's token."""
+        num_seen = len(self.output_token_ids[row]) + len(self.draft_token_ids[row])
+        return num_seen + self.num_unseen
+
+    def select(self, rows: Sequence[int]) -> SamplingBatch:
+        """Some of the rows."""
+        columns = [getattr(self, f.name) for f in fields(self)[:-1]]
+        return SamplingBatch(*([column[i] for i in rows] for column in columns), self.num_unseen)
+
+    def uniforms(self, rows: Sequence[int], stream: int) -> torch.Tensor:
+        """The uniform number of each of the rows' tokens, float64 on the CPU."""
+        seeds = torch.tensor([self.seeds[i] for i in rows], dtype=torch.int64)
+        positions = torch.tensor([self.num_outputs(i) for i in rows], dtype=torch.int64)
+        return uniforms(seeds, positions, stream)
+
+
+class HasSampling(Protocol):
+    @property
+    def sampling(self) -> SamplingBatch: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token's log-probability in the raw distribution of the model, before penalties and
+    temperature, its rank there (1: none is likelier), and the likeliest tokens, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: dict[int, float]
+
+
+@dataclass(slots=True)
+class SamplingPlan:
+    """The parameters of a batch as tensors and row lists. It changes only when the batch does."""
+
+    params: list[SamplingParams]
+    device: torch.device
+    greedy: list[int] = field(init=False)
+    narrow: list[int] = field(init=False)  # drawn among few tokens: top-k
+    wide: list[int] = field(init=False)  # drawn among all
+    penalties: list[int] = field(init=False)
+    min_tokens: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        rows = list(enumerate(self.params))
+        self.greedy = [i for i, p in rows if p.is_greedy]
+        random = [i for i, p in rows if not p.is_greedy]
+        self.narrow = [i for i in random if 0 < self.params[i].top_k <= _NARROW]
+        self.wide = [i for i in random if not 0 < self.params[i].top_k <= _NARROW]
+        self.penalties = [
+            i
+            for i, p in rows
+            if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty
+        ]
+        self.min_tokens = [i for i, p in rows if p.min_tokens > 0]
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        return not (self.narrow or self.wide or self.penalties or self.min_tokens)
+
+    def values(self, name: str, rows: list[int]) -> torch.Tensor:
+        values = [getattr(self.params[i], name) for i in rows]
+        return torch.tensor(values, dtype=torch.float64).to(self.device, non_blocking=True)
+
+
+class Sampler:
+    """Chooses each row's next token. `vocab_size`: logits beyond it are padding and never win.
+
+    Keeps nothing but the last batch's parameters in tensor form."""
+
+    def __init__(self, vocab_size: int | None = None) -> None:
+        self.vocab_size = vocab_size
+        self._plan: SamplingPlan | None = None
+
+    def sample(self, logits: torch.Tensor, batch: HasSampling) -> SamplerOutput:
+        """One token for each row of `logits` [R, vocab_size or wider]; R may be 0."""
+        raw = self.raw_logits(logits)
+        rows = list(range(len(raw)))
+        return self.emit(raw, batch.sampling, rows, self.draw(raw, batch.sampling).tolist())
+
+    def raw_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Without padding lanes, in the dtype that is computed in."""
+        return _as_float(logits[:, : self.vocab_size])
+
+    def draw(self, raw: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
+        """The token [R] of each row of `raw_logits`; -1 where the highest is not finite."""
+        plan = self._plan_of(sampling, raw.device)
+        return _greedy(raw) if plan.is_plain_greedy else self._sample(raw, sampling, plan)
+
+    def emit(
+        self, raw: torch.Tensor, sampling: SamplingBatch, rows: list[int], tokens: list[int]
+    ) -> SamplerOutput:
+        """What becomes of `tokens`, the one of each of `rows`. Raises `ValueError` for a -1."""
+        _check_drawn(rows, tokens, sampling)
+        output = SamplerOutput({})
+        for row, token in zip(rows, tokens, strict=True):
+            output.token_ids.setdefault(sampling.req_ids[row], []).append(token)
+        asking = [i for i, row in enumerate(rows) if sampling.params[row].logprobs is not None]
+        if asking:
+            asking_rows, chosen = [rows[i] for i in asking], [tokens[i] for i in asking]
+            num_top = [sampling.params[row].logprobs for row in asking_rows]
+            found = token_logprobs(_rows(raw, asking_rows), chosen, num_top)
+            for row, entry in zip(asking_rows, found, strict=True):
+                output.logprobs.setdefault(sampling.req_ids[row], []).append(entry)
+        return output
+
+    def _plan_of(self, sampling: SamplingBatch, device: torch.device) -> SamplingPlan:
+        plan = self._plan  # comparing the lists is quick: the same objects are equal
+        if plan is None or plan.device != device or plan.params != sampling.params:
+            plan = self._plan = SamplingPlan(list(sampling.params), device)
+        return plan
+
+    def _sample(
+        self, raw: torch.Tensor, sampling: SamplingBatch, plan: SamplingPlan
+    ) -> torch.Tensor:
+        logits = _penalised(raw, sampling, plan)
+        if len(plan.greedy) == len(logits):
+            return _greedy(logits)
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        if plan.greedy:
+            tokens[plan.greedy] = _greedy(_rows(logits, plan.greedy))
+        for rows, probs, ids in _distributions(logits, plan):
+            u = sampling.uniforms(rows, TOKEN_STREAM).to(logits.device)
+            drawn = sample_from_probs(probs, u)
+            if ids is not None:
+                drawn = ids.gather(1, drawn[:, None])[:, 0]
+            tokens[rows] = torch.where(probs[:, 0].isnan(), -1, drawn)
+        return tokens
+
+
+def sampling_probs(
+    logits: torch.Tensor, sampling: SamplingBatch, plan: SamplingPlan | None = None
+) -> torch.Tensor:
+    """The distribution [R, V] each row's token is drawn from, after every constraint. A greedy
+    row is one-hot. A row without a finite maximum is all NaN. `logits` [R, V] without padding."""
+    plan = plan or SamplingPlan(list(sampling.params), logits.device)
+    logits = _penalised(_as_float(logits), sampling, plan)
+    probs = torch.zeros_like(logits)
+    if plan.greedy:
+        tokens = _greedy(_rows(logits, plan.greedy))
+        one_hot = F.one_hot(tokens.clamp(min=0), logits.shape[1]).to(logits.dtype)
+        one_hot[tokens < 0] = float("nan")
+        probs[plan.greedy] = one_hot
+    for rows, row_probs, ids in _distributions(logits, plan):
+        if ids is None:
+            probs[rows] = row_probs
+        else:
+            is_nan = row_probs[:, :1].isnan()
+            filled = probs[rows].scatter(1, ids, row_probs.to(probs.dtype))
+            probs[rows] = filled.masked_fill(is_nan, float("nan"))
+    return probs
+
+
+# -- log-probabilities
+
+
+def token_logprobs(
+    raw_logits: torch.Tensor, tokens: list[int], num_top: list[int]
+) -> list[TokenLogprobs]:
+    """For each row of `raw_logits` [R, V]: its chosen token and its `num_top` likeliest ones."""
+    logprobs = raw_logits.log_softmax(dim=-1)
+    chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])
+    ranks = (1 + (logprobs > chosen).sum(dim=-1)).tolist()
+    width = max(1, min(max(num_top), logprobs.shape[1]))
+    ids = top_ids(raw_logits, width)
+    order = raw_logits.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
+    ids = ids.gather(1, order)
+    top = zip(ids.tolist(), logprobs.gather(1, ids).tolist(), strict=True)
+    return [
+        TokenLogprobs(token, logprob, rank, dict(zip(row_ids[:k], row_logprobs[:k])))
+        for token, logprob, rank, k, (row_ids, row_logprobs) in zip(
+            tokens, chosen[:, 0].tolist(), ranks, num_top, top, strict=True
+        )
+    ]
+
+
+# -- the rows that need it
+
+
+def _penalised(logits: torch.Tensor, sampling: SamplingBatch, plan: SamplingPlan) -> torch.Tensor:
+    """Minimum length and penalties. `logits` stay as they are."""
+    banned: tuple[list[int], list[int]] = ([], [])
+    for i in plan.min_tokens:
+        if sampling.num_outputs(i) < sampling.params[i].min_tokens:
+            ids = {*sampling.eos_token_ids[i], *sampling.params[i].stop_token_ids}
+            ids = [t for t in ids if t < logits.shape[1]]
+            banned[0].extend([i] * len(ids))
+            banned[1].extend(ids)
+    if banned[0]:
+        logits = logits.clone()
+        logits[banned] = NEG_INF
+    if rows := plan.penalties:
+        outputs = [sampling.output_token_ids[i] + sampling.draft_token_ids[i] for i in rows]
+        counts = [
+            token_counts(tokens, logits.shape[1], logits.device)
+            for tokens in ([sampling.prompt_token_ids[i] for i in rows], outputs)
+        ]
+        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        values = [plan.values(name, rows) for name in names]
+        is_known = (counts[0] > 0) | (counts[1] > 0)
+        changed = apply_penalties(_rows(logits, rows), is_known, counts[1], *values)
+        logits = _with_rows(logits, rows, changed)
+    return logits
+
+
+def _distributions(
+    logits: torch.Tensor, plan: SamplingPlan
+) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor | None]]:
+    """`(rows, probs [len(rows), C], ids)` of the rows that draw. `ids` [len(rows), C], ascending,
+    name the tokens of the columns; None: the columns are the vocabulary.
+
+    Rows with a small top-k leave the wide tensors at once. In float64 their sums do not depend, to
+    1e-16, on the width their batch mates ask for."""
+    if rows := plan.narrow:
+        row_logits = _rows(logits, rows)
+        width = max(plan.params[i].top_k for i in rows)
+        ids = top_ids(row_logits, min(width, logits.shape[1]))
+        yield rows, _probs(row_logits.gather(1, ids).to(torch.float64), rows, plan), ids
+    if rows := plan.wide:
+        yield rows, _probs(_rows(logits, rows), rows, plan), None
+
+
+def _probs(logits: torch.Tensor, rows: list[int], plan: SamplingPlan) -> torch.Tensor:
+    """Temperature, min-p, top-k, top-p and softmax. `logits` [len(rows), C].
+
+    top-k goes first: which tokens are the k highest does not depend on the temperature, and min-p
+    and top-k commute, since each keeps all tokens above some rank."""
+    params = [plan.params[i] for i in rows]
+
+    def constrain(
+        apply: Callable[..., torch.Tensor], name: str, is_asked: Callable[[float], bool]
+    ) -> torch.Tensor:
+        asking = [j for j, p in enumerate(params) if is_asked(getattr(p, name))]
+        if not asking:
+            return logits
+        values = plan.values(name, [rows[j] for j in asking])
+        return _with_rows(logits, asking, apply(_rows(logits, asking), values))
+
+    logits = constrain(apply_top_k, "top_k", lambda k: 0 < k < logits.shape[1])
+    logits = apply_temperature(logits, plan.values("temperature", rows))
+    logits = constrain(apply_min_p, "min_p", lambda p: p > 0)
+    logits = constrain(apply_top_p, "top_p", lambda p: p < 1)
+    return logits.softmax(dim=-1)
+
+
+def _greedy(logits: torch.Tensor) -> torch.Tensor:
+    """The highest logit's lowest id [R]; -1 where the highest is not finite."""
+    if logits.is_cuda:
+        highest, tokens = logits.max(dim=-1)
+    else:  # NumPy's argmax is vectorised and ten times as quick; both take the first of equals
+        tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
+        highest = logits.gather(1, tokens[:, None])[:, 0]
+    return torch.where(highest.isfinite(), tokens, -1)
+
+
+def _check_drawn(rows: list[int], tokens: list[int], sampling: SamplingBatch) -> None:
+    if tokens and min(tokens) < 0:
+        pairs = zip(rows, tokens, strict=True)
+        names = [sampling.req_ids[row] for row, token in pairs if token < 0]
+        raise ValueError(
+            f"logits of {names} have no finite maximum: they hold NaN or infinity, or every token "
+            "is ruled out"
+        )
+
+
+def _as_float(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.dtype == torch.float64 else logits.to(torch.float32)
+
+
+def _rows(x: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    return x if len(rows) == len(x) else x[rows]
+
+
+def _with_rows(x: torch.Tensor, rows: list[int], new: torch.Tensor) -> torch.Tensor:
+    if len(rows) == len(x):
+        return new
+    return x.index_copy(0, torch.tensor(rows, device=x.device), new)

@@ -1,0 +1,541 @@
+"""The sampler against exact probabilities, against transformers' logits processors, and against
+itself in other company."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from common.sampling.counter_random import sample_from_probs, uniforms
+from common.sampling.sampler import Sampler, SamplingBatch, sampling_probs
+from common.sampling.sampling_constraints import (
+    apply_min_p,
+    apply_penalties,
+    apply_temperature,
+    apply_top_k,
+    apply_top_p,
+    token_counts,
+    top_ids,
+)
+from request import SamplingParams
+
+NEG_INF = float("-inf")
+ALPHA = 1e-6  # seeds are fixed: a test that passes once passes for ever
+GREEDY = SamplingParams(temperature=0)
+
+
+def make_batch(
+    params: list[SamplingParams],
+    seeds: list[int] | None = None,
+    prompts: list[list[int]] | None = None,
+    outputs: list[list[int]] | None = None,
+    eos: list[tuple[int, ...]] | None = None,
+    req_ids: list[str] | None = None,
+    drafts: list[list[int]] | None = None,
+) -> SimpleNamespace:
+    n = len(params)
+    return SimpleNamespace(
+        sampling=SamplingBatch(
+            req_ids or [f"r{i}" for i in range(n)],
+            params,
+            seeds or [p.seed or 0 for p in params],
+            prompts or [[0]] * n,
+            outputs or [[] for _ in range(n)],
+            drafts or [[] for _ in range(n)],
+            eos or [()] * n,
+        )
+    )
+
+
+def sample(logits: torch.Tensor, batch: SimpleNamespace, vocab_size: int | None = None) -> list:
+    tokens = Sampler(vocab_size).sample(logits, batch).token_ids
+    return [tokens[r][0] for r in batch.sampling.req_ids]
+
+
+def naive_probs(
+    logits: list[float],
+    p: SamplingParams,
+    prompt: list[int],
+    output: list[int],
+    eos: tuple[int, ...] = (),
+) -> list[float]:
+    """The specification in plain Python, one token at a time. Shares no code with the sampler."""
+    x = list(logits)
+    for t in range(len(x)):
+        if len(output) < p.min_tokens and (t in eos or t in p.stop_token_ids):
+            x[t] = NEG_INF
+        if t in prompt or t in output:
+            x[t] = x[t] / p.repetition_penalty if x[t] > 0 else x[t] * p.repetition_penalty
+        x[t] -= p.frequency_penalty * output.count(t) + p.presence_penalty * (t in output)
+    order = sorted(range(len(x)), key=lambda t: (-x[t], t))
+    if p.temperature == 0:
+        return [float(t == order[0]) for t in range(len(x))]
+    weights = [math.exp((v - x[order[0]]) / p.temperature) for v in x]
+    kept = [t for t in order if weights[t] >= p.min_p]  # the highest weight is 1
+    kept = kept[: p.top_k] if p.top_k else kept
+    total, mass, nucleus = sum(weights[t] for t in kept), 0.0, []
+    for t in kept:
+        if mass < p.top_p:
+            nucleus.append(t)
+        mass += weights[t] / total
+    total = sum(weights[t] for t in nucleus)
+    return [weights[t] / total if t in nucleus else 0.0 for t in range(len(x))]
+
+
+RECIPES = [
+    SamplingParams(),
+    SamplingParams(temperature=0.6),
+    SamplingParams(temperature=1.7, top_k=4),
+    SamplingParams(top_p=0.8),
+    SamplingParams(min_p=0.15),
+    SamplingParams(temperature=0.9, min_p=0.05, top_k=6, top_p=0.9),
+    SamplingParams(repetition_penalty=1.4, top_k=5),
+    SamplingParams(presence_penalty=0.7, frequency_penalty=-0.3, top_p=0.95),
+    SamplingParams(min_tokens=9, stop_token_ids=(2,), max_tokens=20, temperature=1.3),
+    GREEDY,
+]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_probabilities_equal_a_plain_python_specification(seed: int) -> None:
+    rng = random.Random(seed)
+    for vocab_size in (5, 12, 300):
+        rows = len(RECIPES)
+        logits = torch.tensor(
+            [[rng.gauss(0, 2) for _ in range(vocab_size)] for _ in range(rows)], dtype=torch.float64
+        )
+        prompts = [[rng.randrange(vocab_size) for _ in range(4)] for _ in range(rows)]
+        outputs = [[rng.randrange(vocab_size) for _ in range(rng.randrange(8))] for _ in prompts]
+        eos = [(1, 3)] * rows
+        batch = make_batch(RECIPES, prompts=prompts, outputs=outputs, eos=eos)
+        found = sampling_probs(logits, batch.sampling)
+        for i, params in enumerate(RECIPES):
+            expected = naive_probs(logits[i].tolist(), params, prompts[i], outputs[i], eos[i])
+            assert found[i].tolist() == pytest.approx(expected, abs=1e-12), (seed, params)
+
+
+@pytest.mark.parametrize("params", RECIPES[:-1], ids=lambda p: None)
+def test_drawn_tokens_have_the_exact_probabilities(params: SamplingParams) -> None:
+    """A chi-square of 100,000 draws: a share that is off by one per cent of all draws shows."""
+    vocab_size, seed, num_draws = 7, 1000, 100_000
+    rng = random.Random(seed)
+    logits = [rng.gauss(0, 1) for _ in range(vocab_size)]
+    prompt, output = [0, 1], [1, 2, 2]
+    expected = naive_probs(logits, params, prompt, output, (3,))
+    counts = np.zeros(vocab_size)
+    sampler, rows = Sampler(), 20_000
+    for start in range(0, num_draws, rows):
+        seeds = list(range(seed + start, seed + start + rows))
+        batch = make_batch(
+            [params] * rows, seeds, [prompt] * rows, [output] * rows, [(3,)] * rows, ["r"] * rows
+        )
+        tokens = sampler.sample(torch.tensor([logits] * rows), batch).token_ids["r"]
+        counts += np.bincount(tokens, minlength=vocab_size)
+    possible = np.array(expected) > 0
+    assert counts[~possible].sum() == 0
+    p_value = stats.chisquare(counts[possible], np.array(expected)[possible] * num_draws).pvalue
+    assert p_value > ALPHA, (seed, params, counts / num_draws, expected)
+
+
+def test_the_chi_square_would_notice_one_per_cent() -> None:
+    expected = np.array([0.4, 0.3, 0.2, 0.1])
+    wrong = expected + np.array([0.01, -0.01, 0, 0])
+    assert stats.chisquare(wrong * 100_000, expected * 100_000).pvalue < ALPHA
+
+
+def test_masks_equal_those_of_transformers() -> None:
+    torch.manual_seed(3)
+    logits = torch.randn(40, 600, dtype=torch.float64) * 3
+    for k in (1, 2, 50, 599, 600, 5000):
+        theirs = TopKLogitsWarper(k)(None, logits)
+        ours = apply_top_k(logits, torch.full((40,), k))
+        assert torch.equal(theirs, ours), k
+    for p in (0.01, 0.3, 0.5, 0.9, 0.99, 0.9999):
+        theirs = TopPLogitsWarper(p)(None, logits)
+        ours = apply_top_p(logits, torch.full((40,), p, dtype=torch.float64))
+        assert torch.equal(theirs, ours), p
+    for p in (0.001, 0.05, 0.4, 1.0):
+        theirs = MinPLogitsWarper(p)(None, logits)
+        ours = apply_min_p(logits, torch.full((40,), p, dtype=torch.float64))
+        assert torch.equal(theirs, ours), p
+    for t in (0.1, 0.7, 3.0):
+        theirs = TemperatureLogitsWarper(t)(None, logits).softmax(-1)
+        ours = apply_temperature(logits, torch.full((40,), t, dtype=torch.float64)).softmax(-1)
+        torch.testing.assert_close(theirs, ours, rtol=1e-12, atol=0)
+    history = torch.randint(0, 600, (40, 30))
+    ones = torch.ones(40, dtype=torch.float64)
+    counts = token_counts(history.tolist(), 600, logits.device)
+    for r in (0.5, 1.0, 1.3):
+        theirs = RepetitionPenaltyLogitsProcessor(r)(history, logits)
+        ours = apply_penalties(logits, counts > 0, counts, r * ones, 0 * ones, 0 * ones)
+        torch.testing.assert_close(theirs, ours, rtol=1e-15, atol=0)
+
+
+def test_repetition_counts_the_prompt_and_presence_and_frequency_do_not() -> None:
+    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5]] * 2, dtype=torch.float64)
+    params = SamplingParams(repetition_penalty=2, presence_penalty=0.25, frequency_penalty=0.5)
+    batch = make_batch([params] * 2, prompts=[[0, 1], []], outputs=[[2, 2], [0]])
+    found = sampling_probs(logits, batch.sampling)
+    expected = [[1.0, -4.0, 0.5 - 1.0 - 0.25, 0.5], [1.0 - 0.5 - 0.25, -2.0, 1.0, 0.5]]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64).softmax(-1))
+
+
+def test_top_p_keeps_the_token_that_reaches_it_and_no_more() -> None:
+    """Trap 43: a boundary token dropped."""
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log()
+    for p, num_kept in (
+        (0.1, 1),
+        (0.5, 1),
+        (0.500001, 2),
+        (0.75, 2),
+        (0.76, 3),
+        (0.876, 4),
+        (1, 4),
+    ):
+        kept = apply_top_p(logits, torch.tensor([p], dtype=torch.float64)) > NEG_INF
+        assert kept.sum() == num_kept, p
+        assert kept[0, :num_kept].all(), p
+
+
+def test_top_p_of_a_flat_distribution_looks_beyond_its_first_guess() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 5000, dtype=torch.float64) * 0.01
+    logits[1, 7] = 20.0
+    top_p = torch.tensor([0.99, 0.5, 1.0], dtype=torch.float64)
+    num_kept = (apply_top_p(logits, top_p) > NEG_INF).sum(-1).tolist()
+    probs = logits.softmax(-1).sort(descending=True).values.cumsum(-1)
+    assert num_kept == [1 + int((probs[0] < 0.99).sum()), 1, 5000]
+    assert 4900 < num_kept[0] < 5000
+
+
+def test_of_equal_logits_the_lower_ids_are_kept_and_win() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0, 1.0]])
+    kept = [(apply_top_k(logits, torch.tensor([k])) > NEG_INF).nonzero()[:, 1].tolist() for k in
+            range(1, 7)]  # fmt: skip
+    assert kept == [[1], [1, 2], [1, 2, 4], [0, 1, 2, 4], [0, 1, 2, 4, 5], [0, 1, 2, 3, 4, 5]]
+    assert [top_ids(logits, k)[0].tolist() for k in range(1, 7)] == kept
+    flat = torch.zeros(1, 1000)
+    half = apply_top_p(flat, torch.tensor([0.5])) > NEG_INF
+    assert half[0, :500].all()
+    assert half.sum() in (500, 501)
+    wide = torch.zeros(7, 1000)
+    wide[:, [30, 900]] = 4.0
+    ways = [
+        GREEDY,
+        SamplingParams(top_k=1),
+        SamplingParams(top_p=1e-9),
+        SamplingParams(temperature=0, repetition_penalty=1.5),
+        SamplingParams(temperature=0, logprobs=1),
+        SamplingParams(top_k=999, top_p=1e-9),
+        SamplingParams(temperature=1e-300, top_k=1),
+    ]
+    assert sample(wide, make_batch(ways)) == [30] * 7, "every path has the same order"
+    for way in ways:
+        assert sample(wide[:1], make_batch([way])) == [30]
+
+
+def test_ties_of_rounded_logits_leave_exactly_k(seed: int = 5) -> None:
+    """bfloat16 logits are full of ties, and topk takes any of them."""
+    torch.manual_seed(seed)
+    logits = torch.randn(30, 400).mul(2).round()
+    for k in (1, 3, 20, 100, 399, 400):
+        expected = [
+            sorted(sorted(range(400), key=lambda t, r=row: (-r[t], t))[:k]) for row in logits
+        ]
+        assert top_ids(logits, k).tolist() == expected, (seed, k)
+        mask = apply_top_k(logits, torch.full((30,), k)) > NEG_INF
+        assert [row.nonzero()[:, 0].tolist() for row in mask] == expected, (seed, k)
+
+
+MIXED = [
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
+    SamplingParams(temperature=1.2, top_p=0.95),
+    SamplingParams(min_p=0.02),
+    GREEDY,
+    SamplingParams(top_k=300, temperature=2.0),
+    SamplingParams(top_k=3),
+    SamplingParams(repetition_penalty=1.2, presence_penalty=0.5, temperature=0.9),
+    SamplingParams(temperature=0, frequency_penalty=1.0, logprobs=2),
+    SamplingParams(min_tokens=5, stop_token_ids=(4, 5)),
+    SamplingParams(),
+]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_row_gets_the_same_token_alone_and_among_others_in_any_order(seed: int) -> None:
+    """Trap 42: the seed alone decides."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    n, vocab_size = 60, 1000
+    logits = torch.randn(n, vocab_size, generator=generator) * 3
+    params = [rng.choice(MIXED) for _ in range(n)]
+    seeds = [rng.getrandbits(60) for _ in range(n)]
+    prompts = [[rng.randrange(vocab_size) for _ in range(rng.randrange(1, 9))] for _ in range(n)]
+    outputs = [[rng.randrange(vocab_size) for _ in range(rng.randrange(9))] for _ in range(n)]
+
+    def run(rows: list[int]) -> dict[int, int]:
+        columns = (params, seeds, prompts, outputs)
+        batch = make_batch(*([column[i] for i in rows] for column in columns))
+        return dict(zip(rows, sample(logits[rows], batch), strict=True))
+
+    together = run(list(range(n)))
+    for i in range(n):
+        assert run([i])[i] == together[i], (seed, params[i])
+    for size in (2, 7, 31, 60):
+        chosen = rng.sample(range(n), size)
+        assert run(chosen) == {i: together[i] for i in chosen}, seed
+
+
+def test_another_seed_or_position_draws_another_token() -> None:
+    logits, flat = torch.zeros(1, 4096), SamplingParams()
+    tokens = {sample(logits, make_batch([flat], [s], outputs=[[0] * n]))[0]
+              for s in (1, 2, 3) for n in (0, 1, 2)}  # fmt: skip
+    assert len(tokens) == 9
+
+
+def test_uniforms_are_uniform_and_uncorrelated_over_seeds_positions_and_streams() -> None:
+    n = 100_000
+    index, zeros = torch.arange(n), torch.zeros(n, dtype=torch.int64)
+    series = {
+        "positions": uniforms(zeros, index),
+        "seeds": uniforms(index, zeros),
+        "negative seeds": uniforms(-index, zeros),
+        "high seeds": uniforms(index << 40, zeros),
+        "stream 1": uniforms(zeros, index, stream=1),
+        "stream 2": uniforms(zeros, index, stream=2),
+        "seed 1": uniforms(zeros + 1, index),
+        "engine seeds": uniforms(index * 1_000_003, zeros),
+    }
+    for name, u in series.items():
+        assert u.dtype == torch.float64
+        assert u.min() >= 0 and u.max() < 1
+        assert stats.kstest(u.numpy(), "uniform").pvalue > ALPHA, name
+        assert len(u.unique()) > n - 5, name
+        pairs = np.histogram2d(u[:-1], u[1:], bins=16, range=[[0, 1], [0, 1]])[0]
+        assert stats.chisquare(pairs.ravel()).pvalue > ALPHA, f"{name}: successive values"
+    for (name, a), (other, b) in pairwise(series.items()):
+        pairs = np.histogram2d(a, b, bins=16, range=[[0, 1], [0, 1]])[0]
+        assert stats.chisquare(pairs.ravel()).pvalue > ALPHA, (name, other)
+
+
+def test_uniforms_are_splitmix64_in_unbounded_integers() -> None:
+    """The hash in plain Python: what wraps and shifts in int64 must be the 64-bit arithmetic."""
+    mask = 2**64 - 1
+
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
+        return x ^ (x >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    for seed in (0, 1, -1, 2**63 - 1, -(2**63), 123456789):
+        for position in (0, 1, 77, 10**6):
+            for stream in (0, 3):
+                state = mix((seed + golden) & mask)
+                state = mix((state + (position + 1) * golden) & mask)
+                state = mix(state ^ mix(stream + 1))
+                found = uniforms(torch.tensor([seed]), torch.tensor([position]), stream)
+                assert found.item() == (state >> 11) / 2**53, (seed, position, stream)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 5, 127, 128, 129, 1000])
+def test_impossible_tokens_are_never_drawn_at_any_edge(vocab_size: int) -> None:
+    """Trap 43: intervals are closed left, open right, and those of impossible tokens are empty."""
+    torch.manual_seed(vocab_size)
+    edges = [0.0, 2.0**-53, 0.25, 0.5, 0.75, 1 - 2.0**-53]
+    u = torch.tensor(edges, dtype=torch.float64)
+    for dtype in (torch.float32, torch.float64):
+        for alive in range(min(vocab_size, 140)):
+            probs = torch.zeros(len(edges), vocab_size, dtype=dtype)
+            probs[:, alive] = 1.0
+            assert sample_from_probs(probs, u).tolist() == [alive] * len(edges)
+        probs = torch.rand(len(edges), vocab_size, dtype=dtype)
+        probs[:, torch.rand(vocab_size) < 0.7] = 0
+        probs[:, vocab_size // 2] = 0.3
+        probs /= probs.sum(-1, keepdim=True)
+        drawn = sample_from_probs(probs, u)
+        assert (probs.gather(1, drawn[:, None]) > 0).all()
+        alive = probs[0].nonzero()[:, 0]
+        assert drawn[0] == alive[0], "u = 0 draws the first possible token"
+        assert drawn[-1] == alive[-1], "u -> 1 draws the last one"
+
+
+def test_the_inverse_of_the_cumulative_distribution_is_exact_on_a_grid() -> None:
+    probs = torch.tensor([[0.25, 0.0, 0.125, 0.5, 0.0, 0.125]], dtype=torch.float64)
+    ends, tokens = [0.25, 0.375, 0.875, 1.0], [0, 2, 3, 5]
+    for end, token, after in zip(ends, tokens, [*tokens[1:], None], strict=True):
+        below = torch.tensor([end - 2.0**-53], dtype=torch.float64)
+        assert sample_from_probs(probs, below).item() == token
+        if after is not None:
+            at = torch.tensor([end], dtype=torch.float64)
+            assert sample_from_probs(probs, at).item() == after
+
+
+def test_blocks_of_the_vocabulary_do_not_bias_the_draw() -> None:
+    torch.manual_seed(9)
+    vocab_size, n = 300, 40_000
+    probs = (torch.randn(vocab_size, dtype=torch.float64) * 1.5).softmax(-1)
+    u = uniforms(torch.full((n,), 11), torch.arange(n))
+    drawn = sample_from_probs(probs.expand(n, -1), u)
+    counts = np.bincount(drawn.numpy(), minlength=vocab_size)
+    assert stats.chisquare(counts, probs.numpy() * n).pvalue > ALPHA
+    exact = torch.searchsorted(probs.cumsum(-1), u, right=True)
+    assert (exact != drawn).sum() == 0, "the same token as one cumulative sum over all gives"
+
+
+def test_padding_lanes_of_the_vocabulary_never_win() -> None:
+    """Trap 43."""
+    logits = torch.zeros(len(MIXED), 600)
+    logits[:, 500:] = 100.0
+    outputs = [[0] * 3 for _ in MIXED]
+    prompts = [[599, 3] for _ in MIXED]  # ids beyond the vocabulary do not break the penalties
+    for token in sample(logits, make_batch(MIXED, None, prompts, outputs), vocab_size=500):
+        assert token < 500
+    params = [SamplingParams(temperature=0, logprobs=5)]
+    output = Sampler(500).sample(logits[:1], make_batch(params))
+    assert output.token_ids == {"r0": [0]}
+    assert output.logprobs["r0"][0].logprob == pytest.approx(-math.log(500))
+    assert all(t < 500 for t in output.logprobs["r0"][0].top)
+
+
+def test_min_tokens_rules_out_eos_and_stop_tokens_until_it_is_reached() -> None:
+    logits = torch.tensor([[9.0, 8.0, 7.0, 1.0]])
+    params = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=(1, 99))
+    for num_output, expected in ((0, 2), (1, 2), (2, 0)):
+        batch = make_batch([params], outputs=[[3] * num_output], eos=[(0,)])
+        assert sample(logits, batch) == [expected], num_output
+    drawn = replace(params, temperature=1.0)
+    tokens = {sample(logits, make_batch([drawn], [s], eos=[(0,)]))[0] for s in range(300)}
+    assert tokens == {2, 3}
+    assert logits.tolist() == [[9.0, 8.0, 7.0, 1.0]], "the caller's logits stay as they are"
+
+
+def test_logprobs_are_raw_ranked_and_only_where_asked() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(4, 50)
+    logits[2, :] = 0.0
+    ask = SamplingParams(temperature=0, repetition_penalty=5.0, logprobs=3)
+    params = [ask, GREEDY, SamplingParams(logprobs=2, top_k=4), SamplingParams(logprobs=0)]
+    batch = make_batch(params, prompts=[[int(logits[0].argmax())], [0], [0], [0]])
+    output = Sampler().sample(logits, batch)
+    assert set(output.logprobs) == {"r0", "r2", "r3"}
+    for i in (0, 2, 3):
+        (entry,) = output.logprobs[f"r{i}"]
+        row = logits[i].double().log_softmax(-1)
+        token = output.token_ids[f"r{i}"][0]
+        order = sorted(range(50), key=lambda t, r=row: (-r[t].item(), t))
+        assert entry.token_id == token
+        assert entry.logprob == pytest.approx(row[token].item(), abs=1e-6)
+        assert entry.rank == 1 + sum(row[t] > row[token] for t in range(50))
+        assert list(entry.top) == order[: params[i].logprobs]
+        assert list(entry.top.values()) == pytest.approx(
+            [row[t].item() for t in entry.top], abs=1e-6
+        )
+    assert output.logprobs["r0"][0].rank == 2, "the penalty changed the choice, not the logprobs"
+
+
+@pytest.mark.parametrize("params", MIXED, ids=lambda p: None)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), None], ids=["nan", "inf", "all -inf"])
+def test_a_row_without_a_finite_maximum_is_an_error_that_names_its_request(
+    params: SamplingParams, bad: float | None
+) -> None:
+    logits = torch.zeros(3, 600)
+    if bad is None:
+        logits[1] = NEG_INF
+    else:
+        logits[1, 33] = bad
+    with pytest.raises(ValueError, match=r"\['r1'\]"):
+        Sampler().sample(logits, make_batch([params] * 3))
+    probs = sampling_probs(logits, make_batch([params] * 3).sampling)
+    assert probs[1].isnan().all()
+    assert not probs[[0, 2]].isnan().any()
+
+
+def test_rows_of_one_request_each_have_their_own_history() -> None:
+    """Trap 37: a constraint applies at every draft position, not only at the last."""
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]] * 3, dtype=torch.float64)
+    params = SamplingParams(presence_penalty=2.0, min_tokens=1, stop_token_ids=(3,))
+    outputs = [[], [0], [0, 1]]
+    batch = make_batch([params] * 3, outputs=outputs, req_ids=["r"] * 3)
+    found = sampling_probs(logits, batch.sampling)
+    for i, output in enumerate(outputs):
+        expected = naive_probs(logits[i].tolist(), params, [0], output)
+        assert found[i].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_every_dtype_of_logits_works_and_greedy_agrees(dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    logits = torch.randn(len(MIXED), 700).to(dtype)
+    sample(logits, make_batch(MIXED))
+    expected = [row.tolist().index(max(row.tolist())) for row in logits]
+    assert sample(logits, make_batch([GREEDY] * len(MIXED))) == expected
+    assert sample(logits[:0], make_batch([])) == []
+
+
+def test_a_sampler_follows_a_batch_that_changes_under_it() -> None:
+    sampler = Sampler()
+    logits = torch.tensor([[0.0, 5.0, 1.0, 2.0]] * 2)
+    first, second = GREEDY, SamplingParams(temperature=0, repetition_penalty=100.0)
+    for params in ([first, second], [second, first], [first, first], [second], [second, second]):
+        n = len(params)
+        batch = make_batch(params, prompts=[[1]] * n)
+        found = sampler.sample(logits[:n], batch).token_ids
+        assert [found[f"r{i}"] for i in range(n)] == [[3 if p is second else 1] for p in params]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    temperature=st.one_of(st.just(0.0), st.floats(1e-320, 1e308)),
+    top_k=st.integers(0, 40),
+    top_p=st.floats(1e-300, 1.0),
+    min_p=st.floats(0.0, 1.0),
+    repetition=st.floats(0.01, 100.0),
+    presence=st.floats(-2, 2),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    data=st.data(),
+)
+def test_extreme_parameters_draw_a_possible_token(
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition: float,
+    presence: float,
+    seed: int,
+    data: st.DataObject,
+) -> None:
+    """Traps 43, 45, 46: no NaN, no division by zero, temperature 0 is greedy."""
+    values = st.one_of(st.floats(-1e4, 1e4, width=32), st.sampled_from([NEG_INF, 0.0]))
+    logits = data.draw(st.lists(values, min_size=1, max_size=30).filter(lambda v: max(v) > NEG_INF))
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition, presence_penalty=presence, seed=seed, logprobs=2,
+    )  # fmt: skip
+    batch = make_batch([params], outputs=[[0, 0]])
+    row = torch.tensor([logits])
+    (token,) = sample(row, batch)
+    probs = sampling_probs(row, batch.sampling)[0]
+    assert probs.sum().item() == pytest.approx(1.0, abs=1e-5)
+    assert probs[token] > 0
+    assert logits[token] > NEG_INF
+    if top_k:
+        assert (probs > 0).sum() <= top_k
+    if temperature == 0:
+        assert (probs > 0).sum() == 1

@@ -1,0 +1,21 @@
+"""Lays the chapters' modules flat in a wheel: `NN_chapter/beyond/kv_tiers.py` is `kv_tiers.py`.
+
+Hatchling's `sources` maps a listed folder before the folders in it, so it cannot flatten a room.
+What the engine does not need (tests, demos, everything in a `lab/`) stays out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class FlatModules(BuildHookInterface):
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if version == "editable":
+            return
+        for pattern in ("[0-9][0-9]_*/*.py", "[0-9][0-9]_*/beyond/*.py"):
+            for path in Path(self.root).glob(pattern):
+                if not path.name.startswith(("test_", "conftest")) and "_demo" not in path.name:
+                    build_data["force_include"][str(path)] = path.name
