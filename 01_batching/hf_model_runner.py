@@ -31,13 +31,37 @@ place."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from input_batch import InputBatch, prepare_inputs_from_scheduler_output
-from scheduler_interface import SchedulerOutput
+from input_batch import InputBatch, RunnerState, prepare_inputs_from_scheduler_output
+from scheduler_interface import FinishedStep, Laps, SchedulerOutput, StepOutput
+
+
+class Sampler(Protocol):
+    def sample(self, logits: torch.Tensor, req_ids: Sequence[str]) -> StepOutput:
+        """A token for each row of `logits` `[len(req_ids), vocab_size]`."""
+
+
+class GreedySampler:
+    """The most likely token; of equals, the lowest id. A row in which that has no finite logit says
+    nothing (one NaN is enough): its request gets an error and no token."""
+
+    def sample(self, logits: torch.Tensor, req_ids: Sequence[str]) -> StepOutput:
+        tokens = logits.argmax(dim=-1, keepdim=True)  # a NaN wins
+        is_sound = logits.gather(-1, tokens).isfinite()
+        # The one place where the host waits for the device.
+        rows = torch.cat([tokens, is_sound], dim=1).tolist()
+        output = StepOutput()
+        for req_id, (token_id, sound) in zip(req_ids, rows, strict=True):
+            if sound:
+                output.token_ids[req_id] = [token_id]
+            else:
+                output.errors[req_id] = "its logits are not finite"
+        return output
 
 
 class StackedKV(DynamicCache):
@@ -71,17 +95,22 @@ class StackedKV(DynamicCache):
 
 
 class HFModelRunner:
-    """A `ModelRunner` for `model`, which is used as it is: same device, same dtype.
+    """A `ModelRunner` for `model`, which is used as it is: same device, same dtype. `sampler` is
+    greedy if None.
 
     Raises `ValueError` if `batched` and a layer of the model keeps something else than the keys and
     values of every position (sliding windows, recurrent state): such a past cannot be stacked
     here."""
 
-    def __init__(self, model: PreTrainedModel, batched: bool = True) -> None:
+    def __init__(
+        self, model: PreTrainedModel, batched: bool = True, sampler: Sampler | None = None
+    ) -> None:
         if batched:
             _check_can_be_stacked(model)
         self.model = model.eval()
         self.batched = batched
+        self.sampler = sampler or GreedySampler()
+        self.state = RunnerState()
         self.num_model_calls = 0
         self.num_bytes_copied = 0  # KV written by stacking and appending, the new ones included
         self.num_bytes_new = 0  # KV of the tokens that were computed: what had to be written
@@ -91,11 +120,23 @@ class HFModelRunner:
 
     # -- the ModelRunner interface
 
-    def prepare(self, output: SchedulerOutput) -> InputBatch:
-        """Forget who has finished, or starts again after a preemption, and lay out the tokens."""
-        for req_id in output.finished_req_ids | output.scheduled_cached_reqs.resumed_req_ids:
+    def execute(self, plan: SchedulerOutput) -> FinishedStep:
+        clock, output = Laps(), StepOutput()
+        batch = self.prepare(plan)
+        clock.lap("prepare_ms")
+        if batch.req_ids:
+            logits = self.forward(batch)
+            clock.lap("forward_ms")
+            output = self.sampler.sample(logits, batch.req_ids)
+            clock.lap("sample_ms")
+        output.times = clock.ms
+        return FinishedStep(output)
+
+    def prepare(self, plan: SchedulerOutput) -> InputBatch:
+        """Forget the KV of finished requests, and lay out the tokens."""
+        for req_id in plan.finished_req_ids:
             self.free_request_cache(req_id)
-        return prepare_inputs_from_scheduler_output(output)
+        return prepare_inputs_from_scheduler_output(plan, self.state)
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""From a plan to tensors: the padded batch.
+"""From a plan to tensors: what a runner remembers, and the padded batch.
+
+`RunnerState` is the other end of the plan's delta: the runner's own copy of every request. What a
+plan schedules is cut out of these copies.
 
 A plan names requests of very different sizes: a prompt of 500 tokens next to a request that feeds
 back the one token it sampled last. A model wants a rectangle, so the rows are padded on the right
@@ -27,7 +30,66 @@ from dataclasses import dataclass
 
 import torch
 
+from request import SamplingParams
 from scheduler_interface import CachedRequestData, NewRequestData, SchedulerOutput
+
+
+@dataclass(slots=True)
+class RunnerRequest:
+    """The runner's copy of a request."""
+
+    req_id: str
+    params: SamplingParams
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """The tokens at positions `[start, stop)`."""
+        num_prompt = len(self.prompt_token_ids)
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : stop - num_prompt]
+        head = self.prompt_token_ids[start:stop]
+        return head + self.output_token_ids[: stop - num_prompt] if stop > num_prompt else head
+
+
+class RunnerState:
+    """What a runner knows of the requests, kept up to date from plans alone.
+
+    A subclass that keeps more of a request than its tokens adds to `admit`, `append` and
+    `release`."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, RunnerRequest] = {}
+
+    def apply(self, plan: SchedulerOutput) -> None:
+        """Take over what changed. Every plan must pass through here, once and in order."""
+        for req_id in plan.finished_req_ids:
+            if req_id in self.requests:  # unknown if the step that was to admit it never came here
+                self.release(req_id)
+        for new in plan.scheduled_new_reqs:
+            self.admit(new)
+        for index, req_id in enumerate(plan.scheduled_cached_reqs.req_ids):
+            self.append(req_id, plan.scheduled_cached_reqs, index)
+
+    def admit(self, new: NewRequestData) -> None:
+        request = RunnerRequest(new.req_id, new.sampling_params, new.prompt_token_ids, [])
+        self.requests[new.req_id] = request
+
+    def append(self, req_id: str, changes: CachedRequestData, index: int) -> None:
+        """Entry `index` of `changes` is this request's."""
+        outputs, new = self.requests[req_id].output_token_ids, changes.new_token_ids[index]
+        first = changes.num_output_tokens[index] - len(new)  # of the new ones, among the outputs
+        if first == len(outputs):
+            outputs += new
+        else:  # sent from an earlier token on: below 0, from within the prompt
+            outputs[max(first, 0) :] = new[max(-first, 0) :]
+
+    def release(self, req_id: str) -> None:
+        del self.requests[req_id]
 
 
 @dataclass(slots=True)
@@ -49,11 +111,6 @@ class InputBatch:
         """Without padding."""
         return sum(map(len, self.token_ids))
 
-    @property
-    def logit_req_ids(self) -> list[str]:
-        """Every row ends with its request's last known token, so each yields a row of logits."""
-        return self.req_ids
-
     def to_tensors(
         self, device: torch.device | str, pad_token_id: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -74,50 +131,28 @@ class InputBatch:
         return token_ids, attention_mask, position_ids
 
 
-def prepare_inputs_from_scheduler_output(output: SchedulerOutput) -> InputBatch:
-    """The rows of a plan: new requests first, then cached ones. Reads the plan and nothing else.
+def prepare_inputs_from_scheduler_output(plan: SchedulerOutput, state: RunnerState) -> InputBatch:
+    """Bring `state` up to date and cut out the rows of the plan: new requests first, then known
+    ones. Every row ends with its request's last known token, so each yields a row of logits.
 
-    Raises `ValueError` if a plan schedules tokens that it does not carry: chapter 1 computes whole
-    prompts, so a known request always computes exactly what is new about it."""
+    Raises `ValueError` for a plan in which one does not: chapter 1 computes whole prompts."""
+    state.apply(plan)
     batch = InputBatch([], [], [], [], [])
-    for new in output.scheduled_new_reqs:
-        _append_new(batch, new, output.num_scheduled_tokens[new.req_id])
-    for index, req_id in enumerate(output.scheduled_cached_reqs.req_ids):
-        num_scheduled = output.num_scheduled_tokens[req_id]
-        _append_cached(batch, output.scheduled_cached_reqs, index, num_scheduled)
+    cached = plan.scheduled_cached_reqs
+    starts = {new.req_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
+    starts |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    for req_id, start in starts.items():
+        request = state.requests[req_id]
+        stop = start + plan.num_scheduled_tokens[req_id]
+        if stop != request.num_tokens:
+            raise ValueError(
+                f"request {req_id!r}: positions [{start}, {stop}) are scheduled, "
+                f"and {request.num_tokens} tokens are known"
+            )
+        num_prompt = len(request.prompt_token_ids)
+        batch.req_ids.append(req_id)
+        batch.token_ids.append(request.tokens(start, stop))
+        batch.start_positions.append(start)
+        batch.is_prefill.append(start < num_prompt)
+        batch.prompt_lens.append(num_prompt)
     return batch
-
-
-def _append_new(batch: InputBatch, new: NewRequestData, num_scheduled: int) -> None:
-    start = new.num_computed_tokens
-    row = new.prompt_token_ids[start : start + num_scheduled]
-    _append_row(batch, new.req_id, row, start, num_scheduled, len(new.prompt_token_ids))
-
-
-def _append_cached(
-    batch: InputBatch, cached: CachedRequestData, index: int, num_scheduled: int
-) -> None:
-    req_id, start = cached.req_ids[index], cached.num_computed_tokens[index]
-    row = cached.new_token_ids[index]
-    if req_id in cached.resumed_req_ids:  # the row is the whole request
-        num_tokens = len(row)
-        row = row[start : start + num_scheduled]
-    else:
-        num_tokens = start + len(row)
-    prompt_len = num_tokens - cached.num_output_tokens[index]
-    _append_row(batch, req_id, row, start, num_scheduled, prompt_len)
-
-
-def _append_row(
-    batch: InputBatch, req_id: str, row: list[int], start: int, num_scheduled: int, prompt_len: int
-) -> None:
-    if len(row) != num_scheduled:
-        raise ValueError(
-            f"request {req_id!r}: {num_scheduled} tokens are scheduled "
-            f"and the plan carries {len(row)}"
-        )
-    batch.req_ids.append(req_id)
-    batch.token_ids.append(row)
-    batch.start_positions.append(start)
-    batch.is_prefill.append(start < prompt_len)
-    batch.prompt_lens.append(prompt_len)

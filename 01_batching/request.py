@@ -1,4 +1,4 @@
-"""A request, what its user asked for, and what the user gets back.
+"""A request and what its user asked for.
 
 Everything a serving engine does to a request follows from two counters:
 
@@ -28,11 +28,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from enum import IntEnum
 from numbers import Integral, Real
 
-BLOCK_SIZE = 16  # positions in a KV block (chapter 2), unless somebody says otherwise
+from post_names import RequestPostNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +82,7 @@ class SamplingParams:
             value = getattr(self, name)
             if value is None and name in ("seed", "logprobs"):
                 continue
-            if not _is_integer(value) or (low is not None and value < low):
-                allowed = "an integer" if low is None else f"an integer >= {low}"
-                raise ValueError(f"{name} is {value!r}: it must be {allowed}")
+            check_integers(low, **{name: value})
             object.__setattr__(self, name, int(value))  # NumPy's integers overflow
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed!r}: it must fit in 64 bits, signed")
@@ -122,6 +120,15 @@ class SamplingParams:
         return self.temperature == 0
 
 
+def check_integers(lowest: int | None = None, **fields: object) -> None:
+    """Raises `ValueError`, which names the field, its value and what is allowed, for one that is
+    not an integer or below `lowest`."""
+    for name, value in fields.items():
+        if not _is_integer(value) or (lowest is not None and value < lowest):
+            allowed = "an integer" if lowest is None else f"an integer >= {lowest}"
+            raise ValueError(f"{name} is {value!r}: it must be {allowed}")
+
+
 def _is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
@@ -140,29 +147,28 @@ class RequestStatus(IntEnum):
     """Ordered: everything from `FINISHED_STOPPED` on is finished."""
 
     WAITING = 0
-    WAITING_FOR_REMOTE_KVS = 1  # its KV comes from outside (chapter 3); others go on
+    WAITING_FOR_REMOTE_KVS = 1  # chapter 3: its KV comes from outside
     RUNNING = 2
-    PREEMPTED = 3
+    PREEMPTED = 3  # chapter 4
     FINISHED_STOPPED = 4
     FINISHED_LENGTH_CAPPED = 5
     FINISHED_ABORTED = 6
+    FINISHED_ERROR = 7
 
 
 _FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: "stop",
     RequestStatus.FINISHED_LENGTH_CAPPED: "length",
     RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_ERROR: "error",
 }
 
 
-class Request:
+class Request(RequestPostNames):
     """One sequence to be continued, as the scheduler sees it.
 
-    `parent_id` names a request with the same prompt, of the same `n > 1` group, whose prompt KV
-    this one may share. `priority`: a lower number is more urgent. `extra_keys`, `(tag, value)`
-    each, are what its KV depends on besides its tokens: requests that differ in them share nothing
-    (chapter 3). `is_seeded`: its user named a seed, so its tokens must depend on itself alone, and
-    not on how many guesses it is given (chapter 5). Times are seconds of `time.monotonic()`."""
+    `priority` (chapter 4): a lower number is more urgent. Times are seconds of
+    `time.monotonic()`. Raises `ValueError` that names the argument."""
 
     def __init__(
         self,
@@ -172,10 +178,12 @@ class Request:
         eos_token_ids: Iterable[int] = (),
         arrival_time: float | None = None,
         priority: int = 0,
-        parent_id: str | None = None,
-        extra_keys: Iterable[tuple[str, str | int]] = (),
-        is_seeded: bool = True,
     ) -> None:
+        if not isinstance(sampling_params, SamplingParams):
+            raise ValueError(
+                f"sampling_params is {sampling_params!r}: it must be a SamplingParams; "
+                "Request.from_tokens(request_id, token_ids, max_new_tokens) makes a greedy request"
+            )
         if not prompt_token_ids:
             raise ValueError(
                 f"request {request_id!r}: prompt_token_ids is empty: "
@@ -186,22 +194,17 @@ class Request:
         self.sampling_params = sampling_params
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self.priority = priority
-        self.parent_id = parent_id
-        self.extra_keys = tuple(extra_keys)
-        self.is_seeded = is_seeded
-        self.max_tokens = (
-            sampling_params.max_tokens
-        )  # a scheduler lowers it where max_model_len ends sooner
+        # A scheduler lowers it where the model ends sooner, and says so in `length_limit`.
+        self.max_tokens = sampling_params.max_tokens
 
         self.output_token_ids: list[int] = []
         self.all_token_ids: list[int] = list(prompt_token_ids)
-        self.draft_token_ids: list[int] = []
         self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_preemptions = 0
+        self.num_cached_tokens = 0  # chapter 3: of them, those that were found in a cache
+        self.num_preemptions = 0  # chapter 4
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
-        self.length_limit: str | None = None  # what lowered max_tokens, if something did
+        self.length_limit: str | None = None
 
         self._stop_ids = frozenset(sampling_params.stop_token_ids)
         eos_ids = frozenset() if sampling_params.ignore_eos else frozenset(eos_token_ids)
@@ -234,21 +237,6 @@ class Request:
         return len(self.all_token_ids)
 
     @property
-    def seq_len(self) -> int:
-        """`num_tokens` by its other name."""
-        return len(self.all_token_ids)
-
-    @property
-    def remaining_tokens(self) -> int:
-        """How far it is behind: tokens that are known, or proposed, and not computed."""
-        return len(self.all_token_ids) + len(self.draft_token_ids) - self.num_computed_tokens
-
-    @property
-    def num_blocks_needed(self) -> int:
-        """Blocks of `BLOCK_SIZE` positions that its tokens fill."""
-        return -(-len(self.all_token_ids) // BLOCK_SIZE)
-
-    @property
     def max_num_tokens(self) -> int:
         """Tokens it can ever hold. The last of them is never fed back, so it needs no KV slot."""
         return self.num_prompt_tokens + self.max_tokens
@@ -259,7 +247,7 @@ class Request:
 
     @property
     def finish_reason(self) -> str | None:
-        """`"stop"`, `"length"`, `"abort"`, or None while unfinished."""
+        """`"stop"`, `"length"`, `"abort"`, `"error"`, or None while unfinished."""
         return _FINISH_REASONS.get(self.status)
 
     def append_output_token(self, token_id: int) -> None:
@@ -289,77 +277,3 @@ class Request:
             f"Request({self.request_id!r}, {self.status.name}, prompt={self.num_prompt_tokens}, "
             f"outputs={self.num_output_tokens}, computed={self.num_computed_tokens})"
         )
-
-
-@dataclass(slots=True)
-class RequestMetrics:
-    """When things happened to a request. Seconds of `time.monotonic()`; None: not yet."""
-
-    arrival_time: float
-    first_scheduled_time: float | None = None
-    first_token_time: float | None = None
-    last_token_time: float | None = None
-    inter_token_latencies: list[float] = field(default_factory=list)
-    num_preemptions: int = 0
-    finish_detail: str | None = None  # why it could not be longer, where that was not its own limit
-
-    def record_tokens(self, num_new_tokens: int, now: float) -> None:
-        """Tokens that arrive together share one latency: the first of them waited, the others did
-        not."""
-        if num_new_tokens == 0:
-            return
-        if self.first_token_time is None:
-            self.first_token_time = now
-        else:
-            self.inter_token_latencies.append(now - self.last_token_time)
-        self.inter_token_latencies += [0.0] * (num_new_tokens - 1)
-        self.last_token_time = now
-
-    @property
-    def queue_time(self) -> float | None:
-        """Seconds from arrival to the first step that computed any of its tokens."""
-        return (
-            None
-            if self.first_scheduled_time is None
-            else self.first_scheduled_time - self.arrival_time
-        )
-
-    @property
-    def time_to_first_token(self) -> float | None:
-        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One continuation. `finish_reason` is None while it runs, then `"stop"`, `"length"` or
-    `"abort"`.
-
-    `stop_reason`: the stop string or stop token id that ended it; None for EOS and for the other
-    reasons."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """What a user gets for one prompt: `n` completions. `prompt` is None when token ids were
-    given."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool
-    metrics: RequestMetrics
-    num_cached_tokens: int = 0
-
-    def __repr__(self) -> str:
-        shown = ", ".join(
-            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "metrics"
-        )
-        return f"RequestOutput({shown})"

@@ -47,7 +47,7 @@ from math import ceil
 from typing import Any, ClassVar
 
 from prefix_cache import normalise_extra_keys
-from request import BLOCK_SIZE, Request
+from request import Request
 
 FindCachedBlocks = Callable[[Request], Sequence[int]]
 CachedBlocks = Mapping[str, Sequence[int]]  # request id -> ids of its cached blocks, head first
@@ -129,7 +129,7 @@ class CacheAwarePolicy(SchedulePolicy):
     def __init__(
         self,
         find_cached_blocks: FindCachedBlocks,
-        block_size: int = BLOCK_SIZE,
+        block_size: int = 16,
         *,
         max_requests_to_sort: int = 128,
         min_cached: int = 32,

@@ -45,7 +45,7 @@ from policies import (
     RandomPolicy,
     SchedulePolicy,
 )
-from request import BLOCK_SIZE, Request
+from request import Request
 from request_queue import RequestQueue
 
 
@@ -192,7 +192,7 @@ class PolicyQueue(RequestQueue):
 def create_queue(
     policy: str | SchedulePolicy,
     find_cached_blocks: FindCachedBlocks | None = None,
-    block_size: int = BLOCK_SIZE,
+    block_size: int = 16,
     seed: int = 0,
     max_overtakes: int | None = 1000,
 ) -> PolicyQueue:

@@ -12,7 +12,7 @@ counters are all that has to know.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from request import Request
@@ -22,8 +22,11 @@ class ChunkPolicy(Protocol):
     def longest_prompt(self, max_num_batched_tokens: int) -> int:
         """Prompts with more tokens than this can never be computed."""
 
-    def begin_step(self, running: Collection[Request]) -> None:
-        """A step is going to be planned. These have KV and may share it with pieces of prompts."""
+    def begin_step(
+        self, running: Collection[Request], num_behind: Callable[[Request], int]
+    ) -> None:
+        """A step is going to be planned. These have KV and may share it with pieces of prompts;
+        `num_behind` tokens of each are to be computed."""
 
     def may_start(self, request: Request, num_behind: int) -> bool:
         """May a waiting request with `num_behind` tokens to compute be admitted in this step? If
@@ -39,7 +42,9 @@ class WholePrompts:
     def longest_prompt(self, max_num_batched_tokens: int) -> int:
         return max_num_batched_tokens
 
-    def begin_step(self, running: Collection[Request]) -> None:
+    def begin_step(
+        self, running: Collection[Request], num_behind: Callable[[Request], int]
+    ) -> None:
         pass
 
     def may_start(self, request: Request, num_behind: int) -> bool:

@@ -43,7 +43,7 @@ from admission_constraints import AdmissionConstraint
 from policies import SchedulePolicy
 from policy_queue import create_queue
 from prefill_adder import AddReqResult, NewTokenRatio, PrefillAdder
-from request import BLOCK_SIZE, Request
+from request import Request
 from schedule_batch import ForwardMode, ScheduleBatch
 from scheduler import MAX_PASSED_OVER, make_kv_memory
 from scheduler_base import SchedulerBase, SchedulerLimits, StepPlan
@@ -70,7 +70,7 @@ class PrefillFirstScheduler(SchedulerBase):
         num_gpu_blocks: int = 1000,
         policy: str | SchedulePolicy = "fcfs",
         *,
-        block_size: int = BLOCK_SIZE,
+        block_size: int = 16,
         max_model_len: int | None = None,
         kv_memory: KVMemory | None = None,
         constraints: Sequence[AdmissionConstraint] = (),

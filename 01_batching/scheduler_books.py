@@ -1,0 +1,258 @@
+"""The books of a scheduler: everything but the decision.
+
+Requests come, wait, run and end, in their own time or when somebody aborts them. Each plan goes to
+the runner as a delta, and what the runner sampled comes back:
+
+        add_request         a plan admits it            last token, or abort
+    (new) ------> waiting ------------------> running ----------------------> (gone)
+
+None of that depends on *which* requests a step computes, so it is written once. A scheduler of this
+book derives from `SchedulerBooks` and adds `schedule`.
+
+Invariants: every unfinished request is either waiting or running; what is planned counts as
+computed from then on; after each plan the runner's copy of a scheduled request is the scheduler's.
+
+vLLM's scheduler keeps the same books; what it tells its runner is the same delta."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from post_names import SchedulerPostNames
+from request import Request, RequestStatus, check_integers
+from request_queue import RequestQueue
+from scheduler_interface import EngineCoreOutput, NewRequestData, SchedulerOutput, StepOutput
+
+_FINISHED = RequestStatus.FINISHED_STOPPED  # and everything behind it
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """`max_num_seqs` requests run at once, a step computes `max_num_batched_tokens` tokens, and
+    `max_model_len` bounds prompt plus outputs. Raises `ValueError` for limits below 1."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        check_integers(
+            1, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens
+        )
+        if self.max_model_len is not None:
+            check_integers(1, max_model_len=self.max_model_len)
+
+
+class RunnerDelta:
+    """What the runner knows of each request, so that it is sent only what is new:
+
+    never sent   -> NewRequestData: the prompt, once
+    sent before  -> CachedRequestData: the tokens that became known since
+    """
+
+    def __init__(self) -> None:
+        self._num_sent: dict[str, int] = {}  # tokens
+        self._finished_req_ids: set[str] = set()  # since the last plan
+
+    def knows(self, request_id: str) -> bool:
+        return request_id in self._num_sent
+
+    def forget(self, request_id: str) -> None:
+        if self._num_sent.pop(request_id, None) is not None:  # the runner has state of it
+            self._finished_req_ids.add(request_id)
+
+    def encode(self, plan: SchedulerOutput) -> None:
+        """Put what is new about the scheduled requests into the plan's message."""
+        plan.finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
+        cached, num_sent = plan.scheduled_cached_reqs, self._num_sent
+        for request, start in zip(plan.scheduled_requests, plan.start_positions, strict=True):
+            request_id, tokens = request.request_id, request.all_token_ids
+            if request_id in num_sent:
+                cached.req_ids.append(request_id)
+                cached.new_token_ids.append(tokens[num_sent[request_id] :])
+                cached.num_computed_tokens.append(start)
+                cached.num_output_tokens.append(len(request.output_token_ids))
+            else:
+                plan.scheduled_new_reqs.append(self.describe(request))
+            num_sent[request_id] = len(tokens)
+
+    def describe(self, request: Request) -> NewRequestData:
+        return NewRequestData(
+            request.request_id,
+            request.prompt_token_ids,
+            request.sampling_params,
+            request.num_computed_tokens,
+        )
+
+
+class SchedulerBooks(SchedulerPostNames):
+    """Owns the requests. A subclass has `schedule`."""
+
+    def __init__(
+        self, limits: SchedulerLimits, waiting: RequestQueue, delta: RunnerDelta | None = None
+    ) -> None:
+        self.max_num_seqs = limits.max_num_seqs
+        self.max_num_batched_tokens = limits.max_num_batched_tokens
+        self.max_model_len = limits.max_model_len
+        self.requests: dict[str, Request] = {}  # every unfinished request
+        self.waiting = waiting
+        self.running: dict[str, Request] = {}  # in order of admission
+        self.delta = delta or RunnerDelta()
+
+    # -- requests come and go
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises `ValueError`, and changes nothing, if it is a duplicate or could
+        never run. Where something ends before its `max_tokens` do, these are lowered, and
+        `request.length_limit` says by what."""
+        if not isinstance(request, Request):
+            raise ValueError(f"request is {request!r}: it must be a Request")
+        if request.request_id in self.requests:
+            raise ValueError(
+                f"request_id is {request.request_id!r}: a request with this id is unfinished"
+            )
+        self.check_prompt(request)
+        limits = self.length_limits(request)
+        for reason, room in limits.items():
+            if room < 1:
+                raise ValueError(
+                    f"{describe_prompt(request)}, and {reason}: there must be room for one more"
+                )
+        reason = min(limits, key=lambda reason: limits[reason], default=None)
+        if reason is not None and limits[reason] < request.max_tokens:
+            request.max_tokens, request.length_limit = limits[reason], reason
+        self.requests[request.request_id] = request
+        self.waiting.add_request(request)
+
+    def check_prompt(self, request: Request) -> None:
+        """Raises `ValueError` for a prompt that no step can compute."""
+        if request.num_prompt_tokens > self.max_num_batched_tokens:
+            raise ValueError(
+                f"{describe_prompt(request)}: a whole prompt must fit one step, "
+                f"max_num_batched_tokens={self.max_num_batched_tokens}"
+            )
+
+    def length_limits(self, request: Request) -> dict[str, int]:
+        """What bounds the outputs besides `max_tokens`, and the number that it leaves room for."""
+        if self.max_model_len is None:
+            return {}
+        room = self.max_model_len - request.num_prompt_tokens
+        return {f"max_model_len={self.max_model_len}": room}
+
+    def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None:
+        """End requests from outside, at any moment. Ids of unknown or finished requests are
+        ignored."""
+        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            request = self.requests.get(request_id)
+            if request is not None:
+                request.status = status
+                self.forget(request)
+
+    def abort_request(self, request_id: str) -> None:
+        self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def forget(self, request: Request) -> None:
+        """It has ended: nothing is left of it here, and the next plan tells the runner."""
+        del self.requests[request.request_id]
+        if self.running.pop(request.request_id, None) is None:
+            self.waiting.remove_request(request)
+        self.delta.forget(request.request_id)
+
+    # -- the plan becomes a message
+
+    def make_plan(self, num_tokens: dict[str, int]) -> SchedulerOutput:
+        """The plan that computes the next `num_tokens[id]` tokens of these requests."""
+        requests = [self.requests[request_id] for request_id in num_tokens]
+        plan = SchedulerOutput(
+            num_scheduled_tokens=num_tokens,
+            scheduled_requests=requests,
+            start_positions=[request.num_computed_tokens for request in requests],
+        )
+        self.delta.encode(plan)
+        for request, num in zip(requests, num_tokens.values(), strict=True):
+            request.num_computed_tokens += num
+        return plan
+
+    # -- what came of it
+
+    def update_from_output(
+        self, plan: SchedulerOutput, output: StepOutput
+    ) -> list[EngineCoreOutput]:
+        """Append each request's sampled tokens, up to the one that finishes it, and release those
+        that have finished."""
+        rows = zip(
+            plan.scheduled_requests, plan.start_positions, plan.num_scheduled_tokens.values()
+        )
+        return [
+            self.take_tokens(request, start, start + num_tokens, output)
+            for request, start, num_tokens in rows
+            if request.status < _FINISHED  # else it was aborted between schedule and update
+        ]
+
+    def take_tokens(
+        self, request: Request, start: int, end: int, output: StepOutput
+    ) -> EngineCoreOutput:
+        """What the step did for one request. It has written positions `[start, end)`."""
+        result = self.append_tokens(request, output)
+        if request.status >= _FINISHED:
+            self.finish(request, result)
+        return result
+
+    def append_tokens(self, request: Request, output: StepOutput) -> EngineCoreOutput:
+        request_id = request.request_id
+        sampled = output.token_ids.get(request_id, [])
+        num_new = 0
+        for token_id in sampled:
+            request.append_output_token(token_id)
+            num_new += 1
+            if request.status >= _FINISHED:
+                break  # what was sampled behind it is nobody's
+        result = EngineCoreOutput(request_id, sampled[:num_new])
+        if request_id in output.logprobs:
+            result.logprobs = output.logprobs[request_id][:num_new]
+        if request_id in output.errors:
+            request.status = RequestStatus.FINISHED_ERROR
+            result.finish_detail = output.errors[request_id]
+        return result
+
+    def finish(self, request: Request, result: EngineCoreOutput) -> None:
+        """Its last token is known: say why it ended, and forget it."""
+        result.finish_reason, result.stop_reason = request.finish_reason, request.stop_reason
+        if request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
+            result.finish_detail = request.length_limit
+        self.forget(request)
+
+    # -- questions
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.requests)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """`(running, waiting)`."""
+        return len(self.running), len(self.waiting)
+
+    def check_invariants(self) -> None:
+        """Between two steps. O(everything)."""
+        assert len(self.running) <= self.max_num_seqs
+        waiting = {request.request_id: request for request in self.waiting}
+        assert len(waiting) == len(self.waiting), "somebody waits twice"
+        assert waiting.keys().isdisjoint(self.running), "running, and waiting"
+        assert waiting.keys() | self.running.keys() == self.requests.keys()
+        for request in self.requests.values():
+            request.check_invariants()
+            assert not request.is_finished, repr(request)
+        for request in self.running.values():
+            assert request.status == RequestStatus.RUNNING, repr(request)
+            assert request.num_computed_tokens < request.num_tokens, f"nothing to do: {request!r}"
+            assert self.delta.knows(request.request_id), repr(request)
+        for request in waiting.values():
+            assert request.status != RequestStatus.RUNNING, repr(request)
+            assert request.num_computed_tokens == 0, repr(request)
+
+
+def describe_prompt(request: Request) -> str:
+    return f"request {request.request_id!r}: the prompt has {request.num_prompt_tokens} tokens"

@@ -1,0 +1,103 @@
+"""Chapter 1's scheduler over blocks: nobody is admitted before there is memory.
+
+A request reserves at admission everything it may ever need: its prompt, and all that it may still
+generate. That is safe, because a running request can never run out, and wasteful, because most
+requests stop early: chapter 4 replaces it.
+
+    prompt 10, max_tokens 30, block_size 16     reserved: 39 positions = 3 blocks
+
+The last token is sampled and never fed back, so it needs no slot.
+
+`BlockDelta` adds the block tables to what the runner is told: the whole table once, then the blocks
+that are new.
+
+Invariant: a running request's table reaches every position that it may still write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fcfs_scheduler import FCFSScheduler
+from kv_cache_manager import BlockMemory
+from request import Request
+from scheduler_books import RunnerDelta, describe_prompt
+from scheduler_interface import NewRequestData, SchedulerOutput
+
+
+@dataclass(slots=True)
+class _SentTable:
+    block_ids: Sequence[int]  # the request's table itself, which grows
+    num_blocks: int = 0  # of it that the runner knows
+
+
+class BlockDelta(RunnerDelta):
+    def __init__(self, kv_memory: BlockMemory) -> None:
+        super().__init__()
+        self._kv_memory = kv_memory
+        self._tables: dict[str, _SentTable] = {}
+
+    def forget(self, request_id: str) -> None:
+        super().forget(request_id)
+        self._tables.pop(request_id, None)
+
+    def encode(self, plan: SchedulerOutput) -> None:
+        super().encode(plan)
+        cached = plan.scheduled_cached_reqs
+        cached.new_block_ids = [self._new_block_ids(request_id) for request_id in cached.req_ids]
+
+    def describe(self, request: Request) -> NewRequestData:
+        data = super().describe(request)
+        data.block_ids = self._new_block_ids(request.request_id)
+        return data
+
+    def _new_block_ids(self, request_id: str) -> list[int]:
+        sent = self._tables.get(request_id)
+        if sent is None:
+            block_ids = self._kv_memory.get_block_ids(request_id)
+            sent = self._tables[request_id] = _SentTable(block_ids)
+        num_blocks = len(sent.block_ids)
+        if num_blocks == sent.num_blocks:
+            return []
+        new = list(sent.block_ids[sent.num_blocks :])
+        sent.num_blocks = num_blocks
+        return new
+
+
+class PagedFCFSScheduler(FCFSScheduler):
+    """An `FCFSScheduler` that asks `kv_memory` before it admits."""
+
+    def __init__(
+        self,
+        kv_memory: BlockMemory,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None,
+    ) -> None:
+        delta = BlockDelta(kv_memory)
+        super().__init__(max_num_seqs, max_num_batched_tokens, max_model_len, delta)
+        self.kv_memory = kv_memory
+
+    def check_prompt(self, request: Request) -> None:
+        super().check_prompt(request)
+        max_tokens = min([request.max_tokens, *self.length_limits(request).values()])
+        num_positions = request.num_prompt_tokens + max_tokens - 1
+        if num_positions > self.kv_memory.capacity:
+            raise ValueError(
+                f"{describe_prompt(request)} and max_tokens is {max_tokens}: {num_positions} "
+                "positions do not fit the KV memory even when it is empty; lower max_tokens or "
+                "raise num_blocks"
+            )
+
+    def _has_room(self, request: Request) -> bool:
+        num_reserved = request.max_num_tokens - 1 - request.num_tokens
+        return self.kv_memory.allocate_slots(request, request.num_tokens, num_reserved)
+
+    def forget(self, request: Request) -> None:
+        self.kv_memory.free(request)
+        super().forget(request)
+
+    def make_plan(self, num_tokens: dict[str, int]) -> SchedulerOutput:
+        plan = super().make_plan(num_tokens)
+        plan.num_kv_blocks_in_use = self.kv_memory.num_blocks_in_use
+        return plan
