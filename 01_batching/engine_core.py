@@ -24,7 +24,7 @@ from typing import Protocol
 
 import torch
 
-from request import Request
+from request import Request, RequestStatus
 from scheduler_interface import EngineCoreOutput, SchedulerInterface, SchedulerOutput
 
 
@@ -47,12 +47,19 @@ class ModelRunner(Protocol):
         """Logits `[num_logit_rows, vocab_size]`; KV of the batch's tokens is written."""
 
 
+NO_FINITE_LOGITS = (
+    "its logits have no finite maximum: they hold NaN or infinity, or every token is ruled out"
+)
+
+
 @dataclass(slots=True)
 class SamplerOutput:
-    """Sampled tokens of each request, and their log-probabilities where they were asked for."""
+    """Sampled tokens of each request, and their log-probabilities where they were asked for.
+    `errors`: requests without a token, and a sentence that says why."""
 
     token_ids: dict[str, list[int]]
     logprobs: dict[str, list] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
 
 
 # From a plan and what was sampled of it to tokens proposed for the next step: {request_id: drafts}.
@@ -67,8 +74,16 @@ class GreedySampler:
     """The most likely token; of equals, the lowest id."""
 
     def sample(self, logits: torch.Tensor, batch: Batch) -> SamplerOutput:
-        tokens = logits.argmax(dim=-1).tolist()  # the one place where the host waits for the device
-        return SamplerOutput({r: [t] for r, t in zip(batch.logit_req_ids, tokens, strict=True)})
+        highest, tokens = logits.max(dim=-1)  # NaN is higher than any number
+        tokens = torch.where(highest.isfinite(), tokens, -1)
+        output = SamplerOutput({})
+        # In `tolist`, and nowhere else, the host waits for the device.
+        for request_id, token in zip(batch.logit_req_ids, tokens.tolist(), strict=True):
+            if token >= 0:
+                output.token_ids[request_id] = [token]
+            else:
+                output.errors[request_id] = NO_FINITE_LOGITS
+        return output
 
 
 @dataclass(slots=True)
@@ -162,10 +177,14 @@ class EngineCore:
             for r in output.scheduled_requests
         }
         kv_tokens_written = sum(r.num_computed_tokens for r in output.scheduled_requests)
+        # Before the update, which publishes what is computed: theirs may be NaN.
+        self.scheduler.finish_requests(sampled.errors, RequestStatus.FINISHED_ERROR)
         results = self.scheduler.update_from_output(output, sampled.token_ids)
         for result in results:
             if result.request_id in sampled.logprobs:
                 result.logprobs = sampled.logprobs[result.request_id][: len(result.new_token_ids)]
+        for request_id, detail in sampled.errors.items():
+            results.append(EngineCoreOutput(request_id, [], "error", finish_detail=detail))
         clock.lap("update_ms")
         if self.propose is not None:
             self.scheduler.update_draft_token_ids(self.propose(output, sampled.token_ids))

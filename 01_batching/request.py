@@ -146,12 +146,14 @@ class RequestStatus(IntEnum):
     FINISHED_STOPPED = 4
     FINISHED_LENGTH_CAPPED = 5
     FINISHED_ABORTED = 6
+    FINISHED_ERROR = 7
 
 
 _FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: "stop",
     RequestStatus.FINISHED_LENGTH_CAPPED: "length",
     RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_ERROR: "error",
 }
 
 
@@ -259,7 +261,7 @@ class Request:
 
     @property
     def finish_reason(self) -> str | None:
-        """`"stop"`, `"length"`, `"abort"`, or None while unfinished."""
+        """`"stop"`, `"length"`, `"abort"`, `"error"`, or None while unfinished."""
         return _FINISH_REASONS.get(self.status)
 
     def append_output_token(self, token_id: int) -> None:
@@ -331,8 +333,8 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One continuation. `finish_reason` is None while it runs, then `"stop"`, `"length"` or
-    `"abort"`.
+    """One continuation. `finish_reason` is None while it runs, then `"stop"`, `"length"`,
+    `"abort"`, or `"error"` if the model gave no usable logits (`metrics.finish_detail` says why).
 
     `stop_reason`: the stop string or stop token id that ended it; None for EOS and for the other
     reasons."""

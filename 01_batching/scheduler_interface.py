@@ -114,7 +114,7 @@ class EngineCoreOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list | None = None
-    finish_detail: str | None = None  # what ended it, if that was a limit other than its own
+    finish_detail: str | None = None  # what ended it: a limit other than its own, or an error
 
 
 class SchedulerInterface(Protocol):
