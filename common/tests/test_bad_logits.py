@@ -1,5 +1,5 @@
-"""A model that answers NaN for one request: it ends with an error, and nobody else notices, not even
-who asks for the same prompt later."""
+"""A model that answers NaN for one request: it ends with an error, and nobody else notices, not
+even who asks for the same prompt later."""
 
 from __future__ import annotations
 
