@@ -12,6 +12,7 @@ Importing this module is cheap: torch and transformers are loaded by `LLM(...)`,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,12 +49,12 @@ class LLM:
         use_tqdm: bool = True,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt: text, token ids, or a list of either. Outputs are in the order
-        given.
+        """Continue each prompt: text, token ids (an array will do), or a list of either. Outputs
+        are in the order given.
 
         `sampling_params` is one for all or one for each. Only prompts with an equal `cache_salt`
-        share cached prefixes. Raises `ValueError` if any prompt can not
-        be served; nothing is generated then. Interrupting the call aborts its requests."""
+        share cached prefixes. Raises `ValueError` if any prompt can not be served; nothing is
+        generated then. Interrupting the call aborts its requests."""
         from tqdm import tqdm
 
         prompts = as_list_of_prompts(prompts)
@@ -88,15 +89,18 @@ class LLM:
 
 
 def as_list_of_prompts(prompts: Any) -> list:
-    """A single prompt, text or token ids, becomes a list of one. Raises `ValueError` for what is
-    neither a prompt nor a row of them."""
+    """A single prompt, text or token ids, becomes a list of one. An array of one dimension is a
+    prompt, one of two is a row of them. Raises `ValueError` for what is neither."""
+    from common.intake import plain
+
     if isinstance(prompts, str):
         return [prompts]
+    prompts = plain(prompts)
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping | Set):
         raise ValueError(
             f"prompts is a {type(prompts).__name__}: it must be a str, token ids or a list of them"
         )
     prompts = list(prompts)
-    if prompts and all(isinstance(p, int) and not isinstance(p, bool) for p in prompts):
-        return [prompts]
+    if prompts and all(issubclass(kind, Number) for kind in set(map(type, prompts))):
+        return [prompts]  # whether the numbers are token ids is for the engine to say
     return prompts

@@ -264,12 +264,17 @@ def test_numbers_of_numpy_are_numbers(random_loaded) -> None:
         assert type(getattr(numpy, name)) is type(getattr(plain, name))
     engine = make_engine(random_loaded)
     samples = []
-    for prompt, params in (([5, 6], plain), ([np.int64(5), np.int32(6)], numpy)):
+    for prompt, params in (
+        ([5, 6], plain),
+        ([np.int64(5), np.int32(6)], numpy),
+        (np.array([5, 6], dtype=np.uint8), numpy),
+        (torch.tensor([5, 6]), numpy),
+    ):
         engine.add_request("a", prompt, params)
         output = finish(engine)["a"]
         assert {type(t) for t in output.prompt_token_ids} == {int}
         samples.append([c.token_ids for c in output.outputs])
-    assert samples[0] == samples[1]
+    assert samples == [samples[0]] * 4
 
 
 @pytest.mark.parametrize(
@@ -288,7 +293,8 @@ def test_sampling_params_that_are_no_such_thing_name_the_field(field: str, value
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("arrival_time", "x"), ("arrival_time", np.nan), ("priority", None)]
+    ("field", "value"),
+    [("arrival_time", "x"), ("arrival_time", np.nan), ("priority", None), ("priority", True)],
 )
 def test_when_and_how_urgent_are_numbers(field: str, value: object, random_loaded) -> None:
     engine = make_engine(random_loaded)
@@ -313,6 +319,30 @@ def test_prompts_that_are_none_are_refused(prompts: object) -> None:
         as_list_of_prompts(prompts)
     assert as_list_of_prompts(("a", [1, 2])) == ["a", [1, 2]]
     assert as_list_of_prompts((1, 2)) == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        (np.array([1, 2]), [[1, 2]]),
+        ([np.int64(1), np.int32(2)], [[1, 2]]),
+        (torch.tensor([1, 2]), [[1, 2]]),
+        (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        ([1.5], [[1.5]]),  # refused as a prompt that holds 1.5, not as a prompt that is a float
+        ([True], [[True]]),
+    ],
+)
+def test_row_of_numbers_is_one_prompt(prompts: object, expected: list) -> None:
+    assert as_list_of_prompts(prompts) == expected
+
+
+def test_arrays_in_a_list_are_prompts(random_oracle: Oracle, random_loaded) -> None:
+    engine = make_engine(random_loaded)
+    prompts = as_list_of_prompts([np.array(random_oracle.prompts[i]) for i in range(2)])
+    outputs = engine.generate_batch(prompts, GREEDY).values()
+    assert [o.outputs[0].token_ids for o in outputs] == [
+        random_oracle.expected(i, 8) for i in range(2)
+    ]
 
 
 @pytest.mark.parametrize(("field", "value"), [("model", ""), ("model", 5), ("device", None)])
