@@ -38,7 +38,13 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from input_batch import InputBatch, RunnerState, prepare_inputs_from_scheduler_output
-from scheduler_interface import FinishedStep, Laps, SchedulerOutput, StepOutput
+from scheduler_interface import (
+    NO_FINITE_LOGITS,
+    FinishedStep,
+    Laps,
+    SchedulerOutput,
+    StepOutput,
+)
 
 
 class Sampler(Protocol):
@@ -47,20 +53,18 @@ class Sampler(Protocol):
 
 
 class GreedySampler:
-    """The most likely token; of equals, the lowest id. A row in which that has no finite logit says
-    nothing (one NaN is enough): its request gets an error and no token."""
+    """The most likely token; of equals, the lowest id."""
 
     def sample(self, logits: torch.Tensor, req_ids: Sequence[str]) -> StepOutput:
-        tokens = logits.argmax(dim=-1, keepdim=True)  # a NaN wins
-        is_sound = logits.gather(-1, tokens).isfinite()
-        # The one place where the host waits for the device.
-        rows = torch.cat([tokens, is_sound], dim=1).tolist()
+        highest, tokens = logits.max(dim=-1)  # NaN is higher than any number
+        tokens = torch.where(highest.isfinite(), tokens, -1)
         output = StepOutput()
-        for req_id, (token_id, sound) in zip(req_ids, rows, strict=True):
-            if sound:
-                output.token_ids[req_id] = [token_id]
+        # In `tolist`, and nowhere else, the host waits for the device.
+        for req_id, token in zip(req_ids, tokens.tolist(), strict=True):
+            if token >= 0:
+                output.token_ids[req_id] = [token]
             else:
-                output.errors[req_id] = "its logits are not finite"
+                output.errors[req_id] = NO_FINITE_LOGITS
         return output
 
 

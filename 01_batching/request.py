@@ -40,10 +40,10 @@ class SamplingParams:
     """How tokens are chosen and when to stop. Order of application: penalties, temperature, min-p,
     top-k, top-p.
 
-    `temperature=0` is greedy and ignores what follows it. `top_k=0` keeps all tokens. `seed` makes
-    the output a function of the request alone. `stop` strings are cut from the text;
-    `stop_token_ids` end the output as EOS does. Raises `ValueError` that names the field, its value
-    and what is allowed."""
+    `temperature=0` is greedy and ignores what follows it. `top_k=0` keeps all tokens, and so does
+    -1, as in vLLM. `seed` makes the output a function of the request alone. `stop` strings are cut
+    from the text; `stop_token_ids` end the output as EOS does. Raises `ValueError` that names the
+    field, its value and what is allowed."""
 
     n: int = 1
     temperature: float = 1.0
@@ -68,6 +68,8 @@ class SamplingParams:
             if values is not None and not isinstance(values, Iterable):
                 raise ValueError(f"{name} is {values!r}: it must be a sequence")
             object.__setattr__(self, name, () if values is None else tuple(values))
+        if _is_integer(self.top_k) and self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
         self._check_integers()
         self._check_numbers()
         if not all(isinstance(s, str) and s for s in self.stop):

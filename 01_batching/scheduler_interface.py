@@ -104,10 +104,15 @@ class SchedulerOutput(PlanPostNames):
 # -- the answer
 
 
+NO_FINITE_LOGITS = (
+    "its logits have no finite maximum: they hold NaN or infinity, or every token is ruled out"
+)
+
+
 @dataclass(slots=True)
 class StepOutput:
     """What came of a plan, by request id. A request whose last known token was not computed yet has
-    no tokens; one in `errors` has none either, and a sentence that says why it cannot go on."""
+    no tokens; one in `errors` has none either, and a sentence that says why it cannot go on (`NO_FINITE_LOGITS`)."""
 
     token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list] = field(default_factory=dict)  # where they were asked for
@@ -167,7 +172,7 @@ class EngineCoreOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list | None = None
-    finish_detail: str | None = None  # what ended it, if that was a limit other than its own
+    finish_detail: str | None = None  # what ended it: a limit other than its own, or an error
 
 
 class SchedulerInterface(Protocol):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from engine_core import EngineCore, GreedySampler, SamplerOutput, StepRecord
+from engine_core import NO_FINITE_LOGITS, EngineCore, GreedySampler, SamplerOutput, StepRecord
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
 from request import Request, SamplingParams
@@ -303,6 +303,48 @@ def test_the_greedy_sampler_gives_each_row_to_its_request():
     assert output.token_ids == {"b": [1], "a": [0]}
     with pytest.raises(ValueError):
         GreedySampler().sample(logits, ScriptedBatch(["b"]))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), None], ids=["nan", "inf", "all -inf"])
+def test_the_greedy_sampler_gives_a_row_without_a_finite_maximum_to_nobody(bad):
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
+    if bad is None:
+        logits[0] = float("-inf")
+    else:
+        logits[0, 1] = bad
+    output = GreedySampler().sample(logits, ScriptedBatch(["b", "a"]))
+    assert output.token_ids == {"a": [0]}
+    assert output.errors == {"b": NO_FINITE_LOGITS}
+
+
+def test_a_request_that_cannot_be_sampled_ends_and_the_others_go_on():
+    class BadForA:
+        def sample(self, logits, batch):
+            output = GreedySampler().sample(logits, batch)
+            if len(output.token_ids) == 2 and steps:
+                del output.token_ids["a"]
+                output.errors["a"] = "why"
+            return output
+
+    steps: list[StepRecord] = []
+    engine = EngineCore(
+        FCFSScheduler(),
+        ScriptedRunner(SCRIPT),
+        BadForA(),
+        on_step=steps.append,
+        check_invariants=True,
+    )
+    a, b = make("a", [1], max_tokens=4), make("b", [1], max_tokens=4)
+    engine.add_request(a)
+    engine.add_request(b)
+    engine.step()
+    of_b, of_a = engine.step()
+    assert (of_a.new_token_ids, of_a.finish_reason, of_a.finish_detail) == ([], "error", "why")
+    assert (of_b.new_token_ids, of_b.finish_reason) == ([SCRIPT[1]], None)
+    assert steps[1].finished == {"a": "error"}
+    run(engine)
+    assert (a.finish_reason, a.output_token_ids) == ("error", SCRIPT[:1])
+    assert (b.finish_reason, b.output_token_ids) == ("length", SCRIPT[:4])
 
 
 def test_two_engines_share_nothing():

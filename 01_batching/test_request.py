@@ -42,7 +42,7 @@ def feed(request: Request, tokens: list[int]) -> int:
     [
         *(("n", v) for v in (0, -1, 1.0, True, "1", None)),
         *(("temperature", v) for v in (-0.1, NAN, INF, "hot", None, True)),
-        *(("top_k", v) for v in (-1, 1.5, None)),
+        *(("top_k", v) for v in (-2, 1.5, None, True)),
         *(("top_p", v) for v in (0.0, -0.1, 1.0001, NAN, None)),
         *(("min_p", v) for v in (-0.1, 1.1, NAN)),
         *(("repetition_penalty", v) for v in (0.0, -1.0, INF, NAN)),
@@ -141,6 +141,7 @@ def test_statuses_from_stopped_on_are_finished():
         "FINISHED_STOPPED": "stop",
         "FINISHED_LENGTH_CAPPED": "length",
         "FINISHED_ABORTED": "abort",
+        "FINISHED_ERROR": "error",
     }
 
 
@@ -267,3 +268,9 @@ def test_a_printed_result_shows_everything_but_the_clocks():
     assert "metrics" not in shown
     for part in ("request_id='r'", "text='abc'", "finish_reason='stop'", "num_cached_tokens=0"):
         assert part in shown
+
+
+def test_top_k_of_minus_one_keeps_all_tokens_as_in_vllm():
+    params = SamplingParams(top_k=-1)
+    assert params == SamplingParams(top_k=0)
+    assert type(SamplingParams(top_k=np.int64(-1)).top_k) is int

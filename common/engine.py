@@ -14,7 +14,7 @@ belongs to exactly one group; two engines in one process share nothing."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from common.assembly import assemble
@@ -79,7 +79,7 @@ class LLMEngine:
         self._groups: dict[str, RequestGroup] = {}
         # By Request.request_id: all members of open groups, those that have finished included.
         self._owners: dict[str, tuple[RequestGroup, OutputProcessor]] = {}
-        self._aborted: list[RequestGroup] = []  # since the last step
+        self._ended: dict[RequestGroup, None] = {}  # and not reported yet; in order
         self._last_record: StepRecord | None = None
         self._num_batches = 0
 
@@ -151,7 +151,8 @@ class LLMEngine:
             raise
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request at any moment. Its output so far, or None if there is no such request."""
+        """End a request at any moment. Its output so far, which the next `step` returns too, or
+        None if there is no such request."""
         group = self._groups.get(request_id)
         if group is None:
             return None
@@ -160,81 +161,122 @@ class LLMEngine:
                 self.scheduler.abort_request(member.request.request_id)
                 member.abort()
         self._stats.num_aborted += 1
-        self._aborted.append(group)
-        self._close(group)
+        self._end(group)
         return group.output()
 
     def has_unfinished_requests(self) -> bool:
-        return self.core.has_unfinished_requests()
+        """Is there anything to do for `step`, if only to return the output of an aborted one?"""
+        return self.core.has_unfinished_requests() or bool(self._ended)
 
     def step(self) -> list[RequestOutput]:
-        """One iteration for everybody. The outputs of the requests that made progress, and of those
-        that `on_step` aborted. An output's completions are alive: they grow with later steps.
+        """One iteration for everybody. The outputs of the requests that have ended since the last
+        one, aborted ones included, and of those that made progress. An output's completions are
+        alive: they grow with later steps.
 
-        If a step raises (out of memory, an interrupt, logits that are NaN), nobody can say how far
-        its requests have come: they are aborted, the waiting ones stay, and the engine goes on.
+        If a step raises (out of memory, an interrupt), nobody can say how far its requests have
+        come: they are aborted, the waiting ones stay, and the engine goes on. If `on_step` raises,
+        nobody is aborted. Either way the next step returns what this one could not.
         """
+        going_on = self._advance()
+        groups = [*self._ended, *going_on]
+        self._ended.clear()
+        return [group.output() for group in groups]
+
+    def _advance(self) -> list[RequestGroup]:
+        """One iteration. The unfinished groups that made progress; the others are in `_ended`."""
         try:
             results = self.core.step()
         except BaseException:
             self._abort_running()
             raise
         now = time.monotonic()
-        touched: dict[str, RequestGroup] = {}
+        touched: dict[RequestGroup, None] = {}
         for result in results:
             group, member = self._owners[result.request_id]
             num_before = len(member.completion.token_ids)
             if member.process(result, now):
                 self.scheduler.finish_requests(result.request_id, RequestStatus.FINISHED_STOPPED)
             self._stats.output_tokens += len(member.completion.token_ids) - num_before
-            touched[group.request_id] = group
-        for group in touched.values():
+            touched[group] = None
+        for group in touched:
             if group.is_finished:
                 self._stats.num_finished += 1
-                self._close(group)
+                self._end(group)
         if self.config.check_invariants:
             self.check_invariants()
-        self._aborted.clear()
         if self.on_step is not None:
             self.on_step(self._last_record)
-        touched |= {group.request_id: group for group in self._aborted}
-        return [group.output() for group in touched.values()]
+        return [group for group in touched if not group.is_finished]
 
     def _abort_running(self) -> None:
         for group in list(self._groups.values()):
             if any(m.request.request_id in self.scheduler.running for m in group.members):
                 self.abort_request(group.request_id)
 
+    # -- whole calls
+
     def generate_batch(
         self,
         prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         cache_salt: str | None = None,
+        request_ids: Sequence[str] | None = None,
+        on_finished: Callable[[int], object] | None = None,
     ) -> dict[str, RequestOutput]:
         """Run prompts to their end. The outputs by request id, in the order of the prompts.
+        `on_finished` is told after each step how many of them ended in it.
 
-        Other requests in the engine advance with them. Raises `ValueError` if one of the prompts
-        can not be served; none of them is queued then. Interrupting the call aborts them."""
+        Other requests in the engine advance with them, and if they end, the next `step` returns
+        them. Raises `ValueError` if one of the prompts can not be served; none of them is queued
+        then. Interrupting the call aborts its requests."""
         per_prompt = spread_params(params, len(prompts))
-        self._num_batches += 1
-        ids = [f"batch{self._num_batches}-{i}" for i in range(len(prompts))]
-        self.add_requests(zip(ids, prompts, per_prompt, strict=True), cache_salt=cache_salt)
-        outputs: dict[str, RequestOutput | None] = dict.fromkeys(ids)
-        num_open = len(ids)
+        if request_ids is None:
+            self._num_batches += 1
+            request_ids = [f"batch{self._num_batches}-{i}" for i in range(len(prompts))]
+        self.add_requests(zip(request_ids, prompts, per_prompt, strict=True), cache_salt=cache_salt)
+        own = dict.fromkeys(self._groups[request_id] for request_id in request_ids)
         try:
-            while num_open:
-                for output in self.step():
-                    if output.finished and output.request_id in outputs:
-                        outputs[output.request_id] = output
-                        num_open -= 1
+            for group in own:
+                while not group.is_finished:
+                    self._advance()
+                    num_finished = self._forget_ended(own)
+                    if on_finished is not None and num_finished:
+                        on_finished(num_finished)
         finally:
-            for request_id in ids:
-                self.abort_request(request_id)
-        return outputs
+            self._withdraw(own)
+        return {group.request_id: group.output() for group in own}
 
-    def take_delta(self, request_id: str) -> str:
-        """Text of a running request's first sequence that became final since the last call."""
-        return self._groups[request_id].members[0].take_delta()
+    def stream(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Iterator[str]:
+        """Run one prompt, and yield its text as it becomes final. However the request ends, the
+        rest of its text is yielded. Leaving the loop early aborts it."""
+        self.add_request(request_id, prompt, params)
+        group = self._groups[request_id]
+        member = group.members[0]
+        try:
+            while not group.is_finished:
+                if delta := member.take_delta():
+                    yield delta
+                else:
+                    self._advance()
+            if rest := member.take_delta():
+                yield rest
+        finally:
+            self._withdraw([group])
+
+    def _forget_ended(self, groups: Collection[RequestGroup]) -> int:
+        """Their caller holds them, so no step returns them. How many of them had ended."""
+        ended = [group for group in self._ended if group in groups]
+        for group in ended:
+            del self._ended[group]
+        return len(ended)
+
+    def _withdraw(self, groups: Collection[RequestGroup]) -> None:
+        for group in groups:
+            if not group.is_finished:
+                self.abort_request(group.request_id)
+        self._forget_ended(groups)
 
     # -- what it is doing
 
@@ -315,6 +357,7 @@ class LLMEngine:
         for request_id, (group, member) in self._owners.items():
             assert self._groups[group.request_id] is group and not group.is_finished, request_id
             assert member in group.members and member.request.request_id == request_id, request_id
+        assert all(group.is_finished for group in self._ended)
         assert self.scheduler.requests or self.kv_manager.num_blocks_in_use == 0, "blocks leaked"
 
     def _after_step(self, record: StepRecord) -> None:
@@ -344,6 +387,10 @@ class LLMEngine:
             raise ValueError(f"request_id is {request_id!r}: it must be a non-empty str")
         if request_id in self._groups or request_id in self._owners:
             raise ValueError(f"request_id is {request_id!r}: a request with this id is unfinished")
+
+    def _end(self, group: RequestGroup) -> None:
+        self._ended[group] = None
+        self._close(group)
 
     def _close(self, group: RequestGroup) -> None:
         for member in group.members:

@@ -9,13 +9,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
+from typing import Any
 
 from common.output_processor import OutputProcessor
 from common.request_group import RequestGroup
 from common.tokenizer import Tokenizer
 from request import Request, SamplingParams
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int]  # or a row of integers of NumPy or PyTorch
 
 
 @dataclass(slots=True)
@@ -44,7 +45,7 @@ class Intake:
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         if not isinstance(arrival_time, Real) or not math.isfinite(arrival_time):
             raise ValueError(f"arrival_time is {arrival_time!r}: it must be a number of seconds")
-        if not isinstance(priority, Integral):
+        if isinstance(priority, bool) or not isinstance(priority, Integral):
             raise ValueError(f"priority is {priority!r}: it must be an integer")
         if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
             raise ValueError(f"cache_salt is {cache_salt!r}: it must be None or a non-empty str")
@@ -101,22 +102,33 @@ class Intake:
             if self.tokenizer is None:
                 raise ValueError("prompt is text: this engine has no tokenizer; give token ids")
             token_ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, Sequence):
-            token_ids = list(prompt)
         else:
+            token_ids = plain(prompt)
+        if not isinstance(token_ids, Sequence):
             raise ValueError(f"prompt is a {type(prompt).__name__}: it must be a str or token ids")
         if not token_ids:
             raise ValueError(f"prompt is {prompt!r}: it must hold at least one token")
-        self._check_token_ids("prompt", token_ids)
-        return [int(t) for t in token_ids]  # NumPy's integers overflow and do not serialise
+        return self._check_token_ids("prompt", token_ids)
 
-    def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
+    def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
+        """The same ids as `int`s: NumPy's overflow and do not serialise. In bulk, since a prompt
+        may have 100,000: only a prompt that is refused is looked at token by token."""
         limit = self.num_embeddings
-        for t in token_ids:
-            if isinstance(t, bool) or not isinstance(t, Integral) or not 0 <= t < limit:
-                raise ValueError(
-                    f"{name} holds {t!r}: token ids are integers from 0 to {limit - 1}"
-                )
+        are_integers = all(map(_is_integer_type, set(map(type, token_ids))))
+        ids = list(map(int, token_ids)) if are_integers else []
+        if not are_integers or (ids and not (min(ids) >= 0 and max(ids) < limit)):
+            t = next(t for t in token_ids if not _is_integer_type(type(t)) or not 0 <= t < limit)
+            raise ValueError(f"{name} holds {t!r}: token ids are integers from 0 to {limit - 1}")
+        return ids
+
+
+def plain(values: Any) -> Any:
+    """Arrays and tensors as lists of Python's numbers; anything else as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def _is_integer_type(kind: type) -> bool:
+    return issubclass(kind, Integral) and kind is not bool
 
 
 def _wrap_to_int64(value: int) -> int:

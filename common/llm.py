@@ -12,6 +12,7 @@ Importing this module is cheap: torch and transformers are loaded by `LLM(...)`,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,6 @@ class LLM:
             raise ValueError(f"unknown argument {unknown[0]!r}: LLM takes {sorted(known)}")
         self.engine: LLMEngine = LLMEngine(EngineConfig(model=model, **config))
         self._num_requests = 0
-        self._outputs: dict[str, RequestOutput | None] = {}  # of the calls that are under way
 
     def generate(
         self,
@@ -49,29 +49,21 @@ class LLM:
         use_tqdm: bool = True,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt: text, token ids, or a list of either. Outputs are in the order
-        given.
+        """Continue each prompt: text, token ids (an array will do), or a list of either. Outputs
+        are in the order given.
 
         `sampling_params` is one for all or one for each. Only prompts with an equal `cache_salt`
-        share cached prefixes. Raises `ValueError` if any prompt can not
-        be served; nothing is generated then. Interrupting the call aborts its requests."""
+        share cached prefixes. Raises `ValueError` if any prompt can not be served; nothing is
+        generated then. Interrupting the call aborts its requests."""
         from tqdm import tqdm
 
-        from common.request_group import spread_params
-
         prompts = as_list_of_prompts(prompts)
-        ids = self._submit(prompts, spread_params(sampling_params, len(prompts)), cache_salt)
-        own = set(ids)
-        try:
-            with tqdm(total=len(ids), desc="Requests", unit="req", disable=not use_tqdm) as bar:
-                num_open = len(ids)
-                while num_open:
-                    num_finished = len(own.intersection(self._step()))
-                    num_open -= num_finished
-                    bar.update(num_finished)
-            return [self._outputs[i] for i in ids]
-        finally:
-            self._withdraw(ids)
+        ids = self._new_ids(len(prompts))
+        with tqdm(total=len(ids), desc="Requests", unit="req", disable=not use_tqdm) as bar:
+            outputs = self.engine.generate_batch(
+                prompts, sampling_params, cache_salt, ids, on_finished=bar.update
+            )
+        return list(outputs.values())
 
     def stream(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None
@@ -79,67 +71,36 @@ class LLM:
         """Yield the continuation piece by piece. Joined, the pieces are `generate`'s text.
 
         A piece is never taken back: incomplete characters and what may become a stop string are
-        held until they are decided. Leaving the loop early aborts the request."""
+        held until they are decided. If the request is aborted, the stream ends with what it has.
+        Leaving the loop early aborts the request."""
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ValueError(f"n is {params.n}: a stream has one continuation; use generate")
-        (request_id,) = self._submit([prompt], [params])
-        num_sent = 0
-        try:
-            while True:
-                output = self._outputs[request_id]
-                if output is not None and output.finished:
-                    if rest := output.outputs[0].text[num_sent:]:
-                        yield rest
-                    return
-                if delta := self.engine.take_delta(request_id):
-                    num_sent += len(delta)
-                    yield delta
-                self._step()
-        finally:
-            self._withdraw([request_id])
+        yield from self.engine.stream(*self._new_ids(1), prompt, params)
 
     def close(self) -> None:
         """Abort what is unfinished, and stop what `kv_tiers` or `kv_connector` started."""
         self.engine.close()
 
-    def _submit(
-        self, prompts: list, params: list[SamplingParams], cache_salt: str | None = None
-    ) -> list[str]:
+    def _new_ids(self, num_requests: int) -> list[str]:
         first = self._num_requests
-        ids = [f"request-{first + i}" for i in range(len(prompts))]
-        self.engine.add_requests(zip(ids, prompts, params, strict=True), cache_salt=cache_salt)
-        self._num_requests += len(prompts)
-        self._outputs.update(dict.fromkeys(ids))
-        return ids
-
-    def _step(self) -> list[str]:
-        """One step for all calls under way: each finds its requests' outputs in `_outputs`.
-
-        Returns the ids of the requests that have finished.
-        """
-        outputs = self.engine.step()
-        for output in outputs:
-            if output.request_id in self._outputs:
-                self._outputs[output.request_id] = output
-        return [output.request_id for output in outputs if output.finished]
-
-    def _withdraw(self, ids: list[str]) -> None:
-        for request_id in ids:
-            self.engine.abort_request(request_id)
-            del self._outputs[request_id]
+        self._num_requests += num_requests
+        return [f"request-{first + i}" for i in range(num_requests)]
 
 
 def as_list_of_prompts(prompts: Any) -> list:
-    """A single prompt, text or token ids, becomes a list of one. Raises `ValueError` for what is
-    neither a prompt nor a row of them."""
+    """A single prompt, text or token ids, becomes a list of one. An array of one dimension is a
+    prompt, one of two is a row of them. Raises `ValueError` for what is neither."""
+    from common.intake import plain
+
     if isinstance(prompts, str):
         return [prompts]
+    prompts = plain(prompts)
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping | Set):
         raise ValueError(
             f"prompts is a {type(prompts).__name__}: it must be a str, token ids or a list of them"
         )
     prompts = list(prompts)
-    if prompts and all(isinstance(p, int) and not isinstance(p, bool) for p in prompts):
-        return [prompts]
+    if prompts and all(issubclass(kind, Number) for kind in set(map(type, prompts))):
+        return [prompts]  # whether the numbers are token ids is for the engine to say
     return prompts

@@ -8,9 +8,36 @@ several tokens (chapter 5)."""
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 from common.tokenizer import IncrementalDetokenizer, Tokenizer
 from request import CompletionOutput, Request, RequestMetrics
 from scheduler_interface import EngineCoreOutput
+
+
+class GrowingCompletion(CompletionOutput):
+    """A completion whose `text` is joined when somebody reads it: joined at each step, a token
+    would cost as much as all tokens before it. A copy of it is an ordinary completion."""
+
+    __slots__ = ("_detokenizer", "_text")
+
+    def __init__(
+        self, *values: Any, detokenizer: IncrementalDetokenizer | None = None, **named: Any
+    ) -> None:
+        super().__init__(*values, **named)
+        self._detokenizer = detokenizer
+
+    @property
+    def text(self) -> str:
+        return self._text if self._detokenizer is None else self._detokenizer.text
+
+    @text.setter
+    def text(self, text: str) -> None:
+        self._text, self._detokenizer = text, None
+
+    def __reduce__(self) -> tuple:
+        return CompletionOutput, tuple(getattr(self, f.name) for f in fields(CompletionOutput))
 
 
 class OutputProcessor:
@@ -26,10 +53,7 @@ class OutputProcessor:
             raise ValueError(f"stop is {params.stop!r}: stop strings need a tokenizer")
         self.request = request
         self.metrics = RequestMetrics(request.arrival_time)
-        self.completion = CompletionOutput(
-            index, "", [], logprobs=None if params.logprobs is None else []
-        )
-        self._detokenizer = None
+        self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None:
             self._detokenizer = IncrementalDetokenizer(
                 tokenizer,
@@ -38,6 +62,8 @@ class OutputProcessor:
                 skip_special_tokens=params.skip_special_tokens,
                 min_tokens=params.min_tokens,
             )
+        logprobs = None if params.logprobs is None else []
+        self.completion = GrowingCompletion(index, "", [], logprobs, detokenizer=self._detokenizer)
 
     @property
     def is_finished(self) -> bool:
@@ -62,7 +88,7 @@ class OutputProcessor:
                 result.finish_reason,
                 result.stop_reason,
             )
-        self._update_text()
+        self._finish_text()
         return matched is not None
 
     def num_wanted(self, token_ids: list[int]) -> int:
@@ -74,7 +100,7 @@ class OutputProcessor:
     def abort(self) -> None:
         """The user or the engine ended it. What has been generated stays."""
         self.completion.finish_reason = "abort"
-        self._update_text()
+        self._finish_text()
 
     def take_delta(self) -> str:
         """Text that has become final since the last call."""
@@ -92,8 +118,7 @@ class OutputProcessor:
                 return i + 1, match.stop_string
         return num_new, None
 
-    def _update_text(self) -> None:
-        if self._detokenizer is not None:
-            if self.is_finished:
-                self._detokenizer.finish()
+    def _finish_text(self) -> None:
+        if self._detokenizer is not None and self.is_finished:
+            self._detokenizer.finish()
             self.completion.text = self._detokenizer.text

@@ -9,7 +9,7 @@ from common.output_processor import OutputProcessor
 from request import RequestMetrics, RequestOutput, SamplingParams
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class RequestGroup:
     """A user's request. Each member is one sequence, a `Request` to the scheduler."""
 

@@ -116,6 +116,60 @@ def test_leaving_a_stream_aborts_its_request_and_two_calls_may_interleave(llm: L
     assert llm.engine.stats().kv_blocks_in_use == 0
 
 
+@pytest.mark.parametrize("ends", ["abort_request", "close"])
+def test_stream_whose_request_is_ended_from_outside_ends_with_what_it_has(
+    llm: LLM, ends: str
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    (whole,) = generate(llm, "def a(", params)
+    stream = llm.stream("def a(", params)
+    got = next(stream) + next(stream)
+    if ends == "close":
+        llm.close()
+    else:
+        (request_id,) = llm.engine._groups
+        llm.engine.abort_request(request_id)
+    got += "".join(stream)
+    assert whole.outputs[0].text.startswith(got)
+    assert len(got) < len(whole.outputs[0].text)
+    assert not llm.engine.has_unfinished_requests(), "the stream was told: no step need be"
+    assert llm.engine.stats().kv_blocks_in_use == 0
+
+
+@pytest.mark.parametrize("from_stream", [True, False])
+def test_stream_is_whole_if_a_step_of_another_call_ends_it(llm: LLM, from_stream: bool) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    long = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    (whole,) = generate(llm, "def a(", params)
+    stream = llm.stream("def a(", params)
+    got = next(stream)
+    if from_stream:
+        assert "".join(llm.stream("class B", long))
+    else:
+        generate(llm, "class B", long)
+    assert got + "".join(stream) == whole.outputs[0].text
+
+
+def test_generate_returns_what_an_abort_from_another_call_left(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    aborted = []
+
+    def abort_the_first(record) -> None:
+        if len(record.num_scheduled_tokens) == 2 and not aborted:
+            aborted.append(min(record.num_scheduled_tokens))
+            llm.engine.abort_request(aborted[0])
+            llm.engine.on_step = None
+            (nested,) = generate(llm, "import ", params)  # its steps advance the second request
+            assert len(nested.outputs[0].token_ids) == 20
+
+    llm.engine.on_step = abort_the_first
+    first, second = generate(llm, ["def a(", "def b("], params)
+    assert (first.request_id, first.outputs[0].finish_reason) == (aborted[0], "abort")
+    assert len(first.outputs[0].token_ids) == 1
+    assert second.outputs[0].token_ids == generate(llm, "def b(", params)[0].outputs[0].token_ids
+    assert not llm.engine.has_unfinished_requests()
+
+
 def test_stop_string_cuts_text_tokens_and_logprobs_alike(llm: LLM) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     (free,) = generate(llm, "class Stack:", greedy)

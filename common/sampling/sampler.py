@@ -8,10 +8,10 @@
         +--> inverse of the cumulative distribution at a uniform number
 
 A logit row is used as float64 if it is float64, otherwise as float32; cumulative sums are float64
-or integers. A row without a finite maximum (NaN, +inf, or no token allowed) is a `ValueError` that
-names its request. Repetition penalty: Keskar et al. 2019 (arXiv 1909.05858); top-p: Holtzman et al.
-2019 (arXiv 1904.09751); min-p: Nguyen et al. 2024 (arXiv 2407.01082); the hash: splitmix64 (Steele
-et al. 2014).
+or integers. A row without a finite maximum (NaN, +inf, or no token allowed) is an error of its
+request and of no other. Repetition penalty: Keskar et al. 2019 (arXiv 1909.05858); top-p: Holtzman
+et al. 2019 (arXiv 1904.09751); min-p: Nguyen et al. 2024 (arXiv 2407.01082); the hash: splitmix64
+(Steele et al. 2014).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from common.sampling.sampling_constraints import (
     token_counts,
     top_ids,
 )
-from engine_core import SamplerOutput
+from engine_core import NO_FINITE_LOGITS, SamplerOutput
 from request import SamplingParams
 
 _NARROW = 256  # a top-k up to this is handled apart from the rest of the vocabulary
@@ -153,12 +153,16 @@ class Sampler:
     def emit(
         self, raw: torch.Tensor, sampling: SamplingBatch, rows: list[int], tokens: list[int]
     ) -> SamplerOutput:
-        """What becomes of `tokens`, the one of each of `rows`. Raises `ValueError` for a -1."""
-        _check_drawn(rows, tokens, sampling)
+        """What becomes of `tokens`, the one of each of `rows`. A -1 is an error of its request."""
         output = SamplerOutput({})
-        for row, token in zip(rows, tokens, strict=True):
+        asking = []
+        for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+            if token < 0:
+                output.errors[sampling.req_ids[row]] = NO_FINITE_LOGITS
+                continue
             output.token_ids.setdefault(sampling.req_ids[row], []).append(token)
-        asking = [i for i, row in enumerate(rows) if sampling.params[row].logprobs is not None]
+            if sampling.params[row].logprobs is not None:
+                asking.append(i)
         if asking:
             asking_rows, chosen = [rows[i] for i in asking], [tokens[i] for i in asking]
             num_top = [sampling.params[row].logprobs for row in asking_rows]
@@ -314,16 +318,6 @@ def _greedy(logits: torch.Tensor) -> torch.Tensor:
         tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
         highest = logits.gather(1, tokens[:, None])[:, 0]
     return torch.where(highest.isfinite(), tokens, -1)
-
-
-def _check_drawn(rows: list[int], tokens: list[int], sampling: SamplingBatch) -> None:
-    if tokens and min(tokens) < 0:
-        pairs = zip(rows, tokens, strict=True)
-        names = [sampling.req_ids[row] for row, token in pairs if token < 0]
-        raise ValueError(
-            f"logits of {names} have no finite maximum: they hold NaN or infinity, or every token "
-            "is ruled out"
-        )
 
 
 def _as_float(logits: torch.Tensor) -> torch.Tensor:

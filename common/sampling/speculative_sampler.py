@@ -73,10 +73,11 @@ class SpeculativeSampler:
         rejected = [run for run in runs if run.probs is not None]
         tokens = self._verify(self._match, matched, raw, batch)
         tokens |= self._verify(self._reject, rejected, raw, batch)
-        if self.num_kept is not None:
-            for req_id, run_tokens in tokens.items():
-                if len(run_tokens) > 1:
-                    del run_tokens[self.num_kept(req_id, run_tokens) :]
+        for req_id, run_tokens in tokens.items():
+            if run_tokens[-1] < 0 and len(run_tokens) > 1:
+                run_tokens.pop()  # the next step comes to this row again, and to no draft before it
+            if self.num_kept is not None and len(run_tokens) > 1:
+                del run_tokens[self.num_kept(req_id, run_tokens) :]
         rows = [run.start + i for run in runs for i in range(len(tokens[run.req_id]))]
         flat = [token for run in runs for token in tokens[run.req_id]]
         return self.sampler.emit(raw, sampling, rows, flat)
@@ -99,7 +100,7 @@ class SpeculativeSampler:
         raw: torch.Tensor,
         batch: PagedBatch,
     ) -> dict[str, list[int]]:
-        """The tokens of each run; a -1 stands for logits that say nothing."""
+        """The tokens of each run; it ends with a -1 at logits that say nothing."""
         if not runs:
             return {}
         rows = [row for run in runs for row in range(run.start, run.stop)]
@@ -152,9 +153,10 @@ class SpeculativeSampler:
             sampling.uniforms(every, TOKEN_STREAM).to(raw.device),
         )
         # The last token of a run was drawn from its row's distribution, which may be NaN.
-        last = cu_num_logits[:-1] + verified.num_sampled - 1
-        is_nan = target_probs[last, 0].isnan()
-        tokens = verified.token_ids.masked_fill(is_nan[:, None], -1)
+        last = (verified.num_sampled - 1)[:, None]
+        is_nan = target_probs[cu_num_logits[:-1, None] + last, 0].isnan()
+        drawn = verified.token_ids.gather(1, last).masked_fill(is_nan, -1)
+        tokens = verified.token_ids.scatter(1, last, drawn)
         return torch.cat([verified.num_sampled[:, None], tokens], dim=1)
 
 

@@ -34,6 +34,7 @@ from common.sampling.sampling_constraints import (
     token_counts,
     top_ids,
 )
+from engine_core import NO_FINITE_LOGITS
 from request import SamplingParams
 
 NEG_INF = float("-inf")
@@ -452,7 +453,7 @@ def test_logprobs_are_raw_ranked_and_only_where_asked() -> None:
 
 @pytest.mark.parametrize("params", MIXED, ids=lambda p: None)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), None], ids=["nan", "inf", "all -inf"])
-def test_a_row_without_a_finite_maximum_is_an_error_that_names_its_request(
+def test_a_row_without_a_finite_maximum_is_an_error_of_its_request_alone(
     params: SamplingParams, bad: float | None
 ) -> None:
     logits = torch.zeros(3, 600)
@@ -460,8 +461,11 @@ def test_a_row_without_a_finite_maximum_is_an_error_that_names_its_request(
         logits[1] = NEG_INF
     else:
         logits[1, 33] = bad
-    with pytest.raises(ValueError, match=r"\['r1'\]"):
-        Sampler().sample(logits, make_batch([params] * 3))
+    output = Sampler().sample(logits, make_batch([params] * 3))
+    assert output.errors == {"r1": NO_FINITE_LOGITS}
+    clean = Sampler().sample(torch.zeros(3, 600), make_batch([params] * 3))
+    assert output.token_ids == {r: clean.token_ids[r] for r in ("r0", "r2")}
+    assert output.logprobs == {r: clean.logprobs[r] for r in output.logprobs}
     probs = sampling_probs(logits, make_batch([params] * 3).sampling)
     assert probs[1].isnan().all()
     assert not probs[[0, 2]].isnan().any()

@@ -107,6 +107,80 @@ def test_generate_batch_ends_when_on_step_aborts_one_that_waits(
     assert (two.outputs[0].finish_reason, two.outputs[0].token_ids) == ("abort", [])
 
 
+def test_abort_between_two_steps_is_reported_by_the_next_one_and_never_again(
+    random_oracle: Oracle, random_loaded
+) -> None:
+    engine = make_engine(random_loaded)
+    engine.add_request("a", random_oracle.prompts[0], GREEDY)
+    engine.add_request("b", random_oracle.prompts[1], replace(GREEDY, n=2))
+    for _ in range(3):
+        engine.step()
+    engine.abort_request("a")
+    engine.abort_request("b")
+    assert engine.has_unfinished_requests(), "a loop must come to see it"
+    a, b = engine.step()
+    assert (a.request_id, a.finished, a.outputs[0].finish_reason) == ("a", True, "abort")
+    assert a.outputs[0].token_ids == random_oracle.expected(0, 3)
+    assert (b.request_id, [c.finish_reason for c in b.outputs]) == ("b", ["abort", "abort"])
+    assert not engine.has_unfinished_requests()
+    assert engine.step() == []
+    must_be_empty(engine)
+
+
+def test_abort_is_reported_beside_a_new_request_of_the_same_name(
+    random_oracle: Oracle, random_loaded
+) -> None:
+    engine = make_engine(random_loaded)
+    engine.add_request("a", random_oracle.prompts[0], GREEDY)
+    engine.step()
+    engine.abort_request("a")
+    engine.add_request("a", random_oracle.prompts[1], GREEDY)
+    old, new = engine.step()
+    assert (old.finished, old.outputs[0].token_ids) == (True, random_oracle.expected(0, 1))
+    assert (new.finished, new.outputs[0].token_ids) == (False, random_oracle.expected(1, 1))
+    assert finish(engine)["a"].outputs[0].token_ids == random_oracle.expected(1, 8)
+    must_be_empty(engine)
+
+
+def test_request_that_ends_during_anothers_batch_is_returned_by_the_next_step(
+    random_oracle: Oracle, random_loaded
+) -> None:
+    engine = make_engine(random_loaded)
+    engine.add_request("mine", random_oracle.prompts[2], replace(GREEDY, max_tokens=3))
+    batch = engine.generate_batch(random_oracle.prompts[:2], GREEDY)
+    assert [o.outputs[0].token_ids for o in batch.values()] == [
+        random_oracle.expected(i, 8) for i in range(2)
+    ]
+    (mine,) = finish(engine).values()
+    assert (mine.request_id, mine.outputs[0].token_ids) == ("mine", random_oracle.expected(2, 3))
+    must_be_empty(engine)
+
+
+def test_exception_in_on_step_loses_no_output(random_oracle: Oracle, random_loaded) -> None:
+    engine = make_engine(random_loaded)
+
+    def on_step(record) -> None:
+        if record.finished:
+            engine.on_step = None
+            engine.abort_request("aborted")
+            raise RuntimeError("on_step")
+
+    engine.on_step = on_step
+    engine.add_request("short", random_oracle.prompts[0], replace(GREEDY, max_tokens=2))
+    engine.add_request("aborted", random_oracle.prompts[1], GREEDY)
+    engine.add_request("long", random_oracle.prompts[2], GREEDY)
+    engine.step()
+    with pytest.raises(RuntimeError, match="on_step"):
+        engine.step()
+    short, aborted, long = engine.step()
+    assert (short.request_id, short.finished) == ("short", True)
+    assert short.outputs[0].token_ids == random_oracle.expected(0, 2)
+    assert aborted.outputs[0].token_ids == random_oracle.expected(1, 2)
+    assert (long.finished, long.outputs[0].token_ids) == (False, random_oracle.expected(2, 3))
+    assert finish(engine).keys() == {"long"}, "each is returned once"
+    must_be_empty(engine)
+
+
 def test_exception_in_on_step_loses_no_request(random_oracle: Oracle, random_loaded) -> None:
     engine = make_engine(random_loaded)
 
@@ -190,12 +264,17 @@ def test_numbers_of_numpy_are_numbers(random_loaded) -> None:
         assert type(getattr(numpy, name)) is type(getattr(plain, name))
     engine = make_engine(random_loaded)
     samples = []
-    for prompt, params in (([5, 6], plain), ([np.int64(5), np.int32(6)], numpy)):
+    for prompt, params in (
+        ([5, 6], plain),
+        ([np.int64(5), np.int32(6)], numpy),
+        (np.array([5, 6], dtype=np.uint8), numpy),
+        (torch.tensor([5, 6]), numpy),
+    ):
         engine.add_request("a", prompt, params)
         output = finish(engine)["a"]
         assert {type(t) for t in output.prompt_token_ids} == {int}
         samples.append([c.token_ids for c in output.outputs])
-    assert samples[0] == samples[1]
+    assert samples == [samples[0]] * 4
 
 
 @pytest.mark.parametrize(
@@ -214,7 +293,8 @@ def test_sampling_params_that_are_no_such_thing_name_the_field(field: str, value
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("arrival_time", "x"), ("arrival_time", np.nan), ("priority", None)]
+    ("field", "value"),
+    [("arrival_time", "x"), ("arrival_time", np.nan), ("priority", None), ("priority", True)],
 )
 def test_when_and_how_urgent_are_numbers(field: str, value: object, random_loaded) -> None:
     engine = make_engine(random_loaded)
@@ -239,6 +319,30 @@ def test_prompts_that_are_none_are_refused(prompts: object) -> None:
         as_list_of_prompts(prompts)
     assert as_list_of_prompts(("a", [1, 2])) == ["a", [1, 2]]
     assert as_list_of_prompts((1, 2)) == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        (np.array([1, 2]), [[1, 2]]),
+        ([np.int64(1), np.int32(2)], [[1, 2]]),
+        (torch.tensor([1, 2]), [[1, 2]]),
+        (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        ([1.5], [[1.5]]),  # refused as a prompt that holds 1.5, not as a prompt that is a float
+        ([True], [[True]]),
+    ],
+)
+def test_row_of_numbers_is_one_prompt(prompts: object, expected: list) -> None:
+    assert as_list_of_prompts(prompts) == expected
+
+
+def test_arrays_in_a_list_are_prompts(random_oracle: Oracle, random_loaded) -> None:
+    engine = make_engine(random_loaded)
+    prompts = as_list_of_prompts([np.array(random_oracle.prompts[i]) for i in range(2)])
+    outputs = engine.generate_batch(prompts, GREEDY).values()
+    assert [o.outputs[0].token_ids for o in outputs] == [
+        random_oracle.expected(i, 8) for i in range(2)
+    ]
 
 
 @pytest.mark.parametrize(("field", "value"), [("model", ""), ("model", 5), ("device", None)])
@@ -347,10 +451,9 @@ def test_a_step_that_raises_ends_its_requests_and_nothing_else(
     setattr(part, stage, works)
     engine.check_invariants()
     assert engine.kv_manager.num_blocks_in_use == 0
-    outputs = {}
-    while engine.has_unfinished_requests():
-        outputs |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}
-    assert {r: o.token_ids for r, o in outputs.items()} == {
-        str(i): random_oracle.expected(i, 6) for i in (2, 3)
-    }
+    outputs = {r: o.outputs[0] for r, o in finish(engine).items()}
+    for i in range(4):  # the first two had one token, and the next step says what became of them
+        reason, num_tokens = ("abort", 1) if i < 2 else ("length", 6)
+        assert outputs[str(i)].finish_reason == reason
+        assert outputs[str(i)].token_ids == random_oracle.expected(i, num_tokens)
     assert engine.stats().num_aborted == 2

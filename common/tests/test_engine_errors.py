@@ -6,7 +6,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from common.engine import EngineConfig, LLMEngine
 from common.tests.engine_oracle import Oracle
@@ -37,7 +39,18 @@ def engine(random_loaded) -> LLMEngine:
         ([-1], GREEDY, "prompt holds -1"),
         ([1.5], GREEDY, "prompt holds 1.5"),
         ([True], GREEDY, "prompt holds True"),
+        ([3, True, 5], GREEDY, "prompt holds True: token ids are integers from 0 to 96"),
         (["a"], GREEDY, "prompt holds 'a'"),
+        (np.array([3, 97]), GREEDY, "prompt holds 97"),
+        (np.array([3, -1]), GREEDY, "prompt holds -1"),
+        ([np.int64(3), np.int64(2**62)], GREEDY, "4611686018427387904"),
+        (np.array([3, 1.5]), GREEDY, "prompt holds 3.0"),
+        ([3, np.float64(1)], GREEDY, "1.0"),
+        (np.array([True]), GREEDY, "prompt holds True"),
+        (np.array([[3]]), GREEDY, "prompt holds [3]"),
+        (np.array(3), GREEDY, "prompt is a ndarray"),
+        (np.array([], dtype=int), GREEDY, "prompt is array([]"),
+        (torch.tensor([0.5]), GREEDY, "prompt holds 0.5"),
         (None, GREEDY, "prompt is a NoneType"),
         ({1: 2}, GREEDY, "prompt is a dict"),
         ("text", GREEDY, "no tokenizer"),
@@ -218,7 +231,7 @@ def test_a_missing_model_is_a_missing_file(tmp_path: Path) -> None:
         ("top_p", 0.0),
         ("top_p", 1.01),
         ("top_p", math.nan),
-        ("top_k", -1),
+        ("top_k", -2),
         ("min_p", -0.5),
         ("repetition_penalty", 0.0),
         ("presence_penalty", math.inf),

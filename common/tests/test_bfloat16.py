@@ -1,0 +1,81 @@
+"""What batching may change in bfloat16. Not nothing: sums of another order are rounded differently,
+and where two tokens are nearly equally likely the other one wins. So tokens are compared in
+float64, and here logits, each request fed with the same tokens: in a batch they are as near to the
+float64 model's as alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.engine import EngineConfig, LLMEngine
+from common.engine_config import SHIPPED_CHECKPOINT
+from common.loader import load_model
+from common.tests.engine_oracle import Oracle, greedy_params
+from engine_core import SamplerOutput
+
+NUM_TOKENS = 24  # of each continuation
+
+
+class Teacher:
+    """A sampler that says what it was told to, and keeps the logits it was shown."""
+
+    def __init__(self, tokens: dict[str, list[int]]) -> None:
+        self.tokens = tokens
+        self.logits: dict[str, list[torch.Tensor]] = {request_id: [] for request_id in tokens}
+
+    def sample(self, logits, batch) -> SamplerOutput:
+        output = SamplerOutput({})
+        for request_id, row in zip(batch.logit_req_ids, logits.double(), strict=True):
+            seen = self.logits[request_id]
+            output.token_ids[request_id] = [self.tokens[request_id][len(seen)]]
+            seen.append(row)
+        return output
+
+
+def teacher_forced(loaded, oracle: Oracle, max_num_seqs: int, **config: object) -> torch.Tensor:
+    """Logits [num_prompts, NUM_TOKENS, vocab_size] in float64, along the oracle's continuations."""
+    config = EngineConfig(num_blocks=400, max_num_seqs=max_num_seqs, **config)
+    engine = LLMEngine(config, loaded=loaded)
+    engine.core.sampler = Teacher(
+        {str(i): oracle.expected(i, NUM_TOKENS) for i in range(len(oracle.prompts))}
+    )
+    for i, prompt in enumerate(oracle.prompts):
+        engine.add_request(str(i), prompt, greedy_params(NUM_TOKENS))
+    while engine.has_unfinished_requests():
+        engine.step()
+    return torch.stack([torch.stack(rows) for rows in engine.core.sampler.logits.values()])
+
+
+@pytest.fixture(scope="module")
+def exact(shipped_loaded, shipped_oracle: Oracle) -> torch.Tensor:
+    return teacher_forced(shipped_loaded, shipped_oracle, max_num_seqs=1)
+
+
+@pytest.fixture(scope="module")
+def loaded16():
+    return load_model(SHIPPED_CHECKPOINT, torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("config", [{}, {"chunked_prefill": 3, "block_size": 7}], ids=str)
+def test_a_batch_is_as_near_to_the_exact_logits_as_a_request_alone(
+    config: dict, exact: torch.Tensor, loaded16, shipped_oracle: Oracle
+) -> None:
+    """The weights are stored in bfloat16, so the float64 model has the same ones: what is left is
+    rounding. Of each request the errors of its logits are compared, their root mean square."""
+    alone = teacher_forced(loaded16, shipped_oracle, max_num_seqs=1)
+    batched = teacher_forced(loaded16, shipped_oracle, max_num_seqs=256, **config)
+
+    def errors(logits: torch.Tensor) -> torch.Tensor:
+        return (logits - exact).square().mean(dim=(1, 2)).sqrt()
+
+    assert (errors(alone) > 0).all()
+    assert (errors(batched) <= 1.5 * errors(alone)).all()
+    assert (errors(batched) <= 0.01 * exact.std()).all()
+
+
+def test_float64_logits_of_a_batch_are_those_of_a_request_alone(
+    exact: torch.Tensor, shipped_loaded, shipped_oracle: Oracle
+) -> None:
+    batched = teacher_forced(shipped_loaded, shipped_oracle, max_num_seqs=256)
+    assert (batched - exact).abs().max() < 1e-10

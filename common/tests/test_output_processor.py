@@ -1,0 +1,83 @@
+"""The visible side of a request while it grows."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import asdict, replace
+
+import pytest
+
+from common.output_processor import OutputProcessor
+from common.tokenizer import IncrementalDetokenizer
+from request import CompletionOutput, Request, SamplingParams
+from scheduler_interface import EngineCoreOutput
+
+TEXT = "def café(n):\n    return '😀' * n  # naïve\n" * 3
+
+
+@pytest.fixture
+def ids(shipped_tokenizer) -> list[int]:
+    return shipped_tokenizer.encode(TEXT)
+
+
+@pytest.fixture
+def processor(shipped_tokenizer) -> OutputProcessor:
+    params = SamplingParams(max_tokens=1000, stop=["naïve\ndef"])
+    return OutputProcessor(Request("a", [5], params), 0, shipped_tokenizer)
+
+
+def take(processor: OutputProcessor, *token_ids: int, reason: str | None = None) -> None:
+    processor.process(EngineCoreOutput("a", list(token_ids), reason), now=0.0)
+
+
+def test_text_is_right_whenever_it_is_read(processor, ids, shipped_tokenizer) -> None:
+    completion = processor.completion
+    for n, token in enumerate(ids, 1):
+        take(processor, token)
+        if processor.is_finished:
+            break
+        if n % 3:  # not at every step: what was not read is not lost
+            whole = shipped_tokenizer.decode(ids[:n])
+            assert completion.text == whole.rstrip("\ufffd")
+    assert completion.text == TEXT[: TEXT.index("naïve\ndef")]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", "naïve\ndef")
+
+
+def test_a_step_joins_no_text(processor, ids, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, not timed: how often the text is put together."""
+    num_joined = 0
+    join = IncrementalDetokenizer.text.fget
+
+    def counting(self: IncrementalDetokenizer) -> str:
+        nonlocal num_joined
+        num_joined += 1
+        return join(self)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "text", property(counting))
+    for token in ids[:20]:
+        take(processor, token)
+    assert num_joined == 0
+    assert processor.completion.text and num_joined == 1
+    take(processor, ids[20], reason="length")
+    assert num_joined == 2, "the last step keeps the text, and not the tokenizer"
+    assert processor.completion.text and num_joined == 2
+
+
+def test_copy_of_a_growing_completion_keeps_the_text_it_had(processor, ids) -> None:
+    completion = processor.completion
+    take(processor, *ids[:4])
+    text = completion.text
+    copies = [
+        copy.copy(completion),
+        copy.deepcopy(completion),
+        pickle.loads(pickle.dumps(completion)),
+        CompletionOutput(**asdict(completion)),
+    ]
+    replaced = replace(completion, index=7)
+    take(processor, *ids[4:9])
+    assert text and completion.text != text
+    for copied in copies:
+        assert type(copied) is CompletionOutput
+        assert copied.text == text
+    assert (replaced.index, replaced.text) == (7, text)
