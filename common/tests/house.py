@@ -61,6 +61,10 @@ class House:
     def chapter_modules(self) -> list[Path]:
         return [p for p in self.python_files(aside=False) if self.chapter_of(p) is not None]
 
+    def root_modules(self) -> list[Path]:
+        """The modules that a chapter's text walks through."""
+        return [p for p in self.chapter_modules() if p.parent.parent == self.root]
+
     def is_aside(self, path: Path) -> bool:
         """A test, a demo script, or anything in a `lab/`: it may import anything."""
         return (
@@ -109,7 +113,7 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
 
 
-def _parse(path: Path) -> ast.Module:
+def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
@@ -149,7 +153,7 @@ def law_of_floors(house: House) -> list[str]:
     broken = []
     for path in house.chapter_modules():
         chapter = house.chapter_of(path)
-        for site in imports(_parse(path)):
+        for site in imports(parse(path)):
             top = site.module.partition(".")[0]
             if site.relative:
                 why = "imports relatively; chapters are no packages, names are flat"
@@ -185,7 +189,7 @@ def law_of_one_definition(house: House) -> list[str]:
     defined: dict[str, list[str]] = {}
     taught = set()
     for path in house.python_files():
-        for node in ast.walk(_parse(path)):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.ClassDef):
                 name = node.name.lstrip("_")
                 defined.setdefault(name, []).append(f"{house.name(path)}:{node.lineno}")
@@ -204,7 +208,7 @@ def law_of_composition(house: House) -> list[str]:
         f"{house.name(path)}:{node.lineno} defines `{node.name}`; that belongs to a chapter"
         for path in house.python_files(aside=False)
         if house.name(path).startswith("common/")
-        for node in ast.walk(_parse(path))
+        for node in ast.walk(parse(path))
         if isinstance(node, ast.ClassDef) and CHAPTER_TRADES.search(node.name)
     ]
 
@@ -232,7 +236,7 @@ def law_of_demos(house: House) -> list[str]:
     return [
         f"{house.name(path)}:{node.lineno} defines class {node.name}; a demo imports its chapter"
         for path in house.demo_scripts()
-        for node in ast.walk(_parse(path))
+        for node in ast.walk(parse(path))
         if isinstance(node, ast.ClassDef)
     ]
 
@@ -291,11 +295,12 @@ def law_of_no_machine(house: House) -> list[str]:
 
 
 def law_of_text(house: House) -> list[str]:
-    """Each chapter has its text."""
+    """Each chapter has its text, and so has each of its rooms."""
+    rooms = [house.root / room for room in house.rooms()]
     return [
-        f"{chapter.name} has no README.md"
-        for chapter in house.chapters()
-        if not (chapter / "README.md").is_file()
+        f"{house.name(room)} has no README.md"
+        for room in [*house.chapters(), *rooms]
+        if not (room / "README.md").is_file()
     ]
 
 

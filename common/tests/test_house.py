@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.tests import house as laws
+from common.tests import house_rooms as rooms
 from common.tests.house import House
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +20,9 @@ Law = Callable[[House], list[str]]
 
 LAWS: list[Law] = [
     laws.law_of_floors,
+    rooms.law_of_rooms,
+    rooms.law_of_words,
+    rooms.law_of_sizes,
     laws.law_of_one_definition,
     laws.law_of_composition,
     laws.law_of_names,
@@ -145,6 +149,37 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
         {"02_b/high.py": "import test_high\n"},
         "a test, a demo or a module of a lab",
     ),
+    "root that imports its own beyond": (
+        rooms.law_of_rooms,
+        {"02_b/high.py": "import far\n", "02_b/beyond/far.py": ""},
+        "02_b/high.py:1 imports `far`",
+    ),
+    "root that imports a lower beyond": (
+        rooms.law_of_rooms,
+        {"02_b/high.py": "from far import x\n", "01_a/beyond/far.py": "x = 1\n"},
+        "02_b/high.py:1",
+    ),
+    "word of a later chapter": (
+        rooms.law_of_words,
+        {"01_a/low.py": "def plan(request):\n    return request.num_draft_tokens\n"},
+        "01_a/low.py:2 says `num_draft_tokens`",
+    ),
+    "word of a later chapter in a class": (
+        rooms.law_of_words,
+        {"02_b/high.py": "class PrefixThing:\n    pass\n"},
+        "02_b/high.py:1 says `PrefixThing`",
+    ),
+    "too many modules": (
+        rooms.law_of_sizes,
+        {f"06_chunked_prefill/m{i}.py": "" for i in range(9)},
+        "06_chunked_prefill has 9 modules",
+    ),
+    "too many lines": (
+        rooms.law_of_sizes,
+        {"common/whole.py": "x = 1\n" * 9000},
+        "engine has 2 modules and 9000 lines",
+    ),
+    "room without a text": (laws.law_of_text, {"02_b/beyond/far.py": ""}, "02_b/beyond has no"),
     "module of a lab": (
         laws.law_of_floors,
         {"01_a/lab/law.py": "import high, common\n", "02_b/high.py": "import law\n"},
@@ -232,6 +267,11 @@ def test_breach_is_found(case: str, build: Callable) -> None:
 ALLOWED: dict[str, tuple[Law, dict[str, str]]] = {
     "a test may import anything": (laws.law_of_floors, {"01_a/test_low.py": "import common, high"}),
     "a test of a demo is no demo": (laws.law_of_pairs, {"01_a/test_low_demo.py": "import common"}),
+    "a field that crosses processes": (
+        rooms.law_of_words,
+        {"01_a/low.py": "class Plan:\n    block_ids: list[int]  # chapter 2\n"},
+    ),
+    "a word of an earlier chapter": (rooms.law_of_words, {"02_b/high.py": "num_blocks = 1\n"}),
     "so may a demo": (laws.law_of_floors, {"01_a/low_demo.py": "import common, high"}),
     "a declared extra": (laws.law_of_floors, {"01_a/low.py": "import triton\n"}),
     "quotation of a method, moved left": (
