@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import torch
 
@@ -31,7 +30,7 @@ from cached_kv_cache_manager import CachedKVCacheManager
 from chunk_policy import ChunkedPrefill
 from common.engine_config import EngineConfig
 from common.kv_sizing import size_kv_cache
-from common.loader import LoadedModel
+from common.loader import LoadedModel, weights_digest
 from common.model_runner import PagedModelRunner
 from common.sampler import Sampler
 from common.speculative_sampler import ConstrainedDrafts, SpeculativeSampler
@@ -204,16 +203,11 @@ def make_connector(
 
 
 def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str, str], ...]:
-    """What the bytes of a KV block depend on besides tokens: a sample of every weight, dtype and
-    shape. Equal in every process that loads the same checkpoint."""
-    digest = blake2b(digest_size=16)
-    for name, weight in sorted(loaded.model.named_parameters()):
-        step = max(1, weight.numel() // 1024)
-        sample = weight.detach().flatten()[::step].cpu().contiguous().view(torch.uint8)
-        digest.update(f"{name} {tuple(weight.shape)}".encode() + sample.numpy().tobytes())
+    """What the bytes of a KV block depend on besides tokens. Reads every weight."""
+    model = f"{weights_digest(loaded.model)} eps {loaded.config.rms_norm_eps}"
     shape = tuple(kv_cache.key_cache[0].shape[1:])
     layout = f"{kv_cache.key_cache[0].dtype} {len(kv_cache.key_cache)} x {shape}"
-    return (("model", digest.hexdigest()), ("kv layout", layout))
+    return (("model", model), ("kv layout", layout))
 
 
 def resolve_max_model_len(config: EngineConfig, longest: int) -> int:
