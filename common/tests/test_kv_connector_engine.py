@@ -252,3 +252,30 @@ def test_aborting_a_loading_request_frees_its_blocks(oracle, loaded):
     finally:
         gate.set()
         pool.close()
+
+
+@pytest.mark.parametrize("has_pool", [False, True])
+@pytest.mark.parametrize("scheduler", ["two_phase", "prefill_first", "fcfs"])
+def test_tiers_forget_every_request_that_has_ended(scheduler, has_pool, oracle, loaded, pool):
+    """Finished or aborted, running or waiting, loaded or not, with blocks published or none."""
+    connector = PoolConnector(pool, "a") if has_pool else None
+    tiers = KVTierConfig(host_blocks=500)
+    engine = make_engine(
+        loaded, connector, tiers, num_blocks=20, max_num_seqs=2, scheduler=scheduler
+    )
+    prompts = [prompt for prompt in oracle.prompts if len(prompt) < 50] + [[1], [2, 3]]
+    most = 0
+    for turn in range(2):  # in the second, the tiers have something to load
+        for i, prompt in enumerate(prompts):
+            engine.add_request(f"{turn}.{i}", prompt, greedy_params(2))
+        for step in range(400):
+            if step % 3 == 0:
+                engine.abort_request(f"{turn}.{step % len(prompts)}")
+            engine.step()
+            most = max(most, len(engine.prefix_cache.listener._found))
+            if not engine.has_unfinished_requests():
+                break
+        assert not engine.has_unfinished_requests()
+        assert engine.prefix_cache.listener._found == {}
+    assert most > 0 and engine.prefix_cache.listener.stats.num_host_hits > 0
+    engine.close()
