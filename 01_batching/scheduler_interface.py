@@ -209,6 +209,17 @@ class KVMemory(Protocol):
         """Make room behind the computed positions, `computed` included. False: refused, and nothing
         has changed. It is refused too if fewer than `num_blocks_kept_free` were left for others."""
 
+    def can_replace(
+        self,
+        victim: Request,
+        request: Request,
+        num_new_tokens: int,
+        num_lookahead_tokens: int = 0,
+        computed: ComputedBlocks | None = None,
+        num_blocks_kept_free: int = 0,
+    ) -> bool:
+        """Would `allocate_slots` agree if `victim` had been freed first? Both stay as they are."""
+
     def find_cached_blocks(self, request: Request) -> Sequence[int]:
         """Ids of the blocks in which a cache has the request's longest known prefix, head first."""
 
@@ -251,6 +262,17 @@ class UnlimitedKVMemory:
 
     def allocate_slots(
         self,
+        request: Request,
+        num_new_tokens: int,
+        num_lookahead_tokens: int = 0,
+        computed: ComputedBlocks | None = None,
+        num_blocks_kept_free: int = 0,
+    ) -> bool:
+        return True
+
+    def can_replace(
+        self,
+        victim: Request,
         request: Request,
         num_new_tokens: int,
         num_lookahead_tokens: int = 0,

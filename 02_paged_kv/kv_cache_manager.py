@@ -29,7 +29,7 @@ copied on write as here. SGLang keeps a table of slots, one entry a token.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from block_pool import Block, BlockPool
@@ -166,10 +166,8 @@ class KVCacheManager:
         # Hold what was found before anything is taken, so that making room cannot evict it.
         self._touch(computed.blocks)
         held = table.blocks + computed.blocks if computed.blocks else table.blocks
-        num_needed = self.num_blocks_needed(end)
-        written = range(start // self.block_size, num_needed) if end > start else range(0)
-        shared = [i for i in written if i < len(held) and held[i].ref_cnt > 1]
-        num_missing = max(num_needed - len(held), 0)
+        shared = self._shared(held, start, end)
+        num_missing = max(self.num_blocks_needed(end) - len(held), 0)
         fresh = self._take_blocks(len(shared) + num_missing, num_blocks_kept_free)
         if fresh is None:
             self._release(computed.blocks)
@@ -181,6 +179,29 @@ class KVCacheManager:
         if table.blocks:
             self._tables[request.request_id] = table
         return True
+
+    def can_replace(
+        self,
+        victim: Request,
+        request: Request,
+        num_new_tokens: int,
+        num_lookahead_tokens: int = 0,
+        computed: ComputedBlocks | None = None,
+        num_blocks_kept_free: int = 0,
+    ) -> bool:
+        """Would `allocate_slots` agree if `victim` had been freed first? No table changes. O(blocks
+        of both)."""
+        computed = computed or _NOTHING
+        gone = set(self._tables[victim.request_id].blocks)
+        table = self._tables.get(request.request_id) or _BlockTable(request.request_id)
+        start = request.num_computed_tokens + computed.num_tokens
+        end = start + num_new_tokens + num_lookahead_tokens
+        if self._is_in_own_block(table, start, end, gone):
+            return True
+        held = table.blocks + computed.blocks
+        num_missing = max(self.num_blocks_needed(end) - len(held), 0)
+        num_wanted = len(self._shared(held, start, end, gone)) + num_missing
+        return self._has_room(num_wanted, num_blocks_kept_free, gone, computed.blocks)
 
     def free(self, request: Request) -> None:
         """Give up the request's blocks, the deepest first. Nothing happens if it has none."""
@@ -240,11 +261,34 @@ class KVCacheManager:
 
     # -- inside
 
-    def _is_in_own_block(self, table: _BlockTable, start: int, end: int) -> bool:
+    # `gone` are blocks of a table that counts as freed already.
+
+    def _is_in_own_block(
+        self, table: _BlockTable, start: int, end: int, gone: Collection[Block] = ()
+    ) -> bool:
         """Are the positions `[start, end)` in one block, which the table has and nobody shares?"""
         index = start // self.block_size
         is_one_block = end <= (index + 1) * self.block_size and index < len(table.blocks)
-        return is_one_block and table.blocks[index].ref_cnt == 1
+        return is_one_block and table.blocks[index].ref_cnt - (table.blocks[index] in gone) == 1
+
+    def _shared(
+        self, held: Sequence[Block], start: int, end: int, gone: Collection[Block] = ()
+    ) -> list[int]:
+        """Which of the blocks that the positions `[start, end)` are in somebody else holds too."""
+        stop = self.num_blocks_needed(end) if end > start else 0
+        written = range(start // self.block_size, min(stop, len(held)))
+        return [i for i in written if held[i].ref_cnt - (held[i] in gone) > 1]
+
+    def _has_room(
+        self,
+        num_blocks: int,
+        num_kept_free: int,
+        gone: Collection[Block] = (),
+        found: Collection[Block] = (),
+    ) -> bool:
+        """Can `num_blocks` be taken and `num_kept_free` be left, while `found` are held?"""
+        num_freed = sum(block.ref_cnt == 1 for block in gone)
+        return num_blocks + num_kept_free <= self.pool.num_free_blocks + num_freed
 
     def _touch(self, blocks: Sequence[Block]) -> None:
         """One holder more for blocks of one table, head first."""
@@ -256,7 +300,7 @@ class KVCacheManager:
 
     def _take_blocks(self, num_blocks: int, num_kept_free: int = 0) -> list[Block] | None:
         """`num_blocks` blocks, or None and nothing has changed. Chapter 3 makes room here."""
-        if num_kept_free and num_blocks + num_kept_free > self.pool.num_free_blocks:
+        if not self._has_room(num_blocks, num_kept_free):
             return None
         return self.pool.allocate(num_blocks) if num_blocks else []
 

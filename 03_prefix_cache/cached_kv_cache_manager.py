@@ -27,7 +27,7 @@ that the plan is carried out. SGLang puts off requests that share an uncached pr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from block_pool import Block, BlockPool
@@ -243,19 +243,34 @@ class CachedKVCacheManager(KVCacheManager):
 
     # -- chapter 2's hooks
 
-    def _take_blocks(self, num_blocks: int, num_kept_free: int = 0) -> list[Block] | None:
-        if num_blocks + num_kept_free <= self.pool.num_free_blocks:
-            return super()._take_blocks(num_blocks)
-        if num_blocks > self.pool.num_free_blocks + self.cache.num_evictable_blocks:
+    def _has_room(
+        self,
+        num_blocks: int,
+        num_kept_free: int,
+        gone: Collection[Block] = (),
+        found: Collection[Block] = (),
+    ) -> bool:
+        """What only the cache holds is as good as free; where that is not enough, loads give
+        way."""
+        num_free = self._num_free(gone, found)
+        if num_blocks > num_free:
             self._loads.give_way()
-        num_left = self.pool.num_free_blocks + self.cache.num_evictable_blocks - num_blocks
-        if num_kept_free and num_left < num_kept_free:
-            return None
-        num_missing = num_blocks - self.pool.num_free_blocks
-        if num_missing > self.cache.num_evictable_blocks:
+            num_free = self._num_free(gone, found)
+        return num_blocks + num_kept_free <= num_free
+
+    def _num_free(self, gone: Collection[Block], found: Collection[Block]) -> int:
+        num_free = self.pool.num_free_blocks + self.cache.num_evictable_blocks
+        if not gone:
+            return num_free  # this one is asked often
+        num_freed = sum(block.ref_cnt == 1 + self.cache.owns(block) for block in gone)
+        num_held = sum(block.ref_cnt - (block in gone) == 1 for block in found)
+        return num_free + num_freed - num_held
+
+    def _take_blocks(self, num_blocks: int, num_kept_free: int = 0) -> list[Block] | None:
+        if not self._has_room(num_blocks, num_kept_free):
             return None  # before anything is evicted: a refusal changes nothing
-        self.cache.evict(num_missing)
-        return super()._take_blocks(num_blocks)
+        self.cache.evict(num_blocks - self.pool.num_free_blocks)
+        return self.pool.allocate(num_blocks) if num_blocks else []
 
     def _take_blocks_for_load(self, num_blocks: int) -> list[Block] | None:
         """Not blocks that are still to be copied from: a load may write to them at once."""

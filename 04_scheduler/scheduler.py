@@ -21,7 +21,8 @@ One step shares one budget of `max_num_batched_tokens`:
 
 The victim is who was admitted last; with priorities the least urgent, and of those the latest.
 There, a strictly more urgent newcomer also takes the seat of the least urgent request when the
-batch is full. Equals never displace each other: they would do so for ever.
+batch is full, if what is free and what the other gives back is enough. Equals never displace each
+other: they would do so for ever.
 
 Why nobody starves: under FCFS who runs longest is never a victim unless it is alone, under any
 policy nobody makes room more than `max_preemptions` times (`scheduler_base.py`), and the queue
@@ -261,22 +262,35 @@ class Scheduler(SchedulerBase):
         if displaced is not None:
             budget += plan.num_tokens.get(displaced.request_id, 0)
         num_tokens = self._num_tokens_now(request, num_behind, budget)
-        if displaced is not None and num_tokens:
-            self._preempt(displaced, plan)
+        num_left = num_behind - num_tokens
         num_reserved = 0
         if self.reserve_all or self.is_pinned(request):
-            num_reserved = request.max_num_tokens - 1 - request.num_tokens + num_behind - num_tokens
-        num_kept_free = 0
-        if self.running:
-            # A prompt that is cut takes its first blocks now, and must find the others later.
-            num_left = num_behind - num_tokens + sum(plan.num_left.values())
-            num_kept_free = self._num_kept_free + -(-num_left // self.kv_memory.block_size)
-        if self.allocate(request, computed, num_tokens, num_reserved, num_kept_free):
-            plan.add(request, num_tokens)
-            if num_tokens < num_behind:
-                plan.num_left[request.request_id] = num_behind - num_tokens
-            return _Admission.ADMITTED
-        return _Admission.NO_ROOM
+            num_reserved = request.max_num_tokens - 1 - request.num_tokens + num_left
+        num_kept_free = self._num_kept_free_now(num_left, plan, displaced)
+        if displaced is not None:
+            if num_tokens and self.kv_memory.can_replace(
+                displaced, request, num_tokens, num_reserved, computed, num_kept_free
+            ):
+                self._preempt(displaced, plan)
+            else:
+                num_tokens = 0  # nobody is touched for a newcomer that does not fit
+        if not self.allocate(request, computed, num_tokens, num_reserved, num_kept_free):
+            assert displaced is None or not num_tokens, "preempted for a newcomer without room"
+            return _Admission.NO_ROOM
+        plan.add(request, num_tokens)
+        if num_left:
+            plan.num_left[request.request_id] = num_left
+        return _Admission.ADMITTED
+
+    def _num_kept_free_now(self, num_left: int, plan: StepPlan, displaced: Request | None) -> int:
+        """Blocks for the others that run. A prompt that is cut takes its first blocks now, and must
+        find those of its `num_left` tokens later."""
+        if len(self.running) == (displaced is not None):
+            return 0
+        num_left += sum(plan.num_left.values())
+        if displaced is not None:
+            num_left -= plan.num_left.get(displaced.request_id, 0)
+        return self._num_kept_free + -(-num_left // self.kv_memory.block_size)
 
     def _displaced_by(self, newcomer: Request, plan: StepPlan) -> Request | None:
         """The least urgent of those that run already, if the newcomer is strictly more urgent."""

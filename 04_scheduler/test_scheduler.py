@@ -430,6 +430,69 @@ def test_the_newcomer_has_the_budget_of_whom_it_displaces():
     assert preempted(output) == ["b"] and planned(output) == {"a": 1, "urgent": 9}
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_nobody_is_displaced_for_a_newcomer_that_does_not_fit_the_memory(cached):
+    """Trap 60: 8 blocks, of which a has 4, b has 2, and 2 are free. The newcomer wants 5."""
+    loop = Loop(8, max_num_seqs=2, policy="priority", cached=cached)
+    loop.add("a", 13, 4, priority=1)
+    loop.add("b", 5, 4, priority=5)
+    loop.step()
+    loop.add("urgent", 20, 1, priority=0)
+    output = loop.step()
+    assert preempted(output) == [] and planned(output) == {"a": 1, "b": 1}
+    for _ in range(2):
+        assert set(planned(loop.step())) == {"a", "b"}
+    assert set(planned(loop.step())) == {"urgent"}, "when a and b have ended"
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_newcomer_has_what_is_free_and_the_blocks_of_whom_it_displaces(cached):
+    """The same 8 blocks, and a newcomer that wants all of the 4 that are free or b's."""
+    loop = Loop(8, max_num_seqs=2, policy="priority", cached=cached)
+    loop.add("a", 13, 4, priority=1)
+    loop.add("b", 5, 4, priority=5)
+    loop.step()
+    loop.add("urgent", 16, 1, priority=0)
+    output = loop.step()
+    assert preempted(output) == ["b"] and planned(output) == {"a": 1, "urgent": 16}
+    loop.run()
+    assert set(loop.reasons) == {"a", "b", "urgent"}
+
+
+def test_blocks_that_the_victim_shares_are_not_counted_as_its_own():
+    """7 blocks: a and b share 2, have 1 each of their own, and 3 are free."""
+    loop = Loop(7, max_num_seqs=2, policy="priority", cached=True)
+    shared = [7] * 8
+    for name, priority in (("a", 1), ("b", 5)):
+        request = Request.from_tokens(name, [*shared, ord(name)], 8)
+        request.priority = priority
+        loop.scheduler.add_request(request)
+        loop.outputs[name] = []
+        loop.step()
+    assert len(loop.scheduler.running) == 2 and loop.scheduler.kv_memory.num_blocks_in_use == 4
+    loop.add("urgent", 20, 1, priority=0)  # 5 blocks: 3 are free, and 1 is b's alone
+    assert preempted(loop.step()) == []
+    loop.scheduler.abort_request("urgent")
+    loop.add("modest", 16, 1, priority=0)
+    assert preempted(loop.step()) == ["b"]
+
+
+@pytest.mark.parametrize(("num_prompt", "victims"), [(20, ["b"]), (21, [])])
+def test_what_the_newcomer_finds_cached_is_not_taken_for_it_as_well(num_prompt, victims):
+    """6 blocks: a has 1, b has 3, and 2 are free. The newcomer finds b's first 2 cached, so 3 are
+    left for the rest of it."""
+    loop = Loop(6, max_num_seqs=2, policy="priority", cached=True)
+    prompt = list(range(8))
+    loop.add("a", 1, 4, priority=0)
+    for name, num_more, priority in (("b", 1, 5), ("u", num_prompt - 8, 1)):
+        request = Request.from_tokens(name, prompt + [ord(name)] * num_more, 4, priority, 1.0)
+        loop.scheduler.add_request(request)
+        loop.outputs[name] = []
+        output = loop.step()
+    assert preempted(output) == victims
+    loop.run()
+
+
 def test_a_pinned_request_is_not_displaced():
     loop = Loop(100, max_num_seqs=1, max_preemptions=1, policy="priority")
     loop.add("a", 4, 20, priority=5)

@@ -30,15 +30,38 @@ CACHES = (None, "hash", "radix")
 VOCAB = 4  # few tokens, so that prefixes are shared by chance
 
 
+class _AnswersAreChecked:
+    """`can_replace` says what freeing one and seating the other would come to, tried on a copy."""
+
+    def can_replace(self, victim, request, num_tokens, num_reserved, computed, num_kept_free):
+        copies = copy.deepcopy((self, victim, request, computed))
+        answer = super().can_replace(
+            victim, request, num_tokens, num_reserved, computed, num_kept_free
+        )
+        memory, victim, request, computed = copies
+        memory.free(victim)
+        is_room = memory.allocate_slots(request, num_tokens, num_reserved, computed, num_kept_free)
+        assert answer == is_room, (victim, request, num_tokens, num_reserved, num_kept_free)
+        return answer
+
+
+class CheckedMemory(_AnswersAreChecked, KVCacheManager):
+    pass
+
+
+class CheckedCachedMemory(_AnswersAreChecked, CachedKVCacheManager):
+    pass
+
+
 def make_memory(cache: str | None, num_blocks: int, block_size: int) -> KVCacheManager:
     pool = BlockPool(num_blocks + 1)
     if cache is None:
-        return KVCacheManager(pool, block_size)
+        return CheckedMemory(pool, block_size)
     kind = {
         "hash": lambda: PrefixCacheLocal(pool=pool, block_size=block_size),
         "radix": lambda: RadixCache(pool=pool, page_size=block_size),
     }
-    return CachedKVCacheManager(pool, block_size, kind[cache]())
+    return CheckedCachedMemory(pool, block_size, kind[cache]())
 
 
 class World:
@@ -419,6 +442,30 @@ def test_every_interleaving_of_three_requests_in_five_blocks(cache, kind, policy
         max_num_batched_tokens=5,
         max_preemptions=2,
     )
+    _explore(world, prompts)
+
+
+@pytest.mark.parametrize("cache", [None, "hash"])
+def test_every_interleaving_with_a_newcomer_that_would_take_a_seat(cache, monkeypatch):
+    """Trap 60. The third is the most urgent and finds two running: in every state in which the
+    memory is asked whether it can replace one, the answer is tried, and both answers occur."""
+    answers: Counter[bool] = Counter()
+    checked = _AnswersAreChecked.can_replace
+
+    def counted(*args) -> bool:
+        answer = checked(*args)
+        answers[answer] += 1
+        return answer
+
+    monkeypatch.setattr(_AnswersAreChecked, "can_replace", counted)
+    prompts = [([0, 1, 1], 4, 1), ([2, 3, 2], 3, 2), ([1, 0, 0, 1, 1], 1, 0)]
+    memory = make_memory(cache, 5, 2)
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 7, "max_preemptions": 2}
+    _explore(World(memory, policy="priority", **options), prompts)
+    assert min(answers[True], answers[False]) > 0, answers
+
+
+def _explore(world: World, prompts: list[tuple[list[int], int, int]]) -> None:
     seen = {fingerprint(world, 0)}
     frontier = [(world, 0)]
     kinds: Counter[str] = Counter()
