@@ -23,7 +23,7 @@ import torch
 
 
 @dataclass(slots=True)
-class _History:
+class _CountedHistory:
     """The lists are held, so that no other list can have their identity."""
 
     slot: int
@@ -36,7 +36,9 @@ class TokenCounts:
     """Counts of the histories that were asked for, for one vocabulary on one device at a time."""
 
     def __init__(self) -> None:
-        self._histories: OrderedDict[tuple[int, int], _History] = OrderedDict()  # by last use
+        self._histories: OrderedDict[tuple[int, int], _CountedHistory] = (
+            OrderedDict()
+        )  # by last use
         self._table = torch.zeros(0, 0, dtype=torch.int32)
 
     def count(
@@ -68,19 +70,19 @@ class TokenCounts:
             with torch.inference_mode(False):  # in which it could not be written to outside of it
                 self._table = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
 
-    def _use(self, key: tuple[int, int], prompt: list[int], output: list[int]) -> _History:
+    def _use(self, key: tuple[int, int], prompt: list[int], output: list[int]) -> _CountedHistory:
         history = self._histories.get(key)
         if history is None:
             slot = len(self._histories)
             if slot == len(self._table):
                 slot = self._histories.popitem(last=False)[1].slot
-            history = self._histories[key] = _History(slot, prompt, output)
+            history = self._histories[key] = _CountedHistory(slot, prompt, output)
         self._histories.move_to_end(key)
         if history.num_counted > len(output):
             history.num_counted = -1
         return history
 
-    def _catch_up(self, histories: list[_History]) -> None:
+    def _catch_up(self, histories: list[_CountedHistory]) -> None:
         new = [h for h in histories if h.num_counted < 0]
         if new:
             self._table[[h.slot for h in new]] = 0
