@@ -9,6 +9,7 @@ import pytest
 
 from admission_constraints import GrammarsCompiled, MaxLoRAs
 from block_pool import BlockPool
+from bounded_loops import as_long_as
 from fake_model import FakeModelRunner, continuation
 from kv_cache_manager import KVCacheManager
 from policies import SchedulePolicy
@@ -52,11 +53,8 @@ class Loop:
         return output
 
     def run(self, most: int = 500) -> None:
-        for _ in range(most):
-            if not self.scheduler.has_requests():
-                return
+        for _ in as_long_as(self.scheduler.has_requests, most):
             self.step()
-        pytest.fail(f"not finished after {most} steps: {list(self.scheduler.requests.values())}")
 
 
 def planned(output: SchedulerOutput) -> dict[str, int]:
@@ -208,10 +206,9 @@ def test_a_request_after_the_victim_still_gets_its_token():
     assert list(planned(loop.step())) == ["a", "c", "b"]
     loop.step()
     loop.scheduler.running["b"].priority = 9
-    while True:
+    output = loop.step()
+    for _ in as_long_as(lambda: not preempted(output)):
         output = loop.step()
-        if output.preempted_requests:
-            break
     assert preempted(output) == ["b"] and set(planned(output)) == {"a", "c"}
 
 
@@ -251,7 +248,7 @@ def test_what_came_back_may_be_larger_than_any_step():
     loop = Loop(6, max_num_batched_tokens=9)
     loop.add("a", 8, 15)
     second = loop.add("b", 8, 16)
-    while not second.num_preemptions:
+    for _ in as_long_as(lambda: not second.num_preemptions):
         loop.step()
     assert second.num_tokens > 9
     loop.run()
@@ -377,7 +374,7 @@ def test_who_outgrows_the_whole_pool_ends_with_a_reason():
     loop = Loop(4)
     request = loop.add("a", 13, 50)
     results = []
-    while loop.scheduler.has_requests():
+    for _ in as_long_as(loop.scheduler.has_requests):
         output = loop.scheduler.schedule()
         results += loop.scheduler.update_from_output(output, loop.runner.execute(output))
     assert sum(len(r.new_token_ids) for r in results) == 4
@@ -499,7 +496,7 @@ def test_a_pinned_request_is_not_displaced():
     loop.step()
     loop.add("u", 4, 1, priority=0)
     assert preempted(loop.step()) == ["a"]
-    while "a" not in loop.scheduler.running:
+    for _ in as_long_as(lambda: "a" not in loop.scheduler.running):
         loop.step()
     loop.add("w", 4, 1, priority=0)
     assert preempted(loop.step()) == []
@@ -511,7 +508,7 @@ def test_the_victim_is_the_least_urgent_and_of_those_the_latest():
     for name, priority in (("a", 3), ("b", 7), ("c", 7), ("d", 1)):
         loop.add(name, 7, 20, priority=priority)
     victims = []
-    while not victims:
+    for _ in as_long_as(lambda: not victims):
         victims = preempted(loop.step())
     assert victims[0] == "c"
 
@@ -620,7 +617,7 @@ def test_slots_for_guesses_lie_behind_a_steps_tokens_if_there_are_any_to_spare(l
     loop = Loop(100, block_size=4, num_lookahead_tokens=lookahead)
     request = loop.add("a", 4, 16)
     loop.step()
-    while not request.is_finished:
+    for _ in as_long_as(lambda: not request.is_finished):
         loop.step()
         table = loop.scheduler.kv_memory.get_block_ids("a")
         end = min(request.num_computed_tokens + lookahead, request.max_num_tokens - 1)
@@ -752,7 +749,7 @@ def test_abort_at_every_moment():
     loop.scheduler.abort_request("a")  # between schedule and update
     results = loop.scheduler.update_from_output(output, loop.runner.execute(output))
     assert [r.request_id for r in results] == ["b"]
-    while not loop.scheduler.get_stats().num_preempted:
+    for _ in as_long_as(lambda: not loop.scheduler.get_stats().num_preempted):
         loop.step()
     (victim,) = [r for r in loop.scheduler.waiting if r.num_preemptions]
     loop.scheduler.abort_request(victim.request_id)  # preempted

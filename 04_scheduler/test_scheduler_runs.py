@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from block_pool import BlockPool
+from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
 from fake_model import FakeModelRunner, continuation
 from kv_cache_manager import KVCacheManager
@@ -179,10 +180,7 @@ def test_a_random_run_says_what_an_uninterrupted_one_says(seed, cache):
     to_come = [
         random_request(rng, f"r{i}", families, min(16, memory.capacity - 1)) for i in range(14)
     ]
-    num_steps = 0
-    while to_come or world.scheduler.has_requests():
-        num_steps += 1
-        assert num_steps < 3000, f"seed {seed}: it does not end"
+    for _ in as_long_as(lambda: to_come or world.scheduler.has_requests(), most=3000):
         if to_come and rng.random() < 0.4:
             world.add(request := to_come.pop())
             for i in range(rng.choice([0, 0, 0, 2])):
@@ -469,7 +467,7 @@ def _explore(world: World, prompts: list[tuple[list[int], int, int]]) -> None:
     seen = {fingerprint(world, 0)}
     frontier = [(world, 0)]
     kinds: Counter[str] = Counter()
-    while frontier:
+    for _ in as_long_as(lambda: frontier, most=200_000):
         world, num_added = frontier.pop()
         for other, count in successors(world, num_added, prompts):
             state = fingerprint(other, count)
