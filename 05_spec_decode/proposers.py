@@ -13,7 +13,7 @@ proposes what followed them there:
 The longest suffix wins, from `max_ngram` tokens down to `min_ngram`; of its places the earliest,
 which has the most behind it. The suffix itself is not one of them: nothing follows it yet. Every
 n-gram is put in a dictionary once, when a token follows it, so a step costs O(new tokens) however
-long the history is.
+long the history is. A long prompt is indexed in bulk (`ngram_index.py`): the same, but quicker.
 
 `DraftModelProposer`, a small model that speaks like the large one, is in `beyond/`.
 
@@ -30,6 +30,7 @@ from typing import Protocol
 import torch
 
 from input_batch import RunnerRequest
+from ngram_index import NgramIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +65,32 @@ class Proposer(Protocol):
 
 @dataclass(slots=True)
 class _History:
-    """`first[n]` maps an n-gram to where it was first followed: the index of the next token."""
+    """`first[n]` maps an n-gram to where it was first followed: the index of the next token. What
+    `prompt` has came earlier."""
 
     first: dict[int, dict[tuple[int, ...], int]]
+    prompt: NgramIndex | None = None
     num_indexed: int = 0  # tokens that n-grams may end before
 
 
 @dataclass(slots=True)
 class NgramProposer:
-    """`min_ngram` to `max_ngram` tokens are looked up, up to `num_spec_tokens` proposed. Raises
-    `ValueError` that names the field."""
+    """`min_ngram` to `max_ngram` tokens are looked up, up to `num_spec_tokens` proposed. A history
+    that begins with `bulk_size` tokens or more is indexed in bulk up to there. Raises `ValueError`
+    that names the field."""
 
     num_spec_tokens: int = 4
     max_ngram: int = 4
     min_ngram: int = 2
+    bulk_size: int = 256
     num_lookahead_tokens: int = field(default=0, init=False)
     _histories: dict[str, _History] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.num_spec_tokens >= 1:
             raise ValueError(f"num_spec_tokens is {self.num_spec_tokens!r}: it must be >= 1")
+        if not self.bulk_size >= 2:
+            raise ValueError(f"bulk_size is {self.bulk_size!r}: it must be >= 2")
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(
                 f"min_ngram is {self.min_ngram!r}: it must be >= 1 and <= max_ngram, which is "
@@ -108,25 +115,31 @@ class NgramProposer:
         self._histories.pop(request_id, None)
 
     def _index(self, request: RunnerRequest) -> _History:
-        history = self._histories.get(request.req_id)
+        history, num_tokens = self._histories.get(request.req_id), request.num_tokens
         if history is None:
             sizes = range(self.min_ngram, self.max_ngram + 1)
             history = self._histories[request.req_id] = _History({n: {} for n in sizes})
+            if num_tokens >= self.bulk_size:
+                history.prompt = NgramIndex(request.tokens(0, num_tokens), self.max_ngram)
+                history.num_indexed = num_tokens
         # Of what is indexed, only as much as an n-gram that ends behind it can reach back.
-        first_known = max(history.num_indexed - self.max_ngram, 0)
-        tokens = request.tokens(first_known, request.num_tokens)
-        for next_token in range(max(history.num_indexed, 1), request.num_tokens):
-            end = next_token - first_known
+        start = max(history.num_indexed - self.max_ngram, 0)
+        tokens = request.tokens(start, num_tokens)
+        for next_token in range(max(history.num_indexed, 1), num_tokens):
             for n, first in history.first.items():
-                if n <= end:
-                    first.setdefault(tuple(tokens[end - n : end]), next_token)
-        history.num_indexed = request.num_tokens
+                if n <= next_token:
+                    ngram = tuple(tokens[next_token - n - start : next_token - start])
+                    first.setdefault(ngram, next_token)
+        history.num_indexed = num_tokens
         return history
 
     def _find(self, history: _History, request: RunnerRequest) -> int | None:
         num_tokens = request.num_tokens
         tail = request.tokens(max(num_tokens - self.max_ngram, 0), num_tokens)
+        in_prompt, start_in_prompt = history.prompt.find(tail) if history.prompt else (0, 0)
         for n in range(len(tail), self.min_ngram - 1, -1):
+            if n <= in_prompt:
+                return start_in_prompt
             start = history.first[n].get(tuple(tail[-n:]))
             if start is not None:
                 return start

@@ -141,7 +141,7 @@ class SpeculativeSampler:
     ) -> torch.Tensor:  # the same
         every = range(len(sampling.req_ids))
         is_bonus = {stop - 1 for stop in accumulate(run.num_drafts + 1 for run in runs)}
-        target_probs = sampling_probs(raw, sampling)
+        target_probs = sampling_probs(raw, sampling, self.sampler.counts)
         accept_u = sampling.uniforms([i for i in every if i not in is_bonus], ACCEPT_STREAM)
         verified = self.reject(
             target_probs,
@@ -183,7 +183,7 @@ class ConstrainedDrafts:
         if all(request.sampling_params.is_greedy for request in requests):
             return self.sampler.draw(raw, sampling).clamp(min=0), None
         rows = range(len(requests))
-        probs = sampling_probs(raw, sampling)
+        probs = sampling_probs(raw, sampling, self.sampler.counts)
         own = torch.tensor([self.needs_probs(request) for request in requests])
         u = torch.where(
             own, sampling.uniforms(rows, DRAFT_STREAM), sampling.uniforms(rows, TOKEN_STREAM)
