@@ -41,9 +41,12 @@ from scheduler_interface import ModelRunner, SchedulerInterface
 from step_record import Observer, RecordingEngineCore, StepRecord
 
 if TYPE_CHECKING:
+    from cached_kv_cache_manager import CachedKVCacheManager
     from kv_connector import KVConnector
-    from prefix_cache import CacheListener, PrefixCache
+    from prefix_cache import CacheListener
+    from prefix_cache_local import PrefixCacheLocal
     from proposers import Proposer
+    from radix_cache import RadixCache
     from speculating_runner import DraftLength, SpeculatingRunner
     from whole_prompts import ChunkPolicy
 
@@ -55,7 +58,7 @@ class EngineParts:
     """The parts of one engine. `vocab_size` is what may be sampled: padding lanes are left out."""
 
     core: RecordingEngineCore
-    kv_memory: UncachedKVCacheManager
+    kv_memory: UncachedKVCacheManager | CachedKVCacheManager
     kv_cache: PagedKVCache
     max_model_len: int
     vocab_size: int
@@ -88,8 +91,8 @@ def assemble(
     # Checkpoints pad the vocabulary to a round number; a lane that no token has must never win.
     vocab_size = min(loaded.config.vocab_size, num_tokens_in_tokenizer or loaded.config.vocab_size)
     kv_cache = make_kv_cache(config, loaded, draft, attention.backend, max_model_len, vocab_size)
-    connector = make_connector(config, loaded, kv_cache)
-    kv_memory = make_kv_memory(config, kv_cache.num_blocks, connector)
+    connector, listener = make_connector(config, loaded, kv_cache)
+    kv_memory = make_kv_memory(config, kv_cache.num_blocks, connector, listener)
     chunk_policy = make_chunk_policy(config)
 
     state = SharingRunnerState(config.max_num_seqs, -(-max_model_len // config.block_size))
@@ -210,12 +213,15 @@ def tell_durations(policy: Any, record: StepRecord) -> None:
 
 
 def make_kv_memory(
-    config: EngineConfig, num_blocks: int, connector: KVConnector | None
-) -> Any:
+    config: EngineConfig,
+    num_blocks: int,
+    connector: KVConnector | None,
+    listener: CacheListener | None,
+) -> UncachedKVCacheManager | CachedKVCacheManager:
     pool, block_size = BlockPool(num_blocks), config.block_size
     if config.prefix_cache is None:
         return UncachedKVCacheManager(pool, block_size)
-    cache = make_prefix_cache(config, pool, find_listener(connector))
+    cache = make_prefix_cache(config, pool, listener)
     if connector is None:
         from cached_kv_cache_manager import CachedKVCacheManager
 
@@ -227,7 +233,7 @@ def make_kv_memory(
 
 def make_prefix_cache(
     config: EngineConfig, pool: BlockPool, listener: CacheListener | None
-) -> PrefixCache:
+) -> PrefixCacheLocal | RadixCache:
     if config.prefix_cache == "hash":
         from prefix_cache_local import PrefixCacheLocal
 
@@ -239,21 +245,25 @@ def make_prefix_cache(
 
 def make_connector(
     config: EngineConfig, loaded: LoadedModel, kv_cache: PagedKVCache
-) -> KVConnector | None:
-    """The tiers and the configured connector, bound to this engine's KV memory."""
+) -> tuple[KVConnector | None, CacheListener | None]:
+    """The tiers and the configured connector, bound to this engine's KV memory; and who is to hear
+    of what is cached."""
     if config.kv_tiers is None and config.kv_connector is None:
-        return None
+        return None, None
     from kv_block_io import PagedBlockIO
-    from kv_connector import ConnectorChain
 
-    connectors = [] if config.kv_connector is None else [config.kv_connector]
+    tiers = None
     if config.kv_tiers is not None:
         from tiered_cache import TieredCache
 
-        connectors.insert(0, TieredCache(config.kv_tiers))
-    connector = connectors[0] if len(connectors) == 1 else ConnectorChain(connectors)
+        tiers = TieredCache(config.kv_tiers)
+    connector = tiers or config.kv_connector
+    if tiers is not None and config.kv_connector is not None:
+        from kv_connector import ConnectorChain
+
+        connector = ConnectorChain([tiers, config.kv_connector])
     connector.bind(PagedBlockIO(kv_cache), config.block_size, kv_namespace(loaded, kv_cache))
-    return connector
+    return connector, tiers
 
 
 def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str, str], ...]:
