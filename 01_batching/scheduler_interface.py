@@ -112,7 +112,8 @@ NO_FINITE_LOGITS = (
 @dataclass(slots=True)
 class StepOutput:
     """What came of a plan, by request id. A request whose last known token was not computed yet has
-    no tokens; one in `errors` has none either, and a sentence that says why it cannot go on (`NO_FINITE_LOGITS`)."""
+    no tokens; one in `errors` has none either, and a sentence that says why it cannot go on
+    (`NO_FINITE_LOGITS`)."""
 
     token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list] = field(default_factory=dict)  # where they were asked for

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import mixed_attention as module
 import paged_attention
-from batch_layout import BlockTables
+from batch_layout import BlockTables, Query
 from mixed_attention import MixedAttentionBackend, mixed_attention
-from mixed_batch import MixedMetadata, Query, compose, short_first
+from mixed_batch import MixedMetadata, compose, short_first
 from test_paged_attention import Case, make_case
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -289,6 +289,20 @@ def test_a_plan_of_another_dtype_or_shape_is_not_used(dtype, heads):
     check(other, attend(other))
 
 
+@pytest.mark.parametrize("num_shared", [(2, 3), (4, 1), (1, 4)])
+def test_models_with_other_numbers_of_query_heads_share_metadata(num_shared):
+    """A target and its draft: equal caches, and as many query heads to a KV head as they like. In
+    turn, layer after layer."""
+    # Decodes of different lengths in one group, which has a mask.
+    lengths = [(1, 9), (5, 5), (7, 20), (1, 8)]
+    target, draft = (make_case(lengths, 4, num_shared=n) for n in num_shared)
+    draft.key_cache, draft.value_cache = target.key_cache, target.value_cache
+    draft.keys, draft.values = target.keys, target.values
+    draft.metadata = target.metadata
+    for case in (target, draft, draft, target):
+        check(case, attend(case))
+
+
 def test_batches_without_tokens_and_sequences_without_tokens():
     """Trap 33: a padding sequence has no query token, whatever its length says."""
     empty = make_case([], 4)
@@ -332,7 +346,7 @@ def test_the_backend_takes_a_composed_batch():
     tables = BlockTables(3, 4)
     for row, block_ids in enumerate(([5, 1], [2, 6, 3], [4, 7])):
         tables.write(row, 0, block_ids)
-    queries = [Query(0, 2, 4, 20), Query(1, 9, 1, 10), Query(2, 5, 1, 6)]
+    queries = [Query(0, 2, 4, 0), Query(1, 9, 1), Query(2, 5, 1)]
     batch = compose(tables, queries, 4, torch.device("cpu"))
     assert batch.order == [1, 2, 0]
     key_cache, value_cache = torch.full((2, 8, 4, 2, 8), math.nan).double()

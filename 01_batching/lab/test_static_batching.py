@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from bounded_loops import as_long_as
 from engine_core import EngineCore
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
@@ -51,7 +52,7 @@ def test_tokens_equal_those_of_generate_and_of_continuous_batching(qwen3, oracle
     engine = EngineCore(FCFSScheduler(max_num_seqs=3), HFModelRunner(qwen3))
     for request in continuous:
         engine.add_request(request)
-    while engine.has_unfinished_requests():
+    for _ in as_long_as(engine.has_unfinished_requests):
         engine.step()
     for mine, theirs in zip(static, continuous):
         assert report.token_ids[mine.request_id] == theirs.output_token_ids, f"seed {seed}"

@@ -7,10 +7,12 @@ they share beginnings of every length, exact multiples of the block size among t
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
+from bounded_loops import as_long_as
 from common.assembly import kv_namespace
 from common.engine import EngineConfig, LLMEngine
 from common.loader import load_model
@@ -222,7 +224,7 @@ def test_the_cache_can_be_forgotten_between_runs_only(oracle, loaded):
     engine.step()
     assert not engine.reset_prefix_cache()
     assert engine.stats().kv_blocks_cached > 0
-    while engine.has_unfinished_requests():
+    for _ in as_long_as(engine.has_unfinished_requests):
         engine.step()
     assert engine.reset_prefix_cache()
     assert engine.stats().kv_blocks_cached == 0
@@ -236,6 +238,8 @@ def test_kv_of_other_weights_is_not_ours(loaded):
     with torch.no_grad():
         next(other.model.parameters()).add_(1e-9)
     assert kv_namespace(other, engine.kv_cache) != kv_namespace(loaded, engine.kv_cache)
+    other_eps = replace(loaded, config=replace(loaded.config, rms_norm_eps=0.5))
+    assert kv_namespace(other_eps, engine.kv_cache) != kv_namespace(loaded, engine.kv_cache)
     half = load_model(loaded.path, torch.float32, torch.device("cpu"))
     other_dtype = LLMEngine(EngineConfig(num_blocks=10), loaded=half)
     assert kv_namespace(half, other_dtype.kv_cache) != kv_namespace(loaded, engine.kv_cache)
