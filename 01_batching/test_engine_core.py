@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from bounded_loops import as_long_as
 from engine_core import EngineCore
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
@@ -23,7 +24,7 @@ def make(request_id: str, prompt: list[int], eos=(), **params) -> Request:
 def run(engine: EngineCore, *requests: Request) -> None:
     for request in requests:
         engine.add_request(request)
-    while engine.has_unfinished_requests():
+    for _ in as_long_as(engine.has_unfinished_requests):
         engine.step()
 
 
@@ -49,7 +50,7 @@ def test_random_workloads_end_in_the_tokens_of_generate(qwen3, oracle, seed):
     runner = HFModelRunner(qwen3)
     engine = RecordingEngineCore(scheduler, runner, check_invariants=True)
     coming, aborted = list(requests), set()
-    while coming or engine.has_unfinished_requests():
+    for _ in as_long_as(lambda: coming or engine.has_unfinished_requests()):
         for _ in range(min(len(coming), rng.randint(0, 3))):
             engine.add_request(coming.pop(0))
         if rng.random() < 0.1 and scheduler.requests:
@@ -117,7 +118,7 @@ def test_what_stops_a_request(params, num_tokens, reason, stop_reason):
     engine = RecordingEngineCore(FCFSScheduler(), ScriptedRunner(SCRIPT), check_invariants=True)
     engine.add_request(request)
     results = []
-    while engine.has_unfinished_requests():
+    for _ in as_long_as(engine.has_unfinished_requests):
         results += engine.step()
     assert request.output_token_ids == SCRIPT[:num_tokens]
     assert [token for result in results for token in result.new_token_ids] == SCRIPT[:num_tokens]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
+from bounded_loops import as_long_as
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import GreedySampler, HFModelRunner, make_mask
 from input_batch import InputBatch
@@ -95,7 +96,7 @@ def test_tokens_equal_those_of_generate_under_random_arrivals(model, oracle, bat
     )
     engine = RecordingEngineCore(scheduler, runner, check_invariants=True)
     waiting = list(requests)
-    while waiting or engine.has_unfinished_requests():
+    for _ in as_long_as(lambda: waiting or engine.has_unfinished_requests()):
         for _ in range(min(len(waiting), rng.randint(0, 3))):
             engine.add_request(waiting.pop(0))
         engine.step()
@@ -289,7 +290,7 @@ def test_sliding_windows_are_refused_batched_and_right_one_by_one(oracle):
     engine = RecordingEngineCore(FCFSScheduler(), HFModelRunner(model, batched=False))
     for request in requests:
         engine.add_request(request)
-    while engine.has_unfinished_requests():
+    for _ in as_long_as(engine.has_unfinished_requests):
         engine.step()
     for request in requests:
         assert request.output_token_ids == oracle(model, request.prompt_token_ids, 12)

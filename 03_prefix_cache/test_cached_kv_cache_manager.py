@@ -1070,6 +1070,31 @@ def test_those_who_wait_give_way_to_those_who_run(make_world, num_blocks, num_le
     world.drain()
 
 
+@pytest.mark.parametrize("num_arrived", [2, 3])
+def test_who_would_be_replaced_counts_beside_what_gives_way(make_world, num_arrived):
+    """8 blocks: v runs with 2 and a load has 3. The newcomer wants all 8. A load that is under way
+    keeps its blocks; what has arrived is as good as free, and v is asked about, not touched."""
+    world = make_world(8, 2)
+    world.submit("v", [8, 8, 8, 8])
+    assert world.admit("v")
+    world.step()
+    world.submit("a", [1, 2, 3, 4, 5, 6, 7])
+    world.connector.num_offered["a"] = 3
+    assert not world.look_up(world.waiting["a"]).is_ready
+    world.submit("y", [9] * 16)
+    victim, newcomer = world.running["v"], world.waiting["y"]
+    assert not world.manager.can_replace(victim, newcomer, 16)
+    assert world.manager.can_replace(victim, newcomer, 10)
+    assert not world.manager.can_replace(victim, newcomer, 10, num_blocks_kept_free=1)
+    world.connector.finish("a", num_arrived)
+    assert world.manager.can_replace(victim, newcomer, 16)
+    assert not world.manager.can_replace(victim, newcomer, 16, num_blocks_kept_free=1)
+    assert len(world.manager.get_block_ids("v")) == 2
+    world.check()
+    world.manager.free(victim)
+    assert world.manager.allocate_slots(newcomer, 16)
+
+
 def test_loads_take_no_more_than_their_share(make_world):
     """The first may take what it needs; the others only up to half of the memory, together."""
     world = make_world(12, 2)

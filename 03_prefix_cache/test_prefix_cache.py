@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 )
 
 from block_pool import Block, BlockPool
+from bounded_loops import as_long_as
 from prefix_cache import (
     CacheStats,
     PrefixCache,
@@ -443,7 +444,7 @@ class Rig:
         twin = copy.deepcopy(self.cache)
         self.cache.listener = cache
         free_ids = ids(twin.pool.free_order())
-        while twin.evict(1):
+        for _ in as_long_as(lambda: twin.evict(1)):
             pass
         order = ids(twin.pool.free_order())[len(free_ids) :]
         refs = [block.ref_cnt for block in self.pool.blocks]
@@ -895,7 +896,7 @@ def test_only_the_matched_part_of_a_prefix_is_refreshed(rig):
 def test_a_shared_head_is_as_young_as_its_youngest_branch(rig):
     rig.warm("ABC"), rig.warm("XY"), rig.warm("ABD")
     order = []
-    while rig.cache.num_cached_blocks:
+    for _ in as_long_as(lambda: rig.cache.num_cached_blocks):
         before = rig.names()
         rig.cache.evict(1)
         order += before - rig.names()
@@ -1377,7 +1378,7 @@ def test_every_interleaving_of_three_requests_on_five_blocks(make_cache):
     when something has happened. The states on the way are all checked."""
     prompts = [[0, 0, 1, 1, 0], [0, 0, 1, 1, 2, 2], [0, 0, 2, 2]]  # blocks P Q, P Q R, P R
     num_ends, num_refused, num_checked, pending = 0, 0, 0, [[]]
-    while pending:
+    for _ in as_long_as(lambda: pending, most=200_000):
         order = pending.pop()
         world = World(make_cache, 6, 2)
         tenants = [Tenant(prompt[:], (), PrefixPath()) for prompt in prompts]

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from block_pool import Block, BlockPool
+from bounded_loops import as_long_as
 from prefix_cache import PrefixPath
 from radix_cache import RadixCache
 from radix_tree import TreeNode
@@ -480,7 +481,7 @@ def test_entries_that_are_out_of_date_are_put_right_when_they_come_up(rig):
     rig.hits("A"), rig.hits("C"), rig.hits("A")
     held = rig.hold("B")
     order = []
-    while rig.cache.num_evictable_blocks:
+    for _ in as_long_as(lambda: rig.cache.num_evictable_blocks):
         before = set(rig.nodes())
         rig.cache.evict(1)
         order += before - set(rig.nodes())
@@ -754,7 +755,7 @@ def test_a_random_workload_agrees_with_whole_prefixes_in_a_dictionary(page_size)
         else:
             twin.evict(rng.randrange(6))
         twin.check()
-    while twin.users:
+    for _ in as_long_as(lambda: twin.users):
         twin.leave(twin.users[-1], 0)
     twin.evict(99)
     twin.check()

@@ -9,6 +9,7 @@ import pytest
 
 from admission_constraints import GrammarsCompiled, MaxLoRAs
 from block_pool import BlockPool
+from bounded_loops import as_long_as
 from fake_model import FakeModelRunner, continuation
 from kv_cache_manager import KVCacheManager
 from policies import SchedulePolicy
@@ -52,11 +53,8 @@ class Loop:
         return output
 
     def run(self, most: int = 500) -> None:
-        for _ in range(most):
-            if not self.scheduler.has_requests():
-                return
+        for _ in as_long_as(self.scheduler.has_requests, most):
             self.step()
-        pytest.fail(f"not finished after {most} steps: {list(self.scheduler.requests.values())}")
 
 
 def planned(output: SchedulerOutput) -> dict[str, int]:
@@ -208,10 +206,9 @@ def test_a_request_after_the_victim_still_gets_its_token():
     assert list(planned(loop.step())) == ["a", "c", "b"]
     loop.step()
     loop.scheduler.running["b"].priority = 9
-    while True:
+    output = loop.step()
+    for _ in as_long_as(lambda: not preempted(output)):
         output = loop.step()
-        if output.preempted_requests:
-            break
     assert preempted(output) == ["b"] and set(planned(output)) == {"a", "c"}
 
 
@@ -251,7 +248,7 @@ def test_what_came_back_may_be_larger_than_any_step():
     loop = Loop(6, max_num_batched_tokens=9)
     loop.add("a", 8, 15)
     second = loop.add("b", 8, 16)
-    while not second.num_preemptions:
+    for _ in as_long_as(lambda: not second.num_preemptions):
         loop.step()
     assert second.num_tokens > 9
     loop.run()
@@ -377,7 +374,7 @@ def test_who_outgrows_the_whole_pool_ends_with_a_reason():
     loop = Loop(4)
     request = loop.add("a", 13, 50)
     results = []
-    while loop.scheduler.has_requests():
+    for _ in as_long_as(loop.scheduler.has_requests):
         output = loop.scheduler.schedule()
         results += loop.scheduler.update_from_output(output, loop.runner.execute(output))
     assert sum(len(r.new_token_ids) for r in results) == 4
@@ -430,13 +427,76 @@ def test_the_newcomer_has_the_budget_of_whom_it_displaces():
     assert preempted(output) == ["b"] and planned(output) == {"a": 1, "urgent": 9}
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_nobody_is_displaced_for_a_newcomer_that_does_not_fit_the_memory(cached):
+    """Trap 60: 8 blocks, of which a has 4, b has 2, and 2 are free. The newcomer wants 5."""
+    loop = Loop(8, max_num_seqs=2, policy="priority", cached=cached)
+    loop.add("a", 13, 4, priority=1)
+    loop.add("b", 5, 4, priority=5)
+    loop.step()
+    loop.add("urgent", 20, 1, priority=0)
+    output = loop.step()
+    assert preempted(output) == [] and planned(output) == {"a": 1, "b": 1}
+    for _ in range(2):
+        assert set(planned(loop.step())) == {"a", "b"}
+    assert set(planned(loop.step())) == {"urgent"}, "when a and b have ended"
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_newcomer_has_what_is_free_and_the_blocks_of_whom_it_displaces(cached):
+    """The same 8 blocks, and a newcomer that wants all of the 4 that are free or b's."""
+    loop = Loop(8, max_num_seqs=2, policy="priority", cached=cached)
+    loop.add("a", 13, 4, priority=1)
+    loop.add("b", 5, 4, priority=5)
+    loop.step()
+    loop.add("urgent", 16, 1, priority=0)
+    output = loop.step()
+    assert preempted(output) == ["b"] and planned(output) == {"a": 1, "urgent": 16}
+    loop.run()
+    assert set(loop.reasons) == {"a", "b", "urgent"}
+
+
+def test_blocks_that_the_victim_shares_are_not_counted_as_its_own():
+    """7 blocks: a and b share 2, have 1 each of their own, and 3 are free."""
+    loop = Loop(7, max_num_seqs=2, policy="priority", cached=True)
+    shared = [7] * 8
+    for name, priority in (("a", 1), ("b", 5)):
+        request = Request.from_tokens(name, [*shared, ord(name)], 8)
+        request.priority = priority
+        loop.scheduler.add_request(request)
+        loop.outputs[name] = []
+        loop.step()
+    assert len(loop.scheduler.running) == 2 and loop.scheduler.kv_memory.num_blocks_in_use == 4
+    loop.add("urgent", 20, 1, priority=0)  # 5 blocks: 3 are free, and 1 is b's alone
+    assert preempted(loop.step()) == []
+    loop.scheduler.abort_request("urgent")
+    loop.add("modest", 16, 1, priority=0)
+    assert preempted(loop.step()) == ["b"]
+
+
+@pytest.mark.parametrize(("num_prompt", "victims"), [(20, ["b"]), (21, [])])
+def test_what_the_newcomer_finds_cached_is_not_taken_for_it_as_well(num_prompt, victims):
+    """6 blocks: a has 1, b has 3, and 2 are free. The newcomer finds b's first 2 cached, so 3 are
+    left for the rest of it."""
+    loop = Loop(6, max_num_seqs=2, policy="priority", cached=True)
+    prompt = list(range(8))
+    loop.add("a", 1, 4, priority=0)
+    for name, num_more, priority in (("b", 1, 5), ("u", num_prompt - 8, 1)):
+        request = Request.from_tokens(name, prompt + [ord(name)] * num_more, 4, priority, 1.0)
+        loop.scheduler.add_request(request)
+        loop.outputs[name] = []
+        output = loop.step()
+    assert preempted(output) == victims
+    loop.run()
+
+
 def test_a_pinned_request_is_not_displaced():
     loop = Loop(100, max_num_seqs=1, max_preemptions=1, policy="priority")
     loop.add("a", 4, 20, priority=5)
     loop.step()
     loop.add("u", 4, 1, priority=0)
     assert preempted(loop.step()) == ["a"]
-    while "a" not in loop.scheduler.running:
+    for _ in as_long_as(lambda: "a" not in loop.scheduler.running):
         loop.step()
     loop.add("w", 4, 1, priority=0)
     assert preempted(loop.step()) == []
@@ -448,7 +508,7 @@ def test_the_victim_is_the_least_urgent_and_of_those_the_latest():
     for name, priority in (("a", 3), ("b", 7), ("c", 7), ("d", 1)):
         loop.add(name, 7, 20, priority=priority)
     victims = []
-    while not victims:
+    for _ in as_long_as(lambda: not victims):
         victims = preempted(loop.step())
     assert victims[0] == "c"
 
@@ -557,7 +617,7 @@ def test_slots_for_guesses_lie_behind_a_steps_tokens_if_there_are_any_to_spare(l
     loop = Loop(100, block_size=4, num_lookahead_tokens=lookahead)
     request = loop.add("a", 4, 16)
     loop.step()
-    while not request.is_finished:
+    for _ in as_long_as(lambda: not request.is_finished):
         loop.step()
         table = loop.scheduler.kv_memory.get_block_ids("a")
         end = min(request.num_computed_tokens + lookahead, request.max_num_tokens - 1)
@@ -689,7 +749,7 @@ def test_abort_at_every_moment():
     loop.scheduler.abort_request("a")  # between schedule and update
     results = loop.scheduler.update_from_output(output, loop.runner.execute(output))
     assert [r.request_id for r in results] == ["b"]
-    while not loop.scheduler.get_stats().num_preempted:
+    for _ in as_long_as(lambda: not loop.scheduler.get_stats().num_preempted):
         loop.step()
     (victim,) = [r for r in loop.scheduler.waiting if r.num_preemptions]
     loop.scheduler.abort_request(victim.request_id)  # preempted

@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from block_pool import BlockPool
+from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
 from fake_model import FakeModelRunner, continuation
 from kv_cache_manager import KVCacheManager
@@ -30,15 +31,38 @@ CACHES = (None, "hash", "radix")
 VOCAB = 4  # few tokens, so that prefixes are shared by chance
 
 
+class _AnswersAreChecked:
+    """`can_replace` says what freeing one and seating the other would come to, tried on a copy."""
+
+    def can_replace(self, victim, request, num_tokens, num_reserved, computed, num_kept_free):
+        copies = copy.deepcopy((self, victim, request, computed))
+        answer = super().can_replace(
+            victim, request, num_tokens, num_reserved, computed, num_kept_free
+        )
+        memory, victim, request, computed = copies
+        memory.free(victim)
+        is_room = memory.allocate_slots(request, num_tokens, num_reserved, computed, num_kept_free)
+        assert answer == is_room, (victim, request, num_tokens, num_reserved, num_kept_free)
+        return answer
+
+
+class CheckedMemory(_AnswersAreChecked, KVCacheManager):
+    pass
+
+
+class CheckedCachedMemory(_AnswersAreChecked, CachedKVCacheManager):
+    pass
+
+
 def make_memory(cache: str | None, num_blocks: int, block_size: int) -> KVCacheManager:
     pool = BlockPool(num_blocks + 1)
     if cache is None:
-        return KVCacheManager(pool, block_size)
+        return CheckedMemory(pool, block_size)
     kind = {
         "hash": lambda: PrefixCacheLocal(pool=pool, block_size=block_size),
         "radix": lambda: RadixCache(pool=pool, page_size=block_size),
     }
-    return CachedKVCacheManager(pool, block_size, kind[cache]())
+    return CheckedCachedMemory(pool, block_size, kind[cache]())
 
 
 class World:
@@ -156,10 +180,7 @@ def test_a_random_run_says_what_an_uninterrupted_one_says(seed, cache):
     to_come = [
         random_request(rng, f"r{i}", families, min(16, memory.capacity - 1)) for i in range(14)
     ]
-    num_steps = 0
-    while to_come or world.scheduler.has_requests():
-        num_steps += 1
-        assert num_steps < 3000, f"seed {seed}: it does not end"
+    for _ in as_long_as(lambda: to_come or world.scheduler.has_requests(), most=3000):
         if to_come and rng.random() < 0.4:
             world.add(request := to_come.pop())
             for i in range(rng.choice([0, 0, 0, 2])):
@@ -419,10 +440,34 @@ def test_every_interleaving_of_three_requests_in_five_blocks(cache, kind, policy
         max_num_batched_tokens=5,
         max_preemptions=2,
     )
+    _explore(world, prompts)
+
+
+@pytest.mark.parametrize("cache", [None, "hash"])
+def test_every_interleaving_with_a_newcomer_that_would_take_a_seat(cache, monkeypatch):
+    """Trap 60. The third is the most urgent and finds two running: in every state in which the
+    memory is asked whether it can replace one, the answer is tried, and both answers occur."""
+    answers: Counter[bool] = Counter()
+    checked = _AnswersAreChecked.can_replace
+
+    def counted(*args) -> bool:
+        answer = checked(*args)
+        answers[answer] += 1
+        return answer
+
+    monkeypatch.setattr(_AnswersAreChecked, "can_replace", counted)
+    prompts = [([0, 1, 1], 4, 1), ([2, 3, 2], 3, 2), ([1, 0, 0, 1, 1], 1, 0)]
+    memory = make_memory(cache, 5, 2)
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 7, "max_preemptions": 2}
+    _explore(World(memory, policy="priority", **options), prompts)
+    assert min(answers[True], answers[False]) > 0, answers
+
+
+def _explore(world: World, prompts: list[tuple[list[int], int, int]]) -> None:
     seen = {fingerprint(world, 0)}
     frontier = [(world, 0)]
     kinds: Counter[str] = Counter()
-    while frontier:
+    for _ in as_long_as(lambda: frontier, most=200_000):
         world, num_added = frontier.pop()
         for other, count in successors(world, num_added, prompts):
             state = fingerprint(other, count)

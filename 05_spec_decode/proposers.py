@@ -13,7 +13,7 @@ proposes what followed them there:
 The longest suffix wins, from `max_ngram` tokens down to `min_ngram`; of its places the earliest,
 which has the most behind it. The suffix itself is not one of them: nothing follows it yet. Every
 n-gram is put in a dictionary once, when a token follows it, so a step costs O(new tokens) however
-long the history is.
+long the history is. A long prompt is indexed in bulk (`ngram_index.py`): the same, but quicker.
 
 `DraftModelProposer`, a small model that speaks like the large one, has a file of its own.
 
@@ -30,6 +30,7 @@ from typing import Protocol
 import torch
 
 from draft_model_proposer import DraftModelProposer
+from ngram_index import NgramIndex
 from request import Request
 
 __all__ = ["DraftModelProposer", "NgramProposer", "Proposer"]
@@ -56,26 +57,32 @@ class Proposer(Protocol):
 
 @dataclass(slots=True)
 class _History:
-    """`first[n]` maps an n-gram to where it was first followed: the index of the next token."""
+    """`first[n]` maps an n-gram to where it was first followed: the index of the next token. What
+    `prompt` has came earlier."""
 
     first: dict[int, dict[tuple[int, ...], int]]
+    prompt: NgramIndex | None = None
     num_indexed: int = 0  # tokens that n-grams may end before
 
 
 @dataclass(slots=True)
 class NgramProposer:
-    """`min_ngram` to `max_ngram` tokens are looked up, up to `num_spec_tokens` proposed. Raises
-    `ValueError` that names the field."""
+    """`min_ngram` to `max_ngram` tokens are looked up, up to `num_spec_tokens` proposed. A history
+    that begins with `bulk_size` tokens or more is indexed in bulk up to there. Raises `ValueError`
+    that names the field."""
 
     num_spec_tokens: int = 4
     max_ngram: int = 4
     min_ngram: int = 2
+    bulk_size: int = 256
     num_lookahead_tokens: int = field(default=0, init=False)
     _histories: dict[str, _History] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.num_spec_tokens >= 1:
             raise ValueError(f"num_spec_tokens is {self.num_spec_tokens!r}: it must be >= 1")
+        if not self.bulk_size >= 2:
+            raise ValueError(f"bulk_size is {self.bulk_size!r}: it must be >= 2")
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(
                 f"min_ngram is {self.min_ngram!r}: it must be >= 1 and <= max_ngram, which is "
@@ -104,6 +111,9 @@ class NgramProposer:
         if history is None:
             sizes = range(self.min_ngram, self.max_ngram + 1)
             history = self._histories[request_id] = _History({n: {} for n in sizes})
+            if len(tokens) >= self.bulk_size:
+                history.prompt = NgramIndex(tokens, self.max_ngram)
+                history.num_indexed = len(tokens)
         for next_token in range(max(history.num_indexed, 1), len(tokens)):
             for n, first in history.first.items():
                 if n <= next_token:
@@ -112,7 +122,10 @@ class NgramProposer:
         return history
 
     def _find(self, history: _History, tokens: list[int]) -> int | None:
+        in_prompt, start_in_prompt = history.prompt.find(tokens) if history.prompt else (0, 0)
         for n in range(min(self.max_ngram, len(tokens)), self.min_ngram - 1, -1):
+            if n <= in_prompt:
+                return start_in_prompt
             start = history.first[n].get(tuple(tokens[-n:]))
             if start is not None:
                 return start

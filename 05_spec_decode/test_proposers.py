@@ -171,13 +171,15 @@ tokens_of_few_kinds = st.integers(1, 4).flatmap(
     num_drafts=st.integers(0, 7),
     min_ngram=st.integers(1, 3),
     num_more=st.integers(0, 3),
+    bulk_size=st.sampled_from([2, 4, 256]),
 )
 def test_it_finds_what_a_search_through_everything_finds(
-    prompts, num_spec_tokens, num_drafts, min_ngram, num_more
+    prompts, num_spec_tokens, num_drafts, min_ngram, num_more, bulk_size
 ):
-    """Step by step, each with 1 to 5 tokens more, several requests in turn."""
+    """Step by step, each with 1 to 5 tokens more, several requests in turn; what they begin with is
+    indexed in bulk or not."""
     sizes = (min_ngram + num_more, min_ngram)
-    proposer = NgramProposer(num_spec_tokens, *sizes)
+    proposer = NgramProposer(num_spec_tokens, *sizes, bulk_size)
     requests = [make_request(steps[0], f"r{i}") for i, steps in enumerate(prompts)]
     for step in range(max(len(steps) for steps in prompts)):
         for request, steps in zip(requests, prompts):
@@ -224,6 +226,7 @@ def test_a_step_indexes_new_tokens_only(num_old):
     [
         ({"num_spec_tokens": 0}, "num_spec_tokens"),
         ({"num_spec_tokens": -1}, "num_spec_tokens"),
+        ({"bulk_size": 1}, "bulk_size"),
         ({"min_ngram": 0}, "min_ngram"),
         ({"min_ngram": 5, "max_ngram": 4}, "min_ngram"),
         ({"max_ngram": 1}, "min_ngram"),

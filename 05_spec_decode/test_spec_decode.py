@@ -22,6 +22,7 @@ from acceptance import (
     expected_speedup,
     expected_tokens_per_pass,
 )
+from bounded_loops import as_long_as
 from inverse_cdf import draw
 from spec_decode import (
     SimpleLM,
@@ -351,7 +352,7 @@ def test_two_sampled_tokens_have_the_law_of_the_target(rule, num_drafts, tempera
 
     def two_tokens() -> tuple[int, ...]:
         tokens: list[int] = []
-        while len(tokens) < 2:
+        for _ in as_long_as(lambda: len(tokens) < 2):
             step = target, draft, [*CONTEXT, *tokens], num_drafts, temperature, generator
             tokens += speculative_decode_step(*step, rule=rule)[0]
         return tuple(tokens[:2])

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 
 from adaptive_chunks import AdaptiveChunks
 from block_pool import BlockPool
+from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
 from chunk_policy import ChunkedPrefill
 from fake_model import FakeModelRunner, continuation
@@ -200,7 +201,7 @@ def test_so_many_long_prompts_are_under_way_and_short_ones_pass():
     run.add(*longs, make_request("short", 4, 9))
     run.step()
     assert run.plans[0] == {"long0": 4, "short": 4}
-    while run.scheduler.has_unfinished_requests():
+    for _ in as_long_as(run.scheduler.has_unfinished_requests):
         run.step()
         under_way = [r for r in longs if 0 < r.num_computed_tokens < 18 - 4 and not r.is_finished]
         assert len(under_way) <= 1
@@ -243,7 +244,7 @@ def test_more_decodes_than_a_chunk_has_tokens_do_not_stop_a_mixed_prompt():
     )
     run = Run(scheduler)
     run.add(*(make_request(f"s{i}", 1, 40) for i in range(8)))
-    while len(scheduler.running_batch.reqs) < 8:
+    for _ in as_long_as(lambda: len(scheduler.running_batch.reqs) < 8):
         run.step()
     run.add(make_request("long", 20, 1))
     first = len(run.plans)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from bounded_loops import as_long_as
 from engine_core import EngineCore
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
@@ -112,7 +113,7 @@ def test_keeping_a_record_changes_nothing():
         for i in range(5):
             engine.add_request(make(str(i), [1] * (i + 1), [30], max_tokens=3, ignore_eos=i > 2))
         results = []
-        while engine.has_unfinished_requests():
+        for _ in as_long_as(engine.has_unfinished_requests):
             results.append(engine.step())
         return results
 

@@ -17,6 +17,7 @@ from hashlib import blake2b
 
 import pytest
 
+from bounded_loops import as_long_as
 from global_kv_pool import KVBlock
 from kv_pool import TransferResult
 from mooncake_master import MooncakeMaster, MooncakeUnavailableError
@@ -312,8 +313,10 @@ def load(connector: PoolConnector, request: Request) -> int:
     if num_tokens == 0:
         return 0
     connector.update_state_after_alloc(request, range(num_tokens // SIZE), num_tokens)
-    while (num_loaded := connector.get_finished_load(request.request_id)) is None:
+    num_loaded = connector.get_finished_load(request.request_id)
+    for _ in as_long_as(lambda: num_loaded is None, seconds=60):
         connector.wait_for_load(WAIT_S)
+        num_loaded = connector.get_finished_load(request.request_id)
     return num_loaded
 
 

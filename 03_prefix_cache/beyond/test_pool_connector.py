@@ -16,6 +16,7 @@ from hashlib import blake2b
 import pytest
 
 from block_pool import BlockPool
+from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
 from global_kv_pool import GlobalKVPool, KVBlock, TransferResult
 from kv_connector import ConnectorChain
@@ -87,8 +88,10 @@ class Engine:
 
     def finish(self, request: Request) -> int:
         """Poll as an engine does, until the load has ended."""
-        while (num_tokens := self.connector.get_finished_load(request.request_id)) is None:
+        num_tokens = self.connector.get_finished_load(request.request_id)
+        for _ in as_long_as(lambda: num_tokens is None, seconds=60):
             self.wait()
+            num_tokens = self.connector.get_finished_load(request.request_id)
         return num_tokens
 
     def wait(self) -> None:
@@ -571,9 +574,11 @@ class ManagedEngine:
 
     def serve(self, request: Request) -> int:
         """Admit, compute, check every byte, free. Returns `num_cached_tokens`."""
-        while not (computed := self.manager.get_computed_blocks(request)).is_ready:
+        computed = self.manager.get_computed_blocks(request)
+        for _ in as_long_as(lambda: not computed.is_ready, seconds=60):
             self.manager.wait_for_loads()
             self.manager.check_invariants()
+            computed = self.manager.get_computed_blocks(request)
         num_new = request.num_tokens - computed.num_tokens
         assert self.manager.allocate_slots(request, num_new, computed=computed)
         block_ids = self.manager.get_block_ids(request.request_id)

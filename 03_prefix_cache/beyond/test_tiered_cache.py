@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from block_pool import BlockPool
+from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
 from prefix_cache_local import PrefixCacheLocal, compute_hash_chain
 from radix_cache import RadixCache
@@ -66,8 +67,10 @@ class Engine:
         """One request from look-up to end. Returns the tokens that it did not compute, after every
         block of its table has been compared with what a forward pass would have written."""
         request = self.request(token_ids, extra_keys)
-        while not (computed := self.manager.get_computed_blocks(request)).is_ready:
+        computed = self.manager.get_computed_blocks(request)
+        for _ in as_long_as(lambda: not computed.is_ready, seconds=30):
             self.manager.wait_for_loads()
+            computed = self.manager.get_computed_blocks(request)
         num_new = request.num_tokens - computed.num_tokens
         assert self.manager.allocate_slots(request, num_new, 0, computed)
         block_ids = self.manager.get_block_ids(request.request_id)
@@ -208,8 +211,9 @@ def test_a_request_whose_blocks_are_being_read_is_passed_over(tmp_path):
     assert engine.serve([4] * 4) == 0
     assert not engine.manager.get_computed_blocks(request).is_ready
     gate.set()
-    while not (computed := engine.manager.get_computed_blocks(request)).is_ready:
+    for _ in as_long_as(lambda: not computed.is_ready, seconds=30):
         engine.manager.wait_for_loads()
+        computed = engine.manager.get_computed_blocks(request)
     assert computed.num_tokens == 6
     engine.manager.free(request)
     engine.manager.check_invariants()
@@ -233,7 +237,9 @@ def test_a_load_that_is_given_up_writes_nothing(how, tmp_path):
     request = engine.request([3] * 8)
     is_ready = engine.manager.get_computed_blocks(request).is_ready
     if how == "late":
-        while not engine.manager.get_computed_blocks(request).is_ready:
+        for _ in as_long_as(
+            lambda: not engine.manager.get_computed_blocks(request).is_ready, seconds=30
+        ):
             engine.manager.wait_for_loads()
         assert engine.manager.get_computed_blocks(request).num_tokens == 0
     else:

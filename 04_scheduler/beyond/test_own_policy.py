@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bounded_loops import as_long_as
 from fake_model import FakeModelRunner
 from own_policy import TakeTurns
 from request import Request, SamplingParams
@@ -21,7 +22,7 @@ def test_tenants_take_turns():
     scheduler.add_request(request("modest 0", "modest"))
     scheduler.add_request(request("modest 1", "modest"))
     served = []
-    while scheduler.has_requests():
+    for _ in as_long_as(scheduler.has_requests):
         output = scheduler.schedule()
         served += [new.req_id for new in output.scheduled_new_reqs]
         scheduler.update_from_output(output, runner.execute(output))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from block_pool import BlockPool
+from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
 from kv_cache_manager import KVCacheManager
 from prefill_adder import (
@@ -209,7 +210,7 @@ def test_chunk_after_chunk_and_then_the_outputs_are_expected():
     adder.add_one_req(request, False)
     cut: Request | None = adder.new_chunked_req
     sizes += adder.num_tokens.values()
-    while cut is not None:
+    for _ in as_long_as(lambda: cut is not None):
         request.num_computed_tokens = sum(sizes)
         adder = memory.adder(100, 11)
         cut = adder.add_chunked_req(request)
@@ -271,7 +272,7 @@ def test_steps_smaller_than_a_page():
     memory = Memory(4, page_size=16)
     request, sizes = waiting("a", 20), []
     cut: Request | None = request
-    while cut is not None:
+    for _ in as_long_as(lambda: cut is not None):
         adder = memory.adder(6, 6)
         if not sizes:
             adder.add_one_req(request, False)

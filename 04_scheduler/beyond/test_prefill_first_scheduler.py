@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from admission_constraints import MaxLoRAs
 from block_pool import BlockPool
+from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
 from fake_model import FakeModelRunner, _mix, continuation
 from kv_cache_manager import KVCacheManager
@@ -93,8 +94,7 @@ class Loop:
         a step computes a token of somebody, or it is one of two in which somebody was preempted."""
         num_tokens = sum(request.max_num_tokens for request in self.requests.values())
         most = 2 * (self.scheduler.limits.max_preemptions + 1) * num_tokens
-        while self.scheduler.has_requests():
-            assert self.num_steps <= most, list(self.scheduler.requests.values())
+        for _ in as_long_as(self.scheduler.has_requests, most - self.num_steps + 1):
             self.step()
 
     def run_until(self, is_reached) -> SchedulerOutput:

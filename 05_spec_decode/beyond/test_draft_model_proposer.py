@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from block_pool import BlockPool
+from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
 from draft_model_proposer import DraftModelProposer
 from fake_model import FakeModelRunner, _mix, continuation
@@ -323,7 +324,7 @@ def test_what_was_accepted_stays_and_what_was_rejected_is_overwritten(num_right,
     request = world.add("a", prompt_of(5), 40)
     world.step()
     world.step()
-    while request.max_num_tokens - request.num_tokens - 1 > 2 * K:
+    for _ in as_long_as(lambda: request.max_num_tokens - request.num_tokens - 1 > 2 * K):
         before = request.num_tokens
         num_fed = world.num_fed()
         assert request.num_tokens - before == num_right + 1
@@ -351,7 +352,7 @@ def test_it_follows_a_prompt_whose_tokens_come_in_chunks():
     world.step()
     long = world.add("b", prompt_of(23, 1), 10)
     world.scheduler.mixing = True
-    while long.num_computed_tokens < 20:
+    for _ in as_long_as(lambda: long.num_computed_tokens < 20):
         world.step()
         follower = world.proposer._followers.get("b")
         if follower is not None:
@@ -426,7 +427,7 @@ def test_drafts_that_were_trimmed_or_dropped(num_kept):
     for errs in (never, always, wrong_from(1), now_and_then(0)):
         world = World(200, errs=errs)
         request = world.add("a", prompt_of(5), 30)
-        while not request.is_finished:
+        for _ in as_long_as(lambda: not request.is_finished):
             world.step()
             request.draft_token_ids = request.draft_token_ids[:num_kept]
         world.run()
@@ -447,7 +448,7 @@ def test_speculation_that_was_off_for_a_while(num_steps, errs):
     """The proposer is not even asked then, and tokens become known that it guessed otherwise."""
     world = World(200, errs=errs)
     request = world.add("a", prompt_of(6), 60)
-    while not request.is_finished:
+    for _ in as_long_as(lambda: not request.is_finished):
         for num_drafts in (K, 0):
             world.length.num_drafts = num_drafts
             for _ in range(num_steps):
@@ -661,7 +662,7 @@ def test_with_enough_lookahead_all_drafts_have_slots():
             world = World(200, block_size, errs=errs)
             request = world.add("a", prompt_of(5), 40)
             world.step()
-            while request.max_num_tokens - request.num_tokens - 1 > 2 * K:
+            for _ in as_long_as(lambda: request.max_num_tokens - request.num_tokens - 1 > 2 * K):
                 world.step()
                 assert len(world.checked.last["a"]) == K
             world.run()
@@ -723,7 +724,7 @@ def test_aborted_while_it_waits_to_come_back():
     for i, name in enumerate("abc"):
         world.add(name, prompt_of(5, i), 20)
     victim = None
-    while victim is None:
+    for _ in as_long_as(lambda: victim is None):
         victim = next(iter(world.step().preempted_requests), None)
     world.scheduler.abort_request(victim.request_id)
     world.run()
@@ -928,10 +929,8 @@ def run_random_trace(seed: int) -> World:
     rng = random.Random(seed)
     world = random_world(rng)
     families = [prompt_of(rng.randint(4, 10), i) for i in range(2)]
-    num_to_come, most = 8, 600
-    while num_to_come or world.scheduler.has_requests():
-        most -= 1
-        assert most, "it does not end"
+    num_to_come = 8
+    for _ in as_long_as(lambda: num_to_come or world.scheduler.has_requests(), most=600):
         if num_to_come and rng.random() < 0.4:
             num_to_come -= 1
             add_random_group(rng, world, f"r{rng.choice([num_to_come, num_to_come, 99])}", families)

@@ -14,6 +14,7 @@ from scipy.stats import chisquare
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from acceptance import acceptance_probability
+from bounded_loops import as_long_as
 from spec_decode import (
     SimpleLM,
     SpeculativeStats,
@@ -269,7 +270,7 @@ def tree_generate(
     target: object, draft: object, context: Sequence[int], num_tokens: int, branching: Sequence[int]
 ) -> tuple[list[int], SpeculativeStats]:
     tokens, stats = [], SpeculativeStats()
-    while len(tokens) < num_tokens:
+    for _ in as_long_as(lambda: len(tokens) < num_tokens):
         new_tokens, step = tree_decode_step(target, draft, [*context, *tokens], branching)
         assert len(new_tokens) == step.num_accepted + 1
         tokens += new_tokens
@@ -306,7 +307,7 @@ def test_a_tree_without_branches_is_a_chain(noise):
     target = SimpleLM(30)
     draft = target.noisy_copy(noise, seed=3)
     tokens: list[int] = []
-    while len(tokens) < 30:
+    for _ in as_long_as(lambda: len(tokens) < 30):
         context = [*CONTEXT, *tokens]
         drafts, _ = draft_generate(draft, context, 3, temperature=0)
         assert build_draft_tree(draft, context, (1, 1, 1)) == DraftTree(tuple(drafts), (-1, 0, 1))
@@ -451,7 +452,7 @@ def test_two_sampled_tokens_have_the_law_of_the_target(branching, temperature):
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(600):
         tokens: list[int] = []
-        while len(tokens) < 2:
+        for _ in as_long_as(lambda: len(tokens) < 2):
             context = [*CONTEXT, *tokens]
             step = target, draft, context, branching, temperature, generator
             tokens += tree_decode_step(*step)[0]

@@ -12,6 +12,7 @@ from hypothesis import given
 from torch.utils.flop_counter import FlopCounterMode
 
 from adaptive_chunks import AdaptiveChunks
+from bounded_loops import as_long_as
 from chunk_policy import ChunkedPrefill
 from request import Request
 from step_cost import (
@@ -204,7 +205,7 @@ def prefill_alone(policy: AdaptiveChunks, num_prompt: int, num_decodes: int = 0)
         request.num_computed_tokens = 299
     start, times = 0, []
     request = Request.from_tokens("long", [1] * num_prompt, max_new_tokens=1)
-    while start < num_prompt:
+    for _ in as_long_as(lambda: start < num_prompt):
         policy.begin_step(decodes)
         n = policy.num_tokens_now(request, num_prompt - start, 4096 - num_decodes, 4096)
         starts, lens = [299] * num_decodes + [start], [1] * num_decodes + [n]

@@ -5,8 +5,8 @@
     and is decided by         `rejection_sample`               `rejection_sampling_batched`
 
 Drafts come without probabilities from a look-up, and for a request that is greedy or named a seed.
-So such a request gets exactly the tokens that it gets without speculation, however many drafts the
-load, the budget or a preemption leave it. Every constraint applies at every
+So from the same logits such a request gets exactly the tokens that it gets without speculation,
+however many drafts the load, the budget or a preemption leave it. Every constraint applies at every
 draft's position, with the drafts before it as history (Trap 37)."""
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class SpeculativeSampler:
     ) -> torch.Tensor:  # the same
         every = range(len(sampling.req_ids))
         is_bonus = {stop - 1 for stop in accumulate(run.num_drafts + 1 for run in runs)}
-        target_probs = sampling_probs(raw, sampling)
+        target_probs = sampling_probs(raw, sampling, self.sampler.counts)
         accept_u = sampling.uniforms([i for i in every if i not in is_bonus], ACCEPT_STREAM)
         verified = self.reject(
             target_probs,
@@ -183,7 +183,7 @@ class ConstrainedDrafts:
         if all(request.sampling_params.is_greedy for request in requests):
             return self.sampler.draw(raw, sampling).clamp(min=0), None
         rows = range(len(requests))
-        probs = sampling_probs(raw, sampling)
+        probs = sampling_probs(raw, sampling, self.sampler.counts)
         own = torch.tensor([self.needs_probs(request) for request in requests])
         u = torch.where(
             own, sampling.uniforms(rows, DRAFT_STREAM), sampling.uniforms(rows, TOKEN_STREAM)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.llm import as_list_of_prompts
 from common.loader import load_model
@@ -223,7 +224,7 @@ def test_name_of_a_finished_sample_is_taken_until_its_group_ends(
 ) -> None:
     engine = make_engine(random_loaded, max_num_seqs=1)
     engine.add_request("a", random_oracle.prompts[0], replace(GREEDY, n=2))
-    while "a#0" in engine.scheduler.requests:
+    for _ in as_long_as(lambda: "a#0" in engine.scheduler.requests):
         engine.step()
     with pytest.raises(ValueError, match="'a#0'"):
         engine.add_request("a#0", random_oracle.prompts[1], GREEDY)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bounded_loops import as_long_as
 from common.assembly import kv_namespace
 from common.engine import EngineConfig, LLMEngine
 from common.loader import load_model
@@ -223,7 +224,7 @@ def test_the_cache_can_be_forgotten_between_runs_only(oracle, loaded):
     engine.step()
     assert not engine.reset_prefix_cache()
     assert engine.stats().kv_blocks_cached > 0
-    while engine.has_unfinished_requests():
+    for _ in as_long_as(engine.has_unfinished_requests):
         engine.step()
     assert engine.reset_prefix_cache()
     assert engine.stats().kv_blocks_cached == 0

@@ -1,0 +1,28 @@
+"""Loops for tests: they end, whatever the code under test does.
+
+`while engine.has_unfinished_requests(): engine.step()` ends only if the engine is right, so with a
+bug the test hangs and says nothing (Trap 62). With a bound it fails, and says where:
+
+    for _ in as_long_as(engine.has_unfinished_requests):
+        engine.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from time import monotonic
+
+
+def as_long_as(
+    condition: Callable[[], object], most: int = 5000, seconds: float | None = None
+) -> Iterator[int]:
+    """0, 1, 2, ... as long as `condition()` is true. Raises `AssertionError` after `most` rounds,
+    or, where another thread or process is waited for and rounds mean nothing, after `seconds`."""
+    num_rounds, start = 0, monotonic()
+    while condition():
+        if seconds is None:
+            assert num_rounds < most, f"not finished after {most} rounds"
+        else:
+            assert monotonic() - start < seconds, f"not finished after {seconds} s"
+        yield num_rounds
+        num_rounds += 1
