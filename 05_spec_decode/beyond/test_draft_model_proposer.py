@@ -21,23 +21,24 @@ from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
 from draft_model_proposer import DraftModelProposer
 from fake_model import FakeModelRunner, _mix, continuation
-from kv_cache_manager import KVCacheManager
+from input_batch import RunnerRequest
+from kv_memory import KVMemory, SharingRunnerState, UncachedKVCacheManager
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
-from prefill_first_scheduler import PrefillFirstScheduler
 from prefix_cache_local import PrefixCacheLocal
+from proposers import FollowedRequest
 from radix_cache import RadixCache
 from request import Request, RequestStatus, SamplingParams
-from scheduler import Scheduler
 from scheduler_interface import SchedulerOutput
-from speculator import Speculator
+from speculating_runner import SpeculatingRunner
+from speculative_scheduler import SpeculativeScheduler
 
 VOCAB = 50
 POISON = -7
 K = 3  # drafts, where nothing else is said
-SCHEDULERS = (Scheduler, PrefillFirstScheduler)
+SCHEDULERS = (SpeculativeScheduler,)
 CACHES = (None, "hash", "radix")
 
-Errs = Callable[[Request, int], bool]  # is this draft of the request to be wrong?
+Errs = Callable[[RunnerRequest, int], bool]  # is this draft of the request to be wrong?
 
 
 # -- the model, and what it says when nothing can go wrong
@@ -51,8 +52,12 @@ def kv_of(tokens: tuple[int, ...]) -> tuple[int, ...]:
     return (*before, _mix(before, tokens[-1]))
 
 
-def drafts_from_scratch(request: Request, num_drafts: int, errs: Errs) -> list[int]:
-    tokens = tuple(request.all_token_ids)
+def all_tokens(request: RunnerRequest) -> list[int]:
+    return request.tokens(0, request.num_tokens)
+
+
+def drafts_from_scratch(request: RunnerRequest, num_drafts: int, errs: Errs) -> list[int]:
+    tokens = tuple(all_tokens(request))
     for i in range(num_drafts):
         tokens += ((_mix(kv_of(tokens), -1) + errs(request, i)) % VOCAB,)
     return list(tokens[request.num_tokens :])
@@ -104,24 +109,24 @@ class ErringSampler:
     def __init__(self, errs: Errs) -> None:
         self.errs = errs
 
-    def needs_probs(self, request: Request) -> bool:
-        return request.priority == 1
+    def needs_probs(self, request: RunnerRequest) -> bool:
+        return request.params.seed is None
 
     def sample_drafts(
-        self, logits: torch.Tensor, requests: Sequence[Request], num_drafted: int
+        self, logits: torch.Tensor, requests: Sequence[RunnerRequest], num_drafted: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert logits.shape == (len(requests), VOCAB)
         wrong = torch.tensor([self.errs(request, num_drafted) for request in requests])
         tokens = (logits.argmax(dim=-1) + wrong) % VOCAB
-        names = torch.tensor([[hash(r.request_id) % 997 + num_drafted / 100] for r in requests])
+        names = torch.tensor([[hash(r.req_id) % 997 + num_drafted / 100] for r in requests])
         return tokens, names.expand(-1, VOCAB)
 
 
-def never(request: Request, num_drafted: int) -> bool:
+def never(request: RunnerRequest, num_drafted: int) -> bool:
     return False
 
 
-def always(request: Request, num_drafted: int) -> bool:
+def always(request: RunnerRequest, num_drafted: int) -> bool:
     return True
 
 
@@ -136,10 +141,10 @@ def now_and_then(seed: int) -> Errs:
 # -- the world that it lives in
 
 
-def make_memory(cache: str | None, num_blocks: int, block_size: int) -> KVCacheManager:
+def make_memory(cache: str | None, num_blocks: int, block_size: int) -> KVMemory:
     pool = BlockPool(num_blocks + 1)
     if cache is None:
-        return KVCacheManager(pool, block_size)
+        return UncachedKVCacheManager(pool, block_size)
     if cache == "radix":
         return CachedKVCacheManager(pool, block_size, RadixCache(pool=pool, page_size=block_size))
     return CachedKVCacheManager(
@@ -159,14 +164,15 @@ class Checked:
         self._contents: dict[int, list[int]] = {}  # of a block, by its hash
 
     def propose(
-        self, requests: Sequence[Request], num_drafts: Sequence[int]
+        self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]
     ) -> dict[str, list[int]]:
+        requests = [f.request for f in followed]
         before = self._slots()
-        drafts = self.last = self.inner.propose(requests, num_drafts)
+        drafts = self.last = self.inner.propose(followed, num_drafts)
         expected = {}
         for request, num in zip(requests, num_drafts, strict=True):
             if num := min(num, self._num_possible(request)):
-                expected[request.request_id] = drafts_from_scratch(request, num, self.errs)
+                expected[request.req_id] = drafts_from_scratch(request, num, self.errs)
         assert drafts == expected
         self._check_writes(requests, before)
         self._check_kv(requests)
@@ -175,28 +181,27 @@ class Checked:
     def _slots(self) -> list[int]:
         return self.inner.kv_cache.key_cache[0].flatten().tolist()
 
-    def _num_possible(self, request: Request) -> int:
+    def _num_possible(self, request: RunnerRequest) -> int:
         """All drafts but the last are written, and so is the last known token."""
-        block_ids = self.inner.kv_memory.get_block_ids(request.request_id)
-        num_slots = min(len(block_ids) * self.inner.block_size, self.inner.max_model_len)
+        num_slots = min(len(self._own_slots(request)), self.inner.max_model_len)
         return max(0, min(self.num_spec_tokens, num_slots - request.num_tokens + 1))
 
-    def _own_slots(self, request: Request) -> list[int]:
+    def _own_slots(self, request: RunnerRequest) -> list[int]:
         size = self.inner.block_size
-        block_ids = self.inner.kv_memory.get_block_ids(request.request_id)
+        block_ids = self.inner.state.block_ids(request.req_id)
         return [block_id * size + i for block_id in block_ids for i in range(size)]
 
-    def _check_writes(self, requests: Sequence[Request], before: list[int]) -> None:
+    def _check_writes(self, requests: Sequence[RunnerRequest], before: list[int]) -> None:
         own = {slot for request in requests for slot in self._own_slots(request)}
         for slot, (old, new) in enumerate(zip(before, self._slots(), strict=True)):
             assert old == new or slot in own, f"slot {slot} is somebody else's"
 
-    def _check_kv(self, requests: Sequence[Request]) -> None:
+    def _check_kv(self, requests: Sequence[RunnerRequest]) -> None:
         """The proposer's own invariants."""
         now = self._slots()
         for request in requests:
-            tokens = request.all_token_ids + self.last.get(request.request_id, [])
-            num = self.inner._followers[request.request_id].num_computed
+            tokens = all_tokens(request) + self.last.get(request.req_id, [])
+            num = self.inner._followers[request.req_id].num_computed
             own = [now[slot] for slot in self._own_slots(request)[:num]]
             assert own == list(kv_of(tuple(tokens[:num]))), f"{request!r}: {num} positions"
         size = self.inner.block_size
@@ -206,17 +211,20 @@ class Checked:
 
 
 class ScriptedLength:
-    """A `DraftLength`: `num_drafts` for everybody, an int or a function of the request."""
+    """A `DraftLength`: `num_drafts` for everybody, an int or a function of the request's id."""
 
-    def __init__(self, num_drafts: int | Callable[[Request], int]) -> None:
+    def __init__(self, num_drafts: int | Callable[[str], int]) -> None:
         self.num_drafts = num_drafts
 
-    def choose(self, requests: Sequence[Request]) -> list[int]:
+    def choose(self, request_ids: Sequence[str]) -> list[int]:
         if callable(self.num_drafts):
-            return [self.num_drafts(request) for request in requests]
-        return [self.num_drafts] * len(requests)
+            return [self.num_drafts(request_id) for request_id in request_ids]
+        return [self.num_drafts] * len(request_ids)
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
+        pass
+
+    def observe_step(self, *times: float) -> None:
         pass
 
     def forget(self, request_id: str) -> None:
@@ -232,7 +240,7 @@ class World:
         num_blocks: int = 60,
         block_size: int = 4,
         cache: str | None = "hash",
-        kind: type = Scheduler,
+        kind: type = SpeculativeScheduler,
         *,
         errs: Errs = never,
         num_spec_tokens: int = K,
@@ -241,31 +249,33 @@ class World:
         max_rows: int = 2,
         **options,
     ) -> None:
-        self.memory = make_memory(cache, num_blocks, block_size)
-        if kind is Scheduler:
+        if kind is SpeculativeScheduler:
             options.setdefault("watermark", 0.0)
         else:
             options.setdefault("init_new_token_ratio", 0.3)
-        self.scheduler = kind(kv_memory=self.memory, **options)
-        self.runner = FakeModelRunner(block_size, VOCAB)
+        if num_lookahead_tokens is None:
+            num_lookahead_tokens = num_spec_tokens
+        self.memory = make_memory(cache, num_blocks, block_size)
+        self.scheduler = kind(
+            kv_memory=self.memory, num_lookahead_tokens=num_lookahead_tokens, **options
+        )
+        state = SharingRunnerState(max_rows, max_blocks_per_request=64)
         kv_cache = PagedKVCache(1, num_blocks + 1, block_size, 1, 1, torch.int64)
         kv_cache.key_cache[0].fill_(POISON)
         self.proposer = DraftModelProposer(
             ScriptedModel(),
             kv_cache,
             None,
-            self.memory,
+            state,
             num_spec_tokens,
             max_model_len=draft_len,
-            max_num_seqs=max_rows,
             sampler=ErringSampler(errs),
         )
-        if num_lookahead_tokens is None:
-            num_lookahead_tokens = self.proposer.num_lookahead_tokens
-        self.scheduler.num_lookahead_tokens = num_lookahead_tokens
+        assert self.proposer.num_lookahead_tokens == num_spec_tokens
         self.checked = Checked(self.proposer, errs)
         self.length = ScriptedLength(num_spec_tokens)
-        self.speculator = Speculator(self.checked, self.length)
+        target = FakeModelRunner(block_size, VOCAB, state)
+        self.runner = SpeculatingRunner(target, self.checked, self.length, state)
         self.requests: dict[str, Request] = {}
         self.num_moved = 0  # table entries that came to name a cached block
 
@@ -277,18 +287,17 @@ class World:
         return request
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> SchedulerOutput:
-        """`meanwhile` is called while the target computes."""
-        output = self.scheduler.schedule()
-        self.num_moved += sum(c.src_block_id == c.dst_block_id for c in output.block_copies)
-        sampled = self.runner.execute(output)
+        """`meanwhile` is called while the runner is at work."""
+        plan = self.scheduler.schedule()
+        self.num_moved += len(plan.block_moves)
+        output = self.runner.execute(plan).wait()
         meanwhile()
-        self.scheduler.update_from_output(output, sampled)
-        self.scheduler.update_draft_token_ids(self.speculator.propose(output, sampled))
+        self.scheduler.update_from_output(plan, output)
         self.scheduler.check_invariants()
-        for request in output.scheduled_requests:
+        for request in plan.scheduled_requests:
             num = request.num_output_tokens
             assert request.output_token_ids == continuation(request.prompt_token_ids, num, VOCAB)
-        return output
+        return plan
 
     def num_fed(self) -> int:
         """Tokens that the draft model is fed in one step."""
@@ -298,12 +307,9 @@ class World:
 
     def run(self, most: int = 1000) -> None:
         for _ in range(most):
-            if not self.scheduler.has_requests():
+            if not self.scheduler.has_unfinished_requests():
                 self.step()  # so that who finished last is forgotten
-                assert self.proposer._followers == {}
-                assert sorted(self.proposer._tables._free_rows) == list(
-                    range(len(self.proposer._tables.ids))
-                )
+                assert self.proposer._followers == {} and self.proposer._probs == {}
                 return
             self.step()
         pytest.fail(f"not finished after {most} steps: {list(self.scheduler.requests.values())}")
@@ -930,7 +936,7 @@ def run_random_trace(seed: int) -> World:
     world = random_world(rng)
     families = [prompt_of(rng.randint(4, 10), i) for i in range(2)]
     num_to_come = 8
-    for _ in as_long_as(lambda: num_to_come or world.scheduler.has_requests(), most=600):
+    for _ in as_long_as(lambda: num_to_come or world.scheduler.has_unfinished_requests(), most=600):
         if num_to_come and rng.random() < 0.4:
             num_to_come -= 1
             add_random_group(rng, world, f"r{rng.choice([num_to_come, num_to_come, 99])}", families)
