@@ -28,7 +28,7 @@ from prefix_cache_local import PrefixCacheLocal
 from proposers import FollowedRequest
 from radix_cache import RadixCache
 from request import Request, RequestStatus, SamplingParams
-from scheduler_interface import SchedulerOutput
+from scheduler_interface import BlockMove, NewRequestData, SchedulerOutput
 from speculating_runner import SpeculatingRunner
 from speculative_scheduler import SpeculativeScheduler
 
@@ -299,6 +299,14 @@ class World:
             assert request.output_token_ids == continuation(request.prompt_token_ids, num, VOCAB)
         return plan
 
+    def num_drafts(self, request: Request) -> int:
+        return len(self.scheduler.drafts.get(request.request_id, ()))
+
+    def trim_drafts(self, request: Request, num_kept: int) -> None:
+        drafts = self.scheduler.drafts.pop(request.request_id, [])
+        if drafts[:num_kept]:
+            self.scheduler.drafts[request.request_id] = drafts[:num_kept]
+
     def num_fed(self) -> int:
         """Tokens that the draft model is fed in one step."""
         before = self.proposer.num_computed_tokens
@@ -371,7 +379,7 @@ def test_it_follows_a_prompt_whose_tokens_come_in_chunks():
 def test_as_many_drafts_as_each_request_is_to_get(first):
     world = World(200, errs=now_and_then(first))
     lengths = {name: (first + i) % (K + 2) for i, name in enumerate("abcde")}
-    world.length.num_drafts = lambda request: lengths[request.request_id]
+    world.length.num_drafts = lengths.__getitem__
     for i, name in enumerate("abcde"):
         world.add(name, prompt_of(5, i), 20)
     world.step()
@@ -384,7 +392,7 @@ def test_as_many_drafts_as_each_request_is_to_get(first):
 
 def test_whoever_gets_no_drafts_does_not_fall_behind_while_others_do():
     world = World(200)
-    world.length.num_drafts = lambda request: K * (request.request_id == "a")
+    world.length.num_drafts = lambda request_id: K * (request_id == "a")
     world.add("a", prompt_of(5), 30)
     other = world.add("b", prompt_of(5, 1), 30)
     world.step()
@@ -397,12 +405,12 @@ def test_whoever_gets_no_drafts_does_not_fall_behind_while_others_do():
 
 def test_rejected_guesses_are_taken_back_once():
     """Not again in each step in which there is nothing to compute."""
-    world = World(200, errs=lambda request, _: request.request_id == "a")
+    world = World(200, errs=lambda request, _: request.req_id == "a")
     world.add("a", prompt_of(5), 30)
     world.add("b", prompt_of(5, 1), 60)
     for _ in range(3):
         world.step()
-    world.length.num_drafts = lambda request: K * (request.request_id == "b")
+    world.length.num_drafts = lambda request_id: K * (request_id == "b")
     for num_of_a in (0, 1, 1, 1):  # a's last token was wrongly guessed, and is not computed yet
         assert world.num_fed() == K + 1 + num_of_a
     world.run()
@@ -435,7 +443,7 @@ def test_drafts_that_were_trimmed_or_dropped(num_kept):
         request = world.add("a", prompt_of(5), 30)
         for _ in as_long_as(lambda: not request.is_finished):
             world.step()
-            request.draft_token_ids = request.draft_token_ids[:num_kept]
+            world.trim_drafts(request, num_kept)
         world.run()
 
 
@@ -569,7 +577,7 @@ def test_a_duplicate_block_that_is_given_back(slow, cache):
     draft's KV may be or not. The block that it gave back is somebody else's soon."""
     num_moved = 0
     for length in (3, 4, 6, 7):
-        world = World(cache=cache, errs=lambda request, _: request.request_id == slow)
+        world = World(cache=cache, errs=lambda request, _: request.req_id == slow)
         first = world.add("a", prompt_of(length), 40)
         for _ in range(length % 3 + 1):
             world.step()
@@ -601,12 +609,12 @@ def test_two_requests_that_share_a_prefix_in_one_step(cache):
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("num_prompt", range(1, 10))
 def test_samples_of_one_prompt(num_prompt, cache):
-    """Forks share full blocks, and copy the last one; the draft's KV is not copied with it."""
+    """They share full blocks through the cache, and each computes its own last one."""
     for errs in (never, now_and_then(num_prompt)):
         world = World(cache=cache, errs=errs)
         world.add("a", prompt_of(num_prompt), 12)
         for i in range(3):
-            world.add(f"a{i}", prompt_of(num_prompt), 12, parent_id="a")
+            world.add(f"a{i}", prompt_of(num_prompt), 12)
         world.run()
 
 
@@ -757,16 +765,21 @@ def test_stopped_by_a_token_in_the_middle_of_accepted_ones():
 # -- by hand, without a scheduler
 
 
-class Tables:
-    """Block tables that a test writes."""
-
-    block_size = 2
+class Tables(SharingRunnerState):
+    """A runner's requests and block tables, as a test writes them. Blocks of 2."""
 
     def __init__(self) -> None:
-        self.of: dict[str, list[int]] = {}
+        super().__init__(max_num_seqs=2, max_blocks_per_request=8)
 
-    def get_block_ids(self, request_id: str) -> list[int]:
-        return self.of[request_id]
+    def add(
+        self, req_id: str, tokens: Sequence[int], block_ids: Sequence[int], seed: int | None = None
+    ) -> RunnerRequest:
+        params = SamplingParams(max_tokens=50, seed=seed)
+        self.admit(NewRequestData(req_id, list(tokens), params, 0, list(block_ids)))
+        return self.requests[req_id]
+
+    def move(self, req_id: str, block_index: int, block_id: int) -> None:
+        self.apply(SchedulerOutput(block_moves=[BlockMove(req_id, block_index, block_id)]))
 
 
 def make_by_hand(**options) -> tuple[Tables, Checked]:
@@ -780,53 +793,58 @@ def make_by_hand(**options) -> tuple[Tables, Checked]:
     return tables, Checked(proposer, never)
 
 
-def request_at(
-    request_id: str, tokens: Sequence[int], num_computed: int | None = None, priority: int = 0
-) -> Request:
-    request = Request.from_tokens(request_id, tokens, max_new_tokens=50, priority=priority)
-    request.num_computed_tokens = len(tokens) - 1 if num_computed is None else num_computed
-    return request
+def after(request: RunnerRequest, start: int = 0, stop: int | None = None) -> FollowedRequest:
+    """A step that computed its positions `[start, stop)`, all but the last token if None."""
+    return FollowedRequest(request, start, request.num_tokens - 1 if stop is None else stop)
 
 
-def test_a_block_that_the_target_has_still_to_compute_may_yet_be_exchanged():
-    """Its draft KV is right already: the block held the same before. But the target may find that
-    somebody else was faster to publish it, and give its own away."""
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_block_may_yet_be_exchanged_until_the_step_that_filled_it_is_over(index):
+    """Its draft KV is right already: the block held the same before. But the scheduler may find
+    that somebody else was faster to publish it, and give it away: so it is with block 0, which the
+    step filled, and with block 1, which the target has still to compute."""
     tables, checked = make_by_hand()
     tokens = prompt_of(9)
-    tables.of = {"a": [1, 2, 3, 4, 5], "b": [1, 2, 3, 4, 5], "c": [2, 7, 8], "d": [9, 10, 11]}
-    checked.propose([request_at("a", tokens)], [1])
+    checked.propose([after(tables.add("a", tokens, [1, 2, 3, 4, 5]))], [1])
     checked.forget("a")
-    second = request_at("b", tokens, num_computed=2)
-    checked.propose([second], [0])
-    tables.of["b"][1] = 6
-    second.num_computed_tokens = 4
-    checked.propose([second, request_at("c", prompt_of(4, 1))], [0, 2])
-    second.num_computed_tokens = 8
-    assert len(checked.propose([second], [2])["b"]) == 2
+    second = tables.add("b", tokens, [1, 2, 3, 4, 5])
+    checked.propose([after(second, 0, 2)], [0])
+    tables.move("b", index, 6)
+    third = tables.add("c", prompt_of(4, 1), [index + 1, 7, 8])
+    tables.add("d", prompt_of(4, 2), [9, 10, 11])
+    checked.propose([after(second, 2, 4), after(third)], [0, 2])
+    assert len(checked.propose([after(second, 4, 8)], [2])["b"]) == 2
 
 
 def test_a_table_entry_that_moved_takes_what_is_behind_it_along():
     """Block 2 became 7, in which the draft never wrote: it computes from there on."""
     tables, checked = make_by_hand()
-    request = request_at("a", prompt_of(5))
-    tables.of["a"] = [1, 2, 3, 4, 5]
-    checked.propose([request], [3])
-    for token in continuation(request.all_token_ids, 2, VOCAB):
-        request.append_output_token(token)
-    request.num_computed_tokens = 6
-    tables.of["a"] = [1, 2, 7, 4, 5]
+    request = tables.add("a", prompt_of(5), [1, 2, 3, 4, 5])
+    checked.propose([after(request)], [3])
+    request.output_token_ids += continuation(prompt_of(5), 2, VOCAB)
+    tables.move("a", 2, 7)
     before = checked.inner.num_computed_tokens
-    checked.propose([request], [3])
+    checked.propose([after(request, 4)], [3])
     assert checked.inner.num_computed_tokens - before == 7 - 4 + 2
+
+
+def test_a_block_that_a_step_filled_serves_the_next_request_at_once():
+    """Though its place in the table may still change, what is in it is known."""
+    tables, checked = make_by_hand()
+    checked.propose([after(tables.add("a", prompt_of(6), [1, 2, 3, 4, 5]))], [1])
+    other = tables.add("b", [*prompt_of(4), 1, 2], [1, 2, 6, 7, 8])
+    before = checked.inner.num_computed_tokens
+    checked.propose([after(other, 4)], [1])
+    assert checked.inner.num_computed_tokens - before == 2
 
 
 def test_drafts_come_in_the_order_of_the_requests_whatever_their_number():
     tables, checked = make_by_hand()
-    requests = []
+    followed = []
     for i, name in enumerate("abcde"):
-        tables.of[name] = [3 * i + 1, 3 * i + 2, 3 * i + 3]
-        requests.append(request_at(name, prompt_of(1 + i % 2, i)))
-    drafts = checked.propose(requests, [1, 3, 0, 2, 3])
+        blocks = [3 * i + 1, 3 * i + 2, 3 * i + 3]
+        followed.append(after(tables.add(name, prompt_of(1 + i % 2, i), blocks)))
+    drafts = checked.propose(followed, [1, 3, 0, 2, 3])
     assert {name: len(tokens) for name, tokens in drafts.items()} == {
         "a": 1,
         "b": 3,
@@ -838,20 +856,21 @@ def test_drafts_come_in_the_order_of_the_requests_whatever_their_number():
 def test_probabilities_are_those_that_each_draft_was_drawn_from():
     """Only of the requests that need them, and only of the last proposal."""
     tables, checked = make_by_hand()
-    requests = []
+    followed = []
     for i, name in enumerate("abc"):
-        tables.of[name] = [4 * i + 1, 4 * i + 2, 4 * i + 3, 4 * i + 4]
-        requests.append(request_at(name, prompt_of(2, i), priority=name != "b"))
-    checked.propose(requests, [1, 2, 3])
+        blocks = [4 * i + 1, 4 * i + 2, 4 * i + 3, 4 * i + 4]
+        seed = 1 if name == "b" else None
+        followed.append(after(tables.add(name, prompt_of(2, i), blocks, seed)))
+    checked.propose(followed, [1, 2, 3])
     assert checked.draft_probs("b") is None and checked.draft_probs("nobody") is None
     for name, num in (("a", 1), ("c", 3)):
         names = [hash(name) % 997 + i / 100 for i in range(num)]
         assert checked.draft_probs(name)[:, 0].tolist() == pytest.approx(names)
         assert checked.draft_probs(name).shape == (num, VOCAB)
-    checked.propose(requests[:1], [2])
+    checked.propose(followed[:1], [2])
     assert len(checked.draft_probs("a")) == 2
     assert len(checked.draft_probs("c")) == 3, "its drafts may still wait to be verified"
-    checked.propose(requests, [0, 1, 1])
+    checked.propose(followed, [0, 1, 1])
     assert checked.draft_probs("a") is None and len(checked.draft_probs("c")) == 1
     checked.forget("c")
     checked.forget("c")
@@ -859,9 +878,6 @@ def test_probabilities_are_those_that_each_draft_was_drawn_from():
 
 
 def test_options_that_make_no_sense_are_named():
-    kv_cache = PagedKVCache(1, 20, 4, 1, 1, torch.int64)
-    with pytest.raises(ValueError, match=r"^block_size "):
-        DraftModelProposer(ScriptedModel(), kv_cache, None, Tables())
     kv_cache = PagedKVCache(1, 20, 2, 1, 1, torch.int64)
     with pytest.raises(ValueError, match=r"^num_spec_tokens is 0"):
         DraftModelProposer(ScriptedModel(), kv_cache, None, Tables(), 0)
@@ -869,11 +885,10 @@ def test_options_that_make_no_sense_are_named():
 
 def test_the_likeliest_token_is_drafted_if_nobody_says_otherwise():
     tables = Tables()
-    tables.of["a"] = [1, 2, 3]
+    request = tables.add("a", prompt_of(3), [1, 2, 3])
     kv_cache = PagedKVCache(1, 20, 2, 1, 1, torch.int64)
     proposer = DraftModelProposer(ScriptedModel(), kv_cache, None, tables, 2)
-    request = request_at("a", prompt_of(3))
-    assert proposer.propose([request], [9]) == {"a": continuation(prompt_of(3), 2, VOCAB)}
+    assert proposer.propose([after(request)], [9]) == {"a": continuation(prompt_of(3), 2, VOCAB)}
     assert proposer.draft_probs("a") is None
     assert (proposer.num_spec_tokens, proposer.num_lookahead_tokens) == (2, 2)
 
@@ -928,7 +943,7 @@ def add_random_group(rng: random.Random, world: World, name: str, families: list
     prompt = random_prompt(rng, world, families)
     world.add(name, prompt, rng.randint(1, 10))
     for child in rng.choice([[], [], [], names[1:]]):
-        world.add(child, prompt, rng.randint(1, 10), parent_id=name)
+        world.add(child, prompt, rng.randint(1, 10))
 
 
 def run_random_trace(seed: int) -> World:
@@ -941,12 +956,11 @@ def run_random_trace(seed: int) -> World:
             num_to_come -= 1
             add_random_group(rng, world, f"r{rng.choice([num_to_come, num_to_come, 99])}", families)
         if rng.random() < 0.15:
-            kinds = [world.proposer.num_spec_tokens, 0, lambda request: rng.randint(0, 5)]
+            kinds = [world.proposer.num_spec_tokens, 0, lambda request_id: rng.randint(0, 5)]
             world.length.num_drafts = rng.choice(kinds)
         if rng.random() < 0.1:
             for request in world.scheduler.running.values():
-                drafts = request.draft_token_ids
-                request.draft_token_ids = drafts[: rng.randint(0, len(drafts))]
+                world.trim_drafts(request, rng.randint(0, world.num_drafts(request)))
         doomed = rng.choice(sorted(world.scheduler.requests) or [""])
         abort = rng.random() < 0.04
         if abort and rng.random() < 0.5:
