@@ -25,14 +25,7 @@ from __future__ import annotations
 import torch
 
 from paged_attention import AttentionMetadata
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # the module can be imported anyway, the backend says what is missing
-    triton = tl = None
-
-jit = triton.jit if triton is not None else (lambda function: function)
+from triton_or_none import HAS_TRITON, jit, tl, triton
 
 MAX_HEAD_DIM = 256
 
@@ -149,7 +142,7 @@ class TritonAttentionBackend:
     """
 
     def __init__(self) -> None:
-        if triton is None:
+        if not HAS_TRITON:
             raise RuntimeError(
                 "the Triton attention backend needs the package triton, which is not installed: "
                 "run `pip install triton`, or choose attention_backend='torch'"

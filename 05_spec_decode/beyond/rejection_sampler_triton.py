@@ -32,14 +32,7 @@ import torch
 
 from inverse_cdf import SCALE
 from rejection_sampler import PADDING, VerifiedTokens
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # the module can be imported anyway, the functions say what is missing
-    triton = tl = None
-
-jit = triton.jit if triton is not None else (lambda function: function)
+from triton_or_none import HAS_TRITON, jit, tl, triton
 
 # Tokens that a program loads at once: 32 KB of float32 p and q. About so much an SM must have under
 # way for its share of an H200's memory (4.8 TB/s / 132 SMs * 0.7 us of latency: 25 KB). With 8
@@ -161,7 +154,8 @@ def _rejection_kernel(
     run = tl.where(column == num_accepted, token, run)
     target = token_ids + request * (max_num_drafts + 1) + column
     tl.store(target, run, mask=column <= max_num_drafts)
-    tl.store(num_sampled + request, (num_accepted + 1).to(tl.int64))
+    num_tokens = num_accepted + 1  # pyright: ignore[reportOperatorIssue]
+    tl.store(num_sampled + request, num_tokens.to(tl.int64))
 
 
 @jit
@@ -196,7 +190,8 @@ def _matching_kernel(
     run = tl.where(column <= num_accepted, sampled, PADDING)
     target = token_ids + request * (max_num_drafts + 1) + column
     tl.store(target, run, mask=column <= max_num_drafts)
-    tl.store(num_sampled + request, (num_accepted + 1).to(tl.int64))
+    num_tokens = num_accepted + 1  # pyright: ignore[reportOperatorIssue]
+    tl.store(num_sampled + request, num_tokens.to(tl.int64))
 
 
 def rejection_sample_triton(
@@ -282,7 +277,7 @@ def _empty(cu_num_logits: torch.Tensor, max_num_drafts: int) -> VerifiedTokens:
 
 
 def _check_available(device: torch.device) -> None:
-    if triton is None:
+    if not HAS_TRITON:
         raise RuntimeError(
             "the Triton rejection sampler needs the package triton, which is not installed: run "
             "`pip install triton`, or call the PyTorch version in rejection_sampler.py"

@@ -600,7 +600,7 @@ import rejection_sampler_triton as module
 
 WITH_TRITON = """
 print("with triton")
-del sys.modules["triton"]
+del sys.modules["triton"], sys.modules["triton_or_none"]
 importlib.reload(module)
 """
 

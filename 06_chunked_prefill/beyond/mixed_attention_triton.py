@@ -30,7 +30,8 @@ from __future__ import annotations
 import torch
 
 from paged_attention import AttentionMetadata
-from paged_attention_triton import TritonAttentionBackend, check_attention_inputs, jit, tl, triton
+from paged_attention_triton import TritonAttentionBackend, check_attention_inputs
+from triton_or_none import jit, tl, triton
 
 TILE_ROWS = 64  # query tokens x heads that share a KV head
 TILE_KEYS = 64  # half of it for large heads
@@ -109,8 +110,10 @@ def _mixed_attention_kernel(
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight_sum = tl.zeros([BLOCK_M], tl.float32)
     weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    table = block_tables + seq.to(tl.int64) * table_stride
-    for is_diagonal in tl.static_range(2):  # two loops, of which only the second has masks
+    first_row = seq.to(tl.int64) * table_stride  # pyright: ignore[reportAttributeAccessIssue]
+    table = block_tables + first_row
+    # Two loops, of which only the second has masks.
+    for is_diagonal in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
         first, stop = split_start, tl.minimum(whole_stop, split_stop)
         if is_diagonal:
             first, stop = tl.maximum(whole_stop, split_start), split_stop
@@ -181,7 +184,8 @@ def _merge_splits_kernel(
     weights = tl.exp(lse - tl.max(lse, 0))  # some split has seen a key
     mask = (split < num_splits)[:, None] & (dim < HEAD_DIM)[None, :]
     part = tl.load(partial + split_row[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
-    result = tl.sum(part * weights[:, None], 0) / tl.sum(weights, 0)
+    total = tl.sum(weights, 0)
+    result = tl.sum(part * weights[:, None], 0) / total  # pyright: ignore[reportOperatorIssue]
     target = output + row * HEAD_DIM + dim
     tl.store(target, result.to(output.dtype.element_ty), mask=dim < HEAD_DIM)
 
