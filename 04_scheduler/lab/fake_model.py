@@ -51,7 +51,7 @@ class FakeModelRunner:
     ) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
-        self.state = state or SharingRunnerState(max_num_seqs=4, max_blocks_per_request=64)
+        self.state = state or SharingRunnerState(max_num_seqs=4, max_blocks_per_request=1024)
         self._kv: dict[int, int] = {}  # by slot; what was never written is not there
 
     def execute(self, plan: SchedulerOutput) -> FinishedStep:
