@@ -12,9 +12,9 @@ import torch
 
 from common.engine import EngineConfig, LLMEngine
 from common.loader import LoadedModel, load_model
+from common.outputs import RequestOutput
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, greedy_params, make_oracle, serve
-from engine_core import StepRecord
-from request import RequestOutput
+from step_record import StepRecord
 
 SCHEDULERS = ("two_phase", "prefill_first")
 CACHES = (None, "hash", "radix")
