@@ -122,7 +122,7 @@ def test_any_guess_whatever_leaves_the_tokens_as_they_are(script, scheduler, ora
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_runs_in_pools_that_run_out(seed, cache, scheduler, oracle, loaded, draft):
-    """Speculation x preemption x prefix hits x samples x aborts, with everything drawn at random."""
+    """Speculation x preemption x prefix hits x samples x aborts, everything drawn at random."""
     rng = random.Random(f"{seed} {cache} {scheduler} speculative")
     block_size = rng.choice([1, 3, 4, 16, 33])
     largest = -(-(max(map(len, oracle.prompts)) + MAX_TOKENS - 1) // block_size)
