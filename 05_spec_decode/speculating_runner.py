@@ -96,6 +96,10 @@ class SpeculatingRunner:
         self._observe_times(plan, verify_ms, clock.ms["propose_ms"])
         return FinishedStep(output)
 
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self.stats = SpecDecodeStats()
+
     def _judge(self, plan: SchedulerOutput, output: StepOutput) -> list[FollowedRequest]:
         """Count what came of the drafts. Returns who may go on, with the tokens of this step."""
         cached = plan.scheduled_cached_reqs
