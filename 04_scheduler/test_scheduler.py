@@ -11,11 +11,10 @@ from admission_constraints import GrammarsCompiled, MaxLoRAs
 from block_pool import BlockPool
 from bounded_loops import as_long_as
 from fake_model import FakeModelRunner, continuation
-from kv_cache_manager import KVCacheManager
-from policies import SchedulePolicy
-from request import Request, RequestStatus, SamplingParams
+from kv_memory import KeyedRequest, UncachedKVCacheManager
+from request import Request, RequestStatus
 from scheduler import MAX_PASSED_OVER, Scheduler
-from scheduler_interface import SchedulerOutput
+from scheduler_interface import SchedulerOutput, StepOutput
 
 
 class Loop:
@@ -24,7 +23,7 @@ class Loop:
     def __init__(self, num_blocks: int, *, block_size: int = 4, cached: bool = False, **options):
         if not cached:
             pool = BlockPool(num_blocks + 1)
-            options["kv_memory"] = KVCacheManager(pool, block_size)
+            options["kv_memory"] = UncachedKVCacheManager(pool, block_size)
         options.setdefault("watermark", 0.0)
         self.scheduler = Scheduler(num_gpu_blocks=num_blocks + 1, block_size=block_size, **options)
         self.runner = FakeModelRunner(block_size)
@@ -33,7 +32,7 @@ class Loop:
 
     def add(self, request_id: str, num_prompt: int, max_new_tokens: int = 8, **more) -> Request:
         prompt = [ord(c) for c in request_id] + list(range(num_prompt - len(request_id)))
-        request = Request.from_tokens(request_id, prompt, max_new_tokens)
+        request = KeyedRequest.from_tokens(request_id, prompt, max_new_tokens)
         for name, value in more.items():
             setattr(request, name, value)
         request.arrival_time = float(len(self.outputs))
@@ -43,7 +42,7 @@ class Loop:
 
     def step(self) -> SchedulerOutput:
         output = self.scheduler.schedule()
-        sampled = self.runner.execute(output)
+        sampled = self.runner.execute(output).wait()
         for result in self.scheduler.update_from_output(output, sampled):
             self.outputs[result.request_id] += result.new_token_ids
             if result.finish_reason:
@@ -53,7 +52,7 @@ class Loop:
         return output
 
     def run(self, most: int = 500) -> None:
-        for _ in as_long_as(self.scheduler.has_requests, most):
+        for _ in as_long_as(self.scheduler.has_unfinished_requests, most):
             self.step()
 
 
@@ -80,18 +79,18 @@ def test_the_names_of_the_reading_material_work_as_typed():
     assert [r.request_id for r in output.scheduled_requests] == ["a", "b"]
     assert output.num_scheduled_tokens == {"a": 20, "b": 30}
     assert (output.preempted_requests, output.total_tokens) == ([], 50)
-    scheduler.update_from_output(output, {"a": [7], "b": [8]})
+    scheduler.update_from_output(output, StepOutput({"a": [7], "b": [8]}))
     assert (request.seq_len, request.remaining_tokens) == (21, 1)
     output = scheduler.schedule()
     assert output.num_scheduled_tokens == {"a": 1, "b": 1}
     scheduler.abort_request("b")
-    scheduler.update_from_output(output, {"a": [7], "b": [8]})
+    scheduler.update_from_output(output, StepOutput({"a": [7], "b": [8]}))
     assert request.is_finished and not scheduler.has_requests()
     stats = scheduler.get_stats()
     assert (stats.total_scheduled, stats.total_finished, stats.total_preempted) == (4, 1, 0)
     assert (stats["num_waiting"], stats["num_running"], stats.total_aborted) == (0, 0, 1)
     assert stats.kv_cache_usage == 0.0
-    assert scheduler.reset_prefix_cache()
+    assert scheduler.kv_memory.reset_prefix_cache()
 
 
 def test_usage_and_counts_while_it_runs():
@@ -213,7 +212,7 @@ def test_a_request_after_the_victim_still_gets_its_token():
 
 
 def test_a_victim_that_was_planned_gives_everything_back():
-    """Trap 21: budget, blocks, drafts and its entry in the plan."""
+    """Trap 21: budget, blocks and its entry in the plan."""
     loop = Loop(5, policy="priority", max_num_batched_tokens=12)
     victim = loop.add("v", 3, 8, priority=5)  # admitted first, least urgent
     loop.step()
@@ -221,11 +220,10 @@ def test_a_victim_that_was_planned_gives_everything_back():
     loop.step()
     other = loop.add("o", 4, 8, priority=2)
     assert planned(loop.step()) == {"v": 1, "u": 1, "o": 4}  # 2 + 2 + 1 blocks: all are held
-    loop.scheduler.update_draft_token_ids({"v": [1, 1]})
     output = loop.scheduler.schedule()  # v has room inside its block; o wants another block
     assert preempted(output) == ["v"]
     assert output.num_scheduled_tokens == {"u": 1, "o": 1}
-    assert output.scheduled_draft_token_ids == {} and victim.draft_token_ids == []
+    assert victim.status == RequestStatus.PREEMPTED
     assert [r.request_id for r in output.scheduled_requests] == ["u", "o"]
     assert "v" not in output.scheduled_cached_reqs.req_ids
     assert loop.scheduler.get_stats().total_scheduled_tokens == 3 + (1 + 5) + (1 + 1 + 4) + 2
@@ -291,7 +289,7 @@ def test_forced_preemption_comes_every_so_many_steps_to_who_has_got_a_token():
     loop = Loop(100, preempt_every=1)
     loop.add("a", 4, 3)
     assert [preempted(loop.step()) for _ in range(5)] == [[], ["a"], [], ["a"], []]
-    assert loop.scheduler._forced == {}
+    assert loop.scheduler._num_outputs_when_forced == {}
 
 
 def test_a_shuffled_queue_is_asked_in_another_order():
@@ -374,9 +372,9 @@ def test_who_outgrows_the_whole_pool_ends_with_a_reason():
     loop = Loop(4)
     request = loop.add("a", 13, 50)
     results = []
-    for _ in as_long_as(loop.scheduler.has_requests):
+    for _ in as_long_as(loop.scheduler.has_unfinished_requests):
         output = loop.scheduler.schedule()
-        results += loop.scheduler.update_from_output(output, loop.runner.execute(output))
+        results += loop.scheduler.update_from_output(output, loop.runner.execute(output).wait())
     assert sum(len(r.new_token_ids) for r in results) == 4
     assert results[-1].finish_reason == "length"
     assert results[-1].finish_detail == "the KV memory holds 16 positions"
@@ -513,119 +511,41 @@ def test_the_victim_is_the_least_urgent_and_of_those_the_latest():
     assert victims[0] == "c"
 
 
-# -- samples
+# -- equal prompts
 
 
-def samples(n: int, num_prompt: int, max_tokens: int) -> list[Request]:
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+def equals(n: int, num_prompt: int, max_tokens: int) -> list[Request]:
     prompt = list(range(num_prompt))
-    parents = [None] + ["s0"] * (n - 1)
-    return [Request(f"s{i}", prompt, params, parent_id=parents[i]) for i in range(n)]
+    return [Request.from_tokens(f"s{i}", prompt, max_tokens, 0, float(i)) for i in range(n)]
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_samples_share_their_prompt(cached):
+def test_equal_prompts_are_computed_once_if_there_is_a_cache(cached):
+    """Two full blocks of four, and two tokens behind them."""
     loop = Loop(20, cached=cached)
-    for request in samples(3, 10, 6):
+    for request in equals(3, 10, 6):
         loop.scheduler.add_request(request)
         loop.outputs[request.request_id] = []
-    assert planned(loop.step()) == {"s0": 10}
-    assert planned(loop.step()) == {"s0": 1, "s1": 1, "s2": 1}
+    if cached:
+        assert planned(loop.step()) == {"s0": 10}
+        assert planned(loop.step()) == {"s0": 1, "s1": 2, "s2": 2}
+    else:
+        assert planned(loop.step()) == {"s0": 10, "s1": 10, "s2": 10}
     loop.run()
     expected = continuation(range(10), 6)
     assert loop.outputs == {"s0": expected, "s1": expected, "s2": expected}
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_samples_of_a_parent_that_ended_or_was_preempted(cached):
+def test_who_waits_for_an_equal_that_is_preempted_computes_it_itself(cached):
     loop = Loop(20, cached=cached, max_num_seqs=1)
-    for request in samples(3, 10, 3):
+    for request in equals(3, 10, 3):
         loop.scheduler.add_request(request)
         loop.outputs[request.request_id] = []
     loop.scheduler.preempt_every = 4
     loop.run()
     expected = continuation(range(10), 3)
     assert loop.outputs == {"s0": expected, "s1": expected, "s2": expected}
-
-
-# -- drafts (chapter 5 will make better ones)
-
-
-def test_drafts_are_planned_trimmed_and_taken_back():
-    loop = Loop(20, max_num_batched_tokens=12)
-    first, second = loop.add("a", 6, 6), loop.add("b", 6, 20)
-    loop.step()
-    expected = continuation(second.prompt_token_ids, 20)
-    loop.scheduler.update_draft_token_ids({"a": [0] * 9, "b": expected[1:9], "nobody": [1]})
-    assert len(first.draft_token_ids) == 4, "6 outputs: 1 is there, and 1 comes without a draft"
-    output = loop.step()
-    assert planned(output) == {"a": 5, "b": 7}, "the budget cuts b's drafts"
-    assert output.scheduled_draft_token_ids["b"] == expected[1:7]
-    assert loop.outputs["b"] == expected[:8], "six accepted, and one more"
-    assert loop.outputs["a"] == continuation(first.prompt_token_ids, 2), "none accepted"
-    assert first.num_computed_tokens == first.num_tokens - 1
-    assert loop.scheduler.get_stats().total_rejected_drafts == 4
-    assert planned(loop.step()) == {"a": 1, "b": 1}, "drafts are for one step"
-    loop.run()
-    assert loop.outputs["b"] == expected
-
-
-def test_drafts_of_a_request_that_is_skipped_never_enter_the_model():
-    """Trap 40."""
-    loop = Loop(20)
-    requests = [loop.add(name, 1, 12) for name in "abc"]
-    loop.step()
-    loop.scheduler.update_draft_token_ids({"a": [0, 0, 0], "b": [0, 0]})
-    loop.scheduler.max_num_batched_tokens = 1
-    output = loop.step()
-    assert planned(output) == {"a": 1}, "the budget is gone"
-    assert requests[1].draft_token_ids == [0, 0], "kept for the step that plans it"
-    loop.scheduler.max_num_batched_tokens = 10
-    loop.run()
-    for request in requests:
-        expected = continuation(request.prompt_token_ids, 12)
-        assert loop.outputs[request.request_id] == expected
-
-
-def test_everybody_gets_a_token_before_anybody_gets_a_guess_verified():
-    loop = Loop(20)
-    for name in "abc":
-        loop.add(name, 1, 12)
-    loop.step()
-    loop.scheduler.max_num_batched_tokens = 5
-    loop.scheduler.update_draft_token_ids({"a": [0, 0, 0], "b": [0, 0]})
-    assert planned(loop.step()) == {"a": 3, "b": 1, "c": 1}
-    loop.scheduler.update_draft_token_ids({"a": [0, 0, 0], "c": [0, 0, 0]})
-    assert planned(loop.step()) == {"a": 3, "b": 1, "c": 1}
-
-
-def test_nobody_is_preempted_for_a_guess():
-    """Three blocks of two, and all are held: a guess of `a` would need a fourth."""
-    loop = Loop(3, block_size=2)
-    loop.add("a", 3, 4)
-    loop.add("b", 1, 2)
-    loop.step()
-    loop.scheduler.update_draft_token_ids({"a": [0, 0]})
-    output = loop.step()
-    assert not output.preempted_requests and not output.scheduled_draft_token_ids
-    assert planned(output) == {"a": 1, "b": 1}
-    loop.run()
-
-
-@pytest.mark.parametrize("lookahead", [1, 3, 4, 9])
-def test_slots_for_guesses_lie_behind_a_steps_tokens_if_there_are_any_to_spare(lookahead):
-    loop = Loop(100, block_size=4, num_lookahead_tokens=lookahead)
-    request = loop.add("a", 4, 16)
-    loop.step()
-    for _ in as_long_as(lambda: not request.is_finished):
-        loop.step()
-        table = loop.scheduler.kv_memory.get_block_ids("a")
-        end = min(request.num_computed_tokens + lookahead, request.max_num_tokens - 1)
-        assert request.is_finished or len(table) == -(-end // 4)
-    tight = Loop(5, block_size=4, num_lookahead_tokens=lookahead)
-    assert tight.add("a", 4, 17).max_tokens == 17
-    tight.add("b", 1, 3)
-    tight.run()
 
 
 # -- constraints
@@ -685,8 +605,7 @@ def test_a_request_waits_for_its_grammar_and_holds_up_nobody():
 
 
 def test_so_many_are_passed_over_and_no_more():
-    """Each has to be asked whether it is ready. Samples that wait for a parent are not asked, so
-    they are no obstacle, wherever they stand."""
+    """Each has to be asked whether it is ready: by a constraint, or in the cache."""
 
     class NobodyMayRun:
         asked = 0
@@ -703,24 +622,17 @@ def test_so_many_are_passed_over_and_no_more():
         loop.add(f"held {i}", 8)
     loop.add("a", 3)
     assert planned(loop.step()) == {} and constraint.asked == MAX_PASSED_OVER
-    last = LastComeFirst()
-    loop = Loop(2000, policy=last, max_num_seqs=MAX_PASSED_OVER + 20, max_num_batched_tokens=4096)
-    for request in samples(MAX_PASSED_OVER + 10, 10, 2):
+    num_equals = MAX_PASSED_OVER + 10
+    loop = Loop(2000, cached=True, max_num_seqs=num_equals)
+    for request in equals(num_equals, 10, 2):
         loop.scheduler.add_request(request)
         loop.outputs[request.request_id] = []
+    asked = []
+    look_up = loop.scheduler.look_up
+    loop.scheduler.look_up = lambda request: asked.append(request.request_id) or look_up(request)
     assert planned(loop.step()) == {"s0": 10}
+    assert len(asked) == 1 + MAX_PASSED_OVER
     loop.run()
-
-
-class LastComeFirst(SchedulePolicy):
-    name = "last-come"
-
-    def __init__(self) -> None:
-        self._num = 0
-
-    def key(self, request: Request) -> int:
-        self._num -= 1
-        return self._num
 
 
 def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled():
@@ -747,7 +659,7 @@ def test_abort_at_every_moment():
     loop.scheduler.abort_request("d")  # waiting
     output = loop.scheduler.schedule()
     loop.scheduler.abort_request("a")  # between schedule and update
-    results = loop.scheduler.update_from_output(output, loop.runner.execute(output))
+    results = loop.scheduler.update_from_output(output, loop.runner.execute(output).wait())
     assert [r.request_id for r in results] == ["b"]
     for _ in as_long_as(lambda: not loop.scheduler.get_stats().num_preempted):
         loop.step()
@@ -780,7 +692,7 @@ def test_the_runner_forgets_who_was_preempted_and_then_aborted():
         loop.step()
     loop.scheduler.abort_request("b")
     assert loop.step().finished_req_ids == {"b"}
-    assert set(loop.runner.requests) == {"a"}
+    assert set(loop.runner.state.requests) == {"a"}
 
 
 def test_a_full_batch_does_not_ask_the_policy():
@@ -793,7 +705,7 @@ def test_a_full_batch_does_not_ask_the_policy():
     loop.scheduler.waiting.policy.find_cached_blocks = lambda r: asked.append(r) or []
     output = loop.scheduler.schedule()
     assert not asked
-    loop.scheduler.update_from_output(output, loop.runner.execute(output))
+    loop.scheduler.update_from_output(output, loop.runner.execute(output).wait())
     loop.scheduler.abort_request("a")
     loop.scheduler.schedule()
     assert [request.request_id for request in asked] == ["b"]

@@ -28,7 +28,7 @@ Sarathi-Serve, arXiv 2403.02310.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from request import Request
 from whole_prompts import CutPrompts
@@ -58,7 +58,9 @@ class ChunkedPrefill(CutPrompts):
         self.max_long_partial_prefills = max_long_partial_prefills
         self._num_long = 0  # under way
 
-    def begin_step(self, running: Collection[Request]) -> None:
+    def begin_step(
+        self, running: Collection[Request], num_behind: Callable[[Request], int]
+    ) -> None:
         if self.max_long_partial_prefills is not None:
             self._num_long = sum(
                 self._is_long(request.num_tokens - request.num_computed_tokens)
@@ -74,8 +76,8 @@ class ChunkedPrefill(CutPrompts):
         return True
 
     def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
-        if request.draft_token_ids or self.long_prefill_token_threshold is None:
-            return min(num_behind, budget)  # guesses (chapter 5) are no prompt
+        if self.long_prefill_token_threshold is None:
+            return min(num_behind, budget)
         return min(num_behind, budget, self.long_prefill_token_threshold)
 
     def _is_long(self, num_behind: int) -> bool:

@@ -23,8 +23,8 @@ import torch
 
 from common.engine_config import EngineConfig
 from common.loader import LoadedModel
-from common.sampler import Sampler, SamplingBatch
-from common.speculative_sampler import SpeculativeSampler
+from common.sampling.sampler import Sampler, SamplingBatch
+from common.sampling.speculative_sampler import SpeculativeSampler
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 from request import SamplingParams
 

@@ -20,8 +20,8 @@ from common.kv_sizing import (
     size_kv_cache,
 )
 from common.loader import QWEN3_0_6B, LoadedModel, random_model
-from common.sampler import Sampler
-from common.speculative_sampler import SpeculativeSampler
+from common.sampling.sampler import Sampler
+from common.sampling.speculative_sampler import SpeculativeSampler
 from paged_attention import TorchAttentionBackend
 from rejection_sampler import rejection_sample
 

@@ -18,8 +18,12 @@ from hashlib import blake2b
 import pytest
 
 from bounded_loops import as_long_as
+<<<<<<< HEAD
 from global_kv_pool import KVBlock
 from kv_pool import TransferResult
+=======
+from kv_pool import KVBlock, TransferResult
+>>>>>>> wK3
 from mooncake_master import MooncakeMaster, MooncakeUnavailableError
 from mooncake_pool import MooncakePool, decode_block, encode_block, store_key
 from pool_connector import PoolConnector

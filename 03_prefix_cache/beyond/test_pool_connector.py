@@ -18,8 +18,9 @@ import pytest
 from block_pool import BlockPool
 from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
-from global_kv_pool import GlobalKVPool, KVBlock, TransferResult
+from global_kv_pool import GlobalKVPool
 from kv_connector import ConnectorChain
+from kv_pool import KVBlock, TransferResult
 from pool_connector import PoolConnector
 from request import Request, SamplingParams
 

@@ -21,7 +21,7 @@ Sarathi-Serve (arXiv 2403.02310) chooses its size from a profile made in advance
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from chunk_policy import ChunkedPrefill
 from request import Request
@@ -51,16 +51,18 @@ class AdaptiveChunks(ChunkedPrefill):
         self._planned = StepWork()  # decodes of the step, and the chunks that were given so far
         self._has_chunk = False
 
-    def begin_step(self, running: Collection[Request]) -> None:
-        super().begin_step(running)
+    def begin_step(
+        self, running: Collection[Request], num_behind: Callable[[Request], int]
+    ) -> None:
+        super().begin_step(running, num_behind)
         decodes = [r for r in running if r.num_tokens - r.num_computed_tokens == 1]
         starts = [request.num_computed_tokens for request in decodes]
-        self._planned = count_work(starts, [1 + len(r.draft_token_ids) for r in decodes])
+        self._planned = count_work(starts, [num_behind(r) for r in decodes])
         self._has_chunk = False
 
     def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
         num_tokens = super().num_tokens_now(request, num_behind, budget, most)
-        if request.draft_token_ids or num_tokens == 0:
+        if num_tokens == 0:
             return num_tokens
         start = request.num_tokens - num_behind
         num_tokens = min(num_tokens, self._fitting(start))

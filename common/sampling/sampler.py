@@ -34,8 +34,9 @@ from common.sampling.sampling_constraints import (
     top_ids,
 )
 from common.sampling.token_counts import TokenCounts
-from engine_core import NO_FINITE_LOGITS, SamplerOutput
+from input_batch import RunnerRequest
 from request import SamplingParams
+from scheduler_interface import NO_FINITE_LOGITS, StepOutput
 
 _NARROW = 256  # a top-k up to this is handled apart from the rest of the vocabulary
 
@@ -46,18 +47,28 @@ class SamplingBatch:
     with its own history: prompt, outputs, and drafts. Lists are only read; `output_token_ids` may
     be the live ones, which only grow."""
 
-    req_ids: list[str]
-    params: list[SamplingParams]
-    seeds: list[int]
-    prompt_token_ids: list[list[int]]
-    output_token_ids: list[list[int]]
-    draft_token_ids: list[list[int]]  # those that stand before the row's token (chapter 5)
-    eos_token_ids: list[Sequence[int]]  # empty where EOS is ignored
+    req_ids: list[str] = field(default_factory=list)
+    params: list[SamplingParams] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    prompt_token_ids: list[list[int]] = field(default_factory=list)
+    output_token_ids: list[list[int]] = field(default_factory=list)
+    # Those that stand before the row's token (chapter 5).
+    draft_token_ids: list[list[int]] = field(default_factory=list)
+    eos_token_ids: list[Sequence[int]] = field(default_factory=list)  # empty where EOS is ignored
     num_unseen: int = 0  # tokens between the history and the row's own, the same for all rows
 
-    @classmethod
-    def make_empty(cls) -> SamplingBatch:
-        return cls([], [], [], [], [], [], [])
+    def add(
+        self, request: RunnerRequest, draft_token_ids: list[int], eos_token_ids: Sequence[int]
+    ) -> None:
+        """A row for the token that follows those of the request, and these drafts."""
+        params = request.params
+        self.req_ids.append(request.req_id)
+        self.params.append(params)
+        self.seeds.append(params.seed or 0)
+        self.prompt_token_ids.append(request.prompt_token_ids)
+        self.output_token_ids.append(request.output_token_ids)
+        self.draft_token_ids.append(draft_token_ids)
+        self.eos_token_ids.append(() if params.ignore_eos else eos_token_ids)
 
     def num_outputs(self, row: int) -> int:
         """The output position of the row's token."""
@@ -137,7 +148,7 @@ class Sampler:
         self.counts = TokenCounts()
         self._plan: SamplingPlan | None = None
 
-    def sample(self, logits: torch.Tensor, batch: HasSampling) -> SamplerOutput:
+    def sample(self, logits: torch.Tensor, batch: HasSampling) -> StepOutput:
         """One token for each row of `logits` [R, vocab_size or wider]; R may be 0."""
         raw = self.raw_logits(logits)
         rows = list(range(len(raw)))
@@ -154,9 +165,9 @@ class Sampler:
 
     def emit(
         self, raw: torch.Tensor, sampling: SamplingBatch, rows: list[int], tokens: list[int]
-    ) -> SamplerOutput:
+    ) -> StepOutput:
         """What becomes of `tokens`, the one of each of `rows`. A -1 is an error of its request."""
-        output = SamplerOutput({})
+        output = StepOutput()
         asking = []
         for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
             if token < 0:
