@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+import attention_plan
 import paged_attention as module
 from block_pool import BlockPool
 from kv_cache_manager import KVCacheManager
@@ -150,7 +151,7 @@ MIXED = [(1, 1), (1, 17), (5, 5), (1, 40), (7, 20), (1, 3), (2, 35), (1, 33), (3
 @pytest.fixture(params=[(), (1,), (2, 4), (1, 8, 16)], ids=str)
 def short_query(request, monkeypatch):
     """What is attended in groups and what one by one: neither may be seen in the output."""
-    monkeypatch.setattr(module, "SHORT_QUERIES", request.param)
+    monkeypatch.setattr(attention_plan, "SHORT_QUERIES", request.param)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -186,14 +187,14 @@ def test_chunks_that_end_at_and_around_block_ends(block_size):
 @pytest.mark.parametrize("tile", [1, 2, 3, 7])
 def test_a_chunk_is_attended_in_tiles_of_any_size(tile, monkeypatch):
     monkeypatch.setattr(module, "QUERY_TILE", tile)
-    monkeypatch.setattr(module, "SHORT_QUERIES", ())
+    monkeypatch.setattr(attention_plan, "SHORT_QUERIES", ())
     case = make_case([(7, 20), (3, 50), (1, 9), (6, 7), (5, 5)], 4)
     case.check(case.attend())
 
 
 @pytest.mark.parametrize("limit", [1, 2**10, 2**30])
 def test_decodes_in_groups_of_any_size(limit, monkeypatch):
-    monkeypatch.setitem(module.GROUP_KEY_BYTES, "cpu", limit)
+    monkeypatch.setitem(attention_plan.GROUP_KEY_BYTES, "cpu", limit)
     case = make_case([(1, n) for n in (3, 100, 4, 60, 5, 1, 49, 30, 50, 100)], 4)
     case.check(case.attend())
     lens = [(3, 3), (3, 50), (2, 100), (2, 4), (1, 60), (3, 4), (3, 49), (2, 99), (1, 1)]
@@ -203,15 +204,15 @@ def test_decodes_in_groups_of_any_size(limit, monkeypatch):
 
 def test_decode_groups_hold_similar_lengths_within_the_limit():
     lens = [100, 7, 60, 51, 50, 49, 3, 1]
-    assert module.split_by_length(list(range(8)), lens, 10**6) == [
+    assert attention_plan.split_by_length(list(range(8)), lens, 10**6) == [
         [0, 2, 3, 4],
         [5],
         [1],
         [6],
         [7],
     ]
-    assert module.split_by_length([0, 2, 3, 4], lens, 299) == [[0, 2], [3, 4]]
-    assert module.split_by_length([0, 1], lens, 1) == [[0], [1]], "too long for any group"
+    assert attention_plan.split_by_length([0, 2, 3, 4], lens, 299) == [[0, 2], [3, 4]]
+    assert attention_plan.split_by_length([0, 1], lens, 1) == [[0], [1]], "too long for any group"
 
 
 def test_batches_without_tokens_and_sequences_without_tokens():
@@ -221,18 +222,18 @@ def test_batches_without_tokens_and_sequences_without_tokens():
     case = make_case([(0, 9), (1, 5), (0, 3), (4, 6), (0, 1)], 4, num_padding_tokens=3)
     case.check(case.attend())
     case.metadata.seq_lens[2] = 0
-    case.metadata._plan = None
+    case.metadata.plan = None
     case.check(case.attend())
 
 
 def test_one_plan_serves_all_layers_and_not_another_dtype_or_shape():
     case = make_case(MIXED, 4)
     case.check(case.attend())
-    plan = case.metadata._plan
+    plan = case.metadata.plan
     case.key_cache.mul_(2), case.value_cache.mul_(3)  # the next layer: other contents, same places
     case.keys, case.values = [k * 2 for k in case.keys], [v * 3 for v in case.values]
     case.check(case.attend())
-    assert case.metadata._plan is plan
+    assert case.metadata.plan is plan
     narrow = make_case(MIXED, 4, torch.float32, num_kv_heads=1, num_shared=4, head_dim=6)
     narrow.metadata = case.metadata
     narrow.key_cache = torch.zeros(len(case.key_cache), 4, 1, 6)
