@@ -34,8 +34,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attention_plan import AttentionPlan, group_short_queries, is_short_query
 
-# Query rows attended at a time in a chunk that has history, so that a mask is [QUERY_TILE, seq_len]
-# and not [query_len, seq_len].
+# Query rows attended at a time in a long query that has history, so that a mask is [QUERY_TILE,
+# seq_len] and not [query_len, seq_len].
 QUERY_TILE = 256
 
 
@@ -62,14 +62,6 @@ class PagedKVCache:
         self.kv_bytes_per_block = (
             2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
         )
-
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy blocks `(src, dst)` in all layers, as if all at once: sources are read first."""
-        if not copies:
-            return
-        src, dst = torch.tensor(copies, device=self.key_cache[0].device).unbind(1)
-        for cache in (*self.key_cache, *self.value_cache):
-            cache[dst] = cache[src]
 
 
 @dataclass(slots=True, eq=False)
@@ -122,11 +114,11 @@ def paged_attention(
         plan = metadata.plan = PagedPlan(metadata, query, key_cache)
     output = torch.zeros_like(query)
     plan.attend_groups(output, query, key_cache, value_cache, scale)
-    for chunk in plan.chunks:
-        keys, values = plan.gather(key_cache, value_cache, chunk.block_ids)
-        keys, values = keys[: chunk.seq_len], values[: chunk.seq_len]
-        tokens = slice(chunk.start, chunk.stop)
-        output[tokens] = _attend_chunk(query[tokens], keys, values, plan.causal_mask, scale)
+    for long in plan.long_queries:
+        keys, values = plan.gather(key_cache, value_cache, long.block_ids)
+        keys, values = keys[: long.seq_len], values[: long.seq_len]
+        tokens = slice(long.start, long.stop)
+        output[tokens] = _attend_long(query[tokens], keys, values, plan.causal_mask, scale)
     return output
 
 
@@ -163,8 +155,8 @@ class TorchAttentionBackend:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A sequence with several query tokens: rows `[start, stop)` of the query."""
+class LongQuery:
+    """Rows `[start, stop)` of the query are the last tokens of one sequence."""
 
     start: int
     stop: int
@@ -180,16 +172,16 @@ class PagedPlan(AttentionPlan):
         starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
         is_short = [is_short_query(stop - start) for start, stop in pairwise(starts)]
         groups, rows = group_short_queries(starts, seq_lens, is_short, tables, query, key_cache)
-        self.chunks: list[_Chunk] = []
+        self.long_queries: list[LongQuery] = []
         tile, num_keys = 0, 0
         for row in rows:
             start, stop, seq_len = starts[row], starts[row + 1], seq_lens[row]
             block_ids = tables[row, : -(-seq_len // block_size)]
-            self.chunks.append(_Chunk(start, stop, seq_len, block_ids))
+            self.long_queries.append(LongQuery(start, stop, seq_len, block_ids))
             if stop - start < seq_len:  # it has history
                 tile, num_keys = max(tile, min(stop - start, QUERY_TILE)), max(num_keys, seq_len)
         self.causal_mask = _causal_mask(tile, num_keys, query)
-        super().__init__(groups, (chunk.block_ids for chunk in self.chunks), query, key_cache)
+        super().__init__(groups, (long.block_ids for long in self.long_queries), query, key_cache)
 
 
 def _causal_mask(tile: int, num_keys: int, query: torch.Tensor) -> torch.Tensor:
@@ -199,7 +191,7 @@ def _causal_mask(tile: int, num_keys: int, query: torch.Tensor) -> torch.Tensor:
     return mask.triu_(num_keys - tile + 1)
 
 
-def _attend_chunk(
+def _attend_long(
     query: torch.Tensor,  # [query_len, num_heads, head_dim]
     keys: torch.Tensor,  # [seq_len, num_kv_heads, head_dim]
     values: torch.Tensor,  # the same

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -362,30 +363,27 @@ def test_kv_bytes():
     assert cache.key_cache[0].data_ptr() != cache.value_cache[0].data_ptr()
 
 
-def test_block_copies_are_made_all_at_once():
-    """Sources are read before destinations are written: 1 -> 2 and 2 -> 3 do not chain."""
-    cache = PagedKVCache(2, 5, 2, 1, 3)
-    tensors = [*cache.key_cache, *cache.value_cache]
-    for i, tensor in enumerate(tensors):
-        tensor.copy_(torch.arange(30).view(5, 2, 1, 3) + 100 * i)
-    before = [tensor.clone() for tensor in tensors]
-    cache.copy_blocks([])
-    cache.copy_blocks([(1, 2), (2, 3)])
-    for old, new in zip(before, tensors, strict=True):
-        assert torch.equal(new, old[[0, 1, 1, 2, 4]])
-
-
 # -- all of chapter 2 together
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_paged_equals_contiguous_while_requests_fork_and_diverge(block_size, seed):
+def test_paged_equals_contiguous_while_requests_come_and_go(block_size, seed):
     """Manager, cache and attention against sequences that are plain tensors."""
+    run_paged_and_contiguous(KVCacheManager(BlockPool(600), block_size), seed)
+
+
+def run_paged_and_contiguous(
+    manager: KVCacheManager,
+    seed: int,
+    make_child: Callable[[Request, Request], None] | None = None,
+    make_copies: Callable[[PagedKVCache], None] | None = None,
+) -> None:
+    """`make_child(parent, child)`: some newcomers share the first part of what `parent` has
+    (`beyond/`). `make_copies` is called before anything is written."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    manager = KVCacheManager(BlockPool(600), block_size)
-    cache = PagedKVCache(1, 600, block_size, 2, 8, torch.float64)
+    cache = PagedKVCache(1, 600, manager.block_size, 2, 8, torch.float64)
     key_cache, value_cache = (
         cache.key_cache[0].fill_(math.nan),
         cache.value_cache[0].fill_(math.nan),
@@ -395,12 +393,12 @@ def test_paged_equals_contiguous_while_requests_fork_and_diverge(block_size, see
     for step in range(25):
         if len(requests) < 5:
             child = Request.from_tokens(f"r{step}", [0])
-            parent = rng.choice([None, *requests.values()])
+            parent = rng.choice([None, *requests.values()]) if make_child is not None else None
             past = torch.empty(2, 0, 2, 8).double()
             if parent is not None:
                 child.num_computed_tokens = rng.randint(1, parent.num_computed_tokens)
                 past = contiguous[parent.request_id][:, : child.num_computed_tokens]
-                manager.fork(parent, child)
+                make_child(parent, child)
             requests[child.request_id], contiguous[child.request_id] = child, past
         elif rng.random() < 0.3:
             gone = rng.choice(list(requests))
@@ -422,7 +420,8 @@ def test_paged_equals_contiguous_while_requests_fork_and_diverge(block_size, see
             contiguous[request_id] = torch.cat([contiguous[request_id], new[:, own]], dim=1)
             expected.append(naive_attention(query[own], *contiguous[request_id], 0.4))
         manager.check_invariants(requests.values())
-        cache.copy_blocks([(src, dst) for _, _, src, dst in manager.take_block_copies()])
+        if make_copies is not None:
+            make_copies(cache)
         write_kv(*new, key_cache, value_cache, torch.tensor(slots))
         lens = [requests[r].num_computed_tokens for r in order]
         tables = [torch.tensor(list(manager.get_block_ids(r))) for r in order]
