@@ -207,6 +207,16 @@ def test_what_is_loaded_is_cached_and_then_found(make_world):
     world.drain()
 
 
+def test_for_a_request_that_runs_nothing_is_loaded(make_world):
+    world = make_world(20, 2)
+    request = world.submit("a", [1, 2, 3, 4, 5])
+    world.connector.num_offered["a"] = 2
+    assert world.manager.allocate_slots(request, 5)
+    with pytest.raises(ValueError, match="'a' has a block table already"):
+        world.manager.get_computed_blocks(request)
+    assert not world.connector.loads
+
+
 def test_a_load_that_ends_at_once_holds_up_nothing(make_world):
     world = make_world(20, 2)
     world.submit("a", [1, 2, 3, 4, 5])
