@@ -71,13 +71,14 @@ def compute_block_hash(
     process and on every machine. Token ids are signed 64-bit integers. Raises `ValueError` for a
     parent that is no hash.
     """
-    if parent_hash and not (isinstance(parent_hash, bytes) and len(parent_hash) == HASH_BYTES):
+    parent_hash = b"" if parent_hash is None or parent_hash == 0 else parent_hash
+    if not isinstance(parent_hash, bytes) or len(parent_hash) not in (0, HASH_BYTES):
         raise ValueError(
             f"parent_hash is {parent_hash!r}: it must be the {HASH_BYTES} bytes of a block's hash, "
             "or None for a first block"
         )
     if not parent_hash or extra_keys:
-        parent_hash = _mix_in(parent_hash or b"", normalise_extra_keys(extra_keys))
+        parent_hash = _mix_in(parent_hash, normalise_extra_keys(extra_keys))
     tokens = struct.pack(f"<{len(token_ids)}q", *token_ids)
     return blake2b(parent_hash + tokens, digest_size=HASH_BYTES).digest()
 
