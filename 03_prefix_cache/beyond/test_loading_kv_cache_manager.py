@@ -217,6 +217,19 @@ def test_for_a_request_that_runs_nothing_is_loaded(make_world):
     assert not world.connector.loads
 
 
+def test_a_request_that_is_seated_while_it_loads_gives_the_load_up(make_world):
+    """A load's blocks go back to the pool, so nothing may be written to them any more."""
+    world = make_world(20, 2)
+    request = world.submit("a", [1, 2, 3, 4, 5])
+    world.connector.num_offered["a"] = 2
+    assert world.look_up(request) is NotReady.LOADING
+    assert world.manager.allocate_slots(request, 5)
+    assert world.connector.calls[-1] == ("cancel", "a") and not world.connector.loads
+    world.manager.check_invariants([request])
+    world.manager.free(request)
+    assert world.pool.num_free_blocks == 20
+
+
 def test_a_load_that_ends_at_once_holds_up_nothing(make_world):
     world = make_world(20, 2)
     world.submit("a", [1, 2, 3, 4, 5])
