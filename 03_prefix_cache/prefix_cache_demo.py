@@ -87,8 +87,8 @@ print("q t finds", cache.match_prefix(q + t).num_cached_tokens, "tokens")
 # %% [markdown]
 # ## A radix tree grows
 #
-# What no two prompts tell apart is one edge. (`SGLangRadixCache` is `RadixCache` with SGLang's names,
-# and one of them prints.)
+# What no two prompts tell apart is one edge. (`SGLangRadixCache` is `RadixCache` with SGLang's
+# names, and one of them prints.)
 
 # %%
 tree = SGLangRadixCache(page_size=4, num_pages=20)
