@@ -14,15 +14,14 @@ for the new ones:
     C (decode)       c0 c1 c2 c3 c4 c5             | c6 .  .
 
 A 4-D mask says what each new token may see: its own past, and the new tokens up to itself. After
-the call the new keys and values are cut out and appended to each request's own tensors.
+the call the new keys and values are cut out and appended to each request's own.
 
 `num_bytes_copied` counts what that costs: the whole KV cache, twice over and padding on top, in
-every step, to add one token per request. `num_bytes_new` is what had to be written. The gap between
-the two grows with every token, and it is why chapter 2 lets attention read KV where it lies.
+every step, to add one token per request. `num_bytes_new` is what had to be written. The gap grows
+with every token, and it is why chapter 2 lets attention read KV where it lies.
 
 Invariants: between two steps the runner holds KV for exactly the positions that the scheduler
-counts as computed; padding is zero, never uninitialised (a masked NaN is still a NaN, because the
-mask only multiplies its value by 0).
+counts as computed; padding is zero, never uninitialised (a masked NaN is still a NaN: 0 * NaN).
 
 transformers' own `generate` stacks once, at the start, which is why it must keep a batch together
 until its longest request ends (`static_batching.py`). vLLM, SGLang and nano-vllm write KV in
@@ -71,31 +70,40 @@ class GreedySampler:
 class StackedKV(DynamicCache):
     """The pasts of all rows of a batch as one `past_key_values`, alive for one call of the model.
 
-    `stacked[layer]` is a pair of keys and values `[batch_size, num_kv_heads, max_past + max_new,
-    head_dim]`, the last `max_new` columns still empty; with `max_past=0` there is no past to stack,
-    and it is empty. The model hands its new keys and values to `update`, which writes them behind
-    the past and keeps them in `new[layer]` for the runner."""
+    The model hands the new keys and values of each layer to `update`, which stacks the pasts of
+    that layer and puts the new ones behind them. `new[layer]` keeps these for the runner."""
 
-    def __init__(self, stacked: list[tuple[torch.Tensor, torch.Tensor]], max_past: int) -> None:
+    def __init__(self, caches: list[DynamicCache], max_past: int) -> None:
         super().__init__()
-        self.stacked = stacked
+        self.caches = caches
         self.max_past = max_past
         self.new: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.num_bytes_stacked = 0
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert layer_idx == len(self.new), "layers come in order, each once"
         self.new.append((key_states, value_states))  # [batch_size, num_kv_heads, max_new, head_dim]
-        if self.max_past == 0:
-            return key_states, value_states
-        keys, values = self.stacked[layer_idx]
-        keys[:, :, self.max_past :] = key_states
-        values[:, :, self.max_past :] = value_states
-        return keys, values
+        layers = [cache.layers[layer_idx] for cache in self.caches]
+        keys = self._stack([layer.keys for layer in layers], key_states)
+        return keys, self._stack([layer.values for layer in layers], value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.max_past
+
+    def _stack(self, pasts: list[torch.Tensor | None], new: torch.Tensor) -> torch.Tensor:
+        """`[batch_size, num_kv_heads, max_past + max_new, head_dim]`. None: a row without past."""
+        if self.max_past == 0:
+            return new
+        batch_size, num_kv_heads, max_new, head_dim = new.shape
+        stacked = new.new_zeros(batch_size, num_kv_heads, self.max_past + max_new, head_dim)
+        for row, past in zip(stacked, pasts, strict=True):
+            if past is not None:
+                row[:, : past.shape[2]] = past[0]
+        stacked[:, :, self.max_past :] = new
+        self.num_bytes_stacked += stacked.nbytes
+        return stacked
 
 
 class HFModelRunner:
@@ -118,11 +126,7 @@ class HFModelRunner:
         self.num_model_calls = 0
         self.num_bytes_copied = 0  # KV written by stacking and appending, the new ones included
         self.num_bytes_new = 0  # KV of the tokens that were computed: what had to be written
-        self._caches: dict[str, DynamicCache] = {}  # one at a time
-        # batched: per layer, keys and values [num_kv_heads, num_computed_tokens, head_dim]
-        self._kv: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-
-    # -- the ModelRunner interface
+        self._caches: dict[str, DynamicCache] = {}
 
     def execute(self, plan: SchedulerOutput) -> FinishedStep:
         clock, output = Laps(), StepOutput()
@@ -153,40 +157,22 @@ class HFModelRunner:
                     f"request {req_id!r}: the row starts at position {start}, "
                     f"but KV is held for {self.num_computed_tokens(req_id)} positions"
                 )
-        return self._forward_batched(batch) if self.batched else self._forward_one_by_one(batch)
-
-    def execute_model_batch(self, input_batch: InputBatch) -> dict[str, torch.Tensor]:
-        """The same, as `{req_id: logits [vocab_size]}`."""
-        if not input_batch.req_ids:
-            return {}
-        return dict(zip(input_batch.req_ids, self.forward(input_batch), strict=True))
-
-    def free_request_cache(self, req_id: str) -> None:
-        """Drop a request's KV. An id without any is ignored."""
-        self._caches.pop(req_id, None)
-        self._kv.pop(req_id, None)
-
-    def num_computed_tokens(self, req_id: str) -> int:
-        """Positions of the request whose KV is held."""
-        if req_id in self._kv:
-            return self._kv[req_id][0][0].shape[1]
-        return self._caches[req_id].get_seq_length() if req_id in self._caches else 0
-
-    @property
-    def cached_req_ids(self) -> set[str]:
-        """Who holds KV."""
-        return self._caches.keys() | self._kv.keys()
-
-    # -- one at a time
-
-    def _forward_one_by_one(self, batch: InputBatch) -> torch.Tensor:
-        """Each row alone, with its own `past_key_values`."""
-        device = self.model.device
-        logits = []
-        for req_id, row, start in zip(batch.req_ids, batch.token_ids, batch.start_positions):
+        for req_id in batch.req_ids:
             if req_id not in self._caches:
                 self._caches[req_id] = DynamicCache(config=self.model.config)
-            cache = self._caches[req_id]
+        caches = [self._caches[req_id] for req_id in batch.req_ids]
+        run = self._forward_batched if self.batched else self._forward_one_by_one
+        logits = run(batch, caches)
+        for cache, row in zip(caches, batch.token_ids, strict=True):
+            # A DynamicCache grows by concatenation: it has just written all of its KV anew.
+            num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+            self.num_bytes_copied += num_bytes
+            self.num_bytes_new += num_bytes * len(row) // cache.get_seq_length()
+        return logits
+
+    def _forward_one_by_one(self, batch: InputBatch, caches: list[DynamicCache]) -> torch.Tensor:
+        logits, device = [], self.model.device
+        for row, start, cache in zip(batch.token_ids, batch.start_positions, caches, strict=True):
             output = self.model(
                 torch.tensor([row], device=device),
                 position_ids=torch.arange(start, start + len(row), device=device)[None],
@@ -196,64 +182,50 @@ class HFModelRunner:
             )
             self.num_model_calls += 1
             logits.append(output.logits[0, -1])
-            # A DynamicCache grows by concatenation: it has just written all of its KV anew.
-            num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-            self.num_bytes_copied += num_bytes
-            self.num_bytes_new += num_bytes * len(row) // (start + len(row))
         return torch.stack(logits)
 
-    # -- batched
-
-    def _forward_batched(self, batch: InputBatch) -> torch.Tensor:
+    def _forward_batched(self, batch: InputBatch, caches: list[DynamicCache]) -> torch.Tensor:
         """One call of the model for all rows: stack, compute, cut out and append."""
-        token_ids, _, positions = batch.to_tensors(self.model.device)
-        past_lens = batch.start_positions
+        device, past_lens = self.model.device, batch.start_positions
+        token_ids, _, positions = batch.to_tensors(device)
         new_lens = [len(row) for row in batch.token_ids]
-        stacked_kv = self._stack(batch.req_ids, max(past_lens), max(new_lens))
-        last = torch.tensor(new_lens, device=self.model.device) - 1
+        stacked = StackedKV(caches, max(past_lens))
+        last = torch.tensor(new_lens, device=device) - 1
         columns, column_of_row = torch.unique(last, return_inverse=True)
         output = self.model(
             token_ids,
-            attention_mask=make_mask(past_lens, max(new_lens), self.model.dtype, last.device),
+            attention_mask=make_mask(past_lens, max(new_lens), self.model.dtype, device),
             position_ids=positions,
-            past_key_values=stacked_kv,
+            past_key_values=stacked,
             use_cache=True,
             logits_to_keep=columns,  # not of every prompt token: a vocabulary is wide
         )
         self.num_model_calls += 1
-        for index, (req_id, new_len) in enumerate(zip(batch.req_ids, new_lens)):
-            self._append(req_id, stacked_kv, index, new_len)
-        rows = torch.arange(batch.batch_size, device=last.device)
-        return output.logits[rows, column_of_row]
+        self.num_bytes_copied += stacked.num_bytes_stacked
+        for index, (cache, new_len) in enumerate(zip(caches, new_lens, strict=True)):
+            row = slice(index, index + 1)
+            for layer, (keys, values) in enumerate(stacked.new):
+                cache.update(keys[row, :, :new_len], values[row, :, :new_len], layer)
+        return output.logits[torch.arange(batch.batch_size, device=device), column_of_row]
 
-    def _stack(self, req_ids: list[str], max_past: int, max_new: int) -> StackedKV:
-        if max_past == 0:
-            return StackedKV([], 0)
-        pasts = [self._kv.get(req_id) for req_id in req_ids]
-        num_layers = len(next(past for past in pasts if past is not None))
-        stacked = []
-        for layer in range(num_layers):
-            pair = []
-            for kind in (0, 1):  # keys, values
-                rows = [None if past is None else past[layer][kind] for past in pasts]
-                pair.append(_pad_and_stack(rows, max_past, max_past + max_new))
-                self.num_bytes_copied += pair[-1].nbytes
-            stacked.append((pair[0], pair[1]))
-        return StackedKV(stacked, max_past)
+    def execute_model_batch(self, input_batch: InputBatch) -> dict[str, torch.Tensor]:
+        """`forward`, as `{req_id: logits [vocab_size]}`."""
+        if not input_batch.req_ids:
+            return {}
+        return dict(zip(input_batch.req_ids, self.forward(input_batch), strict=True))
 
-    def _append(self, req_id: str, stacked_kv: StackedKV, index: int, new_len: int) -> None:
-        """Cut row `index` out of the new KV and append it to the request's own."""
-        old = self._kv.get(req_id)
-        own = []
-        for layer, (keys, values) in enumerate(stacked_kv.new):
-            new = (keys[index, :, :new_len], values[index, :, :new_len])
-            self.num_bytes_new += new[0].nbytes + new[1].nbytes
-            if old is None:  # a copy: a view would keep the whole batch's KV alive
-                own.append((new[0].clone(), new[1].clone()))
-            else:
-                own.append(tuple(torch.cat([old[layer][k], new[k]], dim=1) for k in (0, 1)))
-            self.num_bytes_copied += own[-1][0].nbytes + own[-1][1].nbytes
-        self._kv[req_id] = own
+    def free_request_cache(self, req_id: str) -> None:
+        """Drop a request's KV. An id without any is ignored."""
+        self._caches.pop(req_id, None)
+
+    def num_computed_tokens(self, req_id: str) -> int:
+        """Positions of the request whose KV is held."""
+        return self._caches[req_id].get_seq_length() if req_id in self._caches else 0
+
+    @property
+    def cached_req_ids(self) -> set[str]:
+        """Who holds KV."""
+        return set(self._caches)
 
 
 def make_mask(
@@ -264,30 +236,13 @@ def make_mask(
     `[batch_size, 1, max_new, max_past + max_new]`. A token sees the past of its row and the new
     tokens up to itself. A padding token does too: so it sees at least itself, and no softmax runs
     over nothing."""
-    past = torch.tensor(past_lens, device=device)
-    max_past = max(past_lens)
-    sees_past = torch.arange(max_past, device=device) < past[:, None]  # [batch_size, max_past]
+    past = torch.tensor(past_lens, device=device)[:, None]
+    sees_past = torch.arange(max(past_lens), device=device) < past  # [batch_size, max_past]
     sees_new = torch.ones(max_new, max_new, dtype=torch.bool, device=device).tril()
-    visible = torch.cat(
-        [
-            sees_past[:, None, :].expand(-1, max_new, -1),
-            sees_new.expand(len(past_lens), -1, -1),
-        ],
-        dim=2,
-    )
+    sees_past = sees_past[:, None].expand(-1, max_new, -1)
+    visible = torch.cat([sees_past, sees_new.expand(len(past_lens), -1, -1)], dim=2)
     mask = torch.zeros(visible.shape, dtype=dtype, device=device)
-    return mask.masked_fill(~visible, torch.finfo(dtype).min)[:, None]
-
-
-def _pad_and_stack(rows: list[torch.Tensor | None], max_past: int, width: int) -> torch.Tensor:
-    """`[num_rows, num_kv_heads, width, head_dim]`: each row's past, then zeros. None: no past."""
-    some = next(row for row in rows if row is not None)
-    assert max_past == max(0 if row is None else row.shape[1] for row in rows)
-    stacked = some.new_zeros(len(rows), some.shape[0], width, some.shape[2])
-    for index, row in enumerate(rows):
-        if row is not None:
-            stacked[index, :, : row.shape[1]] = row
-    return stacked
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 
 
 def _check_can_be_stacked(model: PreTrainedModel) -> None:

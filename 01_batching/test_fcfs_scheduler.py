@@ -1,11 +1,13 @@
 """The scheduler under a runner that knows only what it is told.
 
 `MirrorRunner` rebuilds every request from the deltas in the plans, as a runner in another process
-would. A state machine adds, aborts and steps at random, and compares the two after every plan."""
+would; `RunnerState`, which the runners of this book keep, must agree with it. A state machine adds,
+aborts and steps at random, and compares them after every plan. Chapter 2 runs it over blocks."""
 
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from hypothesis import settings
@@ -19,8 +21,9 @@ from hypothesis.stateful import (
 )
 
 from fcfs_scheduler import FCFSScheduler
+from input_batch import RunnerState
 from request import Request, RequestStatus, SamplingParams
-from scheduler_interface import ComputedBlocks, SchedulerOutput, UnlimitedKVMemory
+from scheduler_interface import NewRequestData, SchedulerOutput, StepOutput
 
 EOS, STOP, VOCAB_SIZE = 0, 1, 9
 
@@ -47,6 +50,10 @@ class MirrorRunner:
         self.token_ids: dict[str, list[int]] = {}
         self.num_computed: dict[str, int] = {}
         self.num_prompt: dict[str, int] = {}
+        self.state = self.make_state()
+
+    def make_state(self) -> RunnerState:
+        return RunnerState()
 
     def take(self, plan: SchedulerOutput) -> None:
         for req_id in plan.finished_req_ids:
@@ -69,166 +76,35 @@ class MirrorRunner:
             order.append(req_id)
         assert order == list(plan.num_scheduled_tokens)
         assert order == [request.request_id for request in plan.scheduled_requests]
+        assert plan.start_positions == [self.num_computed[req_id] for req_id in order]
+        self.state.apply(plan)
         for req_id, num_tokens in plan.num_scheduled_tokens.items():
             assert num_tokens >= 1
             self.num_computed[req_id] += num_tokens
 
-    def sample(self, plan: SchedulerOutput) -> dict[str, list[int]]:
-        sampled = {}
+    def sample(self, plan: SchedulerOutput) -> StepOutput:
+        output = StepOutput()
         for req_id in plan.num_scheduled_tokens:
             assert self.num_computed[req_id] == len(self.token_ids[req_id]), "not caught up"
-            sampled[req_id] = [next_token(self.token_ids[req_id])]
-        return sampled
+            output.token_ids[req_id] = [next_token(self.token_ids[req_id])]
+        return output
 
     def must_equal(self, plan: SchedulerOutput) -> None:
+        assert self.state.requests.keys() == self.token_ids.keys()
         for request in plan.scheduled_requests:
+            known = self.state.requests[request.request_id]
+            assert known.tokens(0, request.num_tokens + 1) == request.all_token_ids
+            assert known.params is request.sampling_params
             assert self.token_ids[request.request_id] == request.all_token_ids
             assert self.num_computed[request.request_id] == request.num_computed_tokens
 
 
-class CountedMemory(UnlimitedKVMemory):
-    """Positions reserved for each request, out of `capacity`."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.reserved: dict[str, int] = {}
-
-    @property
-    def num_free(self) -> int:
-        return self.capacity - sum(self.reserved.values())
-
-    def fits_when_empty(self, num_tokens: int) -> bool:
-        return num_tokens <= self.capacity
-
-    def allocate_slots(
-        self,
-        request: Request,
-        num_new_tokens: int,
-        num_lookahead_tokens: int = 0,
-        computed: ComputedBlocks | None = None,
-    ) -> bool:
-        have = self.reserved.get(request.request_id, 0)
-        need = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
-        need += computed.num_tokens if computed is not None else 0
-        if need - have > self.num_free:
-            return False
-        self.reserved[request.request_id] = max(have, need)
-        return True
-
-    def free(self, request: Request) -> None:
-        self.reserved.pop(request.request_id, None)
-
-
-class RememberingMemory(UnlimitedKVMemory):
-    """Answers every look-up from `known`, and writes down what it is asked."""
-
-    def __init__(self) -> None:
-        self.known: dict[str, ComputedBlocks] = {}
-        self.calls: list[tuple] = []
-
-    def get_computed_blocks(self, request: Request) -> ComputedBlocks:
-        self.calls.append(("look up", request.request_id))
-        return self.known.get(request.request_id, ComputedBlocks())
-
-    def allocate_slots(self, request, num_new_tokens, num_lookahead_tokens=0, computed=None):
-        num_known = computed.num_tokens if computed is not None else 0
-        self.calls.append(("allocate", request.request_id, num_new_tokens, num_known))
-        return True
-
-    def cache_blocks(self, request: Request) -> None:
-        written = request.num_computed_tokens
-        self.calls.append(("cache", request.request_id, written, request.num_tokens))
-
-    def wait_for_loads(self) -> None:
-        self.calls.append(("wait",))
-
-
-def test_what_is_known_is_looked_up_before_the_work_is_sized():
-    """Trap 4: of 13 tokens 12 are cached, so one is scheduled, and fits a budget of one."""
-    memory = RememberingMemory()
-    memory.known["a"] = ComputedBlocks(num_tokens=12)
-    scheduler = FCFSScheduler(max_num_batched_tokens=14, kv_memory=memory)
-    scheduler.add_request(Request.from_tokens("a", range(13), 3))
-    scheduler.add_request(Request.from_tokens("b", range(13), 3))
-    plan = scheduler.schedule()
-    assert plan.num_scheduled_tokens == {"a": 1, "b": 13}
-    assert [new.num_computed_tokens for new in plan.scheduled_new_reqs] == [12, 0]
-    assert memory.calls[:2] == [("look up", "a"), ("allocate", "a", 1, 12)]
-    assert scheduler.requests["a"].num_cached_tokens == 12
-    scheduler.update_from_output(plan, {"a": [5], "b": [6]})
-    scheduler.check_invariants()
-
-
-def test_kv_is_shared_after_the_forward_pass_and_before_the_token_is_known():
-    memory = RememberingMemory()
-    scheduler = FCFSScheduler(kv_memory=memory)
-    scheduler.add_request(Request.from_tokens("a", range(4), 2))
-    plan = scheduler.schedule()
-    assert not [call for call in memory.calls if call[0] == "cache"]
-    scheduler.update_from_output(plan, {"a": [9]})
-    assert memory.calls[-1] == ("cache", "a", 4, 4)
-
-
-def test_an_aborted_request_is_not_shared():
-    memory = RememberingMemory()
-    scheduler = FCFSScheduler(kv_memory=memory)
-    scheduler.add_request(Request.from_tokens("a", range(4), 2))
-    plan = scheduler.schedule()
-    scheduler.abort_request("a")
-    scheduler.update_from_output(plan, {"a": [9]})
-    assert not [call for call in memory.calls if call[0] == "cache"]
-
-
-@pytest.mark.parametrize("is_loading", [False, True])
-def test_a_request_whose_kv_is_on_its_way_is_passed_over(is_loading):
-    memory = RememberingMemory()
-    memory.known["a"] = ComputedBlocks(is_ready=False, is_loading=is_loading)
-    scheduler = FCFSScheduler(kv_memory=memory)
-    for name in "abc":
-        scheduler.add_request(Request.from_tokens(name, range(4), 2))
-    plan = scheduler.schedule()
-    assert list(plan.num_scheduled_tokens) == ["b", "c"]
-    waiting = RequestStatus.WAITING_FOR_REMOTE_KVS if is_loading else RequestStatus.WAITING
-    assert scheduler.requests["a"].status == waiting
-    scheduler.update_from_output(plan, {"b": [5], "c": [6]})
-    scheduler.check_invariants()
-    memory.known["a"] = ComputedBlocks(num_tokens=3)
-    plan = scheduler.schedule()
-    assert plan.num_scheduled_tokens == {"a": 1, "b": 1, "c": 1}
-    assert scheduler.requests["a"].status == RequestStatus.RUNNING
-
-
-def test_a_loading_request_can_be_aborted():
-    memory = RememberingMemory()
-    memory.known["a"] = ComputedBlocks(is_ready=False, is_loading=True)
-    scheduler = FCFSScheduler(kv_memory=memory)
-    scheduler.add_request(Request.from_tokens("a", range(4), 2))
-    assert scheduler.schedule().is_empty
-    scheduler.abort_request("a")
-    assert not scheduler.has_unfinished_requests() and not scheduler.waiting
-    scheduler.check_invariants()
-
-
-def test_the_scheduler_waits_for_kv_only_if_there_is_nothing_else_to_do():
-    memory = RememberingMemory()
-    memory.known["a"] = ComputedBlocks(is_ready=False, is_loading=True)
-    scheduler = FCFSScheduler(kv_memory=memory)
-    scheduler.add_request(Request.from_tokens("a", range(4), 2))
-    scheduler.schedule()
-    assert memory.calls[-1] == ("wait",)
-    scheduler.add_request(Request.from_tokens("b", range(4), 2))
-    scheduler.schedule()
-    assert memory.calls.count(("wait",)) == 1
-
-
 def snapshot(scheduler: FCFSScheduler) -> tuple:
-    memory = scheduler.kv_memory
     return (
         [r.request_id for r in scheduler.waiting],
         list(scheduler.running),
-        set(scheduler._finished_req_ids),
-        dict(scheduler._num_sent),
-        dict(memory.reserved) if isinstance(memory, CountedMemory) else None,
+        set(scheduler.delta._finished_req_ids),
+        dict(scheduler.delta._num_sent),
         [(repr(r), r.max_tokens, list(r.all_token_ids)) for r in scheduler.requests.values()],
     )
 
@@ -249,17 +125,27 @@ class FCFSMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 4),
         budget=st.integers(4, 12),
         max_model_len=st.none() | st.integers(6, 14),
-        capacity=st.integers(8, 40),
+        data=st.data(),
     )
-    def start(self, max_num_seqs, budget, max_model_len, capacity):
-        self.memory = CountedMemory(capacity)
-        self.scheduler = FCFSScheduler(max_num_seqs, budget, max_model_len, self.memory)
-        self.runner = MirrorRunner()
+    def start(self, max_num_seqs, budget, max_model_len, data):
+        self.make(max_num_seqs, budget, max_model_len, data)
         self.requests: dict[str, Request] = {}  # all that were ever accepted
         self.num_scheduled: dict[str, int] = {}
         self.to_be_reported: set[str] = set()  # ended, and the runner has not been told
         self.queue: list[str] = []  # arrival order of those that wait
         self.plan: SchedulerOutput | None = None
+
+    def make(self, max_num_seqs, budget, max_model_len, data) -> None:
+        self.scheduler = FCFSScheduler(max_num_seqs, budget, max_model_len)
+        self.runner = MirrorRunner()
+
+    def never_fits(self, num_positions: int) -> bool:
+        """Is the memory too small for a request of so many positions, and nobody else?"""
+        return False
+
+    def has_room(self, request: Request) -> bool:
+        """Would the memory take this request in, now?"""
+        return True
 
     @rule(
         prompt=st.lists(st.integers(2, VOCAB_SIZE - 1), min_size=1, max_size=13),
@@ -275,7 +161,7 @@ class FCFSMachine(RuleBasedStateMachine):
             refused(self.scheduler, request, "must fit one step|max_model_len")
         elif room < 1:
             refused(self.scheduler, request, "max_model_len")
-        elif len(prompt) + min(max_tokens, room) - 1 > self.memory.capacity:
+        elif self.never_fits(len(prompt) + min(max_tokens, room) - 1):
             refused(self.scheduler, request, "do not fit the KV memory")
         else:
             self.scheduler.add_request(request)
@@ -318,9 +204,7 @@ class FCFSMachine(RuleBasedStateMachine):
             self.to_be_reported.add(request.request_id)
         computed = request.num_computed_tokens
         assert self.num_scheduled[request.request_id] == computed
-        if (
-            request.status != RequestStatus.FINISHED_ABORTED
-        ):  # total scheduled = prompt + outputs - 1
+        if request.finish_reason in ("stop", "length"):  # scheduled = prompt + outputs - 1
             assert computed == request.num_prompt_tokens + request.num_output_tokens - 1
 
     @precondition(lambda self: self.plan is None)
@@ -352,12 +236,24 @@ class FCFSMachine(RuleBasedStateMachine):
         assert (
             len(self.scheduler.running) == self.scheduler.max_num_seqs
             or head.num_prompt_tokens > budget_left
-            or head.max_num_tokens - 1 > self.memory.num_free
+            or not self.has_room(head)
         ), "a request waits although there is room for it"
 
     @precondition(lambda self: self.plan is not None)
     @rule()
     def update(self):
+        self.answer(self.runner.sample(self.plan))
+
+    @precondition(lambda self: self.plan is not None and not self.plan.is_empty)
+    @rule(data=st.data())
+    def update_with_an_error(self, data):
+        output = self.runner.sample(self.plan)
+        req_id = data.draw(st.sampled_from(sorted(output.token_ids)))
+        del output.token_ids[req_id]
+        output.errors[req_id] = "why"
+        self.answer(output)
+
+    def answer(self, output: StepOutput) -> None:
         plan, self.plan = self.plan, None
         alive = [request for request in plan.scheduled_requests if not request.is_finished]
         frozen = {
@@ -365,12 +261,12 @@ class FCFSMachine(RuleBasedStateMachine):
             for request in plan.scheduled_requests
             if request.is_finished
         }
-        sampled = self.runner.sample(plan)
-        results = self.scheduler.update_from_output(plan, sampled)
+        results = self.scheduler.update_from_output(plan, output)
         assert [result.request_id for result in results] == [r.request_id for r in alive]
         for result, request in zip(results, alive):
-            assert result.new_token_ids == sampled[request.request_id]
+            assert result.new_token_ids == output.token_ids.get(request.request_id, [])
             assert result.finish_reason == request.finish_reason
+            assert (result.finish_reason == "error") == (request.request_id in output.errors)
             if request.is_finished:
                 self.ended(request)
         assert all(repr(self.requests[req_id]) == state for req_id, state in frozen.items())
@@ -383,11 +279,11 @@ class FCFSMachine(RuleBasedStateMachine):
                 request.prompt_token_ids, request.sampling_params, request.max_tokens
             )
             assert request.output_token_ids == alone[: request.num_output_tokens]
-            ended = request.is_finished and request.status != RequestStatus.FINISHED_ABORTED
+            ended = request.finish_reason in ("stop", "length")
             assert not ended or request.num_output_tokens == len(alone)
 
     @invariant()
-    def counts_and_memory_agree(self):
+    def counts_agree(self):
         unfinished = {i for i, request in self.requests.items() if not request.is_finished}
         running = unfinished - set(self.queue)
         scheduler = self.scheduler
@@ -395,8 +291,6 @@ class FCFSMachine(RuleBasedStateMachine):
         assert scheduler.get_request_counts() == (len(running), len(self.queue))
         assert scheduler.get_num_unfinished_requests() == len(unfinished)
         assert scheduler.has_unfinished_requests() == bool(unfinished)
-        assert self.memory.reserved == {i: self.requests[i].max_num_tokens - 1 for i in running}
-        assert self.memory.num_free >= 0
 
     def teardown(self):
         """Everybody ends, within a bound, and nothing is left behind."""
@@ -411,7 +305,7 @@ class FCFSMachine(RuleBasedStateMachine):
         assert not self.scheduler.has_unfinished_requests()
         self.schedule()
         assert not self.runner.token_ids, "the runner was not told of everybody's end"
-        assert not self.memory.reserved and not self.scheduler._num_sent
+        assert not self.runner.state.requests and not self.scheduler.delta._num_sent
 
 
 TestFCFSMachine = FCFSMachine.TestCase
@@ -435,7 +329,8 @@ def scheduler_with(*requests: Request, **limits) -> FCFSScheduler:
 def step(scheduler: FCFSScheduler) -> dict[str, int]:
     """One step in which everybody samples token 7. Returns the plan's token counts."""
     plan = scheduler.schedule()
-    scheduler.update_from_output(plan, {req_id: [7] for req_id in plan.num_scheduled_tokens})
+    sampled = {req_id: [7] for req_id in plan.num_scheduled_tokens}
+    scheduler.update_from_output(plan, StepOutput(sampled))
     scheduler.check_invariants()
     return plan.num_scheduled_tokens
 
@@ -495,7 +390,6 @@ def test_the_budget_left_over_by_running_requests_is_the_limit_for_prompts():
     [
         ({"max_num_batched_tokens": 8}, 9, 1, "max_num_batched_tokens=8"),
         ({"max_model_len": 8}, 8, 1, "max_model_len=8"),
-        ({"kv_memory": CountedMemory(8)}, 5, 5, "9 positions do not fit the KV memory"),
     ],
 )
 def test_a_request_that_can_never_run_is_refused_at_once(limits, num_prompt, max_tokens, match):
@@ -508,13 +402,11 @@ def test_a_request_that_can_never_run_is_refused_at_once(limits, num_prompt, max
 
 def test_the_largest_request_that_fits_is_served_to_its_last_token():
     """The last token is sampled and never fed back: it needs no position."""
-    memory = CountedMemory(8)
     request = make("r", 5, max_tokens=4)
-    scheduler = scheduler_with(request, max_num_batched_tokens=5, kv_memory=memory)
+    scheduler = scheduler_with(request, max_num_batched_tokens=5)
     counts = [step(scheduler) for _ in range(4)]
     assert counts == [{"r": 5}, {"r": 1}, {"r": 1}, {"r": 1}]
     assert request.finish_reason == "length" and request.num_computed_tokens == 8
-    assert not memory.reserved
 
 
 def test_max_model_len_lowers_max_tokens():
@@ -545,7 +437,7 @@ def test_an_id_can_be_used_again_even_while_its_last_step_is_under_way():
     scheduler.abort_request("a")
     again = make("a", 3)
     scheduler.add_request(again)
-    assert scheduler.update_from_output(plan, {"a": [7]}) == []
+    assert scheduler.update_from_output(plan, StepOutput({"a": [7]})) == []
     assert again.output_token_ids == []
     plan = scheduler.schedule()
     assert plan.finished_req_ids == {"a"}  # a runner forgets first, and then takes the new one
@@ -553,6 +445,7 @@ def test_an_id_can_be_used_again_even_while_its_last_step_is_under_way():
     runner = MirrorRunner()
     runner.token_ids = {"a": [1]}
     runner.num_computed, runner.num_prompt = {"a": 1}, {"a": 1}
+    runner.state.apply(SchedulerOutput([NewRequestData("a", [1], SamplingParams())]))
     runner.take(plan)
     runner.must_equal(plan)
 
@@ -563,7 +456,7 @@ def test_several_tokens_of_one_step_are_cut_behind_the_one_that_finishes():
     request = Request("r", [2, 3], params)
     scheduler = scheduler_with(request)
     plan = scheduler.schedule()
-    (result,) = scheduler.update_from_output(plan, {"r": [8, 5, 8, 8]})
+    (result,) = scheduler.update_from_output(plan, StepOutput({"r": [8, 5, 8, 8]}))
     assert result.new_token_ids == [8, 5] == request.output_token_ids
     assert (result.finish_reason, result.stop_reason) == ("stop", 5)
 
@@ -576,52 +469,43 @@ def test_the_invariants_notice_a_request_that_lags():
         scheduler.check_invariants()
 
 
-# -- n > 1: children share the prompt of their parent
+def test_positions_are_those_of_the_plan_and_not_of_counters_that_moved_on():
+    """A plan may be answered after the next one was made (overlap): where a step began stands in
+    its plan."""
+    seen = []
 
+    class Watching(FCFSScheduler):
+        def take_tokens(self, request, start, end, output):
+            seen.append((request.request_id, start, end))
+            return super().take_tokens(request, start, end, output)
 
-class SharingMemory(CountedMemory):
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self.forks: list[tuple[str, str, int]] = []
-
-    def fork(self, parent: Request, child: Request) -> None:
-        self.forks.append((parent.request_id, child.request_id, child.num_computed_tokens))
-        self.reserved[child.request_id] = 0
-
-
-def child_of(parent: Request, request_id: str, max_tokens: int = 4) -> Request:
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return Request(request_id, parent.prompt_token_ids, params, parent_id=parent.request_id)
-
-
-def test_a_child_waits_for_its_parents_prompt_and_computes_one_token_of_it():
-    memory = SharingMemory(100)
-    parent = make("p", 5)
-    scheduler = scheduler_with(parent, child_of(parent, "c"), kv_memory=memory)
-    assert step(scheduler) == {"p": 5}
+    scheduler = Watching()
+    scheduler.add_request(make("a", 3))
     plan = scheduler.schedule()
-    assert plan.num_scheduled_tokens == {"c": 1, "p": 1}
-    assert plan.scheduled_new_reqs[0].num_computed_tokens == 4
-    assert memory.forks == [("p", "c", 4)]
+    scheduler.requests["a"].num_computed_tokens += 1
+    scheduler.update_from_output(plan, StepOutput({"a": [7]}))
+    assert seen == [("a", 0, 3)]
 
 
-def test_a_child_whose_parent_has_ended_computes_its_prompt_itself():
-    memory = SharingMemory(100)
-    parent = make("p", 5, max_tokens=1)
-    scheduler = scheduler_with(parent, child_of(parent, "c"), kv_memory=memory)
-    assert step(scheduler) == {"p": 5}
-    assert step(scheduler) == {"c": 5}
-    assert memory.forks == []
+def test_what_is_no_request_is_refused_with_a_sentence():
+    with pytest.raises(ValueError, match=r"request is \[1, 2\]: it must be a Request"):
+        FCFSScheduler().add_request([1, 2])
 
 
-def test_a_fork_that_cannot_be_admitted_is_undone():
-    memory = SharingMemory(12)
-    parent = make("p", 5, max_tokens=6)  # reserves 10
-    child = child_of(parent, "c")
-    scheduler = scheduler_with(parent, child, kv_memory=memory)
-    step(scheduler)
-    assert step(scheduler) == {"p": 1}
-    assert memory.forks and memory.reserved == {"p": 10}
-    assert child.num_computed_tokens == 0 and child.status == RequestStatus.WAITING
-    scheduler.abort_request("p")
-    assert step(scheduler) == {"c": 5}
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "8"])
+def test_limits_are_integers_from_one_on(value):
+    for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        message = f"{name} is {value!r}: it must be an integer >= 1"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            FCFSScheduler(**{name: value})
+
+
+def test_what_shortened_a_request_is_said_when_it_ends():
+    request = make("r", 5, max_tokens=10)
+    scheduler = scheduler_with(request, max_model_len=6)
+    plan = scheduler.schedule()
+    (result,) = scheduler.update_from_output(plan, StepOutput({"r": [7]}))
+    assert (result.finish_reason, result.finish_detail) == ("length", "max_model_len=6")
+    scheduler = scheduler_with(make("r", 5, max_tokens=1), max_model_len=6)
+    (result,) = scheduler.update_from_output(scheduler.schedule(), StepOutput({"r": [7]}))
+    assert (result.finish_reason, result.finish_detail) == ("length", None)

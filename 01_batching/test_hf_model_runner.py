@@ -8,12 +8,19 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from engine_core import EngineCore
+from bounded_loops import as_long_as
 from fcfs_scheduler import FCFSScheduler
-from hf_model_runner import HFModelRunner, make_mask
+from hf_model_runner import GreedySampler, HFModelRunner, make_mask
 from input_batch import InputBatch
-from request import Request
-from scheduler_interface import CachedRequestData, NewRequestData, SchedulerOutput
+from request import Request, SamplingParams
+from scheduler_interface import (
+    NO_FINITE_LOGITS,
+    CachedRequestData,
+    NewRequestData,
+    SchedulerOutput,
+    StepOutput,
+)
+from step_record import RecordingEngineCore
 
 BOTH_WAYS = pytest.mark.parametrize("batched", [True, False], ids=["batched", "one by one"])
 VOCAB_SIZE = 61
@@ -87,9 +94,9 @@ def test_tokens_equal_those_of_generate_under_random_arrivals(model, oracle, bat
     scheduler = FCFSScheduler(
         max_num_seqs=rng.choice([1, 3, 64]), max_num_batched_tokens=rng.choice([12, 20, 200])
     )
-    engine = EngineCore(scheduler, runner, check_invariants=True)
+    engine = RecordingEngineCore(scheduler, runner, check_invariants=True)
     waiting = list(requests)
-    while waiting or engine.has_unfinished_requests():
+    for _ in as_long_as(lambda: waiting or engine.has_unfinished_requests()):
         for _ in range(min(len(waiting), rng.randint(0, 3))):
             engine.add_request(waiting.pop(0))
         engine.step()
@@ -185,9 +192,10 @@ def test_kv_that_is_kept_is_no_view_of_the_batch(qwen3, batched):
     """Trap 9: a short row beside a long one must not keep the long one's memory alive."""
     runner = HFModelRunner(qwen3, batched)
     runner.execute_model_batch(batch_of({"a": ([1] * 40, 0), "b": ([6], 0)}))
-    kept = runner._kv["b"][0] if batched else [runner._caches["b"].layers[0].keys]
-    for tensor in kept:
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    for layer in runner._caches["b"].layers:
+        for tensor in (layer.keys, layer.values):
+            assert tensor.shape[2] == 1
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 @BOTH_WAYS
@@ -207,22 +215,39 @@ def test_a_row_that_does_not_follow_its_kv_is_refused(qwen3, batched):
 
 @BOTH_WAYS
 def test_a_plan_is_taken_over_in_the_right_order(qwen3, batched):
-    """First who has finished, then who is new, also under the same id; a resumed request starts
-    from nothing. Traps 19 and 24."""
+    """First who has finished, then who is new, also under the same id, then who goes on."""
     runner = HFModelRunner(qwen3, batched)
-    runner.execute_model_batch(batch_of({"a": ([1, 2], 0), "b": ([3, 4, 5], 0), "c": ([6], 0)}))
+    prompts = {"a": [1, 2], "b": [3, 4, 5], "c": [6]}
+    params = SamplingParams()
+    new = [NewRequestData(req_id, prompt, params) for req_id, prompt in prompts.items()]
+    counts = {req_id: len(prompt) for req_id, prompt in prompts.items()}
+    runner.execute(SchedulerOutput(new, num_scheduled_tokens=counts))
     plan = SchedulerOutput(
-        [NewRequestData("a", [9, 8, 7], None)],
-        CachedRequestData(["b"], [[3, 4, 5, 11]], [0], [1], [[]], {"b"}),
-        {"a": 3, "b": 4},
+        [NewRequestData("a", [9, 8, 7], params)],
+        CachedRequestData(["b"], [[11]], [3], [1]),
+        {"a": 3, "b": 1},
         finished_req_ids={"a", "c"},
     )
     batch = runner.prepare(plan)
-    assert runner.cached_req_ids == set()
+    assert runner.cached_req_ids == {"b"}
+    assert runner.state.requests.keys() == {"a", "b"}
     logits = runner.forward(batch)
-    assert batch.logit_req_ids == ["a", "b"]
+    assert batch.req_ids == ["a", "b"]
     for row, tokens in zip(logits, ([9, 8, 7], [3, 4, 5, 11])):
         torch.testing.assert_close(row, recompute(qwen3, tokens), atol=1e-9, rtol=0)
+
+
+@BOTH_WAYS
+def test_a_request_that_starts_again_is_refused_and_not_answered_from_its_old_kv(qwen3, batched):
+    """Traps 19 and 24: this runner is not made for preemption, and must not guess."""
+    runner = HFModelRunner(qwen3, batched)
+    new = NewRequestData("b", [3, 4, 5], SamplingParams())
+    runner.execute(SchedulerOutput([new], num_scheduled_tokens={"b": 3}))
+    resumed = CachedRequestData(["b"], [[3, 4, 5, 11]], [0], [1], [[]], {"b"})
+    with pytest.raises(ValueError, match=r"'b'.*position 0.*held for 3"):
+        runner.execute(
+            SchedulerOutput(scheduled_cached_reqs=resumed, num_scheduled_tokens={"b": 4})
+        )
 
 
 @BOTH_WAYS
@@ -262,10 +287,60 @@ def test_sliding_windows_are_refused_batched_and_right_one_by_one(oracle):
     with pytest.raises(ValueError, match=r"batched is True.*DynamicSlidingWindowLayer"):
         HFModelRunner(model)
     requests = [Request.from_tokens("a", [1, 2, 3], 12), Request.from_tokens("b", [4] * 7, 12)]
-    engine = EngineCore(FCFSScheduler(), HFModelRunner(model, batched=False))
+    engine = RecordingEngineCore(FCFSScheduler(), HFModelRunner(model, batched=False))
     for request in requests:
         engine.add_request(request)
-    while engine.has_unfinished_requests():
+    for _ in as_long_as(engine.has_unfinished_requests):
         engine.step()
     for request in requests:
         assert request.output_token_ids == oracle(model, request.prompt_token_ids, 12)
+
+
+# -- sampling
+
+
+def test_the_greedy_sampler_gives_each_row_to_its_request():
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
+    output = GreedySampler().sample(logits, ["b", "a"])
+    assert output.token_ids == {"b": [1], "a": [0]}
+    with pytest.raises(ValueError):
+        GreedySampler().sample(logits, ["b"])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), None], ids=["nan", "inf", "all -inf"])
+def test_the_greedy_sampler_gives_a_row_without_a_finite_maximum_to_nobody(bad):
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
+    if bad is None:
+        logits[0] = float("-inf")
+    else:
+        logits[0, 1] = bad
+    output = GreedySampler().sample(logits, ["b", "a"])
+    assert output.token_ids == {"a": [0]}
+    assert output.errors == {"b": NO_FINITE_LOGITS}
+
+
+class Elevens:
+    """Says eleven, and writes down whom it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    def sample(self, logits, req_ids):
+        assert logits.shape == (len(req_ids), VOCAB_SIZE)
+        self.asked.append(list(req_ids))
+        return StepOutput({req_id: [11] for req_id in req_ids}, {"a": ["a logprob"]})
+
+
+@BOTH_WAYS
+def test_the_sampler_is_asked_for_every_row_and_its_answer_is_that_of_the_step(qwen3, batched):
+    sampler = Elevens()
+    runner = HFModelRunner(qwen3, batched, sampler)
+    new = [NewRequestData(name, [1, 2], SamplingParams()) for name in "ab"]
+    output = runner.execute(SchedulerOutput(new, num_scheduled_tokens={"a": 2, "b": 2})).wait()
+    assert output.token_ids == {"a": [11], "b": [11]}
+    assert output.logprobs == {"a": ["a logprob"]}
+    assert set(output.times) == {"prepare_ms", "forward_ms", "sample_ms"}
+    nothing = runner.execute(SchedulerOutput(finished_req_ids={"a", "b"})).wait()
+    assert (nothing.token_ids, set(nothing.times)) == ({}, {"prepare_ms"})
+    assert sampler.asked == [["a", "b"]], "an empty step samples nothing"
+    assert not runner.cached_req_ids and not runner.state.requests

@@ -1,4 +1,4 @@
-"""From plan to rows to tensors, and what stands in the padding."""
+"""What a runner remembers of plans; from plan to rows to tensors; what stands in the padding."""
 
 from __future__ import annotations
 
@@ -8,35 +8,55 @@ import pytest
 import torch
 
 from fcfs_scheduler import FCFSScheduler
-from input_batch import InputBatch, prepare_inputs_from_scheduler_output
+from input_batch import (
+    InputBatch,
+    RunnerRequest,
+    RunnerState,
+    prepare_inputs_from_scheduler_output,
+)
 from request import Request, SamplingParams
-from scheduler_interface import CachedRequestData, NewRequestData, SchedulerOutput
+from scheduler_interface import CachedRequestData, NewRequestData, SchedulerOutput, StepOutput
 
 
 def new(req_id: str, prompt: list[int], num_computed_tokens: int = 0) -> NewRequestData:
     return NewRequestData(req_id, prompt, SamplingParams(), num_computed_tokens)
 
 
+def state_of(outputs: dict[str, list[int]]) -> RunnerState:
+    """It knows these requests by their outputs so far. Each has the prompt [1, 2, 3]."""
+    state = RunnerState()
+    for req_id, token_ids in outputs.items():
+        state.admit(new(req_id, [1, 2, 3]))
+        state.requests[req_id].output_token_ids += token_ids
+    return state
+
+
+def prepare(plan: SchedulerOutput, state: RunnerState | None = None) -> InputBatch:
+    return prepare_inputs_from_scheduler_output(plan, state or RunnerState())
+
+
 @pytest.fixture
 def mixed() -> InputBatch:
     """Two requests that arrive and two that run, as a scheduler with a budget of 20 plans them."""
-    scheduler = FCFSScheduler(max_num_batched_tokens=20)
+    scheduler, state = FCFSScheduler(max_num_batched_tokens=20), RunnerState()
     for tokens in ({"c": [9, 10]}, {"d": [13, 14, 15, 16]}):
         ((req_id, prompt),) = tokens.items()
         scheduler.add_request(Request.from_tokens(req_id, prompt))
         sampled = {"c": [11]} if req_id == "c" else {"c": [12], "d": [17]}
-        scheduler.update_from_output(scheduler.schedule(), sampled)
+        plan = scheduler.schedule()
+        prepare(plan, state)
+        scheduler.update_from_output(plan, StepOutput(sampled))
     scheduler.add_request(Request.from_tokens("a", [1, 2, 3, 4, 5]))
     scheduler.add_request(Request.from_tokens("b", [6, 7, 8]))
     plan = scheduler.schedule()
     assert plan.total_num_scheduled_tokens == 10
-    return prepare_inputs_from_scheduler_output(plan)
+    return prepare(plan, state)
 
 
 def test_the_worked_example(mixed):
     """Trap 29: c knows 4 tokens, [9,10] and [11,12]. It feeds back the last one, which stands at
     position 3; d knows 5 and feeds back position 4."""
-    assert mixed.req_ids == mixed.logit_req_ids == ["a", "b", "c", "d"]
+    assert mixed.req_ids == ["a", "b", "c", "d"]
     assert mixed.token_ids == [[1, 2, 3, 4, 5], [6, 7, 8], [12], [17]]
     assert mixed.start_positions == [0, 0, 3, 4]
     assert mixed.is_prefill == [True, True, False, False]
@@ -97,15 +117,15 @@ def test_making_tensors_changes_nothing(mixed):
 
 
 def test_an_empty_plan_is_an_empty_batch():
-    batch = prepare_inputs_from_scheduler_output(SchedulerOutput(finished_req_ids={"a"}))
-    assert (batch.batch_size, batch.num_tokens, batch.logit_req_ids) == (0, 0, [])
+    batch = prepare(SchedulerOutput(finished_req_ids={"a"}))
+    assert (batch.batch_size, batch.num_tokens, batch.req_ids) == (0, 0, [])
     assert all(t.shape == (0, 0) for t in batch.to_tensors("cpu"))
 
 
 def test_a_new_request_starts_behind_what_is_computed_already():
-    """As a child of a forked request does, or one that hits a prefix cache (chapter 3)."""
+    """As one that hits a prefix cache does (chapter 3)."""
     plan = SchedulerOutput([new("a", [1, 2, 3, 4], 3)], num_scheduled_tokens={"a": 1})
-    batch = prepare_inputs_from_scheduler_output(plan)
+    batch = prepare(plan)
     assert (batch.token_ids, batch.start_positions) == ([[4]], [3])
     assert (batch.is_prefill, batch.prompt_lens) == ([True], [4])
 
@@ -117,7 +137,7 @@ def test_a_resumed_request_computes_its_outputs_again(num_computed):
     plan = SchedulerOutput(
         scheduled_cached_reqs=cached, num_scheduled_tokens={"a": 5 - num_computed}
     )
-    batch = prepare_inputs_from_scheduler_output(plan)
+    batch = prepare(plan, state_of({"a": [8]}))
     assert batch.token_ids == [[1, 2, 3, 8, 9][num_computed:]]
     assert batch.start_positions == [num_computed]
     assert (batch.is_prefill, batch.prompt_lens) == ([True], [3])
@@ -126,7 +146,7 @@ def test_a_resumed_request_computes_its_outputs_again(num_computed):
 def test_a_resumed_request_with_its_prompt_computed_is_no_prefill():
     cached = CachedRequestData(["a"], [[1, 2, 3, 8, 9]], [3], [2], [[]], {"a"})
     plan = SchedulerOutput(scheduled_cached_reqs=cached, num_scheduled_tokens={"a": 2})
-    batch = prepare_inputs_from_scheduler_output(plan)
+    batch = prepare(plan, state_of({"a": [8]}))
     assert (batch.token_ids, batch.is_prefill) == ([[8, 9]], [False])
 
 
@@ -140,16 +160,97 @@ def test_a_resumed_request_with_its_prompt_computed_is_no_prefill():
             num_scheduled_tokens={"a": 1},
         ),
         SchedulerOutput(
-            scheduled_cached_reqs=CachedRequestData(["a"], [[5, 6]], [3], [1], [[]]),
+            scheduled_cached_reqs=CachedRequestData(["a"], [[5, 6]], [3], [2], [[]]),
             num_scheduled_tokens={"a": 1},
         ),
     ],
 )
-def test_a_plan_that_does_not_carry_its_tokens_is_an_error(plan):
-    with pytest.raises(ValueError, match=r"'a': \d tokens are scheduled and the plan carries \d"):
-        prepare_inputs_from_scheduler_output(plan)
+def test_a_plan_that_does_not_end_at_the_last_known_token_is_an_error(plan):
+    message = r"'a': positions \[\d, \d\) are scheduled, and \d tokens are known"
+    with pytest.raises(ValueError, match=message):
+        prepare(plan, state_of({"a": []}))
 
 
-def test_preparing_a_plan_twice_gives_the_same_batch():
+def test_a_plan_is_not_changed_by_who_prepares_it():
+    """Two runners of one plan, as two ranks are: what one appends later is not in the other's."""
     plan = SchedulerOutput([new("a", [1, 2, 3])], num_scheduled_tokens={"a": 3})
-    assert prepare_inputs_from_scheduler_output(plan) == prepare_inputs_from_scheduler_output(plan)
+    one, other = RunnerState(), RunnerState()
+    assert prepare(plan, one) == prepare(plan, other)
+    cached = CachedRequestData(["a"], [[7]], [3], [1])
+    prepare(SchedulerOutput(scheduled_cached_reqs=cached, num_scheduled_tokens={"a": 1}), one)
+    assert one.requests["a"].output_token_ids == [7]
+    assert other.requests["a"].output_token_ids == []
+    assert (plan.scheduled_new_reqs[0].prompt_token_ids, cached.new_token_ids) == ([1, 2, 3], [[7]])
+
+
+# -- what a runner remembers
+
+
+def test_the_tokens_between_any_two_positions():
+    request = RunnerRequest("a", SamplingParams(), [1, 2, 3], [4, 5])
+    assert request.num_tokens == 5
+    for start in range(6):
+        for stop in range(start, 6):
+            assert request.tokens(start, stop) == [1, 2, 3, 4, 5][start:stop]
+
+
+@pytest.mark.parametrize(
+    ("known", "num_outputs", "sent", "outputs"),
+    [
+        ([8, 9], 3, [10], [8, 9, 10]),
+        ([8, 9], 2, [], [8, 9]),
+        ([8, 9, 10], 2, [], [8, 9]),  # what is behind the last known token is forgotten
+        ([8, 9], 3, [9, 10], [8, 9, 10]),  # sent again from an earlier token on
+        ([8, 9, 10], 3, [11, 12], [8, 11, 12]),
+        ([8, 9], 2, [3, 8, 9], [8, 9]),  # from within the prompt on
+        ([8], 3, [1, 2, 3, 8, 9, 10], [8, 9, 10]),  # whole
+        ([8], 0, [1, 2, 3], []),
+    ],
+)
+def test_the_tokens_that_are_sent_overlay_those_that_are_known(known, num_outputs, sent, outputs):
+    """The last of them is output number `num_outputs`."""
+    state = state_of({"a": known, "b": [8]})
+    before = state.requests["a"].output_token_ids
+    cached = CachedRequestData(["b", "a"], [[9], sent], [0, 0], [2, num_outputs])
+    state.apply(SchedulerOutput(scheduled_cached_reqs=cached))
+    assert state.requests["a"].output_token_ids == outputs
+    assert state.requests["a"].output_token_ids is before, "appended to, not copied, at every step"
+    assert state.requests["b"].output_token_ids == [8, 9]
+
+
+def test_an_id_may_end_and_begin_again_in_one_plan():
+    state = state_of({"a": [8], "b": [9]})
+    state.apply(SchedulerOutput([new("a", [5, 6])], finished_req_ids={"a", "b", "never came here"}))
+    assert state.requests.keys() == {"a"}
+    assert state.requests["a"].tokens(0, 9) == [5, 6]
+
+
+def test_who_keeps_more_of_a_request_hears_of_its_three_events():
+    events = []
+
+    class Listening(RunnerState):
+        def admit(self, new):
+            super().admit(new)
+            events.append(("admit", new.req_id))
+
+        def append(self, req_id, changes, index):
+            super().append(req_id, changes, index)
+            events.append(("append", req_id, changes.new_token_ids[index]))
+
+        def release(self, req_id):
+            super().release(req_id)
+            events.append(("release", req_id))
+
+    state = Listening()
+    state.apply(SchedulerOutput([new("a", [1]), new("b", [2])]))
+    cached = CachedRequestData(["b", "a"], [[5], [6]], [1, 1], [1, 1])
+    state.apply(SchedulerOutput(scheduled_cached_reqs=cached))
+    state.apply(SchedulerOutput([new("a", [3])], finished_req_ids={"a", "c"}))
+    assert events == [
+        ("admit", "a"),
+        ("admit", "b"),
+        ("append", "b", [5]),
+        ("append", "a", [6]),
+        ("release", "a"),
+        ("admit", "a"),
+    ]

@@ -1,21 +1,15 @@
-"""Requests: what is refused, when they stop, and what their clocks say."""
+"""Requests: what is refused, and when they stop."""
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
 
-from request import (
-    CompletionOutput,
-    Request,
-    RequestMetrics,
-    RequestOutput,
-    RequestStatus,
-    SamplingParams,
-)
+from request import Request, RequestStatus, SamplingParams, check_integers
 
 NAN, INF = math.nan, math.inf
 
@@ -235,42 +229,29 @@ def test_the_invariants_notice_damage(damage):
         request.check_invariants()
 
 
-# -- metrics and results
-
-
-def test_latencies_are_the_gaps_between_tokens():
-    metrics = RequestMetrics(arrival_time=10.0)
-    assert metrics.queue_time is None and metrics.time_to_first_token is None
-    metrics.first_scheduled_time = 11.0
-    metrics.record_tokens(0, 12.0)  # a step that computed, and sampled nothing
-    assert metrics.first_token_time is None
-    metrics.record_tokens(1, 13.0)
-    metrics.record_tokens(3, 17.0)  # three at once: the first waited, the others did not
-    metrics.record_tokens(1, 18.0)
-    assert metrics.queue_time == 1.0
-    assert metrics.time_to_first_token == 3.0
-    assert metrics.inter_token_latencies == [4.0, 0.0, 0.0, 1.0]
-    assert metrics.last_token_time == 18.0
-
-
-def test_the_latencies_add_up_to_the_time_from_first_to_last_token():
-    metrics = RequestMetrics(arrival_time=0.0)
-    for count, now in [(2, 1.0), (1, 4.0), (5, 6.5)]:
-        metrics.record_tokens(count, now)
-    assert len(metrics.inter_token_latencies) == 8 - 1
-    assert sum(metrics.inter_token_latencies) == metrics.last_token_time - metrics.first_token_time
-
-
-def test_a_printed_result_shows_everything_but_the_clocks():
-    completion = CompletionOutput(0, "abc", [1, 2], finish_reason="stop")
-    output = RequestOutput("r", "a", [5], [completion], True, RequestMetrics(arrival_time=1.0))
-    shown = repr(output)
-    assert "metrics" not in shown
-    for part in ("request_id='r'", "text='abc'", "finish_reason='stop'", "num_cached_tokens=0"):
-        assert part in shown
-
-
 def test_top_k_of_minus_one_keeps_all_tokens_as_in_vllm():
     params = SamplingParams(top_k=-1)
     assert params == SamplingParams(top_k=0)
     assert type(SamplingParams(top_k=np.int64(-1)).top_k) is int
+
+
+@pytest.mark.parametrize("params", [None, {"max_tokens": 3}, 16])
+def test_a_request_without_sampling_params_is_refused_with_a_sentence(params):
+    """As somebody does who types the posts' `Request("a", [1, 2, 3], 16)`."""
+    with pytest.raises(ValueError, match=r"^sampling_params is .*: it must be a SamplingParams"):
+        Request("a", [1, 2, 3], params)
+
+
+@pytest.mark.parametrize("value", [True, 1.0, "1", None, 1, np.int64(1)])
+def test_what_is_no_integer_of_the_allowed_ones_is_named(value):
+    with pytest.raises(ValueError, match=rf"^b is {re.escape(repr(value))}: it must be an integer"):
+        check_integers(2, a=2, b=value)
+    if value == 1 and type(value) not in (bool, float):
+        check_integers(1, b=value)
+        check_integers(b=value)
+
+
+def test_the_posts_names_for_what_has_another_name_here():
+    request = make(prompt=range(20))
+    request.num_computed_tokens = 3
+    assert (request.seq_len, request.remaining_tokens, request.num_blocks_needed) == (20, 17, 2)

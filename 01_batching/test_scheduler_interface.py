@@ -1,4 +1,4 @@
-"""The plan of one step: its sums, its emptiness, and that no two plans share a list."""
+"""The plan of one step and its answer: sums, emptiness, and that no two of them share a list."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from typing import get_type_hints
 import pytest
 
 from fcfs_scheduler import FCFSScheduler
-from request import Request, SamplingParams
+from hf_model_runner import HFModelRunner
+from request import SamplingParams
 from scheduler_interface import (
-    BlockCopy,
+    BlockMove,
     CachedRequestData,
-    KVMemory,
+    FinishedStep,
+    Laps,
+    ModelRunner,
     NewRequestData,
     SchedulerInterface,
     SchedulerOutput,
-    UnlimitedKVMemory,
+    StepHandle,
+    StepOutput,
 )
 
 
@@ -36,6 +40,7 @@ def test_no_two_plans_share_a_container():
     """Trap 50: a mutable default is state of the whole process."""
     for make in (
         SchedulerOutput,
+        StepOutput,
         CachedRequestData.make_empty,
         lambda: NewRequestData("a", [1], SamplingParams()),
     ):
@@ -53,11 +58,25 @@ def test_cached_data_counts_its_requests():
     assert data.num_reqs == 2
 
 
-def test_a_block_copy_is_a_value():
-    copy = BlockCopy("a", 1, src_block_id=2, dst_block_id=3)
-    assert copy == BlockCopy(*("a", 1, 2, 3))
+def test_a_block_move_is_a_value():
+    move = BlockMove("a", block_index=1, block_id=3)
+    assert move == BlockMove("a", 1, 3)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        copy.dst_block_id = 4
+        move.block_id = 4
+
+
+def test_a_finished_step_has_its_answer():
+    output = StepOutput({"a": [5]})
+    assert FinishedStep(output).wait() is output
+
+
+def test_a_lap_is_the_time_since_the_last_one(monkeypatch):
+    now = iter([10.0, 10.5, 10.75])
+    monkeypatch.setattr("scheduler_interface.time.monotonic", lambda: next(now))
+    clock = Laps()
+    clock.lap("a_ms")
+    clock.lap("b_ms")
+    assert (clock.start_time, clock.ms) == (10.0, {"a_ms": 500.0, "b_ms": 250.0})
 
 
 def methods(protocol: type) -> set[str]:
@@ -65,26 +84,21 @@ def methods(protocol: type) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("implementation", "protocol"),
-    [(FCFSScheduler, SchedulerInterface), (UnlimitedKVMemory, KVMemory)],
+    ("implementation", "protocol", "num_methods"),
+    [
+        (FCFSScheduler, SchedulerInterface, 9),
+        (HFModelRunner, ModelRunner, 1),
+        (FinishedStep, StepHandle, 1),
+    ],
 )
-def test_an_implementation_has_every_method_with_the_same_types(implementation, protocol):
-    assert len(methods(protocol)) >= 6
+def test_an_implementation_has_every_method_with_the_same_types(
+    implementation, protocol, num_methods
+):
+    assert len(methods(protocol)) == num_methods
     for name in methods(protocol):
         promised = get_type_hints(getattr(protocol, name))
         given = get_type_hints(getattr(implementation, name))
         given.setdefault("return", promised.get("return"))
+        if protocol is ModelRunner:  # which of the handles it returns is its own affair
+            assert given.pop("return") is FinishedStep and promised.pop("return") is StepHandle
         assert given == promised, name
-
-
-def test_unlimited_memory_grants_everything_and_shares_nothing():
-    memory = UnlimitedKVMemory()
-    parent = Request.from_tokens("p", [1, 2, 3])
-    child = Request.from_tokens("c", [1, 2, 3])
-    child.num_computed_tokens = 2
-    assert memory.fits_when_empty(10**9)
-    assert memory.allocate_slots(parent, 10**9, 10**9)
-    memory.fork(parent, child)
-    assert child.num_computed_tokens == 0
-    assert list(memory.get_block_ids("p")) == []
-    assert memory.take_block_copies() == []

@@ -122,6 +122,43 @@ def lay_out(
     return BatchLayout(to_device(positions, device), attention, query_start_loc)
 
 
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What a request computes in a step: positions `[start, start + num_tokens)`. Logits are wanted
+    of the last `num_logit_rows` of them."""
+
+    row: int  # in the block tables
+    start: int
+    num_tokens: int
+    num_logit_rows: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedBatch:
+    order: list[int]  # the queries as they were given, in the order of the batch
+    positions: torch.Tensor  # [num_tokens] int64
+    attention: AttentionMetadata
+    query_start_loc: np.ndarray  # [num_queries + 1] int64
+    logit_indices: np.ndarray  # [num_logit_rows] int64, into the tokens
+
+
+def compose_in_order(
+    tables: BlockTables, queries: Sequence[Query], block_size: int, device: torch.device
+) -> ComposedBatch:
+    """Lay out a step of at least one query, in the order given."""
+    starts, lens = [q.start for q in queries], [q.num_tokens for q in queries]
+    layout = lay_out(tables, [q.row for q in queries], starts, lens, block_size, device)
+    ends = layout.query_start_loc[1:].tolist()
+    indices = [np.arange(end - q.num_logit_rows, end) for q, end in zip(queries, ends, strict=True)]
+    return ComposedBatch(
+        list(range(len(queries))),
+        layout.positions,
+        layout.attention,
+        layout.query_start_loc,
+        np.concatenate(indices),
+    )
+
+
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A copy in fresh staging memory each time: a reused one could be overwritten while an
     asynchronous copy still reads it."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from batch_layout import BlockTables, lay_out, to_device
+from batch_layout import BlockTables, Query, compose_in_order, lay_out, to_device
 from block_pool import BlockPool
 from kv_cache_manager import KVCacheManager
 from request import Request
@@ -77,3 +77,18 @@ def test_a_plan_does_not_change_when_the_tables_do():
     assert layout.attention.block_tables.tolist() == [[3, 4]]
     assert layout.attention.slot_mapping.tolist() == [12, 13, 14, 15, 16]
     assert to_device(np.array([1]), CPU).tolist() == [1]
+
+
+def test_logits_are_wanted_of_the_last_tokens_of_each_query():
+    tables = BlockTables(3, 4)
+    tables.write(tables.take_row(), 0, [5, 6])
+    tables.write(tables.take_row(), 0, [7])
+    tables.write(tables.take_row(), 0, [8, 9])
+    queries = [Query(0, 2, 4), Query(1, 0, 3, num_logit_rows=0), Query(2, 4, 3, num_logit_rows=2)]
+    batch = compose_in_order(tables, queries, 4, CPU)
+    assert batch.order == [0, 1, 2]
+    assert batch.positions.tolist() == [2, 3, 4, 5, 0, 1, 2, 4, 5, 6]
+    assert batch.attention.slot_mapping.tolist() == [22, 23, 24, 25, 28, 29, 30, 36, 37, 38]
+    assert batch.query_start_loc.tolist() == [0, 4, 7, 10]
+    assert batch.logit_indices.tolist() == [3, 8, 9]
+    assert compose_in_order(tables, queries[1:2], 4, CPU).logit_indices.tolist() == []

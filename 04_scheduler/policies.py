@@ -46,6 +46,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from typing import Any, ClassVar
 
+from kv_memory import extra_keys_of
 from prefix_cache import normalise_extra_keys
 from request import Request
 
@@ -167,7 +168,7 @@ class CacheAwarePolicy(SchedulePolicy):
             block_ids = cached[request.request_id]
             start = len(block_ids) * self.block_size
             end = start + self.num_shared_blocks * self.block_size
-            before = block_ids[-1] if block_ids else normalise_extra_keys(request.extra_keys)
+            before = block_ids[-1] if block_ids else normalise_extra_keys(extra_keys_of(request))
             key = (before, *request.all_token_ids[start:end])
             is_duplicate = (
                 key in to_be_computed

@@ -38,18 +38,20 @@ from whole_prompts import ChunkPolicy, WholePrompts
 
 
 class AdmissionConstraint(Protocol):
-    """Holds requests back that must not run beside those that do (`beyond/`)."""
+    """Holds requests back that must not run beside those that do. Told of every request that
+    begins and ends to run, in pairs; preemption is an end."""
 
-    def may_run(self, request: Request) -> bool: ...
+    def may_run(self, request: Request) -> bool:
+        """May this waiting request join those that run? Changes nothing that a later call would
+        answer differently."""
+        ...
 
-    def has_started(self, request: Request) -> None:
-        """It runs now."""
+    def has_started(self, request: Request) -> None: ...
 
-    def has_stopped(self, request: Request) -> None:
-        """It runs no more: it has ended, or was preempted."""
+    def has_stopped(self, request: Request) -> None: ...
 
     def forget(self, request: Request) -> None:
-        """It has ended."""
+        """The request has ended, whether it ever ran or not."""
 
 
 class SchedulerBase(SchedulerBooks):
@@ -203,17 +205,20 @@ class SchedulerBase(SchedulerBooks):
         self._stats.total_preempted += 1
 
     def forced_victim(self) -> Request | None:
-        """Whom the debug switch preempts in this step: one that has got a token since it was last
-        forced, so that all of them end."""
+        """Whom the debug switch preempts in this step."""
         self._num_steps += 1
         if self.preempt_every is None or self._num_steps % self.preempt_every:
             return None
         for request in reversed(self.running.values()):
-            request_id, num_outputs = request.request_id, request.num_output_tokens
-            if num_outputs > self._num_outputs_when_forced.get(request_id, -1):
-                self._num_outputs_when_forced[request_id] = num_outputs
+            if self.may_be_forced(request):
+                self._num_outputs_when_forced[request.request_id] = request.num_output_tokens
                 return request
         return None
+
+    def may_be_forced(self, request: Request) -> bool:
+        """It has got a token since it was last forced: so all of them end."""
+        num_outputs_then = self._num_outputs_when_forced.get(request.request_id, -1)
+        return request.num_output_tokens > num_outputs_then
 
     # -- one step
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
+from kv_memory import KeyedRequest, extra_keys_of
 from policies import (
     POLICIES,
     CacheAwarePolicy,
@@ -45,9 +46,9 @@ def ids(requests: Sequence[Request]) -> list[str]:
     return [request.request_id for request in requests]
 
 
-def make(request_id: str, tokens: Sequence[int] = (1,), salt: str | None = None) -> Request:
+def make(request_id: str, tokens: Sequence[int] = (1,), salt: str | None = None) -> KeyedRequest:
     keys = (("salt", salt),) if salt else ()
-    return Request(request_id, tokens, PARAMS, arrival_time=0.0, extra_keys=keys)
+    return KeyedRequest(request_id, tokens, PARAMS, arrival_time=0.0, extra_keys=keys)
 
 
 # policies with a key
@@ -176,7 +177,7 @@ class World:
         known, size = self.known(), self.block_size
         result = {}
         for request in self.waiting:
-            keys = normalise_extra_keys(request.extra_keys)
+            keys = normalise_extra_keys(extra_keys_of(request))
             tokens = tuple(request.all_token_ids)
             hits = [n for n in range(size, len(tokens), size) if (keys, tokens[:n]) in known]
             result[request.request_id] = max(hits, default=0)
@@ -224,7 +225,7 @@ def by_definition_dfs(world: World) -> list[Request]:
         below: dict[tuple, list[Request]] = {}  # in order of arrival, as dicts are
         for request in requests:
             if num_cached[request.request_id] > depth:
-                keys = normalise_extra_keys(request.extra_keys)
+                keys = normalise_extra_keys(extra_keys_of(request))
                 child = (keys, *request.all_token_ids[: depth + size])
                 below.setdefault(child, []).append(request)
         result: list[Request] = []
@@ -242,7 +243,9 @@ def duplicates_by_definition(
 
     def num_shared(request: Request, earlier: Request) -> int:
         """Uncached tokens, in whole blocks, that `request` could use of what `earlier` computes."""
-        if normalise_extra_keys(request.extra_keys) != normalise_extra_keys(earlier.extra_keys):
+        if normalise_extra_keys(extra_keys_of(request)) != normalise_extra_keys(
+            extra_keys_of(earlier)
+        ):
             return 0
         num_equal = 0
         for one, other in zip(request.all_token_ids[:-1], earlier.all_token_ids):

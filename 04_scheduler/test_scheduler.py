@@ -9,12 +9,12 @@ import pytest
 
 from admission_constraints import GrammarsCompiled, MaxLoRAs
 from block_pool import BlockPool
+from bounded_loops import as_long_as
 from fake_model import FakeModelRunner, continuation
-from kv_cache_manager import KVCacheManager
-from policies import SchedulePolicy
-from request import Request, RequestStatus, SamplingParams
+from kv_memory import KeyedRequest, UncachedKVCacheManager
+from request import Request, RequestStatus
 from scheduler import MAX_PASSED_OVER, Scheduler
-from scheduler_interface import SchedulerOutput
+from scheduler_interface import SchedulerOutput, StepOutput
 
 
 class Loop:
@@ -23,7 +23,7 @@ class Loop:
     def __init__(self, num_blocks: int, *, block_size: int = 4, cached: bool = False, **options):
         if not cached:
             pool = BlockPool(num_blocks + 1)
-            options["kv_memory"] = KVCacheManager(pool, block_size)
+            options["kv_memory"] = UncachedKVCacheManager(pool, block_size)
         options.setdefault("watermark", 0.0)
         self.scheduler = Scheduler(num_gpu_blocks=num_blocks + 1, block_size=block_size, **options)
         self.runner = FakeModelRunner(block_size)
@@ -32,7 +32,7 @@ class Loop:
 
     def add(self, request_id: str, num_prompt: int, max_new_tokens: int = 8, **more) -> Request:
         prompt = [ord(c) for c in request_id] + list(range(num_prompt - len(request_id)))
-        request = Request.from_tokens(request_id, prompt, max_new_tokens)
+        request = KeyedRequest.from_tokens(request_id, prompt, max_new_tokens)
         for name, value in more.items():
             setattr(request, name, value)
         request.arrival_time = float(len(self.outputs))
@@ -42,7 +42,7 @@ class Loop:
 
     def step(self) -> SchedulerOutput:
         output = self.scheduler.schedule()
-        sampled = self.runner.execute(output)
+        sampled = self.runner.execute(output).wait()
         for result in self.scheduler.update_from_output(output, sampled):
             self.outputs[result.request_id] += result.new_token_ids
             if result.finish_reason:
@@ -52,11 +52,8 @@ class Loop:
         return output
 
     def run(self, most: int = 500) -> None:
-        for _ in range(most):
-            if not self.scheduler.has_requests():
-                return
+        for _ in as_long_as(self.scheduler.has_unfinished_requests, most):
             self.step()
-        pytest.fail(f"not finished after {most} steps: {list(self.scheduler.requests.values())}")
 
 
 def planned(output: SchedulerOutput) -> dict[str, int]:
@@ -82,18 +79,18 @@ def test_the_names_of_the_reading_material_work_as_typed():
     assert [r.request_id for r in output.scheduled_requests] == ["a", "b"]
     assert output.num_scheduled_tokens == {"a": 20, "b": 30}
     assert (output.preempted_requests, output.total_tokens) == ([], 50)
-    scheduler.update_from_output(output, {"a": [7], "b": [8]})
+    scheduler.update_from_output(output, StepOutput({"a": [7], "b": [8]}))
     assert (request.seq_len, request.remaining_tokens) == (21, 1)
     output = scheduler.schedule()
     assert output.num_scheduled_tokens == {"a": 1, "b": 1}
     scheduler.abort_request("b")
-    scheduler.update_from_output(output, {"a": [7], "b": [8]})
+    scheduler.update_from_output(output, StepOutput({"a": [7], "b": [8]}))
     assert request.is_finished and not scheduler.has_requests()
     stats = scheduler.get_stats()
     assert (stats.total_scheduled, stats.total_finished, stats.total_preempted) == (4, 1, 0)
     assert (stats["num_waiting"], stats["num_running"], stats.total_aborted) == (0, 0, 1)
     assert stats.kv_cache_usage == 0.0
-    assert scheduler.reset_prefix_cache()
+    assert scheduler.kv_memory.reset_prefix_cache()
 
 
 def test_usage_and_counts_while_it_runs():
@@ -208,15 +205,14 @@ def test_a_request_after_the_victim_still_gets_its_token():
     assert list(planned(loop.step())) == ["a", "c", "b"]
     loop.step()
     loop.scheduler.running["b"].priority = 9
-    while True:
+    output = loop.step()
+    for _ in as_long_as(lambda: not preempted(output)):
         output = loop.step()
-        if output.preempted_requests:
-            break
     assert preempted(output) == ["b"] and set(planned(output)) == {"a", "c"}
 
 
 def test_a_victim_that_was_planned_gives_everything_back():
-    """Trap 21: budget, blocks, drafts and its entry in the plan."""
+    """Trap 21: budget, blocks and its entry in the plan."""
     loop = Loop(5, policy="priority", max_num_batched_tokens=12)
     victim = loop.add("v", 3, 8, priority=5)  # admitted first, least urgent
     loop.step()
@@ -224,11 +220,10 @@ def test_a_victim_that_was_planned_gives_everything_back():
     loop.step()
     other = loop.add("o", 4, 8, priority=2)
     assert planned(loop.step()) == {"v": 1, "u": 1, "o": 4}  # 2 + 2 + 1 blocks: all are held
-    loop.scheduler.update_draft_token_ids({"v": [1, 1]})
     output = loop.scheduler.schedule()  # v has room inside its block; o wants another block
     assert preempted(output) == ["v"]
     assert output.num_scheduled_tokens == {"u": 1, "o": 1}
-    assert output.scheduled_draft_token_ids == {} and victim.draft_token_ids == []
+    assert victim.status == RequestStatus.PREEMPTED
     assert [r.request_id for r in output.scheduled_requests] == ["u", "o"]
     assert "v" not in output.scheduled_cached_reqs.req_ids
     assert loop.scheduler.get_stats().total_scheduled_tokens == 3 + (1 + 5) + (1 + 1 + 4) + 2
@@ -251,7 +246,7 @@ def test_what_came_back_may_be_larger_than_any_step():
     loop = Loop(6, max_num_batched_tokens=9)
     loop.add("a", 8, 15)
     second = loop.add("b", 8, 16)
-    while not second.num_preemptions:
+    for _ in as_long_as(lambda: not second.num_preemptions):
         loop.step()
     assert second.num_tokens > 9
     loop.run()
@@ -294,7 +289,7 @@ def test_forced_preemption_comes_every_so_many_steps_to_who_has_got_a_token():
     loop = Loop(100, preempt_every=1)
     loop.add("a", 4, 3)
     assert [preempted(loop.step()) for _ in range(5)] == [[], ["a"], [], ["a"], []]
-    assert loop.scheduler._forced == {}
+    assert loop.scheduler._num_outputs_when_forced == {}
 
 
 def test_a_shuffled_queue_is_asked_in_another_order():
@@ -377,9 +372,9 @@ def test_who_outgrows_the_whole_pool_ends_with_a_reason():
     loop = Loop(4)
     request = loop.add("a", 13, 50)
     results = []
-    while loop.scheduler.has_requests():
+    for _ in as_long_as(loop.scheduler.has_unfinished_requests):
         output = loop.scheduler.schedule()
-        results += loop.scheduler.update_from_output(output, loop.runner.execute(output))
+        results += loop.scheduler.update_from_output(output, loop.runner.execute(output).wait())
     assert sum(len(r.new_token_ids) for r in results) == 4
     assert results[-1].finish_reason == "length"
     assert results[-1].finish_detail == "the KV memory holds 16 positions"
@@ -430,13 +425,76 @@ def test_the_newcomer_has_the_budget_of_whom_it_displaces():
     assert preempted(output) == ["b"] and planned(output) == {"a": 1, "urgent": 9}
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_nobody_is_displaced_for_a_newcomer_that_does_not_fit_the_memory(cached):
+    """Trap 60: 8 blocks, of which a has 4, b has 2, and 2 are free. The newcomer wants 5."""
+    loop = Loop(8, max_num_seqs=2, policy="priority", cached=cached)
+    loop.add("a", 13, 4, priority=1)
+    loop.add("b", 5, 4, priority=5)
+    loop.step()
+    loop.add("urgent", 20, 1, priority=0)
+    output = loop.step()
+    assert preempted(output) == [] and planned(output) == {"a": 1, "b": 1}
+    for _ in range(2):
+        assert set(planned(loop.step())) == {"a", "b"}
+    assert set(planned(loop.step())) == {"urgent"}, "when a and b have ended"
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_newcomer_has_what_is_free_and_the_blocks_of_whom_it_displaces(cached):
+    """The same 8 blocks, and a newcomer that wants all of the 4 that are free or b's."""
+    loop = Loop(8, max_num_seqs=2, policy="priority", cached=cached)
+    loop.add("a", 13, 4, priority=1)
+    loop.add("b", 5, 4, priority=5)
+    loop.step()
+    loop.add("urgent", 16, 1, priority=0)
+    output = loop.step()
+    assert preempted(output) == ["b"] and planned(output) == {"a": 1, "urgent": 16}
+    loop.run()
+    assert set(loop.reasons) == {"a", "b", "urgent"}
+
+
+def test_blocks_that_the_victim_shares_are_not_counted_as_its_own():
+    """7 blocks: a and b share 2, have 1 each of their own, and 3 are free."""
+    loop = Loop(7, max_num_seqs=2, policy="priority", cached=True)
+    shared = [7] * 8
+    for name, priority in (("a", 1), ("b", 5)):
+        request = Request.from_tokens(name, [*shared, ord(name)], 8)
+        request.priority = priority
+        loop.scheduler.add_request(request)
+        loop.outputs[name] = []
+        loop.step()
+    assert len(loop.scheduler.running) == 2 and loop.scheduler.kv_memory.num_blocks_in_use == 4
+    loop.add("urgent", 20, 1, priority=0)  # 5 blocks: 3 are free, and 1 is b's alone
+    assert preempted(loop.step()) == []
+    loop.scheduler.abort_request("urgent")
+    loop.add("modest", 16, 1, priority=0)
+    assert preempted(loop.step()) == ["b"]
+
+
+@pytest.mark.parametrize(("num_prompt", "victims"), [(20, ["b"]), (21, [])])
+def test_what_the_newcomer_finds_cached_is_not_taken_for_it_as_well(num_prompt, victims):
+    """6 blocks: a has 1, b has 3, and 2 are free. The newcomer finds b's first 2 cached, so 3 are
+    left for the rest of it."""
+    loop = Loop(6, max_num_seqs=2, policy="priority", cached=True)
+    prompt = list(range(8))
+    loop.add("a", 1, 4, priority=0)
+    for name, num_more, priority in (("b", 1, 5), ("u", num_prompt - 8, 1)):
+        request = Request.from_tokens(name, prompt + [ord(name)] * num_more, 4, priority, 1.0)
+        loop.scheduler.add_request(request)
+        loop.outputs[name] = []
+        output = loop.step()
+    assert preempted(output) == victims
+    loop.run()
+
+
 def test_a_pinned_request_is_not_displaced():
     loop = Loop(100, max_num_seqs=1, max_preemptions=1, policy="priority")
     loop.add("a", 4, 20, priority=5)
     loop.step()
     loop.add("u", 4, 1, priority=0)
     assert preempted(loop.step()) == ["a"]
-    while "a" not in loop.scheduler.running:
+    for _ in as_long_as(lambda: "a" not in loop.scheduler.running):
         loop.step()
     loop.add("w", 4, 1, priority=0)
     assert preempted(loop.step()) == []
@@ -448,124 +506,46 @@ def test_the_victim_is_the_least_urgent_and_of_those_the_latest():
     for name, priority in (("a", 3), ("b", 7), ("c", 7), ("d", 1)):
         loop.add(name, 7, 20, priority=priority)
     victims = []
-    while not victims:
+    for _ in as_long_as(lambda: not victims):
         victims = preempted(loop.step())
     assert victims[0] == "c"
 
 
-# -- samples
+# -- equal prompts
 
 
-def samples(n: int, num_prompt: int, max_tokens: int) -> list[Request]:
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+def equals(n: int, num_prompt: int, max_tokens: int) -> list[Request]:
     prompt = list(range(num_prompt))
-    parents = [None] + ["s0"] * (n - 1)
-    return [Request(f"s{i}", prompt, params, parent_id=parents[i]) for i in range(n)]
+    return [Request.from_tokens(f"s{i}", prompt, max_tokens, 0, float(i)) for i in range(n)]
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_samples_share_their_prompt(cached):
+def test_equal_prompts_are_computed_once_if_there_is_a_cache(cached):
+    """Two full blocks of four, and two tokens behind them."""
     loop = Loop(20, cached=cached)
-    for request in samples(3, 10, 6):
+    for request in equals(3, 10, 6):
         loop.scheduler.add_request(request)
         loop.outputs[request.request_id] = []
-    assert planned(loop.step()) == {"s0": 10}
-    assert planned(loop.step()) == {"s0": 1, "s1": 1, "s2": 1}
+    if cached:
+        assert planned(loop.step()) == {"s0": 10}
+        assert planned(loop.step()) == {"s0": 1, "s1": 2, "s2": 2}
+    else:
+        assert planned(loop.step()) == {"s0": 10, "s1": 10, "s2": 10}
     loop.run()
     expected = continuation(range(10), 6)
     assert loop.outputs == {"s0": expected, "s1": expected, "s2": expected}
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_samples_of_a_parent_that_ended_or_was_preempted(cached):
+def test_who_waits_for_an_equal_that_is_preempted_computes_it_itself(cached):
     loop = Loop(20, cached=cached, max_num_seqs=1)
-    for request in samples(3, 10, 3):
+    for request in equals(3, 10, 3):
         loop.scheduler.add_request(request)
         loop.outputs[request.request_id] = []
     loop.scheduler.preempt_every = 4
     loop.run()
     expected = continuation(range(10), 3)
     assert loop.outputs == {"s0": expected, "s1": expected, "s2": expected}
-
-
-# -- drafts (chapter 5 will make better ones)
-
-
-def test_drafts_are_planned_trimmed_and_taken_back():
-    loop = Loop(20, max_num_batched_tokens=12)
-    first, second = loop.add("a", 6, 6), loop.add("b", 6, 20)
-    loop.step()
-    expected = continuation(second.prompt_token_ids, 20)
-    loop.scheduler.update_draft_token_ids({"a": [0] * 9, "b": expected[1:9], "nobody": [1]})
-    assert len(first.draft_token_ids) == 4, "6 outputs: 1 is there, and 1 comes without a draft"
-    output = loop.step()
-    assert planned(output) == {"a": 5, "b": 7}, "the budget cuts b's drafts"
-    assert output.scheduled_draft_token_ids["b"] == expected[1:7]
-    assert loop.outputs["b"] == expected[:8], "six accepted, and one more"
-    assert loop.outputs["a"] == continuation(first.prompt_token_ids, 2), "none accepted"
-    assert first.num_computed_tokens == first.num_tokens - 1
-    assert loop.scheduler.get_stats().total_rejected_drafts == 4
-    assert planned(loop.step()) == {"a": 1, "b": 1}, "drafts are for one step"
-    loop.run()
-    assert loop.outputs["b"] == expected
-
-
-def test_drafts_of_a_request_that_is_skipped_never_enter_the_model():
-    """Trap 40."""
-    loop = Loop(20)
-    requests = [loop.add(name, 1, 12) for name in "abc"]
-    loop.step()
-    loop.scheduler.update_draft_token_ids({"a": [0, 0, 0], "b": [0, 0]})
-    loop.scheduler.max_num_batched_tokens = 1
-    output = loop.step()
-    assert planned(output) == {"a": 1}, "the budget is gone"
-    assert requests[1].draft_token_ids == [0, 0], "kept for the step that plans it"
-    loop.scheduler.max_num_batched_tokens = 10
-    loop.run()
-    for request in requests:
-        expected = continuation(request.prompt_token_ids, 12)
-        assert loop.outputs[request.request_id] == expected
-
-
-def test_everybody_gets_a_token_before_anybody_gets_a_guess_verified():
-    loop = Loop(20)
-    for name in "abc":
-        loop.add(name, 1, 12)
-    loop.step()
-    loop.scheduler.max_num_batched_tokens = 5
-    loop.scheduler.update_draft_token_ids({"a": [0, 0, 0], "b": [0, 0]})
-    assert planned(loop.step()) == {"a": 3, "b": 1, "c": 1}
-    loop.scheduler.update_draft_token_ids({"a": [0, 0, 0], "c": [0, 0, 0]})
-    assert planned(loop.step()) == {"a": 3, "b": 1, "c": 1}
-
-
-def test_nobody_is_preempted_for_a_guess():
-    """Three blocks of two, and all are held: a guess of `a` would need a fourth."""
-    loop = Loop(3, block_size=2)
-    loop.add("a", 3, 4)
-    loop.add("b", 1, 2)
-    loop.step()
-    loop.scheduler.update_draft_token_ids({"a": [0, 0]})
-    output = loop.step()
-    assert not output.preempted_requests and not output.scheduled_draft_token_ids
-    assert planned(output) == {"a": 1, "b": 1}
-    loop.run()
-
-
-@pytest.mark.parametrize("lookahead", [1, 3, 4, 9])
-def test_slots_for_guesses_lie_behind_a_steps_tokens_if_there_are_any_to_spare(lookahead):
-    loop = Loop(100, block_size=4, num_lookahead_tokens=lookahead)
-    request = loop.add("a", 4, 16)
-    loop.step()
-    while not request.is_finished:
-        loop.step()
-        table = loop.scheduler.kv_memory.get_block_ids("a")
-        end = min(request.num_computed_tokens + lookahead, request.max_num_tokens - 1)
-        assert request.is_finished or len(table) == -(-end // 4)
-    tight = Loop(5, block_size=4, num_lookahead_tokens=lookahead)
-    assert tight.add("a", 4, 17).max_tokens == 17
-    tight.add("b", 1, 3)
-    tight.run()
 
 
 # -- constraints
@@ -625,8 +605,7 @@ def test_a_request_waits_for_its_grammar_and_holds_up_nobody():
 
 
 def test_so_many_are_passed_over_and_no_more():
-    """Each has to be asked whether it is ready. Samples that wait for a parent are not asked, so
-    they are no obstacle, wherever they stand."""
+    """Each has to be asked whether it is ready: by a constraint, or in the cache."""
 
     class NobodyMayRun:
         asked = 0
@@ -643,24 +622,17 @@ def test_so_many_are_passed_over_and_no_more():
         loop.add(f"held {i}", 8)
     loop.add("a", 3)
     assert planned(loop.step()) == {} and constraint.asked == MAX_PASSED_OVER
-    last = LastComeFirst()
-    loop = Loop(2000, policy=last, max_num_seqs=MAX_PASSED_OVER + 20, max_num_batched_tokens=4096)
-    for request in samples(MAX_PASSED_OVER + 10, 10, 2):
+    num_equals = MAX_PASSED_OVER + 10
+    loop = Loop(2000, cached=True, max_num_seqs=num_equals)
+    for request in equals(num_equals, 10, 2):
         loop.scheduler.add_request(request)
         loop.outputs[request.request_id] = []
+    asked = []
+    look_up = loop.scheduler.look_up
+    loop.scheduler.look_up = lambda request: asked.append(request.request_id) or look_up(request)
     assert planned(loop.step()) == {"s0": 10}
+    assert len(asked) == 1 + MAX_PASSED_OVER
     loop.run()
-
-
-class LastComeFirst(SchedulePolicy):
-    name = "last-come"
-
-    def __init__(self) -> None:
-        self._num = 0
-
-    def key(self, request: Request) -> int:
-        self._num -= 1
-        return self._num
 
 
 def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled():
@@ -687,9 +659,9 @@ def test_abort_at_every_moment():
     loop.scheduler.abort_request("d")  # waiting
     output = loop.scheduler.schedule()
     loop.scheduler.abort_request("a")  # between schedule and update
-    results = loop.scheduler.update_from_output(output, loop.runner.execute(output))
+    results = loop.scheduler.update_from_output(output, loop.runner.execute(output).wait())
     assert [r.request_id for r in results] == ["b"]
-    while not loop.scheduler.get_stats().num_preempted:
+    for _ in as_long_as(lambda: not loop.scheduler.get_stats().num_preempted):
         loop.step()
     (victim,) = [r for r in loop.scheduler.waiting if r.num_preemptions]
     loop.scheduler.abort_request(victim.request_id)  # preempted
@@ -720,7 +692,7 @@ def test_the_runner_forgets_who_was_preempted_and_then_aborted():
         loop.step()
     loop.scheduler.abort_request("b")
     assert loop.step().finished_req_ids == {"b"}
-    assert set(loop.runner.requests) == {"a"}
+    assert set(loop.runner.state.requests) == {"a"}
 
 
 def test_a_full_batch_does_not_ask_the_policy():
@@ -733,7 +705,7 @@ def test_a_full_batch_does_not_ask_the_policy():
     loop.scheduler.waiting.policy.find_cached_blocks = lambda r: asked.append(r) or []
     output = loop.scheduler.schedule()
     assert not asked
-    loop.scheduler.update_from_output(output, loop.runner.execute(output))
+    loop.scheduler.update_from_output(output, loop.runner.execute(output).wait())
     loop.scheduler.abort_request("a")
     loop.scheduler.schedule()
     assert [request.request_id for request in asked] == ["b"]

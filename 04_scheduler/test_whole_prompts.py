@@ -4,13 +4,14 @@ policies that cut."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import pytest
 
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request
 from scheduler import Scheduler, make_kv_memory
+from scheduler_interface import StepOutput
 from whole_prompts import WholePrompts
 
 KINDS = (Scheduler, PrefillFirstScheduler)
@@ -28,7 +29,10 @@ class AtMost(WholePrompts):
     def longest_prompt(self, max_num_batched_tokens: int) -> int:
         return sys.maxsize
 
-    def begin_step(self, running: Collection[Request]) -> None:
+    def begin_step(
+        self, running: Collection[Request], num_behind: Callable[[Request], int]
+    ) -> None:
+        assert all(num_behind(r) == r.num_tokens - r.num_computed_tokens for r in running)
         self.begun.append({request.request_id for request in running})
 
     def may_start(self, request: Request, num_behind: int) -> bool:
@@ -50,7 +54,7 @@ def step(scheduler) -> dict[str, int]:
         for r in output.scheduled_requests
         if r.num_computed_tokens == r.num_tokens
     }
-    scheduler.update_from_output(output, tokens)
+    scheduler.update_from_output(output, StepOutput(tokens))
     scheduler.check_invariants()
     return output.num_scheduled_tokens
 

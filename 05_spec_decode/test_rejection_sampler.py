@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from scipy import stats
 
+from bounded_loops import as_long_as
 from common.sampling.sampler import SamplingBatch, sampling_probs
 from exact_law import (
     LAST,
@@ -396,7 +397,7 @@ def test_matching_gives_the_tokens_of_plain_decoding(seed, data):
     u = torch.rand(8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     expected = plain_decoding(p, u)
     tokens: list[int] = []
-    while len(tokens) < len(u):
+    for _ in as_long_as(lambda: len(tokens) < len(u)):
         num_left = len(u) - len(tokens)
         num_right = data.draw(st.integers(0, num_left - 1))
         guesses = data.draw(st.lists(st.integers(0, 2), max_size=2))

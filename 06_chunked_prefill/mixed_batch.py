@@ -25,31 +25,12 @@ chunks in separate passes unless told to mix them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-import numpy as np
 import torch
 
-from batch_layout import BlockTables, lay_out
+from batch_layout import BlockTables, ComposedBatch, Query, compose_in_order
 from paged_attention import AttentionMetadata
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """What a request computes in a step: positions `[start, start + num_tokens)`, of which the last
-    `num_drafts` hold guesses."""
-
-    row: int  # in the block tables
-    start: int
-    num_tokens: int
-    num_known: int  # tokens that the request has, guesses not counted
-    num_drafts: int = 0
-
-    @property
-    def num_logit_rows(self) -> int:
-        """One for its last known token and one for each guess; none while its prompt goes on."""
-        is_last = self.start + self.num_tokens - self.num_drafts == self.num_known
-        return 1 + self.num_drafts if is_last else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -59,15 +40,6 @@ class MixedMetadata(AttentionMetadata):
     num_short: int = 0  # sequences in front that have few query tokens
     query_starts: Sequence[int] = ()  # query_start_loc
     host_seq_lens: Sequence[int] = ()  # seq_lens
-
-
-@dataclass(frozen=True, slots=True)
-class MixedBatch:
-    order: list[int]  # the queries as they were given, in the order of the batch
-    positions: torch.Tensor  # [num_tokens] int64
-    attention: MixedMetadata
-    query_start_loc: np.ndarray  # [num_queries + 1] int64
-    logit_indices: np.ndarray  # [num_logit_rows] int64, into the tokens
 
 
 def short_first(query_lens: Sequence[int], decode_threshold: int = 1) -> tuple[list[int], int]:
@@ -83,25 +55,17 @@ def compose(
     block_size: int,
     device: torch.device,
     decode_threshold: int = 1,
-) -> MixedBatch:
-    """Lay out a step of at least one query, each of at least one token."""
+) -> ComposedBatch:
+    """Lay out a step of at least one query, each of at least one token. The batch's `attention` is
+    a `MixedMetadata`."""
     order, num_short = short_first([query.num_tokens for query in queries], decode_threshold)
     queries = [queries[i] for i in order]
-    starts = [query.start for query in queries]
-    query_lens = [query.num_tokens for query in queries]
-    layout = lay_out(tables, [q.row for q in queries], starts, query_lens, block_size, device)
-    ends = layout.query_start_loc[1:]
-    indices = [
-        np.arange(end - query.num_logit_rows, end)
-        for query, end in zip(queries, ends.tolist(), strict=True)
-    ]
-    given = {f.name: getattr(layout.attention, f.name) for f in fields(AttentionMetadata) if f.init}
+    batch = compose_in_order(tables, queries, block_size, device)
+    given = {f.name: getattr(batch.attention, f.name) for f in fields(AttentionMetadata) if f.init}
     attention = MixedMetadata(
         **given,
         num_short=num_short,
-        query_starts=layout.query_start_loc.tolist(),
-        host_seq_lens=[start + n for start, n in zip(starts, query_lens)],
+        query_starts=batch.query_start_loc.tolist(),
+        host_seq_lens=[query.start + query.num_tokens for query in queries],
     )
-    return MixedBatch(
-        order, layout.positions, attention, layout.query_start_loc, np.concatenate(indices)
-    )
+    return replace(batch, order=order, attention=attention)

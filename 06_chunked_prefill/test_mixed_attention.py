@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import mixed_attention as module
 import paged_attention
-from batch_layout import BlockTables
+from batch_layout import BlockTables, Query
 from mixed_attention import MixedAttentionBackend, mixed_attention
-from mixed_batch import MixedMetadata, Query, compose, short_first
+from mixed_batch import MixedMetadata, compose, short_first
 from test_paged_attention import Case, make_case
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -346,7 +346,7 @@ def test_the_backend_takes_a_composed_batch():
     tables = BlockTables(3, 4)
     for row, block_ids in enumerate(([5, 1], [2, 6, 3], [4, 7])):
         tables.write(row, 0, block_ids)
-    queries = [Query(0, 2, 4, 20), Query(1, 9, 1, 10), Query(2, 5, 1, 6)]
+    queries = [Query(0, 2, 4, 0), Query(1, 9, 1), Query(2, 5, 1)]
     batch = compose(tables, queries, 4, torch.device("cpu"))
     assert batch.order == [1, 2, 0]
     key_cache, value_cache = torch.full((2, 8, 4, 2, 8), math.nan).double()

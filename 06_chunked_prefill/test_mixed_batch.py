@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 
-from batch_layout import BlockTables
-from mixed_batch import MixedMetadata, Query, compose, short_first
+from batch_layout import BlockTables, Query
+from mixed_batch import MixedMetadata, compose, short_first
 
 CPU = torch.device("cpu")
 
@@ -21,9 +21,8 @@ def steps(draw) -> tuple[int, list[Query], int]:
         start = draw(st.integers(0, 12))
         num_drafts = draw(st.sampled_from([0, 0, 1, 3]))
         num_tokens = num_drafts + (1 if num_drafts else draw(st.integers(1, 9)))
-        known_now = start + num_tokens - num_drafts
-        goes_on = 0 if num_drafts else draw(st.sampled_from([0, 0, 1, 5]))
-        queries.append(Query(row, start, num_tokens, known_now + goes_on, num_drafts))
+        goes_on = not num_drafts and draw(st.booleans())
+        queries.append(Query(row, start, num_tokens, 0 if goes_on else 1 + num_drafts))
     return draw(st.integers(1, 5)), queries, draw(st.integers(1, 4))
 
 
@@ -52,8 +51,8 @@ def test_every_token_stands_once_at_its_place_and_the_short_ones_in_front(step):
     for i in batch.order:
         query = queries[i]
         for position in range(query.start, query.start + query.num_tokens):
-            last_known = query.num_known - 1
-            if position >= last_known:  # it, or a guess behind it, predicts something unknown
+            num_behind = query.start + query.num_tokens - 1 - position
+            if num_behind < query.num_logit_rows:
                 rows_with_logits.append(len(positions))
             positions.append(position)
             block_id = int(tables.ids[query.row, position // block_size])
@@ -82,19 +81,18 @@ def test_the_batch_of_the_docstring():
     order, num_short = short_first(list(lens.values()), 3)
     assert ("".join("ABCDE"[i] for i in order), num_short) == ("BCDAE", 3)
     queries = [
-        Query(0, 10, 6, 16),
-        Query(1, 7, 1, 8),
-        Query(2, 3, 1, 4),
-        Query(3, 5, 3, 6, num_drafts=2),
-        Query(4, 0, 4, 9),
+        Query(0, 10, 6),
+        Query(1, 7, 1),
+        Query(2, 3, 1),
+        Query(3, 5, 3, num_logit_rows=3),  # a token and two guesses
+        Query(4, 0, 4, num_logit_rows=0),  # its prompt goes on
     ]
-    assert [query.num_logit_rows for query in queries] == [1, 1, 1, 3, 0]
     batch = compose(make_tables(5, 4), queries, 4, CPU, 3)
     assert isinstance(batch.attention, MixedMetadata)
     assert batch.logit_indices.tolist() == [0, 1, 2, 3, 4, 10]
 
 
 def test_a_step_of_chunks_that_go_on_has_no_logits():
-    batch = compose(make_tables(2, 4), [Query(0, 0, 4, 9), Query(1, 4, 4, 9)], 4, CPU)
+    batch = compose(make_tables(2, 4), [Query(0, 0, 4, 0), Query(1, 4, 4, 0)], 4, CPU)
     assert batch.logit_indices.tolist() == []
     assert batch.attention.num_short == 0

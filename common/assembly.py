@@ -2,61 +2,53 @@
 
     role            chapter   part
     KV tensors         2      PagedKVCache, sized by `kv_sizing` unless `num_blocks` says how many
-    KV manager         2      KVCacheManager over a BlockPool
-    prefix cache       3      PrefixCacheLocal or RadixCache, in a CachedKVCacheManager
-    KV from elsewhere  3      TieredCache, any KVConnector, or both in a ConnectorChain
-    scheduler        1, 4     FCFSScheduler; Scheduler or PrefillFirstScheduler, with a policy
-    chunks           4, 6    WholePrompts; ChunkedPrefill or AdaptiveChunks
-    attention        2, 6    TorchAttentionBackend or TritonAttentionBackend, or the mixed ones
+    KV memory         2, 3    UncachedKVCacheManager or CachedKVCacheManager over a BlockPool
+    prefix cache       3      PrefixCacheLocal or RadixCache
+    KV from elsewhere  3      TieredCache, any KVConnector, or both, by a LoadingKVCacheManager
+    scheduler        1 to 5   CachingFCFSScheduler; Scheduler or PrefillFirstScheduler, with a
+                              policy; the latter two's speculative kind
+    chunks           4, 6     WholePrompts; ChunkedPrefill or AdaptiveChunks
+    batch            2, 6     compose_in_order; compose
+    attention        2, 6     TorchAttentionBackend or TritonAttentionBackend, or the mixed ones
     runner          common    PagedModelRunner
-    proposer           5      NgramProposer or DraftModelProposer, in a Speculator; or nobody
     sampler         common    Sampler; in a SpeculativeSampler if somebody guesses
-    the loop           1      EngineCore
+    guesses            5      a SpeculatingRunner with an NgramProposer or a DraftModelProposer
+    the loop           1      RecordingEngineCore, with those as observers who learn from the clock
 
 Nothing is implemented here. To turn a chapter off, a plain part takes the role; no token changes by
-it."""
+it. A part that is not chosen is not imported either."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from adaptive_chunks import AdaptiveChunks
+from batch_layout import compose_in_order
 from block_pool import BlockPool
-from cached_kv_cache_manager import CachedKVCacheManager
-from chunk_policy import ChunkedPrefill
 from common.engine_config import EngineConfig
 from common.kv_sizing import allocate_kv_cache, make_kv_cache
 from common.loader import LoadedModel, weights_digest
-from common.runner.model_runner import PagedModelRunner
+from common.runner.model_runner import BatchSampler, Compose, PagedModelRunner
 from common.sampling.sampler import Sampler
-from common.sampling.speculative_sampler import ConstrainedDrafts, SpeculativeSampler
-from draft_length import AdaptiveLength, FixedLength
-from draft_model_proposer import DraftModelProposer
-from engine_core import EngineCore, StepRecord
-from fcfs_scheduler import FCFSScheduler
-from kv_block_io import PagedBlockIO
-from kv_cache_manager import KVCacheManager
-from kv_connector import ConnectorChain, KVConnector
-from mixed_attention import MixedAttentionBackend
-from paged_attention import (
-    AttentionBackend,
-    PagedKVCache,
-    TorchAttentionBackend,
-)
-from prefill_first_scheduler import PrefillFirstScheduler
-from prefix_cache import PrefixCache
-from prefix_cache_local import PrefixCacheLocal
-from proposers import NgramProposer, Proposer
-from radix_cache import RadixCache
-from scheduler import Scheduler
-from scheduler_base import SchedulerBase
-from speculator import Speculator
-from tiered_cache import TieredCache
-from whole_prompts import ChunkPolicy, WholePrompts
+from kv_memory import KVMemory, SharingRunnerState, UncachedKVCacheManager
+from paged_attention import AttentionBackend, PagedKVCache, TorchAttentionBackend
+from scheduler_interface import ModelRunner, SchedulerInterface
+from step_record import Observer, RecordingEngineCore, StepRecord
+
+if TYPE_CHECKING:
+    from cached_kv_cache_manager import CachedKVCacheManager
+    from kv_connector import KVConnector
+    from prefix_cache import CacheListener
+    from prefix_cache_local import PrefixCacheLocal
+    from proposers import Proposer
+    from radix_cache import RadixCache
+    from speculating_runner import DraftLength, SpeculatingRunner
+    from whole_prompts import ChunkPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -65,14 +57,22 @@ logger = logging.getLogger(__name__)
 class EngineParts:
     """The parts of one engine. `vocab_size` is what may be sampled: padding lanes are left out."""
 
-    core: EngineCore
-    scheduler: FCFSScheduler | SchedulerBase
-    kv_manager: KVCacheManager
+    core: RecordingEngineCore
+    kv_memory: UncachedKVCacheManager | CachedKVCacheManager
     kv_cache: PagedKVCache
     max_model_len: int
     vocab_size: int
     connector: KVConnector | None
-    speculator: Speculator | None
+    speculation: SpeculatingRunner | None
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """How KV is attended to, and the layout of batches that goes with it."""
+
+    backend: AttentionBackend
+    compose: Compose
+    is_triton: bool
 
 
 def assemble(
@@ -80,133 +80,49 @@ def assemble(
     loaded: LoadedModel,
     draft: LoadedModel | None,
     num_tokens_in_tokenizer: int | None,
-    on_step: Callable[[StepRecord], None],
+    observers: list[Observer],
     num_wanted: Callable[[str, list[int]], int],
 ) -> EngineParts:
     """Choose and connect the parts. Raises `ValueError` if the model or the memory does not allow
     it."""
-    device = loaded.model.embed_weight.device
-    max_model_len = resolve_max_model_len(config, loaded.config.max_position_embeddings)
-    backend = make_attention_backend(config.attention_backend, device, config.cuts_prompts)
+    device, longest = loaded.model.embed_weight.device, loaded.config.max_position_embeddings
+    max_model_len = resolve_max_model_len(config, longest)
+    attention = make_attention(config, device)
     # Checkpoints pad the vocabulary to a round number; a lane that no token has must never win.
     vocab_size = min(loaded.config.vocab_size, num_tokens_in_tokenizer or loaded.config.vocab_size)
-    kv_cache = make_kv_cache(config, loaded, draft, backend, max_model_len, vocab_size)
-    connector = make_connector(config, loaded, kv_cache)
-    kv_manager = make_kv_manager(config, kv_cache.num_blocks, connector)
-    scheduler = make_scheduler(config, max_model_len, kv_manager)
-    runner = PagedModelRunner(
+    kv_cache = make_kv_cache(config, loaded, draft, attention.backend, max_model_len, vocab_size)
+    connector, listener = make_connector(config, loaded, kv_cache)
+    kv_memory = make_kv_memory(config, kv_cache.num_blocks, connector, listener)
+    chunk_policy = make_chunk_policy(config)
+
+    state = SharingRunnerState(config.max_num_seqs, -(-max_model_len // config.block_size))
+    sampler: BatchSampler = Sampler(vocab_size)
+    proposer = make_proposer(config, loaded, draft, kv_cache, attention.backend, state, vocab_size)
+    if proposer is not None:
+        sampler = make_speculative_sampler(vocab_size, proposer, attention.is_triton)
+    runner: ModelRunner = PagedModelRunner(
         loaded.model,
         kv_cache,
-        backend,
-        eos_token_ids=tuple(loaded.generation_eos_token_ids),
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
-        decode_threshold=config.num_rows_per_request,
+        attention.backend,
+        state,
+        sampler,
+        compose=attention.compose,
+        eos_token_ids=loaded.generation_eos_token_ids,
         shuffle_seed=config.seed if config.shuffle_batch else None,
     )
-    on_step = watch_steps(getattr(scheduler, "chunk_policy", None), on_step)
-    core = EngineCore(scheduler, runner, Sampler(vocab_size=vocab_size), on_step=on_step)
-    speculator = make_speculator(config, loaded, draft, kv_cache, kv_manager, backend, vocab_size)
-    if speculator is not None:
-        scheduler.num_lookahead_tokens = speculator.proposer.num_lookahead_tokens
-        core.propose = speculator.propose
-        core.sampler = SpeculativeSampler(
-            core.sampler, speculator.draft_probs, num_wanted, **verification_rules(backend)
-        )
-    return EngineParts(
-        core, scheduler, kv_manager, kv_cache, max_model_len, vocab_size, connector, speculator
-    )
-
-
-def make_scheduler(
-    config: EngineConfig, max_model_len: int, kv_manager: KVCacheManager
-) -> FCFSScheduler | SchedulerBase:
-    limits = (config.max_num_seqs, config.max_num_batched_tokens)
-    if config.scheduler == "fcfs":
-        return FCFSScheduler(*limits, max_model_len, kv_manager)
-    options = {
-        "policy": config.policy,
-        "max_model_len": max_model_len,
-        "kv_memory": kv_manager,
-        "preempt_every": config.preempt_every,
-        "shuffle_waiting": config.shuffle_waiting,
-        "seed": config.seed,
-    }
-    options["chunk_policy"] = make_chunk_policy(config)
-    if config.scheduler == "prefill_first":
-        size = config.chunk_size or config.max_num_batched_tokens
-        options["chunked_prefill_size"] = size if config.cuts_prompts else None
-        return PrefillFirstScheduler(*limits, mixing=config.mixing, **options)
-    return Scheduler(*limits, watermark=config.watermark, **options)
-
-
-def make_chunk_policy(config: EngineConfig) -> ChunkPolicy:
-    """For the prefill-first scheduler a number is a size that its adder cuts to, and no limit of a
-    single prompt."""
-    if not config.cuts_prompts:
-        return WholePrompts()
-    threshold = config.chunk_size if config.scheduler == "two_phase" else None
-    limits = (threshold, config.max_long_partial_prefills)
-    if config.target_step_ms is None:
-        return ChunkedPrefill(*limits)
-    return AdaptiveChunks(config.target_step_ms, *limits)
-
-
-def watch_steps(
-    policy: ChunkPolicy | None, on_step: Callable[[StepRecord], None]
-) -> Callable[[StepRecord], None]:
-    """`on_step`, and a policy that learns what steps take is told."""
-    if not isinstance(policy, AdaptiveChunks):
-        return on_step
-
-    def observe(record: StepRecord) -> None:
-        starts, num_tokens = record.start_positions, record.num_scheduled_tokens
-        policy.observe_step([starts[r] for r in num_tokens], num_tokens.values(), record.step_ms)
-        on_step(record)
-
-    return observe
-
-
-def make_kv_manager(
-    config: EngineConfig, num_blocks: int, connector: KVConnector | None
-) -> KVCacheManager:
-    pool, block_size = BlockPool(num_blocks), config.block_size
-    if config.prefix_cache is None:
-        return KVCacheManager(pool, block_size)
-    cache: PrefixCache
-    if config.prefix_cache == "hash":
-        cache = PrefixCacheLocal(pool=pool, block_size=block_size)
-    else:
-        cache = RadixCache(page_size=block_size, pool=pool)
-    connectors = connector.connectors if isinstance(connector, ConnectorChain) else [connector]
-    for tiers in connectors:
-        if isinstance(tiers, TieredCache):
-            cache.listener = tiers
-    return CachedKVCacheManager(pool, block_size, cache, connector)
-
-
-def make_connector(
-    config: EngineConfig, loaded: LoadedModel, kv_cache: PagedKVCache
-) -> KVConnector | None:
-    """The tiers and the configured connector, bound to this engine's KV memory."""
-    connectors: list[KVConnector] = []
-    if config.kv_tiers is not None:
-        connectors.append(TieredCache(config.kv_tiers))
-    if config.kv_connector is not None:
-        connectors.append(config.kv_connector)
-    if not connectors:
-        return None
-    connector = connectors[0] if len(connectors) == 1 else ConnectorChain(connectors)
-    connector.bind(PagedBlockIO(kv_cache), config.block_size, kv_namespace(loaded, kv_cache))
-    return connector
-
-
-def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str, str], ...]:
-    """What the bytes of a KV block depend on besides tokens. Reads every weight."""
-    model = f"{weights_digest(loaded.model)} eps {loaded.config.rms_norm_eps}"
-    shape = tuple(kv_cache.key_cache[0].shape[1:])
-    layout = f"{kv_cache.key_cache[0].dtype} {len(kv_cache.key_cache)} x {shape}"
-    return (("model", model), ("kv layout", layout))
+    speculation = None
+    if proposer is not None:
+        speculation = make_speculating_runner(config, runner, proposer, state, num_wanted)
+        runner = speculation
+    num_lookahead_tokens = None if proposer is None else proposer.num_lookahead_tokens
+    scheduler = make_scheduler(config, max_model_len, kv_memory, chunk_policy, num_lookahead_tokens)
+    observers = [*observers]
+    if config.target_step_ms is not None:
+        observers.insert(0, partial(tell_durations, chunk_policy))
+    if connector is not None:
+        observers.insert(0, partial(wait_for_loads, kv_memory))
+    core = RecordingEngineCore(scheduler, runner, observers)
+    return EngineParts(core, kv_memory, kv_cache, max_model_len, vocab_size, connector, speculation)
 
 
 def resolve_max_model_len(config: EngineConfig, longest: int) -> int:
@@ -219,79 +135,262 @@ def resolve_max_model_len(config: EngineConfig, longest: int) -> int:
     return config.max_model_len or longest
 
 
-def make_attention_backend(
-    name: str, device: torch.device, is_mixed: bool = False
-) -> AttentionBackend:
-    """`"auto"` is Triton on CUDA and PyTorch elsewhere; `is_mixed`: chapter 6's, for decodes and
-    chunks in one batch, instead of chapter 2's. A fallback is announced.
+# -- who computes what
+
+
+def make_scheduler(
+    config: EngineConfig,
+    max_model_len: int,
+    kv_memory: KVMemory,
+    chunk_policy: ChunkPolicy | None,
+    num_lookahead_tokens: int | None,
+) -> SchedulerInterface:
+    """`num_lookahead_tokens` is None if nobody guesses."""
+    limits = (config.max_num_seqs, config.max_num_batched_tokens)
+    if config.scheduler == "fcfs":
+        from caching_fcfs_scheduler import CachingFCFSScheduler
+
+        return CachingFCFSScheduler(kv_memory, *limits, max_model_len)
+    options: dict[str, Any] = {
+        "policy": config.policy,
+        "max_model_len": max_model_len,
+        "kv_memory": kv_memory,
+        "chunk_policy": chunk_policy,
+        "preempt_every": config.preempt_every,
+        "shuffle_waiting": config.shuffle_waiting,
+        "seed": config.seed,
+    }
+    if num_lookahead_tokens is not None:
+        options["num_lookahead_tokens"] = num_lookahead_tokens
+    if config.scheduler == "prefill_first":
+        size = config.chunk_size or config.max_num_batched_tokens
+        options["chunked_prefill_size"] = size if config.cuts_prompts else None
+        options["mixing"] = config.mixing
+        if num_lookahead_tokens is None:
+            from prefill_first_scheduler import PrefillFirstScheduler
+
+            return PrefillFirstScheduler(*limits, **options)
+        from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
+
+        return SpeculativePrefillFirstScheduler(*limits, **options)
+    options["watermark"] = config.watermark
+    if num_lookahead_tokens is None:
+        from scheduler import Scheduler
+
+        return Scheduler(*limits, **options)
+    from speculative_scheduler import SpeculativeScheduler
+
+    return SpeculativeScheduler(*limits, **options)
+
+
+def make_chunk_policy(config: EngineConfig) -> ChunkPolicy | None:
+    """None: whole prompts. For the prefill-first scheduler a number is a size that its adder cuts
+    to, and no limit of a single prompt."""
+    if not config.cuts_prompts:
+        return None
+    threshold = config.chunk_size if config.scheduler == "two_phase" else None
+    limits = (threshold, config.max_long_partial_prefills)
+    if config.target_step_ms is None:
+        from chunk_policy import ChunkedPrefill
+
+        return ChunkedPrefill(*limits)
+    from adaptive_chunks import AdaptiveChunks
+
+    return AdaptiveChunks(config.target_step_ms, *limits)
+
+
+def tell_durations(policy: Any, record: StepRecord) -> None:
+    """An observer for chunks that learn what steps take."""
+    starts, num_tokens = record.start_positions, record.num_scheduled_tokens
+    policy.observe_step([starts[r] for r in num_tokens], num_tokens.values(), record.step_ms)
+
+
+# -- KV
+
+
+def make_kv_memory(
+    config: EngineConfig,
+    num_blocks: int,
+    connector: KVConnector | None,
+    listener: CacheListener | None,
+) -> UncachedKVCacheManager | CachedKVCacheManager:
+    pool, block_size = BlockPool(num_blocks), config.block_size
+    if config.prefix_cache is None:
+        return UncachedKVCacheManager(pool, block_size)
+    cache = make_prefix_cache(config, pool, listener)
+    if connector is None:
+        from cached_kv_cache_manager import CachedKVCacheManager
+
+        return CachedKVCacheManager(pool, block_size, cache)
+    from loading_kv_cache_manager import LoadingKVCacheManager
+
+    return LoadingKVCacheManager(pool, block_size, cache, connector)
+
+
+def make_prefix_cache(
+    config: EngineConfig, pool: BlockPool, listener: CacheListener | None
+) -> PrefixCacheLocal | RadixCache:
+    if config.prefix_cache == "hash":
+        from prefix_cache_local import PrefixCacheLocal
+
+        return PrefixCacheLocal(pool=pool, block_size=config.block_size, listener=listener)
+    from radix_cache import RadixCache
+
+    return RadixCache(page_size=config.block_size, pool=pool, listener=listener)
+
+
+def make_connector(
+    config: EngineConfig, loaded: LoadedModel, kv_cache: PagedKVCache
+) -> tuple[KVConnector | None, CacheListener | None]:
+    """The tiers and the configured connector, bound to this engine's KV memory; and who is to hear
+    of what is cached."""
+    if config.kv_tiers is None and config.kv_connector is None:
+        return None, None
+    from kv_block_io import PagedBlockIO
+
+    tiers = None
+    if config.kv_tiers is not None:
+        from tiered_cache import TieredCache
+
+        tiers = TieredCache(config.kv_tiers)
+    connector = tiers or config.kv_connector
+    if tiers is not None and config.kv_connector is not None:
+        from kv_connector import ConnectorChain
+
+        connector = ConnectorChain([tiers, config.kv_connector])
+    connector.bind(PagedBlockIO(kv_cache), config.block_size, kv_namespace(loaded, kv_cache))
+    return connector, tiers
+
+
+def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str, str], ...]:
+    """What the bytes of a KV block depend on besides tokens. Reads every weight."""
+    model = f"{weights_digest(loaded.model)} eps {loaded.config.rms_norm_eps}"
+    shape = tuple(kv_cache.key_cache[0].shape[1:])
+    layout = f"{kv_cache.key_cache[0].dtype} {len(kv_cache.key_cache)} x {shape}"
+    return (("model", model), ("kv layout", layout))
+
+
+def wait_for_loads(kv_memory: Any, record: StepRecord) -> None:
+    """An observer: where a step computed nothing while requests wait, their KV is on its way."""
+    if not record.num_scheduled_tokens and record.num_waiting:
+        kv_memory.wait_for_loads()
+
+
+# -- the model's side
+
+
+def make_attention(config: EngineConfig, device: torch.device) -> Attention:
+    """`"auto"` is Triton on CUDA and PyTorch elsewhere. Where prompts are cut it is chapter 6's,
+    for decodes and chunks in one batch, instead of chapter 2's. A fallback is announced.
 
     Raises `RuntimeError` if Triton is asked for by name and can not run here.
     """
-    plain = MixedAttentionBackend if is_mixed else TorchAttentionBackend
-    if name == "torch" or (name == "auto" and device.type != "cuda"):
-        return plain()
-    from mixed_attention_triton import MixedTritonAttentionBackend
+    name, compose = config.attention_backend, compose_in_order
+    if config.cuts_prompts:
+        from mixed_batch import compose as compose_mixed
+
+        compose = partial(compose_mixed, decode_threshold=config.num_rows_per_request)
+    if name == "triton" or (name == "auto" and device.type == "cuda"):
+        try:
+            return Attention(make_triton_backend(config.cuts_prompts), compose, is_triton=True)
+        except RuntimeError as error:
+            if name == "triton":
+                raise
+            logger.warning("attention falls back from Triton to PyTorch: %s", error)
+    if not config.cuts_prompts:
+        return Attention(TorchAttentionBackend(), compose, is_triton=False)
+    from mixed_attention import MixedAttentionBackend
+
+    return Attention(MixedAttentionBackend(), compose, is_triton=False)
+
+
+def make_triton_backend(is_mixed: bool) -> AttentionBackend:
+    if is_mixed:
+        from mixed_attention_triton import MixedTritonAttentionBackend
+
+        return MixedTritonAttentionBackend()
     from paged_attention_triton import TritonAttentionBackend
 
-    try:
-        return MixedTritonAttentionBackend() if is_mixed else TritonAttentionBackend()
-    except RuntimeError as error:
-        if name == "triton":
-            raise
-        logger.warning("attention falls back from Triton to PyTorch: %s", error)
-        return plain()
+    return TritonAttentionBackend()
 
 
-def make_speculator(
+# -- guesses
+
+
+def make_proposer(
     config: EngineConfig,
     loaded: LoadedModel,
     draft: LoadedModel | None,
     kv_cache: PagedKVCache,
-    kv_manager: KVCacheManager,
     backend: AttentionBackend,
+    state: SharingRunnerState,
     vocab_size: int,
-) -> Speculator | None:
+) -> Proposer | None:
     """Who guesses, if anybody. Raises `ValueError` if the draft model has other tokens."""
     how = config.speculation
     if how is None:
         return None
-    proposer: Proposer
     if how.method == "ngram":
-        proposer = NgramProposer(how.num_spec_tokens, how.max_ngram, how.min_ngram)
-    else:
-        assert draft is not None
-        if draft.config.vocab_size != loaded.config.vocab_size:
-            raise ValueError(
-                f"model of speculative has a vocabulary of {draft.config.vocab_size} tokens: it "
-                f"must be the target's, {loaded.config.vocab_size}"
-            )
-        proposer = DraftModelProposer(
-            draft.model,
-            allocate_kv_cache(draft, kv_cache.num_blocks, config.block_size),
-            backend,
-            kv_manager,
-            how.num_spec_tokens,
-            max_model_len=resolve_draft_len(config, loaded, draft),
-            max_num_seqs=config.max_num_seqs,
-            sampler=ConstrainedDrafts(Sampler(vocab_size), loaded.generation_eos_token_ids),
+        from proposers import NgramProposer
+
+        return NgramProposer(how.num_spec_tokens, how.max_ngram, how.min_ngram)
+    from common.sampling.speculative_sampler import ConstrainedDrafts
+    from draft_model_proposer import DraftModelProposer
+
+    assert draft is not None
+    if draft.config.vocab_size != loaded.config.vocab_size:
+        raise ValueError(
+            f"model of speculative has a vocabulary of {draft.config.vocab_size} tokens: it "
+            f"must be the target's, {loaded.config.vocab_size}"
         )
-    length = AdaptiveLength if how.adaptive else FixedLength
-    return Speculator(proposer, length(how.num_spec_tokens))
+    longest = resolve_max_model_len(config, loaded.config.max_position_embeddings)
+    return DraftModelProposer(
+        draft.model,
+        allocate_kv_cache(draft, kv_cache.num_blocks, config.block_size),
+        backend,
+        state,
+        how.num_spec_tokens,
+        max_model_len=min(longest, draft.config.max_position_embeddings),
+        sampler=ConstrainedDrafts(Sampler(vocab_size), loaded.generation_eos_token_ids),
+    )
 
 
-def verification_rules(backend: AttentionBackend) -> dict[str, Callable]:
-    """Kernels where attention is one, else PyTorch."""
-    if isinstance(backend, TorchAttentionBackend | MixedAttentionBackend):
-        return {}
+def make_speculative_sampler(vocab_size: int, proposer: Proposer, is_triton: bool) -> BatchSampler:
+    """With kernels where attention is one."""
+    from common.sampling.speculative_sampler import SpeculativeSampler
+
+    sampler = Sampler(vocab_size)
+    if not is_triton:
+        return SpeculativeSampler(sampler, proposer.draft_probs)
     from rejection_sampler_triton import (
         rejection_sample_triton,
         rejection_sampling_batched_triton,
     )
 
-    return {"reject": rejection_sample_triton, "match": rejection_sampling_batched_triton}
+    return SpeculativeSampler(
+        sampler,
+        proposer.draft_probs,
+        rejection_sample_triton,
+        rejection_sampling_batched_triton,
+    )
 
 
-def resolve_draft_len(config: EngineConfig, loaded: LoadedModel, draft: LoadedModel) -> int:
-    """Positions that target and draft model both know."""
-    longest = resolve_max_model_len(config, loaded.config.max_position_embeddings)
-    return min(longest, draft.config.max_position_embeddings)
+def make_speculating_runner(
+    config: EngineConfig,
+    runner: ModelRunner,
+    proposer: Proposer,
+    state: SharingRunnerState,
+    num_wanted: Callable[[str, list[int]], int],
+) -> SpeculatingRunner:
+    from common.runner.trimming_runner import TrimmingRunner
+    from speculating_runner import FixedLength, SpeculatingRunner
+
+    how = config.speculation
+    length: DraftLength
+    if how.adaptive:
+        from adaptive_length import AdaptiveLength
+
+        length = AdaptiveLength(how.num_spec_tokens)
+    else:
+        length = FixedLength(how.num_spec_tokens)
+    return SpeculatingRunner(TrimmingRunner(runner, num_wanted), proposer, length, state)

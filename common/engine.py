@@ -21,14 +21,11 @@ from common.assembly import assemble
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig, EngineStats
 from common.intake import Intake, Prompt
 from common.loader import LoadedModel, load_model
-from common.output_processor import OutputProcessor
-from common.request_group import RequestGroup, spread_params
+from common.outputs import OutputProcessor, RequestGroup, RequestOutput, spread_params
 from common.tokenizer import Tokenizer, load_tokenizer
-from engine_core import StepRecord
 from prefix_cache import CacheStats, PrefixCache
-from request import RequestOutput, RequestStatus, SamplingParams
-from scheduler_base import SchedulerBase
-from speculator import SpecDecodeStats
+from request import RequestStatus, SamplingParams
+from step_record import StepRecord
 
 
 class LLMEngine:
@@ -60,10 +57,11 @@ class LLMEngine:
         self.on_step = on_step
         num_tokens = None if tokenizer is None else tokenizer.vocab_size
         draft = self._resolve_draft(loaded, draft)
-        parts = assemble(self.config, loaded, draft, num_tokens, self._after_step, self._num_wanted)
-        self._connector, self.speculator = parts.connector, parts.speculator
-        self.core, self.scheduler = parts.core, parts.scheduler
-        self.kv_manager, self.kv_cache = parts.kv_manager, parts.kv_cache
+        observers = [self._after_step]
+        parts = assemble(self.config, loaded, draft, num_tokens, observers, self._num_wanted)
+        self._connector, self.speculation = parts.connector, parts.speculation
+        self.core, self.scheduler = parts.core, parts.core.scheduler
+        self.kv_manager, self.kv_cache = parts.kv_memory, parts.kv_cache
         self.max_model_len, self.vocab_size = parts.max_model_len, parts.vocab_size
 
         self.device, self.dtype = loaded.model.embed_weight.device, loaded.model.embed_weight.dtype
@@ -289,7 +287,6 @@ class LLMEngine:
             num_running=running,
             num_waiting=waiting,
             kv_blocks_in_use=self.kv_manager.num_blocks_in_use,
-            recomputed_tokens=self._num_recomputed() - self._num_recomputed_before,
             **self._cache_stats(),
             **self._speculation_stats(),
             kv_waste=self._waste_sum / steps if steps else 0.0,
@@ -306,9 +303,9 @@ class LLMEngine:
         }
 
     def _speculation_stats(self) -> dict[str, int | float | list[float]]:
-        if self.speculator is None:
+        if self.speculation is None:
             return {}
-        seen = self.speculator.stats
+        seen = self.speculation.stats
         return {
             "num_passes": seen.num_passes,
             "num_drafted_tokens": seen.num_drafted,
@@ -320,11 +317,11 @@ class LLMEngine:
 
     @property
     def prefix_cache(self) -> PrefixCache | None:
-        return getattr(self.kv_manager, "cache", None)
+        return self.kv_manager.cache
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix. False, and nothing has changed, while requests use some."""
-        return self.scheduler.reset_prefix_cache()
+        return self.kv_manager.reset_prefix_cache()
 
     def close(self) -> None:
         """Stop the connector's threads and close its files. The engine computes nothing after."""
@@ -337,15 +334,10 @@ class LLMEngine:
         """Start counting anew, after a warm-up for instance. What is cached stays cached."""
         if self.prefix_cache is not None:
             self.prefix_cache.stats = CacheStats()
-        if self.speculator is not None:
-            self.speculator.stats = SpecDecodeStats()
-        self._stats = EngineStats(kv_blocks_total=self.kv_manager.pool.num_blocks - 1)
+        if self.speculation is not None:
+            self.speculation.reset_stats()
+        self._stats = EngineStats(kv_blocks_total=self.kv_manager.pool.num_usable_blocks)
         self._waste_sum = 0.0
-        self._num_recomputed_before = self._num_recomputed()
-
-    def _num_recomputed(self) -> int:
-        is_preemptive = isinstance(self.scheduler, SchedulerBase)
-        return self.scheduler.get_stats().total_recomputed_tokens if is_preemptive else 0
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` if a part contradicts itself or another."""
@@ -370,13 +362,12 @@ class LLMEngine:
             stats.prompt_tokens += member.request.num_prompt_tokens
             member.metrics.first_scheduled_time = record.start_time
         stats.num_preemptions += len(record.preempted)
+        stats.recomputed_tokens += record.num_recomputed_tokens
         stats.kv_blocks_peak = max(stats.kv_blocks_peak, record.kv_blocks_in_use)
         slots = record.kv_blocks_in_use * self.config.block_size
         # Sequences that share a prompt count it each, so what is written can exceed what is held.
         self._waste_sum += max(0.0, 1 - record.kv_tokens_written / slots) if slots else 0.0
         self._last_record = record
-        if self.speculator is not None:
-            self.speculator.observe_step(record)
 
     def _num_wanted(self, request_id: str, token_ids: list[int]) -> int:
         """Of a run of tokens: those up to the end of a stop string."""

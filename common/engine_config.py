@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from kv_connector import KVConnector
 from policies import POLICIES
-from tiered_cache import KVTierConfig
+from request import check_integers
+
+if TYPE_CHECKING:
+    from kv_connector import KVConnector
+    from tiered_cache import KVTierConfig
 
 # Does it preempt, and take a policy?
 SCHEDULERS = {"two_phase": True, "prefill_first": True, "fcfs": False}
@@ -49,9 +53,7 @@ class SpeculativeConfig:
         if self.method not in ("ngram", "draft"):
             raise ValueError(f"method is {self.method!r}: it must be 'ngram' or 'draft'")
         for name in ("num_spec_tokens", "min_ngram", "max_ngram"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}: it must be an integer >= 1")
+            check_integers(1, **{name: getattr(self, name)})
         if self.min_ngram > self.max_ngram:
             raise ValueError(
                 f"min_ngram is {self.min_ngram}: it must be <= max_ngram, which is {self.max_ngram}"
@@ -133,12 +135,9 @@ class EngineConfig:
         optional = {"num_blocks": 2, "max_model_len": 2, "preempt_every": 1}
         for name, low in (lowest | optional).items():
             value = getattr(self, name)
-            if value is None and name in optional:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(f"{name} is {value!r}: it must be an integer >= {low}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ValueError(f"seed is {self.seed!r}: it must be an integer")
+            if value is not None or name not in optional:
+                check_integers(low, **{name: value})
+        check_integers(seed=self.seed)
         if not (self.model is None or (isinstance(self.model, str | Path) and str(self.model))):
             raise ValueError(f"model is {self.model!r}: it must be a directory, a hub id or None")
         choices = {
@@ -171,14 +170,18 @@ class EngineConfig:
                 f"{self.scheduler!r} does not speculate"
             )
         self._check_chunks()
-        parts = {"kv_tiers": KVTierConfig, "kv_connector": KVConnector}
-        for name, kind in parts.items():
+        if self.kv_tiers is not None or self.kv_connector is not None:
+            self._check_connectors()
+
+    def _check_connectors(self) -> None:
+        from kv_connector import KVConnector
+        from tiered_cache import KVTierConfig
+
+        for name, kind in (("kv_tiers", KVTierConfig), ("kv_connector", KVConnector)):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if not isinstance(value, kind):
+            if value is not None and not isinstance(value, kind):
                 raise ValueError(f"{name} is {value!r}: it must be None or a {kind.__name__}")
-            if self.prefix_cache is None:
+            if value is not None and self.prefix_cache is None:
                 raise ValueError(f"{name} is {value!r}: it needs a prefix_cache, which is None")
 
     def _check_chunks(self) -> None:
@@ -206,10 +209,7 @@ class EngineConfig:
                 raise ValueError(f"target_step_ms is {target!r}: {chunks} does not cut prompts")
         most = self.max_long_partial_prefills
         if most is not None:
-            if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-                raise ValueError(
-                    f"max_long_partial_prefills is {most!r}: it must be None or an integer >= 1"
-                )
+            check_integers(1, max_long_partial_prefills=most)
             if self.scheduler != "two_phase" or self.chunk_size is None:
                 raise ValueError(
                     f"max_long_partial_prefills is {most}: it needs scheduler 'two_phase' and a "

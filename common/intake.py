@@ -7,14 +7,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
-from common.output_processor import OutputProcessor
-from common.request_group import RequestGroup
+from common.outputs import OutputProcessor, RequestGroup
+from common.sampling.counter_random import DrawnSeedParams
 from common.tokenizer import Tokenizer
-from request import Request, SamplingParams
+from kv_memory import KeyedRequest
+from request import Request, SamplingParams, check_integers
 
 Prompt = str | Sequence[int]  # or a row of integers of NumPy or PyTorch
 
@@ -45,8 +46,7 @@ class Intake:
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         if not isinstance(arrival_time, Real) or not math.isfinite(arrival_time):
             raise ValueError(f"arrival_time is {arrival_time!r}: it must be a number of seconds")
-        if isinstance(priority, bool) or not isinstance(priority, Integral):
-            raise ValueError(f"priority is {priority!r}: it must be an integer")
+        check_integers(priority=priority)
         if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
             raise ValueError(f"cache_salt is {cache_salt!r}: it must be None or a non-empty str")
         token_ids = self._to_token_ids(prompt)
@@ -73,20 +73,20 @@ class Intake:
         priority: int,
         extra_keys: tuple[tuple[str, str], ...],
     ) -> list[Request]:
-        seed = self._next_seed() if params.seed is None else params.seed
-        first_id = group.request_id if params.n == 1 else f"{group.request_id}#0"
-        requests = []
+        seed = params.seed
+        if seed is None:
+            seed = self._next_seed()
+            params = DrawnSeedParams(**{f.name: getattr(params, f.name) for f in fields(params)})
+        requests: list[Request] = []
         for i in range(params.n):
-            request = Request(
-                first_id if i == 0 else f"{group.request_id}#{i}",
+            request = KeyedRequest(
+                group.request_id if params.n == 1 else f"{group.request_id}#{i}",
                 group.prompt_token_ids,
                 replace(params, seed=_wrap_to_int64(seed + i)),
                 self.eos_token_ids,
                 arrival_time,
                 priority,
-                parent_id=first_id if i > 0 else None,
                 extra_keys=extra_keys,
-                is_seeded=params.seed is not None,
             )
             requests.append(request)
             group.members.append(OutputProcessor(request, i, self.tokenizer))

@@ -16,7 +16,8 @@ from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from request import CompletionOutput, RequestOutput, SamplingParams
+from common.outputs import CompletionOutput, RequestOutput
+from request import SamplingParams
 
 if TYPE_CHECKING:
     from common.engine import LLMEngine

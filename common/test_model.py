@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
+from bounded_loops import as_long_as
 from common.loader import load_model
 from common.model import rms_norm
 from common.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
@@ -81,7 +82,9 @@ def test_token_by_token_and_in_chunks_equals_the_whole_prompt(name, dtype, check
     for block_size in (1, 4, 33):
         harness = PagedHarness(model, len(prompts), block_size=block_size, seed=seed)
         done = [0] * len(prompts)
-        while any(n < len(prompt) for n, prompt in zip(done, prompts, strict=True)):
+        for _ in as_long_as(
+            lambda: any(n < len(prompt) for n, prompt in zip(done, prompts, strict=True))
+        ):
             unfinished = [i for i, prompt in enumerate(prompts) if done[i] < len(prompt)]
             chosen = rng.sample(unfinished, rng.randint(1, len(unfinished)))
             chunks = [rng.choice((1, 1, 1, 2, 5, 13)) for _ in chosen]

@@ -7,11 +7,12 @@ import random
 import pytest
 import torch
 
-from engine_core import EngineCore
+from bounded_loops import as_long_as
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
 from request import Request, RequestStatus, SamplingParams
 from static_batching import SlotUse, generate_static, pad_left
+from step_record import RecordingEngineCore
 
 
 def make(request_id: str, num_prompt: int, max_tokens: int, arrival_time: float = 0.0) -> Request:
@@ -48,10 +49,10 @@ def test_tokens_equal_those_of_generate_and_of_continuous_batching(qwen3, oracle
         [make(str(i), *shape) for i, shape in enumerate(shapes)] for _ in range(2)
     )
     report = generate_static(qwen3, static, batch_size=rng.choice([2, 3, 4]))
-    engine = EngineCore(FCFSScheduler(max_num_seqs=3), HFModelRunner(qwen3))
+    engine = RecordingEngineCore(FCFSScheduler(max_num_seqs=3), HFModelRunner(qwen3))
     for request in continuous:
         engine.add_request(request)
-    while engine.has_unfinished_requests():
+    for _ in as_long_as(engine.has_unfinished_requests):
         engine.step()
     for mine, theirs in zip(static, continuous):
         assert report.token_ids[mine.request_id] == theirs.output_token_ids, f"seed {seed}"

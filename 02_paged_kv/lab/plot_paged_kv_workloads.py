@@ -114,7 +114,7 @@ class FirstFit(KVCacheManager):
     """The other baseline: one contiguous region a request, as long as prompt + max_tokens, in the
     first hole that is large enough. Blocks of one slot, but neighbours only."""
 
-    def _take_blocks(self, num_blocks: int) -> list[Block] | None:
+    def _take_blocks(self, num_blocks: int, num_kept_free: int = 0) -> list[Block] | None:
         start = 1
         for block in self.pool.blocks[1:]:
             start = block.block_id + 1 if block.ref_cnt else start

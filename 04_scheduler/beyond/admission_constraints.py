@@ -3,10 +3,10 @@
 Memory and budget are the scheduler's own questions. Others come from features that this book does
 not have, or has elsewhere: a batch may hold only so many LoRA adapters; a grammar that bounds the
 output has to be compiled first. A scheduler asks every constraint before it looks at anything else,
-and passes over a request that one of them holds back.
+and passes over a request that one of them holds back (`AdmissionConstraint`, `scheduler_base.py`).
 
 KV that is on its way is the same kind of question, and is answered by the KV memory itself:
-`ComputedBlocks.is_ready` (chapter 3).
+`NotReady` (chapter 3).
 """
 
 from __future__ import annotations
@@ -14,24 +14,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any, Protocol
+from typing import Any
 
-from request import Request
-
-
-class AdmissionConstraint(Protocol):
-    """Told of every request that begins and ends to run, in pairs; preemption is an end."""
-
-    def may_run(self, request: Request) -> bool:
-        """May this waiting request join those that run? Changes nothing that a later call would
-        answer differently."""
-
-    def has_started(self, request: Request) -> None: ...
-
-    def has_stopped(self, request: Request) -> None: ...
-
-    def forget(self, request: Request) -> None:
-        """The request has ended, whether it ever ran or not."""
+from kv_memory import extra_keys_of
+from request import Request, check_integers
 
 
 class MaxLoRAs:
@@ -39,14 +25,13 @@ class MaxLoRAs:
     keys, `("lora", id)`; those without one are never held back. Raises `ValueError` below 1."""
 
     def __init__(self, max_loras: int) -> None:
-        if max_loras < 1:
-            raise ValueError(f"max_loras is {max_loras}: it must be >= 1")
+        check_integers(1, max_loras=max_loras)
         self.max_loras = max_loras
         self._num_running: Counter[str | int] = Counter()
 
     @staticmethod
     def _adapter(request: Request) -> str | int | None:
-        return dict(request.extra_keys).get("lora")
+        return dict(extra_keys_of(request)).get("lora")
 
     def may_run(self, request: Request) -> bool:
         adapter = self._adapter(request)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from kv_memory import extra_keys_of
 from policies import SchedulePolicy
 from request import Request
 
@@ -21,6 +22,6 @@ class TakeTurns(SchedulePolicy):
         self._num_requests: Counter[str | int] = Counter()
 
     def key(self, request: Request) -> int:
-        tenant = dict(request.extra_keys).get("salt", "")
+        tenant = dict(extra_keys_of(request)).get("salt", "")
         self._num_requests[tenant] += 1
         return self._num_requests[tenant]

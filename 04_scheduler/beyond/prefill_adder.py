@@ -33,8 +33,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from enum import Enum, auto
 
-from request import Request
-from scheduler_interface import ComputedBlocks, KVMemory
+from kv_memory import ComputedBlocks, KVMemory
+from request import Request, check_integers
 from whole_prompts import ChunkPolicy, CutPrompts, WholePrompts
 
 CLIP_MAX_NEW_TOKENS = 4096  # more than that is never expected of anybody
@@ -63,10 +63,7 @@ class NewTokenRatio:
             raise ValueError(f"init_new_token_ratio is {initial!r}: it must be in [0, 1]")
         if not 0 <= minimum <= initial:
             raise ValueError(f"min_new_token_ratio is {minimum!r}: it must be in [0, {initial}]")
-        if not isinstance(decay_steps, int) or decay_steps < 1:
-            raise ValueError(
-                f"new_token_ratio_decay_steps is {decay_steps!r}: it must be an integer >= 1"
-            )
+        check_integers(1, new_token_ratio_decay_steps=decay_steps)
         self.value = self.initial = initial
         self.minimum = minimum
         self._decay_steps = decay_steps
@@ -98,8 +95,7 @@ class PrefillAdder:
     `running` are those who decode, `num_next_decode_tokens` the memory that their next step takes
     for certain. `max_input_tokens` is what the largest step may compute: work beyond that is cut
     even where prompts are not. `chunk_policy` says how much of a prompt, and the adder where that
-    ends. `allocate(request, computed, num_new_tokens)` seats a request whose
-    memory is there. For 0 tokens it refuses, and whatever the look-up began is undone."""
+    ends. `allocate(request, computed, num_new_tokens)` seats a request whose memory is there."""
 
     def __init__(
         self,
@@ -152,7 +148,7 @@ class PrefillAdder:
         it can hold any request (`add_request` sees to that)."""
         computed = computed or ComputedBlocks()
         is_alone = self._nobody_runs and not self.can_run_list
-        num_behind = req.remaining_tokens - computed.num_tokens
+        num_behind = req.num_tokens - computed.num_tokens
         # Cached pages that nobody uses count as free, until this request uses them.
         num_idle_pages = sum(block.ref_cnt == 1 for block in computed.blocks)
         num_needed = self._whole_pages(num_behind + num_expected_outputs(req))
@@ -160,9 +156,9 @@ class PrefillAdder:
         num_tokens = self._num_tokens_now(req, num_behind)
         is_cut = num_tokens < num_behind
         if num_needed > self.rem_total_tokens and not is_alone:
-            return self._refuse(req, computed, AddReqResult.NO_TOKEN)
+            return AddReqResult.NO_TOKEN
         if num_tokens == 0 or (is_cut and has_chunked_req):
-            return self._refuse(req, computed, AddReqResult.OTHER)
+            return AddReqResult.OTHER
         num_available = self._num_available_tokens
         if not self._allocate(req, computed, num_tokens):
             return AddReqResult.NO_TOKEN
@@ -211,10 +207,6 @@ class PrefillAdder:
         self.rem_input_tokens -= num_tokens
         if self.rem_chunk_tokens is not None:
             self.rem_chunk_tokens -= num_tokens
-
-    def _refuse(self, req: Request, computed: ComputedBlocks, result: AddReqResult) -> AddReqResult:
-        self._allocate(req, computed, 0)
-        return result
 
     def _budget_state(self) -> AddReqResult:
         if self.rem_total_tokens <= 0:

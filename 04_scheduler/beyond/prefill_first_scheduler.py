@@ -36,18 +36,19 @@ the last admitted.) The names are SGLang's. Priorities order the queue, and take
 
 from __future__ import annotations
 
-import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
-from admission_constraints import AdmissionConstraint
+from kv_memory import ComputedBlocks, KVMemory, NotReady
 from policies import SchedulePolicy
 from policy_queue import create_queue
 from prefill_adder import AddReqResult, NewTokenRatio, PrefillAdder
-from request import Request
+from request import Request, check_integers
 from schedule_batch import ForwardMode, ScheduleBatch
 from scheduler import MAX_PASSED_OVER, make_kv_memory
-from scheduler_base import SchedulerBase, SchedulerLimits, StepPlan
-from scheduler_interface import ComputedBlocks, KVMemory, SchedulerOutput
+from scheduler_base import AdmissionConstraint, SchedulerBase
+from scheduler_books import SchedulerLimits
+from scheduler_interface import SchedulerOutput
+from step_plan import StepPlan
 from whole_prompts import ChunkPolicy, CutPrompts, WholePrompts
 
 __all__ = ["ForwardMode", "PrefillFirstScheduler", "ScheduleBatch"]
@@ -76,9 +77,9 @@ class PrefillFirstScheduler(SchedulerBase):
         constraints: Sequence[AdmissionConstraint] = (),
         max_preemptions: int = 3,
         max_overtakes: int | None = 1000,
-        seed: int = 0,
         preempt_every: int | None = None,
         shuffle_waiting: bool = False,
+        seed: int = 0,
         mixing: bool = False,
         chunked_prefill_size: int | None = None,
         chunk_policy: ChunkPolicy | None = None,
@@ -86,22 +87,24 @@ class PrefillFirstScheduler(SchedulerBase):
         min_new_token_ratio: float = 0.1,
         new_token_ratio_decay_steps: int = 600,
         max_consecutive_prefills: int | None = 8,
-        num_lookahead_tokens: int = 0,
     ) -> None:
-        _check_positive(
-            preempt_every=preempt_every,
-            chunked_prefill_size=chunked_prefill_size,
-            max_consecutive_prefills=max_consecutive_prefills,
-        )
+        bounds = {
+            "chunked_prefill_size": chunked_prefill_size,
+            "max_consecutive_prefills": max_consecutive_prefills,
+        }
+        check_integers(1, **{name: bound for name, bound in bounds.items() if bound is not None})
         kv_memory = kv_memory or make_kv_memory(num_gpu_blocks, block_size)
         find_cached, size = kv_memory.find_cached_blocks, kv_memory.block_size
         super().__init__(
-            SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_model_len, max_preemptions),
+            SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_model_len),
             kv_memory,
             create_queue(policy, find_cached, size, seed, max_overtakes),
             chunk_policy or (WholePrompts() if chunked_prefill_size is None else CutPrompts()),
             constraints,
-            num_lookahead_tokens,
+            max_preemptions,
+            preempt_every,
+            shuffle_waiting,
+            seed,
         )
         self.mixing = mixing
         self.chunked_prefill_size = chunked_prefill_size
@@ -115,9 +118,6 @@ class PrefillFirstScheduler(SchedulerBase):
         # Everybody who runs gets a token in a decode batch, so they must not be more than that.
         self._num_seats = min(max_num_seqs, max_num_batched_tokens)
         self._num_prefills_in_a_row = 0  # that let somebody wait
-        self.preempt_every = preempt_every
-        self._shuffle = random.Random(seed) if shuffle_waiting else None
-        self._num_steps = 0
 
     @property
     def new_token_ratio(self) -> float:
@@ -126,10 +126,12 @@ class PrefillFirstScheduler(SchedulerBase):
 
     def schedule(self) -> SchedulerOutput:
         """Plan a step: a prefill batch, a decode batch, or both in one."""
-        plan = self.begin_step()
-        self._preempt_by_force(plan)
-        self.last_batch = self.get_next_batch_to_run(plan)
-        return self.finish_step(plan)
+        step = self.begin_step()
+        if (victim := self.forced_victim()) is not None:
+            step.preempted.append(victim)
+            self._retract(victim)
+        self.last_batch = self.get_next_batch_to_run(step)
+        return self.finish_step(step)
 
     def beside_chunks(self) -> Collection[Request]:
         if self.mixing:
@@ -138,19 +140,19 @@ class PrefillFirstScheduler(SchedulerBase):
 
     # -- which batch
 
-    def get_next_batch_to_run(self, plan: StepPlan) -> ScheduleBatch:
-        """The batch of this step, put into `plan`. Who is retracted for it stands there too, and
+    def get_next_batch_to_run(self, step: StepPlan) -> ScheduleBatch:
+        """The batch of this step, put into `step`. Who is retracted for it stands there too, and
         then nobody is admitted: it would be for the memory that was just missing."""
         self._merge_last_batch()
         have_waited = self._num_prefills_in_a_row == self.max_consecutive_prefills
         is_turn_of_decodes = have_waited and bool(self.running_batch.reqs)
-        if self.mixing or plan.preempted or is_turn_of_decodes:
-            decodes = self.update_running_batch(plan)  # in a mixed batch they come first
-            if not self.mixing or plan.preempted:
+        if self.mixing or step.preempted or is_turn_of_decodes:
+            decodes = self.update_running_batch(step)  # in a mixed batch they come first
+            if not self.mixing or step.preempted:
                 return decodes
-        new_batch = self.get_new_batch_prefill(plan)
+        new_batch = self.get_new_batch_prefill(step)
         if new_batch is None:
-            return decodes if self.mixing else self.update_running_batch(plan)
+            return decodes if self.mixing else self.update_running_batch(step)
         if self.mixing:
             new_batch.mix_with_running(decodes)
         elif self.running_batch.reqs:
@@ -168,12 +170,12 @@ class PrefillFirstScheduler(SchedulerBase):
 
     # -- prefill
 
-    def get_new_batch_prefill(self, plan: StepPlan) -> ScheduleBatch | None:
-        """Put prompts into `plan`, as many as fit: first the one that was cut, then those who
+    def get_new_batch_prefill(self, step: StepPlan) -> ScheduleBatch | None:
+        """Put prompts into `step`, as many as fit: first the one that was cut, then those who
         wait. None: none did."""
         if self.chunked_req is None and (not self.waiting or len(self.running) >= self._num_seats):
             return None
-        adder = self._make_adder(plan)
+        adder = self._make_adder(step)
         if self.chunked_req is not None:
             self.chunked_req = adder.add_chunked_req(self.chunked_req)
             if not adder.can_run_list:
@@ -185,15 +187,15 @@ class PrefillFirstScheduler(SchedulerBase):
             assert self.chunked_req is None, "two prompts are cut at once"
             self.chunked_req = adder.new_chunked_req
         for request in adder.can_run_list:
-            plan.add(request, adder.num_tokens[request.request_id])
+            step.add(request, adder.num_tokens[request.request_id])
         return ScheduleBatch(self.kv_memory, adder.can_run_list, ForwardMode.EXTEND)
 
-    def _make_adder(self, plan: StepPlan) -> PrefillAdder:
+    def _make_adder(self, step: StepPlan) -> PrefillAdder:
         decodes = self.running_batch
         chunk = self.chunked_prefill_size
         if chunk is not None:  # of the chunk, too, a mixed batch gives its decodes their share,
             # but a page is left however many they are: or a prompt would wait for all of them
-            num_planned = self.max_num_batched_tokens - plan.budget
+            num_planned = self.max_num_batched_tokens - step.budget
             chunk = max(chunk - num_planned, min(chunk, self.kv_memory.block_size))
         # In a mixed batch those who decode have their next pages already.
         num_next_pages = 0 if self.mixing else decodes.new_page_count_next_decode()
@@ -202,7 +204,7 @@ class PrefillFirstScheduler(SchedulerBase):
             self._allocate,
             decodes.reqs,
             self.new_token_ratio,
-            plan.budget,
+            step.budget,
             chunk,
             max_input_tokens=self.max_num_batched_tokens,
             num_next_decode_tokens=num_next_pages * self.kv_memory.block_size,
@@ -221,23 +223,20 @@ class PrefillFirstScheduler(SchedulerBase):
         over; so is one that a constraint holds back, unless it has waited too long."""
         num_passed_over = 0
         num_running = len(adder.can_run_list)
-        for request in self._waiting_in_order():
+        for request in self.waiting_in_order():
             if len(self.running) >= self._num_seats or num_passed_over == MAX_PASSED_OVER:
                 break
-            if self.waits_for_parent(request):
-                continue  # which may be anywhere behind it
             if not self.may_run(request):
                 if self.waiting.is_aged(request):
                     break
                 num_passed_over += 1
                 continue
             computed = self.look_up(request)
-            if not computed.is_ready:
+            if isinstance(computed, NotReady):
                 num_passed_over += 1
                 continue
-            num_behind = request.remaining_tokens - computed.num_tokens
+            num_behind = request.num_tokens - computed.num_tokens
             if not self.chunk_policy.may_start(request, num_behind):
-                self._allocate(request, computed, 0)  # what the look-up began is undone
                 if self.waiting.is_aged(request):
                     break
                 num_passed_over += 1
@@ -248,53 +247,38 @@ class PrefillFirstScheduler(SchedulerBase):
         for request in adder.can_run_list[num_running:]:
             self.waiting.remove_request(request)
 
-    def _waiting_in_order(self) -> Iterable[Request]:
-        if self._shuffle is None:
-            return self.waiting
-        requests = list(self.waiting)
-        self._shuffle.shuffle(requests)
-        return requests
-
     # -- decode
 
-    def update_running_batch(self, plan: StepPlan) -> ScheduleBatch:
-        """Put a token for everybody who decodes into `plan`, and retract some if there is no memory
+    def update_running_batch(self, step: StepPlan) -> ScheduleBatch:
+        """Put a token for everybody who decodes into `step`, and retract some if there is no memory
         for it."""
         batch = self.running_batch
         self._num_prefills_in_a_row = 0
         if not batch.reqs:
             self._new_token_ratio.reset()
             return batch
-        num_for_prompts = 0  # no guess takes a page that a prompt could have
-        if self.mixing and (self.waiting or self.chunked_req is not None):
-            num_for_prompts = self.kv_memory.block_size
-        batch.trim_drafts(plan.budget - num_for_prompts)
-        has_memory = batch.check_decode_mem(self.num_lookahead)
-        if not has_memory and batch.drop_drafts():  # nobody is retracted for a guess
-            has_memory = batch.check_decode_mem()
-        if has_memory:
+        if self.check_decode_mem(step):
             self._new_token_ratio.decay()
         else:
-            plan.preempted += batch.retract_decode(self._retract, self.is_pinned, self.chunked_req)
+            step.preempted += batch.retract_decode(self._retract, self.is_pinned, self.chunked_req)
             self._new_token_ratio.raise_for(batch.reqs)
             if not batch.check_decode_mem():
                 return ScheduleBatch(self.kv_memory)  # alone, with a load in its way
         for request in batch.reqs:
-            plan.add(request, request.remaining_tokens)
+            step.add(request, self.num_behind(request))
         return batch
+
+    def check_decode_mem(self, step: StepPlan) -> bool:
+        """Get those who decode the memory of what `step` is to compute of them."""
+        return self.running_batch.check_decode_mem()
 
     def _retract(self, request: Request) -> None:
         if request is self.chunked_req:
             self.chunked_req = None
         self.preempt(request)
 
-    def _preempt_by_force(self, plan: StepPlan) -> None:
-        self._num_steps += 1
-        if self.preempt_every and self._num_steps % self.preempt_every == 0:
-            victims = (r for r in reversed(self.running.values()) if not self.is_pinned(r))
-            if (victim := next(victims, None)) is not None:
-                plan.preempted.append(victim)
-                self._retract(victim)
+    def may_be_forced(self, request: Request) -> bool:
+        return not self.is_pinned(request)
 
     def check_invariants(self) -> None:
         """Between two steps. O(everything)."""
@@ -309,10 +293,3 @@ class PrefillFirstScheduler(SchedulerBase):
         for request in self.running.values():
             if request is not self.chunked_req:
                 assert request.num_tokens - request.num_computed_tokens == 1, repr(request)
-
-
-def _check_positive(**fields: int | None) -> None:
-    for name, value in fields.items():
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (is_integer and value >= 1):
-            raise ValueError(f"{name} is {value!r}: it must be None or an integer >= 1")

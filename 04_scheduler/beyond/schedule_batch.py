@@ -15,13 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from kv_memory import KVMemory
 from request import Request, RequestStatus
-from scheduler_interface import KVMemory
 
 
 class ForwardMode(Enum):
     EXTEND = auto()  # prompts, or pieces of them
-    DECODE = auto()  # a token each (and drafts)
+    DECODE = auto()  # a token each
     MIXED = auto()  # both
 
 
@@ -52,44 +52,20 @@ class ScheduleBatch:
 
     # -- the next decode
 
-    def trim_drafts(self, budget: int) -> None:
-        """A token for everybody comes before a second one for anybody."""
-        num_spare = max(0, budget - len(self.reqs))
-        for req in self.reqs:
-            if req.draft_token_ids:
-                req.draft_token_ids = req.draft_token_ids[:num_spare]
-                num_spare -= len(req.draft_token_ids)
-
     def new_page_count_next_decode(self) -> int:
-        """Pages that the next decode opens, for all together."""
-        size, count = self.kv_memory.block_size, 0
-        for req in self.reqs:  # what is computed is in pages that it has
-            start = req.num_computed_tokens
-            count += (start + req.remaining_tokens - 1) // size - (start - 1) // size
-        return count
+        """Pages that the next decode opens, for all together: what is computed is in pages that
+        they have, so a new one is opened where a page begins."""
+        size = self.kv_memory.block_size
+        return sum(req.num_computed_tokens % size == 0 for req in self.reqs)
 
-    def drop_drafts(self) -> bool:
-        """Forget what was proposed (chapter 5). Was there anything?"""
-        drafting = [req for req in self.reqs if req.draft_token_ids]
-        for req in drafting:
-            req.draft_token_ids = []
-        return bool(drafting)
-
-    def check_decode_mem(self, num_lookahead: Callable[[Request, int], int] | None = None) -> bool:
-        """Get everybody the pages of the next decode. False: the memory has not that many. Whoever
-        got some keeps them, so asking again is cheap. `num_lookahead(req, end)` slots behind it are
-        taken if they are there."""
-        size, allocate_slots = self.kv_memory.block_size, self.kv_memory.allocate_slots
-        for req in self.reqs:
-            num_left_in_page = -req.num_computed_tokens % size
-            num_tokens = req.remaining_tokens
-            if num_tokens > num_left_in_page and not allocate_slots(req, num_tokens):
-                return False
-            if num_lookahead is not None:
-                num_more = num_lookahead(req, req.num_computed_tokens + num_tokens)
-                if num_tokens + num_more > num_left_in_page:
-                    allocate_slots(req, num_tokens, num_more)
-        return True
+    def check_decode_mem(self) -> bool:
+        """Get everybody the page of its next token. False: the memory has not that many. Whoever
+        got one keeps it, so asking again is cheap."""
+        size = self.kv_memory.block_size
+        return all(
+            req.num_computed_tokens % size or self.kv_memory.allocate_slots(req, 1)
+            for req in self.reqs
+        )
 
     def retract_decode(
         self,

@@ -2,15 +2,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bounded_loops import as_long_as
 from fake_model import FakeModelRunner
+from kv_memory import KeyedRequest
 from own_policy import TakeTurns
-from request import Request, SamplingParams
+from request import SamplingParams
 from scheduler import Scheduler
 
 
-def request(name: str, tenant: str) -> Request:
+def request(name: str, tenant: str) -> KeyedRequest:
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-    return Request(name, [ord(c) for c in name], params, extra_keys=[("salt", tenant)])
+    return KeyedRequest(name, [ord(c) for c in name], params, extra_keys=[("salt", tenant)])
 
 
 def test_tenants_take_turns():
@@ -21,10 +23,10 @@ def test_tenants_take_turns():
     scheduler.add_request(request("modest 0", "modest"))
     scheduler.add_request(request("modest 1", "modest"))
     served = []
-    while scheduler.has_requests():
+    for _ in as_long_as(scheduler.has_unfinished_requests):
         output = scheduler.schedule()
         served += [new.req_id for new in output.scheduled_new_reqs]
-        scheduler.update_from_output(output, runner.execute(output))
+        scheduler.update_from_output(output, runner.execute(output).wait())
     assert served == ["greedy 0", "modest 0", "greedy 1", "modest 1", "greedy 2", "greedy 3"]
 
 

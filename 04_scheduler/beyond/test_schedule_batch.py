@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from block_pool import BlockPool
-from kv_cache_manager import KVCacheManager
+from kv_memory import KVMemory, UncachedKVCacheManager
 from request import Request, RequestStatus
 from schedule_batch import ForwardMode, ScheduleBatch
 
 
-def memory_of(num_pages: int) -> KVCacheManager:
-    return KVCacheManager(BlockPool(num_pages + 1), 4)
+def memory_of(num_pages: int) -> UncachedKVCacheManager:
+    return UncachedKVCacheManager(BlockPool(num_pages + 1), 4)
 
 
 def decoding(
-    memory: KVCacheManager, name: str, num_prompt: int, num_outputs: int = 1, max_tokens: int = 50
+    memory: KVMemory,
+    name: str,
+    num_prompt: int,
+    num_outputs: int = 1,
+    max_tokens: int = 50,
 ) -> Request:
     """One token behind, with pages for what is computed."""
     request = Request.from_tokens(name, list(range(num_prompt)), max_tokens)
@@ -32,7 +36,7 @@ def names(requests: list[Request]) -> str:
 class Retract:
     """What a scheduler does to a victim, as far as a batch sees it."""
 
-    def __init__(self, memory: KVCacheManager) -> None:
+    def __init__(self, memory: KVMemory) -> None:
         self.memory = memory
 
     def __call__(self, request: Request) -> None:
@@ -72,8 +76,6 @@ def test_a_page_is_needed_where_one_begins():
         request = decoding(memory, str(num_prompt), num_prompt)
         counts.append(ScheduleBatch(memory, [request]).new_page_count_next_decode())
     assert counts == [0, 0, 0, 1, 0, 0, 0, 1, 0]
-    request.draft_token_ids = [0] * 7  # 9 computed, 8 to come: 17 positions are 5 pages, not 3
-    assert ScheduleBatch(memory, [request]).new_page_count_next_decode() == 2
 
 
 def test_pages_are_handed_out_once_and_kept():
@@ -86,17 +88,6 @@ def test_pages_are_handed_out_once_and_kept():
     memory.free(batch.reqs.pop(0))
     assert batch.check_decode_mem() and memory.num_blocks_in_use == 4
     assert batch.check_decode_mem() and memory.num_blocks_in_use == 4
-
-
-def test_drafts_share_what_everybodys_token_leaves():
-    memory = memory_of(20)
-    batch = ScheduleBatch(memory, [decoding(memory, name, 3) for name in "abc"])
-    for request in batch.reqs[1:]:
-        request.draft_token_ids = [1, 2, 3]
-    batch.trim_drafts(7)
-    assert [len(request.draft_token_ids) for request in batch.reqs] == [0, 3, 1]
-    batch.trim_drafts(3)
-    assert [request.remaining_tokens for request in batch.reqs] == [1, 1, 1]
 
 
 def test_fewest_outputs_go_first_and_of_those_the_longest_input():

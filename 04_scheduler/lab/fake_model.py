@@ -15,9 +15,9 @@ tensors make a step microseconds long, so tests can afford thousands of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from scheduler_interface import SchedulerOutput
+from kv_memory import SharingRunnerState
+from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
 
 _MODULUS = (1 << 61) - 1
 
@@ -40,87 +40,59 @@ def continuation(
     return outputs
 
 
-@dataclass(slots=True)
-class _FakeRequest:
-    prompt_token_ids: list[int]
-    output_token_ids: list[int] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.prompt_token_ids + self.output_token_ids
-
-
 class FakeModelRunner:
-    """Executes plans from their deltas alone, as a runner in another process would.
+    """Executes plans from their deltas alone, as a runner in another process would. A
+    `ModelRunner`. `state` is chapter 3's copies of the requests, for whoever shares them.
 
     Raises `AssertionError` if a plan names a request, a position or a slot that it cannot."""
 
-    def __init__(self, block_size: int, vocab_size: int = 50) -> None:
+    def __init__(
+        self, block_size: int, vocab_size: int = 50, state: SharingRunnerState | None = None
+    ) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
-        self.requests: dict[str, _FakeRequest] = {}
+        self.state = state or SharingRunnerState(max_num_seqs=4, max_blocks_per_request=1024)
         self._kv: dict[int, int] = {}  # by slot; what was never written is not there
 
-    def execute(self, output: SchedulerOutput) -> dict[str, list[int]]:
+    def execute(self, plan: SchedulerOutput) -> FinishedStep:
         """One step: the tokens sampled for each request whose last known token was in it."""
-        starts = self._apply(output)
+        self._apply(plan)
+        cached = plan.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
+        starts |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        assert starts.keys() == plan.num_scheduled_tokens.keys()
         written: set[int] = set()
         sampled = {}
-        for request_id, start in starts.items():
-            request = self.requests[request_id]
-            drafts = output.scheduled_draft_token_ids.get(request_id, [])
-            tokens = request.token_ids + drafts
-            stop = start + output.num_scheduled_tokens[request_id]
-            assert 0 <= start < stop <= len(tokens), (request_id, start, stop, len(tokens))
-            predicted = self._compute(request, tokens, start, stop, written)
+        for req_id, start in starts.items():
+            request = self.state.requests[req_id]
+            drafts = plan.scheduled_draft_token_ids.get(req_id, [])
+            tokens = request.tokens(0, request.num_tokens) + drafts
+            stop = start + plan.num_scheduled_tokens[req_id]
+            assert 0 <= start < stop <= len(tokens), (req_id, start, stop, len(tokens))
+            predicted = self._compute(req_id, tokens, start, stop, written)
             if stop == len(tokens):
-                sampled[request_id] = self._verify(drafts, predicted[-1 - len(drafts) :])
-        return sampled
+                sampled[req_id] = self._verify(drafts, predicted[-1 - len(drafts) :])
+        return FinishedStep(StepOutput(sampled))
 
-    def _apply(self, output: SchedulerOutput) -> dict[str, int]:
-        for request_id in output.finished_req_ids:
-            del self.requests[request_id]
-        starts = {}
-        for new in output.scheduled_new_reqs:
-            assert new.req_id not in self.requests, f"{new.req_id!r} is new twice"
-            prompt, block_ids = list(new.prompt_token_ids), list(new.block_ids)
-            self.requests[new.req_id] = _FakeRequest(prompt, block_ids=block_ids)
-            starts[new.req_id] = new.num_computed_tokens
-        cached = output.scheduled_cached_reqs
-        for i, request_id in enumerate(cached.req_ids):
-            request = self.requests[request_id]
-            tokens = cached.new_token_ids[i]
-            if request_id in cached.resumed_req_ids:
-                assert tokens[: len(request.prompt_token_ids)] == request.prompt_token_ids
-                request.output_token_ids = tokens[len(request.prompt_token_ids) :]
-                request.block_ids = list(cached.new_block_ids[i])
-            else:
-                request.output_token_ids += tokens
-                request.block_ids += cached.new_block_ids[i]
-            assert len(request.output_token_ids) == cached.num_output_tokens[i], request_id
-            starts[request_id] = cached.num_computed_tokens[i]
-        self._copy_blocks(output)
-        assert starts.keys() == output.num_scheduled_tokens.keys()
-        return starts
-
-    def _copy_blocks(self, output: SchedulerOutput) -> None:
-        size = self.block_size
-        copied = {
-            copy.dst_block_id * size + i: self._kv.get(copy.src_block_id * size + i)
-            for copy in output.block_copies
-            for i in range(size)
-        }
-        self._kv.update({slot: kv for slot, kv in copied.items() if kv is not None})
-        for copy in output.block_copies:
-            self.requests[copy.request_id].block_ids[copy.block_index] = copy.dst_block_id
+    def _apply(self, plan: SchedulerOutput) -> None:
+        requests, cached = self.state.requests, plan.scheduled_cached_reqs
+        assert plan.finished_req_ids <= requests.keys(), "unknown, and finished"
+        for new in plan.scheduled_new_reqs:
+            is_known = new.req_id in requests and new.req_id not in plan.finished_req_ids
+            assert not is_known, f"{new.req_id!r} is new twice"
+        self.state.apply(plan)
+        for index, req_id in enumerate(cached.req_ids):
+            request, tokens = requests[req_id], cached.new_token_ids[index]
+            assert len(request.output_token_ids) == cached.num_output_tokens[index], req_id
+            if req_id in cached.resumed_req_ids:
+                assert tokens == request.tokens(0, request.num_tokens), "it is sent whole"
 
     def _compute(
-        self, request: _FakeRequest, tokens: list[int], start: int, stop: int, written: set[int]
+        self, req_id: str, tokens: list[int], start: int, stop: int, written: set[int]
     ) -> list[int]:
         """The model's next token after each of the positions `[start, stop)`."""
-        size = self.block_size
-        slots = [request.block_ids[p // size] * size + p % size for p in range(stop)]
+        size, block_ids = self.block_size, self.state.block_ids(req_id)
+        slots = [block_ids[p // size] * size + p % size for p in range(stop)]
         kv = [self._kv[slot] for slot in slots[:start]]
         predicted = []
         for position in range(start, stop):

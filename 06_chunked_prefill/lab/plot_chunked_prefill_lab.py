@@ -21,7 +21,7 @@ from itertools import pairwise
 
 import torch
 
-from batch_layout import BlockTables
+from batch_layout import BlockTables, Query
 from common.bench.bench_record import percentile
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
@@ -30,7 +30,7 @@ from common.tokenizer import load_tokenizer
 from common.training.tiny_data import corpus
 from engine_core import StepRecord
 from mixed_attention import MixedAttentionBackend
-from mixed_batch import Query, compose
+from mixed_batch import compose
 from paged_attention import PagedKVCache, TorchAttentionBackend
 from plot_spec_decode_engine import in_turn
 from request import SamplingParams
@@ -238,7 +238,7 @@ def measure_attention(*, tiny: bool) -> dict:
         for start, num_tokens in spans:
             row = tables.take_row()
             tables.write(row, 0, [free.pop() for _ in range(-(-(start + num_tokens) // 16))])
-            queries.append(Query(row, start, num_tokens, start + num_tokens))
+            queries.append(Query(row, start, num_tokens))
         query = torch.randn(sum(n for _, n in spans), num_heads, head_dim, generator=generator)
         times: dict[str, list[float]] = {backend: [] for backend in backends}
         for backend in in_turn(backends, num_rounds + 1):

@@ -31,11 +31,12 @@ from common.sampling.sampling_constraints import (
     apply_temperature,
     apply_top_k,
     apply_top_p,
-    token_counts,
     top_ids,
 )
-from engine_core import NO_FINITE_LOGITS, SamplerOutput
+from common.sampling.token_counts import TokenCounts
+from input_batch import RunnerRequest
 from request import SamplingParams
+from scheduler_interface import NO_FINITE_LOGITS, StepOutput
 
 _NARROW = 256  # a top-k up to this is handled apart from the rest of the vocabulary
 
@@ -44,20 +45,30 @@ _NARROW = 256  # a top-k up to this is handled apart from the rest of the vocabu
 class SamplingBatch:
     """What the sampler knows of each row of logits. Several rows may belong to one request, each
     with its own history: prompt, outputs, and drafts. Lists are only read; `output_token_ids` may
-    be the live ones."""
+    be the live ones, which only grow."""
 
-    req_ids: list[str]
-    params: list[SamplingParams]
-    seeds: list[int]
-    prompt_token_ids: list[list[int]]
-    output_token_ids: list[list[int]]
-    draft_token_ids: list[list[int]]  # those that stand before the row's token (chapter 5)
-    eos_token_ids: list[Sequence[int]]  # empty where EOS is ignored
+    req_ids: list[str] = field(default_factory=list)
+    params: list[SamplingParams] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    prompt_token_ids: list[list[int]] = field(default_factory=list)
+    output_token_ids: list[list[int]] = field(default_factory=list)
+    # Those that stand before the row's token (chapter 5).
+    draft_token_ids: list[list[int]] = field(default_factory=list)
+    eos_token_ids: list[Sequence[int]] = field(default_factory=list)  # empty where EOS is ignored
     num_unseen: int = 0  # tokens between the history and the row's own, the same for all rows
 
-    @classmethod
-    def make_empty(cls) -> SamplingBatch:
-        return cls([], [], [], [], [], [], [])
+    def add(
+        self, request: RunnerRequest, draft_token_ids: list[int], eos_token_ids: Sequence[int]
+    ) -> None:
+        """A row for the token that follows those of the request, and these drafts."""
+        params = request.params
+        self.req_ids.append(request.req_id)
+        self.params.append(params)
+        self.seeds.append(params.seed or 0)
+        self.prompt_token_ids.append(request.prompt_token_ids)
+        self.output_token_ids.append(request.output_token_ids)
+        self.draft_token_ids.append(draft_token_ids)
+        self.eos_token_ids.append(() if params.ignore_eos else eos_token_ids)
 
     def num_outputs(self, row: int) -> int:
         """The output position of the row's token."""
@@ -129,13 +140,15 @@ class SamplingPlan:
 class Sampler:
     """Chooses each row's next token. `vocab_size`: logits beyond it are padding and never win.
 
-    Keeps nothing but the last batch's parameters in tensor form."""
+    Keeps the last batch's parameters in tensor form, and token counts where there are penalties.
+    Neither changes what is sampled."""
 
     def __init__(self, vocab_size: int | None = None) -> None:
         self.vocab_size = vocab_size
+        self.counts = TokenCounts()
         self._plan: SamplingPlan | None = None
 
-    def sample(self, logits: torch.Tensor, batch: HasSampling) -> SamplerOutput:
+    def sample(self, logits: torch.Tensor, batch: HasSampling) -> StepOutput:
         """One token for each row of `logits` [R, vocab_size or wider]; R may be 0."""
         raw = self.raw_logits(logits)
         rows = list(range(len(raw)))
@@ -152,9 +165,9 @@ class Sampler:
 
     def emit(
         self, raw: torch.Tensor, sampling: SamplingBatch, rows: list[int], tokens: list[int]
-    ) -> SamplerOutput:
+    ) -> StepOutput:
         """What becomes of `tokens`, the one of each of `rows`. A -1 is an error of its request."""
-        output = SamplerOutput({})
+        output = StepOutput()
         asking = []
         for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
             if token < 0:
@@ -180,7 +193,7 @@ class Sampler:
     def _sample(
         self, raw: torch.Tensor, sampling: SamplingBatch, plan: SamplingPlan
     ) -> torch.Tensor:
-        logits = _penalised(raw, sampling, plan)
+        logits = _penalised(raw, sampling, plan, self.counts)
         if len(plan.greedy) == len(logits):
             return _greedy(logits)
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -196,12 +209,13 @@ class Sampler:
 
 
 def sampling_probs(
-    logits: torch.Tensor, sampling: SamplingBatch, plan: SamplingPlan | None = None
+    logits: torch.Tensor, sampling: SamplingBatch, counts: TokenCounts | None = None
 ) -> torch.Tensor:
     """The distribution [R, V] each row's token is drawn from, after every constraint. A greedy
-    row is one-hot. A row without a finite maximum is all NaN. `logits` [R, V] without padding."""
-    plan = plan or SamplingPlan(list(sampling.params), logits.device)
-    logits = _penalised(_as_float(logits), sampling, plan)
+    row is one-hot. A row without a finite maximum is all NaN. `logits` [R, V] without padding.
+    `counts` are kept from call to call; without them the histories are counted anew."""
+    plan = SamplingPlan(list(sampling.params), logits.device)
+    logits = _penalised(_as_float(logits), sampling, plan, counts or TokenCounts())
     probs = torch.zeros_like(logits)
     if plan.greedy:
         tokens = _greedy(_rows(logits, plan.greedy))
@@ -244,7 +258,9 @@ def token_logprobs(
 # -- the rows that need it
 
 
-def _penalised(logits: torch.Tensor, sampling: SamplingBatch, plan: SamplingPlan) -> torch.Tensor:
+def _penalised(
+    logits: torch.Tensor, sampling: SamplingBatch, plan: SamplingPlan, counts: TokenCounts
+) -> torch.Tensor:
     """Minimum length and penalties. `logits` stay as they are."""
     banned: tuple[list[int], list[int]] = ([], [])
     for i in plan.min_tokens:
@@ -257,15 +273,12 @@ def _penalised(logits: torch.Tensor, sampling: SamplingBatch, plan: SamplingPlan
         logits = logits.clone()
         logits[banned] = NEG_INF
     if rows := plan.penalties:
-        outputs = [sampling.output_token_ids[i] + sampling.draft_token_ids[i] for i in rows]
-        counts = [
-            token_counts(tokens, logits.shape[1], logits.device)
-            for tokens in ([sampling.prompt_token_ids[i] for i in rows], outputs)
-        ]
+        columns = (sampling.prompt_token_ids, sampling.output_token_ids, sampling.draft_token_ids)
+        histories = ([column[i] for i in rows] for column in columns)
+        is_known, output_counts = counts.count(*histories, logits.shape[1], logits.device)
         names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
         values = [plan.values(name, rows) for name in names]
-        is_known = (counts[0] > 0) | (counts[1] > 0)
-        changed = apply_penalties(_rows(logits, rows), is_known, counts[1], *values)
+        changed = apply_penalties(_rows(logits, rows), is_known, output_counts, *values)
         logits = _with_rows(logits, rows, changed)
     return logits
 

@@ -9,9 +9,6 @@ Repetition penalty: Keskar et al. 2019 (arXiv 1909.05858); top-p: Holtzman et al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
-
 import torch
 
 NEG_INF = float("-inf")
@@ -111,17 +108,3 @@ def top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
             mask = _highest_mask(logits[tied], num_kept, highest[tied])
             ids[tied] = mask.nonzero()[:, 1].view(len(tied), k)
     return ids.sort(dim=-1).values
-
-
-def token_counts(
-    token_ids: Sequence[Sequence[int]], vocab_size: int, device: torch.device
-) -> torch.Tensor:
-    """How often each token is in each list [R, vocab_size] int32. Ids beyond the vocabulary are
-    left out."""
-    rows = torch.tensor([len(ids) for ids in token_ids])
-    rows = torch.arange(len(token_ids)).repeat_interleave(rows)
-    ids = torch.tensor(list(chain.from_iterable(token_ids)), dtype=torch.int64)
-    flat = (rows * vocab_size + ids)[ids < vocab_size].to(device)
-    counts = torch.zeros(len(token_ids) * vocab_size, dtype=torch.int32, device=device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
-    return counts.view(len(token_ids), vocab_size)

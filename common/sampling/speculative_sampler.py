@@ -5,8 +5,8 @@
     and is decided by         `rejection_sample`               `rejection_sampling_batched`
 
 Drafts come without probabilities from a look-up, and for a request that is greedy or named a seed.
-So such a request gets exactly the tokens that it gets without speculation, however many drafts the
-load, the budget or a preemption leave it. Every constraint applies at every
+So from the same logits such a request gets exactly the tokens that it gets without speculation,
+however many drafts the load, the budget or a preemption leave it. Every constraint applies at every
 draft's position, with the drafts before it as history (Trap 37)."""
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from common.sampling.counter_random import (
     ACCEPT_STREAM,
     DRAFT_STREAM,
     TOKEN_STREAM,
+    DrawnSeedParams,
     sample_from_probs,
 )
 from common.sampling.sampler import Sampler, SamplingBatch, sampling_probs
-from engine_core import SamplerOutput
+from input_batch import RunnerRequest
 from rejection_sampler import VerifiedTokens, rejection_sample, rejection_sampling_batched
-from request import Request
+from scheduler_interface import StepOutput
 
 
 @dataclass(slots=True)
@@ -45,24 +46,21 @@ class _Run:
 
 
 class SpeculativeSampler:
-    """A `SamplerInterface`. `draft_probs(request_id)` are the distributions of its drafts, if any;
-    `num_kept(request_id, tokens)` says how many of a run are wanted: what follows a stop string is
-    not. `reject` and `match` are the rules, in PyTorch or as kernels."""
+    """A `BatchSampler`. `draft_probs(request_id)` are the distributions of its drafts, if any.
+    `reject` and `match` are the rules, in PyTorch or as kernels."""
 
     def __init__(
         self,
         sampler: Sampler,
         draft_probs: Callable[[str], torch.Tensor | None],
-        num_kept: Callable[[str, list[int]], int] | None = None,
         reject: Callable[..., VerifiedTokens] = rejection_sample,
         match: Callable[..., tuple[torch.Tensor, torch.Tensor]] = rejection_sampling_batched,
     ) -> None:
         self.reject, self.match = reject, match
         self.sampler = sampler
         self.draft_probs = draft_probs
-        self.num_kept = num_kept
 
-    def sample(self, logits: torch.Tensor, batch: PagedBatch) -> SamplerOutput:
+    def sample(self, logits: torch.Tensor, batch: PagedBatch) -> StepOutput:
         """1 to k + 1 tokens for each request with k drafts."""
         if not batch.draft_token_ids:
             return self.sampler.sample(logits, batch)
@@ -73,11 +71,9 @@ class SpeculativeSampler:
         rejected = [run for run in runs if run.probs is not None]
         tokens = self._verify(self._match, matched, raw, batch)
         tokens |= self._verify(self._reject, rejected, raw, batch)
-        for req_id, run_tokens in tokens.items():
+        for run_tokens in tokens.values():
             if run_tokens[-1] < 0 and len(run_tokens) > 1:
                 run_tokens.pop()  # the next step comes to this row again, and to no draft before it
-            if self.num_kept is not None and len(run_tokens) > 1:
-                del run_tokens[self.num_kept(req_id, run_tokens) :]
         rows = [run.start + i for run in runs for i in range(len(tokens[run.req_id]))]
         flat = [token for run in runs for token in tokens[run.req_id]]
         return self.sampler.emit(raw, sampling, rows, flat)
@@ -141,7 +137,7 @@ class SpeculativeSampler:
     ) -> torch.Tensor:  # the same
         every = range(len(sampling.req_ids))
         is_bonus = {stop - 1 for stop in accumulate(run.num_drafts + 1 for run in runs)}
-        target_probs = sampling_probs(raw, sampling)
+        target_probs = sampling_probs(raw, sampling, self.sampler.counts)
         accept_u = sampling.uniforms([i for i in every if i not in is_bonus], ACCEPT_STREAM)
         verified = self.reject(
             target_probs,
@@ -172,34 +168,22 @@ class ConstrainedDrafts:
         self.sampler = sampler
         self.eos_token_ids = tuple(eos_token_ids)
 
-    def needs_probs(self, request: Request) -> bool:
-        return not (request.is_seeded or request.sampling_params.is_greedy)
+    def needs_probs(self, request: RunnerRequest) -> bool:
+        return isinstance(request.params, DrawnSeedParams) and not request.params.is_greedy
 
     def sample_drafts(
-        self, logits: torch.Tensor, requests: Sequence[Request], num_drafted: int
+        self, logits: torch.Tensor, requests: Sequence[RunnerRequest], num_drafted: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         raw = self.sampler.raw_logits(logits)
-        sampling = self._sampling(requests, num_drafted)
-        if all(request.sampling_params.is_greedy for request in requests):
+        sampling = SamplingBatch(num_unseen=num_drafted)
+        for request in requests:
+            sampling.add(request, [], self.eos_token_ids)
+        if all(request.params.is_greedy for request in requests):
             return self.sampler.draw(raw, sampling).clamp(min=0), None
         rows = range(len(requests))
-        probs = sampling_probs(raw, sampling)
+        probs = sampling_probs(raw, sampling, self.sampler.counts)
         own = torch.tensor([self.needs_probs(request) for request in requests])
         u = torch.where(
             own, sampling.uniforms(rows, DRAFT_STREAM), sampling.uniforms(rows, TOKEN_STREAM)
         )
         return sample_from_probs(probs, u.to(raw.device)), probs
-
-    def _sampling(self, requests: Sequence[Request], num_drafted: int) -> SamplingBatch:
-        sampling = SamplingBatch.make_empty()
-        for request in requests:
-            params = request.sampling_params
-            sampling.req_ids.append(request.request_id)
-            sampling.params.append(params)
-            sampling.seeds.append(params.seed or 0)
-            sampling.prompt_token_ids.append(request.prompt_token_ids)
-            sampling.output_token_ids.append(request.output_token_ids)
-            sampling.draft_token_ids.append([])
-            sampling.eos_token_ids.append(() if params.ignore_eos else self.eos_token_ids)
-        sampling.num_unseen = num_drafted
-        return sampling

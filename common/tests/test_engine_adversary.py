@@ -12,11 +12,13 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.llm import as_list_of_prompts
 from common.loader import load_model
-from common.tests.engine_oracle import Oracle
-from request import RequestOutput, SamplingParams
+from common.outputs import RequestOutput
+from common.tests.engine_oracle import Oracle, paged_runner
+from request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -46,11 +48,11 @@ def must_be_empty(engine: LLMEngine) -> None:
     """Nobody is left, in no part of the engine."""
     engine.step()  # tells the runner who has finished
     engine.check_invariants()
-    runner = engine.core.runner
+    state = paged_runner(engine).state
     assert not engine._groups and not engine._owners
-    assert not runner.requests
-    assert len(set(runner.tables._free_rows)) == len(runner.tables.ids)
-    assert len(runner.tables._free_rows) == len(runner.tables.ids)
+    assert not state.requests
+    assert len(set(state.tables._free_rows)) == len(state.tables.ids)
+    assert len(state.tables._free_rows) == len(state.tables.ids)
     assert engine.stats().kv_blocks_in_use == 0
 
 
@@ -223,7 +225,7 @@ def test_name_of_a_finished_sample_is_taken_until_its_group_ends(
 ) -> None:
     engine = make_engine(random_loaded, max_num_seqs=1)
     engine.add_request("a", random_oracle.prompts[0], replace(GREEDY, n=2))
-    while "a#0" in engine.scheduler.requests:
+    for _ in as_long_as(lambda: "a#0" in engine.scheduler.requests):
         engine.step()
     with pytest.raises(ValueError, match="'a#0'"):
         engine.add_request("a#0", random_oracle.prompts[1], GREEDY)
@@ -439,7 +441,8 @@ def test_a_step_that_raises_ends_its_requests_and_nothing_else(
     for i in range(4):
         engine.add_request(str(i), random_oracle.prompts[i], greedy)
     engine.step()
-    part = engine.core.sampler if stage == "sample" else engine.core.runner
+    runner = paged_runner(engine)
+    part = runner.sampler if stage == "sample" else runner
     works = getattr(part, stage)
 
     def fail(*_: object) -> None:

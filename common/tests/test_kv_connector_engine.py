@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.loader import load_model
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, greedy_params, make_oracle, serve
@@ -136,13 +137,13 @@ def test_a_request_that_is_loading_does_not_hold_up_others(oracle, loaded):
         engine.add_request("loads", oracle.prompts[2], greedy_params(3))
         engine.add_request("runs", oracle.prompts[-1], greedy_params(3))
         done = {}
-        while "runs" not in done:
+        for _ in as_long_as(lambda: "runs" not in done):
             done |= {o.request_id: o for o in engine.step() if o.finished}
         assert "loads" not in done
         request = engine.scheduler.requests["loads"]
         assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         gate.set()
-        while "loads" not in done:
+        for _ in as_long_as(lambda: "loads" not in done):
             done |= {o.request_id: o for o in engine.step() if o.finished}
         assert done["loads"].num_cached_tokens == 44
         assert done["loads"].outputs[0].token_ids == oracle.expected(2, 3)
@@ -222,6 +223,7 @@ def test_tiers_and_pool_together(oracle, loaded, pool, tmp_path):
                 engine.abort_request(str(rng.randrange(step)))
             outputs |= {o.request_id: o for o in engine.step() if o.finished}
             step += 1
+            assert step < 2000, "the engine does not come to an end"
         for request_id, output in outputs.items():
             completion = output.outputs[0]
             if completion.finish_reason != "abort":

@@ -24,6 +24,7 @@ LATE_S = 60.0  # a loaded machine's tolerance
 ENGINE = """
 import json, sys
 import torch
+from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.loader import load_model
 from mooncake_pool import MooncakeAddress, MooncakePool
@@ -46,7 +47,7 @@ for line in sys.stdin:
         engine.add_request(str(index), prompt, params, cache_salt=job["salt"])
     outputs = {}
     before = engine.stats().scheduled_tokens
-    while engine.has_unfinished_requests():
+    for _ in as_long_as(engine.has_unfinished_requests):
         done = [output for output in engine.step() if output.finished]
         outputs.update((int(output.request_id), output) for output in done)
         say(num_finished=len(outputs))

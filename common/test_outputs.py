@@ -8,9 +8,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from common.output_processor import OutputProcessor
+from common.outputs import CompletionOutput, OutputProcessor
 from common.tokenizer import IncrementalDetokenizer
-from request import CompletionOutput, Request, SamplingParams
+from request import Request, SamplingParams
 from scheduler_interface import EngineCoreOutput
 
 TEXT = "def café(n):\n    return '😀' * n  # naïve\n" * 3

@@ -1,0 +1,178 @@
+"""The record against what really happened, and the loop that keeps it against chapter 1's."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bounded_loops import as_long_as
+from engine_core import EngineCore
+from fcfs_scheduler import FCFSScheduler
+from hf_model_runner import HFModelRunner
+from scheduler_interface import SchedulerOutput, StepOutput
+from step_record import RecordingEngineCore, StepRecord
+from test_engine_core import SCRIPT, Answers, ScriptedRunner, make, run
+
+
+def test_the_record_of_a_run_by_hand():
+    """Two slots and three requests: c takes the slot of b in the step after b's last."""
+    records: list[StepRecord] = []
+    runner = ScriptedRunner(SCRIPT)
+    engine = RecordingEngineCore(FCFSScheduler(max_num_seqs=2), runner, [records.append])
+    run(
+        engine,
+        make("a", [1, 2, 3], max_tokens=3),
+        make("b", [4], max_tokens=1),
+        make("c", [5, 6], max_tokens=2),
+    )
+    facts = [(r.num_scheduled_tokens, r.start_positions, r.admitted, r.finished) for r in records]
+    assert facts == [
+        ({"a": 3, "b": 1}, {"a": 0, "b": 0}, ["a", "b"], {"b": "length"}),
+        ({"c": 2, "a": 1}, {"c": 0, "a": 3}, ["c"], {}),
+        ({"a": 1, "c": 1}, {"a": 4, "c": 2}, [], {"a": "length", "c": "length"}),
+    ]
+    assert [r.new_token_ids for r in records] == [
+        {"a": [20], "b": [20]},
+        {"c": [20], "a": [30]},
+        {"a": [21], "c": [30]},
+    ]
+    assert [(r.num_running, r.num_waiting) for r in records] == [(1, 1), (2, 0), (0, 0)]
+    assert [r.step for r in records] == [0, 1, 2] and engine.num_steps == 3
+    assert [r.kv_tokens_written for r in records] == [3 + 1, 2 + 4, 5 + 3]
+    assert all(r.preempted == [] for r in records)
+
+
+def test_the_records_add_up_to_what_every_request_did():
+    rng = random.Random(0)
+    records: list[StepRecord] = []
+    runner = ScriptedRunner(SCRIPT)
+    engine = RecordingEngineCore(FCFSScheduler(3, 12), runner, [records.append])
+    requests = [
+        make(
+            str(i),
+            [1] * rng.randint(1, 9),
+            [30],
+            max_tokens=rng.randint(1, 9),
+            ignore_eos=i % 2 > 0,
+        )
+        for i in range(12)
+    ]
+    run(engine, *requests)
+    for request in requests:
+        mine = [r for r in records if request.request_id in r.num_scheduled_tokens]
+        counts = [r.num_scheduled_tokens[request.request_id] for r in mine]
+        starts = [r.start_positions[request.request_id] for r in mine]
+        assert starts == [sum(counts[:i]) for i in range(len(counts))], "a gap or an overlap"
+        assert sum(counts) == request.num_prompt_tokens + request.num_output_tokens - 1
+        tokens = [t for r in mine for t in r.new_token_ids[request.request_id]]
+        assert tokens == request.output_token_ids
+        assert [r.step for r in records if request.request_id in r.admitted] == [mine[0].step]
+        ends = {
+            r.step: r.finished[request.request_id] for r in mine if request.request_id in r.finished
+        }
+        assert ends == {mine[-1].step: request.finish_reason}
+
+
+def test_the_times_are_those_of_the_five_parts(qwen3, monkeypatch):
+    """On a clock that only the five collaborators move, each by its own time, in seconds."""
+    now = 100.0
+    monkeypatch.setattr("scheduler_interface.time.monotonic", lambda: now)
+
+    def slow(owner: object, name: str, seconds: float) -> None:
+        plain = getattr(owner, name)
+
+        def method(*args):
+            nonlocal now
+            now += seconds
+            return plain(*args)
+
+        setattr(owner, name, method)
+
+    records: list[StepRecord] = []
+    engine = RecordingEngineCore(FCFSScheduler(), HFModelRunner(qwen3), [records.append])
+    slow(engine.scheduler, "schedule", 1)
+    slow(engine.runner, "prepare", 2)
+    slow(engine.runner, "forward", 4)
+    slow(engine.runner.sampler, "sample", 8)
+    slow(engine.scheduler, "update_from_output", 16)
+    engine.add_request(make("a", [1], max_tokens=1))
+    engine.step()
+    engine.step()  # an empty one
+    times = [
+        (r.start_time, r.schedule_ms, r.prepare_ms, r.forward_ms, r.sample_ms, r.update_ms)
+        for r in records
+    ]
+    assert times == [(100, 1e3, 2e3, 4e3, 8e3, 16e3), (131, 1e3, 2e3, 0, 0, 16e3)]
+    assert [r.step_ms for r in records] == [31e3, 19e3]
+
+
+def test_keeping_a_record_changes_nothing():
+    def results_of(kind: type[EngineCore]) -> list:
+        engine = kind(FCFSScheduler(2, 12), ScriptedRunner(SCRIPT))
+        for i in range(5):
+            engine.add_request(make(str(i), [1] * (i + 1), [30], max_tokens=3, ignore_eos=i > 2))
+        results = []
+        for _ in as_long_as(engine.has_unfinished_requests):
+            results.append(engine.step())
+        return results
+
+    assert results_of(RecordingEngineCore) == results_of(EngineCore)
+
+
+def test_observers_are_called_in_turn_with_the_same_record_after_the_scheduler_is_checked():
+    seen = []
+    scheduler = FCFSScheduler()
+    scheduler.check_invariants = lambda: seen.append("checked")
+    observers = [lambda record: seen.append((1, record)), lambda record: seen.append((2, record))]
+    engine = RecordingEngineCore(scheduler, ScriptedRunner(SCRIPT), observers, True)
+    engine.add_request(make("a", [1], max_tokens=1))
+    engine.step()
+    checked, (first, record), (second, same) = seen
+    assert (checked, first, second) == ("checked", 1, 2)
+    assert record is same and record.finished == {"a": "length"}
+
+
+def test_a_scheduler_that_contradicts_itself_is_noticed_in_that_step():
+    scheduler = FCFSScheduler()
+    engine = RecordingEngineCore(scheduler, ScriptedRunner(SCRIPT), check_invariants=True)
+    engine.add_request(make("a", [1], max_tokens=9))
+    engine.step()
+    scheduler.running["a"].all_token_ids.append(5)
+    with pytest.raises(AssertionError):
+        engine.step()
+
+
+class OnePlan(FCFSScheduler):
+    """Its first plan is `plan`."""
+
+    def __init__(self, plan: SchedulerOutput) -> None:
+        super().__init__()
+        self.plan = plan
+
+    def schedule(self) -> SchedulerOutput:
+        return self.plan
+
+
+def test_what_later_chapters_put_in_a_plan_is_in_the_record():
+    """Of drafts, how many were verified and accepted: a run of k + 1 tokens accepts k; none came of
+    a row that went wrong."""
+    plan = SchedulerOutput(
+        num_scheduled_tokens={"a": 4, "b": 3, "c": 2},
+        scheduled_draft_token_ids={"a": [5, 6, 7], "b": [8, 9], "c": [3]},
+        start_positions=[1, 10, 100],
+        preempted_requests=[make("c", [1])],
+        num_recomputed_tokens=7,
+        num_kv_blocks_in_use=4,
+    )
+    records: list[StepRecord] = []
+    output = StepOutput({"a": [5, 6, 1], "b": [4]}, times={"forward_ms": 2.0, "propose_ms": 3.0})
+    engine = RecordingEngineCore(OnePlan(plan), Answers(output), [records.append])
+    engine.step()
+    (record,) = records
+    assert record.drafts == {"a": (3, 2), "b": (2, 0), "c": (1, 0)}
+    assert record.start_positions == {"a": 1, "b": 10, "c": 100}
+    assert record.kv_tokens_written == (1 + 4) + (10 + 3) + (100 + 2)
+    assert record.preempted == ["c"]
+    assert (record.num_recomputed_tokens, record.kv_blocks_in_use) == (7, 4)
+    assert (record.prepare_ms, record.forward_ms, record.propose_ms) == (0.0, 2.0, 3.0)

@@ -1,0 +1,82 @@
+"""All n-grams of a long text at once: what a dictionary says, sooner and in less memory.
+
+To put each n-gram of a prompt of 100,000 tokens in a dictionary takes longer than a step. Sorting
+does it in bulk. An n-gram is numbered by the number of its last n - 1 tokens and the token before
+them, so one walk back from the end of a text finds its suffixes of all sizes:
+
+    level 1   the last token                      -> number
+    level 2   (number, the token before it)       -> number, and where it was first followed
+    level 3   (number, the token before those)    -> ...       until a level does not know the pair
+
+Each level is three arrays, sorted by pair: O(n log n) to make, a binary search to look up, at most
+12 bytes a token. Nothing is hashed, so nothing has to be compared again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(slots=True)
+class _Level:
+    """Place i of both is the n-gram with number i. `first`: the index of the token behind it."""
+
+    pairs: array[int]  # ascending
+    first: array[int]
+
+
+class NgramIndex:
+    """Of `tokens` [at least 2], every n-gram up to `max_ngram` tokens that a token follows."""
+
+    def __init__(self, tokens: Sequence[int], max_ngram: int) -> None:
+        ids, token_numbers = np.unique(np.asarray(tokens, dtype=np.int64), return_inverse=True)
+        self._token_ids = array("q", ids.tobytes())
+        self._levels: list[_Level] = []
+        numbers = np.zeros(len(tokens), dtype=np.int64)  # of the n-gram that begins at i
+        for n in range(1, min(max_ngram, len(tokens) - 1) + 1):
+            # Nothing follows the last n-gram, so there is one less of each size.
+            pairs = numbers[1:] * len(ids) + token_numbers[: len(numbers) - 1]
+            numbers, level = _number(pairs, n)
+            self._levels.append(level)
+
+    def find(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """`(n, index)`: the longest suffix of `tokens` that is indexed, and the token that followed
+        where it first was. `(0, 0)` if not even the last token is."""
+        number = index = 0
+        for n, level in enumerate(self._levels):
+            if n == len(tokens):
+                return n, index
+            token_number = _place(self._token_ids, tokens[-1 - n])
+            if token_number < 0:
+                return n, index
+            place = _place(level.pairs, number * len(self._token_ids) + token_number)
+            if place < 0:
+                return n, index
+            number, index = place, level.first[place]
+        return len(self._levels), index
+
+
+def _number(pairs: np.ndarray, n: int) -> tuple[np.ndarray, _Level]:
+    """The number of each pair, and the level. Pair i is that of the n-gram that begins at i."""
+    order = np.argsort(pairs)
+    ascending = pairs[order]
+    is_new = np.append(True, ascending[1:] != ascending[:-1])
+    numbers = np.empty_like(pairs)
+    numbers[order] = np.cumsum(is_new) - 1
+    starts = np.flatnonzero(is_new)
+    first = np.minimum.reduceat(order, starts) + n
+    level = _Level(
+        array("q", ascending[starts].tobytes()), array("i", first.astype(np.int32).tobytes())
+    )
+    return numbers, level
+
+
+def _place(values: array[int], value: int) -> int:
+    """Where `value` stands in the ascending `values`, or -1."""
+    place = bisect_left(values, value)
+    return place if place < len(values) and values[place] == value else -1
