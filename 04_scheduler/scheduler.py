@@ -107,7 +107,7 @@ class Scheduler(SchedulerBase):
         )
         self.reserve_all = reserve_all
         self._has_priorities = isinstance(self.waiting.policy, PriorityPolicy)
-        self._num_kept_free = int(watermark * (kv_memory.capacity // kv_memory.block_size))
+        self._num_kept_free = int(watermark * (kv_memory.capacity // self.block_size))
 
     def schedule(self) -> SchedulerOutput:
         """Plan a step: first those who run, then those who wait."""
@@ -139,7 +139,7 @@ class Scheduler(SchedulerBase):
     ) -> int:
         """How many of the tokens that `running[index]` is behind. A token for each decode comes
         before a piece of a prompt, though one such piece in each step goes on."""
-        num_behind = request.num_tokens - request.num_computed_tokens
+        num_behind = len(request.all_token_ids) - request.num_computed_tokens
         if num_behind == 1:
             return 1
         least = 0 if step.has_piece else 1
@@ -158,7 +158,7 @@ class Scheduler(SchedulerBase):
     def _get_room(self, request: Request, num_tokens: int, step: StepPlan) -> int:
         """How many of the tokens have got memory. Others are preempted for it. 0: the request was
         preempted itself."""
-        block_size = self.kv_memory.block_size
+        block_size = self.block_size
         # Inside a block there is nothing to ask: it was taken when its first slot was written.
         if 0 < request.num_computed_tokens % block_size <= block_size - num_tokens:
             return num_tokens
@@ -258,7 +258,7 @@ class Scheduler(SchedulerBase):
         num_kept_free = 0
         if len(self.running) > (displaced is not None):  # for the others that run, and their rest
             num_left += step.num_left_without(displaced)
-            num_kept_free = self._num_kept_free + -(-num_left // self.kv_memory.block_size)
+            num_kept_free = self._num_kept_free + -(-num_left // self.block_size)
         num_slots = num_tokens + num_reserved
         if not self.kv_memory.can_allocate(request, num_slots, computed, num_kept_free, displaced):
             return False

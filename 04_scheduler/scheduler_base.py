@@ -81,7 +81,7 @@ class SchedulerBase(SchedulerBooks):
         self.waiting: PolicyQueue = waiting
         self.max_preemptions = max_preemptions
         self.kv_memory = kv_memory
-        self._block_size = kv_memory.block_size
+        self.block_size = kv_memory.block_size
         self.chunk_policy = chunk_policy or WholePrompts()
         self.constraints = list(constraints)
         self.preempt_every = preempt_every
@@ -244,7 +244,7 @@ class SchedulerBase(SchedulerBooks):
         self, request: Request, start: int, end: int, output: StepOutput
     ) -> EngineCoreOutput:
         result = self.append_tokens(request, output)
-        if end // self._block_size > start // self._block_size:  # it has filled a block
+        if end // self.block_size > start // self.block_size:  # it has filled a block
             publish(self.kv_memory, request, start, end, output)
         if request.status >= _FINISHED:
             self.finish(request, result)
