@@ -41,9 +41,10 @@ class SamplingParams:
     top-k, top-p.
 
     `temperature=0` is greedy and ignores what follows it. `top_k=0` keeps all tokens, and so does
-    -1, as in vLLM. `seed` makes the output a function of the request alone. `stop` strings are cut
-    from the text; `stop_token_ids` end the output as EOS does. Raises `ValueError` that names the
-    field, its value and what is allowed."""
+    -1, as in vLLM. `seed` makes every random choice a function of the request alone, and so the
+    output in float64; in bfloat16 a batch rounds differently than a request alone. `stop` strings
+    are cut from the text; `stop_token_ids` end the output as EOS does. Raises `ValueError` that
+    names the field, its value and what is allowed."""
 
     n: int = 1
     temperature: float = 1.0

@@ -197,11 +197,13 @@ class _Plan:
     chunks: list[_Chunk]
     causal_mask: torch.Tensor | None  # [tile, longest history + tile], its lower right corner used
     dtype: torch.dtype
+    num_heads: int  # a group's mask has a row for each of them
     key_buffer: torch.Tensor  # [most blocks gathered at once, block_size, num_kv_heads, head_dim]
     value_buffer: torch.Tensor
 
     def fits(self, query: torch.Tensor, key_cache: torch.Tensor) -> bool:
-        return self.dtype == query.dtype and self.key_buffer.shape[1:] == key_cache.shape[1:]
+        is_same_query = self.dtype == query.dtype and self.num_heads == query.shape[1]
+        return is_same_query and self.key_buffer.shape[1:] == key_cache.shape[1:]
 
     @staticmethod
     def gather(
@@ -243,6 +245,7 @@ def _make_plan(metadata: AttentionMetadata, query: torch.Tensor, key_cache: torc
         chunks,
         _causal_mask(longest_tile, longest_history, query) if longest_tile else None,
         query.dtype,
+        query.shape[1],
         key_cache.new_empty(buffer_shape),
         key_cache.new_empty(buffer_shape),
     )

@@ -241,6 +241,18 @@ def test_one_plan_serves_all_layers_and_not_another_dtype_or_shape():
     torch.testing.assert_close(narrow.attend(), torch.ones_like(narrow.query))
 
 
+@pytest.mark.parametrize("num_shared", [(2, 3), (4, 1), (1, 4)])
+def test_models_with_other_numbers_of_query_heads_share_metadata(num_shared):
+    """A target and its draft: equal caches, and as many query heads to a KV head as they like. In
+    turn, layer after layer."""
+    target, draft = (make_case(MIXED, 4, num_shared=n) for n in num_shared)
+    draft.key_cache, draft.value_cache = target.key_cache, target.value_cache
+    draft.keys, draft.values = target.keys, target.values
+    draft.metadata = target.metadata
+    for case in (target, draft, draft, target):
+        case.check(case.attend())
+
+
 @pytest.mark.parametrize(
     "query_len, seq_len, num_columns", [(5, 4, 9), (1, 0, 9), (1, 9, 2), (3, 9, 2)]
 )

@@ -1,4 +1,4 @@
-"""How often drafts are accepted, and what that is worth.
+"""How often drafts are accepted, and what that is worth: counted (`SpecDecodeStats`), and foreseen.
 
 Four ways to come by a draft and judge it. All are exact: what comes out has the target's law p.
 They differ in the chance that a draft is accepted, which depends on p and the draft's law q:
@@ -29,11 +29,93 @@ Source: Leviathan et al., arXiv 2211.17192, sections 3.1 and 3.3.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
 import torch
 
-from draft_length import expected_tokens
-
 RULES = ("rejection", "shared", "argmax", "matching")
+
+_POST_NAMES = {
+    "num_draft": "num_drafted",
+    "num_accepted": "num_accepted",
+    "acceptance_rate": "acceptance_rate",
+    "speedup": "tokens_per_pass",
+}
+
+
+@dataclass(slots=True)
+class SpecDecodeStats:
+    """What was counted. A *pass* is one request in one step that yields tokens.
+    `accepted_by_position[i]` counts drafts at place i of their run; those behind a rejection are in
+    `drafted_by_position` all the same. `stats["speedup"]` and the like are the reading material's
+    names."""
+
+    num_passes: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_drafted_passes: int = 0
+    num_rejections: int = 0  # passes that ended with one
+    drafted_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """One pass over a run of drafts."""
+        self.num_passes += 1
+        if num_drafted == 0:
+            return
+        self.num_drafted_passes += 1
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self.num_rejections += num_accepted < num_drafted
+        missing = num_drafted - len(self.drafted_by_position)
+        self.drafted_by_position += [0] * missing
+        self.accepted_by_position += [0] * missing
+        for i in range(num_drafted):
+            self.drafted_by_position[i] += 1
+            self.accepted_by_position[i] += i < num_accepted
+
+    def __add__(self, other: SpecDecodeStats) -> SpecDecodeStats:
+        def add(own: list[int], others: list[int]) -> list[int]:
+            return [a + b for a, b in zip_longest(own, others, fillvalue=0)]
+
+        return SpecDecodeStats(
+            self.num_passes + other.num_passes,
+            self.num_drafted + other.num_drafted,
+            self.num_accepted + other.num_accepted,
+            self.num_drafted_passes + other.num_drafted_passes,
+            self.num_rejections + other.num_rejections,
+            add(self.drafted_by_position, other.drafted_by_position),
+            add(self.accepted_by_position, other.accepted_by_position),
+        )
+
+    def __getitem__(self, name: str) -> float:
+        return getattr(self, _POST_NAMES[name])
+
+    @property
+    def num_tokens(self) -> int:
+        """That the passes yielded: each one more than the drafts that it accepted."""
+        return self.num_passes + self.num_accepted
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Of all drafts, those behind a rejection included."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Share of the drafts at each place that were accepted, and so were all before them."""
+        pairs = zip(self.accepted_by_position, self.drafted_by_position, strict=True)
+        return [accepted / drafted for accepted, drafted in pairs]
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens of a pass that had drafts: those accepted, and one more."""
+        return 1 + self.num_accepted / self.num_drafted_passes if self.num_drafted_passes else 1.0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.num_tokens / self.num_passes if self.num_passes else 0.0
 
 
 def acceptance_probability(
@@ -56,9 +138,17 @@ def acceptance_probability(
     raise ValueError(f"rule is {rule!r}: it must be one of {', '.join(RULES)}")
 
 
+def expected_tokens(acceptance: float, num_drafts: int) -> float:
+    """Tokens of one pass over `num_drafts` drafts, each of which is accepted with this chance if
+    those before it were: 1 + a + a^2 + ... + a^k. The 1 is the token that the target adds itself.
+    """
+    if acceptance == 1:
+        return num_drafts + 1
+    return (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)
+
+
 def expected_tokens_per_pass(acceptance: float, num_drafts: int) -> float:
-    """(1 - a^(k+1)) / (1 - a), and k + 1 for a = 1: summed as 1 + a + ... + a^k, which needs no
-    special case. The 1 is the token that the target adds itself."""
+    """The same. Raises `ValueError` for what is no chance and no number of drafts."""
     _check(acceptance, num_drafts)
     return expected_tokens(acceptance, num_drafts)
 

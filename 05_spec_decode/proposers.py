@@ -15,7 +15,7 @@ which has the most behind it. The suffix itself is not one of them: nothing foll
 n-gram is put in a dictionary once, when a token follows it, so a step costs O(new tokens) however
 long the history is. A long prompt is indexed in bulk (`ngram_index.py`): the same, but quicker.
 
-`DraftModelProposer`, a small model that speaks like the large one, has a file of its own.
+`DraftModelProposer`, a small model that speaks like the large one, is in `beyond/`.
 
 vLLM calls this look-up `ngram` and searches the history anew in each step; the idea is prompt
 lookup decoding (A. Saxena, 2023), and LLMA, arXiv 2304.04487.
@@ -29,11 +29,17 @@ from typing import Protocol
 
 import torch
 
-from draft_model_proposer import DraftModelProposer
+from input_batch import RunnerRequest
 from ngram_index import NgramIndex
-from request import Request
 
-__all__ = ["DraftModelProposer", "NgramProposer", "Proposer"]
+
+@dataclass(frozen=True, slots=True)
+class FollowedRequest:
+    """A request after a step that computed something of it, as its runner knows it."""
+
+    request: RunnerRequest  # its tokens, those that the step sampled included
+    start: int  # the first position that the step computed: what is before it stays where it is
+    num_computed_tokens: int  # positions with the target's KV of its tokens: no rejected drafts
 
 
 class Proposer(Protocol):
@@ -41,18 +47,20 @@ class Proposer(Protocol):
     num_lookahead_tokens: int  # KV slots that it may write behind the tokens that a step computes
 
     def propose(
-        self, requests: Sequence[Request], num_drafts: Sequence[int]
+        self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]
     ) -> dict[str, list[int]]:
-        """At most `num_drafts[i]` tokens to follow those of `requests[i]`, for each i; whoever gets
+        """At most `num_drafts[i]` tokens to follow those of `followed[i]`, for each i; whoever gets
         none may be left out. The requests are those of the last step, each behind by one token or,
         in the middle of its prompt, by more, with 0 drafts."""
+        ...
 
     def draft_probs(self, request_id: str) -> torch.Tensor | None:
         """The distributions `[num_drafts, vocab_size]` that the last proposal was drawn from. None:
         it was certain, or drawn in the target's own way, so that it must be matched."""
+        ...
 
     def forget(self, request_id: str) -> None:
-        """The request has ended. Unknown ids are ignored."""
+        """The request has ended, or its KV was taken away. Unknown ids are ignored."""
 
 
 @dataclass(slots=True)
@@ -90,14 +98,14 @@ class NgramProposer:
             )
 
     def propose(
-        self, requests: Sequence[Request], num_drafts: Sequence[int]
+        self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]
     ) -> dict[str, list[int]]:
         drafts = {}
-        for request, num in zip(requests, num_drafts, strict=True):
-            tokens = request.all_token_ids
-            history = self._index(request.request_id, tokens)
-            if num and (start := self._find(history, tokens)) is not None:
-                drafts[request.request_id] = tokens[start : start + min(num, self.num_spec_tokens)]
+        for request, num in zip((f.request for f in followed), num_drafts, strict=True):
+            history = self._index(request)
+            if num and (start := self._find(history, request)) is not None:
+                stop = min(start + min(num, self.num_spec_tokens), request.num_tokens)
+                drafts[request.req_id] = request.tokens(start, stop)
         return drafts
 
     def draft_probs(self, request_id: str) -> None:
@@ -106,27 +114,33 @@ class NgramProposer:
     def forget(self, request_id: str) -> None:
         self._histories.pop(request_id, None)
 
-    def _index(self, request_id: str, tokens: list[int]) -> _History:
-        history = self._histories.get(request_id)
+    def _index(self, request: RunnerRequest) -> _History:
+        history, num_tokens = self._histories.get(request.req_id), request.num_tokens
         if history is None:
             sizes = range(self.min_ngram, self.max_ngram + 1)
-            history = self._histories[request_id] = _History({n: {} for n in sizes})
-            if len(tokens) >= self.bulk_size:
-                history.prompt = NgramIndex(tokens, self.max_ngram)
-                history.num_indexed = len(tokens)
-        for next_token in range(max(history.num_indexed, 1), len(tokens)):
+            history = self._histories[request.req_id] = _History({n: {} for n in sizes})
+            if num_tokens >= self.bulk_size:
+                history.prompt = NgramIndex(request.tokens(0, num_tokens), self.max_ngram)
+                history.num_indexed = num_tokens
+        # Of what is indexed, only as much as an n-gram that ends behind it can reach back.
+        start = max(history.num_indexed - self.max_ngram, 0)
+        tokens = request.tokens(start, num_tokens)
+        for next_token in range(max(history.num_indexed, 1), num_tokens):
             for n, first in history.first.items():
                 if n <= next_token:
-                    first.setdefault(tuple(tokens[next_token - n : next_token]), next_token)
-        history.num_indexed = len(tokens)
+                    ngram = tuple(tokens[next_token - n - start : next_token - start])
+                    first.setdefault(ngram, next_token)
+        history.num_indexed = num_tokens
         return history
 
-    def _find(self, history: _History, tokens: list[int]) -> int | None:
-        in_prompt, start_in_prompt = history.prompt.find(tokens) if history.prompt else (0, 0)
-        for n in range(min(self.max_ngram, len(tokens)), self.min_ngram - 1, -1):
+    def _find(self, history: _History, request: RunnerRequest) -> int | None:
+        num_tokens = request.num_tokens
+        tail = request.tokens(max(num_tokens - self.max_ngram, 0), num_tokens)
+        in_prompt, start_in_prompt = history.prompt.find(tail) if history.prompt else (0, 0)
+        for n in range(len(tail), self.min_ngram - 1, -1):
             if n <= in_prompt:
                 return start_in_prompt
-            start = history.first[n].get(tuple(tokens[-n:]))
+            start = history.first[n].get(tuple(tail[-n:]))
             if start is not None:
                 return start
         return None

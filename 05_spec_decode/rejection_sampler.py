@@ -21,8 +21,10 @@ Its virtue: what comes out is x, the very token that plain decoding draws from t
 numbers. So it serves greedy requests (x is the argmax), drafts without probabilities, and requests
 with a seed, whose tokens may not depend on how many drafts they happened to get.
 
-Invariants: a token with p = 0 never comes out; nothing here waits for the device; the same numbers
-give the same tokens in the Triton kernels, bit for bit.
+Invariants: a token with p = 0 never comes out; an id that is no token (negative, or beyond the
+vocabulary) is never looked up and never accepted, and the token in its place is drawn from p;
+nothing here waits for the device; the same numbers give the same tokens in the Triton kernels, bit
+for bit.
 
 vLLM has both rules, and prefers rejection; SGLang's default verification is matching along a tree.
 Source: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318.
@@ -61,7 +63,10 @@ def rejection_sample(
     there, or the bonus token; all numbers must be independent of each other and of the drafts."""
     layout = _Layout.of(cu_num_logits, max_num_drafts, len(draft_token_ids))
     draft_token_ids, accept_u = _not_empty(draft_token_ids), _not_empty(accept_u)
-    drafts = draft_token_ids[layout.draft_index]
+    # An id that is no token is not looked up: its neighbour is, whatever that says.
+    nearest = draft_token_ids.clamp(0, target_probs.shape[1] - 1)
+    is_token = nearest == draft_token_ids
+    drafts = nearest[layout.draft_index]
     p = target_probs[layout.draft_rows, drafts].double()
     if draft_probs is None:
         q = torch.ones_like(p)
@@ -69,17 +74,20 @@ def rejection_sample(
         draft_probs = _not_empty(draft_probs)
         q = draft_probs[layout.draft_index, drafts].double()
     # u < p / q without a division: q = 0 makes no NaN, p = 0 is never accepted.
-    num_accepted = layout.count_leading(accept_u[layout.draft_index] * q < p)
+    is_accepted = accept_u[layout.draft_index] * q < p
+    num_accepted = layout.count_leading(is_accepted & is_token[layout.draft_index])
     row = cu_num_logits[:-1] + num_accepted
     weights = target_probs[row]
     first_rejected = (row - layout.requests).clamp(max=len(draft_token_ids) - 1)
     if draft_probs is None:
-        residual = weights.scatter(1, draft_token_ids[first_rejected][:, None], 0.0)
+        residual = weights.scatter(1, nearest[first_rejected][:, None], 0.0)
     else:
         residual = (weights - draft_probs[first_rejected].to(weights.dtype)).clamp(min=0)
-    # Rounding can leave nothing of p - q, or nothing that can be drawn: then it is p.
+    # Rounding can leave nothing of p - q, or nothing that can be drawn: then it is p. So it is
+    # behind an id that is no token: nobody has drawn that from q.
     can_be_drawn = residual.amax(dim=-1).double() * SCALE >= 1
-    is_residual = (num_accepted < layout.num_drafts) & can_be_drawn
+    is_rejected = (num_accepted < layout.num_drafts) & is_token[first_rejected]
+    is_residual = is_rejected & can_be_drawn
     weights = torch.where(is_residual[:, None], residual, weights)
     last, _ = draw(weights, sample_u[row])
     return layout.assemble(drafts, num_accepted, last)
@@ -103,7 +111,9 @@ def rejection_sampling_batched(
         drafts = draft_tokens[fed]  # a draft is fed to the row behind the one that verifies it
     else:
         drafts = _not_empty(draft_tokens)[layout.draft_index]
-    num_accepted = layout.count_leading(target_sampled[layout.draft_rows] == drafts)
+    # A negative draft is a placeholder, a negative sample says that its row has no distribution.
+    is_accepted = (target_sampled[layout.draft_rows] == drafts) & (drafts >= 0)
+    num_accepted = layout.count_leading(is_accepted)
     last = target_sampled[cu_num_logits[:-1] + num_accepted]
     verified = layout.assemble(drafts, num_accepted, last)
     return verified.token_ids, verified.num_sampled

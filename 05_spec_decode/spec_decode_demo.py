@@ -18,7 +18,7 @@
 import matplotlib.pyplot as plt
 import torch
 
-from draft_length import expected_tokens
+from acceptance import expected_tokens
 from proposers import NgramProposer
 from rejection_sampler import rejection_sample, rejection_sampling_batched
 from request import Request

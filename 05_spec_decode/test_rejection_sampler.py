@@ -837,6 +837,26 @@ def test_padding_is_no_token():
     assert PADDING == -1
 
 
+@pytest.mark.parametrize("is_certain", [False, True])
+@pytest.mark.parametrize("draft", [-1, -5, 2, 99])
+def test_an_id_that_is_no_token_is_never_emitted_and_its_place_has_the_law_of_p(draft, is_certain):
+    """-1 is also the last token's address in Python, and there p is 1/4 here."""
+    p = torch.tensor([[0.75, 0.25]] * 2, dtype=torch.float64)
+    q = None if is_certain else torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+    for u, token in ((0.0, 0), (0.7, 0), (0.8, 1)):
+        verified = rejection_sample(
+            p,
+            torch.tensor([draft]),
+            q,
+            torch.tensor([0, 2]),
+            1,
+            torch.tensor([0.0], dtype=torch.float64),
+            torch.tensor([u, 0.5], dtype=torch.float64),
+        )
+        assert verified.token_ids.tolist() == [[token, PADDING]]
+        assert verified.num_sampled.tolist() == [1]
+
+
 def test_a_draft_behind_a_rejected_one_never_counts():
     """Even if it is certain to be accepted."""
     target = torch.eye(4)[[1, 2, 3, 0]]

@@ -289,6 +289,20 @@ def test_a_plan_of_another_dtype_or_shape_is_not_used(dtype, heads):
     check(other, attend(other))
 
 
+@pytest.mark.parametrize("num_shared", [(2, 3), (4, 1), (1, 4)])
+def test_models_with_other_numbers_of_query_heads_share_metadata(num_shared):
+    """A target and its draft: equal caches, and as many query heads to a KV head as they like. In
+    turn, layer after layer."""
+    # Decodes of different lengths in one group, which has a mask.
+    lengths = [(1, 9), (5, 5), (7, 20), (1, 8)]
+    target, draft = (make_case(lengths, 4, num_shared=n) for n in num_shared)
+    draft.key_cache, draft.value_cache = target.key_cache, target.value_cache
+    draft.keys, draft.values = target.keys, target.values
+    draft.metadata = target.metadata
+    for case in (target, draft, draft, target):
+        check(case, attend(case))
+
+
 def test_batches_without_tokens_and_sequences_without_tokens():
     """Trap 33: a padding sequence has no query token, whatever its length says."""
     empty = make_case([], 4)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import torch
 
@@ -30,8 +29,8 @@ from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
 from chunk_policy import ChunkedPrefill
 from common.engine_config import EngineConfig
-from common.kv_sizing import size_kv_cache
-from common.loader import LoadedModel
+from common.kv_sizing import allocate_kv_cache, make_kv_cache
+from common.loader import LoadedModel, weights_digest
 from common.runner.model_runner import PagedModelRunner
 from common.sampling.sampler import Sampler
 from common.sampling.speculative_sampler import ConstrainedDrafts, SpeculativeSampler
@@ -45,7 +44,6 @@ from kv_connector import ConnectorChain, KVConnector
 from mixed_attention import MixedAttentionBackend
 from paged_attention import (
     AttentionBackend,
-    AttentionMetadata,
     PagedKVCache,
     TorchAttentionBackend,
 )
@@ -90,7 +88,9 @@ def assemble(
     device = loaded.model.embed_weight.device
     max_model_len = resolve_max_model_len(config, loaded.config.max_position_embeddings)
     backend = make_attention_backend(config.attention_backend, device, config.cuts_prompts)
-    kv_cache = make_kv_cache(config, loaded, draft, backend, max_model_len, device)
+    # Checkpoints pad the vocabulary to a round number; a lane that no token has must never win.
+    vocab_size = min(loaded.config.vocab_size, num_tokens_in_tokenizer or loaded.config.vocab_size)
+    kv_cache = make_kv_cache(config, loaded, draft, backend, max_model_len, vocab_size)
     connector = make_connector(config, loaded, kv_cache)
     kv_manager = make_kv_manager(config, kv_cache.num_blocks, connector)
     scheduler = make_scheduler(config, max_model_len, kv_manager)
@@ -104,8 +104,6 @@ def assemble(
         decode_threshold=config.num_rows_per_request,
         shuffle_seed=config.seed if config.shuffle_batch else None,
     )
-    # Checkpoints pad the vocabulary to a round number; a lane that no token has must never win.
-    vocab_size = min(loaded.config.vocab_size, num_tokens_in_tokenizer or loaded.config.vocab_size)
     on_step = watch_steps(getattr(scheduler, "chunk_policy", None), on_step)
     core = EngineCore(scheduler, runner, Sampler(vocab_size=vocab_size), on_step=on_step)
     speculator = make_speculator(config, loaded, draft, kv_cache, kv_manager, backend, vocab_size)
@@ -204,16 +202,11 @@ def make_connector(
 
 
 def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str, str], ...]:
-    """What the bytes of a KV block depend on besides tokens: a sample of every weight, dtype and
-    shape. Equal in every process that loads the same checkpoint."""
-    digest = blake2b(digest_size=16)
-    for name, weight in sorted(loaded.model.named_parameters()):
-        step = max(1, weight.numel() // 1024)
-        sample = weight.detach().flatten()[::step].cpu().contiguous().view(torch.uint8)
-        digest.update(f"{name} {tuple(weight.shape)}".encode() + sample.numpy().tobytes())
+    """What the bytes of a KV block depend on besides tokens. Reads every weight."""
+    model = f"{weights_digest(loaded.model)} eps {loaded.config.rms_norm_eps}"
     shape = tuple(kv_cache.key_cache[0].shape[1:])
     layout = f"{kv_cache.key_cache[0].dtype} {len(kv_cache.key_cache)} x {shape}"
-    return (("model", digest.hexdigest()), ("kv layout", layout))
+    return (("model", model), ("kv layout", layout))
 
 
 def resolve_max_model_len(config: EngineConfig, longest: int) -> int:
@@ -247,53 +240,6 @@ def make_attention_backend(
             raise
         logger.warning("attention falls back from Triton to PyTorch: %s", error)
         return plain()
-
-
-def make_kv_cache(
-    config: EngineConfig,
-    loaded: LoadedModel,
-    draft: LoadedModel | None,
-    backend: AttentionBackend,
-    max_model_len: int,
-    device: torch.device,
-) -> PagedKVCache:
-    """KV tensors of `config.num_blocks` blocks, or of as many as the free memory holds, those of a
-    draft model included."""
-    if config.num_blocks is not None:
-        return allocate_kv_cache(loaded, config.num_blocks, config.block_size)
-    on_gpu = device.type == "cuda"
-    # On a GPU the largest step there can be, so that what is free afterwards is free for good; on a
-    # CPU, where that could take half a minute, a short one.
-    num_tokens = min(config.max_num_batched_tokens if on_gpu else 8, max_model_len)
-    num_blocks = -(-num_tokens // config.block_size) + 1
-    kv_cache = allocate_kv_cache(loaded, num_blocks, config.block_size)
-    num_rows = min(config.max_num_seqs * config.num_rows_per_request, num_tokens)
-    warm_up(loaded, kv_cache, backend, num_tokens, num_rows if on_gpu else 1)
-    kv_bytes_per_block = kv_cache.kv_bytes_per_block
-    if draft is not None:
-        kv_bytes_per_block += allocate_kv_cache(draft, 1, config.block_size).kv_bytes_per_block
-    budget = size_kv_cache(
-        kv_bytes_per_block,
-        config.block_size,
-        config.max_num_seqs,
-        max_model_len,
-        device,
-    )
-    logger.info(budget.explanation)
-    return allocate_kv_cache(loaded, budget.num_blocks, config.block_size)
-
-
-def allocate_kv_cache(loaded: LoadedModel, num_blocks: int, block_size: int) -> PagedKVCache:
-    model, weight = loaded.config, loaded.model.embed_weight
-    return PagedKVCache(
-        num_layers=model.num_hidden_layers,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_kv_heads=model.num_key_value_heads,
-        head_dim=model.head_dim,
-        dtype=weight.dtype,
-        device=weight.device,
-    )
 
 
 def make_speculator(
@@ -349,29 +295,3 @@ def resolve_draft_len(config: EngineConfig, loaded: LoadedModel, draft: LoadedMo
     """Positions that target and draft model both know."""
     longest = resolve_max_model_len(config, loaded.config.max_position_embeddings)
     return min(longest, draft.config.max_position_embeddings)
-
-
-@torch.inference_mode()
-def warm_up(
-    loaded: LoadedModel,
-    kv_cache: PagedKVCache,
-    backend: AttentionBackend,
-    num_tokens: int,
-    num_logit_rows: int,
-) -> None:
-    """One step of `num_tokens` tokens of one request, and as many rows of logits as a step may
-    need."""
-    device = loaded.model.embed_weight.device
-    positions = torch.arange(num_tokens, device=device)
-    num_blocks = -(-num_tokens // kv_cache.block_size)
-    metadata = AttentionMetadata(
-        query_start_loc=torch.tensor([0, num_tokens], device=device),
-        seq_lens=torch.tensor([num_tokens], device=device),
-        block_tables=torch.arange(1, num_blocks + 1, dtype=torch.int32, device=device)[None],
-        slot_mapping=positions + kv_cache.block_size,
-        max_query_len=num_tokens,
-        max_seq_len=num_tokens,
-    )
-    logit_indices = positions.new_zeros(num_logit_rows)
-    ids = torch.zeros_like(positions)
-    loaded.model(ids, positions, kv_cache, metadata, logit_indices, backend)

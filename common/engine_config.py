@@ -71,8 +71,9 @@ class EngineConfig:
 
     `model=None` is the checkpoint that ships with the repository. `num_blocks` counts KV blocks,
     the null block included; None sizes the pool from free memory. `max_model_len` bounds prompt
-    plus outputs; None: what the model was made for. `seed` seeds requests that bring no seed of
-    their own.
+    plus outputs; None: what the model was made for. `gpu_memory_utilization` is the share of a
+    GPU's memory that weights, activations and KV together may take. `seed` seeds requests that
+    bring no seed of their own.
 
     `prefix_cache` keeps computed prefixes: `"hash"`, `"radix"` or None. `kv_tiers` lets evicted
     blocks go to host memory and disk; `kv_connector` shares them with other engines.
@@ -117,6 +118,7 @@ class EngineConfig:
     mixing: bool = False
     speculative: dict | None = None
     attention_backend: str = "auto"
+    gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     seed: int = 0
@@ -155,6 +157,9 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value!r}: this version of the book allows {shown}")
         if isinstance(self.watermark, bool) or not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark!r}: it must be in [0, 1)")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization is {share!r}: it must be in (0, 1]")
         if self.preempt_every is not None and not SCHEDULERS[self.scheduler]:
             raise ValueError(
                 f"preempt_every is {self.preempt_every!r}: it must be None, since scheduler "

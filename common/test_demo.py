@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,35 @@ def test_sequential_comparison_finds_the_same_tokens(capsys: pytest.CaptureFixtu
     assert "times as fast" in out
 
 
+def test_differing_tokens_are_counted_and_explained(capsys, monkeypatch) -> None:
+    def other_token(*arguments):
+        result = run_sequentially(*arguments)
+        result.outputs[1].outputs[0].token_ids[-1] += 1
+        return result
+
+    run_sequentially = demo.run_sequentially
+    monkeypatch.setattr(demo, "run_sequentially", other_token)
+    arguments = ["--num-prompts", "3", "--max-tokens", "3", "--dtype", "bfloat16"]
+    assert demo.main([*arguments, "--compare-sequential"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"tokens +identical for [0-2] of 3 requests", out)
+    assert "calculates in torch.bfloat16" in out and "--dtype float64" in out
+
+
+def test_default_texts_are_worth_reading(capsys: pytest.CaptureFixture[str]) -> None:
+    """No line comes a third time, and another run prints the same."""
+    texts = []
+    for _ in range(2):
+        assert demo.main([]) == 0
+        out = capsys.readouterr().out
+        assert "torch.float32" in out
+        texts.append(out[: out.index("=== Summary")])
+    assert texts[0] == texts[1]
+    for text in texts[0].split("--- request-")[1:]:
+        lines = Counter(line.strip() for line in text.splitlines() if line.strip(" #"))
+        assert len(lines) >= 8 and max(lines.values()) <= 2, text
+
+
 def test_prompts_come_from_a_file_and_are_repeated_to_the_number(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("one\n\ntwo\n")
@@ -87,6 +118,7 @@ def test_prompts_come_from_a_file_and_are_repeated_to_the_number(tmp_path: Path)
         (["--chunked-prefill", "0"], "chunked_prefill is 0"),
         (["--model", "no/such/directory"], "no/such/directory"),
         (["--device", "cuda:99"], "cuda"),
+        (["--dtype", "float12"], "float12"),
         (["--prompt", ""], "prompt"),
     ],
 )

@@ -1,17 +1,48 @@
-"""How many blocks fit, by hand."""
+"""How many blocks fit, by hand, and what the measuring step of a GPU runs: here on a CPU, with a
+reader of memory that is made up."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
-from common.kv_sizing import size_kv_cache
+from common import kv_sizing
+from common.engine_config import EngineConfig
+from common.kv_sizing import (
+    BytesForKV,
+    MemoryReading,
+    make_kv_cache,
+    remaining_bytes,
+    share_of_free,
+    size_kv_cache,
+)
+from common.loader import QWEN3_0_6B, LoadedModel, random_model
+from common.sampler import Sampler
+from common.speculative_sampler import SpeculativeSampler
+from paged_attention import TorchAttentionBackend
+from rejection_sampler import rejection_sample
 
-CPU = torch.device("cpu")
+GIB = 1 << 30
+TINY = replace(
+    QWEN3_0_6B,
+    vocab_size=300,  # the last lanes are padding
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    max_position_embeddings=4096,
+)
+VOCAB_SIZE = 290
+BLOCK_BYTES = 2 * 2 * 16 * 1 * 4 * 4  # keys and values, layers, tokens, heads, head_dim, float32
 
 
 def test_half_of_free_cpu_memory_becomes_blocks() -> None:
-    budget = size_kv_cache(1000, 16, 1000, 160, CPU, free_bytes=100_000)
+    budget = size_kv_cache(1000, 16, 1000, 160, share_of_free(100_000))
     assert budget.num_blocks == 50
     assert "50 blocks" in budget.explanation
     assert "49" not in budget.explanation.split("taking")[0]
@@ -19,16 +50,171 @@ def test_half_of_free_cpu_memory_becomes_blocks() -> None:
 
 def test_never_more_than_the_requests_can_use() -> None:
     # 3 requests of 33 tokens: 3 blocks of 16 each, and the null block.
-    assert size_kv_cache(1000, 16, 3, 33, CPU, free_bytes=10**9).num_blocks == 3 * 3 + 1
+    assert size_kv_cache(1000, 16, 3, 33, share_of_free(10**9)).num_blocks == 3 * 3 + 1
 
 
 def test_memory_for_less_than_one_request_is_refused_and_says_why() -> None:
     # 160 tokens need 10 blocks and the null block; 21,000 bytes give 10.
     with pytest.raises(ValueError, match="max_model_len is 160") as error:
-        size_kv_cache(1000, 16, 8, 160, CPU, free_bytes=21_000)
-    assert "needs 10 KV blocks" in str(error.value)
-    assert size_kv_cache(1000, 16, 8, 160, CPU, free_bytes=22_000).num_blocks == 11
+        size_kv_cache(1000, 16, 8, 160, share_of_free(21_000))
+    assert "needs 10 KV blocks" in str(error.value) and "room for 9" in str(error.value)
+    assert size_kv_cache(1000, 16, 8, 160, share_of_free(22_000)).num_blocks == 11
 
 
-def test_real_free_memory_is_asked_for_when_not_given() -> None:
-    assert size_kv_cache(1000, 16, 2, 160, CPU).num_blocks == 2 * 10 + 1
+def test_a_cpu_is_asked_for_its_free_memory_and_runs_a_short_step(loaded, monkeypatch) -> None:
+    steps = spy_on_forward(monkeypatch)
+    monkeypatch.setattr(kv_sizing, "free_memory_bytes", lambda: 2 * 500 * BLOCK_BYTES)
+    config = EngineConfig(max_num_seqs=1000)
+    assert make(config, loaded, max_model_len=4096).num_blocks == 500
+    assert steps == [([8], 1)]
+    monkeypatch.undo()
+    assert make(EngineConfig(max_num_seqs=2), loaded, max_model_len=160).num_blocks == 2 * 10 + 1
+
+
+# -- a GPU
+
+
+def test_what_remains_of_a_gpu() -> None:
+    """80 GiB: 7 of others and 1 of the CUDA context before; 16 of weights, 2 of the warm-up's KV.
+    The step takes 5 more, leaves 3 of them with PyTorch, and loads libraries of 1."""
+    before = MemoryReading(80 * GIB, (80 - 8 - 18) * GIB, 18 * GIB, 18 * GIB)
+    after = MemoryReading(80 * GIB, (80 - 9 - 21) * GIB, 21 * GIB, 23 * GIB)
+    available = remaining_bytes(before, after, 2 * GIB, utilization=0.9)
+    assert available.num_bytes == (72 - 16 - 5 - 9) * GIB
+    for part in ("80.00 GiB x 90%", "16.00 weights", "5.00 activations", "9.00 not PyTorch's"):
+        assert part in available.explanation
+    assert remaining_bytes(before, after, 2 * GIB, utilization=1.0).num_bytes == 50 * GIB
+    assert remaining_bytes(before, after, 2 * GIB, utilization=0.25) == BytesForKV(
+        0, available.explanation.replace("90%", "25%")
+    ), "never less than nothing"
+
+
+class FakeMemory:
+    """A `MemoryReader` of a GPU on which the step's activations peak at `peak` bytes."""
+
+    def __init__(self, peak: int, events: list) -> None:
+        self.peak, self.events = peak, events
+        self.num_reads = 0
+
+    def reset(self) -> None:
+        self.events.append("reset")
+
+    def read(self) -> MemoryReading:
+        self.events.append("read")
+        self.num_reads += 1
+        return MemoryReading(
+            total=40_000 * BLOCK_BYTES,
+            free=27_000 * BLOCK_BYTES,
+            reserved=10_000 * BLOCK_BYTES,
+            peak_reserved=10_000 * BLOCK_BYTES + (self.peak if self.num_reads == 2 else 0),
+        )
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return random_model(TINY)
+
+
+def make(config: EngineConfig, loaded: LoadedModel, max_model_len: int = 4096, **kind):
+    draft = kind.pop("draft", None)
+    backend = TorchAttentionBackend()
+    return make_kv_cache(config, loaded, draft, backend, max_model_len, VOCAB_SIZE, **kind)
+
+
+def spy_on_forward(monkeypatch: pytest.MonkeyPatch) -> list:
+    real, steps = kv_sizing.run_forward, []
+
+    def run_forward(loaded, kv_cache, backend, seq_lens, num_logit_rows) -> torch.Tensor:
+        steps.append((list(seq_lens), num_logit_rows))
+        return real(loaded, kv_cache, backend, seq_lens, num_logit_rows)
+
+    monkeypatch.setattr(kv_sizing, "run_forward", run_forward)
+    return steps
+
+
+@pytest.mark.parametrize("peak_blocks", [0, 1, 4000])
+def test_the_peak_of_the_largest_step_is_not_given_to_kv(peak_blocks, loaded) -> None:
+    config = EngineConfig(max_num_seqs=256, max_num_batched_tokens=160)
+    kv_cache = make(config, loaded, memory=FakeMemory(peak_blocks * BLOCK_BYTES, []))
+    # 90 % of 40,000; 10,000 without the warm-up's 10 blocks and null block; 3,000 of others.
+    assert kv_cache.num_blocks == 36_000 - (10_000 - 11) - peak_blocks - 3_000
+    config = replace(config, gpu_memory_utilization=0.5)
+    kv_cache = make(config, loaded, memory=FakeMemory(peak_blocks * BLOCK_BYTES, []))
+    assert kv_cache.num_blocks == 20_000 - (10_000 - 11) - peak_blocks - 3_000
+
+
+def test_the_peak_is_that_of_sampling_the_most_rows_there_can_be(loaded, monkeypatch) -> None:
+    """Between the two readings, twice: all rows of 48 requests, each with every constraint and
+    log-probabilities, behind a forward pass of as many tokens as a step may have."""
+    events: list = []
+    steps = spy_on_forward(monkeypatch)
+
+    class SpySampler(Sampler):
+        def sample(self, logits, batch):
+            output = super().sample(logits, batch)
+            sampling, plan = batch.sampling, self._plan
+            everyone = list(range(len(logits)))
+            assert plan.wide == plan.penalties == plan.min_tokens == everyone
+            assert all(
+                p.top_p < 1 and p.min_p > 0 and 256 < p.top_k < VOCAB_SIZE for p in plan.params
+            )
+            assert all(p.repetition_penalty != 1 and p.frequency_penalty for p in plan.params)
+            assert sampling.num_outputs(0) < plan.params[0].min_tokens
+            assert all(len(found[0].top) == 20 for found in output.logprobs.values())
+            events.append((self.vocab_size, len(output.logprobs), logits.shape))
+            return output
+
+    monkeypatch.setattr(kv_sizing, "Sampler", SpySampler)
+    config = EngineConfig(max_num_seqs=48, max_num_batched_tokens=200)
+    make(config, loaded, max_model_len=90, memory=FakeMemory(0, events))
+    sampled = (VOCAB_SIZE, 48, (48, 300))
+    assert events == ["reset", "read", sampled, sampled, "read", "reset"]
+    assert steps == [([90, 90, 20], 48)] * 2
+
+
+def test_guesses_are_part_of_the_largest_step(loaded, monkeypatch) -> None:
+    """Five rows a request. What a draft model says of its guesses is in memory all the while."""
+    steps, verified = spy_on_forward(monkeypatch), []
+
+    class SpySampler(SpeculativeSampler):
+        def __init__(self, sampler, draft_probs: Callable) -> None:
+            super().__init__(sampler, draft_probs, reject=self.spy)
+
+        def spy(self, target_probs, drafts, draft_probs, *rest):
+            verified.append((target_probs.shape, len(drafts), draft_probs.shape))
+            return rejection_sample(target_probs, drafts, draft_probs, *rest)
+
+    monkeypatch.setattr(kv_sizing, "SpeculativeSampler", SpySampler)
+    how = {"method": "draft", "num_spec_tokens": 4}
+    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=38, speculative=how)
+    draft_too = make(config, loaded, 64, draft=loaded, memory=FakeMemory(0, []))
+    # 38 tokens: 7 requests of 5 rows, one of 3.
+    assert steps == [([38], 38)] * 2
+    assert verified == [((38, VOCAB_SIZE), 30, (30, VOCAB_SIZE))] * 2
+    steps.clear()
+    config = replace(config, speculative={"method": "ngram", "num_spec_tokens": 4})
+    make(config, loaded, 64, memory=FakeMemory(0, []))
+    assert steps == [([38], 38)] * 2 and len(verified) == 2
+    assert draft_too.num_blocks == 8 * 4 + 1
+
+
+def test_the_largest_step_leaves_the_numbers_of_a_short_one(loaded) -> None:
+    """Several prompts in one step, each in blocks of its own: logits are those of one alone."""
+    seq_lens, backend = [33, 33, 7], TorchAttentionBackend()
+    config = EngineConfig()
+    kv_cache = kv_sizing._allocate_for(seq_lens, loaded, config)
+    for cache in kv_cache.key_cache + kv_cache.value_cache:
+        cache.fill_(float("nan"))
+    logits = kv_sizing.run_forward(loaded, kv_cache, backend, seq_lens, 1)
+    alone = kv_sizing.run_forward(loaded, kv_cache, backend, [33], 1)
+    assert logits.isfinite().all()
+    torch.testing.assert_close(logits, alone)
+    for cache in kv_cache.key_cache + kv_cache.value_cache:
+        assert cache[0].isnan().all(), "the null block is nobody's"
+        assert (~cache[1:, :, 0, 0].isnan()).sum() == sum(seq_lens)
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.01, True, "0.9", float("nan"), None])
+def test_a_share_that_is_none_is_named(share) -> None:
+    with pytest.raises(ValueError, match="gpu_memory_utilization is "):
+        EngineConfig(gpu_memory_utilization=share)

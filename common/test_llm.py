@@ -53,13 +53,17 @@ def test_text_is_the_tokens_decoded_and_logprobs_run_beside_the_tokens(llm: LLM)
     assert len(completion.logprobs) == len(completion.token_ids) == 20
 
 
-def test_seeded_output_does_not_depend_on_batch_mates_or_arrival(llm: LLM) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_seeded_output_does_not_depend_on_batch_mates_or_arrival(
+    dtype: str, request: pytest.FixtureRequest
+) -> None:
+    llm = request.getfixturevalue("llm" if dtype == "float32" else "float64_llm")
     params = SamplingParams(temperature=1.0, seed=42, max_tokens=24, ignore_eos=True)
     (alone,) = generate(llm, "def ", params)
     mates = [SamplingParams(temperature=0.7, max_tokens=5 + i) for i in range(9)]
     crowd = generate(llm, ["def "] * 10, [*mates[:6], params, *mates[6:]])
     assert crowd[6].outputs[0].token_ids == alone.outputs[0].token_ids
-    shuffled = LLM(dtype="float32", num_blocks=400, block_size=7, shuffle_batch=True)
+    shuffled = LLM(dtype=dtype, num_blocks=400, block_size=7, shuffle_batch=True)
     again = generate(shuffled, ["def "] * 10, [*mates[:2], params, *mates[2:]])
     assert again[2].outputs[0].token_ids == alone.outputs[0].token_ids
     other = SamplingParams(temperature=1.0, seed=43, max_tokens=24, ignore_eos=True)

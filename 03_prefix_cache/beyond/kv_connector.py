@@ -71,7 +71,8 @@ class KVConnector(ABC):
 
     @abstractmethod
     def cancel_load(self, request_id: str) -> None:
-        """Nothing may be written to the load's blocks once this returns. Unknown ids are
+        """Nothing may be written to the load's blocks once this returns. Also called for a request
+        that was asked about and has ended, loaded or not: nothing is kept of it. Unknown ids are
         ignored."""
 
     @abstractmethod
@@ -125,8 +126,9 @@ class ConnectorChain(KVConnector):
         return num_tokens
 
     def cancel_load(self, request_id: str) -> None:
-        connector = self._chosen.pop(request_id, None)
-        if connector is not None:
+        """All are told, because all were asked."""
+        self._chosen.pop(request_id, None)
+        for connector in self.connectors:
             connector.cancel_load(request_id)
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:

@@ -133,10 +133,10 @@ class KVLoads:
             self.cache.release(load.prefix)
 
     def forget(self, request_id: str) -> None:
-        """The request gives up its memory: drop its load, and what was offered and never taken."""
+        """The request gives up its memory: drop its load. The connector, if it was asked about the
+        request, forgets what it found, or that it found nothing."""
         self.drop(request_id)
-        offer = self._offers.pop(request_id, None)
-        if offer is not None and offer.num_external_tokens:
+        if self._offers.pop(request_id, None) is not None:
             self.connector.cancel_load(request_id)
 
     def give_way(self) -> None:

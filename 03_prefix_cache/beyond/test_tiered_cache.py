@@ -262,6 +262,25 @@ def test_a_child_is_never_left_below_without_its_parent_while_both_fit(kind):
     engine.tiers.close()
 
 
+@pytest.mark.parametrize("is_found", [False, True])
+def test_nothing_is_kept_of_a_request_that_never_published_a_block(is_found, kind):
+    """Whether the tiers had something for it, or nothing."""
+    engine = Engine(KVTierConfig(host_blocks=100), kind)
+    engine.serve([1] * 16)
+    engine.serve([2] * 16)  # evicts it
+    requests = [engine.request([1 if is_found else 3] * 8) for _ in range(20)]
+    for request in requests:
+        computed = engine.manager.get_computed_blocks(request)
+        assert computed.num_tokens == (6 if is_found else 0)
+    assert not engine.tiers._loads
+    for request in requests:
+        engine.manager.free(request)  # aborted while it waits
+    for _ in range(20):
+        assert engine.serve([4]) == 0
+    assert engine.tiers._found == {}
+    engine.tiers.close()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

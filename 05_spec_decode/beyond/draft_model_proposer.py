@@ -34,10 +34,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from batch_layout import BlockTables, lay_out, to_device
+from batch_layout import lay_out, to_device
+from input_batch import RunnerRequest
+from kv_memory import SharingRunnerState
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
-from request import Request
-from scheduler_interface import KVMemory
+from proposers import FollowedRequest
+from request import check_integers
 
 
 class DraftModel(Protocol):
@@ -57,25 +59,27 @@ class DraftModel(Protocol):
 
 class DraftSampler(Protocol):
     def sample_drafts(
-        self, logits: torch.Tensor, requests: Sequence[Request], num_drafted: int
+        self, logits: torch.Tensor, requests: Sequence[RunnerRequest], num_drafted: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """From `logits` [R, vocab_size] the next draft of each request, which has `num_drafted`
         already: `(tokens [R] int64, probs [R, vocab_size])`, `probs` being what they were drawn
         from. None: nothing that the rejection rule would need."""
+        ...
 
-    def needs_probs(self, request: Request) -> bool:
+    def needs_probs(self, request: RunnerRequest) -> bool:
         """Are the request's drafts to be verified with the probabilities?"""
+        ...
 
 
 class MostLikely:
     """The likeliest token: drafts without probabilities."""
 
     def sample_drafts(
-        self, logits: torch.Tensor, requests: Sequence[Request], num_drafted: int
+        self, logits: torch.Tensor, requests: Sequence[RunnerRequest], num_drafted: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return logits.argmax(dim=-1), None
 
-    def needs_probs(self, request: Request) -> bool:
+    def needs_probs(self, request: RunnerRequest) -> bool:
         return False
 
 
@@ -83,40 +87,31 @@ class MostLikely:
 class _Follower:
     """How far the draft model has followed a request."""
 
-    row: int  # in the block tables
-    num_preemptions: int  # the request's, when its table was read: another count, another table
-    num_blocks: int = 0  # of its table, as far as it was read
-    num_checked: int = 0  # leading blocks that are full and right
+    num_checked: int = 0  # leading blocks that are full and right, and stay where they are
     chain: int = 0  # the hash of everything in those
+    block_ids: list[int] = field(default_factory=list)  # behind those, when they were last read
     num_computed: int = 0  # positions with the draft's KV
     guesses: list[int] = field(default_factory=list)  # whose KV is in the last of those
 
 
 class DraftModelProposer:
-    """`kv_cache` has the draft's layers and the target's number and size of blocks; `kv_memory` is
-    the scheduler's. Positions from `max_model_len` on get no drafts."""
+    """`kv_cache` has the draft's layers and the target's number and size of blocks; `state` is that
+    of the target's runner. Positions from `max_model_len` on get no drafts."""
 
     def __init__(
         self,
         model: DraftModel,
         kv_cache: PagedKVCache,
         backend: AttentionBackend,
-        kv_memory: KVMemory,
+        state: SharingRunnerState,
         num_spec_tokens: int = 4,
         *,
         max_model_len: int = 2048,
-        max_num_seqs: int = 256,
         sampler: DraftSampler | None = None,
     ) -> None:
-        if num_spec_tokens < 1:
-            raise ValueError(f"num_spec_tokens is {num_spec_tokens!r}: it must be >= 1")
-        if kv_cache.block_size != kv_memory.block_size:
-            raise ValueError(
-                f"block_size of the draft's kv_cache is {kv_cache.block_size}: it must be the "
-                f"target's, {kv_memory.block_size}"
-            )
+        check_integers(1, num_spec_tokens=num_spec_tokens)
         self.model, self.backend, self.kv_cache = model, backend, kv_cache
-        self.kv_memory = kv_memory
+        self.state = state
         self.num_spec_tokens = num_spec_tokens
         # Written: the last known token and every guess but the last, which is never fed back.
         self.num_lookahead_tokens = num_spec_tokens
@@ -125,7 +120,6 @@ class DraftModelProposer:
         self.block_size = kv_cache.block_size
         self.device = kv_cache.key_cache[0].device
         self.num_computed_tokens = 0  # that the draft model was fed, ever
-        self._tables = BlockTables(max_num_seqs, -(-max_model_len // self.block_size) + 1)
         self._followers: dict[str, _Follower] = {}
         self._filled: dict[int, int] = {}  # block id -> hash of what the draft's KV in it is of
         self._probs: dict[str, torch.Tensor] = {}
@@ -134,14 +128,14 @@ class DraftModelProposer:
 
     @torch.inference_mode()
     def propose(
-        self, requests: Sequence[Request], num_drafts: Sequence[int]
+        self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]
     ) -> dict[str, list[int]]:
         work = [
-            self._plan(request, min(num, self.num_spec_tokens))
-            for request, num in zip(requests, num_drafts, strict=True)
+            self._plan(f, min(num, self.num_spec_tokens))
+            for f, num in zip(followed, num_drafts, strict=True)
         ]
-        for request in requests:
-            self._probs.pop(request.request_id, None)
+        for f in followed:
+            self._probs.pop(f.request.req_id, None)
         work = [w for w in work if w.stop > w.follower.num_computed]
         work.sort(key=lambda w: -w.num_drafts)  # so that those who want more come first
         drafting = [w for w in work if w.num_drafts]
@@ -151,13 +145,13 @@ class DraftModelProposer:
         columns = self._guess(drafting, logits[: len(drafting)])
         tokens = [column.tolist() for column in columns]  # the host waits here, once
         drafts = {
-            w.request.request_id: [tokens[i][index] for i in range(w.num_drafts)]
+            w.request.req_id: [tokens[i][index] for i in range(w.num_drafts)]
             for index, w in enumerate(drafting)
         }
         for w in work:
-            w.follower.guesses = drafts.get(w.request.request_id, [])[:-1]  # the last is not fed
+            w.follower.guesses = drafts.get(w.request.req_id, [])[:-1]  # the last is not fed
             w.follower.num_computed = w.stop + len(w.follower.guesses)
-            self._check_blocks(w.request, w.follower, w.request.num_computed_tokens)
+            self._check_blocks(w.followed, w.follower)
         return drafts
 
     def draft_probs(self, request_id: str) -> torch.Tensor | None:
@@ -165,80 +159,70 @@ class DraftModelProposer:
 
     def forget(self, request_id: str) -> None:
         self._probs.pop(request_id, None)
-        follower = self._followers.pop(request_id, None)
-        if follower is not None:
-            self._tables.release_row(follower.row)
+        self._followers.pop(request_id, None)
 
     # -- how far it is
 
-    def _plan(self, request: Request, num_drafts: int) -> _Work:
+    def _plan(self, followed: FollowedRequest, num_drafts: int) -> _Work:
         """What to compute for a request: up to its last known token if it is to be guessed on, else
         as far as the target is; in either case only where there are slots."""
-        follower = self._follow(request)
-        num_slots = self._num_slots(follower)
-        num_known = request.num_tokens
+        follower = self._follow(followed)
+        num_slots, num_known = self._num_slots(follower), followed.request.num_tokens
         num_drafts = max(0, min(num_drafts, num_slots - num_known + 1))
-        stop = num_known if num_drafts else min(request.num_computed_tokens, num_slots)
-        return _Work(request, follower, stop, num_drafts)
+        stop = num_known if num_drafts else min(followed.num_computed_tokens, num_slots)
+        return _Work(followed, follower, stop, num_drafts)
 
     def _num_slots(self, follower: _Follower) -> int:
-        return min(follower.num_blocks * self.block_size, self.max_model_len)
+        num_blocks = follower.num_checked + len(follower.block_ids)
+        return min(num_blocks * self.block_size, self.max_model_len)
 
-    def _follow(self, request: Request) -> _Follower:
-        follower = self._followers.get(request.request_id)
-        if follower is not None and follower.num_preemptions != request.num_preemptions:
-            self.forget(request.request_id)
-            follower = None
-        if follower is None:
-            row = self._tables.take_row()
-            follower = _Follower(row, request.num_preemptions)
-            self._followers[request.request_id] = follower
-        self._take_back_wrong(request, follower)
-        self._read_table(request, follower)
-        self._check_blocks(request, follower, request.num_computed_tokens)
+    def _follow(self, followed: FollowedRequest) -> _Follower:
+        follower = self._followers.setdefault(followed.request.req_id, _Follower())
+        self._take_back_wrong(followed.request, follower)
+        self._read_table(followed.request, follower)
+        self._check_blocks(followed, follower)
         return follower
 
-    def _take_back_wrong(self, request: Request, follower: _Follower) -> None:
+    def _take_back_wrong(self, request: RunnerRequest, follower: _Follower) -> None:
         """Guesses that came true stay, whether or not they were verified. The last known token has
         to be fed in any case: what the model says behind it is wanted."""
         start = follower.num_computed - len(follower.guesses)
-        tokens = request.all_token_ids[start : start + len(follower.guesses)]
+        tokens = request.tokens(start, start + len(follower.guesses))
         num_right = 0
         while num_right < len(tokens) and tokens[num_right] == follower.guesses[num_right]:
             num_right += 1
         follower.num_computed = min(start + num_right, request.num_tokens - 1)
         follower.guesses = []
 
-    def _read_table(self, request: Request, follower: _Follower) -> None:
+    def _read_table(self, request: RunnerRequest, follower: _Follower) -> None:
         """Blocks that were checked stay. Behind them, one may have been replaced by a cached block
         of the same content, in which the draft's KV may be or not."""
-        block_ids = self.kv_memory.get_block_ids(request.request_id)
         first = follower.num_checked
-        new = block_ids[first : self._tables.ids.shape[1]]
-        old = self._tables.ids[follower.row, first : follower.num_blocks].tolist()
-        for index, (before, now) in enumerate(zip(old, new, strict=False), first):
+        block_ids = self.state.block_ids(request.req_id)[first:]
+        for index, (before, now) in enumerate(zip(follower.block_ids, block_ids), first):
             if before != now:
                 follower.num_computed = min(follower.num_computed, index * self.block_size)
                 break
-        self._tables.write(follower.row, first, new)
-        follower.num_blocks = first + len(new)
+        follower.block_ids = block_ids
 
-    def _check_blocks(self, request: Request, follower: _Follower, num_final: int) -> None:
+    def _check_blocks(self, followed: FollowedRequest, follower: _Follower) -> None:
         """Go on through the full blocks as long as the draft's KV is in them, whoever wrote it.
-        Costs O(new full blocks), except for what a hit brought."""
-        size = self.block_size
-        num_final = min(num_final, self._num_slots(follower))
-        while (end := (follower.num_checked + 1) * size) <= num_final:
-            chain = hash((follower.chain, tuple(request.all_token_ids[end - size : end])))
-            block_id = int(self._tables.ids[follower.row, follower.num_checked])
+        What the last step filled may yet be replaced, so it is looked at again. Costs O(new full
+        blocks), except for what a hit brought."""
+        size, first, chain = self.block_size, follower.num_checked, follower.chain
+        num_full = min(followed.num_computed_tokens, self._num_slots(follower)) // size
+        for index, block_id in enumerate(follower.block_ids[: max(0, num_full - first)], first):
+            end = (index + 1) * size
+            chain = hash((chain, tuple(followed.request.tokens(end - size, end))))
             if follower.num_computed >= end:
                 self._filled[block_id] = chain
             elif self._filled.get(block_id) == chain:
                 follower.num_computed = end
             else:
-                return
-            follower.num_checked += 1
-            follower.chain = chain
+                break
+            if end <= followed.start:
+                follower.num_checked, follower.chain = index + 1, chain
+        del follower.block_ids[: follower.num_checked - first]
 
     # -- the model
 
@@ -249,7 +233,7 @@ class DraftModelProposer:
         input_ids: list[int] = []
         for w, start in zip(work, starts, strict=True):
             self._unfill(w, start)
-            input_ids += w.request.all_token_ids[start : w.stop]
+            input_ids += w.request.tokens(start, w.stop)
         lens = [w.stop - start for w, start in zip(work, starts, strict=True)]
         num_drafting = sum(w.num_drafts > 0 for w in work)
         last_tokens = np.cumsum(lens)[:num_drafting] - 1
@@ -274,7 +258,7 @@ class DraftModelProposer:
         for index, w in enumerate(drafting):
             if self.sampler.needs_probs(w.request):
                 rows = [probs[i][index] for i in range(w.num_drafts)]
-                self._probs[w.request.request_id] = torch.stack(rows)
+                self._probs[w.request.req_id] = torch.stack(rows)
         return columns
 
     def _forward(
@@ -285,8 +269,8 @@ class DraftModelProposer:
         lens: list[int],
         logit_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        rows = [w.follower.row for w in work]
-        layout = lay_out(self._tables, rows, starts, lens, self.block_size, self.device)
+        rows = [self.state.rows[w.request.req_id] for w in work]
+        layout = lay_out(self.state.tables, rows, starts, lens, self.block_size, self.device)
         self.num_computed_tokens += len(input_ids)
         if logit_indices is None:
             logit_indices = torch.arange(len(work), device=self.device)
@@ -302,13 +286,18 @@ class DraftModelProposer:
     def _unfill(self, w: _Work, start: int) -> None:
         """Blocks that are about to be written hold what they held no more."""
         end = w.stop + max(0, w.num_drafts - 1)
-        for index in range(start // self.block_size, -(-end // self.block_size)):
-            self._filled.pop(int(self._tables.ids[w.follower.row, index]), None)
+        first = w.follower.num_checked
+        for index in range(start // self.block_size - first, -(-end // self.block_size) - first):
+            self._filled.pop(w.follower.block_ids[index], None)
 
 
 @dataclass(slots=True)
 class _Work:
-    request: Request
+    followed: FollowedRequest
     follower: _Follower = field(repr=False)
     stop: int  # known tokens are fed up to here
     num_drafts: int
+
+    @property
+    def request(self) -> RunnerRequest:
+        return self.followed.request

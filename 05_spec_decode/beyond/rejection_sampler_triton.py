@@ -129,8 +129,8 @@ def _rejection_kernel(
         bar *= tl.load(draft_probs + q_offset, mask=is_token, other=0.0).to(tl.float64)
     num_accepted = tl.min(tl.where(bar < p, WIDTH, column))
 
-    # Draw, from p - q if a draft was rejected. Rounding can leave nothing of it: then from p.
-    rejected = tl.max(tl.where(column == num_accepted, drafts, -1))
+    # Draw, from p - q if a token was rejected. Rounding can leave nothing of it: then from p.
+    rejected = tl.max(tl.where((column == num_accepted) & is_token, drafts, -1))
     row = first_row + num_accepted
     p_row = target_probs + row * target_stride
     q_row = draft_probs
@@ -189,7 +189,7 @@ def _matching_kernel(
     is_row = (column <= num_drafts) & (column <= max_num_drafts)
     drafts = tl.load(draft_tokens + first_draft + column, mask=is_draft, other=0).to(tl.int64)
     sampled = tl.load(target_sampled + first_row + column, mask=is_row, other=0).to(tl.int64)
-    is_accepted = is_draft & (drafts == sampled)
+    is_accepted = is_draft & (drafts == sampled) & (drafts >= 0)
     num_accepted = tl.min(tl.where(is_accepted, WIDTH, column))
 
     # Accepted drafts are what was sampled.

@@ -416,17 +416,48 @@ def test_what_follows_a_rejected_draft_is_never_read(device):
 
 @pytest.mark.parametrize("is_certain", [False, True])
 def test_an_id_that_is_no_token_is_neither_looked_up_nor_accepted(is_certain, device):
-    """As a placeholder (Trap 40): beyond the vocabulary lie numbers that would accept it."""
-    buffer = torch.full((8, 8), 9.0)
-    p, q = buffer[:6, 2:6], torch.full((3, 8), 1e-3)[:, 2:6]
+    """As a placeholder (Trap 40): beyond the vocabulary lie numbers that would accept it, and what
+    follows it is drawn from p, not from p - q."""
+    buffer = torch.full((12, 8), 9.0)
+    p, q = buffer[:10, 2:6], torch.full((5, 8), 1e-3)[:, 2:6]
     p[:] = torch.tensor([0.0, 0.5, 0.5, 0.0])
+    q[:] = torch.tensor([0.0, 0.0, 1.0, 0.0])
+    drafts = [-1, 4, -2, 2**62, -(2**62)]
     arguments = make_arguments(
-        torch.zeros(6, 4), [-1, 4, -2], None if is_certain else torch.zeros(3, 4), [1] * 3,
-        [0.0] * 3, [0.5] * 6,
+        torch.zeros(10, 4), drafts, None if is_certain else torch.zeros(5, 4), [1] * 5,
+        [0.0] * 5, [0.25, LAST] * 5,
     )  # fmt: skip
     arguments = replace(arguments, target_probs=p, draft_probs=None if is_certain else q)
-    verified = rejection_sample_triton(*arguments.values(device))
-    assert verified.token_ids.tolist() == [[2, PADDING]] * 3
+    verified = check(arguments, device)
+    assert verified.token_ids.tolist() == [[1, PADDING]] * 5
+    upper = replace(arguments, sample_u=torch.tensor([0.75, LAST] * 5, dtype=torch.float64))
+    assert check(upper, device).token_ids.tolist() == [[2, PADDING]] * 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("is_certain", [False, True])
+def test_ids_that_are_no_tokens_anywhere_in_a_batch(is_certain, seed, device):
+    """A run ends in front of the first; the tokens before it are those that it has without it."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 6, size=24).tolist()
+    whole = random_arguments(seed, lengths, 7, is_certain=is_certain)
+    whole = replace(whole, accept_u=whole.accept_u * 0.3)  # longer runs
+    drafts = whole.draft_token_ids.clone()
+    is_bad = torch.from_numpy(rng.random(len(drafts)) < 0.3)
+    bad = torch.from_numpy(rng.choice([-1, -5, 7, 8, 1000, -(2**40)], size=len(drafts)))
+    broken = check(replace(whole, draft_token_ids=torch.where(is_bad, bad, drafts)), device)
+    assert ((broken.token_ids >= PADDING) & (broken.token_ids < 7)).all()
+    expected = rejection_sample(*whole.values())
+    ends_early = 0
+    for i, start in enumerate(whole.starts()[:-1]):
+        own = is_bad[start - i : start - i + lengths[i]].tolist()
+        first_bad = own.index(True) if any(own) else lengths[i] + 1
+        num_before = min(int(expected.num_sampled[i]), first_bad)
+        before = broken.token_ids[i, :num_before]
+        assert torch.equal(before, expected.token_ids[i, :num_before])
+        assert broken.num_sampled[i] == min(int(expected.num_sampled[i]), first_bad + 1)
+        ends_early += int(expected.num_sampled[i]) > first_bad
+    assert ends_early > 2
 
 
 # -- the matching rule
@@ -468,6 +499,17 @@ def test_the_matched_tokens_are_those_of_pytorch(seed, device):
     for other in (0, 1):  # the token before the drafts does not matter
         fed[is_first] = other
         assert torch.equal(check_matching(sampled, fed, cu_num_logits, 7), num_sampled)
+
+
+@pytest.mark.parametrize("is_fed", [False, True])
+def test_a_placeholder_matches_nothing_not_even_a_row_that_says_nothing(is_fed, device):
+    """-1 is a draft that is none, and the sample of a row of NaN."""
+    sampled = torch.tensor([-1, 3, 2, 2, -1, 4], device=device)
+    drafts = [-1, 3, 2, -1]  # two for each request; the first of the second one is right
+    fed = [9, -1, 3, 9, 2, -1]
+    cu_num_logits = torch.tensor([0, 3, 6], device=device)
+    tokens = torch.tensor(fed if is_fed else drafts, device=device)
+    assert check_matching(sampled, tokens, cu_num_logits, 2).tolist() == [1, 2]
 
 
 def test_without_any_drafts_each_request_gets_its_sample(device):

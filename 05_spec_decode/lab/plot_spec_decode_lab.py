@@ -16,8 +16,8 @@ import torch
 
 from acceptance import acceptance_probability
 from block_pool import BlockPool
-from common.assembly import allocate_kv_cache
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT
+from common.kv_sizing import allocate_kv_cache
 from common.loader import LoadedModel, load_model
 from common.tokenizer import load_tokenizer
 from common.training.tiny_data import corpus

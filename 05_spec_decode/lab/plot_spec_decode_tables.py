@@ -8,8 +8,9 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.bench.bench_record import made_on, markdown_table, replace_between_markers
 from draft_length import expected_tokens
+
+from common.bench.bench_record import made_on, markdown_table, replace_between_markers
 
 RULE_NAMES = {
     "rejection": "rejection: accept with min(1, p/q)",

@@ -33,7 +33,7 @@ from common.sampling.sampling_constraints import (
     apply_top_p,
     top_ids,
 )
-from common.token_counts import TokenCounts
+from common.sampling.token_counts import TokenCounts
 from engine_core import NO_FINITE_LOGITS, SamplerOutput
 from request import SamplingParams
 

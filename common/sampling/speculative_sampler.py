@@ -5,8 +5,8 @@
     and is decided by         `rejection_sample`               `rejection_sampling_batched`
 
 Drafts come without probabilities from a look-up, and for a request that is greedy or named a seed.
-So such a request gets exactly the tokens that it gets without speculation, however many drafts the
-load, the budget or a preemption leave it. Every constraint applies at every
+So from the same logits such a request gets exactly the tokens that it gets without speculation,
+however many drafts the load, the budget or a preemption leave it. Every constraint applies at every
 draft's position, with the drafts before it as history (Trap 37)."""
 
 from __future__ import annotations

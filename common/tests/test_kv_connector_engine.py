@@ -7,10 +7,13 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
+from transformers import Qwen3ForCausalLM
 
 from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
-from common.tests.engine_oracle import MAX_TOKENS, Oracle, greedy_params, serve
+from common.loader import load_model
+from common.tests.engine_oracle import MAX_TOKENS, Oracle, greedy_params, make_oracle, serve
 from global_kv_pool import GlobalKVPool
 from pool_connector import PoolConnector
 from request import RequestStatus
@@ -74,6 +77,50 @@ def test_engines_of_other_weights_or_salts_share_nothing(oracle, loaded, random_
     salted = make_engine(loaded, PoolConnector(pool, "c"))
     (output,) = serve(salted, oracle, [2], 4, salt="mine")
     assert output.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("shared", ["disk", "pool"])
+def test_checkpoints_that_differ_in_one_number_exchange_no_kv(
+    shared, oracle, loaded, pool, tmp_path
+):
+    """Trap 59: the number is in the embedding row of the first token of the prompt, at a place that
+    a sample of every third element does not see."""
+    prompt = oracle.prompts[2]
+    row, column = prompt[0], next(j for j in range(32) if (prompt[0] * 32 + j) % 3)
+    model = Qwen3ForCausalLM.from_pretrained(oracle.path, dtype=torch.float64)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[row, column] += 5
+    model.save_pretrained(tmp_path / "other")
+    other = make_oracle(tmp_path / "other", [prompt])
+    assert other.continuations[0] != oracle.continuations[2]
+
+    def make(model) -> LLMEngine:
+        if shared == "pool":
+            return make_engine(model, PoolConnector(pool, f"node {model.path.name}"))
+        tiers = KVTierConfig(0, 500, tmp_path / "kv", write_policy="write_through")
+        return make_engine(model, tiers=tiers)
+
+    theirs = load_model(other.path, torch.float64, torch.device("cpu"))
+    expected = [(loaded, oracle, 2, 0), (theirs, other, 0, 0), (loaded, oracle, 2, 44)]
+    for model, says, index, num_cached in expected:
+        engine = make(model)
+        (output,) = serve(engine, says, [index], MAX_TOKENS)
+        assert output.num_cached_tokens == num_cached
+        engine.close()
+
+
+def test_weights_are_hashed_once_an_engine_and_only_to_share_kv(oracle, loaded, pool, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "common.assembly.weights_digest", lambda model: calls.append(model) or "made up"
+    )
+    serve(make_engine(loaded), oracle, [0, 1], 2)
+    assert calls == []
+    tiers = KVTierConfig(host_blocks=4)
+    engine = make_engine(loaded, PoolConnector(pool, "a"), tiers, num_blocks=30)
+    serve(engine, oracle, [0, 1, 2, 0], 4)
+    assert calls == [loaded.model]
+    engine.close()
 
 
 def test_a_request_that_is_loading_does_not_hold_up_others(oracle, loaded):
@@ -207,3 +254,30 @@ def test_aborting_a_loading_request_frees_its_blocks(oracle, loaded):
     finally:
         gate.set()
         pool.close()
+
+
+@pytest.mark.parametrize("has_pool", [False, True])
+@pytest.mark.parametrize("scheduler", ["two_phase", "prefill_first", "fcfs"])
+def test_tiers_forget_every_request_that_has_ended(scheduler, has_pool, oracle, loaded, pool):
+    """Finished or aborted, running or waiting, loaded or not, with blocks published or none."""
+    connector = PoolConnector(pool, "a") if has_pool else None
+    tiers = KVTierConfig(host_blocks=500)
+    engine = make_engine(
+        loaded, connector, tiers, num_blocks=20, max_num_seqs=2, scheduler=scheduler
+    )
+    prompts = [prompt for prompt in oracle.prompts if len(prompt) < 50] + [[1], [2, 3]]
+    most = 0
+    for turn in range(2):  # in the second, the tiers have something to load
+        for i, prompt in enumerate(prompts):
+            engine.add_request(f"{turn}.{i}", prompt, greedy_params(2))
+        for step in range(400):
+            if step % 3 == 0:
+                engine.abort_request(f"{turn}.{step % len(prompts)}")
+            engine.step()
+            most = max(most, len(engine.prefix_cache.listener._found))
+            if not engine.has_unfinished_requests():
+                break
+        assert not engine.has_unfinished_requests()
+        assert engine.prefix_cache.listener._found == {}
+    assert most > 0 and engine.prefix_cache.listener.stats.num_host_hits > 0
+    engine.close()

@@ -7,6 +7,7 @@ they share beginnings of every length, exact multiples of the block size among t
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -237,6 +238,8 @@ def test_kv_of_other_weights_is_not_ours(loaded):
     with torch.no_grad():
         next(other.model.parameters()).add_(1e-9)
     assert kv_namespace(other, engine.kv_cache) != kv_namespace(loaded, engine.kv_cache)
+    other_eps = replace(loaded, config=replace(loaded.config, rms_norm_eps=0.5))
+    assert kv_namespace(other_eps, engine.kv_cache) != kv_namespace(loaded, engine.kv_cache)
     half = load_model(loaded.path, torch.float32, torch.device("cpu"))
     other_dtype = LLMEngine(EngineConfig(num_blocks=10), loaded=half)
     assert kv_namespace(half, other_dtype.kv_cache) != kv_namespace(loaded, engine.kv_cache)

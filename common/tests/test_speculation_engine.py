@@ -411,7 +411,7 @@ def test_what_the_configuration_refuses(oracle, loaded, random_loaded):
 
 
 def test_the_pool_is_sized_for_both_models(loaded, draft, monkeypatch):
-    monkeypatch.setattr("common.kv_sizing.free_memory_bytes", lambda device: 20 << 20)
+    monkeypatch.setattr("common.kv_sizing.free_memory_bytes", lambda: 20 << 20)
 
     def num_blocks(speculative) -> int:
         config = EngineConfig(speculative=speculative, max_num_seqs=1000)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.sampling.sampler import Sampler, SamplingBatch, sampling_probs
-from common.token_counts import TokenCounts
+from common.sampling.token_counts import TokenCounts
 from request import SamplingParams
 
 VOCAB = 11

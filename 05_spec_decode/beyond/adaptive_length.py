@@ -24,45 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from request import Request
-
-
-class DraftLength(Protocol):
-    def choose(self, requests: Sequence[Request]) -> list[int]:
-        """Drafts to ask for, for each of the requests that decode together."""
-
-    def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
-        """What came of a request's drafts."""
-
-    def observe_step(
-        self, num_requests: int, num_tokens: int, num_rounds: int, verify_ms: float, draft_ms: float
-    ) -> None:
-        """Times of a step in which nobody computed a prompt: a target pass over `num_tokens`, then
-        `num_rounds` of guessing, each for `num_requests`. With 0 rounds, `draft_ms` says nothing:
-        nobody guessed, or a draft model caught up with what it had missed."""
-
-    def forget(self, request_id: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class FixedLength:
-    num_spec_tokens: int
-
-    def choose(self, requests: Sequence[Request]) -> list[int]:
-        return [self.num_spec_tokens] * len(requests)
-
-    def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
-        pass
-
-    def observe_step(
-        self, num_requests: int, num_tokens: int, num_rounds: int, verify_ms: float, draft_ms: float
-    ) -> None:
-        pass
-
-    def forget(self, request_id: str) -> None:
-        pass
+from acceptance import expected_tokens
 
 
 @dataclass(slots=True)
@@ -104,14 +67,6 @@ class CostLine:
         return base + slope * size
 
 
-def expected_tokens(acceptance: float, num_drafts: int) -> float:
-    """Tokens of one pass over `num_drafts` drafts, each of which is accepted with this chance if
-    those before it were."""
-    if acceptance == 1:
-        return num_drafts + 1
-    return (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)  # 1 + a + a^2 + ...
-
-
 class AdaptiveLength:
     """At most `num_spec_tokens`. `prior`: the acceptance assumed of a request that is new, until
     there are others to go by. Another length is tried after `probe_every` steps at first; up to
@@ -144,19 +99,19 @@ class AdaptiveLength:
             return self._overall.rate
         return (own.weight * own.rate + self._overall.rate) / (own.weight + 1)
 
-    def choose(self, requests: Sequence[Request]) -> list[int]:
-        if not requests:
+    def choose(self, request_ids: Sequence[str]) -> list[int]:
+        if not request_ids:
             return []
-        rates = [self.acceptance(request.request_id) for request in requests]
+        rates = [self.acceptance(request_id) for request_id in request_ids]
         if not self.verify_cost.has_seen:
-            return [self.num_spec_tokens] * len(requests)
+            return [self.num_spec_tokens] * len(request_ids)
         best, tokens_per_ms = self._best(rates)
         if self._is_probing(best):
-            return [self._probe] * len(requests)
+            return [self._probe] * len(request_ids)
         slope = self.verify_cost.line[1]
         lengths = [self._own_length(rate, best, slope * tokens_per_ms) for rate in rates]
-        for request, length in zip(requests, lengths, strict=True):
-            own = self._requests.get(request.request_id)
+        for request_id, length in zip(request_ids, lengths, strict=True):
+            own = self._requests.get(request_id)
             if length == 0 and own is not None:
                 own.weight *= self.memory  # or one that looked bad once would never be tried again
         return lengths

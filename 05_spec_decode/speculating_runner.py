@@ -1,0 +1,142 @@
+"""A runner that also guesses: it stands around another one, and is a `ModelRunner` itself.
+
+    plan    = scheduler.schedule()            plans drafts like tokens that are known
+    output  = runner.execute(plan).wait()     <-- the inner runner computes and verifies; then here:
+                                                  what came of the drafts, and new ones
+    results = scheduler.update_from_output(plan, output)       takes back the KV of those rejected
+
+What it knows are plans and sampled tokens, as a runner in another process would. A request is
+guessed on if it is behind by nothing but the token that was just sampled. Some have ended with that
+token, and only the scheduler knows: it drops their guesses.
+
+The tokens of this step become known to the scheduler later, and to the runner's copies with the
+next plan. A proposer needs them now, so they are put into the copies at once; the next plan sends
+them again, in place of these.
+
+`DraftLength` says how much to guess. `FixedLength` is a constant; `beyond/adaptive_length.py` finds
+out what pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from acceptance import SpecDecodeStats
+from input_batch import RunnerState
+from proposers import FollowedRequest, Proposer
+from scheduler_interface import FinishedStep, Laps, ModelRunner, SchedulerOutput, StepOutput
+
+
+class DraftLength(Protocol):
+    def choose(self, request_ids: Sequence[str]) -> list[int]:
+        """Drafts to ask for, for each of the requests that decode together."""
+        ...
+
+    def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
+        """What came of a request's drafts."""
+
+    def observe_step(
+        self, num_requests: int, num_tokens: int, num_rounds: int, verify_ms: float, draft_ms: float
+    ) -> None:
+        """Times of a step in which nobody computed a prompt: a target pass over `num_tokens`, then
+        `num_rounds` of guessing, each for `num_requests`. With 0 rounds, `draft_ms` says nothing:
+        nobody guessed, or a draft model caught up with what it had missed."""
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended. Unknown ids are ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedLength:
+    num_spec_tokens: int
+
+    def choose(self, request_ids: Sequence[str]) -> list[int]:
+        return [self.num_spec_tokens] * len(request_ids)
+
+    def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
+        pass
+
+    def observe_step(
+        self, num_requests: int, num_tokens: int, num_rounds: int, verify_ms: float, draft_ms: float
+    ) -> None:
+        pass
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+class SpeculatingRunner:
+    """`state` is that of `runner`, the very object, which brings it up to date."""
+
+    def __init__(
+        self, runner: ModelRunner, proposer: Proposer, draft_length: DraftLength, state: RunnerState
+    ) -> None:
+        self.runner = runner
+        self.proposer = proposer
+        self.draft_length = draft_length
+        self.state = state
+        self.stats = SpecDecodeStats()
+        self._num_rounds = 0  # of guessing, in the last step
+        self._num_rounds_before = 0
+
+    def execute(self, plan: SchedulerOutput) -> FinishedStep:
+        for req_id in plan.finished_req_ids:
+            self.proposer.forget(req_id)
+            self.draft_length.forget(req_id)
+        for req_id in plan.scheduled_cached_reqs.resumed_req_ids:
+            self.proposer.forget(req_id)  # it has another block table
+        output = self.runner.execute(plan).wait()
+        verify_ms = sum(output.times.values())
+        clock = Laps()
+        output.draft_token_ids = self._guess(self._judge(plan, output))
+        clock.lap("propose_ms")
+        output.times |= clock.ms
+        self._observe_times(plan, verify_ms, clock.ms["propose_ms"])
+        return FinishedStep(output)
+
+    def _judge(self, plan: SchedulerOutput, output: StepOutput) -> list[FollowedRequest]:
+        """Count what came of the drafts. Returns who may go on, with the tokens of this step."""
+        cached = plan.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
+        starts |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        followed = []
+        for req_id, start in starts.items():
+            request, tokens = self.state.requests[req_id], output.token_ids.get(req_id, [])
+            num_computed_tokens = start + plan.num_scheduled_tokens[req_id]
+            if tokens:
+                num_drafted = len(plan.scheduled_draft_token_ids.get(req_id, ()))
+                num_accepted = len(tokens) - 1
+                self.stats.observe(num_drafted, num_accepted)
+                if num_drafted:
+                    self.draft_length.observe(req_id, num_drafted, num_accepted)
+                num_computed_tokens -= num_drafted - num_accepted
+                request.output_token_ids += tokens
+            has_ended = len(request.output_token_ids) >= request.params.max_tokens
+            if not has_ended and req_id not in output.errors:
+                followed.append(FollowedRequest(request, start, num_computed_tokens))
+        return followed
+
+    def _guess(self, followed: list[FollowedRequest]) -> dict[str, list[int]]:
+        ready = [f.request for f in followed if f.request.num_tokens - f.num_computed_tokens == 1]
+        lengths = self.draft_length.choose([request.req_id for request in ready])
+        wanted = {}
+        for request, length in zip(ready, lengths, strict=True):
+            # The token that follows the drafts is an output too.
+            most = request.params.max_tokens - len(request.output_token_ids) - 1
+            wanted[request.req_id] = max(0, min(length, most))
+        num_drafts = [wanted.get(f.request.req_id, 0) for f in followed]
+        self._num_rounds_before, self._num_rounds = self._num_rounds, max(num_drafts, default=0)
+        if self._num_rounds == 0:
+            return {}  # a draft model falls behind, and catches up when it is asked again
+        return self.proposer.propose(followed, num_drafts)
+
+    def _observe_times(self, plan: SchedulerOutput, verify_ms: float, propose_ms: float) -> None:
+        num_tokens, drafts = plan.num_scheduled_tokens, plan.scheduled_draft_token_ids
+        if num_tokens and all(n == 1 + len(drafts.get(r, ())) for r, n in num_tokens.items()):
+            # After a pause a draft model first catches up, which takes longer than guessing.
+            num_rounds = self._num_rounds if self._num_rounds_before else 0
+            self.draft_length.observe_step(
+                len(num_tokens), sum(num_tokens.values()), num_rounds, verify_ms, propose_ms
+            )

@@ -1,0 +1,564 @@
+"""Speculation around a runner: who is asked, what is counted, and that no token changes, whatever a
+proposer says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from adaptive_length import AdaptiveLength
+from block_pool import BlockPool
+from cached_kv_cache_manager import CachedKVCacheManager
+from draft_model_proposer import DraftModelProposer
+from fake_model import FakeModelRunner, continuation
+from input_batch import RunnerRequest, RunnerState
+from kv_memory import KVMemory, SharingRunnerState, UncachedKVCacheManager
+from paged_attention import PagedKVCache
+from prefix_cache_local import PrefixCacheLocal
+from proposers import FollowedRequest, NgramProposer, Proposer
+from radix_cache import RadixCache
+from request import Request, SamplingParams
+from scheduler_interface import (
+    CachedRequestData,
+    FinishedStep,
+    NewRequestData,
+    SchedulerOutput,
+    StepOutput,
+)
+from speculating_runner import DraftLength, FixedLength, SpeculatingRunner
+from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
+from speculative_scheduler import SpeculativeScheduler
+from step_record import RecordingEngineCore
+
+VOCAB = 6  # few tokens, so that guesses come true by chance too
+K = 3
+SCHEDULERS = (SpeculativeScheduler, SpeculativePrefillFirstScheduler)
+CACHES = (None, "hash", "radix")
+
+
+# -- who is asked
+
+
+@dataclass
+class Recorder:
+    """A `Proposer` and a `DraftLength` that write down what they are asked and told."""
+
+    num_drafts: int | Callable[[str], int] = K
+    num_spec_tokens: int = K
+    num_lookahead_tokens: int = 0
+    log: list[tuple] = field(default_factory=list)
+    followed: list[FollowedRequest] = field(default_factory=list)
+
+    def propose(self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]):
+        self.followed = list(followed)
+        ids = [f.request.req_id for f in followed]
+        self.log.append(("propose", dict(zip(ids, num_drafts, strict=True))))
+        return {i: [1] * num for i, num in zip(ids, num_drafts) if num}
+
+    def draft_probs(self, request_id: str) -> None:
+        return None
+
+    def choose(self, request_ids: Sequence[str]) -> list[int]:
+        self.log.append(("choose", list(request_ids)))
+        if callable(self.num_drafts):
+            return [self.num_drafts(request_id) for request_id in request_ids]
+        return [self.num_drafts] * len(request_ids)
+
+    def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
+        self.log.append(("observe", request_id, num_drafted, num_accepted))
+
+    def observe_step(self, *args) -> None:
+        self.log.append(("step", *args))
+
+    def forget(self, request_id: str) -> None:
+        self.log.append(("forget", request_id))
+
+    def take(self, *events: str) -> list[tuple]:
+        taken = [entry for entry in self.log if entry[0] in events]
+        self.log.clear()
+        return taken
+
+
+@dataclass(frozen=True)
+class Row:
+    """A request whose step computes the rest of 8 tokens, `num_behind` less, and samples."""
+
+    request_id: str
+    sampled: Sequence[int] = (7,)
+    drafts: Sequence[int] = ()
+    num_behind: int = 0  # then it samples nothing
+    num_left: int = 20  # outputs that it may have after this step
+    start: int = 0
+    error: str | None = None
+
+
+class Inner:
+    """A `ModelRunner` that says what it is told to."""
+
+    def __init__(self) -> None:
+        self.state = RunnerState()
+        self.output = StepOutput()
+        self.times: dict[str, float] = {}
+        self.seen: list[list] = []  # what had been logged before it ran
+        self.log: list[tuple] = []
+
+    def execute(self, plan: SchedulerOutput) -> FinishedStep:
+        self.seen.append(list(self.log))
+        self.state.apply(plan)
+        self.output.times = dict(self.times)
+        return FinishedStep(self.output)
+
+
+class Bench:
+    """A `SpeculatingRunner` around `Inner`, with a `Recorder` on either side."""
+
+    def __init__(self, **options) -> None:
+        self.recorder = Recorder(**options)
+        self.inner = Inner()
+        self.inner.log = self.recorder.log
+        self.runner = SpeculatingRunner(self.inner, self.recorder, self.recorder, self.inner.state)
+
+    def step(
+        self, *rows: Row, finished: Sequence[str] = (), resumed: Sequence[str] = ()
+    ) -> StepOutput:
+        """Each row is a new request, unless it is resumed."""
+        plan = SchedulerOutput(finished_req_ids=set(finished))
+        output = self.inner.output = StepOutput()
+        for row in rows:
+            sampled = [] if row.num_behind or row.error else list(row.sampled)
+            num_tokens = 8 + len(row.drafts) - row.num_behind - row.start
+            plan.num_scheduled_tokens[row.request_id] = num_tokens
+            if row.drafts:
+                plan.scheduled_draft_token_ids[row.request_id] = list(row.drafts)
+            if row.request_id in resumed:
+                plan.scheduled_cached_reqs = CachedRequestData(
+                    [row.request_id], [list(range(8))], [row.start], [0], [[]], {row.request_id}
+                )
+            else:
+                params = SamplingParams(max_tokens=row.num_left + len(sampled))
+                plan.scheduled_new_reqs.append(
+                    NewRequestData(row.request_id, list(range(8)), params, row.start)
+                )
+            if sampled:
+                output.token_ids[row.request_id] = sampled
+            if row.error:
+                output.errors[row.request_id] = row.error
+        return self.runner.execute(plan).wait()
+
+
+def test_asked_are_those_who_go_on_and_guessed_on_those_who_lack_one_token():
+    bench = Bench()
+    output = bench.step(
+        Row("1"),
+        Row("2", num_behind=3),  # in the middle of its prompt
+        Row("3", num_left=0),
+        Row("4", error="its logits say nothing"),
+        Row("5"),
+    )
+    assert output.draft_token_ids == {"1": [1] * K, "5": [1] * K}
+    assert bench.recorder.take("choose", "propose") == [
+        ("choose", ["1", "5"]),
+        ("propose", {"1": K, "2": 0, "5": K}),
+    ]
+
+
+def test_a_proposer_sees_the_tokens_of_the_step_and_no_rejected_one():
+    bench = Bench()
+    bench.step(
+        Row("1", sampled=[5], start=2),
+        Row("2", sampled=[4, 9], drafts=[4, 4, 4], start=7),
+        Row("3", num_behind=3, start=1),
+    )
+    seen = [
+        (f.request.tokens(0, f.request.num_tokens)[8:], f.start, f.num_computed_tokens)
+        for f in bench.recorder.followed
+    ]
+    assert seen == [([5], 2, 8), ([4, 9], 7, 9), ([], 1, 5)]
+
+
+@pytest.mark.parametrize("num_left", range(1, 7))
+def test_no_more_than_can_still_become_outputs(num_left):
+    """The token that follows the drafts is an output too (Trap 39)."""
+    bench = Bench()
+    bench.step(Row("1", num_left=num_left), Row("2"))
+    assert bench.recorder.take("propose") == [("propose", {"1": min(num_left - 1, K), "2": K})]
+
+
+def test_lengths_are_each_request_s_own_and_never_negative():
+    bench = Bench(num_drafts=lambda request_id: int(request_id) - 2)
+    bench.step(*[Row(name) for name in "31524"])
+    expected = {"3": 1, "1": 0, "5": 3, "2": 0, "4": 2}
+    assert bench.recorder.take("propose") == [("propose", expected)]
+
+
+def test_nobody_is_asked_for_nothing():
+    bench = Bench(num_drafts=0)
+    assert bench.step(Row("1")).draft_token_ids == {}
+    assert bench.recorder.take("propose", "choose") == [("choose", ["1"])]
+    bench.recorder.num_drafts = 1
+    assert bench.step(Row("1", num_behind=2)).draft_token_ids == {}
+    assert bench.step().draft_token_ids == {}
+    assert bench.recorder.take("propose") == []
+
+
+# -- who is forgotten
+
+
+def test_finished_ids_are_forgotten_by_both():
+    bench = Bench()
+    bench.step(Row("1", num_left=0), Row("2"), Row("3"))
+    assert bench.recorder.take("forget") == [], "only the scheduler knows who has ended"
+    bench.step(Row("2"), finished=["1", "3"])
+    forgotten = bench.recorder.take("forget")
+    assert sorted(forgotten) == [("forget", "1")] * 2 + [("forget", "3")] * 2
+
+
+def test_an_id_that_comes_again_in_the_very_step_is_forgotten_first():
+    bench = Bench()
+    bench.step(Row("1"))
+    bench.recorder.log.clear()
+    bench.step(Row("1"), finished=["1"])
+    names = [entry[0] for entry in bench.recorder.log]
+    assert names[:4] == ["forget", "forget", "choose", "propose"]
+    assert bench.inner.seen[-1] == [("forget", "1")] * 2, "before the plan is taken over"
+
+
+def test_who_was_preempted_is_new_to_a_proposer_but_guessed_as_well_as_before():
+    """Its block table is another one; what is known of its acceptance holds."""
+    bench = Bench()
+    bench.step(Row("1"))
+    bench.recorder.log.clear()
+    bench.step(Row("1"), resumed=["1"])
+    assert bench.recorder.take("forget") == [("forget", "1")]
+
+
+# -- what is told
+
+
+def test_what_came_of_the_drafts():
+    bench = Bench()
+    bench.step(
+        Row("1", sampled=[4, 4, 5], drafts=[4, 4, 4]),
+        Row("2", sampled=[4, 9], drafts=[4]),
+        Row("3", sampled=[5], drafts=[4, 4]),
+        Row("4", sampled=[6]),
+    )
+    assert bench.recorder.take("observe") == [
+        ("observe", *x) for x in (("1", 3, 2), ("2", 1, 1), ("3", 2, 0))
+    ]
+    stats = bench.runner.stats
+    assert (stats.num_passes, stats.num_drafted, stats.num_accepted, stats.num_tokens) == (
+        4,
+        6,
+        3,
+        7,
+    )
+    bench.step(Row("5", num_behind=4), Row("6", drafts=[1], error="its logits say nothing"))
+    assert stats.num_passes == 4, "a piece of a prompt yields nothing, and an error too"
+
+
+def test_times_of_steps_in_which_nobody_computed_a_prompt(monkeypatch):
+    class Clock:
+        def __init__(self) -> None:
+            self.ms = {"propose_ms": 7.0}
+
+        def lap(self, name: str) -> None:
+            pass
+
+    monkeypatch.setattr("speculating_runner.Laps", Clock)
+    bench = Bench()
+    bench.inner.times = {"prepare_ms": 1.0, "forward_ms": 20.0, "sample_ms": 300.0}
+    one, other = Row("1", start=7), Row("2", start=7, num_left=3)
+    output = bench.step(one, other)
+    assert output.times == {**bench.inner.times, "propose_ms": 7.0}
+    bench.recorder.log.clear()
+    for rows in (
+        (),
+        (Row("1", start=6), other),
+        (Row("1", start=7, drafts=[1, 1]), Row("2", start=6, drafts=[1])),
+        (Row("1", start=5, num_behind=1),),
+    ):
+        bench.step(*rows)
+        assert bench.recorder.take("step") == [], rows
+    bench.step(one, other)
+    bench.step(one, other)
+    bench.step(
+        Row("1", start=7, drafts=[2, 2], sampled=[1]),
+        Row("2", start=7, drafts=[2], sampled=[2, 2], num_left=3),
+    )
+    assert bench.recorder.take("step")[1:] == [
+        ("step", 2, 2, K, 321.0, 7.0),
+        ("step", 2, 5, K, 321.0, 7.0),
+    ]
+
+
+def test_guessing_is_not_timed_when_it_was_not_done_or_a_model_caught_up():
+    """After steps without drafts, a draft model is fed what it has missed."""
+    bench = Bench()
+    rounds = []
+    for num_drafts in (0, 2, 3, 0, 0, 1, 1):
+        bench.recorder.num_drafts = num_drafts
+        bench.step(Row("1", start=7))
+        rounds += [entry[3] for entry in bench.recorder.take("step")]
+    assert rounds == [0, 0, 3, 0, 0, 0, 1]
+
+
+# -- in the loop
+
+
+class Adversary:
+    """Says whatever `guess(request, num_drafts)` says, asked or not, and something for a stranger.
+    Complains if it is asked what it must not be."""
+
+    num_spec_tokens = num_lookahead_tokens = K
+
+    def __init__(self, guess: Callable[[RunnerRequest, int], list[int]]) -> None:
+        self.guess = guess
+        self.known: set[str] = set()
+
+    def propose(self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]):
+        drafts = {"stranger": [1, 2, 3]}
+        for f, num in zip(followed, num_drafts, strict=True):
+            request = f.request
+            num_outputs = len(request.output_token_ids)
+            num_behind = request.num_tokens - f.num_computed_tokens
+            assert num_behind >= 1 and num >= 0 and f.start < f.num_computed_tokens
+            if num:
+                assert num_behind == 1 and num_outputs >= 1
+                assert num <= request.params.max_tokens - num_outputs - 1
+            self.known.add(request.req_id)
+            drafts[request.req_id] = self.guess(request, num)
+        return drafts
+
+    def draft_probs(self, request_id: str) -> None:
+        return None
+
+    def forget(self, request_id: str) -> None:
+        self.known.discard(request_id)
+
+
+def right(request: RunnerRequest, num_drafts: int) -> list[int]:
+    num_outputs = len(request.output_token_ids)
+    said = continuation(request.prompt_token_ids, num_outputs + num_drafts, VOCAB)
+    return said[num_outputs:]
+
+
+def right_until(place: int) -> Callable[[RunnerRequest, int], list[int]]:
+    def guess(request: RunnerRequest, num_drafts: int) -> list[int]:
+        return [(t + (i >= place)) % VOCAB for i, t in enumerate(right(request, num_drafts))]
+
+    return guess
+
+
+class EchoModel:
+    """A draft model for which it is enough to see the last token: it reads no KV, and is wrong."""
+
+    def __call__(self, input_ids, positions, kv_cache, metadata, logit_indices, backend):
+        said = (input_ids * 3 + positions)[logit_indices] % VOCAB
+        return torch.nn.functional.one_hot(said, VOCAB).double()
+
+
+def make_draft_proposer(memory: KVMemory, state: SharingRunnerState) -> DraftModelProposer:
+    kv_cache = PagedKVCache(1, memory.pool.num_blocks, memory.block_size, 1, 1)
+    return DraftModelProposer(EchoModel(), kv_cache, None, state, K, max_model_len=60)
+
+
+PROPOSERS: dict[str, Callable[[KVMemory, SharingRunnerState], Proposer]] = {
+    "ngram": lambda memory, state: NgramProposer(K, max_ngram=3, min_ngram=1),
+    "draft": make_draft_proposer,
+    "right": lambda memory, state: Adversary(right),
+    **{f"until {i}": lambda memory, state, i=i: Adversary(right_until(i)) for i in range(K)},
+    "too many": lambda memory, state: Adversary(lambda request, num: right(request, num + 9)),
+    "too many, and wrong": lambda memory, state: Adversary(
+        lambda request, num: right_until(num)(request, num + 9)
+    ),
+    "fewer": lambda memory, state: Adversary(lambda request, num: right(request, num // 2)),
+    "no tokens at all": lambda memory, state: Adversary(
+        lambda request, num: [-1, VOCAB, 10**9][:num]
+    ),
+}
+
+
+def make_memory(cache: str | None, num_blocks: int, block_size: int) -> KVMemory:
+    pool = BlockPool(num_blocks + 1)
+    if cache is None:
+        return UncachedKVCacheManager(pool, block_size)
+    if cache == "radix":
+        return CachedKVCacheManager(pool, block_size, RadixCache(pool=pool, page_size=block_size))
+    return CachedKVCacheManager(
+        pool, block_size, PrefixCacheLocal(pool=pool, block_size=block_size)
+    )
+
+
+class Engine:
+    """Chapter 1's loop over this chapter's parts, and everybody's outputs."""
+
+    def __init__(
+        self,
+        kind: type,
+        memory: KVMemory,
+        proposer: str | None,
+        draft_length: DraftLength | None = None,
+        **options,
+    ) -> None:
+        state = SharingRunnerState(max_num_seqs=4, max_blocks_per_request=64)
+        runner = FakeModelRunner(memory.block_size, VOCAB, state)
+        if proposer is not None:
+            self.proposer = PROPOSERS[proposer](memory, state)
+            options["num_lookahead_tokens"] = self.proposer.num_lookahead_tokens
+            runner = self.runner = SpeculatingRunner(
+                runner, self.proposer, draft_length or FixedLength(K), state
+            )
+        self.scheduler = kind(kv_memory=memory, **options)
+        self.core = RecordingEngineCore(self.scheduler, runner, check_invariants=True)
+        self.said: dict[str, list[int]] = {}
+        self.finished: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        self.core.add_request(request)
+        self.said[request.request_id] = []
+
+    def step(self) -> None:
+        known = dict(self.scheduler.requests)
+        for result in self.core.step():
+            self.said[result.request_id] += result.new_token_ids
+            if result.finish_reason:
+                self.finished.append(known[result.request_id])
+
+    def run(self, most: int = 2000) -> None:
+        for _ in range(most):
+            if not self.core.has_unfinished_requests():
+                self.core.step()
+                return
+            self.step()
+        pytest.fail(f"not finished after {most} steps: {list(self.scheduler.requests.values())}")
+
+    def check_books(self) -> None:
+        """Of a run in which nobody was aborted or stopped early."""
+        stats, seen = self.scheduler.get_stats(), self.runner.stats
+        assert seen.num_tokens == sum(len(tokens) for tokens in self.said.values())
+        assert seen.num_tokens == seen.num_passes + seen.num_accepted
+        assert seen.num_drafted - seen.num_accepted == stats.total_rejected_drafts
+        needed = sum(request.num_tokens - 1 for request in self.finished)
+        assert stats.total_scheduled_tokens == (
+            needed
+            - stats.total_cached_tokens
+            + stats.total_recomputed_tokens
+            + stats.total_rejected_drafts
+        )
+
+
+def family(seed: int, num_requests: int) -> list[Request]:
+    """Prompts that share beginnings."""
+    rng = random.Random(seed)
+    heads = [[rng.randrange(VOCAB) for _ in range(6)] for _ in range(2)]
+    requests = []
+    for i in range(num_requests):
+        tail = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 3))]
+        requests.append(Request.from_tokens(f"r{i}", rng.choice(heads) + tail, rng.randint(1, 12)))
+    return requests
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_no_token_changes(kind, cache, name):
+    """Small pools, small budgets, everybody preempted now and then."""
+    for preempt_every in (None, 1, 2, 3, 5):
+        memory = make_memory(cache, 12, 3)
+        engine = Engine(
+            kind,
+            memory,
+            name,
+            preempt_every=preempt_every,
+            max_num_batched_tokens=11,
+            max_preemptions=4,
+        )
+        for request in family(preempt_every or 0, 4):
+            engine.add(request)
+        engine.run()
+        for request in engine.finished:
+            said = engine.said[request.request_id]
+            assert said == continuation(request.prompt_token_ids, request.max_tokens, VOCAB)
+        assert len(engine.finished) == 4
+        engine.check_books()
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_it_is_what_the_loop_says_without_a_proposer(kind):
+    said = []
+    for name in (None, *PROPOSERS):
+        memory = make_memory("hash", 30, 4)
+        engine = Engine(kind, memory, name)
+        for request in family(7, 6):
+            engine.add(request)
+        engine.run()
+        said.append(engine.said)
+    assert all(other == said[0] for other in said)
+
+
+@pytest.mark.parametrize(
+    ("name", "accepted_length"), [("right", K + 1), *((f"until {i}", i + 1) for i in range(K))]
+)
+def test_right_guesses_save_passes(name, accepted_length):
+    memory = make_memory(None, 60, 4)
+    engine = Engine(SpeculativeScheduler, memory, name)
+    engine.add(Request.from_tokens("a", [1, 2, 3], 1 + 10 * accepted_length))
+    engine.run()
+    seen = engine.runner.stats
+    assert seen.num_passes == 1 + 10
+    assert seen.mean_accepted_length == pytest.approx(accepted_length, abs=0.05)
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_a_stop_token_inside_an_accepted_run_ends_the_request(name):
+    """Trap 38."""
+    prompt = [1, 2, 3, 4]
+    said = continuation(prompt, 15, VOCAB)
+    for stop in range(VOCAB):
+        memory = make_memory("hash", 30, 4)
+        engine = Engine(SpeculativeScheduler, memory, name)
+        params = SamplingParams(temperature=0, max_tokens=15, stop_token_ids=[stop])
+        engine.add(Request("a", prompt, params))
+        engine.run()
+        end = said.index(stop) + 1 if stop in said else 15
+        assert engine.said["a"] == said[:end]
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_an_id_that_was_aborted_and_comes_again_is_another_request(kind):
+    """It may come back before the runner has heard of its end."""
+    for name in ("ngram", "draft", "right"):
+        for step in range(1, 6):
+            memory = make_memory("hash", 40, 4)
+            engine = Engine(kind, memory, name, AdaptiveLength(K))
+            engine.add(Request.from_tokens("a", [1, 2, 3, 1, 2, 3], 30))
+            engine.add(Request.from_tokens("b", [3, 3, 1], 9))
+            for _ in range(step):
+                engine.step()
+            engine.core.abort_request("a")
+            engine.add(Request.from_tokens("a", [2, 1], 9))
+            engine.run()
+            assert engine.said["a"] == continuation([2, 1], 9, VOCAB)
+            assert engine.runner.draft_length._requests == {}
+            kept = {"ngram": "_histories", "draft": "_followers", "right": "known"}[name]
+            assert not getattr(engine.proposer, kept), "everybody has ended"
+
+
+def test_lengths_that_adapt_change_no_token_and_see_the_steps():
+    for seed in range(3):
+        memory = make_memory("hash", 40, 4)
+        length = AdaptiveLength(K, probe_every=3)
+        engine = Engine(SpeculativeScheduler, memory, "draft", length, preempt_every=7)
+        for request in family(seed, 8):
+            engine.add(request)
+        engine.run()
+        for request in engine.finished:
+            said = engine.said[request.request_id]
+            assert said == continuation(request.prompt_token_ids, request.max_tokens, VOCAB)
+        engine.check_books()
+        assert length.verify_cost.has_seen and length._requests == {}
