@@ -13,6 +13,11 @@ from paged_fcfs_scheduler import PagedFCFSScheduler
 from request import Request, RequestStatus
 from scheduler_interface import EngineCoreOutput, SchedulerOutput, StepOutput
 
+_WAITING_STATUS = {
+    NotReady.COMPUTED_NOW: RequestStatus.WAITING,
+    NotReady.LOADING: RequestStatus.WAITING_FOR_REMOTE_KVS,
+}
+
 
 class CachingFCFSScheduler(PagedFCFSScheduler):
     """A `PagedFCFSScheduler` that shares prefixes through `kv_memory`."""
@@ -34,9 +39,7 @@ class CachingFCFSScheduler(PagedFCFSScheduler):
                 break
             computed = self.kv_memory.get_computed_blocks(request)
             if isinstance(computed, NotReady):
-                is_loading = computed is NotReady.LOADING
-                waiting = RequestStatus.WAITING
-                request.status = RequestStatus.WAITING_FOR_REMOTE_KVS if is_loading else waiting
+                request.status = _WAITING_STATUS[computed]
                 continue
             num_tokens = request.num_tokens - computed.num_tokens
             num_reserved = request.max_num_tokens - 1 - request.num_tokens

@@ -15,7 +15,7 @@ one: turning this chapter off is choosing it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from batch_layout import PagedRunnerState
 from block_pool import Block
 from kv_cache_manager import BlockMemory, KVCacheManager
-from prefix_cache import ExtraKeys, PrefixCache
+from prefix_cache import ExtraKeys, PrefixCache, check_extra_keys
 from request import Request
 from scheduler_interface import BlockMove, SchedulerOutput, StepOutput
 
@@ -155,18 +155,18 @@ class SharingRunnerState(PagedRunnerState):
 
 class KeyedRequest(Request):
     """`extra_keys`, `(tag, value)` each, are what its KV depends on besides its tokens: requests
-    that differ in them share nothing."""
+    that differ in them share nothing. A single pair may stand alone."""
 
     def __init__(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         *arguments: Any,
-        extra_keys: Iterable[tuple[str, str | int]] = (),
+        extra_keys: ExtraKeys = (),
         **keywords: Any,
     ) -> None:
         super().__init__(request_id, prompt_token_ids, *arguments, **keywords)
-        self.extra_keys = tuple(extra_keys)
+        self.extra_keys = check_extra_keys(extra_keys)
 
 
 def extra_keys_of(request: Request) -> ExtraKeys:

@@ -4,11 +4,11 @@ A position's keys and values depend on its token and on every token before it, a
 So two requests that begin with the same tokens need the same KV for them, and a block that holds
 tokens [16, 32) of one request serves every other request that has the same tokens in [0, 32).
 
-A cache maps prefixes, in whole blocks, to blocks of a `BlockPool`, and holds one reference to each
-block it keeps:
+A cache maps prefixes, in whole blocks, to blocks of a `BlockPool`. `ref_cnt` counts a block's
+holders, as in chapter 2, and the cache is one of them; the others are its users:
 
     ref_cnt of a cached block   1      only the cache: evictable, in order of last use
-                                1 + n  n requests use it too: never evicted
+                                1 + n  n users: never evicted
 
     request's tokens            | A A A A | B B B B | C C        |      4-token blocks
     match_prefix                | block 7 | block 3 |                   the longest cached prefix
@@ -30,37 +30,41 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from block_pool import Block, BlockPool
+from prefix_post_names import PrefixCachePostNames
+from request import check_integers
 
-ExtraKeys = Sequence[tuple[str, str | int]]
+ExtraKeys = Sequence[tuple[str, str | int]] | tuple[str, str | int]
+NormalKeys = tuple[tuple[str, str], ...]
 
 
-def normalise_extra_keys(extra_keys: ExtraKeys | None) -> tuple[tuple[str, str], ...]:
-    """What KV depends on besides the tokens, in one fixed order: `(("lora", "int:7"),)`.
+def check_extra_keys(extra_keys: ExtraKeys | None) -> tuple[tuple[str, str | int], ...]:
+    """What KV depends on besides the tokens, as `(tag, value)` each. A single pair may stand alone.
 
     Every key carries a tag, so that an adapter named X and a salt X stay apart. Raises `ValueError`
     for a key without one, or for one tag used twice.
     """
-    if not extra_keys:
-        return ()
-    for key in extra_keys:
-        if not (
-            isinstance(key, tuple)
-            and len(key) == 2
-            and isinstance(key[0], str)
-            and isinstance(key[1], str | int)
-            and not isinstance(key[1], bool)
-        ):
+    if isinstance(extra_keys, tuple) and extra_keys and isinstance(extra_keys[0], str):
+        extra_keys = (extra_keys,)
+    keys = tuple(extra_keys or ())
+    for key in keys:
+        is_pair = isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str)
+        if not is_pair or not isinstance(key[1], str | int) or isinstance(key[1], bool):
             raise ValueError(
                 f"extra key is {key!r}: it must be (tag, value), a str and a str or int"
             )
-    tags = [tag for tag, _ in extra_keys]
-    if len(set(tags)) != len(tags):
+    if len({tag for tag, _ in keys}) != len(keys):
         raise ValueError(f"extra keys are {extra_keys!r}: each tag may be used once")
-    return tuple(sorted((tag, f"{type(v).__name__}:{v}") for tag, v in extra_keys))
+    return keys
+
+
+def normalise_extra_keys(extra_keys: ExtraKeys | None) -> NormalKeys:
+    """In one fixed order, so that equal keys are equal: `(("lora", "int:7"),)`."""
+    keys = check_extra_keys(extra_keys)
+    return tuple(sorted((tag, f"{type(value).__name__}:{value}") for tag, value in keys))
 
 
 class HasBlockId(Protocol):
@@ -116,11 +120,7 @@ class CacheListener(Protocol):
     """Told of every block that enters or leaves a cache (tiers; routers; tests)."""
 
     def block_cached(
-        self,
-        block: Block,
-        parent: Block | None,
-        token_ids: tuple[int, ...],
-        extra_keys: tuple[tuple[str, str], ...],
+        self, block: Block, parent: Block | None, token_ids: tuple[int, ...], extra_keys: NormalKeys
     ) -> None:
         """`block` now holds `token_ids` behind the prefix that ends in `parent`."""
 
@@ -132,22 +132,26 @@ class CacheListener(Protocol):
 class CachedPrefix:
     """One cached block and everything it depends on. For checks and pictures; O(depth)."""
 
-    extra_keys: tuple[tuple[str, str], ...]
+    extra_keys: NormalKeys
     token_ids: tuple[int, ...]  # of the whole prefix, this block's last
     block: Block
-    num_users: int = field(default=0)
+
+    @property
+    def num_users(self) -> int:
+        return self.block.ref_cnt - 1
 
 
-class PrefixCache(ABC):
+class PrefixCache(PrefixCachePostNames, ABC):
     """Prefixes to blocks of `pool`. Everything counts in whole blocks of `block_size` tokens."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size is {block_size}: it must be >= 1")
+    def __init__(
+        self, pool: BlockPool, block_size: int, listener: CacheListener | None = None
+    ) -> None:
+        check_integers(1, block_size=block_size)
         self.pool = pool
         self.block_size = block_size
+        self.listener = listener
         self.stats = CacheStats()
-        self.listener: CacheListener | None = None
 
     @abstractmethod
     def match_prefix(
@@ -211,10 +215,6 @@ class PrefixCache(ABC):
         """Cached blocks that nobody uses."""
 
     @abstractmethod
-    def reset(self) -> bool:
-        """Forget everything. False, and nothing has changed, while any cached block is in use."""
-
-    @abstractmethod
     def cached_prefixes(self) -> Iterator[CachedPrefix]:
         """Every cached block with its whole prefix. Not for the engine's loop."""
 
@@ -224,17 +224,19 @@ class PrefixCache(ABC):
 
     # -- what every cache does alike
 
-    @property
-    def cache_hit_rate(self) -> float:
-        """Tokens hit / tokens looked up, over all requests that were admitted."""
-        return self.stats.hit_rate
+    def reset(self) -> bool:
+        """Forget everything. False, and nothing has changed, while any cached block is in use."""
+        if self.num_evictable_blocks != self.num_cached_blocks:
+            return False
+        self.evict(self.num_cached_blocks)
+        return True
 
     def cached_block_ids(self) -> Iterable[int]:
         """The blocks that the cache holds a reference to."""
         return (prefix.block.block_id for prefix in self.cached_prefixes())
 
     def num_users(self, block: HasBlockId) -> int:
-        """Users of a cached block, the cache itself not counted."""
+        """Holders of a cached block, the cache itself not counted."""
         return self.pool.blocks[block.block_id].ref_cnt - 1
 
     def cache_computed_blocks(
@@ -259,3 +261,33 @@ class PrefixCache(ABC):
             ).blocks
         self.release(found)
         return found
+
+    def _check_given(self, token_ids: Sequence[int], blocks: Sequence[Block], start: int) -> None:
+        """What `insert` refuses whatever is cached."""
+        num_needed = (start + len(blocks)) * self.block_size
+        if len(token_ids) < num_needed:
+            raise ValueError(
+                f"{len(token_ids)} token_ids: {start} + {len(blocks)} blocks hold {num_needed}"
+            )
+        if len({block.block_id for block in blocks}) != len(blocks):
+            raise ValueError("insert: each block may be named once")
+        for block in blocks:
+            if block.ref_cnt < 1 or self.owns(block):
+                state = "free" if block.ref_cnt < 1 else "cached already"
+                raise ValueError(f"insert of block {block.block_id}: it is {state}")
+
+    def _tell_cached(
+        self,
+        blocks: Sequence[Block],
+        parent: Block | None,
+        token_ids: Sequence[int],
+        start: int,
+        keys: NormalKeys,
+    ) -> None:
+        """`blocks[i]` is now cached as block `start + i` of `token_ids`, behind `parent`."""
+        if self.listener is None:
+            return
+        for index, block in enumerate(blocks, start):
+            tokens = tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
+            self.listener.block_cached(block, parent, tokens, keys)
+            parent = block

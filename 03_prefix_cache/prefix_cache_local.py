@@ -36,21 +36,25 @@ from hashlib import blake2b
 from block_pool import Block, BlockPool
 from prefix_cache import (
     CachedPrefix,
+    CacheListener,
     ExtraKeys,
     HasBlockId,
     InsertResult,
+    NormalKeys,
     PrefixCache,
     PrefixMatch,
     PrefixPath,
     normalise_extra_keys,
 )
+from prefix_post_names import CachedBlockPostNames
+from request import check_integers
 
 BLOCK_SIZE = 16
 HASH_BYTES = 32
 
 
 @lru_cache(maxsize=1024)
-def _mix_in(parent_hash: bytes, extra_keys: tuple[tuple[str, str], ...]) -> bytes:
+def _mix_in(parent_hash: bytes, extra_keys: NormalKeys) -> bytes:
     """Each part goes in with its length in front: no two lists of keys spell the same bytes."""
     digest = blake2b(parent_hash, digest_size=HASH_BYTES, person=b"extra keys")
     for part in (part.encode() for key in extra_keys for part in key):
@@ -59,14 +63,20 @@ def _mix_in(parent_hash: bytes, extra_keys: tuple[tuple[str, str], ...]) -> byte
 
 
 def compute_block_hash(
-    parent_hash: bytes | None, token_ids: Sequence[int], extra_keys: ExtraKeys | None = None
+    parent_hash: bytes | int | None, token_ids: Sequence[int], extra_keys: ExtraKeys | None = None
 ) -> bytes:
     """The hash of a block that holds `token_ids` behind the prefix that `parent_hash` stands for.
 
-    `parent_hash` is None for a first block. 32 bytes, the same in every process and on every
-    machine. Token ids are signed 64-bit integers.
+    `parent_hash` is None for a first block, or 0 as in the posts. 32 bytes, the same in every
+    process and on every machine. Token ids are signed 64-bit integers. Raises `ValueError` for a
+    parent that is no hash.
     """
-    if parent_hash is None or extra_keys:
+    if parent_hash and not (isinstance(parent_hash, bytes) and len(parent_hash) == HASH_BYTES):
+        raise ValueError(
+            f"parent_hash is {parent_hash!r}: it must be the {HASH_BYTES} bytes of a block's hash, "
+            "or None for a first block"
+        )
+    if not parent_hash or extra_keys:
         parent_hash = _mix_in(parent_hash or b"", normalise_extra_keys(extra_keys))
     tokens = struct.pack(f"<{len(token_ids)}q", *token_ids)
     return blake2b(parent_hash + tokens, digest_size=HASH_BYTES).digest()
@@ -87,15 +97,23 @@ def compute_hash_chain(
 
 
 @dataclass(slots=True, eq=False)
-class CachedBlock:
-    """A block and what it holds. `ref_cnt` counts its users; the cache itself is not one."""
+class CachedBlock(CachedBlockPostNames):
+    """A block of the pool and what it holds."""
 
-    block_id: int
+    block: Block
     block_hash: bytes
     token_ids: tuple[int, ...]
-    ref_cnt: int = 0
     parent: CachedBlock | None = field(default=None, repr=False)
-    extra_keys: tuple[tuple[str, str], ...] = ()
+    extra_keys: NormalKeys = ()
+
+    @property
+    def block_id(self) -> int:
+        return self.block.block_id
+
+    @property
+    def num_users(self) -> int:
+        """All holders but the cache."""
+        return self.block.ref_cnt - 1
 
 
 class PrefixCacheLocal(PrefixCache):
@@ -110,14 +128,16 @@ class PrefixCacheLocal(PrefixCache):
         max_cached_blocks: int | None = None,
         pool: BlockPool | None = None,
         block_size: int = BLOCK_SIZE,
+        listener: CacheListener | None = None,
     ) -> None:
         if (max_cached_blocks is None) == (pool is None):
             raise ValueError(
                 f"max_cached_blocks is {max_cached_blocks} and pool is {pool}: give one of them"
             )
-        if max_cached_blocks is not None and max_cached_blocks < 1:
-            raise ValueError(f"max_cached_blocks is {max_cached_blocks}: it must be >= 1")
-        super().__init__(pool or BlockPool(max_cached_blocks + 1), block_size)
+        if pool is None:
+            check_integers(1, max_cached_blocks=max_cached_blocks)
+            pool = BlockPool(max_cached_blocks + 1)
+        super().__init__(pool, block_size, listener)
         self._by_hash: dict[bytes, CachedBlock] = {}
         self._by_block_id: dict[int, CachedBlock] = {}
         self._evictable: OrderedDict[int, CachedBlock] = OrderedDict()
@@ -143,7 +163,7 @@ class PrefixCacheLocal(PrefixCache):
                 break
             blocks.append(cached)
         for cached in reversed(blocks):
-            if cached.ref_cnt == 0:
+            if cached.num_users == 0:
                 self._evictable.move_to_end(cached.block_id)
         return PrefixMatch(blocks, len(blocks) * self.block_size)
 
@@ -177,21 +197,19 @@ class PrefixCacheLocal(PrefixCache):
 
     def touch(self, blocks: Sequence[HasBlockId]) -> None:
         cached_blocks = self._cached(blocks, "touch")
-        self.pool.touch([self.pool.blocks[cached.block_id] for cached in cached_blocks])
+        self.pool.touch([cached.block for cached in cached_blocks])
         for cached in cached_blocks:
-            if cached.ref_cnt == 0:
+            if cached.num_users == 1:
                 del self._evictable[cached.block_id]
-            cached.ref_cnt += 1
 
     def release(self, blocks: Sequence[HasBlockId]) -> None:
         cached_blocks = self._cached(blocks, "release")
         for cached in cached_blocks:
-            if cached.ref_cnt == 0:
+            if cached.num_users == 0:
                 raise ValueError(f"release of block {cached.block_id}: nobody uses it")
-        self.pool.free([self.pool.blocks[cached.block_id] for cached in cached_blocks])
+        self.pool.free([cached.block for cached in cached_blocks])
         for cached in reversed(cached_blocks):  # the deepest first: it is evicted before its parent
-            cached.ref_cnt -= 1
-            if cached.ref_cnt == 0:
+            if cached.num_users == 0:
                 self._evictable[cached.block_id] = cached
 
     def _cached(self, blocks: Iterable[HasBlockId], verb: str) -> list[CachedBlock]:
@@ -212,32 +230,31 @@ class PrefixCacheLocal(PrefixCache):
         path: PrefixPath | None = None,
     ) -> InsertResult:
         hashes = self._hashes_of(path)
-        parent = self._check_insert(token_ids, blocks, extra_keys, start, hashes)
+        self._check_given(token_ids, blocks, start)
+        parent = before = self._find_parent(token_ids, blocks, extra_keys, start, hashes)
         keys = parent.extra_keys if parent is not None else normalise_extra_keys(extra_keys)
         result = InsertResult([], [], [])
         for index, block in enumerate(blocks, start):
             block_hash = self._hash(hashes, index, token_ids, extra_keys)
             cached = self._by_hash.get(block_hash)
-            if (
-                cached is not None
-            ):  # somebody else was first: the caller's reference moves to theirs
+            if cached is not None:  # somebody was first: the caller's reference moves to theirs
                 self.touch([cached])
                 self.pool.free([block])
                 result.duplicates.append(block)
+                before = cached
             else:
                 tokens = tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
-                cached = CachedBlock(
-                    block.block_id, block_hash, tokens, block.ref_cnt, parent, keys
-                )
+                cached = CachedBlock(block, block_hash, tokens, parent, keys)
                 self._by_hash[block_hash] = self._by_block_id[block.block_id] = cached
                 result.owned.append(block)
-            result.blocks.append(self.pool.blocks[cached.block_id])
+            result.blocks.append(cached.block)
             parent = cached
         self.pool.touch(result.owned)
-        self._tell_cached(result.owned)
+        behind = None if before is None else before.block
+        self._tell_cached(result.owned, behind, token_ids, start + len(result.duplicates), keys)
         return result
 
-    def _check_insert(
+    def _find_parent(
         self,
         token_ids: Sequence[int],
         blocks: Sequence[Block],
@@ -246,50 +263,25 @@ class PrefixCacheLocal(PrefixCache):
         hashes: list[bytes],
     ) -> CachedBlock | None:
         """The cached block that the first of `blocks` comes behind; None at the root."""
-        num_needed = (start + len(blocks)) * self.block_size
-        if len(token_ids) < num_needed:
-            raise ValueError(
-                f"{len(token_ids)} token_ids: {start} + {len(blocks)} blocks hold {num_needed}"
-            )
-        if len({block.block_id for block in blocks}) != len(blocks):
-            raise ValueError("insert: each block may be named once")
-        for block in blocks:
-            if block.ref_cnt < 1 or block.block_id in self._by_block_id:
-                state = "free" if block.ref_cnt < 1 else "cached already"
-                raise ValueError(f"insert of block {block.block_id}: it is {state}")
         parent = None
         for index in range(start - 1, start) if len(hashes) >= start > 0 else range(start):
             parent = self._by_hash.get(self._hash(hashes, index, token_ids, extra_keys))
             if parent is None:
                 raise ValueError(f"insert behind {start} blocks: block {index} is not cached")
-        if blocks and parent is not None and parent.ref_cnt == 0:
+        if blocks and parent is not None and parent.num_users == 0:
             raise ValueError(f"insert behind {start} blocks: block {start - 1} has no user")
         return parent
-
-    def _tell_cached(self, blocks: Sequence[Block]) -> None:
-        if self.listener is None:
-            return
-        for block in blocks:
-            cached = self._by_block_id[block.block_id]
-            parent = None if cached.parent is None else self.pool.blocks[cached.parent.block_id]
-            self.listener.block_cached(block, parent, cached.token_ids, cached.extra_keys)
 
     def evict(self, num_blocks: int) -> int:
         num_blocks = max(0, min(num_blocks, len(self._evictable)))
         victims = [self._evictable.popitem(last=False)[1] for _ in range(num_blocks)]
-        blocks = [self.pool.blocks[cached.block_id] for cached in victims]
+        blocks = [cached.block for cached in victims]
         if self.listener is not None and blocks:
             self.listener.blocks_evicted(blocks)
         for cached in victims:
             del self._by_hash[cached.block_hash], self._by_block_id[cached.block_id]
         self.pool.free(blocks)
         return num_blocks
-
-    def reset(self) -> bool:
-        if self.num_evictable_blocks != self.num_cached_blocks:
-            return False
-        self.evict(self.num_cached_blocks)
-        return True
 
     # -- questions
 
@@ -313,29 +305,27 @@ class PrefixCacheLocal(PrefixCache):
             while chain[-1].parent is not None:
                 chain.append(chain[-1].parent)
             token_ids = tuple(token for link in reversed(chain) for token in link.token_ids)
-            block = self.pool.blocks[cached.block_id]
-            yield CachedPrefix(cached.extra_keys, token_ids, block, cached.ref_cnt)
+            yield CachedPrefix(cached.extra_keys, token_ids, cached.block)
 
     def check_invariants(self) -> None:
         assert len(self._by_hash) == len(self._by_block_id)
         for block_hash, cached in self._by_hash.items():
             assert self._by_block_id[cached.block_id] is cached, cached
+            assert cached.block is self.pool.blocks[cached.block_id], cached
             assert cached.block_hash == block_hash, cached
             assert len(cached.token_ids) == self.block_size, cached
             parent = cached.parent
             if parent is None:
-                keys = _mix_in(b"", cached.extra_keys)
-                tokens = struct.pack(f"<{self.block_size}q", *cached.token_ids)
-                assert block_hash == blake2b(keys + tokens, digest_size=HASH_BYTES).digest()
+                parent_hash = _mix_in(b"", cached.extra_keys)
             else:
-                assert self._by_hash.get(parent.block_hash) is parent, f"{cached} lost its parent"
-                assert parent.ref_cnt >= cached.ref_cnt, f"{cached} is used without its parent"
-                assert block_hash == compute_block_hash(parent.block_hash, cached.token_ids)
-            num_references = self.pool.blocks[cached.block_id].ref_cnt
-            assert num_references == 1 + cached.ref_cnt, f"{cached}: {num_references} references"
-            assert (cached.ref_cnt == 0) == (cached.block_id in self._evictable), cached
+                parent_hash = parent.block_hash
+                assert self._by_hash.get(parent_hash) is parent, f"{cached} lost its parent"
+                assert parent.num_users >= cached.num_users, f"{cached} is used without its parent"
+            assert block_hash == compute_block_hash(parent_hash, cached.token_ids), cached
+            assert cached.num_users >= 0, f"{cached} is not held by the cache"
+            assert (cached.num_users == 0) == (cached.block_id in self._evictable), cached
         places = {block_id: place for place, block_id in enumerate(self._evictable)}
         for cached in self._evictable.values():
             parent = cached.parent
-            if parent is not None and parent.ref_cnt == 0:
+            if parent is not None and parent.num_users == 0:
                 assert places[cached.block_id] < places[parent.block_id], f"{cached} goes too late"

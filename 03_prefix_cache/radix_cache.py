@@ -31,6 +31,7 @@ from itertools import count, groupby
 from block_pool import Block, BlockPool
 from prefix_cache import (
     CachedPrefix,
+    CacheListener,
     ExtraKeys,
     HasBlockId,
     InsertResult,
@@ -40,6 +41,7 @@ from prefix_cache import (
     normalise_extra_keys,
 )
 from radix_tree import RadixTree, TreeNode
+from request import check_integers
 
 PAGE_SIZE = 16
 NUM_PAGES = 1024
@@ -57,14 +59,13 @@ class RadixCache(PrefixCache):
         page_size: int = PAGE_SIZE,
         pool: BlockPool | None = None,
         num_pages: int | None = None,
+        listener: CacheListener | None = None,
     ) -> None:
-        if page_size < 1:
-            raise ValueError(f"page_size is {page_size}: it must be >= 1")
         if pool is not None and num_pages is not None:
             raise ValueError(f"num_pages is {num_pages} and pool is {pool}: give one of them")
-        if num_pages is not None and num_pages < 1:
-            raise ValueError(f"num_pages is {num_pages}: it must be >= 1")
-        super().__init__(pool or BlockPool((num_pages or NUM_PAGES) + 1), page_size)
+        num_pages = NUM_PAGES if num_pages is None else num_pages
+        check_integers(1, page_size=page_size, num_pages=num_pages)
+        super().__init__(pool or BlockPool(num_pages + 1), page_size, listener)
         self.page_size = page_size
         self.tree = RadixTree(page_size)
         self._num_used = 0  # cached blocks that somebody uses
@@ -144,7 +145,7 @@ class RadixCache(PrefixCache):
         """O(depth of the tree + tokens compared); with a `path` that ends at `start`, O(new
         blocks)."""
         keys = normalise_extra_keys(extra_keys)
-        self._check_insert(token_ids, blocks, start)
+        self._check_given(token_ids, blocks, start)
         node = self.tree.resume(path.state if path else None, self.tree.root(keys), start)
         node, page = self.tree.descend(node, token_ids, start)
         if page != start:
@@ -165,19 +166,6 @@ class RadixCache(PrefixCache):
         self._tell_cached(owned, parent, token_ids, page, keys)
         return InsertResult(kept + owned, owned, duplicates)
 
-    def _check_insert(self, token_ids: Sequence[int], blocks: Sequence[Block], start: int) -> None:
-        num_needed = (start + len(blocks)) * self.page_size
-        if len(token_ids) < num_needed:
-            raise ValueError(
-                f"{len(token_ids)} token_ids: {start} + {len(blocks)} blocks hold {num_needed}"
-            )
-        if len({block.block_id for block in blocks}) != len(blocks):
-            raise ValueError("insert: each block may be named once")
-        for block in blocks:
-            if block.ref_cnt < 1 or block.block_id in self.tree.node_of:
-                state = "free" if block.ref_cnt < 1 else "cached already"
-                raise ValueError(f"insert of block {block.block_id}: it is {state}")
-
     def _exchange(self, duplicates: list[Block], node: TreeNode, start: int) -> list[Block]:
         """The caller's references move to the pages from `start` to the end of `node`."""
         kept: list[Block] = []
@@ -187,55 +175,6 @@ class RadixCache(PrefixCache):
             node = node.parent
         self.pool.free(duplicates)
         return kept
-
-    def _tell_cached(
-        self,
-        owned: Sequence[Block],
-        parent: Block | None,
-        token_ids: Sequence[int],
-        page: int,
-        keys: tuple[tuple[str, str], ...],
-    ) -> None:
-        if self.listener is None:
-            return
-        for begin, block in enumerate(owned, page):
-            tokens = tuple(token_ids[begin * self.page_size : (begin + 1) * self.page_size])
-            self.listener.block_cached(block, parent, tokens, keys)
-            parent = block
-
-    def cache_unfinished_request(
-        self,
-        token_ids: Sequence[int],
-        blocks: Sequence[Block],
-        extra_keys: ExtraKeys | None = None,
-        *,
-        path: PrefixPath | None = None,
-    ) -> list[Block]:
-        """Cache the full pages of a request that goes on: what one chunk computed, others may use
-        at once. `token_ids` are those whose KV is written, `blocks` the request's whole table.
-        Returns the table to go on with: duplicates are exchanged, the rest is as given."""
-        num_full = len(token_ids) // self.page_size
-        start = 0
-        while start < num_full and self.owns(blocks[start]):
-            start += 1
-        given = blocks[start:num_full]
-        result = self.insert(token_ids, given, extra_keys, start=start, path=path)
-        return [*blocks[:start], *result.blocks, *blocks[num_full:]]
-
-    def cache_finished_request(
-        self,
-        token_ids: Sequence[int],
-        blocks: Sequence[Block],
-        extra_keys: ExtraKeys | None = None,
-        *,
-        path: PrefixPath | None = None,
-    ) -> None:
-        """Cache the full pages and let go of everything: the unaligned tail, pages taken ahead and
-        duplicates go back to the pool. Arguments as above."""
-        table = self.cache_unfinished_request(token_ids, blocks, extra_keys, path=path)
-        num_full = len(token_ids) // self.page_size
-        self.pool.free(table[num_full:][::-1])
-        self.release(table[:num_full])
 
     # -- out
 
@@ -272,12 +211,6 @@ class RadixCache(PrefixCache):
         self.pool.free(victims)
         return num_blocks
 
-    def reset(self) -> bool:
-        if self._num_used:
-            return False
-        self.evict(self.num_cached_blocks)
-        return True
-
     # -- questions
 
     def owns(self, block: HasBlockId) -> bool:
@@ -291,16 +224,6 @@ class RadixCache(PrefixCache):
     def num_evictable_blocks(self) -> int:
         return len(self.tree.node_of) - self._num_used
 
-    @property
-    def evictable_size(self) -> int:
-        """Cached tokens that nobody uses. Tokens, as in SGLang; divide by `page_size` for pages."""
-        return self.num_evictable_blocks * self.page_size
-
-    @property
-    def protected_size(self) -> int:
-        """Cached tokens that somebody uses."""
-        return self._num_used * self.page_size
-
     def cached_block_ids(self) -> Iterable[int]:
         return self.tree.node_of.keys()
 
@@ -311,18 +234,7 @@ class RadixCache(PrefixCache):
             keys = path[0].parent.extra_keys if path else ()
             for page, block in enumerate(node.blocks, node.start + 1):
                 prefix = token_ids[: page * self.page_size]
-                yield CachedPrefix(keys, prefix, block, node.lock_ref)
-
-    def pretty_print(self) -> None:
-        """Print the tree: tokens and pages (block ids) of each node, and how often it is locked."""
-        print(self)
-
-    def __str__(self) -> str:
-        head = (
-            f"RadixCache, page_size {self.page_size}: "
-            f"{self.protected_size} tokens protected, {self.evictable_size} evictable"
-        )
-        return "\n".join([head, *self.tree.lines()])
+                yield CachedPrefix(keys, prefix, block)
 
     def check_invariants(self) -> None:
         self.tree.check_invariants()

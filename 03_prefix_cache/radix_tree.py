@@ -25,8 +25,7 @@ from itertools import chain
 from typing import Any
 
 from block_pool import Block
-
-NormalKeys = tuple[tuple[str, str], ...]
+from prefix_cache import NormalKeys
 
 
 @dataclass(slots=True, eq=False)
@@ -229,7 +228,7 @@ class RadixTree:
             node = node.parent
         return node
 
-    # -- checks and pictures
+    # -- checks
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` if the tree contradicts itself. O(tokens in it)."""
@@ -247,23 +246,3 @@ class RadixTree:
             for block in node.blocks:
                 assert self.node_of.get(block.block_id) is node, f"{block} is not where it is"
         assert num_pages == len(self.node_of), f"{num_pages} pages, {len(self.node_of)} known"
-
-    def lines(self) -> Iterator[str]:
-        """One for each node, indented below its parent."""
-        stack = [(root, 0) for root in reversed(self.roots.values())]
-        while stack:
-            node, depth = stack.pop()
-            if node.is_root:
-                keys = " ".join(f"{tag}={value}" for tag, value in node.extra_keys)
-                yield f"root {keys}".rstrip()
-            else:
-                pages = shorten([block.block_id for block in node.blocks])
-                yield f"{'  ' * depth}[{shorten(node.key)}] pages {pages}, lock_ref {node.lock_ref}"
-            stack += [(child, depth + 1) for child in reversed(node.children.values())]
-
-
-def shorten(numbers: Sequence[int], num_shown: int = 6) -> str:
-    """`1 2 3 4 5 .. 9`: the last, and as many from the front as there is room for."""
-    if len(numbers) <= num_shown:
-        return " ".join(map(str, numbers))
-    return f"{' '.join(map(str, numbers[: num_shown - 1]))} .. {numbers[-1]}"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from block_pool import BlockPool
+from block_pool import Block, BlockPool
 from prefix_cache import PrefixPath
 from prefix_cache_local import (
     BLOCK_SIZE,
@@ -102,7 +102,7 @@ def test_its_own_pool_or_a_given_one():
         with pytest.raises(ValueError, match="give one of them"):
             PrefixCacheLocal(**too_many_or_few)
     for max_cached_blocks in (0, -1):
-        with pytest.raises(ValueError, match="must be >= 1"):
+        with pytest.raises(ValueError, match="must be an integer >= 1"):
             PrefixCacheLocal(max_cached_blocks)
     pool = BlockPool(4)
     assert PrefixCacheLocal(pool=pool).pool is pool
@@ -151,13 +151,13 @@ DAMAGE = {
     "other keys": lambda cache, a, b, c: setattr(a, "extra_keys", SALT),
     "another parent": lambda cache, a, b, c: setattr(c, "parent", a),
     "no parent": lambda cache, a, b, c: setattr(c, "parent", None),
-    "a user too many": lambda cache, a, b, c: setattr(a, "ref_cnt", 2),
+    "a block that the cache does not hold": lambda cache, a, b, c: setattr(c.block, "ref_cnt", 0),
+    "another pool's block": lambda cache, a, b, c: setattr(c, "block", Block(c.block_id, 1)),
     "a used block may be evicted": lambda cache, a, b, c: cache._evictable.update({a.block_id: a}),
     "an unused one may not": lambda cache, a, b, c: cache._evictable.pop(c.block_id),
     "a child evicted after its parent": lambda cache, a, b, c: _turn(cache._evictable),
     "a parent with fewer users": lambda cache, a, b, c: (
-        setattr(c, "ref_cnt", 1),
-        cache.pool.touch([cache.pool.blocks[c.block_id]]),
+        cache.pool.touch([c.block]),
         cache._evictable.pop(c.block_id),
     ),
 }

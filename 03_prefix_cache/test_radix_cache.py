@@ -1,4 +1,4 @@
-"""What is particular to the tree: cuts, locks, growth in place, the lazy heap, sizes, pictures.
+"""What is particular to the tree: cuts, locks, growth in place, the lazy heap.
 
 What every cache does alike is tested in `test_prefix_cache.py`. The random workloads here drive
 what only a tree can get wrong, users that take and leave any stretch of a path, against a model
@@ -96,8 +96,8 @@ def test_it_makes_its_own_pool_or_takes_one():
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
-        ({"page_size": 0}, "page_size is 0: it must be >= 1"),
-        ({"num_pages": 0}, "num_pages is 0: it must be >= 1"),
+        ({"page_size": 0}, "page_size is 0: it must be an integer >= 1"),
+        ({"num_pages": 0}, "num_pages is 0: it must be an integer >= 1"),
         ({"num_pages": 4, "pool": BlockPool(5)}, "give one of them"),
     ],
 )
@@ -190,7 +190,7 @@ def test_a_lock_on_a_node_at_the_root_is_a_lock(rig):
     found = rig.cache.match_prefix(rig.spell("AB")).blocks
     rig.cache.touch(found)
     assert rig.nodes() == {"AB": 1}
-    assert (rig.cache.evictable_size, rig.cache.protected_size) == (0, 8)
+    assert (rig.cache.num_evictable_blocks, rig.cache.num_cached_blocks) == (0, 2)
     assert rig.cache.evict(1) == 0
 
 
@@ -203,7 +203,7 @@ def test_zero_is_a_legal_count(rig):
     assert rig.cache.insert([], []).blocks == [] and rig.cache.tree.roots == {}
     blocks = rig.hold("AB")
     rig.cache.release(blocks)
-    assert rig.nodes() == {"AB": 0} and rig.cache.protected_size == 0
+    assert rig.nodes() == {"AB": 0} and rig.cache.num_evictable_blocks == 2
 
 
 def test_a_locked_node_that_is_cut_is_locked_in_both_parts(rig):
@@ -223,7 +223,7 @@ def test_a_partial_match_pins_its_pages_and_no_more(rig):
     found = rig.cache.match_prefix(rig.spell("ABX")).blocks
     rig.cache.touch(found)
     assert rig.nodes() == {"AB": 1, "AB.CD": 0}
-    assert (rig.cache.evictable_size, rig.cache.protected_size) == (8, 8)
+    assert (rig.cache.num_evictable_blocks, rig.cache.num_cached_blocks) == (2, 4)
     assert rig.cache.evict(9) == 2 and rig.nodes() == {"AB": 1}
 
 
@@ -330,7 +330,7 @@ def test_duplicates_lock_exactly_the_pages_they_stand_for(rig):
     assert rig.nodes() == {"A": 1, "A.BC": 1, "A.BC.DE": 0, "A.BC.X": 1}
     assert [block.ref_cnt for block in new] == [0, 0, 2]
     rig.cache.release(first + result.blocks)
-    assert rig.cache.protected_size == 0
+    assert rig.cache.num_evictable_blocks == rig.cache.num_cached_blocks == 6
 
 
 def test_an_old_path_finds_its_way_after_cuts_and_evictions(rig):
@@ -380,61 +380,11 @@ def test_an_insertion_continues_a_prefix_that_is_cached_and_used(rig):
     assert rig.cache.insert(rig.spell("ABC"), new, start=2).owned == new
 
 
-# requests
-
-
-def test_a_chunked_request_shares_what_it_has_and_goes_on(rig):
-    """Trap 15: three chunks of a prompt, then the request is aborted in the middle of the third.
-    The tree keeps pages that are valid, nobody uses them, and the rest is free."""
-    path = PrefixPath()
-    table = rig.pool.allocate(5)
-    given = list(table)
-    table = rig.cache.cache_unfinished_request(rig.spell("AB", 1), table, path=path)
-    assert table == given and rig.hits("ABCD") == 2 and rig.nodes() == {"AB": 1}
-    table = rig.cache.cache_unfinished_request(rig.spell("ABC", 3), table, path=path)
-    assert rig.hits("ABCD") == 3 and rig.nodes() == {"ABC": 1}
-    again = rig.cache.cache_unfinished_request(rig.spell("ABC", 3), table, path=path)
-    assert again == table and [block.ref_cnt for block in table] == [2, 2, 2, 1, 1]
-    rig.cache.cache_finished_request(rig.spell("ABC", 3), table, path=path)
-    assert rig.nodes() == {"ABC": 0}
-    assert [block.ref_cnt for block in table] == [1, 1, 1, 0, 0]
-    assert ids(rig.pool.free_order())[-2:] == ids(table[:2:-1])  # the deepest first
-    assert rig.cache.evict(9) == 3 and rig.pool.num_free_blocks == rig.pool.num_usable_blocks
-
-
-def test_a_table_that_is_cached_whole_may_be_given_again(rig):
-    table = rig.cache.cache_unfinished_request(rig.spell("AB"), rig.pool.allocate(2))
-    assert rig.cache.cache_unfinished_request(rig.spell("AB"), table) == table
-    rig.cache.cache_finished_request(rig.spell("AB"), table)
-    assert rig.nodes() == {"AB": 0} and [block.ref_cnt for block in table] == [1, 1]
-
-
-def test_a_request_decodes_from_the_canonical_pages(rig):
-    """Trap 2: two requests compute one prompt. The table that comes back names no freed block."""
-    first = rig.cache.cache_unfinished_request(rig.spell("AB"), rig.pool.allocate(3))
-    own = rig.pool.allocate(3)
-    table = rig.cache.cache_unfinished_request(rig.spell("AB", 2), own)
-    assert table == [*first[:2], own[2]] and [block.ref_cnt for block in own] == [0, 0, 1]
-    assert rig.nodes() == {"AB": 2}
-    rig.cache.cache_finished_request(rig.spell("ABC"), table)
-    assert rig.nodes() == {"AB": 1, "AB.C": 0}
-    rig.cache.cache_finished_request(rig.spell("AB"), first)
-    assert rig.pool.num_free_blocks == rig.pool.num_usable_blocks - 3
-
-
-def test_a_finished_request_gives_back_its_duplicates_and_its_tail(rig):
-    """Trap 8: an unaligned tail is truncated down, in pages, and returned."""
-    rig.warm("AB")
-    num_free = rig.pool.num_free_blocks
-    rig.cache.cache_finished_request(rig.spell("ABC", 3), rig.pool.allocate(5))
-    assert rig.pool.num_free_blocks == num_free - 1
-    assert rig.nodes() == {"ABC": 0} and rig.hits("ABC") == 3
-    rig.cache.cache_finished_request(rig.spell("A")[:-1], rig.pool.allocate(1))
-    assert rig.pool.num_free_blocks == num_free - 1
+# trees
 
 
 def test_requests_of_other_keys_have_their_own_tree(rig):
-    rig.cache.cache_finished_request(rig.spell("AB"), rig.pool.allocate(2), SALT)
+    rig.cache.cache_computed_blocks(rig.spell("AB"), SALT)
     assert rig.hits("AB") == 0
     assert len(rig.cache.match_prefix(rig.spell("AB"), SALT).blocks) == 2
     rig.warm("A")
@@ -506,39 +456,7 @@ def test_eviction_looks_at_leaves_and_not_at_the_whole_tree():
     assert pops[0] == pops[1] == 10
 
 
-# what it shows
-
-
-def test_sizes_are_in_tokens(rig):
-    """Trap 8: as in SGLang. `num_*_blocks` are pages."""
-    rig.warm("ABCDE")
-    held = rig.hold("AB")
-    assert (rig.cache.evictable_size, rig.cache.protected_size) == (12, 8)
-    assert (rig.cache.num_evictable_blocks, rig.cache.num_cached_blocks) == (3, 5)
-    rig.cache.touch(held)
-    assert rig.cache.protected_size == 8  # a second user protects no more
-    rig.cache.release(held), rig.cache.release(held)
-    assert (rig.cache.evictable_size, rig.cache.protected_size) == (20, 0)
-
-
-def test_pretty_print_shows_tokens_pages_and_locks(capsys):
-    cache = RadixCache(page_size=2, num_pages=20)
-    cache.pretty_print()
-    assert capsys.readouterr().out == ("RadixCache, page_size 2: 0 tokens protected, 0 evictable\n")
-    cache.cache_computed_blocks([1, 2, 3, 4, 5, 6, 7, 8])
-    cache.cache_computed_blocks([1, 2, 3, 4, 9, 9])
-    cache.cache_computed_blocks([1, 2], (("lora", 7),))
-    cache.touch(cache.match_prefix([1, 2, 3, 4, 9, 9]).blocks)
-    cache.pretty_print()
-    assert capsys.readouterr().out == (
-        "RadixCache, page_size 2: 6 tokens protected, 6 evictable\n"
-        "root\n"
-        "  [1 2 3 4] pages 1 2, lock_ref 1\n"
-        "    [5 6 7 8] pages 3 4, lock_ref 0\n"
-        "    [9 9] pages 5, lock_ref 1\n"
-        "root lora=int:7\n"
-        "  [1 2] pages 6, lock_ref 0\n"
-    )
+# the check
 
 
 def _count_a_user_too_many(rig):
@@ -730,8 +648,8 @@ class Twin:
             for (keys, tokens), e in self.entries.items()
         }
         num_idle = sum(entry.num_users == 0 for entry in self.entries.values())
-        assert self.cache.evictable_size == num_idle * self.size
-        assert self.cache.protected_size == (len(self.entries) - num_idle) * self.size
+        assert self.cache.num_evictable_blocks == num_idle
+        assert self.cache.num_cached_blocks == len(self.entries)
         assert self.pool.num_free_blocks == self.pool.num_usable_blocks - len(self.entries)
 
 
@@ -824,12 +742,9 @@ TestTreeMachine.settings = settings(
 #   unused; the path is not used; a path remembers its first end only
 # cache: duplicates move without a reference; lock the whole path; are leaked; the canonical pages
 #   come in the wrong order
-# cache: the tail is dropped from the table; freed head first; leaked; a finished request keeps its
-#   locks
 # cache: a leaf is queued twice; a stale time is believed; a locked leaf is evicted; the youngest
 #   goes first (never ends); whole leaves are evicted; the parent of an evicted leaf is not queued;
 #   a trimmed leaf is not queued; evicted pages stay known; are leaked; reset while in use
-# cache: evictable_size in pages; protected_size in pages
 #
 # Not caught, and not to be: in `_pop_oldest_leaf`, `not node.children`. A node that got children
 # was used since its entry was pushed, so the entry is out of date and fails the comparison before

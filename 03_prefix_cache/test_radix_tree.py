@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from block_pool import Block
-from radix_tree import RadixTree, TreeNode, shorten
+from radix_tree import RadixTree, TreeNode
 
 
 def spell(letters: str, page_size: int) -> list[int]:
@@ -270,30 +270,7 @@ def test_pages_that_are_no_stretch_of_a_path_are_refused(block_ids, match):
     assert grove.words() == [["AB", "CD"], ["AB", "XY"]]
 
 
-# pictures and checks
-
-
-def test_each_node_is_a_line_below_its_parent():
-    grove = Grove("ABCD", "ABX", "Q")
-    grove.end_of("AB").lock_ref = 2
-    salted = grove.tree.root((("lora", "int:7"), ("salt", "str:x")))
-    grove.tree.append(salted, spell("Z", 2), [Block(9, 1)], 1)
-    assert list(grove.tree.lines()) == [
-        "root",
-        "  [6500 6501 6600 6601] pages 1 2, lock_ref 2",
-        "    [6700 6701 6800 6801] pages 3 4, lock_ref 0",
-        "    [8800 8801] pages 5, lock_ref 0",
-        "  [8100 8101] pages 6, lock_ref 0",
-        "root lora=int:7 salt=str:x",
-        "  [9000 9001] pages 9, lock_ref 1",
-    ]
-
-
-def test_long_lists_show_their_front_and_their_last():
-    assert shorten([]) == ""
-    assert shorten([1, 2, 3, 4, 5, 6]) == "1 2 3 4 5 6"
-    assert shorten([1, 2, 3, 4, 5, 6, 7]) == "1 2 3 4 5 .. 7"
-    assert shorten(range(100), 3) == "0 1 .. 99"
+# checks
 
 
 def _lose_a_token(grove):

@@ -23,53 +23,13 @@ vLLM's LMCache and SGLang's HiCache use such stores as a last tier. Source: Moon
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 
-from kv_pool import KVPool, TransferCallback, TransferResult
+from kv_pool import KVBlock, KVPool, TransferCallback, TransferResult
 from kv_transfer import BackgroundTransfers
-
-CHECKSUM_BYTES = 16
-
-
-def compute_checksum(block_hash: bytes, token_ids: Sequence[int], kv_data: bytes) -> bytes:
-    """Covers the name and the tokens too: right bytes under a wrong name are wrong bytes."""
-    digest = blake2b(digest_size=CHECKSUM_BYTES)
-    digest.update(struct.pack("<QQ", len(block_hash), len(token_ids)) + block_hash)
-    digest.update(struct.pack(f"<{len(token_ids)}q", *token_ids))
-    digest.update(kv_data)
-    return digest.digest()
-
-
-@dataclass(frozen=True, slots=True)
-class KVBlock:
-    """One node's copy of one block: the keys and values of `token_ids` behind the prefix that
-    `block_hash` names, of all layers, as bytes."""
-
-    block_hash: bytes
-    node_id: str
-    token_ids: tuple[int, ...]
-    kv_data: bytes = field(repr=False)
-    checksum: bytes = field(repr=False)
-
-    @classmethod
-    def create(
-        cls, block_hash: bytes, node_id: str, token_ids: Sequence[int], kv_data: bytes
-    ) -> KVBlock:
-        """Copies what it is given, and computes the checksum."""
-        token_ids, kv_data = tuple(token_ids), bytes(kv_data)
-        checksum = compute_checksum(block_hash, token_ids, kv_data)
-        return cls(block_hash, node_id, token_ids, kv_data, checksum)
-
-    @property
-    def is_intact(self) -> bool:
-        """Are name, tokens and bytes what they were when the block was made? O(bytes)."""
-        return self.checksum == compute_checksum(self.block_hash, self.token_ids, self.kv_data)
-
 
 Transport = Callable[[KVBlock], bytes]
 """Brings the `kv_data` of a block from `block.node_id`. May be slow, raise, or be wrong."""

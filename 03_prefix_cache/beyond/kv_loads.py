@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 from block_pool import Block
 from kv_connector import KVConnector
+from kv_memory import ComputedBlocks, extra_keys_of
 from prefix_cache import PrefixCache
 from request import Request
-from scheduler_interface import ComputedBlocks
 
 LOAD_WAIT_S = 0.005
 MAX_SHARE_OF_LOADS = 0.5  # of the usable blocks, for requests that are not admitted yet
@@ -46,12 +46,12 @@ class _Offer:
 
 
 class KVLoads:
-    """The loads of one `CachedKVCacheManager`. `take_blocks` gives blocks that may be written at
-    once, or None; `connector` may be None, and then nothing is ever loaded."""
+    """The loads of one `LoadingKVCacheManager`. `take_blocks` gives blocks that may be written at
+    once, or None."""
 
     def __init__(
         self,
-        connector: KVConnector | None,
+        connector: KVConnector,
         cache: PrefixCache,
         take_blocks: Callable[[int], list[Block] | None],
     ) -> None:
@@ -70,8 +70,6 @@ class KVLoads:
 
     def wants_load(self, request: Request, computed: ComputedBlocks) -> bool:
         """Is there more than the cache has, that was not asked for before?"""
-        if self.connector is None:
-            return False
         offer = self._offers.setdefault(request.request_id, _Offer())
         asked = offer.num_local_when_asked
         if asked is not None and computed.num_tokens >= asked:
@@ -113,7 +111,7 @@ class KVLoads:
         result = self.cache.insert(
             load.request.all_token_ids,
             load.blocks[:num_arrived],
-            load.request.extra_keys,
+            extra_keys_of(load.request),
             start=len(load.prefix),
         )
         self.cache.pool.free(load.blocks[num_arrived:][::-1])

@@ -16,13 +16,48 @@ Kept by `global_kv_pool.py`, in one process, and by `mooncake_pool.py`, on a sto
 
 from __future__ import annotations
 
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from hashlib import blake2b
 
-if TYPE_CHECKING:
-    from global_kv_pool import KVBlock
+CHECKSUM_BYTES = 16
+
+
+def compute_checksum(block_hash: bytes, token_ids: Sequence[int], kv_data: bytes) -> bytes:
+    """Covers the name and the tokens too: right bytes under a wrong name are wrong bytes."""
+    digest = blake2b(digest_size=CHECKSUM_BYTES)
+    digest.update(struct.pack("<QQ", len(block_hash), len(token_ids)) + block_hash)
+    digest.update(struct.pack(f"<{len(token_ids)}q", *token_ids))
+    digest.update(kv_data)
+    return digest.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class KVBlock:
+    """One node's copy of one block: the keys and values of `token_ids` behind the prefix that
+    `block_hash` names, of all layers, as bytes."""
+
+    block_hash: bytes
+    node_id: str
+    token_ids: tuple[int, ...]
+    kv_data: bytes = field(repr=False)
+    checksum: bytes = field(repr=False)
+
+    @classmethod
+    def create(
+        cls, block_hash: bytes, node_id: str, token_ids: Sequence[int], kv_data: bytes
+    ) -> KVBlock:
+        """Copies what it is given, and computes the checksum."""
+        token_ids, kv_data = tuple(token_ids), bytes(kv_data)
+        checksum = compute_checksum(block_hash, token_ids, kv_data)
+        return cls(block_hash, node_id, token_ids, kv_data, checksum)
+
+    @property
+    def is_intact(self) -> bool:
+        """Are name, tokens and bytes what they were when the block was made? O(bytes)."""
+        return self.checksum == compute_checksum(self.block_hash, self.token_ids, self.kv_data)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
-from kv_pool import TransferCallback, TransferResult
-
-if TYPE_CHECKING:
-    from global_kv_pool import KVBlock
+from kv_pool import KVBlock, TransferCallback, TransferResult
 
 logger = logging.getLogger(__name__)
 

@@ -29,8 +29,7 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 
-from global_kv_pool import CHECKSUM_BYTES, KVBlock
-from kv_pool import KVPool, TransferCallback, TransferResult
+from kv_pool import CHECKSUM_BYTES, KVBlock, KVPool, TransferCallback, TransferResult
 from kv_transfer import BackgroundTransfers
 from mooncake_client import MooncakeClient, StoreDownError
 from mooncake_master import MooncakeAddress

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
+from kv_memory import extra_keys_of
 from prefix_cache import normalise_extra_keys
 from prefix_cache_local import compute_block_hash, compute_hash_chain
 from request import Request
@@ -39,7 +40,7 @@ class RequestChains:
         chain = self._chains.setdefault(request, [])
         tokens, size = request.all_token_ids, self.block_size
         if not chain and num_blocks:
-            keys = root_keys(self.namespace, normalise_extra_keys(request.extra_keys))
+            keys = root_keys(self.namespace, normalise_extra_keys(extra_keys_of(request)))
             chain += compute_hash_chain(tokens[: num_blocks * size], size, keys)
         for start in range(len(chain) * size, num_blocks * size, size):
             link = tuple(tokens[start : start + size])

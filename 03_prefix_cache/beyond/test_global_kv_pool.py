@@ -14,7 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from global_kv_pool import GlobalKVPool, KVBlock, TransferResult, compute_checksum
+from global_kv_pool import GlobalKVPool
+from kv_pool import KVBlock, TransferResult, compute_checksum
 
 HASHES = [bytes([i]) * 32 for i in range(8)]
 TOKENS = {h: tuple(range(i, i + 2 + i % 2)) for i, h in enumerate(HASHES)}  # 2 or 3 tokens

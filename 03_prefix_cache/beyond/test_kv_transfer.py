@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from global_kv_pool import KVBlock
-from kv_pool import TransferResult
+from kv_pool import KVBlock, TransferResult
 from kv_transfer import BackgroundTransfers
 
 WAIT_S = 20.0  # never waited for, unless the test fails

@@ -1,0 +1,102 @@
+"""The manager with a cache, and with a way for KV to come from elsewhere.
+
+    get_computed_blocks   first starts a load of what the connector has (`kv_loads.py`), and says
+                          "not ready" until that has ended
+    allocate_slots        what a load brought is in the table now, and needs no other holder
+    can_allocate          where memory is short, what was loaded for those who wait gives way
+    free                  the connector is told, while the blocks still hold what was published
+
+A scheduler sees one more reason to wait and nothing else. An engine whose step computes nothing
+while requests wait calls `wait_for_loads` instead of turning round at once.
+
+Invariants: those of `CachedKVCacheManager` and of `kv_loads.py`; no request has a load and a table.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from block_pool import Block, BlockPool
+from cached_kv_cache_manager import CachedKVCacheManager
+from kv_connector import KVConnector
+from kv_loads import KVLoads
+from kv_memory import ComputedBlocks, NotReady
+from prefix_cache import PrefixCache
+from request import Request
+
+
+class LoadingKVCacheManager(CachedKVCacheManager):
+    """A `KVMemory` that asks `connector`, which is bound already, for what its cache has not."""
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, cache: PrefixCache, connector: KVConnector
+    ) -> None:
+        super().__init__(pool, block_size, cache)
+        self.connector = connector
+        self._loads = KVLoads(connector, cache, self._take_blocks)
+
+    def get_computed_blocks(self, request: Request) -> ComputedBlocks | NotReady:
+        if request.request_id not in self._tables and self._is_loading(request):
+            return NotReady.LOADING
+        return super().get_computed_blocks(request)
+
+    def _is_loading(self, request: Request) -> bool:
+        """And a load is started, if there is something to load."""
+        if request.request_id in self._loads:
+            return self._loads.is_under_way(request.request_id)
+        computed = self._look_up(request)
+        return self._loads.wants_load(request, computed) and not self._loads.start(
+            request, computed
+        )
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_reserved_tokens: int = 0,
+        computed: ComputedBlocks | None = None,
+    ) -> bool:
+        if not super().allocate_slots(request, num_new_tokens, num_reserved_tokens, computed):
+            return False
+        self._loads.drop(request.request_id)
+        return True
+
+    def can_allocate(
+        self,
+        request: Request,
+        num_tokens: int,
+        computed: ComputedBlocks,
+        num_kept_free: int = 0,
+        gone: Request | None = None,
+    ) -> bool:
+        ask = super().can_allocate
+        if not ask(request, num_tokens, computed, 0, gone):
+            self._loads.give_way()
+        return ask(request, num_tokens, computed, num_kept_free, gone)
+
+    def _take_blocks(self, num_blocks: int) -> list[Block] | None:
+        if num_blocks > self._num_free_or_evictable():
+            self._loads.give_way()
+        return super()._take_blocks(num_blocks)
+
+    def free(self, request: Request) -> None:
+        self._loads.forget(request.request_id)
+        state = self._states.get(request.request_id)
+        if state is not None and state.num_published:
+            block_ids = self.get_block_ids(request.request_id)[: state.num_published]
+            self.connector.request_finished(request, block_ids)
+        super().free(request)
+
+    def wait_for_loads(self) -> None:
+        """Until something arrives, but not long. Returns at once if nothing is under way."""
+        self._loads.wait()
+
+    def _count_holders(self) -> Counter[int]:
+        holders = super()._count_holders()
+        holders.update(block.block_id for block in self._loads.held_blocks())
+        return holders
+
+    def check_invariants(self, requests: Iterable[Request] = ()) -> None:
+        super().check_invariants(requests)
+        assert self._loads.request_ids().isdisjoint(self._tables), "loading, and running"
