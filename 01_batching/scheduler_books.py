@@ -112,13 +112,13 @@ class SchedulerBooks(SchedulerPostNames):
             raise ValueError(
                 f"request_id is {request.request_id!r}: a request with this id is unfinished"
             )
-        self.check_prompt(request)
         limits = self.length_limits(request)
         for reason, room in limits.items():
             if room < 1:
                 raise ValueError(
                     f"{describe_prompt(request)}, and {reason}: there must be room for one more"
                 )
+        self.check_prompt(request)
         reason = min(limits, key=lambda reason: limits[reason], default=None)
         if reason is not None and limits[reason] < request.max_tokens:
             request.max_tokens, request.length_limit = limits[reason], reason
@@ -144,8 +144,7 @@ class SchedulerBooks(SchedulerPostNames):
         """End requests from outside, at any moment. Ids of unknown or finished requests are
         ignored."""
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
-            request = self.requests.get(request_id)
-            if request is not None:
+            if request := self.requests.get(request_id):
                 request.status = status
                 self.forget(request)
 
