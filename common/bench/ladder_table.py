@@ -9,13 +9,13 @@ from common.bench.bench_record import made_on, markdown_table, summarise
 # For each rung its chapter, and what is new on it in a phrase.
 PHRASES = {
     "one-at-a-time": ("", "nobody shares a step"),
-    "static": ("", "a batch starts together and ends together"),
+    "static": ("", "a batch starts and ends together"),
     "continuous": ("01_batching", "anybody joins or leaves at any step"),
     "paged": ("02_paged_kv", "KV in blocks: nobody reserves the longest"),
     "prefix-cache": ("03_prefix_cache", "a shared beginning is computed once"),
-    "preempting": ("04_scheduler", "memory is filled, and taken back when it runs out"),
-    "speculative": ("05_spec_decode", "several tokens a pass, guessed and verified"),
-    "chunked": ("06_chunked_prefill", "a long prompt is computed a piece at a time"),
+    "preempting": ("04_scheduler", "memory is filled, not reserved"),
+    "speculative": ("05_spec_decode", "several tokens a pass, verified"),
+    "chunked": ("06_chunked_prefill", "a long prompt comes in pieces"),
 }
 
 
@@ -27,15 +27,15 @@ def render(record: dict[str, Any]) -> str:
 def render_short(record: dict[str, Any]) -> str:
     """Every rung where many users queue: throughput, both waits, and a phrase."""
     regime = record["regimes"]["many"]
-    head = ["chapter", "output tok/s", "first token, p50", "gap between tokens, p99", "what is new"]
+    head = ["chapter", "output tok/s", "first token (p50)", "gap (p99)", "what is new"]
     rows = [_short_row(name, rung) for name, rung in regime["rungs"].items()]
     lines = markdown_table(head, rows).splitlines()
     lines[1] = lines[1].removesuffix("---: |") + "--- |"  # the phrase is to the left
-    where = record["environment"]
+    where, num_seeds = record["environment"], record["config"]["seeds"]
     dirty = " with uncommitted changes" if where["is_dirty"] else ""
     return "\n".join(lines) + (
-        f"\n\n<sub>{_work(regime)}; medians of {record['config']['seeds']} workloads on "
-        f"{where['cpu']}, {where['cores']} cores, at commit "
+        f"\n\n<sub>Gap: between two tokens of one answer. {_work(regime).capitalize()}; medians of "
+        f"{num_seeds} workloads on {where['cpu']}, {where['cores']} cores, at commit "
         f"`{(where['commit'] or 'unknown')[:10]}`{dirty}; `make ladder` measures it again. "
         "[All columns, and few users](common/bench/README.md#the-ladder).</sub>"
     )
