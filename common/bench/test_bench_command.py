@@ -27,6 +27,8 @@ def test_malloc_is_tuned_by_starting_again_once(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(name, value)
     assert bench_command.restart_with(bench.DRIVER.parse([])) is None
     assert bench_command.describe_malloc()["mode"] == "tuned"
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "1")
+    assert bench_command.restart_with(bench.DRIVER.parse([])) is not None
     monkeypatch.setattr(bench_command.platform, "libc_ver", lambda: ("", ""))
     monkeypatch.delenv("GLIBC_TUNABLES")
     assert bench_command.restart_with(bench.DRIVER.parse([])) is None, (
