@@ -362,7 +362,7 @@ def _names(text: str, is_known: Callable[[str], bool], allowed: str) -> list[str
 
 DRIVER = Driver(
     name="bench",
-    description=__doc__.partition("\n")[0],
+    description=__doc__ or "",
     rounds="--repeats",
     record="--records",
     committed=ROOT / "common" / "bench" / "records",

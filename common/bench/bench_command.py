@@ -62,7 +62,7 @@ class Driver:
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         parser = argparse.ArgumentParser(
-            prog=f"python -m common.{self.name}", description=self.description
+            prog=f"python -m common.{self.name}", description=self.description.partition("\n")[0]
         )
         self.add_arguments(parser)
         add = parser.add_argument

@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
 
 DRIVER = Driver(
     name="ladder",
-    description=__doc__.partition("\n")[0],
+    description=__doc__ or "",
     rounds="--seeds",
     record="--record",
     committed=RECORD,

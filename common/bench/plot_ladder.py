@@ -16,6 +16,7 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from common.bench.bench_record import read_record
@@ -33,7 +34,7 @@ def spread(rung: dict, name: str) -> tuple[float, list[list[float]]]:
     return middle, [[middle - min(values)], [max(values) - middle]]
 
 
-def draw_many(record: dict) -> plt.Figure:
+def draw_many(record: dict) -> Figure:
     """The three numbers of README's table, as bars."""
     quantities = {
         "output_tokens_per_s": ("output tokens a second (more is better)", "{:,.0f}"),
@@ -64,7 +65,7 @@ def draw_many(record: dict) -> plt.Figure:
     return figure
 
 
-def draw_regimes(record: dict) -> plt.Figure:
+def draw_regimes(record: dict) -> Figure:
     """Throughput and the worst waits, where many users queue and where few do not."""
     quantities = {
         "output_tokens_per_s": "output tokens a second",

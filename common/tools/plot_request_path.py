@@ -8,12 +8,14 @@ Writes `common/figures/request_path.svg`, which `common/README.md` shows. Nothin
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 FIGURE = Path(__file__).resolve().parents[1] / "figures" / "request_path.svg"
@@ -54,7 +56,7 @@ ARROWS = [
 ]
 
 
-def draw() -> plt.Figure:
+def draw() -> Figure:
     figure, axis = plt.subplots(figsize=(10, 6.4), layout="constrained")
     for name, (x, y, width, height, color, title, text) in BOXES.items():
         box = FancyBboxPatch(
@@ -78,7 +80,7 @@ def draw() -> plt.Figure:
     return figure
 
 
-def label(axis: Axes, x: float, y: float, text: str, **how: object) -> None:
+def label(axis: Axes, x: float, y: float, text: str, **how: Any) -> None:
     axis.text(x, y, text, ha="center", va="center", **how)
 
 
