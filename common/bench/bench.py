@@ -3,7 +3,7 @@
     python -m common.bench                      measure, write records, print the tables
     python -m common.bench --smoke              the same with almost no work, to see that it runs
     python -m common.bench --table              print the tables of the records that are there
-    python -m common.bench --write-readme       put them between the markers in README.md
+    python -m common.bench --write-readme       put them into README.md and common/bench/README.md
 
 The runs of the systems are interleaved: round r runs every system once, each round starting with
 another, so that a machine that grows slower or busier does so for all. A table shows the median and
@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
-import platform
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -31,21 +29,15 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from common.bench.bench_record import (
-    ROOT,
-    describe_environment,
-    replace_between_markers,
-    write_record,
-)
-from common.bench.bench_table import render, render_records
+from common.bench.bench_command import Driver, describe_malloc
+from common.bench.bench_record import ROOT, describe_environment, write_record
+from common.bench.bench_table import render, tables_of
 
 if TYPE_CHECKING:  # torch comes late: malloc has to be chosen before the process that uses it
     import torch
 
     from common.bench.bench_systems import BenchModels, BenchRequest, Limits
 
-RECORDS = ROOT / "common" / "bench" / "records"
-SMOKE_RECORDS = ROOT / "build" / "bench-smoke"
 SYSTEM_NAMES = (
     "one-at-a-time",
     "static",
@@ -58,14 +50,6 @@ SYSTEM_NAMES = (
     "transformers-generate",
     "transformers-continuous",
 )
-# glibc hands large tensors back to the kernel when they are freed, and takes fresh pages, one fault
-# per 4 KiB, when the next is made. With these it keeps and reuses them, in large pages.
-TUNED_MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": str(8 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
-    "MALLOC_TOP_PAD_": str(256 << 20),
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +217,7 @@ def make_bench(name: str, args: argparse.Namespace, environment: dict[str, Any])
         "dtype": str(dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "malloc": describe_malloc(),
-        "repeats": args.repeats,
+        "repeats": args.rounds,
         "time_budget_s": args.time_budget,
         "seed": args.seed,
         "smoke": args.smoke,
@@ -260,7 +244,7 @@ def make_bench(name: str, args: argparse.Namespace, environment: dict[str, Any])
         for system in args.systems
     }
     record = {
-        "command": shlex.join(["python", "-m", "common.bench.bench", *args.argv]),
+        "command": shlex.join(["python", "-m", "common.bench", *args.argv]),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "environment": environment,
         "config": config,
@@ -288,21 +272,7 @@ def measure_floors(bench: Bench, smoke: bool) -> None:
     bench.record["gather"] = measure_gather(2 if smoke else 25)
 
 
-# -- the process
-
-
-def restart_with(args: argparse.Namespace) -> dict[str, str] | None:
-    """The environment in which this process has to be started again, or None if it is right."""
-    if args.malloc != "tuned" or sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
-        return None
-    if all(os.environ.get(name) == value for name, value in TUNED_MALLOC.items()):
-        return None
-    return dict(os.environ) | TUNED_MALLOC
-
-
-def describe_malloc() -> dict[str, Any]:
-    set_now = {name: os.environ[name] for name in TUNED_MALLOC if name in os.environ}
-    return {"mode": "tuned" if set_now == TUNED_MALLOC else "default", "environment": set_now}
+# -- the command
 
 
 def announce(args: argparse.Namespace) -> str:
@@ -310,12 +280,12 @@ def announce(args: argparse.Namespace) -> str:
         (SMOKE if args.smoke else WORKLOADS.get(m, WORKLOADS["qwen3-0.6b"])).minutes
         for m in args.models
     )
-    minutes *= args.repeats * len(args.systems) / len(SYSTEM_NAMES)
+    minutes *= args.rounds * len(args.systems) / len(SYSTEM_NAMES)
     if args.time_budget is not None:
         minutes = min(minutes, args.time_budget / 60)
     return (
-        f"bench: measures {len(args.systems)} systems on {' and '.join(args.models)}, "
-        f"{args.repeats} interleaved rounds, on the CPU; about {max(1, round(minutes))} minutes "
+        f"{len(args.systems)} systems on {' and '.join(args.models)}, "
+        f"{args.rounds} interleaved rounds, on the CPU; about {max(1, round(minutes))} minutes "
         "on two cores"
     )
 
@@ -334,16 +304,16 @@ def measure(args: argparse.Namespace) -> int:
     deadline = None if args.time_budget is None else time.monotonic() + args.time_budget
     environment = describe_environment()
     status, tables = 0, []
-    num_runs = len(args.models) * args.repeats * len(args.systems)
+    num_runs = len(args.models) * args.rounds * len(args.systems)
     with tqdm(total=num_runs, unit="run", dynamic_ncols=True, disable=None) as bar:
         for name in args.models:
             bar.set_description(f"{name}: loading")
             bench = make_bench(name, args, environment)
-            path = args.records / f"bench_{bench.record['config']['model']}.json"
+            path = args.record / f"bench_{bench.record['config']['model']}.json"
             bar.set_description(f"{name}: floors")
             measure_floors(bench, args.smoke)
 
-            for system in run_rounds(bench, args.repeats, deadline):
+            for system in run_rounds(bench, args.rounds, deadline):
                 write_record(path, bench.record)
                 bar.set_description(f"{name}: {system} done")
                 bar.update()
@@ -359,62 +329,50 @@ def measure(args: argparse.Namespace) -> int:
     return int(status)
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    def names(text: str) -> list[str]:
-        return [name for name in text.split(",") if name]
-
-    parser = argparse.ArgumentParser(
-        prog="python -m common.bench", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument("--models", type=names, default=list(WORKLOADS), metavar="A,B",
-                        help="tiny, qwen3-0.6b, or directories of Qwen3 checkpoints")  # fmt: skip
-    parser.add_argument("--systems", type=names, default=list(SYSTEM_NAMES), metavar="A,B",
-                        help=", ".join(SYSTEM_NAMES))  # fmt: skip
-    parser.add_argument("--repeats", type=int, help="rounds (default 3)")
-    parser.add_argument("--time-budget", type=float, metavar="SECONDS",
-                        help="start no further run after so long")  # fmt: skip
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float64"),
-                        default="auto", help="auto: bfloat16 if native, else float32")  # fmt: skip
-    parser.add_argument("--threads", type=int, help="of torch, for all systems")
-    parser.add_argument("--malloc", choices=("tuned", "default"), default="tuned",
-                        help="tuned: on glibc, start again with settings that keep freed memory, "
-                        "for all systems alike")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of the workload")
-    parser.add_argument("--smoke", action="store_true", help="4 requests of 4-8 tokens")
-    parser.add_argument("--records", type=Path, help="folder of the records")
-    parser.add_argument("--table", action="store_true", help="only print the tables")
-    parser.add_argument("--write-readme", action="store_true", help="only write them to README.md")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if unknown := [name for name in args.systems if name not in SYSTEM_NAMES]:
-        parser.error(f"--systems: {unknown[0]!r} is none of {', '.join(SYSTEM_NAMES)}")
-    if unknown := [m for m in args.models if m not in WORKLOADS and not Path(m).is_dir()]:
-        parser.error(f"--models: {unknown[0]!r} is none of {', '.join(WORKLOADS)}, nor a directory")
-    if not args.systems or not args.models:
-        parser.error("--systems and --models need at least one name each")
-    args.repeats = args.repeats if args.repeats is not None else 1 if args.smoke else 3
-    if args.repeats < 1:
-        parser.error(f"--repeats is {args.repeats}: it must be >= 1")
-    args.records = args.records or (SMOKE_RECORDS if args.smoke else RECORDS)
-    args.argv = list(argv)
-    return args
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--models", type=model_names, default=list(WORKLOADS), metavar="A,B",
+        help="tiny, qwen3-0.6b, or directories of Qwen3 checkpoints")  # fmt: skip
+    add("--systems", type=system_names, default=list(SYSTEM_NAMES), metavar="A,B",
+        help=", ".join(SYSTEM_NAMES))  # fmt: skip
+    add("--time-budget", type=float, metavar="SECONDS", help="start no further run after so long")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float64"), default="auto",
+        help="auto: bfloat16 if native, else float32")  # fmt: skip
+    add("--threads", type=int, help="of torch, for all systems")
+    add("--seed", type=int, default=0, help="of the workload")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(sys.argv[1:] if argv is None else argv)
-    if args.table or args.write_readme:
-        table = render_records(args.records)
-        if args.table:
-            print(table)
-        if args.write_readme:
-            text = args.readme.read_text(encoding="utf-8")
-            args.readme.write_text(replace_between_markers(text, "bench", table), encoding="utf-8")
-        return 0
-    environment = restart_with(args)
-    if environment is not None and argv is None:
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
-    print(announce(args), flush=True)
-    return measure(args)
+def system_names(text: str) -> list[str]:
+    return _names(text, SYSTEM_NAMES.__contains__, ", ".join(SYSTEM_NAMES))
+
+
+def model_names(text: str) -> list[str]:
+    allowed = f"{', '.join(WORKLOADS)}, nor a directory"
+    return _names(text, lambda name: name in WORKLOADS or Path(name).is_dir(), allowed)
+
+
+def _names(text: str, is_known: Callable[[str], bool], allowed: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    if not names:
+        raise argparse.ArgumentTypeError("it needs at least one name")
+    if unknown := [name for name in names if not is_known(name)]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {allowed}")
+    return names
+
+
+DRIVER = Driver(
+    name="bench",
+    description=__doc__ or "",
+    rounds="--repeats",
+    record="--records",
+    committed=ROOT / "common" / "bench" / "records",
+    smoke=ROOT / "build" / "bench-smoke",
+    add_arguments=add_arguments,
+    announce=announce,
+    measure=measure,
+    tables=tables_of,
+)
+main = DRIVER.main
 
 
 def _one_line(error: Exception) -> str:

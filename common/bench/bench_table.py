@@ -2,21 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common.bench.bench_record import read_record, summarise
+from common.bench.bench_command import Tables
+from common.bench.bench_record import markdown_table, read_record, summarise
+
+# What README.md shows of them: the engine with nothing and with everything, and everybody else.
+IN_SHORT = (
+    "one-at-a-time",
+    "static",
+    "paged",
+    "chunked",
+    "transformers-generate",
+    "transformers-continuous",
+)
 
 
-def render_records(folder: Path) -> str:
+def tables_of(folder: Path) -> Tables:
     """All `bench_*.json` of a folder, the small model first. Raises `FileNotFoundError` if there
     are none."""
     paths = sorted(folder.glob("bench_*.json"))
     if not paths:
         raise FileNotFoundError(f"{folder} has no bench_*.json: run python -m common.bench first")
     records = sorted(map(read_record, paths), key=lambda r: r["config"]["num_parameters"])
-    return "\n\n".join(map(render, records))
+    return Tables("\n\n".join(map(render, records)), render_short(records))
+
+
+def render_short(records: Sequence[dict[str, Any]]) -> str:
+    """Useful tokens a second of the systems `IN_SHORT`, a column for each model, and what the
+    engine gains over one request at a time."""
+    head = ["useful tok/s"]
+    for record in records:
+        config = record["config"]
+        head.append(f"{config['model']}, {config['num_parameters'] / 1e6:,.1f} M parameters")
+    titles = {n: s["title"] for r in reversed(records) for n, s in r["systems"].items()}
+    rows = [
+        [titles[name], *(_speed(record, name) for record in records)]
+        for name in IN_SHORT
+        if name in titles
+    ]
+    gains = []
+    for record in records:
+        one = _median_speed(record, "one-at-a-time")
+        engine = _median_speed(record, "chunked") or _median_speed(record, "paged")
+        if one and engine:
+            gains.append(f"{engine / one:.1f} times ({record['config']['model']})")
+    return markdown_table(head, rows) + (
+        f"\n\nOver one request at a time the engine gains {', '.join(gains)}." if gains else ""
+    )
+
+
+def _median_speed(record: dict[str, Any], name: str) -> float | None:
+    system = record["systems"].get(name)
+    found = summarise([run["useful_tokens_per_s"] for run in system["runs"]]) if system else None
+    return found.median if found else None
+
+
+def _speed(record: dict[str, Any], name: str) -> str:
+    speed = _median_speed(record, name)
+    if speed is None:
+        return ""
+    num_served = record["systems"][name]["num_requests"]
+    num_all = record["config"]["workload"]["num_requests"]
+    part = f" (first {num_served} of {num_all} requests)" if num_served < num_all else ""
+    return _number(speed) + part
 
 
 def render(record: dict[str, Any]) -> str:
@@ -121,7 +173,7 @@ def _roofline(record: dict[str, Any]) -> str:
                 line += f" and {step['step_ms'] / alone:.2f} times its matrices alone"
             kv_ms = step["kv_tokens"] * roof["kv_bytes_per_token"] / speed / 1e6
             lines.append(f"{line}; reading its KV once takes {_duration(kv_ms)} more.")
-    return " ".join(lines)
+    return "\n".join(f"* {line}" for line in lines)
 
 
 def _gather(record: dict[str, Any]) -> str:

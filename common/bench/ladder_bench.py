@@ -3,7 +3,7 @@
     python -m common.ladder                     measure, write the record, print the tables
     python -m common.ladder --smoke             the same with almost no work, to see that it runs
     python -m common.ladder --table             print the tables of the record
-    python -m common.ladder --write-readme      put them between the markers in README.md
+    python -m common.ladder --write-readme      put them into README.md and common/bench/README.md
 
 Two regimes: many users, who queue, and few, who do not. Each seed draws a workload of its own
 (`ladder_workload.py`); all rungs serve it, one after the other, each seed beginning with another
@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -26,26 +24,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from common.bench.bench_record import (
-    ROOT,
-    describe_environment,
-    made_on,
-    markdown_table,
-    read_record,
-    replace_between_markers,
-    summarise,
-    write_record,
-)
+from common.bench.bench_command import Driver, Tables, describe_malloc
+from common.bench.bench_record import ROOT, describe_environment, read_record, write_record
+from common.bench.ladder_table import render, render_short
 
 RECORD = ROOT / "common" / "bench" / "records" / "ladder.json"
-SMOKE_RECORD = ROOT / "build" / "ladder-smoke.json"
 NUM_RESERVATIONS = 3  # of the longest request: what the KV memory holds without pages
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from common.bench.bench import choose_dtype, describe_malloc, load_models, rotated
+    from common.bench.bench import choose_dtype, load_models, rotated
     from common.bench.ladder_systems import CHUNK, RUNGS, Limits, describe
     from common.bench.ladder_workload import MAX_TOKENS, REGIMES, make_workload
     from common.engine_config import SHIPPED_CHECKPOINT
@@ -61,7 +51,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for name, regime in REGIMES.items()
     }
     workloads = {
-        name: [make_workload(tokenizer, regime, seed) for seed in range(args.seeds)]
+        name: [make_workload(tokenizer, regime, seed) for seed in range(args.rounds)]
         for name, regime in regimes.items()
     }
     longest = max(
@@ -72,7 +62,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     limits = Limits(longest=longest, num_positions=NUM_RESERVATIONS * longest)
     record: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "common.bench.ladder_bench", *args.argv]),
+        "command": shlex.join(["python", "-m", "common.ladder", *args.argv]),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "environment": describe_environment(),
         "config": {
@@ -81,7 +71,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "dtype": str(dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "malloc": describe_malloc(),
-            "seeds": args.seeds,
+            "seeds": args.rounds,
             "chunk": CHUNK,
             "max_tokens": MAX_TOKENS,
             "longest": longest,
@@ -101,8 +91,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "output_tokens": [[r.num_outputs for r in w] for w in workloads[name]],
             "rungs": {rung: {"title": title, "runs": []} for rung, (title, _) in RUNGS.items()},
         }
-    with tqdm(total=len(regimes) * args.seeds * len(RUNGS), unit="run", disable=None) as bar:
-        for seed in range(args.seeds):
+    with tqdm(total=len(regimes) * args.rounds * len(RUNGS), unit="run", disable=None) as bar:
+        for seed in range(args.rounds):
             for name, regime in record["regimes"].items():
                 requests, tokens = workloads[name][seed], {}
                 for rung in rotated(list(RUNGS), seed):
@@ -120,94 +110,35 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return record
 
 
-# -- tables
+# -- the command
 
 
-def render(record: dict[str, Any]) -> str:
-    return "\n\n".join([*(_regime(r) for r in record["regimes"].values()), made_on(record)])
+def tables(path: Path) -> Tables:
+    record = read_record(path)
+    return Tables(render(record), render_short(record))
 
 
-def _regime(regime: dict[str, Any]) -> str:
-    head = [
-        f"{regime['title']}: {regime['num_requests']} requests, "
-        f"{regime['arrivals_per_s']:g} a second, {regime['num_long']} long",
-        "output tok/s",
-        "lowest-highest",
-        "TTFT p50 / p99",
-        "between tokens p50 / p99",
-        "KV waste",
-        "prefix hits",
-        "preempted",
-        "guesses right",
-        "tokens a pass",
-        "steps",
-    ]
-    return markdown_table(head, [_row(rung) for rung in regime["rungs"].values()])
+def announce(args: argparse.Namespace) -> str:
+    return "8 rungs in two regimes, on the CPU; about 10 minutes"
 
 
-def _row(rung: dict[str, Any]) -> list[str]:
-    def shown(name: str, form: str) -> str:
-        found = summarise([run[name] for run in rung["runs"] if name in run])
-        return "" if found is None else format(found.median, form)
-
-    speed = summarise([run["output_tokens_per_s"] for run in rung["runs"]])
-    return [
-        rung["title"],
-        f"{speed.median:,.0f}",
-        f"{speed.low:,.0f}-{speed.high:,.0f}",
-        f"{shown('ttft_ms_p50', ',.0f')} / {shown('ttft_ms_p99', ',.0f')} ms",
-        f"{shown('inter_token_ms_p50', '.1f')} / {shown('inter_token_ms_p99', ',.0f')} ms",
-        shown("kv_waste", ".0%"),
-        shown("prefix_hits", ".0%"),
-        shown("preemptions", ",.0f"),
-        shown("acceptance", ".0%"),
-        shown("tokens_per_pass", ".2f"),
-        shown("num_steps", ",.0f"),
-    ]
-
-
-# -- the process
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m common.ladder", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument("--seeds", type=int, default=None, help="workloads (default 3)")
-    parser.add_argument("--smoke", action="store_true", help="5 requests, 1 seed")
-    parser.add_argument("--malloc", choices=("tuned", "default"), default="tuned",
-                        help="as in common.bench")  # fmt: skip
-    parser.add_argument("--record", type=Path, help="file of the record")
-    parser.add_argument("--table", action="store_true", help="only print the tables")
-    parser.add_argument("--write-readme", action="store_true", help="only write them to README.md")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    args.seeds = args.seeds if args.seeds is not None else 1 if args.smoke else 3
-    if args.seeds < 1:
-        parser.error(f"--seeds is {args.seeds}: it must be >= 1")
-    args.record = args.record or (SMOKE_RECORD if args.smoke else RECORD)
-    args.argv = list(argv)
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    from common.bench.bench import restart_with
-
-    args = parse(sys.argv[1:] if argv is None else argv)
-    if args.table or args.write_readme:
-        table = render(read_record(args.record))
-        if args.table:
-            print(table)
-        if args.write_readme:
-            text = args.readme.read_text(encoding="utf-8")
-            args.readme.write_text(replace_between_markers(text, "ladder", table), encoding="utf-8")
-        return 0
-    environment = restart_with(args)
-    if environment is not None and argv is None:
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
-    print("ladder: measures 8 rungs in two regimes, on the CPU; about 10 minutes", flush=True)
+def run(args: argparse.Namespace) -> int:
     print("\n" + render(measure(args)))
     return 0
+
+
+DRIVER = Driver(
+    name="ladder",
+    description=__doc__ or "",
+    rounds="--seeds",
+    record="--record",
+    committed=RECORD,
+    smoke=ROOT / "build" / "ladder-smoke.json",
+    announce=announce,
+    measure=run,
+    tables=tables,
+)
+main = DRIVER.main
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""The ladder as a figure: throughput and worst waiting, rung by rung.
+"""The ladder as two figures: what each chapter does to throughput and to the two waits.
 
-    python common/plot_ladder.py
+    python common/bench/plot_ladder.py
 
-Reads `common/records/ladder.json`, writes `common/figures/ladder.svg` and the tables in README.md.
+Reads `common/bench/records/ladder.json`, writes `ladder.svg` (many users: README's picture) and
+`ladder_regimes.svg` (both regimes) in `common/figures/`, and the tables in README.md and
+common/bench/README.md.
 """
 
 from __future__ import annotations
@@ -14,33 +16,77 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from common.bench.bench_record import read_record
 from common.bench.ladder_bench import main as write_tables
 
 HERE = Path(__file__).parent
+FIGURES = HERE.parent / "figures"
+BASELINE, ENGINE, FEW = "#b8b8b8", "#5b8db8", "#c55a11"
 
 
-def draw(record: dict) -> None:
-    plt.rcParams["svg.hashsalt"] = "vllm-from-scratch"
+def spread(rung: dict, name: str) -> tuple[float, list[list[float]]]:
+    """The median of the runs, and how far the lowest and the highest are from it."""
+    values = [run[name] for run in rung["runs"]]
+    middle = statistics.median(values)
+    return middle, [[middle - min(values)], [max(values) - middle]]
+
+
+def draw_many(record: dict) -> Figure:
+    """The three numbers of README's table, as bars."""
+    quantities = {
+        "output_tokens_per_s": ("output tokens a second (more is better)", "{:,.0f}"),
+        "ttft_ms_p50": ("first token, p50, ms (less is better)", "{:,.0f}"),
+        "inter_token_ms_p99": ("gap between tokens, p99, ms (less)", "{:,.0f}"),
+    }
+    rungs = list(record["regimes"]["many"]["rungs"].values())
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), sharey=True, layout="constrained")
+    for axis, (name, (label, form)) in zip(axes, quantities.items(), strict=True):
+        for place, rung in enumerate(rungs):
+            middle, error = spread(rung, name)
+            color = ENGINE if rung["title"][0].isdigit() else BASELINE
+            axis.barh(place, middle, color=color, height=0.66)
+            axis.errorbar(middle, place, xerr=error, color="#404040", lw=1, capsize=2)
+            axis.annotate(
+                form.format(middle),
+                (middle + error[1][0], place),
+                xytext=(5, 0),
+                textcoords="offset points",
+                va="center",
+            )
+        axis.set(xlim=(0, axis.get_xlim()[1] * 1.14), xticks=[])
+        axis.set_title(label, loc="left", fontsize=10)
+        axis.spines[["top", "right", "bottom"]].set_visible(False)
+    axes[0].set_yticks(range(len(rungs)), [rung["title"] for rung in rungs])
+    axes[0].tick_params(axis="y", labelsize=11, length=0)
+    axes[0].invert_yaxis()
+    return figure
+
+
+def draw_regimes(record: dict) -> Figure:
+    """Throughput and the worst waits, where many users queue and where few do not."""
     quantities = {
         "output_tokens_per_s": "output tokens a second",
         "ttft_ms_p99": "time to first token, p99 (ms)",
         "inter_token_ms_p99": "between two tokens, p99 (ms)",
     }
-    figure, axes = plt.subplots(1, 3, figsize=(11, 4), sharey=True)
+    figure, axes = plt.subplots(1, 3, figsize=(11, 4), sharey=True, layout="constrained")
     for axis, (name, label) in zip(axes, quantities.items(), strict=True):
-        for marker, regime in zip("os", record["regimes"].values(), strict=True):
-            rungs = list(regime["rungs"].values())
-            values = [[run[name] for run in rung["runs"]] for rung in rungs]
-            middle = [statistics.median(v) for v in values]
-            spread = [
-                [m - min(v) for m, v in zip(middle, values)],
-                [max(v) - m for m, v in zip(middle, values)],
-            ]
-            places = range(len(rungs))
-            axis.errorbar(middle, places, xerr=spread, fmt=marker, capsize=3, label=regime["title"])
+        shown = zip(record["regimes"].values(), "os", (ENGINE, FEW), strict=True)
+        for regime, marker, color in shown:
+            for place, rung in enumerate(regime["rungs"].values()):
+                middle, error = spread(rung, name)
+                axis.errorbar(middle, place, xerr=error, fmt=marker, color=color, capsize=3)
+                if name == "output_tokens_per_s" and rung["title"] == "2 paged KV":
+                    axis.annotate(
+                        regime["title"],
+                        (middle, place),
+                        xytext=(-5, 8),
+                        textcoords="offset points",
+                        color=color,
+                    )
         axis.set_xlabel(label)
         if name == "output_tokens_per_s":
             axis.set_xlim(0)
@@ -48,13 +94,15 @@ def draw(record: dict) -> None:
             axis.set_xscale("log")
             axis.xaxis.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
-    axes[0].set_yticks(range(len(rungs)), [rung["title"] for rung in rungs])
+    titles = [rung["title"] for rung in regime["rungs"].values()]
+    axes[0].set_yticks(range(len(titles)), titles)
     axes[0].invert_yaxis()
-    axes[0].legend(fontsize=8, loc="upper right")
-    figure.tight_layout()
-    figure.savefig(HERE.parent / "figures" / "ladder.svg", metadata={"Date": None})
+    return figure
 
 
 if __name__ == "__main__":
-    draw(read_record(HERE / "records" / "ladder.json"))
+    plt.rcParams["svg.hashsalt"] = "vllm-from-scratch"
+    ladder = read_record(HERE / "records" / "ladder.json")
+    for name, draw in {"ladder": draw_many, "ladder_regimes": draw_regimes}.items():
+        draw(ladder).savefig(FIGURES / f"{name}.svg", metadata={"Date": None})
     write_tables(["--write-readme"])

@@ -18,7 +18,6 @@ from common.bench.bench_record import (
     describe_environment,
     percentile,
     read_record,
-    replace_between_markers,
     summarise,
     write_record,
 )
@@ -265,121 +264,7 @@ def test_medians_extremes_and_percentiles() -> None:
     assert percentile([7], 99) == 7
 
 
-# -- tables
-
-
-def a_record() -> dict:
-    def run(speed: float, steps: int, **more: object) -> dict:
-        return {"useful_tokens_per_s": speed, "num_steps": steps, **more}
-
-    def latency(p50: float, p99: float) -> dict:
-        return {"ttft_ms": {"p50": p50, "p99": p99}, "inter_token_ms": {"p50": 4, "p99": 55}}
-
-    decode = {"num_rows": 2, "num_steps": 9, "step_ms": 30.0, "kv_tokens": 500}
-    return {
-        "command": "python -m common.bench",
-        "date": "2026-01-02",
-        "environment": {
-            "cpu": "Abacus", "cpu_capability": "AVX2", "memory_bytes": 24 << 30, "torch": "2",
-            "transformers": "5", "python": "3.11", "commit": "0123456789ab", "is_dirty": True,
-        },
-        "config": {
-            "model": "tiny", "num_parameters": 5_800_000, "dtype": "float32", "threads": 2,
-            "malloc": {"mode": "tuned"},
-            "workload": {
-                "num_requests": 2, "prompt_lens": [3, 4], "output_lens": [5, 6],
-                "output_tokens": [5, 6],
-            },
-        },
-        "systems": {
-            "one-at-a-time": {"title": "alone", "num_requests": 1, "error": None,
-                              "runs": [run(7.04, 11, **latency(900, 1500))]},
-            "static": {"title": "static", "num_requests": 2, "error": None,
-                       "runs": [run(30, 6, slot_utilisation=0.5), run(10, 6, slot_utilisation=0.5),
-                                run(20, 6, slot_utilisation=0.5)]},
-            "paged": {"title": "paged", "num_requests": 2, "error": None,
-                      "runs": [run(120, 6, **latency(8, 12), decode=decode)]},
-            "padded": {"title": "padded", "num_requests": 2, "error": None, "runs": []},
-            "transformers-continuous": {"title": "hf", "num_requests": 2, "runs": [],
-                                        "error": "no manager"},
-        },
-        "roofline": {
-            "bandwidth": {"copy_gb_per_s": [9, 10, 11], "matvec_gb_per_s": [20, 20, 1]},
-            "weight_bytes": 200_000_000,
-            "linear_ms": {"1": [10.0], "2": [15.0, 15.0]},
-            "kv_bytes_per_token": 80_000,
-        },
-        "gather": {
-            "num_seqs": 32, "seq_len": 256, "num_kv_heads": 8, "head_dim": 128,
-            "ms": {"bfloat16": {
-                "blocks, into a buffer": [1.0], "blocks": [2.0], "tokens": [7.0, 3.0, 5.0],
-                "attention, paged": [11.0], "attention, contiguous": [12.0],
-            }},
-        },
-    }  # fmt: skip
-
-
-def test_a_table_shows_what_the_record_holds() -> None:
-    lines = bench_table.render(a_record()).splitlines()
-    rows = {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
-    assert rows["alone, first 1 of 2 requests"] == (
-        "| alone, first 1 of 2 requests | 7.0 | 1 run | 900 ms / 1.5 s | 4 ms / 55 ms | 11 |  |"
-    )
-    assert rows["static"] == "| static | 20.0 | 10.0-30.0 (3 runs) |  |  | 6 | 50% |"
-    assert rows["paged"].startswith("| paged | 120 | 1 run | 8 ms / 12 ms |")
-    assert rows["padded"] == "| padded | not measured: the time budget was used up | | | | | |"
-    assert rows["hf"] == "| hf | no manager | | | | | |"
-    text = "\n".join(lines)
-    assert "2 requests at once, 3-4 tokens in, 5-6 out, 11 useful tokens" in text
-    assert "200 MB of weights at 20.0 GB/s" in text and "take 10 ms" in text
-    assert "with 2 requests: 30 ms, 3.00 times that floor and 2.00 times its matrices" in text
-    assert "reading its KV once takes 2 ms more" in text
-    assert "by token 5 ms; attention 11 ms through the table, 12 ms to contiguous KV" in text
-    assert "commit 012345678* with uncommitted changes" in text
-    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
-
-
-def test_a_table_replaces_what_stands_between_its_markers_and_nothing_else() -> None:
-    text = "a\n<!-- table:bench -->\nold\n<!-- /table:bench -->\nb <!-- /table:other -->\n"
-    once = replace_between_markers(text, "bench", "| new |")
-    assert once == text.replace("old", "| new |")
-    assert replace_between_markers(once, "bench", "| new |") == once
-    for broken in ("", text + text, text.replace("<!-- /table:bench -->", "")):
-        with pytest.raises(ValueError, match="markers"):
-            replace_between_markers(broken, "bench", "x")
-
-
 # -- the command
-
-
-def test_malloc_is_tuned_by_starting_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.sys, "platform", "linux")
-    monkeypatch.setattr(bench.platform, "libc_ver", lambda: ("glibc", "2.36"))
-    for name in bench.TUNED_MALLOC:
-        monkeypatch.delenv(name, raising=False)
-    environment = bench.restart_with(bench.parse([]))
-    assert environment is not None and environment["PATH"] == os.environ["PATH"]
-    assert bench.restart_with(bench.parse(["--malloc", "default"])) is None
-    assert bench.describe_malloc()["mode"] == "default"
-    for name, value in bench.TUNED_MALLOC.items():
-        assert environment[name] == value
-        monkeypatch.setenv(name, value)
-    assert bench.restart_with(bench.parse([])) is None
-    assert bench.describe_malloc()["mode"] == "tuned"
-    monkeypatch.setattr(bench.platform, "libc_ver", lambda: ("", ""))
-    monkeypatch.delenv("GLIBC_TUNABLES")
-    assert bench.restart_with(bench.parse([])) is None, "musl and others have no such settings"
-
-
-@pytest.mark.parametrize(
-    "argv", [["--systems", "magic"], ["--models", "gpt-9"], ["--repeats", "0"]]
-)
-def test_an_argument_that_makes_no_sense_is_named(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        bench.main(argv)
-    assert argv[1] in capsys.readouterr().err
 
 
 def test_the_command_measures_writes_a_record_and_the_readme(
@@ -406,11 +291,15 @@ def test_the_command_measures_writes_a_record_and_the_readme(
     assert 0 < run["kv_waste"] < 1
     assert record["roofline"]["weight_bytes"] > 0
 
-    readme = tmp_path / "README.md"
-    readme.write_text("x\n<!-- table:bench -->\n<!-- /table:bench -->\ny\n", encoding="utf-8")
-    assert bench.main(["--records", str(tmp_path), "--write-readme", "--readme", str(readme)]) == 0
+    texts = [tmp_path / "README.md", tmp_path / "common" / "bench" / "README.md"]
+    texts[1].parent.mkdir(parents=True)
+    for text in texts:
+        text.write_text("x\n<!-- table:bench -->\n<!-- /table:bench -->\ny\n", encoding="utf-8")
+    argv = ["--records", str(tmp_path), "--write-readme", "--root", str(tmp_path)]
+    assert bench.main(argv) == 0
     table = bench_table.render(record)
     assert table in printed
-    assert readme.read_text(encoding="utf-8") == (
-        f"x\n<!-- table:bench -->\n{table}\n<!-- /table:bench -->\ny\n"
-    )
+    for text, shown in zip(texts, [bench_table.render_short([record]), table], strict=True):
+        assert text.read_text(encoding="utf-8") == (
+            f"x\n<!-- table:bench -->\n{shown}\n<!-- /table:bench -->\ny\n"
+        )
