@@ -25,12 +25,13 @@ import torch
 from matplotlib.colors import ListedColormap
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from engine_core import EngineCore
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
-from input_batch import prepare_inputs_from_scheduler_output
+from input_batch import RunnerState, prepare_inputs_from_scheduler_output
 from request import Request
+from scheduler_interface import StepOutput
 from static_batching import SlotUse, generate_static
+from step_record import RecordingEngineCore
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -85,14 +86,14 @@ print(f"{report.slot_utilisation:.0%} in {report.num_steps} steps")
 # %% [markdown]
 # ## Continuous batching
 #
-# The same requests and the same model, but the scheduler decides before every step. `on_step` hands
-# out the record of each step. Watch the column "joins": a request joins in the step after another
-# one left.
+# The same requests and the same model, but the scheduler decides before every step.
+# `RecordingEngineCore` is the chapter's loop, with a record of each step. Watch the column "joins":
+# a request joins in the step after another one left.
 
 # %%
 records = []
 runner = HFModelRunner(model, batched=True)
-engine = EngineCore(FCFSScheduler(max_num_seqs=3), runner, on_step=records.append)
+engine = RecordingEngineCore(FCFSScheduler(max_num_seqs=3), runner, [records.append])
 requests = make_requests()
 for request in requests:
     engine.add_request(request)
@@ -163,10 +164,15 @@ _ = axes[1].set_xlabel("step")
 
 # %%
 scheduler = FCFSScheduler(max_num_seqs=4, max_num_batched_tokens=20)
-scheduler.add_request(Request.from_tokens("c", [9, 10]))
-scheduler.update_from_output(scheduler.schedule(), {"c": [11]})
-scheduler.add_request(Request.from_tokens("d", [13, 14, 15, 16]))
-scheduler.update_from_output(scheduler.schedule(), {"d": [17], "c": [12]})
+state = RunnerState()  # what a runner knows of the requests
+for new, sampled in [
+    (Request.from_tokens("c", [9, 10]), {"c": [11]}),
+    (Request.from_tokens("d", [13, 14, 15, 16]), {"d": [17], "c": [12]}),
+]:
+    scheduler.add_request(new)
+    plan = scheduler.schedule()
+    state.apply(plan)
+    scheduler.update_from_output(plan, StepOutput(sampled))
 for request in scheduler.running.values():
     print(f"{request.request_id}: knows {request.all_token_ids}, ", end="")
     print(f"num_tokens {request.num_tokens}, num_computed_tokens {request.num_computed_tokens}")
@@ -186,11 +192,12 @@ print("num_scheduled_tokens", plan.num_scheduled_tokens)
 print("total", plan.total_num_scheduled_tokens, "of", scheduler.max_num_batched_tokens)
 
 # %% [markdown]
-# A prompt crosses once. A running request costs one token id. From the plan alone the runner lays
-# out the padded batch. The token that `c` feeds back is its fourth: it stands at position 3.
+# A prompt crosses once. A running request costs one token id. From the plans alone the runner knows
+# every token, and lays out the padded batch. The token that `c` feeds back is its fourth: it stands
+# at position 3.
 
 # %%
-batch = prepare_inputs_from_scheduler_output(plan)
+batch = prepare_inputs_from_scheduler_output(plan, state)
 token_ids, attention_mask, positions = batch.to_tensors("cpu")
 print("token ids", batch.token_ids)
 print("start positions", batch.start_positions)
@@ -206,7 +213,7 @@ print(positions)
 
 # %%
 runner = HFModelRunner(model, batched=True)
-engine = EngineCore(FCFSScheduler(max_num_seqs=8), runner)
+engine = RecordingEngineCore(FCFSScheduler(max_num_seqs=8), runner)
 for i in range(8):
     engine.add_request(Request.from_tokens(f"r{i}", [i + 1] * 8, 64))
 lines = []

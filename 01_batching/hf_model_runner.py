@@ -14,15 +14,14 @@ for the new ones:
     C (decode)       c0 c1 c2 c3 c4 c5             | c6 .  .
 
 A 4-D mask says what each new token may see: its own past, and the new tokens up to itself. After
-the call the new keys and values are cut out and appended to each request's own tensors.
+the call the new keys and values are cut out and appended to each request's own.
 
 `num_bytes_copied` counts what that costs: the whole KV cache, twice over and padding on top, in
-every step, to add one token per request. `num_bytes_new` is what had to be written. The gap between
-the two grows with every token, and it is why chapter 2 lets attention read KV where it lies.
+every step, to add one token per request. `num_bytes_new` is what had to be written. The gap grows
+with every token, and it is why chapter 2 lets attention read KV where it lies.
 
 Invariants: between two steps the runner holds KV for exactly the positions that the scheduler
-counts as computed; padding is zero, never uninitialised (a masked NaN is still a NaN, because the
-mask only multiplies its value by 0).
+counts as computed; padding is zero, never uninitialised (a masked NaN is still a NaN: 0 * NaN).
 
 transformers' own `generate` stacks once, at the start, which is why it must keep a batch together
 until its longest request ends (`static_batching.py`). vLLM, SGLang and nano-vllm write KV in

@@ -13,13 +13,12 @@ to the longest one:
     12 .  .  .  .        1 0 0 0 0        3 . . . .      running: 4 tokens known, 3 computed
     17 .  .  .  .        1 0 0 0 0        4 . . . .      running: 5 tokens known, 4 computed
 
-Half of this rectangle is padding (10 of 20), and it is computed all the same. Note the positions of
-the two running requests: the token fed back is the last one known, so it stands at `len - 1`, not
-at `len`. A position off by one still gives fluent text, only a different one.
+Half of this rectangle is padding (10 of 20), and it is computed all the same. The token fed back is
+the last one known, so it stands at `len - 1`, not at `len`: off by one, the text would be fluent
+and different.
 
 Invariants: a row holds exactly the tokens that the plan gives its request; padding holds
-`pad_token_id` and position 0, never what happened to be in memory (an uninitialised id may lie
-outside the vocabulary).
+`pad_token_id` and position 0, never what happened to be in memory.
 
 vLLM and SGLang lay the tokens of all requests end to end and pad nothing; chapter 2 does so too,
 because attention over blocks makes it possible."""
@@ -57,16 +56,14 @@ class RunnerRequest:
 
 
 class RunnerState:
-    """What a runner knows of the requests, kept up to date from plans alone.
-
-    A subclass that keeps more of a request than its tokens adds to `admit`, `append` and
-    `release`."""
+    """What a runner knows of the requests, from plans alone. A subclass that keeps more of one than
+    its tokens adds to `admit`, `append` and `release`."""
 
     def __init__(self) -> None:
         self.requests: dict[str, RunnerRequest] = {}
 
     def apply(self, plan: SchedulerOutput) -> None:
-        """Take over what changed. Every plan must pass through here, once and in order."""
+        """Take over what changed. Every plan passes through here, once and in order."""
         for req_id in plan.finished_req_ids:
             if req_id in self.requests:  # unknown if the step that was to admit it never came here
                 self.release(req_id)
@@ -76,8 +73,8 @@ class RunnerState:
             self.append(req_id, plan.scheduled_cached_reqs, index)
 
     def admit(self, new: NewRequestData) -> None:
-        request = RunnerRequest(new.req_id, new.sampling_params, new.prompt_token_ids, [])
-        self.requests[new.req_id] = request
+        copy = RunnerRequest(new.req_id, new.sampling_params, new.prompt_token_ids, [])
+        self.requests[new.req_id] = copy
 
     def append(self, req_id: str, changes: CachedRequestData, index: int) -> None:
         """Entry `index` of `changes` is this request's."""

@@ -124,8 +124,7 @@ class SamplingParams:
 
 
 def check_integers(lowest: int | None = None, **fields: object) -> None:
-    """Raises `ValueError`, which names the field, its value and what is allowed, for one that is
-    not an integer or below `lowest`."""
+    """Raises `ValueError` for a field that is not an integer, or below `lowest`."""
     for name, value in fields.items():
         if not _is_integer(value) or (lowest is not None and value < lowest):
             allowed = "an integer" if lowest is None else f"an integer >= {lowest}"
@@ -222,8 +221,7 @@ class Request(RequestPostNames):
         priority: int = 0,
         arrival_time: float | None = None,
     ) -> Request:
-        """A greedy request that nothing but its length stops: for tests, simulations and
-        notebooks."""
+        """A greedy request that nothing but its length stops: for tests and notebooks."""
         params = SamplingParams(temperature=0, max_tokens=max_new_tokens, ignore_eos=True)
         return cls(request_id, token_ids, params, arrival_time=arrival_time, priority=priority)
 
@@ -267,13 +265,10 @@ class Request(RequestPostNames):
             self.status = RequestStatus.FINISHED_LENGTH_CAPPED
 
     def check_invariants(self) -> None:
-        assert 0 <= self.num_computed_tokens <= self.num_tokens, repr(self)
-        assert self.num_tokens == self.num_prompt_tokens + self.num_output_tokens, repr(self)
-        assert self.num_output_tokens <= self.max_tokens <= self.sampling_params.max_tokens, repr(
-            self
-        )
-        assert self.all_token_ids[: self.num_prompt_tokens] == self.prompt_token_ids, repr(self)
-        assert self.all_token_ids[self.num_prompt_tokens :] == self.output_token_ids, repr(self)
+        shown, max_tokens = repr(self), self.max_tokens
+        assert 0 <= self.num_computed_tokens <= self.num_tokens, shown
+        assert self.all_token_ids == self.prompt_token_ids + self.output_token_ids, shown
+        assert self.num_output_tokens <= max_tokens <= self.sampling_params.max_tokens, shown
 
     def __repr__(self) -> str:
         return (

@@ -1,15 +1,12 @@
 """The waiting queue: who is next.
 
 A queue is asked four things: put a request at its place, take the next one, put one back at the
-front (it was preempted, or could not be admitted after all), and forget one that its user aborted.
-All four are O(1) here. The obvious list makes two of them O(n): `pop(0)` shifts everything and
-`remove` searches. With 100,000 requests waiting that is the whole step time.
+front, and forget one that its user aborted. All four are O(1) here. The obvious list makes two of
+them O(n): `pop(0)` shifts everything and `remove` searches. With 100,000 requests waiting that is
+the whole step time. An `OrderedDict` by request id does it: insertion order is queue order, and its
+linked list takes an entry out of the middle without touching the rest.
 
-An `OrderedDict` from request id to request does it: insertion order is queue order, and its linked
-list takes an entry out of the middle, or moves one to the front, without touching the rest.
-
-Invariants: a request is in the queue at most once; iteration order is the order in which
-`pop_request` would hand requests out.
+Invariants: a request is in the queue at most once; iteration order is the order of service.
 
 vLLM uses a deque (removal is O(n)) and a heap for priorities; nano-vllm a deque; SGLang sorts a
 list every step."""
@@ -31,8 +28,7 @@ class SchedulingPolicy(str, Enum):
 
 
 class RequestQueue(ABC):
-    """The order in which waiting requests are served. Iteration is in that order and changes
-    nothing."""
+    """The order in which waiting requests are served. Iterating changes nothing."""
 
     @abstractmethod
     def add_request(self, request: Request) -> None:
@@ -48,8 +44,7 @@ class RequestQueue(ABC):
 
     @abstractmethod
     def prepend_request(self, request: Request) -> None:
-        """Put a request back at the front. Raises `ValueError` if one with its id is in the
-        queue."""
+        """Put a request at the front. Raises `ValueError` if one with its id is in the queue."""
 
     @abstractmethod
     def remove_request(self, request: Request) -> None:
@@ -66,8 +61,6 @@ class RequestQueue(ABC):
 
 
 class FCFSRequestQueue(RequestQueue):
-    """First come, first served."""
-
     def __init__(self) -> None:
         self._requests: OrderedDict[str, Request] = OrderedDict()
 
@@ -104,9 +97,6 @@ class FCFSRequestQueue(RequestQueue):
 
 def create_request_queue(policy: SchedulingPolicy | str) -> RequestQueue:
     """The queue for a policy. Raises `ValueError` for one that does not exist."""
-    queues = {SchedulingPolicy.FCFS: FCFSRequestQueue}
-    try:
-        return queues[SchedulingPolicy(policy)]()
-    except ValueError:
-        allowed = ", ".join(repr(p.value) for p in SchedulingPolicy)
-        raise ValueError(f"policy is {policy!r}: it must be one of {allowed}") from None
+    if policy != SchedulingPolicy.FCFS:
+        raise ValueError(f"policy is {policy!r}: it must be {SchedulingPolicy.FCFS.value!r}")
+    return FCFSRequestQueue()

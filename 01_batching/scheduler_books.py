@@ -144,8 +144,7 @@ class SchedulerBooks(SchedulerPostNames):
         """End requests from outside, at any moment. Ids of unknown or finished requests are
         ignored."""
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
-            request = self.requests.get(request_id)
-            if request is not None:
+            if request := self.requests.get(request_id):
                 request.status = status
                 self.forget(request)
 

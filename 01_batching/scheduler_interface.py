@@ -1,13 +1,10 @@
-"""What a scheduler decides, what a runner answers, and how they say so: for every engine of this
-book.
+"""What a scheduler decides and what a runner answers, in every engine of this book.
 
 A `SchedulerOutput` is a plan for one step: which requests compute how many tokens. It is also a
-*delta*. The model runner keeps its own copy of every running request, so the plan carries a
-request's prompt once (`NewRequestData`, on the step that admits it) and afterwards only what
-changed (`CachedRequestData`: usually one token id). That keeps the message small when the runner is
-another process.
-
-A `StepOutput` is the answer: the tokens that were sampled.
+*delta*. The runner keeps its own copy of every request, so the plan carries a prompt once
+(`NewRequestData`, in the step that admits it) and afterwards only what changed
+(`CachedRequestData`: usually one token id). That keeps the message small when the runner is another
+process. A `StepOutput` is the answer: the tokens that were sampled.
 
 Invariants: a request is new at most once; every scheduled request has at least one token; the batch
 order is new requests first, then known ones; `finished_req_ids` names each finished request once,
@@ -42,13 +39,10 @@ class NewRequestData:
 
 @dataclass(slots=True)
 class CachedRequestData:
-    """What changed about requests that the runner knows. All lists run parallel to `req_ids`.
-
-    `new_token_ids[i]` are the tokens that became known since request i was last sent: one in plain
-    decoding."""
+    """What changed about requests that the runner knows. All lists run parallel to `req_ids`."""
 
     req_ids: list[str] = field(default_factory=list)
-    new_token_ids: list[list[int]] = field(default_factory=list)
+    new_token_ids: list[list[int]] = field(default_factory=list)  # since it was last sent: mostly 1
     num_computed_tokens: list[int] = field(default_factory=list)  # before this step
     num_output_tokens: list[int] = field(default_factory=list)
     new_block_ids: list[list[int]] = field(default_factory=list)  # chapter 2
@@ -96,13 +90,11 @@ class SchedulerOutput(PlanPostNames):
 
     @property
     def is_empty(self) -> bool:
-        """No request computes anything in this step. There may still be finished requests to
-        forget."""
+        """Nobody computes anything. There may still be finished requests to forget."""
         return not self.num_scheduled_tokens
 
 
 # -- the answer
-
 
 NO_FINITE_LOGITS = (
     "its logits have no finite maximum: they hold NaN or infinity, or every token is ruled out"
@@ -112,8 +104,7 @@ NO_FINITE_LOGITS = (
 @dataclass(slots=True)
 class StepOutput:
     """What came of a plan, by request id. A request whose last known token was not computed yet has
-    no tokens; one in `errors` has none either, and a sentence that says why it cannot go on
-    (`NO_FINITE_LOGITS`)."""
+    no tokens. Nor has one in `errors`, where a sentence says why it cannot go on."""
 
     token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list] = field(default_factory=dict)  # where they were asked for
@@ -143,8 +134,8 @@ class ModelRunner(Protocol):
     """Owns the model, the keys and values, and a copy of every running request."""
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
-        """Take over the changes of a plan, lay out its tokens, run the model, sample. Called once
-        for every plan, empty ones too. Reads the plan's message and nothing else."""
+        """Take over what changed, lay out the tokens, run the model, sample. Called once for every
+        plan, empty ones too. Reads the plan's message and nothing else."""
 
 
 class Laps:
@@ -165,11 +156,10 @@ class Laps:
 
 @dataclass(slots=True)
 class EngineCoreOutput:
-    """What one step did for one request. `new_token_ids` are final: nothing later takes them
-    back."""
+    """What one step did for one request."""
 
     request_id: str
-    new_token_ids: list[int]
+    new_token_ids: list[int]  # final: nothing takes them back
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list | None = None
@@ -177,15 +167,13 @@ class EngineCoreOutput:
 
 
 class SchedulerInterface(Protocol):
-    """What the engine asks of a scheduler. A step is one `schedule` followed by one
-    `update_from_output`."""
+    """A step is one `schedule` followed by one `update_from_output`."""
 
     requests: dict[str, Request]  # every unfinished request
     running: dict[str, Request]  # of these, who has been admitted; in order of admission
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises `ValueError` if it can never be served; nothing has changed
-        then."""
+        """Queue a request. Raises `ValueError`, and changes nothing, if it can never be served."""
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step. The planned tokens count as computed from here on."""
@@ -196,8 +184,7 @@ class SchedulerInterface(Protocol):
         """Take what came of a planned step. A request that was aborted meanwhile is skipped."""
 
     def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None:
-        """End requests from outside, at any moment, and free what they hold. Unknown ids are
-        ignored."""
+        """End requests from outside, at any moment. Unknown ids are ignored."""
 
     def abort_request(self, request_id: str) -> None:
         """`finish_requests` with `FINISHED_ABORTED`."""

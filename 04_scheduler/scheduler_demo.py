@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 
 from block_pool import BlockPool
 from fake_model import FakeModelRunner, continuation
-from kv_cache_manager import KVCacheManager
+from kv_memory import UncachedKVCacheManager
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request
 from scheduler import Scheduler
@@ -29,7 +29,7 @@ BLOCK_SIZE = 4
 
 
 def make(num_blocks, kind=Scheduler, **options):
-    memory = KVCacheManager(BlockPool(num_blocks + 1), BLOCK_SIZE)
+    memory = UncachedKVCacheManager(BlockPool(num_blocks + 1), BLOCK_SIZE)
     if kind is Scheduler:
         options.setdefault("watermark", 0.0)
     return kind(kv_memory=memory, **options), FakeModelRunner(BLOCK_SIZE)
@@ -60,7 +60,7 @@ for name in ("a", "b"):
 def step():
     output = scheduler.schedule()
     show(scheduler, output)
-    scheduler.update_from_output(output, runner.execute(output))
+    scheduler.update_from_output(output, runner.execute(output).wait())
 
 
 step()
@@ -80,7 +80,7 @@ step()
 # still there. It comes back when `a` has ended, and computes prompt and outputs in one go.
 
 # %%
-while scheduler.has_requests():
+while scheduler.has_unfinished_requests():
     step()
 print(scheduler.get_stats())
 
@@ -97,14 +97,14 @@ def draw(scheduler, runner, names, title, max_steps=60):
     figure, axis = plt.subplots(figsize=(9, 2.6), layout="constrained")
     said = {name: [] for name in names}
     step = 0
-    while scheduler.has_requests() and step < max_steps:
+    while scheduler.has_unfinished_requests() and step < max_steps:
         output = scheduler.schedule()
         for name in scheduler.running:
             for block_id in scheduler.kv_memory.get_block_ids(name):
                 axis.add_patch(plt.Rectangle((step, block_id - 1), 1, 1, color=colors[name]))
         for request in output.preempted_requests:
             axis.plot(step + 0.5, num_blocks + 0.5, "x", color=colors[request.request_id])
-        for result in scheduler.update_from_output(output, runner.execute(output)):
+        for result in scheduler.update_from_output(output, runner.execute(output).wait()):
             said[result.request_id] += result.new_token_ids
         step += 1
     axis.set(xlim=(0, step), ylim=(0, num_blocks + 1), xlabel="step", ylabel="block", title=title)
@@ -147,7 +147,7 @@ def tokens_of_the_first(kind, **options):
     for i in range(24):
         scheduler.add_request(Request.from_tokens(f"newcomer {i}", [i] * 8, max_new_tokens=40))
         output = scheduler.schedule()
-        scheduler.update_from_output(output, runner.execute(output))
+        scheduler.update_from_output(output, runner.execute(output).wait())
         counts.append(first.num_output_tokens)
     return counts
 

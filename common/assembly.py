@@ -115,18 +115,14 @@ def assemble(
         speculation = make_speculating_runner(config, runner, proposer, state, num_wanted)
         runner = speculation
     num_lookahead_tokens = None if proposer is None else proposer.num_lookahead_tokens
-    scheduler = make_scheduler(
-        config, max_model_len, kv_memory, chunk_policy, num_lookahead_tokens
-    )
+    scheduler = make_scheduler(config, max_model_len, kv_memory, chunk_policy, num_lookahead_tokens)
     observers = [*observers]
     if config.target_step_ms is not None:
         observers.insert(0, partial(tell_durations, chunk_policy))
     if connector is not None:
         observers.insert(0, partial(wait_for_loads, kv_memory))
     core = RecordingEngineCore(scheduler, runner, observers)
-    return EngineParts(
-        core, kv_memory, kv_cache, max_model_len, vocab_size, connector, speculation
-    )
+    return EngineParts(core, kv_memory, kv_cache, max_model_len, vocab_size, connector, speculation)
 
 
 def resolve_max_model_len(config: EngineConfig, longest: int) -> int:
@@ -359,9 +355,7 @@ def make_proposer(
     )
 
 
-def make_speculative_sampler(
-    vocab_size: int, proposer: Proposer, is_triton: bool
-) -> BatchSampler:
+def make_speculative_sampler(vocab_size: int, proposer: Proposer, is_triton: bool) -> BatchSampler:
     """With kernels where attention is one."""
     from common.sampling.speculative_sampler import SpeculativeSampler
 

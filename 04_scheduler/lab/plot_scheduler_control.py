@@ -12,11 +12,11 @@ import random
 import time
 from collections.abc import Callable
 
-from fcfs_scheduler import FCFSScheduler
+from caching_fcfs_scheduler import CachingFCFSScheduler
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request
 from scheduler import Scheduler, make_kv_memory
-from scheduler_interface import SchedulerInterface
+from scheduler_interface import SchedulerInterface, StepOutput
 
 NUM_RUNNING = (16, 64, 256, 1024, 4096)
 NUM_WAITING = (0, 1000, 100_000)
@@ -37,7 +37,7 @@ def _limits(num_running: int) -> dict:
 KINDS: dict[str, Callable[[int], SchedulerInterface]] = {
     "two phases": lambda n: Scheduler(**_limits(n)),
     "prefill first": lambda n: PrefillFirstScheduler(**_limits(n)),
-    "chapter 1": lambda n: FCFSScheduler(**_limits(n)),
+    "chapter 1": lambda n: CachingFCFSScheduler(**_limits(n)),  # over the same memory
 }
 
 
@@ -63,7 +63,7 @@ def step(scheduler: SchedulerInterface) -> float:
     start = time.perf_counter()
     output = scheduler.schedule()
     elapsed = time.perf_counter() - start
-    sampled = {request_id: [7] for request_id in output.num_scheduled_tokens}
+    sampled = StepOutput({request_id: [7] for request_id in output.num_scheduled_tokens})
     start = time.perf_counter()
     scheduler.update_from_output(output, sampled)
     return elapsed + time.perf_counter() - start

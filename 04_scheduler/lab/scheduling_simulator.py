@@ -24,7 +24,7 @@ from itertools import pairwise
 import numpy as np
 
 from request import Request, SamplingParams
-from scheduler_interface import SchedulerInterface, SchedulerOutput
+from scheduler_interface import SchedulerInterface, SchedulerOutput, StepOutput
 
 NUM_IDLE_STEPS = 5  # in a row, with requests there: the scheduler stands still
 STOP, GO_ON = 0, 1  # the only two tokens that anybody samples here
@@ -165,7 +165,7 @@ def simulate(
         result.steps.append(
             SimulatedStep(
                 clock_s,
-                output.total_tokens,
+                output.total_num_scheduled_tokens,
                 num_outputs,
                 len(output.num_scheduled_tokens),
                 scheduler.get_request_counts()[1],
@@ -198,17 +198,17 @@ def _step_ms(output: SchedulerOutput, cost_model: CostModel) -> float:
     if output.is_empty:
         return 0.0
     context = sum(request.num_computed_tokens for request in output.scheduled_requests)
-    return cost_model.step_ms(output.total_tokens, len(output.scheduled_requests), context)
+    return cost_model.step_ms(
+        output.total_num_scheduled_tokens, len(output.scheduled_requests), context
+    )
 
 
-def _sample(output: SchedulerOutput, requests: Sequence[SimulatedRequest]) -> dict[str, list[int]]:
+def _sample(output: SchedulerOutput, requests: Sequence[SimulatedRequest]) -> StepOutput:
     """One token for each request whose last known token was in the step."""
-    return {
-        request.request_id: [
-            STOP
-            if request.num_output_tokens + 1 == requests[int(request.request_id)].num_outputs
-            else GO_ON
-        ]
-        for request in output.scheduled_requests
-        if request.num_computed_tokens == request.num_tokens
-    }
+    sampled = StepOutput()
+    for request in output.scheduled_requests:
+        if request.num_computed_tokens == request.num_tokens:
+            num_outputs = requests[int(request.request_id)].num_outputs
+            is_last = request.num_output_tokens + 1 == num_outputs
+            sampled.token_ids[request.request_id] = [STOP if is_last else GO_ON]
+    return sampled

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcfs_scheduler import FCFSScheduler
+from caching_fcfs_scheduler import CachingFCFSScheduler
 from policies import POLICIES
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request
@@ -52,7 +52,7 @@ PREEMPTIVE: dict[str, Callable[[], SchedulerInterface]] = {
 }
 SCHEDULERS = PREEMPTIVE | {
     "two phases, reserved": lambda: Scheduler(reserve_all=True, **limits()),
-    "chapter 1": lambda: FCFSScheduler(**limits()),
+    "chapter 1": lambda: CachingFCFSScheduler(**limits()),
 }
 
 

@@ -6,16 +6,28 @@ from __future__ import annotations
 import pytest
 import torch
 
+from batch_layout import compose_in_order
 from common.runner.model_runner import PagedModelRunner
+from common.runner.trimming_runner import TrimmingRunner
+from common.sampling.sampler import Sampler
+from kv_memory import SharingRunnerState
+from mixed_attention import MixedAttentionBackend
+from mixed_batch import MixedMetadata, compose
 from paged_attention import PagedKVCache, TorchAttentionBackend
 from request import SamplingParams
-from scheduler_interface import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
+from scheduler_interface import (
+    BlockMove,
+    CachedRequestData,
+    FinishedStep,
+    NewRequestData,
+    SchedulerOutput,
+    StepOutput,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
-@pytest.fixture
-def runner(random_loaded) -> PagedModelRunner:
+def make_runner(random_loaded, layout=compose_in_order, **options) -> PagedModelRunner:
     config = random_loaded.config
     cache = PagedKVCache(
         config.num_hidden_layers,
@@ -26,8 +38,16 @@ def runner(random_loaded) -> PagedModelRunner:
         torch.float64,
         torch.device("cpu"),
     )
-    backend = TorchAttentionBackend()
-    return PagedModelRunner(random_loaded.model, cache, backend, max_num_seqs=4, max_model_len=64)
+    backend = MixedAttentionBackend() if layout is compose else TorchAttentionBackend()
+    state = SharingRunnerState(4, 4)
+    return PagedModelRunner(
+        random_loaded.model, cache, backend, state, Sampler(97), compose=layout, **options
+    )
+
+
+@pytest.fixture
+def runner(random_loaded) -> PagedModelRunner:
+    return make_runner(random_loaded)
 
 
 def new(req_id: str, tokens: list[int], blocks: list[int], computed: int = 0) -> NewRequestData:
@@ -50,7 +70,7 @@ def test_worked_example_of_mixed_lengths(runner: PagedModelRunner) -> None:
     assert batch.attention.seq_lens.tolist() == [5, 3]
     assert batch.attention.slot_mapping.tolist() == [16 + 3, 16 + 4, 48, 49, 50]
     assert batch.logit_indices.tolist() == [1, 4]
-    assert batch.logit_req_ids == ["a", "b"]
+    assert batch.sampling.req_ids == ["a", "b"]
 
 
 def test_decode_slots_of_the_worked_example(runner: PagedModelRunner) -> None:
@@ -85,7 +105,7 @@ def test_a_prompt_in_pieces_gives_logits_with_its_last_piece_only(runner: PagedM
     for i, piece in enumerate(pieces):
         batch = runner.prepare(output)
         logits = runner.forward(batch)
-        assert batch.logit_req_ids == (["a"] if i == 2 else [])
+        assert batch.sampling.req_ids == (["a"] if i == 2 else [])
         assert len(logits) == (1 if i == 2 else 0)
         computed += piece
         cached = CachedRequestData(["a"], [[]], [computed], [0], [[]])
@@ -111,18 +131,23 @@ def test_a_resumed_request_is_taken_over_whole(runner: PagedModelRunner) -> None
     assert batch.sampling.output_token_ids == [[5, 6]]
 
 
-def test_block_copy_moves_content_and_patches_the_table(runner: PagedModelRunner) -> None:
+def test_a_block_move_patches_the_table_and_the_next_step_reads_there(
+    runner: PagedModelRunner,
+) -> None:
+    """The cache had the same content in block 6: the request's own block is somebody else's now."""
     prompt = [1, 2, 3, 4]
-    batch = runner.prepare(SchedulerOutput([new("a", prompt, [1])], num_scheduled_tokens={"a": 4}))
-    expected = runner.forward(batch)
-    output = SchedulerOutput(
-        [new("b", prompt, [1], computed=3)],
-        num_scheduled_tokens={"b": 1},
-        block_copies=[BlockCopy("b", 0, 1, 6)],
+    runner.forward(
+        runner.prepare(SchedulerOutput([new("a", prompt, [1])], num_scheduled_tokens={"a": 4}))
     )
-    batch = runner.prepare(output)
+    cached = CachedRequestData(["a"], [[5]], [4], [1], [[]])
+    plan = SchedulerOutput(scheduled_cached_reqs=cached, num_scheduled_tokens={"a": 1})
+    expected = runner.forward(runner.prepare(plan))
+    for kv in (*runner.kv_cache.key_cache, *runner.kv_cache.value_cache):
+        kv[6] = kv[1]
+        kv[1] = torch.nan
+    plan.block_moves = [BlockMove("a", 0, 6)]
+    batch = runner.prepare(plan)
     assert batch.attention.block_tables.tolist() == [[6]]
-    runner.kv_cache.key_cache[0][1] = torch.nan  # the child no longer reads the parent's block
     torch.testing.assert_close(runner.forward(batch), expected, rtol=1e-9, atol=1e-9)
 
 
@@ -134,3 +159,73 @@ def test_garbage_in_every_other_slot_does_not_reach_the_logits(runner: PagedMode
         cache.fill_(torch.nan)
     output = SchedulerOutput([new("b", [1, 2, 3], [5])], num_scheduled_tokens={"b": 3})
     torch.testing.assert_close(runner.forward(runner.prepare(output)), clean, rtol=0, atol=0)
+
+
+def mixed_plans() -> list[SchedulerOutput]:
+    """A prompt in two pieces beside another that decodes, with two guesses in the second step."""
+    first = SchedulerOutput(
+        [new("a", [3, 1, 4, 1, 5, 9], [7]), new("b", [2, 6, 5], [2])],
+        num_scheduled_tokens={"a": 4, "b": 3},
+    )
+    cached = CachedRequestData(["a", "b"], [[], [8]], [4, 3], [0, 1], [[], []])
+    second = SchedulerOutput(
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens={"a": 2, "b": 3},
+        scheduled_draft_token_ids={"b": [9, 7]},
+    )
+    return [first, second]
+
+
+def test_chapter_2s_layout_and_chapter_6s_give_the_same_logits_of_the_same_rows(
+    random_loaded,
+) -> None:
+    plain = make_runner(random_loaded)
+    mixed = make_runner(random_loaded, compose)
+    for plan, rows in zip(mixed_plans(), (["b"], ["a", "b", "b", "b"]), strict=True):
+        expected, batch = plain.prepare(plan), mixed.prepare(plan)
+        assert not isinstance(expected.attention, MixedMetadata)
+        assert isinstance(batch.attention, MixedMetadata)
+        assert expected.sampling.req_ids == batch.sampling.req_ids == rows
+        found = mixed.forward(batch)
+        torch.testing.assert_close(found, plain.forward(expected), rtol=1e-9, atol=1e-9)
+    assert batch.sampling.draft_token_ids == [[], [], [9], [9, 7]]
+    assert batch.input_ids.tolist() == [5, 9, 8, 9, 7]
+
+
+def test_short_queries_stand_in_front_in_chapter_6s_layout_only(random_loaded) -> None:
+    (plan, _) = mixed_plans()
+    plan.num_scheduled_tokens = {"a": 4, "b": 1}
+    assert make_runner(random_loaded).prepare(plan).req_ids == ["a", "b"]
+    assert make_runner(random_loaded, compose).prepare(plan).req_ids == ["b", "a"]
+
+
+def test_a_step_answers_with_tokens_and_the_times_of_its_parts(runner: PagedModelRunner) -> None:
+    plan = SchedulerOutput([new("a", [1, 2, 3], [5])], num_scheduled_tokens={"a": 3})
+    output = runner.execute(plan).wait()
+    logits = runner.forward(
+        runner.prepare(SchedulerOutput([new("b", [1, 2, 3], [6])], num_scheduled_tokens={"b": 3}))
+    )
+    assert output.token_ids == {"a": [int(logits.argmax())]}
+    assert output.times.keys() == {"prepare_ms", "forward_ms", "sample_ms"}
+    assert all(ms > 0 for ms in output.times.values())
+    empty = runner.execute(SchedulerOutput(finished_req_ids={"a"})).wait()
+    assert empty.token_ids == {} and empty.times.keys() == {"prepare_ms"}
+    assert "a" not in runner.state.requests, "who has ended is forgotten in an empty step too"
+
+
+def test_what_follows_a_stop_string_is_cut_with_its_logprobs() -> None:
+    class Runs:
+        def execute(self, plan: SchedulerOutput) -> FinishedStep:
+            tokens = {"a": [1, 2, 3], "b": [4, 5], "c": [6]}
+            return FinishedStep(StepOutput(tokens, {"a": ["x", "y", "z"]}))
+
+    asked = []
+
+    def num_wanted(req_id: str, tokens: list[int]) -> int:
+        asked.append((req_id, list(tokens)))
+        return 2
+
+    output = TrimmingRunner(Runs(), num_wanted).execute(SchedulerOutput()).wait()
+    assert output.token_ids == {"a": [1, 2], "b": [4, 5], "c": [6]}
+    assert output.logprobs == {"a": ["x", "y"]}
+    assert asked == [("a", [1, 2, 3]), ("b", [4, 5])], "a single token is wanted in any case"
