@@ -30,12 +30,13 @@ from scheduler_interface import (
     StepOutput,
 )
 from speculating_runner import DraftLength, FixedLength, SpeculatingRunner
+from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
 from speculative_scheduler import SpeculativeScheduler
 from step_record import RecordingEngineCore
 
 VOCAB = 6  # few tokens, so that guesses come true by chance too
 K = 3
-SCHEDULERS = (SpeculativeScheduler,)
+SCHEDULERS = (SpeculativeScheduler, SpeculativePrefillFirstScheduler)
 CACHES = (None, "hash", "radix")
 
 

@@ -30,12 +30,13 @@ from radix_cache import RadixCache
 from request import Request, RequestStatus, SamplingParams
 from scheduler_interface import BlockMove, NewRequestData, SchedulerOutput
 from speculating_runner import SpeculatingRunner
+from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
 from speculative_scheduler import SpeculativeScheduler
 
 VOCAB = 50
 POISON = -7
 K = 3  # drafts, where nothing else is said
-SCHEDULERS = (SpeculativeScheduler,)
+SCHEDULERS = (SpeculativeScheduler, SpeculativePrefillFirstScheduler)
 CACHES = (None, "hash", "radix")
 
 Errs = Callable[[RunnerRequest, int], bool]  # is this draft of the request to be wrong?
@@ -361,7 +362,9 @@ def test_each_of_many_requests_is_fed_as_much_as_if_it_were_alone():
 
 
 def test_it_follows_a_prompt_whose_tokens_come_in_chunks():
-    world = World(kind=PrefillFirstScheduler, chunked_prefill_size=5, max_num_batched_tokens=8)
+    world = World(
+        kind=SpeculativePrefillFirstScheduler, chunked_prefill_size=5, max_num_batched_tokens=8
+    )
     world.add("a", prompt_of(3), 100)
     world.step()
     long = world.add("b", prompt_of(23, 1), 10)
@@ -419,16 +422,17 @@ def test_rejected_guesses_are_taken_back_once():
 def test_nothing_to_do_is_nothing_done():
     world = World()
     assert world.proposer.propose([], []) == {}
-    request = world.add("a", prompt_of(5), 9)
+    world.add("a", prompt_of(5), 9)
     world.length.num_drafts = 0
     world.step()
     assert world.proposer.num_computed_tokens == 0
-    assert world.proposer.propose([request], [0]) == {}
+    followed = [after(world.proposer.state.requests["a"])]
+    assert world.proposer.propose(followed, [0]) == {}
     assert world.proposer.num_computed_tokens == 5
-    assert world.proposer.propose([request], [0]) == {}
+    assert world.proposer.propose(followed, [0]) == {}
     assert world.proposer.num_computed_tokens == 5
     with pytest.raises(ValueError):
-        world.proposer.propose([request], [])
+        world.proposer.propose(followed, [])
 
 
 # -- guesses that never were verified
@@ -901,9 +905,9 @@ def random_world(rng: random.Random) -> World:
     happen."""
     block_size = rng.choice([1, 2, 2, 3, 4, 4, 16])
     num_needed = -(-22 // block_size)
-    kind = rng.choice([Scheduler, Scheduler, PrefillFirstScheduler])
+    kind = rng.choice([*SCHEDULERS, SpeculativeScheduler])
     options: dict = {"preempt_every": rng.choice([None, None, 2, 3, 5])}
-    if kind is PrefillFirstScheduler:
+    if kind is SpeculativePrefillFirstScheduler:
         options["mixing"] = rng.random() < 0.5
         options["chunked_prefill_size"] = rng.choice([None, 3, 7])
     else:
@@ -967,7 +971,7 @@ def run_random_trace(seed: int) -> World:
             world.scheduler.abort_request(doomed)
             abort = False
         if rng.random() < 0.02:
-            world.scheduler.reset_prefix_cache()
+            world.memory.reset_prefix_cache()
         world.step(
             (lambda doomed=doomed: world.scheduler.abort_request(doomed)) if abort else lambda: None
         )
