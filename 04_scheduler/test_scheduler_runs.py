@@ -418,7 +418,7 @@ def test_every_interleaving_of_three_requests_in_five_blocks(cache, kind, policy
     _explore(world, prompts)
 
 
-@pytest.mark.parametrize("cache", [None, "hash"])
+@pytest.mark.parametrize("cache", [None, pytest.param("hash", marks=pytest.mark.slow)])
 def test_every_interleaving_with_a_newcomer_that_would_take_a_seat(cache, monkeypatch):
     """Trap 60. The third is the most urgent and finds two running: in every state in which the
     memory is asked whether it can replace one, the answer is tried, and both answers occur."""

@@ -1,0 +1,59 @@
+"""Wrong code is reported soon: no test may hang, and no search for a smaller example is made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, settings
+
+ROOT = Path(__file__).parents[2]
+HANGS = """
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+def test_hangs():
+    while True:
+        pass
+
+@pytest.mark.slow
+def test_may_take_its_time():
+    import time
+    time.sleep(2.5)
+
+calls = []
+
+@settings(max_examples=50, database=None)
+@given(st.lists(st.integers()))
+def test_finds_a_large_one(xs):
+    calls.append(xs)
+    assert sum(xs) < 10**6
+
+def test_did_not_look_for_a_smaller_one():
+    first = next(i for i, xs in enumerate(calls) if sum(xs) >= 10**6)
+    assert len(calls) - first < 55
+"""
+
+
+@pytest.mark.parametrize("jobs", [[], ["-n1"]])
+def test_a_test_that_hangs_fails_and_the_others_go_on(jobs: list[str], tmp_path: Path) -> None:
+    """Trap 62. With this repository's settings, but for the limit: 1 s."""
+    (tmp_path / "conftest.py").write_text((ROOT / "conftest.py").read_text(encoding="utf-8"))
+    (tmp_path / "test_hangs.py").write_text(HANGS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntimeout = 1\nmarkers =\n    slow: slow\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", *jobs, str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    said = done.stdout
+    assert "Timeout" in said and "2 failed, 2 passed" in said, said
+    assert "@reproduce_failure" in said, "how to repeat it"
+
+
+def test_single_settings_keep_what_the_profile_says(pytestconfig: pytest.Config) -> None:
+    assert float(pytestconfig.getini("timeout")) > 0
+    own = settings(max_examples=7, deadline=None)
+    assert own.print_blob
+    is_asked_for = pytestconfig.getoption("--hypothesis-profile") == "shrink"
+    assert (Phase.shrink in own.phases) == is_asked_for
