@@ -1,8 +1,8 @@
 """The ladder as a figure: throughput and worst waiting, rung by rung.
 
-    python common/plot_ladder.py
+    python common/bench/plot_ladder.py
 
-Reads `common/records/ladder.json`, writes `common/figures/ladder.svg` and the tables in README.md.
+Reads `common/bench/records/ladder.json`, writes `common/figures/ladder.svg` and the tables in README.md.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ from matplotlib.ticker import NullFormatter
 
 from common.bench.bench_record import read_record
 from common.bench.ladder_bench import main as write_tables
+from common.tools.palette import BASELINE, INK, save
 
 HERE = Path(__file__).parent
 
 
-def draw(record: dict) -> None:
-    plt.rcParams["svg.hashsalt"] = "vllm-from-scratch"
-    quantities = {
-        "output_tokens_per_s": "output tokens a second",
-        "ttft_ms_p99": "time to first token, p99 (ms)",
-        "inter_token_ms_p99": "between two tokens, p99 (ms)",
-    }
-    figure, axes = plt.subplots(1, 3, figsize=(11, 4), sharey=True)
-    for axis, (name, label) in zip(axes, quantities.items(), strict=True):
-        for marker, regime in zip("os", record["regimes"].values(), strict=True):
+QUANTITIES = {
+    "output_tokens_per_s": "output tokens\na second",
+    "ttft_ms_p99": "time to first\ntoken, p99, ms",
+    "inter_token_ms_p99": "between two\ntokens, p99, ms",
+}
+
+
+def draw(record: dict) -> plt.Figure:
+    figure, axes = plt.subplots(1, 3, figsize=(9, 5.4), sharey=True, layout="constrained")
+    regimes = list(record["regimes"].values())
+    for axis, (name, label) in zip(axes, QUANTITIES.items(), strict=True):
+        for marker, color, regime in zip("os", (INK, BASELINE), regimes, strict=True):
             rungs = list(regime["rungs"].values())
             values = [[run[name] for run in rung["runs"]] for rung in rungs]
             middle = [statistics.median(v) for v in values]
@@ -39,22 +42,23 @@ def draw(record: dict) -> None:
                 [m - min(v) for m, v in zip(middle, values)],
                 [max(v) - m for m, v in zip(middle, values)],
             ]
-            places = range(len(rungs))
-            axis.errorbar(middle, places, xerr=spread, fmt=marker, capsize=3, label=regime["title"])
+            style = {"fmt": marker, "color": color, "capsize": 3, "label": regime["title"]}
+            axis.errorbar(middle, range(len(rungs)), xerr=spread, **style)
         axis.set_xlabel(label)
         if name == "output_tokens_per_s":
             axis.set_xlim(0)
         else:
             axis.set_xscale("log")
             axis.xaxis.set_minor_formatter(NullFormatter())
-        axis.grid(alpha=0.3)
+        axis.grid()
     axes[0].set_yticks(range(len(rungs)), [rung["title"] for rung in rungs])
     axes[0].invert_yaxis()
-    axes[0].legend(fontsize=8, loc="upper right")
-    figure.tight_layout()
-    figure.savefig(HERE.parent / "figures" / "ladder.svg", metadata={"Date": None})
+    handles = axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=2)
+    return figure
 
 
 if __name__ == "__main__":
-    draw(read_record(HERE / "records" / "ladder.json"))
+    record = read_record(HERE / "records" / "ladder.json")
+    save({"ladder": lambda: draw(record)}, HERE.parent / "figures")
     write_tables(["--write-readme"])
