@@ -39,11 +39,11 @@ from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from common.loader import LoadedModel
 from common.model_config import ModelConfig
-from engine_core import EngineCore, StepRecord
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
 from request import Request, SamplingParams
 from static_batching import generate_static, pad_left
+from step_record import StepRecord
 
 STAGES = ("schedule_ms", "prepare_ms", "forward_ms", "sample_ms", "update_ms")
 

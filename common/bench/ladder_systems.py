@@ -33,11 +33,11 @@ from common.bench.bench_systems import BenchModels
 from common.bench.ladder_workload import MAX_TOKENS, LadderRequest
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
-from engine_core import EngineCore, StepRecord
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
 from request import Request, SamplingParams
 from static_batching import generate_static
+from step_record import StepRecord
 
 CHUNK = 128  # tokens: about the knee of the curve in chapter 6
 
