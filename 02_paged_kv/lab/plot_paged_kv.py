@@ -101,7 +101,7 @@ def draw_slots(axis: plt.Axes, snapshot: list[dict], block_size: int, num_slots:
     for color, paths in boxes.items():
         path = Path2D.make_compound_path(*paths)
         axis.add_patch(PathPatch(path, facecolor=color, edgecolor="none"))
-    axis.set(xlim=(0, ROW), ylim=(num_slots // ROW, 0), xticks=range(0, ROW + 1, 32))
+    axis.set(xlim=(0, ROW), ylim=(num_slots // ROW, 0), xticks=range(0, ROW, 32))
 
 
 def boxes_of(start: int, stop: int) -> list[Path2D]:
@@ -124,7 +124,7 @@ def draw_block_size(record: dict) -> plt.Figure:
     ratio = [times[str(size)] / times["contiguous"] for size in BLOCK_SIZES]
     right.plot(BLOCK_SIZES, ratio, "o-", color=INK)
     right.axhline(1, color=BASELINE)
-    label_line(right, BLOCK_SIZES[1], ratio[1], "paged, PyTorch", INK)
+    label_line(right, BLOCK_SIZES[1], ratio[1], "paged, PyTorch", INK, offset=(10, 8))
     label_line(right, BLOCK_SIZES[0], 1, "contiguous", BASELINE, offset=(0, -12))
     right.set(title="Time of decode attention", ylabel="contiguous = 1, timed", ylim=0)
     for axis in (left, right):

@@ -214,7 +214,7 @@ def draw_hit_rate(record: dict) -> plt.Figure:
 
 def draw_shared(record: dict) -> plt.Figure:
     figure, axis = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
-    places = {"off": (0, 14), "hash": (0, -26), "radix": (0, -44)}
+    places = {"off": (0, -16), "hash": (0, -26), "radix": (0, -44)}
     for (name, times), marker in zip(record["shared_ms"].items(), MARKERS):
         middle = plot_spread(axis, times, color=COLORS[name], marker=marker)
         x = [int(length) for length in times][1]

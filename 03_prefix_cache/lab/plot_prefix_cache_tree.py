@@ -73,7 +73,11 @@ def draw_tree() -> plt.Figure:
             start_depth, start_height = places[node.parent]
             ends = [start_depth * COLUMN, depth * COLUMN], [start_height, height]
             axis.plot(*ends, color=INK, linewidth=1, zorder=1)
-        box = {"boxstyle": "round", "facecolor": USED if node.lock_ref else EVICTABLE, "edgecolor": INK}
+        box = {
+            "boxstyle": "round",
+            "facecolor": USED if node.lock_ref else EVICTABLE,
+            "edgecolor": INK,
+        }
         axis.text(depth * COLUMN, height, text, ha="center", va="center", bbox=box, fontsize=11)
     depths, heights = zip(*places.values(), strict=True)
     axis.set(xlim=(-0.3, max(depths) * COLUMN + 0.55), ylim=(max(heights) + 0.6, -0.6))

@@ -61,7 +61,7 @@ def draw_memory(record: dict) -> plt.Figure:
 
 
 def draw_lab(record: dict) -> plt.Figure:
-    """A panel for each workload, a mark for each system, numbered where marks meet."""
+    """A panel for each workload, a numbered mark for each system."""
     workloads = record["workloads"]
     figure, axes = plt.subplots(2, 2, figsize=(9, 9), layout="constrained")
     systems = list(next(iter(workloads.values())))
@@ -72,17 +72,19 @@ def draw_lab(record: dict) -> plt.Figure:
         ]
         for name, point in zip(systems, points):
             axis.plot(*point, **_mark(name))
-        axis.set_xlim(0, 1.15 * max(x for x, _ in points))
-        axis.set_ylim(0, 1.15 * max(y for _, y in points))
+        axis.set_xlim(0, 1.2 * max(x for x, _ in points))
+        axis.set_ylim(0, 1.2 * max(y for _, y in points))
         _label_points(axis, points)
         axis.set_title(workload)
         axis.grid()
-    figure.supxlabel("time to first token, p99, s", fontsize=14)
-    figure.supylabel("between two tokens, p99, ms", fontsize=14)
+    for axis in axes[1]:
+        axis.set_xlabel("time to first token, p99, s")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("between two tokens, p99, ms")
     names = [f"{i + 1}  {name}" for i, name in enumerate(systems)]
     handles = [plt.Line2D([], [], **_mark(name)) for name in systems]
     figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=12)
-    figure.suptitle("The first token against the others, by system (simulated)", fontsize=14)
+    figure.suptitle("The first token against the others, by system (simulated)")
     return figure
 
 
@@ -93,33 +95,25 @@ def _mark(system: str) -> dict:
 
 
 def _label_points(axis: plt.Axes, points: list[tuple[float, float]]) -> None:
-    """The numbers of the systems; those whose marks touch share one label, sorted."""
+    """The numbers of the systems above their marks; those whose marks touch share one label."""
     (_, width), (_, height) = axis.get_xlim(), axis.get_ylim()
+
+    def touch(i: int, j: int) -> bool:
+        (x, y), (x2, y2) = points[i], points[j]
+        return abs(x - x2) < 0.06 * width and abs(y - y2) < 0.06 * height
+
     groups: list[list[int]] = []
-    for i, (x, y) in enumerate(points):
-        near = next(
-            (
-                group
-                for group in groups
-                if any(
-                    abs(x - points[j][0]) < 0.06 * width and abs(y - points[j][1]) < 0.06 * height
-                    for j in group
-                )
-            ),
-            None,
-        )
+    for i in range(len(points)):
+        near = next((group for group in groups if any(touch(i, j) for j in group)), None)
         if near is None:
             groups.append([i])
         else:
             near.append(i)
     for group in groups:
+        x = statistics.mean(points[i][0] for i in group)
+        y = max(points[i][1] for i in group)
         text = _ranges([i + 1 for i in group])
-        x = max(points[i][0] for i in group)
-        y = statistics.mean(points[i][1] for i in group)
-        style = {"fontsize": 12}
-        if x > 0.75 * width:
-            x, style = min(points[i][0] for i in group), {"fontsize": 12, "ha": "right"}
-        label_line(axis, x, y, text, INK, offset=(-8 if "ha" in style else 8, 0), **style)
+        label_line(axis, x, y, text, INK, ha="center", va="bottom", offset=(0, 6), fontsize=12)
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -150,13 +144,17 @@ def draw_thrash(record: dict) -> plt.Figure:
         axis.grid()
     figure.supxlabel("time, s", fontsize=14)
     figure.supylabel("output tokens a second", fontsize=14)
-    figure.suptitle("Bursts, above what the memory carries (simulated)", fontsize=14)
+    figure.suptitle("Bursts, above what the memory carries (simulated)")
     return figure
 
 
 def draw_control(record: dict) -> plt.Figure:
     figure, axis = plt.subplots(figsize=(8.5, 4.6), layout="constrained")
-    styles = {"two phases": (INK, "o-"), PREFILL_FIRST: (PROMPT, "s-"), "chapter 1": (BASELINE, "^-")}
+    styles = {
+        "two phases": (INK, "o-"),
+        PREFILL_FIRST: (PROMPT, "s-"),
+        "chapter 1": (BASELINE, "^-"),
+    }
     for name, times in record["running_us"].items():
         color, style = styles[name]
         middle = [statistics.median(t) / 1e3 for t in times.values()]

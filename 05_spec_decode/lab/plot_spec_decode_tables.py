@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from acceptance import expected_tokens
 from common.bench.bench_record import markdown_table
 
-
 RULE_NAMES = {
     "rejection": "rejection: accept with min(1, p/q)",
     "shared": "matching, guess drawn with the same random number",

@@ -96,7 +96,9 @@ def draw_adaptive(record: dict) -> plt.Figure:
         axis.plot(spread, times, ".", color=PROMPT, alpha=0.4)
         axis.plot([place - 0.3, place + 0.3], [targets[place]] * 2, "-", color=INK, linewidth=2.5)
     label_line(axis, 0.3, targets[0], "the target", INK)
-    label_line(axis, len(targets) - 0.85, min(times), "a step with\na chunk", PROMPT, offset=(-4, 0))
+    label_line(
+        axis, len(targets) - 0.85, min(times), "a step with\na chunk", PROMPT, offset=(-4, 0)
+    )
     axis.set(xlabel="target_step_ms", ylabel="steps with a chunk, ms", yscale="log")
     axis.set_xticks(range(len(targets)), [f"{ms:g}" for ms in targets])
     axis.set_xlim(-0.5, len(targets) - 0.1)

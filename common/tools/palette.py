@@ -45,8 +45,8 @@ def shade(color: str, share: float) -> str:
 def label_line(axis: plt.Axes, x: float, y: float, text: str, color: str, **style: object) -> None:
     """`text` beside a mark at `(x, y)`; `ha`, `va` and `offset` (points) say on which side."""
     offset = style.pop("offset", (6, 0))
-    place = {"ha": "left", "va": "center", **style}
-    axis.annotate(text, (x, y), xytext=offset, textcoords="offset points", color=color, **place)
+    look = {"ha": "left", "va": "center", "color": shade(color, 0.8), **style}
+    axis.annotate(text, (x, y), xytext=offset, textcoords="offset points", **look)
 
 
 def save(figures: dict[str, Callable[[], Figure]], folder: Path) -> list[Path]:
@@ -57,6 +57,7 @@ def save(figures: dict[str, Callable[[], Figure]], folder: Path) -> list[Path]:
         "svg.fonttype": "none",
         "font.size": FONT_SIZE,
         "axes.titlesize": FONT_SIZE,
+        "figure.titlesize": FONT_SIZE,
         "axes.labelsize": FONT_SIZE,
         "legend.fontsize": FONT_SIZE - 1,
         "axes.spines.top": False,
