@@ -1,4 +1,4 @@
-"""The figures and tables of chapter 1, drawn from its record: `--record batching` takes some minutes.
+"""The figures and tables of chapter 1, drawn from its record. Measuring takes some minutes.
 
 What is counted and timed, and how, stands in `plot_batching_workloads.py`; how this script is
 called, in `common/tools/lab_frame.py`.

@@ -1,4 +1,4 @@
-"""The figures and tables of chapter 2, drawn from its record: `--record paged_kv` takes some minutes.
+"""The figures and tables of chapter 2, drawn from its record. Measuring takes some minutes.
 
 What is counted and how stands in `plot_paged_kv_workloads.py`, what is timed in
 `plot_paged_kv_timing.py`; how this script is called, in `common/tools/lab_frame.py`.

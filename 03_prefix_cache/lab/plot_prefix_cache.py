@@ -1,7 +1,7 @@
 """The figures and tables of chapter 3, drawn from its records; the parts take a minute or two each.
 
     --record ops engine loss store
-    --record trace --trace FILE      replay a trace in Mooncake's format (JSONL, see replay_trace.py)
+    --record trace --trace FILE      replay a trace in Mooncake's format (see replay_trace.py)
 
 What is timed stands in `plot_prefix_cache_ops.py`, `..._workload.py` and `..._engine.py`; the tree
 is drawn in `..._tree.py`, the tables are made in `..._tables.py`. How this script is called:
@@ -217,10 +217,10 @@ def draw_shared(record: dict) -> plt.Figure:
     places = {"off": (0, -16), "hash": (0, -26), "radix": (0, -44)}
     for (name, times), marker in zip(record["shared_ms"].items(), MARKERS):
         middle = plot_spread(axis, times, color=COLORS[name], marker=marker)
-        x = [int(length) for length in times][1]
-        place = places[name]
-        style = {"ha": "left" if name == "off" else "right", "offset": place}
-        label_line(axis, x, middle[1], NAMES[name], COLORS[name], **style)
+        index = 4 if name == "off" else 1  # where nothing else is drawn
+        x = [int(length) for length in times][index % len(times)]
+        place = {"ha": "left" if name == "off" else "right", "offset": places[name]}
+        label_line(axis, x, middle[index % len(times)], NAMES[name], COLORS[name], **place)
     length = record["config"]["prompt_len"]
     axis.set(
         title=f"Prompts of {length:,} tokens: only what is new costs time",

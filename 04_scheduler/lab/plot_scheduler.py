@@ -112,8 +112,12 @@ def _label_points(axis: plt.Axes, points: list[tuple[float, float]]) -> None:
     for group in groups:
         x = statistics.mean(points[i][0] for i in group)
         y = max(points[i][1] for i in group)
-        text = _ranges([i + 1 for i in group])
-        label_line(axis, x, y, text, INK, ha="center", va="bottom", offset=(0, 6), fontsize=12)
+        others = [points[i] for i in range(len(points)) if i not in group]
+        is_close = any(abs(x - a) < 0.1 * width and abs(y - b) < 0.13 * height for a, b in others)
+        place = {"ha": "center", "va": "bottom", "offset": (0, 6)}
+        if is_close and len(group) == 1:
+            place = {"ha": "left", "va": "center", "offset": (7, 0)}
+        label_line(axis, x, y, _ranges([i + 1 for i in group]), INK, fontsize=12, **place)
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -44,7 +44,7 @@ def draw_stall(record: dict) -> plt.Figure:
     for axis, system in zip(axes, systems):
         timeline = record["runs"][system][-1]["timeline"]
         for has_chunk, color, label in (
-            (False, DECODE, "decodes only"),
+            (False, DECODE, "without the long prompt"),
             (True, PROMPT, "with a piece of the long prompt"),
         ):
             steps = [(t, ms) for t, ms, _, chunk in timeline if (chunk > 1) == has_chunk]

@@ -2,7 +2,7 @@
 
     python common/bench/plot_ladder.py
 
-Reads `common/bench/records/ladder.json`, writes `common/figures/ladder.svg` and the tables in README.md.
+Reads `records/ladder.json`, writes `common/figures/ladder.svg` and the tables in README.md.
 """
 
 from __future__ import annotations
