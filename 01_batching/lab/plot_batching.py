@@ -1,10 +1,7 @@
-"""The figures and tables of chapter 1, drawn from its record.
+"""The figures and tables of chapter 1, drawn from its record. Measuring takes some minutes.
 
-    python 01_batching/lab/plot_batching.py   draw figures/ from records/
-    python 01_batching/lab/plot_batching.py --record    run the workloads first (some minutes)
-    python 01_batching/lab/plot_batching.py --write     put the tables of the record into README.md
-
-What is counted and timed, and how, stands in `plot_batching_workloads.py`.
+What is counted and timed, and how, stands in `plot_batching_workloads.py`; how this script is
+called, in `common/tools/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -13,39 +10,31 @@ import argparse
 import statistics
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 import plot_batching_workloads as workloads
-from common.bench.bench_record import (
-    describe_environment,
-    markdown_table,
-    read_record,
-    replace_between_markers,
-    write_record,
-)
+from common.bench.bench_record import ROOT, markdown_table
+from common.tools.lab_frame import Measurement, Part, run_lab
+from common.tools.palette import BASELINE, DECODE, INK, PAPER, PROMPT, WASTE, label_line
 
-HERE = Path(__file__).resolve().parent
-RECORD = HERE / "records" / "batching.json"
-TOKENIZER = HERE.parents[1] / "common" / "checkpoints" / "tiny" / "tokenizer.json"
+TOKENIZER = ROOT / "common" / "checkpoints" / "tiny" / "tokenizer.json"
 QWEN3_0_6B_BYTES = 2 * 28 * 8 * 128 * 2  # KV of one token: K and V, layers, heads, head_dim, bf16
 
 
-def make_record(tokenizer_file: Path, repeats: int) -> dict:
-    environment = describe_environment()
-    lengths = workloads.stdlib_lengths(tokenizer_file)
+def measure(measurement: Measurement) -> dict:
+    options = measurement.options
+    repeats = 1 if measurement.tiny else options.repeats
+    lengths = workloads.stdlib_lengths(options.tokenizer)
+    if measurement.tiny:
+        lengths = [(min(p, 8), min(o, 8)) for p, o in lengths]
+    config = {
+        name.lower(): value
+        for name, value in vars(workloads).items()
+        if name.isupper() and isinstance(value, int | list)
+    }
     return {
-        "command": "python 01_batching/lab/plot_batching.py --record",
-        "environment": environment,
-        "config": {
-            name.lower(): value
-            for name, value in vars(workloads).items()
-            if name.isupper() and isinstance(value, int | list)
-        }
-        | {"repeats": repeats, "threads": 1},
+        "config": config | {"repeats": repeats, "threads": 1},
         "lengths": lengths,
         "counted": workloads.count(lengths),
         "seconds": workloads.measure_time(lengths, repeats),
@@ -54,13 +43,12 @@ def make_record(tokenizer_file: Path, repeats: int) -> dict:
 
 # -- figures
 
-PREFILL, USEFUL, WASTED, INK = "#1f4e79", "#9dc3e6", "#f4b183", "#404040"
-COLORS = {"P": PREFILL, "u": USEFUL, ".": WASTED}
+COLORS = {"P": PROMPT, "u": DECODE, ".": WASTE}
 
 
 def draw_timeline(record: dict) -> plt.Figure:
     timeline = record["counted"]["timeline"]
-    figure, axes = plt.subplots(2, 1, figsize=(9, 4.4), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(2, 1, figsize=(9, 5), sharex=True, layout="constrained")
     num_tokens = sum(output for _, output in timeline["lengths"])
     for axis, name in zip(axes, ("static", "continuous")):
         slots = timeline[name]
@@ -74,13 +62,13 @@ def draw_timeline(record: dict) -> plt.Figure:
     axes[0].set_xlim(0, max(len(timeline[name][0]) for name in ("static", "continuous")))
     axes[1].set_xlabel("step")
     kinds = {
-        "prefill": PREFILL,
-        "decode": USEFUL,
-        "wasted: computed, nobody reads it": WASTED,
-        "empty: not computed": "white",
+        "prompt": PROMPT,
+        "decode": DECODE,
+        "computed, nobody reads it": WASTE,
+        "empty": PAPER,
     }
     handles = [Patch(facecolor=c, edgecolor=INK, label=kind) for kind, c in kinds.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
     return figure
 
 
@@ -92,37 +80,40 @@ def draw_row(axis: plt.Axes, slot: int, row: list[list[str] | None]) -> None:
             continue
         if row[start] is not None:
             req_id, use = row[start]
-            axis.barh(slot, step - start, 0.8, left=start, color=COLORS[use], edgecolor="white")
+            axis.barh(slot, step - start, 0.8, left=start, color=COLORS[use], edgecolor=PAPER)
             if use == "P":
                 center = (start + 0.5, slot)
-                axis.annotate(req_id[1:], center, color="white", ha="center", va="center", size=8)
+                axis.annotate(req_id[1:], center, color=PAPER, ha="center", va="center", size=10)
         start = step
 
 
 def draw_spread(record: dict) -> plt.Figure:
-    figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    figure, axis = plt.subplots(figsize=(7.5, 4), layout="constrained")
     spreads = record["config"]["spreads"]
-    for name, color in (("continuous", PREFILL), ("static", WASTED)):
+    for name, color in (("continuous", INK), ("static", BASELINE)):
         runs = [[100 * run[name]["utilisation"] for run in row] for row in spread_runs(record)]
-        axis.plot(spreads, [statistics.median(row) for row in runs], "o-", color=color, label=name)
+        middle = [statistics.median(row) for row in runs]
+        axis.plot(spreads, middle, "o-", color=color)
         axis.fill_between(spreads, [*map(min, runs)], [*map(max, runs)], color=color, alpha=0.25)
+        label_line(axis, spreads[-1], middle[-1], name, color, offset=(10, 0))
     axis.set_xticks(spreads, [f"±{spread:.0%}" for spread in spreads])
     axis.set(xlabel="spread of output lengths about their mean", ylabel="% of slot-steps used")
-    axis.set(ylim=(0, 102), title="Equal lengths leave nothing to gain")
-    axis.legend(frameon=False, loc="lower left")
+    axis.set(xlim=(-0.03, 1.28), ylim=(0, 104), title="Equal lengths leave nothing to gain")
     return figure
 
 
 def draw_copies(record: dict) -> plt.Figure:
     copies = record["counted"]["copies"]
-    figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    figure, axis = plt.subplots(figsize=(7.5, 4), layout="constrained")
     steps = range(1, len(copies["copied"]) + 1)
     unit = copies["new"][-1]  # what one decode step has to write
-    axis.plot(steps, [b / unit for b in copies["copied"]], color=WASTED, label="written")
-    axis.plot(steps, [b / unit for b in copies["new"]], color=PREFILL, label="new")
-    axis.set(xlabel="step", ylabel="KV written, one decode step's new KV = 1", yscale="log")
+    for name, what, color in (("copied", "written", WASTE), ("new", "new", DECODE)):
+        ratios = [num_bytes / unit for num_bytes in copies[name]]
+        axis.plot(steps, ratios, color=color, linewidth=2.5)
+        label_line(axis, steps[-1], ratios[-1], what, color)
+    axis.set(xlabel="step", ylabel="KV, one step's new KV = 1", yscale="log")
+    axis.set_xlim(right=steps[-1] * 1.16)
     axis.set_title("The padded batch writes the whole cache to add one token")
-    axis.legend(frameon=False, loc="center right")
     return figure
 
 
@@ -130,24 +121,10 @@ def spread_runs(record: dict) -> list[list[dict]]:
     return record["counted"]["spread"]
 
 
-def draw(record: dict) -> None:
-    # Text stays text, and what varies from run to run (ids, the date) is fixed: no diff.
-    matplotlib.rcParams.update(
-        {"svg.hashsalt": "batching", "svg.fonttype": "none", "font.size": 11}
-    )
-    pictures = {"timeline": draw_timeline, "spread": draw_spread, "copies": draw_copies}
-    (HERE.parent / "figures").mkdir(exist_ok=True)
-    for name, picture in pictures.items():
-        figure = picture(record)
-        figure.savefig(HERE.parent / "figures" / f"{name}.svg", metadata={"Date": None})
-        plt.close(figure)
-
-
 # -- tables
 
 
 def tables(record: dict) -> dict[str, str]:
-    """What stands between `<!-- table:NAME -->` markers in the README."""
     return {
         "headline": _headline(record),
         "real": _real_table(record),
@@ -156,7 +133,6 @@ def tables(record: dict) -> dict[str, str]:
         "padding": _padding_table(record),
         "copies": _copies(record),
         "time": _time_table(record),
-        "made_on": _made_on(record),
     }
 
 
@@ -268,38 +244,19 @@ def _time_table(record: dict) -> str:
     return markdown_table(["time, static batch = 1", *workloads_timed], rows)
 
 
-def _made_on(record: dict) -> str:
-    where, config = record["environment"], record["config"]
-    return (
-        f"Made by `{record['command']}` at commit `{where['commit'][:10]}` on {where['cpu']}, "
-        f"{where['cores']} cores, {where['cpu_capability']}, Python {where['python']}, "
-        f"torch {where['torch']}, transformers {where['transformers']}; timed on "
-        f"{config['threads']} thread, {config['repeats']} repeats, load average "
-        f"{where['load_average']:.1f} at the start."
+PARTS = {
+    "batching": Part(
+        measure,
+        {"timeline": draw_timeline, "spread": draw_spread, "copies": draw_copies},
+        tables,
     )
+}
 
 
-def write_tables(record: dict, readme: Path) -> None:
-    text = readme.read_text(encoding="utf-8")
-    for name, content in tables(record).items():
-        text = replace_between_markers(text, name, content)
-    readme.write_text(text, encoding="utf-8")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--record", action="store_true", help="run the workloads first")
-    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="of each timed call")
     parser.add_argument("--tokenizer", type=Path, default=TOKENIZER, help="a tokenizer.json")
-    options = parser.parse_args()
-    if options.record:
-        write_record(RECORD, make_record(options.tokenizer, options.repeats))
-    record = read_record(RECORD)
-    draw(record)
-    if options.write:
-        write_tables(record, HERE.parent / "README.md")
 
 
 if __name__ == "__main__":
-    main()
+    run_lab(__file__, PARTS, add_options=add_options)

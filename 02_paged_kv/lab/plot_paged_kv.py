@@ -1,30 +1,24 @@
-"""The figures and tables of chapter 2, drawn from its record.
-
-    python 02_paged_kv/lab/plot_paged_kv.py   draw figures/ from records/
-    python 02_paged_kv/lab/plot_paged_kv.py --record    run the workloads first (some minutes)
-    python 02_paged_kv/lab/plot_paged_kv.py --write     put the tables of the record into README.md
+"""The figures and tables of chapter 2, drawn from its record. Measuring takes some minutes.
 
 What is counted and how stands in `plot_paged_kv_workloads.py`, what is timed in
-`plot_paged_kv_timing.py`.
+`plot_paged_kv_timing.py`; how this script is called, in `common/tools/lab_frame.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Path2D
 
-from common.bench.bench_record import markdown_table, replace_between_markers
-from plot_paged_kv_timing import describe_environment, measure_time
+from common.bench.bench_record import ROOT, markdown_table
+from common.tools.lab_frame import Measurement, Part, run_lab
+from common.tools.palette import BASELINE, DECODE, INK, PAPER, WASTE, label_line, shade, tint
+from plot_paged_kv_timing import measure_time
 from plot_paged_kv_workloads import (
     BLOCK_SIZE,
     BLOCK_SIZES,
@@ -35,14 +29,13 @@ from plot_paged_kv_workloads import (
     stdlib_jobs,
 )
 
-HERE = Path(__file__).resolve().parent
-RECORD = HERE / "records" / "paged_kv.json"
-TOKENIZER = HERE.parents[1] / "common" / "checkpoints" / "tiny" / "tokenizer.json"
+TOKENIZER = ROOT / "common" / "checkpoints" / "tiny" / "tokenizer.json"
 
 
-def make_record(tokenizer_file: Path, repeats: int) -> dict:
+def measure(measurement: Measurement) -> dict:
     torch.set_num_threads(1)
-    jobs = stdlib_jobs(tokenizer_file)
+    repeats = 1 if measurement.tiny else measurement.options.repeats
+    jobs = stdlib_jobs(measurement.options.tokenizer)
     config = {
         "seed": SEED,
         "num_slots": NUM_SLOTS,
@@ -52,8 +45,6 @@ def make_record(tokenizer_file: Path, repeats: int) -> dict:
         "repeats": repeats,
     }
     return {
-        "command": "python 02_paged_kv/lab/plot_paged_kv.py --record",
-        "environment": describe_environment(),
         "config": config,
         "jobs": [[job.prompt_len, job.output_len, job.max_tokens] for job in jobs],
         "counted": count(jobs),
@@ -63,8 +54,7 @@ def make_record(tokenizer_file: Path, repeats: int) -> dict:
 
 # -- figures
 
-BLUES = ["#1f4e79", "#5b9bd5", "#2e75b6", "#9dc3e6"]
-EMPTY, FREE, INK = "#f4b183", "#ffffff", "#404040"
+WRITTEN = [DECODE, tint(DECODE, 0.5), shade(DECODE, 0.75), tint(DECODE, 0.75)]  # by request
 ROW = 128  # slots in a row of the memory map
 
 
@@ -75,29 +65,25 @@ def empty_share(run: dict) -> float:
 
 def draw_memory_map(record: dict) -> plt.Figure:
     """One row of pixels is 128 slots. Blocks are drawn where they lie."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 4.6), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(9, 5.6), sharey=True, layout="constrained")
     counted = record["counted"]
-    names = {
-        "contiguous": "contiguous: 2,048 slots a request",
-        "paged": "paged: blocks of 16 slots",
-    }
+    names = {"contiguous": "2,048 slots a request", "paged": "blocks of 16 slots"}
     for axis, (name, title) in zip(axes, names.items()):
         run = counted[name]
         snapshot = run["snapshot"]
         draw_slots(axis, snapshot["requests"], run["block_size"], run["total_slots"])
         empty = 1 - snapshot["written"] / run["total_slots"]
-        shown = f"step {snapshot['step']:,}: {len(snapshot['requests'])} requests"
-        axis.set_title(f"{title}\n{shown}, {empty:.0%} of memory empty")
+        num_requests = len(snapshot["requests"])
+        axis.set_title(f"{name}: {title}\n{num_requests} requests, {empty:.0%} of memory empty")
         axis.set_xlabel("slot in row")
     axes[0].set_ylabel("row of 128 slots")
     kinds = {
-        "written, colours tell requests apart": BLUES[1],
-        "reserved, empty": EMPTY,
-        "free": FREE,
+        "written, shades tell requests apart": DECODE,
+        "reserved, empty": WASTE,
+        "free": PAPER,
     }
     handles = [Patch(facecolor=color, edgecolor=INK, label=kind) for kind, color in kinds.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
-    figure.suptitle("The same memory and workload, each run at a median step")
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
     return figure
 
 
@@ -109,13 +95,13 @@ def draw_slots(axis: plt.Axes, snapshot: list[dict], block_size: int, num_slots:
             first = (block_id - 1) * block_size  # block 0, the null block, is not drawn
             written = min(left, block_size)
             left -= written
-            blue = BLUES[place % len(BLUES)]
-            boxes.setdefault(blue, []).extend(boxes_of(first, first + written))
-            boxes.setdefault(EMPTY, []).extend(boxes_of(first + written, first + block_size))
+            color = WRITTEN[place % len(WRITTEN)]
+            boxes.setdefault(color, []).extend(boxes_of(first, first + written))
+            boxes.setdefault(WASTE, []).extend(boxes_of(first + written, first + block_size))
     for color, paths in boxes.items():
         path = Path2D.make_compound_path(*paths)
         axis.add_patch(PathPatch(path, facecolor=color, edgecolor="none"))
-    axis.set(xlim=(0, ROW), ylim=(num_slots // ROW, 0))
+    axis.set(xlim=(0, ROW), ylim=(num_slots // ROW, 0), xticks=range(0, ROW, 32))
 
 
 def boxes_of(start: int, stop: int) -> list[Path2D]:
@@ -129,42 +115,29 @@ def boxes_of(start: int, stop: int) -> list[Path2D]:
 
 
 def draw_block_size(record: dict) -> plt.Figure:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
     runs = record["counted"]["on_demand"]
     waste = [100 * (1 - run["written"] / run["held"]) for run in runs]
-    left.plot(BLOCK_SIZES, waste, "o-", color=BLUES[0])
-    left.set(title="Held slots that are empty, counted", ylabel="% of held slots", ylim=0)
+    left.plot(BLOCK_SIZES, waste, "o-", color=WASTE)
+    left.set(title="Held slots that are empty", ylabel="% of held slots, counted", ylim=0)
     times = {name: statistics.median(ms) for name, ms in record["timed"]["attend_ms"].items()}
     ratio = [times[str(size)] / times["contiguous"] for size in BLOCK_SIZES]
-    right.plot(BLOCK_SIZES, ratio, "o-", color=BLUES[0], label="paged, PyTorch")
-    right.axhline(1, color=EMPTY, label="contiguous")
-    right.set(title="Time of decode attention, timed", ylabel="contiguous = 1", ylim=0)
-    right.legend(frameon=False)
+    right.plot(BLOCK_SIZES, ratio, "o-", color=INK)
+    right.axhline(1, color=BASELINE)
+    label_line(right, BLOCK_SIZES[1], ratio[1], "paged, PyTorch", INK, offset=(10, 8))
+    label_line(right, BLOCK_SIZES[0], 1, "contiguous", BASELINE, offset=(0, -12))
+    right.set(title="Time of decode attention", ylabel="contiguous = 1, timed", ylim=0)
     for axis in (left, right):
         axis.set_xscale("log", base=2)
-        axis.set_xticks(BLOCK_SIZES, [str(size) for size in BLOCK_SIZES])
+        axis.set_xticks(BLOCK_SIZES[::2], [str(size) for size in BLOCK_SIZES[::2]])
         axis.set_xlabel("block size, tokens")
     return figure
-
-
-def draw(record: dict) -> None:
-    # Text stays text, and what varies from run to run (ids, the date) is fixed: no diff.
-    matplotlib.rcParams.update(
-        {"svg.hashsalt": "paged_kv", "svg.fonttype": "none", "font.size": 11}
-    )
-    pictures = {"memory_map": draw_memory_map, "block_size": draw_block_size}
-    (HERE.parent / "figures").mkdir(exist_ok=True)
-    for name, picture in pictures.items():
-        figure = picture(record)
-        figure.savefig(HERE.parent / "figures" / f"{name}.svg", metadata={"Date": None})
-        plt.close(figure)
 
 
 # -- tables
 
 
 def tables(record: dict) -> dict[str, str]:
-    """What stands between `<!-- table:NAME -->` markers in the README and in that of beyond/."""
     counted, timed = record["counted"], record["timed"]
     return {
         "headline": _headline(counted),
@@ -173,7 +146,6 @@ def tables(record: dict) -> dict[str, str]:
         "block_size": _block_size_table(counted, timed),
         "gather": _gather_table(timed),
         "fork": _fork_table(counted["fork"]),
-        "made_on": _made_on(record),
     }
 
 
@@ -288,44 +260,17 @@ def _fork_table(fork: dict) -> str:
     return markdown_table(head, rows)
 
 
-def _made_on(record: dict) -> str:
-    where, config = record["environment"], record["config"]
-    load = where["load_average"]
-    busy = " Other programs were running: the times are rough." if load > 1 else ""
-    return (
-        f"Made by `{record['command']}` at commit `{where['commit'][:10]}` on {where['cpu']}, "
-        f"{where['cores']} cores, {where['cpu_capability']}, Python {where['python']}, "
-        f"torch {where['torch']}. Timed by {config.get('clock', 'wall clock')}, "
-        f"{config['threads']} thread, {config['repeats']} repeats, load average {load:.1f} at the "
-        f"start.{busy}"
+PARTS = {
+    "paged_kv": Part(
+        measure, {"memory_map": draw_memory_map, "block_size": draw_block_size}, tables
     )
+}
 
 
-def write_tables(record: dict, readmes: list[Path]) -> None:
-    texts = {readme: readme.read_text(encoding="utf-8") for readme in readmes}
-    for name, content in tables(record).items():
-        (readme,) = [r for r, text in texts.items() if f"<!-- table:{name} -->" in text]
-        texts[readme] = replace_between_markers(texts[readme], name, content)
-    for readme, text in texts.items():
-        readme.write_text(text, encoding="utf-8")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--record", action="store_true", help="run the workloads first")
-    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=9, help="of each timed call")
     parser.add_argument("--tokenizer", type=Path, default=TOKENIZER, help="a tokenizer.json")
-    options = parser.parse_args()
-    if options.record:
-        record = make_record(options.tokenizer, options.repeats)
-        RECORD.parent.mkdir(exist_ok=True)
-        RECORD.write_text(json.dumps(record) + "\n", encoding="utf-8")
-    record = json.loads(RECORD.read_text(encoding="utf-8"))
-    draw(record)
-    if options.write:
-        write_tables(record, [HERE.parent / "README.md", HERE.parent / "beyond" / "README.md"])
 
 
 if __name__ == "__main__":
-    main()
+    run_lab(__file__, PARTS, add_options=add_options)

@@ -7,15 +7,9 @@ wall. What the chapter shows is ratios of medians.
 
 from __future__ import annotations
 
-import os
-import platform
-import re
-import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-import psutil
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -109,24 +103,4 @@ def measure_time(repeats: int) -> dict:
     return {
         "gather_ms": time_in_turn(gathers, repeats),
         "attend_ms": time_in_turn(attends, repeats),
-    }
-
-
-def describe_environment() -> dict:
-    """Hardware, versions and commit."""
-    git = ["git", "-C", str(Path(__file__).resolve().parent)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
-    changed = subprocess.run([*git, "status", "--porcelain", "-uno", "."], capture_output=True)
-    cpu = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", cpu.read_text()) if cpu.exists() else []
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "load_average": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "commit": commit.strip(),
-        "chapter_has_uncommitted_changes": bool(changed.stdout.strip()),
     }

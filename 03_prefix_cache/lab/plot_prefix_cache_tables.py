@@ -1,14 +1,11 @@
-"""The tables of chapter 3, made from its records. `plot_prefix_cache.py --tables` puts them between
-`<!-- table:NAME -->` markers in README.md; alone it does nothing.
-"""
+"""The tables of chapter 3, made from its records for `plot_prefix_cache.py --tables`."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
-from common.bench.bench_record import markdown_table, percentile, replace_between_markers
+from common.bench.bench_record import markdown_table, percentile
 from prefix_workloads import TRACE_BLOCK_SIZE
 from replay_trace import CACHES
 
@@ -63,7 +60,6 @@ def tables_of_ops(record: dict) -> dict[str, str]:
         "workload": markdown_table(
             ["cache", "tokens hit", "tokens evicted", "µs a request"], workload
         ),
-        "made_on_ops": made_on(record),
     }
 
 
@@ -88,7 +84,7 @@ def tables_of_trace(record: dict) -> dict[str, str]:
     ]
     rows[-1][0] += ", nothing evicted"
     head = ["capacity, blocks of 512", "million tokens", "hash chain hits", "radix tree hits"]
-    return {"trace": markdown_table(head, rows), "made_on_trace": made_on(record)}
+    return {"trace": markdown_table(head, rows)}
 
 
 def tables_of_engine(record: dict) -> dict[str, str]:
@@ -114,7 +110,6 @@ def tables_of_engine(record: dict) -> dict[str, str]:
     return {
         "families": markdown_table(head, rows),
         "shared": markdown_table(["shared tokens", *(NAMES[name] for name in NAMES)], by_length),
-        "made_on_engine": made_on(record),
     }
 
 
@@ -129,44 +124,10 @@ def tables_of_loss(record: dict) -> dict[str, str]:
             cells.append("{:+.1f} % ({:+.1f} - {:+.1f})".format(*quarters))
         rows.append(cells)
     head = ["no prefix shared, processor time", "to the first token", "whole request"]
-    return {"loss": markdown_table(head, rows), "made_on_loss": made_on(record)}
+    return {"loss": markdown_table(head, rows)}
 
 
 def tables_of_store(record: dict) -> dict[str, str]:
     rows = [[operation, spread(times, 2)] for operation, times in record["ms"].items()]
     head = [f"{record['config']['kv_nbytes'] / 1e6:.0f} MB, two processes, loopback TCP", "ms"]
-    return {"store": markdown_table(head, rows), "made_on_store": made_on(record)}
-
-
-TABLES = {
-    "ops": tables_of_ops,
-    "trace": tables_of_trace,
-    "engine": tables_of_engine,
-    "loss": tables_of_loss,
-    "store": tables_of_store,
-}
-
-
-def made_on(record: dict) -> str:
-    where, config = record["environment"], record["config"]
-    dirty = ", changed" if where["is_dirty"] else ""
-    counted = "clock" not in config and "threads" not in config  # does not depend on the machine
-    load = where["load_average"]
-    busy = " Other programs were running: the times are rough." if load > 1 and not counted else ""
-    return (
-        f"Made by `{record['command']}` at commit `{(where['commit'] or 'unknown')[:10]}`{dirty} "
-        f"on {where['cpu']}, {where['cores']} cores, Python {where['python']}, torch "
-        f"{where['torch']}, load average {load:.1f} at the start.{busy}"
-    )
-
-
-def write_tables(records: dict[str, dict], readme: Path) -> None:
-    """Tables that the text has no place for are named, and left out."""
-    text = readme.read_text(encoding="utf-8")
-    for part, record in records.items():
-        for name, content in TABLES[part](record).items():
-            if f"<!-- table:{name} -->" not in text:
-                print(f"{readme.name} has no place for table {name}")
-                continue
-            text = replace_between_markers(text, name, content)
-    readme.write_text(text, encoding="utf-8")
+    return {"store": markdown_table(head, rows)}

@@ -9,6 +9,7 @@ import textwrap
 
 import matplotlib.pyplot as plt
 
+from common.tools.palette import CACHED, INK, tint
 from radix_cache import RadixCache
 from radix_tree import TreeNode
 
@@ -21,7 +22,7 @@ DONE = [
     "Complete the code : def mul ( a , b ) : return a * b",
 ]
 RUNNING = f"{SYSTEM} What is a block ? Sixteen tokens . Why sixteen ?"
-FREE, USED, INK = "#ffffff", "#9dc3e6", "#404040"
+EVICTABLE, USED = tint(CACHED, 0.15), tint(CACHED, 0.6)
 BOX_WIDTH, COLUMN = 24, 1.25  # characters; boxes and gaps
 
 
@@ -64,7 +65,7 @@ def draw_tree() -> plt.Figure:
     (root,) = cache.tree.roots.values()
     places: dict[TreeNode, tuple[int, float]] = {}
     place(root, 0, places)
-    figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
     for node, (depth, height) in places.items():
         text = "root"
         if not node.is_root:
@@ -72,14 +73,18 @@ def draw_tree() -> plt.Figure:
             start_depth, start_height = places[node.parent]
             ends = [start_depth * COLUMN, depth * COLUMN], [start_height, height]
             axis.plot(*ends, color=INK, linewidth=1, zorder=1)
-        box = {"boxstyle": "round", "facecolor": USED if node.lock_ref else FREE, "edgecolor": INK}
-        axis.text(depth * COLUMN, height, text, ha="center", va="center", bbox=box, fontsize=10)
+        box = {
+            "boxstyle": "round",
+            "facecolor": USED if node.lock_ref else EVICTABLE,
+            "edgecolor": INK,
+        }
+        axis.text(depth * COLUMN, height, text, ha="center", va="center", bbox=box, fontsize=11)
     depths, heights = zip(*places.values(), strict=True)
     axis.set(xlim=(-0.3, max(depths) * COLUMN + 0.55), ylim=(max(heights) + 0.6, -0.6))
     axis.axis("off")
     num_used = cache.num_cached_blocks - cache.num_evictable_blocks
     figure.suptitle(
         f"Six requests: {cache.num_cached_blocks} tokens cached, "
-        f"{num_used} in use (blue), {cache.num_evictable_blocks} evictable"
+        f"{num_used} in use (dark), {cache.num_evictable_blocks} evictable"
     )
     return figure

@@ -1,112 +1,173 @@
 """The figures and tables of chapter 4, drawn from its records.
 
-    python 04_scheduler/lab/plot_scheduler.py   draw figures/ from records/
-    python 04_scheduler/lab/plot_scheduler.py --tables   tables into README.md too
-    python 04_scheduler/lab/plot_scheduler.py --record lab  measure first: lab memory thrash control
-
 `lab`, `memory` and `thrash` are simulated on a cost model that `lab` fits to the shipped checkpoint
-on this machine; `control` times the schedulers themselves and wants a quiet one. `--tiny` measures
-almost nothing and writes to build/. What is measured stands in `plot_scheduler_lab.py` and
-`plot_scheduler_control.py`, the tables in `plot_scheduler_tables.py`.
+on this machine; `control` times the schedulers themselves and wants a quiet one. What is measured
+stands in `plot_scheduler_lab.py` and `plot_scheduler_control.py`, the tables in
+`plot_scheduler_tables.py`; how this script is called, in `common/tools/lab_frame.py`.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from common.bench.bench_record import ROOT, describe_environment, read_record, write_record
+from common.tools.lab_frame import Measurement, Part, run_lab
+from common.tools.palette import (
+    BASELINE,
+    INK,
+    OTHER,
+    PREEMPTED,
+    PROMPT,
+    WASTE,
+    label_line,
+    shade,
+    tint,
+)
 from plot_scheduler_control import measure_control
 from plot_scheduler_lab import measure_lab, measure_memory, measure_thrash
-from plot_scheduler_tables import percentile_ms, write_tables
+from plot_scheduler_tables import (
+    percentile_ms,
+    tables_of_control,
+    tables_of_lab,
+    tables_of_memory,
+    tables_of_thrash,
+)
 
-HERE = Path(__file__).resolve().parent
-SMOKE = ROOT / "build" / "scheduler-smoke" / "lab"
-PARTS = {
-    "lab": measure_lab,
-    "memory": measure_memory,
-    "thrash": measure_thrash,
-    "control": measure_control,
-}
-BLUE, ORANGE, GREY, GREEN = "#1f4e79", "#c55a11", "#a6a6a6", "#548235"
+PREFILL_FIRST = "prefill first"
+
+
+def fit_of(measurement: Measurement) -> dict:
+    """The cost model that `--record lab` has fitted. Raises `ValueError` if there is none."""
+    if "lab" not in measurement.records:
+        raise ValueError("it simulates on the cost model of --record lab: record that first")
+    return measurement.records["lab"]["fit"]
 
 
 def draw_memory(record: dict) -> plt.Figure:
-    figure, axis = plt.subplots(figsize=(6.5, 3.4), layout="constrained")
-    for (name, run), color in zip(record["runs"].items(), (GREY, BLUE, ORANGE, GREEN)):
-        axis.plot(run["end_s"], run["num_running"], color=color, label=name)
+    figure, axis = plt.subplots(figsize=(8.5, 4.2), layout="constrained")
+    colors = (WASTE, PREEMPTED, BASELINE, INK)
+    for (name, run), color in zip(record["runs"].items(), colors):
+        axis.plot(run["end_s"], run["num_running"], color=color, linewidth=2, label=name)
     axis.set(
         title="One pool, the same requests (simulated)",
         xlabel="time, s",
         ylabel="requests that run",
         ylim=0,
     )
-    axis.grid(alpha=0.3)
-    axis.legend(frameon=False)
+    axis.grid()
+    figure.legend(loc="outside right center")
     return figure
 
 
 def draw_lab(record: dict) -> plt.Figure:
+    """A panel for each workload, a numbered mark for each system."""
     workloads = record["workloads"]
-    figure, axes = plt.subplots(1, len(workloads), figsize=(10, 3.8), layout="constrained")
-    for axis, (workload, systems) in zip(axes, workloads.items()):
-        for name, run in systems.items():
-            marker = "s" if name.startswith("prefill") else "o"
-            color = ORANGE if name.startswith("prefill") else BLUE
-            first, between = percentile_ms(run["ttft_s"], 99), percentile_ms(run["itl_s"], 99)
-            axis.plot(first / 1e3, between, marker, color=color, alpha=0.7)
-        axis.set(title=workload, xlabel="time to first token, p99, s", ylim=0)
-        axis.set_xlim(left=0)
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("between tokens, p99, ms")
-    handles = [
-        plt.Line2D([], [], marker=m, color=c, ls="") for m, c in (("o", BLUE), ("s", ORANGE))
-    ]
-    figure.legend(
-        handles,
-        ["two phases, each policy", "prefill first"],
-        loc="outside lower center",
-        ncols=2,
-        frameon=False,
-    )
-    figure.suptitle("Every policy and both schools (simulated): the first token, and the others")
+    figure, axes = plt.subplots(2, 2, figsize=(9, 9), layout="constrained")
+    systems = list(next(iter(workloads.values())))
+    for axis, (workload, runs) in zip(axes.flat, workloads.items(), strict=True):
+        points = [
+            (percentile_ms(run["ttft_s"], 99) / 1e3, percentile_ms(run["itl_s"], 99))
+            for run in runs.values()
+        ]
+        for name, point in zip(systems, points):
+            axis.plot(*point, **_mark(name))
+        axis.set_xlim(0, 1.2 * max(x for x, _ in points))
+        axis.set_ylim(0, 1.2 * max(y for _, y in points))
+        _label_points(axis, points)
+        axis.set_title(workload)
+        axis.grid()
+    for axis in axes[1]:
+        axis.set_xlabel("time to first token, p99, s")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("between two tokens, p99, ms")
+    names = [f"{i + 1}  {name}" for i, name in enumerate(systems)]
+    handles = [plt.Line2D([], [], **_mark(name)) for name in systems]
+    figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=12)
+    figure.suptitle("The first token against the others, by system (simulated)")
     return figure
 
 
+def _mark(system: str) -> dict:
+    if system.startswith(PREFILL_FIRST):
+        return {"marker": "s", "color": PROMPT, "alpha": 0.8, "ls": "", "markersize": 8}
+    return {"marker": "o", "color": INK, "alpha": 0.6, "ls": "", "markersize": 8}
+
+
+def _label_points(axis: plt.Axes, points: list[tuple[float, float]]) -> None:
+    """The numbers of the systems above their marks; those whose marks touch share one label."""
+    (_, width), (_, height) = axis.get_xlim(), axis.get_ylim()
+
+    def touch(i: int, j: int) -> bool:
+        (x, y), (x2, y2) = points[i], points[j]
+        return abs(x - x2) < 0.06 * width and abs(y - y2) < 0.06 * height
+
+    groups: list[list[int]] = []
+    for i in range(len(points)):
+        near = next((group for group in groups if any(touch(i, j) for j in group)), None)
+        if near is None:
+            groups.append([i])
+        else:
+            near.append(i)
+    for group in groups:
+        x = statistics.mean(points[i][0] for i in group)
+        y = max(points[i][1] for i in group)
+        others = [points[i] for i in range(len(points)) if i not in group]
+        is_close = any(abs(x - a) < 0.1 * width and abs(y - b) < 0.13 * height for a, b in others)
+        place = {"ha": "center", "va": "bottom", "offset": (0, 6)}
+        if is_close and len(group) == 1:
+            place = {"ha": "left", "va": "center", "offset": (7, 0)}
+        label_line(axis, x, y, _ranges([i + 1 for i in group]), INK, fontsize=12, **place)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`[1, 2, 3, 6]` is "1-3, 6"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in parts)
+
+
 def draw_thrash(record: dict) -> plt.Figure:
-    figure, axis = plt.subplots(figsize=(6.8, 4), layout="constrained")
-    for (name, run), color in zip(
-        record["runs"].items(), (ORANGE, BLUE, GREEN, GREY, "#7030a0", "#c00000")
-    ):
-        axis.plot(run["window_s"], run["tokens_per_s"], color=color, label=name)
-    axis.set(
-        title="Steady arrivals above what the memory carries (simulated)",
-        xlabel="time, s",
-        ylabel="output tokens a second",
-        ylim=0,
+    """One panel a system, the others behind it."""
+    runs = record["runs"]
+    figure, axes = plt.subplots(
+        2, 3, figsize=(9, 5.6), sharex=True, sharey=True, layout="constrained"
     )
-    axis.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    for axis, (name, run) in zip(axes.flat, runs.items(), strict=True):
+        for other in runs.values():
+            axis.plot(other["window_s"], other["tokens_per_s"], color=tint(BASELINE, 0.4), lw=0.8)
+        color = PROMPT if name.startswith(PREFILL_FIRST) else INK
+        color = {"no bound, no watermark": PREEMPTED, "everything reserved": WASTE}.get(name, color)
+        axis.plot(run["window_s"], run["tokens_per_s"], color=color, linewidth=2)
+        axis.set_title(name.replace(", ", ",\n").replace("and a ", "and a\n"), fontsize=13)
+        axis.set_ylim(0)
+        axis.grid()
+    figure.supxlabel("time, s", fontsize=14)
+    figure.supylabel("output tokens a second", fontsize=14)
+    figure.suptitle("Bursts, above what the memory carries (simulated)")
     return figure
 
 
 def draw_control(record: dict) -> plt.Figure:
-    figure, axis = plt.subplots(figsize=(6.5, 3.6), layout="constrained")
-    for (name, times), color in zip(record["running_us"].items(), (BLUE, ORANGE, GREY)):
-        xs = [int(n) for n in times]
-        axis.plot(
-            xs, [statistics.median(t) / 1e3 for t in times.values()], "o-", color=color, label=name
-        )
-    for name, points in record["elsewhere_ms"].items():
-        axis.plot([int(n) for n in points], list(points.values()), "x", color="black")
-        last = list(points.items())[-1]
-        axis.annotate(f" {name}", (int(last[0]), last[1]))
+    figure, axis = plt.subplots(figsize=(8.5, 4.6), layout="constrained")
+    styles = {
+        "two phases": (INK, "o-"),
+        PREFILL_FIRST: (PROMPT, "s-"),
+        "chapter 1": (BASELINE, "^-"),
+    }
+    for name, times in record["running_us"].items():
+        color, style = styles[name]
+        middle = [statistics.median(t) / 1e3 for t in times.values()]
+        axis.plot([int(n) for n in times], middle, style, color=color, label=name)
+    for (name, points), color in zip(record["elsewhere_ms"].items(), (OTHER, shade(OTHER, 0.7))):
+        xs = [int(n) for n in points]
+        axis.plot(xs, list(points.values()), "x--", color=color, markersize=8)
+        place = {"ha": "right", "offset": (-8, 4)}
+        label_line(axis, xs[0], next(iter(points.values())), name, color, **place)
     axis.set(
         title="One decision for everybody who decodes",
         xlabel="running requests",
@@ -114,52 +175,26 @@ def draw_control(record: dict) -> plt.Figure:
         xscale="log",
         yscale="log",
     )
-    axis.grid(alpha=0.3)
-    axis.legend(frameon=False)
+    ticks = [int(n) for n in next(iter(record["running_us"].values()))]
+    axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axis.minorticks_off()
+    axis.grid()
+    axis.legend(loc="lower right")
     return figure
 
 
-FIGURES = {
-    "memory": draw_memory,
-    "lab": draw_lab,
-    "thrash": draw_thrash,
-    "control": draw_control,
+PARTS = {
+    "lab": Part(lambda m: measure_lab(tiny=m.tiny), {"lab": draw_lab}, tables_of_lab),
+    "memory": Part(
+        lambda m: measure_memory(fit_of(m), tiny=m.tiny), {"memory": draw_memory}, tables_of_memory
+    ),
+    "thrash": Part(
+        lambda m: measure_thrash(fit_of(m), tiny=m.tiny), {"thrash": draw_thrash}, tables_of_thrash
+    ),
+    "control": Part(
+        lambda m: measure_control(tiny=m.tiny), {"control": draw_control}, tables_of_control
+    ),
 }
 
-
-def draw(records: dict[str, dict], folder: Path) -> None:
-    # Text stays text, and what varies from run to run (ids, the date) is fixed: no diff.
-    matplotlib.rcParams.update(
-        {"svg.hashsalt": "scheduler", "svg.fonttype": "none", "font.size": 11}
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, record in records.items():
-        figure = FIGURES[name](record)
-        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-        plt.close(figure)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--record", nargs="+", choices=PARTS, default=[], metavar="PART", help="|".join(PARTS)
-    )
-    parser.add_argument("--tables", action="store_true", help="put the tables into README.md")
-    parser.add_argument("--tiny", action="store_true", help="almost no work, into build/")
-    options = parser.parse_args()
-    folder = SMOKE if options.tiny else HERE
-    paths = {part: folder / "records" / f"scheduler_{part}.json" for part in PARTS}
-    for part in options.record:
-        environment = describe_environment()  # before: its load average is that of the others
-        fit = read_record(paths["lab"])["fit"] if part in ("memory", "thrash") else None
-        record = PARTS[part](fit, tiny=options.tiny)
-        command = f"python 04_scheduler/lab/plot_scheduler.py --record {part}"
-        write_record(paths[part], {"command": command, "environment": environment, **record})
-    records = {part: read_record(path) for part, path in paths.items() if path.exists()}
-    draw(records, folder.parent / "figures")
-    if options.tables:
-        write_tables(records, folder.parent / "README.md")
-
-
 if __name__ == "__main__":
-    main()
+    run_lab(__file__, PARTS)

@@ -69,7 +69,7 @@ def step(scheduler: SchedulerInterface) -> float:
     return elapsed + time.perf_counter() - start
 
 
-def measure_control(fit: None, *, tiny: bool) -> dict:
+def measure_control(*, tiny: bool) -> dict:
     """Microseconds of each step. The kinds take turns, a stretch of steps each."""
     num_rounds, num_steps = (1, 3) if tiny else (5, 32)
     running_us: dict[str, dict[str, list[float]]] = {kind: {} for kind in KINDS}

@@ -82,7 +82,7 @@ def fit_to_this_machine(num_requests: int) -> dict:
     return {"cost_model": asdict(model), "median_relative_error": error, "num_steps": len(samples)}
 
 
-def measure_lab(fit: dict | None, *, tiny: bool) -> dict:
+def measure_lab(*, tiny: bool) -> dict:
     fit = fit_to_this_machine(4 if tiny else 48)
     num_requests = 12 if tiny else NUM_REQUESTS
     cost_model = CostModel(**fit["cost_model"])

@@ -1,14 +1,11 @@
-"""The tables of chapter 4, made from its records. `plot_scheduler.py --tables` puts them between
-`<!-- table:NAME -->` markers in README.md; alone it does nothing.
-"""
+"""The tables of chapter 4, made from its records for `plot_scheduler.py --tables`."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
-from common.bench.bench_record import made_on, markdown_table, percentile, replace_between_markers
+from common.bench.bench_record import markdown_table, percentile
 
 
 def percentile_ms(values_s: Sequence[float], percent: float) -> float:
@@ -51,7 +48,7 @@ def tables_of_lab(record: dict) -> dict[str, str]:
         f"Cost model in µs, fitted to {fit['num_steps']} steps of the shipped checkpoint, median "
         f"error {fit['median_relative_error']:.0%}: {numbers}."
     )
-    return {"lab": markdown_table(head, rows), "lab_note": note, "made_on_lab": made_on(record)}
+    return {"lab": markdown_table(head, rows), "lab_note": note}
 
 
 def tables_of_memory(record: dict) -> dict[str, str]:
@@ -75,7 +72,7 @@ def tables_of_memory(record: dict) -> dict[str, str]:
         "preemptions",
     ]
     head += ["work done again", "tok/s"]
-    return {"memory": markdown_table(head, rows), "made_on_memory": made_on(record)}
+    return {"memory": markdown_table(head, rows)}
 
 
 def _mean_while_somebody_waits(run: dict) -> float:
@@ -97,7 +94,7 @@ def tables_of_thrash(record: dict) -> dict[str, str]:
     ]
     head = ["simulated", "tok/s", "worst second", "preemptions", "work done again"]
     head += ["longest pause between two tokens, s"]
-    return {"thrash": markdown_table(head, rows), "made_on_thrash": made_on(record)}
+    return {"thrash": markdown_table(head, rows)}
 
 
 def tables_of_control(record: dict) -> dict[str, str]:
@@ -123,25 +120,4 @@ def tables_of_control(record: dict) -> dict[str, str]:
     return {
         "control": markdown_table(head, rows),
         "waiting": markdown_table(["ms", *(f"{int(n):,} waiting" for n in queues)], waiting),
-        "made_on_control": made_on(record),
     }
-
-
-TABLES = {
-    "lab": tables_of_lab,
-    "memory": tables_of_memory,
-    "thrash": tables_of_thrash,
-    "control": tables_of_control,
-}
-
-
-def write_tables(records: dict[str, dict], readme: Path) -> None:
-    """Tables that the text has no place for are named, and left out."""
-    text = readme.read_text(encoding="utf-8")
-    for part, record in records.items():
-        for name, content in TABLES[part](record).items():
-            if f"<!-- table:{name} -->" not in text:
-                print(f"{readme.name} has no place for table {name}")
-                continue
-            text = replace_between_markers(text, name, content)
-    readme.write_text(text, encoding="utf-8")

@@ -1,16 +1,12 @@
-"""The tables of chapter 5, made from its records. `plot_spec_decode.py --tables` puts them between
-`<!-- table:NAME -->` markers in README.md; alone it does nothing.
-"""
+"""The tables of chapter 5, made from its records for `plot_spec_decode.py --tables`."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
-from draft_length import expected_tokens
-
-from common.bench.bench_record import made_on, markdown_table, replace_between_markers
+from acceptance import expected_tokens
+from common.bench.bench_record import markdown_table
 
 RULE_NAMES = {
     "rejection": "rejection: accept with min(1, p/q)",
@@ -64,7 +60,6 @@ def tables_of_engine(record: dict) -> dict[str, str]:
             )
     head = ["one at a time", "accepted, of those tried", "accepted at place 1, 2, ..."]
     tables["acceptance"] = markdown_table(head, rows)
-    tables["made_on_engine"] = made_on(record)
     return tables
 
 
@@ -97,7 +92,7 @@ def tables_of_formula(record: dict) -> dict[str, str]:
             )
     head = ["draft model", "acceptance a", "cost of a pass", "cost of a round c"]
     head += ["tokens a pass: formula / measured", "speed-up: formula / measured"]
-    return {"formula": markdown_table(head, rows), "made_on_formula": made_on(record)}
+    return {"formula": markdown_table(head, rows)}
 
 
 def tables_of_rules(record: dict) -> dict[str, str]:
@@ -115,7 +110,6 @@ def tables_of_rules(record: dict) -> dict[str, str]:
     return {
         "rules": markdown_table(head, rows),
         "rules_note": note,
-        "made_on_rules": made_on(record),
     }
 
 
@@ -126,24 +120,4 @@ def tables_of_proposers(record: dict) -> dict[str, str]:
         for name, by in record["step_us"].items()
     ]
     head = ["µs a step, tokens so far:", *(f"{int(n):,}" for n in lengths)]
-    return {"proposers": markdown_table(head, rows), "made_on_proposers": made_on(record)}
-
-
-TABLES = {
-    "engine": tables_of_engine,
-    "formula": tables_of_formula,
-    "rules": tables_of_rules,
-    "proposers": tables_of_proposers,
-}
-
-
-def write_tables(records: dict[str, dict], readme: Path) -> None:
-    """Tables that the text has no place for are named, and left out."""
-    text = readme.read_text(encoding="utf-8")
-    for part, record in records.items():
-        for name, content in TABLES[part](record).items():
-            if f"<!-- table:{name} -->" not in text:
-                print(f"{readme.name} has no place for table {name}")
-                continue
-            text = replace_between_markers(text, name, content)
-    readme.write_text(text, encoding="utf-8")
+    return {"proposers": markdown_table(head, rows)}

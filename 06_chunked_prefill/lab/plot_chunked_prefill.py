@@ -1,35 +1,19 @@
 """The figures and tables of chapter 6, drawn from its records.
 
-    python 06_chunked_prefill/lab/plot_chunked_prefill.py   draw figures/ from records/
-    python 06_chunked_prefill/lab/plot_chunked_prefill.py --tables   tables into README.md
-    python 06_chunked_prefill/lab/plot_chunked_prefill.py --record stall  measure first: stall sweep
-                                                                       adaptive attention
-
-All are times and want a quiet machine. `--tiny` measures almost nothing and writes to build/. What
-is measured stands in `plot_chunked_prefill_lab.py`.
+All are times and want a quiet machine. What is measured stands in `plot_chunked_prefill_lab.py`;
+how this script is called, in `common/tools/lab_frame.py`.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from pathlib import Path
+from collections.abc import Callable
 
-import matplotlib
-
-matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from common.bench.bench_record import (
-    ROOT,
-    describe_environment,
-    made_on,
-    markdown_table,
-    percentile,
-    read_record,
-    replace_between_markers,
-    write_record,
-)
+from common.bench.bench_record import markdown_table, percentile
+from common.tools.lab_frame import Measurement, Part, run_lab
+from common.tools.palette import DECODE, INK, PAPER, PROMPT, label_line, shade
 from plot_chunked_prefill_lab import (
     measure_adaptive,
     measure_attention,
@@ -38,15 +22,14 @@ from plot_chunked_prefill_lab import (
     median_of,
 )
 
-HERE = Path(__file__).resolve().parent
-SMOKE = ROOT / "build" / "chunked-prefill-smoke" / "lab"
-PARTS = {
-    "stall": measure_stall,
-    "sweep": measure_sweep,
-    "adaptive": measure_adaptive,
-    "attention": measure_attention,
-}
-BLUE, ORANGE, GREEN = "#1f4e79", "#c55a11", "#548235"
+
+def timed(measure: Callable[..., dict]) -> Callable[[Measurement], dict]:
+    def run(measurement: Measurement) -> dict:
+        record = measure(tiny=measurement.tiny)
+        record["config"]["clock"] = "time.perf_counter and time.monotonic"
+        return record
+
+    return run
 
 
 # -- figures
@@ -56,13 +39,13 @@ def draw_stall(record: dict) -> plt.Figure:
     """Steps as bars: where they stand on the clock, and how long they take."""
     systems = ("whole prompts", "chunks of 128")
     figure, axes = plt.subplots(
-        2, 1, figsize=(8, 4.6), layout="constrained", sharex=True, sharey=True
+        2, 1, figsize=(9, 5.6), layout="constrained", sharex=True, sharey=True
     )
     for axis, system in zip(axes, systems):
         timeline = record["runs"][system][-1]["timeline"]
         for has_chunk, color, label in (
-            (False, BLUE, "decodes only"),
-            (True, ORANGE, "with a piece of the long prompt"),
+            (False, DECODE, "without the long prompt"),
+            (True, PROMPT, "with a piece of the long prompt"),
         ):
             steps = [(t, ms) for t, ms, _, chunk in timeline if (chunk > 1) == has_chunk]
             axis.bar(
@@ -71,66 +54,56 @@ def draw_stall(record: dict) -> plt.Figure:
                 [ms for _, ms in steps],
                 align="edge",
                 color=color,
-                edgecolor="white",
+                edgecolor=PAPER,
                 linewidth=0.2,
                 label=label,
             )
-        axis.set(title=system, ylabel="a step takes, ms")
-        axis.grid(alpha=0.3)
-    axes[0].legend(frameon=False, fontsize=9)
+        axis.set(title=system)
+        axis.grid()
+    figure.supylabel("a step takes, ms", fontsize=14)
+    axes[0].legend()
     axes[1].set_xlabel("ms since the first arrival")
     return figure
 
 
 def draw_sweep(record: dict) -> plt.Figure:
-    figure, axes = plt.subplots(1, 3, figsize=(10, 3.6), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(9, 4.2), layout="constrained")
     names = list(record["runs"])
-    for axis, (name, label) in zip(
-        axes,
-        {
-            "gap_ms_p99": "others, between tokens p99, ms",
-            "long_ttft_ms": "newcomer's first token, ms",
-            "output_tokens_per_s": "output tokens a second, all",
-        }.items(),
-    ):
+    shown = {
+        "gap_ms_p99": ("the others:\nbetween tokens, p99, ms", shade(DECODE, 0.85)),
+        "long_ttft_ms": ("the newcomer:\nfirst token, ms", PROMPT),
+        "output_tokens_per_s": ("all together:\noutput tokens a second", INK),
+    }
+    for axis, (name, (label, color)) in zip(axes, shown.items()):
         middle = [median_of(record["runs"][size], name) for size in names]
         low = [min(run[name] for run in record["runs"][size]) for size in names]
         high = [max(run[name] for run in record["runs"][size]) for size in names]
-        axis.fill_between(range(len(names)), low, high, color=BLUE, alpha=0.15)
-        axis.plot(range(len(names)), middle, "o-", color=BLUE)
-        axis.set(xlabel="chunk size, tokens", ylabel=label, ylim=0)
-        axis.set_xticks(range(len(names)), names, rotation=45)
-        axis.grid(alpha=0.3)
+        axis.fill_between(range(len(names)), low, high, color=color, alpha=0.2)
+        axis.plot(range(len(names)), middle, "o-", color=color, linewidth=2)
+        axis.set(title=label, ylim=0)
+        axis.set_xticks(range(len(names)), names, rotation=60)
+        axis.grid()
+    figure.supxlabel("chunk size, tokens", fontsize=14)
     return figure
 
 
 def draw_adaptive(record: dict) -> plt.Figure:
-    figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    figure, axis = plt.subplots(figsize=(8.5, 4.4), layout="constrained")
     targets = record["config"]["targets_ms"]
     for place, (_, *runs) in enumerate(record["runs"].values()):
         times = [ms for run in runs for ms in run["chunk_step_ms"]]
         spread = [place + 0.3 * (i / max(1, len(times) - 1) - 0.5) for i in range(len(times))]
-        axis.plot(spread, times, ".", color=BLUE, alpha=0.4)
-        axis.plot([place - 0.3, place + 0.3], [targets[place]] * 2, "-", color=ORANGE)
+        axis.plot(spread, times, ".", color=PROMPT, alpha=0.4)
+        axis.plot([place - 0.3, place + 0.3], [targets[place]] * 2, "-", color=INK, linewidth=2.5)
+    label_line(axis, 0.3, targets[0], "the target", INK)
+    label_line(
+        axis, len(targets) - 0.85, min(times), "a step with\na chunk", PROMPT, offset=(-4, 0)
+    )
     axis.set(xlabel="target_step_ms", ylabel="steps with a chunk, ms", yscale="log")
     axis.set_xticks(range(len(targets)), [f"{ms:g}" for ms in targets])
-    axis.grid(alpha=0.3)
+    axis.set_xlim(-0.5, len(targets) - 0.1)
+    axis.grid()
     return figure
-
-
-FIGURES = {"stall": draw_stall, "sweep": draw_sweep, "adaptive": draw_adaptive}
-
-
-def draw(records: dict[str, dict], folder: Path) -> None:
-    # Text stays text, and what varies from run to run (ids, the date) is fixed: no diff.
-    matplotlib.rcParams.update(
-        {"svg.hashsalt": "chunked_prefill", "svg.fonttype": "none", "font.size": 11}
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in FIGURES.keys() & records.keys():
-        figure = FIGURES[name](records[name])
-        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-        plt.close(figure)
 
 
 # -- tables
@@ -231,54 +204,28 @@ def table_of_attention(record: dict) -> str:
     return markdown_table(head, rows)
 
 
-def make_tables(records: dict[str, dict]) -> dict[str, str]:
-    tables = {}
-    if "stall" in records:
-        long_prompt = records["stall"]["config"]["long_prompt"]
-        title = f"a prompt of {long_prompt:,} tokens arrives"
-        tables["stall"] = table_of_runs(records["stall"], title)
-        tables["stall_note"] = note_of_stall(records["stall"])
-    if "sweep" in records:
-        tables["sweep"] = table_of_runs(records["sweep"], "chunk size")
-    if "adaptive" in records:
-        tables["adaptive"] = table_of_adaptive(records["adaptive"])
-    if "attention" in records:
-        tables["attention"] = table_of_attention(records["attention"])
-    return tables | {f"made_on_{name}": made_on(record) for name, record in records.items()}
+def tables_of_stall(record: dict) -> dict[str, str]:
+    title = f"a prompt of {record['config']['long_prompt']:,} tokens arrives"
+    return {"stall": table_of_runs(record, title), "stall_note": note_of_stall(record)}
 
 
-def write_tables(records: dict[str, dict], readme: Path) -> None:
-    tables = make_tables(records)
-    if not readme.exists():
-        print("\n\n".join(tables.values()))
-        return
-    text = readme.read_text(encoding="utf-8")
-    for name, table in tables.items():
-        text = replace_between_markers(text, name, table)
-    readme.write_text(text, encoding="utf-8")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--record", nargs="+", choices=PARTS, default=[], metavar="PART", help="|".join(PARTS)
-    )
-    parser.add_argument("--tables", action="store_true", help="put the tables into README.md")
-    parser.add_argument("--tiny", action="store_true", help="almost no work, into build/")
-    options = parser.parse_args()
-    folder = SMOKE if options.tiny else HERE
-    paths = {part: folder / "records" / f"chunked_prefill_{part}.json" for part in PARTS}
-    environment = describe_environment()  # before: its load average is that of the others
-    for part in options.record:
-        record = PARTS[part](tiny=options.tiny)
-        record["config"]["clock"] = "time.perf_counter and time.monotonic"
-        command = f"python 06_chunked_prefill/lab/plot_chunked_prefill.py --record {part}"
-        write_record(paths[part], {"command": command, "environment": environment, **record})
-    records = {part: read_record(path) for part, path in paths.items() if path.exists()}
-    draw(records, folder.parent / "figures")
-    if options.tables:
-        write_tables(records, folder.parent / "README.md")
-
+PARTS = {
+    "stall": Part(timed(measure_stall), {"stall": draw_stall}, tables_of_stall),
+    "sweep": Part(
+        timed(measure_sweep),
+        {"sweep": draw_sweep},
+        lambda record: {"sweep": table_of_runs(record, "chunk size")},
+    ),
+    "adaptive": Part(
+        timed(measure_adaptive),
+        {"adaptive": draw_adaptive},
+        lambda record: {"adaptive": table_of_adaptive(record)},
+    ),
+    "attention": Part(
+        timed(measure_attention),
+        tables=lambda record: {"attention": table_of_attention(record)},
+    ),
+}
 
 if __name__ == "__main__":
-    main()
+    run_lab(__file__, PARTS)

@@ -21,10 +21,10 @@ from matplotlib.ticker import NullFormatter
 
 from common.bench.bench_record import read_record
 from common.bench.ladder_bench import main as write_tables
+from common.tools.palette import BASELINE, DECODE, INK, PROMPT, save
 
 HERE = Path(__file__).parent
 FIGURES = HERE.parent / "figures"
-BASELINE, ENGINE, FEW = "#b8b8b8", "#5b8db8", "#c55a11"
 
 
 def spread(rung: dict, name: str) -> tuple[float, list[list[float]]]:
@@ -46,9 +46,9 @@ def draw_many(record: dict) -> Figure:
     for axis, (name, (label, form)) in zip(axes, quantities.items(), strict=True):
         for place, rung in enumerate(rungs):
             middle, error = spread(rung, name)
-            color = ENGINE if rung["title"][0].isdigit() else BASELINE
+            color = DECODE if rung["title"][0].isdigit() else BASELINE
             axis.barh(place, middle, color=color, height=0.66)
-            axis.errorbar(middle, place, xerr=error, color="#404040", lw=1, capsize=2)
+            axis.errorbar(middle, place, xerr=error, color=INK, lw=1, capsize=2)
             axis.annotate(
                 form.format(middle),
                 (middle + error[1][0], place),
@@ -74,7 +74,7 @@ def draw_regimes(record: dict) -> Figure:
     }
     figure, axes = plt.subplots(1, 3, figsize=(11, 4), sharey=True, layout="constrained")
     for axis, (name, label) in zip(axes, quantities.items(), strict=True):
-        shown = zip(record["regimes"].values(), "os", (ENGINE, FEW), strict=True)
+        shown = zip(record["regimes"].values(), "os", (DECODE, PROMPT), strict=True)
         for regime, marker, color in shown:
             for place, rung in enumerate(regime["rungs"].values()):
                 middle, error = spread(rung, name)
@@ -101,8 +101,12 @@ def draw_regimes(record: dict) -> Figure:
 
 
 if __name__ == "__main__":
-    plt.rcParams["svg.hashsalt"] = "vllm-from-scratch"
     ladder = read_record(HERE / "records" / "ladder.json")
-    for name, draw in {"ladder": draw_many, "ladder_regimes": draw_regimes}.items():
-        draw(ladder).savefig(FIGURES / f"{name}.svg", metadata={"Date": None})
+    save(
+        {
+            "ladder": lambda: draw_many(ladder),
+            "ladder_regimes": lambda: draw_regimes(ladder),
+        },
+        FIGURES,
+    )
     write_tables(["--write-readme"])

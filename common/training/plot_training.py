@@ -1,6 +1,6 @@
 """The loss curves of the shipped checkpoints, and their model cards, from the records of the runs.
 
-    python common/plot_training.py
+    python common/training/plot_training.py
 
 Reads `common/checkpoints/*/training_record.json` and `tiny-draft/evaluation.json`, writes
 `common/figures/training.svg` and the `README.md` of each checkpoint. Nothing is typed in by hand.
@@ -15,6 +15,8 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+
+from common.tools.palette import DRAFT, INK, label_line, save
 
 HERE = Path(__file__).parent
 CHECKPOINTS = HERE.parent / "checkpoints"
@@ -58,7 +60,7 @@ a real checkpoint on any computer.
     tokenizer = AutoTokenizer.from_pretrained("common/checkpoints/{name}")
 
 The loss curve is in `training_record.json`, and drawn in `common/figures/training.svg`. This card is
-written by `python common/plot_training.py`.
+written by `python common/training/plot_training.py`.
 """  # noqa: E501
 
 WHAT = {
@@ -72,21 +74,18 @@ def read(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def draw(records: dict[str, dict]) -> None:
-    plt.rcParams["svg.hashsalt"] = "vllm-from-scratch"
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for name, record in records.items():
+def draw(records: dict[str, dict]) -> plt.Figure:
+    figure, axes = plt.subplots(figsize=(8.5, 4.4), layout="constrained")
+    for (name, record), color in zip(records.items(), (INK, DRAFT), strict=True):
         tokens = [point["tokens"] / 1e6 for point in record["curve"]]
-        axes.plot(tokens, [p["held_out_nats"] for p in record["curve"]], marker="o", label=name)
-    axes.set_xlabel("tokens trained on (millions)")
-    axes.set_ylabel("held-out loss (nats a token)")
+        losses = [point["held_out_nats"] for point in record["curve"]]
+        axes.plot(tokens, losses, "o-", color=color)
+        label_line(axes, tokens[-1], losses[-1], name, color)
+    axes.set(xlabel="tokens trained on, millions", ylabel="held-out loss, nats a token")
     axes.set_title("Training of the shipped checkpoints")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    (HERE.parent / "figures").mkdir(exist_ok=True)
-    figure.savefig(HERE.parent / "figures" / "training.svg", metadata={"Date": None})
-    plt.close(figure)
+    axes.margins(x=0.12)
+    axes.grid()
+    return figure
 
 
 def write_card(name: str, record: dict) -> None:
@@ -131,7 +130,7 @@ def write_card(name: str, record: dict) -> None:
 
 def main() -> None:
     records = {name: read(CHECKPOINTS / name / "training_record.json") for name in ROLES}
-    draw(records)
+    save({"training": lambda: draw(records)}, HERE.parent / "figures")
     for name, record in records.items():
         write_card(name, record)
     print("wrote common/figures/training.svg and the model cards")

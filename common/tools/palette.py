@@ -1,0 +1,78 @@
+"""The colours of every figure in this book. A colour keeps its meaning from chapter to chapter.
+
+Shades of a colour are variants of its meaning (`tint`). What no meaning fits is drawn in `INK`.
+The hues are Okabe and Ito's, which colour-blind readers can tell apart. Labels stand beside their
+marks where there is room (`label_line`), and text is large enough to be read at half the size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+import matplotlib.pyplot as plt
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+
+PROMPT = "#0072b2"  # prompt tokens, and whoever puts prompts first
+DECODE = "#56b4e9"  # output tokens, and KV memory that is written
+WASTE = "#f0b54a"  # padding, copies made again, memory that is reserved and empty
+CACHED = "#009e73"  # found in a prefix cache, or shared
+ACCEPTED = "#8fbf3f"  # guesses that were accepted
+REJECTED = "#d55e00"  # guesses that were rejected
+NGRAM = "#a6761d"  # guesses looked up in the text
+DRAFT = "#5b4b9a"  # guesses of a draft model
+PREEMPTED = "#cc79a7"  # preempted, computed again
+OTHER = "#7f4f24"  # other systems
+BASELINE = "#999999"  # without the chapter's idea
+INK = "#222222"  # with the chapter's idea; lines and text
+PAPER = "#ffffff"  # free, empty, not computed
+
+FONT_SIZE = 14  # points; figures are at most 9 inches wide
+
+
+def tint(color: str, share: float) -> str:
+    """`color` mixed with white: 1 is the colour itself, 0 is white."""
+    return to_hex(tuple(1 - share * (1 - part) for part in to_rgb(color)))
+
+
+def shade(color: str, share: float) -> str:
+    """`color` mixed with black: 1 is the colour itself, 0 is black."""
+    return to_hex(tuple(share * part for part in to_rgb(color)))
+
+
+def label_line(axis: plt.Axes, x: float, y: float, text: str, color: str, **style: object) -> None:
+    """`text` beside a mark at `(x, y)`; `ha`, `va` and `offset` (points) say on which side."""
+    offset = style.pop("offset", (6, 0))
+    look = {"ha": "left", "va": "center", "color": shade(color, 0.8), **style}
+    axis.annotate(text, (x, y), xytext=offset, textcoords="offset points", **look)
+
+
+def save(figures: dict[str, Callable[[], Figure]], folder: Path) -> list[Path]:
+    """Draw each figure and write `folder/NAME.svg`, the same bytes for the same data."""
+    # Text stays text, and what varies from run to run (ids, the date) is fixed: no diff.
+    style = {
+        "svg.hashsalt": "vllm-from-scratch",
+        "svg.fonttype": "none",
+        "font.size": FONT_SIZE,
+        "axes.titlesize": FONT_SIZE,
+        "figure.titlesize": FONT_SIZE,
+        "axes.labelsize": FONT_SIZE,
+        "legend.fontsize": FONT_SIZE - 1,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": INK,
+        "text.color": INK,
+        "grid.alpha": 0.3,
+        "legend.frameon": False,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    with matplotlib.rc_context(style):
+        for name, make in figures.items():
+            figure = make()
+            paths.append(folder / f"{name}.svg")
+            figure.savefig(paths[-1], metadata={"Date": None})
+            plt.close(figure)
+    return paths
