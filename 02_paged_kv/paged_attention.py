@@ -12,11 +12,8 @@ sequence's tokens are its last ones, whether one or many:
                                              query 6   x x x x x x x     everything
 
 This module is the specification that kernels are tested against, and the fast path on a CPU. It
-gathers whole blocks, never single tokens, and into one small buffer that stays in the processor's
-cache and is reused by every layer: fresh memory for each layer costs more than the attention does.
-Sequences with one query token, or with a few (guesses to be verified, chapter 5), are attended
-together in groups of similar length; longer queries one sequence at a time. What all layers share
-is worked out once a step, in a plan.
+gathers whole blocks, never single tokens. Short queries are attended together, longer ones one
+sequence at a time; what all layers share is worked out once a step (`attention_plan.py`).
 
 Invariants: nothing beyond a sequence's length reaches the output, not even NaN (a masked score is
 not enough: 0 * NaN is NaN); a slot of -1 is not written; the input's dtype is kept throughout.
@@ -29,18 +26,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-# Keys gathered at a time in decoding: on a CPU what stays in its cache (measured), else plenty.
-GROUP_KEY_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
-# Query rows attended at a time in a chunk that has history, so that a mask is [QUERY_TILE, seq_len]
-# and not [query_len, seq_len].
+from attention_plan import AttentionPlan, group_short_queries, is_short_query
+
+# Query rows attended at a time in a long query that has history, so that a mask is [QUERY_TILE,
+# seq_len] and not [query_len, seq_len].
 QUERY_TILE = 256
-# Query lengths that are attended in groups: up to each of these together, longer ones alone.
-SHORT_QUERIES = (1, 8, 16)
 
 
 class PagedKVCache:
@@ -67,14 +63,6 @@ class PagedKVCache:
             2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
         )
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy blocks `(src, dst)` in all layers, as if all at once: sources are read first."""
-        if not copies:
-            return
-        src, dst = torch.tensor(copies, device=self.key_cache[0].device).unbind(1)
-        for cache in (*self.key_cache, *self.value_cache):
-            cache[dst] = cache[src]
-
 
 @dataclass(slots=True, eq=False)
 class AttentionMetadata:
@@ -89,7 +77,8 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor  # [num_tokens] int64, -1: padding
     max_query_len: int
     max_seq_len: int
-    _plan: object = field(default=None, init=False, repr=False)  # of the backend that attends
+    # What the first layer worked out for the others, if the backend plans.
+    plan: AttentionPlan | None = field(default=None, init=False, repr=False)
 
 
 def write_kv(
@@ -120,19 +109,16 @@ def paged_attention(
     neighbouring query heads share one. Rows of padding tokens are zero. Raises `ValueError` if the
     metadata contradicts itself.
     """
-    plan = metadata._plan
-    if not isinstance(plan, _Plan) or not plan.fits(query, key_cache):
-        plan = metadata._plan = _make_plan(metadata, query, key_cache)
+    plan = metadata.plan
+    if not isinstance(plan, PagedPlan) or not plan.fits(query, key_cache):
+        plan = metadata.plan = PagedPlan(metadata, query, key_cache)
     output = torch.zeros_like(query)
-    for group in plan.decodes:
-        keys = plan.gather(key_cache, group.block_ids, plan.key_buffer)
-        values = plan.gather(value_cache, group.block_ids, plan.value_buffer)
-        output[group.tokens] = attend_group(query[group.tokens], keys, values, group, scale)
-    for chunk in plan.chunks:
-        keys = plan.gather(key_cache, chunk.block_ids, plan.key_buffer)[: chunk.seq_len]
-        values = plan.gather(value_cache, chunk.block_ids, plan.value_buffer)[: chunk.seq_len]
-        tokens = slice(chunk.start, chunk.stop)
-        output[tokens] = _attend_chunk(query[tokens], keys, values, plan.causal_mask, scale)
+    plan.attend_groups(output, query, key_cache, value_cache, scale)
+    for long in plan.long_queries:
+        keys, values = plan.gather(key_cache, value_cache, long.block_ids)
+        keys, values = keys[: long.seq_len], values[: long.seq_len]
+        tokens = slice(long.start, long.stop)
+        output[tokens] = _attend_long(query[tokens], keys, values, plan.causal_mask, scale)
     return output
 
 
@@ -165,25 +151,12 @@ class TorchAttentionBackend:
     attend = staticmethod(paged_attention)
 
 
-# -- what all layers of a step share
+# -- queries that are too long for a group
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Sequences of similar length with a few query tokens each. Who has fewer than `query_len` of
-    them has its first one several times."""
-
-    tokens: torch.Tensor  # [n * query_len] int64, their rows in the query
-    block_ids: torch.Tensor  # [n * blocks of the longest] int, 0 beyond a sequence's own
-    num_seqs: int
-    num_keys: int  # of the longest
-    unused: torch.Tensor  # [num_unused] int64, gathered slots that are not the sequence's
-    mask: torch.Tensor | None  # [n, 1, heads that share keys * query_len, num_keys], 0 or -inf
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A sequence with several query tokens: rows `[start, stop)` of the query."""
+class LongQuery:
+    """Rows `[start, stop)` of the query are the last tokens of one sequence."""
 
     start: int
     stop: int
@@ -191,131 +164,24 @@ class _Chunk:
     block_ids: torch.Tensor  # [its blocks] int
 
 
-@dataclass(slots=True, eq=False)
-class _Plan:
-    decodes: list[DecodeGroup]
-    chunks: list[_Chunk]
-    causal_mask: torch.Tensor | None  # [tile, longest history + tile], its lower right corner used
-    dtype: torch.dtype
-    num_heads: int  # a group's mask has a row for each of them
-    key_buffer: torch.Tensor  # [most blocks gathered at once, block_size, num_kv_heads, head_dim]
-    value_buffer: torch.Tensor
-
-    def fits(self, query: torch.Tensor, key_cache: torch.Tensor) -> bool:
-        is_same_query = self.dtype == query.dtype and self.num_heads == query.shape[1]
-        return is_same_query and self.key_buffer.shape[1:] == key_cache.shape[1:]
-
-    @staticmethod
-    def gather(
-        cache: torch.Tensor, block_ids: torch.Tensor, buffer: torch.Tensor
-    ) -> torch.Tensor:  # [num_slots, num_kv_heads, head_dim], in the buffer
-        blocks = torch.index_select(cache, 0, block_ids, out=buffer[: len(block_ids)])
-        return blocks.view(-1, *cache.shape[2:])
-
-
-def _make_plan(metadata: AttentionMetadata, query: torch.Tensor, key_cache: torch.Tensor) -> _Plan:
-    block_size = key_cache.shape[1]
-    starts = metadata.query_start_loc.tolist()
-    seq_lens = metadata.seq_lens.tolist()
-    chunks, longest_tile, longest_history = [], 0, 0
-    short_rows: dict[int, list[int]] = {}  # by the number of query tokens, rounded up
-    for row, seq_len in enumerate(seq_lens):
-        query_len = starts[row + 1] - starts[row]
-        if query_len == 0:
-            continue
-        check_lengths(row, query_len, seq_len, metadata.block_tables, block_size)
-        rounded = next((n for n in SHORT_QUERIES if query_len <= n), None)
-        if rounded is not None:
-            short_rows.setdefault(rounded, []).append(row)
-            continue
-        block_ids = metadata.block_tables[row, : -(-seq_len // block_size)]
-        chunks.append(_Chunk(starts[row], starts[row + 1], seq_len, block_ids))
-        if query_len < seq_len:
-            longest_tile = max(longest_tile, min(query_len, QUERY_TILE))
-            longest_history = max(longest_history, seq_len)
-    groups = [
-        make_decode_group(rows, starts, seq_lens, metadata.block_tables, query, key_cache)
-        for short in short_rows.values()
-        for rows in split_by_length(short, seq_lens, max_group_slots(key_cache))
-    ]
-    most_blocks = max([len(part.block_ids) for part in (*groups, *chunks)], default=0)
-    buffer_shape = (most_blocks, *key_cache.shape[1:])
-    return _Plan(
-        groups,
-        chunks,
-        _causal_mask(longest_tile, longest_history, query) if longest_tile else None,
-        query.dtype,
-        query.shape[1],
-        key_cache.new_empty(buffer_shape),
-        key_cache.new_empty(buffer_shape),
-    )
-
-
-def check_lengths(
-    row: int, query_len: int, seq_len: int, block_tables: torch.Tensor, block_size: int
-) -> None:
-    if not 0 < query_len <= seq_len or -(-seq_len // block_size) > block_tables.shape[1]:
-        raise ValueError(
-            f"sequence {row}: query_len is {query_len}, seq_len {seq_len}, block_tables "
-            f"{tuple(block_tables.shape)} of {block_size}: they contradict each other"
-        )
-
-
-def max_group_slots(key_cache: torch.Tensor) -> int:
-    return GROUP_KEY_BYTES[key_cache.device.type] // key_cache[0, 0].nbytes
-
-
-def split_by_length(rows: list[int], seq_lens: list[int], max_slots: int) -> list[list[int]]:
-    """Longest first, into groups of at most `max_slots` slots, padding included, unless it is one
-    sequence, and without sequences shorter than half the group's longest."""
-    groups: list[list[int]] = []
-    for row in sorted(rows, key=seq_lens.__getitem__, reverse=True):
-        longest = seq_lens[groups[-1][0]] if groups else 0
-        fits = groups and (len(groups[-1]) + 1) * longest <= max_slots
-        if fits and 2 * seq_lens[row] >= longest:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return groups
-
-
-def make_decode_group(
-    rows: list[int],  # longest first
-    starts: list[int],  # query_start_loc
-    seq_lens: list[int],
-    block_tables: torch.Tensor,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-) -> DecodeGroup:
-    """All that depends on lengths is worked out on the host: nobody waits for the device."""
-    device, block_size = query.device, key_cache.shape[1]
-    lens = torch.tensor([seq_lens[row] for row in rows])[:, None]
-    first = torch.tensor([starts[row] for row in rows])[:, None]
-    last = torch.tensor([starts[row + 1] - 1 for row in rows])[:, None]
-    query_len = max(starts[row + 1] - starts[row] for row in rows)
-    num_keys = seq_lens[rows[0]]
-    num_blocks = -(-num_keys // block_size)
-    positions = torch.arange(num_blocks * block_size)
-    is_unused = positions >= lens
-    # Aligned to the last one; rows that a sequence has not are its first once more.
-    tokens = (last - torch.arange(query_len - 1, -1, -1)).maximum(first)
-    # A query sees all keys but those of the queries behind it.
-    hidden = positions[:num_keys] >= (lens - (last - tokens))[:, :, None]  # [n, query_len, keys]
-    mask = None
-    if hidden.any():
-        hidden = hidden.repeat(1, query.shape[1] // key_cache.shape[2], 1)[:, None]
-        mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, -math.inf)
-        mask = mask.to(device, non_blocking=True)
-    block_ids = block_tables[torch.tensor(rows).to(device, non_blocking=True), :num_blocks]
-    is_foreign = is_unused[:, ::block_size].to(device, non_blocking=True)
-    return DecodeGroup(
-        tokens=tokens.flatten().to(device, non_blocking=True),
-        block_ids=block_ids.masked_fill(is_foreign, 0).flatten(),
-        num_seqs=len(rows),
-        num_keys=num_keys,
-        unused=is_unused.flatten().nonzero().flatten().to(device, non_blocking=True),
-        mask=mask,
-    )
+class PagedPlan(AttentionPlan):
+    def __init__(
+        self, metadata: AttentionMetadata, query: torch.Tensor, key_cache: torch.Tensor
+    ) -> None:
+        block_size, tables = key_cache.shape[1], metadata.block_tables
+        starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+        is_short = [is_short_query(stop - start) for start, stop in pairwise(starts)]
+        groups, rows = group_short_queries(starts, seq_lens, is_short, tables, query, key_cache)
+        self.long_queries: list[LongQuery] = []
+        tile, num_keys = 0, 0
+        for row in rows:
+            start, stop, seq_len = starts[row], starts[row + 1], seq_lens[row]
+            block_ids = tables[row, : -(-seq_len // block_size)]
+            self.long_queries.append(LongQuery(start, stop, seq_len, block_ids))
+            if stop - start < seq_len:  # it has history
+                tile, num_keys = max(tile, min(stop - start, QUERY_TILE)), max(num_keys, seq_len)
+        self.causal_mask = _causal_mask(tile, num_keys, query)
+        super().__init__(groups, (long.block_ids for long in self.long_queries), query, key_cache)
 
 
 def _causal_mask(tile: int, num_keys: int, query: torch.Tensor) -> torch.Tensor:
@@ -325,36 +191,11 @@ def _causal_mask(tile: int, num_keys: int, query: torch.Tensor) -> torch.Tensor:
     return mask.triu_(num_keys - tile + 1)
 
 
-# -- attention over gathered keys and values
-
-
-def attend_group(
-    query: torch.Tensor,  # [n * query_len, num_heads, head_dim]
-    keys: torch.Tensor,  # [n * slots, num_kv_heads, head_dim], unused ones are overwritten
-    values: torch.Tensor,  # the same
-    group: DecodeGroup,
-    scale: float,
-) -> torch.Tensor:  # [n * query_len, num_heads, head_dim]
-    num_tokens, num_heads, head_dim = query.shape
-    num_seqs, num_kv_heads = group.num_seqs, keys.shape[1]
-    shared = num_heads // num_kv_heads
-    keys.index_fill_(0, group.unused, 0)
-    values.index_fill_(0, group.unused, 0)
-    # Query heads that share a KV head become query rows of that head: keys are read once.
-    query = query.view(num_seqs, -1, num_kv_heads, shared, head_dim).permute(0, 2, 3, 1, 4)
-    query = query.reshape(num_seqs, num_kv_heads, -1, head_dim)
-    keys = keys.view(num_seqs, -1, num_kv_heads, head_dim)[:, : group.num_keys].transpose(1, 2)
-    values = values.view(num_seqs, -1, num_kv_heads, head_dim)[:, : group.num_keys].transpose(1, 2)
-    output = scaled_dot_product_attention(query, keys, values, attn_mask=group.mask, scale=scale)
-    output = output.view(num_seqs, num_kv_heads, shared, -1, head_dim).permute(0, 3, 1, 2, 4)
-    return output.reshape(num_tokens, num_heads, head_dim)
-
-
-def _attend_chunk(
+def _attend_long(
     query: torch.Tensor,  # [query_len, num_heads, head_dim]
     keys: torch.Tensor,  # [seq_len, num_kv_heads, head_dim]
     values: torch.Tensor,  # the same
-    causal_mask: torch.Tensor | None,  # of any size that is large enough; None: no history
+    causal_mask: torch.Tensor,  # of any size that is large enough
     scale: float,
 ) -> torch.Tensor:  # [query_len, num_heads, head_dim]
     query_len, num_heads, head_dim = query.shape

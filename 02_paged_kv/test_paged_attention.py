@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
 
+import attention_plan
 import paged_attention as module
 from block_pool import BlockPool
 from kv_cache_manager import KVCacheManager
@@ -150,7 +152,7 @@ MIXED = [(1, 1), (1, 17), (5, 5), (1, 40), (7, 20), (1, 3), (2, 35), (1, 33), (3
 @pytest.fixture(params=[(), (1,), (2, 4), (1, 8, 16)], ids=str)
 def short_query(request, monkeypatch):
     """What is attended in groups and what one by one: neither may be seen in the output."""
-    monkeypatch.setattr(module, "SHORT_QUERIES", request.param)
+    monkeypatch.setattr(attention_plan, "SHORT_QUERIES", request.param)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -186,14 +188,14 @@ def test_chunks_that_end_at_and_around_block_ends(block_size):
 @pytest.mark.parametrize("tile", [1, 2, 3, 7])
 def test_a_chunk_is_attended_in_tiles_of_any_size(tile, monkeypatch):
     monkeypatch.setattr(module, "QUERY_TILE", tile)
-    monkeypatch.setattr(module, "SHORT_QUERIES", ())
+    monkeypatch.setattr(attention_plan, "SHORT_QUERIES", ())
     case = make_case([(7, 20), (3, 50), (1, 9), (6, 7), (5, 5)], 4)
     case.check(case.attend())
 
 
 @pytest.mark.parametrize("limit", [1, 2**10, 2**30])
 def test_decodes_in_groups_of_any_size(limit, monkeypatch):
-    monkeypatch.setitem(module.GROUP_KEY_BYTES, "cpu", limit)
+    monkeypatch.setitem(attention_plan.GROUP_KEY_BYTES, "cpu", limit)
     case = make_case([(1, n) for n in (3, 100, 4, 60, 5, 1, 49, 30, 50, 100)], 4)
     case.check(case.attend())
     lens = [(3, 3), (3, 50), (2, 100), (2, 4), (1, 60), (3, 4), (3, 49), (2, 99), (1, 1)]
@@ -203,15 +205,15 @@ def test_decodes_in_groups_of_any_size(limit, monkeypatch):
 
 def test_decode_groups_hold_similar_lengths_within_the_limit():
     lens = [100, 7, 60, 51, 50, 49, 3, 1]
-    assert module.split_by_length(list(range(8)), lens, 10**6) == [
+    assert attention_plan.split_by_length(list(range(8)), lens, 10**6) == [
         [0, 2, 3, 4],
         [5],
         [1],
         [6],
         [7],
     ]
-    assert module.split_by_length([0, 2, 3, 4], lens, 299) == [[0, 2], [3, 4]]
-    assert module.split_by_length([0, 1], lens, 1) == [[0], [1]], "too long for any group"
+    assert attention_plan.split_by_length([0, 2, 3, 4], lens, 299) == [[0, 2], [3, 4]]
+    assert attention_plan.split_by_length([0, 1], lens, 1) == [[0], [1]], "too long for any group"
 
 
 def test_batches_without_tokens_and_sequences_without_tokens():
@@ -221,18 +223,18 @@ def test_batches_without_tokens_and_sequences_without_tokens():
     case = make_case([(0, 9), (1, 5), (0, 3), (4, 6), (0, 1)], 4, num_padding_tokens=3)
     case.check(case.attend())
     case.metadata.seq_lens[2] = 0
-    case.metadata._plan = None
+    case.metadata.plan = None
     case.check(case.attend())
 
 
 def test_one_plan_serves_all_layers_and_not_another_dtype_or_shape():
     case = make_case(MIXED, 4)
     case.check(case.attend())
-    plan = case.metadata._plan
+    plan = case.metadata.plan
     case.key_cache.mul_(2), case.value_cache.mul_(3)  # the next layer: other contents, same places
     case.keys, case.values = [k * 2 for k in case.keys], [v * 3 for v in case.values]
     case.check(case.attend())
-    assert case.metadata._plan is plan
+    assert case.metadata.plan is plan
     narrow = make_case(MIXED, 4, torch.float32, num_kv_heads=1, num_shared=4, head_dim=6)
     narrow.metadata = case.metadata
     narrow.key_cache = torch.zeros(len(case.key_cache), 4, 1, 6)
@@ -361,30 +363,27 @@ def test_kv_bytes():
     assert cache.key_cache[0].data_ptr() != cache.value_cache[0].data_ptr()
 
 
-def test_block_copies_are_made_all_at_once():
-    """Sources are read before destinations are written: 1 -> 2 and 2 -> 3 do not chain."""
-    cache = PagedKVCache(2, 5, 2, 1, 3)
-    tensors = [*cache.key_cache, *cache.value_cache]
-    for i, tensor in enumerate(tensors):
-        tensor.copy_(torch.arange(30).view(5, 2, 1, 3) + 100 * i)
-    before = [tensor.clone() for tensor in tensors]
-    cache.copy_blocks([])
-    cache.copy_blocks([(1, 2), (2, 3)])
-    for old, new in zip(before, tensors, strict=True):
-        assert torch.equal(new, old[[0, 1, 1, 2, 4]])
-
-
 # -- all of chapter 2 together
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_paged_equals_contiguous_while_requests_fork_and_diverge(block_size, seed):
+def test_paged_equals_contiguous_while_requests_come_and_go(block_size, seed):
     """Manager, cache and attention against sequences that are plain tensors."""
+    run_paged_and_contiguous(KVCacheManager(BlockPool(600), block_size), seed)
+
+
+def run_paged_and_contiguous(
+    manager: KVCacheManager,
+    seed: int,
+    make_child: Callable[[Request, Request], None] | None = None,
+    make_copies: Callable[[PagedKVCache], None] | None = None,
+) -> None:
+    """`make_child(parent, child)`: some newcomers share the first part of what `parent` has
+    (`beyond/`). `make_copies` is called before anything is written."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    manager = KVCacheManager(BlockPool(600), block_size)
-    cache = PagedKVCache(1, 600, block_size, 2, 8, torch.float64)
+    cache = PagedKVCache(1, 600, manager.block_size, 2, 8, torch.float64)
     key_cache, value_cache = (
         cache.key_cache[0].fill_(math.nan),
         cache.value_cache[0].fill_(math.nan),
@@ -394,12 +393,12 @@ def test_paged_equals_contiguous_while_requests_fork_and_diverge(block_size, see
     for step in range(25):
         if len(requests) < 5:
             child = Request.from_tokens(f"r{step}", [0])
-            parent = rng.choice([None, *requests.values()])
+            parent = rng.choice([None, *requests.values()]) if make_child is not None else None
             past = torch.empty(2, 0, 2, 8).double()
             if parent is not None:
                 child.num_computed_tokens = rng.randint(1, parent.num_computed_tokens)
                 past = contiguous[parent.request_id][:, : child.num_computed_tokens]
-                manager.fork(parent, child)
+                make_child(parent, child)
             requests[child.request_id], contiguous[child.request_id] = child, past
         elif rng.random() < 0.3:
             gone = rng.choice(list(requests))
@@ -421,7 +420,8 @@ def test_paged_equals_contiguous_while_requests_fork_and_diverge(block_size, see
             contiguous[request_id] = torch.cat([contiguous[request_id], new[:, own]], dim=1)
             expected.append(naive_attention(query[own], *contiguous[request_id], 0.4))
         manager.check_invariants(requests.values())
-        cache.copy_blocks([(src, dst) for _, _, src, dst in manager.take_block_copies()])
+        if make_copies is not None:
+            make_copies(cache)
         write_kv(*new, key_cache, value_cache, torch.tensor(slots))
         lens = [requests[r].num_computed_tokens for r in order]
         tables = [torch.tensor(list(manager.get_block_ids(r))) for r in order]

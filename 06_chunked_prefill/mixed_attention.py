@@ -34,18 +34,9 @@ from itertools import pairwise
 
 import torch
 
+from attention_plan import AttentionPlan, group_short_queries, max_group_slots
 from mixed_batch import MixedMetadata
-from paged_attention import (
-    SHORT_QUERIES,
-    AttentionMetadata,
-    DecodeGroup,
-    attend_group,
-    check_lengths,
-    make_decode_group,
-    max_group_slots,
-    split_by_length,
-    write_kv,
-)
+from paged_attention import AttentionMetadata, write_kv
 
 KEY_TILE = 4096  # keys of the history that are gathered at a time
 QUERY_TILE = 1024  # queries that are attended at a time, and keys of the diagonal
@@ -74,28 +65,24 @@ class SpannedChunk:
     spans: list[KeySpan]
 
 
-@dataclass(slots=True, eq=False)
-class MixedPlan:
-    """What all layers of a step share."""
+class MixedPlan(AttentionPlan):
+    """Chapter 2's groups of short queries, and spans of keys for the others."""
 
-    groups: list[DecodeGroup]
-    chunks: list[SpannedChunk]
-    dtype: torch.dtype
-    num_heads: int
-    key_buffer: torch.Tensor  # [most blocks gathered at once, block_size, num_kv_heads, head_dim]
-    value_buffer: torch.Tensor
-
-    def fits(self, query: torch.Tensor, key_cache: torch.Tensor) -> bool:
-        is_same_query = self.dtype == query.dtype and self.num_heads == query.shape[1]
-        return is_same_query and self.key_buffer.shape[1:] == key_cache.shape[1:]
-
-    def gather(
-        self, key_cache: torch.Tensor, value_cache: torch.Tensor, block_ids: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # [num_slots, num_kv_heads, head_dim], in the buffers
-        n = len(block_ids)
-        keys = torch.index_select(key_cache, 0, block_ids, out=self.key_buffer[:n])
-        values = torch.index_select(value_cache, 0, block_ids, out=self.value_buffer[:n])
-        return keys.flatten(0, 1), values.flatten(0, 1)
+    def __init__(
+        self, metadata: AttentionMetadata, query: torch.Tensor, key_cache: torch.Tensor
+    ) -> None:
+        block_size, tables = key_cache.shape[1], metadata.block_tables
+        starts, seq_lens, is_short = _host_view(metadata)
+        max_slots = max_group_slots(key_cache)
+        is_short = [short and n <= max_slots for short, n in zip(is_short, seq_lens, strict=True)]
+        groups, rows = group_short_queries(starts, seq_lens, is_short, tables, query, key_cache)
+        self.chunks: list[SpannedChunk] = []
+        for row in rows:
+            start, stop = starts[row], starts[row + 1]
+            spans = list(_spans(tables[row], stop - start, seq_lens[row], block_size))
+            self.chunks.append(SpannedChunk(start, stop, spans))
+        block_ids = (span.block_ids for chunk in self.chunks for span in chunk.spans)
+        super().__init__(groups, block_ids, query, key_cache)
 
 
 def mixed_attention(
@@ -109,13 +96,11 @@ def mixed_attention(
 
     Raises `ValueError` if the metadata contradicts itself.
     """
-    plan = metadata._plan
+    plan = metadata.plan
     if not isinstance(plan, MixedPlan) or not plan.fits(query, key_cache):
-        plan = metadata._plan = _plan_step(metadata, query, key_cache)
+        plan = metadata.plan = MixedPlan(metadata, query, key_cache)
     output = torch.zeros_like(query)
-    for group in plan.groups:
-        keys, values = plan.gather(key_cache, value_cache, group.block_ids)
-        output[group.tokens] = attend_group(query[group.tokens], keys, values, group, scale)
+    plan.attend_groups(output, query, key_cache, value_cache, scale)
     for chunk in plan.chunks:
         rows = slice(chunk.start, chunk.stop)
         _attend_spans(output[rows], query[rows], key_cache, value_cache, chunk, plan, scale)
@@ -130,35 +115,6 @@ class MixedAttentionBackend:
 
 
 # -- planning a step, on the host
-
-
-def _plan_step(
-    metadata: AttentionMetadata, query: torch.Tensor, key_cache: torch.Tensor
-) -> MixedPlan:
-    block_size, max_slots = key_cache.shape[1], max_group_slots(key_cache)
-    starts, seq_lens, is_short = _host_view(metadata)
-    chunks = []
-    short_rows: dict[int, list[int]] = {}  # by the number of query tokens, rounded up
-    for row, seq_len in enumerate(seq_lens):
-        query_len = starts[row + 1] - starts[row]
-        if query_len == 0:
-            continue
-        check_lengths(row, query_len, seq_len, metadata.block_tables, block_size)
-        if is_short[row] and seq_len <= max_slots:
-            rounded = next((n for n in SHORT_QUERIES if query_len <= n), query_len)
-            short_rows.setdefault(rounded, []).append(row)
-        else:
-            spans = list(_spans(metadata.block_tables[row], query_len, seq_len, block_size))
-            chunks.append(SpannedChunk(starts[row], starts[row + 1], spans))
-    groups = [
-        make_decode_group(rows, starts, seq_lens, metadata.block_tables, query, key_cache)
-        for short in short_rows.values()
-        for rows in split_by_length(short, seq_lens, max_slots)
-    ]
-    gathered = [*groups, *(span for chunk in chunks for span in chunk.spans)]
-    most_blocks = max((len(part.block_ids) for part in gathered), default=0)
-    buffers = key_cache.new_empty(2, most_blocks, *key_cache.shape[1:])
-    return MixedPlan(groups, chunks, query.dtype, query.shape[1], *buffers)
 
 
 def _host_view(metadata: AttentionMetadata) -> tuple[list[int], list[int], list[bool]]:

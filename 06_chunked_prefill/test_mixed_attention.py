@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import attention_plan
 import mixed_attention as module
-import paged_attention
 from batch_layout import BlockTables, Query
 from mixed_attention import MixedAttentionBackend, mixed_attention
 from mixed_batch import MixedMetadata, compose, short_first
@@ -137,20 +137,22 @@ def test_mixed_metadata_is_attended_without_asking_the_device(decode_threshold, 
 def test_many_short_queries_are_attended_together(monkeypatch):
     """Up to the threshold in groups, whatever comes behind it alone."""
     groups = []
-    real = module.attend_group
+    real = attention_plan.attend_group
 
     def spy(query, keys, values, group, scale):
         groups.append(group.num_seqs)
         return real(query, keys, values, group, scale)
 
-    monkeypatch.setattr(module, "attend_group", spy)
+    monkeypatch.setattr(attention_plan, "attend_group", spy)
     case = make_case([(1, 40), (3, 41), (1, 42), (2, 43), (5, 44), (1, 45)], 16)
-    check(case, attend(case))
+    output = attend(case)
     assert groups == [3], "plain metadata: decodes are those of one token, wherever they stand"
+    check(case, output)
     groups.clear()
     case = make_case([(1, 40), (3, 41), (1, 42), (2, 43), (1, 45), (5, 44)], 16)
-    check(case, attend(case, mixed_metadata(case, 3)))
+    output = attend(case, mixed_metadata(case, 3))
     assert sorted(groups) == [2, 3], "one token and up to eight are two groups"
+    check(case, output)
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 80])
@@ -210,16 +212,16 @@ def test_a_chunk_does_not_attend_past_its_end(end):
 @pytest.mark.parametrize("budget", [1, 2**10, 2**12, 2**30])
 @pytest.mark.usefixtures("small_tiles", "tile_attention")
 def test_decodes_longer_than_a_group_may_be_are_split_over_their_keys(budget, monkeypatch):
-    monkeypatch.setitem(paged_attention.GROUP_KEY_BYTES, "cpu", budget)
+    monkeypatch.setitem(attention_plan.GROUP_KEY_BYTES, "cpu", budget)
     lengths = [(1, n) for n in (3, 100, 4, 60, 5, 1, 49, 30, 50, 100)]
     case = make_case([*lengths, (2, 60), (3, 3)], 4)
     check(case, attend(case))
     metadata = mixed_metadata(case, 3)
     check(case, attend(case, metadata))
     slot_bytes = case.key_cache[0, 0].nbytes
-    for group in metadata._plan.groups:
+    for group in metadata.plan.groups:
         assert group.num_seqs * group.num_keys * slot_bytes <= budget, "a group keeps its budget"
-    assert len(metadata._plan.chunks) == sum(n * slot_bytes > budget for n in map(len, case.keys))
+    assert len(metadata.plan.chunks) == sum(n * slot_bytes > budget for n in map(len, case.keys))
 
 
 def test_each_key_is_gathered_once_in_tiles_and_only_for_queries_that_see_it(monkeypatch):
@@ -252,7 +254,7 @@ def test_each_key_is_gathered_once_in_tiles_and_only_for_queries_that_see_it(mon
         (8, 8, True),
     ]
     assert gathered == [2, 2, 1, 1, 1, 1]
-    assert len(case.metadata._plan.key_buffer) == 2
+    assert len(case.metadata.plan.key_buffer) == 2
     attended.clear()
     case = make_case([(16, 16)], 16)
     check(case, attend(case))
@@ -263,15 +265,15 @@ def test_one_plan_serves_all_layers_and_no_other_backend():
     lengths = [(1, 9), (5, 5), (7, 20), (1, 3)]
     case = make_case(lengths, 4)
     check(case, attend(case))
-    plan = case.metadata._plan
+    plan = case.metadata.plan
     case.key_cache.mul_(2), case.value_cache.mul_(3)  # the next layer: other contents, same places
     case.keys, case.values = [k * 2 for k in case.keys], [v * 3 for v in case.values]
     check(case, attend(case))
-    assert case.metadata._plan is plan
+    assert case.metadata.plan is plan
     case.check(case.attend())  # chapter 2's, with the same metadata
-    assert case.metadata._plan is not plan
+    assert case.metadata.plan is not plan
     check(case, attend(case))
-    assert isinstance(case.metadata._plan, module.MixedPlan)
+    assert isinstance(case.metadata.plan, module.MixedPlan)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +287,7 @@ def test_a_plan_of_another_dtype_or_shape_is_not_used(dtype, heads):
     num_kv_heads, num_shared, head_dim = heads
     shape = {"num_kv_heads": num_kv_heads, "num_shared": num_shared, "head_dim": head_dim}
     other = make_case(lengths, 4, dtype, **shape)
-    other.metadata._plan = case.metadata._plan
+    other.metadata.plan = case.metadata.plan
     check(other, attend(other))
 
 
@@ -310,7 +312,7 @@ def test_batches_without_tokens_and_sequences_without_tokens():
     case = make_case([(0, 9), (1, 5), (0, 3), (4, 6), (0, 1)], 4, num_padding_tokens=3)
     check(case, attend(case))
     case.metadata.seq_lens[2] = 0
-    case.metadata._plan = None
+    case.metadata.plan = None
     check(case, attend(case))
 
 
@@ -385,7 +387,7 @@ def test_any_batch_in_any_tiles(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "KEY_TILE", key_tile)
         patch.setattr(module, "QUERY_TILE", query_tile)
-        patch.setitem(paged_attention.GROUP_KEY_BYTES, "cpu", budget)
+        patch.setitem(attention_plan.GROUP_KEY_BYTES, "cpu", budget)
         if not is_fused:
             patch.setattr(module, "FUSED_ATTENTION", None)
         check(case, attend(case))

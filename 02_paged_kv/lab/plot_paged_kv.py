@@ -23,7 +23,7 @@ import torch
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Path2D
 
-from common.bench.bench_record import markdown_table
+from common.bench.bench_record import markdown_table, replace_between_markers
 from plot_paged_kv_timing import describe_environment, measure_time
 from plot_paged_kv_workloads import (
     BLOCK_SIZE,
@@ -164,7 +164,7 @@ def draw(record: dict) -> None:
 
 
 def tables(record: dict) -> dict[str, str]:
-    """What stands between `<!-- table:NAME -->` markers in the README."""
+    """What stands between `<!-- table:NAME -->` markers in the README and in that of beyond/."""
     counted, timed = record["counted"], record["timed"]
     return {
         "headline": _headline(counted),
@@ -301,15 +301,13 @@ def _made_on(record: dict) -> str:
     )
 
 
-def write_tables(record: dict, readme: Path) -> None:
-    text = readme.read_text(encoding="utf-8")
+def write_tables(record: dict, readmes: list[Path]) -> None:
+    texts = {readme: readme.read_text(encoding="utf-8") for readme in readmes}
     for name, content in tables(record).items():
-        begin, end = f"<!-- table:{name} -->", f"<!-- /table:{name} -->"
-        if text.count(begin) != 1 or text.count(end) != 1:
-            raise SystemExit(f"{readme.name} must have {begin} and {end} once each")
-        head, _, rest = text.partition(begin)
-        text = f"{head}{begin}\n{content}\n{end}{rest.partition(end)[2]}"
-    readme.write_text(text, encoding="utf-8")
+        (readme,) = [r for r, text in texts.items() if f"<!-- table:{name} -->" in text]
+        texts[readme] = replace_between_markers(texts[readme], name, content)
+    for readme, text in texts.items():
+        readme.write_text(text, encoding="utf-8")
 
 
 def main() -> None:
@@ -326,7 +324,7 @@ def main() -> None:
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     draw(record)
     if options.write:
-        write_tables(record, HERE.parent / "README.md")
+        write_tables(record, [HERE.parent / "README.md", HERE.parent / "beyond" / "README.md"])
 
 
 if __name__ == "__main__":

@@ -21,12 +21,13 @@ import torch
 from tokenizers import Tokenizer
 
 from block_pool import Block, BlockPool
-from engine_core import EngineCore, SamplerOutput
-from fcfs_scheduler import FCFSScheduler
-from kv_cache_manager import ComputedBlocks, KVCacheManager
+from forking_kv_cache_manager import ForkingKVCacheManager
+from kv_cache_manager import KVCacheManager
 from paged_attention import PagedKVCache
+from paged_fcfs_scheduler import PagedFCFSScheduler
 from request import Request, SamplingParams
-from scheduler_interface import SchedulerOutput
+from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
+from step_record import RecordingEngineCore
 
 SEED = 0
 NUM_REQUESTS = 256
@@ -75,25 +76,68 @@ def stdlib_jobs(tokenizer_file: Path) -> list[Job]:
 
 
 class ScriptedRunner:
-    """A runner and sampler in one: every request ends after its known number of outputs."""
+    """Every request ends after its known number of outputs."""
 
     def __init__(self, output_lens: dict[str, int]) -> None:
         self.remaining = dict(output_lens)
-        self.logit_req_ids: list[str] = []
+
+    def execute(self, plan: SchedulerOutput) -> FinishedStep:
+        output = StepOutput()
+        for request_id in plan.num_scheduled_tokens:
+            self.remaining[request_id] -= 1
+            output.token_ids[request_id] = [EOS * (not self.remaining[request_id])]
+        return FinishedStep(output)
+
+
+class AskingScheduler(PagedFCFSScheduler):
+    """Asks for slots in every step, and not only at admission: some memories below promise less
+    then than a reservation."""
+
+    def make_plan(self, num_tokens: dict[str, int]) -> SchedulerOutput:
+        for request_id, num_new_tokens in num_tokens.items():
+            request = self.requests[request_id]
+            has_room = self.kv_memory.allocate_slots(request, num_new_tokens)
+            assert has_room, f"{request!r} is running, and the memory is full"
+        return super().make_plan(num_tokens)
+
+
+class ForkingScheduler(AskingScheduler):
+    """Sample `i#j` of a prompt forks `i#0` as soon as that has computed the prompt."""
+
+    def __init__(self, kv_memory: ForkingKVCacheManager, *limits: int | None) -> None:
+        super().__init__(kv_memory, *limits)
+        self.kv_memory: ForkingKVCacheManager = kv_memory
         self.num_block_copies = 0
 
-    def prepare(self, output: SchedulerOutput) -> ScriptedRunner:
-        self.logit_req_ids = list(output.num_scheduled_tokens)
-        self.num_block_copies += len(output.block_copies)
-        return self
+    def _admit(self, budget: int) -> dict[str, int]:
+        admitted: dict[str, int] = {}
+        for request in self.waiting:
+            prompt, _, sample = request.request_id.partition("#")
+            parent = self.requests.get(f"{prompt}#0") if sample != "0" else None
+            if len(self.running) == self.max_num_seqs or (parent and not parent.output_token_ids):
+                break  # a parent that computes its prompt in this step: in the next one
+            if parent is not None:  # it needs logits of its own, so the last token is left
+                request.num_computed_tokens = request.num_prompt_tokens - 1
+                self.kv_memory.fork(parent, request)
+            num_tokens = request.num_tokens - request.num_computed_tokens
+            num_reserved = request.max_num_tokens - 1 - request.num_tokens
+            if num_tokens > budget or not self.kv_memory.allocate_slots(
+                request, num_tokens, num_reserved
+            ):
+                self.kv_memory.free(request)
+                request.num_computed_tokens = 0
+                break
+            self._seat(request)
+            admitted[request.request_id] = num_tokens
+            budget -= num_tokens
+        for request_id in admitted:
+            self.waiting.remove_request(self.requests[request_id])
+        return admitted
 
-    def forward(self, batch: ScriptedRunner) -> torch.Tensor:
-        return torch.empty(len(batch.logit_req_ids), 0)
-
-    def sample(self, logits: torch.Tensor, batch: ScriptedRunner) -> SamplerOutput:
-        for request_id in batch.logit_req_ids:
-            self.remaining[request_id] -= 1
-        return SamplerOutput({r: [EOS * (not self.remaining[r])] for r in batch.logit_req_ids})
+    def make_plan(self, num_tokens: dict[str, int]) -> SchedulerOutput:
+        plan = super().make_plan(num_tokens)
+        self.num_block_copies += len(self.kv_memory.take_block_copies())
+        return plan
 
 
 class GrowOnDemand(KVCacheManager):
@@ -101,20 +145,16 @@ class GrowOnDemand(KVCacheManager):
     out; chapter 4's scheduler makes it safe everywhere."""
 
     def allocate_slots(
-        self,
-        request: Request,
-        num_new_tokens: int,
-        num_lookahead_tokens: int = 0,
-        computed: ComputedBlocks | None = None,
+        self, request: Request, num_new_tokens: int, num_reserved_tokens: int = 0
     ) -> bool:
-        return super().allocate_slots(request, num_new_tokens, 0, computed)
+        return super().allocate_slots(request, num_new_tokens)
 
 
 class FirstFit(KVCacheManager):
     """The other baseline: one contiguous region a request, as long as prompt + max_tokens, in the
     first hole that is large enough. Blocks of one slot, but neighbours only."""
 
-    def _take_blocks(self, num_blocks: int, num_kept_free: int = 0) -> list[Block] | None:
+    def _take_blocks(self, num_blocks: int) -> list[Block] | None:
         start = 1
         for block in self.pool.blocks[1:]:
             start = block.block_id + 1 if block.ref_cnt else start
@@ -125,8 +165,9 @@ class FirstFit(KVCacheManager):
         return None if num_blocks else []
 
 
-class NeverFork(KVCacheManager):
-    """Samples of one prompt share nothing: each computes and holds the prompt itself."""
+class NeverFork(ForkingKVCacheManager):
+    """Samples of one prompt come one step after the first, and share nothing: each computes and
+    holds the prompt itself."""
 
     def fork(self, parent: Request, child: Request) -> None:
         child.num_computed_tokens = 0
@@ -150,14 +191,17 @@ def serve(
     `crowded_*` are sums over the steps after which somebody waits: there memory, not demand, is
     what limits.
     """
-    scheduler = FCFSScheduler(max_num_seqs, 2048, MAX_MODEL_LEN, memory)
+    limits = (max_num_seqs, 2048, MAX_MODEL_LEN)
+    if isinstance(memory, ForkingKVCacheManager):
+        scheduler = ForkingScheduler(memory, *limits)
+    else:
+        scheduler = AskingScheduler(memory, *limits)
     requests = [
         Request(
             f"{i}#{j}",
             [0] * job.prompt_len,
             SamplingParams(temperature=0, max_tokens=job.max_tokens),
             [EOS],
-            parent_id=f"{i}#0" if j else None,
         )
         for i, job in enumerate(jobs)
         for j in range(n)
@@ -168,8 +212,7 @@ def serve(
         for i, x in enumerate(jobs)
         for j in range(n)
     }
-    runner = ScriptedRunner(lens)
-    core = EngineCore(scheduler, runner, runner)
+    core = RecordingEngineCore(scheduler, ScriptedRunner(lens))
     for request in requests:
         core.add_request(request)
     total = memory.pool.num_usable_blocks * memory.block_size
@@ -193,7 +236,8 @@ def serve(
             sums["crowded_written"] += written
             sums["crowded_running"] += len(running)
     memory.check_invariants()
-    counts = {"steps": core.num_steps, "num_block_copies": runner.num_block_copies, **sums}
+    num_copies = scheduler.num_block_copies if isinstance(scheduler, ForkingScheduler) else 0
+    counts = {"steps": core.num_steps, "num_block_copies": num_copies, **sums}
     result = {"block_size": memory.block_size, "total_slots": total, **counts}
     if with_snapshot:  # the last of the crowded steps with as much written as the median, to 1 %
         median = statistics.median(snapshot["written"] for snapshot in snapshots)
@@ -229,7 +273,7 @@ def count(jobs: list[Job]) -> dict:
         ],
         "asked_for": {name: serve(some, make_memory(BLOCK_SIZE)) for name, some in asked.items()},
         "fork": {
-            "shared": serve(few, make_memory(BLOCK_SIZE, endless), n=4),
+            "shared": serve(few, make_memory(BLOCK_SIZE, endless, ForkingKVCacheManager), n=4),
             "alone": serve(few, make_memory(BLOCK_SIZE, endless, NeverFork), n=4),
         },
         "tables": [measure_tables(size) for size in BLOCK_SIZES],
