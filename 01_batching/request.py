@@ -31,6 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from numbers import Integral, Real
+from typing import Any, TypeGuard
 
 from post_names import RequestPostNames
 
@@ -82,7 +83,7 @@ class SamplingParams:
     def _check_integers(self) -> None:
         lowest = {"n": 1, "top_k": 0, "max_tokens": 1, "min_tokens": 0, "logprobs": 0, "seed": None}
         for name, low in lowest.items():
-            value = getattr(self, name)
+            value: Any = getattr(self, name)
             if value is None and name in ("seed", "logprobs"):
                 continue
             check_integers(low, **{name: value})
@@ -131,7 +132,7 @@ def check_integers(lowest: int | None = None, **fields: object) -> None:
             raise ValueError(f"{name} is {value!r}: it must be {allowed}")
 
 
-def _is_integer(value: object) -> bool:
+def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

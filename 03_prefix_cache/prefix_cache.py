@@ -47,9 +47,8 @@ def check_extra_keys(extra_keys: ExtraKeys | None) -> tuple[tuple[str, str | int
     Every key carries a tag, so that an adapter named X and a salt X stay apart. Raises `ValueError`
     for a key without one, or for one tag used twice.
     """
-    if isinstance(extra_keys, tuple) and extra_keys and isinstance(extra_keys[0], str):
-        extra_keys = (extra_keys,)
-    keys = tuple(extra_keys or ())
+    is_one = bool(extra_keys) and isinstance(extra_keys[0], str)
+    keys: tuple[Any, ...] = (extra_keys,) if is_one else tuple(extra_keys or ())
     for key in keys:
         is_pair = isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str)
         if not is_pair or not isinstance(key[1], str | int) or isinstance(key[1], bool):
@@ -83,7 +82,7 @@ class KeyedRequest(Request):
         self.extra_keys = check_extra_keys(extra_keys)
 
 
-def extra_keys_of(request: Request) -> ExtraKeys:
+def extra_keys_of(request: Request) -> tuple[tuple[str, str | int], ...]:
     return request.extra_keys if isinstance(request, KeyedRequest) else ()
 
 
@@ -275,6 +274,7 @@ class PrefixCache(PrefixCachePostNames, ABC):
         num_new = min(num_missing, self.pool.num_free_blocks)
         if num_new > 0:
             new = self.pool.allocate(num_new)
+            assert new is not None, "that many are free"
             self.insert(token_ids, new, extra_keys, start=len(found))
             found = self.match_prefix(
                 token_ids[: (len(found) + num_new) * self.block_size], extra_keys

@@ -135,9 +135,10 @@ class PrefixCacheLocal(PrefixCache):
             raise ValueError(
                 f"max_cached_blocks is {max_cached_blocks} and pool is {pool}: give one of them"
             )
-        if pool is None:
+        if max_cached_blocks is not None:
             check_integers(1, max_cached_blocks=max_cached_blocks)
             pool = BlockPool(max_cached_blocks + 1)
+        assert pool is not None
         super().__init__(pool, block_size, listener)
         self._by_hash: dict[bytes, CachedBlock] = {}
         self._by_block_id: dict[int, CachedBlock] = {}

@@ -97,7 +97,7 @@ class RadixCache(PrefixCache):
         self._clock += 1
         while not node.is_root and node.lock_ref == 0:
             node.last_access = self._clock
-            node = node.parent
+            node = node.above
 
     # -- locks
 
@@ -172,7 +172,7 @@ class RadixCache(PrefixCache):
         while node.end > start:
             self._lock(node)
             kept[:0] = node.blocks
-            node = node.parent
+            node = node.above
         self.pool.free(duplicates)
         return kept
 
@@ -203,7 +203,7 @@ class RadixCache(PrefixCache):
             num_pages = min(len(leaf.blocks), num_blocks - len(victims))
             is_whole = num_pages == len(leaf.blocks)
             victims += self.tree.trim(leaf, num_pages)
-            self._queue(leaf.parent if is_whole else leaf)
+            self._queue(leaf.above if is_whole else leaf)
         if self.listener is not None and victims:
             self.listener.blocks_evicted(victims)
         for block in victims:
@@ -231,7 +231,7 @@ class RadixCache(PrefixCache):
         for node in self.tree.nodes():
             path = self.tree.path_to(node)
             token_ids = tuple(token for link in path for token in link.key)
-            keys = path[0].parent.extra_keys if path else ()
+            keys = path[0].above.extra_keys if path else ()
             for page, block in enumerate(node.blocks, node.start + 1):
                 prefix = token_ids[: page * self.page_size]
                 yield CachedPrefix(keys, prefix, block)

@@ -51,6 +51,12 @@ class TreeNode:
     def is_root(self) -> bool:
         return self.parent is None
 
+    @property
+    def above(self) -> TreeNode:
+        """The parent of a node that is no root."""
+        assert self.parent is not None
+        return self.parent
+
 
 class RadixTree:
     """A forest: one tree for each set of extra keys. Pages are counted from 0 at the root."""
@@ -106,7 +112,7 @@ class RadixTree:
         nodes = []
         while not node.is_root:
             nodes.append(node)
-            node = node.parent
+            node = node.above
         return nodes[::-1]
 
     def blocks_up_to(self, node: TreeNode) -> list[Block]:
@@ -128,7 +134,7 @@ class RadixTree:
             end = nodes[0].start + held.index(block_ids[-1]) + 1
         begin = end - len(block_ids)
         while nodes[-1].start > max(begin, 0):
-            nodes.append(nodes[-1].parent)
+            nodes.append(nodes[-1].above)
         held = []
         for node in reversed(nodes):
             pages = node.blocks[max(begin - node.start, 0) : end - node.start]
@@ -165,7 +171,7 @@ class RadixTree:
         return upper
 
     def _hang(self, node: TreeNode) -> None:
-        node.parent.children[tuple(node.key[: self.page_size])] = node
+        node.above.children[tuple(node.key[: self.page_size])] = node
 
     def isolate(self, nodes: list[TreeNode], begin: int, end: int) -> list[TreeNode]:
         """Cut what `find` found, so that the nodes hold these pages and no other."""
@@ -200,9 +206,9 @@ class RadixTree:
         taken = leaf.blocks[-num_pages:][::-1]
         leaf.generation += 1
         if len(taken) == len(leaf.blocks):
-            del leaf.parent.children[tuple(leaf.key[: self.page_size])]
-            if leaf.parent.is_root and not leaf.parent.children:
-                del self.roots[leaf.parent.extra_keys]
+            del leaf.above.children[tuple(leaf.key[: self.page_size])]
+            if leaf.above.is_root and not leaf.above.children:
+                del self.roots[leaf.above.extra_keys]
         else:
             del leaf.blocks[-num_pages:], leaf.key[-num_pages * self.page_size :]
             leaf.end -= num_pages
@@ -225,7 +231,7 @@ class RadixTree:
         if node.generation != generation:
             return root
         while node.end > min(page, end):
-            node = node.parent
+            node = node.above
         return node
 
     # -- checks

@@ -73,7 +73,7 @@ class PolicyQueue(RequestQueue):
         self.max_overtakes = max_overtakes
         self._front: OrderedDict[str, Request] = OrderedDict()  # the last one is served first
         self._places: OrderedDict[str, _Place] = OrderedDict()  # in order of arrival
-        self._sorted: SortedList[_Place] = SortedList()  # the same places, by key
+        self._sorted = SortedList()  # the same places, by key
         self._numbers = count(1)
         self._num_left = 0
         self._num_changes = 0

@@ -21,6 +21,7 @@ from request import Request
 class ChunkPolicy(Protocol):
     def longest_prompt(self, max_num_batched_tokens: int) -> int:
         """Prompts with more tokens than this can never be computed."""
+        ...
 
     def begin_step(
         self, running: Collection[Request], num_behind: Callable[[Request], int]
@@ -32,10 +33,12 @@ class ChunkPolicy(Protocol):
         """May a waiting request with `num_behind` tokens to compute be admitted in this step? If
         not, those behind it are asked. Called at most once for a request in a step, and what is
         granted counts as used."""
+        ...
 
     def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
         """Of the `num_behind` tokens that are to be computed: how many in this step, of which
         `budget` tokens are left, and `most` is all that any step may have. 0: not in this step."""
+        ...
 
 
 class WholePrompts:

@@ -58,6 +58,7 @@ VERIFICATION_RULES = ("rejection", "matching")
 class LanguageModel(Protocol):
     def get_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[seq_len, vocab_size]: row i is about the token behind `token_ids[i]`."""
+        ...
 
 
 class SimpleLM:

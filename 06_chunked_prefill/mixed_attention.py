@@ -182,6 +182,7 @@ def _attend_spans(
             else:
                 result = Partial.of_nothing(query)
                 result.merge(tile, part)
+    assert result is not None, "a chunk attends to itself at least"
     output.copy_(result.output)
 
 

@@ -154,7 +154,7 @@ class BackgroundTransfers:
                     return
                 oldest = next(iter(self._transfers.values()), None)
                 left_s = None if oldest is None else oldest.deadline - time.monotonic()
-                if left_s is None or left_s > 0:
+                if oldest is None or left_s is None or left_s > 0:
                     self._changed.wait(left_s)
                     continue
             self._end(oldest, f"timed out after {self.timeout_s} s")

@@ -32,7 +32,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from typing import IO
+from typing import IO, Any
 
 from mooncake_master import (
     HOW_TO_INSTALL,
@@ -92,7 +92,8 @@ class MooncakeClient:
 
     def locate(self, keys: Sequence[str]) -> list[str]:
         """A client that has the value, for each key up to the first that is not in the store."""
-        return self._call("locate", list(keys))[0] if keys else []
+        found: Any = self._call("locate", list(keys))[0] if keys else []
+        return found
 
     def put(self, key: str, *parts: bytes) -> bool:
         """Store the parts as one value, in the memory that this client lends if it has room there.

@@ -78,9 +78,10 @@ class MooncakeMaster:
         )
 
     def _start(self, program: Path, options: Sequence[str]) -> subprocess.Popen[bytes]:
+        address = self.address
+        assert address.admin is not None
         rpc, metadata, admin = (
-            address.rsplit(":", 1)
-            for address in (self.address.master, self.address.metadata, self.address.admin)
+            place.rsplit(":", 1) for place in (address.master, address.metadata, address.admin)
         )
         command = [str(program), f"-rpc_address={rpc[0]}", f"-rpc_port={rpc[1]}"]
         command += ["-enable_http_metadata_server=true"]

@@ -125,7 +125,7 @@ class TieredCache(KVConnector):
             folder = tempfile.TemporaryDirectory(prefix="kv-tier-")
             path = Path(folder.name) / "blocks"
         disk = None
-        if self.config.disk_blocks:
+        if path is not None and self.config.disk_blocks:
             disk = DiskTier(path, self.config.disk_blocks, io.block_nbytes)
         self._below = _Below(RequestChains(block_size, namespace), disk, folder)
 
@@ -206,10 +206,12 @@ class TieredCache(KVConnector):
 
     def _read(self, load: _TierLoad) -> None:
         """On the reader's thread. Touches the load's own list, never the device."""
+        disk = self.disk
+        assert disk is not None
         for place in load.from_disk:
             if load.is_cancelled:
                 return
-            load.data[place] = self.disk.read(load.hashes[place])
+            load.data[place] = disk.read(load.hashes[place])
             if load.data[place] is None:
                 return  # nothing behind it is of use
 
@@ -220,19 +222,24 @@ class TieredCache(KVConnector):
             return None
         del self._loads[request_id]
         load.is_cancelled = True
-        arrived = load.data[: load.data.index(None)] if None in load.data else load.data
+        arrived: list[bytes] = []  # up to the first that is missing
+        for data in load.data:
+            if data is None:
+                break
+            arrived.append(data)
         for block_id, data in zip(load.block_ids, arrived, strict=False):
             self.io.write_block(block_id, data)
-        self._count(load, len(arrived))
+        self._count(load, arrived)
         return len(arrived) * self.block_size
 
-    def _count(self, load: _TierLoad, num_arrived: int) -> None:
+    def _count(self, load: _TierLoad, arrived: list[bytes]) -> None:
         """And what came from disk is in the host from now on, the deepest as the oldest."""
+        num_arrived = len(arrived)
         from_disk = [place for place in load.from_disk if place < num_arrived]
         self.stats.num_disk_hits += len(from_disk)
         self.stats.num_host_hits += num_arrived - len(from_disk)
         for place in reversed(from_disk):
-            self._put(load.hashes[place], load.data[place])
+            self._put(load.hashes[place], arrived[place])
         if num_arrived < len(load.hashes):
             self.stats.num_short_loads += 1
             error = load.reading.exception() if load.reading and load.reading.done() else None

@@ -257,7 +257,7 @@ class DraftModelProposer:
             probs.append(column_probs)
         for index, w in enumerate(drafting):
             if self.sampler.needs_probs(w.request):
-                rows = [probs[i][index] for i in range(w.num_drafts)]
+                rows = [p[index] for p in probs[: w.num_drafts] if p is not None]
                 self._probs[w.request.req_id] = torch.stack(rows)
         return columns
 

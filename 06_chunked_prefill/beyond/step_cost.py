@@ -125,15 +125,19 @@ class StepCost:
         return self.num_observations >= NUM_OBSERVATIONS
 
     def predict_ms(self, work: StepWork) -> float:
+        return float(self.coefficients @ _features(work))
+
+    @property
+    def coefficients(self) -> np.ndarray:
         if self._coefficients is None:
             self._coefficients = _solve_not_negative(self._gram, self._target)
-        return float(self._coefficients @ _features(work))
+        return self._coefficients
 
     def largest_chunk(self, target_ms: float, beside: StepWork, start: int) -> int:
         """How many tokens from position `start` on a step can compute beside other work and still
         take no longer than `target_ms`. 0: none."""
         no_chunk = self.predict_ms(beside)
-        _, per_token, _, per_pair = self._coefficients
+        _, per_token, _, per_pair = self.coefficients
         # per_pair / 2 n^2 + (per_token + per_pair (start + 1/2)) n <= left
         left = target_ms - no_chunk
         if left <= 0:
