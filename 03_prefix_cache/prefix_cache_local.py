@@ -101,15 +101,12 @@ def compute_hash_chain(
 class CachedBlock(CachedBlockPostNames):
     """A block of the pool and what it holds."""
 
+    block_id: int
     block: Block
     block_hash: bytes
     token_ids: tuple[int, ...]
     parent: CachedBlock | None = field(default=None, repr=False)
     extra_keys: NormalKeys = ()
-
-    @property
-    def block_id(self) -> int:
-        return self.block.block_id
 
     @property
     def num_users(self) -> int:
@@ -164,7 +161,7 @@ class PrefixCacheLocal(PrefixCache):
                 break
             blocks.append(cached)
         for cached in reversed(blocks):
-            if cached.num_users == 0:
+            if cached.block.ref_cnt == 1:  # the cache alone holds it
                 self._evictable.move_to_end(cached.block_id)
         return PrefixMatch(blocks, len(blocks) * self.block_size)
 
@@ -200,17 +197,17 @@ class PrefixCacheLocal(PrefixCache):
         cached_blocks = self._cached(blocks, "touch")
         self.pool.touch([cached.block for cached in cached_blocks])
         for cached in cached_blocks:
-            if cached.num_users == 1:
+            if cached.block.ref_cnt == 2:  # the cache and its first user
                 del self._evictable[cached.block_id]
 
     def release(self, blocks: Sequence[HasBlockId]) -> None:
         cached_blocks = self._cached(blocks, "release")
         for cached in cached_blocks:
-            if cached.num_users == 0:
+            if cached.block.ref_cnt == 1:
                 raise ValueError(f"release of block {cached.block_id}: nobody uses it")
         self.pool.free([cached.block for cached in cached_blocks])
         for cached in reversed(cached_blocks):  # the deepest first: it is evicted before its parent
-            if cached.num_users == 0:
+            if cached.block.ref_cnt == 1:
                 self._evictable[cached.block_id] = cached
 
     def _cached(self, blocks: Iterable[HasBlockId], verb: str) -> list[CachedBlock]:
@@ -248,7 +245,7 @@ class PrefixCacheLocal(PrefixCache):
         for index, block in enumerate(owned, first):
             tokens = tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
             block_hash = self._hash(hashes, index, token_ids, extra_keys)
-            parent = CachedBlock(block, block_hash, tokens, parent, keys)
+            parent = CachedBlock(block.block_id, block, block_hash, tokens, parent, keys)
             self._by_hash[block_hash] = self._by_block_id[block.block_id] = parent
         self.pool.touch(owned)
         self._tell_cached(owned, before and before.block, token_ids, first, keys)

@@ -386,7 +386,7 @@ def test_blocks_that_the_victim_and_the_newcomer_share_are_counted_once(make_wor
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(s, marks=pytest.mark.slow) for s in (2, 3))])
 def test_a_long_random_run(make_cache, seed, block_size):
     rng = random.Random(f"{seed} {block_size}")
     world = World(make_cache, rng.choice([4, 9, 20]), block_size)

@@ -5,13 +5,8 @@ from __future__ import annotations
 import pytest
 
 from block_pool import BlockPool
-from kv_memory import (
-    ComputedBlocks,
-    KeyedRequest,
-    SharingRunnerState,
-    UncachedKVCacheManager,
-    extra_keys_of,
-)
+from kv_memory import ComputedBlocks, SharingRunnerState, UncachedKVCacheManager
+from prefix_cache import KeyedRequest, extra_keys_of
 from request import Request, SamplingParams
 from scheduler_interface import BlockMove, CachedRequestData, NewRequestData, SchedulerOutput
 

@@ -541,7 +541,7 @@ LOADING_OPERATIONS = [*OPERATIONS, "end_load", "end_load"]
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(s, marks=pytest.mark.slow) for s in (2, 3))])
 def test_a_long_random_run(make_world, seed, block_size):
     rng = random.Random(f"{seed} {block_size}")
     world = make_world(rng.choice([4, 9, 20]), block_size)

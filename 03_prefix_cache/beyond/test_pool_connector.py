@@ -19,10 +19,11 @@ from block_pool import BlockPool
 from bounded_loops import as_long_as
 from global_kv_pool import GlobalKVPool
 from kv_connector import ConnectorChain
-from kv_memory import KeyedRequest, NotReady
+from kv_memory import NotReady
 from kv_pool import KVBlock, TransferResult
 from loading_kv_cache_manager import LoadingKVCacheManager
 from pool_connector import PoolConnector
+from prefix_cache import KeyedRequest
 from request import Request, SamplingParams
 
 SIZE = 4

@@ -11,8 +11,9 @@ import pytest
 
 from block_pool import BlockPool
 from bounded_loops import as_long_as
-from kv_memory import KeyedRequest, NotReady
+from kv_memory import NotReady
 from loading_kv_cache_manager import LoadingKVCacheManager
+from prefix_cache import KeyedRequest
 from prefix_cache_local import PrefixCacheLocal, compute_hash_chain
 from radix_cache import RadixCache
 from request import SamplingParams

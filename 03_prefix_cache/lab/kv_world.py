@@ -16,8 +16,8 @@ from itertools import count
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
 from caching_fcfs_scheduler import CachingFCFSScheduler
-from kv_memory import ComputedBlocks, KeyedRequest, NotReady, extra_keys_of
-from prefix_cache import PrefixCache, normalise_extra_keys
+from kv_memory import ComputedBlocks, NotReady
+from prefix_cache import KeyedRequest, PrefixCache, extra_keys_of, normalise_extra_keys
 from request import Request, SamplingParams
 from scheduler_interface import NO_FINITE_LOGITS, BlockMove, StepOutput
 
