@@ -16,19 +16,20 @@ One step shares one budget of `max_num_batched_tokens`:
     itself. A victim that was planned in this step already gives everything back.
 2.  Only if nobody was preempted: look up what the cache has of the next request in line, size the
     work, allocate, in that order. The first one that does not fit ends the step: nobody overtakes.
-    One that is not ready (its KV is on its way) is passed over. So is one
-    that a constraint holds back, until it has waited too long: then the line waits for it.
+    One that is not ready (its KV is on its way) is passed over. So is one that a constraint holds
+    back, until it has waited too long: then the line waits for it.
 
 The victim is who was admitted last; with priorities the least urgent, and of those the latest.
 There, a strictly more urgent newcomer also takes the seat of the least urgent request when the
-batch is full. Equals never displace each other: they would do so for ever.
+batch is full, if it then fits the memory. Equals never displace each other: they would do so for
+ever.
 
 Why nobody starves: under FCFS who runs longest is never a victim unless it is alone, under any
 policy nobody makes room more than `max_preemptions` times (`scheduler_base.py`), and the queue
 bounds overtaking (`policy_queue.py`).
 
-vLLM's V1 scheduler has these two phases, and SGLang's is in `prefill_first_scheduler.py`. The idea
-of recomputing instead of swapping: vLLM, arXiv 2309.06180.
+vLLM's V1 scheduler has these two phases, and SGLang's is in `beyond/`. The idea of recomputing
+instead of swapping: vLLM, arXiv 2309.06180.
 """
 
 from __future__ import annotations

@@ -581,6 +581,17 @@ def test_who_waits_for_an_equal_that_is_preempted_computes_it_itself(cached):
     assert loop.outputs == {"s0": expected, "s1": expected, "s2": expected}
 
 
+def test_blocks_that_outputs_fill_are_shared_too():
+    """3 + 8 tokens of which the last is never fed back: 10 positions are 2 full blocks."""
+    loop = Loop(20, cached=True)
+    first = loop.add("a", 3, 8)
+    loop.run()
+    second = Request.from_tokens("b", first.all_token_ids, 1)
+    loop.scheduler.add_request(second)
+    loop.outputs["b"] = []
+    assert planned(loop.step()) == {"b": 11 - 8} and second.num_cached_tokens == 8
+
+
 # -- constraints
 
 
