@@ -8,8 +8,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from draft_length import expected_tokens
-
+from acceptance import expected_tokens
 from common.bench.bench_record import made_on, markdown_table, replace_between_markers
 
 RULE_NAMES = {
