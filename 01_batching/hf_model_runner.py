@@ -49,6 +49,7 @@ from scheduler_interface import (
 class Sampler(Protocol):
     def sample(self, logits: torch.Tensor, req_ids: Sequence[str]) -> StepOutput:
         """A token for each row of `logits` `[len(req_ids), vocab_size]`."""
+        ...
 
 
 class GreedySampler:

@@ -118,6 +118,7 @@ class StepHandle(Protocol):
 
     def wait(self) -> StepOutput:
         """What came of it, when it is over. Called once."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,7 @@ class ModelRunner(Protocol):
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Take over what changed, lay out the tokens, run the model, sample. Called once for every
         plan, empty ones too. Reads the plan's message and nothing else."""
+        ...
 
 
 class Laps:
@@ -177,11 +179,13 @@ class SchedulerInterface(Protocol):
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step. The planned tokens count as computed from here on."""
+        ...
 
     def update_from_output(
         self, plan: SchedulerOutput, output: StepOutput
     ) -> list[EngineCoreOutput]:
         """Take what came of a planned step. A request that was aborted meanwhile is skipped."""
+        ...
 
     def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None:
         """End requests from outside, at any moment. Unknown ids are ignored."""
