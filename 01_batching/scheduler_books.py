@@ -112,13 +112,13 @@ class SchedulerBooks(SchedulerPostNames):
             raise ValueError(
                 f"request_id is {request.request_id!r}: a request with this id is unfinished"
             )
-        self.check_prompt(request)
         limits = self.length_limits(request)
         for reason, room in limits.items():
             if room < 1:
                 raise ValueError(
                     f"{describe_prompt(request)}, and {reason}: there must be room for one more"
                 )
+        self.check_prompt(request)
         reason = min(limits, key=lambda reason: limits[reason], default=None)
         if reason is not None and limits[reason] < request.max_tokens:
             request.max_tokens, request.length_limit = limits[reason], reason

@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 
 from block_pool import Block, BlockPool
 from kv_cache_manager import BlockTable, KVCacheManager
-from kv_memory import ComputedBlocks, NotReady, extra_keys_of
-from prefix_cache import PrefixCache, PrefixPath, normalise_extra_keys
+from kv_memory import ComputedBlocks, NotReady
+from prefix_cache import PrefixCache, PrefixPath, extra_keys_of, normalise_extra_keys
 from request import Request, check_integers
 from scheduler_interface import BlockMove
 

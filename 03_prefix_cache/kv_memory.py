@@ -9,8 +9,6 @@ Chapter 2's questions were two: is there room, and take it back. A prefix cache 
 
 `UncachedKVCacheManager` answers them without a cache, so a scheduler need not know whether there is
 one: turning this chapter off is choosing it.
-
-`KeyedRequest` is a request whose KV depends on more than its tokens: an adapter, a tenant's salt.
 """
 
 from __future__ import annotations
@@ -18,14 +16,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Protocol
 
 from batch_layout import PagedRunnerState
 from block_pool import Block
 from kv_cache_manager import BlockMemory, KVCacheManager
-from prefix_cache import ExtraKeys, PrefixCache, check_extra_keys
+from prefix_cache import KeyedRequest, PrefixCache, extra_keys_of
 from request import Request
 from scheduler_interface import BlockMove, SchedulerOutput, StepOutput
+
+__all__ = [
+    "ComputedBlocks",
+    "KVMemory",
+    "KeyedRequest",
+    "NotReady",
+    "SharingRunnerState",
+    "UncachedKVCacheManager",
+    "extra_keys_of",
+    "publish",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,23 +160,3 @@ class SharingRunnerState(PagedRunnerState):
         super().apply(plan)
         for move in plan.block_moves:
             self.tables.ids[self.rows[move.req_id], move.block_index] = move.block_id
-
-
-class KeyedRequest(Request):
-    """`extra_keys`, `(tag, value)` each, are what its KV depends on besides its tokens: requests
-    that differ in them share nothing. A single pair may stand alone."""
-
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        *arguments: Any,
-        extra_keys: ExtraKeys = (),
-        **keywords: Any,
-    ) -> None:
-        super().__init__(request_id, prompt_token_ids, *arguments, **keywords)
-        self.extra_keys = check_extra_keys(extra_keys)
-
-
-def extra_keys_of(request: Request) -> ExtraKeys:
-    return request.extra_keys if isinstance(request, KeyedRequest) else ()

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, Protocol
 
 from block_pool import Block, BlockPool
 from prefix_post_names import PrefixCachePostNames
-from request import check_integers
+from request import Request, check_integers
 
 ExtraKeys = Sequence[tuple[str, str | int]] | tuple[str, str | int]
 NormalKeys = tuple[tuple[str, str], ...]
@@ -65,6 +65,26 @@ def normalise_extra_keys(extra_keys: ExtraKeys | None) -> NormalKeys:
     """In one fixed order, so that equal keys are equal: `(("lora", "int:7"),)`."""
     keys = check_extra_keys(extra_keys)
     return tuple(sorted((tag, f"{type(value).__name__}:{value}") for tag, value in keys))
+
+
+class KeyedRequest(Request):
+    """`extra_keys`, `(tag, value)` each, are what its KV depends on besides its tokens: requests
+    that differ in them share nothing. A single pair may stand alone."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        *arguments: Any,
+        extra_keys: ExtraKeys = (),
+        **keywords: Any,
+    ) -> None:
+        super().__init__(request_id, prompt_token_ids, *arguments, **keywords)
+        self.extra_keys = check_extra_keys(extra_keys)
+
+
+def extra_keys_of(request: Request) -> ExtraKeys:
+    return request.extra_keys if isinstance(request, KeyedRequest) else ()
 
 
 class HasBlockId(Protocol):

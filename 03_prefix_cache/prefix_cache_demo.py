@@ -25,6 +25,7 @@ import torch
 from common.llm import LLM, SamplingParams
 from prefix_cache_local import PrefixCacheLocal, compute_hash_chain
 from radix_cache import RadixCache
+from sglang_radix_cache import SGLangRadixCache
 
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore", message="IProgress")  # no progress bars are wanted here
@@ -86,10 +87,11 @@ print("q t finds", cache.match_prefix(q + t).num_cached_tokens, "tokens")
 # %% [markdown]
 # ## A radix tree grows
 #
-# What no two prompts tell apart is one edge.
+# What no two prompts tell apart is one edge. (`SGLangRadixCache` is `RadixCache` with SGLang's
+# names, and one of them prints.)
 
 # %%
-tree = RadixCache(page_size=4, num_pages=20)
+tree = SGLangRadixCache(page_size=4, num_pages=20)
 for prompt in (a, b, c[:8]):
     tree.cache_computed_blocks(prompt)
     tree.pretty_print()

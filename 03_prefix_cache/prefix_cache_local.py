@@ -71,13 +71,14 @@ def compute_block_hash(
     process and on every machine. Token ids are signed 64-bit integers. Raises `ValueError` for a
     parent that is no hash.
     """
-    if parent_hash and not (isinstance(parent_hash, bytes) and len(parent_hash) == HASH_BYTES):
+    parent_hash = b"" if parent_hash is None or parent_hash == 0 else parent_hash
+    if not isinstance(parent_hash, bytes) or len(parent_hash) not in (0, HASH_BYTES):
         raise ValueError(
             f"parent_hash is {parent_hash!r}: it must be the {HASH_BYTES} bytes of a block's hash, "
             "or None for a first block"
         )
     if not parent_hash or extra_keys:
-        parent_hash = _mix_in(parent_hash or b"", normalise_extra_keys(extra_keys))
+        parent_hash = _mix_in(parent_hash, normalise_extra_keys(extra_keys))
     tokens = struct.pack(f"<{len(token_ids)}q", *token_ids)
     return blake2b(parent_hash + tokens, digest_size=HASH_BYTES).digest()
 
@@ -100,15 +101,12 @@ def compute_hash_chain(
 class CachedBlock(CachedBlockPostNames):
     """A block of the pool and what it holds."""
 
+    block_id: int
     block: Block
     block_hash: bytes
     token_ids: tuple[int, ...]
     parent: CachedBlock | None = field(default=None, repr=False)
     extra_keys: NormalKeys = ()
-
-    @property
-    def block_id(self) -> int:
-        return self.block.block_id
 
     @property
     def num_users(self) -> int:
@@ -163,7 +161,7 @@ class PrefixCacheLocal(PrefixCache):
                 break
             blocks.append(cached)
         for cached in reversed(blocks):
-            if cached.num_users == 0:
+            if cached.block.ref_cnt == 1:  # the cache alone holds it
                 self._evictable.move_to_end(cached.block_id)
         return PrefixMatch(blocks, len(blocks) * self.block_size)
 
@@ -199,17 +197,17 @@ class PrefixCacheLocal(PrefixCache):
         cached_blocks = self._cached(blocks, "touch")
         self.pool.touch([cached.block for cached in cached_blocks])
         for cached in cached_blocks:
-            if cached.num_users == 1:
+            if cached.block.ref_cnt == 2:  # the cache and its first user
                 del self._evictable[cached.block_id]
 
     def release(self, blocks: Sequence[HasBlockId]) -> None:
         cached_blocks = self._cached(blocks, "release")
         for cached in cached_blocks:
-            if cached.num_users == 0:
+            if cached.block.ref_cnt == 1:
                 raise ValueError(f"release of block {cached.block_id}: nobody uses it")
         self.pool.free([cached.block for cached in cached_blocks])
         for cached in reversed(cached_blocks):  # the deepest first: it is evicted before its parent
-            if cached.num_users == 0:
+            if cached.block.ref_cnt == 1:
                 self._evictable[cached.block_id] = cached
 
     def _cached(self, blocks: Iterable[HasBlockId], verb: str) -> list[CachedBlock]:
@@ -231,28 +229,27 @@ class PrefixCacheLocal(PrefixCache):
     ) -> InsertResult:
         hashes = self._hashes_of(path)
         self._check_given(token_ids, blocks, start)
-        parent = before = self._find_parent(token_ids, blocks, extra_keys, start, hashes)
+        parent = self._find_parent(token_ids, blocks, extra_keys, start, hashes)
         keys = parent.extra_keys if parent is not None else normalise_extra_keys(extra_keys)
-        result = InsertResult([], [], [])
-        for index, block in enumerate(blocks, start):
+        known: list[CachedBlock] = []  # somebody was first: the caller's references move to theirs
+        for index in range(start, start + len(blocks)):
+            cached = self._by_hash.get(self._hash(hashes, index, token_ids, extra_keys))
+            if cached is None:
+                break  # and so is everything behind it
+            known.append(cached)
+        duplicates, owned = list(blocks[: len(known)]), list(blocks[len(known) :])
+        self.touch(known)
+        self.pool.free(duplicates)
+        parent = before = known[-1] if known else parent
+        first = start + len(known)
+        for index, block in enumerate(owned, first):
+            tokens = tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
             block_hash = self._hash(hashes, index, token_ids, extra_keys)
-            cached = self._by_hash.get(block_hash)
-            if cached is not None:  # somebody was first: the caller's reference moves to theirs
-                self.touch([cached])
-                self.pool.free([block])
-                result.duplicates.append(block)
-                before = cached
-            else:
-                tokens = tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
-                cached = CachedBlock(block, block_hash, tokens, parent, keys)
-                self._by_hash[block_hash] = self._by_block_id[block.block_id] = cached
-                result.owned.append(block)
-            result.blocks.append(cached.block)
-            parent = cached
-        self.pool.touch(result.owned)
-        behind = None if before is None else before.block
-        self._tell_cached(result.owned, behind, token_ids, start + len(result.duplicates), keys)
-        return result
+            parent = CachedBlock(block.block_id, block, block_hash, tokens, parent, keys)
+            self._by_hash[block_hash] = self._by_block_id[block.block_id] = parent
+        self.pool.touch(owned)
+        self._tell_cached(owned, before and before.block, token_ids, first, keys)
+        return InsertResult([cached.block for cached in known] + owned, owned, duplicates)
 
     def _find_parent(
         self,

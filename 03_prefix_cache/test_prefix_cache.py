@@ -627,6 +627,21 @@ def test_normal_extra_keys_carry_tag_and_type():
     assert len({normalise_extra_keys(keys) for keys in ALL_KEYS}) == len(ALL_KEYS)
 
 
+def test_one_extra_key_may_stand_alone(rig):
+    """As the posts write it: a flat tuple is one tag, in a look-up and in an insertion."""
+    assert normalise_extra_keys(("lora", 1)) == normalise_extra_keys([("lora", 1)])
+    assert normalise_extra_keys(("lora", "x")) == normalise_extra_keys((("lora", "x"),))
+    blocks = rig.warm("AB", ("lora", 1))
+    assert rig.hits("AB", (("lora", 1),)) == rig.hits("AB", ("lora", 1)) == blocks
+    assert rig.hits("AB", ("lora", 2)) == rig.hits("AB") == []
+
+
+@pytest.mark.parametrize("keys", [("lora",), ("lora", 1, 2), ("lora", None), ("lora", True)])
+def test_a_lone_key_that_is_no_pair_is_an_error(make_cache, keys):
+    rig = Rig(make_cache, 4, 4)
+    rig.refused("extra key is", rig.cache.match_prefix, rig.spell("A"), keys)
+
+
 # insert
 
 

@@ -97,6 +97,57 @@ def test_on_its_own_it_works_as_a_reader_would_type_it():
     assert cache.cache_hit_rate == 0.0
 
 
+def test_a_block_is_hashed_as_the_posts_call_it():
+    """Its parent is 0 at the root, and one extra key stands alone; a number is no other parent."""
+    first = compute_block_hash(0, (1, 2, 3), ("lora", 1))
+    assert first == compute_block_hash(None, [1, 2, 3], [("lora", 1)])
+    assert first != compute_block_hash(0, (1, 2, 3)) == compute_block_hash(None, [1, 2, 3])
+    assert compute_block_hash(first, (4, 5, 6), ("lora", 1)) != compute_block_hash(first, (4, 5, 6))
+    for parent in (1, first.hex(), first[1:], hash((0, (1, 2, 3)))):
+        with pytest.raises(ValueError, match=r"parent_hash is .* it must be the 32 bytes"):
+            compute_block_hash(parent, (4, 5, 6))
+
+
+def test_a_system_prompt_is_found_by_every_question_behind_it():
+    """The story of the posts, in their block size: 32 shared tokens, and 48 of each one's own."""
+    cache = PrefixCacheLocal(max_cached_blocks=20)
+    system = list(range(32))
+    first, second = system + list(range(100, 148)), system + list(range(200, 248))
+    assert cache.match_prefix(first) == ([], 0)
+    assert len(cache.compute_hash_chain(first[:33])) == 2, "the last token fills no block"
+    assert cache.compute_hash_chain(first[16:])[0][0] != cache.compute_hash_chain(first)[1][0]
+    cache.cache_computed_blocks(first)
+    assert cache.match_prefix(first).num_cached_tokens == 80
+    blocks, num_cached_tokens = cache.match_prefix(second)
+    assert num_cached_tokens == 32 and [block.token_ids for block in blocks] == [
+        tuple(range(16)),
+        tuple(range(16, 32)),
+    ]
+    for num_users in (1, 2):
+        cache.touch(blocks)
+        assert [block.ref_cnt for block in blocks] == [num_users] * 2
+    for num_users in (1, 0):
+        cache.release(blocks)
+        assert [block.ref_cnt for block in blocks] == [num_users] * 2
+    assert [cache.pool.blocks[block.block_id].ref_cnt for block in blocks] == [1, 1], "the cache's"
+
+
+def test_a_full_cache_stays_full_and_keeps_what_is_used():
+    cache = PrefixCacheLocal(max_cached_blocks=3)
+    for start in (0, 16):
+        cache.cache_computed_blocks(list(range(start, start + 16)))
+    cache.cache_computed_blocks(list(range(200, 248)))
+    assert cache.num_cached_blocks == 3 and cache.match_prefix(list(range(16))).blocks == []
+    used, _ = cache.match_prefix(list(range(200, 232)))
+    cache.touch(used)
+    for number in range(10):
+        cache.cache_computed_blocks(list(range(1000 + 16 * number, 1016 + 16 * number)))
+        assert cache.num_cached_blocks == 3
+    assert cache.match_prefix(list(range(200, 248))) == (used, 32)
+    cache.release(used)
+    cache.check_invariants()
+
+
 def test_its_own_pool_or_a_given_one():
     for too_many_or_few in ({}, {"max_cached_blocks": 3, "pool": BlockPool(4)}):
         with pytest.raises(ValueError, match="give one of them"):
@@ -151,7 +202,10 @@ DAMAGE = {
     "other keys": lambda cache, a, b, c: setattr(a, "extra_keys", SALT),
     "another parent": lambda cache, a, b, c: setattr(c, "parent", a),
     "no parent": lambda cache, a, b, c: setattr(c, "parent", None),
-    "a block that the cache does not hold": lambda cache, a, b, c: setattr(c.block, "ref_cnt", 0),
+    "a block that the cache does not hold": lambda cache, a, b, c: (
+        setattr(c.block, "ref_cnt", 0),
+        cache._evictable.pop(c.block_id),
+    ),
     "another pool's block": lambda cache, a, b, c: setattr(c, "block", Block(c.block_id, 1)),
     "a used block may be evicted": lambda cache, a, b, c: cache._evictable.update({a.block_id: a}),
     "an unused one may not": lambda cache, a, b, c: cache._evictable.pop(c.block_id),

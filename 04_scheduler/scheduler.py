@@ -16,19 +16,20 @@ One step shares one budget of `max_num_batched_tokens`:
     itself. A victim that was planned in this step already gives everything back.
 2.  Only if nobody was preempted: look up what the cache has of the next request in line, size the
     work, allocate, in that order. The first one that does not fit ends the step: nobody overtakes.
-    One that is not ready (its KV is on its way) is passed over. So is one
-    that a constraint holds back, until it has waited too long: then the line waits for it.
+    One that is not ready (its KV is on its way) is passed over. So is one that a constraint holds
+    back, until it has waited too long: then the line waits for it.
 
 The victim is who was admitted last; with priorities the least urgent, and of those the latest.
 There, a strictly more urgent newcomer also takes the seat of the least urgent request when the
-batch is full. Equals never displace each other: they would do so for ever.
+batch is full, if it then fits the memory. Equals never displace each other: they would do so for
+ever.
 
 Why nobody starves: under FCFS who runs longest is never a victim unless it is alone, under any
 policy nobody makes room more than `max_preemptions` times (`scheduler_base.py`), and the queue
 bounds overtaking (`policy_queue.py`).
 
-vLLM's V1 scheduler has these two phases, and SGLang's is in `prefill_first_scheduler.py`. The idea
-of recomputing instead of swapping: vLLM, arXiv 2309.06180.
+vLLM's V1 scheduler has these two phases, and SGLang's is in `beyond/`. The idea of recomputing
+instead of swapping: vLLM, arXiv 2309.06180.
 """
 
 from __future__ import annotations
@@ -38,14 +39,16 @@ from enum import Enum, auto
 
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
-from kv_memory import KVMemory, NotReady
+from kv_memory import ComputedBlocks, KVMemory, NotReady
 from policies import PriorityPolicy, SchedulePolicy
 from policy_queue import create_queue
 from prefix_cache_local import PrefixCacheLocal
 from request import Request, RequestStatus
-from scheduler_base import AdmissionConstraint, SchedulerBase, SchedulerLimits, StepPlan
+from scheduler_base import AdmissionConstraint, SchedulerBase
+from scheduler_books import SchedulerLimits
 from scheduler_interface import SchedulerOutput
 from simple_block_manager import SimpleBlockManager
+from step_plan import StepPlan
 from whole_prompts import ChunkPolicy
 
 __all__ = ["Request", "RequestStatus", "Scheduler", "SimpleBlockManager", "make_kv_memory"]
@@ -55,9 +58,8 @@ MAX_PASSED_OVER = 128  # in one step; to look at each of a hundred thousand woul
 
 class _Admission(Enum):
     ADMITTED = auto()
-    NOT_READY = auto()  # will be, soon: the next in line is asked meanwhile
-    HELD_BACK = auto()  # by a constraint: the next is asked, unless this one has waited too long
-    NO_ROOM = auto()  # not in this step, and nobody behind it either
+    PASSED_OVER = auto()  # not yet: the next in line is asked meanwhile
+    LINE_WAITS = auto()  # not in this step, and nobody behind it either
 
 
 class Scheduler(SchedulerBase):
@@ -106,7 +108,7 @@ class Scheduler(SchedulerBase):
         )
         self.reserve_all = reserve_all
         self._has_priorities = isinstance(self.waiting.policy, PriorityPolicy)
-        self._num_kept_free = int(watermark * (kv_memory.capacity // kv_memory.block_size))
+        self._num_kept_free = int(watermark * (kv_memory.capacity // self.block_size))
 
     def schedule(self) -> SchedulerOutput:
         """Plan a step: first those who run, then those who wait."""
@@ -123,8 +125,10 @@ class Scheduler(SchedulerBase):
     def _plan_running(self, step: StepPlan) -> None:
         running = list(self.running.values())
         for index, request in enumerate(running):
-            if step.budget == 0 or (step.preempted and request.request_id not in self.running):
-                continue  # the latter made room for one before it
+            if step.budget == 0:
+                break
+            if step.preempted and request.request_id not in self.running:
+                continue  # it made room for one before it
             num_tokens = self._num_tokens_for(request, running, index, step)
             if num_tokens:
                 num_tokens = self._get_room(request, num_tokens, step)
@@ -136,15 +140,14 @@ class Scheduler(SchedulerBase):
     ) -> int:
         """How many of the tokens that `running[index]` is behind. A token for each decode comes
         before a piece of a prompt, though one such piece in each step goes on."""
-        num_behind = request.num_tokens - request.num_computed_tokens
+        num_behind = len(request.all_token_ids) - request.num_computed_tokens
         if num_behind == 1:
             return 1
         least = 0 if step.has_piece else 1
         step.has_piece = True
         budget = max(step.budget - step.num_decodes_behind(running, index), least)
         num_tokens = self._num_tokens_now(request, num_behind, budget)
-        if num_tokens < num_behind:
-            step.num_left[request.request_id] = num_behind - num_tokens
+        step.note_left(request, num_behind - num_tokens)
         return num_tokens
 
     def _num_tokens_now(self, request: Request, num_behind: int, budget: int) -> int:
@@ -156,23 +159,28 @@ class Scheduler(SchedulerBase):
     def _get_room(self, request: Request, num_tokens: int, step: StepPlan) -> int:
         """How many of the tokens have got memory. Others are preempted for it. 0: the request was
         preempted itself."""
-        block_size = self.kv_memory.block_size
+        block_size = self.block_size
         # Inside a block there is nothing to ask: it was taken when its first slot was written.
         if 0 < request.num_computed_tokens % block_size <= block_size - num_tokens:
             return num_tokens
         while not self.kv_memory.allocate_slots(request, num_tokens):
             victim = self._choose_victim()
+            assert victim is not None, "a pinned request has what it needs, and this one asks"
             self._preempt(victim, step)
             if victim is request:
                 return 0
         return num_tokens
 
-    def _choose_victim(self) -> Request:
-        """Never a pinned one: it has what it needs, so whoever asks is not pinned itself."""
-        candidates = (r for r in reversed(self.running.values()) if not self.is_pinned(r))
+    def _choose_victim(self, spared: Sequence[Request] = ()) -> Request | None:
+        """The last admitted, or the least urgent; never a pinned one."""
+        candidates = (
+            request
+            for request in reversed(self.running.values())
+            if not self.is_pinned(request) and request not in spared
+        )
         if self._has_priorities:
-            return max(candidates, key=lambda request: (request.priority, request.arrival_time))
-        return next(candidates)
+            return max(candidates, key=lambda r: (r.priority, r.arrival_time), default=None)
+        return next(candidates, None)
 
     def _preempt(self, victim: Request, step: StepPlan) -> None:
         step.remove(victim)
@@ -189,11 +197,9 @@ class Scheduler(SchedulerBase):
             if step.budget == 0 or num_passed_over == MAX_PASSED_OVER:
                 break
             outcome = self._try_to_admit(request, step)
-            if outcome is _Admission.NO_ROOM:
+            if outcome is _Admission.LINE_WAITS:
                 break
-            if outcome is _Admission.HELD_BACK and self.waiting.is_aged(request):
-                break
-            if outcome is not _Admission.ADMITTED:
+            if outcome is _Admission.PASSED_OVER:
                 num_passed_over += 1
                 continue
             step.admitted.append(request)
@@ -203,68 +209,65 @@ class Scheduler(SchedulerBase):
             self.waiting.remove_request(request)
 
     def _try_to_admit(self, request: Request, step: StepPlan) -> _Admission:
+        """A seat, the constraints, the cache, the budget, the memory: asked in this order."""
         displaced = None
         if len(self.running) >= self.max_num_seqs:
             displaced = self._displaced_by(request, step)
             if displaced is None:
-                return _Admission.NO_ROOM
+                return _Admission.LINE_WAITS
         if not self.may_run(request):
-            return _Admission.HELD_BACK
+            return self._hold_back(request)
         computed = self.look_up(request)
         if isinstance(computed, NotReady):
-            return _Admission.NOT_READY
+            return _Admission.PASSED_OVER
         num_behind = request.num_tokens - computed.num_tokens
         if not self.chunk_policy.may_start(request, num_behind):
-            return _Admission.HELD_BACK
-        budget = step.budget
-        if displaced is not None:
-            budget += step.num_tokens.get(displaced.request_id, 0)
-        num_tokens = self._num_tokens_now(request, num_behind, budget)
-        if num_tokens == 0:
-            return _Admission.NO_ROOM
-        num_left = num_behind - num_tokens
+            return self._hold_back(request)
+        num_tokens = self._num_tokens_now(request, num_behind, step.budget_without(displaced))
+        if num_tokens == 0 or not self._take_room(request, computed, num_tokens, displaced, step):
+            return _Admission.LINE_WAITS
+        step.add(request, num_tokens)
+        step.note_left(request, num_behind - num_tokens)
+        return _Admission.ADMITTED
+
+    def _hold_back(self, request: Request) -> _Admission:
+        """A constraint is against it. The next is asked, unless this one has waited too long."""
+        is_aged = self.waiting.is_aged(request)
+        return _Admission.LINE_WAITS if is_aged else _Admission.PASSED_OVER
+
+    def _displaced_by(self, newcomer: Request, step: StepPlan) -> Request | None:
+        """Whose seat a strictly more urgent newcomer may take."""
+        if not self._has_priorities:
+            return None
+        lowest = self._choose_victim(spared=step.admitted)
+        return lowest if lowest is not None and lowest.priority > newcomer.priority else None
+
+    def _take_room(
+        self,
+        request: Request,
+        computed: ComputedBlocks,
+        num_tokens: int,
+        displaced: Request | None,
+        step: StepPlan,
+    ) -> bool:
+        """Seat the request, in the place of `displaced` if there is one. The memory is asked before
+        anybody is touched. False: it would not fit, and nothing has changed."""
+        num_left = request.num_tokens - computed.num_tokens - num_tokens
         num_reserved = 0
         if self.reserve_all or self.is_pinned(request):
             num_reserved = request.max_num_tokens - 1 - request.num_tokens + num_left
-        num_kept_free = self._num_kept_free_beside(displaced, num_left, step)
+        num_kept_free = 0
+        if len(self.running) > (displaced is not None):  # for the others that run, and their rest
+            num_left += step.num_left_without(displaced)
+            num_kept_free = self._num_kept_free + -(-num_left // self.block_size)
+        num_slots = num_tokens + num_reserved
+        if not self.kv_memory.can_allocate(request, num_slots, computed, num_kept_free, displaced):
+            return False
         if displaced is not None:
-            num_slots = num_tokens + num_reserved
-            if not self.kv_memory.can_allocate(
-                request, num_slots, computed, num_kept_free, displaced
-            ):
-                return _Admission.NO_ROOM  # nobody is touched for a newcomer that does not fit
             self._preempt(displaced, step)
-        if not self.allocate(request, computed, num_tokens, num_reserved, num_kept_free):
-            assert displaced is None, "preempted for a newcomer without room"
-            return _Admission.NO_ROOM
-        step.add(request, num_tokens)
-        if num_left:
-            step.num_left[request.request_id] = num_left
-        return _Admission.ADMITTED
-
-    def _num_kept_free_beside(
-        self, displaced: Request | None, num_left: int, step: StepPlan
-    ) -> int:
-        """Blocks that an admission leaves for others, if there are any when `displaced` is gone:
-        those of the watermark, and what prompts that were cut must find later."""
-        if len(self.running) == (displaced is not None):
-            return 0
-        num_left += sum(step.num_left.values())
-        if displaced is not None:
-            num_left -= step.num_left.get(displaced.request_id, 0)
-        return self._num_kept_free + -(-num_left // self.kv_memory.block_size)
-
-    def _displaced_by(self, newcomer: Request, step: StepPlan) -> Request | None:
-        """The least urgent of those that run already, if the newcomer is strictly more urgent."""
-        if not self._has_priorities:
-            return None
-        candidates = [
-            request
-            for request in self.running.values()
-            if request not in step.admitted and not self.is_pinned(request)
-        ]
-        lowest = max(candidates, key=lambda r: (r.priority, r.arrival_time), default=None)
-        return lowest if lowest is not None and lowest.priority > newcomer.priority else None
+        has_room = self.allocate(request, computed, num_tokens, num_reserved)
+        assert has_room, "the memory has changed its mind"
+        return True
 
 
 def make_kv_memory(num_blocks: int, block_size: int = 16) -> CachedKVCacheManager:

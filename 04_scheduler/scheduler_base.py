@@ -36,6 +36,8 @@ from scheduler_stats import SchedulerStats
 from step_plan import PreemptionDelta, StepPlan
 from whole_prompts import ChunkPolicy, WholePrompts
 
+_FINISHED = RequestStatus.FINISHED_STOPPED  # and everything behind it
+
 
 class AdmissionConstraint(Protocol):
     """Holds requests back that must not run beside those that do. Told of every request that
@@ -79,6 +81,7 @@ class SchedulerBase(SchedulerBooks):
         self.waiting: PolicyQueue = waiting
         self.max_preemptions = max_preemptions
         self.kv_memory = kv_memory
+        self.block_size = kv_memory.block_size
         self.chunk_policy = chunk_policy or WholePrompts()
         self.constraints = list(constraints)
         self.preempt_every = preempt_every
@@ -160,16 +163,9 @@ class SchedulerBase(SchedulerBooks):
         computed: ComputedBlocks,
         num_new_tokens: int,
         num_reserved: int = 0,
-        num_kept_free: int = 0,
     ) -> bool:
         """Seat a request that was looked up, with room for its new tokens and `num_reserved` more.
-        False, and it waits as before, if the memory refuses or would be left with fewer than
-        `num_kept_free` blocks."""
-        num_tokens = num_new_tokens + num_reserved
-        if num_kept_free and not self.kv_memory.can_allocate(
-            request, num_tokens, computed, num_kept_free
-        ):
-            return False
+        False, and it waits as before, if the memory refuses."""
         if not self.kv_memory.allocate_slots(request, num_new_tokens, num_reserved, computed):
             return False
         self.seat(request, computed.num_tokens)
@@ -248,8 +244,9 @@ class SchedulerBase(SchedulerBooks):
         self, request: Request, start: int, end: int, output: StepOutput
     ) -> EngineCoreOutput:
         result = self.append_tokens(request, output)
-        publish(self.kv_memory, request, start, end, output)
-        if request.is_finished:
+        if end // self.block_size > start // self.block_size:  # it has filled a block
+            publish(self.kv_memory, request, start, end, output)
+        if request.status >= _FINISHED:
             self.finish(request, result)
         return result
 

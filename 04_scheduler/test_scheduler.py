@@ -13,7 +13,7 @@ from bounded_loops import as_long_as
 from fake_model import FakeModelRunner, continuation
 from kv_memory import KeyedRequest, UncachedKVCacheManager
 from request import Request, RequestStatus
-from scheduler import MAX_PASSED_OVER, Scheduler
+from scheduler import MAX_PASSED_OVER, Scheduler, SimpleBlockManager
 from scheduler_interface import SchedulerOutput, StepOutput
 
 
@@ -91,6 +91,39 @@ def test_the_names_of_the_reading_material_work_as_typed():
     assert (stats["num_waiting"], stats["num_running"], stats.total_aborted) == (0, 0, 1)
     assert stats.kv_cache_usage == 0.0
     assert scheduler.kv_memory.reset_prefix_cache()
+
+
+def test_everything_that_the_reading_material_imports_is_in_one_file():
+    names: dict[str, type] = {}
+    exec("from scheduler import Scheduler, Request, RequestStatus, SimpleBlockManager", names)
+    assert names["Request"] is Request and names["RequestStatus"] is RequestStatus
+    request = names["Request"].from_tokens("a", [1, 2, 3])
+    assert request.status is names["RequestStatus"].WAITING
+
+
+def test_a_request_made_as_the_reading_material_makes_it_says_what_to_write_instead():
+    with pytest.raises(ValueError, match=r"sampling_params is 10.*Request\.from_tokens\(") as error:
+        Request("a", [1, 2, 3], 10)
+    assert "AttributeError" not in str(error.value)
+    with pytest.raises(ValueError, match="request is 'a'"):
+        Scheduler().add_request("a")
+
+
+def test_the_reading_materials_block_manager_counts_blocks():
+    manager = SimpleBlockManager(10)
+    request = Request.from_tokens("a", list(range(20)))
+    assert manager.num_blocks == manager.get_num_free_blocks() == 10
+    assert manager.blocks_needed_for_new_tokens(request, 16) == 1
+    assert manager.blocks_needed_for_new_tokens(request, 20) == 2
+    assert manager.allocate("a", 2) and manager.get_num_free_blocks() == 8
+    request.num_computed_tokens = 20
+    assert manager.blocks_needed_for_new_tokens(request, 12) == 0
+    assert manager.blocks_needed_for_new_tokens(request, 13) == 1
+    assert not manager.allocate("b", 9) and manager.get_num_free_blocks() == 8
+    assert manager.allocate("b", 0) and manager.allocate("b", 8)
+    manager.free("a")
+    manager.free("nobody")
+    assert manager.get_num_free_blocks() == 2
 
 
 def test_usage_and_counts_while_it_runs():
@@ -546,6 +579,17 @@ def test_who_waits_for_an_equal_that_is_preempted_computes_it_itself(cached):
     loop.run()
     expected = continuation(range(10), 3)
     assert loop.outputs == {"s0": expected, "s1": expected, "s2": expected}
+
+
+def test_blocks_that_outputs_fill_are_shared_too():
+    """3 + 8 tokens of which the last is never fed back: 10 positions are 2 full blocks."""
+    loop = Loop(20, cached=True)
+    first = loop.add("a", 3, 8)
+    loop.run()
+    second = Request.from_tokens("b", first.all_token_ids, 1)
+    loop.scheduler.add_request(second)
+    loop.outputs["b"] = []
+    assert planned(loop.step()) == {"b": 11 - 8} and second.num_cached_tokens == 8
 
 
 # -- constraints

@@ -186,3 +186,16 @@ def test_a_cut_prompt_is_admitted_only_if_all_of_it_will_find_room():
     scheduler.add_request(Request.from_tokens("c", list(range(120, 127)), max_new_tokens=1))
     assert [step(scheduler).get("b") for _ in range(6)] == [None, None, None, None, 8, 8]
     assert scheduler.get_stats().total_preempted == 0
+
+
+def test_what_a_displaced_prompt_would_still_need_is_not_kept_for_it():
+    """14 blocks. After two steps a has 2 and low 4, with 6 more to come. The newcomer needs 10 in
+    all; 8 are free, and low's 4."""
+    memory = make_kv_memory(1 + 14, 4)
+    options = {"max_num_seqs": 2, "policy": "priority", "watermark": 0}
+    scheduler = Scheduler(kv_memory=memory, chunk_policy=AtMost(8), **options)
+    scheduler.add_request(Request.from_tokens("a", [1, 2, 3, 4], 5, priority=1))
+    scheduler.add_request(Request.from_tokens("low", list(range(50, 90)), 2, priority=5))
+    assert step(scheduler) == {"a": 4, "low": 8}
+    scheduler.add_request(Request.from_tokens("urgent", list(range(100, 140)), 1, priority=0))
+    assert step(scheduler) == {"a": 1, "urgent": 8}

@@ -102,10 +102,14 @@ class NgramProposer:
     ) -> dict[str, list[int]]:
         drafts = {}
         for request, num in zip((f.request for f in followed), num_drafts, strict=True):
-            history = self._index(request)
-            if num and (start := self._find(history, request)) is not None:
-                stop = min(start + min(num, self.num_spec_tokens), request.num_tokens)
-                drafts[request.req_id] = request.tokens(start, stop)
+            history = self._histories.get(request.req_id) or self._begin(request)
+            # What is new, and before it as much as an n-gram that ends there reaches back.
+            start = max(history.num_indexed - self.max_ngram, 0)
+            tokens = request.tokens(start, request.num_tokens)
+            self._index(history, tokens, start)
+            if num and (found := self._find(history, tokens)) is not None:
+                stop = min(found + min(num, self.num_spec_tokens), start + len(tokens))
+                drafts[request.req_id] = request.tokens(found, stop)
         return drafts
 
     def draft_probs(self, request_id: str) -> None:
@@ -114,33 +118,28 @@ class NgramProposer:
     def forget(self, request_id: str) -> None:
         self._histories.pop(request_id, None)
 
-    def _index(self, request: RunnerRequest) -> _History:
-        history, num_tokens = self._histories.get(request.req_id), request.num_tokens
-        if history is None:
-            sizes = range(self.min_ngram, self.max_ngram + 1)
-            history = self._histories[request.req_id] = _History({n: {} for n in sizes})
-            if num_tokens >= self.bulk_size:
-                history.prompt = NgramIndex(request.tokens(0, num_tokens), self.max_ngram)
-                history.num_indexed = num_tokens
-        # Of what is indexed, only as much as an n-gram that ends behind it can reach back.
-        start = max(history.num_indexed - self.max_ngram, 0)
-        tokens = request.tokens(start, num_tokens)
-        for next_token in range(max(history.num_indexed, 1), num_tokens):
-            for n, first in history.first.items():
-                if n <= next_token:
-                    ngram = tuple(tokens[next_token - n - start : next_token - start])
-                    first.setdefault(ngram, next_token)
-        history.num_indexed = num_tokens
+    def _begin(self, request: RunnerRequest) -> _History:
+        sizes, num_tokens = range(self.min_ngram, self.max_ngram + 1), request.num_tokens
+        history = self._histories[request.req_id] = _History({n: {} for n in sizes})
+        if num_tokens >= self.bulk_size:
+            history.prompt = NgramIndex(request.tokens(0, num_tokens), self.max_ngram)
+            history.num_indexed = num_tokens
         return history
 
-    def _find(self, history: _History, request: RunnerRequest) -> int | None:
-        num_tokens = request.num_tokens
-        tail = request.tokens(max(num_tokens - self.max_ngram, 0), num_tokens)
-        in_prompt, start_in_prompt = history.prompt.find(tail) if history.prompt else (0, 0)
-        for n in range(len(tail), self.min_ngram - 1, -1):
+    def _index(self, history: _History, tokens: list[int], start: int) -> None:
+        """`tokens` are those from position `start` on."""
+        for end in range(max(history.num_indexed, 1) - start, len(tokens)):
+            for n, first in history.first.items():
+                if n <= end:
+                    first.setdefault(tuple(tokens[end - n : end]), start + end)
+        history.num_indexed = start + len(tokens)
+
+    def _find(self, history: _History, tokens: list[int]) -> int | None:
+        in_prompt, start_in_prompt = history.prompt.find(tokens) if history.prompt else (0, 0)
+        for n in range(min(self.max_ngram, len(tokens)), self.min_ngram - 1, -1):
             if n <= in_prompt:
                 return start_in_prompt
-            start = history.first[n].get(tuple(tail[-n:]))
+            start = history.first[n].get(tuple(tokens[-n:]))
             if start is not None:
                 return start
         return None

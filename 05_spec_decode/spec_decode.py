@@ -20,8 +20,8 @@ quality.
 
 There is no KV cache here, so each pass reads everything again. In an engine the rejected drafts
 have KV that must be given back, the draft model has a cache of its own, and requests with different
-numbers of drafts share a pass: `speculator.py`, `draft_model_proposer.py`. vLLM and SGLang have the
-same parts.
+numbers of drafts share a pass: `speculating_runner.py`, `beyond/draft_model_proposer.py`. vLLM and
+SGLang have the same parts.
 
 Source: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318.
 """
@@ -30,18 +30,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from acceptance import SpecDecodeStats
 from inverse_cdf import draw
 from rejection_sampler import rejection_sample, rejection_sampling_batched
 
 __all__ = [
     "LanguageModel",
     "SimpleLM",
-    "SpeculativeStats",
+    "SpecDecodeStats",
     "draft_generate",
     "plain_generate",
     "rejection_sampling_batched",
@@ -111,32 +111,6 @@ class SimpleLM:
         return 2 * x @ lm_head * scale
 
 
-@dataclass(frozen=True, slots=True)
-class SpeculativeStats:
-    """Of one step, or summed over many."""
-
-    num_drafted: int = 0
-    num_accepted: int = 0
-    num_target_passes: int = 0
-
-    def __add__(self, other: SpeculativeStats) -> SpeculativeStats:
-        return SpeculativeStats(
-            self.num_drafted + other.num_drafted,
-            self.num_accepted + other.num_accepted,
-            self.num_target_passes + other.num_target_passes,
-        )
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Share of all drafts; one behind a rejection counts as not accepted."""
-        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """Each pass adds one token to the drafts that it accepts."""
-        return 1 + self.num_accepted / self.num_target_passes if self.num_target_passes else 0.0
-
-
 def token_probs(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """Of logits [..., vocab_size], float64. `temperature` > 0, however small."""
     _require(0 < temperature < math.inf, "temperature", temperature, ">= 0 and finite")
@@ -179,10 +153,10 @@ def verify_and_sample(
     target_model: LanguageModel,
     context_ids: Sequence[int],
     draft_tokens: Sequence[int],
-    draft_logits: torch.Tensor | None = None,  # [k, vocab_size]; None: drafts that are certain
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
     *,
+    draft_logits: torch.Tensor | None = None,  # [k, vocab_size]; None: drafts that are certain
     rule: str = "rejection",
 ) -> tuple[list[int], int]:
     """`(tokens, num_accepted)`: the accepted drafts and one token more, by one target pass.
@@ -223,15 +197,23 @@ def speculative_decode_step(
     generator: torch.Generator | None = None,
     *,
     rule: str = "rejection",
-) -> tuple[list[int], SpeculativeStats]:
+) -> tuple[list[int], SpecDecodeStats]:
     """Guess, verify: the next 1 to k + 1 tokens."""
     drafts, draft_logits = draft_generate(
         draft_model, context_ids, num_speculative_tokens, temperature, generator
     )
     tokens, num_accepted = verify_and_sample(
-        target_model, context_ids, drafts, draft_logits, temperature, generator, rule=rule
+        target_model,
+        context_ids,
+        drafts,
+        temperature,
+        generator,
+        draft_logits=draft_logits,
+        rule=rule,
     )
-    return tokens, SpeculativeStats(len(drafts), num_accepted, num_target_passes=1)
+    stats = SpecDecodeStats()
+    stats.observe(len(drafts), num_accepted)
+    return tokens, stats
 
 
 def speculative_generate(
@@ -244,11 +226,11 @@ def speculative_generate(
     generator: torch.Generator | None = None,
     *,
     rule: str = "rejection",
-) -> tuple[list[int], SpeculativeStats]:
+) -> tuple[list[int], SpecDecodeStats]:
     """The next `num_tokens` tokens. The last step drafts only what it could still emit."""
     _require(num_tokens >= 0, "num_tokens", num_tokens, ">= 0")
     tokens: list[int] = []
-    stats = SpeculativeStats()
+    stats = SpecDecodeStats()
     while len(tokens) < num_tokens:
         num_drafts = min(num_speculative_tokens, num_tokens - len(tokens) - 1)
         context = [*context_ids, *tokens]

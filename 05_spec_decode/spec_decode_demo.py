@@ -18,10 +18,11 @@
 import matplotlib.pyplot as plt
 import torch
 
-from draft_length import expected_tokens
-from proposers import NgramProposer
+from acceptance import expected_tokens
+from input_batch import RunnerRequest
+from proposers import FollowedRequest, NgramProposer
 from rejection_sampler import rejection_sample, rejection_sampling_batched
-from request import Request
+from request import SamplingParams
 
 torch.manual_seed(0)
 p = torch.tensor([0.05, 0.30, 0.10, 0.25, 0.02, 0.08, 0.15, 0.05], dtype=torch.float64)
@@ -122,8 +123,9 @@ plt.show()
 text = "the cat sat on the mat and the dog sat on"
 words = text.split()
 ids = {word: i for i, word in enumerate(dict.fromkeys(words))}
-request = Request.from_tokens("a", [ids[word] for word in words])
-drafts = NgramProposer(num_spec_tokens=3, max_ngram=3, min_ngram=1).propose([request], [3])
+request = RunnerRequest("a", SamplingParams(), [ids[word] for word in words], [])
+followed = [FollowedRequest(request, start=0, num_computed_tokens=len(words) - 1)]
+drafts = NgramProposer(num_spec_tokens=3, max_ngram=3, min_ngram=1).propose(followed, [3])
 names = list(ids)
 print(text, "->", " ".join(names[i] for i in drafts["a"]))
 assert [names[i] for i in drafts["a"]] == ["the", "mat", "and"]

@@ -9,9 +9,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from input_batch import RunnerRequest
 from ngram_index import NgramIndex
-from proposers import NgramProposer
-from request import Request
+from proposers import FollowedRequest, NgramProposer
+from request import SamplingParams
 
 LARGEST_ID = 2**31 - 1
 
@@ -60,10 +61,11 @@ def test_a_long_prompt_is_indexed_in_bulk_and_what_follows_it_token_by_token():
     rng = random.Random(3)
     prompt = [rng.randrange(12) for _ in range(2000)]
     bulk, plain = NgramProposer(4), NgramProposer(4, bulk_size=10**9)
-    request = Request.from_tokens("a", prompt, max_new_tokens=1000)
+    request = RunnerRequest("a", SamplingParams(), prompt, [])
     for _ in range(300):
-        assert bulk.propose([request], [4]) == plain.propose([request], [4])
-        request.append_output_token(rng.randrange(12))
+        followed = [FollowedRequest(request, 0, request.num_tokens - 1)]
+        assert bulk.propose(followed, [4]) == plain.propose(followed, [4])
+        request.output_token_ids.append(rng.randrange(12))
     history = bulk._histories["a"]
     assert history.prompt is not None and plain._histories["a"].prompt is None
     assert sum(map(len, history.first.values())) <= 3 * 300

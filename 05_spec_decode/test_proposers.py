@@ -8,7 +8,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from proposers import NgramProposer
+from input_batch import RunnerRequest
+from proposers import FollowedRequest, NgramProposer
 from request import Request
 
 
@@ -16,8 +17,19 @@ def make_request(tokens: list[int], request_id: str = "a") -> Request:
     return Request.from_tokens(request_id, tokens, max_new_tokens=1000)
 
 
+def follow(*requests: Request) -> list[FollowedRequest]:
+    return [
+        FollowedRequest(
+            RunnerRequest(r.request_id, r.sampling_params, r.prompt_token_ids, r.output_token_ids),
+            start=0,
+            num_computed_tokens=r.num_tokens - 1,
+        )
+        for r in requests
+    ]
+
+
 def propose(proposer: NgramProposer, request: Request, num_drafts: int = 99) -> list[int]:
-    drafts = proposer.propose([request], [num_drafts])
+    drafts = proposer.propose(follow(request), [num_drafts])
     assert drafts.keys() <= {request.request_id}
     return drafts.get(request.request_id, [])
 
@@ -105,7 +117,7 @@ def test_no_more_drafts_than_were_asked_for_and_never_more_than_allowed():
 def test_who_asks_for_nothing_is_indexed_all_the_same():
     proposer = NgramProposer(3)
     request = make_request([1, 2, 3, 4])
-    assert proposer.propose([request], [0]) == {}
+    assert proposer.propose(follow(request), [0]) == {}
     inserted = count_insertions(proposer, "a")
     for token in (1, 2):
         request.append_output_token(token)
@@ -127,13 +139,13 @@ def test_requests_know_nothing_of_each_other():
     proposer = NgramProposer(2)
     first, second = make_request([1, 2, 3, 1, 2], "a"), make_request([5, 6, 7, 1, 2], "b")
     third = make_request([1, 2, 4, 1, 2], "c")
-    assert proposer.propose([first, second, third], [2, 2, 1]) == {"a": [3, 1], "c": [4]}
+    assert proposer.propose(follow(first, second, third), [2, 2, 1]) == {"a": [3, 1], "c": [4]}
     for token in (5, 6):
         second.append_output_token(token)
-    assert proposer.propose([second, first], [2, 0]) == {"b": [7, 1]}
+    assert proposer.propose(follow(second, first), [2, 0]) == {"b": [7, 1]}
     assert proposer.propose([], []) == {}
     with pytest.raises(ValueError):
-        proposer.propose([first, second], [2])
+        proposer.propose(follow(first, second), [2])
 
 
 def test_an_id_that_comes_again_after_its_end_has_no_past():
@@ -191,7 +203,7 @@ def test_it_finds_what_a_search_through_everything_finds(
             _, drafts = search(tokens, min(num_drafts, num_spec_tokens), *sizes)
             if drafts:
                 expected[request.request_id] = drafts
-        assert proposer.propose(requests, [num_drafts] * len(requests)) == expected
+        assert proposer.propose(follow(*requests), [num_drafts] * len(requests)) == expected
 
 
 def test_the_search_that_it_is_compared_with_finds_all_sizes():

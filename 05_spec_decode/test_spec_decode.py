@@ -18,6 +18,7 @@ import rejection_sampler
 import spec_decode
 from acceptance import (
     RULES,
+    SpecDecodeStats,
     acceptance_probability,
     expected_speedup,
     expected_tokens_per_pass,
@@ -26,7 +27,6 @@ from bounded_loops import as_long_as
 from inverse_cdf import draw
 from spec_decode import (
     SimpleLM,
-    SpeculativeStats,
     draft_generate,
     plain_generate,
     sample_token,
@@ -225,7 +225,7 @@ def test_drafts_are_kept_up_to_the_first_that_is_wrong(how, has_logits):
     for num_right in range(5):
         drafts = [t if j != num_right else t - 1 for j, t in enumerate(right)]
         logits = peaked(drafts) if has_logits else None
-        tokens = verify_and_sample(target, CONTEXT, drafts, logits, **how)
+        tokens = verify_and_sample(target, CONTEXT, drafts, draft_logits=logits, **how)
         assert tokens == ([*right, 9][: num_right + 1], num_right)
 
 
@@ -239,21 +239,29 @@ def test_a_draft_is_judged_by_the_row_before_it_and_not_by_its_own(how, place):
     drafts[place] = 1
     answers[place + 1] = 1
     target = ScriptedLM([0, 0, *answers])
-    tokens, num_accepted = verify_and_sample(target, CONTEXT, drafts, peaked(drafts), **how)
+    tokens, num_accepted = verify_and_sample(
+        target, CONTEXT, drafts, draft_logits=peaked(drafts), **how
+    )
     assert tokens == answers[: place + 1] and num_accepted == place
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_right_draft_behind_a_wrong_one_is_not_kept(how):
     target = ScriptedLM([0, 0, 5, 6, 7, 8])
-    assert verify_and_sample(target, CONTEXT, [4, 6, 7], peaked([4, 6, 7]), **how) == ([5], 0)
+    logits = peaked([4, 6, 7])
+    tokens = verify_and_sample(target, CONTEXT, [4, 6, 7], draft_logits=logits, **how)
+    assert tokens == ([5], 0)
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_step_is_one_target_pass_and_k_draft_passes(how):
     target, draft = ScriptedLM([0, 0, 5, 6, 7, 8]), ScriptedLM([0, 0, 5, 6, 1, 1])
     tokens, stats = speculative_decode_step(target, draft, CONTEXT, 3, **how)
-    assert tokens == [5, 6, 7] and stats == SpeculativeStats(3, 2, 1)
+    assert tokens == [5, 6, 7] and (stats.num_drafted, stats.num_accepted, stats.num_passes) == (
+        3,
+        2,
+        1,
+    )
     assert (target.num_passes, draft.num_passes) == (1, 3)
 
 
@@ -272,9 +280,23 @@ def test_a_draft_that_the_target_rules_out_is_not_accepted_however_sure_the_draf
     for _ in range(50):
         for draft_logits in (logits, None):
             tokens, num_accepted = verify_and_sample(
-                target, [1], [0], draft_logits, generator=generator
+                target, [1], [0], draft_logits=draft_logits, generator=generator
             )
             assert num_accepted == 0 and tokens[0] in (1, 2)
+
+
+def test_the_calls_of_the_reading_material_work_as_typed():
+    """Temperature fourth, and a statistics object that is read by key. Where all drafts are right,
+    ours has the bonus token besides."""
+    target, draft = ScriptedLM([0, 0, 5, 6, 7, 8]), ScriptedLM([0, 0, 5, 6, 1, 1])
+    drafts, draft_logits = draft_generate(draft, CONTEXT, 3, 0.0)
+    assert drafts == [5, 6, 1] and len(draft_logits) == 3
+    assert verify_and_sample(target, CONTEXT, drafts, 0.0) == ([5, 6, 7], 2)
+    assert verify_and_sample(target, CONTEXT, [5, 6, 7], 0.0) == ([5, 6, 7, 8], 3)
+    tokens, stats = speculative_decode_step(target, draft, CONTEXT, 3, 0.0)
+    assert tokens == [5, 6, 7]
+    assert (stats["num_draft"], stats["num_accepted"], stats["speedup"]) == (3, 2, 3)
+    assert stats["acceptance_rate"] == pytest.approx(2 / 3)
 
 
 # -- the same tokens
@@ -289,10 +311,10 @@ def test_greedy_tokens_are_those_of_plain_decoding(num_drafts, noise):
     plain = plain_generate(target, context, 25, temperature=0)
     tokens, stats = speculative_generate(target, draft, context, 25, num_drafts, temperature=0)
     assert tokens == plain
-    assert stats.num_accepted + stats.num_target_passes == 25
+    assert stats.num_accepted + stats.num_passes == 25
     if noise == 0:
         assert stats.num_accepted == stats.num_drafted
-        assert stats.num_target_passes == math.ceil(25 / (num_drafts + 1))
+        assert stats.num_passes == math.ceil(25 / (num_drafts + 1))
     elif num_drafts:
         assert stats.num_accepted < stats.num_drafted
 
@@ -315,7 +337,8 @@ def test_exactly_the_tokens_asked_for_are_made_and_no_draft_is_made_for_nothing(
     assert tokens == plain_generate(target, CONTEXT, num_tokens, temperature=0)
     # 4 tokens a pass, and the last pass makes what is missing: one itself, the rest by drafts.
     num_passes = math.ceil(num_tokens / 4)
-    assert stats == SpeculativeStats(num_tokens - num_passes, num_tokens - num_passes, num_passes)
+    assert stats.num_drafted == stats.num_accepted == num_tokens - num_passes
+    assert stats.num_passes == num_passes
 
 
 def test_the_same_seed_gives_the_same_run():
@@ -389,11 +412,12 @@ def test_the_rules_get_fresh_numbers_and_the_probabilities_at_the_temperature(
     for seed in range(60):
         u = torch.rand(7, dtype=torch.float64, generator=seeded(seed))
         expected = rejection_sampler.rejection_sample(p, drafts, q, rows, 3, u[:3], u[3:])
-        args = target, CONTEXT, [2, 0, 1], q_logits, temperature
-        tokens, _ = verify_and_sample(*args, seeded(seed))
+        args = target, CONTEXT, [2, 0, 1], temperature
+        tokens, _ = verify_and_sample(*args, seeded(seed), draft_logits=q_logits)
         assert tokens == expected.token_ids[0, : expected.num_sampled[0]].tolist()
         # Matching makes what plain decoding makes of the same numbers, as far as it gets.
-        tokens, _ = verify_and_sample(*args, seeded(seed), rule="matching")
+        how = {"draft_logits": q_logits, "rule": "matching"}
+        tokens, _ = verify_and_sample(*args, seeded(seed), **how)
         assert tokens == plain_generate(target, CONTEXT, len(tokens), temperature, seeded(seed))
 
 
@@ -503,14 +527,14 @@ def test_expected_tokens_are_the_formula(acceptance, num_drafts):
 def test_the_run_that_is_accepted_is_geometric_and_its_mean_is_the_formula():
     target, draft = ConstantLM([0.5, 0.3, 0.2]), ConstantLM([0.3, 0.3, 0.4])
     num_accepted = {n: 0.8**n * 0.2 for n in range(4)} | {4: 0.8**4}
-    generator, total = seeded(31), SpeculativeStats()
+    generator, total = seeded(31), SpecDecodeStats()
     counts = []
     for _ in range(600):
         _, step = speculative_decode_step(target, draft, [0], 4, generator=generator)
         counts.append(step.num_accepted)
         total += step
     assert p_value(counts, num_accepted) > TINY_P_VALUE
-    assert total == SpeculativeStats(600 * 4, sum(counts), 600)
+    assert (total.num_drafted, total.num_accepted, total.num_passes) == (2400, sum(counts), 600)
     assert total.tokens_per_pass == 1 + sum(counts) / 600
     mean = sum((n + 1) * chance for n, chance in num_accepted.items())
     assert expected_tokens_per_pass(0.8, 4) == pytest.approx(mean)
@@ -535,7 +559,7 @@ def test_the_best_number_of_drafts_grows_with_acceptance_and_falls_with_their_co
 
 
 def test_stats_of_nothing():
-    stats = SpeculativeStats()
+    stats = SpecDecodeStats()
     assert stats.acceptance_rate == 0 and stats.tokens_per_pass == 0
 
 
@@ -562,11 +586,11 @@ MODEL = SimpleLM(8)
         (lambda: verify_and_sample(MODEL, [1], [1], rule="best"), "rule is 'best'"),
         (lambda: verify_and_sample(MODEL, [1], [1], temperature=-1), "temperature is -1"),
         (
-            lambda: verify_and_sample(MODEL, [1], [1, 2], torch.zeros(1, 8)),
+            lambda: verify_and_sample(MODEL, [1], [1, 2], draft_logits=torch.zeros(1, 8)),
             r"shape of draft_logits is \(1, 8\): it must be \(2, 8\)",
         ),
         (
-            lambda: verify_and_sample(MODEL, [1], [1], torch.zeros(1, 9)),
+            lambda: verify_and_sample(MODEL, [1], [1], draft_logits=torch.zeros(1, 9)),
             r"shape of draft_logits is \(1, 9\): it must be \(1, 8\)",
         ),
         (lambda: verify_and_sample(ScriptedLM([1, 1]), [1], [-1]), "draft token is -1"),

@@ -1,5 +1,5 @@
-"""Speculation in chapter 1's loop: who is asked, what is counted, and that no token changes,
-whatever a proposer says."""
+"""Speculation around a runner: who is asked, what is counted, and that no token changes, whatever a
+proposer says."""
 
 from __future__ import annotations
 
@@ -7,68 +7,37 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
 
+from adaptive_length import AdaptiveLength
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
-from draft_length import AdaptiveLength, DraftLength, FixedLength
-from engine_core import EngineCore, SamplerOutput, StepRecord
+from draft_model_proposer import DraftModelProposer
 from fake_model import FakeModelRunner, continuation
-from kv_cache_manager import KVCacheManager
+from input_batch import RunnerRequest, RunnerState
+from kv_memory import KVMemory, SharingRunnerState, UncachedKVCacheManager
 from paged_attention import PagedKVCache
-from prefill_first_scheduler import PrefillFirstScheduler
 from prefix_cache_local import PrefixCacheLocal
-from proposers import DraftModelProposer, NgramProposer, Proposer
+from proposers import FollowedRequest, NgramProposer, Proposer
 from radix_cache import RadixCache
-from request import Request, RequestStatus, SamplingParams
-from scheduler import Scheduler
-from scheduler_interface import SchedulerOutput
-from speculator import SpecDecodeStats, Speculator
+from request import Request, SamplingParams
+from scheduler_interface import (
+    CachedRequestData,
+    FinishedStep,
+    NewRequestData,
+    SchedulerOutput,
+    StepOutput,
+)
+from speculating_runner import DraftLength, FixedLength, SpeculatingRunner
+from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
+from speculative_scheduler import SpeculativeScheduler
+from step_record import RecordingEngineCore
 
 VOCAB = 6  # few tokens, so that guesses come true by chance too
 K = 3
-SCHEDULERS = (Scheduler, PrefillFirstScheduler)
+SCHEDULERS = (SpeculativeScheduler, SpeculativePrefillFirstScheduler)
 CACHES = (None, "hash", "radix")
-
-
-# -- the books
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.integers(0, 5).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k)))))
-def test_nothing_is_lost_in_the_books(passes):
-    stats = SpecDecodeStats()
-    for drafted, accepted in passes:
-        stats.observe(drafted, accepted)
-    drafted_passes = [(drafted, accepted) for drafted, accepted in passes if drafted]
-    assert stats.num_passes == len(passes)
-    assert stats.num_tokens == stats.num_passes + stats.num_accepted
-    assert stats.num_drafted == sum(stats.drafted_by_position) == sum(d for d, _ in passes)
-    assert stats.num_accepted == sum(stats.accepted_by_position) == sum(a for _, a in passes)
-    assert stats.num_drafted_passes == len(drafted_passes)
-    assert stats.num_rejections == sum(a < d for d, a in passes)
-    for counts in (stats.drafted_by_position, stats.accepted_by_position):
-        assert counts == sorted(counts, reverse=True), "behind a rejection none is accepted"
-        assert len(counts) == max((d for d, _ in passes), default=0)
-    for i, share in enumerate(stats.acceptance_by_position):
-        reached = [a for d, a in drafted_passes if d > i]
-        assert share == pytest.approx(sum(a > i for a in reached) / len(reached))
-    assert 1 <= stats.mean_accepted_length <= 6 and 0 <= stats.acceptance_rate <= 1
-
-
-def test_the_books_by_hand():
-    stats = SpecDecodeStats()
-    assert (stats.acceptance_rate, stats.mean_accepted_length, stats.tokens_per_pass) == (0, 1, 0)
-    assert stats.acceptance_by_position == []
-    for drafted, accepted in ((0, 0), (2, 1), (4, 4), (2, 0)):
-        stats.observe(drafted, accepted)
-    assert stats.acceptance_by_position == [2 / 3, 1 / 3, 1, 1]
-    assert stats.acceptance_rate == 5 / 8
-    assert stats.mean_accepted_length == 1 + 5 / 3
-    assert stats.tokens_per_pass == 9 / 4
 
 
 # -- who is asked
@@ -78,24 +47,26 @@ def test_the_books_by_hand():
 class Recorder:
     """A `Proposer` and a `DraftLength` that write down what they are asked and told."""
 
-    num_drafts: int | Callable[[Request], int] = K
+    num_drafts: int | Callable[[str], int] = K
     num_spec_tokens: int = K
     num_lookahead_tokens: int = 0
     log: list[tuple] = field(default_factory=list)
+    followed: list[FollowedRequest] = field(default_factory=list)
 
-    def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]):
-        ids = [request.request_id for request in requests]
+    def propose(self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]):
+        self.followed = list(followed)
+        ids = [f.request.req_id for f in followed]
         self.log.append(("propose", dict(zip(ids, num_drafts, strict=True))))
         return {i: [1] * num for i, num in zip(ids, num_drafts) if num}
 
-    def draft_probs(self, request_id: str) -> torch.Tensor:
-        return torch.tensor([float(request_id)])
+    def draft_probs(self, request_id: str) -> None:
+        return None
 
-    def choose(self, requests: Sequence[Request]) -> list[int]:
-        self.log.append(("choose", [request.request_id for request in requests]))
+    def choose(self, request_ids: Sequence[str]) -> list[int]:
+        self.log.append(("choose", list(request_ids)))
         if callable(self.num_drafts):
-            return [self.num_drafts(request) for request in requests]
-        return [self.num_drafts] * len(requests)
+            return [self.num_drafts(request_id) for request_id in request_ids]
+        return [self.num_drafts] * len(request_ids)
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
         self.log.append(("observe", request_id, num_drafted, num_accepted))
@@ -112,201 +83,231 @@ class Recorder:
         return taken
 
 
-def make_recorded(**options) -> tuple[Recorder, Speculator]:
-    recorder = Recorder(**options)
-    return recorder, Speculator(recorder, recorder)
+@dataclass(frozen=True)
+class Row:
+    """A request whose step computes the rest of 8 tokens, `num_behind` less, and samples."""
+
+    request_id: str
+    sampled: Sequence[int] = (7,)
+    drafts: Sequence[int] = ()
+    num_behind: int = 0  # then it samples nothing
+    num_left: int = 20  # outputs that it may have after this step
+    start: int = 0
+    error: str | None = None
 
 
-def request_at(
-    request_id: str,
-    num_tokens: int = 8,
-    num_behind: int = 1,
-    num_left: int = 20,
-    status: RequestStatus = RequestStatus.RUNNING,
-) -> Request:
-    """`num_left` tokens may still become outputs."""
-    request = Request.from_tokens(request_id, list(range(num_tokens)), num_left)
-    request.num_computed_tokens = num_tokens - num_behind
-    request.status = status
-    return request
+class Inner:
+    """A `ModelRunner` that says what it is told to."""
+
+    def __init__(self) -> None:
+        self.state = RunnerState()
+        self.output = StepOutput()
+        self.times: dict[str, float] = {}
+        self.seen: list[list] = []  # what had been logged before it ran
+        self.log: list[tuple] = []
+
+    def execute(self, plan: SchedulerOutput) -> FinishedStep:
+        self.seen.append(list(self.log))
+        self.state.apply(plan)
+        self.output.times = dict(self.times)
+        return FinishedStep(self.output)
 
 
-def plan(*requests: Request, finished: Sequence[str] = (), **drafts: list[int]) -> SchedulerOutput:
-    return SchedulerOutput(
-        num_scheduled_tokens={r.request_id: 1 for r in requests},
-        scheduled_requests=list(requests),
-        finished_req_ids=set(finished),
-        scheduled_draft_token_ids={name.strip("_"): tokens for name, tokens in drafts.items()},
+class Bench:
+    """A `SpeculatingRunner` around `Inner`, with a `Recorder` on either side."""
+
+    def __init__(self, **options) -> None:
+        self.recorder = Recorder(**options)
+        self.inner = Inner()
+        self.inner.log = self.recorder.log
+        self.runner = SpeculatingRunner(self.inner, self.recorder, self.recorder, self.inner.state)
+
+    def step(
+        self, *rows: Row, finished: Sequence[str] = (), resumed: Sequence[str] = ()
+    ) -> StepOutput:
+        """Each row is a new request, unless it is resumed."""
+        plan = SchedulerOutput(finished_req_ids=set(finished))
+        output = self.inner.output = StepOutput()
+        for row in rows:
+            sampled = [] if row.num_behind or row.error else list(row.sampled)
+            num_tokens = 8 + len(row.drafts) - row.num_behind - row.start
+            plan.num_scheduled_tokens[row.request_id] = num_tokens
+            if row.drafts:
+                plan.scheduled_draft_token_ids[row.request_id] = list(row.drafts)
+            if row.request_id in resumed:
+                plan.scheduled_cached_reqs = CachedRequestData(
+                    [row.request_id], [list(range(8))], [row.start], [0], [[]], {row.request_id}
+                )
+            else:
+                params = SamplingParams(max_tokens=row.num_left + len(sampled))
+                plan.scheduled_new_reqs.append(
+                    NewRequestData(row.request_id, list(range(8)), params, row.start)
+                )
+            if sampled:
+                output.token_ids[row.request_id] = sampled
+            if row.error:
+                output.errors[row.request_id] = row.error
+        return self.runner.execute(plan).wait()
+
+
+def test_asked_are_those_who_go_on_and_guessed_on_those_who_lack_one_token():
+    bench = Bench()
+    output = bench.step(
+        Row("1"),
+        Row("2", num_behind=3),  # in the middle of its prompt
+        Row("3", num_left=0),
+        Row("4", error="its logits say nothing"),
+        Row("5"),
     )
+    assert output.draft_token_ids == {"1": [1] * K, "5": [1] * K}
+    assert bench.recorder.take("choose", "propose") == [
+        ("choose", ["1", "5"]),
+        ("propose", {"1": K, "2": 0, "5": K}),
+    ]
 
 
-def test_asked_are_those_who_run_and_guessed_on_those_who_lack_one_token():
-    recorder, speculator = make_recorded()
-    requests = [
-        request_at("1"),
-        request_at("2", num_behind=3),  # in the middle of its prompt
-        request_at("3", status=RequestStatus.FINISHED_STOPPED),
-        request_at("4", status=RequestStatus.FINISHED_ABORTED),
-        request_at("5", status=RequestStatus.PREEMPTED),
-        request_at("6"),
+def test_a_proposer_sees_the_tokens_of_the_step_and_no_rejected_one():
+    bench = Bench()
+    bench.step(
+        Row("1", sampled=[5], start=2),
+        Row("2", sampled=[4, 9], drafts=[4, 4, 4], start=7),
+        Row("3", num_behind=3, start=1),
+    )
+    seen = [
+        (f.request.tokens(0, f.request.num_tokens)[8:], f.start, f.num_computed_tokens)
+        for f in bench.recorder.followed
     ]
-    drafts = speculator.propose(plan(*requests), {r.request_id: [7] for r in requests})
-    assert drafts == {"1": [1] * K, "6": [1] * K}
-    assert recorder.take("choose", "propose") == [
-        ("choose", ["1", "6"]),
-        ("propose", {"1": K, "2": 0, "6": K}),
-    ]
+    assert seen == [([5], 2, 8), ([4, 9], 7, 9), ([], 1, 5)]
 
 
 @pytest.mark.parametrize("num_left", range(1, 7))
 def test_no_more_than_can_still_become_outputs(num_left):
     """The token that follows the drafts is an output too (Trap 39)."""
-    recorder, speculator = make_recorded()
-    speculator.propose(plan(request_at("1", num_left=num_left), request_at("2")), {})
-    assert recorder.take("propose") == [("propose", {"1": min(num_left - 1, K), "2": K})]
+    bench = Bench()
+    bench.step(Row("1", num_left=num_left), Row("2"))
+    assert bench.recorder.take("propose") == [("propose", {"1": min(num_left - 1, K), "2": K})]
 
 
 def test_lengths_are_each_request_s_own_and_never_negative():
-    recorder, speculator = make_recorded(num_drafts=lambda request: int(request.request_id) - 2)
-    requests = [request_at(name) for name in "31524"]
-    speculator.propose(plan(*requests), {})
+    bench = Bench(num_drafts=lambda request_id: int(request_id) - 2)
+    bench.step(*[Row(name) for name in "31524"])
     expected = {"3": 1, "1": 0, "5": 3, "2": 0, "4": 2}
-    assert recorder.take("propose") == [("propose", expected)]
+    assert bench.recorder.take("propose") == [("propose", expected)]
 
 
 def test_nobody_is_asked_for_nothing():
-    recorder, speculator = make_recorded(num_drafts=0)
-    assert speculator.propose(plan(request_at("1")), {}) == {}
-    assert recorder.take("propose", "choose") == [("choose", ["1"])]
-    recorder.num_drafts = 1
-    assert speculator.propose(plan(request_at("1", num_behind=2)), {}) == {}
-    assert speculator.propose(plan(), {}) == {}
-    assert recorder.take("propose") == []
+    bench = Bench(num_drafts=0)
+    assert bench.step(Row("1")).draft_token_ids == {}
+    assert bench.recorder.take("propose", "choose") == [("choose", ["1"])]
+    bench.recorder.num_drafts = 1
+    assert bench.step(Row("1", num_behind=2)).draft_token_ids == {}
+    assert bench.step().draft_token_ids == {}
+    assert bench.recorder.take("propose") == []
 
 
 # -- who is forgotten
 
 
 def test_finished_ids_are_forgotten_by_both():
-    recorder, speculator = make_recorded()
-    done = request_at("1", status=RequestStatus.FINISHED_LENGTH_CAPPED)
-    speculator.propose(plan(done, request_at("2"), finished=["3"]), {"1": [5]})
-    assert recorder.take("forget") == [("forget", "3")] * 2 + [("forget", "1")] * 2
+    bench = Bench()
+    bench.step(Row("1", num_left=0), Row("2"), Row("3"))
+    assert bench.recorder.take("forget") == [], "only the scheduler knows who has ended"
+    bench.step(Row("2"), finished=["1", "3"])
+    forgotten = bench.recorder.take("forget")
+    assert sorted(forgotten) == [("forget", "1")] * 2 + [("forget", "3")] * 2
 
 
 def test_an_id_that_comes_again_in_the_very_step_is_forgotten_first():
-    recorder, speculator = make_recorded()
-    speculator.propose(plan(request_at("1"), finished=["1"]), {})
-    assert [entry[0] for entry in recorder.log] == ["forget", "forget", "choose", "propose"]
+    bench = Bench()
+    bench.step(Row("1"))
+    bench.recorder.log.clear()
+    bench.step(Row("1"), finished=["1"])
+    names = [entry[0] for entry in bench.recorder.log]
+    assert names[:4] == ["forget", "forget", "choose", "propose"]
+    assert bench.inner.seen[-1] == [("forget", "1")] * 2, "before the plan is taken over"
 
 
-def test_who_ends_is_observed_first_and_forgotten_then():
-    """The other way round, the rule for lengths would keep it for ever."""
-    recorder, speculator = make_recorded()
-    done = request_at("1", status=RequestStatus.FINISHED_STOPPED)
-    speculator.propose(plan(done, _1=[4, 4]), {"1": [4]})
-    assert [entry[0] for entry in recorder.log][:2] == ["observe", "forget"]
+def test_who_was_preempted_is_new_to_a_proposer_but_guessed_as_well_as_before():
+    """Its block table is another one; what is known of its acceptance holds."""
+    bench = Bench()
+    bench.step(Row("1"))
+    bench.recorder.log.clear()
+    bench.step(Row("1"), resumed=["1"])
+    assert bench.recorder.take("forget") == [("forget", "1")]
 
 
 # -- what is told
 
 
 def test_what_came_of_the_drafts():
-    recorder, speculator = make_recorded()
-    requests = [request_at(name) for name in "1234"]
-    output = plan(*requests, _1=[4, 4, 4], _2=[4], _3=[4, 4])
-    speculator.propose(output, {"1": [4, 4, 5], "2": [4, 9], "3": [5], "4": [6]})
-    assert recorder.take("observe") == [
+    bench = Bench()
+    bench.step(
+        Row("1", sampled=[4, 4, 5], drafts=[4, 4, 4]),
+        Row("2", sampled=[4, 9], drafts=[4]),
+        Row("3", sampled=[5], drafts=[4, 4]),
+        Row("4", sampled=[6]),
+    )
+    assert bench.recorder.take("observe") == [
         ("observe", *x) for x in (("1", 3, 2), ("2", 1, 1), ("3", 2, 0))
     ]
-    stats = speculator.stats
+    stats = bench.runner.stats
     assert (stats.num_passes, stats.num_drafted, stats.num_accepted, stats.num_tokens) == (
         4,
         6,
         3,
         7,
     )
-    speculator.propose(plan(request_at("5", num_behind=4)), {})
-    assert stats.num_passes == 4, "a piece of a prompt yields nothing"
+    bench.step(Row("5", num_behind=4), Row("6", drafts=[1], error="its logits say nothing"))
+    assert stats.num_passes == 4, "a piece of a prompt yields nothing, and an error too"
 
 
-def record_of(drafts: dict[str, tuple[int, int]], **num_scheduled: int) -> StepRecord:
-    return StepRecord(
-        step=0,
-        start_time=0.0,
-        num_scheduled_tokens={name.strip("_"): num for name, num in num_scheduled.items()},
-        start_positions={},
-        admitted=[],
-        preempted=[],
-        finished={},
-        new_token_ids={},
-        num_running=0,
-        num_waiting=0,
-        schedule_ms=1000.0,
-        prepare_ms=1.0,
-        forward_ms=20.0,
-        sample_ms=300.0,
-        update_ms=1000.0,
-        propose_ms=7.0,
-        drafts=drafts,
-    )
+def test_times_of_steps_in_which_nobody_computed_a_prompt(monkeypatch):
+    class Clock:
+        def __init__(self) -> None:
+            self.ms = {"propose_ms": 7.0}
 
+        def lap(self, name: str) -> None:
+            pass
 
-def test_times_of_steps_in_which_nobody_computed_a_prompt():
-    recorder, speculator = make_recorded()
-    requests = [request_at("1"), request_at("2", num_left=3)]
-    speculator.propose(plan(*requests), {})
-    speculator.propose(plan(*requests), {})
-    recorder.log.clear()
-    for drafts, scheduled in (
-        ({}, {}),
-        ({}, {"_1": 2, "_2": 1}),
-        ({"1": (2, 2)}, {"_1": 3, "_2": 2}),
-        ({"1": (2, 2)}, {"_1": 2}),
+    monkeypatch.setattr("speculating_runner.Laps", Clock)
+    bench = Bench()
+    bench.inner.times = {"prepare_ms": 1.0, "forward_ms": 20.0, "sample_ms": 300.0}
+    one, other = Row("1", start=7), Row("2", start=7, num_left=3)
+    output = bench.step(one, other)
+    assert output.times == {**bench.inner.times, "propose_ms": 7.0}
+    bench.recorder.log.clear()
+    for rows in (
+        (),
+        (Row("1", start=6), other),
+        (Row("1", start=7, drafts=[1, 1]), Row("2", start=6, drafts=[1])),
+        (Row("1", start=5, num_behind=1),),
     ):
-        speculator.observe_step(record_of(drafts, **scheduled))
-        assert recorder.log == [], (drafts, scheduled)
-    speculator.observe_step(record_of({}, _1=1, _2=1))
-    speculator.observe_step(record_of({"1": (2, 0), "2": (1, 1)}, _1=3, _2=2))
-    assert recorder.take("step") == [("step", 2, 2, K, 321.0, 7.0), ("step", 2, 5, K, 321.0, 7.0)]
+        bench.step(*rows)
+        assert bench.recorder.take("step") == [], rows
+    bench.step(one, other)
+    bench.step(one, other)
+    bench.step(
+        Row("1", start=7, drafts=[2, 2], sampled=[1]),
+        Row("2", start=7, drafts=[2], sampled=[2, 2], num_left=3),
+    )
+    assert bench.recorder.take("step")[1:] == [
+        ("step", 2, 2, K, 321.0, 7.0),
+        ("step", 2, 5, K, 321.0, 7.0),
+    ]
 
 
 def test_guessing_is_not_timed_when_it_was_not_done_or_a_model_caught_up():
     """After steps without drafts, a draft model is fed what it has missed."""
-    recorder, speculator = make_recorded()
+    bench = Bench()
     rounds = []
     for num_drafts in (0, 2, 3, 0, 0, 1, 1):
-        recorder.num_drafts = num_drafts
-        speculator.propose(plan(request_at("1")), {})
-        speculator.observe_step(record_of({}, _1=1))
-        rounds += [entry[3] for entry in recorder.take("step")]
+        bench.recorder.num_drafts = num_drafts
+        bench.step(Row("1", start=7))
+        rounds += [entry[3] for entry in bench.recorder.take("step")]
     assert rounds == [0, 0, 3, 0, 0, 0, 1]
 
 
-def test_probabilities_are_the_proposer_s():
-    _, speculator = make_recorded()
-    assert speculator.draft_probs("3").tolist() == [3.0]
-
-
 # -- in the loop
-
-
-class LoopRunner:
-    """A `ModelRunner` and its sampler around the fake model: it verifies drafts itself."""
-
-    def __init__(self, block_size: int) -> None:
-        self.model = FakeModelRunner(block_size, VOCAB)
-        self.sampled: dict[str, list[int]] = {}
-
-    def prepare(self, output: SchedulerOutput) -> SchedulerOutput:
-        self.sampled = self.model.execute(output)
-        return output
-
-    def forward(self, batch: SchedulerOutput) -> torch.Tensor:
-        return torch.empty(0)
-
-    def sample(self, logits: torch.Tensor, batch: SchedulerOutput) -> SamplerOutput:
-        return SamplerOutput(self.sampled)
 
 
 class Adversary:
@@ -315,21 +316,22 @@ class Adversary:
 
     num_spec_tokens = num_lookahead_tokens = K
 
-    def __init__(self, guess: Callable[[Request, int], list[int]]) -> None:
+    def __init__(self, guess: Callable[[RunnerRequest, int], list[int]]) -> None:
         self.guess = guess
         self.known: set[str] = set()
 
-    def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]):
+    def propose(self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]):
         drafts = {"stranger": [1, 2, 3]}
-        for request, num in zip(requests, num_drafts, strict=True):
-            assert request.status is RequestStatus.RUNNING
-            num_behind = request.num_tokens - request.num_computed_tokens
-            assert num_behind >= 1 and num >= 0
+        for f, num in zip(followed, num_drafts, strict=True):
+            request = f.request
+            num_outputs = len(request.output_token_ids)
+            num_behind = request.num_tokens - f.num_computed_tokens
+            assert num_behind >= 1 and num >= 0 and f.start < f.num_computed_tokens
             if num:
-                assert num_behind == 1 and request.num_output_tokens >= 1
-                assert num <= request.max_num_tokens - request.num_tokens - 1
-            self.known.add(request.request_id)
-            drafts[request.request_id] = self.guess(request, num)
+                assert num_behind == 1 and num_outputs >= 1
+                assert num <= request.params.max_tokens - num_outputs - 1
+            self.known.add(request.req_id)
+            drafts[request.req_id] = self.guess(request, num)
         return drafts
 
     def draft_probs(self, request_id: str) -> None:
@@ -339,14 +341,14 @@ class Adversary:
         self.known.discard(request_id)
 
 
-def right(request: Request, num_drafts: int) -> list[int]:
-    num_outputs = request.num_output_tokens
+def right(request: RunnerRequest, num_drafts: int) -> list[int]:
+    num_outputs = len(request.output_token_ids)
     said = continuation(request.prompt_token_ids, num_outputs + num_drafts, VOCAB)
     return said[num_outputs:]
 
 
-def right_until(place: int) -> Callable[[Request, int], list[int]]:
-    def guess(request: Request, num_drafts: int) -> list[int]:
+def right_until(place: int) -> Callable[[RunnerRequest, int], list[int]]:
+    def guess(request: RunnerRequest, num_drafts: int) -> list[int]:
         return [(t + (i >= place)) % VOCAB for i, t in enumerate(right(request, num_drafts))]
 
     return guess
@@ -360,29 +362,31 @@ class EchoModel:
         return torch.nn.functional.one_hot(said, VOCAB).double()
 
 
-def make_draft_proposer(memory: KVCacheManager) -> DraftModelProposer:
+def make_draft_proposer(memory: KVMemory, state: SharingRunnerState) -> DraftModelProposer:
     kv_cache = PagedKVCache(1, memory.pool.num_blocks, memory.block_size, 1, 1)
-    return DraftModelProposer(EchoModel(), kv_cache, None, memory, K, max_model_len=60)
+    return DraftModelProposer(EchoModel(), kv_cache, None, state, K, max_model_len=60)
 
 
-PROPOSERS: dict[str, Callable[[KVCacheManager], Proposer]] = {
-    "ngram": lambda memory: NgramProposer(K, max_ngram=3, min_ngram=1),
+PROPOSERS: dict[str, Callable[[KVMemory, SharingRunnerState], Proposer]] = {
+    "ngram": lambda memory, state: NgramProposer(K, max_ngram=3, min_ngram=1),
     "draft": make_draft_proposer,
-    "right": lambda memory: Adversary(right),
-    **{f"until {i}": lambda memory, i=i: Adversary(right_until(i)) for i in range(K)},
-    "too many": lambda memory: Adversary(lambda request, num: right(request, num + 9)),
-    "too many, and wrong": lambda memory: Adversary(
+    "right": lambda memory, state: Adversary(right),
+    **{f"until {i}": lambda memory, state, i=i: Adversary(right_until(i)) for i in range(K)},
+    "too many": lambda memory, state: Adversary(lambda request, num: right(request, num + 9)),
+    "too many, and wrong": lambda memory, state: Adversary(
         lambda request, num: right_until(num)(request, num + 9)
     ),
-    "fewer": lambda memory: Adversary(lambda request, num: right(request, num // 2)),
-    "no tokens at all": lambda memory: Adversary(lambda request, num: [-1, VOCAB, 10**9][:num]),
+    "fewer": lambda memory, state: Adversary(lambda request, num: right(request, num // 2)),
+    "no tokens at all": lambda memory, state: Adversary(
+        lambda request, num: [-1, VOCAB, 10**9][:num]
+    ),
 }
 
 
-def make_memory(cache: str | None, num_blocks: int, block_size: int) -> KVCacheManager:
+def make_memory(cache: str | None, num_blocks: int, block_size: int) -> KVMemory:
     pool = BlockPool(num_blocks + 1)
     if cache is None:
-        return KVCacheManager(pool, block_size)
+        return UncachedKVCacheManager(pool, block_size)
     if cache == "radix":
         return CachedKVCacheManager(pool, block_size, RadixCache(pool=pool, page_size=block_size))
     return CachedKVCacheManager(
@@ -396,20 +400,21 @@ class Engine:
     def __init__(
         self,
         kind: type,
-        memory: KVCacheManager,
-        proposer: Proposer | None,
+        memory: KVMemory,
+        proposer: str | None,
         draft_length: DraftLength | None = None,
         **options,
     ) -> None:
-        self.scheduler = kind(kv_memory=memory, **options)
-        runner = LoopRunner(memory.block_size)
-        self.core = EngineCore(self.scheduler, runner, runner, check_invariants=True)
-        self.speculator = None
+        state = SharingRunnerState(max_num_seqs=4, max_blocks_per_request=64)
+        runner = FakeModelRunner(memory.block_size, VOCAB, state)
         if proposer is not None:
-            self.scheduler.num_lookahead_tokens = proposer.num_lookahead_tokens
-            self.speculator = Speculator(proposer, draft_length or FixedLength(K))
-            self.core.propose = self.speculator.propose
-            self.core.on_step = self.speculator.observe_step
+            self.proposer = PROPOSERS[proposer](memory, state)
+            options["num_lookahead_tokens"] = self.proposer.num_lookahead_tokens
+            runner = self.runner = SpeculatingRunner(
+                runner, self.proposer, draft_length or FixedLength(K), state
+            )
+        self.scheduler = kind(kv_memory=memory, **options)
+        self.core = RecordingEngineCore(self.scheduler, runner, check_invariants=True)
         self.said: dict[str, list[int]] = {}
         self.finished: list[Request] = []
 
@@ -434,7 +439,7 @@ class Engine:
 
     def check_books(self) -> None:
         """Of a run in which nobody was aborted or stopped early."""
-        stats, seen = self.scheduler.get_stats(), self.speculator.stats
+        stats, seen = self.scheduler.get_stats(), self.runner.stats
         assert seen.num_tokens == sum(len(tokens) for tokens in self.said.values())
         assert seen.num_tokens == seen.num_passes + seen.num_accepted
         assert seen.num_drafted - seen.num_accepted == stats.total_rejected_drafts
@@ -468,7 +473,7 @@ def test_no_token_changes(kind, cache, name):
         engine = Engine(
             kind,
             memory,
-            PROPOSERS[name](memory),
+            name,
             preempt_every=preempt_every,
             max_num_batched_tokens=11,
             max_preemptions=4,
@@ -488,7 +493,7 @@ def test_it_is_what_the_loop_says_without_a_proposer(kind):
     said = []
     for name in (None, *PROPOSERS):
         memory = make_memory("hash", 30, 4)
-        engine = Engine(kind, memory, PROPOSERS[name](memory) if name else None)
+        engine = Engine(kind, memory, name)
         for request in family(7, 6):
             engine.add(request)
         engine.run()
@@ -501,10 +506,10 @@ def test_it_is_what_the_loop_says_without_a_proposer(kind):
 )
 def test_right_guesses_save_passes(name, accepted_length):
     memory = make_memory(None, 60, 4)
-    engine = Engine(Scheduler, memory, PROPOSERS[name](memory))
+    engine = Engine(SpeculativeScheduler, memory, name)
     engine.add(Request.from_tokens("a", [1, 2, 3], 1 + 10 * accepted_length))
     engine.run()
-    seen = engine.speculator.stats
+    seen = engine.runner.stats
     assert seen.num_passes == 1 + 10
     assert seen.mean_accepted_length == pytest.approx(accepted_length, abs=0.05)
 
@@ -516,7 +521,7 @@ def test_a_stop_token_inside_an_accepted_run_ends_the_request(name):
     said = continuation(prompt, 15, VOCAB)
     for stop in range(VOCAB):
         memory = make_memory("hash", 30, 4)
-        engine = Engine(Scheduler, memory, PROPOSERS[name](memory))
+        engine = Engine(SpeculativeScheduler, memory, name)
         params = SamplingParams(temperature=0, max_tokens=15, stop_token_ids=[stop])
         engine.add(Request("a", prompt, params))
         engine.run()
@@ -526,12 +531,11 @@ def test_a_stop_token_inside_an_accepted_run_ends_the_request(name):
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_an_id_that_was_aborted_and_comes_again_is_another_request(kind):
-    """It may come back before the speculator has heard of its end."""
+    """It may come back before the runner has heard of its end."""
     for name in ("ngram", "draft", "right"):
         for step in range(1, 6):
             memory = make_memory("hash", 40, 4)
-            proposer = PROPOSERS[name](memory)
-            engine = Engine(kind, memory, proposer, AdaptiveLength(K))
+            engine = Engine(kind, memory, name, AdaptiveLength(K))
             engine.add(Request.from_tokens("a", [1, 2, 3, 1, 2, 3], 30))
             engine.add(Request.from_tokens("b", [3, 3, 1], 9))
             for _ in range(step):
@@ -540,16 +544,16 @@ def test_an_id_that_was_aborted_and_comes_again_is_another_request(kind):
             engine.add(Request.from_tokens("a", [2, 1], 9))
             engine.run()
             assert engine.said["a"] == continuation([2, 1], 9, VOCAB)
-            assert engine.speculator.draft_length._requests == {}
+            assert engine.runner.draft_length._requests == {}
             kept = {"ngram": "_histories", "draft": "_followers", "right": "known"}[name]
-            assert not getattr(proposer, kept), "everybody has ended"
+            assert not getattr(engine.proposer, kept), "everybody has ended"
 
 
 def test_lengths_that_adapt_change_no_token_and_see_the_steps():
     for seed in range(3):
         memory = make_memory("hash", 40, 4)
         length = AdaptiveLength(K, probe_every=3)
-        engine = Engine(Scheduler, memory, PROPOSERS["draft"](memory), length, preempt_every=7)
+        engine = Engine(SpeculativeScheduler, memory, "draft", length, preempt_every=7)
         for request in family(seed, 8):
             engine.add(request)
         engine.run()

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from request import Request
+from request import Request, check_integers
 from whole_prompts import CutPrompts
 
 
@@ -42,18 +42,15 @@ class ChunkedPrefill(CutPrompts):
         long_prefill_token_threshold: int | None = None,
         max_long_partial_prefills: int | None = None,
     ) -> None:
-        for name, value in (
-            ("long_prefill_token_threshold", long_prefill_token_threshold),
-            ("max_long_partial_prefills", max_long_partial_prefills),
-        ):
-            is_integer = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and not (is_integer and value >= 1):
-                raise ValueError(f"{name} is {value!r}: it must be None or an integer >= 1")
-        if max_long_partial_prefills is not None and long_prefill_token_threshold is None:
-            raise ValueError(
-                f"max_long_partial_prefills is {max_long_partial_prefills}: it needs a "
-                "long_prefill_token_threshold, which says what is long"
-            )
+        if long_prefill_token_threshold is not None:
+            check_integers(1, long_prefill_token_threshold=long_prefill_token_threshold)
+        if max_long_partial_prefills is not None:
+            check_integers(1, max_long_partial_prefills=max_long_partial_prefills)
+            if long_prefill_token_threshold is None:
+                raise ValueError(
+                    f"max_long_partial_prefills is {max_long_partial_prefills}: it needs a "
+                    "long_prefill_token_threshold, which says what is long"
+                )
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.max_long_partial_prefills = max_long_partial_prefills
         self._num_long = 0  # under way
@@ -76,10 +73,9 @@ class ChunkedPrefill(CutPrompts):
         return True
 
     def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
-        if self.long_prefill_token_threshold is None:
-            return min(num_behind, budget)
-        return min(num_behind, budget, self.long_prefill_token_threshold)
+        return min(num_behind, budget, self.long_prefill_token_threshold or budget)
 
     def _is_long(self, num_behind: int) -> bool:
         """It needs more than one step even when it is alone."""
-        return num_behind > self.long_prefill_token_threshold
+        threshold = self.long_prefill_token_threshold
+        return threshold is not None and num_behind > threshold

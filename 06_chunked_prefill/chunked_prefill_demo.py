@@ -27,6 +27,7 @@ from mixed_attention import mixed_attention
 from paged_attention import AttentionMetadata, paged_attention
 from request import Request
 from scheduler import Scheduler
+from scheduler_interface import StepOutput
 from step_cost import ModelShape, StepCost, count_bytes_and_flops, count_work
 from whole_prompts import WholePrompts
 
@@ -54,7 +55,7 @@ def timeline(policy, prompt_len=40, **options):
         row = output.num_scheduled_tokens
         print("  ".join(f"{name}: {row[name]:2d}" for name in ("a", "b", "long") if name in row))
         at_end = [r for r in output.scheduled_requests if r.num_computed_tokens == r.num_tokens]
-        scheduler.update_from_output(output, {r.request_id: [7] for r in at_end})
+        scheduler.update_from_output(output, StepOutput({r.request_id: [7] for r in at_end}))
 
 
 print("whole prompts")
@@ -96,7 +97,7 @@ for name, starts, lens in (
 policy, start, sizes, times = AdaptiveChunks(target_step_ms=20.0), 0, [], []
 request = Request.from_tokens("long", [1] * 4000, max_new_tokens=1)
 while start < 4000:
-    policy.begin_step([])
+    policy.begin_step(running=[], num_behind=lambda request: 0)
     size = policy.num_tokens_now(request, 4000 - start, 4096, 4096)
     work = count_work([start], [size])
     step_ms = 2.0 + 0.05 * work.num_tokens + 0.0002 * work.num_chunk_pairs

@@ -17,27 +17,31 @@ from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
 from chunk_policy import ChunkedPrefill
 from fake_model import FakeModelRunner, continuation
-from kv_cache_manager import KVCacheManager
+from kv_memory import KVMemory, UncachedKVCacheManager
 from policies import POLICIES
 from prefill_first_scheduler import PrefillFirstScheduler
 from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
 from request import Request, RequestStatus
 from scheduler import Scheduler
+from scheduler_interface import StepOutput
+from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
+from speculative_scheduler import SpeculativeScheduler
 from step_cost import count_work
 from whole_prompts import WholePrompts
 
 VOCAB = 4  # few tokens, so that prefixes are shared by chance
+GUESSING = (SpeculativeScheduler, SpeculativePrefillFirstScheduler)  # chapter 5's
 
 
-def make_memory(cache: str | None, num_blocks: int, block_size: int) -> KVCacheManager:
+def make_memory(cache: str | None, num_blocks: int, block_size: int) -> KVMemory:
     pool = BlockPool(num_blocks + 1)
     if cache == "hash":
         prefixes = PrefixCacheLocal(pool=pool, block_size=block_size)
     elif cache == "radix":
         prefixes = RadixCache(pool=pool, page_size=block_size)
     else:
-        return KVCacheManager(pool, block_size)
+        return UncachedKVCacheManager(pool, block_size)
     return CachedKVCacheManager(pool, block_size, prefixes)
 
 
@@ -64,7 +68,8 @@ class Run:
             self.said[request.request_id] = []
             self.prompts[request.request_id] = list(request.prompt_token_ids)
 
-    def step(self) -> None:
+    def step(self, guess: Callable[[str, int], list[int]] | None = None) -> None:
+        """`guess(name, number of outputs)` is made behind this step for the next (chapter 5)."""
         between = {
             r.request_id
             for r in self.scheduler.running.values()
@@ -75,10 +80,14 @@ class Run:
         self.cut_and_preempted += [
             r.request_id for r in output.preempted_requests if r.request_id in between
         ]
-        sampled = self.runner.execute(output)
+        sampled = self.runner.execute(output).wait()
+        if guess is not None:
+            for name in self.plans[-1]:
+                num_outputs = len(self.said[name]) + len(sampled.token_ids.get(name, ()))
+                sampled.draft_token_ids[name] = guess(name, num_outputs)
         for request in output.scheduled_requests:
             is_last = request.num_computed_tokens >= request.num_tokens
-            assert (request.request_id in sampled) == is_last, "Trap 31"
+            assert (request.request_id in sampled.token_ids) == is_last, "Trap 31"
         for result in self.scheduler.update_from_output(output, sampled):
             self.said[result.request_id] += result.new_token_ids
         self.scheduler.check_invariants()
@@ -96,9 +105,11 @@ class Run:
         return [plan.get(name, 0) for plan in self.plans]
 
 
-def two_phase(policy, cache=None, num_blocks=200, block_size=4, **options) -> Run:
+def two_phase(
+    policy, cache=None, num_blocks=200, block_size=4, kind: type = Scheduler, **options
+) -> Run:
     memory = make_memory(cache, num_blocks, block_size)
-    return Run(Scheduler(kv_memory=memory, chunk_policy=policy, **options))
+    return Run(kind(kv_memory=memory, chunk_policy=policy, **options))
 
 
 # -- what a policy gives
@@ -119,10 +130,15 @@ def test_nobody_gets_more_than_it_needs_or_than_there_is_and_somebody_always_get
 
 
 def test_guesses_are_not_a_prompt():
-    request = make_request("a", 1, 9)
-    request.draft_token_ids = [1, 2, 3]
-    assert ChunkedPrefill(1).num_tokens_now(request, 4, 8, 8) == 4
-    assert ChunkedPrefill(1).num_tokens_now(request, 4, 3, 8) == 3
+    """Three are more than the threshold, and are planned whole; and who has them is not long."""
+    policy = ChunkedPrefill(2, max_long_partial_prefills=1)
+    run = two_phase(policy, kind=SpeculativeScheduler, max_num_batched_tokens=32)
+    run.add(make_request("a", 1, 30))
+    run.step(lambda name, _: [0, 0, 0])
+    run.add(make_request("long", 9, 1))
+    run.step()
+    assert run.plans[-1] == {"a": 4, "long": 2}
+    run.to_the_end()
 
 
 @pytest.mark.parametrize(
@@ -182,12 +198,11 @@ def test_whoever_decodes_gets_a_token_in_every_step_although_a_chunk_is_before_i
 
 
 def test_a_guess_takes_no_block_from_a_chunk_behind_it():
-    run = two_phase(ChunkedPrefill(5), max_num_batched_tokens=7, max_num_seqs=8)
+    kind = SpeculativeScheduler
+    run = two_phase(ChunkedPrefill(5), kind=kind, max_num_batched_tokens=7, max_num_seqs=8)
     run.add(make_request("a", 1, 30), make_request("long", 40, 2))
-    run.step()
-    request = run.scheduler.requests["a"]
-    run.scheduler.update_draft_token_ids({"a": [1, 2, 3, 1, 2, 3]})
-    assert len(request.draft_token_ids) == 6
+    run.step(lambda name, _: [1, 2, 3, 1, 2, 3])
+    assert len(run.scheduler.drafts["a"]) == 6
     run.step()
     # A block of four for the prompt, and a token for each: what is left for guesses is one.
     assert run.plans[1] == {"a": 2, "long": 5}
@@ -256,17 +271,17 @@ def test_more_decodes_than_a_chunk_has_tokens_do_not_stop_a_mixed_prompt():
 
 
 @pytest.mark.parametrize("options", [{}, {"mixing": True}])
-@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
+@pytest.mark.parametrize("kind", GUESSING)
 def test_guesses_never_keep_a_prompt_out(kind, options):
     """Four who decode, with as many guesses as there is budget, all of them right."""
-    if kind is PrefillFirstScheduler:
+    if kind is SpeculativePrefillFirstScheduler:
         options = {**options, "chunked_prefill_size": 24}
     elif options:
         pytest.skip("the two-phase scheduler always mixes")
+    else:
+        options = {"chunk_policy": ChunkedPrefill()}
     memory = make_memory(None, 400, 4)
     run = Run(kind(kv_memory=memory, max_num_batched_tokens=24, **options))
-    if kind is Scheduler:
-        run.scheduler.chunk_policy = ChunkedPrefill()
     decodes = [make_request(f"s{i}", 2, 200, seed=i) for i in range(4)]
     truth = {r.request_id: continuation(r.prompt_token_ids, 210, VOCAB) for r in decodes}
     run.add(*decodes)
@@ -274,9 +289,7 @@ def test_guesses_never_keep_a_prompt_out(kind, options):
         run.step()
     run.add(make_request("long", 40, 1))
     for _ in range(14):
-        known = {r.request_id: r.num_output_tokens for r in decodes}
-        run.scheduler.update_draft_token_ids({n: truth[n][k : k + 5] for n, k in known.items()})
-        run.step()
+        run.step(lambda name, num: truth[name][num : num + 5] if name in truth else [])
     assert run.said["long"], "40 tokens did not get through in 14 steps"
 
 
@@ -288,10 +301,10 @@ def clock(plan: dict[str, int], starts: list[int]) -> float:
 
 @pytest.mark.parametrize("num_drafts", [0, 8])
 @pytest.mark.parametrize("num_decodes", [0, 12])
-@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
+@pytest.mark.parametrize("kind", GUESSING)
 def test_the_promise_is_kept_and_used_beside_decodes(kind, num_decodes, num_drafts):
     policy = AdaptiveChunks(20.0)
-    options = {"chunked_prefill_size": 4000} if kind is PrefillFirstScheduler else {}
+    options = {"chunked_prefill_size": 4000} if kind is not SpeculativeScheduler else {}
     memory = make_memory(None, 4000, 4)
     scheduler = kind(kv_memory=memory, chunk_policy=policy, max_num_batched_tokens=4000, **options)
     decodes = [make_request(f"s{i}", 2, 2000) for i in range(num_decodes)]
@@ -301,15 +314,15 @@ def test_the_promise_is_kept_and_used_beside_decodes(kind, num_decodes, num_draf
     for round_ in range(3):
         scheduler.add_request(make_request(f"long{round_}", 1500, 1))
         for _ in range(200):
-            drafts = {r.request_id: [0] * num_drafts for r in decodes}
-            scheduler.update_draft_token_ids(drafts)
             output = scheduler.schedule()
             plan, name = dict(output.num_scheduled_tokens), f"long{round_}"
-            starts = [r.num_computed_tokens - plan[r.request_id] for r in output.scheduled_requests]
+            starts = output.start_positions
             step_ms = clock(plan, starts)
             ended = [r for r in output.scheduled_requests if r.num_computed_tokens >= r.num_tokens]
-            scheduler.update_from_output(output, {r.request_id: [1] for r in ended})
-            policy.observe_step(starts, plan.values(), step_ms)
+            drafts = {r.request_id: [0] * num_drafts for r in decodes}
+            answer = StepOutput({r.request_id: [1] for r in ended}, draft_token_ids=drafts)
+            scheduler.update_from_output(output, answer)
+            policy.observe_step(starts, list(plan.values()), step_ms)
             if name in plan and name in scheduler.requests:  # the last piece may be small
                 times.append(step_ms)
             if name not in scheduler.requests:
@@ -330,7 +343,7 @@ POLICY_MAKERS: dict[str, Callable[[random.Random], ChunkedPrefill]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
+@pytest.mark.parametrize("kind", GUESSING)
 @pytest.mark.parametrize("cache", [None, "hash", "radix"])
 @pytest.mark.parametrize("maker", POLICY_MAKERS)
 def test_random_runs_change_no_token(maker, cache, kind):
@@ -348,7 +361,7 @@ def test_random_runs_change_no_token(maker, cache, kind):
             "chunk_policy": POLICY_MAKERS[maker](rng),
             "num_lookahead_tokens": rng.choice([0, 2]),
         }
-        if kind is PrefillFirstScheduler:
+        if kind is SpeculativePrefillFirstScheduler:
             options["chunked_prefill_size"] = rng.randint(1, 16)
             options["mixing"] = rng.random() < 0.5
         largest = -(-40 // block_size)
@@ -363,10 +376,10 @@ def test_random_runs_change_no_token(maker, cache, kind):
             running = list(run.scheduler.running)
             if running and rng.random() < 0.02:
                 run.scheduler.finish_requests(rng.choice(running), RequestStatus.FINISHED_ABORTED)
+            guess = None
             if rng.random() < 0.3:
-                drafts = {r: [rng.randrange(VOCAB) for _ in range(3)] for r in running}
-                run.scheduler.update_draft_token_ids(drafts)
-            run.step()
+                guess = lambda *_: [rng.randrange(VOCAB) for _ in range(3)]  # noqa: E731
+            run.step(guess)
             policy = options["chunk_policy"]
             if isinstance(policy, AdaptiveChunks):
                 num_tokens = list(run.plans[-1].values())

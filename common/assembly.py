@@ -280,8 +280,8 @@ def wait_for_loads(kv_memory: Any, record: StepRecord) -> None:
 
 
 def make_attention(config: EngineConfig, device: torch.device) -> Attention:
-    """`"auto"` is Triton on CUDA and PyTorch elsewhere. Where prompts are cut it is chapter 6's, for
-    decodes and chunks in one batch, instead of chapter 2's. A fallback is announced.
+    """`"auto"` is Triton on CUDA and PyTorch elsewhere. Where prompts are cut it is chapter 6's,
+    for decodes and chunks in one batch, instead of chapter 2's. A fallback is announced.
 
     Raises `RuntimeError` if Triton is asked for by name and can not run here.
     """

@@ -186,7 +186,7 @@ def print_summary(result: Run, llm) -> None:
     )
     again = f"{stats.recomputed_tokens} tokens computed again"
     print(f"preemptions          {stats.num_preemptions} ({again})")
-    if llm.engine.speculator is not None:
+    if llm.engine.speculation is not None:
         print(
             f"speculation          {stats.num_accepted_tokens} of {stats.num_drafted_tokens} "
             f"guesses were right; {stats.tokens_per_pass:.2f} tokens a pass"

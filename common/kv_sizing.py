@@ -24,7 +24,7 @@ import torch
 from common.engine_config import EngineConfig
 from common.loader import LoadedModel
 from common.sampling.sampler import Sampler, SamplingBatch
-from common.sampling.speculative_sampler import SpeculativeSampler
+from input_batch import RunnerRequest
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 from request import SamplingParams
 
@@ -224,6 +224,8 @@ def _measure(
     memory.reset()
     before = memory.read()
     if draft is not None:
+        from common.sampling.speculative_sampler import SpeculativeSampler
+
         sampler = SpeculativeSampler(sampler, batch.make_draft_probs(loaded, vocab_size))
     for _ in range(2):
         logits = run_forward(loaded, kv_cache, backend, seq_lens, num_rows)
@@ -265,18 +267,14 @@ class SamplerWarmUp:
             stop_token_ids=(0,),
             logprobs=min(20, vocab_size),
         )
-        sampling, drafts = SamplingBatch.make_empty(), {}
+        sampling, drafts = SamplingBatch(), {}
         for i, num_rows in enumerate(rows_per_request):
-            drafts[str(i)] = [0] * (num_rows - 1)
+            request = RunnerRequest(str(i), params, [0], [0])
             for row in range(num_rows):
-                sampling.req_ids.append(str(i))
-                sampling.params.append(params)
-                sampling.seeds.append(0)
-                sampling.prompt_token_ids.append([0])
-                sampling.output_token_ids.append([0])
-                sampling.draft_token_ids.append([0] * row)
-                sampling.eos_token_ids.append(())
-        return cls(sampling, {req_id: ids for req_id, ids in drafts.items() if ids})
+                sampling.add(request, [0] * row, ())
+            if num_rows > 1:
+                drafts[str(i)] = [0] * (num_rows - 1)
+        return cls(sampling, drafts)
 
     def make_draft_probs(
         self, loaded: LoadedModel, vocab_size: int

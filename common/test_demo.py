@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from adaptive_length import AdaptiveLength
 from common import demo
 
 
@@ -40,7 +41,11 @@ def test_trace_tells_seven_stages_of_each_step(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft"])
-def test_speculation_changes_no_word_and_tells_how_it_fared(method, capsys) -> None:
+def test_speculation_changes_no_word_and_tells_how_it_fared(method, capsys, monkeypatch) -> None:
+    """How many guesses pay is a matter of the clock: here, as many as there may be."""
+    monkeypatch.setattr(
+        AdaptiveLength, "choose", lambda self, ids: [self.num_spec_tokens] * len(ids)
+    )
     arguments = ["--prompt", "class A:", "--prompt", "for i in range(", "--max-tokens", "24"]
     texts = []
     for more in ([], ["--speculative", method, "--trace"]):

@@ -20,6 +20,7 @@ from common.kv_sizing import (
     size_kv_cache,
 )
 from common.loader import QWEN3_0_6B, LoadedModel, random_model
+from common.sampling import speculative_sampler
 from common.sampling.sampler import Sampler
 from common.sampling.speculative_sampler import SpeculativeSampler
 from paged_attention import TorchAttentionBackend
@@ -184,7 +185,7 @@ def test_guesses_are_part_of_the_largest_step(loaded, monkeypatch) -> None:
             verified.append((target_probs.shape, len(drafts), draft_probs.shape))
             return rejection_sample(target_probs, drafts, draft_probs, *rest)
 
-    monkeypatch.setattr(kv_sizing, "SpeculativeSampler", SpySampler)
+    monkeypatch.setattr(speculative_sampler, "SpeculativeSampler", SpySampler)
     how = {"method": "draft", "num_spec_tokens": 4}
     config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=38, speculative=how)
     draft_too = make(config, loaded, 64, draft=loaded, memory=FakeMemory(0, []))

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from block_pool import Block
 from kv_connector import KVConnector
-from kv_memory import ComputedBlocks, extra_keys_of
-from prefix_cache import PrefixCache
+from kv_memory import ComputedBlocks
+from prefix_cache import PrefixCache, extra_keys_of
 from request import Request
 
 LOAD_WAIT_S = 0.005

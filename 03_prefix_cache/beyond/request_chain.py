@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from kv_memory import extra_keys_of
-from prefix_cache import normalise_extra_keys
+from prefix_cache import extra_keys_of, normalise_extra_keys
 from prefix_cache_local import compute_block_hash, compute_hash_chain
 from request import Request
 

@@ -13,17 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 
 import pytest
 
 from bounded_loops import as_long_as
-<<<<<<< HEAD
-from global_kv_pool import KVBlock
-from kv_pool import TransferResult
-=======
 from kv_pool import KVBlock, TransferResult
->>>>>>> wK3
 from mooncake_master import MooncakeMaster, MooncakeUnavailableError
 from mooncake_pool import MooncakePool, decode_block, encode_block, store_key
 from pool_connector import PoolConnector
@@ -117,10 +113,27 @@ def need_store(make: Callable[[], MooncakeMaster]) -> MooncakeMaster:
         pytest.skip(str(failure))
 
 
+def drop(pool: MooncakePool) -> None:
+    """Close it without the second that leaving a store in good order takes."""
+    pool._client.process.kill()
+    pool.close()
+
+
 @pytest.fixture(scope="module")
-def master() -> Iterator[MooncakeMaster]:
-    with need_store(MooncakeMaster) as master:
-        yield master
+def masters() -> Iterator[list[Future[MooncakeMaster]]]:
+    """One to use and one to kill. To start takes a second, in which both mostly sleep."""
+    with ThreadPoolExecutor() as threads:
+        masters = [threads.submit(MooncakeMaster) for _ in range(2)]
+        yield masters
+    for master in masters:
+        if master.exception() is None:
+            master.result().process.kill()
+            master.result().stop()
+
+
+@pytest.fixture(scope="module")
+def master(masters: list[Future[MooncakeMaster]]) -> MooncakeMaster:
+    return need_store(masters[0].result)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +141,7 @@ def near(master: MooncakeMaster) -> Iterator[MooncakePool]:
     """All memory of the store is this one's, so what `far` reads has crossed processes."""
     pool = MooncakePool(master.address, segment_nbytes=64 << 20, timeout_s=WAIT_S)
     yield pool
-    pool.close()
+    drop(pool)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +150,7 @@ def far(master: MooncakeMaster, near: MooncakePool) -> Iterator[MooncakePool]:
         master.address, segment_nbytes=0, timeout_s=WAIT_S, transfer_timeout_s=WAIT_S
     )
     yield pool
-    pool.close()
+    drop(pool)
 
 
 def test_what_one_publishes_another_finds_and_reads_bit_for_bit(
@@ -357,16 +370,18 @@ def test_an_engine_loads_what_another_process_has_published(
     connector = make_connector(pool, "reader", io)
     assert elapsed_s(lambda: load(connector, make_request())) < WAIT_S
     assert connector.stats.num_tokens_loaded == 0 and io.blocks == [b""] * 6
-    pool.close()
+    drop(pool)
 
 
 # -- a master that fails
 
 
-def test_a_killed_store_is_an_empty_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_killed_store_is_an_empty_one(
+    masters: list[Future[MooncakeMaster]], caplog: pytest.LogCaptureFixture
+) -> None:
     """Killed in the midst of publishing and loading: nothing hangs, nothing raises, and what was
     loaded before is right."""
-    master = need_store(MooncakeMaster)
+    master = need_store(masters[1].result)
     pool = MooncakePool(master.address, segment_nbytes=64 << 20)
     chain = make_chain("killed", 50, kv_nbytes=200_000)
     publish(pool, chain)
@@ -407,12 +422,13 @@ def test_a_store_that_stops_answering_costs_one_time_limit(
     """Not killed, which the kernel would tell, but silent."""
     chain = make_chain("silent", 2)
     assert publish(near, chain) == [True, True]
-    pool = MooncakePool(master.address, segment_nbytes=0, timeout_s=1.5)
+    pool = MooncakePool(master.address, segment_nbytes=0, timeout_s=WAIT_S)
     assert pool.query(hashes(chain))[0] == 2 * SIZE
+    pool._client.timeout_s = 0.4
     master.process.send_signal(signal.SIGSTOP)
     try:
         assert pool.total_cached_blocks == 0
-        assert 1.0 < elapsed_s(lambda: pool.query(hashes(chain))) < WAIT_S
+        assert 0.3 < elapsed_s(lambda: pool.query(hashes(chain))) < WAIT_S
         assert elapsed_s(lambda: transfer(pool, chain)) < QUICK_S
         assert elapsed_s(lambda: pool.total_cached_blocks) < QUICK_S
         assert elapsed_s(pool.close) < QUICK_S

@@ -17,11 +17,13 @@ import pytest
 
 from block_pool import BlockPool
 from bounded_loops import as_long_as
-from cached_kv_cache_manager import CachedKVCacheManager
 from global_kv_pool import GlobalKVPool
 from kv_connector import ConnectorChain
+from kv_memory import NotReady
 from kv_pool import KVBlock, TransferResult
+from loading_kv_cache_manager import LoadingKVCacheManager
 from pool_connector import PoolConnector
+from prefix_cache import KeyedRequest
 from request import Request, SamplingParams
 
 SIZE = 4
@@ -55,13 +57,13 @@ class FakeKVIO:
 
 def make_request(
     request_id: str, tokens: Sequence[int], keys: Sequence[tuple[str, str | int]] = ()
-) -> Request:
+) -> KeyedRequest:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    return Request(request_id, list(tokens), params, extra_keys=keys)
+    return KeyedRequest(request_id, tokens, params, extra_keys=keys)
 
 
 class Engine:
-    """A connector, a memory, and what `CachedKVCacheManager` does with them for one request."""
+    """A connector, a memory, and what `LoadingKVCacheManager` does with them for one request."""
 
     def __init__(self, pool, node_id: str, namespace=MODEL, size: int = SIZE, **kwargs) -> None:
         self.connector = PoolConnector(pool, node_id, **{"load_timeout_s": 3 * WAIT_S, **kwargs})
@@ -565,18 +567,18 @@ def test_a_full_node_loses_the_tail_of_a_saved_chain_first(transport, num_known)
 
 
 class ManagedEngine:
-    """An engine's memory behind a `CachedKVCacheManager`: every request is computed at once."""
+    """An engine's memory behind a `LoadingKVCacheManager`: every request is computed at once."""
 
     def __init__(self, connector: PoolConnector, io: FakeKVIO, make_cache, num_blocks: int) -> None:
         self.io, self.toy = io, Engine(None, "unused")
         connector.bind(io, SIZE, MODEL)
         pool = BlockPool(num_blocks)
-        self.manager = CachedKVCacheManager(pool, SIZE, make_cache(pool, SIZE), connector)
+        self.manager = LoadingKVCacheManager(pool, SIZE, make_cache(pool, SIZE), connector)
 
     def serve(self, request: Request) -> int:
         """Admit, compute, check every byte, free. Returns `num_cached_tokens`."""
         computed = self.manager.get_computed_blocks(request)
-        for _ in as_long_as(lambda: not computed.is_ready, seconds=60):
+        for _ in as_long_as(lambda: isinstance(computed, NotReady), seconds=60):
             self.manager.wait_for_loads()
             self.manager.check_invariants()
             computed = self.manager.get_computed_blocks(request)
@@ -587,7 +589,7 @@ class ManagedEngine:
         for index in range(computed.num_tokens // SIZE, num_full):
             self.io.data[block_ids[index]] = self.toy.content(request, index)
         request.num_computed_tokens = request.num_tokens
-        self.manager.cache_blocks(request)
+        self.manager.cache_blocks(request, request.num_tokens)
         block_ids = self.manager.get_block_ids(request.request_id)
         for index in range(num_full):
             assert self.io.data[block_ids[index]] == self.toy.content(request, index)
@@ -645,7 +647,7 @@ def test_the_blocks_of_an_aborted_load_come_back_unwritten(pool, transport, make
     engine = ManagedEngine(PoolConnector(pool, "b"), io, make_cache, num_blocks=8)
     transport.hold.clear()
     request = make_request("0", TOKENS)
-    assert not engine.manager.get_computed_blocks(request).is_ready
+    assert engine.manager.get_computed_blocks(request) is NotReady.LOADING
     assert engine.manager.pool.num_free_blocks == 3
     engine.manager.free(request)
     assert engine.manager.pool.num_free_blocks == 7

@@ -11,10 +11,12 @@ import pytest
 
 from block_pool import BlockPool
 from bounded_loops import as_long_as
-from cached_kv_cache_manager import CachedKVCacheManager
+from kv_memory import NotReady
+from loading_kv_cache_manager import LoadingKVCacheManager
+from prefix_cache import KeyedRequest
 from prefix_cache_local import PrefixCacheLocal, compute_hash_chain
 from radix_cache import RadixCache
-from request import Request
+from request import SamplingParams
 from tiered_cache import KVTierConfig, TieredCache
 
 BLOCK_SIZE = 2
@@ -45,30 +47,32 @@ def kv_of(token_ids: tuple[int, ...], extra_keys=()) -> bytes:
 class Engine:
     """A manager, a cache, tiers and a memory of bytes, without a model."""
 
-    def __init__(self, config: KVTierConfig, kind=PrefixCacheLocal, num_blocks: int = 8) -> None:
+    def __init__(
+        self,
+        config: KVTierConfig,
+        kind=PrefixCacheLocal,
+        num_blocks: int = 8,
+        namespace=NAMESPACE,
+    ) -> None:
         self.pool, self.io = BlockPool(num_blocks + 1), FakeIO()
-        if kind is PrefixCacheLocal:
-            self.cache = PrefixCacheLocal(pool=self.pool, block_size=BLOCK_SIZE)
-        else:
-            self.cache = RadixCache(page_size=BLOCK_SIZE, pool=self.pool)
         self.tiers = TieredCache(config)
-        self.tiers.bind(self.io, BLOCK_SIZE, NAMESPACE)
-        self.cache.listener = self.tiers
-        self.manager = CachedKVCacheManager(self.pool, BLOCK_SIZE, self.cache, self.tiers)
+        self.tiers.bind(self.io, BLOCK_SIZE, namespace)
+        size = "block_size" if kind is PrefixCacheLocal else "page_size"
+        self.cache = kind(pool=self.pool, listener=self.tiers, **{size: BLOCK_SIZE})
+        self.manager = LoadingKVCacheManager(self.pool, BLOCK_SIZE, self.cache, self.tiers)
         self.num_requests = 0
 
-    def request(self, token_ids, extra_keys=()) -> Request:
+    def request(self, token_ids, extra_keys=()) -> KeyedRequest:
         self.num_requests += 1
-        request = Request.from_tokens(str(self.num_requests), list(token_ids), 1)
-        request.extra_keys = extra_keys
-        return request
+        params = SamplingParams(temperature=0, max_tokens=1)
+        return KeyedRequest(str(self.num_requests), token_ids, params, extra_keys=extra_keys)
 
     def serve(self, token_ids, extra_keys=()) -> int:
         """One request from look-up to end. Returns the tokens that it did not compute, after every
         block of its table has been compared with what a forward pass would have written."""
         request = self.request(token_ids, extra_keys)
         computed = self.manager.get_computed_blocks(request)
-        for _ in as_long_as(lambda: not computed.is_ready, seconds=30):
+        for _ in as_long_as(lambda: isinstance(computed, NotReady), seconds=30):
             self.manager.wait_for_loads()
             computed = self.manager.get_computed_blocks(request)
         num_new = request.num_tokens - computed.num_tokens
@@ -81,7 +85,7 @@ class Engine:
             else:
                 self.io.blocks[block_ids[index]] = kv_of(prefix, extra_keys)
         request.num_computed_tokens = request.num_tokens
-        self.manager.cache_blocks(request)
+        self.manager.cache_blocks(request, request.num_tokens)
         self.manager.check_invariants([request])
         self.tiers.check_invariants()
         self.manager.free(request)
@@ -167,11 +171,7 @@ def test_kv_of_another_model_is_not_found(tmp_path):
     first = Engine(config)
     first.serve([3] * 10)
     first.tiers.close()
-    second = Engine(config)
-    second.tiers.close()
-    second.tiers = TieredCache(config)
-    second.tiers.bind(second.io, BLOCK_SIZE, (("model", "another"),))
-    second.manager.connector = second.cache.listener = second.tiers
+    second = Engine(config, namespace=(("model", "another"),))
     assert second.serve([3] * 10) == 0
     second.tiers.close()
 
@@ -193,7 +193,7 @@ def test_a_corrupt_block_ends_the_load_in_front_of_it(tmp_path, caplog):
 
 
 def test_a_request_whose_blocks_are_being_read_is_passed_over(tmp_path):
-    """`is_ready` is False until the disk has answered; others are served meanwhile."""
+    """It is not ready until the disk has answered; others are served meanwhile."""
     config = KVTierConfig(0, 50, tmp_path / "kv", "write_through")
     engine = Engine(config)
     engine.serve([3] * 8)
@@ -207,11 +207,11 @@ def test_a_request_whose_blocks_are_being_read_is_passed_over(tmp_path):
     engine.tiers.disk.read = slow_read
     request = engine.request([3] * 8)
     computed = engine.manager.get_computed_blocks(request)
-    assert not computed.is_ready and computed.is_loading
+    assert computed is NotReady.LOADING
     assert engine.serve([4] * 4) == 0
-    assert not engine.manager.get_computed_blocks(request).is_ready
+    assert engine.manager.get_computed_blocks(request) is NotReady.LOADING
     gate.set()
-    for _ in as_long_as(lambda: not computed.is_ready, seconds=30):
+    for _ in as_long_as(lambda: isinstance(computed, NotReady), seconds=30):
         engine.manager.wait_for_loads()
         computed = engine.manager.get_computed_blocks(request)
     assert computed.num_tokens == 6
@@ -235,15 +235,14 @@ def test_a_load_that_is_given_up_writes_nothing(how, tmp_path):
 
     engine.tiers.disk.read = slow_read
     request = engine.request([3] * 8)
-    is_ready = engine.manager.get_computed_blocks(request).is_ready
+    computed = engine.manager.get_computed_blocks(request)
     if how == "late":
-        for _ in as_long_as(
-            lambda: not engine.manager.get_computed_blocks(request).is_ready, seconds=30
-        ):
+        for _ in as_long_as(lambda: isinstance(computed, NotReady), seconds=30):
             engine.manager.wait_for_loads()
-        assert engine.manager.get_computed_blocks(request).num_tokens == 0
+            computed = engine.manager.get_computed_blocks(request)
+        assert computed.num_tokens == 0
     else:
-        assert not is_ready
+        assert computed is NotReady.LOADING
     engine.manager.free(request)
     before = dict(engine.io.blocks)
     gate.set()

@@ -19,35 +19,50 @@ from cached_kv_cache_manager import CachedKVCacheManager
 from fake_model import FakeModelRunner, _mix, continuation
 from kv_connector import KVConnector
 from kv_memory import KeyedRequest, KVMemory, UncachedKVCacheManager
+from loading_kv_cache_manager import LoadingKVCacheManager
 from policies import POLICIES
 from prefill_first_scheduler import ForwardMode, PrefillFirstScheduler
 from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
 from request import Request, RequestStatus
 from scheduler import Scheduler
+from scheduler_base import SchedulerBase
 from scheduler_interface import SchedulerInterface, SchedulerOutput, StepOutput
 
 EXTEND, DECODE, MIXED = ForwardMode
 CACHES = (None, "hash", "radix")
 
 
-def make_memory(cache: str | None, num_pages: int, page_size: int) -> KVMemory:
+def make_memory(
+    cache: str | None, num_pages: int, page_size: int, connector: KVConnector | None = None
+) -> KVMemory:
     pool = BlockPool(num_pages + 1)
     if cache is None:
         return UncachedKVCacheManager(pool, page_size)
     if cache == "hash":
-        return CachedKVCacheManager(
-            pool, page_size, PrefixCacheLocal(pool=pool, block_size=page_size)
-        )
-    return CachedKVCacheManager(pool, page_size, RadixCache(pool=pool, page_size=page_size))
+        made = PrefixCacheLocal(pool=pool, block_size=page_size)
+    else:
+        made = RadixCache(pool=pool, page_size=page_size)
+    if connector is None:
+        return CachedKVCacheManager(pool, page_size, made)
+    return LoadingKVCacheManager(pool, page_size, made, connector)
 
 
 class Loop:
     """A scheduler and a fake model; everything is checked after every step."""
 
-    def __init__(self, num_pages: int, *, page_size: int = 4, cache: str | None = None, **options):
-        self.memory = make_memory(cache, num_pages, page_size)
-        self.scheduler = PrefillFirstScheduler(kv_memory=self.memory, **options)
+    def __init__(
+        self,
+        num_pages: int,
+        *,
+        page_size: int = 4,
+        cache: str | None = None,
+        connector: KVConnector | None = None,
+        kind: type[SchedulerBase] = PrefillFirstScheduler,
+        **options,
+    ):
+        self.memory = make_memory(cache, num_pages, page_size, connector)
+        self.scheduler = kind(kv_memory=self.memory, **options)
         self.runner = FakeModelRunner(page_size)
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
@@ -767,16 +782,20 @@ class SlowConnector(KVConnector):
 
 
 @pytest.mark.parametrize("cache", ["hash", "radix"])
-@pytest.mark.parametrize("mixing", [False, True])
-def test_loads_for_those_who_wait_stop_nobody(cache, mixing):
+@pytest.mark.parametrize("kind", ["prefill first", "mixed", "two phases"])
+def test_loads_for_those_who_wait_stop_nobody(cache, kind):
     """Small pools in which loads hold up to half of the pages. Everybody ends, with right tokens;
     a step without tokens is one in which something was being loaded."""
     num_arrived = num_preempted = 0
     for seed in range(60):
         rng = random.Random(seed)
         num_pages, page_size = rng.randint(3, 10), rng.choice([1, 2, 4])
-        options = random_options(rng, "fcfs") | {"mixing": mixing, "preempt_every": None}
-        options |= {"init_new_token_ratio": 0.0, "max_num_seqs": 6}
+        if kind == "two phases":
+            options = {"kind": Scheduler, "policy": "priority", "max_num_seqs": rng.randint(1, 3)}
+            options |= {"watermark": rng.choice([0.0, 0.2]), "max_num_batched_tokens": 24}
+        else:
+            options = random_options(rng, "fcfs") | {"mixing": kind == "mixed"}
+            options |= {"preempt_every": None, "init_new_token_ratio": 0.0, "max_num_seqs": 6}
         connector = SlowConnector(rng.choice([1, 3, 10]))
         connector.bind(None, page_size, ())
         loop = Loop(num_pages, page_size=page_size, cache=cache, connector=connector, **options)
@@ -786,7 +805,8 @@ def test_loads_for_those_who_wait_stop_nobody(cache, mixing):
                 rng.randrange(3) for _ in range(rng.randint(1, num_pages * page_size * 2 // 3))
             ]
             if len(prompt) <= options["max_num_batched_tokens"]:
-                loop.take(Request.from_tokens(str(number), prompt, rng.randint(1, 12)))
+                urgency = rng.randrange(3) if kind == "two phases" else 0
+                loop.take(Request.from_tokens(str(number), prompt, rng.randint(1, 12), urgency))
             for _ in range(rng.choice([0, 1, 3])):
                 loop.step()
         for _ in range(2000):

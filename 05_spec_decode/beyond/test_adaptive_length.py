@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from draft_length import AdaptiveLength, CostLine, FixedLength, expected_tokens
-from request import Request
+from acceptance import expected_tokens
+from adaptive_length import AdaptiveLength, CostLine
+from speculating_runner import FixedLength
 
 K = 5
-REQUESTS = [Request.from_tokens(str(i), [1]) for i in range(256)]
+REQUESTS = [str(i) for i in range(256)]
 
 
 @dataclass
@@ -78,12 +79,12 @@ class Run:
         requests = REQUESTS[: len(acceptances)]
         lengths = self.length.choose(requests)
         assert all(0 <= k <= K for k in lengths)
-        for request, k, acceptance in zip(requests, lengths, acceptances, strict=True):
+        for request_id, k, acceptance in zip(requests, lengths, acceptances, strict=True):
             num_accepted = 0
             while num_accepted < k and self._draw() < acceptance:
                 num_accepted += 1
             if k:
-                self.length.observe(request.request_id, k, num_accepted)
+                self.length.observe(request_id, k, num_accepted)
         num, rounds = len(lengths), max(lengths)
         factor = 1 + self.noise * (2 * self.rng.random() - 1) if self.rng else 1
         verify_ms = self.machine.verify_ms(num + sum(lengths)) * factor

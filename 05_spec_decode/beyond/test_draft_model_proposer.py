@@ -21,23 +21,25 @@ from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
 from draft_model_proposer import DraftModelProposer
 from fake_model import FakeModelRunner, _mix, continuation
-from kv_cache_manager import KVCacheManager
+from input_batch import RunnerRequest
+from kv_memory import KVMemory, SharingRunnerState, UncachedKVCacheManager
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
-from prefill_first_scheduler import PrefillFirstScheduler
 from prefix_cache_local import PrefixCacheLocal
+from proposers import FollowedRequest
 from radix_cache import RadixCache
 from request import Request, RequestStatus, SamplingParams
-from scheduler import Scheduler
-from scheduler_interface import SchedulerOutput
-from speculator import Speculator
+from scheduler_interface import BlockMove, NewRequestData, SchedulerOutput
+from speculating_runner import SpeculatingRunner
+from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
+from speculative_scheduler import SpeculativeScheduler
 
 VOCAB = 50
 POISON = -7
 K = 3  # drafts, where nothing else is said
-SCHEDULERS = (Scheduler, PrefillFirstScheduler)
+SCHEDULERS = (SpeculativeScheduler, SpeculativePrefillFirstScheduler)
 CACHES = (None, "hash", "radix")
 
-Errs = Callable[[Request, int], bool]  # is this draft of the request to be wrong?
+Errs = Callable[[RunnerRequest, int], bool]  # is this draft of the request to be wrong?
 
 
 # -- the model, and what it says when nothing can go wrong
@@ -51,8 +53,12 @@ def kv_of(tokens: tuple[int, ...]) -> tuple[int, ...]:
     return (*before, _mix(before, tokens[-1]))
 
 
-def drafts_from_scratch(request: Request, num_drafts: int, errs: Errs) -> list[int]:
-    tokens = tuple(request.all_token_ids)
+def all_tokens(request: RunnerRequest) -> list[int]:
+    return request.tokens(0, request.num_tokens)
+
+
+def drafts_from_scratch(request: RunnerRequest, num_drafts: int, errs: Errs) -> list[int]:
+    tokens = tuple(all_tokens(request))
     for i in range(num_drafts):
         tokens += ((_mix(kv_of(tokens), -1) + errs(request, i)) % VOCAB,)
     return list(tokens[request.num_tokens :])
@@ -104,24 +110,24 @@ class ErringSampler:
     def __init__(self, errs: Errs) -> None:
         self.errs = errs
 
-    def needs_probs(self, request: Request) -> bool:
-        return request.priority == 1
+    def needs_probs(self, request: RunnerRequest) -> bool:
+        return request.params.seed is None
 
     def sample_drafts(
-        self, logits: torch.Tensor, requests: Sequence[Request], num_drafted: int
+        self, logits: torch.Tensor, requests: Sequence[RunnerRequest], num_drafted: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert logits.shape == (len(requests), VOCAB)
         wrong = torch.tensor([self.errs(request, num_drafted) for request in requests])
         tokens = (logits.argmax(dim=-1) + wrong) % VOCAB
-        names = torch.tensor([[hash(r.request_id) % 997 + num_drafted / 100] for r in requests])
+        names = torch.tensor([[hash(r.req_id) % 997 + num_drafted / 100] for r in requests])
         return tokens, names.expand(-1, VOCAB)
 
 
-def never(request: Request, num_drafted: int) -> bool:
+def never(request: RunnerRequest, num_drafted: int) -> bool:
     return False
 
 
-def always(request: Request, num_drafted: int) -> bool:
+def always(request: RunnerRequest, num_drafted: int) -> bool:
     return True
 
 
@@ -136,10 +142,10 @@ def now_and_then(seed: int) -> Errs:
 # -- the world that it lives in
 
 
-def make_memory(cache: str | None, num_blocks: int, block_size: int) -> KVCacheManager:
+def make_memory(cache: str | None, num_blocks: int, block_size: int) -> KVMemory:
     pool = BlockPool(num_blocks + 1)
     if cache is None:
-        return KVCacheManager(pool, block_size)
+        return UncachedKVCacheManager(pool, block_size)
     if cache == "radix":
         return CachedKVCacheManager(pool, block_size, RadixCache(pool=pool, page_size=block_size))
     return CachedKVCacheManager(
@@ -159,14 +165,15 @@ class Checked:
         self._contents: dict[int, list[int]] = {}  # of a block, by its hash
 
     def propose(
-        self, requests: Sequence[Request], num_drafts: Sequence[int]
+        self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]
     ) -> dict[str, list[int]]:
+        requests = [f.request for f in followed]
         before = self._slots()
-        drafts = self.last = self.inner.propose(requests, num_drafts)
+        drafts = self.last = self.inner.propose(followed, num_drafts)
         expected = {}
         for request, num in zip(requests, num_drafts, strict=True):
             if num := min(num, self._num_possible(request)):
-                expected[request.request_id] = drafts_from_scratch(request, num, self.errs)
+                expected[request.req_id] = drafts_from_scratch(request, num, self.errs)
         assert drafts == expected
         self._check_writes(requests, before)
         self._check_kv(requests)
@@ -175,28 +182,27 @@ class Checked:
     def _slots(self) -> list[int]:
         return self.inner.kv_cache.key_cache[0].flatten().tolist()
 
-    def _num_possible(self, request: Request) -> int:
+    def _num_possible(self, request: RunnerRequest) -> int:
         """All drafts but the last are written, and so is the last known token."""
-        block_ids = self.inner.kv_memory.get_block_ids(request.request_id)
-        num_slots = min(len(block_ids) * self.inner.block_size, self.inner.max_model_len)
+        num_slots = min(len(self._own_slots(request)), self.inner.max_model_len)
         return max(0, min(self.num_spec_tokens, num_slots - request.num_tokens + 1))
 
-    def _own_slots(self, request: Request) -> list[int]:
+    def _own_slots(self, request: RunnerRequest) -> list[int]:
         size = self.inner.block_size
-        block_ids = self.inner.kv_memory.get_block_ids(request.request_id)
+        block_ids = self.inner.state.block_ids(request.req_id)
         return [block_id * size + i for block_id in block_ids for i in range(size)]
 
-    def _check_writes(self, requests: Sequence[Request], before: list[int]) -> None:
+    def _check_writes(self, requests: Sequence[RunnerRequest], before: list[int]) -> None:
         own = {slot for request in requests for slot in self._own_slots(request)}
         for slot, (old, new) in enumerate(zip(before, self._slots(), strict=True)):
             assert old == new or slot in own, f"slot {slot} is somebody else's"
 
-    def _check_kv(self, requests: Sequence[Request]) -> None:
+    def _check_kv(self, requests: Sequence[RunnerRequest]) -> None:
         """The proposer's own invariants."""
         now = self._slots()
         for request in requests:
-            tokens = request.all_token_ids + self.last.get(request.request_id, [])
-            num = self.inner._followers[request.request_id].num_computed
+            tokens = all_tokens(request) + self.last.get(request.req_id, [])
+            num = self.inner._followers[request.req_id].num_computed
             own = [now[slot] for slot in self._own_slots(request)[:num]]
             assert own == list(kv_of(tuple(tokens[:num]))), f"{request!r}: {num} positions"
         size = self.inner.block_size
@@ -206,17 +212,20 @@ class Checked:
 
 
 class ScriptedLength:
-    """A `DraftLength`: `num_drafts` for everybody, an int or a function of the request."""
+    """A `DraftLength`: `num_drafts` for everybody, an int or a function of the request's id."""
 
-    def __init__(self, num_drafts: int | Callable[[Request], int]) -> None:
+    def __init__(self, num_drafts: int | Callable[[str], int]) -> None:
         self.num_drafts = num_drafts
 
-    def choose(self, requests: Sequence[Request]) -> list[int]:
+    def choose(self, request_ids: Sequence[str]) -> list[int]:
         if callable(self.num_drafts):
-            return [self.num_drafts(request) for request in requests]
-        return [self.num_drafts] * len(requests)
+            return [self.num_drafts(request_id) for request_id in request_ids]
+        return [self.num_drafts] * len(request_ids)
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
+        pass
+
+    def observe_step(self, *times: float) -> None:
         pass
 
     def forget(self, request_id: str) -> None:
@@ -232,7 +241,7 @@ class World:
         num_blocks: int = 60,
         block_size: int = 4,
         cache: str | None = "hash",
-        kind: type = Scheduler,
+        kind: type = SpeculativeScheduler,
         *,
         errs: Errs = never,
         num_spec_tokens: int = K,
@@ -241,31 +250,33 @@ class World:
         max_rows: int = 2,
         **options,
     ) -> None:
-        self.memory = make_memory(cache, num_blocks, block_size)
-        if kind is Scheduler:
+        if kind is SpeculativeScheduler:
             options.setdefault("watermark", 0.0)
         else:
             options.setdefault("init_new_token_ratio", 0.3)
-        self.scheduler = kind(kv_memory=self.memory, **options)
-        self.runner = FakeModelRunner(block_size, VOCAB)
+        if num_lookahead_tokens is None:
+            num_lookahead_tokens = num_spec_tokens
+        self.memory = make_memory(cache, num_blocks, block_size)
+        self.scheduler = kind(
+            kv_memory=self.memory, num_lookahead_tokens=num_lookahead_tokens, **options
+        )
+        state = SharingRunnerState(max_rows, max_blocks_per_request=64)
         kv_cache = PagedKVCache(1, num_blocks + 1, block_size, 1, 1, torch.int64)
         kv_cache.key_cache[0].fill_(POISON)
         self.proposer = DraftModelProposer(
             ScriptedModel(),
             kv_cache,
             None,
-            self.memory,
+            state,
             num_spec_tokens,
             max_model_len=draft_len,
-            max_num_seqs=max_rows,
             sampler=ErringSampler(errs),
         )
-        if num_lookahead_tokens is None:
-            num_lookahead_tokens = self.proposer.num_lookahead_tokens
-        self.scheduler.num_lookahead_tokens = num_lookahead_tokens
+        assert self.proposer.num_lookahead_tokens == num_spec_tokens
         self.checked = Checked(self.proposer, errs)
         self.length = ScriptedLength(num_spec_tokens)
-        self.speculator = Speculator(self.checked, self.length)
+        target = FakeModelRunner(block_size, VOCAB, state)
+        self.runner = SpeculatingRunner(target, self.checked, self.length, state)
         self.requests: dict[str, Request] = {}
         self.num_moved = 0  # table entries that came to name a cached block
 
@@ -277,18 +288,25 @@ class World:
         return request
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> SchedulerOutput:
-        """`meanwhile` is called while the target computes."""
-        output = self.scheduler.schedule()
-        self.num_moved += sum(c.src_block_id == c.dst_block_id for c in output.block_copies)
-        sampled = self.runner.execute(output)
+        """`meanwhile` is called while the runner is at work."""
+        plan = self.scheduler.schedule()
+        self.num_moved += len(plan.block_moves)
+        output = self.runner.execute(plan).wait()
         meanwhile()
-        self.scheduler.update_from_output(output, sampled)
-        self.scheduler.update_draft_token_ids(self.speculator.propose(output, sampled))
+        self.scheduler.update_from_output(plan, output)
         self.scheduler.check_invariants()
-        for request in output.scheduled_requests:
+        for request in plan.scheduled_requests:
             num = request.num_output_tokens
             assert request.output_token_ids == continuation(request.prompt_token_ids, num, VOCAB)
-        return output
+        return plan
+
+    def num_drafts(self, request: Request) -> int:
+        return len(self.scheduler.drafts.get(request.request_id, ()))
+
+    def trim_drafts(self, request: Request, num_kept: int) -> None:
+        drafts = self.scheduler.drafts.pop(request.request_id, [])
+        if drafts[:num_kept]:
+            self.scheduler.drafts[request.request_id] = drafts[:num_kept]
 
     def num_fed(self) -> int:
         """Tokens that the draft model is fed in one step."""
@@ -298,12 +316,9 @@ class World:
 
     def run(self, most: int = 1000) -> None:
         for _ in range(most):
-            if not self.scheduler.has_requests():
+            if not self.scheduler.has_unfinished_requests():
                 self.step()  # so that who finished last is forgotten
-                assert self.proposer._followers == {}
-                assert sorted(self.proposer._tables._free_rows) == list(
-                    range(len(self.proposer._tables.ids))
-                )
+                assert self.proposer._followers == {} and self.proposer._probs == {}
                 return
             self.step()
         pytest.fail(f"not finished after {most} steps: {list(self.scheduler.requests.values())}")
@@ -347,7 +362,9 @@ def test_each_of_many_requests_is_fed_as_much_as_if_it_were_alone():
 
 
 def test_it_follows_a_prompt_whose_tokens_come_in_chunks():
-    world = World(kind=PrefillFirstScheduler, chunked_prefill_size=5, max_num_batched_tokens=8)
+    world = World(
+        kind=SpeculativePrefillFirstScheduler, chunked_prefill_size=5, max_num_batched_tokens=8
+    )
     world.add("a", prompt_of(3), 100)
     world.step()
     long = world.add("b", prompt_of(23, 1), 10)
@@ -365,7 +382,7 @@ def test_it_follows_a_prompt_whose_tokens_come_in_chunks():
 def test_as_many_drafts_as_each_request_is_to_get(first):
     world = World(200, errs=now_and_then(first))
     lengths = {name: (first + i) % (K + 2) for i, name in enumerate("abcde")}
-    world.length.num_drafts = lambda request: lengths[request.request_id]
+    world.length.num_drafts = lengths.__getitem__
     for i, name in enumerate("abcde"):
         world.add(name, prompt_of(5, i), 20)
     world.step()
@@ -378,7 +395,7 @@ def test_as_many_drafts_as_each_request_is_to_get(first):
 
 def test_whoever_gets_no_drafts_does_not_fall_behind_while_others_do():
     world = World(200)
-    world.length.num_drafts = lambda request: K * (request.request_id == "a")
+    world.length.num_drafts = lambda request_id: K * (request_id == "a")
     world.add("a", prompt_of(5), 30)
     other = world.add("b", prompt_of(5, 1), 30)
     world.step()
@@ -391,12 +408,12 @@ def test_whoever_gets_no_drafts_does_not_fall_behind_while_others_do():
 
 def test_rejected_guesses_are_taken_back_once():
     """Not again in each step in which there is nothing to compute."""
-    world = World(200, errs=lambda request, _: request.request_id == "a")
+    world = World(200, errs=lambda request, _: request.req_id == "a")
     world.add("a", prompt_of(5), 30)
     world.add("b", prompt_of(5, 1), 60)
     for _ in range(3):
         world.step()
-    world.length.num_drafts = lambda request: K * (request.request_id == "b")
+    world.length.num_drafts = lambda request_id: K * (request_id == "b")
     for num_of_a in (0, 1, 1, 1):  # a's last token was wrongly guessed, and is not computed yet
         assert world.num_fed() == K + 1 + num_of_a
     world.run()
@@ -405,16 +422,17 @@ def test_rejected_guesses_are_taken_back_once():
 def test_nothing_to_do_is_nothing_done():
     world = World()
     assert world.proposer.propose([], []) == {}
-    request = world.add("a", prompt_of(5), 9)
+    world.add("a", prompt_of(5), 9)
     world.length.num_drafts = 0
     world.step()
     assert world.proposer.num_computed_tokens == 0
-    assert world.proposer.propose([request], [0]) == {}
+    followed = [after(world.proposer.state.requests["a"])]
+    assert world.proposer.propose(followed, [0]) == {}
     assert world.proposer.num_computed_tokens == 5
-    assert world.proposer.propose([request], [0]) == {}
+    assert world.proposer.propose(followed, [0]) == {}
     assert world.proposer.num_computed_tokens == 5
     with pytest.raises(ValueError):
-        world.proposer.propose([request], [])
+        world.proposer.propose(followed, [])
 
 
 # -- guesses that never were verified
@@ -429,7 +447,7 @@ def test_drafts_that_were_trimmed_or_dropped(num_kept):
         request = world.add("a", prompt_of(5), 30)
         for _ in as_long_as(lambda: not request.is_finished):
             world.step()
-            request.draft_token_ids = request.draft_token_ids[:num_kept]
+            world.trim_drafts(request, num_kept)
         world.run()
 
 
@@ -563,7 +581,7 @@ def test_a_duplicate_block_that_is_given_back(slow, cache):
     draft's KV may be or not. The block that it gave back is somebody else's soon."""
     num_moved = 0
     for length in (3, 4, 6, 7):
-        world = World(cache=cache, errs=lambda request, _: request.request_id == slow)
+        world = World(cache=cache, errs=lambda request, _: request.req_id == slow)
         first = world.add("a", prompt_of(length), 40)
         for _ in range(length % 3 + 1):
             world.step()
@@ -595,12 +613,12 @@ def test_two_requests_that_share_a_prefix_in_one_step(cache):
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("num_prompt", range(1, 10))
 def test_samples_of_one_prompt(num_prompt, cache):
-    """Forks share full blocks, and copy the last one; the draft's KV is not copied with it."""
+    """They share full blocks through the cache, and each computes its own last one."""
     for errs in (never, now_and_then(num_prompt)):
         world = World(cache=cache, errs=errs)
         world.add("a", prompt_of(num_prompt), 12)
         for i in range(3):
-            world.add(f"a{i}", prompt_of(num_prompt), 12, parent_id="a")
+            world.add(f"a{i}", prompt_of(num_prompt), 12)
         world.run()
 
 
@@ -751,16 +769,21 @@ def test_stopped_by_a_token_in_the_middle_of_accepted_ones():
 # -- by hand, without a scheduler
 
 
-class Tables:
-    """Block tables that a test writes."""
-
-    block_size = 2
+class Tables(SharingRunnerState):
+    """A runner's requests and block tables, as a test writes them. Blocks of 2."""
 
     def __init__(self) -> None:
-        self.of: dict[str, list[int]] = {}
+        super().__init__(max_num_seqs=2, max_blocks_per_request=8)
 
-    def get_block_ids(self, request_id: str) -> list[int]:
-        return self.of[request_id]
+    def add(
+        self, req_id: str, tokens: Sequence[int], block_ids: Sequence[int], seed: int | None = None
+    ) -> RunnerRequest:
+        params = SamplingParams(max_tokens=50, seed=seed)
+        self.admit(NewRequestData(req_id, list(tokens), params, 0, list(block_ids)))
+        return self.requests[req_id]
+
+    def move(self, req_id: str, block_index: int, block_id: int) -> None:
+        self.apply(SchedulerOutput(block_moves=[BlockMove(req_id, block_index, block_id)]))
 
 
 def make_by_hand(**options) -> tuple[Tables, Checked]:
@@ -774,53 +797,58 @@ def make_by_hand(**options) -> tuple[Tables, Checked]:
     return tables, Checked(proposer, never)
 
 
-def request_at(
-    request_id: str, tokens: Sequence[int], num_computed: int | None = None, priority: int = 0
-) -> Request:
-    request = Request.from_tokens(request_id, tokens, max_new_tokens=50, priority=priority)
-    request.num_computed_tokens = len(tokens) - 1 if num_computed is None else num_computed
-    return request
+def after(request: RunnerRequest, start: int = 0, stop: int | None = None) -> FollowedRequest:
+    """A step that computed its positions `[start, stop)`, all but the last token if None."""
+    return FollowedRequest(request, start, request.num_tokens - 1 if stop is None else stop)
 
 
-def test_a_block_that_the_target_has_still_to_compute_may_yet_be_exchanged():
-    """Its draft KV is right already: the block held the same before. But the target may find that
-    somebody else was faster to publish it, and give its own away."""
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_block_may_yet_be_exchanged_until_the_step_that_filled_it_is_over(index):
+    """Its draft KV is right already: the block held the same before. But the scheduler may find
+    that somebody else was faster to publish it, and give it away: so it is with block 0, which the
+    step filled, and with block 1, which the target has still to compute."""
     tables, checked = make_by_hand()
     tokens = prompt_of(9)
-    tables.of = {"a": [1, 2, 3, 4, 5], "b": [1, 2, 3, 4, 5], "c": [2, 7, 8], "d": [9, 10, 11]}
-    checked.propose([request_at("a", tokens)], [1])
+    checked.propose([after(tables.add("a", tokens, [1, 2, 3, 4, 5]))], [1])
     checked.forget("a")
-    second = request_at("b", tokens, num_computed=2)
-    checked.propose([second], [0])
-    tables.of["b"][1] = 6
-    second.num_computed_tokens = 4
-    checked.propose([second, request_at("c", prompt_of(4, 1))], [0, 2])
-    second.num_computed_tokens = 8
-    assert len(checked.propose([second], [2])["b"]) == 2
+    second = tables.add("b", tokens, [1, 2, 3, 4, 5])
+    checked.propose([after(second, 0, 2)], [0])
+    tables.move("b", index, 6)
+    third = tables.add("c", prompt_of(4, 1), [index + 1, 7, 8])
+    tables.add("d", prompt_of(4, 2), [9, 10, 11])
+    checked.propose([after(second, 2, 4), after(third)], [0, 2])
+    assert len(checked.propose([after(second, 4, 8)], [2])["b"]) == 2
 
 
 def test_a_table_entry_that_moved_takes_what_is_behind_it_along():
     """Block 2 became 7, in which the draft never wrote: it computes from there on."""
     tables, checked = make_by_hand()
-    request = request_at("a", prompt_of(5))
-    tables.of["a"] = [1, 2, 3, 4, 5]
-    checked.propose([request], [3])
-    for token in continuation(request.all_token_ids, 2, VOCAB):
-        request.append_output_token(token)
-    request.num_computed_tokens = 6
-    tables.of["a"] = [1, 2, 7, 4, 5]
+    request = tables.add("a", prompt_of(5), [1, 2, 3, 4, 5])
+    checked.propose([after(request)], [3])
+    request.output_token_ids += continuation(prompt_of(5), 2, VOCAB)
+    tables.move("a", 2, 7)
     before = checked.inner.num_computed_tokens
-    checked.propose([request], [3])
+    checked.propose([after(request, 4)], [3])
     assert checked.inner.num_computed_tokens - before == 7 - 4 + 2
+
+
+def test_a_block_that_a_step_filled_serves_the_next_request_at_once():
+    """Though its place in the table may still change, what is in it is known."""
+    tables, checked = make_by_hand()
+    checked.propose([after(tables.add("a", prompt_of(6), [1, 2, 3, 4, 5]))], [1])
+    other = tables.add("b", [*prompt_of(4), 1, 2], [1, 2, 6, 7, 8])
+    before = checked.inner.num_computed_tokens
+    checked.propose([after(other, 4)], [1])
+    assert checked.inner.num_computed_tokens - before == 2
 
 
 def test_drafts_come_in_the_order_of_the_requests_whatever_their_number():
     tables, checked = make_by_hand()
-    requests = []
+    followed = []
     for i, name in enumerate("abcde"):
-        tables.of[name] = [3 * i + 1, 3 * i + 2, 3 * i + 3]
-        requests.append(request_at(name, prompt_of(1 + i % 2, i)))
-    drafts = checked.propose(requests, [1, 3, 0, 2, 3])
+        blocks = [3 * i + 1, 3 * i + 2, 3 * i + 3]
+        followed.append(after(tables.add(name, prompt_of(1 + i % 2, i), blocks)))
+    drafts = checked.propose(followed, [1, 3, 0, 2, 3])
     assert {name: len(tokens) for name, tokens in drafts.items()} == {
         "a": 1,
         "b": 3,
@@ -832,20 +860,21 @@ def test_drafts_come_in_the_order_of_the_requests_whatever_their_number():
 def test_probabilities_are_those_that_each_draft_was_drawn_from():
     """Only of the requests that need them, and only of the last proposal."""
     tables, checked = make_by_hand()
-    requests = []
+    followed = []
     for i, name in enumerate("abc"):
-        tables.of[name] = [4 * i + 1, 4 * i + 2, 4 * i + 3, 4 * i + 4]
-        requests.append(request_at(name, prompt_of(2, i), priority=name != "b"))
-    checked.propose(requests, [1, 2, 3])
+        blocks = [4 * i + 1, 4 * i + 2, 4 * i + 3, 4 * i + 4]
+        seed = 1 if name == "b" else None
+        followed.append(after(tables.add(name, prompt_of(2, i), blocks, seed)))
+    checked.propose(followed, [1, 2, 3])
     assert checked.draft_probs("b") is None and checked.draft_probs("nobody") is None
     for name, num in (("a", 1), ("c", 3)):
         names = [hash(name) % 997 + i / 100 for i in range(num)]
         assert checked.draft_probs(name)[:, 0].tolist() == pytest.approx(names)
         assert checked.draft_probs(name).shape == (num, VOCAB)
-    checked.propose(requests[:1], [2])
+    checked.propose(followed[:1], [2])
     assert len(checked.draft_probs("a")) == 2
     assert len(checked.draft_probs("c")) == 3, "its drafts may still wait to be verified"
-    checked.propose(requests, [0, 1, 1])
+    checked.propose(followed, [0, 1, 1])
     assert checked.draft_probs("a") is None and len(checked.draft_probs("c")) == 1
     checked.forget("c")
     checked.forget("c")
@@ -853,9 +882,6 @@ def test_probabilities_are_those_that_each_draft_was_drawn_from():
 
 
 def test_options_that_make_no_sense_are_named():
-    kv_cache = PagedKVCache(1, 20, 4, 1, 1, torch.int64)
-    with pytest.raises(ValueError, match=r"^block_size "):
-        DraftModelProposer(ScriptedModel(), kv_cache, None, Tables())
     kv_cache = PagedKVCache(1, 20, 2, 1, 1, torch.int64)
     with pytest.raises(ValueError, match=r"^num_spec_tokens is 0"):
         DraftModelProposer(ScriptedModel(), kv_cache, None, Tables(), 0)
@@ -863,11 +889,10 @@ def test_options_that_make_no_sense_are_named():
 
 def test_the_likeliest_token_is_drafted_if_nobody_says_otherwise():
     tables = Tables()
-    tables.of["a"] = [1, 2, 3]
+    request = tables.add("a", prompt_of(3), [1, 2, 3])
     kv_cache = PagedKVCache(1, 20, 2, 1, 1, torch.int64)
     proposer = DraftModelProposer(ScriptedModel(), kv_cache, None, tables, 2)
-    request = request_at("a", prompt_of(3))
-    assert proposer.propose([request], [9]) == {"a": continuation(prompt_of(3), 2, VOCAB)}
+    assert proposer.propose([after(request)], [9]) == {"a": continuation(prompt_of(3), 2, VOCAB)}
     assert proposer.draft_probs("a") is None
     assert (proposer.num_spec_tokens, proposer.num_lookahead_tokens) == (2, 2)
 
@@ -880,9 +905,9 @@ def random_world(rng: random.Random) -> World:
     happen."""
     block_size = rng.choice([1, 2, 2, 3, 4, 4, 16])
     num_needed = -(-22 // block_size)
-    kind = rng.choice([Scheduler, Scheduler, PrefillFirstScheduler])
+    kind = rng.choice([*SCHEDULERS, SpeculativeScheduler])
     options: dict = {"preempt_every": rng.choice([None, None, 2, 3, 5])}
-    if kind is PrefillFirstScheduler:
+    if kind is SpeculativePrefillFirstScheduler:
         options["mixing"] = rng.random() < 0.5
         options["chunked_prefill_size"] = rng.choice([None, 3, 7])
     else:
@@ -922,7 +947,7 @@ def add_random_group(rng: random.Random, world: World, name: str, families: list
     prompt = random_prompt(rng, world, families)
     world.add(name, prompt, rng.randint(1, 10))
     for child in rng.choice([[], [], [], names[1:]]):
-        world.add(child, prompt, rng.randint(1, 10), parent_id=name)
+        world.add(child, prompt, rng.randint(1, 10))
 
 
 def run_random_trace(seed: int) -> World:
@@ -930,24 +955,23 @@ def run_random_trace(seed: int) -> World:
     world = random_world(rng)
     families = [prompt_of(rng.randint(4, 10), i) for i in range(2)]
     num_to_come = 8
-    for _ in as_long_as(lambda: num_to_come or world.scheduler.has_requests(), most=600):
+    for _ in as_long_as(lambda: num_to_come or world.scheduler.has_unfinished_requests(), most=600):
         if num_to_come and rng.random() < 0.4:
             num_to_come -= 1
             add_random_group(rng, world, f"r{rng.choice([num_to_come, num_to_come, 99])}", families)
         if rng.random() < 0.15:
-            kinds = [world.proposer.num_spec_tokens, 0, lambda request: rng.randint(0, 5)]
+            kinds = [world.proposer.num_spec_tokens, 0, lambda request_id: rng.randint(0, 5)]
             world.length.num_drafts = rng.choice(kinds)
         if rng.random() < 0.1:
             for request in world.scheduler.running.values():
-                drafts = request.draft_token_ids
-                request.draft_token_ids = drafts[: rng.randint(0, len(drafts))]
+                world.trim_drafts(request, rng.randint(0, world.num_drafts(request)))
         doomed = rng.choice(sorted(world.scheduler.requests) or [""])
         abort = rng.random() < 0.04
         if abort and rng.random() < 0.5:
             world.scheduler.abort_request(doomed)
             abort = False
         if rng.random() < 0.02:
-            world.scheduler.reset_prefix_cache()
+            world.memory.reset_prefix_cache()
         world.step(
             (lambda doomed=doomed: world.scheduler.abort_request(doomed)) if abort else lambda: None
         )

@@ -13,11 +13,10 @@ import torch
 from scipy.stats import chisquare
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from acceptance import acceptance_probability
+from acceptance import SpecDecodeStats, acceptance_probability
 from bounded_loops import as_long_as
 from spec_decode import (
     SimpleLM,
-    SpeculativeStats,
     draft_generate,
     plain_generate,
     token_probs,
@@ -268,8 +267,8 @@ def test_of_equally_likely_tokens_the_lowest_are_taken_and_no_more_than_there_ar
 
 def tree_generate(
     target: object, draft: object, context: Sequence[int], num_tokens: int, branching: Sequence[int]
-) -> tuple[list[int], SpeculativeStats]:
-    tokens, stats = [], SpeculativeStats()
+) -> tuple[list[int], SpecDecodeStats]:
+    tokens, stats = [], SpecDecodeStats()
     for _ in as_long_as(lambda: len(tokens) < num_tokens):
         new_tokens, step = tree_decode_step(target, draft, [*context, *tokens], branching)
         assert len(new_tokens) == step.num_accepted + 1
@@ -299,7 +298,7 @@ def test_greedy_tokens_are_those_of_transformers(transformers_lm, branching):
             torch.tensor([CONTEXT]), max_new_tokens=12, do_sample=False
         )
         assert tokens == output[0, len(CONTEXT) :].tolist()
-    assert stats.num_target_passes == -(-12 // (len(branching) + 1))
+    assert stats.num_passes == -(-12 // (len(branching) + 1))
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.2, 0.6, 1.0])
@@ -313,14 +312,14 @@ def test_a_tree_without_branches_is_a_chain(noise):
         assert build_draft_tree(draft, context, (1, 1, 1)) == DraftTree(tuple(drafts), (-1, 0, 1))
         chain, num_accepted = verify_and_sample(target, context, drafts, temperature=0)
         new_tokens, stats = tree_decode_step(target, draft, context, (1, 1, 1))
-        assert (new_tokens, stats) == (chain, SpeculativeStats(3, num_accepted, 1))
+        assert (new_tokens, stats) == (chain, SpecDecodeStats(1, 3, num_accepted, 1))
         tokens += new_tokens
 
 
 def test_second_choices_bring_more_tokens_for_the_same_passes():
     tokens_per_pass = []
     for branching in [(1, 1, 1), (2, 1, 1), (2, 2, 2)]:
-        total = SpeculativeStats()
+        total = SpecDecodeStats()
         for seed in range(5):
             target = SimpleLM(30, seed=seed)
             draft = target.noisy_copy(0.4, seed=seed)
@@ -334,7 +333,7 @@ def test_a_step_is_one_target_pass():
     target, draft = CountingLM(SimpleLM(30)), CountingLM(SimpleLM(30, seed=1))
     tokens, stats = tree_decode_step(target, draft, CONTEXT)
     assert (target.num_passes, draft.num_passes) == (1, 3)
-    assert stats == SpeculativeStats(3 + 6 + 6, len(tokens) - 1, 1)
+    assert stats == SpecDecodeStats(1, 3 + 6 + 6, len(tokens) - 1, 1)
 
 
 # -- sampled

@@ -6,18 +6,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.assembly import verification_rules
+from common import assembly
 from common.engine import EngineConfig, LLMEngine
 from common.loader import load_model
 from common.tests.engine_oracle import make_oracle, random_prompts, save_random_model, serve
-from paged_attention import TorchAttentionBackend
+from proposers import NgramProposer
 from request import SamplingParams
 
 
-def test_the_engine_says_the_same_with_kernels(tmp_path):
+def test_the_engine_says_the_same_with_kernels(tmp_path, monkeypatch):
     """Greedy against the oracle, and without a seed token for token what the PyTorch rule gives."""
     pytest.importorskip("triton")
-    from paged_attention_triton import TritonAttentionBackend
+    from rejection_sampler_triton import (
+        rejection_sample_triton,
+        rejection_sampling_batched_triton,
+    )
 
     save_random_model(tmp_path)
     oracle = make_oracle(tmp_path, random_prompts(4, vocab_size=97, longest=9, seed=0))
@@ -25,18 +28,24 @@ def test_the_engine_says_the_same_with_kernels(tmp_path):
     weight = draft.model.lm_head_weight
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
     weight.data += 0.3 * weight.std() * noise
-    assert verification_rules(TorchAttentionBackend()) == {}
-    kernels = verification_rules(TritonAttentionBackend())
-    assert set(kernels) == {"reject", "match"}
+    make_sampler = assembly.make_speculative_sampler
+    kernels = make_sampler(97, NgramProposer(), is_triton=True)
+    assert kernels.reject is rejection_sample_triton
+    assert kernels.match is rejection_sampling_batched_triton
     results = []
-    for rules in ({}, kernels):
+    for is_triton in (False, True):
+        monkeypatch.setattr(
+            assembly,
+            "make_speculative_sampler",
+            lambda vocab_size, proposer, _, choice=is_triton: make_sampler(
+                vocab_size, proposer, choice
+            ),
+        )
         config = EngineConfig(
             num_blocks=100,
             speculative={"method": "draft", "num_spec_tokens": 2, "adaptive": False},
         )
         engine = LLMEngine(config, loaded=target, draft=draft)
-        for name, rule in rules.items():
-            setattr(engine.core.sampler, name, rule)
         serve(engine, oracle, [0, 1, 2], 8)
         params = SamplingParams(temperature=0.8, max_tokens=8)
         outputs = engine.generate_batch(oracle.prompts[:3], params)

@@ -46,8 +46,9 @@ from typing import Protocol
 
 import torch
 
+from acceptance import SpecDecodeStats
 from inverse_cdf import draw
-from spec_decode import SpeculativeStats, token_probs
+from spec_decode import token_probs
 
 ROOT = -1  # the parent of a node that stands right behind the context
 
@@ -233,7 +234,7 @@ def tree_decode_step(
     branching: Sequence[int] = (3, 2, 1),
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
-) -> tuple[list[int], SpeculativeStats]:
+) -> tuple[list[int], SpecDecodeStats]:
     """Grow a tree, verify it: the next 1 to `len(branching) + 1` tokens, by one target pass."""
     if temperature == 0:
         tree = build_draft_tree(draft_model, context_ids, branching)
@@ -243,7 +244,9 @@ def tree_decode_step(
         tree, q = sample_draft_tree(draft_model, context_ids, branching, temperature, generator)
         p = token_probs(tree_logits(target_model, context_ids, tree), temperature)
         tokens, path = verify_tree_sampled(p, tree, q, generator)
-    return tokens, SpeculativeStats(len(tree), len(path), num_target_passes=1)
+    # Not by place: several drafts of a tree share one.
+    stats = SpecDecodeStats(1, len(tree), len(path), num_drafted_passes=int(len(tree) > 0))
+    return tokens, stats
 
 
 def _grow(

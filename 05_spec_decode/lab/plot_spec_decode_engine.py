@@ -24,8 +24,8 @@ from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig
 from common.loader import LoadedModel, load_model
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.training.tiny_data import corpus
-from engine_core import StepRecord
 from request import SamplingParams
+from step_record import StepRecord
 
 SYSTEMS: dict[str, dict | None] = {
     "plain": None,
@@ -126,8 +126,8 @@ def serve(
     engine.on_step = None
     stats = engine.stats()
     tried = 0  # drafts whose predecessors were accepted
-    if engine.speculator is not None:
-        tried = stats.num_accepted_tokens + engine.speculator.stats.num_rejections
+    if engine.speculation is not None:
+        tried = stats.num_accepted_tokens + engine.speculation.stats.num_rejections
     return {
         "tokens_per_s": round(1e3 * watch.num_tokens / watch.decode_ms, 1),
         "tokens_per_pass": round(stats.tokens_per_pass, 4),

@@ -15,18 +15,19 @@ from collections.abc import Callable
 import torch
 
 from acceptance import acceptance_probability
-from block_pool import BlockPool
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT
 from common.kv_sizing import allocate_kv_cache
 from common.loader import LoadedModel, load_model
 from common.tokenizer import load_tokenizer
 from common.training.tiny_data import corpus
 from draft_model_proposer import DraftModelProposer
-from kv_cache_manager import KVCacheManager
+from input_batch import RunnerRequest
+from kv_memory import SharingRunnerState
 from paged_attention import AttentionMetadata, TorchAttentionBackend
 from plot_spec_decode_engine import in_turn
-from proposers import NgramProposer
-from request import Request
+from proposers import FollowedRequest, NgramProposer
+from request import SamplingParams
+from scheduler_interface import NewRequestData
 
 RULES = ("rejection", "shared", "argmax", "matching")
 TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
@@ -83,9 +84,14 @@ def measure_rules(*, tiny: bool) -> dict:
     }
 
 
-def _history(length: int) -> Request:
+def _history(length: int) -> RunnerRequest:
     rng = random.Random(length)
-    return Request.from_tokens(str(length), [rng.randrange(2000) for _ in range(length)], 10**6)
+    tokens = [rng.randrange(2000) for _ in range(length)]
+    return RunnerRequest(str(length), SamplingParams(max_tokens=10**6), tokens, [])
+
+
+def _after_step(request: RunnerRequest) -> list[FollowedRequest]:
+    return [FollowedRequest(request, request.num_tokens - 2, request.num_tokens - 1)]
 
 
 def search_anew(tokens: list[int], longest: int, shortest: int, k: int) -> list[int]:
@@ -113,17 +119,17 @@ def measure_proposers(*, tiny: bool) -> dict:
     runs: dict[str, dict[str, list[float]]] = {}
     for length in lengths:
         steps: dict[str, Callable[[], object]] = {}
-        indexed, searched = _history(length), _history(length)
+        indexed, searched = _history(length), _history(length).prompt_token_ids
         ngram = NgramProposer(num_spec_tokens=4)
-        ngram.propose([indexed], [4])
+        ngram.propose(_after_step(indexed), [4])
 
         def step_indexed(request=indexed, proposer=ngram) -> None:
-            request.all_token_ids.append(2000 + len(request.all_token_ids) % 7)
-            proposer.propose([request], [4])
+            request.output_token_ids.append(2000 + request.num_tokens % 7)
+            proposer.propose(_after_step(request), [4])
 
-        def step_searched(request=searched) -> None:
-            request.all_token_ids.append(2000 + len(request.all_token_ids) % 7)
-            search_anew(request.all_token_ids, 4, 2, 4)
+        def step_searched(tokens=searched) -> None:
+            tokens.append(2000 + len(tokens) % 7)
+            search_anew(tokens, 4, 2, 4)
 
         steps |= {"n-gram, indexed": step_indexed, "n-gram, searched anew": step_searched}
         if length in HISTORY_LENS:
@@ -143,17 +149,16 @@ def measure_proposers(*, tiny: bool) -> dict:
 
 def _draft_step(loaded: LoadedModel, length: int) -> Callable[[], object]:
     """Nothing is accepted, so each step feeds one known token and three guesses."""
-    manager = KVCacheManager(BlockPool(200), 16)
-    request = _history(length - 1)
-    assert manager.allocate_slots(request, length + 50)
-    cache = allocate_kv_cache(loaded, 200, 16)
-    proposer = DraftModelProposer(loaded.model, cache, TorchAttentionBackend(), manager)
+    state, history = SharingRunnerState(1, 200), _history(length - 1)
+    blocks = list(range(1, -(-(length + 50) // 16) + 1))
+    state.admit(NewRequestData("a", history.prompt_token_ids, history.params, block_ids=blocks))
+    request, cache = state.requests["a"], allocate_kv_cache(loaded, 200, 16)
+    proposer = DraftModelProposer(loaded.model, cache, TorchAttentionBackend(), state)
 
     def step() -> object:
-        if len(request.all_token_ids) < length + 40:
-            request.all_token_ids.append(5)
-        request.num_computed_tokens = request.num_tokens - 1
-        return proposer.propose([request], [4])
+        if request.num_tokens < length + 40:
+            request.output_token_ids.append(5)
+        return proposer.propose(_after_step(request), [4])
 
     step()
     return step

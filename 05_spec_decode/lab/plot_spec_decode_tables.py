@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from acceptance import expected_tokens
 from common.bench.bench_record import made_on, markdown_table, replace_between_markers
-from draft_length import expected_tokens
 
 RULE_NAMES = {
     "rejection": "rejection: accept with min(1, p/q)",

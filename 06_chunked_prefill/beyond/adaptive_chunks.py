@@ -21,10 +21,10 @@ Sarathi-Serve (arXiv 2403.02310) chooses its size from a profile made in advance
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from chunk_policy import ChunkedPrefill
-from request import Request
+from request import Request, check_integers
 from step_cost import StepCost, StepWork, count_work
 
 
@@ -42,8 +42,7 @@ class AdaptiveChunks(ChunkedPrefill):
         super().__init__(long_prefill_token_threshold, max_long_partial_prefills)
         if isinstance(target_step_ms, bool) or not 0 < target_step_ms < math.inf:
             raise ValueError(f"target_step_ms is {target_step_ms!r}: it must be > 0, and finite")
-        if isinstance(min_chunk, bool) or not isinstance(min_chunk, int) or min_chunk < 1:
-            raise ValueError(f"min_chunk is {min_chunk!r}: it must be an integer >= 1")
+        check_integers(1, min_chunk=min_chunk)
         self.target_step_ms = target_step_ms
         self.min_chunk = min_chunk
         self.cost = StepCost()
@@ -57,13 +56,13 @@ class AdaptiveChunks(ChunkedPrefill):
         super().begin_step(running, num_behind)
         decodes = [r for r in running if r.num_tokens - r.num_computed_tokens == 1]
         starts = [request.num_computed_tokens for request in decodes]
-        self._planned = count_work(starts, [num_behind(r) for r in decodes])
+        self._planned = count_work(starts, [num_behind(request) for request in decodes])
         self._has_chunk = False
 
     def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
         num_tokens = super().num_tokens_now(request, num_behind, budget, most)
         if num_tokens == 0:
-            return num_tokens
+            return 0
         start = request.num_tokens - num_behind
         num_tokens = min(num_tokens, self._fitting(start))
         self._planned += count_work([start], [num_tokens])
@@ -81,7 +80,7 @@ class AdaptiveChunks(ChunkedPrefill):
         return max(least, num_left)
 
     def observe_step(
-        self, starts: Collection[int], num_tokens: Collection[int], step_ms: float
+        self, starts: Sequence[int], num_tokens: Sequence[int], step_ms: float
     ) -> None:
         """A step computed so many tokens of each request from these positions on, and took so
         long."""

@@ -28,12 +28,12 @@ from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.loader import LoadedModel, load_model
 from common.tokenizer import load_tokenizer
 from common.training.tiny_data import corpus
-from engine_core import StepRecord
 from mixed_attention import MixedAttentionBackend
 from mixed_batch import compose
 from paged_attention import PagedKVCache, TorchAttentionBackend
 from plot_spec_decode_engine import in_turn
 from request import SamplingParams
+from step_record import StepRecord
 
 NUM_SHORT, SHORT_PROMPT, SHORT_OUTPUT = 8, 64, 96
 LONG_PROMPT, LONG_OUTPUT = 1800, 8

@@ -39,11 +39,11 @@ from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from common.loader import LoadedModel
 from common.model_config import ModelConfig
-from engine_core import EngineCore, StepRecord
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
 from request import Request, SamplingParams
 from static_batching import generate_static, pad_left
+from step_record import RecordingEngineCore, StepRecord
 
 STAGES = ("schedule_ms", "prepare_ms", "forward_ms", "sample_ms", "update_ms")
 
@@ -70,6 +70,31 @@ class Limits:
     max_num_batched_tokens: int = 2048
     block_size: int = 16
     longest: int = 2048  # positions of the longest request
+    num_positions: int | None = None  # of KV memory; None: `max_num_seqs` of the longest
+
+    @property
+    def num_contiguous(self) -> int:
+        """Requests that the memory holds if each reserves the longest."""
+        if self.num_positions is None:
+            return self.max_num_seqs
+        return self.num_positions // self.longest
+
+    def engine_config(self, **options: Any) -> EngineConfig:
+        """The engine within these limits, with no more than chapters 1 and 2 unless `options` say
+        so."""
+        blocks_per_request = -(-self.longest // self.block_size)
+        num_blocks = self.max_num_seqs * blocks_per_request
+        if self.num_positions is not None:
+            num_blocks = self.num_positions // self.block_size
+        plain = {"scheduler": "fcfs", "prefix_cache": None, "chunked_prefill": False}
+        limits = {
+            "block_size": self.block_size,
+            "num_blocks": 1 + num_blocks,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_model_len": self.longest,
+        }
+        return EngineConfig(**plain | limits | options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,30 +184,11 @@ def _hf_config(config: ModelConfig) -> Qwen3Config:
 
 
 @contextmanager
-def paged(
-    models: BenchModels,
-    limits: Limits,
-    *,
-    scheduler: str = "fcfs",
-    prefix_cache: str | None = None,
-    speculative: dict | None = None,
-    chunked_prefill: bool | int = False,
-) -> Iterator[Serve]:
+def paged(models: BenchModels, limits: Limits, **options: Any) -> Iterator[Serve]:
     """The engine on a pool that holds `max_num_seqs` of the longest requests. Each round begins
     with an empty cache: rounds bring the same prompts."""
     steps: list[StepRecord] = []
-    blocks_per_request = -(-limits.longest // limits.block_size)
-    config = EngineConfig(
-        block_size=limits.block_size,
-        num_blocks=1 + limits.max_num_seqs * blocks_per_request,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_model_len=limits.longest,
-        scheduler=scheduler,
-        prefix_cache=prefix_cache,
-        speculative=speculative,
-        chunked_prefill=chunked_prefill,
-    )
+    config = limits.engine_config(**options)
     engine = LLMEngine(config, loaded=models.loaded, on_step=steps.append)
 
     def serve(requests: Sequence[BenchRequest]) -> Served:
@@ -190,7 +196,7 @@ def paged(
         start = time.monotonic()
         steps.clear()
         engine.reset_stats()
-        params = [_greedy(request) for request in requests]
+        params = [greedy(request.max_tokens) for request in requests]
         outputs = engine.generate_batch([r.prompt_token_ids for r in requests], params)
 
         def describe() -> dict[str, Any]:
@@ -214,15 +220,25 @@ def one_at_a_time(models: BenchModels, limits: Limits) -> Iterator[Serve]:
         yield serve
 
 
+def padded_core(
+    runner: HFModelRunner, max_num_seqs: int, max_num_batched_tokens: int, steps: list[StepRecord]
+) -> RecordingEngineCore:
+    """Chapter 1's engine; `steps` grows by a record a step."""
+    scheduler = FCFSScheduler(max_num_seqs, max_num_batched_tokens)
+    return RecordingEngineCore(scheduler, runner, [steps.append])
+
+
 @contextmanager
 def padded(models: BenchModels, limits: Limits) -> Iterator[Serve]:
     def serve(requests: Sequence[BenchRequest]) -> Served:
         start = time.monotonic()
         steps: list[StepRecord] = []
-        scheduler = FCFSScheduler(limits.max_num_seqs, limits.max_num_batched_tokens)
         runner = HFModelRunner(models.hf, batched=True)
-        core = EngineCore(scheduler, runner, on_step=steps.append)
-        own = [Request(str(i), r.prompt_token_ids, _greedy(r)) for i, r in enumerate(requests)]
+        core = padded_core(runner, limits.max_num_seqs, limits.max_num_batched_tokens, steps)
+        own = [
+            Request(str(i), r.prompt_token_ids, greedy(r.max_tokens))
+            for i, r in enumerate(requests)
+        ]
         for request in own:
             core.add_request(request)
         while core.has_unfinished_requests():
@@ -244,7 +260,7 @@ def padded(models: BenchModels, limits: Limits) -> Iterator[Serve]:
 def static(models: BenchModels, limits: Limits) -> Iterator[Serve]:
     def serve(requests: Sequence[BenchRequest]) -> Served:
         own = [
-            Request(str(i), r.prompt_token_ids, _greedy(r), arrival_time=0.0)
+            Request(str(i), r.prompt_token_ids, greedy(r.max_tokens), arrival_time=0.0)
             for i, r in enumerate(requests)
         ]
         report = generate_static(models.hf, own, limits.max_num_seqs)
@@ -379,15 +395,23 @@ def describe_latency(token_times: Sequence[Sequence[float]]) -> dict[str, Any]:
     return {"ttft_ms": _p50_p99(first), "inter_token_ms": _p50_p99(gaps)}
 
 
+def arrivals_of(
+    steps: Sequence[StepRecord], start: float
+) -> Iterator[tuple[str, list[int], float]]:
+    """Request, the tokens it got in a step, and the end of that step in seconds after `start`."""
+    for step in steps:
+        end = step.start_time + step.step_ms / 1e3 - start
+        for request_id, token_ids in step.new_token_ids.items():
+            yield request_id, token_ids, end
+
+
 def describe_steps(steps: Sequence[StepRecord], start: float) -> dict[str, Any]:
     """Latencies, number of steps, and what a pure decode step of the fullest batch takes.
 
     `start` is the moment of arrival, in seconds of `time.monotonic()`."""
     times: dict[str, list[float]] = {}
-    for step in steps:
-        end = step.start_time + step.step_ms / 1e3 - start
-        for request_id, new_token_ids in step.new_token_ids.items():
-            times.setdefault(request_id, []).extend([end] * len(new_token_ids))
+    for request_id, token_ids, end in arrivals_of(steps, start):
+        times.setdefault(request_id, []).extend([end] * len(token_ids))
     described = {"num_steps": len(steps)} | describe_latency(list(times.values()))
     decodes = [step for step in steps if _is_decode(step)]
     if decodes:
@@ -416,5 +440,5 @@ def _p50_p99(values: Sequence[float]) -> dict[str, float | None]:
     return {name: None if value is None else round(value, 3) for name, value in found.items()}
 
 
-def _greedy(request: BenchRequest) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)

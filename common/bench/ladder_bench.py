@@ -70,7 +70,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for requests in workload
         for request in requests
     )
-    limits = Limits(longest, NUM_RESERVATIONS * longest)
+    limits = Limits(longest=longest, num_positions=NUM_RESERVATIONS * longest)
     record: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "common.bench.ladder_bench", *args.argv]),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),

@@ -29,31 +29,15 @@ from statistics import fmean
 from typing import Any
 
 from common.bench.bench_record import percentile
-from common.bench.bench_systems import BenchModels
+from common.bench.bench_systems import BenchModels, Limits, arrivals_of, greedy, padded_core
 from common.bench.ladder_workload import MAX_TOKENS, LadderRequest
 from common.engine import LLMEngine
-from common.engine_config import EngineConfig
-from engine_core import EngineCore, StepRecord
-from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
-from request import Request, SamplingParams
+from request import Request
 from static_batching import generate_static
+from step_record import StepRecord
 
 CHUNK = 128  # tokens: about the knee of the curve in chapter 6
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    longest: int  # positions of the longest request
-    num_positions: int  # of KV memory
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 2048
-    block_size: int = 16
-
-    @property
-    def num_contiguous(self) -> int:
-        """Requests that the memory holds if each reserves the longest."""
-        return self.num_positions // self.longest
 
 
 @dataclass(slots=True)
@@ -76,26 +60,13 @@ def run_engine(
     models: BenchModels, limits: Limits, requests: Sequence[LadderRequest], **options: Any
 ) -> LadderOutcome:
     steps: list[StepRecord] = []
-    config = EngineConfig(
-        **{
-            "block_size": limits.block_size,
-            "num_blocks": 1 + limits.num_positions // limits.block_size,
-            "max_num_seqs": limits.max_num_seqs,
-            "max_num_batched_tokens": limits.max_num_batched_tokens,
-            "max_model_len": limits.longest,
-            "scheduler": "fcfs",
-            "prefix_cache": None,
-            "chunked_prefill": False,
-        }
-        | options
-    )
+    config = limits.engine_config(**options)
     engine = LLMEngine(config, loaded=models.loaded, on_step=steps.append)
     _warm_up(engine)
     steps.clear()
 
     def add(index: int, request: LadderRequest) -> None:
-        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-        engine.add_request(str(index), request.prompt_token_ids, params)
+        engine.add_request(str(index), request.prompt_token_ids, greedy(MAX_TOKENS))
 
     def step() -> None:
         for output in engine.step():
@@ -126,11 +97,12 @@ def run_padded(
     models: BenchModels, limits: Limits, requests: Sequence[LadderRequest]
 ) -> LadderOutcome:
     steps: list[StepRecord] = []
-    scheduler = FCFSScheduler(limits.num_contiguous, limits.max_num_batched_tokens)
-    core = EngineCore(scheduler, HFModelRunner(models.hf, batched=True), on_step=steps.append)
+    runner = HFModelRunner(models.hf, batched=True)
+    core = padded_core(runner, limits.num_contiguous, limits.max_num_batched_tokens, steps)
 
     def add(index: int, request: LadderRequest) -> None:
-        core.add_request(Request(str(index), request.prompt_token_ids, _greedy(request)))
+        params = greedy(request.num_outputs)
+        core.add_request(Request(str(index), request.prompt_token_ids, params))
 
     outcome = _drive(requests, add, core.step, core.has_unfinished_requests, steps)
     held = [len(step.num_scheduled_tokens) * limits.longest for step in steps]
@@ -153,7 +125,10 @@ def run_static(
         while waiting and waiting[0][1].arrival_time <= now and len(batch) < limits.num_contiguous:
             batch.append(waiting.popleft())
         model = _StepClock(models.hf)
-        own = [Request(str(i), r.prompt_token_ids, _greedy(r), arrival_time=0.0) for i, r in batch]
+        own = [
+            Request(str(i), r.prompt_token_ids, greedy(r.num_outputs), arrival_time=0.0)
+            for i, r in batch
+        ]
         generate_static(model, own, len(batch))
         for (index, _), request in zip(batch, own, strict=True):
             outcome.token_ids[index] = request.output_token_ids
@@ -232,23 +207,16 @@ def _drive(
             step()
         else:
             time.sleep(max(0.0, pending[0][1].arrival_time - now))
-    for record in steps:
-        end = record.start_time + record.step_ms / 1e3 - start
-        for request_id, new_token_ids in record.new_token_ids.items():
-            index = int(request_id)
-            num_wanted = requests[index].num_outputs - len(outcome.token_ids.get(index, ()))
-            outcome.take(index, new_token_ids[:num_wanted], end)
+    for request_id, token_ids, end in arrivals_of(steps, start):
+        index = int(request_id)
+        num_wanted = requests[index].num_outputs - len(outcome.token_ids.get(index, ()))
+        outcome.take(index, token_ids[:num_wanted], end)
     outcome.details["num_steps"] = len(steps)
     return outcome
 
 
 def _warm_up(engine: LLMEngine) -> None:
     """Other tokens than any workload's, so that nothing of them is in the cache."""
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    engine.generate_batch([[7] * 20, [9] * 40], params)
+    engine.generate_batch([[7] * 20, [9] * 40], greedy(4))
     engine.reset_prefix_cache()
     engine.reset_stats()
-
-
-def _greedy(request: LadderRequest) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=request.num_outputs, ignore_eos=True)

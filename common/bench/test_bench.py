@@ -35,7 +35,7 @@ from common.bench.bench_systems import (
 )
 from common.loader import LoadedModel
 from common.tests.engine_oracle import Oracle, greedy
-from engine_core import StepRecord
+from step_record import StepRecord
 
 SEED = 0
 REQUESTS = make_requests(9, (1, 20), (1, 9), vocab_size=97, seed=SEED)

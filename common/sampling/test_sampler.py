@@ -33,8 +33,8 @@ from common.sampling.sampling_constraints import (
     apply_top_p,
     top_ids,
 )
-from engine_core import NO_FINITE_LOGITS
 from request import SamplingParams
+from scheduler_interface import NO_FINITE_LOGITS
 
 NEG_INF = float("-inf")
 ALPHA = 1e-6  # seeds are fixed: a test that passes once passes for ever

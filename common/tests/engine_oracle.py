@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from common.runner.model_runner import PagedModelRunner
 from request import SamplingParams
 
 MAX_TOKENS = 24
@@ -116,3 +117,13 @@ def serve(engine, oracle: Oracle, indices: list[int], max_tokens: int, salt=None
     for i, output in zip(indices, outputs.values(), strict=True):
         assert output.outputs[0].token_ids == oracle.expected(i, max_tokens), f"prompt {i}"
     return list(outputs.values())
+
+
+def paged_runner(engine) -> PagedModelRunner:
+    """The innermost runner, whatever is wrapped around it."""
+    runner = engine.core.runner
+    for _ in range(3):
+        if isinstance(runner, PagedModelRunner):
+            return runner
+        runner = runner.runner
+    raise AssertionError(f"no PagedModelRunner inside {engine.core.runner!r}")

@@ -31,8 +31,8 @@ from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT
 from common.loader import LoadedModel, load_model
 from common.tests.engine_oracle import Oracle, greedy_params, make_oracle, save_random_model
-from engine_core import StepRecord
 from policies import POLICIES
+from step_record import StepRecord
 
 Value = str | int | float | bool | None
 

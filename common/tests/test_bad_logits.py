@@ -9,8 +9,9 @@ from math import inf, nan
 import pytest
 
 from common.engine import EngineConfig, LLMEngine
-from common.tests.engine_oracle import Oracle
-from request import RequestOutput, SamplingParams
+from common.outputs import RequestOutput
+from common.tests.engine_oracle import Oracle, paged_runner
+from request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 GUESSES = {"num_spec_tokens": 3, "adaptive": False}
@@ -31,7 +32,8 @@ def make_engine(loaded, name: str, **config: object) -> LLMEngine:
 
 def spoil(engine: LLMEngine, request_id: str, position: int, value: float = nan) -> None:
     """The logits from which the request's output token number `position` is to be chosen."""
-    forward = engine.core.runner.forward
+    runner = paged_runner(engine)
+    forward = runner.forward
 
     def spoiled(batch):
         logits, sampling = forward(batch).clone(), batch.sampling
@@ -40,7 +42,7 @@ def spoil(engine: LLMEngine, request_id: str, position: int, value: float = nan)
                 logits[row] = value
         return logits
 
-    engine.core.runner.forward = spoiled
+    runner.forward = spoiled
 
 
 def finish(engine: LLMEngine) -> dict[str, RequestOutput]:

@@ -11,8 +11,8 @@ import torch
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.loader import load_model
-from common.tests.engine_oracle import Oracle, greedy_params
-from engine_core import SamplerOutput
+from common.tests.engine_oracle import Oracle, greedy_params, paged_runner
+from scheduler_interface import StepOutput
 
 NUM_TOKENS = 24  # of each continuation
 
@@ -24,9 +24,9 @@ class Teacher:
         self.tokens = tokens
         self.logits: dict[str, list[torch.Tensor]] = {request_id: [] for request_id in tokens}
 
-    def sample(self, logits, batch) -> SamplerOutput:
-        output = SamplerOutput({})
-        for request_id, row in zip(batch.logit_req_ids, logits.double(), strict=True):
+    def sample(self, logits, batch) -> StepOutput:
+        output = StepOutput()
+        for request_id, row in zip(batch.sampling.req_ids, logits.double(), strict=True):
             seen = self.logits[request_id]
             output.token_ids[request_id] = [self.tokens[request_id][len(seen)]]
             seen.append(row)
@@ -37,14 +37,14 @@ def teacher_forced(loaded, oracle: Oracle, max_num_seqs: int, **config: object) 
     """Logits [num_prompts, NUM_TOKENS, vocab_size] in float64, along the oracle's continuations."""
     config = EngineConfig(num_blocks=400, max_num_seqs=max_num_seqs, **config)
     engine = LLMEngine(config, loaded=loaded)
-    engine.core.sampler = Teacher(
+    paged_runner(engine).sampler = Teacher(
         {str(i): oracle.expected(i, NUM_TOKENS) for i in range(len(oracle.prompts))}
     )
     for i, prompt in enumerate(oracle.prompts):
         engine.add_request(str(i), prompt, greedy_params(NUM_TOKENS))
     while engine.has_unfinished_requests():
         engine.step()
-    return torch.stack([torch.stack(rows) for rows in engine.core.sampler.logits.values()])
+    return torch.stack([torch.stack(rows) for rows in paged_runner(engine).sampler.logits.values()])
 
 
 @pytest.fixture(scope="module")

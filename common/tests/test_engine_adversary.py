@@ -16,8 +16,9 @@ from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.llm import as_list_of_prompts
 from common.loader import load_model
-from common.tests.engine_oracle import Oracle
-from request import RequestOutput, SamplingParams
+from common.outputs import RequestOutput
+from common.tests.engine_oracle import Oracle, paged_runner
+from request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -47,11 +48,11 @@ def must_be_empty(engine: LLMEngine) -> None:
     """Nobody is left, in no part of the engine."""
     engine.step()  # tells the runner who has finished
     engine.check_invariants()
-    runner = engine.core.runner
+    state = paged_runner(engine).state
     assert not engine._groups and not engine._owners
-    assert not runner.requests
-    assert len(set(runner.tables._free_rows)) == len(runner.tables.ids)
-    assert len(runner.tables._free_rows) == len(runner.tables.ids)
+    assert not state.requests
+    assert len(set(state.tables._free_rows)) == len(state.tables.ids)
+    assert len(state.tables._free_rows) == len(state.tables.ids)
     assert engine.stats().kv_blocks_in_use == 0
 
 
@@ -440,7 +441,8 @@ def test_a_step_that_raises_ends_its_requests_and_nothing_else(
     for i in range(4):
         engine.add_request(str(i), random_oracle.prompts[i], greedy)
     engine.step()
-    part = engine.core.sampler if stage == "sample" else engine.core.runner
+    runner = paged_runner(engine)
+    part = runner.sampler if stage == "sample" else runner
     works = getattr(part, stage)
 
     def fail(*_: object) -> None:

@@ -10,7 +10,8 @@ import shlex
 
 import pytest
 
-from common.assembly import make_kv_manager, make_scheduler
+from common.assembly import make_chunk_policy, make_kv_memory, make_scheduler
+from common.tests.engine_oracle import paged_runner
 from common.tests.equivalence import (
     AXES,
     FREE_AXES,
@@ -63,8 +64,11 @@ def refused_by_the_engine(settings: dict[str, Value]) -> str | None:
     comes."""
     try:
         config = make_config(Combination.of(settings))
-        kv_manager = make_kv_manager(config, config.num_blocks, None)
-        scheduler = make_scheduler(config, 2048, kv_manager)
+        kv_memory = make_kv_memory(config, config.num_blocks, None, None)
+        num_lookahead_tokens = None if config.speculation is None else 0
+        scheduler = make_scheduler(
+            config, 2048, kv_memory, make_chunk_policy(config), num_lookahead_tokens
+        )
         scheduler.add_request(Request.from_tokens("0", [1] * max(PROMPT_LENGTHS["random"]), 4))
     except ValueError as error:
         return str(error)
@@ -147,9 +151,9 @@ def test_an_argument_that_means_nothing_is_refused(argument: str) -> None:
 
 def test_a_wrong_token_is_reported_with_the_command() -> None:
     engine = make_engine(ONE)
-    forward, calls = engine.core.runner.forward, itertools.count()
+    forward, calls = paged_runner(engine).forward, itertools.count()
     # A single step, and one of many: the tenth.
-    engine.core.runner.forward = lambda b: forward(b) * (-1 if next(calls) == 9 else 1)
+    paged_runner(engine).forward = lambda b: forward(b) * (-1 if next(calls) == 9 else 1)
     with pytest.raises(AssertionError, match="prompt") as failure:
         serve_combination(ONE, engine)
     assert str(failure.value).endswith(f"\n{ONE.command}")
@@ -157,7 +161,7 @@ def test_a_wrong_token_is_reported_with_the_command() -> None:
 
 def test_an_exception_is_reported_with_the_command() -> None:
     engine = make_engine(ONE)
-    engine.core.runner.forward = lambda batch: 1 / 0
+    paged_runner(engine).forward = lambda batch: 1 / 0
     with pytest.raises(AssertionError, match="ZeroDivisionError") as failure:
         serve_combination(ONE, engine)
     assert str(failure.value).endswith(f"\n{ONE.command}")

@@ -16,7 +16,7 @@ from bounded_loops import as_long_as
 from common.assembly import kv_namespace
 from common.engine import EngineConfig, LLMEngine
 from common.loader import load_model
-from common.tests.engine_oracle import MAX_TOKENS, Oracle, greedy_params, serve
+from common.tests.engine_oracle import MAX_TOKENS, Oracle, greedy_params, paged_runner, serve
 
 BLOCK_SIZES = (1, 4, 16, 33)
 CACHES = ("hash", "radix")
@@ -201,17 +201,17 @@ def test_a_step_that_fails_publishes_nothing(prefix_cache, oracle, loaded):
         block_size=4, num_blocks=200, prefix_cache=prefix_cache, check_invariants=True
     )
     engine = LLMEngine(config, loaded=loaded)
-    forward = engine.core.runner.forward
+    forward = paged_runner(engine).forward
 
     def fail(batch):
         forward(batch)
         raise MemoryError("made up")
 
-    engine.core.runner.forward = fail
+    paged_runner(engine).forward = fail
     engine.add_request("a", oracle.prompts[4], greedy_params(4))
     with pytest.raises(MemoryError):
         engine.step()
-    engine.core.runner.forward = forward
+    paged_runner(engine).forward = forward
     assert engine.stats().kv_blocks_cached == 0
     (output,) = serve(engine, oracle, [4], 4)
     assert output.num_cached_tokens == 0

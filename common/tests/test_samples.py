@@ -85,9 +85,7 @@ def test_samples_are_what_their_seeds_give_alone_with_and_without_a_cache(
     prompt = prompt_of(random_oracle, 1)
 
     def run(cache, params) -> list[list[int]]:
-        config = EngineConfig(
-            block_size=4, num_blocks=200, prefix_cache=cache, scheduler=scheduler
-        )
+        config = EngineConfig(block_size=4, num_blocks=200, prefix_cache=cache, scheduler=scheduler)
         engine = LLMEngine(config, loaded=random_loaded)
         (output,) = engine.generate_batch([prompt], params).values()
         return [completion.token_ids for completion in output.outputs]

@@ -17,7 +17,8 @@ from common.engine import EngineConfig, LLMEngine
 from common.loader import load_model
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, greedy_params, serve
 from policies import POLICIES
-from request import Request, SamplingParams
+from proposers import FollowedRequest
+from request import SamplingParams
 
 SCHEDULERS = ("two_phase", "prefill_first")
 CACHES = (None, "hash", "radix")
@@ -55,13 +56,13 @@ class ScriptedProposer:
     probs: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def propose(
-        self, requests: Sequence[Request], num_drafts: Sequence[int]
+        self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]
     ) -> dict[str, list[int]]:
         drafts = {}
-        for request, k in zip(requests, num_drafts, strict=True):
+        for request, k in zip((f.request for f in followed), num_drafts, strict=True):
             index = self.oracle.prompts.index(request.prompt_token_ids)
-            truth = self.oracle.continuations[index][request.num_output_tokens :]
-            drafts[request.request_id] = self.script(truth, k)
+            truth = self.oracle.continuations[index][len(request.output_token_ids) :]
+            drafts[request.req_id] = self.script(truth, k)
         return drafts
 
     def draft_probs(self, request_id: str) -> None:
@@ -102,7 +103,7 @@ def test_any_guess_whatever_leaves_the_tokens_as_they_are(script, scheduler, ora
         check_invariants=True,
     )
     engine = LLMEngine(config, loaded=loaded)
-    engine.speculator.proposer = ScriptedProposer(oracle, SCRIPTS[script])
+    engine.speculation.proposer = ScriptedProposer(oracle, SCRIPTS[script])
     outputs = serve(engine, oracle, [0, 3, 5, 6, 7], MAX_TOKENS)
     stats = engine.stats()
     assert all(o.outputs[0].finish_reason == "length" for o in outputs)
@@ -121,7 +122,7 @@ def test_any_guess_whatever_leaves_the_tokens_as_they_are(script, scheduler, ora
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_runs_in_pools_that_run_out(seed, cache, scheduler, oracle, loaded, draft):
-    """Speculation x preemption x prefix hits x forks x aborts, with everything drawn at random."""
+    """Speculation x preemption x prefix hits x samples x aborts, everything drawn at random."""
     rng = random.Random(f"{seed} {cache} {scheduler} speculative")
     block_size = rng.choice([1, 3, 4, 16, 33])
     largest = -(-(max(map(len, oracle.prompts)) + MAX_TOKENS - 1) // block_size)
@@ -149,7 +150,7 @@ def test_random_runs_in_pools_that_run_out(seed, cache, scheduler, oracle, loade
     engine = LLMEngine(config, loaded=loaded, draft=rng.choice([draft, loaded]))
     if method == "scripted":
         proposer = ScriptedProposer(oracle, SCRIPTS[rng.choice(sorted(SCRIPTS))])
-        engine.speculator.proposer = proposer
+        engine.speculation.proposer = proposer
     capacity = engine.kv_manager.capacity
     arrivals = [(rng.randint(0, 40), str(i), rng.randrange(len(oracle.prompts))) for i in range(16)]
     lengths = {name: rng.randint(1, MAX_TOKENS) for _, name, _ in arrivals}
@@ -311,7 +312,7 @@ def test_an_end_inside_an_accepted_run_cuts_everything_alike(
             engine = LLMEngine(config, loaded=shipped_loaded, tokenizer=shipped_tokenizer)
             if speculative:
                 proposer = ScriptedProposer(shipped_oracle, SCRIPTS["right"], num_spec_tokens=5)
-                engine.speculator.proposer = proposer
+                engine.speculation.proposer = proposer
             output = engine.generate_batch([prompt], params)["batch1-0"]
             completion = output.outputs[0]
             logprobs = [(entry.token_id, round(entry.logprob, 9)) for entry in completion.logprobs]
@@ -326,7 +327,7 @@ def test_an_end_inside_an_accepted_run_cuts_everything_alike(
 def test_latencies_are_as_many_as_tokens(oracle, loaded):
     config = EngineConfig(num_blocks=200, speculative={"method": "ngram", "adaptive": False})
     engine = LLMEngine(config, loaded=loaded)
-    engine.speculator.proposer = ScriptedProposer(oracle, SCRIPTS["right"])
+    engine.speculation.proposer = ScriptedProposer(oracle, SCRIPTS["right"])
     output = serve(engine, oracle, [3], 12)[0]
     assert len(output.metrics.inter_token_latencies) == 11
     assert output.metrics.inter_token_latencies.count(0.0) == engine.stats().num_accepted_tokens
@@ -353,7 +354,7 @@ def test_without_a_seed_the_law_is_the_targets(oracle, loaded, draft):
     assert seen.keys() <= law.keys()
     stats = engine.stats()
     assert 0.3 < stats.num_accepted_tokens / stats.num_drafted_tokens < 0.95
-    assert engine.speculator.proposer.num_computed_tokens > 0
+    assert engine.speculation.proposer.num_computed_tokens > 0
     likely = [tokens for tokens, p in law.items() if p * num_samples >= 5]
     rest = 1 - sum(law[tokens] for tokens in likely)
     counts = [seen[tokens] for tokens in likely] + [num_samples - sum(seen[t] for t in likely)]
@@ -422,7 +423,8 @@ def test_the_pool_is_sized_for_both_models(loaded, draft, monkeypatch):
 
 @pytest.mark.parametrize("n, k", [(1, 2), (1, 4), (3, 2), (3, 4)])
 def test_the_equation_of_tokens_holds(n, k, oracle, loaded, draft):
-    """Scheduled tokens = prompts + outputs - 1 - shared + rejected drafts."""
+    """Scheduled tokens = prompts + outputs - 1 + rejected drafts: without a cache, nothing is
+    shared."""
     config = EngineConfig(
         num_blocks=200,
         prefix_cache=None,
@@ -433,5 +435,4 @@ def test_the_equation_of_tokens_holds(n, k, oracle, loaded, draft):
     engine.generate_batch([prompt], greedy_params(10, n=n))
     stats = engine.stats()
     rejected = stats.num_drafted_tokens - stats.num_accepted_tokens
-    shared = (n - 1) * (len(prompt) - 1)
-    assert stats.scheduled_tokens == n * (len(prompt) + 10 - 1) - shared + rejected
+    assert stats.scheduled_tokens == n * (len(prompt) + 10 - 1) + rejected

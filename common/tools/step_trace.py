@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import islice
 
-from engine_core import StepRecord
+from step_record import StepRecord
 
 _MAX_SHOWN = 6
 

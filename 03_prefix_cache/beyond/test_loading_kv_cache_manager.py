@@ -1,0 +1,661 @@
+"""The manager that loads: worked examples, and random orders of calls.
+
+A load's blocks are full of junk until it ends, so whoever reads them before fails at once. What a
+manager without loads must do is tested in `test_cached_kv_cache_manager.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from block_pool import BlockPool
+from kv_connector import ConnectorChain, KVConnector
+from kv_memory import ComputedBlocks, NotReady
+from kv_world import OPERATIONS, Chaos, Engine, Runner, World, content, make_request
+from loading_kv_cache_manager import LoadingKVCacheManager
+from request import Request, RequestStatus
+
+BLOCK_SIZES = (1, 2, 4)
+
+
+class FakeConnector(KVConnector):
+    """Has the first `num_offered` blocks of whatever it is asked for. Loads end when the test says
+    so; until then their blocks are full of junk, written at any moment."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.block_size = runner.block_size
+        self.num_offered: dict[str, int] = {}
+        self.loads: dict[str, tuple[Request, int, list[int]]] = {}  # start, block ids
+        self.results: dict[str, int] = {}
+        self.asked: dict[str, int] = {}  # tokens computed when asked
+        self.decided: dict[str, int] = {}  # and when that was the last word
+        self.calls: list[tuple] = []
+        self.on_wait: Callable[[], None] = lambda: None
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        request_id = request.request_id
+        assert num_computed_tokens % self.block_size == 0
+        assert request_id not in self.loads, "asked while loading"
+        assert num_computed_tokens < self.decided.get(request_id, 10**9), "asked for nothing"
+        num_full = (request.num_tokens - 1) // self.block_size
+        num_offered = min(self.num_offered.get(request_id, 0), num_full)
+        num_tokens = max(num_offered * self.block_size - num_computed_tokens, 0)
+        if num_tokens == 0:
+            self.decided[request_id] = num_computed_tokens
+        self.asked[request_id] = num_computed_tokens
+        return num_tokens, True
+
+    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
+        assert len(block_ids) * self.block_size == num_external_tokens
+        start = self.decided[request.request_id] = self.asked[request.request_id]
+        self.loads[request.request_id] = (request, start, list(block_ids))
+        self.calls.append(("load", request.request_id, num_external_tokens))
+        self.scribble()
+
+    def scribble(self) -> None:
+        for request_id in self.loads.keys() - self.results.keys():
+            for block_id in self.loads[request_id][2]:
+                self.runner.memory |= dict.fromkeys(self.runner.slots(block_id), "junk")
+
+    def finish(self, request_id: str, num_blocks: int) -> None:
+        """The first `num_blocks` of the load have arrived, and no more will."""
+        request, start, block_ids = self.loads[request_id]
+        self.scribble()
+        stop = start + num_blocks * self.block_size
+        values = content(request.all_token_ids[:stop], request)[start:]
+        slots = [slot for block_id in block_ids for slot in self.runner.slots(block_id)]
+        self.runner.memory |= zip(slots, values, strict=False)
+        self.results[request_id] = num_blocks * self.block_size
+
+    def get_finished_load(self, request_id):
+        assert request_id in self.loads, "no such load"
+        if request_id not in self.results:
+            return None
+        del self.loads[request_id]
+        return self.results.pop(request_id)
+
+    def cancel_load(self, request_id):
+        if self.loads.pop(request_id, None) is not None:
+            self.calls.append(("cancel", request_id))
+        self.results.pop(request_id, None)
+
+    def request_finished(self, request, block_ids):
+        num_tokens = len(block_ids) * self.block_size
+        assert block_ids, "nothing to save"
+        expected = content(request.all_token_ids[:num_tokens], request)
+        assert self.runner.read(block_ids, num_tokens) == expected, "not final"
+        self.calls.append(("finished", request.request_id, list(block_ids)))
+
+    def wait_for_load(self, timeout_s):
+        assert 0 < timeout_s < 1
+        self.calls.append(("wait",))
+        self.on_wait()
+
+    def close(self):
+        pass
+
+
+class LoadingWorld(World):
+    """And a connector."""
+
+    def make_manager(self) -> LoadingKVCacheManager:
+        self.connector = FakeConnector(self.runner)
+        return LoadingKVCacheManager(self.pool, self.block_size, self.cache, self.connector)
+
+    def under_way(self) -> set[str]:
+        return self.connector.loads.keys() - self.connector.results.keys()
+
+    def held_outside(self, for_good: bool = False) -> set[int]:
+        """What has arrived for requests that still wait gives way."""
+        return {
+            block.block_id
+            for request_id, load in self.manager._loads._loads.items()
+            for block in load.prefix + load.blocks
+            if not for_good or request_id in self.under_way()
+        }
+
+    def look_up(self, request: Request) -> ComputedBlocks | NotReady:
+        request_id = request.request_id
+        was_loading = request_id in self.connector.loads
+        num_held = sum(len(q.prefix + q.blocks) for q in self.manager._loads._loads.values())
+        computed = super().look_up(request)
+        if self.checks and computed is NotReady.LOADING:
+            num_full = (request.num_tokens - 1) // self.block_size
+            num_wanted = min(self.connector.num_offered[request_id], num_full)
+            is_too_much = num_held and 2 * (num_held + num_wanted) > self.pool.num_usable_blocks
+            assert was_loading or bool(is_too_much) == (request_id not in self.connector.loads)
+        return computed
+
+    def check_answer(self, request: Request, computed: ComputedBlocks | NotReady) -> None:
+        if computed is not NotReady.LOADING:
+            assert request.request_id not in self.connector.loads
+            super().check_answer(request, computed)
+
+    def _leave(self, request: Request) -> None:
+        request_id = request.request_id
+        num_published = self.written.get(request_id, 0) // self.block_size
+        expected = list(self.manager.get_block_ids(request_id))[:num_published]
+        num_calls = len(self.connector.calls)
+        super()._leave(request)
+        told = [call for call in self.connector.calls[num_calls:] if call[0] == "finished"]
+        assert told == ([("finished", request_id, expected)] if expected else [])
+        assert request_id not in self.connector.loads
+        self.connector.decided.pop(request_id, None)
+
+    def forward(self, batch: Sequence[tuple[Request, int, int]]) -> None:
+        self.connector.scribble()
+        super().forward(batch)
+
+    def check(self) -> None:
+        self.connector.scribble()
+        super().check()
+        under_way = {r for r, load in self.manager._loads._loads.items() if not load.has_arrived}
+        assert self.connector.loads.keys() == under_way
+
+
+@pytest.fixture
+def make_world(make_cache) -> Callable[..., LoadingWorld]:
+    return lambda *arguments: LoadingWorld(make_cache, *arguments)
+
+
+# -- worked examples
+
+
+def test_blocks_of_a_load_are_freed_deepest_first(make_world):
+    """Trap 11: of one that did not come, of one that came in part."""
+    world = make_world(6, 2)
+    for leave, num_kept in ((world.free, 0), (lambda _: world.connector.finish("b", 1), 1)):
+        world.submit("b", [2] * 7)
+        world.connector.num_offered["b"] = 3
+        assert world.look_up(world.waiting["b"]) is NotReady.LOADING
+        leave("b")
+        if num_kept:
+            assert world.look_up(world.waiting["b"]).num_tokens == 2
+        free = [block.block_id for block in world.pool.free_order()]
+        assert free == [4, 5, 6, 3, 2, *([1] if not num_kept else [])]
+        world.pool.reclaim([world.pool.blocks[b] for b in free])  # in order for the second time
+        world.pool.free([world.pool.blocks[b] for b in sorted(free)])
+
+
+def test_what_is_loaded_is_cached_and_then_found(make_world):
+    world = make_world(20, 2)
+    world.submit("a", [1, 2, 3, 4, 5, 6, 7])
+    world.connector.num_offered["a"] = 2
+    request = world.waiting["a"]
+    assert world.look_up(request) is NotReady.LOADING
+    assert world.manager.num_blocks_in_use == 2 and world.cache.num_cached_blocks == 0
+    world.check()
+    assert world.look_up(request) is NotReady.LOADING, "and is not started again"
+    world.connector.finish("a", 2)
+    assert world.admit("a")
+    assert world.written["a"] == 4 and world.stats == [1, 7, 4]
+    world.step()
+    world.check()
+    world.drain()
+
+
+def test_for_a_request_that_runs_nothing_is_loaded(make_world):
+    world = make_world(20, 2)
+    request = world.submit("a", [1, 2, 3, 4, 5])
+    world.connector.num_offered["a"] = 2
+    assert world.manager.allocate_slots(request, 5)
+    with pytest.raises(ValueError, match="'a' has a block table already"):
+        world.manager.get_computed_blocks(request)
+    assert not world.connector.loads
+
+
+def test_a_request_that_is_seated_while_it_loads_gives_the_load_up(make_world):
+    """A load's blocks go back to the pool, so nothing may be written to them any more."""
+    world = make_world(20, 2)
+    request = world.submit("a", [1, 2, 3, 4, 5])
+    world.connector.num_offered["a"] = 2
+    assert world.look_up(request) is NotReady.LOADING
+    assert world.manager.allocate_slots(request, 5)
+    assert world.connector.calls[-1] == ("cancel", "a") and not world.connector.loads
+    world.manager.check_invariants([request])
+    world.manager.free(request)
+    assert world.pool.num_free_blocks == 20
+
+
+def test_a_load_that_ends_at_once_holds_up_nothing(make_world):
+    world = make_world(20, 2)
+    world.submit("a", [1, 2, 3, 4, 5])
+    world.connector.num_offered["a"] = 2
+    start = world.connector.update_state_after_alloc
+
+    def load_now(request, block_ids, num_tokens):
+        start(request, block_ids, num_tokens)
+        world.connector.finish("a", 2)
+
+    world.connector.update_state_after_alloc = load_now
+    assert world.admit("a")
+    assert world.written["a"] == 4
+    world.step()
+    world.drain()
+
+
+@pytest.mark.parametrize("num_arrived", [0, 1, 2])
+def test_what_does_not_arrive_is_computed(make_world, num_arrived):
+    world = make_world(20, 2)
+    world.submit("x", [1, 2])
+    world.run("x")
+    world.submit("a", [1, 2, 3, 4, 5, 6, 7])
+    world.connector.num_offered["a"] = 3
+    assert world.look_up(world.waiting["a"]) is NotReady.LOADING
+    world.connector.finish("a", num_arrived)
+    assert world.admit("a")
+    assert world.written["a"] == 2 + 2 * num_arrived
+    assert [call for call in world.connector.calls if call[0] == "load"] == [("load", "a", 4)]
+    world.step()
+    world.check()
+    world.drain()
+
+
+def test_a_load_starts_behind_what_is_cached_and_keeps_it(make_world):
+    """The local prefix is used by the load: making room for others does not evict it."""
+    world = make_world(8, 2)
+    world.submit("x", [1, 2, 3, 4, 5])
+    world.run("x")
+    world.free("x")
+    world.submit("a", [1, 2, 3, 4, 5, 6, 7])
+    world.connector.num_offered["a"] = 3
+    assert world.look_up(world.waiting["a"]) is NotReady.LOADING
+    assert world.connector.calls[-1] == ("load", "a", 2)
+    world.submit("y", [9] * 10)
+    world.run("y")
+    world.submit("z", [8])
+    assert not world.admit("z"), "everything is in use"
+    world.check()
+    world.connector.finish("a", 1)
+    assert world.look_up(world.waiting["a"]).num_tokens == 6
+    world.check()
+    world.drain()
+
+
+@pytest.mark.parametrize("num_arrived", [None, 0, 1])
+def test_an_aborted_load_gives_everything_back(make_world, num_arrived):
+    world = make_world(8, 2)
+    world.submit("x", [1, 2])
+    world.run("x")
+    world.free("x")
+    world.submit("a", [1, 2, 3, 4, 5, 6, 7])
+    world.connector.num_offered["a"] = 3
+    assert world.look_up(world.waiting["a"]) is NotReady.LOADING
+    if num_arrived is not None:
+        world.connector.finish("a", num_arrived)
+    world.free("a")
+    assert world.connector.calls[-1] == ("cancel", "a")
+    assert world.cache.num_cached_blocks == 1
+    world.check()
+    world.drain()
+
+
+def test_a_pool_without_room_for_a_load_computes(make_world):
+    world = make_world(5, 2)
+    world.submit("x", [9] * 5)
+    world.run("x")
+    world.submit("a", [1] * 8)
+    world.connector.num_offered["a"] = 3
+    before = world.snapshot()
+    found = world.look_up(world.waiting["a"])
+    assert found.num_tokens == 0 and not world.connector.loads
+    assert world.snapshot() == before
+    world.free("x")
+    assert world.admit("a")
+    world.step()
+    world.check()
+
+
+def test_an_offer_that_was_not_taken_up_is_forgotten_with_the_request(make_cache):
+    """No room for the load, or not yet: the chain had chosen who would load."""
+    runner = Runner(2)
+    chain = ConnectorChain([FakeConnector(runner)])
+    pool = BlockPool(9)
+    manager = LoadingKVCacheManager(pool, 2, make_cache(pool, 2), chain)
+    requests = [make_request(request_id, [ord(request_id)] * 9) for request_id in "abc"]
+    for request in requests:
+        chain.connectors[0].num_offered[request.request_id] = 3
+    assert manager.allocate_slots(make_request("x", [9]), 1, num_reserved_tokens=11)
+    assert manager.get_computed_blocks(requests[0]).num_tokens == 0, "two blocks are left"
+    manager.free(make_request("x", [9]))
+    assert manager.get_computed_blocks(requests[1]) is NotReady.LOADING
+    assert manager.get_computed_blocks(requests[2]) is NotReady.LOADING, "not yet"
+    assert set(chain.connectors[0].loads) == {"b"}
+    for request in requests:
+        manager.free(request)
+    assert not chain._chosen and not chain.connectors[0].loads
+    assert pool.num_free_blocks == 8
+
+
+def test_a_request_loads_again_only_for_what_the_cache_has_lost(make_world):
+    world = make_world(6, 2)
+    world.submit("x", [1, 2, 3, 4, 5])
+    world.run("x")
+    world.free("x")
+    world.submit("a", [1, 2, 3, 4, 5, 6, 7])
+    world.connector.num_offered["a"] = 3
+    request = world.waiting["a"]
+    assert world.look_up(request) is NotReady.LOADING
+    world.connector.finish("a", 1)
+    for _ in range(3):
+        assert world.look_up(request).num_tokens == 6
+    world.submit("y", [9] * 7)
+    world.run("y")
+    world.free("y")
+    assert world.look_up(request).num_tokens == 4, "no fewer than when the connector was asked"
+    world.cache.evict(4)  # y's three, and one
+    assert world.look_up(request) is NotReady.LOADING, "fewer"
+    assert world.connector.calls[-1] == ("load", "a", 4)
+    world.connector.finish("a", 0)
+    assert world.look_up(request).num_tokens == 2
+    world.check()
+    world.drain()
+
+
+def test_what_has_arrived_stays_until_its_request_is_admitted(make_world):
+    world = make_world(8, 2)
+    world.submit("x", [1, 2])
+    world.run("x")
+    world.free("x")
+    world.submit("a", [1, 2, 3, 4, 5, 6, 7])
+    world.connector.num_offered["a"] = 3
+    assert world.look_up(world.waiting["a"]) is NotReady.LOADING
+    world.connector.finish("a", 2)
+    assert world.look_up(world.waiting["a"]).num_tokens == 6
+    assert world.manager.num_blocks_in_use == 3 and world.cache.num_evictable_blocks == 0
+    for number in range(3):
+        world.submit(str(number), [8, number] * 5)  # all the rest of the memory
+        world.run(str(number))
+        world.free(str(number))
+        world.check()
+    assert world.admit("a") and world.written["a"] == 6
+    world.step()
+    world.check()
+    assert world.manager.num_blocks_in_use == 4, "held by the table alone"
+    world.drain()
+
+
+@pytest.mark.parametrize("num_blocks, num_left", [(5, 3), (6, 2), (7, 1), (8, 0)])
+def test_those_who_wait_give_way_to_those_who_run(make_world, num_blocks, num_left):
+    """What has arrived unnoticed does too; what is under way does not."""
+    world = make_world(8, 2)
+    world.submit("a", [1, 2, 3, 4, 5, 6, 7])
+    world.connector.num_offered["a"] = 3
+    assert world.look_up(world.waiting["a"]) is NotReady.LOADING
+    world.submit("y", [9] * (2 * num_blocks))
+    if num_blocks > 5:
+        assert not world.admit("y")
+    world.connector.finish("a", 3)
+    assert world.admit("y")
+    world.step()
+    world.check()
+    assert (num_blocks == 5) == ("a" in world.connector.loads), "polled only if memory is short"
+    assert world.look_up(world.waiting["a"]).num_tokens == 2 * num_left
+    assert [call[0] for call in world.connector.calls].count("load") == 1, "the rest is computed"
+    world.check()
+    world.drain()
+
+
+@pytest.mark.parametrize("num_arrived", [2, 3])
+def test_who_would_be_replaced_counts_beside_what_gives_way(make_world, num_arrived):
+    """Trap 60. 8 blocks: v runs with 2 and a load has 3. The newcomer wants all 8. A load that is
+    under way keeps its blocks; what has arrived is as good as free, and v is asked about, not
+    touched."""
+    world = make_world(8, 2)
+    world.submit("v", [8, 8, 8, 8])
+    assert world.admit("v")
+    world.step()
+    world.submit("a", [1, 2, 3, 4, 5, 6, 7])
+    world.connector.num_offered["a"] = 3
+    assert world.look_up(world.waiting["a"]) is NotReady.LOADING
+    world.submit("y", [9] * 16)
+    victim, newcomer, nothing = world.running["v"], world.waiting["y"], ComputedBlocks()
+    assert not world.manager.can_allocate(newcomer, 16, nothing, 0, victim)
+    assert world.manager.can_allocate(newcomer, 10, nothing, 0, victim)
+    assert not world.manager.can_allocate(newcomer, 10, nothing, 1, victim)
+    world.connector.finish("a", num_arrived)
+    assert world.manager.can_allocate(newcomer, 16, nothing, 0, victim)
+    assert not world.manager.can_allocate(newcomer, 16, nothing, 1, victim)
+    assert len(world.manager.get_block_ids("v")) == 2
+    world.check()
+    world.manager.free(victim)
+    assert world.manager.allocate_slots(newcomer, 16)
+
+
+def test_what_is_only_to_be_kept_free_takes_nothing_from_those_who_wait(make_world):
+    """A watermark is no need: a load that has arrived gives way to a request, not to that."""
+    world = make_world(8, 2)
+    world.submit("a", [1, 2, 3, 4, 5, 6, 7])
+    world.connector.num_offered["a"] = 3
+    assert world.look_up(world.waiting["a"]) is NotReady.LOADING
+    world.connector.finish("a", 3)
+    assert world.look_up(world.waiting["a"]).num_tokens == 6
+    newcomer = world.submit("y", [9] * 10)
+    assert world.manager.can_allocate(newcomer, 10, ComputedBlocks())
+    assert not world.manager.can_allocate(newcomer, 10, ComputedBlocks(), 1)
+    assert world.cache.num_evictable_blocks == 0, "still held for a"
+
+
+def test_loads_take_no_more_than_their_share(make_world):
+    """The first may take what it needs; the others only up to half of the memory, together."""
+    world = make_world(12, 2)
+    for request_id, num_blocks in (("a", 4), ("b", 3), ("c", 2), ("d", 1)):
+        world.submit(request_id, [ord(request_id)] * (2 * num_blocks + 1))
+        world.connector.num_offered[request_id] = num_blocks
+    assert all(world.look_up(world.waiting[r]) is NotReady.LOADING for r in "abcd")
+    assert set(world.connector.loads) == {"a", "c"}, "4 + 2 of 12, then no more"
+    world.connector.finish("a", 4)
+    assert world.look_up(world.waiting["a"]).num_tokens == 8
+    assert world.look_up(world.waiting["b"]) is NotReady.LOADING, "still held for a"
+    assert world.admit("a")
+    assert world.look_up(world.waiting["b"]) is NotReady.LOADING
+    assert set(world.connector.loads) == {"b", "c"}
+    world.check()
+    world.drain()
+    world = make_world(4, 2)
+    world.submit("a", [1] * 9)
+    world.connector.num_offered["a"] = 4
+    assert world.look_up(world.waiting["a"]) is NotReady.LOADING
+    assert set(world.connector.loads) == {"a"}, "alone it may have everything"
+
+
+@pytest.mark.parametrize("first, second", [("long", "other"), ("other", "long")])
+def test_the_cached_prefix_that_a_load_keeps_counts_in_its_share(make_world, first, second):
+    world = make_world(8, 2)
+    world.submit("x", [1, 2, 3, 4, 5])
+    world.run("x")
+    world.free("x")
+    world.submit("long", [1, 2, 3, 4, 5, 6, 7])  # two blocks cached, one to load
+    world.submit("other", [7] * 5)  # two to load
+    world.connector.num_offered |= {"long": 3, "other": 2}
+    assert world.look_up(world.waiting[first]) is NotReady.LOADING
+    assert world.look_up(world.waiting[second]) is NotReady.LOADING
+    assert set(world.connector.loads) == {first}, "3 + 2 of 8"
+    world.check()
+    world.drain()
+
+
+def test_two_loads_of_one_prefix_leave_it_in_memory_once(make_world):
+    world = make_world(20, 2)
+    for request_id in "ab":
+        world.submit(request_id, [1, 2, 3, 4, 5])
+        world.connector.num_offered[request_id] = 2
+        assert world.look_up(world.waiting[request_id]) is NotReady.LOADING
+    assert world.manager.num_blocks_in_use == 4
+    world.connector.finish("b", 1)
+    world.connector.finish("a", 2)
+    assert world.admit("b")
+    assert world.admit("a")
+    world.step()
+    world.check()
+    assert world.written == {"a": 5, "b": 5} and world.cache.num_cached_blocks == 2
+    world.drain()
+
+
+def test_waiting_is_left_to_the_connector_and_only_while_it_loads(make_world, make_cache):
+    world = make_world(20, 2)
+    world.manager.wait_for_loads()
+    assert world.connector.calls == []
+    world.submit("a", [1, 2, 3, 4, 5])
+    world.connector.num_offered["a"] = 2
+    world.look_up(world.waiting["a"])
+    world.manager.wait_for_loads()
+    assert world.connector.calls[-1] == ("wait",)
+    world.connector.finish("a", 2)
+    world.look_up(world.waiting["a"])
+    world.manager.wait_for_loads()
+    assert [call for call in world.connector.calls if call[0] == "wait"] == [("wait",)]
+
+
+# -- whatever happens
+
+
+class LoadingChaos(Chaos):
+    def submit(self) -> None:
+        known = set(self.world.waiting)
+        super().submit()
+        for request_id in self.world.waiting.keys() - known:
+            self.world.connector.num_offered[request_id] = max(0, self.pick(-4, 4))
+
+    def end_load(self) -> None:
+        connector = self.world.connector
+        request_id = self.choose(self.world.under_way())
+        if request_id is not None:
+            connector.finish(request_id, self.pick(0, len(connector.loads[request_id][2])))
+
+
+LOADING_OPERATIONS = [*OPERATIONS, "end_load", "end_load"]
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(s, marks=pytest.mark.slow) for s in (2, 3))])
+def test_a_long_random_run(make_world, seed, block_size):
+    rng = random.Random(f"{seed} {block_size}")
+    world = make_world(rng.choice([4, 9, 20]), block_size)
+    chaos = LoadingChaos(world, rng.randint)
+    for _ in range(250):
+        getattr(chaos, rng.choice(LOADING_OPERATIONS))()
+        world.check()
+    world.drain()
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    def __init__(self, make_cache) -> None:
+        super().__init__()
+        self.make_cache = make_cache
+
+    @initialize(num_usable=st.integers(3, 12), block_size=st.sampled_from(BLOCK_SIZES))
+    def start(self, num_usable, block_size):
+        self.chaos = LoadingChaos(LoadingWorld(self.make_cache, num_usable, block_size), None)
+
+    @rule(operation=st.sampled_from(LOADING_OPERATIONS), data=st.data())
+    def operate(self, operation, data):
+        self.chaos.pick = lambda low, high: data.draw(st.integers(low, high))
+        getattr(self.chaos, operation)()
+
+    @invariant()
+    def consistent(self):
+        self.chaos.world.check()
+
+    def teardown(self):
+        if hasattr(self, "chaos"):
+            self.chaos.world.drain()
+
+
+def test_any_order_of_calls(make_cache):
+    run_state_machine_as_test(
+        lambda: ManagerMachine(make_cache),
+        settings=settings(
+            max_examples=16,
+            stateful_step_count=30,
+            deadline=None,
+            derandomize=True,
+            database=None,
+        ),
+    )
+
+
+# -- with a scheduler
+
+
+class LoadingEngine(Engine):
+    """Loads end when the engine waits for them, and now and then of themselves."""
+
+    def make_manager(self) -> LoadingKVCacheManager:
+        self.connector = FakeConnector(self.runner)
+        self.connector.on_wait = self.end_a_load
+        return LoadingKVCacheManager(self.pool, self.block_size, self.cache, self.connector)
+
+    def end_a_load(self) -> None:
+        under_way = sorted(self.connector.loads.keys() - self.connector.results.keys())
+        if under_way:
+            request_id = self.rng.choice(under_way)
+            num_blocks = len(self.connector.loads[request_id][2])
+            self.connector.finish(request_id, self.rng.randint(0, num_blocks))
+
+    def submit(self) -> list[str]:
+        submitted = super().submit()
+        for request_id in submitted:
+            self.connector.num_offered[request_id] = max(0, self.rng.randint(-5, 5))
+        return submitted
+
+    def step(self) -> None:
+        super().step()
+        for request in self.scheduler.waiting:
+            is_loading = request.request_id in self.connector.loads
+            assert not is_loading or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        if not self.scheduler.running and self.scheduler.requests:
+            self.manager.wait_for_loads()
+
+    def forward(self, batch: Sequence[tuple[Request, int, int]]) -> None:
+        self.connector.scribble()
+        super().forward(batch)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_arrives_is_served_and_nothing_is_left(make_cache, seed):
+    """No deadlock: of those who wait for a block, for a load, or for memory, somebody goes on."""
+    rng = random.Random(seed)
+    engine = LoadingEngine(make_cache, rng)
+    for _ in range(rng.randint(6, 12)):
+        engine.submit()
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            engine.step()
+            if rng.random() < 0.3:
+                engine.end_a_load()
+    engine.serve_all()
+    assert not engine.connector.loads and engine.num_admitted > 0
+
+
+# -- the check itself
+
+
+@pytest.mark.parametrize("damage", ["loading", "holder"])
+def test_check_invariants_notices_damage(make_world, damage):
+    world = make_world(12, 2)
+    world.submit("b", [1, 2, 3, 4, 6, 7, 8])
+    world.run("b")
+    world.submit("c", [9] * 5)
+    world.connector.num_offered["c"] = 1
+    world.look_up(world.waiting["c"])
+    world.check()
+    loads = world.manager._loads._loads
+    if damage == "loading":
+        loads["b"] = loads.pop("c")
+    else:
+        loads["c"].blocks[0].ref_cnt += 1
+    with pytest.raises(AssertionError):
+        world.manager.check_invariants(world.running.values())

@@ -1,0 +1,91 @@
+"""Between a scheduler and a cache: keys of requests, no cache at all, tables that move."""
+
+from __future__ import annotations
+
+import pytest
+
+from block_pool import BlockPool
+from kv_memory import ComputedBlocks, SharingRunnerState, UncachedKVCacheManager
+from prefix_cache import KeyedRequest, extra_keys_of
+from request import Request, SamplingParams
+from scheduler_interface import BlockMove, CachedRequestData, NewRequestData, SchedulerOutput
+
+PARAMS = SamplingParams(temperature=0, max_tokens=4)
+
+
+# requests
+
+
+@pytest.mark.parametrize(
+    ("extra_keys", "expected"),
+    [
+        ((), ()),
+        ([("salt", "x"), ("lora", 7)], (("salt", "x"), ("lora", 7))),
+        (("lora", 1), (("lora", 1),)),
+    ],
+)
+def test_a_request_keeps_what_its_kv_depends_on(extra_keys, expected):
+    request = KeyedRequest("a", [1, 2], PARAMS, priority=3, extra_keys=extra_keys)
+    assert request.extra_keys == extra_keys_of(request) == expected
+    assert request.prompt_token_ids == [1, 2] and request.priority == 3
+
+
+def test_a_plain_request_depends_on_its_tokens_alone():
+    assert extra_keys_of(Request("a", [1], PARAMS)) == ()
+
+
+@pytest.mark.parametrize("extra_keys", [["x"], ("lora", None), [("salt", "x"), ("salt", "y")]])
+def test_a_bad_key_is_refused_when_the_request_is_made(extra_keys):
+    """Not in a step, where it would end everybody else's."""
+    with pytest.raises(ValueError, match="extra key"):
+        KeyedRequest("a", [1], PARAMS, extra_keys=extra_keys)
+
+
+# no cache
+
+
+def test_without_a_cache_nothing_is_found_and_nothing_kept():
+    manager = UncachedKVCacheManager(BlockPool(9), 2)
+    request = Request("a", [1] * 5, PARAMS)
+    for _ in range(2):
+        computed = manager.get_computed_blocks(request)
+        assert computed == ComputedBlocks([], 0) and list(manager.find_cached_blocks(request)) == []
+        assert manager.allocate_slots(request, 5, 2, computed)
+        assert len(manager.get_block_ids("a")) == 4
+        manager.cache_blocks(request, 5)
+        manager.check_invariants([request])
+        manager.free(request)
+        assert manager.pool.num_free_blocks == 8 and manager.take_block_moves() == []
+    assert manager.cache is None and manager.reset_prefix_cache()
+
+
+def test_without_a_cache_a_request_that_goes_leaves_all_its_blocks():
+    """Trap 60. 8 blocks: v has 3. Nothing changes by asking."""
+    manager = UncachedKVCacheManager(BlockPool(9), 2)
+    victim, newcomer, nothing = (
+        Request("v", [1], PARAMS),
+        Request("y", [2], PARAMS),
+        ComputedBlocks(),
+    )
+    assert manager.allocate_slots(victim, 5)
+    assert manager.can_allocate(newcomer, 10, nothing)
+    assert not manager.can_allocate(newcomer, 11, nothing)
+    assert not manager.can_allocate(newcomer, 10, nothing, 1)
+    assert manager.can_allocate(newcomer, 16, nothing, 0, victim)
+    assert not manager.can_allocate(newcomer, 16, nothing, 1, victim)
+    assert not manager.can_allocate(newcomer, 17, nothing, 0, victim)
+    assert len(manager.get_block_ids("v")) == 3 and manager.pool.num_free_blocks == 5
+
+
+# the runner's tables
+
+
+def test_a_moved_entry_replaces_one_and_leaves_the_rest():
+    """In the plan that also makes the table longer, and for nobody else."""
+    state, tables = SharingRunnerState(4, 8), {"a": [2, 3], "b": [4, 5]}
+    new = [NewRequestData(name, [1] * 5, PARAMS, block_ids=ids) for name, ids in tables.items()]
+    state.apply(SchedulerOutput(scheduled_new_reqs=new))
+    changes = CachedRequestData(["a"], [[7]], [5], [1], [[9]])
+    moves = [BlockMove("a", 1, 6), BlockMove("b", 0, 2)]
+    state.apply(SchedulerOutput(scheduled_cached_reqs=changes, block_moves=moves))
+    assert state.block_ids("a") == [2, 6, 9] and state.block_ids("b") == [2, 5]

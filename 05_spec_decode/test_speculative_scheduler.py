@@ -1,0 +1,392 @@
+"""What guesses ask of a scheduler, case by case and in whole runs; for both of chapter 4's schools.
+
+The model is fake and its KV is not: see chapter 4's fake_model.py. Whole runs are those of chapter
+4's tests, with somebody who guesses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import initialize, precondition, rule
+
+import test_scheduler_runs as runs
+from block_pool import BlockPool
+from bounded_loops import as_long_as
+from fake_model import FakeModelRunner, continuation
+from kv_memory import UncachedKVCacheManager
+from policies import POLICIES
+from request import Request
+from scheduler_interface import FinishedStep, SchedulerOutput
+from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
+from speculative_scheduler import SpeculativeScheduler
+from whole_prompts import CutPrompts
+
+SCHEDULERS = (SpeculativeScheduler, SpeculativePrefillFirstScheduler)
+Guesses = Mapping[str, Sequence[int]]
+
+
+class GuessingRunner:
+    """The fake model, and behind each step the guesses that a test wants."""
+
+    def __init__(self, runner: FakeModelRunner) -> None:
+        self.runner = runner
+        self.state = runner.state
+        self.guess: Callable[[SchedulerOutput, Guesses], Guesses] = lambda plan, sampled: {}
+
+    def execute(self, plan: SchedulerOutput) -> FinishedStep:
+        output = self.runner.execute(plan).wait()
+        guesses = self.guess(plan, output.token_ids)
+        output.draft_token_ids = {r: list(tokens) for r, tokens in guesses.items()}
+        return FinishedStep(output)
+
+
+class Loop:
+    """A scheduler and a fake model. Block size 4, no cache, unless it is told otherwise."""
+
+    def __init__(
+        self, num_blocks: int, kind: type = SpeculativeScheduler, block_size: int = 4, **options
+    ) -> None:
+        memory = UncachedKVCacheManager(BlockPool(num_blocks + 1), block_size)
+        if kind is SpeculativeScheduler:
+            options.setdefault("watermark", 0.0)
+        else:
+            options.setdefault("init_new_token_ratio", 0.0)
+            options.setdefault("min_new_token_ratio", 0.0)
+        self.scheduler = kind(kv_memory=memory, **options)
+        self.runner = GuessingRunner(FakeModelRunner(block_size))
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, list[int]] = {}
+
+    def add(self, request_id: str, num_prompt: int, max_new_tokens: int, priority: int = 0):
+        prompt = [ord(c) for c in request_id] + list(range(num_prompt - len(request_id)))
+        arrival_time = float(len(self.outputs))
+        request = Request.from_tokens(request_id, prompt, max_new_tokens, priority, arrival_time)
+        self.scheduler.add_request(request)
+        self.requests[request_id], self.outputs[request_id] = request, []
+        return request
+
+    def step(self, guesses: Guesses | None = None) -> SchedulerOutput:
+        """`guesses` are for the next one."""
+        plan = self.scheduler.schedule()
+        self.update(plan, guesses or {})
+        return plan
+
+    def update(self, plan: SchedulerOutput, guesses: Guesses) -> None:
+        self.runner.guess = lambda *_: guesses
+        output = self.runner.execute(plan).wait()
+        for result in self.scheduler.update_from_output(plan, output):
+            self.outputs[result.request_id] += result.new_token_ids
+        self.scheduler.check_invariants()
+        self.scheduler.kv_memory.check_invariants(self.scheduler.running.values())
+
+    def run(self, most: int = 500) -> None:
+        for _ in as_long_as(self.scheduler.has_unfinished_requests, most):
+            self.step()
+        for request_id, request in self.requests.items():
+            expected = continuation(request.prompt_token_ids, request.max_tokens)
+            assert self.outputs[request_id] == expected
+
+
+def planned(plan: SchedulerOutput) -> dict[str, int]:
+    return dict(plan.num_scheduled_tokens)
+
+
+# -- planned, trimmed, taken back
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_drafts_are_planned_trimmed_and_taken_back(kind):
+    loop = Loop(40, kind, max_num_batched_tokens=12)
+    first, second = loop.add("a", 6, 6), loop.add("b", 6, 20)
+    expected = continuation(second.prompt_token_ids, 20)
+    loop.step({"a": [0] * 9, "b": expected[1:9], "nobody": [1]})
+    assert len(loop.scheduler.drafts["a"]) == 4, "6 outputs: 1 is there, and 1 needs no draft"
+    plan = loop.step()
+    assert planned(plan) == {"a": 5, "b": 7}, "the budget cuts b's drafts"
+    assert plan.scheduled_draft_token_ids["b"] == expected[1:7]
+    assert loop.outputs["b"] == expected[:8], "six accepted, and one more"
+    assert loop.outputs["a"] == continuation(first.prompt_token_ids, 2), "none accepted"
+    assert first.num_computed_tokens == first.num_tokens - 1
+    assert loop.scheduler.get_stats().total_rejected_drafts == 4
+    assert planned(loop.step()) == {"a": 1, "b": 1}, "drafts are for one step"
+    loop.run()
+    stats = loop.scheduler.get_stats()
+    num_tokens = sum(r.num_tokens - 1 for r in loop.requests.values())
+    assert stats.total_scheduled_tokens == num_tokens + stats.total_rejected_drafts
+
+
+def test_drafts_of_a_request_that_is_skipped_never_enter_the_model():
+    """Trap 40."""
+    loop = Loop(20)
+    for name in "abc":
+        loop.add(name, 1, 12)
+    loop.step({"a": [0, 0, 0], "b": [0, 0]})
+    loop.scheduler.max_num_batched_tokens = 1
+    assert planned(loop.step()) == {"a": 1}, "the budget is gone"
+    assert loop.scheduler.drafts == {"b": [0, 0]}, "kept for the step that plans it"
+    loop.scheduler.max_num_batched_tokens = 10
+    loop.run()
+
+
+def test_everybody_gets_a_token_before_anybody_gets_a_guess_verified():
+    loop = Loop(20)
+    for name in "abc":
+        loop.add(name, 1, 12)
+    loop.step({"a": [0, 0, 0], "b": [0, 0]})
+    loop.scheduler.max_num_batched_tokens = 5
+    assert planned(loop.step({"a": [0, 0, 0], "c": [0, 0, 0]})) == {"a": 3, "b": 1, "c": 1}
+    assert planned(loop.step()) == {"a": 3, "b": 1, "c": 1}
+
+
+def test_in_a_decode_batch_drafts_share_what_everybodys_token_leaves():
+    loop = Loop(40, SpeculativePrefillFirstScheduler)
+    for name in "abc":
+        loop.add(name, 3, 12)
+    loop.step({"b": [1, 2, 3], "c": [1, 2, 3]})
+    loop.scheduler.max_num_batched_tokens = 7
+    assert planned(loop.step({"b": [1, 2, 3], "c": [1, 2, 3]})) == {"a": 1, "b": 4, "c": 2}
+    loop.scheduler.max_num_batched_tokens = 3
+    assert planned(loop.step()) == {"a": 1, "b": 1, "c": 1}
+    assert loop.scheduler.drafts == {}
+
+
+def test_a_prompt_that_waits_gets_a_block_before_anybody_gets_a_guess_verified():
+    """6 tokens a step, blocks of 4: of what a's token leaves, 4 are the prompt's and 1 is a
+    guess's. Under way, the prompt is one of the others too, who get a token first."""
+    loop = Loop(40, max_num_batched_tokens=6, chunk_policy=CutPrompts())
+    loop.add("a", 4, 20)
+    loop.step({"a": [0] * 5})
+    loop.add("b", 12, 2)
+    assert planned(loop.step({"a": [0] * 5})) == {"a": 2, "b": 4}
+    assert planned(loop.step({"a": [0] * 5})) == {"a": 1, "b": 5}
+    loop.run()
+
+
+def test_in_a_mixed_batch_a_prompt_gets_a_page_before_anybody_gets_a_guess_verified():
+    kind = SpeculativePrefillFirstScheduler
+    loop = Loop(40, kind, max_num_batched_tokens=6, chunked_prefill_size=6, mixing=True)
+    loop.add("a", 4, 20)
+    loop.step({"a": [0] * 5})
+    loop.add("b", 12, 2)
+    for _ in range(3):
+        assert planned(loop.step({"a": [0] * 5})) == {"a": 2, "b": 4}
+    assert planned(loop.step()) == {"a": 5, "b": 1}
+    loop.run()
+
+
+class OneToken(CutPrompts):
+    def num_tokens_now(self, request, num_behind, budget, most):
+        return min(1, budget)
+
+
+def test_guesses_are_no_prompt_and_no_chunk_policy_cuts_them():
+    loop = Loop(40, chunk_policy=OneToken())
+    loop.add("a", 2, 12)
+    loop.step()
+    loop.step({"a": [0, 0, 0]})
+    assert planned(loop.step()) == {"a": 4}
+
+
+# -- memory
+
+
+def test_nobody_is_preempted_for_a_guess():
+    """Three blocks of two, and all are held: a guess of `a` would need a fourth."""
+    loop = Loop(3, block_size=2)
+    loop.add("a", 3, 4)
+    loop.add("b", 1, 2)
+    loop.step({"a": [0, 0]})
+    plan = loop.step()
+    assert not plan.preempted_requests and not plan.scheduled_draft_token_ids
+    assert planned(plan) == {"a": 1, "b": 1}
+    loop.run()
+
+
+def test_nobody_is_retracted_for_a_guess():
+    loop = Loop(4, SpeculativePrefillFirstScheduler)
+    loop.add("a", 6, 8)
+    loop.step()
+    loop.add("b", 6, 2)
+    loop.step({"a": [0, 0]})  # positions 6, 7 and 8, and 2 blocks each: all are held
+    plan = loop.step()
+    assert plan.preempted_requests == [] and planned(plan) == {"a": 1, "b": 1}
+    loop.run()
+
+
+def test_a_victim_that_was_planned_gives_everything_back():
+    """Trap 21: budget, blocks, drafts and its entry in the plan."""
+    loop = Loop(5, policy="priority", max_num_batched_tokens=12)
+    loop.add("v", 3, 8, priority=5)  # admitted first, least urgent
+    loop.step()
+    urgent = loop.add("u", 5, 8, priority=1)
+    loop.step()
+    other = loop.add("o", 4, 8, priority=2)
+    plan = loop.step({"v": [1, 1]})
+    assert planned(plan) == {"v": 1, "u": 1, "o": 4}  # 2 + 2 + 1 blocks: all are held
+    plan = loop.scheduler.schedule()  # v has room inside its block; o wants another block
+    assert [request.request_id for request in plan.preempted_requests] == ["v"]
+    assert plan.num_scheduled_tokens == {"u": 1, "o": 1}
+    assert plan.scheduled_draft_token_ids == {} and loop.scheduler.drafts == {}
+    assert [r.request_id for r in plan.scheduled_requests] == ["u", "o"]
+    assert "v" not in plan.scheduled_cached_reqs.req_ids
+    assert loop.scheduler.get_stats().total_scheduled_tokens == 3 + (1 + 5) + (1 + 1 + 4) + 2
+    assert urgent.num_computed_tokens == 7 and other.num_computed_tokens == 5
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize("lookahead", [1, 3, 4, 9])
+def test_slots_for_guesses_lie_behind_a_steps_tokens_if_there_are_any_to_spare(lookahead, kind):
+    loop = Loop(100, kind, num_lookahead_tokens=lookahead)
+    request = loop.add("a", 4, 16)
+    loop.step()
+    for _ in as_long_as(lambda: not request.is_finished):
+        loop.step()
+        table = loop.scheduler.kv_memory.get_block_ids("a")
+        end = min(request.num_computed_tokens + lookahead, request.max_num_tokens - 1)
+        assert request.is_finished or len(table) == -(-end // 4)
+    tight = Loop(5, kind, num_lookahead_tokens=lookahead)
+    assert tight.add("a", 4, 17).max_tokens == 17
+    tight.add("b", 1, 3)
+    tight.run()
+
+
+# -- whose guesses are dropped
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_guesses_for_who_has_ended_or_is_in_the_middle_of_its_prompt_are_dropped(kind):
+    """The runner guesses before the scheduler knows who ends with this step."""
+    options = {"chunk_policy": CutPrompts()}
+    if kind is SpeculativePrefillFirstScheduler:
+        options = {"chunked_prefill_size": 8}
+    loop = Loop(40, kind, max_num_batched_tokens=8, **options)
+    loop.add("a", 3, 1)
+    loop.add("b", 1, 9)
+    loop.add("c", 9, 3)
+    plan = loop.scheduler.schedule()
+    assert planned(plan) == {"a": 3, "b": 1, "c": 4}
+    loop.scheduler.abort_request("b")
+    loop.update(plan, {name: [1, 2] for name in "abcd"})
+    assert loop.scheduler.drafts == {}
+    del loop.requests["b"]
+    loop.run()
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize("num_lookahead_tokens", [-1, 1.5, True, None])
+def test_a_number_of_slots_that_makes_no_sense_is_named(kind, num_lookahead_tokens):
+    with pytest.raises(ValueError, match=r"^num_lookahead_tokens is .*an integer >= 0"):
+        kind(num_lookahead_tokens=num_lookahead_tokens)
+
+
+# -- whole runs
+
+
+class World(runs.World):
+    """Chapter 4's, in which somebody guesses now and then, right or wrong."""
+
+    def __init__(self, memory, kind=SpeculativeScheduler, **options) -> None:
+        super().__init__(memory, kind, **options)
+        self.runner = GuessingRunner(self.runner)
+
+    def guess_at_random(self, rng: random.Random) -> None:
+        def guess(plan: SchedulerOutput, sampled: Guesses) -> Guesses:
+            guesses = {"stranger": [1, 2]}
+            for request_id in plan.num_scheduled_tokens:
+                request = self.runner.state.requests[request_id]
+                right = continuation(request.prompt_token_ids, 40, runs.VOCAB)
+                start = len(request.output_token_ids) + len(sampled.get(request_id, ()))
+                guesses[request_id] = drafts = right[start : start + rng.randint(0, 4)]
+                if drafts and rng.random() < 0.5:
+                    drafts[rng.randrange(len(drafts))] = runs.VOCAB + 1
+            return guesses if rng.random() < 0.5 else {}
+
+        self.runner.guess = guess
+
+    def check_end(self) -> None:
+        stats = self.scheduler.get_stats()
+        stats.total_recomputed_tokens += stats.total_rejected_drafts  # computed for nothing, too
+        self.scheduler.get_stats = lambda: stats
+        super().check_end()
+
+
+def random_options(rng: random.Random, kind: type) -> dict:
+    options = runs.random_options(rng) | {"num_lookahead_tokens": rng.choice([0, 0, 1, 3])}
+    if kind is SpeculativeScheduler:
+        return options
+    del options["watermark"], options["reserve_all"]
+    return options | {
+        "max_preemptions": rng.randint(1, 3),
+        "mixing": rng.random() < 0.4,
+        "chunked_prefill_size": rng.choice([None, None, 1, 3, 8]),
+        "init_new_token_ratio": rng.choice([0.0, 0.3, 1.0]),
+        "min_new_token_ratio": 0.0,
+        "max_consecutive_prefills": rng.choice([1, 2, 8, None]),
+    }
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize("cache", runs.CACHES)
+@pytest.mark.parametrize("seed", range(24))
+def test_a_random_run_says_what_one_without_guesses_says(seed, cache, kind):
+    """Every policy, pools of hardly more than one request, arrivals, aborts, equal prompts."""
+    rng = random.Random(f"{seed} {cache} {kind}")
+    block_size = rng.choice([1, 2, 4, 7])
+    families = [[rng.randrange(runs.VOCAB) for _ in range(rng.randint(1, 10))] for _ in range(3)]
+    most = -(-(16 + 14) // block_size)
+    num_blocks = most + rng.choice([-2, -1, 0, 1, most, 4 * most])
+    memory = runs.make_memory(cache, num_blocks, block_size)
+    world = World(memory, kind, **random_options(rng, kind))
+    world.guess_at_random(rng)
+    to_come = [
+        runs.random_request(rng, f"r{i}", families, min(16, memory.capacity - 1)) for i in range(14)
+    ]
+    for _ in as_long_as(lambda: to_come or world.scheduler.has_unfinished_requests(), most=3000):
+        if to_come and rng.random() < 0.4:
+            world.add(to_come.pop())
+        world.schedule()
+        if seed % 3 == 0 and rng.random() < 0.05 and world.scheduler.requests:
+            world.scheduler.abort_request(rng.choice(sorted(world.scheduler.requests)))
+        world.update()
+        world.check()
+    assert world.scheduler.drafts == {}
+    world.check_end()
+
+
+class GuessingMachine(runs.SchedulerMachine):
+    """Any order of calls; after each, everything that must hold."""
+
+    @initialize(
+        cache=st.sampled_from(runs.CACHES),
+        kind=st.sampled_from(SCHEDULERS),
+        policy=st.sampled_from(sorted(POLICIES)),
+        block_size=st.sampled_from([1, 2, 3]),
+        num_blocks=st.integers(5, 14),
+        max_num_seqs=st.integers(1, 4),
+        max_preemptions=st.integers(1, 3),
+        num_lookahead_tokens=st.integers(0, 3),
+    )
+    def start(self, cache, kind, block_size, num_blocks, **options):
+        memory = runs.make_memory(cache, num_blocks, block_size)
+        self.world = World(memory, kind, max_num_batched_tokens=12, **options)
+        self.num_requests = 0
+        self.guesses: Guesses = {}
+
+    @precondition(lambda self: self.world.pending is not None)
+    @rule(data=st.data())
+    def update(self, data):
+        drafts = st.lists(st.integers(0, runs.VOCAB), max_size=4)
+        guesses = {r: data.draw(drafts) for r in sorted(self.world.pending.num_scheduled_tokens)}
+        self.world.runner.guess = lambda *_: guesses
+        self.world.update()
+        self.world.runner.guess = lambda *_: {}
+
+
+GuessingMachine.TestCase.settings = settings(
+    max_examples=120, stateful_step_count=30, deadline=None
+)
+TestGuessingMachine = GuessingMachine.TestCase
