@@ -1,0 +1,138 @@
+"""How much of this repository is on the way: `python -m common.tools.path`.
+
+    loaded   the modules of ours that `LLM()` imports, with its default configuration
+    run      the lines of ours that `LLM()` and a default `generate` of one prompt run: each line
+             once, however often
+    roots    the modules and lines of each chapter's root: what its text walks through
+    engine   the lines of the engine's own files in `common`
+
+Modules without a line in them, and tests and demos, are not counted. The first two are measured in
+a process of their own, so that nothing is there before `LLM` is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ENGINE_ROOMS = ("", "runner", "sampling")  # of `common`
+NOT_ENGINE = {"conftest.py", "demo.py", "notebooks.py", "ladder.py"}
+
+_MEASURE = """
+import json, sys
+from pathlib import Path
+
+root = Path(sys.argv[1])
+ran = set()
+
+def local(frame, event, arg):
+    if event == "line":
+        ran.add((frame.f_code.co_filename, frame.f_lineno))
+    return local
+
+def trace(frame, event, arg):
+    return local if frame.f_code.co_filename in ours else None
+
+def modules():
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    return {f for f in files if f and Path(f).is_relative_to(root) and "site-packages" not in f}
+
+from common.llm import LLM
+LLM()
+loaded = modules()
+ours = loaded
+sys.settrace(trace)
+llm = LLM()
+num_made = len(ran)
+ran.clear()
+llm.generate("def f(x):", use_tqdm=False)
+sys.settrace(None)
+print(json.dumps({"loaded": sorted(loaded), "num_made": num_made, "num_run": len(ran)}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    num_modules: int
+    num_lines: int
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultPath:
+    """What a default `LLM()` loads, how many lines making it runs, and how many `generate`."""
+
+    loaded: list[str]  # paths within the repository
+    num_lines: int  # in them
+    num_lines_made: int
+    num_lines_run: int
+
+
+def count_lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def measure_default() -> DefaultPath:
+    """In a process of its own; takes seconds."""
+    found = subprocess.run(
+        [sys.executable, "-c", _MEASURE, str(ROOT)], capture_output=True, text=True, check=True
+    )
+    result = json.loads(found.stdout.splitlines()[-1])
+    paths = [path for name in result["loaded"] if count_lines(path := Path(name))]
+    return DefaultPath(
+        [str(path.relative_to(ROOT)) for path in paths],
+        sum(map(count_lines, paths)),
+        result["num_made"],
+        result["num_run"],
+    )
+
+
+def modules_in(folder: Path) -> list[Path]:
+    """Without the tests, demos and fixtures that stand beside them."""
+    return [
+        path
+        for path in sorted(folder.glob("*.py"))
+        if not path.name.startswith("test_")
+        and not path.name.endswith("_demo.py")
+        and path.name != "conftest.py"
+    ]
+
+
+def size_of(paths: list[Path]) -> Size:
+    lines = [n for n in map(count_lines, paths) if n]
+    return Size(len(lines), sum(lines))
+
+
+def chapter_roots() -> dict[str, Size]:
+    return {
+        folder.name: size_of(modules_in(folder))
+        for folder in sorted(ROOT.glob("[0-9][0-9]_*"))
+        if folder.is_dir()
+    }
+
+
+def engine_size() -> Size:
+    folders = [ROOT / "common" / room for room in ENGINE_ROOMS]
+    paths = [path for folder in folders for path in modules_in(folder)]
+    return size_of([path for path in paths if path.name not in NOT_ENGINE])
+
+
+def main() -> None:
+    default = measure_default()
+    print(f"LLM() loads        {len(default.loaded)} modules, {default.num_lines:,} lines")
+    print(f"LLM() runs         {default.num_lines_made:,} lines")
+    print(f"generate() runs    {default.num_lines_run:,} lines")
+    print("\nroom               modules    lines")
+    roots = chapter_roots()
+    total = Size(
+        sum(size.num_modules for size in roots.values()),
+        sum(size.num_lines for size in roots.values()),
+    )
+    for name, size in [*roots.items(), ("all roots", total), ("engine", engine_size())]:
+        print(f"{name:<18} {size.num_modules:>7} {size.num_lines:>8,}")
+
+
+if __name__ == "__main__":
+    main()
