@@ -179,7 +179,11 @@ class SchedulerBooks(SchedulerPostNames):
         self, plan: SchedulerOutput, output: StepOutput
     ) -> list[EngineCoreOutput]:
         """Append each request's sampled tokens, up to the one that finishes it, and release those
-        that have finished."""
+        that have finished. Raises `ValueError` for what is no `StepOutput`."""
+        if not isinstance(output, StepOutput):
+            raise ValueError(
+                f"output is {output!r}: it must be a StepOutput; StepOutput(tokens_by_id) makes one"
+            )
         rows = zip(
             plan.scheduled_requests, plan.start_positions, plan.num_scheduled_tokens.values()
         )
