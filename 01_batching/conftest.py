@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import pytest
 import torch
+
+# transformers imports Triton, which decides then whether later chapters' kernels are interpreted.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config
 from transformers import Qwen3ForCausalLM as Qwen3
 
