@@ -43,8 +43,11 @@ class BlockDelta(RunnerDelta):
 
     def encode(self, plan: SchedulerOutput) -> None:
         super().encode(plan)
-        cached = plan.scheduled_cached_reqs
-        cached.new_block_ids = [self._new_block_ids(request_id) for request_id in cached.req_ids]
+        cached, tables = plan.scheduled_cached_reqs, self._tables
+        for request_id in cached.req_ids:
+            sent = tables.get(request_id)
+            has_grown = sent is None or len(sent.block_ids) != sent.num_blocks
+            cached.new_block_ids.append(self._new_block_ids(request_id) if has_grown else [])
 
     def describe(self, request: Request) -> NewRequestData:
         data = super().describe(request)

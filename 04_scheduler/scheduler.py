@@ -123,7 +123,7 @@ class Scheduler(SchedulerBase):
     # -- phase 1: those who run
 
     def _plan_running(self, step: StepPlan) -> None:
-        running = list(self.running.values())
+        running, planned = list(self.running.values()), step.num_tokens
         for index, request in enumerate(running):
             if step.budget == 0:
                 break
@@ -132,8 +132,9 @@ class Scheduler(SchedulerBase):
             num_tokens = self._num_tokens_for(request, running, index, step)
             if num_tokens:
                 num_tokens = self._get_room(request, num_tokens, step)
-            if num_tokens:
-                step.add(request, num_tokens)
+            if num_tokens:  # `step.add`, written out: this is done for everybody
+                planned[request.request_id] = num_tokens
+                step.budget -= num_tokens
 
     def _num_tokens_for(
         self, request: Request, running: Sequence[Request], index: int, step: StepPlan

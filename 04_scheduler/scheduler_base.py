@@ -244,7 +244,7 @@ class SchedulerBase(SchedulerBooks):
         self, request: Request, start: int, end: int, output: StepOutput
     ) -> EngineCoreOutput:
         result = self.append_tokens(request, output)
-        if end // self.block_size > start // self.block_size:  # it has filled a block
+        if end % self.block_size < end - start:  # it has filled a block
             publish(self.kv_memory, request, start, end, output)
         if request.status >= _FINISHED:
             self.finish(request, result)
