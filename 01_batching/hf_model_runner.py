@@ -46,7 +46,7 @@ from scheduler_interface import (
 )
 
 
-class Sampler(Protocol):
+class TokenSampler(Protocol):
     def sample(self, logits: torch.Tensor, req_ids: Sequence[str]) -> StepOutput:
         """A token for each row of `logits` `[len(req_ids), vocab_size]`."""
         ...
@@ -116,7 +116,7 @@ class HFModelRunner:
     here."""
 
     def __init__(
-        self, model: PreTrainedModel, batched: bool = True, sampler: Sampler | None = None
+        self, model: PreTrainedModel, batched: bool = True, sampler: TokenSampler | None = None
     ) -> None:
         if batched:
             _check_can_be_stacked(model)

@@ -32,7 +32,7 @@ from batch_layout import compose_in_order
 from block_pool import BlockPool
 from common.engine_config import EngineConfig
 from common.kv_sizing import allocate_kv_cache, make_kv_cache
-from common.loader import LoadedModel, weights_digest
+from common.loader import LoadedModel
 from common.runner.model_runner import BatchSampler, Compose, PagedModelRunner
 from common.sampling.sampler import Sampler
 from kv_memory import KVMemory, SharingRunnerState, UncachedKVCacheManager
@@ -264,6 +264,8 @@ def make_connector(
 
 def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str, str], ...]:
     """What the bytes of a KV block depend on besides tokens. Reads every weight."""
+    from weights_digest import weights_digest
+
     model = f"{weights_digest(loaded.model)} eps {loaded.config.rms_norm_eps}"
     shape = tuple(kv_cache.key_cache[0].shape[1:])
     layout = f"{kv_cache.key_cache[0].dtype} {len(kv_cache.key_cache)} x {shape}"

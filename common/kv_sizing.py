@@ -1,14 +1,7 @@
 """How many KV blocks there are: `num_blocks`, or as many as fit in memory, and what the log says.
 
-On a GPU the process owns its share of the memory, and what it needs besides KV is measured: one of
-the largest steps that can come is run, its sampler included, and the peak is read.
-
-    total x gpu_memory_utilization | weights | activations | not PyTorch's | KV blocks |
-                                     before    peak - before  free on the device is neither
-
-On a CPU, where such a step could take half a minute and the rest of the computer lives in the same
-memory, half of what is free becomes KV blocks. Never more than `max_num_seqs` requests of
-`max_model_len` could fill. vLLM measures in the same way (`determine_available_memory`)."""
+`kv_budget.py` of chapter 2 has the arithmetic. On a GPU it starts from the peak of the largest step
+that can come, which is made up and run here; on a CPU from what is free."""
 
 from __future__ import annotations
 
@@ -16,138 +9,28 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
-import psutil
 import torch
 
 from common.engine_config import EngineConfig
 from common.loader import LoadedModel
 from common.sampling.sampler import Sampler, SamplingBatch
 from input_batch import RunnerRequest
+from kv_budget import (
+    BytesForKV,
+    CudaMemory,
+    MemoryReader,
+    free_memory_bytes,
+    remaining_bytes,
+    share_of_free,
+    size_kv_cache,
+)
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 from request import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_SHARE_OF_FREE = 0.5  # on a CPU
 _CPU_WARM_UP_TOKENS = 8
-_GIB = 1 << 30
-
-
-# -- arithmetic
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryReading:
-    """A GPU, in bytes. `reserved` is PyTorch's, blocks that it only keeps for later included;
-    `free` is nobody's."""
-
-    total: int
-    free: int
-    reserved: int
-    peak_reserved: int  # since the last `reset`
-
-
-@dataclass(frozen=True, slots=True)
-class BytesForKV:
-    num_bytes: int
-    explanation: str  # where they come from
-
-
-@dataclass(frozen=True, slots=True)
-class KVBudget:
-    """The outcome. One block more than is usable: block 0 is the null block."""
-
-    num_blocks: int
-    explanation: str
-
-
-def remaining_bytes(
-    before: MemoryReading, after: MemoryReading, warm_up_kv_bytes: int, utilization: float
-) -> BytesForKV:
-    """What a GPU has for KV, by readings before and after the warm-up. Its own KV cache, of
-    `warm_up_kv_bytes`, was there in both, and is gone later. What is neither free nor PyTorch's is
-    the CUDA context, its libraries' and other processes'."""
-    weights = before.reserved - warm_up_kv_bytes
-    activations = after.peak_reserved - before.reserved
-    others = after.total - after.free - after.reserved
-    num_bytes = int(after.total * utilization) - weights - activations - others
-    explanation = (
-        f"{after.total / _GIB:.2f} GiB x {utilization:.0%} - {weights / _GIB:.2f} weights - "
-        f"{activations / _GIB:.2f} activations - {others / _GIB:.2f} not PyTorch's"
-    )
-    return BytesForKV(max(0, num_bytes), explanation)
-
-
-def share_of_free(free_bytes: int) -> BytesForKV:
-    """What a CPU has for KV."""
-    explanation = f"{free_bytes / _GIB:.2f} GiB free x {_SHARE_OF_FREE:.0%}"
-    return BytesForKV(int(free_bytes * _SHARE_OF_FREE), explanation)
-
-
-def size_kv_cache(
-    kv_bytes_per_block: int,
-    block_size: int,
-    max_num_seqs: int,
-    max_model_len: int,
-    available: BytesForKV,
-) -> KVBudget:
-    """Raises `ValueError` if not even one request of `max_model_len` fits."""
-    blocks_per_request = -(-max_model_len // block_size)
-    num_affordable = available.num_bytes // kv_bytes_per_block
-    num_useful = max_num_seqs * blocks_per_request + 1
-    num_blocks = min(num_affordable, num_useful)
-    if num_blocks < blocks_per_request + 1:
-        raise ValueError(
-            f"max_model_len is {max_model_len}: one such request needs {blocks_per_request} KV "
-            f"blocks of {kv_bytes_per_block:,} bytes, and there is room for "
-            f"{max(num_affordable - 1, 0)} ({available.explanation}); lower max_model_len"
-        )
-    explanation = (
-        f"KV cache: {available.explanation} / {kv_bytes_per_block / 1024:.1f} KiB "
-        f"a block of {block_size} tokens = {num_affordable:,} blocks; {max_num_seqs} requests of "
-        f"{max_model_len} tokens can use {num_useful:,}; taking {num_blocks:,} "
-        f"({num_blocks * kv_bytes_per_block / _GIB:.2f} GiB, "
-        f"{(num_blocks - 1) * block_size:,} tokens)"
-    )
-    return KVBudget(num_blocks, explanation)
-
-
-# -- measuring
-
-
-class MemoryReader(Protocol):
-    def reset(self) -> None:
-        """Give back what PyTorch keeps unused, and count the peak from here."""
-
-    def read(self) -> MemoryReading: ...
-
-
-class CudaMemory:
-    """A `MemoryReader`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def reset(self) -> None:
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def read(self) -> MemoryReading:
-        torch.cuda.synchronize(self.device)
-        free, total = torch.cuda.mem_get_info(self.device)
-        reserved = torch.cuda.memory_reserved(self.device)
-        return MemoryReading(total, free, reserved, torch.cuda.max_memory_reserved(self.device))
-
-
-def free_memory_bytes() -> int:
-    """Bytes that an allocation on the CPU could still take."""
-    return psutil.virtual_memory().available
-
-
-# -- making
 
 
 def make_kv_cache(

@@ -3,7 +3,6 @@
     resolve_checkpoint    name -> directory, downloaded if need be
     load_model            directory -> LoadedModel
     random_model          configuration -> LoadedModel, for benchmarks; no file needed
-    weights_digest        model -> its name among others, for KV that several engines share
 
 Loading keeps one law: every tensor of the checkpoint is used exactly once, and every parameter is
 filled exactly once. A checkpoint that leaves anything over or short is refused by name, because a
@@ -22,27 +21,17 @@ from __future__ import annotations
 import json
 import logging
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from common.model import DecoderModel
 from common.model_config import QWEN3_0_6B, ModelConfig, token_ids
 
-__all__ = [
-    "QWEN3_0_6B",
-    "LoadedModel",
-    "load_model",
-    "random_model",
-    "resolve_checkpoint",
-    "weights_digest",
-]
+__all__ = ["QWEN3_0_6B", "LoadedModel", "load_model", "random_model", "resolve_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +49,6 @@ _FILE_DTYPES = {
 }
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_DIGEST_BYTES = 16 << 20  # hashed at a time by a thread, copied from a GPU at a time
 _DOWNLOADS = ["*.json", "model*.safetensors", "tokenizer*", "merges.txt", "*.jinja"]
 
 
@@ -136,26 +124,6 @@ def random_model(
         else:
             parameter.normal_(0.0, 0.02, generator=generator)
     return LoadedModel(decoder, config, config.eos_token_ids)
-
-
-def weights_digest(model: nn.Module) -> str:
-    """A name for everything the model computes with: names, dtypes, shapes and every byte of its
-    parameters and buffers. Equal in every process that loads the same checkpoint.
-
-    Every byte, because KV goes by this name between engines: of two checkpoints that differ in one
-    number, each would be served the other's (Trap 59). Threads help: hashing lets go of the GIL.
-    """
-    tensors = sorted([*model.named_parameters(), *model.named_buffers()], key=lambda item: item[0])
-    layout = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors]
-    pieces = [
-        piece
-        for _, tensor in tensors
-        for piece in tensor.detach().reshape(-1).view(torch.uint8).split(_DIGEST_BYTES)
-    ]
-    with ThreadPoolExecutor() as threads:
-        digests = threads.map(lambda piece: blake2b(piece.cpu().numpy()).digest(), pieces)
-        whole = "\n".join(layout).encode() + b"".join(digests)
-    return blake2b(whole, digest_size=16).hexdigest()
 
 
 # -- files

@@ -1,5 +1,4 @@
-"""How many blocks fit, by hand, and what the measuring step of a GPU runs: here on a CPU, with a
-reader of memory that is made up."""
+"""What the measuring step of a GPU runs: here on a CPU, with a reader of memory that is made up."""
 
 from __future__ import annotations
 
@@ -11,22 +10,15 @@ import torch
 
 from common import kv_sizing
 from common.engine_config import EngineConfig
-from common.kv_sizing import (
-    BytesForKV,
-    MemoryReading,
-    make_kv_cache,
-    remaining_bytes,
-    share_of_free,
-    size_kv_cache,
-)
+from common.kv_sizing import make_kv_cache
 from common.loader import QWEN3_0_6B, LoadedModel, random_model
 from common.sampling import speculative_sampler
 from common.sampling.sampler import Sampler
 from common.sampling.speculative_sampler import SpeculativeSampler
+from kv_budget import MemoryReading
 from paged_attention import TorchAttentionBackend
 from rejection_sampler import rejection_sample
 
-GIB = 1 << 30
 TINY = replace(
     QWEN3_0_6B,
     vocab_size=300,  # the last lanes are padding
@@ -42,26 +34,6 @@ VOCAB_SIZE = 290
 BLOCK_BYTES = 2 * 2 * 16 * 1 * 4 * 4  # keys and values, layers, tokens, heads, head_dim, float32
 
 
-def test_half_of_free_cpu_memory_becomes_blocks() -> None:
-    budget = size_kv_cache(1000, 16, 1000, 160, share_of_free(100_000))
-    assert budget.num_blocks == 50
-    assert "50 blocks" in budget.explanation
-    assert "49" not in budget.explanation.split("taking")[0]
-
-
-def test_never_more_than_the_requests_can_use() -> None:
-    # 3 requests of 33 tokens: 3 blocks of 16 each, and the null block.
-    assert size_kv_cache(1000, 16, 3, 33, share_of_free(10**9)).num_blocks == 3 * 3 + 1
-
-
-def test_memory_for_less_than_one_request_is_refused_and_says_why() -> None:
-    # 160 tokens need 10 blocks and the null block; 21,000 bytes give 10.
-    with pytest.raises(ValueError, match="max_model_len is 160") as error:
-        size_kv_cache(1000, 16, 8, 160, share_of_free(21_000))
-    assert "needs 10 KV blocks" in str(error.value) and "room for 9" in str(error.value)
-    assert size_kv_cache(1000, 16, 8, 160, share_of_free(22_000)).num_blocks == 11
-
-
 def test_a_cpu_is_asked_for_its_free_memory_and_runs_a_short_step(loaded, monkeypatch) -> None:
     steps = spy_on_forward(monkeypatch)
     monkeypatch.setattr(kv_sizing, "free_memory_bytes", lambda: 2 * 500 * BLOCK_BYTES)
@@ -73,21 +45,6 @@ def test_a_cpu_is_asked_for_its_free_memory_and_runs_a_short_step(loaded, monkey
 
 
 # -- a GPU
-
-
-def test_what_remains_of_a_gpu() -> None:
-    """80 GiB: 7 of others and 1 of the CUDA context before; 16 of weights, 2 of the warm-up's KV.
-    The step takes 5 more, leaves 3 of them with PyTorch, and loads libraries of 1."""
-    before = MemoryReading(80 * GIB, (80 - 8 - 18) * GIB, 18 * GIB, 18 * GIB)
-    after = MemoryReading(80 * GIB, (80 - 9 - 21) * GIB, 21 * GIB, 23 * GIB)
-    available = remaining_bytes(before, after, 2 * GIB, utilization=0.9)
-    assert available.num_bytes == (72 - 16 - 5 - 9) * GIB
-    for part in ("80.00 GiB x 90%", "16.00 weights", "5.00 activations", "9.00 not PyTorch's"):
-        assert part in available.explanation
-    assert remaining_bytes(before, after, 2 * GIB, utilization=1.0).num_bytes == 50 * GIB
-    assert remaining_bytes(before, after, 2 * GIB, utilization=0.25) == BytesForKV(
-        0, available.explanation.replace("90%", "25%")
-    ), "never less than nothing"
 
 
 class FakeMemory:

@@ -102,7 +102,7 @@ def test_checkpoints_that_differ_in_one_number_exchange_no_kv(
 def test_weights_are_hashed_once_an_engine_and_only_to_share_kv(oracle, loaded, pool, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "common.assembly.weights_digest", lambda model: calls.append(model) or "made up"
+        "weights_digest.weights_digest", lambda model: calls.append(model) or "made up"
     )
     serve(make_engine(loaded), oracle, [0, 1], 2)
     assert calls == []

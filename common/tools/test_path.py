@@ -1,0 +1,55 @@
+"""What a default `LLM` loads is what its configuration uses."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.tools import path
+from common.tools.path import DefaultPath, Size, count_lines, modules_in, size_of
+
+
+@pytest.fixture(scope="module")
+def default() -> DefaultPath:
+    return path.measure_default()
+
+
+def test_what_is_not_chosen_is_not_loaded(default: DefaultPath) -> None:
+    """Of the rooms beyond the roots, only the observer around the loop and the sizing of memory."""
+    loaded = set(default.loaded)
+    assert {"common/llm.py", "01_batching/engine_core.py", "04_scheduler/scheduler.py"} <= loaded
+    assert {"03_prefix_cache/prefix_cache_local.py", "06_chunked_prefill/mixed_batch.py"} <= loaded
+    assert {name for name in loaded if "/beyond/" in name or "/lab/" in name} == {
+        "01_batching/beyond/step_record.py",
+        "02_paged_kv/beyond/kv_budget.py",
+    }
+    others = ("radix_cache", "proposers", "speculating_runner", "rejection_sampler")
+    assert not [name for name in loaded if any(other in name for other in others)]
+    assert "common/sampling/speculative_sampler.py" not in loaded
+
+
+def test_lines_are_those_of_the_files(default: DefaultPath) -> None:
+    assert default.num_lines == sum(count_lines(path.ROOT / name) for name in default.loaded)
+    assert 0 < default.num_lines_made < default.num_lines
+    assert 0 < default.num_lines_run < default.num_lines
+
+
+def test_tests_demos_and_empty_modules_are_not_counted(tmp_path) -> None:
+    for name, text in {
+        "a.py": "x = 1\n\ny = 2\n",
+        "__init__.py": "",
+        "test_a.py": "z\n",
+        "topic_demo.py": "z\n",
+        "conftest.py": "z\n",
+        "notes.md": "z\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert size_of(modules_in(tmp_path)) == Size(1, 3)
+
+
+def test_the_engine_is_its_own_files_and_those_of_its_two_rooms() -> None:
+    common = path.ROOT / "common"
+    text = ["llm", "engine", "engine_config", "assembly", "intake", "outputs", "tokenizer"]
+    model = ["model", "model_config", "rotary", "loader", "kv_sizing"]
+    rooms = modules_in(common / "runner") + modules_in(common / "sampling")
+    files = [common / f"{name}.py" for name in text + model] + [common / "__init__.py", *rooms]
+    assert path.engine_size() == size_of(files)
