@@ -26,11 +26,13 @@ because attention over blocks makes it possible."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from request import SamplingParams
 from scheduler_interface import CachedRequestData, NewRequestData, SchedulerOutput
+
+if TYPE_CHECKING:  # a scheduler's tests read plans without loading it
+    import torch
 
 
 @dataclass(slots=True)
@@ -113,6 +115,8 @@ class InputBatch:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids, attention mask (1 for a token, 0 for padding) and positions, each
         `[batch_size, max_len]` int64, padded on the right."""
+        import torch
+
         max_len = max(map(len, self.token_ids), default=0)
         ids, mask, positions = [], [], []
         for row, start in zip(self.token_ids, self.start_positions, strict=True):

@@ -7,10 +7,8 @@ The tokens of all requests lie end to end, each request's at its own positions:
     positions         | 0  1  2  3  4       | 17   | 9    | 4  5  6     |
     slot_mapping      table[position // block_size] * block_size + position % block_size
 
-Whoever runs a model over the paged cache needs this. Tables are kept in one array, a row for each
-request, so that a step's tables are one gather and no list is walked.
-
-vLLM keeps such an array on the host and its copy on the device, as `InputBatch` and `BlockTable`.
+Whoever runs a model over the paged cache needs this. A step's tables are one gather from the array
+in which the runner keeps them (`block_delta.py`); no list is walked.
 """
 
 from __future__ import annotations
@@ -21,66 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from input_batch import RunnerState
+from block_delta import BlockTables
 from paged_attention import AttentionMetadata
-from scheduler_interface import CachedRequestData, NewRequestData
-
-
-class BlockTables:
-    """The block tables of all requests in one array, a row each. Grows when rows run out."""
-
-    def __init__(self, num_rows: int, num_columns: int) -> None:
-        self.ids = np.zeros((num_rows, num_columns), dtype=np.int32)  # 0: the null block
-        self._free_rows = list(range(num_rows - 1, -1, -1))
-
-    def take_row(self) -> int:
-        if not self._free_rows:  # more requests remembered than run at once: some were preempted
-            num_rows = len(self.ids)
-            self.ids = np.concatenate([self.ids, np.zeros_like(self.ids)])
-            self._free_rows = list(range(2 * num_rows - 1, num_rows - 1, -1))
-        return self._free_rows.pop()
-
-    def release_row(self, row: int) -> None:
-        self._free_rows.append(row)
-
-    def write(self, row: int, first_column: int, block_ids: Sequence[int]) -> None:
-        if block_ids:
-            self.ids[row, first_column : first_column + len(block_ids)] = block_ids
-
-
-class PagedRunnerState(RunnerState):
-    """Chapter 1's copies of the requests, and a row of `tables` for each."""
-
-    def __init__(self, max_num_seqs: int, max_blocks_per_request: int) -> None:
-        super().__init__()
-        self.tables = BlockTables(max_num_seqs, max_blocks_per_request)
-        self.rows: dict[str, int] = {}
-        self._num_blocks: dict[str, int] = {}  # of its table that are known
-
-    def admit(self, new: NewRequestData) -> None:
-        super().admit(new)
-        self.rows[new.req_id] = self.tables.take_row()
-        self._write(new.req_id, 0, new.block_ids)
-
-    def append(self, req_id: str, changes: CachedRequestData, index: int) -> None:
-        super().append(req_id, changes, index)
-        block_ids = changes.new_block_ids[index]
-        if block_ids:
-            is_sent_whole = req_id in changes.resumed_req_ids
-            self._write(req_id, 0 if is_sent_whole else self._num_blocks[req_id], block_ids)
-
-    def release(self, req_id: str) -> None:
-        super().release(req_id)
-        self.tables.release_row(self.rows.pop(req_id))
-        del self._num_blocks[req_id]
-
-    def block_ids(self, req_id: str) -> list[int]:
-        """The request's block table, as it was sent."""
-        return self.tables.ids[self.rows[req_id], : self._num_blocks[req_id]].tolist()
-
-    def _write(self, req_id: str, first: int, block_ids: Sequence[int]) -> None:
-        self.tables.write(self.rows[req_id], first, block_ids)
-        self._num_blocks[req_id] = first + len(block_ids)
 
 
 @dataclass(frozen=True, slots=True)

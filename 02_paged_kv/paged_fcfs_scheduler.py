@@ -8,63 +8,16 @@ requests stop early: chapter 4 replaces it.
 
 The last token is sampled and never fed back, so it needs no slot.
 
-`BlockDelta` adds the block tables to what the runner is told: the whole table once, then the blocks
-that are new.
-
 Invariant: a running request's table reaches every position that it may still write."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
+from block_delta import BlockDelta
 from fcfs_scheduler import FCFSScheduler
 from kv_cache_manager import BlockMemory
 from request import Request
-from scheduler_books import RunnerDelta, describe_prompt
-from scheduler_interface import NewRequestData, SchedulerOutput
-
-
-@dataclass(slots=True)
-class _SentTable:
-    block_ids: Sequence[int]  # the request's table itself, which grows
-    num_blocks: int = 0  # of it that the runner knows
-
-
-class BlockDelta(RunnerDelta):
-    def __init__(self, kv_memory: BlockMemory) -> None:
-        super().__init__()
-        self._kv_memory = kv_memory
-        self._tables: dict[str, _SentTable] = {}
-
-    def forget(self, request_id: str) -> None:
-        super().forget(request_id)
-        self._tables.pop(request_id, None)
-
-    def encode(self, plan: SchedulerOutput) -> None:
-        super().encode(plan)
-        cached, tables = plan.scheduled_cached_reqs, self._tables
-        for request_id in cached.req_ids:
-            sent = tables.get(request_id)
-            has_grown = sent is None or len(sent.block_ids) != sent.num_blocks
-            cached.new_block_ids.append(self._new_block_ids(request_id) if has_grown else [])
-
-    def describe(self, request: Request) -> NewRequestData:
-        data = super().describe(request)
-        data.block_ids = self._new_block_ids(request.request_id)
-        return data
-
-    def _new_block_ids(self, request_id: str) -> list[int]:
-        sent = self._tables.get(request_id)
-        if sent is None:
-            block_ids = self._kv_memory.get_block_ids(request_id)
-            sent = self._tables[request_id] = _SentTable(block_ids)
-        num_blocks = len(sent.block_ids)
-        if num_blocks == sent.num_blocks:
-            return []
-        new = list(sent.block_ids[sent.num_blocks :])
-        sent.num_blocks = num_blocks
-        return new
+from scheduler_books import describe_prompt
+from scheduler_interface import SchedulerOutput
 
 
 class PagedFCFSScheduler(FCFSScheduler):

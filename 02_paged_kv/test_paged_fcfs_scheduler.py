@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant
 
-from batch_layout import PagedRunnerState
+from block_delta import PagedRunnerState
 from block_pool import BlockPool
 from input_batch import RunnerState
 from kv_cache_manager import KVCacheManager

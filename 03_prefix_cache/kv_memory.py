@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
-from batch_layout import PagedRunnerState
+from block_delta import PagedRunnerState
 from block_pool import Block
 from kv_cache_manager import BlockMemory, KVCacheManager
 from prefix_cache import KeyedRequest, PrefixCache, extra_keys_of

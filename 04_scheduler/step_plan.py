@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from block_delta import BlockDelta
 from kv_cache_manager import BlockMemory
-from paged_fcfs_scheduler import BlockDelta
 from request import Request
 from scheduler_interface import SchedulerOutput
 

@@ -289,18 +289,29 @@ def test_what_is_allowed_is_not_reported(case: str, build: Callable) -> None:
     assert law(build(changes)) == []
 
 
-def test_light_import_of_llm() -> None:
-    """`from common.llm import LLM` costs nothing until an LLM is made."""
-    code = "import sys, common.llm; print(*sorted({'torch', 'transformers'} & set(sys.modules)))"
+def loaded_by(code: str) -> set[str]:
+    """Of the heavy packages, those that a fresh process has loaded when `code` has run."""
+    heavy = {"torch", "transformers", "triton"}
     path = os.pathsep.join([str(ROOT), *(str(ROOT / room) for room in House(ROOT).rooms())])
     run = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", f"{code}; import sys; print(*({heavy} & set(sys.modules)))"],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": path},
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == [], "importing common.llm imports these"
+    return set(run.stdout.split())
+
+
+def test_light_import_of_llm() -> None:
+    """`from common.llm import LLM` costs nothing until an LLM is made."""
+    assert loaded_by("import common.llm") == set()
+
+
+def test_a_scheduler_is_imported_without_a_tensor_library() -> None:
+    """Policies and memory are plain Python: reading and testing them takes no seconds to load."""
+    assert loaded_by("import paged_fcfs_scheduler, scheduler, chunk_policy") == set()
+    assert loaded_by("import speculative_scheduler, prefill_first_scheduler") == set()
 
 
 def test_wheel_holds_flat_modules_and_nothing_else(tmp_path: Path) -> None:
