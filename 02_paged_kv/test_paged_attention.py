@@ -231,6 +231,7 @@ def test_one_plan_serves_all_layers_and_not_another_dtype_or_shape():
     case = make_case(MIXED, 4)
     case.check(case.attend())
     plan = case.metadata.plan
+    assert isinstance(plan, module.PagedPlan)
     case.key_cache.mul_(2), case.value_cache.mul_(3)  # the next layer: other contents, same places
     case.keys, case.values = [k * 2 for k in case.keys], [v * 3 for v in case.values]
     case.check(case.attend())
