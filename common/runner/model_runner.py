@@ -125,17 +125,21 @@ class PagedModelRunner:
             num_logit_rows = 1 + num_drafts if is_last else 0
             queries.append(Query(rows[req_id], start, num_tokens[req_id], num_logit_rows))
         batch = self.compose(self.state.tables, queries, self.kv_cache.block_size, self.device)
-        req_ids, input_ids, sampling = [req_ids[i] for i in batch.order], [], SamplingBatch()
-        for req_id in req_ids:
-            request, own_drafts = requests[req_id], drafts.get(req_id, [])
-            start, stop = starts[req_id], starts[req_id] + num_tokens[req_id] - len(own_drafts)
-            input_ids += request.tokens(start, stop)
+        input_ids: list[int] = []
+        sampling = SamplingBatch()
+        for i in batch.order:
+            request, query, own_drafts = (
+                requests[req_ids[i]],
+                queries[i],
+                drafts.get(req_ids[i], []),
+            )
+            stop = query.start + query.num_tokens - len(own_drafts)
+            input_ids += request.tokens(query.start, stop)
             input_ids += own_drafts
-            if stop == request.num_tokens:
-                for num_before in range(1 + len(own_drafts)):
-                    sampling.add(request, own_drafts[:num_before], self.eos_token_ids)
+            for num_before in range(query.num_logit_rows):
+                sampling.add(request, own_drafts[:num_before], self.eos_token_ids)
         return PagedBatch(
-            req_ids=req_ids,
+            req_ids=[req_ids[i] for i in batch.order],
             input_ids=to_device(np.array(input_ids, dtype=np.int64), self.device),
             positions=batch.positions,
             attention=batch.attention,
