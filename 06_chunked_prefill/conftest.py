@@ -1,19 +1,5 @@
-"""Kernels are tested on a GPU if there is one, else in Triton's interpreter.
+"""Where kernels are tested."""
 
-Triton decides when it is imported, so the switch is set here, before any test module is.
-"""
+from common.tests.kernel_device import device
 
-from __future__ import annotations
-
-import os
-
-import pytest
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
-@pytest.fixture
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+__all__ = ["device"]

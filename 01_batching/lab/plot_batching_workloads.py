@@ -42,9 +42,10 @@ Lengths = Sequence[tuple[int, int]]  # (prompt tokens, output tokens) of each re
 # -- workloads
 
 
-def stdlib_lengths(tokenizer_file: Path) -> list[tuple[int, int]]:
-    """Functions of Python's standard library: the prompt is the code from the outermost class or
-    function around one to the end of its header, the output is its body and an end-of-text token.
+def stdlib_functions(tokenizer_file: Path, num_functions: int, seed: int) -> Lengths:
+    """Functions of Python's standard library, any of them. `(prompt, output)` tokens: the prompt is
+    the code from the outermost class or function around one to the end of its header, the output is
+    its body and an end-of-text token.
     """
     spans: list[tuple[str, int, int, int]] = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -56,13 +57,17 @@ def stdlib_lengths(tokenizer_file: Path) -> list[tuple[int, int]]:
                     spans.append((source, top.lineno - 1, body, node.end_lineno))
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     lengths = []
-    for source, start, body, end in random.Random(SEED).sample(spans, NUM_REQUESTS):
+    for source, start, body, end in random.Random(seed).sample(spans, num_functions):
         lines = source.splitlines(keepends=True)
         prompt, output = ("".join(lines[a:b]) for a, b in ((start, body), (body, end)))
         num_prompt = max(len(tokenizer.encode(prompt).ids), 1)
-        num_output = len(tokenizer.encode(output).ids) + 1
-        lengths.append((min(num_prompt, MAX_PROMPT), min(num_output, MAX_OUTPUT)))
+        lengths.append((num_prompt, len(tokenizer.encode(output).ids) + 1))
     return lengths
+
+
+def stdlib_lengths(tokenizer_file: Path) -> list[tuple[int, int]]:
+    functions = stdlib_functions(tokenizer_file, NUM_REQUESTS, SEED)
+    return [(min(prompt, MAX_PROMPT), min(output, MAX_OUTPUT)) for prompt, output in functions]
 
 
 def spread_lengths(spread: float, seed: int) -> list[tuple[int, int]]:

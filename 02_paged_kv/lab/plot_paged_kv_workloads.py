@@ -8,23 +8,20 @@ depend on the machine, only on the version of Python whose library is read.
 
 from __future__ import annotations
 
-import ast
-import random
 import statistics
-import sysconfig
 import tracemalloc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 from block_pool import Block, BlockPool
 from forking_kv_cache_manager import ForkingKVCacheManager
 from kv_cache_manager import KVCacheManager
 from paged_attention import PagedKVCache
 from paged_fcfs_scheduler import PagedFCFSScheduler
+from plot_batching_workloads import stdlib_functions
 from request import Request, SamplingParams
 from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
 from step_record import RecordingEngineCore
@@ -51,25 +48,9 @@ class Job:
 
 
 def stdlib_jobs(tokenizer_file: Path) -> list[Job]:
-    """Functions of the standard library: from the first line of the outermost class or function
-    around it to the end of its header is the prompt, its body the output; both cut to length."""
-    spans: list[tuple[str, int, int, int]] = []
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        source = path.read_text(encoding="utf-8", errors="replace")
-        for top in ast.parse(source).body:
-            for node in ast.walk(top):
-                if isinstance(node, ast.FunctionDef):
-                    body = node.body[0].lineno - 1
-                    spans.append((source, top.lineno - 1, body, node.end_lineno))
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    jobs = []
-    for source, start, body, end in random.Random(SEED).sample(spans, NUM_REQUESTS):
-        lines = source.splitlines(keepends=True)
-        prompt, output = ("".join(lines[a:b]) for a, b in ((start, body), (body, end)))
-        prompt_len = max(len(tokenizer.encode(prompt).ids), 1)
-        output_len = len(tokenizer.encode(output).ids) + 1  # and an end-of-text token
-        jobs.append(Job(min(prompt_len, MAX_PROMPT), min(output_len, MAX_TOKENS)))
-    return jobs
+    """Chapter 1's functions of the standard library, cut to length."""
+    functions = stdlib_functions(tokenizer_file, NUM_REQUESTS, SEED)
+    return [Job(min(prompt, MAX_PROMPT), min(output, MAX_TOKENS)) for prompt, output in functions]
 
 
 # -- serving it without a model

@@ -8,11 +8,10 @@ All parts but `rules` are times and want a quiet machine. What is measured stand
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 
 import matplotlib.pyplot as plt
 
-from common.tools.lab_frame import Measurement, Part, run_lab
+from common.tools.lab_frame import Part, run_lab, timed
 from common.tools.palette import BASELINE, DRAFT, INK, NGRAM, label_line, tint
 from plot_spec_decode_engine import measure_engine, measure_formula
 from plot_spec_decode_lab import measure_proposers, measure_rules
@@ -26,14 +25,7 @@ from plot_spec_decode_tables import (
     tables_of_rules,
 )
 
-
-def timed(measure: Callable[..., dict]) -> Callable[[Measurement], dict]:
-    def run(measurement: Measurement) -> dict:
-        record = measure(tiny=measurement.tiny)
-        record["config"]["clock"] = "time.perf_counter"
-        return record
-
-    return run
+CLOCK = "time.perf_counter"
 
 
 def style_of(system: str) -> dict:
@@ -133,10 +125,12 @@ def draw_proposers(record: dict) -> plt.Figure:
 
 
 PARTS = {
-    "engine": Part(timed(measure_engine), {"engine": draw_engine}, tables_of_engine),
-    "formula": Part(timed(measure_formula), {"formula": draw_formula}, tables_of_formula),
+    "engine": Part(timed(measure_engine, CLOCK), {"engine": draw_engine}, tables_of_engine),
+    "formula": Part(timed(measure_formula, CLOCK), {"formula": draw_formula}, tables_of_formula),
     "rules": Part(lambda m: measure_rules(tiny=m.tiny), {"rules": draw_rules}, tables_of_rules),
-    "proposers": Part(timed(measure_proposers), {"proposers": draw_proposers}, tables_of_proposers),
+    "proposers": Part(
+        timed(measure_proposers, CLOCK), {"proposers": draw_proposers}, tables_of_proposers
+    ),
 }
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ how this script is called, in `common/tools/lab_frame.py`.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 
 import matplotlib.pyplot as plt
 
 from common.bench.bench_record import markdown_table, percentile
-from common.tools.lab_frame import Measurement, Part, run_lab
+from common.tools.lab_frame import Part, run_lab, timed
 from common.tools.palette import DECODE, INK, PAPER, PROMPT, label_line, shade
 from plot_chunked_prefill_lab import (
     measure_adaptive,
@@ -22,14 +21,7 @@ from plot_chunked_prefill_lab import (
     median_of,
 )
 
-
-def timed(measure: Callable[..., dict]) -> Callable[[Measurement], dict]:
-    def run(measurement: Measurement) -> dict:
-        record = measure(tiny=measurement.tiny)
-        record["config"]["clock"] = "time.perf_counter and time.monotonic"
-        return record
-
-    return run
+CLOCK = "time.perf_counter and time.monotonic"
 
 
 # -- figures
@@ -210,19 +202,19 @@ def tables_of_stall(record: dict) -> dict[str, str]:
 
 
 PARTS = {
-    "stall": Part(timed(measure_stall), {"stall": draw_stall}, tables_of_stall),
+    "stall": Part(timed(measure_stall, CLOCK), {"stall": draw_stall}, tables_of_stall),
     "sweep": Part(
-        timed(measure_sweep),
+        timed(measure_sweep, CLOCK),
         {"sweep": draw_sweep},
         lambda record: {"sweep": table_of_runs(record, "chunk size")},
     ),
     "adaptive": Part(
-        timed(measure_adaptive),
+        timed(measure_adaptive, CLOCK),
         {"adaptive": draw_adaptive},
         lambda record: {"adaptive": table_of_adaptive(record)},
     ),
     "attention": Part(
-        timed(measure_attention),
+        timed(measure_attention, CLOCK),
         tables=lambda record: {"attention": table_of_attention(record)},
     ),
 }

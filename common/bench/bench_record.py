@@ -209,6 +209,6 @@ def made_on(record: dict[str, Any]) -> str:
     busy = " Other programs were running: the times are rough." if load > 1 and is_timed else ""
     return (
         f"Made by `{record['command']}` at commit `{(where['commit'] or 'unknown')[:10]}`{dirty} "
-        f"on {where['cpu']}, {where['cores']} cores, Python {where['python']}, load average "
-        f"{load:.1f} at the start.{busy}"
+        f"on {where['cpu']}, {where['cores']} cores, Python {where['python']}, torch "
+        f"{where['torch']}, load average {load:.1f} at the start.{busy}"
     )

@@ -16,6 +16,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from common.runner.model_runner import PagedModelRunner
+from common.tests.model_cases import SHAPE
 from request import SamplingParams
 
 MAX_TOKENS = 24
@@ -42,20 +43,12 @@ class Oracle:
 def save_random_model(path: Path, seed: int = 0) -> None:
     """A model whose greedy output is lively: an almost constant one would hide wrong positions."""
     torch.manual_seed(seed)
+    own = dict(
+        vocab_size=97, intermediate_size=48, num_hidden_layers=2, max_position_embeddings=256
+    )
+    others = dict(num_key_value_heads=2, head_dim=16, max_position_embeddings=256)
     config = Qwen3Config(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        initializer_range=0.6,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+        **{**SHAPE, **own, **others}, initializer_range=0.6, tie_word_embeddings=False
     )
     Qwen3ForCausalLM(config).to(torch.float64).save_pretrained(path)
 
@@ -108,6 +101,37 @@ def family_prompts(seed: int, vocab_size: int = 97) -> list[list[int]]:
 
 def greedy_params(max_tokens: int, n: int = 1) -> SamplingParams:
     return SamplingParams(n=n, temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def serve_a_crowd(engine, oracle: Oracle, rng: random.Random, seed: int) -> None:
+    """16 requests that come when they like, some with three samples; a fifth is aborted. Checks
+    every token, and that nothing is held in the end."""
+    capacity = engine.kv_manager.capacity
+    arrivals = [(rng.randint(0, 40), str(i), rng.randrange(len(oracle.prompts))) for i in range(16)]
+    lengths = {name: rng.randint(1, MAX_TOKENS) for _, name, _ in arrivals}
+    aborts = {name: rng.randint(0, 60) for _, name, _ in arrivals if rng.random() < 0.2}
+    outputs = {}
+    for step in range(4000):
+        for when, name, index in arrivals:
+            if when == step:
+                params = greedy_params(lengths[name], n=rng.choice([1, 1, 1, 3]))
+                prompt, priority = oracle.prompts[index], rng.randint(0, 3)
+                engine.add_request(name, prompt, params, priority=priority)
+        for name, when in aborts.items():
+            if when == step and (output := engine.abort_request(name)) is not None:
+                outputs[name] = output
+        outputs |= {o.request_id: o for o in engine.step() if o.finished}
+        if step > 40 and not engine.has_unfinished_requests():
+            break
+    assert set(outputs) == {name for _, name, _ in arrivals}, f"seed {seed}: it does not end"
+    for _, name, index in arrivals:
+        room = capacity - len(oracle.prompts[index]) + 1  # the last token needs no slot
+        expected = oracle.expected(index, min(lengths[name], room))
+        for completion in outputs[name].outputs:
+            is_cut = completion.finish_reason == "abort"
+            known = expected[: len(completion.token_ids)] if is_cut else expected
+            assert completion.token_ids == known, f"seed {seed}, request {name}"
+    assert engine.stats().kv_blocks_in_use == 0
 
 
 def serve(engine, oracle: Oracle, indices: list[int], max_tokens: int, salt=None):

@@ -21,16 +21,6 @@ CACHES = (None, "hash", "radix")
 SHORT, LONG = 0, 1  # prompts of 16 and 33 tokens that share nothing
 
 
-@pytest.fixture
-def oracle(family_oracle: Oracle) -> Oracle:
-    return family_oracle
-
-
-@pytest.fixture
-def loaded(family_loaded: LoadedModel) -> LoadedModel:
-    return family_loaded
-
-
 @dataclass
 class Steps:
     """Watches an engine, and checks in every step that a request gets tokens if, and only if, all

@@ -18,6 +18,7 @@ from common.llm import as_list_of_prompts
 from common.loader import load_model
 from common.outputs import RequestOutput
 from common.tests.engine_oracle import Oracle, paged_runner
+from common.tests.model_cases import SHAPE
 from request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -355,16 +356,9 @@ def test_configuration_that_is_no_name_is_refused(field: str, value: object) -> 
 
 def test_model_shorter_than_the_warm_up_starts(tmp_path: Path) -> None:
     config = Qwen3Config(
-        vocab_size=20,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
+        **{**SHAPE, "vocab_size": 20, "max_position_embeddings": 4},
         num_key_value_heads=1,
         head_dim=8,
-        max_position_embeddings=4,
-        eos_token_id=None,
-        bos_token_id=None,
     )
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)
     loaded = load_model(tmp_path, torch.float32, torch.device("cpu"))

@@ -13,23 +13,13 @@ from transformers import Qwen3ForCausalLM
 from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.loader import load_model
-from common.tests.engine_oracle import MAX_TOKENS, Oracle, greedy_params, make_oracle, serve
+from common.tests.engine_oracle import MAX_TOKENS, greedy_params, make_oracle, serve
 from global_kv_pool import GlobalKVPool
 from pool_connector import PoolConnector
 from request import RequestStatus
 from tiered_cache import KVTierConfig
 
 CACHES = ("hash", "radix")
-
-
-@pytest.fixture
-def oracle(family_oracle: Oracle) -> Oracle:
-    return family_oracle
-
-
-@pytest.fixture
-def loaded(family_loaded):
-    return family_loaded
 
 
 @pytest.fixture

@@ -16,20 +16,10 @@ from bounded_loops import as_long_as
 from common.assembly import kv_namespace
 from common.engine import EngineConfig, LLMEngine
 from common.loader import load_model
-from common.tests.engine_oracle import MAX_TOKENS, Oracle, greedy_params, paged_runner, serve
+from common.tests.engine_oracle import MAX_TOKENS, greedy_params, paged_runner, serve
 
 BLOCK_SIZES = (1, 4, 16, 33)
 CACHES = ("hash", "radix")
-
-
-@pytest.fixture
-def oracle(family_oracle: Oracle) -> Oracle:
-    return family_oracle
-
-
-@pytest.fixture
-def loaded(family_loaded):
-    return family_loaded
 
 
 @pytest.mark.parametrize("prefix_cache", CACHES)

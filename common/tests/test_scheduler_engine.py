@@ -8,22 +8,16 @@ import random
 import pytest
 
 from common.engine import EngineConfig, LLMEngine
-from common.tests.engine_oracle import MAX_TOKENS, Oracle, greedy_params, serve
+from common.tests.engine_oracle import (
+    MAX_TOKENS,
+    serve,
+    serve_a_crowd,
+)
 from policies import POLICIES
 from request import SamplingParams
 
 SCHEDULERS = ("two_phase", "prefill_first")
 CACHES = (None, "hash", "radix")
-
-
-@pytest.fixture
-def oracle(family_oracle: Oracle) -> Oracle:
-    return family_oracle
-
-
-@pytest.fixture
-def loaded(family_loaded):
-    return family_loaded
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -49,32 +43,7 @@ def test_random_runs_in_pools_that_run_out(seed, cache, scheduler, oracle, loade
         seed=seed,
     )
     engine = LLMEngine(config, loaded=loaded)
-    capacity = engine.kv_manager.capacity
-    arrivals = [(rng.randint(0, 40), str(i), rng.randrange(len(oracle.prompts))) for i in range(16)]
-    lengths = {name: rng.randint(1, MAX_TOKENS) for _, name, _ in arrivals}
-    aborts = {name: rng.randint(0, 60) for _, name, _ in arrivals if rng.random() < 0.2}
-    outputs = {}
-    for step in range(4000):
-        for when, name, index in arrivals:
-            if when == step:
-                params = greedy_params(lengths[name], n=rng.choice([1, 1, 1, 3]))
-                prompt, priority = oracle.prompts[index], rng.randint(0, 3)
-                engine.add_request(name, prompt, params, priority=priority)
-        for name, when in aborts.items():
-            if when == step and (output := engine.abort_request(name)) is not None:
-                outputs[name] = output
-        outputs |= {o.request_id: o for o in engine.step() if o.finished}
-        if step > 40 and not engine.has_unfinished_requests():
-            break
-    assert set(outputs) == {name for _, name, _ in arrivals}, f"seed {seed}: it does not end"
-    for _, name, index in arrivals:
-        room = capacity - len(oracle.prompts[index]) + 1  # the last token needs no slot
-        expected = oracle.expected(index, min(lengths[name], room))
-        for completion in outputs[name].outputs:
-            is_cut = completion.finish_reason == "abort"
-            known = expected[: len(completion.token_ids)] if is_cut else expected
-            assert completion.token_ids == known, f"seed {seed}, request {name}"
-    assert engine.stats().kv_blocks_in_use == 0
+    serve_a_crowd(engine, oracle, rng, seed)
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

@@ -53,6 +53,17 @@ class Part:
     tables: Callable[[dict], dict[str, str]] = lambda record: {}
 
 
+def timed(measure: Callable[..., dict], clock: str) -> Callable[[Measurement], dict]:
+    """`Part.measure` of a `measure(tiny=...)` that times: its record names the clock."""
+
+    def run(measurement: Measurement) -> dict:
+        record = measure(tiny=measurement.tiny)
+        record["config"]["clock"] = clock
+        return record
+
+    return run
+
+
 def run_lab(
     script: str,
     parts: Mapping[str, Part],
