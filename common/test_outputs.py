@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from common.outputs import CompletionOutput, OutputProcessor
+from common.outputs import CompletionOutput, OutputProcessor, RequestMetrics, RequestOutput
 from common.tokenizer import IncrementalDetokenizer
 from request import Request, SamplingParams
 from scheduler_interface import EngineCoreOutput
@@ -81,3 +81,38 @@ def test_copy_of_a_growing_completion_keeps_the_text_it_had(processor, ids) -> N
         assert type(copied) is CompletionOutput
         assert copied.text == text
     assert (replaced.index, replaced.text) == (7, text)
+
+
+# -- metrics and results
+
+
+def test_latencies_are_the_gaps_between_tokens():
+    metrics = RequestMetrics(arrival_time=10.0)
+    assert metrics.queue_time is None and metrics.time_to_first_token is None
+    metrics.first_scheduled_time = 11.0
+    metrics.record_tokens(0, 12.0)  # a step that computed, and sampled nothing
+    assert metrics.first_token_time is None
+    metrics.record_tokens(1, 13.0)
+    metrics.record_tokens(3, 17.0)  # three at once: the first waited, the others did not
+    metrics.record_tokens(1, 18.0)
+    assert metrics.queue_time == 1.0
+    assert metrics.time_to_first_token == 3.0
+    assert metrics.inter_token_latencies == [4.0, 0.0, 0.0, 1.0]
+    assert metrics.last_token_time == 18.0
+
+
+def test_the_latencies_add_up_to_the_time_from_first_to_last_token():
+    metrics = RequestMetrics(arrival_time=0.0)
+    for count, now in [(2, 1.0), (1, 4.0), (5, 6.5)]:
+        metrics.record_tokens(count, now)
+    assert len(metrics.inter_token_latencies) == 8 - 1
+    assert sum(metrics.inter_token_latencies) == metrics.last_token_time - metrics.first_token_time
+
+
+def test_a_printed_result_shows_everything_but_the_clocks():
+    completion = CompletionOutput(0, "abc", [1, 2], finish_reason="stop")
+    output = RequestOutput("r", "a", [5], [completion], True, RequestMetrics(arrival_time=1.0))
+    shown = repr(output)
+    assert "metrics" not in shown
+    for part in ("request_id='r'", "text='abc'", "finish_reason='stop'", "num_cached_tokens=0"):
+        assert part in shown
