@@ -6,7 +6,7 @@ fragmentation is impossible because all blocks have one size; inside fragmentati
 partly filled block a request.
 
     block 0   the null block: never handed out, where padding points
-    ref_cnt   number of holders: tables of forked requests, and a cache (chapter 3)
+    ref_cnt   number of holders: each table that names it, and a cache that keeps it (chapter 3)
     free      ref_cnt == 0; reused in the order in which they were freed
 
 The free order is part of the contract. Blocks come back to its end in the order in which `free`

@@ -19,7 +19,7 @@ Invariants: nothing beyond a sequence's length reaches the output, not even NaN 
 not enough: 0 * NaN is NaN); a slot of -1 is not written; the input's dtype is kept throughout.
 
 vLLM and SGLang call kernels that read through the table without gathering; see
-`paged_attention_triton.py`. Source: PagedAttention, arXiv 2309.06180.
+`beyond/paged_attention_triton.py`. Source: PagedAttention, arXiv 2309.06180.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The two-phase scheduler: fill the memory instead of reserving it, and survive running out.
 
-Chapter 1 reserves at admission everything a request may ever need. Most stop early, so most of the
+Chapter 2 reserves at admission everything a request may ever need. Most stop early, so most of the
 reservation is never used. Here a request gets only what its next step writes, and memory can run
 out in the middle of things. Then somebody is preempted: its KV is freed, its tokens are kept, and
 it is computed again later.

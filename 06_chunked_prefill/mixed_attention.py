@@ -22,7 +22,7 @@ a span or a group, never by the history; with `MixedMetadata` nobody waits for t
 
 vLLM's FlashInfer and MLA backends treat the two sides with two kernels, in the order of
 `mixed_batch.py`; its Triton and FlashAttention backends have one kernel for both, see
-`mixed_attention_triton.py`. Sources: FlashAttention-2, arXiv 2307.08691; FlashDecoding.
+`beyond/mixed_attention_triton.py`. Sources: FlashAttention-2, arXiv 2307.08691; FlashDecoding.
 """
 
 from __future__ import annotations

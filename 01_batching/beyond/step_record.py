@@ -1,8 +1,8 @@
 """The loop with an observer around it: what each step did, and how long its parts took.
 
 `RecordingEngineCore` is chapter 1's loop; after every step it calls each of its observers with a
-`StepRecord`. The demo's trace, the benchmarks, the pictures of this book, and the parts of the
-engine that learn from the clock (chapters 5 and 6) read nothing else."""
+`StepRecord`. The demo's trace, the benchmarks, the pictures of this book, and chapter 6's chunks,
+which learn from the clock, read nothing else."""
 
 from __future__ import annotations
 

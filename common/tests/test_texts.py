@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -11,10 +12,13 @@ from common.tests.house import House
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+QUOTED = re.compile(r"^```(?:python|diff).*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s#]+)[^)\s]*\)")
-FILE = re.compile(r"`([\w/]+\.(?:py|md))(?:::\w+)?`")
-# Where a reader looks for a file by its name.
-WAYS_IN = ["README.md", "GLOSSARY.md", "CONTRIBUTING.md", "common/README.md"]
+# In backticks, in a list of files or in a command; not the end of `..._tables.py`, nor of a URL.
+FILE = re.compile(r"(?<![\w./*])((?:\w[\w-]*/)*\w+\.(?:py|ipynb|md))\b")
+PLACE = re.compile(r"`([\w/]+\.py)::([\w.]+)`")
+TEST = re.compile(r"`(test_\w+)(?:\[[^`]*\])?`")
+BEGINS_WITH_WHO = re.compile(r"(?:^|[.!?:]\s+|\|\s|\*\*\s?)Who\s[^?.!|]*[.!|]")
 
 
 def broken_links(text: Path) -> list[str]:
@@ -24,30 +28,112 @@ def broken_links(text: Path) -> list[str]:
 
 
 def unknown_files(text: Path, known: list[str]) -> list[str]:
-    """Names in backticks that end no path of the repository: `runner/model_runner.py` ends one."""
-    names = set(FILE.findall(FENCED.sub("", text.read_text(encoding="utf-8"))))
+    """Names that end no path of the repository: `runner/model_runner.py` ends one. `NAME.py`
+    stands for any."""
+    names = set(FILE.findall(LINK.sub("](", QUOTED.sub("", text.read_text(encoding="utf-8")))))
+    names.discard("NAME.py")
     return sorted(n for n in names if not any(f"/{path}".endswith(f"/{n}") for path in known))
 
 
+def definitions(source: str) -> set[str]:
+    """`name` of a module, `Class.name` of a class, at whatever depth."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef):
+                found.add(prefix + child.name)
+                visit(child, f"{prefix}{child.name}.")
+            else:
+                visit(child, prefix)
+
+    visit(ast.parse(source), "")
+    return found
+
+
+def unknown_places(text: Path, sources: dict[str, str]) -> list[str]:
+    """`file.py::Class.method` that is not defined there, `test_name` that is defined nowhere."""
+    prose = text.read_text(encoding="utf-8")
+    unknown = []
+    for file, name in PLACE.findall(prose):
+        files = [source for path, source in sources.items() if f"/{path}".endswith(f"/{file}")]
+        if not any(name in definitions(source) for source in files):
+            unknown.append(f"{file}::{name}")
+    for name in TEST.findall(prose):
+        pattern = re.compile(rf"def {name}\b")
+        if f"{name}.py" not in {Path(path).name for path in sources} and not any(
+            pattern.search(source) for source in sources.values()
+        ):
+            unknown.append(name)
+    return unknown
+
+
+def texts(house: House) -> list[Path]:
+    """Every page but those that speak of an older commit, or of the files of a corpus."""
+    pages = [path for path in house.files if path.suffix == ".md"]
+    return [
+        path
+        for path in pages
+        if path.name not in ("MUTATIONS.md", "CHANGELOG.md") and "checkpoints" not in path.parts
+    ]
+
+
+HOUSE = House(ROOT)
+EVERY_TEXT = pytest.mark.parametrize("text", texts(HOUSE), ids=HOUSE.name)
+
+
 def test_every_link_leads_to_a_file() -> None:
-    house = House(ROOT)
-    texts = [path for path in house.files if path.suffix == ".md"]
-    broken = {house.name(text): broken_links(text) for text in texts}
+    pages = [path for path in HOUSE.files if path.suffix == ".md"]
+    broken = {HOUSE.name(page): broken_links(page) for page in pages}
     assert not {name: links for name, links in broken.items() if links}
-    assert len(texts) > 10
+    assert len(pages) > 10
 
 
-@pytest.mark.parametrize("name", WAYS_IN)
-def test_every_file_that_is_named_exists(name: str) -> None:
-    house = House(ROOT)
-    assert not unknown_files(ROOT / name, [house.name(path) for path in house.files])
+@EVERY_TEXT
+def test_every_file_that_is_named_exists(text: Path) -> None:
+    assert not unknown_files(text, [HOUSE.name(path) for path in HOUSE.files])
+
+
+@EVERY_TEXT
+def test_every_place_and_test_that_is_named_exists(text: Path) -> None:
+    sources = {HOUSE.name(p): p.read_text(encoding="utf-8") for p in HOUSE.python_files()}
+    assert not unknown_places(text, sources)
+
+
+@EVERY_TEXT
+def test_no_sentence_begins_with_who_unless_it_asks(text: Path) -> None:
+    """It makes the reader look back for whom it means."""
+    prose = FENCED.sub("", text.read_text(encoding="utf-8"))
+    assert not BEGINS_WITH_WHO.findall(prose)
+
+
+@pytest.mark.parametrize("chapter", HOUSE.chapters(), ids=HOUSE.name)
+def test_a_chapter_says_what_to_read_first(chapter: Path) -> None:
+    """Near its top: every module of the root, once and on a line of its own, and the command that
+    tests it."""
+    modules = {path.name for path in HOUSE.root_modules() if path.parent == chapter}
+    modules -= {path.name for path in HOUSE.python_files() if HOUSE.is_aside(path)}
+    top = (chapter / "README.md").read_text(encoding="utf-8").partition("\n## 1.")[0]
+    listed = re.findall(r"^(\w+\.py) +\w", top, re.MULTILINE)
+    assert sorted(listed) == sorted(modules - {name for name in modules if "post_names" in name})
+    assert f"pytest {chapter.name}" in top
+    for room in ("beyond/", "lab/"):
+        assert f"]({room}README.md)" in top
 
 
 def test_what_leads_nowhere_is_found(tmp_path: Path) -> None:
     text = tmp_path / "a.md"
     text.write_text(
-        "[x](b.md#part) [y](a.md#top) [z](https://a.com) `gone.py` `here.py` `far/here.py`\n"
-        "```\n[w](c.md) `lost.py`\n```\n"
+        "[x](b.md#part) [y](a.md#top) [z](https://a.com/x.py) `gone.py` `here.py` `far/here.py`\n"
+        "`here.py::A.f` `here.py::A.g` `far.py::A` `test_a` `test_b[x]` `..._gone.py`\n"
+        "```\n[w](c.md) `lost.py`\n```\n```python file=no.py\nimport no.py\n```\n"
     )
     assert broken_links(text) == ["b.md"]
-    assert unknown_files(text, ["room/here.py"]) == ["far/here.py", "gone.py"]
+    assert unknown_files(text, ["room/here.py"]) == ["far.py", "far/here.py", "gone.py", "lost.py"]
+    sources = {"room/here.py": "class A:\n    def f(self): ...\n\ndef test_a(): ...\n"}
+    assert unknown_places(text, sources) == ["here.py::A.g", "far.py::A", "test_b"]
+
+
+def test_a_sentence_that_begins_with_who_is_found() -> None:
+    assert BEGINS_WITH_WHO.search("It ends. Who has ended is gone.")
+    assert not BEGINS_WITH_WHO.search("**Who starves?** Nobody. Whoever runs, runs.")
