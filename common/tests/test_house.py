@@ -171,13 +171,18 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
     ),
     "too many modules": (
         rooms.law_of_sizes,
-        {f"06_chunked_prefill/m{i}.py": "" for i in range(9)},
+        {f"06_chunked_prefill/m{i}.py": "x = 1\n" for i in range(9)},
         "06_chunked_prefill has 9 modules",
     ),
     "too many lines": (
         rooms.law_of_sizes,
         {"common/whole.py": "x = 1\n" * 9000},
-        "engine has 2 modules and 9000 lines",
+        "engine has 1 modules and 9000 lines",
+    ),
+    "rooms in the text are others": (
+        rooms.law_of_sizes,
+        {"README.md": "<!-- table:rooms -->\n| 01_a | 1 | 99 |\n<!-- /table:rooms -->\n"},
+        "README.md: its rooms are others",
     ),
     "room without a text": (laws.law_of_text, {"02_b/beyond/far.py": ""}, "02_b/beyond has no"),
     "module of a lab": (

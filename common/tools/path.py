@@ -1,8 +1,8 @@
-"""How much of this repository is on the way: `python -m common.tools.path`.
+"""How much of this repository is on the way: `python -m common.tools.path [--write-readme]`.
 
     loaded   the modules of ours that `LLM()` imports, with its default configuration
     run      the lines of ours that `LLM()` and a default `generate` of one prompt run: each line
-             once, however often
+             once, however often; and how long the functions are that they stand in
     roots    the modules and lines of each chapter's root: what its text walks through
     engine   the lines of the engine's own files in `common`
 
@@ -17,16 +17,19 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.bench.bench_record import replace_between_markers
+
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE_ROOMS = ("", "runner", "sampling")  # of `common`
 NOT_ENGINE = {"conftest.py", "demo.py", "notebooks.py", "ladder.py"}
 
 _MEASURE = """
-import json, sys
+import inspect, json, sys
 from pathlib import Path
 
 root = Path(sys.argv[1])
 ran = set()
+codes = set()
 
 def local(frame, event, arg):
     if event == "line":
@@ -34,7 +37,18 @@ def local(frame, event, arg):
     return local
 
 def trace(frame, event, arg):
-    return local if frame.f_code.co_filename in ours else None
+    if frame.f_code.co_filename not in ours:
+        return None
+    codes.add(frame.f_code)
+    return local
+
+def lines_of_functions():
+    spans = set()
+    for code in codes:
+        if not code.co_name.startswith("<"):  # a comprehension stands in its function
+            source, first = inspect.getsourcelines(code)
+            spans.update((code.co_filename, first + i) for i in range(len(source)))
+    return len(spans)
 
 def modules():
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
@@ -47,10 +61,11 @@ ours = loaded
 sys.settrace(trace)
 llm = LLM()
 num_made = len(ran)
-ran.clear()
+ran.clear(), codes.clear()
 llm.generate("def f(x):", use_tqdm=False)
 sys.settrace(None)
-print(json.dumps({"loaded": sorted(loaded), "num_made": num_made, "num_run": len(ran)}))
+num_lines = lines_of_functions()
+print(json.dumps({"loaded": sorted(loaded), "counts": [num_made, len(ran), num_lines]}))
 """
 
 
@@ -68,6 +83,7 @@ class DefaultPath:
     num_lines: int  # in them
     num_lines_made: int
     num_lines_run: int
+    num_lines_of_functions: int  # of those that `generate` runs, from `def` to their last line
 
 
 def count_lines(path: Path) -> int:
@@ -84,8 +100,7 @@ def measure_default() -> DefaultPath:
     return DefaultPath(
         [str(path.relative_to(ROOT)) for path in paths],
         sum(map(count_lines, paths)),
-        result["num_made"],
-        result["num_run"],
+        *result["counts"],
     )
 
 
@@ -105,33 +120,50 @@ def size_of(paths: list[Path]) -> Size:
     return Size(len(lines), sum(lines))
 
 
-def chapter_roots() -> dict[str, Size]:
+def chapter_roots(root: Path = ROOT) -> dict[str, Size]:
     return {
         folder.name: size_of(modules_in(folder))
-        for folder in sorted(ROOT.glob("[0-9][0-9]_*"))
+        for folder in sorted(root.glob("[0-9][0-9]_*"))
         if folder.is_dir()
     }
 
 
-def engine_size() -> Size:
-    folders = [ROOT / "common" / room for room in ENGINE_ROOMS]
+def engine_size(root: Path = ROOT) -> Size:
+    folders = [root / "common" / room for room in ENGINE_ROOMS]
     paths = [path for folder in folders for path in modules_in(folder)]
     return size_of([path for path in paths if path.name not in NOT_ENGINE])
 
 
-def main() -> None:
-    default = measure_default()
-    print(f"LLM() loads        {len(default.loaded)} modules, {default.num_lines:,} lines")
-    print(f"LLM() runs         {default.num_lines_made:,} lines")
-    print(f"generate() runs    {default.num_lines_run:,} lines")
-    print("\nroom               modules    lines")
-    roots = chapter_roots()
+def room_sizes(root: Path = ROOT) -> dict[str, Size]:
+    """Of each chapter's root, of all of them, and of the engine's files in `common`."""
+    roots = chapter_roots(root)
     total = Size(
         sum(size.num_modules for size in roots.values()),
         sum(size.num_lines for size in roots.values()),
     )
-    for name, size in [*roots.items(), ("all roots", total), ("engine", engine_size())]:
-        print(f"{name:<18} {size.num_modules:>7} {size.num_lines:>8,}")
+    return {**roots, "all roots": total, "engine": engine_size(root)}
+
+
+def rooms_table(root: Path = ROOT) -> str:
+    rows = [
+        f"| {name} | {size.num_modules} | {size.num_lines:,} |"
+        for name, size in room_sizes(root).items()
+    ]
+    return "\n".join(["| room | modules | lines |", "|---|---:|---:|", *rows])
+
+
+def main() -> None:
+    if sys.argv[1:] == ["--write-readme"]:
+        readme = ROOT / "README.md"
+        text = readme.read_text(encoding="utf-8")
+        readme.write_text(replace_between_markers(text, "rooms", rooms_table()), encoding="utf-8")
+        return
+    default = measure_default()
+    print(f"LLM() loads        {len(default.loaded)} modules, {default.num_lines:,} lines")
+    print(f"LLM() runs         {default.num_lines_made:,} lines")
+    print(f"generate() runs    {default.num_lines_run:,} lines", end="")
+    print(f" of functions with {default.num_lines_of_functions:,}")
+    print("\n" + rooms_table())
 
 
 if __name__ == "__main__":
