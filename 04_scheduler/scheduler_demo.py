@@ -66,7 +66,7 @@ def step():
 step()
 
 # %% [markdown]
-# `b` was admitted beside `a`: chapter 1 would have reserved 3 blocks for each, and let `b` wait.
+# `b` was admitted beside `a`: chapter 2 would have reserved 3 blocks for each, and let `b` wait.
 # Two more steps. The first writes position 7, and every block is full. The second wants position 8.
 
 # %%

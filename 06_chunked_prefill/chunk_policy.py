@@ -22,8 +22,8 @@ Invariants: nobody gets more than it is behind or than the budget, and whoever r
 one token where the budget has one, so every prompt ends.
 
 vLLM has these names (its V1 scheduler does not enforce the last). SGLang cuts to a fixed size and
-to whole pages, and has one prompt under way at a time: chapter 4's `beyond/prefill_adder.py`. Source:
-Sarathi-Serve, arXiv 2403.02310.
+to whole pages, and has one prompt under way at a time (chapter 4's `beyond/prefill_adder.py`).
+Source: Sarathi-Serve, arXiv 2403.02310.
 """
 
 from __future__ import annotations
