@@ -86,9 +86,9 @@ class StackedKV(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert layer_idx == len(self.new), "layers come in order, each once"
         self.new.append((key_states, value_states))  # [batch_size, num_kv_heads, max_new, head_dim]
-        layers = [cache.layers[layer_idx] for cache in self.caches]
-        keys = self._stack([layer.keys for layer in layers], key_states)
-        return keys, self._stack([layer.values for layer in layers], value_states)
+        pasts = [_kv_of(cache.layers[layer_idx]) for cache in self.caches]
+        keys = self._stack([keys for keys, _ in pasts], key_states)
+        return keys, self._stack([values for _, values in pasts], value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.max_past
@@ -166,7 +166,8 @@ class HFModelRunner:
         logits = run(batch, caches)
         for cache, row in zip(caches, batch.token_ids, strict=True):
             # A DynamicCache grows by concatenation: it has just written all of its KV anew.
-            num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+            kv = [tensor for layer in cache.layers for tensor in _kv_of(layer)]
+            num_bytes = sum(tensor.nbytes for tensor in kv if tensor is not None)
             self.num_bytes_copied += num_bytes
             self.num_bytes_new += num_bytes * len(row) // cache.get_seq_length()
         return logits
@@ -244,6 +245,11 @@ def make_mask(
     visible = torch.cat([sees_past, sees_new.expand(len(past_lens), -1, -1)], dim=2)
     mask = torch.zeros(visible.shape, dtype=dtype, device=device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+
+
+def _kv_of(layer: object) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Keys and values, `[1, num_kv_heads, num_tokens, head_dim]`. None: a layer that keeps none, or none yet."""
+    return (layer.keys, layer.values) if isinstance(layer, DynamicLayer) else (None, None)
 
 
 def _check_can_be_stacked(model: PreTrainedModel) -> None:

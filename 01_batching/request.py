@@ -31,7 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from numbers import Integral, Real
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from post_names import RequestPostNames
 
@@ -83,9 +83,9 @@ class SamplingParams:
     def _check_integers(self) -> None:
         lowest = {"n": 1, "top_k": 0, "max_tokens": 1, "min_tokens": 0, "logprobs": 0, "seed": None}
         for name, low in lowest.items():
-            value: Any = getattr(self, name)
-            if value is None and name in ("seed", "logprobs"):
+            if name in ("seed", "logprobs") and getattr(self, name) is None:
                 continue
+            value = getattr(self, name)
             check_integers(low, **{name: value})
             object.__setattr__(self, name, int(value))  # NumPy's integers overflow
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:

@@ -11,6 +11,8 @@ import statistics
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 import plot_batching_workloads as workloads
@@ -46,7 +48,7 @@ def measure(measurement: Measurement) -> dict:
 COLORS = {"P": PROMPT, "u": DECODE, ".": WASTE}
 
 
-def draw_timeline(record: dict) -> plt.Figure:
+def draw_timeline(record: dict) -> Figure:
     timeline = record["counted"]["timeline"]
     figure, axes = plt.subplots(2, 1, figsize=(9, 5), sharex=True, layout="constrained")
     num_tokens = sum(output for _, output in timeline["lengths"])
@@ -72,14 +74,15 @@ def draw_timeline(record: dict) -> plt.Figure:
     return figure
 
 
-def draw_row(axis: plt.Axes, slot: int, row: list[list[str] | None]) -> None:
+def draw_row(axis: Axes, slot: int, row: list[list[str] | None]) -> None:
     """One bar for each run of steps with one use; the number of the request at its first step."""
     start = 0
     for step in range(1, len(row) + 1):
         if step < len(row) and row[step] == row[start]:
             continue
-        if row[start] is not None:
-            req_id, use = row[start]
+        mark = row[start]
+        if mark is not None:
+            req_id, use = mark
             axis.barh(slot, step - start, 0.8, left=start, color=COLORS[use], edgecolor=PAPER)
             if use == "P":
                 center = (start + 0.5, slot)
@@ -87,7 +90,7 @@ def draw_row(axis: plt.Axes, slot: int, row: list[list[str] | None]) -> None:
         start = step
 
 
-def draw_spread(record: dict) -> plt.Figure:
+def draw_spread(record: dict) -> Figure:
     figure, axis = plt.subplots(figsize=(7.5, 4), layout="constrained")
     spreads = record["config"]["spreads"]
     for name, color in (("continuous", INK), ("static", BASELINE)):
@@ -102,7 +105,7 @@ def draw_spread(record: dict) -> plt.Figure:
     return figure
 
 
-def draw_copies(record: dict) -> plt.Figure:
+def draw_copies(record: dict) -> Figure:
     copies = record["counted"]["copies"]
     figure, axis = plt.subplots(figsize=(7.5, 4), layout="constrained")
     steps = range(1, len(copies["copied"]) + 1)

@@ -47,7 +47,7 @@ def stdlib_functions(tokenizer_file: Path, num_functions: int, seed: int) -> Len
     the code from the outermost class or function around one to the end of its header, the output is
     its body and an end-of-text token.
     """
-    spans: list[tuple[str, int, int, int]] = []
+    spans: list[tuple[str, int, int, int | None]] = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         source = path.read_text(encoding="utf-8", errors="replace")
         for top in ast.parse(source).body:
@@ -106,7 +106,8 @@ def tiny_model(
         eos_token_id=None,
         pad_token_id=None,
     )
-    return Qwen3ForCausalLM(config).to(dtype).eval()
+    model = Qwen3ForCausalLM(config)
+    return model.to(dtype).eval()  # pyright: ignore[reportArgumentType]
 
 
 # -- runs

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Path2D
 
@@ -63,7 +65,7 @@ def empty_share(run: dict) -> float:
     return 1 - run["crowded_written"] / (run["crowded_steps"] * run["total_slots"])
 
 
-def draw_memory_map(record: dict) -> plt.Figure:
+def draw_memory_map(record: dict) -> Figure:
     """One row of pixels is 128 slots. Blocks are drawn where they lie."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 5.6), sharey=True, layout="constrained")
     counted = record["counted"]
@@ -87,7 +89,7 @@ def draw_memory_map(record: dict) -> plt.Figure:
     return figure
 
 
-def draw_slots(axis: plt.Axes, snapshot: list[dict], block_size: int, num_slots: int) -> None:
+def draw_slots(axis: Axes, snapshot: list[dict], block_size: int, num_slots: int) -> None:
     boxes: dict[str, list[Path2D]] = {}  # by colour: one compound path each keeps the file small
     for place, request in enumerate(snapshot):
         left = request["num_computed_tokens"]
@@ -114,7 +116,7 @@ def boxes_of(start: int, stop: int) -> list[Path2D]:
     return boxes
 
 
-def draw_block_size(record: dict) -> plt.Figure:
+def draw_block_size(record: dict) -> Figure:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
     runs = record["counted"]["on_demand"]
     waste = [100 * (1 - run["written"] / run["held"]) for run in runs]

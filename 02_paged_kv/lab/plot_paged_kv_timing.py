@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -93,12 +94,16 @@ def measure_time(repeats: int) -> dict:
             key, value = kv.view(2, NUM_SEQS, SEQ_LEN, NUM_KV_HEADS, HEAD_DIM).transpose(2, 3)
             scaled_dot_product_attention(rows, key, value, scale=scale)
 
-    gathers = {str(size): lambda size=size: gather_blocks(size) for size in BLOCK_SIZES}
+    gathers: dict[str, Callable[[], object]] = {
+        str(size): partial(gather_blocks, size) for size in BLOCK_SIZES
+    }
     for size in (1, BLOCK_SIZE):
-        gathers[f"anew {size}"] = lambda size=size: index_anew(size)
-        gathers[f"select {size}"] = lambda size=size: select_anew(size)
+        gathers[f"anew {size}"] = partial(index_anew, size)
+        gathers[f"select {size}"] = partial(select_anew, size)
     gathers["fill"] = only_fill
-    attends = {str(size): lambda size=size: attend_paged(size) for size in BLOCK_SIZES}
+    attends: dict[str, Callable[[], object]] = {
+        str(size): partial(attend_paged, size) for size in BLOCK_SIZES
+    }
     attends["contiguous"] = attend_contiguous
     return {
         "gather_ms": time_in_turn(gathers, repeats),

@@ -13,6 +13,7 @@ import tracemalloc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -219,7 +220,7 @@ def serve(
     memory.check_invariants()
     num_copies = scheduler.num_block_copies if isinstance(scheduler, ForkingScheduler) else 0
     counts = {"steps": core.num_steps, "num_block_copies": num_copies, **sums}
-    result = {"block_size": memory.block_size, "total_slots": total, **counts}
+    result: dict[str, Any] = {"block_size": memory.block_size, "total_slots": total, **counts}
     if with_snapshot:  # the last of the crowded steps with as much written as the median, to 1 %
         median = statistics.median(snapshot["written"] for snapshot in snapshots)
         typical = [s for s in snapshots if abs(s["written"] - median) <= 0.01 * total]

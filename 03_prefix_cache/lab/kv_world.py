@@ -403,7 +403,7 @@ class Chaos:
         self.world, self.pick = world, pick
         self.ids = map(str, count())
 
-    def choose(self, items: Iterable) -> object | None:
+    def choose(self, items: Iterable[str]) -> str | None:
         items = sorted(items)
         return items[self.pick(0, len(items) - 1)] if items else None
 

@@ -54,7 +54,7 @@ def measure(kv_nbytes: int, repeats: int) -> dict[str, list[float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--kv-nbytes", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--json", type=Path)

@@ -15,10 +15,13 @@ import hashlib
 import statistics
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from common.bench.bench_record import percentile
+from common.bench.bench_record import percentiles
 from common.tools.lab_frame import Measurement, Part, run_lab
 from common.tools.palette import BASELINE, CACHED, INK, label_line, shade, tint
 from plot_prefix_cache_tables import (
@@ -110,18 +113,18 @@ COLORS = {"off": BASELINE, "hash": CACHED, "radix": shade(CACHED, 0.45)}
 MARKERS = ["o", "s", "^", "D"]
 
 
-def plot_spread(axis: plt.Axes, times: dict[str, list[float]], **style: object) -> list[float]:
+def plot_spread(axis: Axes, times: dict[str, list[float]], **style: Any) -> list[float]:
     """Medians as a line, and the stretch from the 10th to the 90th percentile behind it. The
     medians."""
     xs = [int(x) for x in times]
     middle = [statistics.median(values) for values in times.values()]
     axis.plot(xs, middle, **style)
-    low, high = ([percentile(values, p) for values in times.values()] for p in (10, 90))
+    low, high = zip(*(percentiles(values, [10, 90]) for values in times.values()), strict=True)
     axis.fill_between(xs, low, high, color=style["color"], alpha=0.2, linewidth=0)
     return middle
 
 
-def draw_operations(record: dict) -> plt.Figure:
+def draw_operations(record: dict) -> Figure:
     figure, axes = plt.subplots(1, 2, figsize=(9, 4.6), sharey=True, layout="constrained")
     for axis, cache in zip(axes, CACHES):
         sizes = record["sizes"][cache]
@@ -147,7 +150,7 @@ def draw_operations(record: dict) -> plt.Figure:
     return figure
 
 
-def draw_depth(record: dict) -> plt.Figure:
+def draw_depth(record: dict) -> Figure:
     figure, axis = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
     for cache, marker in zip(CACHES, MARKERS):
         times = record["depths"][cache]
@@ -168,7 +171,7 @@ def draw_depth(record: dict) -> plt.Figure:
     return figure
 
 
-def draw_workload(record: dict) -> plt.Figure:
+def draw_workload(record: dict) -> Figure:
     figure, axis = plt.subplots(figsize=(8.5, 4.4), layout="constrained")
     for kind, run in record["workload"]["kinds"].items():
         cache, block_size = kind.split(", ")
@@ -189,12 +192,16 @@ def draw_workload(record: dict) -> plt.Figure:
     return figure
 
 
-def draw_hit_rate(record: dict) -> plt.Figure:
+def draw_hit_rate(record: dict) -> Figure:
     figure, axis = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
     for cache, marker, dashes in zip(CACHES, ("o", "x"), ("-", ":")):
         capacities = [run["capacity"] for run in record[cache]]
         rates = [100 * hit_rate(run) for run in record[cache]]
-        style = {"color": COLORS[cache], "marker": marker, "label": NAMES[cache]}
+        style: dict[str, Any] = {
+            "color": COLORS[cache],
+            "marker": marker,
+            "label": NAMES[cache],
+        }
         axis.plot(capacities, rates, dashes, **style)
     limit = 100 * hit_rate(record["hash"][-1])
     axis.axhline(limit, color=BASELINE)
@@ -212,7 +219,7 @@ def draw_hit_rate(record: dict) -> plt.Figure:
     return figure
 
 
-def draw_shared(record: dict) -> plt.Figure:
+def draw_shared(record: dict) -> Figure:
     figure, axis = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
     places = {"off": (0, -16), "hash": (0, -26), "radix": (0, -44)}
     for (name, times), marker in zip(record["shared_ms"].items(), MARKERS):
@@ -232,7 +239,7 @@ def draw_shared(record: dict) -> plt.Figure:
     return figure
 
 
-def draw_families(record: dict) -> plt.Figure:
+def draw_families(record: dict) -> Figure:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.6), layout="constrained")
     families = in_order(record["families"])
     for shift, name in enumerate(COLORS):

@@ -70,9 +70,10 @@ def serve(engine: LLMEngine, request_id: str, prompt: list[int], output_len: int
     num_computed = len(prompt) - output.num_cached_tokens
     num_scheduled = engine.stats().scheduled_tokens - num_before
     assert num_scheduled == num_computed + output_len - 1, "the engine computed something else"
-    ttft_ms = output.metrics.time_to_first_token * 1e3
+    ttft = output.metrics.time_to_first_token
+    assert ttft is not None and first_cpu_ms is not None, "nothing was said"
     answer = list(output.outputs[0].token_ids)
-    return Served(answer, num_computed, ttft_ms, first_cpu_ms, cpu_ms)
+    return Served(answer, num_computed, ttft * 1e3, first_cpu_ms, cpu_ms)
 
 
 def warm_up(engines: dict[str, LLMEngine]) -> None:

@@ -26,7 +26,7 @@ from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
 
 try:
-    import xxhash
+    import xxhash  # pyright: ignore[reportMissingImports]
 except ImportError:
     xxhash = None
 
@@ -112,6 +112,7 @@ class FilledCache:
             lambda: (cache.touch(match.blocks), cache.release(match.blocks))
         )
         blocks, path = cache.pool.allocate(PROMPT_BLOCKS), PrefixPath()
+        assert blocks is not None, "the pool is too small"
         times["match + insert"], (missed, inserted) = cpu_us(
             lambda: (cache.match_prefix(new, path=path), cache.insert(new, blocks, path=path))
         )
@@ -236,6 +237,7 @@ class PromptTimer:
             return found
         cache.evict(num_new - cache.pool.num_free_blocks)
         blocks = cache.pool.allocate(num_new)
+        assert blocks is not None, "the pool is too small"
         return found + cache.insert(prompt, blocks, start=len(found), path=path).blocks
 
     def give_back(self, taken: list) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from common.bench.bench_record import markdown_table, percentile
+from common.bench.bench_record import markdown_table, percentiles
 from prefix_workloads import TRACE_BLOCK_SIZE
 from replay_trace import CACHES
 
@@ -19,12 +19,12 @@ def hit_rate(run: dict) -> float:
 def in_order(families: dict[str, dict]) -> dict[str, dict]:
     """From the family that shares the most to the one that shares nothing."""
     left = {name: f["num_computed"]["hash"] / f["num_prompt"] for name, f in families.items()}
-    return {name: families[name] for name in sorted(families, key=left.get)}
+    return {name: families[name] for name in sorted(families, key=left.__getitem__)}
 
 
 def spread(values: Sequence[float], digits: int = 0) -> str:
     """`median (10th - 90th percentile)`."""
-    shown = [f"{percentile(values, p):,.{digits}f}" for p in (50, 10, 90)]
+    shown = [f"{value:,.{digits}f}" for value in percentiles(values, [50, 10, 90])]
     return f"{shown[0]} ({shown[1]} - {shown[2]})"
 
 
@@ -120,7 +120,7 @@ def tables_of_loss(record: dict) -> dict[str, str]:
         cells = [NAMES[name]]
         for kind in ("first_token_ms", "whole_ms"):
             ratios = [a / b for a, b in zip(record[kind][name], record[kind]["off"], strict=True)]
-            quarters = (100 * (percentile(ratios, p) - 1) for p in (50, 25, 75))
+            quarters = (100 * (ratio - 1) for ratio in percentiles(ratios, [50, 25, 75]))
             cells.append("{:+.1f} % ({:+.1f} - {:+.1f})".format(*quarters))
         rows.append(cells)
     head = ["no prefix shared, processor time", "to the first token", "whole request"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import textwrap
 
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from common.tools.palette import CACHED, INK, tint
 from radix_cache import RadixCache
@@ -60,7 +61,7 @@ def place(node: TreeNode, depth: int, places: dict[TreeNode, tuple[int, float]])
     return height
 
 
-def draw_tree() -> plt.Figure:
+def draw_tree() -> Figure:
     cache, words = small_run()
     (root,) = cache.tree.roots.values()
     places: dict[TreeNode, tuple[int, float]] = {}
@@ -70,7 +71,7 @@ def draw_tree() -> plt.Figure:
         text = "root"
         if not node.is_root:
             text = textwrap.fill(words.decode(node.key), BOX_WIDTH)
-            start_depth, start_height = places[node.parent]
+            start_depth, start_height = places[node.above]
             ends = [start_depth * COLUMN, depth * COLUMN], [start_height, height]
             axis.plot(*ends, color=INK, linewidth=1, zorder=1)
         box = {

@@ -53,6 +53,7 @@ def _serve(cache: PrefixCache, prompt: list[int], answer: list[int]) -> tuple[in
     num_new = len(token_ids) // size - len(found)
     num_evicted = cache.evict(num_new - cache.pool.num_free_blocks)
     blocks = cache.pool.allocate(num_new)
+    assert blocks is not None, "the pool is too small"
     num_prompt_blocks = len(prompt) // size - len(found)  # published when the prompt is computed
     first = cache.insert(prompt, blocks[:num_prompt_blocks], start=len(found), path=path)
     held = found + first.blocks

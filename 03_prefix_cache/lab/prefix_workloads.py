@@ -28,6 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TypeGuard
 
 TRACE_BLOCK_SIZE = 512
 
@@ -225,10 +226,11 @@ def _parse_line(line: str) -> TraceRequest:
     num_blocks = -(-fields["input_length"] // TRACE_BLOCK_SIZE)
     if len(ids) != num_blocks:
         raise ValueError(f"{len(ids)} hash_ids: {fields['input_length']} tokens are {num_blocks}")
-    return TraceRequest(*(fields[name] for name in lowest), tuple(ids))
+    timestamp_ms, input_length, output_length = (fields[name] for name in lowest)
+    return TraceRequest(timestamp_ms, input_length, output_length, tuple(ids))
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

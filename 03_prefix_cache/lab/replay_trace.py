@@ -86,7 +86,7 @@ def num_distinct_blocks(trace: Sequence[TraceRequest]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--trace", type=Path, required=True, help="JSONL, as Mooncake's FAST'25")
     parser.add_argument(
         "--capacity", type=int, nargs="+", default=CAPACITIES, help="blocks of 512 tokens"

@@ -11,6 +11,9 @@ from __future__ import annotations
 import statistics
 
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from common.tools.lab_frame import Measurement, Part, run_lab
 from common.tools.palette import (
@@ -44,7 +47,7 @@ def fit_of(measurement: Measurement) -> dict:
     return measurement.records["lab"]["fit"]
 
 
-def draw_memory(record: dict) -> plt.Figure:
+def draw_memory(record: dict) -> Figure:
     figure, axis = plt.subplots(figsize=(8.5, 4.2), layout="constrained")
     colors = (WASTE, PREEMPTED, BASELINE, INK)
     for (name, run), color in zip(record["runs"].items(), colors):
@@ -60,7 +63,7 @@ def draw_memory(record: dict) -> plt.Figure:
     return figure
 
 
-def draw_lab(record: dict) -> plt.Figure:
+def draw_lab(record: dict) -> Figure:
     """A panel for each workload, a numbered mark for each system."""
     workloads = record["workloads"]
     figure, axes = plt.subplots(2, 2, figsize=(9, 9), layout="constrained")
@@ -82,7 +85,7 @@ def draw_lab(record: dict) -> plt.Figure:
     for axis in axes[:, 0]:
         axis.set_ylabel("between two tokens, p99, ms")
     names = [f"{i + 1}  {name}" for i, name in enumerate(systems)]
-    handles = [plt.Line2D([], [], **_mark(name)) for name in systems]
+    handles = [Line2D([], [], **_mark(name)) for name in systems]
     figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=12)
     figure.suptitle("The first token against the others, by system (simulated)")
     return figure
@@ -94,7 +97,7 @@ def _mark(system: str) -> dict:
     return {"marker": "o", "color": INK, "alpha": 0.6, "ls": "", "markersize": 8}
 
 
-def _label_points(axis: plt.Axes, points: list[tuple[float, float]]) -> None:
+def _label_points(axis: Axes, points: list[tuple[float, float]]) -> None:
     """The numbers of the systems above their marks; those whose marks touch share one label."""
     (_, width), (_, height) = axis.get_xlim(), axis.get_ylim()
 
@@ -131,7 +134,7 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in parts)
 
 
-def draw_thrash(record: dict) -> plt.Figure:
+def draw_thrash(record: dict) -> Figure:
     """One panel a system, the others behind it."""
     runs = record["runs"]
     figure, axes = plt.subplots(
@@ -152,7 +155,7 @@ def draw_thrash(record: dict) -> plt.Figure:
     return figure
 
 
-def draw_control(record: dict) -> plt.Figure:
+def draw_control(record: dict) -> Figure:
     figure, axis = plt.subplots(figsize=(8.5, 4.6), layout="constrained")
     styles = {
         "two phases": (INK, "o-"),

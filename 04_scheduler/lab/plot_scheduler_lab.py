@@ -21,14 +21,14 @@ from scheduling_simulator import (
 from scheduling_workloads import WORKLOADS, bursts, chat
 
 BLOCK_SIZE = 16
-LIMITS = {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
+LIMITS: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
 NUM_BLOCKS = 500  # 8,000 positions
 NUM_REQUESTS = 400
 LOAD = 1.05  # times what a machine with this cost model carries, so that queues form
 MAX_TTFT_S, MAX_ITL_S = 1.0, 0.05
 
 
-def systems(num_blocks: int) -> dict[str, SchedulerBase]:
+def systems(num_blocks: int) -> dict[str, Scheduler | PrefillFirstScheduler]:
     """A fresh one of each. Cheap: nothing is computed yet."""
 
     def prefill_first(**options: Any) -> PrefillFirstScheduler:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from common.bench.bench_record import markdown_table, percentile
+from common.bench.bench_record import markdown_table, percentiles
 
 
 def percentile_ms(values_s: Sequence[float], percent: float) -> float:
-    return 1e3 * percentile(values_s, percent)
+    return 1e3 * percentiles(values_s, [percent])[0]
 
 
 def tables_of_lab(record: dict) -> dict[str, str]:
@@ -99,7 +99,7 @@ def tables_of_thrash(record: dict) -> dict[str, str]:
 
 def tables_of_control(record: dict) -> dict[str, str]:
     def cell(times: Sequence[float]) -> str:
-        shown = [percentile(times, p) / 1e3 for p in (50, 10, 90)]
+        shown = [time / 1e3 for time in percentiles(times, [50, 10, 90])]
         return "{:.3f} ({:.3f} - {:.3f})".format(*shown)
 
     sizes = list(next(iter(record["running_us"].values())))

@@ -53,7 +53,7 @@ def step_laws(
     ended = torch.cat([1 - points.accept, certain], dim=1)
     start = torch.cat([torch.zeros_like(points.ends[..., :1]), points.ends[..., :-1]], dim=-1)
     chance = (cases.chance[:, None] * reached * ended)[..., None] * (points.ends - start)
-    laws = {history: defaultdict(float) for history in cases.outputs}
+    laws: dict[Tokens, Law] = {history: defaultdict(float) for history in cases.outputs}
     drafts, values = cases.drafts.tolist(), chance.tolist()
     for case, row, token in chance.nonzero().tolist():
         run = (*drafts[case][:row], token)
@@ -78,7 +78,7 @@ def matching_laws(
         torch.arange(len(case) + 1) * num_rows,
         num_drafts,
     )
-    laws = {history: defaultdict(float) for history in cases.outputs}
+    laws: dict[Tokens, Law] = {history: defaultdict(float) for history in cases.outputs}
     columns = (case.tolist(), runs.tolist(), lengths.tolist(), chance.tolist())
     for i, run, length, value in zip(*columns, strict=True):
         if value > 0:

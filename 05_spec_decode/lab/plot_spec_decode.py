@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from common.tools.lab_frame import Part, run_lab, timed
 from common.tools.palette import BASELINE, DRAFT, INK, NGRAM, label_line, tint
@@ -39,7 +40,7 @@ def style_of(system: str) -> dict:
     return style
 
 
-def draw_engine(record: dict) -> plt.Figure:
+def draw_engine(record: dict) -> Figure:
     workloads = record["runs"]
     figure, axes = plt.subplots(
         1, len(workloads), figsize=(9, 4.6), layout="constrained", sharey=True
@@ -64,7 +65,7 @@ def draw_engine(record: dict) -> plt.Figure:
     return figure
 
 
-def draw_formula(record: dict) -> plt.Figure:
+def draw_formula(record: dict) -> Figure:
     figure, axes = plt.subplots(
         1, len(record["points"]), figsize=(9, 4.2), layout="constrained", sharey=True, squeeze=False
     )
@@ -86,7 +87,7 @@ def draw_formula(record: dict) -> plt.Figure:
     return figure
 
 
-def draw_rules(record: dict) -> plt.Figure:
+def draw_rules(record: dict) -> Figure:
     figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
     temperatures = list(record["acceptance"])
     xs = [float(t) for t in temperatures]
@@ -105,7 +106,7 @@ def draw_rules(record: dict) -> plt.Figure:
     return figure
 
 
-def draw_proposers(record: dict) -> plt.Figure:
+def draw_proposers(record: dict) -> Figure:
     figure, axis = plt.subplots(figsize=(8.5, 4.4), layout="constrained")
     for index, (name, by_length) in enumerate(record["step_us"].items()):
         lengths = [int(n) for n in by_length]

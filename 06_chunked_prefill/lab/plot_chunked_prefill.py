@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from common.bench.bench_record import markdown_table, percentile
 from common.tools.lab_frame import Part, run_lab, timed
@@ -27,7 +28,7 @@ CLOCK = "time.perf_counter and time.monotonic"
 # -- figures
 
 
-def draw_stall(record: dict) -> plt.Figure:
+def draw_stall(record: dict) -> Figure:
     """Steps as bars: where they stand on the clock, and how long they take."""
     systems = ("whole prompts", "chunks of 128")
     figure, axes = plt.subplots(
@@ -58,7 +59,7 @@ def draw_stall(record: dict) -> plt.Figure:
     return figure
 
 
-def draw_sweep(record: dict) -> plt.Figure:
+def draw_sweep(record: dict) -> Figure:
     figure, axes = plt.subplots(1, 3, figsize=(9, 4.2), layout="constrained")
     names = list(record["runs"])
     shown = {
@@ -79,7 +80,7 @@ def draw_sweep(record: dict) -> plt.Figure:
     return figure
 
 
-def draw_adaptive(record: dict) -> plt.Figure:
+def draw_adaptive(record: dict) -> Figure:
     figure, axis = plt.subplots(figsize=(8.5, 4.4), layout="constrained")
     targets = record["config"]["targets_ms"]
     for place, (_, *runs) in enumerate(record["runs"].values()):

@@ -22,7 +22,7 @@ from itertools import pairwise
 import torch
 
 from batch_layout import BlockTables, Query
-from common.bench.bench_record import percentile
+from common.bench.bench_record import percentiles
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.loader import LoadedModel, load_model
@@ -109,10 +109,11 @@ def describe(steps: list[StepRecord], arrival: float) -> dict:
     ]
     seconds = max(map(max, times.values())) - start
     chunks = [step for step in steps if step.num_scheduled_tokens.get("long", 0) > 1]
+    p50, p99 = percentiles(gaps, [50, 99])
     return {
         "output_tokens_per_s": round(sum(map(len, times.values())) / seconds, 2),
-        "gap_ms_p50": round(percentile(gaps, 50), 3),
-        "gap_ms_p99": round(percentile(gaps, 99), 3),
+        "gap_ms_p50": round(p50, 3),
+        "gap_ms_p99": round(p99, 3),
         "gap_ms_max": round(max(gaps), 3),
         "long_ttft_ms": round(1e3 * (times["long"][0] - arrival), 3),
         "num_steps": len(steps),

@@ -62,13 +62,20 @@ def summarise(values: Sequence[float]) -> Summary | None:
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
     """With linear interpolation between neighbours. None of nothing."""
+    return percentiles(values, [percent])[0] if values else None
+
+
+def percentiles(values: Sequence[float], percents: Sequence[float]) -> list[float]:
+    """`percentile` of each of `percents`. Raises `ValueError` of nothing."""
     if not values:
-        return None
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+        raise ValueError("values is empty: nothing has no percentiles")
+    ordered, found = sorted(values), []
+    for percent in percents:
+        place = (len(ordered) - 1) * percent / 100
+        below = int(place)
+        above = min(below + 1, len(ordered) - 1)
+        found.append(ordered[below] + (ordered[above] - ordered[below]) * (place - below))
+    return found
 
 
 # -- where and with what

@@ -17,6 +17,7 @@ from common.bench.bench_record import (
     describe_commit,
     describe_environment,
     percentile,
+    percentiles,
     read_record,
     summarise,
     write_record,
@@ -262,6 +263,9 @@ def test_medians_extremes_and_percentiles() -> None:
     assert percentile([40, 10, 30, 20], 50) == 25
     assert percentile([10, 20], 99) == pytest.approx(19.9)
     assert percentile([7], 99) == 7
+    assert percentiles([40, 10, 30, 20], [0, 50, 100]) == [10, 25, 40]
+    with pytest.raises(ValueError, match="values is empty"):
+        percentiles([], [50])
 
 
 # -- the command
