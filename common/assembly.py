@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from prefix_cache_local import PrefixCacheLocal
     from proposers import Proposer
     from radix_cache import RadixCache
-    from speculating_runner import DraftLength, SpeculatingRunner
+    from speculating_runner import SpeculatingRunner
     from whole_prompts import ChunkPolicy
 
 logger = logging.getLogger(__name__)
@@ -244,20 +244,18 @@ def make_connector(
 ) -> tuple[KVConnector | None, CacheListener | None]:
     """The tiers and the configured connector, bound to this engine's KV memory; and who is to hear
     of what is cached."""
-    if config.kv_tiers is None and config.kv_connector is None:
-        return None, None
-    from kv_block_io import PagedBlockIO
-
     tiers = None
     if config.kv_tiers is not None:
         from tiered_cache import TieredCache
 
         tiers = TieredCache(config.kv_tiers)
-    connector = tiers or config.kv_connector
-    if tiers is not None and config.kv_connector is not None:
-        from kv_connector import ConnectorChain
+    connectors = [part for part in (tiers, config.kv_connector) if part is not None]
+    if not connectors:
+        return None, None
+    from kv_block_io import PagedBlockIO
+    from kv_connector import ConnectorChain
 
-        connector = ConnectorChain([tiers, config.kv_connector])
+    connector = connectors[0] if len(connectors) == 1 else ConnectorChain(connectors)
     connector.bind(PagedBlockIO(kv_cache), config.block_size, kv_namespace(loaded, kv_cache))
     return connector, tiers
 
@@ -388,7 +386,7 @@ def make_speculating_runner(
     from speculating_runner import FixedLength, SpeculatingRunner
 
     how = config.speculation
-    length: DraftLength
+    assert how is not None
     if how.adaptive:
         from adaptive_length import AdaptiveLength
 

@@ -50,6 +50,7 @@ class LLMEngine:
         if loaded is None:
             model = SHIPPED_CHECKPOINT if self.config.model is None else self.config.model
             loaded = load_model(model, self.config.dtype, self.config.resolve_device())
+            assert loaded.path is not None
             tokenizer = tokenizer or load_tokenizer(loaded.path)
         self.model_config = loaded.config
         self.eos_token_ids = tuple(loaded.generation_eos_token_ids)
@@ -78,7 +79,7 @@ class LLMEngine:
         # By Request.request_id: all members of open groups, those that have finished included.
         self._owners: dict[str, tuple[RequestGroup, OutputProcessor]] = {}
         self._ended: dict[RequestGroup, None] = {}  # and not reported yet; in order
-        self._last_record: StepRecord | None = None
+        self._last_record: StepRecord  # there is none before the first step
         self._num_batches = 0
 
     def _resolve_draft(self, loaded: LoadedModel, draft: LoadedModel | None) -> LoadedModel | None:

@@ -77,7 +77,7 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ValueError(f"n is {params.n}: a stream has one continuation; use generate")
-        yield from self.engine.stream(*self._new_ids(1), prompt, params)
+        yield from self.engine.stream(self._new_ids(1)[0], prompt, params)
 
     def close(self) -> None:
         """Abort what is unfinished, and stop what `kv_tiers` or `kv_connector` started."""

@@ -195,7 +195,7 @@ def _resolve_dtype(
     dtype: str | torch.dtype, config: ModelConfig, files: dict[str, Any], device: torch.device
 ) -> torch.dtype:
     wanted = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if wanted in _DTYPES.values():
+    if wanted is not None and wanted in _DTYPES.values():
         return wanted
     if dtype != "auto":
         raise ValueError(f"dtype is {dtype!r}: it must be 'auto' or one of {', '.join(_DTYPES)}")

@@ -22,6 +22,7 @@ filled them; `checkpoint_tensors` tells it what goes where.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -170,6 +171,8 @@ class DecoderLayer(nn.Module):
 class DecoderModel(nn.Module):
     """Token ids in, logits out, keys and values in a paged cache."""
 
+    rotary_table: torch.Tensor
+
     def __init__(
         self,
         config: ModelConfig,
@@ -183,9 +186,8 @@ class DecoderModel(nn.Module):
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
         self.embed_weight = empty(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, i, dtype, device) for i in range(config.num_hidden_layers)
-        )
+        layers = [DecoderLayer(config, i, dtype, device) for i in range(config.num_hidden_layers)]
+        self.layers = cast("list[DecoderLayer]", nn.ModuleList(layers))
         self.norm_weight = empty(config.hidden_size)
         self.lm_head_weight = (
             self.embed_weight

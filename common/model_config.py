@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.rotary import RopeParameters
+from request import check_integers
 
 logger = logging.getLogger(__name__)
 
@@ -232,8 +233,7 @@ def _within_window(fields: dict[str, Any], family: _Family, max_positions: int) 
     if family.sliding_window == "optional":
         window = window if fields.get("use_sliding_window") else None
         first = fields.get("max_window_layers", 28) if window is not None else num_layers
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise ValueError(f"max_window_layers is {first!r}: it must be an integer >= 0")
+        check_integers(0, max_window_layers=first)
         derived = ["full_attention"] * min(first, num_layers)
         derived += ["sliding_attention"] * (num_layers - len(derived))
     elif window is not None and family.sliding_window == "never":
@@ -283,7 +283,7 @@ def _rope(fields: dict[str, Any], max_positions: int) -> RopeParameters:
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *needed["llama3"]}
     if unknown := sorted(set(rope) - known - {"original_max_position_embeddings"}):
         raise ValueError(f"{source}: {unknown[0]} is {rope[unknown[0]]!r}: not supported")
-    values = {name: _positive_float(rope, name) for name in needed[rope_type]}
+    values: dict[str, Any] = {name: _positive_float(rope, name) for name in needed[rope_type]}
     if rope_type == "llama3":
         if values["high_freq_factor"] <= values["low_freq_factor"]:
             raise ValueError(
@@ -307,11 +307,9 @@ def _dtype(fields: dict[str, Any]) -> str | None:
 
 
 def _positive_int(fields: dict[str, Any], name: str, default: int | None = None) -> int:
-    value = fields.get(name)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}: it must be an integer >= 1")
-    return value
+    values: dict[str, Any] = {name: default if fields.get(name) is None else fields[name]}
+    check_integers(1, **values)
+    return values[name]
 
 
 def _positive_float(fields: dict[str, Any], name: str, default: float | None = None) -> float:

@@ -37,7 +37,7 @@ class RequestMetrics:
         not."""
         if num_new_tokens == 0:
             return
-        if self.first_token_time is None:
+        if self.last_token_time is None:
             self.first_token_time = now
         else:
             self.inter_token_latencies.append(now - self.last_token_time)

@@ -40,7 +40,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # sentencepiece's byte fallback
 
 # A byte-fallback tokenizer shows one U+FFFD for each byte that is no character, where a byte-level
 # one, like Python, shows one for each incomplete character.
-codecs.register_error("replace_each", lambda e: (REPLACEMENT * (e.end - e.start), e.end))
+codecs.register_error("replace_each", lambda e: (REPLACEMENT * (e.end - e.start), e.end))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Tokenizer:

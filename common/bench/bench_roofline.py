@@ -135,10 +135,10 @@ def gather_calls(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     buffer = torch.empty(num_blocks, *shape[1:], dtype=dtype)
     query = torch.ones(NUM_SEQS, NUM_HEADS, HEAD_DIM, dtype=dtype)
     grouped = query.view(NUM_SEQS, NUM_KV_HEADS, -1, HEAD_DIM)
-    contiguous = [
+    keys, values = (
         cache[1:].reshape(NUM_SEQS, SEQ_LEN, NUM_KV_HEADS, HEAD_DIM).transpose(1, 2)
         for cache in caches
-    ]
+    )
     scale = HEAD_DIM**-0.5
     return {
         "blocks, into a buffer": lambda: [
@@ -146,8 +146,8 @@ def gather_calls(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
         ],
         "blocks": lambda: [torch.index_select(cache, 0, blocks) for cache in caches],
         "tokens": lambda: [cache[slots] for cache in flat],
-        "attention, paged": lambda: paged_attention(query, *caches, metadata, scale),
+        "attention, paged": lambda: paged_attention(query, caches[0], caches[1], metadata, scale),
         "attention, contiguous": lambda: F.scaled_dot_product_attention(
-            grouped, *contiguous, scale=scale
+            grouped, keys, values, scale=scale
         ),
     }

@@ -32,7 +32,7 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from common.bench.bench_record import percentile
 from common.engine import LLMEngine
@@ -86,15 +86,17 @@ class Limits:
         num_blocks = self.max_num_seqs * blocks_per_request
         if self.num_positions is not None:
             num_blocks = self.num_positions // self.block_size
-        plain = {"scheduler": "fcfs", "prefix_cache": None, "chunked_prefill": False}
-        limits = {
+        parts: dict[str, Any] = {
+            "scheduler": "fcfs",
+            "prefix_cache": None,
+            "chunked_prefill": False,
             "block_size": self.block_size,
             "num_blocks": 1 + num_blocks,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "max_model_len": self.longest,
         }
-        return EngineConfig(**plain | limits | options)
+        return EngineConfig(**parts | options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class BenchModels:
     """One set of weights in two guises."""
 
     loaded: LoadedModel
-    hf: PreTrainedModel
+    hf: Qwen3ForCausalLM
 
 
 @dataclass(slots=True)
@@ -136,7 +138,7 @@ def make_requests(
 # -- one set of weights
 
 
-def make_twin(loaded: LoadedModel) -> PreTrainedModel:
+def make_twin(loaded: LoadedModel) -> Qwen3ForCausalLM:
     """The same model as `transformers` computes it. Its parameters are views of `loaded`'s."""
     config = loaded.config
     with torch.device("meta"):
@@ -284,7 +286,7 @@ def transformers_generate(models: BenchModels, limits: Limits) -> Iterator[Serve
     def serve(requests: Sequence[BenchRequest]) -> Served:
         ids, mask = pad_left([r.prompt_token_ids for r in requests])
         longest = max(r.max_tokens for r in requests)
-        output = models.hf.generate(
+        output = models.hf.generate(  # pyright: ignore[reportAttributeAccessIssue]
             ids.to(models.hf.device),
             attention_mask=mask.to(models.hf.device),
             generation_config=GenerationConfig(
@@ -392,7 +394,7 @@ def describe_latency(token_times: Sequence[Sequence[float]]) -> dict[str, Any]:
     """From the seconds, counted from the start, at which each request's tokens came out."""
     first = [1e3 * times[0] for times in token_times if times]
     gaps = [1e3 * (b - a) for times in token_times for a, b in pairwise(times)]
-    return {"ttft_ms": _p50_p99(first), "inter_token_ms": _p50_p99(gaps)}
+    return {"ttft_ms": p50_p99(first), "inter_token_ms": p50_p99(gaps)}
 
 
 def arrivals_of(
@@ -435,7 +437,8 @@ def _is_decode(step: StepRecord) -> bool:
     return bool(scheduled) and not step.admitted and is_single
 
 
-def _p50_p99(values: Sequence[float]) -> dict[str, float | None]:
+def p50_p99(values: Sequence[float]) -> dict[str, float | None]:
+    """None of nothing."""
     found = {f"p{p}": percentile(values, p) for p in (50, 99)}
     return {name: None if value is None else round(value, 3) for name, value in found.items()}
 

@@ -28,8 +28,14 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from common.bench.bench_record import percentile
-from common.bench.bench_systems import BenchModels, Limits, arrivals_of, greedy, padded_core
+from common.bench.bench_systems import (
+    BenchModels,
+    Limits,
+    arrivals_of,
+    greedy,
+    p50_p99,
+    padded_core,
+)
 from common.bench.ladder_workload import MAX_TOKENS, LadderRequest
 from common.engine import LLMEngine
 from hf_model_runner import HFModelRunner
@@ -124,38 +130,22 @@ def run_static(
         batch = []
         while waiting and waiting[0][1].arrival_time <= now and len(batch) < limits.num_contiguous:
             batch.append(waiting.popleft())
-        model = _StepClock(models.hf)
         own = [
             Request(str(i), r.prompt_token_ids, greedy(r.num_outputs), arrival_time=0.0)
             for i, r in batch
         ]
-        generate_static(model, own, len(batch))
+        ends: list[float] = []  # of the model's passes
+        with models.hf.register_forward_hook(lambda *_, ends=ends: ends.append(time.monotonic())):
+            generate_static(models.hf, own, len(batch))
         for (index, _), request in zip(batch, own, strict=True):
             outcome.token_ids[index] = request.output_token_ids
-            times = [t - start for t in model.ends[: request.num_output_tokens]]
-            outcome.token_times[index] = times
-        num_steps += len(model.ends)
-        for step in range(len(model.ends)):
+            outcome.token_times[index] = [t - start for t in ends[: request.num_output_tokens]]
+        num_steps += len(ends)
+        for step in range(len(ends)):
             written = sum(r.num_prompt_tokens + min(step, r.num_output_tokens) for r in own)
             wastes.append(1 - written / (len(own) * limits.longest))
     outcome.details |= {"num_steps": num_steps, "kv_waste": fmean(wastes)}
     return outcome
-
-
-class _StepClock:
-    """A model that notes when each of its passes ended."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.ends: list[float] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._model(*args, **kwargs)
-        self.ends.append(time.monotonic())
-        return output
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
 
 
 _PREEMPTING = {"scheduler": "two_phase", "prefix_cache": "hash"}
@@ -180,9 +170,9 @@ def describe(outcome: LadderOutcome, requests: Sequence[LadderRequest]) -> dict[
     num_tokens = sum(map(len, times))
     seconds = max(t[-1] for t in times) - requests[0].arrival_time
     latencies = {
-        f"{name}_p{p}": round(percentile(values, p), 3)
+        f"{name}_{p}": value
         for name, values in (("ttft_ms", first), ("inter_token_ms", gaps))
-        for p in (50, 99)
+        for p, value in p50_p99(values).items()
     }
     shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in outcome.details.items()}
     return {"output_tokens_per_s": round(num_tokens / seconds, 2)} | latencies | shown

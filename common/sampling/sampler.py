@@ -78,7 +78,8 @@ class SamplingBatch:
     def select(self, rows: Sequence[int]) -> SamplingBatch:
         """Some of the rows."""
         columns = [getattr(self, f.name) for f in fields(self)[:-1]]
-        return SamplingBatch(*([column[i] for i in rows] for column in columns), self.num_unseen)
+        selected = ([column[i] for i in rows] for column in columns)
+        return SamplingBatch(*selected, num_unseen=self.num_unseen)
 
     def uniforms(self, rows: Sequence[int], stream: int) -> torch.Tensor:
         """The uniform number of each of the rows' tokens, float64 on the CPU."""
@@ -274,11 +275,11 @@ def _penalised(
         logits[banned] = NEG_INF
     if rows := plan.penalties:
         columns = (sampling.prompt_token_ids, sampling.output_token_ids, sampling.draft_token_ids)
-        histories = ([column[i] for i in rows] for column in columns)
-        is_known, output_counts = counts.count(*histories, logits.shape[1], logits.device)
+        prompts, outputs, drafts = ([column[i] for i in rows] for column in columns)
+        is_known, counted = counts.count(prompts, outputs, drafts, logits.shape[1], logits.device)
         names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
         values = [plan.values(name, rows) for name in names]
-        changed = apply_penalties(_rows(logits, rows), is_known, output_counts, *values)
+        changed = apply_penalties(_rows(logits, rows), is_known, counted, *values)
         logits = _with_rows(logits, rows, changed)
     return logits
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 
-from common.runner.model_runner import PagedBatch
 from common.sampling.counter_random import (
     ACCEPT_STREAM,
     DRAFT_STREAM,
@@ -25,10 +25,15 @@ from common.sampling.counter_random import (
     DrawnSeedParams,
     sample_from_probs,
 )
-from common.sampling.sampler import Sampler, SamplingBatch, sampling_probs
+from common.sampling.sampler import HasSampling, Sampler, SamplingBatch, sampling_probs
 from input_batch import RunnerRequest
 from rejection_sampler import VerifiedTokens, rejection_sample, rejection_sampling_batched
 from scheduler_interface import StepOutput
+
+
+class HasDrafts(HasSampling, Protocol):
+    @property
+    def draft_token_ids(self) -> dict[str, list[int]]: ...
 
 
 @dataclass(slots=True)
@@ -60,7 +65,7 @@ class SpeculativeSampler:
         self.sampler = sampler
         self.draft_probs = draft_probs
 
-    def sample(self, logits: torch.Tensor, batch: PagedBatch) -> StepOutput:
+    def sample(self, logits: torch.Tensor, batch: HasDrafts) -> StepOutput:
         """1 to k + 1 tokens for each request with k drafts."""
         if not batch.draft_token_ids:
             return self.sampler.sample(logits, batch)
@@ -78,7 +83,7 @@ class SpeculativeSampler:
         flat = [token for run in runs for token in tokens[run.req_id]]
         return self.sampler.emit(raw, sampling, rows, flat)
 
-    def _runs(self, batch: PagedBatch) -> list[_Run]:
+    def _runs(self, batch: HasDrafts) -> list[_Run]:
         runs, start = [], 0
         while start < len(batch.sampling.req_ids):
             req_id = batch.sampling.req_ids[start]
@@ -94,7 +99,7 @@ class SpeculativeSampler:
         rule: Callable[..., torch.Tensor],
         runs: list[_Run],
         raw: torch.Tensor,
-        batch: PagedBatch,
+        batch: HasDrafts,
     ) -> dict[str, list[int]]:
         """The tokens of each run; it ends with a -1 at logits that say nothing."""
         if not runs:
@@ -142,7 +147,7 @@ class SpeculativeSampler:
         verified = self.reject(
             target_probs,
             drafts,
-            torch.cat([run.probs for run in runs]),
+            torch.cat([run.probs for run in runs if run.probs is not None]),
             cu_num_logits,
             max(run.num_drafts for run in runs),
             accept_u.to(raw.device),

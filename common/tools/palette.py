@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
@@ -34,15 +36,17 @@ FONT_SIZE = 14  # points; figures are at most 9 inches wide
 
 def tint(color: str, share: float) -> str:
     """`color` mixed with white: 1 is the colour itself, 0 is white."""
-    return to_hex(tuple(1 - share * (1 - part) for part in to_rgb(color)))
+    red, green, blue = (1 - share * (1 - part) for part in to_rgb(color))
+    return to_hex((red, green, blue))
 
 
 def shade(color: str, share: float) -> str:
     """`color` mixed with black: 1 is the colour itself, 0 is black."""
-    return to_hex(tuple(share * part for part in to_rgb(color)))
+    red, green, blue = (share * part for part in to_rgb(color))
+    return to_hex((red, green, blue))
 
 
-def label_line(axis: plt.Axes, x: float, y: float, text: str, color: str, **style: object) -> None:
+def label_line(axis: Axes, x: float, y: float, text: str, color: str, **style: Any) -> None:
     """`text` beside a mark at `(x, y)`; `ha`, `va` and `offset` (points) say on which side."""
     offset = style.pop("offset", (6, 0))
     look = {"ha": "left", "va": "center", "color": shade(color, 0.8), **style}
@@ -52,7 +56,7 @@ def label_line(axis: plt.Axes, x: float, y: float, text: str, color: str, **styl
 def save(figures: dict[str, Callable[[], Figure]], folder: Path) -> list[Path]:
     """Draw each figure and write `folder/NAME.svg`, the same bytes for the same data."""
     # Text stays text, and what varies from run to run (ids, the date) is fixed: no diff.
-    style = {
+    style: dict[Any, Any] = {
         "svg.hashsalt": "vllm-from-scratch",
         "svg.fonttype": "none",
         "font.size": FONT_SIZE,

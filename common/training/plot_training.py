@@ -15,6 +15,7 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from common.tools.palette import DRAFT, INK, label_line, save
 
@@ -74,7 +75,7 @@ def read(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def draw(records: dict[str, dict]) -> plt.Figure:
+def draw(records: dict[str, dict]) -> Figure:
     figure, axes = plt.subplots(figsize=(8.5, 4.4), layout="constrained")
     for (name, record), color in zip(records.items(), (INK, DRAFT), strict=True):
         tokens = [point["tokens"] / 1e6 for point in record["curve"]]

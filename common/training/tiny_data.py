@@ -123,6 +123,7 @@ def token_stream(tokenizer: Tokenizer, files: dict[str, str], seed: int) -> np.n
     documents += [snippet for text in files.values() for snippet in snippets(text)]
     random.Random(seed).shuffle(documents)
     end = tokenizer.token_to_id(END_OF_TEXT)
+    assert end is not None
     ids: list[int] = []
     for encoding in tokenizer.encode_batch(documents, add_special_tokens=False):
         ids += encoding.ids

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from common.training.tiny_data import END_OF_TEXT, corpus
 
@@ -81,8 +81,8 @@ def greedy_agreement(
     return same / total
 
 
-def load(path: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+def load(path: Path) -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
 def report() -> None:

@@ -139,6 +139,7 @@ class Muon(torch.optim.Optimizer):
             for shape, params in by_shape.items():
                 updates = []
                 for p in params:
+                    assert p.grad is not None
                     momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
                     momentum.lerp_(p.grad, 1 - group["momentum"])
                     updates.append(p.grad.lerp(momentum, group["momentum"]))  # Nesterov
@@ -173,11 +174,11 @@ def build_model(role: str, seed: int) -> Qwen3ForCausalLM:
 
 
 @torch.no_grad()
-def start_from_teacher(draft: torch.nn.Module, teacher: torch.nn.Module) -> None:
+def start_from_teacher(draft: Qwen3ForCausalLM, teacher: Qwen3ForCausalLM) -> None:
     """Begin with the best rank-`hidden_size` approximation of the teacher's token embeddings, which
     are also its output layer: most of a small model's weights, and the slowest to learn."""
-    wanted = teacher.get_input_embeddings().weight
-    own = draft.get_input_embeddings().weight
+    wanted = teacher.model.embed_tokens.weight
+    own = draft.model.embed_tokens.weight
     left, scale, _ = torch.linalg.svd(wanted, full_matrices=False)
     own.copy_(left[:, : own.shape[1]] * scale[: own.shape[1]])
 
@@ -197,10 +198,10 @@ def train(
     train_files, held_out = corpus()
     tokenizer = prepare_tokenizer(config.role, train_files, state_path)
     stream = token_stream(tokenizer, train_files, config.seed)
-    model = build_model(config.role, config.seed).to(device)
+    model = build_model(config.role, config.seed).to(device)  # pyright: ignore[reportArgumentType]
     teacher = None
     if config.role == "draft":
-        teacher = load(CHECKPOINTS / "tiny").to(device)
+        teacher = load(CHECKPOINTS / "tiny").to(device)  # pyright: ignore[reportArgumentType]
         start_from_teacher(model, teacher)
         targets = teacher_targets(teacher, stream, state_path.with_suffix(".teacher"), device)
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
@@ -298,7 +299,7 @@ def export(
 ) -> None:
     """Write a Hugging Face checkpoint in bfloat16, and the record of the run beside it."""
     before = evaluate(model, tokenizer, held_out, device)
-    model.to(torch.bfloat16)
+    model.to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
     model.save_pretrained(out)
     GenerationConfig(eos_token_id=0, pad_token_id=1, do_sample=False).save_pretrained(out)
     PreTrainedTokenizerFast(
@@ -329,7 +330,7 @@ def export(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("role", choices=["target", "draft", "evaluate"])
     parser.add_argument("--tokens", type=int, default=8_400_000)
     parser.add_argument("--batch-tokens", type=int, default=6144)
