@@ -248,7 +248,7 @@ def make_mask(
 
 
 def _kv_of(layer: object) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Keys and values, `[1, num_kv_heads, num_tokens, head_dim]`. None: a layer that keeps none, or none yet."""
+    """Keys and values `[1, num_kv_heads, num_tokens, head_dim]`; None where a layer keeps none."""
     return (layer.keys, layer.values) if isinstance(layer, DynamicLayer) else (None, None)
 
 

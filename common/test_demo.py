@@ -36,6 +36,7 @@ def test_trace_tells_seven_stages_of_each_step(capsys: pytest.CaptureFixture[str
         "7 update",
     )
     assert [out.count(f"  {stage} ") for stage in stages] == [3] * 7
+    assert [out.count(f"step {number}  (") for number in range(5)] == [0, 1, 1, 1, 0]
     assert "2 waiting" in out
     assert "(length)" in out
 

@@ -96,8 +96,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "03_prefix_cache/prefix_cache_local.py",
-        'parent_hash = _mix_in(parent_hash or b"", normalise_extra_keys(extra_keys))',
-        'parent_hash = _mix_in(parent_hash or b"", ())',
+        "parent_hash = _mix_in(parent_hash, normalise_extra_keys(extra_keys))",
+        "parent_hash = _mix_in(parent_hash, ())",
         "03_prefix_cache/test_prefix_cache.py::test_extra_keys_separate_everything",
         "Tenants with different salts, and different adapters, are served each other's KV.",
     ),
@@ -162,9 +162,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "04_scheduler/scheduler.py",
-        "                return _Admission.NO_ROOM  # nobody is touched for a newcomer that "
-        "does not fit",
-        "                pass",
+        "if not self.kv_memory.can_allocate(request, num_slots, computed, num_kept_free, "
+        "displaced):",
+        "if False:",
         ""
         "04_scheduler/test_scheduler.py::test_nobody_is_displaced_for_a_newcomer_that_does_not_fit_the_memory",
         "A running request loses its KV to a newcomer that does not fit, and nobody sits in "
