@@ -21,7 +21,7 @@ WHAT_help := list what can be made
 WHAT_demo := serve a batch of prompts with the shipped checkpoint and print the text
 WHAT_test := run every test, notebooks included, on $(JOBS) processes
 WHAT_matrix := serve with random settings for ten minutes and compare every token with transformers
-WHAT_lint := check the code and its layout with ruff; nothing is changed
+WHAT_lint := check the code and its layout with ruff, and its types; nothing is changed
 WHAT_format := lay out the code and repair what ruff can repair
 WHAT_notebooks := execute every NN_*/*_demo.py and write its .ipynb
 WHAT_figures := redraw every figure from its committed record
@@ -59,6 +59,9 @@ matrix: say-matrix $(STAMP)
 lint: say-lint $(STAMP)
 	@$(PY) -m ruff check --no-cache . && $(PY) -m ruff format --check . || \
 	  { echo "make lint: failed. 'make format' repairs most of it; the rest is listed above."; exit 1; }
+	@$(VENV)/bin/basedpyright --pythonpath $(PY) || \
+	  { echo "make lint: the types do not fit. Each line above names file, line and rule; repair it by hand."; \
+	    exit 1; }
 
 format: say-format $(STAMP)
 	@$(PY) -m ruff check --no-cache --fix . ; checked=$$? ; $(PY) -m ruff format . && exit $$checked || \

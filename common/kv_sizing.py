@@ -164,11 +164,9 @@ class SamplerWarmUp:
     ) -> Callable[[str], torch.Tensor]:
         """What a draft model keeps of its guesses until they are verified."""
         weight = loaded.model.embed_weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        dtype, device = torch.promote_types(weight.dtype, torch.float32), weight.device
         probs = {
-            req_id: torch.full((len(ids), vocab_size), 1 / vocab_size, dtype=dtype).to(
-                weight.device
-            )
+            req_id: torch.full((len(ids), vocab_size), 1 / vocab_size, dtype=dtype, device=device)
             for req_id, ids in self.draft_token_ids.items()
         }
         return probs.__getitem__

@@ -185,15 +185,12 @@ class DecoderModel(nn.Module):
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
-        self.embed_weight = empty(config.vocab_size, config.hidden_size)
+        vocab = (config.vocab_size, config.hidden_size)
+        self.embed_weight = empty(*vocab)
         layers = [DecoderLayer(config, i, dtype, device) for i in range(config.num_hidden_layers)]
         self.layers = cast("list[DecoderLayer]", nn.ModuleList(layers))
         self.norm_weight = empty(config.hidden_size)
-        self.lm_head_weight = (
-            self.embed_weight
-            if config.tie_word_embeddings
-            else empty(config.vocab_size, config.hidden_size)
-        )
+        self.lm_head_weight = self.embed_weight if config.tie_word_embeddings else empty(*vocab)
         table = rotary_table(config.rope, config.head_dim, config.max_position_embeddings, dtype)
         self.register_buffer("rotary_table", table.to(device), persistent=False)
 

@@ -47,11 +47,8 @@ class RequestMetrics:
     @property
     def queue_time(self) -> float | None:
         """Seconds from arrival to the first step that computed any of its tokens."""
-        return (
-            None
-            if self.first_scheduled_time is None
-            else self.first_scheduled_time - self.arrival_time
-        )
+        scheduled = self.first_scheduled_time
+        return None if scheduled is None else scheduled - self.arrival_time
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -158,14 +155,11 @@ class OutputProcessor:
         self.metrics.record_tokens(num_kept, now)
         self.metrics.num_preemptions = self.request.num_preemptions
         if matched is None:
+            completion.finish_reason = result.finish_reason
+            completion.stop_reason = result.stop_reason
             self.metrics.finish_detail = result.finish_detail
-        if matched is not None:
-            completion.finish_reason, completion.stop_reason = "stop", matched
         else:
-            completion.finish_reason, completion.stop_reason = (
-                result.finish_reason,
-                result.stop_reason,
-            )
+            completion.finish_reason, completion.stop_reason = "stop", matched
         self._finish_text()
         return matched is not None
 

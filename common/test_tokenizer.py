@@ -156,7 +156,7 @@ def test_stream_of_random_token_ids_is_the_full_decode(kind: str, data: st.DataO
     _, found = stream(tokenizer, prompt, outputs, skip)
     if tokenizer.backend.decoder.__class__ is decoders.ByteLevel:
         assert found == tokenizer.decode(outputs, skip)
-    elif not broken_run(tokenizer, prompt + outputs):
+    elif not (broken_run(tokenizer, prompt) or broken_run(tokenizer, prompt + outputs)):
         assert found == expected_text(tokenizer, prompt, outputs, skip)
 
 

@@ -36,9 +36,8 @@ class TokenCounts:
     """Counts of the histories that were asked for, for one vocabulary on one device at a time."""
 
     def __init__(self) -> None:
-        self._histories: OrderedDict[tuple[int, int], _CountedHistory] = (
-            OrderedDict()
-        )  # by last use
+        # By last use.
+        self._histories: OrderedDict[tuple[int, int], _CountedHistory] = OrderedDict()
         self._table = torch.zeros(0, 0, dtype=torch.int32)
 
     def count(
