@@ -248,9 +248,8 @@ def make_mask(
 
 
 def _kv_of(layer: object) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Keys and values, `[1, num_kv_heads, num_tokens, head_dim]`. None: nothing is kept yet."""
-    assert isinstance(layer, DynamicLayer), f"a {type(layer).__name__} keeps no keys and values"
-    return layer.keys, layer.values
+    """Keys and values, `[1, num_kv_heads, num_tokens, head_dim]`. None: the layer keeps none."""
+    return (layer.keys, layer.values) if isinstance(layer, DynamicLayer) else (None, None)
 
 
 def _check_can_be_stacked(model: PreTrainedModel) -> None:

@@ -6,7 +6,13 @@ import random
 
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
 from bounded_loops import as_long_as
 from fcfs_scheduler import FCFSScheduler
@@ -24,6 +30,16 @@ from step_record import RecordingEngineCore
 
 BOTH_WAYS = pytest.mark.parametrize("batched", [True, False], ids=["batched", "one by one"])
 VOCAB_SIZE = 61
+SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.6,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
 
 
 @pytest.fixture(params=["qwen3", "llama"])
@@ -269,22 +285,24 @@ def test_two_runners_of_one_model_share_nothing(qwen3):
     torch.testing.assert_close(logits["a"], recompute(qwen3, [5]), atol=1e-9, rtol=0)
 
 
-def test_sliding_windows_are_refused_batched_and_right_one_by_one(oracle):
+def sliding() -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(num_hidden_layers=1, sliding_window=4, **SMALL))
+
+
+def convolving() -> PreTrainedModel:
+    """Between attention layers, one that keeps its last few inputs and no keys."""
+    kinds = ["full_attention", "conv", "full_attention"]
+    return Lfm2ForCausalLM(Lfm2Config(num_hidden_layers=3, layer_types=kinds, **SMALL))
+
+
+@pytest.mark.parametrize(
+    ("make_model", "layer"),
+    [(sliding, "DynamicSlidingWindowLayer"), (convolving, "LinearAttentionLayer")],
+)
+def test_a_past_of_another_kind_is_refused_batched_and_right_one_by_one(oracle, make_model, layer):
     torch.manual_seed(2)
-    config = MistralConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=4,
-        initializer_range=0.6,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    model = MistralForCausalLM(config).to(torch.float64).eval()
-    with pytest.raises(ValueError, match=r"batched is True.*DynamicSlidingWindowLayer"):
+    model = make_model().to(torch.float64).eval()
+    with pytest.raises(ValueError, match=rf"batched is True.*{layer}"):
         HFModelRunner(model)
     requests = [Request.from_tokens("a", [1, 2, 3], 12), Request.from_tokens("b", [4] * 7, 12)]
     engine = RecordingEngineCore(FCFSScheduler(), HFModelRunner(model, batched=False))
