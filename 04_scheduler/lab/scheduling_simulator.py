@@ -25,6 +25,7 @@ import numpy as np
 
 from request import Request, SamplingParams
 from scheduler_interface import SchedulerInterface, SchedulerOutput, StepOutput
+from step_cost import solve_not_negative
 
 NUM_IDLE_STEPS = 5  # in a row, with requests there: the scheduler stands still
 STOP, GO_ON = 0, 1  # the only two tokens that anybody samples here
@@ -54,14 +55,8 @@ def fit_cost_model(steps: Sequence[tuple[int, int, int, float]]) -> tuple[CostMo
     relative error, so that short steps count as much as long ones."""
     rows = np.array([(1, *step[:3]) for step in steps], dtype=float)
     times = np.array([step[3] for step in steps])
-    free = [0, 1, 2, 3]
-    while True:
-        solution = np.linalg.lstsq(rows[:, free] / times[:, None], np.ones(len(times)), rcond=None)
-        if (solution[0] >= 0).all():
-            break
-        free.pop(int(np.argmin(solution[0])))  # what comes out negative is nothing
-    values = np.zeros(4)
-    values[free] = solution[0]
+    relative = rows / times[:, None]
+    values = solve_not_negative(relative.T @ relative, relative.sum(axis=0), ridge=1e-12)
     error = float(np.median(np.abs(rows @ values / times - 1)))
     return CostModel(*map(float, values)), error
 

@@ -130,7 +130,7 @@ class StepCost:
     @property
     def coefficients(self) -> np.ndarray:
         if self._coefficients is None:
-            self._coefficients = _solve_not_negative(self._gram, self._target)
+            self._coefficients = solve_not_negative(self._gram, self._target)
         return self._coefficients
 
     def largest_chunk(self, target_ms: float, beside: StepWork, start: int) -> int:
@@ -158,15 +158,16 @@ def _features(work: StepWork) -> np.ndarray:
     )
 
 
-def _solve_not_negative(gram: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Least squares; where a coefficient comes out below zero, the worst one is left out, and so
-    on. Features that never varied share what they explain."""
+def solve_not_negative(gram: np.ndarray, target: np.ndarray, *, ridge: float = 1e-6) -> np.ndarray:
+    """Least squares from its normal equations, `gram @ coefficients = target`; where a coefficient
+    comes out below zero, the worst one is left out, and so on. With a `ridge`, features that never
+    varied share what they explain."""
     size = np.sqrt(np.maximum(gram.diagonal(), 1e-300))
     scaled, scaled_target = gram / np.outer(size, size), target / size
     kept = list(range(len(target)))
     solution = np.zeros(len(target))
     while kept:
-        part = scaled[np.ix_(kept, kept)] + 1e-6 * np.eye(len(kept))
+        part = scaled[np.ix_(kept, kept)] + ridge * np.eye(len(kept))
         found = np.linalg.solve(part, scaled_target[kept])
         worst = int(found.argmin())
         if found[worst] >= 0:
