@@ -248,11 +248,7 @@ def make_mask(
 
 
 def _kv_of(layer: object) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-<<<<<<< HEAD
     """Keys and values `[1, num_kv_heads, num_tokens, head_dim]`; None where a layer keeps none."""
-=======
-    """Keys and values, `[1, num_kv_heads, num_tokens, head_dim]`. None: the layer keeps none."""
->>>>>>> wT2
     return (layer.keys, layer.values) if isinstance(layer, DynamicLayer) else (None, None)
 
 
