@@ -22,9 +22,8 @@ from typing import Any
 
 from request import Request, check_integers
 from scheduler import Scheduler
-from scheduler_base import SchedulerBase
+from scheduler_base import SchedulerBase, SchedulerStats
 from scheduler_interface import EngineCoreOutput, SchedulerOutput, StepOutput
-from scheduler_stats import SchedulerStats
 from step_plan import StepPlan
 
 

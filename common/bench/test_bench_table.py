@@ -129,8 +129,8 @@ def a_ladder_record() -> dict:
     return {
         "command": "python -m common.ladder",
         "environment": {
-            "cpu": "Abacus", "cores": 2, "python": "3.11", "commit": "0123456789abcdef",
-            "is_dirty": True, "load_average": 0.2,
+            "cpu": "Abacus", "cores": 2, "python": "3.11", "torch": "2.13",
+            "commit": "0123456789abcdef", "is_dirty": True, "load_average": 0.2,
         },
         "config": {"seeds": 3},
         "regimes": {"many": many, "few": few},

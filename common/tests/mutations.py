@@ -282,10 +282,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A stream shows the beginning of a stop string, and cannot take it back.",
     ),
     Mutation(
-        "common/loader.py",
+        "03_prefix_cache/beyond/weights_digest.py",
         "for piece in tensor.detach().reshape(-1).view(torch.uint8).split(_DIGEST_BYTES)",
         "for piece in tensor.detach().reshape(-1).view(torch.uint8)[:4096].split(_DIGEST_BYTES)",
-        "common/test_loader.py::test_every_element_of_every_weight_is_in_the_digest",
+        "03_prefix_cache/beyond/test_weights_digest.py::test_every_element_of_every_weight_is_in_the_digest",
         "Two models that differ in one row exchange KV over a shared disk, silently (Trap 59).",
     ),
 )
