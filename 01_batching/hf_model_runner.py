@@ -24,7 +24,7 @@ Invariants: between two steps the runner holds KV for exactly the positions that
 counts as computed; padding is zero, never uninitialised (a masked NaN is still a NaN: 0 * NaN).
 
 transformers' own `generate` stacks once, at the start, which is why it must keep a batch together
-until its longest request ends (`static_batching.py`). vLLM, SGLang and nano-vllm write KV in
+until its longest request ends (`lab/static_batching.py`). vLLM, SGLang and nano-vllm write KV in
 place."""
 
 from __future__ import annotations

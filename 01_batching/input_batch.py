@@ -67,7 +67,7 @@ class RunnerState:
     def apply(self, plan: SchedulerOutput) -> None:
         """Take over what changed. Every plan passes through here, once and in order."""
         for req_id in plan.finished_req_ids:
-            if req_id in self.requests:  # unknown if the step that was to admit it never came here
+            if req_id in self.requests:  # else the step that was to admit it failed before this
                 self.release(req_id)
         for new in plan.scheduled_new_reqs:
             self.admit(new)
@@ -84,7 +84,7 @@ class RunnerState:
         first = changes.num_output_tokens[index] - len(new)  # of the new ones, among the outputs
         if first == len(outputs):
             outputs += new
-        else:  # sent from an earlier token on: below 0, from within the prompt
+        else:  # chapter 4: sent again from an earlier token on; below 0, from within the prompt
             outputs[max(first, 0) :] = new[max(-first, 0) :]
 
     def release(self, req_id: str) -> None:
@@ -98,6 +98,7 @@ class InputBatch:
     req_ids: list[str]
     token_ids: list[list[int]]  # what each request computes in this step
     start_positions: list[int]  # the position of each row's first token
+    # As the posts have them; nothing here asks for a phase.
     is_prefill: list[bool]  # does the row compute any position of the prompt?
     prompt_lens: list[int]
 

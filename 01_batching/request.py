@@ -3,7 +3,8 @@
 Everything a serving engine does to a request follows from two counters:
 
     num_tokens            token ids known so far: the prompt, then one more for every sampled token
-    num_computed_tokens   positions whose keys and values are in the KV cache
+    num_computed_tokens   positions whose keys and values are in the KV cache, or will be when the
+                          step that is planned is over
 
             prompt_token_ids            output_token_ids
         +----------------------------+---------------------+

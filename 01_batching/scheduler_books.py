@@ -104,8 +104,8 @@ class SchedulerBooks(SchedulerPostNames):
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises `ValueError`, and changes nothing, if it is a duplicate or could
-        never run. Where something ends before its `max_tokens` do, these are lowered, and
-        `request.length_limit` says by what."""
+        never run. If a limit leaves room for fewer outputs than `max_tokens`, that is lowered, and
+        `request.length_limit` says why."""
         if not isinstance(request, Request):
             raise ValueError(f"request is {request!r}: it must be a Request")
         if request.request_id in self.requests:
@@ -134,7 +134,7 @@ class SchedulerBooks(SchedulerPostNames):
             )
 
     def length_limits(self, request: Request) -> dict[str, int]:
-        """What bounds the outputs besides `max_tokens`, and the number that it leaves room for."""
+        """`{why: number of outputs that fit}`, for limits other than `max_tokens`."""
         if self.max_model_len is None:
             return {}
         room = self.max_model_len - request.num_prompt_tokens
@@ -196,7 +196,8 @@ class SchedulerBooks(SchedulerPostNames):
     def take_tokens(
         self, request: Request, start: int, end: int, output: StepOutput
     ) -> EngineCoreOutput:
-        """What the step did for one request. It has written positions `[start, end)`."""
+        """What the step did for one request. It has written positions `[start, end)`, which chapter
+        3 wants to know."""
         result = self.append_tokens(request, output)
         if request.status >= _FINISHED:
             self.finish(request, result)

@@ -103,8 +103,8 @@ NO_FINITE_LOGITS = (
 
 @dataclass(slots=True)
 class StepOutput:
-    """What came of a plan, by request id. A request whose last known token was not computed yet has
-    no tokens. Nor has one in `errors`, where a sentence says why it cannot go on."""
+    """What came of a plan, by request id. A request whose last known token is not reached (chapter
+    6) has no tokens. Nor has one in `errors`, where a sentence says why it cannot go on."""
 
     token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list] = field(default_factory=dict)  # where they were asked for

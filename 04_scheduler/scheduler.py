@@ -19,14 +19,18 @@ One step shares one budget of `max_num_batched_tokens`:
     One that is not ready (its KV is on its way) is passed over. So is one that a constraint holds
     back, until it has waited too long: then the line waits for it.
 
-The victim is who was admitted last; with priorities the least urgent, and of those the latest.
+The victim is who was admitted last; with priorities the least urgent, and of those the last to
+arrive.
 There, a strictly more urgent newcomer also takes the seat of the least urgent request when the
 batch is full, if it then fits the memory. Equals never displace each other: they would do so for
 ever.
 
-Why nobody starves: under FCFS who runs longest is never a victim unless it is alone, under any
-policy nobody makes room more than `max_preemptions` times (`scheduler_base.py`), and the queue
-bounds overtaking (`policy_queue.py`).
+Why nobody starves: under FCFS the one that has run longest is a victim only if all others that run
+are pinned; under any policy nobody makes room more than `max_preemptions` times
+(`scheduler_base.py`), and the queue bounds overtaking (`policy_queue.py`).
+
+First reading: take prompts to be whole, and nobody to have a priority or a constraint. Then
+`_num_tokens_for` is what a request is behind, `num_left` is empty and `displaced` is None.
 
 vLLM's V1 scheduler has these two phases, and SGLang's is in `beyond/`. The idea of recomputing
 instead of swapping: vLLM, arXiv 2309.06180.
@@ -99,12 +103,12 @@ class Scheduler(SchedulerBase):
             SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_model_len),
             kv_memory,
             create_queue(policy, find_cached, size, seed, max_overtakes),
-            chunk_policy,
-            constraints,
-            max_preemptions,
-            preempt_every,
-            shuffle_waiting,
-            seed,
+            chunk_policy=chunk_policy,
+            constraints=constraints,
+            max_preemptions=max_preemptions,
+            preempt_every=preempt_every,
+            shuffle_waiting=shuffle_waiting,
+            seed=seed,
         )
         self.reserve_all = reserve_all
         self._has_priorities = isinstance(self.waiting.policy, PriorityPolicy)
@@ -210,7 +214,8 @@ class Scheduler(SchedulerBase):
             self.waiting.remove_request(request)
 
     def _try_to_admit(self, request: Request, step: StepPlan) -> _Admission:
-        """A seat, the constraints, the cache, the budget, the memory: asked in this order."""
+        """A seat, the constraints, the cache, the chunk policy, the budget, the memory: asked in
+        this order."""
         displaced = None
         if len(self.running) >= self.max_num_seqs:
             displaced = self._displaced_by(request, step)
@@ -232,7 +237,8 @@ class Scheduler(SchedulerBase):
         return _Admission.ADMITTED
 
     def _hold_back(self, request: Request) -> _Admission:
-        """A constraint is against it. The next is asked, unless this one has waited too long."""
+        """A constraint or the chunk policy is against it. The next is asked, unless this one has
+        waited too long."""
         is_aged = self.waiting.is_aged(request)
         return _Admission.LINE_WAITS if is_aged else _Admission.PASSED_OVER
 
@@ -258,9 +264,10 @@ class Scheduler(SchedulerBase):
         if self.reserve_all or self.is_pinned(request):
             num_reserved = request.max_num_tokens - 1 - request.num_tokens + num_left
         num_kept_free = 0
-        if len(self.running) > (displaced is not None):  # for the others that run, and their rest
-            num_left += step.num_left_without(displaced)
-            num_kept_free = self._num_kept_free + -(-num_left // self.block_size)
+        others_run = len(self.running) > (0 if displaced is None else 1)
+        if others_run:  # something stays for them, and for the rest of all prompts that are cut
+            num_owed = num_left + step.num_left_without(displaced)
+            num_kept_free = self._num_kept_free + -(-num_owed // self.block_size)
         num_slots = num_tokens + num_reserved
         if not self.kv_memory.can_allocate(request, num_slots, computed, num_kept_free, displaced):
             return False

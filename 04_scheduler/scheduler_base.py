@@ -168,8 +168,8 @@ class SchedulerBase(SchedulerBooks):
         return requests
 
     def look_up(self, request: Request) -> ComputedBlocks | NotReady:
-        """What of a waiting request need not be computed. Follow up with `allocate`, in this
-        step."""
+        """What of a waiting request need not be computed. Nothing keeps it: look up again before
+        the next attempt."""
         computed = self.kv_memory.get_computed_blocks(request)
         if computed is NotReady.LOADING:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS

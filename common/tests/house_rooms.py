@@ -79,7 +79,7 @@ ROOM_LIMITS = {
     "04_scheduler": Size(8, 1250),
     "05_spec_decode": Size(8, 1200),
     "06_chunked_prefill": Size(8, 600),
-    "all roots": Size(45, 7000),
+    "all roots": Size(45, 7050),
     "engine": Size(22, 4000),
 }
 
