@@ -70,6 +70,8 @@ class RunnerState:
             if req_id in self.requests:  # else the step that was to admit it failed before this
                 self.release(req_id)
         for new in plan.scheduled_new_reqs:
+            if new.req_id in self.requests:  # the plan that said it was finished never came here
+                self.release(new.req_id)
             self.admit(new)
         for index, req_id in enumerate(plan.scheduled_cached_reqs.req_ids):
             self.append(req_id, plan.scheduled_cached_reqs, index)

@@ -17,6 +17,7 @@ vLLM's scheduler keeps the same books; what it tells its runner is the same delt
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 from post_names import SchedulerPostNames
@@ -154,7 +155,9 @@ class SchedulerBooks(SchedulerPostNames):
     def forget(self, request: Request) -> None:
         """It has ended: nothing is left of it here, and the next plan tells the runner."""
         del self.requests[request.request_id]
-        if self.running.pop(request.request_id, None) is None:
+        was_running = self.running.pop(request.request_id, None) is not None
+        with suppress(KeyError) if was_running else nullcontext():
+            # In both, if `schedule` raised when it was seated and not yet taken from the queue.
             self.waiting.remove_request(request)
         self.delta.forget(request.request_id)
 

@@ -116,9 +116,9 @@ class PagedRunnerState(RunnerState):
         self.tables.release_row(self.rows.pop(req_id))
         del self._num_blocks[req_id]
 
-    def block_ids(self, req_id: str) -> list[int]:
-        """The request's block table, as it was sent."""
-        return self.tables.ids[self.rows[req_id], : self._num_blocks[req_id]].tolist()
+    def block_ids(self, req_id: str, first: int = 0) -> list[int]:
+        """The request's block table, as it was sent, from entry `first` on."""
+        return self.tables.ids[self.rows[req_id], first : self._num_blocks[req_id]].tolist()
 
     def _write(self, req_id: str, first: int, block_ids: Sequence[int]) -> None:
         self.tables.write(self.rows[req_id], first, block_ids)

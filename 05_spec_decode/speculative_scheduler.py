@@ -4,7 +4,8 @@ All that the scheduler knows of speculation are a few tokens for each request th
 last one. They can be trimmed or dropped at any time:
 
     planned      after everybody has a token, and a block of a prompt that waits: then guesses
-    memory       nobody is preempted for a guess
+    memory       nobody is preempted to make room for a guess (a guess that found room may leave
+                 somebody behind it without)
     verified     the runner says how many came true; the KV of the others is taken back
     preempted, finished, passed over with others' budget: its guesses are forgotten or wait
 

@@ -208,8 +208,11 @@ class LLMEngine:
         return [group for group in touched if not group.is_finished]
 
     def _abort_running(self) -> None:
+        """Those that the step may have changed: they run, or the scheduler has just let them go."""
+        scheduler = self.scheduler
         for group in list(self._groups.values()):
-            if any(m.request.request_id in self.scheduler.running for m in group.members):
+            ids = [m.request.request_id for m in group.members if not m.is_finished]
+            if any(i in scheduler.running or i not in scheduler.requests for i in ids):
                 self.abort_request(group.request_id)
 
     # -- whole calls

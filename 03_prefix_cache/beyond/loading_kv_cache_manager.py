@@ -14,6 +14,7 @@ Invariants: those of `CachedKVCacheManager` and of `kv_loads.py`; no request has
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable
 
@@ -24,6 +25,8 @@ from kv_loads import KVLoads
 from kv_memory import ComputedBlocks, NotReady
 from prefix_cache import PrefixCache
 from request import Request
+
+logger = logging.getLogger(__name__)
 
 
 class LoadingKVCacheManager(CachedKVCacheManager):
@@ -85,7 +88,10 @@ class LoadingKVCacheManager(CachedKVCacheManager):
         state = self._states.get(request.request_id)
         if state is not None and state.num_published:
             block_ids = self.get_block_ids(request.request_id)[: state.num_published]
-            self.connector.request_finished(request, block_ids)
+            try:
+                self.connector.request_finished(request, block_ids)
+            except Exception:  # it costs its help and nothing else
+                logger.exception("the connector failed when %r ended", request.request_id)
         super().free(request)
 
     def wait_for_loads(self) -> None:

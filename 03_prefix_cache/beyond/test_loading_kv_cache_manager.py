@@ -25,6 +25,7 @@ from kv_connector import ConnectorChain, KVConnector
 from kv_memory import ComputedBlocks, NotReady
 from kv_world import OPERATIONS, Chaos, Engine, Runner, World, content, make_request
 from loading_kv_cache_manager import LoadingKVCacheManager
+from prefix_cache_local import PrefixCacheLocal
 from request import Request, RequestStatus
 
 BLOCK_SIZES = (1, 2, 4)
@@ -659,3 +660,23 @@ def test_check_invariants_notices_damage(make_world, damage):
         loads["c"].blocks[0].ref_cnt += 1
     with pytest.raises(AssertionError):
         world.manager.check_invariants(world.running.values())
+
+
+class FailingConnector(FakeConnector):
+    def __init__(self) -> None:
+        pass
+
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
+        raise OSError("the store is full")
+
+
+def test_a_connector_that_fails_at_the_end_of_a_request_costs_nothing_but_its_help(caplog):
+    pool = BlockPool(9)
+    cache = PrefixCacheLocal(pool=pool, block_size=4)
+    manager = LoadingKVCacheManager(pool, 4, cache, FailingConnector())
+    request = Request.from_tokens("a", list(range(9)))
+    assert manager.allocate_slots(request, 9, computed=ComputedBlocks())
+    manager.cache_blocks(request, 9)
+    manager.free(request)
+    assert manager.num_blocks_in_use == 0 and "store is full" in caplog.text
+    manager.check_invariants()

@@ -198,7 +198,7 @@ class DraftModelProposer:
         """Blocks that were checked stay. Behind them, one may have been replaced by a cached block
         of the same content, in which the draft's KV may be or not."""
         first = follower.num_checked
-        block_ids = self.state.block_ids(request.req_id)[first:]
+        block_ids = self.state.block_ids(request.req_id, first)
         for index, (before, now) in enumerate(zip(follower.block_ids, block_ids), first):
             if before != now:
                 follower.num_computed = min(follower.num_computed, index * self.block_size)

@@ -256,3 +256,59 @@ def _finish(engine: LLMEngine) -> list:
             return finished
         finished += [o for o in engine.step() if o.finished]
     raise AssertionError("the engine does not come to an end")
+
+
+# -- a step that raises half-way
+
+
+def _two_requests(engine: LLMEngine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    for name in "ab":
+        engine.add_request(name, [ord(name) - 90, 2, 3, 4, 5], params)
+
+
+@pytest.mark.parametrize("scheduler", ["fcfs", "two_phase", "prefill_first"])
+def test_a_plan_that_raises_leaves_nobody_both_seated_and_in_line(
+    random_loaded, monkeypatch, scheduler
+) -> None:
+    """The first is seated when the look-up of the second fails: an engine that forgot to take it off
+    the queue admitted it for ever."""
+    config = EngineConfig(scheduler=scheduler, num_blocks=20, check_invariants=True)
+    engine = LLMEngine(config, loaded=random_loaded)
+    look_up = engine.kv_manager.get_computed_blocks
+
+    def fail_for_b(request):
+        if request.request_id == "b":
+            monkeypatch.undo()
+            raise OSError("the pool is away")
+        return look_up(request)
+
+    monkeypatch.setattr(engine.kv_manager, "get_computed_blocks", fail_for_b)
+    _two_requests(engine)
+    with pytest.raises(OSError, match="away"):
+        engine.step()
+    reasons = {o.request_id: o.outputs[0].finish_reason for o in _finish(engine) if o.finished}
+    assert reasons == {"a": "abort", "b": "length"}
+    assert engine.kv_manager.num_blocks_in_use == 0
+
+
+def test_an_update_that_raises_loses_nobody_who_had_just_finished(
+    random_loaded, monkeypatch
+) -> None:
+    engine = LLMEngine(EngineConfig(num_blocks=20, check_invariants=True), loaded=random_loaded)
+    take_tokens = engine.scheduler.take_tokens
+
+    def interrupted(request, *arguments):
+        result = take_tokens(request, *arguments)
+        if request.is_finished:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(engine.scheduler, "take_tokens", interrupted)
+    _two_requests(engine)
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(9):
+            engine.step()
+    assert {o.request_id for o in _finish(engine) if o.finished} == {"a", "b"}
+    assert not engine.has_unfinished_requests() and engine.kv_manager.num_blocks_in_use == 0
