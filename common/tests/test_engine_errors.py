@@ -271,8 +271,8 @@ def _two_requests(engine: LLMEngine) -> None:
 def test_a_plan_that_raises_leaves_nobody_both_seated_and_in_line(
     random_loaded, monkeypatch, scheduler
 ) -> None:
-    """The first is seated when the look-up of the second fails: an engine that forgot to take it off
-    the queue admitted it for ever."""
+    """The first is seated when the look-up of the second fails: an engine that forgot to take it
+    off the queue admitted it for ever."""
     config = EngineConfig(scheduler=scheduler, num_blocks=20, check_invariants=True)
     engine = LLMEngine(config, loaded=random_loaded)
     look_up = engine.kv_manager.get_computed_blocks
