@@ -17,7 +17,7 @@ vLLM's scheduler keeps the same books; what it tells its runner is the same delt
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 from post_names import SchedulerPostNames
@@ -155,10 +155,11 @@ class SchedulerBooks(SchedulerPostNames):
     def forget(self, request: Request) -> None:
         """It has ended: nothing is left of it here, and the next plan tells the runner."""
         del self.requests[request.request_id]
-        was_running = self.running.pop(request.request_id, None) is not None
-        with suppress(KeyError) if was_running else nullcontext():
-            # In both, if `schedule` raised when it was seated and not yet taken from the queue.
+        if self.running.pop(request.request_id, None) is None:
             self.waiting.remove_request(request)
+        else:
+            with suppress(KeyError):  # in both, if `schedule` raised between seating and unqueueing
+                self.waiting.remove_request(request)
         self.delta.forget(request.request_id)
 
     # -- the plan becomes a message
