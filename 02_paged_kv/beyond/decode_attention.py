@@ -1,7 +1,7 @@
-"""Decode attention that reads keys and values where they lie: on a CPU, compiled by `torch.compile`.
+"""Decode attention on a CPU that reads keys and values where they lie, by `torch.compile`.
 
 `paged_attention.py` gathers what each sequence holds and then attends to it, so keys travel through
-the memory three times. Here nothing is gathered. All blocks of all sequences stand in one flat list,
+the memory three times. Here nothing is gathered. The blocks of all sequences form one flat list,
 cut into *splits* of `SPLIT_BLOCKS` blocks that never hold two sequences:
 
     sequence A, 5 blocks     | a0 a1 a2 a3 | a4  .  .  . |         splits of 4 blocks:
@@ -12,11 +12,12 @@ Each split yields a *partial* result: the highest score, the sum of exp(score - 
 values weighted with these. A sequence merges the partials of its splits, each scaled to the highest
 score of all. Long and short sequences side by side cost what they hold, rounded up to a split.
 
-`decode_attention` is plain PyTorch and the specification: run as it stands, `key_cache[block_ids]`
-is a gather, in float32 at that. Compiled, indexing, multiplication and sum become one loop that
-reads each block once, in the order in which it lies in the memory, and keeps nothing but scores.
-Therefore memory is head-major, `[num_blocks, num_kv_heads, block_size, head_dim]`: a head's keys of
-a block are one run. Callers see the transposed view, in which nothing changes for them.
+`attend_splits` is plain PyTorch and the specification: as it stands, `key_cache[block_ids]` is a
+gather. Compiled, indexing, multiplication and sum become one loop that reads each block once, in
+the order in which it lies in the memory. Therefore memory is head-major, `[num_blocks,
+num_kv_heads, block_size, head_dim]`: a head's keys of a block are one run. Callers see the
+transposed view, in which nothing changes for them. A call takes at most `MAX_SPLITS` splits: the
+sums of more would need fresh memory from the system each time, which costs more than the reading.
 
 Invariants: what is not a sequence's own does not reach its output, not even NaN; a result does not
 depend on the batch mates, bit for bit: splits begin at position 0, have one size and are merged in
@@ -36,13 +37,14 @@ import torch
 logger = logging.getLogger(__name__)
 
 SPLIT_BLOCKS = 8
+MAX_SPLITS = 64
 VECTOR_BYTES = 64  # values are summed in pieces that fill a vector register
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSplits:
     """The flat list of a step, the same for all its layers. There are two of everything at least:
-    a size of one would be compiled anew. Who is alone gets a mate of one token, whom nobody reads."""
+    a size of one would be compiled anew. A lonely sequence gets a mate of one token."""
 
     block_ids: torch.Tensor  # [num_splits, SPLIT_BLOCKS] int64, its last block again beyond its own
     owners: torch.Tensor  # [num_splits] int64, the sequence
@@ -77,16 +79,17 @@ def split_sequences(
     )
 
 
-def decode_attention(
+def attend_splits(
     query: torch.Tensor,  # [num_seqs, num_heads, head_dim] float32 or float64, scaled
     key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
     value_cache: torch.Tensor,  # the same
-    block_ids: torch.Tensor,  # this one and the next ones: the fields of `DecodeSplits`
-    owners: torch.Tensor,
-    num_keys: torch.Tensor,
-    of_sequence: torch.Tensor,
-) -> torch.Tensor:  # [num_seqs, num_heads, head_dim], of the caches' dtype
-    """Attention of one query token of each sequence to all its keys."""
+    block_ids: torch.Tensor,  # [num_splits, SPLIT_BLOCKS], as the next ones of `DecodeSplits`
+    owners: torch.Tensor,  # [num_splits]
+    num_keys: torch.Tensor,  # [num_splits]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The partial result of each split and head: the highest score and the sum of exp(score -
+    highest), `[num_splits, num_heads, 1]`, and the values weighted with these, `[num_splits,
+    num_heads, head_dim]`."""
     num_seqs, num_heads, head_dim = query.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
     keys = key_cache.transpose(1, 2)[block_ids]
@@ -109,18 +112,17 @@ def decode_attention(
             for piece in pieces
         ]
         weighted.append(torch.cat(sums, dim=-1))
-    return _merge(
+    return (
         torch.stack(highest, 2).view(-1, num_heads, 1),
         torch.stack(total, 2).view(-1, num_heads, 1),
         torch.stack(weighted, 3).view(-1, SPLIT_BLOCKS, num_heads, head_dim).sum(1),
-        of_sequence,
-    ).to(key_cache.dtype)
+    )
 
 
-def _merge(
-    highest: torch.Tensor,  # [num_splits, num_heads, 1]
-    total: torch.Tensor,  # [num_splits, num_heads, 1], of exp(score - highest)
-    weighted: torch.Tensor,  # [num_splits, num_heads, head_dim], values with these weights
+def merge_splits(
+    highest: torch.Tensor,  # the partial results of all splits
+    total: torch.Tensor,
+    weighted: torch.Tensor,
     of_sequence: torch.Tensor,  # [num_seqs, most splits], -1 beyond its own
 ) -> torch.Tensor:  # [num_seqs, num_heads, head_dim]
     is_real = (of_sequence >= 0)[..., None, None]
@@ -135,70 +137,81 @@ DecodeAttention = Callable[
 ]
 
 
-def attend(
+def decode_attention(
     query: torch.Tensor,  # [num_seqs, num_heads, head_dim], any dtype
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    value_cache: torch.Tensor,  # the same
     splits: DecodeSplits,
     scale: float,
-    function: Callable[..., torch.Tensor] = decode_attention,
+    attend_splits: Callable[..., tuple[torch.Tensor, ...]] = attend_splits,
+    merge_splits: Callable[..., torch.Tensor] = merge_splits,
 ) -> torch.Tensor:  # [num_seqs, num_heads, head_dim]
-    """`decode_attention`, or what it was compiled to, of a query as a model has it."""
+    """Attention of one query token of each sequence to all its keys. The two functions are those
+    above, or what they were compiled to."""
     wide = torch.promote_types(query.dtype, torch.float32)
     scaled = query.to(wide) * scale
     if len(scaled) == 1:
         scaled = torch.cat([scaled, scaled])
-    return function(scaled, key_cache, value_cache, *_fields(splits))[: len(query)]
+    num_calls = -(-len(splits.owners) // MAX_SPLITS)
+    flat = (splits.block_ids, splits.owners, splits.num_keys)
+    partials = [
+        attend_splits(scaled, key_cache, value_cache, *some)
+        for some in zip(*(field.tensor_split(num_calls) for field in flat), strict=True)
+    ]
+    joined = (torch.cat(parts) if num_calls > 1 else parts[0] for parts in zip(*partials))
+    return merge_splits(*joined, splits.of_sequence)[: len(query)].to(query.dtype)
 
 
 def compile_decode_attention(
     num_heads: int, key_cache: torch.Tensor, value_cache: torch.Tensor
 ) -> DecodeAttention | None:
-    """`attend` in machine code for caches like these, any number of sequences, splits and blocks.
+    """`decode_attention` in machine code for caches like these, any number of sequences, splits and
+    blocks.
 
     Compiles at once, some 20 seconds the first time on a machine and a few once its files are
     there, and says how long it took. Without a C++ compiler: None, and a warning.
     """
     start = time.perf_counter()
-    compiled = torch.compile(decode_attention, dynamic=False, fullgraph=True)
+    attend_compiled = torch.compile(attend_splits, dynamic=False, fullgraph=True)
+    merge_compiled = torch.compile(merge_splits, dynamic=False, fullgraph=True)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def attend_compiled(query, key_cache, value_cache, splits, scale):
-        return attend(query, key_cache, value_cache, splits, scale, compiled)
+    def compiled(query, key_cache, value_cache, splits, scale):
+        return decode_attention(
+            query, key_cache, value_cache, splits, scale, attend_compiled, merge_compiled
+        )
 
     try:
-        _first_call(compiled, num_heads, key_cache, value_cache)
+        _first_call(attend_compiled, merge_compiled, num_heads, key_cache, value_cache)
     except Exception as error:  # whatever a compiler that is missing or broken raises
-        logger.warning("decode attention is not compiled, keys are gathered: %s", _first_line(error))
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        logger.warning("decode attention is not compiled, keys are gathered: %s", reason)
         return None
     logger.info("decode attention compiled in %.1f s", time.perf_counter() - start)
-    return attend_compiled
+    return compiled
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _first_call(compiled, num_heads: int, key_cache: torch.Tensor, value_cache: torch.Tensor):
-    """Tell the compiler which sizes vary, and let it see typical ones."""
+def _first_call(attend_compiled, merge_compiled, num_heads, key_cache, value_cache) -> None:
+    """Show the compiler typical sizes, and which of them vary."""
     num_seqs, num_splits = 32, 64
     block_size, head_dim = key_cache.shape[1], key_cache.shape[3]
-    wide = torch.promote_types(key_cache.dtype, torch.float32)
+    per_sequence = num_splits // num_seqs * SPLIT_BLOCKS
     splits = split_sequences(
-        torch.full((num_seqs,), num_splits // num_seqs * SPLIT_BLOCKS * block_size),
-        torch.zeros(num_seqs, num_splits // num_seqs * SPLIT_BLOCKS, dtype=torch.int64),
+        torch.full((num_seqs,), per_sequence * block_size),
+        torch.zeros(num_seqs, per_sequence, dtype=torch.int64),
         block_size,
     )
+    wide = torch.promote_types(key_cache.dtype, torch.float32)
     query = torch.zeros(num_seqs, num_heads, head_dim, dtype=wide)
-    tensors = query, key_cache.detach(), value_cache.detach(), *_fields(splits)
-    for tensor in tensors:
+    caches = key_cache.detach(), value_cache.detach()
+    arguments = (query, *caches, splits.block_ids, splits.owners, splits.num_keys)
+    for tensor in (*arguments, splits.of_sequence):
         torch._dynamo.mark_dynamic(tensor, 0)
     torch._dynamo.mark_dynamic(splits.of_sequence, 1)
-    compiled(*tensors)
-
-
-def _fields(splits: DecodeSplits) -> tuple[torch.Tensor, ...]:
-    return splits.block_ids, splits.owners, splits.num_keys, splits.of_sequence
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    partials = attend_compiled(*arguments)
+    for tensor in partials:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    merge_compiled(*partials, splits.of_sequence)

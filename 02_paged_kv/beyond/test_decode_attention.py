@@ -1,5 +1,5 @@
-"""Decode attention over splits against the oracle of `test_paged_attention.py`: one score at a time,
-in float64, every slot that nobody owns NaN. Once as plain PyTorch, once compiled."""
+"""Decode attention over splits against the oracle of `test_paged_attention.py`: score by score, in
+float64, every slot that nobody owns NaN. Once as plain PyTorch, once compiled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import decode_attention as module
-from decode_attention import attend, compile_decode_attention, split_sequences
+from decode_attention import compile_decode_attention, decode_attention, split_sequences
 from test_paged_attention import Case, make_case
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
@@ -24,7 +24,7 @@ def head_major(cache: torch.Tensor) -> torch.Tensor:
     return cache.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def run(case: Case, function=attend) -> torch.Tensor:
+def run(case: Case, function=decode_attention) -> torch.Tensor:
     splits = split_sequences(
         case.metadata.seq_lens, case.metadata.block_tables, case.key_cache.shape[1]
     )
@@ -32,7 +32,7 @@ def run(case: Case, function=attend) -> torch.Tensor:
     return function(case.query, *caches, splits, case.scale)
 
 
-def check(case: Case, function=attend) -> None:
+def check(case: Case, function=decode_attention) -> None:
     output, expected = run(case, function), case.expected()
     assert output.dtype == case.query.dtype
     tolerance = TOLERANCE[output.dtype]
@@ -122,7 +122,7 @@ def small_case(*seq_lens: int, seed: int = 0) -> Case:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
-@pytest.mark.parametrize("seq_lens", [[1], [40], [1, 1], [7, 100, 31, 32, 33], [5] * 40])
+@pytest.mark.parametrize("seq_lens", [[1], [40], [1, 1], [7, 100, 31, 32, 33], [5] * 40, [5] * 129])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_compiled_once_for_any_number_of_sequences_splits_and_blocks(compiled, seq_lens, mode):
     """Caches are made outside of inference mode, as the engine makes them."""

@@ -3,9 +3,9 @@
     python 02_paged_kv/lab/plot_decode_attention.py --record decode_attention [--threads 1]
 
 Four calls do the same work, in turn, each round starting with another; every repeat is kept.
-`gathered` is `paged_attention`, `compiled` is `beyond/decode_attention.py`, `contiguous` is PyTorch's
-attention on memory without blocks, `read` sums keys and values as integers once: no attention can be
-faster than that. The layers of a model follow each other, so that nothing is still in the cache.
+`gathered` is `paged_attention`, `compiled` is `beyond/decode_attention.py`, `contiguous` is
+PyTorch's attention on memory without blocks, `read` sums keys and values as integers, once: no
+attention can be faster than that. The layers of a model follow each other, so that nothing is still in the cache.
 With one thread, times are processor time, which other programs disturb least; else the wall's.
 """
 
@@ -75,9 +75,7 @@ def cell(memory: Memory, lengths: list[int], compiled: Callable | None, options)
     ids = (torch.randperm(sum(num_blocks)) + 1).split(num_blocks)
     tables = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True)
     num_seqs, seq_lens = len(lengths), torch.tensor(lengths)
-    head_keys, head_values = memory.layers(
-        sum(num_blocks) + 1, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM
-    )
+    head_keys, head_values = memory.layers(sum(num_blocks) + 1, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     keys, values = memory.layers(sum(num_blocks) + 1, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
     query = torch.randn(num_seqs, NUM_HEADS, HEAD_DIM).to(memory.dtype)
     starts = torch.arange(num_seqs + 1)
@@ -137,7 +135,9 @@ def tables(record: dict) -> dict[str, str]:
         [
             f"{c['num_seqs']} of {c['seq_len']}, {c['dtype']}",
             *(
-                f"{statistics.median(c['ms'][n]):.2f} ({min(c['ms'][n]):.2f})" if n in c["ms"] else ""
+                f"{statistics.median(c['ms'][n]):.2f} ({min(c['ms'][n]):.2f})"
+                if n in c["ms"]
+                else ""
                 for n in names
             ),
         ]
