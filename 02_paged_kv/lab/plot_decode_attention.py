@@ -5,7 +5,8 @@
 Four calls do the same work, in turn, each round starting with another; every repeat is kept.
 `gathered` is `paged_attention`, `compiled` is `beyond/decode_attention.py`, `contiguous` is
 PyTorch's attention on memory without blocks, `read` sums keys and values as integers, once: no
-attention can be faster than that. The layers of a model follow each other, so that nothing is still in the cache.
+attention can be faster than that. The layers of a model follow each other, so that nothing is
+still in the cache.
 With one thread, times are processor time, which other programs disturb least; else the wall's.
 """
 
