@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -24,19 +24,6 @@ from torch.nn.functional import scaled_dot_product_attention
 GROUP_KEY_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 # Query lengths that are attended in groups: up to each of these together, longer ones alone.
 SHORT_QUERIES = (1, 8, 16)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Sequences of similar length with a few query tokens each. Who has fewer than `query_len` of
-    them has its first one several times."""
-
-    tokens: torch.Tensor  # [n * query_len] int64, their rows in the query
-    block_ids: torch.Tensor  # [n * blocks of the longest] int, any block's beyond a sequence's own
-    num_seqs: int
-    num_keys: int  # of the longest
-    unused: torch.Tensor  # [num_unused] int64, gathered slots that are not the sequence's
-    mask: torch.Tensor | None  # [n, 1, heads that share keys * query_len, num_keys], 0 or -inf
 
 
 def is_short_query(query_len: int) -> bool:
@@ -64,7 +51,7 @@ def group_short_queries(
     groups = [
         group for rows in same.values() for group in split_by_length(rows, seq_lens, max_slots)
     ]
-    return [_make_group(rows, starts, seq_lens, block_tables, query, key_cache) for rows in groups]
+    return [DecodeGroup(rows, starts, seq_lens, block_tables, query, key_cache) for rows in groups]
 
 
 def split_by_length(
@@ -83,41 +70,41 @@ def split_by_length(
     return groups
 
 
-def _make_group(
-    rows: list[int],  # longest first
-    starts: Sequence[int],
-    seq_lens: Sequence[int],
-    block_tables: torch.Tensor,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-) -> DecodeGroup:
-    """All that depends on lengths is worked out on the host: nobody waits for the device."""
-    device, block_size = query.device, key_cache.shape[1]
-    own = torch.tensor([(starts[row], starts[row + 1], seq_lens[row]) for row in rows])
-    first, stop, seq_len = own.T[:, :, None]  # each [n, 1]
-    query_len = max(starts[row + 1] - starts[row] for row in rows)
-    num_keys = seq_lens[rows[0]]
-    num_blocks = -(-num_keys // block_size)
-    slots = torch.arange(num_blocks * block_size)
-    unused = (slots >= seq_len).flatten().nonzero().flatten()
-    # Aligned to the last one; rows that a sequence has not are its first once more.
-    tokens = (stop - torch.arange(query_len, 0, -1)).maximum(first)
-    positions = tokens - stop + seq_len
-    hidden = slots[:num_keys] > positions[:, :, None]  # [n, query_len, num_keys]
-    mask = None
-    if hidden.any():
-        hidden = hidden.repeat(1, query.shape[1] // key_cache.shape[2], 1)[:, None]
-        mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, -math.inf)
-        mask = mask.to(device, non_blocking=True)
-    block_ids = block_tables[torch.tensor(rows).to(device, non_blocking=True), :num_blocks]
-    return DecodeGroup(
-        tokens=tokens.flatten().to(device, non_blocking=True),
-        block_ids=block_ids.flatten(),
-        num_seqs=len(rows),
-        num_keys=num_keys,
-        unused=unused.to(device, non_blocking=True),
-        mask=mask,
-    )
+class DecodeGroup:
+    """Sequences of similar length with a few query tokens each. Who has fewer than `query_len` of
+    them has its first one several times. Worked out on the host: nobody waits for the device."""
+
+    def __init__(
+        self,
+        rows: list[int],  # longest first
+        starts: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: torch.Tensor,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+    ) -> None:
+        to_device = partial(torch.Tensor.to, device=query.device, non_blocking=True)
+        block_size, num_shared = key_cache.shape[1], query.shape[1] // key_cache.shape[2]
+        own = torch.tensor([(starts[row], starts[row + 1], seq_lens[row]) for row in rows])
+        first, stop, seq_len = own.T[:, :, None]  # each [n, 1]
+        query_len = max(starts[row + 1] - starts[row] for row in rows)
+        self.num_seqs, self.num_keys = len(rows), seq_lens[rows[0]]
+        num_blocks = -(-self.num_keys // block_size)
+        slots = torch.arange(num_blocks * block_size)
+        unused = (slots >= seq_len).flatten().nonzero().flatten()
+        # Aligned to the last one; rows that a sequence has not are its first once more.
+        tokens = (stop - torch.arange(query_len, 0, -1)).maximum(first)
+        positions = tokens - stop + seq_len
+        hidden = slots[: self.num_keys] > positions[:, :, None]  # [n, query_len, num_keys]
+        self.mask = None  # or [n, 1, num_shared * query_len, num_keys], 0 or -inf
+        if hidden.any():
+            hidden = hidden.repeat(1, num_shared, 1)[:, None]
+            mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, -math.inf)
+            self.mask = to_device(mask)
+        # [n * query_len] int64, rows of the query; [num_unused] int64, slots of what is gathered
+        self.tokens, self.unused = to_device(tokens.flatten()), to_device(unused)
+        # [n * num_blocks] int, any block's beyond a sequence's own
+        self.block_ids = block_tables[to_device(torch.tensor(rows)), :num_blocks].flatten()
 
 
 def attend_group(
@@ -127,16 +114,14 @@ def attend_group(
     group: DecodeGroup,
     scale: float,
 ) -> torch.Tensor:  # [n * query_len, num_heads, head_dim]
-    num_tokens, num_heads, head_dim = query.shape
-    num_seqs, num_kv_heads = group.num_seqs, keys.shape[1]
-    shared = num_heads // num_kv_heads
-    keys.index_fill_(0, group.unused, 0)
-    values.index_fill_(0, group.unused, 0)
+    n, (_, num_kv_heads, head_dim) = group.num_seqs, keys.shape
+    keys = keys.index_fill_(0, group.unused, 0).view(n, -1, num_kv_heads, head_dim)
+    values = values.index_fill_(0, group.unused, 0).view(n, -1, num_kv_heads, head_dim)
+    keys, values = (t[:, : group.num_keys].transpose(1, 2) for t in (keys, values))
     # Query heads that share a KV head become query rows of that head: keys are read once.
-    query = query.view(num_seqs, -1, num_kv_heads, shared, head_dim).permute(0, 2, 3, 1, 4)
-    query = query.reshape(num_seqs, num_kv_heads, -1, head_dim)
-    keys = keys.view(num_seqs, -1, num_kv_heads, head_dim)[:, : group.num_keys].transpose(1, 2)
-    values = values.view(num_seqs, -1, num_kv_heads, head_dim)[:, : group.num_keys].transpose(1, 2)
-    output = scaled_dot_product_attention(query, keys, values, attn_mask=group.mask, scale=scale)
-    output = output.view(num_seqs, num_kv_heads, shared, -1, head_dim).permute(0, 3, 1, 2, 4)
-    return output.reshape(num_tokens, num_heads, head_dim)
+    rows = query.view(n, -1, num_kv_heads, query.shape[1] // num_kv_heads, head_dim)
+    rows = rows.permute(0, 2, 3, 1, 4)
+    output = scaled_dot_product_attention(
+        rows.flatten(2, 3), keys, values, attn_mask=group.mask, scale=scale
+    )
+    return output.view(rows.shape).permute(0, 3, 1, 2, 4).reshape(query.shape)

@@ -190,14 +190,9 @@ class PagedPlan:
         for start in range(0, query_len, QUERY_TILE):
             stop = min(start + QUERY_TILE, query_len)
             num_keys = long.seq_len - query_len + stop
-            tile = scaled_dot_product_attention(
-                query[:, :, start:stop],
-                keys[:, :, :num_keys],
-                values[:, :, :num_keys],
-                attn_mask=self.causal_mask[start - stop :, -num_keys:],
-                scale=scale,
-            )
-            tiles.append(tile)
+            seen = query[:, :, start:stop], keys[:, :, :num_keys], values[:, :, :num_keys]
+            mask = self.causal_mask[start - stop :, -num_keys:]
+            tiles.append(scaled_dot_product_attention(*seen, attn_mask=mask, scale=scale))
         return torch.cat(tiles, dim=2)
 
     @cached_property
