@@ -63,7 +63,7 @@ class BlockDelta(RunnerDelta):
 
 
 class BlockTables:
-    """The block tables of all requests in one array, a row each. Grows when rows run out."""
+    """The block tables of all requests in one array, a row each."""
 
     def __init__(self, num_rows: int, num_columns: int) -> None:
         self.ids = np.zeros((num_rows, num_columns), dtype=np.int32)  # 0: the null block

@@ -103,18 +103,15 @@ class BlockPool:
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` if free order and reference counts contradict each other."""
-        num_held = sum(block.ref_cnt > 0 for block in self.blocks)
-        assert num_held + self.num_free_blocks == self.num_usable_blocks, (
-            f"{num_held} held + {self.num_free_blocks} free != {self.num_usable_blocks} usable"
-        )
-        assert NULL_BLOCK_ID not in self._free, "the null block is in the free order"
-        for block_id, block in self._free.items():
-            assert block is self.blocks[block_id], f"{block} is not the pool's block {block_id}"
-            assert block.ref_cnt == 0, f"{block} is in the free order"
         for block_id, block in enumerate(self.blocks):
             assert block.block_id == block_id, f"{block} stands in place {block_id}"
             assert block.ref_cnt >= 0, f"{block} has fewer than no holders"
-        assert self.blocks[NULL_BLOCK_ID].ref_cnt == 0, "the null block is in use"
+            is_usable = block_id != NULL_BLOCK_ID
+            assert is_usable or block.ref_cnt == 0, "the null block is in use"
+            is_listed, is_free = self._free.get(block_id) is block, block.ref_cnt == 0
+            assert is_listed == (is_usable and is_free), f"{block}, in the free order: {is_listed}"
+        num_held = sum(block.ref_cnt > 0 for block in self.blocks)
+        assert num_held + self.num_free_blocks == self.num_usable_blocks, "strangers are free"
 
     def _check(self, blocks: Sequence[Block], verb: str, are_held: bool) -> None:
         if len({block.block_id for block in blocks}) != len(blocks):

@@ -55,8 +55,7 @@ class BlockMemory(Protocol):
         """Give up the request's memory. Nothing happens if it has none."""
 
     def get_block_ids(self, request_id: str) -> Sequence[int]:
-        """The request's block table; empty if it has none. Alive and read-only: copy it to keep
-        it."""
+        """The request's block table, empty if it has none. It is alive: copy it to keep it."""
         ...
 
 
@@ -80,9 +79,7 @@ class BlockTable:
 class KVCacheManager:
     """Block tables of all requests over one `BlockPool`. A `BlockMemory`.
 
-    Requests are told apart by `request_id`; of a request only that and `num_computed_tokens` are
-    read, and nothing of it is changed.
-    """
+    Of a request only `request_id` and `num_computed_tokens` are read, and nothing is changed."""
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         check_integers(1, block_size=block_size)
@@ -115,7 +112,8 @@ class KVCacheManager:
         end = len(block_ids) * size
         if not 0 <= start <= stop <= end:
             raise ValueError(
-                f"positions [{start}, {stop}) of {request_id!r}: its table reaches [0, {end})"
+                f"positions [{start}, {stop}) of request {request_id!r}: its table reaches "
+                f"[0, {end})"
             )
         return [block_ids[pos // size] * size + pos % size for pos in range(start, stop)]
 
@@ -146,17 +144,13 @@ class KVCacheManager:
         return True
 
     def _take_blocks(self, num_blocks: int) -> list[Block] | None:
-        """`num_blocks` blocks, or None and nothing has changed."""
         return self.pool.allocate(num_blocks)
 
     def _release(self, blocks: Sequence[Block]) -> None:
         """One holder less for blocks of one table, head first. The deepest is freed first."""
         self.pool.free(blocks[::-1])
 
-    # -- checks
-
-    def _count_holders(self) -> Counter[int]:
-        """Holders of each block id."""
+    def _count_holders(self) -> Counter[int]:  # of each block id
         return Counter(block_id for table in self._tables.values() for block_id in table.block_ids)
 
     def _check_sharing(self) -> None:

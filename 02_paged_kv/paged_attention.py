@@ -11,14 +11,13 @@ whether one or many:
                                              query 6   x x x x x x x     everything
 
 This is the specification that kernels are tested against, and the fast path on a CPU. It gathers
-whole blocks, never single tokens. Short queries are attended together (`attention_plan.py`), longer
-ones one sequence at a time.
+whole blocks. Short queries are attended together (`attention_plan.py`), longer ones one by one.
 
 Invariants: nothing beyond a sequence's length reaches the output, not even NaN (a masked score is
-not enough: 0 * NaN is NaN); a slot of -1 is not written; the input's dtype is kept throughout; a
-plan is used only for queries and caches of the dtype and shape that it was made for.
+not enough: 0 * NaN is NaN); a slot of -1 is not written; a plan is used only for queries and caches
+of the dtype and shape that it was made for.
 
-vLLM and SGLang call kernels that read through the table without gathering; see
+vLLM and SGLang call kernels that read through the table without gathering, as does
 `beyond/paged_attention_triton.py`. Source: PagedAttention, arXiv 2309.06180.
 """
 
@@ -29,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -100,11 +99,8 @@ def write_kv(
 Gather = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class LongQuery:
-    """The last `query_len` tokens of a sequence, in `rows` of the batch."""
-
-    rows: slice
+class LongQuery(NamedTuple):
+    rows: slice  # of the query, the last tokens of one sequence
     query_len: int
     seq_len: int
     block_ids: Tensor  # [blocks of the sequence] int
@@ -125,9 +121,9 @@ class PagedPlan:
         short: list[int] = []
         self.long_queries: list[LongQuery] = []
         for row, (start, stop) in enumerate(pairwise(starts)):
-            if start == stop:
-                continue
             query_len, seq_len = stop - start, seq_lens[row]
+            if query_len == 0:
+                continue
             if not 0 < query_len <= seq_len <= tables.shape[1] * block_size:
                 raise ValueError(
                     f"sequence {row}: query_len is {query_len}, seq_len {seq_len}, block_tables "
@@ -136,10 +132,9 @@ class PagedPlan:
             if is_short[row]:
                 short.append(row)
             else:
-                block_ids = tables[row, : -(-seq_len // block_size)]
-                long = LongQuery(slice(start, stop), query_len, seq_len, block_ids)
-                self.long_queries.append(long)
-        self.long_queries.sort(key=lambda long: -long.seq_len)  # the buffer grows once at most
+                own = tables[row, : -(-seq_len // block_size)]
+                self.long_queries.append(LongQuery(slice(start, stop), query_len, seq_len, own))
+        self.long_queries.sort(key=lambda long: -long.seq_len)  # so that the buffer grows once
         self.groups = group_short_queries(short, starts, seq_lens, tables, query, key_cache)
         num_blocks = max((len(group.block_ids) for group in self.groups), default=0)
         self.key_buffer = key_cache.new_empty(num_blocks, *key_cache.shape[1:])

@@ -89,15 +89,15 @@ class MixedPlan(PagedPlan):
             gathered = gather(long.block_ids[block : -(-stop // size)])
             span = slice(start - block * size, stop - block * size)
             keys, values = (repeat_for(query, t[span].to(query.dtype)) for t in gathered)
-            # Tiles of queries in front of the span do not see it.
-            for first in range(max(0, start - history), long.query_len, QUERY_TILE):
+            first_tile = max(0, start - history)  # those in front of it do not see the span
+            for first in range(first_tile, long.query_len, QUERY_TILE):
                 tile, is_causal = query[:, :, first : first + QUERY_TILE], start == history + first
                 part = _attend_tile(tile, keys, values, scale, is_causal)
                 if first in parts:
                     parts[first].merge(part)
                 else:
                     parts[first] = part
-        outputs = [parts[first].output for first in sorted(parts)]
+        outputs = [part.output for part in parts.values()]  # every tile sees the first span
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
