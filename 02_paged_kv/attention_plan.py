@@ -35,23 +35,13 @@ def max_group_slots(key_cache: torch.Tensor) -> int:
 
 
 def group_short_queries(
-    rows: Iterable[int],
-    starts: Sequence[int],  # query_start_loc
-    seq_lens: Sequence[int],
-    block_tables: torch.Tensor,  # [num_seqs, max_blocks] int
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-) -> list[DecodeGroup]:
+    rows: Iterable[int], query_lens: Sequence[int], seq_lens: Sequence[int], max_slots: int
+) -> list[list[int]]:
     same: dict[int, list[int]] = {}  # by the number of query tokens, rounded up
     for row in rows:
-        query_len = starts[row + 1] - starts[row]
-        rounded = next((n for n in SHORT_QUERIES if query_len <= n), query_len)
+        rounded = next((n for n in SHORT_QUERIES if query_lens[row] <= n), query_lens[row])
         same.setdefault(rounded, []).append(row)
-    max_slots = max_group_slots(key_cache)
-    groups = [
-        group for rows in same.values() for group in split_by_length(rows, seq_lens, max_slots)
-    ]
-    return [DecodeGroup(rows, starts, seq_lens, block_tables, query, key_cache) for rows in groups]
+    return [group for rows in same.values() for group in split_by_length(rows, seq_lens, max_slots)]
 
 
 def split_by_length(
@@ -106,22 +96,20 @@ class DecodeGroup:
         # [n * num_blocks] int, any block's beyond a sequence's own
         self.block_ids = block_tables[to_device(torch.tensor(rows)), :num_blocks].flatten()
 
-
-def attend_group(
-    query: torch.Tensor,  # [n * query_len, num_heads, head_dim]
-    keys: torch.Tensor,  # [n * slots, num_kv_heads, head_dim], unused ones are overwritten
-    values: torch.Tensor,  # the same
-    group: DecodeGroup,
-    scale: float,
-) -> torch.Tensor:  # [n * query_len, num_heads, head_dim]
-    n, (_, num_kv_heads, head_dim) = group.num_seqs, keys.shape
-    keys = keys.index_fill_(0, group.unused, 0).view(n, -1, num_kv_heads, head_dim)
-    values = values.index_fill_(0, group.unused, 0).view(n, -1, num_kv_heads, head_dim)
-    keys, values = (t[:, : group.num_keys].transpose(1, 2) for t in (keys, values))
-    # Query heads that share a KV head become query rows of that head: keys are read once.
-    rows = query.view(n, -1, num_kv_heads, query.shape[1] // num_kv_heads, head_dim)
-    rows = rows.permute(0, 2, 3, 1, 4)
-    output = scaled_dot_product_attention(
-        rows.flatten(2, 3), keys, values, attn_mask=group.mask, scale=scale
-    )
-    return output.view(rows.shape).permute(0, 3, 1, 2, 4).reshape(query.shape)
+    def attend(
+        self,
+        query: torch.Tensor,  # [n * query_len, num_heads, head_dim]
+        keys: torch.Tensor,  # [n * slots, num_kv_heads, head_dim], unused ones are overwritten
+        values: torch.Tensor,  # the same
+        scale: float,
+    ) -> torch.Tensor:  # [n * query_len, num_heads, head_dim]
+        n, (_, num_kv_heads, head_dim) = self.num_seqs, keys.shape
+        keys = keys.index_fill_(0, self.unused, 0).view(n, -1, num_kv_heads, head_dim)
+        values = values.index_fill_(0, self.unused, 0).view(n, -1, num_kv_heads, head_dim)
+        keys, values = (t[:, : self.num_keys].transpose(1, 2) for t in (keys, values))
+        # Query heads that share a KV head become query rows of that head: keys are read once.
+        rows = query.view(n, -1, num_kv_heads, query.shape[1] // num_kv_heads, head_dim)
+        rows = rows.permute(0, 2, 3, 1, 4)
+        seen = rows.flatten(2, 3), keys, values
+        output = scaled_dot_product_attention(*seen, attn_mask=self.mask, scale=scale)
+        return output.view(rows.shape).permute(0, 3, 1, 2, 4).reshape(query.shape)

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention_plan import attend_group, group_short_queries, is_short_query
+from attention_plan import DecodeGroup, group_short_queries, is_short_query, max_group_slots
 
 # Query rows attended at a time in a long query that has history, so that a mask is [QUERY_TILE,
 # seq_len] and not [query_len, seq_len].
@@ -100,9 +100,9 @@ Gather = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class LongQuery(NamedTuple):
-    rows: slice  # of the query, the last tokens of one sequence
     query_len: int
     seq_len: int
+    rows: slice  # of the query, the last tokens of one sequence
     block_ids: Tensor  # [blocks of the sequence] int
 
 
@@ -117,11 +117,11 @@ class PagedPlan:
         """Raises `ValueError` if lengths and tables contradict each other."""
         self.dtype, self.num_heads = query.dtype, query.shape[1]  # a group's mask has both
         starts, seq_lens, is_short = self.lengths(metadata, key_cache)
-        block_size, tables = key_cache.shape[1], metadata.block_tables
+        query_lens = [stop - start for start, stop in pairwise(starts)]
+        tables, block_size = metadata.block_tables, key_cache.shape[1]
         short: list[int] = []
         self.long_queries: list[LongQuery] = []
-        for row, (start, stop) in enumerate(pairwise(starts)):
-            query_len, seq_len = stop - start, seq_lens[row]
+        for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
             if query_len == 0:
                 continue
             if not 0 < query_len <= seq_len <= tables.shape[1] * block_size:
@@ -132,13 +132,15 @@ class PagedPlan:
             if is_short[row]:
                 short.append(row)
             else:
-                own = tables[row, : -(-seq_len // block_size)]
-                self.long_queries.append(LongQuery(slice(start, stop), query_len, seq_len, own))
-        self.long_queries.sort(key=lambda long: -long.seq_len)  # so that the buffer grows once
-        self.groups = group_short_queries(short, starts, seq_lens, tables, query, key_cache)
-        num_blocks = max((len(group.block_ids) for group in self.groups), default=0)
-        self.key_buffer = key_cache.new_empty(num_blocks, *key_cache.shape[1:])
-        self.value_buffer = torch.empty_like(self.key_buffer)
+                own = slice(starts[row], starts[row + 1]), tables[row, : -(-seq_len // block_size)]
+                self.long_queries.append(LongQuery(query_len, seq_len, *own))
+        groups = group_short_queries(short, query_lens, seq_lens, max_group_slots(key_cache))
+        step = starts, seq_lens, tables, query, key_cache
+        self.groups = [DecodeGroup(rows, *step) for rows in groups]
+        # The largest first: the buffer is made anew when it is too small.
+        self.groups.sort(key=lambda group: -len(group.block_ids))
+        self.long_queries.sort(key=lambda long: -long.seq_len)
+        self.key_buffer = self.value_buffer = key_cache[:0]
 
     def lengths(
         self, metadata: AttentionMetadata, key_cache: Tensor
@@ -168,7 +170,7 @@ class PagedPlan:
         gather = partial(self.gather, key_cache, value_cache)
         for group in self.groups:
             keys, values = gather(group.block_ids)
-            output[group.tokens] = attend_group(query[group.tokens], keys, values, group, scale)
+            output[group.tokens] = group.attend(query[group.tokens], keys, values, scale)
         for long in self.long_queries:
             own = by_kv_head(query[long.rows], num_kv_heads)
             attended = self.attend_long(own, long, gather, scale)

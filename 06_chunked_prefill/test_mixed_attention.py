@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import attention_plan
 import mixed_attention as module
-import paged_attention
 from batch_layout import BlockTables, Query
 from mixed_attention import MixedAttentionBackend, mixed_attention
 from mixed_batch import MixedMetadata, compose, short_first
@@ -138,13 +137,13 @@ def test_mixed_metadata_is_attended_without_asking_the_device(decode_threshold, 
 def test_many_short_queries_are_attended_together(monkeypatch):
     """Up to the threshold in groups, whatever comes behind it alone."""
     groups = []
-    real = paged_attention.attend_group
+    real = attention_plan.DecodeGroup.attend
 
-    def spy(query, keys, values, group, scale):
+    def spy(group, query, keys, values, scale):
         groups.append(group.num_seqs)
-        return real(query, keys, values, group, scale)
+        return real(group, query, keys, values, scale)
 
-    monkeypatch.setattr(paged_attention, "attend_group", spy)
+    monkeypatch.setattr(attention_plan.DecodeGroup, "attend", spy)
     case = make_case([(1, 40), (3, 41), (1, 42), (2, 43), (5, 44), (1, 45)], 16)
     output = attend(case)
     assert groups == [3], "plain metadata: decodes are those of one token, wherever they stand"
