@@ -212,8 +212,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "06_chunked_prefill/mixed_attention.py",
-        "query_tiles=[tile for tile in tiles if history + tile.stop > start],",
-        "query_tiles=tiles,",
+        "first_tile = max(0, start - history)",
+        "first_tile = 0",
         ""
         "06_chunked_prefill/test_mixed_attention.py::test_every_query_length_and_history_around_tile_and_block_borders",
         "Tokens of a prompt see what comes after them: wrong KV for every chunk, and for "
@@ -221,8 +221,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "06_chunked_prefill/mixed_attention.py",
-        "output.lerp_(other.output, torch.sigmoid(other.lse - lse))",
-        "output.lerp_(other.output, torch.sigmoid(lse - other.lse))",
+        "self.output.lerp_(other.output, torch.sigmoid(other.lse - self.lse))",
+        "self.output.lerp_(other.output, torch.sigmoid(self.lse - other.lse))",
         ""
         "06_chunked_prefill/test_mixed_attention.py::test_every_query_length_and_history_around_tile_and_block_borders",
         "Two parts of the history are weighed the wrong way round; long prompts are misread, "
