@@ -17,22 +17,20 @@ from hypothesis import strategies as st
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
 from kv_memory import KeyedRequest, extra_keys_of
-from policies import (
-    POLICIES,
-    CacheAwarePolicy,
-    DFSWeight,
-    FCFSPolicy,
-    LongestOutputFirst,
-    LongestPrefixMatch,
-    PriorityPolicy,
-    RandomPolicy,
-    SchedulePolicy,
-)
+from policies import FCFSPolicy, PriorityPolicy, SchedulePolicy
 from policy_queue import PolicyQueue
 from prefix_cache import PrefixCache, normalise_extra_keys
 from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
 from request import Request, SamplingParams
+from sglang_policies import (
+    POLICIES,
+    CacheAwarePolicy,
+    DFSWeight,
+    LongestOutputFirst,
+    LongestPrefixMatch,
+    RandomPolicy,
+)
 
 CACHES: dict[str, Callable[[BlockPool, int], PrefixCache]] = {
     "hash": lambda pool, block_size: PrefixCacheLocal(pool=pool, block_size=block_size),

@@ -21,10 +21,11 @@ from hypothesis.stateful import (
 from sortedcontainers import SortedList
 
 import policy_queue
-from policies import POLICIES, DFSWeight, FCFSPolicy, LongestPrefixMatch, SchedulePolicy
-from policy_queue import PolicyQueue, create_queue
+from policies import FCFSPolicy, SchedulePolicy
+from policy_queue import PolicyQueue
 from request import Request
 from request_queue import SchedulingPolicy
+from sglang_policies import POLICIES, DFSWeight, LongestPrefixMatch, make_policy
 
 
 def make(request_id: str, priority: int = 0, time: float = 0.0, num_new: int = 16) -> Request:
@@ -40,6 +41,12 @@ def fill(queue: PolicyQueue, names: Iterable[str]) -> list[Request]:
     for request in requests:
         queue.add_request(request)
     return requests
+
+
+def create_queue(policy, find_cached_blocks=None, max_overtakes=1000, **options) -> PolicyQueue:
+    if not isinstance(policy, SchedulePolicy):
+        policy = make_policy(policy, find_cached_blocks, **options)
+    return PolicyQueue(policy, max_overtakes)
 
 
 # against a naive queue
@@ -721,7 +728,7 @@ def test_the_counters_count_a_search_and_a_rebuild(counted):
     assert cost_of(lambda: list(queue._places.values()))[1] == 1000
 
 
-# create_queue
+# policies by name
 
 
 def test_a_queue_is_created_by_name():

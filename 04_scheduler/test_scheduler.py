@@ -7,14 +7,15 @@ from threading import Event
 
 import pytest
 
-from admission_constraints import GrammarsCompiled, MaxLoRAs
+from admission_constraints import ConstrainedScheduler, GrammarsCompiled, MaxLoRAs
 from block_pool import BlockPool
 from bounded_loops import as_long_as
 from fake_model import FakeModelRunner, continuation
 from kv_memory import KeyedRequest, UncachedKVCacheManager
 from request import Request, RequestStatus
-from scheduler import MAX_PASSED_OVER, Scheduler, SimpleBlockManager
+from scheduler import MAX_PASSED_OVER, Scheduler, SimpleBlockManager, make_kv_memory
 from scheduler_interface import SchedulerOutput, StepOutput
+from sglang_policies import policy_over
 
 
 class Loop:
@@ -25,7 +26,8 @@ class Loop:
             pool = BlockPool(num_blocks + 1)
             options["kv_memory"] = UncachedKVCacheManager(pool, block_size)
         options.setdefault("watermark", 0.0)
-        self.scheduler = Scheduler(num_gpu_blocks=num_blocks + 1, block_size=block_size, **options)
+        kind = ConstrainedScheduler if "constraints" in options else Scheduler
+        self.scheduler = kind(num_gpu_blocks=num_blocks + 1, block_size=block_size, **options)
         self.runner = FakeModelRunner(block_size)
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
@@ -741,7 +743,9 @@ def test_the_runner_forgets_who_was_preempted_and_then_aborted():
 
 def test_a_full_batch_does_not_ask_the_policy():
     """An order that looks at the cache costs milliseconds, and there is no seat to give."""
-    loop = Loop(100, max_num_seqs=1, policy="lpm", cached=True)
+    memory = make_kv_memory(101, 4)
+    policy = policy_over(memory, "lpm")
+    loop = Loop(100, max_num_seqs=1, policy=policy, kv_memory=memory, cached=True)
     loop.add("a", 4, 5)
     loop.add("b", 4, 5)
     loop.step()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from admission_constraints import MaxLoRAs
+from admission_constraints import Constrained, MaxLoRAs
 from block_pool import BlockPool
 from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
@@ -20,7 +20,6 @@ from fake_model import FakeModelRunner, _mix, continuation
 from kv_connector import KVConnector
 from kv_memory import KeyedRequest, KVMemory, UncachedKVCacheManager
 from loading_kv_cache_manager import LoadingKVCacheManager
-from policies import POLICIES
 from prefill_first_scheduler import ForwardMode, PrefillFirstScheduler
 from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
@@ -28,6 +27,7 @@ from request import Request, RequestStatus
 from scheduler import Scheduler
 from scheduler_base import SchedulerBase
 from scheduler_interface import SchedulerInterface, SchedulerOutput, StepOutput
+from sglang_policies import POLICIES, policy_over
 
 EXTEND, DECODE, MIXED = ForwardMode
 CACHES = (None, "hash", "radix")
@@ -62,6 +62,8 @@ class Loop:
         **options,
     ):
         self.memory = make_memory(cache, num_pages, page_size, connector)
+        if "policy" in options:
+            options["policy"] = policy_over(self.memory, options["policy"], options.get("seed", 0))
         self.scheduler = kind(kv_memory=self.memory, **options)
         self.runner = FakeModelRunner(page_size)
         self.requests: dict[str, Request] = {}
@@ -159,10 +161,17 @@ def test_it_serves_the_interface_with_the_parameters_of_the_other_scheduler():
         theirs = inspect.signature(getattr(SchedulerInterface, name))
         assert list(ours.parameters) == list(theirs.parameters), name
     ours, theirs = (inspect.signature(s).parameters for s in (PrefillFirstScheduler, Scheduler))
-    assert list(ours)[:4] == list(theirs)[:4]
     assert theirs.keys() - ours.keys() == {"watermark", "reserve_all"}
-    for name in theirs.keys() & ours.keys():
-        assert ours[name].default == theirs[name].default, name
+    shared = inspect.signature(SchedulerBase).parameters
+    assert list(shared)[:4] == [
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "num_gpu_blocks",
+        "policy",
+    ]
+    for kind in (PrefillFirstScheduler, Scheduler):
+        for name, parameter in shared.items():
+            kind(**{name: parameter.default})  # handed on
 
 
 def test_it_has_a_pool_of_its_own_if_it_is_given_none():
@@ -670,7 +679,10 @@ def test_nobody_overtakes_who_does_not_fit():
 
 
 def test_a_constraint_holds_back_until_one_has_waited_too_long():
-    loop = Loop(100, constraints=[MaxLoRAs(1)], max_overtakes=2)
+    class Held(Constrained, PrefillFirstScheduler):
+        pass
+
+    loop = Loop(100, kind=Held, constraints=[MaxLoRAs(1)], max_overtakes=2)
     loras = [(("lora", name),) for name in "xy"]
     loop.add("a", 3, 9, extra_keys=loras[0])
     held_back = loop.add("b", 3, 9, extra_keys=loras[1])
