@@ -24,9 +24,7 @@ it. So a step that serves many at once keeps the bound as well. (A policy that l
 asked once for the whole iteration, and at every `pop_request`.)
 
 Invariants: a request is in the queue once, in front or at a place; places are in order of arrival.
-
-vLLM's two policies and those of SGLang's that are in this book bound nothing: an unlucky request
-waits as long as luckier ones arrive.
+vLLM and SGLang bound nothing: an unlucky request waits as long as luckier ones arrive.
 """
 
 from __future__ import annotations
@@ -55,10 +53,8 @@ class _Place(NamedTuple):
 
 class PolicyQueue(RequestQueue):
     """A `RequestQueue` in the order of `policy`. Adding and taking out are O(log n), the first k
-    requests O(k); with a policy that looks at the cache, O(n log n) and n look-ups.
-
-    Raises `ValueError` if `max_overtakes` is neither None nor an integer >= 0.
-    """
+    requests O(k); with a policy that looks at the cache, O(n log n) and n look-ups. Raises
+    `ValueError` if `max_overtakes` is neither None nor an integer >= 0."""
 
     def __init__(self, policy: SchedulePolicy, max_overtakes: int | None = 1000) -> None:
         is_integer = isinstance(max_overtakes, int) and not isinstance(max_overtakes, bool)
@@ -154,13 +150,14 @@ class PolicyQueue(RequestQueue):
 
     def _policy_order(self) -> Iterable[Request]:
         """All who have a place, aged ones included."""
-        requests = (place.request for place in self._sorted)
-        policy = self.policy
-        if not policy.looks_at_cache or len(self) > policy.max_requests_to_sort:
-            return requests
-        ordered = policy.order(list(requests))
+        if self.policy.looks_at_cache and len(self) <= self.policy.max_requests_to_sort:
+            return self._order_of_now()
+        return (place.request for place in self._sorted)
+
+    def _order_of_now(self) -> Iterable[Request]:
+        ordered = self.policy.order([place.request for place in self._sorted])
         if sorted(r.request_id for r in ordered) != sorted(self._places):
-            raise ValueError(f"policy {policy.name!r}: order must return each request once")
+            raise ValueError(f"policy {self.policy.name!r}: order must return each request once")
         return ordered
 
     # -- checks

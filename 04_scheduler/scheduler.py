@@ -20,20 +20,17 @@ One step shares one budget of `max_num_batched_tokens`:
     back, until it has waited too long: then the line waits for it.
 
 The victim is who was admitted last; with priorities the least urgent, and of those the last to
-arrive.
-There, a strictly more urgent newcomer also takes the seat of the least urgent request when the
-batch is full, if it then fits the memory. Equals never displace each other: they would do so for
-ever.
+arrive. There, a strictly more urgent newcomer also takes the seat of the least urgent request when
+the batch is full, if it then fits the memory. Equals would displace each other for ever.
 
 Why nobody starves: under FCFS the one that has run longest is a victim only if all others that run
 are pinned; under any policy nobody makes room more than `max_preemptions` times
 (`scheduler_base.py`), and the queue bounds overtaking (`policy_queue.py`).
 
-First reading: take prompts to be whole, and nobody to have a priority or a constraint. Then
-`_num_tokens_for` is what a request is behind, `num_left` is empty and `displaced` is None.
+First reading: take prompts to be whole, and nobody to have a priority. Then `_num_tokens_for` is
+what a request is behind, `num_left` is empty and `displaced` is None.
 
-vLLM's V1 scheduler has these two phases, and SGLang's is in `beyond/`. The idea of recomputing
-instead of swapping: vLLM, arXiv 2309.06180.
+vLLM's V1 scheduler has these two phases. Recomputing instead of swapping: vLLM, arXiv 2309.06180.
 """
 
 from __future__ import annotations
@@ -64,10 +61,8 @@ class _Admission(Enum):
 class Scheduler(SchedulerBase):
     """A `SchedulerInterface` with preemption. `Scheduler(max_num_seqs, max_num_batched_tokens,
     num_gpu_blocks, policy, ...)`: these and all other options are those of `SchedulerBase`.
-
     `watermark` is the share of the blocks that an admission leaves free for those who run already;
-    `reserve_all` is chapter 2's way: everything at admission.
-    """
+    `reserve_all` is chapter 2's way: everything at admission."""
 
     def __init__(
         self, *limits: Any, watermark: float = 0.01, reserve_all: bool = False, **options: Any
@@ -96,7 +91,9 @@ class Scheduler(SchedulerBase):
                 break
             if step.preempted and request.request_id not in self.running:
                 continue  # it made room for one before it
-            num_tokens = self._num_tokens_for(request, running, index, step)
+            num_tokens = self.num_behind(request)
+            if num_tokens > 1:
+                num_tokens = self._num_tokens_for(request, running, index, step)
             if num_tokens:
                 num_tokens = self._get_room(request, num_tokens, step)
             if num_tokens:  # `step.add`, written out: this is done for everybody
@@ -106,11 +103,9 @@ class Scheduler(SchedulerBase):
     def _num_tokens_for(
         self, request: Request, running: Sequence[Request], index: int, step: StepPlan
     ) -> int:
-        """How many of the tokens that `running[index]` is behind. A token for each decode comes
-        before a piece of a prompt, though one such piece in each step goes on."""
-        num_behind = len(request.all_token_ids) - request.num_computed_tokens
-        if num_behind == 1:
-            return 1
+        """How many of the tokens that `running[index]` is behind, if these are several. A token for
+        each decode comes before a piece of a prompt, though one such piece in each step goes on."""
+        num_behind = request.num_tokens - request.num_computed_tokens
         least = 0 if step.has_piece else 1
         step.has_piece = True
         budget = max(step.budget - step.num_decodes_behind(running, index), least)
@@ -161,14 +156,10 @@ class Scheduler(SchedulerBase):
             if step.budget == 0 or num_passed_over == MAX_PASSED_OVER:
                 break
             outcome = self._try_to_admit(request, step)
-            if outcome is _Admission.LINE_WAITS:
-                break
             if outcome is _Admission.PASSED_OVER:
                 num_passed_over += 1
-                continue
-            step.admitted.append(request)
-            if step.preempted:
-                break  # it took somebody's seat: the next may do so in the next step
+            elif outcome is _Admission.LINE_WAITS or step.preempted:
+                break  # preempted: it took somebody's seat, and the next may in the next step
         for request in step.admitted:
             self.waiting.remove_request(request)
 
@@ -226,7 +217,8 @@ class Scheduler(SchedulerBase):
             return _Admission.LINE_WAITS
         if displaced is not None:
             self._preempt(displaced, step)
-        has_room = self.allocate(request, computed, num_tokens, num_reserved)
+        has_room = self.seat(request, computed, num_tokens, num_reserved)
         assert has_room, "the memory has changed its mind"
         step.add(request, num_tokens, num_left)
+        step.admitted.append(request)
         return _Admission.ADMITTED

@@ -64,7 +64,7 @@ class SchedulerStats:
 
 
 class SchedulerBase(SchedulerBooks):
-    """A subclass has `schedule`, built of `begin_step`, `look_up`, `allocate`, `preempt` and
+    """A subclass has `schedule`, built of `begin_step`, `look_up`, `seat`, `preempt` and
     `finish_step`. It has a pool of `num_gpu_blocks` blocks and a prefix cache of its own;
     `kv_memory` replaces them. At most `max_overtakes` requests leave the queue before one that came
     earlier. Debug switches: every `preempt_every`-th step preempts somebody, `shuffle_waiting` asks
@@ -108,7 +108,6 @@ class SchedulerBase(SchedulerBooks):
         self._num_steps = 0
         self._num_outputs_when_forced: dict[str, int] = {}
         self._num_lost: dict[str, int] = {}  # tokens that a preempted request had computed
-        self._num_recomputed_before = 0
         self._stats = SchedulerStats()
 
     # -- requests come and go
@@ -125,10 +124,7 @@ class SchedulerBase(SchedulerBooks):
         capacity = self.kv_memory.capacity
         # The last token is sampled and never fed back: it needs no KV slot.
         room = capacity - request.num_prompt_tokens + 1
-        return {
-            **super().length_limits(request),
-            f"the KV memory holds {capacity} positions": room,
-        }
+        return super().length_limits(request) | {f"the KV memory holds {capacity} positions": room}
 
     def forget(self, request: Request) -> None:
         self.kv_memory.free(request)
@@ -152,7 +148,7 @@ class SchedulerBase(SchedulerBooks):
 
     def num_behind(self, request: Request) -> int:
         """Tokens that a running request has to compute."""
-        return request.num_tokens - request.num_computed_tokens
+        return len(request.all_token_ids) - request.num_computed_tokens
 
     def look_up(self, request: Request) -> ComputedBlocks | NotReady:
         """What of a waiting request need not be computed. Nothing keeps it: look up again before
@@ -165,32 +161,24 @@ class SchedulerBase(SchedulerBooks):
             request.status = RequestStatus.PREEMPTED
         return computed
 
-    def allocate(
-        self,
-        request: Request,
-        computed: ComputedBlocks,
-        num_new_tokens: int,
-        num_reserved: int = 0,
+    def seat(
+        self, request: Request, computed: ComputedBlocks, num_new_tokens: int, num_reserved: int
     ) -> bool:
-        """Seat a request that was looked up, with room for its new tokens and `num_reserved` more.
-        False, and it waits as before, if the memory refuses."""
+        """Let a request run that was looked up, with room for its new tokens and `num_reserved`
+        more. False, and it waits as before, if the memory refuses."""
         if not self.kv_memory.allocate_slots(request, num_new_tokens, num_reserved, computed):
             return False
-        self.seat(request, computed.num_tokens)
-        return True
-
-    def seat(self, request: Request, num_computed_tokens: int) -> None:
-        """It has its memory: it runs. `num_computed_tokens` of it need not be computed."""
         if request.num_preemptions == 0:
-            request.num_cached_tokens = num_computed_tokens
+            request.num_cached_tokens = computed.num_tokens
             self._stats.total_admitted += 1
-            self._stats.total_cached_tokens += num_computed_tokens
+            self._stats.total_cached_tokens += computed.num_tokens
         else:
             num_lost = self._num_lost.pop(request.request_id)
-            self._stats.total_recomputed_tokens += num_lost - num_computed_tokens
-        request.num_computed_tokens = num_computed_tokens
+            self._stats.total_recomputed_tokens += num_lost - computed.num_tokens
+        request.num_computed_tokens = computed.num_tokens
         request.status = RequestStatus.RUNNING
         self.running[request.request_id] = request
+        return True
 
     def preempt(self, request: Request) -> None:
         """Take a running request's KV. It waits in front, or wherever the policy puts it."""
@@ -235,11 +223,9 @@ class SchedulerBase(SchedulerBooks):
 
     def finish_step(self, step: StepPlan) -> SchedulerOutput:
         """The delta for the runner. The planned tokens count as computed from here on."""
+        num_recomputed = self._stats.total_recomputed_tokens - self._num_recomputed_before
         plan = self.make_plan(step.num_tokens)
-        plan.preempted_requests = step.preempted
-        plan.num_recomputed_tokens = (
-            self._stats.total_recomputed_tokens - self._num_recomputed_before
-        )
+        plan.preempted_requests, plan.num_recomputed_tokens = step.preempted, num_recomputed
         plan.num_kv_blocks_in_use = self.kv_memory.num_blocks_in_use
         plan.block_moves = self.kv_memory.take_block_moves()
         self._stats.total_scheduled += len(step.num_tokens)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, Protocol
 
-from kv_memory import extra_keys_of
+from kv_memory import ComputedBlocks, extra_keys_of
 from request import Request, check_integers
 from scheduler import Scheduler
 from scheduler_base import SchedulerBase
@@ -52,10 +52,13 @@ class Constrained(SchedulerBase):
     def may_run(self, request: Request) -> bool:
         return all(constraint.may_run(request) for constraint in self.constraints)
 
-    def seat(self, request: Request, num_computed_tokens: int) -> None:
-        super().seat(request, num_computed_tokens)
-        for constraint in self.constraints:
+    def seat(
+        self, request: Request, computed: ComputedBlocks, num_new_tokens: int, num_reserved: int
+    ) -> bool:
+        is_seated = super().seat(request, computed, num_new_tokens, num_reserved)
+        for constraint in self.constraints if is_seated else ():
             constraint.has_started(request)
+        return is_seated
 
     def preempt(self, request: Request) -> None:
         super().preempt(request)

@@ -175,7 +175,7 @@ class PrefillFirstScheduler(SchedulerBase):
         num_next_pages = 0 if self.mixing else decodes.new_page_count_next_decode()
         return PrefillAdder(
             self.kv_memory,
-            self._allocate,
+            self._seat,
             decodes.reqs,
             self.new_token_ratio,
             step.budget,
@@ -185,12 +185,12 @@ class PrefillFirstScheduler(SchedulerBase):
             chunk_policy=self.chunk_policy,
         )
 
-    def _allocate(self, request: Request, computed: ComputedBlocks, num_new_tokens: int) -> bool:
+    def _seat(self, request: Request, computed: ComputedBlocks, num_new_tokens: int) -> bool:
         num_reserved = 0
         if self.is_pinned(request):
             num_known = request.num_computed_tokens + computed.num_tokens
             num_reserved = request.max_num_tokens - 1 - num_known - num_new_tokens
-        return self.allocate(request, computed, num_new_tokens, num_reserved)
+        return self.seat(request, computed, num_new_tokens, num_reserved)
 
     def _admit(self, adder: PrefillAdder) -> None:
         """Ask those who wait, in order, until one does not fit. One that is not ready is passed

@@ -20,6 +20,7 @@ from scheduling_simulator import (
 from scheduling_workloads import WORKLOADS, bursts, chat
 from sglang_policies import POLICIES, policy_over
 
+System = Scheduler | PrefillFirstScheduler
 BLOCK_SIZE = 16
 LIMITS: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
 NUM_BLOCKS = 500  # 8,000 positions
@@ -28,14 +29,14 @@ LOAD = 1.05  # times what a machine with this cost model carries, so that queues
 MAX_TTFT_S, MAX_ITL_S = 1.0, 0.05
 
 
-def systems(num_blocks: int) -> dict[str, SchedulerBase]:
+def systems(num_blocks: int) -> dict[str, System]:
     """A fresh one of each. Cheap: nothing is computed yet."""
 
-    def make(kind: type[SchedulerBase], policy: str = "fcfs", **options: Any) -> SchedulerBase:
+    def make(kind: type[System], policy: str = "fcfs", **options: Any) -> System:
         memory = make_kv_memory(num_blocks)
         return kind(policy=policy_over(memory, policy), kv_memory=memory, **LIMITS, **options)
 
-    def prefill_first(**options: Any) -> SchedulerBase:
+    def prefill_first(**options: Any) -> System:
         return make(PrefillFirstScheduler, **options)
 
     two_phase = {f"two phases, {policy}": make(Scheduler, policy) for policy in POLICIES}
