@@ -27,6 +27,7 @@ from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
 from request import Request, RequestStatus, SamplingParams
 from scheduler import Scheduler
+from scheduler_steps import preempting
 from sglang_policies import POLICIES, policy_over
 
 CACHES = (None, "hash", "radix")
@@ -413,9 +414,8 @@ def _preempt(world: World, request_id: str) -> None:
     scheduler = world.scheduler
     if isinstance(scheduler, Scheduler):
         return scheduler.preempt(scheduler.running[request_id])
-    scheduler.preempt_every = 1
-    world.schedule()
-    scheduler.preempt_every = None
+    with preempting(scheduler):
+        world.schedule()
 
 
 @pytest.mark.parametrize(

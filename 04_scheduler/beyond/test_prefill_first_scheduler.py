@@ -18,7 +18,7 @@ from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
 from fake_model import FakeModelRunner, _mix, continuation
 from kv_connector import KVConnector
-from kv_memory import KeyedRequest, KVMemory, UncachedKVCacheManager
+from kv_memory import KVMemory, UncachedKVCacheManager
 from loading_kv_cache_manager import LoadingKVCacheManager
 from prefill_first_scheduler import ForwardMode, PrefillFirstScheduler
 from prefix_cache_local import PrefixCacheLocal
@@ -27,6 +27,7 @@ from request import Request, RequestStatus
 from scheduler import Scheduler
 from scheduler_base import SchedulerBase
 from scheduler_interface import SchedulerInterface, SchedulerOutput, StepOutput
+from scheduler_steps import WRONG_OPTIONS, named_request, planned, preempted, preempting
 from sglang_policies import POLICIES, policy_over
 
 EXTEND, DECODE, MIXED = ForwardMode
@@ -72,11 +73,7 @@ class Loop:
         self.num_steps = 0
 
     def add(self, name: str, num_prompt: int, max_new_tokens: int = 8, **more) -> Request:
-        prompt = [ord(c) for c in name] + list(range(num_prompt - len(name)))
-        request = KeyedRequest.from_tokens(name, prompt, max_new_tokens)
-        for field, value in more.items():
-            setattr(request, field, value)
-        return self.take(request)
+        return self.take(named_request(name, num_prompt, max_new_tokens, **more))
 
     def take(self, request: Request) -> Request:
         request.arrival_time = float(len(self.requests))
@@ -142,14 +139,6 @@ class Loop:
         assert self.memory.num_blocks_in_use == 0
 
 
-def planned(output: SchedulerOutput) -> dict[str, int]:
-    return dict(output.num_scheduled_tokens)
-
-
-def preempted(output: SchedulerOutput) -> list[str]:
-    return [request.request_id for request in output.preempted_requests]
-
-
 # -- the interface
 
 
@@ -190,16 +179,13 @@ def test_it_has_a_pool_of_its_own_if_it_is_given_none():
 @pytest.mark.parametrize(
     "options",
     [
-        {"preempt_every": 0},
+        *WRONG_OPTIONS,
         {"chunked_prefill_size": 0},
         {"chunked_prefill_size": 2.5},
         {"max_consecutive_prefills": 0},
         {"new_token_ratio_decay_steps": 0},
         {"init_new_token_ratio": 1.5},
         {"min_new_token_ratio": 0.8},
-        {"max_num_seqs": 0},
-        {"max_preemptions": 0},
-        {"policy": "fastest"},
     ],
 )
 def test_options_that_make_no_sense_are_named(options):
@@ -446,15 +432,13 @@ def test_a_prompt_preempted_between_chunks_begins_again_with_all_its_tokens(cach
     for _ in range(7):
         loop.step()
     assert request.num_output_tokens == 6
-    loop.scheduler.preempt_every = 1
-    assert preempted(loop.step()) == ["a"]
-    assert loop.scheduler.kv_memory.reset_prefix_cache()
-    loop.scheduler.preempt_every = None
+    with preempting(loop.scheduler):
+        assert preempted(loop.step()) == ["a"]
+        assert loop.scheduler.kv_memory.reset_prefix_cache()
     loop.step()
     assert loop.scheduler.chunked_req is request and request.num_output_tokens == 6
-    loop.scheduler.preempt_every = 1
-    assert preempted(loop.step()) == ["a"] and loop.scheduler.chunked_req is None
-    loop.scheduler.preempt_every = None
+    with preempting(loop.scheduler):
+        assert preempted(loop.step()) == ["a"] and loop.scheduler.chunked_req is None
     loop.run()
     loop.must_be_right()
     assert request.num_preemptions == 2
@@ -465,9 +449,8 @@ def test_who_comes_back_longer_than_any_step_is_cut_though_prompts_are_not():
     request = loop.add("a", 15, 20)
     for _ in range(10):
         loop.step()
-    loop.scheduler.preempt_every = 1
-    loop.step()
-    loop.scheduler.preempt_every = None
+    with preempting(loop.scheduler):
+        loop.step()
     assert request.num_tokens == 25
     assert [planned(loop.step())["a"] for _ in range(3)] == [16, 9, 1]
     loop.run()
