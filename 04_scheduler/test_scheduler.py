@@ -10,17 +10,18 @@ import pytest
 from admission_constraints import ConstrainedScheduler, GrammarsCompiled, MaxLoRAs
 from block_pool import BlockPool
 from bounded_loops import as_long_as
-from fake_model import FakeModelRunner, continuation
+from fake_model import continuation
 from kv_memory import UncachedKVCacheManager
+from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus
 from scheduler import MAX_PASSED_OVER, Scheduler, SimpleBlockManager, make_kv_memory
-from scheduler_interface import SchedulerOutput, StepOutput
-from scheduler_steps import WRONG_OPTIONS, named_request, planned, preempted, preempting
+from scheduler_interface import StepOutput
+from scheduler_steps import SchedulerLoop, planned, preempted, preempting
 from sglang_policies import policy_over
 
 
-class Loop:
-    """A scheduler and a fake model. Block size 4, no cache, unless it is told otherwise."""
+class Loop(SchedulerLoop):
+    """Block size 4, no cache, unless it is told otherwise."""
 
     def __init__(self, num_blocks: int, *, block_size: int = 4, cached: bool = False, **options):
         if not cached:
@@ -28,28 +29,7 @@ class Loop:
             options["kv_memory"] = UncachedKVCacheManager(pool, block_size)
         options.setdefault("watermark", 0.0)
         kind = ConstrainedScheduler if "constraints" in options else Scheduler
-        self.scheduler = kind(num_gpu_blocks=num_blocks + 1, block_size=block_size, **options)
-        self.runner = FakeModelRunner(block_size)
-        self.outputs: dict[str, list[int]] = {}
-        self.reasons: dict[str, str] = {}
-
-    def add(self, request_id: str, num_prompt: int, max_new_tokens: int = 8, **more) -> Request:
-        arrival_time = float(len(self.outputs))
-        request = named_request(request_id, num_prompt, max_new_tokens, arrival_time, **more)
-        self.scheduler.add_request(request)
-        self.outputs[request_id] = []
-        return request
-
-    def step(self) -> SchedulerOutput:
-        output = self.scheduler.schedule()
-        sampled = self.runner.execute(output).wait()
-        for result in self.scheduler.update_from_output(output, sampled):
-            self.outputs[result.request_id] += result.new_token_ids
-            if result.finish_reason:
-                self.reasons[result.request_id] = result.finish_reason
-        self.scheduler.check_invariants()
-        self.scheduler.kv_memory.check_invariants(self.scheduler.running.values())
-        return output
+        super().__init__(kind(num_gpu_blocks=num_blocks + 1, block_size=block_size, **options))
 
     def run(self, most: int = 500) -> None:
         for _ in as_long_as(self.scheduler.has_unfinished_requests, most):
@@ -128,14 +108,29 @@ def test_usage_and_counts_while_it_runs():
     assert stats.kv_cache_usage == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
 @pytest.mark.parametrize(
     "options",
-    [*WRONG_OPTIONS, {"watermark": 1.0}, {"watermark": -0.1}],
+    [
+        {"preempt_every": 0},
+        {"max_num_seqs": 0},
+        {"max_num_seqs": 2.5},
+        {"max_num_batched_tokens": 0},
+        {"max_preemptions": 0},
+        {"max_model_len": 0},
+        {"policy": "fastest"},
+    ],
 )
-def test_options_that_make_no_sense_are_named(options):
+def test_options_that_make_no_sense_are_named(kind, options):
     (name,) = options
     with pytest.raises(ValueError, match=name):
-        Scheduler(**options)
+        kind(**options)
+
+
+@pytest.mark.parametrize("watermark", [1.0, -0.1])
+def test_a_watermark_that_is_no_share_is_an_error(watermark):
+    with pytest.raises(ValueError, match="watermark"):
+        Scheduler(watermark=watermark)
 
 
 # -- phase 1
