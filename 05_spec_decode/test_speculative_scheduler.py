@@ -18,7 +18,6 @@ from block_pool import BlockPool
 from bounded_loops import as_long_as
 from fake_model import FakeModelRunner, continuation
 from kv_memory import UncachedKVCacheManager
-from policies import POLICIES
 from request import Request
 from scheduler_interface import FinishedStep, SchedulerOutput
 from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
@@ -360,20 +359,15 @@ def test_a_random_run_says_what_one_without_guesses_says(seed, cache, kind):
 class GuessingMachine(runs.SchedulerMachine):
     """Any order of calls; after each, everything that must hold."""
 
+    kind = World
+
     @initialize(
-        cache=st.sampled_from(runs.CACHES),
+        **runs.SMALL_WORLDS,
         kind=st.sampled_from(SCHEDULERS),
-        policy=st.sampled_from(sorted(POLICIES)),
-        block_size=st.sampled_from([1, 2, 3]),
-        num_blocks=st.integers(5, 14),
-        max_num_seqs=st.integers(1, 4),
-        max_preemptions=st.integers(1, 3),
         num_lookahead_tokens=st.integers(0, 3),
     )
-    def start(self, cache, kind, block_size, num_blocks, **options):
-        memory = runs.make_memory(cache, num_blocks, block_size)
-        self.world = World(memory, kind, max_num_batched_tokens=12, **options)
-        self.num_requests = 0
+    def start(self, **options):
+        super().start(**options)
         self.guesses: Guesses = {}
 
     @precondition(lambda self: self.world.pending is not None)

@@ -43,6 +43,7 @@ from step_record import Observer, RecordingEngineCore, StepRecord
 if TYPE_CHECKING:
     from cached_kv_cache_manager import CachedKVCacheManager
     from kv_connector import KVConnector
+    from policies import SchedulePolicy
     from prefix_cache import CacheListener
     from prefix_cache_local import PrefixCacheLocal
     from proposers import Proposer
@@ -152,7 +153,7 @@ def make_scheduler(
 
         return CachingFCFSScheduler(kv_memory, *limits, max_model_len)
     options: dict[str, Any] = {
-        "policy": config.policy,
+        "policy": make_policy(config, kv_memory),
         "max_model_len": max_model_len,
         "kv_memory": kv_memory,
         "chunk_policy": chunk_policy,
@@ -181,6 +182,15 @@ def make_scheduler(
     from speculative_scheduler import SpeculativeScheduler
 
     return SpeculativeScheduler(*limits, **options)
+
+
+def make_policy(config: EngineConfig, kv_memory: KVMemory) -> str | SchedulePolicy:
+    """Chapter 4's root knows its own two by name."""
+    if config.policy in ("fcfs", "priority"):
+        return config.policy
+    from sglang_policies import policy_over
+
+    return policy_over(kv_memory, config.policy, config.seed)
 
 
 def make_chunk_policy(config: EngineConfig) -> ChunkPolicy | None:

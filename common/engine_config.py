@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from policies import POLICIES
 from request import check_integers
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
 # Does it preempt, and take a policy?
 SCHEDULERS = {"two_phase": True, "prefill_first": True, "fcfs": False}
+POLICIES = ("fcfs", "priority", "lof", "random", "lpm", "dfs-weight")
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 SHIPPED_CHECKPOINT = CHECKPOINTS / "tiny"
 SHIPPED_DRAFT = CHECKPOINTS / "tiny-draft"
@@ -142,7 +142,7 @@ class EngineConfig:
             raise ValueError(f"model is {self.model!r}: it must be a directory, a hub id or None")
         choices = {
             "scheduler": tuple(SCHEDULERS),
-            "policy": tuple(POLICIES) if SCHEDULERS.get(self.scheduler) else ("fcfs",),
+            "policy": POLICIES if SCHEDULERS.get(self.scheduler) else ("fcfs",),
             "prefix_cache": (None, "hash", "radix"),
             "mixing": (False, True),
             "attention_backend": ("auto", "torch", "triton"),

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caching_fcfs_scheduler import CachingFCFSScheduler
-from policies import POLICIES
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request
 from scheduler import Scheduler, make_kv_memory
@@ -28,6 +27,7 @@ from scheduling_simulator import (
     jain_index,
     simulate,
 )
+from sglang_policies import POLICIES, policy_over
 
 COST = CostModel(base_ms=10.0, per_token_ms=1.0, per_request_ms=0.5, per_context_ms=0.25)
 NUM_BLOCKS = 16  # 15 of 4 positions: two or three requests
@@ -38,6 +38,11 @@ def limits() -> dict:
     return {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_memory": memory}
 
 
+def two_phases(policy: str) -> SchedulerInterface:
+    options = limits()
+    return Scheduler(policy=policy_over(options["kv_memory"], policy), **options)
+
+
 def prefill_first(**options: bool) -> SchedulerInterface:
     """Bold at admission, so that somebody is retracted."""
     return PrefillFirstScheduler(
@@ -46,7 +51,7 @@ def prefill_first(**options: bool) -> SchedulerInterface:
 
 
 PREEMPTIVE: dict[str, Callable[[], SchedulerInterface]] = {
-    **{f"two phases, {p}": lambda p=p: Scheduler(policy=p, **limits()) for p in POLICIES},
+    **{f"two phases, {p}": lambda p=p: two_phases(p) for p in POLICIES},
     "prefill first": prefill_first,
     "prefill first, mixed": lambda: prefill_first(mixing=True),
 }

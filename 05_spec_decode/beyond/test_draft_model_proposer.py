@@ -29,6 +29,7 @@ from proposers import FollowedRequest
 from radix_cache import RadixCache
 from request import Request, RequestStatus, SamplingParams
 from scheduler_interface import BlockMove, NewRequestData, SchedulerOutput
+from scheduler_steps import preempting
 from speculating_runner import SpeculatingRunner
 from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
 from speculative_scheduler import SpeculativeScheduler
@@ -649,9 +650,8 @@ def test_who_came_back_is_followed_as_before(cache):
     request = world.add("a", prompt_of(6), 40)
     for _ in range(4):
         world.step()
-    world.scheduler.preempt_every = 1
-    world.step()
-    world.scheduler.preempt_every = None
+    with preempting(world.scheduler):
+        world.step()
     assert request.num_preemptions == 1
     num_cached = 0 if cache is None else request.num_tokens // 4 * 4
     assert world.num_fed() >= request.num_tokens - num_cached

@@ -28,10 +28,9 @@ from pathlib import Path
 import torch
 
 from common.engine import EngineConfig, LLMEngine
-from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT
+from common.engine_config import POLICIES, SHIPPED_CHECKPOINT, SHIPPED_DRAFT
 from common.loader import LoadedModel, load_model
 from common.tests.engine_oracle import Oracle, greedy_params, make_oracle, save_random_model
-from policies import POLICIES
 from step_record import StepRecord
 
 Value = str | int | float | bool | None
@@ -45,7 +44,7 @@ SPECULATIVE: dict[str | None, dict | None] = {
 AXES: dict[str, tuple[Value, ...]] = {
     "model": ("random", "shipped"),
     "scheduler": ("two_phase", "prefill_first", "fcfs"),
-    "policy": tuple(POLICIES),
+    "policy": POLICIES,
     "prefix_cache": (None, "hash", "radix"),
     "chunked_prefill": (False, True, 1, 3, 16, 1000),
     "max_num_batched_tokens": (128, 24),

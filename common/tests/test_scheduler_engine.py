@@ -8,12 +8,12 @@ import random
 import pytest
 
 from common.engine import EngineConfig, LLMEngine
+from common.engine_config import POLICIES
 from common.tests.engine_oracle import (
     MAX_TOKENS,
     serve,
     serve_a_crowd,
 )
-from policies import POLICIES
 from request import SamplingParams
 
 SCHEDULERS = ("two_phase", "prefill_first")

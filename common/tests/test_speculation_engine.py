@@ -14,6 +14,7 @@ from scipy.stats import chisquare
 from transformers import Qwen3ForCausalLM
 
 from common.engine import EngineConfig, LLMEngine
+from common.engine_config import POLICIES
 from common.loader import load_model
 from common.tests.engine_oracle import (
     MAX_TOKENS,
@@ -22,7 +23,6 @@ from common.tests.engine_oracle import (
     serve,
     serve_a_crowd,
 )
-from policies import POLICIES
 from proposers import FollowedRequest
 from request import SamplingParams
 
