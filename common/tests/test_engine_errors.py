@@ -13,6 +13,7 @@ import torch
 from common.engine import EngineConfig, LLMEngine
 from common.tests.engine_oracle import Oracle
 from request import SamplingParams
+from scheduler_interface import SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -312,3 +313,31 @@ def test_an_update_that_raises_loses_nobody_who_had_just_finished(
             engine.step()
     assert {o.request_id for o in _finish(engine) if o.finished} == {"a", "b"}
     assert not engine.has_unfinished_requests() and engine.kv_manager.num_blocks_in_use == 0
+
+
+# -- a scheduler that admits nobody
+
+
+@pytest.mark.parametrize(
+    "serve",
+    [
+        lambda engine: engine.generate_batch([[1, 2], [3]], GREEDY, request_ids=["a", "b"]),
+        lambda engine: list(engine.stream("a", [1, 2], GREEDY)),
+        lambda engine: engine.add_request("a", [1, 2], GREEDY) or _finish(engine),
+    ],
+    ids=["generate_batch", "stream", "step"],
+)
+def test_who_is_never_admitted_ends_with_an_error_and_not_in_an_endless_loop(
+    engine: LLMEngine, monkeypatch, serve
+) -> None:
+    def on_step(record) -> None:
+        assert record.step < 400, "it hangs"
+
+    engine.on_step = on_step
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "schedule", SchedulerOutput)
+        with pytest.raises(RuntimeError, match="admitted none of 'a'"):
+            serve(engine)
+    # Only the scheduler was at fault: who still waits is served, and who comes.
+    engine.add_request("c", [4], GREEDY)
+    assert "c" in {output.request_id for output in _finish(engine)}
