@@ -81,9 +81,9 @@ class LLMEngine:
         # By Request.request_id: all members of open groups, those that have finished included.
         self._owners: dict[str, tuple[RequestGroup, OutputProcessor]] = {}
         self._ended: dict[RequestGroup, None] = {}  # and not reported yet; in order
+        self._num_idle_steps = 0  # in a row, up to the last one
         self._last_record: StepRecord  # there is none before the first step
         self._num_batches = 0
-        self._num_idle_steps = 0  # in a row, up to the last one
 
     def _resolve_draft(self, loaded: LoadedModel, draft: LoadedModel | None) -> LoadedModel | None:
         how = self.config.speculation

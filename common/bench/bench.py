@@ -257,7 +257,3 @@ DRIVER = Driver(
     tables=tables_of,
 )
 main = DRIVER.main
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,11 +17,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
+from common.engine_config import POLICIES
 from common.loader import LoadedModel
 from common.outputs import RequestOutput
 from common.runner.model_runner import PagedModelRunner
 from common.tests.model_cases import tiny_config
-from policies import POLICIES
 from request import SamplingParams
 
 MAX_TOKENS = 24
