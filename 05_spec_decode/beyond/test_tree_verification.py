@@ -15,7 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from acceptance import SpecDecodeStats, acceptance_probability
 from bounded_loops import as_long_as
-from common.tests.model_cases import tiny_config
 from spec_decode import (
     SimpleLM,
     draft_generate,
@@ -85,10 +84,18 @@ class TransformersLM:
             "qwen3": (Qwen3ForCausalLM, Qwen3Config),
         }[family]
         torch.manual_seed(seed)
-        config = tiny_config(
-            config_type,
-            **dict(vocab_size=50, intermediate_size=48, num_hidden_layers=2),
-            **dict(num_key_value_heads=2, head_dim=8, initializer_range=0.5),
+        config = config_type(
+            vocab_size=50,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            initializer_range=0.5,
+            eos_token_id=None,
+            bos_token_id=None,
+            pad_token_id=None,
             attn_implementation="sdpa",  # "eager" takes its softmax in float32
         )
         self.model = model_type(config).double().eval()

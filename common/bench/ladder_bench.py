@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import shlex
-import sys
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -141,7 +140,3 @@ DRIVER = Driver(
     tables=tables,
 )
 main = DRIVER.main
-
-
-if __name__ == "__main__":
-    sys.exit(main())

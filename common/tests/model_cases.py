@@ -17,6 +17,10 @@ from transformers import (
 from common.model import DecoderModel
 from paged_attention import AttentionMetadata, PagedKVCache, TorchAttentionBackend
 
+SIZES = dict(vocab_size=89, hidden_size=32, intermediate_size=40, num_hidden_layers=3)
+LIMITS = dict(num_attention_heads=4, max_position_embeddings=64)
+NO_TOKENS = dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"])
+SHAPE = {**SIZES, **LIMITS, **NO_TOKENS}
 # Chosen so that some wavelengths are short, some are blended and some are long.
 BANDS = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 LLAMA3 = dict(rope_type="llama3", rope_theta=10_000.0, factor=8.0, **BANDS)
@@ -46,11 +50,8 @@ CASES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
 
 
 def tiny_config(config_class: type[PreTrainedConfig], **fields: object) -> PreTrainedConfig:
-    """A model that a test has computed in no time, and that knows no special tokens."""
-    sizes = dict(vocab_size=89, hidden_size=32, intermediate_size=40, num_hidden_layers=3)
-    limits = dict(num_attention_heads=4, max_position_embeddings=64)
-    no_ids = dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"])
-    return config_class(**{**sizes, **limits, **no_ids, **fields})
+    """Of `SHAPE`, but for these fields: a model that a test has computed in no time."""
+    return config_class(**{**SHAPE, **fields})
 
 
 def save_case(name: str, path: Path, seed: int = 0, **overrides: object) -> Path:
