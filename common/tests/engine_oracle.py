@@ -1,5 +1,5 @@
 """The oracle of the engine's tests: greedy continuations by `transformers`, in float64, computed
-once.
+once; and engines that are compared with it.
 
 Greedy decoding is prefix-consistent: the continuation for `max_tokens=5` is the first five tokens
 of the one for 24. So one table of long continuations answers for every workload drawn from its
