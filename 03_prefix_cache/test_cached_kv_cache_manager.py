@@ -22,8 +22,10 @@ from hypothesis.stateful import (
 
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
+from kv_chaos import OPERATIONS, Chaos
 from kv_memory import ComputedBlocks, NotReady
-from kv_world import OPERATIONS, Chaos, World, make_request
+from kv_slots import make_request
+from kv_world import World
 from scheduler_interface import BlockMove
 
 BLOCK_SIZES = (1, 2, 4)

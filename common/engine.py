@@ -27,6 +27,8 @@ from prefix_cache import CacheStats, PrefixCache
 from request import RequestStatus, SamplingParams
 from step_record import StepRecord
 
+MAX_IDLE_STEPS = 100  # a forced preemption takes one; a wait for KV from elsewhere does not count
+
 
 class LLMEngine:
     """Requests in at any time, outputs out of every `step()`.
@@ -79,6 +81,7 @@ class LLMEngine:
         # By Request.request_id: all members of open groups, those that have finished included.
         self._owners: dict[str, tuple[RequestGroup, OutputProcessor]] = {}
         self._ended: dict[RequestGroup, None] = {}  # and not reported yet; in order
+        self._num_idle_steps = 0  # in a row, up to the last one
         self._last_record: StepRecord  # there is none before the first step
         self._num_batches = 0
 
@@ -188,6 +191,7 @@ class LLMEngine:
         except BaseException:
             self._abort_running()
             raise
+        self._check_progress()
         now = time.monotonic()
         touched: dict[RequestGroup, None] = {}
         for result in results:
@@ -206,6 +210,21 @@ class LLMEngine:
         if self.on_step is not None:
             self.on_step(self._last_record)
         return [group for group in touched if not group.is_finished]
+
+    def _check_progress(self) -> None:
+        """Raise `RuntimeError` if requests wait and nothing that could let them in is under way."""
+        record = self._last_record
+        is_busy = record.num_scheduled_tokens or record.num_running or not record.num_waiting
+        if is_busy or self.kv_manager.num_blocks_in_use:  # what is being loaded holds blocks
+            self._num_idle_steps = 0
+            return
+        self._num_idle_steps += 1
+        if self._num_idle_steps >= MAX_IDLE_STEPS:
+            waiting = ", ".join(map(repr, self.scheduler.requests))
+            raise RuntimeError(
+                f"the engine hangs: nothing runs, all memory is free, and for "
+                f"{self._num_idle_steps} steps the scheduler has admitted none of {waiting}"
+            )
 
     def _abort_running(self) -> None:
         """Those that the step may have changed: they run, or the scheduler has just let them go."""

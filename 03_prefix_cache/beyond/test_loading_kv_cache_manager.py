@@ -21,9 +21,12 @@ from hypothesis.stateful import (
 )
 
 from block_pool import BlockPool
+from kv_chaos import OPERATIONS, Chaos
 from kv_connector import ConnectorChain, KVConnector
 from kv_memory import ComputedBlocks, NotReady
-from kv_world import OPERATIONS, Chaos, Engine, Runner, World, content, make_request
+from kv_served_world import Engine
+from kv_slots import Runner, content, make_request
+from kv_world import World
 from loading_kv_cache_manager import LoadingKVCacheManager
 from prefix_cache_local import PrefixCacheLocal
 from request import Request, RequestStatus
