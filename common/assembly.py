@@ -30,14 +30,14 @@ import torch
 
 from batch_layout import compose_in_order
 from block_pool import BlockPool
-from common.engine_config import EngineConfig
+from common.engine_config import EngineConfig, SpeculativeConfig
 from common.kv_sizing import allocate_kv_cache, make_kv_cache
 from common.loader import LoadedModel
-from common.runner.model_runner import BatchSampler, Compose, PagedModelRunner
+from common.runner.model_runner import Compose, PagedModelRunner
 from common.sampling.sampler import Sampler
 from kv_memory import KVMemory, SharingRunnerState, UncachedKVCacheManager
 from paged_attention import AttentionBackend, PagedKVCache, TorchAttentionBackend
-from scheduler_interface import ModelRunner, SchedulerInterface
+from scheduler_interface import SchedulerInterface
 from step_record import Observer, RecordingEngineCore, StepRecord
 
 if TYPE_CHECKING:
@@ -98,31 +98,29 @@ def assemble(
     chunk_policy = make_chunk_policy(config)
 
     state = SharingRunnerState(config.max_num_seqs, -(-max_model_len // config.block_size))
-    sampler: BatchSampler = Sampler(vocab_size)
-    proposer = make_proposer(config, loaded, draft, kv_cache, attention.backend, state, vocab_size)
-    if proposer is not None:
-        sampler = make_speculative_sampler(Sampler(vocab_size), proposer, attention.is_triton)
-    runner: ModelRunner = PagedModelRunner(
+    runner = PagedModelRunner(
         loaded.model,
         kv_cache,
         attention.backend,
         state,
-        sampler,
+        Sampler(vocab_size),
         compose=attention.compose,
         eos_token_ids=loaded.generation_eos_token_ids,
         shuffle_seed=config.seed if config.shuffle_batch else None,
     )
     speculation = num_lookahead_tokens = None
-    if proposer is not None:
-        runner = speculation = make_speculating_runner(config, runner, proposer, state, num_wanted)
-        num_lookahead_tokens = proposer.num_lookahead_tokens
+    if config.speculation is not None:
+        speculation = make_speculation(
+            config, loaded, draft, runner, vocab_size, attention.is_triton, num_wanted
+        )
+        num_lookahead_tokens = speculation.proposer.num_lookahead_tokens
     scheduler = make_scheduler(config, max_model_len, kv_memory, chunk_policy, num_lookahead_tokens)
     observers = [*observers]
     if config.target_step_ms is not None:
         observers.insert(0, partial(tell_durations, chunk_policy))
     if connector is not None:
         observers.insert(0, partial(wait_for_loads, kv_memory))
-    core = RecordingEngineCore(scheduler, runner, observers)
+    core = RecordingEngineCore(scheduler, speculation or runner, observers)
     return EngineParts(core, kv_memory, kv_cache, max_model_len, vocab_size, connector, speculation)
 
 
@@ -295,19 +293,48 @@ def make_attention(config: EngineConfig, device: torch.device) -> Attention:
 # -- guesses
 
 
-def make_proposer(
+def make_speculation(
     config: EngineConfig,
     loaded: LoadedModel,
     draft: LoadedModel | None,
-    kv_cache: PagedKVCache,
-    backend: AttentionBackend,
-    state: SharingRunnerState,
+    runner: PagedModelRunner,
     vocab_size: int,
-) -> Proposer | None:
-    """Who guesses, if anybody. Raises `ValueError` if the draft model has other tokens."""
+    is_triton: bool,
+    num_wanted: Callable[[str, list[int]], int],
+) -> SpeculatingRunner:
+    """A runner that guesses around `runner`, which gets a sampler that verifies: with kernels where
+    attention is one."""
+    from common.runner.trimming_runner import TrimmingRunner
+    from common.sampling.speculative_sampler import SpeculativeSampler
+    from speculating_runner import FixedLength, SpeculatingRunner
+
     how = config.speculation
-    if how is None:
-        return None
+    assert how is not None
+    proposer = make_proposer(config, how, loaded, draft, runner, vocab_size)
+    rules: dict[str, Any] = {}
+    if is_triton:
+        import rejection_sampler_triton as kernels
+
+        rules["reject"] = kernels.rejection_sample_triton
+        rules["match"] = kernels.rejection_sampling_batched_triton
+    runner.sampler = SpeculativeSampler(Sampler(vocab_size), proposer.draft_probs, **rules)
+    length = FixedLength(how.num_spec_tokens)
+    if how.adaptive:
+        from adaptive_length import AdaptiveLength
+
+        length = AdaptiveLength(how.num_spec_tokens)
+    return SpeculatingRunner(TrimmingRunner(runner, num_wanted), proposer, length, runner.state)
+
+
+def make_proposer(
+    config: EngineConfig,
+    how: SpeculativeConfig,
+    loaded: LoadedModel,
+    draft: LoadedModel | None,
+    runner: PagedModelRunner,
+    vocab_size: int,
+) -> Proposer:
+    """Who guesses. Raises `ValueError` if the draft model has other tokens."""
     if how.method == "ngram":
         from proposers import NgramProposer
 
@@ -324,42 +351,10 @@ def make_proposer(
     longest = config.max_model_len or loaded.config.max_position_embeddings
     return DraftModelProposer(
         draft.model,
-        allocate_kv_cache(draft, kv_cache.num_blocks, config.block_size),
-        backend,
-        state,
+        allocate_kv_cache(draft, runner.kv_cache.num_blocks, config.block_size),
+        runner.backend,
+        runner.state,
         how.num_spec_tokens,
         max_model_len=min(longest, draft.config.max_position_embeddings),
         sampler=ConstrainedDrafts(Sampler(vocab_size), loaded.generation_eos_token_ids),
     )
-
-
-def make_speculative_sampler(sampler: Sampler, proposer: Proposer, is_triton: bool) -> BatchSampler:
-    """With kernels where attention is one."""
-    from common.sampling.speculative_sampler import SpeculativeSampler
-
-    if not is_triton:
-        return SpeculativeSampler(sampler, proposer.draft_probs)
-    import rejection_sampler_triton as kernels
-
-    reject, match = kernels.rejection_sample_triton, kernels.rejection_sampling_batched_triton
-    return SpeculativeSampler(sampler, proposer.draft_probs, reject, match)
-
-
-def make_speculating_runner(
-    config: EngineConfig,
-    runner: ModelRunner,
-    proposer: Proposer,
-    state: SharingRunnerState,
-    num_wanted: Callable[[str, list[int]], int],
-) -> SpeculatingRunner:
-    from common.runner.trimming_runner import TrimmingRunner
-    from speculating_runner import FixedLength, SpeculatingRunner
-
-    how = config.speculation
-    assert how is not None
-    length = FixedLength(how.num_spec_tokens)
-    if how.adaptive:
-        from adaptive_length import AdaptiveLength
-
-        length = AdaptiveLength(how.num_spec_tokens)
-    return SpeculatingRunner(TrimmingRunner(runner, num_wanted), proposer, length, state)

@@ -125,7 +125,7 @@ def _parts_of(total: int, largest: int) -> list[int]:
     return [largest] * (total // largest) + [rest] * (rest > 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SamplerWarmUp:
     """The largest batch that a sampler gets: every row asks for everything."""
 

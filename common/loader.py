@@ -2,7 +2,6 @@
 
     resolve_checkpoint    name -> directory, downloaded if need be
     load_model            directory -> LoadedModel
-    random_model          configuration -> LoadedModel, for benchmarks; no file needed
 
 Loading keeps one law: every tensor of the checkpoint is used exactly once, and every parameter is
 filled exactly once. Anything over or short is refused by name, because a model with a few unfilled
@@ -27,9 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from common.model import DecoderModel
-from common.model_config import QWEN3_0_6B, ModelConfig, token_ids
-
-__all__ = ["QWEN3_0_6B", "LoadedModel", "load_model", "random_model", "resolve_checkpoint"]
+from common.model_config import ModelConfig, token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -93,25 +90,6 @@ def load_model(
     decoder = DecoderModel(config, _resolve_dtype(dtype, config, files, device), device)
     _fill(decoder, files)
     return LoadedModel(decoder, config, _eos_token_ids(path, config), path)
-
-
-def random_model(
-    config: ModelConfig,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-) -> LoadedModel:
-    """Weights drawn from N(0, 0.02), norms 1, biases 0: a new model's usual start."""
-    decoder = DecoderModel(config, dtype, device)
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, parameter in decoder.named_parameters():
-        if name.endswith("norm_weight"):
-            parameter.fill_(1.0)
-        elif name.endswith("bias"):
-            parameter.zero_()
-        else:
-            parameter.normal_(0.0, 0.02, generator=generator)
-    return LoadedModel(decoder, config, config.eos_token_ids)
 
 
 # -- files

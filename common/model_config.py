@@ -91,25 +91,6 @@ class ModelConfig:
         )
 
 
-QWEN3_0_6B = ModelConfig(  # https://huggingface.co/Qwen/Qwen3-0.6B
-    architecture="Qwen3ForCausalLM",
-    vocab_size=151936,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=40960,
-    rms_norm_eps=1e-6,
-    rope=RopeParameters(theta=1e6),
-    tie_word_embeddings=True,
-    has_qk_norm=True,
-    dtype="bfloat16",
-    eos_token_ids=(151645,),
-)
-
-
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
     """`eos_token_id` as files have it: an integer, a list of integers, or null."""
     if value is None:

@@ -169,8 +169,9 @@ def load_models(name: str, dtype: torch.dtype) -> BenchModels:
     import torch
 
     from common.bench.bench_systems import BenchModels, make_twin
+    from common.bench.random_weights import QWEN3_0_6B, random_model
     from common.engine_config import SHIPPED_CHECKPOINT
-    from common.loader import QWEN3_0_6B, load_model, random_model
+    from common.loader import load_model
 
     if name == "qwen3-0.6b":
         loaded = random_model(QWEN3_0_6B, seed=0, dtype=dtype)

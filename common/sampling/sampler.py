@@ -81,8 +81,10 @@ class SamplingBatch:
 
 
 class HasSampling(Protocol):
-    @property
-    def sampling(self) -> SamplingBatch: ...
+    """A batch, as a sampler sees it."""
+
+    sampling: SamplingBatch
+    draft_token_ids: dict[str, list[int]]
 
 
 @dataclass(frozen=True, slots=True)

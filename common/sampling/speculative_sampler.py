@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 
@@ -29,11 +28,6 @@ from common.sampling.sampler import HasSampling, Sampler, SamplingBatch, samplin
 from input_batch import RunnerRequest
 from rejection_sampler import VerifiedTokens, rejection_sample, rejection_sampling_batched
 from scheduler_interface import StepOutput
-
-
-class HasDrafts(HasSampling, Protocol):
-    @property
-    def draft_token_ids(self) -> dict[str, list[int]]: ...
 
 
 @dataclass(slots=True)
@@ -80,7 +74,7 @@ class SpeculativeSampler:
         self.sampler = sampler
         self.draft_probs = draft_probs
 
-    def sample(self, logits: torch.Tensor, batch: HasDrafts) -> StepOutput:
+    def sample(self, logits: torch.Tensor, batch: HasSampling) -> StepOutput:
         """1 to k + 1 tokens for each request with k drafts."""
         if not batch.draft_token_ids:
             return self.sampler.sample(logits, batch)
@@ -98,7 +92,7 @@ class SpeculativeSampler:
         flat = [token for run in runs for token in tokens[run.req_id]]
         return self.sampler.emit(raw, sampling, rows, flat)
 
-    def _runs(self, batch: HasDrafts) -> list[_Run]:
+    def _runs(self, batch: HasSampling) -> list[_Run]:
         runs, start = [], 0
         while start < len(batch.sampling.req_ids):
             req_id = batch.sampling.req_ids[start]
@@ -114,7 +108,7 @@ class SpeculativeSampler:
         rule: Callable[[_Runs], torch.Tensor],
         runs: list[_Run],
         raw: torch.Tensor,
-        batch: HasDrafts,
+        batch: HasSampling,
     ) -> dict[str, list[int]]:
         """The tokens of each run; it ends with a -1 at logits that say nothing."""
         if not runs:
