@@ -88,10 +88,8 @@ class LLMEngine:
     ) -> None:
         """Queue a request. `prompt` is text or token ids; `arrival_time` is in seconds of
         `time.monotonic()`, now if None. Only requests with an equal `cache_salt` share cached
-        prefixes: one for each tenant keeps them from probing each other's.
-
-        Raises `ValueError` for anything that can not be served; nothing has changed then.
-        """
+        prefixes: one for each tenant keeps them from probing each other's. Raises `ValueError` for
+        anything that can not be served; nothing has changed then."""
         self._check_id(request_id)
         params = SamplingParams() if sampling_params is None else sampling_params
         group = self._intake.make_group(

@@ -185,21 +185,20 @@ class RequestGroup:
         return all(member.is_finished for member in self.members)
 
     def output(self) -> RequestOutput:
+        metrics = [member.metrics for member in self.members]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[member.completion for member in self.members],
             finished=self.is_finished,
-            metrics=_merge_metrics([member.metrics for member in self.members]),
+            metrics=metrics[0] if len(metrics) == 1 else _merge_metrics(metrics),
             num_cached_tokens=self.members[0].request.num_cached_tokens,
         )
 
 
 def _merge_metrics(metrics: list[RequestMetrics]) -> RequestMetrics:
     """Of a group: the earliest first time, the latest last one, and all latencies."""
-    if len(metrics) == 1:
-        return metrics[0]
 
     def known(name: str) -> list:
         return [value for m in metrics if (value := getattr(m, name)) is not None]

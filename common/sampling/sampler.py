@@ -258,11 +258,17 @@ def _forbid_stops(
     logits: torch.Tensor, sampling: SamplingBatch, plan: SamplingPlan
 ) -> torch.Tensor:
     """EOS and stop tokens are impossible before `min_tokens`. `logits` stay as they are."""
-    logits = logits.clone()
+    rows: list[int] = []
+    forbidden: list[int] = []
     for i in plan.min_tokens:
         if sampling.num_outputs(i) < sampling.params[i].min_tokens:
             ids = {*sampling.eos_token_ids[i], *sampling.params[i].stop_token_ids}
-            logits[i, [t for t in ids if t < logits.shape[1]]] = constraints.NEG_INF
+            ids = [t for t in ids if t < logits.shape[1]]
+            rows += [i] * len(ids)
+            forbidden += ids
+    if rows:
+        logits = logits.clone()
+        logits[rows, forbidden] = constraints.NEG_INF
     return logits
 
 
