@@ -107,8 +107,10 @@ def _measure(
     if draft is not None:
         from common.sampling.speculative_sampler import SpeculativeSampler
 
-        draft_probs = batch.make_draft_probs(loaded.model.embed_weight, vocab_size)
-        sampler = SpeculativeSampler(sampler, draft_probs.__getitem__)
+        weight = loaded.model.embed_weight  # the sampler alone holds what it is given here
+        probs_of = batch.make_draft_probs(weight, vocab_size).__getitem__
+        sampler = SpeculativeSampler(sampler, probs_of)
+        del probs_of
     for _ in range(2):
         logits = run_forward(loaded, kv_cache, backend, seq_lens, num_rows)
         sampler.sample(logits, batch)
