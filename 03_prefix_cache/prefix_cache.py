@@ -34,7 +34,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from block_pool import Block, BlockPool
-from prefix_post_names import PrefixCachePostNames
 from request import Request, check_integers
 
 ExtraKeys = Sequence[tuple[str, str | int]] | tuple[str, str | int]
@@ -45,8 +44,7 @@ def check_extra_keys(extra_keys: ExtraKeys | None) -> tuple[tuple[str, str | int
     """What KV depends on besides the tokens, as `(tag, value)` each. A single pair may stand alone.
 
     Every key carries a tag, so that an adapter named X and a salt X stay apart. Raises `ValueError`
-    for a key without one, or for one tag used twice.
-    """
+    for a key without one, or for one tag used twice."""
     is_one = bool(extra_keys) and isinstance(extra_keys[0], str)
     keys: tuple[Any, ...] = (extra_keys,) if is_one else tuple(extra_keys or ())
     for key in keys:
@@ -62,23 +60,16 @@ def check_extra_keys(extra_keys: ExtraKeys | None) -> tuple[tuple[str, str | int
 
 def normalise_extra_keys(extra_keys: ExtraKeys | None) -> NormalKeys:
     """In one fixed order, so that equal keys are equal: `(("lora", "int:7"),)`."""
-    keys = check_extra_keys(extra_keys)
+    keys = check_extra_keys(extra_keys) if extra_keys else ()
     return tuple(sorted((tag, f"{type(value).__name__}:{value}") for tag, value in keys))
 
 
 class KeyedRequest(Request):
-    """`extra_keys`, `(tag, value)` each, are what its KV depends on besides its tokens: requests
-    that differ in them share nothing. A single pair may stand alone."""
+    """`extra_keys`, as `check_extra_keys` takes them, are what its KV depends on besides its
+    tokens: requests that differ in them share nothing."""
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        *arguments: Any,
-        extra_keys: ExtraKeys = (),
-        **keywords: Any,
-    ) -> None:
-        super().__init__(request_id, prompt_token_ids, *arguments, **keywords)
+    def __init__(self, *arguments: Any, extra_keys: ExtraKeys = (), **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
         self.extra_keys = check_extra_keys(extra_keys)
 
 
@@ -100,8 +91,8 @@ class PrefixMatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InsertResult:
-    """What became of the blocks given to `insert`. `blocks[i]` is the cache's block for the content
-    of the i-th of them: that block itself if it is now `owned`, another if it was a duplicate."""
+    """`blocks[i]` is the cache's block for the content of the i-th block given to `insert`: that
+    block itself if it is now `owned`, another if it was a duplicate."""
 
     blocks: list[Block]
     owned: list[Block]
@@ -147,8 +138,7 @@ class CacheListener(Protocol):
         """They still hold their content, and lose it when this returns. Children come first."""
 
 
-@dataclass(slots=True)
-class CachedPrefix:
+class CachedPrefix(NamedTuple):
     """One cached block and everything it depends on. For checks and pictures; O(depth)."""
 
     extra_keys: NormalKeys
@@ -160,8 +150,9 @@ class CachedPrefix:
         return self.block.ref_cnt - 1
 
 
-class PrefixCache(PrefixCachePostNames, ABC):
-    """Prefixes to blocks of `pool`. Everything counts in whole blocks of `block_size` tokens."""
+class PrefixCache(ABC):
+    """Prefixes to blocks of `pool`, in whole blocks of `block_size` tokens. What every cache does
+    alike is here; each has its own index, and its own books of who uses a block and since when."""
 
     def __init__(
         self, pool: BlockPool, block_size: int, listener: CacheListener | None = None
@@ -171,8 +162,8 @@ class PrefixCache(PrefixCachePostNames, ABC):
         self.block_size = block_size
         self.listener = listener
         self.stats = CacheStats()
+        self._by_block_id: dict[int, Any] = {}  # where in its index the cache has a block
 
-    @abstractmethod
     def match_prefix(
         self,
         token_ids: Sequence[int],
@@ -181,22 +172,22 @@ class PrefixCache(PrefixCachePostNames, ABC):
     ) -> PrefixMatch:
         """The longest cached prefix of `token_ids` under the same extra keys. It counts as used
         now, but nothing keeps it: `touch` it before anything may be evicted."""
+        keys, end = normalise_extra_keys(extra_keys), len(token_ids) // self.block_size
+        blocks = self._find(token_ids, 0, end, keys, path or PrefixPath())
+        if blocks:
+            self._use(blocks)
+        return PrefixMatch(blocks, len(blocks) * self.block_size)
 
     @abstractmethod
     def touch(self, blocks: Sequence[HasBlockId]) -> None:
-        """One user more for these cached blocks: consecutive ones of a path, head first.
-
-        Raises `ValueError`, and changes nothing, if one of them is not cached.
-        """
+        """One user more for these cached blocks: consecutive ones of a path, head first. Raises
+        `ValueError`, and changes nothing, if one of them is not cached."""
 
     @abstractmethod
     def release(self, blocks: Sequence[HasBlockId]) -> None:
         """One user less, given as to `touch`. They count as used now, the deepest before the rest.
+        Raises `ValueError`, and changes nothing, if one of them is not cached or has no user."""
 
-        Raises `ValueError`, and changes nothing, if one of them is not cached or has no user.
-        """
-
-    @abstractmethod
     def insert(
         self,
         token_ids: Sequence[int],
@@ -213,35 +204,41 @@ class PrefixCache(PrefixCachePostNames, ABC):
         the caller's reference moves to the cache's block, and the duplicate goes back to the pool
         unless others hold it. The first `start` blocks of the path are cached, and used by the
         caller. Raises `ValueError`, and changes nothing, if `token_ids` is too short, if blocks are
-        free or already cached, or if the first `start` blocks are not cached.
-        """
+        free or already cached, or if the first `start` blocks are not cached. O(new blocks) with a
+        `path` that ends at `start`."""
+        keys, path = normalise_extra_keys(extra_keys), path or PrefixPath()
+        self._check_given(token_ids, blocks, start)
+        # The block behind which they come, and those that somebody was first to compute.
+        found = self._find(token_ids, max(start - 1, 0), start + len(blocks), keys, path)
+        if start and not found:
+            missing = len(self._find(token_ids, 0, start, keys, path))
+            raise ValueError(f"insert behind {start} blocks: block {missing} is not cached")
+        if start and blocks and self.num_users(found[0]) == 0:
+            raise ValueError(f"insert behind {start} blocks: block {start - 1} has no user")
+        known = [self.pool.blocks[block.block_id] for block in found]
+        parent = known[-1] if known else None
+        known = known[1:] if start else known
+        duplicates, owned = list(blocks[: len(known)]), list(blocks[len(known) :])
+        self.touch(known)
+        self.pool.free(duplicates)
+        first = start + len(known)
+        self._add(token_ids, first, owned, keys, path)
+        self.pool.touch(owned)
+        for index, block in enumerate(owned if self.listener else (), first):
+            self.listener.block_cached(block, parent, self._tokens(token_ids, index), keys)
+            parent = block
+        return InsertResult(known + owned, owned, duplicates)
 
-    @abstractmethod
     def evict(self, num_blocks: int) -> int:
         """Give unused blocks back to the pool: `num_blocks`, or all there are. Returns how many."""
-
-    @abstractmethod
-    def owns(self, block: HasBlockId) -> bool:
-        """Is this block cached?"""
-
-    @property
-    @abstractmethod
-    def num_cached_blocks(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def num_evictable_blocks(self) -> int:
-        """Cached blocks that nobody uses."""
-
-    @abstractmethod
-    def cached_prefixes(self) -> Iterator[CachedPrefix]:
-        """Every cached block with its whole prefix. Not for the engine's loop."""
-
-    @abstractmethod
-    def check_invariants(self) -> None:
-        """Raise `AssertionError` if the cache contradicts itself or its pool."""
-
-    # -- what every cache does alike
+        num_blocks = max(0, min(num_blocks, self.num_evictable_blocks))
+        blocks = self._pop_oldest(num_blocks)
+        if self.listener is not None and blocks:
+            self.listener.blocks_evicted(blocks)
+        for block in blocks:
+            del self._by_block_id[block.block_id]
+        self.pool.free(blocks)
+        return num_blocks
 
     def reset(self) -> bool:
         """Forget everything. False, and nothing has changed, while any cached block is in use."""
@@ -249,14 +246,6 @@ class PrefixCache(PrefixCachePostNames, ABC):
             return False
         self.evict(self.num_cached_blocks)
         return True
-
-    def cached_block_ids(self) -> Iterable[int]:
-        """The blocks that the cache holds a reference to."""
-        return (prefix.block.block_id for prefix in self.cached_prefixes())
-
-    def num_users(self, block: HasBlockId) -> int:
-        """Holders of a cached block, the cache itself not counted."""
-        return self.pool.blocks[block.block_id].ref_cnt - 1
 
     def cache_computed_blocks(
         self, token_ids: Sequence[int], extra_keys: ExtraKeys | None = None
@@ -266,21 +255,83 @@ class PrefixCache(PrefixCachePostNames, ABC):
 
         For use without an engine. Nobody uses the blocks yet: `touch` and `release` come in pairs.
         """
-        num_full = len(token_ids) // self.block_size
         found = self.match_prefix(token_ids, extra_keys).blocks
         self.touch(found)  # so that making room does not evict the very path that is extended
-        num_missing = num_full - len(found)
+        num_missing = len(token_ids) // self.block_size - len(found)
         self.evict(num_missing - self.pool.num_free_blocks)
         num_new = min(num_missing, self.pool.num_free_blocks)
-        if num_new > 0:
-            new = self.pool.allocate(num_new)
-            assert new is not None, "that many are free"
+        new = self.pool.allocate(num_new) if num_new else None
+        if new is not None:
             self.insert(token_ids, new, extra_keys, start=len(found))
-            found = self.match_prefix(
-                token_ids[: (len(found) + num_new) * self.block_size], extra_keys
-            ).blocks
+            end = (len(found) + num_new) * self.block_size
+            found = self.match_prefix(token_ids[:end], extra_keys).blocks
         self.release(found)
         return found
+
+    # -- questions
+
+    def owns(self, block: HasBlockId) -> bool:
+        """Is this block cached?"""
+        return block.block_id in self._by_block_id
+
+    def num_users(self, block: HasBlockId) -> int:
+        """Holders of a cached block, the cache itself not counted."""
+        return self.pool.blocks[block.block_id].ref_cnt - 1
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return len(self._by_block_id)
+
+    @property
+    @abstractmethod
+    def num_evictable_blocks(self) -> int:
+        """Cached blocks that nobody uses."""
+
+    def cached_block_ids(self) -> Iterable[int]:
+        return self._by_block_id.keys()
+
+    @property
+    def cache_hit_rate(self) -> float:  # as the reading material calls it
+        return self.stats.hit_rate
+
+    @abstractmethod
+    def cached_prefixes(self) -> Iterator[CachedPrefix]:
+        """Every cached block with its whole prefix. Not for the engine's loop."""
+
+    @abstractmethod
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` if the cache contradicts itself or its pool."""
+
+    # -- each cache's own
+
+    @abstractmethod
+    def _find(
+        self, token_ids: Sequence[int], begin: int, end: int, keys: NormalKeys, path: PrefixPath
+    ) -> list[Any]:
+        """The cached ones of blocks `[begin, end)` of `token_ids`, up to the first that is not."""
+
+    @abstractmethod
+    def _use(self, blocks: list[Any]) -> None:
+        """What `_find` has found from the root on is used now."""
+
+    @abstractmethod
+    def _add(
+        self,
+        token_ids: Sequence[int],
+        first: int,
+        blocks: list[Block],
+        keys: NormalKeys,
+        path: PrefixPath,
+    ) -> None:
+        """Blocks `first` and on of `token_ids`, new ones, behind what `_find` has found."""
+
+    @abstractmethod
+    def _pop_oldest(self, num_blocks: int) -> list[Block]:
+        """Take the unused blocks out of the index whose last use is the longest ago."""
+
+    def _tokens(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
+        """Those of block `index`."""
+        return tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
 
     def _check_given(self, token_ids: Sequence[int], blocks: Sequence[Block], start: int) -> None:
         """What `insert` refuses whatever is cached."""
@@ -295,19 +346,3 @@ class PrefixCache(PrefixCachePostNames, ABC):
             if block.ref_cnt < 1 or self.owns(block):
                 state = "free" if block.ref_cnt < 1 else "cached already"
                 raise ValueError(f"insert of block {block.block_id}: it is {state}")
-
-    def _tell_cached(
-        self,
-        blocks: Sequence[Block],
-        parent: Block | None,
-        token_ids: Sequence[int],
-        start: int,
-        keys: NormalKeys,
-    ) -> None:
-        """`blocks[i]` is now cached as block `start + i` of `token_ids`, behind `parent`."""
-        if self.listener is None:
-            return
-        for index, block in enumerate(blocks, start):
-            tokens = tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
-            self.listener.block_cached(block, parent, tokens, keys)
-            parent = block

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
@@ -39,14 +39,11 @@ from prefix_cache import (
     CacheListener,
     ExtraKeys,
     HasBlockId,
-    InsertResult,
     NormalKeys,
     PrefixCache,
-    PrefixMatch,
     PrefixPath,
     normalise_extra_keys,
 )
-from prefix_post_names import CachedBlockPostNames
 from request import check_integers
 
 BLOCK_SIZE = 16
@@ -98,7 +95,7 @@ def compute_hash_chain(
 
 
 @dataclass(slots=True, eq=False)
-class CachedBlock(CachedBlockPostNames):
+class CachedBlock:
     """A block of the pool and what it holds."""
 
     block_id: int
@@ -110,16 +107,17 @@ class CachedBlock(CachedBlockPostNames):
 
     @property
     def num_users(self) -> int:
-        """All holders but the cache."""
+        """All holders but the cache; the reading material calls it `ref_cnt`."""
         return self.block.ref_cnt - 1
+
+    ref_cnt = num_users
 
 
 class PrefixCacheLocal(PrefixCache):
     """A `PrefixCache` keyed by chained hashes.
 
     On its own it makes a pool of `max_cached_blocks`; in an engine it is given the engine's `pool`.
-    Raises `ValueError` unless exactly one of the two is given.
-    """
+    Raises `ValueError` unless exactly one of the two is given."""
 
     def __init__(
         self,
@@ -138,61 +136,58 @@ class PrefixCacheLocal(PrefixCache):
         assert pool is not None
         super().__init__(pool, block_size, listener)
         self._by_hash: dict[bytes, CachedBlock] = {}
-        self._by_block_id: dict[int, CachedBlock] = {}
         self._evictable: OrderedDict[int, CachedBlock] = OrderedDict()
-
-    # -- look up
 
     def compute_hash_chain(
         self, token_ids: Sequence[int], extra_keys: ExtraKeys | None = None
     ) -> list[tuple[bytes, tuple[int, ...]]]:
         return compute_hash_chain(token_ids, self.block_size, extra_keys)
 
-    def match_prefix(
-        self,
-        token_ids: Sequence[int],
-        extra_keys: ExtraKeys | None = None,
-        path: PrefixPath | None = None,
-    ) -> PrefixMatch:
-        hashes = self._hashes_of(path)
+    # -- along a chain
+
+    def _find(
+        self, token_ids: Sequence[int], begin: int, end: int, keys: NormalKeys, path: PrefixPath
+    ) -> list[CachedBlock]:
         blocks: list[CachedBlock] = []
-        for index in range(len(token_ids) // self.block_size):
-            cached = self._by_hash.get(self._hash(hashes, index, token_ids, extra_keys))
+        for index in range(begin, end):
+            cached = self._by_hash.get(self._hash(token_ids, index, keys, path))
             if cached is None:
                 break
             blocks.append(cached)
+        return blocks
+
+    def _hash(
+        self, token_ids: Sequence[int], index: int, keys: NormalKeys, path: PrefixPath
+    ) -> bytes:
+        """The hash of block `index`. `path` remembers the root's and all up to it: tokens only ever
+        grow at their end."""
+        hashes = path.state = path.state or [_mix_in(b"", keys)]
+        while len(hashes) <= index + 1:
+            tokens = self._tokens(token_ids, len(hashes) - 1)
+            hashes.append(compute_block_hash(hashes[-1], tokens))
+        return hashes[index + 1]
+
+    def _add(
+        self,
+        token_ids: Sequence[int],
+        first: int,
+        blocks: list[Block],
+        keys: NormalKeys,
+        path: PrefixPath,
+    ) -> None:
+        parent = self._by_hash[self._hash(token_ids, first - 1, keys, path)] if first else None
+        for index, block in enumerate(blocks, first):
+            block_hash = self._hash(token_ids, index, keys, path)
+            tokens = self._tokens(token_ids, index)
+            parent = CachedBlock(block.block_id, block, block_hash, tokens, parent, keys)
+            self._by_hash[block_hash] = self._by_block_id[block.block_id] = parent
+
+    # -- uses, and who is evicted
+
+    def _use(self, blocks: list[CachedBlock]) -> None:
         for cached in reversed(blocks):
             if cached.block.ref_cnt == 1:  # the cache alone holds it
                 self._evictable.move_to_end(cached.block_id)
-        return PrefixMatch(blocks, len(blocks) * self.block_size)
-
-    @staticmethod
-    def _hashes_of(path: PrefixPath | None) -> list[bytes]:
-        """A path remembers the hashes computed so far: tokens only ever grow at their end."""
-        if path is None:
-            return []
-        if path.state is None:
-            path.state = []
-        return path.state
-
-    def _hash(
-        self,
-        hashes: list[bytes],
-        index: int,
-        token_ids: Sequence[int],
-        extra_keys: ExtraKeys | None,
-    ) -> bytes:
-        """The hash of block `index`; `hashes` grows up to it."""
-        while len(hashes) <= index:
-            start = len(hashes) * self.block_size
-            tokens = token_ids[start : start + self.block_size]
-            if hashes:
-                hashes.append(compute_block_hash(hashes[-1], tokens))
-            else:
-                hashes.append(compute_block_hash(None, tokens, extra_keys))
-        return hashes[index]
-
-    # -- references
 
     def touch(self, blocks: Sequence[HasBlockId]) -> None:
         cached_blocks = self._cached(blocks, "touch")
@@ -211,91 +206,23 @@ class PrefixCacheLocal(PrefixCache):
             if cached.block.ref_cnt == 1:
                 self._evictable[cached.block_id] = cached
 
-    def _cached(self, blocks: Iterable[HasBlockId], verb: str) -> list[CachedBlock]:
+    def _cached(self, blocks: Sequence[HasBlockId], verb: str) -> list[CachedBlock]:
         try:
             return [self._by_block_id[block.block_id] for block in blocks]
         except KeyError as error:
             raise ValueError(f"{verb} of block {error}: it is not cached") from None
 
-    # -- in and out
-
-    def insert(
-        self,
-        token_ids: Sequence[int],
-        blocks: Sequence[Block],
-        extra_keys: ExtraKeys | None = None,
-        *,
-        start: int = 0,
-        path: PrefixPath | None = None,
-    ) -> InsertResult:
-        hashes = self._hashes_of(path)
-        self._check_given(token_ids, blocks, start)
-        parent = self._find_parent(token_ids, blocks, extra_keys, start, hashes)
-        keys = parent.extra_keys if parent is not None else normalise_extra_keys(extra_keys)
-        known: list[CachedBlock] = []  # somebody was first: the caller's references move to theirs
-        for index in range(start, start + len(blocks)):
-            cached = self._by_hash.get(self._hash(hashes, index, token_ids, extra_keys))
-            if cached is None:
-                break  # and so is everything behind it
-            known.append(cached)
-        duplicates, owned = list(blocks[: len(known)]), list(blocks[len(known) :])
-        self.touch(known)
-        self.pool.free(duplicates)
-        parent = before = known[-1] if known else parent
-        first = start + len(known)
-        for index, block in enumerate(owned, first):
-            tokens = tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
-            block_hash = self._hash(hashes, index, token_ids, extra_keys)
-            parent = CachedBlock(block.block_id, block, block_hash, tokens, parent, keys)
-            self._by_hash[block_hash] = self._by_block_id[block.block_id] = parent
-        self.pool.touch(owned)
-        self._tell_cached(owned, before and before.block, token_ids, first, keys)
-        return InsertResult([cached.block for cached in known] + owned, owned, duplicates)
-
-    def _find_parent(
-        self,
-        token_ids: Sequence[int],
-        blocks: Sequence[Block],
-        extra_keys: ExtraKeys | None,
-        start: int,
-        hashes: list[bytes],
-    ) -> CachedBlock | None:
-        """The cached block that the first of `blocks` comes behind; None at the root."""
-        parent = None
-        for index in range(start - 1, start) if len(hashes) >= start > 0 else range(start):
-            parent = self._by_hash.get(self._hash(hashes, index, token_ids, extra_keys))
-            if parent is None:
-                raise ValueError(f"insert behind {start} blocks: block {index} is not cached")
-        if blocks and parent is not None and parent.num_users == 0:
-            raise ValueError(f"insert behind {start} blocks: block {start - 1} has no user")
-        return parent
-
-    def evict(self, num_blocks: int) -> int:
-        num_blocks = max(0, min(num_blocks, len(self._evictable)))
+    def _pop_oldest(self, num_blocks: int) -> list[Block]:
         victims = [self._evictable.popitem(last=False)[1] for _ in range(num_blocks)]
-        blocks = [cached.block for cached in victims]
-        if self.listener is not None and blocks:
-            self.listener.blocks_evicted(blocks)
         for cached in victims:
-            del self._by_hash[cached.block_hash], self._by_block_id[cached.block_id]
-        self.pool.free(blocks)
-        return num_blocks
+            del self._by_hash[cached.block_hash]
+        return [cached.block for cached in victims]
 
     # -- questions
-
-    def owns(self, block: HasBlockId) -> bool:
-        return block.block_id in self._by_block_id
-
-    @property
-    def num_cached_blocks(self) -> int:
-        return len(self._by_block_id)
 
     @property
     def num_evictable_blocks(self) -> int:
         return len(self._evictable)
-
-    def cached_block_ids(self) -> Iterable[int]:
-        return self._by_block_id.keys()
 
     def cached_prefixes(self) -> Iterator[CachedPrefix]:
         for cached in self._by_block_id.values():
