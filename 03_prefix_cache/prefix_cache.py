@@ -1,11 +1,9 @@
 """What a prefix cache is: one contract, kept by a hash chain and by a radix tree.
 
 A position's keys and values depend on its token and on every token before it, and on nothing else.
-So two requests that begin with the same tokens need the same KV for them, and a block that holds
-tokens [16, 32) of one request serves every other request that has the same tokens in [0, 32).
-
-A cache maps prefixes, in whole blocks, to blocks of a `BlockPool`. `ref_cnt` counts a block's
-holders, as in chapter 2, and the cache is one of them; the others are its users:
+So a block that holds tokens [16, 32) of one request serves every other that has the same tokens in
+[0, 32). A cache maps prefixes, in whole blocks, to blocks of a `BlockPool`. It is one of the
+holders that `ref_cnt` counts; the others are the block's users:
 
     ref_cnt of a cached block   1      only the cache: evictable, in order of last use
                                 1 + n  n users: never evicted
@@ -15,15 +13,12 @@ holders, as in chapter 2, and the cache is one of them; the others are its users
     insert, when it is computed | block 7 | block 3 | C C . . |         a partial block is no block
 
 A use of a prefix is a match, an insertion or a release. Evicted is the block whose last use is the
-longest ago, of those that nobody uses and that have no cached block behind them: children go before
-their parents, because without the parent a child could never be found again.
+longest ago, of those that nobody uses and that have no cached block behind them.
 
 Invariants: a cached block's parent is cached; whoever uses a block uses all before it; a use of a
 block is a use of all before it; the content of a cached block never changes.
 
-vLLM keys blocks by chained hashes, SGLang keeps the tokens themselves in a radix tree. Both are
-here; tests and engine take either. Sources: vLLM's automatic prefix caching (design document);
-RadixAttention, arXiv 2312.07104.
+Sources: vLLM's automatic prefix caching (design document); RadixAttention, arXiv 2312.07104.
 """
 
 from __future__ import annotations
@@ -41,15 +36,14 @@ NormalKeys = tuple[tuple[str, str], ...]
 
 
 def check_extra_keys(extra_keys: ExtraKeys | None) -> tuple[tuple[str, str | int], ...]:
-    """What KV depends on besides the tokens, as `(tag, value)` each. A single pair may stand alone.
-
-    Every key carries a tag, so that an adapter named X and a salt X stay apart. Raises `ValueError`
-    for a key without one, or for one tag used twice."""
+    """What KV depends on besides the tokens, as `(tag, value)` each; a single pair may stand alone.
+    The tag keeps an adapter named X and a salt X apart. Raises `ValueError` without one, or for one
+    tag used twice."""
     is_one = bool(extra_keys) and isinstance(extra_keys[0], str)
     keys: tuple[Any, ...] = (extra_keys,) if is_one else tuple(extra_keys or ())
     for key in keys:
         is_pair = isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str)
-        if not is_pair or not isinstance(key[1], str | int) or isinstance(key[1], bool):
+        if not is_pair or type(key[1]) not in (str, int):
             raise ValueError(
                 f"extra key is {key!r}: it must be (tag, value), a str and a str or int"
             )
@@ -126,6 +120,19 @@ class PrefixPath:
     state: Any = None
 
 
+class Walk(NamedTuple):
+    """Along which prefix one call goes."""
+
+    token_ids: Sequence[int]
+    block_size: int
+    keys: NormalKeys
+    path: PrefixPath
+
+    def tokens(self, index: int) -> tuple[int, ...]:
+        """Those of block `index`."""
+        return tuple(self.token_ids[index * self.block_size : (index + 1) * self.block_size])
+
+
 class CacheListener(Protocol):
     """Told of every block that enters or leaves a cache (tiers; routers; tests)."""
 
@@ -170,10 +177,11 @@ class PrefixCache(ABC):
         extra_keys: ExtraKeys | None = None,
         path: PrefixPath | None = None,
     ) -> PrefixMatch:
-        """The longest cached prefix of `token_ids` under the same extra keys. It counts as used
-        now, but nothing keeps it: `touch` it before anything may be evicted."""
-        keys, end = normalise_extra_keys(extra_keys), len(token_ids) // self.block_size
-        blocks = self._find(token_ids, 0, end, keys, path or PrefixPath())
+        """The longest cached prefix under the same extra keys. It counts as used now, but nothing
+        keeps it: `touch` it before anything may be evicted."""
+        keys = normalise_extra_keys(extra_keys)
+        walk = Walk(token_ids, self.block_size, keys, path or PrefixPath())
+        blocks = self._find(walk, 0, len(token_ids) // self.block_size)
         if blocks:
             self._use(blocks)
         return PrefixMatch(blocks, len(blocks) * self.block_size)
@@ -197,21 +205,21 @@ class PrefixCache(ABC):
         start: int = 0,
         path: PrefixPath | None = None,
     ) -> InsertResult:
-        """Take over computed blocks: `blocks[i]` holds tokens
-        `[(start + i) * block_size, (start + i + 1) * block_size)` of `token_ids`.
+        """Take over computed blocks: `blocks[i]` holds block `start + i` of `token_ids`; the blocks
+        before `start` are cached, and used by the caller.
 
-        The caller holds a reference to each and keeps it. If the cache already has that content,
-        the caller's reference moves to the cache's block, and the duplicate goes back to the pool
-        unless others hold it. The first `start` blocks of the path are cached, and used by the
-        caller. Raises `ValueError`, and changes nothing, if `token_ids` is too short, if blocks are
-        free or already cached, or if the first `start` blocks are not cached. O(new blocks) with a
-        `path` that ends at `start`."""
-        keys, path = normalise_extra_keys(extra_keys), path or PrefixPath()
+        The caller keeps its reference to each. If the cache already has that content, the reference
+        moves to the cache's block, and the duplicate goes back to the pool unless others hold it.
+        Raises `ValueError`, and changes nothing, if `token_ids` is too short, if blocks are free or
+        cached already, or if one before `start` is not. O(new blocks) with a `path` that ends at
+        `start`."""
         self._check_given(token_ids, blocks, start)
+        keys = normalise_extra_keys(extra_keys)
+        walk = Walk(token_ids, self.block_size, keys, path or PrefixPath())
         # The block behind which they come, and those that somebody was first to compute.
-        found = self._find(token_ids, max(start - 1, 0), start + len(blocks), keys, path)
+        found = self._find(walk, max(start - 1, 0), start + len(blocks))
         if start and not found:
-            missing = len(self._find(token_ids, 0, start, keys, path))
+            missing = len(self._find(walk, 0, start))
             raise ValueError(f"insert behind {start} blocks: block {missing} is not cached")
         if start and blocks and self.num_users(found[0]) == 0:
             raise ValueError(f"insert behind {start} blocks: block {start - 1} has no user")
@@ -222,11 +230,12 @@ class PrefixCache(ABC):
         self.touch(known)
         self.pool.free(duplicates)
         first = start + len(known)
-        self._add(token_ids, first, owned, keys, path)
+        self._add(walk, first, owned)
         self.pool.touch(owned)
-        for index, block in enumerate(owned if self.listener else (), first):
-            self.listener.block_cached(block, parent, self._tokens(token_ids, index), keys)
-            parent = block
+        if self.listener is not None:
+            for index, block in enumerate(owned, first):
+                self.listener.block_cached(block, parent, walk.tokens(index), walk.keys)
+                parent = block
         return InsertResult(known + owned, owned, duplicates)
 
     def evict(self, num_blocks: int) -> int:
@@ -250,11 +259,9 @@ class PrefixCache(ABC):
     def cache_computed_blocks(
         self, token_ids: Sequence[int], extra_keys: ExtraKeys | None = None
     ) -> list[Any]:
-        """Cache every full block of `token_ids` in blocks taken from the pool, evicting others if
-        need be; if the pool is too small, as many as fit, from the front. Returns the path.
-
-        For use without an engine. Nobody uses the blocks yet: `touch` and `release` come in pairs.
-        """
+        """For use without an engine: cache every full block of `token_ids` in blocks taken from the
+        pool, evicting others if need be, or as many as fit, from the front. Returns the path, which
+        nobody uses yet: `touch` and `release` come in pairs."""
         found = self.match_prefix(token_ids, extra_keys).blocks
         self.touch(found)  # so that making room does not evict the very path that is extended
         num_missing = len(token_ids) // self.block_size - len(found)
@@ -305,33 +312,20 @@ class PrefixCache(ABC):
     # -- each cache's own
 
     @abstractmethod
-    def _find(
-        self, token_ids: Sequence[int], begin: int, end: int, keys: NormalKeys, path: PrefixPath
-    ) -> list[Any]:
-        """The cached ones of blocks `[begin, end)` of `token_ids`, up to the first that is not."""
+    def _find(self, walk: Walk, begin: int, end: int) -> list[Any]:
+        """The cached ones of blocks `[begin, end)`, up to the first that is not."""
 
     @abstractmethod
     def _use(self, blocks: list[Any]) -> None:
         """What `_find` has found from the root on is used now."""
 
     @abstractmethod
-    def _add(
-        self,
-        token_ids: Sequence[int],
-        first: int,
-        blocks: list[Block],
-        keys: NormalKeys,
-        path: PrefixPath,
-    ) -> None:
-        """Blocks `first` and on of `token_ids`, new ones, behind what `_find` has found."""
+    def _add(self, walk: Walk, first: int, blocks: list[Block]) -> None:
+        """Blocks `first` and on, new ones, behind what `_find` has found."""
 
     @abstractmethod
     def _pop_oldest(self, num_blocks: int) -> list[Block]:
         """Take the unused blocks out of the index whose last use is the longest ago."""
-
-    def _tokens(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
-        """Those of block `index`."""
-        return tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
 
     def _check_given(self, token_ids: Sequence[int], blocks: Sequence[Block], start: int) -> None:
         """What `insert` refuses whatever is cached."""

@@ -4,24 +4,20 @@ A block's hash covers its tokens and, through its parent's hash, everything befo
 
     root(extra keys) -> h0 = H(root, tokens[0:16]) -> h1 = H(h0, tokens[16:32]) -> h2 = ...
 
-So equal hashes mean equal prefixes, wherever two requests lie in memory, and the longest cached
-prefix is found by walking the chain until the first hash that is not in the dictionary. The root
-mixes in what else KV depends on (an adapter, a tenant's salt): a chain that starts at one root
-never meets a chain of another.
+So equal hashes mean equal prefixes, and the longest cached one is found by walking the chain until
+the first hash that is not in the dictionary. The root mixes in what else KV depends on (an adapter,
+a tenant's salt): chains of two roots never meet.
 
-Blocks that nobody uses stay cached, in the order of their last use. Since whoever uses a block uses
-all blocks before it, and gives them back deepest first, that one order has every child before its
-parent: eviction pops its front, and nothing has to search.
+Blocks that nobody uses stay cached, in the order of their last use. Whoever uses a block uses all
+before it, and gives them back deepest first: so every child stands before its parent, and eviction
+pops the front of that order without a search.
 
 The hash is a cryptographic digest. With Python's `hash` a user could write a prompt that collides
-with another user's prefix, and be answered from that KV (vLLM CVE-2025-25183); numbers are also
-not the same in two processes.
+with another user's prefix, and be answered from that KV (vLLM CVE-2025-25183).
 
 Invariants: those of `prefix_cache.py`; `_evictable` holds exactly the cached blocks without users,
-least recently used first.
-
-vLLM keeps the hashes on the pool's blocks and lets a block that is freed stay findable until it is
-reused; its free list is this module's LRU order. nano-vllm does the same with xxhash.
+least recently used first. vLLM keeps the hashes on the pool's blocks, and this order is its free
+list.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ from prefix_cache import (
     HasBlockId,
     NormalKeys,
     PrefixCache,
-    PrefixPath,
+    Walk,
     normalise_extra_keys,
 )
 from request import check_integers
@@ -62,12 +58,9 @@ def _mix_in(parent_hash: bytes, extra_keys: NormalKeys) -> bytes:
 def compute_block_hash(
     parent_hash: bytes | int | None, token_ids: Sequence[int], extra_keys: ExtraKeys | None = None
 ) -> bytes:
-    """The hash of a block that holds `token_ids` behind the prefix that `parent_hash` stands for.
-
-    `parent_hash` is None for a first block, or 0 as in the posts. 32 bytes, the same in every
-    process and on every machine. Token ids are signed 64-bit integers. Raises `ValueError` for a
-    parent that is no hash.
-    """
+    """The hash of a block that holds `token_ids`, signed 64-bit integers, behind the prefix that
+    `parent_hash` stands for: None for a first block, or 0 as in the posts. 32 bytes, the same on
+    every machine. Raises `ValueError` for a parent that is no hash."""
     parent_hash = b"" if parent_hash is None or parent_hash == 0 else parent_hash
     if not isinstance(parent_hash, bytes) or len(parent_hash) not in (0, HASH_BYTES):
         raise ValueError(
@@ -106,11 +99,9 @@ class CachedBlock:
     extra_keys: NormalKeys = ()
 
     @property
-    def num_users(self) -> int:
-        """All holders but the cache; the reading material calls it `ref_cnt`."""
+    def ref_cnt(self) -> int:
+        """Its users. The pool's `ref_cnt` of the same block is one more: it counts the cache."""
         return self.block.ref_cnt - 1
-
-    ref_cnt = num_users
 
 
 class PrefixCacheLocal(PrefixCache):
@@ -145,42 +136,29 @@ class PrefixCacheLocal(PrefixCache):
 
     # -- along a chain
 
-    def _find(
-        self, token_ids: Sequence[int], begin: int, end: int, keys: NormalKeys, path: PrefixPath
-    ) -> list[CachedBlock]:
+    def _find(self, walk: Walk, begin: int, end: int) -> list[CachedBlock]:
         blocks: list[CachedBlock] = []
         for index in range(begin, end):
-            cached = self._by_hash.get(self._hash(token_ids, index, keys, path))
+            cached = self._by_hash.get(self._hash(walk, index))
             if cached is None:
                 break
             blocks.append(cached)
         return blocks
 
-    def _hash(
-        self, token_ids: Sequence[int], index: int, keys: NormalKeys, path: PrefixPath
-    ) -> bytes:
-        """The hash of block `index`. `path` remembers the root's and all up to it: tokens only ever
-        grow at their end."""
-        hashes = path.state = path.state or [_mix_in(b"", keys)]
+    def _hash(self, walk: Walk, index: int) -> bytes:
+        """Of block `index`. The path remembers the root's and all up to it: tokens only ever grow
+        at their end."""
+        hashes = walk.path.state = walk.path.state or [_mix_in(b"", walk.keys)]
         while len(hashes) <= index + 1:
-            tokens = self._tokens(token_ids, len(hashes) - 1)
-            hashes.append(compute_block_hash(hashes[-1], tokens))
+            hashes.append(compute_block_hash(hashes[-1], walk.tokens(len(hashes) - 1)))
         return hashes[index + 1]
 
-    def _add(
-        self,
-        token_ids: Sequence[int],
-        first: int,
-        blocks: list[Block],
-        keys: NormalKeys,
-        path: PrefixPath,
-    ) -> None:
-        parent = self._by_hash[self._hash(token_ids, first - 1, keys, path)] if first else None
+    def _add(self, walk: Walk, first: int, blocks: list[Block]) -> None:
+        parent = self._by_hash[self._hash(walk, first - 1)] if first else None
         for index, block in enumerate(blocks, first):
-            block_hash = self._hash(token_ids, index, keys, path)
-            tokens = self._tokens(token_ids, index)
-            parent = CachedBlock(block.block_id, block, block_hash, tokens, parent, keys)
-            self._by_hash[block_hash] = self._by_block_id[block.block_id] = parent
+            name, tokens = self._hash(walk, index), walk.tokens(index)
+            parent = CachedBlock(block.block_id, block, name, tokens, parent, walk.keys)
+            self._by_hash[name] = self._by_block_id[block.block_id] = parent
 
     # -- uses, and who is evicted
 
@@ -245,12 +223,12 @@ class PrefixCacheLocal(PrefixCache):
             else:
                 parent_hash = parent.block_hash
                 assert self._by_hash.get(parent_hash) is parent, f"{cached} lost its parent"
-                assert parent.num_users >= cached.num_users, f"{cached} is used without its parent"
+                assert parent.ref_cnt >= cached.ref_cnt, f"{cached} is used without its parent"
             assert block_hash == compute_block_hash(parent_hash, cached.token_ids), cached
-            assert cached.num_users >= 0, f"{cached} is not held by the cache"
-            assert (cached.num_users == 0) == (cached.block_id in self._evictable), cached
+            assert cached.ref_cnt >= 0, f"{cached} is not held by the cache"
+            assert (cached.ref_cnt == 0) == (cached.block_id in self._evictable), cached
         places = {block_id: place for place, block_id in enumerate(self._evictable)}
         for cached in self._evictable.values():
             parent = cached.parent
-            if parent is not None and parent.num_users == 0:
+            if parent is not None and parent.ref_cnt == 0:
                 assert places[cached.block_id] < places[parent.block_id], f"{cached} goes too late"

@@ -1,7 +1,5 @@
 """A prefix cache as a radix tree: users lock paths, the leaf that was not used for longest goes.
 
-`radix_tree.py` finds a prefix; here it is counted who uses it, and decided what is evicted.
-
     tokens            | A A A A B B B B | C C C C |       lock_ref counts a node's users:
     request 1 uses    |<--------------->|                 the node A B has 2, the node C has 1
     request 2 uses    |<------------------------->|       ref_cnt of their blocks: lock_ref + 1
@@ -10,13 +8,13 @@ A request locks every node from the root to the end of its prefix, and nothing b
 that ends elsewhere than a match, a lock or a release does is cut in two there. So all pages of one
 node have the same users and the same last use, and a lock costs a step a node, not a search.
 
-Eviction takes the tail of the leaf that was not used for longest. Leaves wait for that in a heap
-with lazy entries: a use leaves the heap alone. An entry that comes up with too old a time is pushed
-again with the right one, and dropped if its node is in use or has children, to be pushed when that
-ends. A node has one entry at most, so the heap never grows beyond the tree.
+Eviction takes the tail of the oldest leaf. Leaves wait in a heap with lazy entries: a use leaves
+the heap alone. An entry that comes up with too old a time is pushed again with the right one, and
+dropped if its node is in use or has children, to be pushed when that ends.
 
 Invariants: those of `prefix_cache.py`; all blocks of a node have `ref_cnt == lock_ref + 1`; no node
-has fewer users than a child of it; every unlocked leaf is in the heap, at its last use or earlier.
+has fewer users than a child of it; every unlocked leaf is in the heap, at its last use or earlier,
+and no node twice.
 
 SGLang's tree holds slots of single tokens, or pages; a lock there walks up to the root, here over
 the blocks it is given. Source: RadixAttention, arXiv 2312.07104.
@@ -29,14 +27,7 @@ from heapq import heappop, heappush
 from itertools import count, groupby
 
 from block_pool import Block, BlockPool
-from prefix_cache import (
-    CachedPrefix,
-    CacheListener,
-    HasBlockId,
-    NormalKeys,
-    PrefixCache,
-    PrefixPath,
-)
+from prefix_cache import CachedPrefix, CacheListener, HasBlockId, PrefixCache, Walk
 from radix_tree import RadixTree, TreeNode
 from request import check_integers
 
@@ -72,29 +63,20 @@ class RadixCache(PrefixCache):
 
     # -- along a path
 
-    def _find(
-        self, token_ids: Sequence[int], begin: int, end: int, keys: NormalKeys, path: PrefixPath
-    ) -> list[Block]:
+    def _find(self, walk: Walk, begin: int, end: int) -> list[Block]:
         """O(depth of the tree + tokens compared + pages found). The front of the node in which the
         match ends gets a last use of its own: it is cut off."""
-        node = self.tree.resume(path.state, self.tree.root(keys), end)
-        node = self.tree.cut(*self.tree.descend(node, token_ids, end))
-        path.state = self.tree.bookmark(node)
+        node = self.tree.resume(walk.path.state, self.tree.root(walk.keys), end)
+        node = self.tree.cut(*self.tree.descend(node, walk.token_ids, end))
+        walk.path.state = self.tree.bookmark(node)
         return self.tree.blocks_up_to(node, begin)
 
-    def _add(
-        self,
-        token_ids: Sequence[int],
-        first: int,
-        blocks: list[Block],
-        keys: NormalKeys,
-        path: PrefixPath,
-    ) -> None:
-        node = self.tree.resume(path.state, self.tree.root(keys), first)
+    def _add(self, walk: Walk, first: int, blocks: list[Block]) -> None:
+        node = self.tree.resume(walk.path.state, self.tree.root(walk.keys), first)
         for ref_cnt, run in groupby(blocks, key=lambda block: block.ref_cnt):
-            node = self.tree.append(node, token_ids, list(run), lock_ref=ref_cnt)
+            node = self.tree.append(node, walk.token_ids, list(run), lock_ref=ref_cnt)
         self._num_used += len(blocks)
-        path.state = self.tree.bookmark(node)
+        walk.path.state = self.tree.bookmark(node)
 
     # -- locks
 

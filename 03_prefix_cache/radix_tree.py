@@ -1,10 +1,10 @@
-"""A radix tree over pages of tokens: the index of `radix_cache.py`, without locks and eviction.
+"""A radix tree over pages of tokens: the index of `radix_cache.py`, which adds locks and eviction.
 
 Every path from a root spells a prefix. What no two prefixes tell apart is one edge, so there are as
 many nodes as places where prefixes part or end, however many pages that is:
 
     A B C D is there; A B X comes:       A B --- C D         each letter a page: `page_size` tokens
-                                           \\---- X
+                                           \\---- X              (a block, in other chapters)
 
 A node is the edge that leads to it: tokens, and the block of each page. Children are found by their
 first page. A cut leaves the old object as the lower part, so whoever remembers the end of a path
@@ -12,9 +12,7 @@ still finds it there; a leaf grows in place, so decoding makes no chain of one-p
 
 Invariants: `key` holds `page_size` tokens a block; no node but a root is empty; no two children
 begin with the same page; each block is in one node, and `node_of` names it; a root without children
-is forgotten.
-
-A page is what SGLang calls a block. Source: RadixAttention, arXiv 2312.07104.
+is forgotten. Source: RadixAttention, arXiv 2312.07104.
 """
 
 from __future__ import annotations
