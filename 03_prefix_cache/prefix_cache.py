@@ -64,7 +64,7 @@ class KeyedRequest(Request):
 
     def __init__(self, *arguments: Any, extra_keys: ExtraKeys = (), **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self.extra_keys = check_extra_keys(extra_keys)
+        self.extra_keys = check_extra_keys(extra_keys) if extra_keys else ()
 
 
 def extra_keys_of(request: Request) -> tuple[tuple[str, str | int], ...]:
@@ -108,7 +108,6 @@ class CacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """0.0 before anything was looked up."""
         return self.num_tokens_hit / max(self.num_tokens_looked_up, 1)
 
 
@@ -210,9 +209,8 @@ class PrefixCache(ABC):
 
         The caller keeps its reference to each. If the cache already has that content, the reference
         moves to the cache's block, and the duplicate goes back to the pool unless others hold it.
-        Raises `ValueError`, and changes nothing, if `token_ids` is too short, if blocks are free or
-        cached already, or if one before `start` is not. O(new blocks) with a `path` that ends at
-        `start`."""
+        Raises `ValueError`, and changes nothing, for blocks that are free or cached already, or one
+        before `start` that is not. O(new blocks) with a `path` that ends at `start`."""
         self._check_given(token_ids, blocks, start)
         keys = normalise_extra_keys(extra_keys)
         walk = Walk(token_ids, self.block_size, keys, path or PrefixPath())
@@ -223,9 +221,8 @@ class PrefixCache(ABC):
             raise ValueError(f"insert behind {start} blocks: block {missing} is not cached")
         if start and blocks and self.num_users(found[0]) == 0:
             raise ValueError(f"insert behind {start} blocks: block {start - 1} has no user")
-        known = [self.pool.blocks[block.block_id] for block in found]
-        parent = known[-1] if known else None
-        known = known[1:] if start else known
+        path_blocks = [self.pool.blocks[block.block_id] for block in found]
+        known = path_blocks[1:] if start else path_blocks
         duplicates, owned = list(blocks[: len(known)]), list(blocks[len(known) :])
         self.touch(known)
         self.pool.free(duplicates)
@@ -233,6 +230,7 @@ class PrefixCache(ABC):
         self._add(walk, first, owned)
         self.pool.touch(owned)
         if self.listener is not None:
+            parent = path_blocks[-1] if path_blocks else None
             for index, block in enumerate(owned, first):
                 self.listener.block_cached(block, parent, walk.tokens(index), walk.keys)
                 parent = block
@@ -329,10 +327,10 @@ class PrefixCache(ABC):
 
     def _check_given(self, token_ids: Sequence[int], blocks: Sequence[Block], start: int) -> None:
         """What `insert` refuses whatever is cached."""
-        num_needed = (start + len(blocks)) * self.block_size
-        if len(token_ids) < num_needed:
+        needed = (start + len(blocks)) * self.block_size
+        if len(token_ids) < needed:
             raise ValueError(
-                f"{len(token_ids)} token_ids: {start} + {len(blocks)} blocks hold {num_needed}"
+                f"{len(token_ids)} token_ids: {start} + {len(blocks)} blocks hold {needed}"
             )
         if len({block.block_id for block in blocks}) != len(blocks):
             raise ValueError("insert: each block may be named once")

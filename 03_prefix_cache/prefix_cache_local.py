@@ -69,6 +69,10 @@ def compute_block_hash(
         )
     if not parent_hash or extra_keys:
         parent_hash = _mix_in(parent_hash, normalise_extra_keys(extra_keys))
+    return _link(parent_hash, token_ids)
+
+
+def _link(parent_hash: bytes, token_ids: Sequence[int]) -> bytes:
     tokens = struct.pack(f"<{len(token_ids)}q", *token_ids)
     return blake2b(parent_hash + tokens, digest_size=HASH_BYTES).digest()
 
@@ -150,7 +154,7 @@ class PrefixCacheLocal(PrefixCache):
         at their end."""
         hashes = walk.path.state = walk.path.state or [_mix_in(b"", walk.keys)]
         while len(hashes) <= index + 1:
-            hashes.append(compute_block_hash(hashes[-1], walk.tokens(len(hashes) - 1)))
+            hashes.append(_link(hashes[-1], walk.tokens(len(hashes) - 1)))
         return hashes[index + 1]
 
     def _add(self, walk: Walk, first: int, blocks: list[Block]) -> None:

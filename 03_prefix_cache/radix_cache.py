@@ -169,9 +169,6 @@ class RadixCache(PrefixCache):
                 is_newer = child.last_access > node.last_access
                 assert node.is_root or node.lock_ref or not is_newer, f"{child} is after {node}"
         assert num_used == self._num_used, f"{num_used} blocks are used, not {self._num_used}"
-        self._check_heap()
-
-    def _check_heap(self) -> None:
         nodes = set(self.tree.nodes())
         queued = {node for _, _, node in self._heap}
         assert len(queued) == len(self._heap), "a node is queued twice"
