@@ -5,20 +5,17 @@ The same interface, so every scheduler works with it. A request's table then has
     | cached when it was admitted | published since | its own: partial, or still to be written |
     0                             ^ hit             ^ _published                       table's end
 
-Full blocks are published when the forward pass that wrote them is over (`cache_blocks`), never
-before: a step that fails, or a request preempted between plan and forward pass, leaves nothing
-wrong behind. If somebody else has published the same content meanwhile, the table takes the cache's
-block and gives its own back, so a prefix is in memory once.
+Full blocks are published when the forward pass that wrote them is over, never before: a step that
+fails, or a request preempted before its forward pass, leaves nothing wrong behind. If somebody else
+has published the same content meanwhile, the table takes the cache's block and gives its own back.
 
-Two requests that arrive together with one prefix would both compute it, because neither is
-published yet. So the block that a request publishes next is known by its content while it is being
-computed, and a request that could use it is not ready: a step later it hits.
+Two requests that arrive together with one prefix would both compute it. So the block that a request
+publishes next is known by its content while it is being computed, and a request that could use it
+is not ready: a step later it hits.
 
 Invariants: those of the manager and of the cache; what a table has published is owned by the cache
-and is its path, block by block.
-
-vLLM publishes a block when it is planned, so that requests of one step share it, and must take care
-that the plan is carried out. SGLang puts off requests that share an uncached prefix, as here.
+and is its path, block by block. vLLM publishes a block when it is planned, and must take care that
+the plan is carried out; SGLang puts off requests that share an uncached prefix, as here.
 """
 
 from __future__ import annotations

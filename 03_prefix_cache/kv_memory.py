@@ -93,8 +93,7 @@ class KVMemory(KVCacheManager):
         be shared."""
 
     def take_block_moves(self) -> list[BlockMove]:
-        """Entries of tables that have changed since the last call: they name the cache's block now,
-        because the request's own was a duplicate."""
+        """Entries of tables that name the cache's block since the last call, a duplicate before."""
         return []
 
     def reset_prefix_cache(self) -> bool:

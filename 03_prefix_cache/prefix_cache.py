@@ -54,7 +54,9 @@ def check_extra_keys(extra_keys: ExtraKeys | None) -> tuple[tuple[str, str | int
 
 def normalise_extra_keys(extra_keys: ExtraKeys | None) -> NormalKeys:
     """In one fixed order, so that equal keys are equal: `(("lora", "int:7"),)`."""
-    keys = check_extra_keys(extra_keys) if extra_keys else ()
+    if not extra_keys:
+        return ()
+    keys = check_extra_keys(extra_keys)
     return tuple(sorted((tag, f"{type(value).__name__}:{value}") for tag, value in keys))
 
 
@@ -224,8 +226,9 @@ class PrefixCache(ABC):
         path_blocks = [self.pool.blocks[block.block_id] for block in found]
         known = path_blocks[1:] if start else path_blocks
         duplicates, owned = list(blocks[: len(known)]), list(blocks[len(known) :])
-        self.touch(known)
-        self.pool.free(duplicates)
+        if known:
+            self.touch(known)
+            self.pool.free(duplicates)
         first = start + len(known)
         self._add(walk, first, owned)
         self.pool.touch(owned)

@@ -124,8 +124,7 @@ class RadixCache(PrefixCache):
             node.is_queued = True
 
     def _pop_oldest_leaf(self) -> TreeNode:
-        """Amortised O(log nodes): an entry that is put right or dropped stands for an earlier
-        use."""
+        """Amortised O(log nodes): an entry put right or dropped stands for an earlier use."""
         while True:
             time, _, node = heappop(self._heap)
             node.is_queued = False

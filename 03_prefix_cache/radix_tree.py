@@ -51,7 +51,6 @@ class TreeNode:
 
     @property
     def above(self) -> TreeNode:
-        """The parent of a node that is no root."""
         assert self.parent is not None
         return self.parent
 
@@ -86,7 +85,7 @@ class RadixTree:
         return node, page
 
     def _pages(self, token_ids: Sequence[int], begin: int, end: int) -> list[int]:
-        """The tokens of pages `[begin, end)`, copied: the caller's list lives on."""
+        """Copied: the caller's list lives on."""
         return list(token_ids[begin * self.page_size : end * self.page_size])
 
     def _num_common_pages(self, key: list[int], given: list[int]) -> int:
@@ -215,11 +214,8 @@ class RadixTree:
 
     @staticmethod
     def resume(bookmark: Any, root: TreeNode, page: int) -> TreeNode:
-        """The deepest node known to be on the path that ends at `page` or before.
-
-        The remembered node may have lost its front (to its new parent), or have grown at its end
-        for somebody else; one that has lost its end is not to be trusted, and all begins at `root`.
-        """
+        """The deepest node known to be on the path that ends at `page` or before: not one that has
+        grown for somebody else, and `root` if the remembered one has lost its end."""
         node, generation, end = bookmark or (root, 0, 0)
         if node.generation != generation:
             return root
