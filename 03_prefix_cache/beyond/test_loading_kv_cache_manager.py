@@ -122,6 +122,7 @@ class LoadingWorld(World):
         request_id = request.request_id
         was_loading = request_id in self.connector.loads
         num_held = sum(len(q.prefix + q.blocks) for q in self.manager._loads._loads.values())
+        num_held *= bool(self.under_way())  # if all has arrived, those who wait give way
         computed = super().look_up(request)
         if self.checks and computed is NotReady.LOADING:
             num_full = (request.num_tokens - 1) // self.block_size
@@ -462,6 +463,23 @@ def test_loads_take_no_more_than_their_share(make_world):
     world.connector.num_offered["a"] = 4
     assert world.look_up(world.waiting["a"]) is NotReady.LOADING
     assert set(world.connector.loads) == {"a"}, "alone it may have everything"
+
+
+def test_what_has_arrived_for_those_behind_does_not_keep_those_in_front_waiting(make_world):
+    """However many are in front: nobody would ever be asked who could end the wait."""
+    world = make_world(8, 2)
+    for request_id in "ba":
+        world.submit(request_id, [ord(request_id)] * 9)
+        world.connector.num_offered[request_id] = 4
+    assert world.look_up(world.waiting["a"]) is NotReady.LOADING
+    assert world.look_up(world.waiting["b"]) is NotReady.LOADING
+    assert set(world.connector.loads) == {"a"}, "4 + 4 of 8"
+    world.connector.finish("a", 4)
+    assert world.look_up(world.waiting["b"]) is NotReady.LOADING
+    assert set(world.connector.loads) == {"b"}
+    assert world.look_up(world.waiting["a"]).num_tokens == 8, "there is still room for both"
+    world.check()
+    world.drain()
 
 
 @pytest.mark.parametrize("first, second", [("long", "other"), ("other", "long")])
