@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from common.engine_config import SHIPPED_CHECKPOINT
 from common.bench.random_weights import QWEN3_0_6B, random_model
-    from common.loader import LoadedModel, load_model
+from common.engine_config import SHIPPED_CHECKPOINT
+from common.loader import LoadedModel, load_model
 from common.model_config import ModelConfig
 
 
