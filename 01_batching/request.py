@@ -95,7 +95,9 @@ class SamplingParams:
                 put(name, int(value))  # NumPy's integers overflow
         for name, (interval, low, high) in _NUMBERS.items():
             value = getattr(self, name)
-            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if isinstance(value, Real) and not isinstance(value, int):
+                value = float(value)  # NumPy compares in a precision of its own
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_allowed = is_number and low <= value <= high
             require(is_allowed, name, value, f"a finite number in {interval}")
             put(name, float(value))

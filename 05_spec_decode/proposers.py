@@ -11,11 +11,9 @@ proposes what followed them there:
               ^ ^ ^ ^ ^
 
 The longest suffix wins, from `max_ngram` tokens down to `min_ngram`; of its places the earliest,
-which has the most behind it. The suffix itself is not one of them: nothing follows it yet. Every
-n-gram is put in a dictionary once, when a token follows it, so a step costs O(new tokens) however
-long the history is. A long prompt is indexed in bulk (`ngram_index.py`): the same, but quicker.
-
-`DraftModelProposer`, a small model that speaks like the large one, is in `beyond/`.
+which has the most behind it. Every n-gram is put in a dictionary once, when a token follows it (so
+the suffix never finds itself), and a step costs O(new tokens) however long the history is. A long
+prompt is indexed in bulk (`ngram_index.py`): the same, but quicker.
 
 vLLM calls this look-up `ngram` and searches the history anew in each step; the idea is prompt
 lookup decoding (A. Saxena, 2023), and LLMA, arXiv 2304.04487.
@@ -31,6 +29,7 @@ import torch
 
 from input_batch import RunnerRequest
 from ngram_index import NgramIndex
+from request import require
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +86,10 @@ class NgramProposer:
     _histories: dict[str, _History] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.num_spec_tokens >= 1:
-            raise ValueError(f"num_spec_tokens is {self.num_spec_tokens!r}: it must be >= 1")
-        if not self.bulk_size >= 2:
-            raise ValueError(f"bulk_size is {self.bulk_size!r}: it must be >= 2")
-        if not 1 <= self.min_ngram <= self.max_ngram:
-            raise ValueError(
-                f"min_ngram is {self.min_ngram!r}: it must be >= 1 and <= max_ngram, which is "
-                f"{self.max_ngram!r}"
-            )
+        require(self.num_spec_tokens >= 1, "num_spec_tokens", self.num_spec_tokens, ">= 1")
+        require(self.bulk_size >= 2, "bulk_size", self.bulk_size, ">= 2")
+        allowed = f">= 1 and <= max_ngram, which is {self.max_ngram!r}"
+        require(1 <= self.min_ngram <= self.max_ngram, "min_ngram", self.min_ngram, allowed)
 
     def propose(
         self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]

@@ -15,18 +15,17 @@ come out have the target's law, whatever the drafts were (proof: README; enumera
     matching     draw x from p at every row, drafts unseen; accept d while d == x; the first x
                  that differs is the next token
 
-The rejection rule accepts as often as any rule can: sum(min(p, q)). Matching accepts less, unless
-drafts are certain (q one-hot, as of an n-gram look-up), where both accept with probability p(d).
-Its virtue: what comes out is x, the very token that plain decoding draws from the same random
-numbers. So it serves greedy requests (x is the argmax), drafts without probabilities, and requests
-with a seed, whose tokens may not depend on how many drafts they happened to get.
+Rejection accepts as often as any rule can: sum(min(p, q)). Matching accepts less, unless drafts are
+certain (q one-hot, as of a look-up), where both accept with probability p(d). Its virtue: x is the
+very token that plain decoding draws from the same random numbers. So it serves greedy requests,
+drafts without probabilities, and requests with a seed, whose tokens may not depend on how many
+drafts they happened to get.
 
 Invariants: a token with p = 0 never comes out; an id that is no token (negative, or beyond the
 vocabulary) is never looked up and never accepted, and the token in its place is drawn from p;
 nothing here waits for the device; the same numbers give the same tokens in the Triton kernels, bit
 for bit.
 
-vLLM has both rules, and prefers rejection; SGLang's default verification is matching along a tree.
 Source: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318.
 """
 

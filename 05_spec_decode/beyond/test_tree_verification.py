@@ -13,15 +13,16 @@ import torch
 from scipy.stats import chisquare
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from acceptance import SpecDecodeStats, acceptance_probability
+from acceptance import SpecDecodeStats
 from bounded_loops import as_long_as
+from draft_acceptance import acceptance_probability
 from spec_decode import (
     SimpleLM,
     draft_generate,
-    plain_generate,
     token_probs,
     verify_and_sample,
 )
+from toy_generation import plain_generate
 from tree_verification import (
     ROOT,
     DraftTree,

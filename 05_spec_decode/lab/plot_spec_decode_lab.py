@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 import torch
 
-from acceptance import acceptance_probability
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT
 from common.kv_sizing import allocate_kv_cache
 from common.loader import LoadedModel, load_model
 from common.tokenizer import load_tokenizer
 from common.training.tiny_data import corpus
+from draft_acceptance import acceptance_probability
 from draft_model_proposer import DraftModelProposer
 from input_batch import RunnerRequest
 from kv_memory import SharingRunnerState
