@@ -32,13 +32,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from input_batch import InputBatch, RunnerState, prepare_inputs_from_scheduler_output
-from scheduler_interface import (
-    NO_FINITE_LOGITS,
-    FinishedStep,
-    Laps,
-    SchedulerOutput,
-    StepOutput,
-)
+from scheduler_interface import NO_FINITE_LOGITS, FinishedStep, Laps, SchedulerOutput, StepOutput
 
 
 class TokenSampler(Protocol):

@@ -135,10 +135,7 @@ def prepare_inputs_from_scheduler_output(plan: SchedulerOutput, state: RunnerSta
     Raises `ValueError` for a plan in which one does not: chapter 1 computes whole prompts."""
     state.apply(plan)
     batch = InputBatch([], [], [], [], [])
-    cached = plan.scheduled_cached_reqs
-    starts = {new.req_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
-    starts |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-    for req_id, start in starts.items():
+    for req_id, start in plan.starts().items():
         request = state.requests[req_id]
         stop = start + plan.num_scheduled_tokens[req_id]
         if stop != request.num_tokens:

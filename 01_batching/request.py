@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from numbers import Integral, Real
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 # What `SamplingParams` allows: the lowest integer; the interval of numbers, its lowest and highest.
 _INTEGERS = {"n": 1, "top_k": 0, "max_tokens": 1, "min_tokens": 0, "logprobs": 0, "seed": None}
@@ -89,7 +89,7 @@ class SamplingParams:
         require(all(_is_integer(t) and t >= 0 for t in ids), "stop_token_ids", ids, "integers >= 0")
         put("stop_token_ids", tuple(map(int, ids)))
         for name, lowest in _INTEGERS.items():
-            value = getattr(self, name)
+            value: Any = getattr(self, name)
             if value is not None or name not in ("logprobs", "seed"):
                 check_integers(lowest, **{name: value})
                 put(name, int(value))  # NumPy's integers overflow

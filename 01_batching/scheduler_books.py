@@ -1,7 +1,5 @@
-"""The books of a scheduler: everything but the decision.
-
-Requests come, wait, run and end, in their own time or when somebody aborts them. Each plan goes to
-the runner as a delta, and what the runner sampled comes back:
+"""The books of a scheduler: everything but the decision. Each plan goes to the runner as a delta, and
+what the runner sampled comes back:
 
         add_request         a plan admits it            last token, or abort
     (new) ------> waiting ------------------> running ----------------------> (gone)
@@ -11,14 +9,13 @@ computes.
 
 Invariants: every unfinished request is either waiting or running; what is planned counts as
 computed from then on; after each plan the runner's copy of a scheduled request is the scheduler's.
-
-vLLM's scheduler keeps the same books; what it tells its runner is the same delta."""
+(vLLM's scheduler keeps the same books, and tells its runner the same delta.)"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from request import Request, RequestStatus, check_integers, require
 from request_queue import RequestQueue
@@ -27,21 +24,13 @@ from scheduler_interface import EngineCoreOutput, NewRequestData, SchedulerOutpu
 _FINISHED = RequestStatus.FINISHED_STOPPED  # and everything behind it
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
+class SchedulerLimits(NamedTuple):
     """`max_num_seqs` requests run at once, a step computes `max_num_batched_tokens` tokens, and
-    `max_model_len` bounds prompt plus outputs. Raises `ValueError` for limits below 1."""
+    `max_model_len` bounds prompt plus outputs."""
 
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None
-
-    def __post_init__(self) -> None:
-        check_integers(
-            1, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens
-        )
-        if self.max_model_len is not None:
-            check_integers(1, max_model_len=self.max_model_len)
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
 
 
 class RunnerDelta:
@@ -87,14 +76,16 @@ class RunnerDelta:
 
 
 class SchedulerBooks:
-    """Owns the requests. A subclass has `schedule`."""
+    """Owns the requests. A subclass has `schedule`. Raises `ValueError` for limits below 1."""
 
     def __init__(
         self, limits: SchedulerLimits, waiting: RequestQueue, delta: RunnerDelta | None = None
     ) -> None:
-        self.max_num_seqs = limits.max_num_seqs
-        self.max_num_batched_tokens = limits.max_num_batched_tokens
-        self.max_model_len = limits.max_model_len
+        named = limits._asdict()
+        if limits.max_model_len is None:
+            del named["max_model_len"]
+        check_integers(1, **named)
+        self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len = limits
         self.requests: dict[str, Request] = {}  # every unfinished request
         self.waiting = waiting
         self.running: dict[str, Request] = {}  # in order of admission

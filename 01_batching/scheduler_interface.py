@@ -1,17 +1,14 @@
 """What a scheduler decides and what a runner answers, in every engine of this book.
 
 A `SchedulerOutput` is a plan for one step: which requests compute how many tokens. It is also a
-*delta*. The runner keeps its own copy of every request, so the plan carries a prompt once
-(`NewRequestData`, in the step that admits it) and afterwards only what changed
-(`CachedRequestData`: usually one token id). That keeps the message small when the runner is another
-process. A `StepOutput` is the answer: the tokens that were sampled.
+*delta*: it carries a prompt once (`NewRequestData`, in the step that admits it) and afterwards only
+what changed (`CachedRequestData`: usually one token id), since the runner, which may be another
+process, keeps its own copy of every request. A `StepOutput` is the answer: the sampled tokens.
 
 Invariants: a request is new at most once; every scheduled request has at least one token; the batch
 order is new requests first, then known ones; `finished_req_ids` names each finished request once,
-on the first plan after it ended.
-
-vLLM has the same classes, and sends them to its workers. nano-vllm passes the request objects
-themselves."""
+on the first plan after it ended. (vLLM sends the same classes to its workers, nano-vllm passes the
+request objects themselves.)"""
 
 from __future__ import annotations
 
@@ -86,6 +83,14 @@ class SchedulerOutput:
         return sum(self.num_scheduled_tokens.values())
 
     total_tokens = total_num_scheduled_tokens  # the posts' name
+
+    def starts(self) -> dict[str, int]:
+        """From the message alone: the first position that each request computes, new ones first."""
+        cached = self.scheduled_cached_reqs
+        known = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        return {new.req_id: new.num_computed_tokens for new in self.scheduled_new_reqs} | dict(
+            known
+        )
 
     @property
     def is_empty(self) -> bool:

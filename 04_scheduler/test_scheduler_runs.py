@@ -241,17 +241,20 @@ def test_the_full_blocks_of_equal_prompts_are_computed_once(cache, kind):
 # -- a state machine
 
 
+WORLDS = {
+    "cache": st.sampled_from(CACHES),
+    "policy": st.sampled_from(sorted(POLICIES)),
+    "block_size": st.sampled_from([1, 2, 3]),
+    "num_blocks": st.integers(5, 14),
+    "max_num_seqs": st.integers(1, 4),
+    "max_preemptions": st.integers(1, 3),
+}
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Any order of calls. After each, everything that must hold."""
 
-    @initialize(
-        cache=st.sampled_from(CACHES),
-        policy=st.sampled_from(sorted(POLICIES)),
-        block_size=st.sampled_from([1, 2, 3]),
-        num_blocks=st.integers(5, 14),
-        max_num_seqs=st.integers(1, 4),
-        max_preemptions=st.integers(1, 3),
-    )
+    @initialize(**WORLDS)
     def start(self, cache, policy, block_size, num_blocks, max_num_seqs, max_preemptions):
         self.world = World(
             make_memory(cache, num_blocks, block_size),

@@ -38,19 +38,13 @@ from inverse_cdf import draw
 from rejection_sampler import rejection_sample, rejection_sampling_batched
 from request import require
 
-__all__ = [
-    "LanguageModel",
+__all__ = [  # the posts' names
     "SimpleLM",
-    "SpecDecodeStats",
     "draft_generate",
     "rejection_sampling_batched",
-    "sample_token",
     "speculative_decode_step",
-    "token_probs",
     "verify_and_sample",
 ]
-
-VERIFICATION_RULES = ("rejection", "matching")
 
 
 class LanguageModel(Protocol):
@@ -163,10 +157,15 @@ def verify_and_sample(
     With "rejection", the drafts must have been drawn from `draft_logits` at this `temperature`, or
     the law is wrong; "matching", and any rule at temperature 0, does not look at them."""
     check_context(context_ids)
-    require(rule in VERIFICATION_RULES, "rule", rule, "one of " + ", ".join(VERIFICATION_RULES))
+    require(rule in ("rejection", "matching"), "rule", rule, "one of rejection, matching")
     num_drafts = len(draft_tokens)
     logits = target_model.get_logits([*context_ids, *draft_tokens])[len(context_ids) - 1 :]
-    _check_drafts(draft_tokens, draft_logits, vocab_size=logits.shape[1])
+    vocab_size = logits.shape[1]
+    for token in draft_tokens:
+        require(0 <= token < vocab_size, "a draft token", token, f"in [0, {vocab_size})")
+    if draft_logits is not None:
+        shape, expected = tuple(draft_logits.shape), (num_drafts, vocab_size)
+        require(shape == expected, "the shape of draft_logits", shape, str(expected))
     drafts = torch.tensor(draft_tokens, dtype=torch.int64)
     cu_num_logits = torch.tensor([0, num_drafts + 1])  # a batch of one request
     if rule == "matching" or temperature == 0:
@@ -198,17 +197,11 @@ def speculative_decode_step(
     rule: str = "rejection",
 ) -> tuple[list[int], SpecDecodeStats]:
     """Guess, verify: the next 1 to k + 1 tokens."""
-    drafts, draft_logits = draft_generate(
+    drafts, logits = draft_generate(
         draft_model, context_ids, num_speculative_tokens, temperature, generator
     )
     tokens, num_accepted = verify_and_sample(
-        target_model,
-        context_ids,
-        drafts,
-        temperature,
-        generator,
-        draft_logits=draft_logits,
-        rule=rule,
+        target_model, context_ids, drafts, temperature, generator, draft_logits=logits, rule=rule
     )
     stats = SpecDecodeStats()
     stats.observe(len(drafts), num_accepted)
@@ -231,13 +224,3 @@ def _uniform(size: int, generator: torch.Generator | None) -> torch.Tensor:
 
 def check_context(context_ids: Sequence[int]) -> None:
     require(len(context_ids) > 0, "context_ids", [], "at least one token, to predict from")
-
-
-def _check_drafts(
-    draft_tokens: Sequence[int], draft_logits: torch.Tensor | None, vocab_size: int
-) -> None:
-    for token_id in draft_tokens:
-        require(0 <= token_id < vocab_size, "a draft token", token_id, f"in [0, {vocab_size})")
-    if draft_logits is not None:
-        shape, expected = tuple(draft_logits.shape), (len(draft_tokens), vocab_size)
-        require(shape == expected, "the shape of draft_logits", shape, str(expected))

@@ -7,9 +7,9 @@
 
 What it knows are plans and sampled tokens, as a runner in another process would. A request is
 guessed on if it is behind by nothing but the token that was just sampled. Some have ended with that
-token, and only the scheduler knows: it drops their guesses. A proposer needs the tokens of this step
-now, so they are put into the runner's copies at once; the next plan sends them again, in place of
-these. How much to guess: `FixedLength` is a constant, `beyond/adaptive_length.py` learns what pays.
+token, and only the scheduler knows: it drops their guesses. A proposer needs this step's tokens now,
+so they are put into the runner's copies at once; the next plan sends them again, in place of these.
+How much to guess: `FixedLength` is a constant, `beyond/adaptive_length.py` learns what pays.
 """
 
 from __future__ import annotations
@@ -88,11 +88,8 @@ class SpeculatingRunner:
 
     def _judge(self, plan: SchedulerOutput, output: StepOutput) -> list[FollowedRequest]:
         """Count what came of the drafts. Returns who may go on, with the tokens of this step."""
-        cached = plan.scheduled_cached_reqs
-        starts = {new.req_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
-        starts |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         followed = []
-        for req_id, start in starts.items():
+        for req_id, start in plan.starts().items():
             request, tokens = self.state.requests[req_id], output.token_ids.get(req_id, [])
             num_computed_tokens = start + plan.num_scheduled_tokens[req_id]
             if tokens:

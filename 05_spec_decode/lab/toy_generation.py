@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -38,17 +39,13 @@ def speculative_generate(
 
 
 def plain_generate(
-    model: LanguageModel,
-    context_ids: Sequence[int],
-    num_tokens: int,
-    temperature: float = 1.0,
-    generator: torch.Generator | None = None,
+    model: LanguageModel, context_ids: Sequence[int], num_tokens: int, *how: Any, **named: Any
 ) -> list[int]:
-    """The same without drafts: one pass, one token."""
+    """The same without drafts: one pass, one token. `how` as in `sample_token`."""
     check_context(context_ids)
     require(num_tokens >= 0, "num_tokens", num_tokens, ">= 0")
     tokens: list[int] = []
     while len(tokens) < num_tokens:
         logits = model.get_logits([*context_ids, *tokens])[-1]
-        tokens.append(sample_token(logits, temperature, generator))
+        tokens.append(sample_token(logits, *how, **named))
     return tokens
