@@ -1,11 +1,10 @@
-"""The books of a scheduler: everything but the decision. Each plan goes to the runner as a delta, and
-what the runner sampled comes back:
+"""The books of a scheduler: everything but the decision. A plan goes to the runner as a delta, and
+what it sampled comes back:
 
         add_request         a plan admits it            last token, or abort
     (new) ------> waiting ------------------> running ----------------------> (gone)
 
-A scheduler of this book derives from `SchedulerBooks` and adds `schedule`: *which* requests a step
-computes.
+A scheduler of this book adds `schedule`: *which* requests a step computes.
 
 Invariants: every unfinished request is either waiting or running; what is planned counts as
 computed from then on; after each plan the runner's copy of a scheduled request is the scheduler's.
@@ -67,12 +66,8 @@ class RunnerDelta:
             num_sent[request_id] = len(tokens)
 
     def describe(self, request: Request) -> NewRequestData:
-        return NewRequestData(
-            request.request_id,
-            request.prompt_token_ids,
-            request.sampling_params,
-            request.num_computed_tokens,
-        )
+        prompt, params = request.prompt_token_ids, request.sampling_params
+        return NewRequestData(request.request_id, prompt, params, request.num_computed_tokens)
 
 
 class SchedulerBooks:
@@ -107,9 +102,9 @@ class SchedulerBooks:
                     f"{describe_prompt(request)}, and {reason}: there must be room for one more"
                 )
         self.check_prompt(request)
-        reason = min(limits, key=lambda reason: limits[reason], default=None)
-        if reason is not None and limits[reason] < request.max_tokens:
-            request.max_tokens, request.length_limit = limits[reason], reason
+        for reason, room in limits.items():
+            if room < request.max_tokens:
+                request.max_tokens, request.length_limit = room, reason
         self.requests[request.request_id] = request
         self.waiting.add_request(request)
 

@@ -87,10 +87,8 @@ class SchedulerOutput:
     def starts(self) -> dict[str, int]:
         """From the message alone: the first position that each request computes, new ones first."""
         cached = self.scheduled_cached_reqs
-        known = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        return {new.req_id: new.num_computed_tokens for new in self.scheduled_new_reqs} | dict(
-            known
-        )
+        starts = {new.req_id: new.num_computed_tokens for new in self.scheduled_new_reqs}
+        return starts | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
 
     @property
     def is_empty(self) -> bool:

@@ -7,8 +7,8 @@
 
 What it knows are plans and sampled tokens, as a runner in another process would. A request is
 guessed on if it is behind by nothing but the token that was just sampled. Some have ended with that
-token, and only the scheduler knows: it drops their guesses. A proposer needs this step's tokens now,
-so they are put into the runner's copies at once; the next plan sends them again, in place of these.
+token, and only the scheduler knows: it drops their guesses. A proposer needs this step's tokens
+now: they go into the runner's copies at once, and the next plan sends them again, in their place.
 How much to guess: `FixedLength` is a constant, `beyond/adaptive_length.py` learns what pays.
 """
 
