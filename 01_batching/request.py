@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from numbers import Integral, Real
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 # What `SamplingParams` allows: the lowest integer; the interval of numbers, its lowest and highest.
 _INTEGERS = {"n": 1, "top_k": 0, "max_tokens": 1, "min_tokens": 0, "logprobs": 0, "seed": None}
@@ -89,10 +89,11 @@ class SamplingParams:
         require(all(_is_integer(t) and t >= 0 for t in ids), "stop_token_ids", ids, "integers >= 0")
         put("stop_token_ids", tuple(map(int, ids)))
         for name, lowest in _INTEGERS.items():
-            value: Any = getattr(self, name)
-            if value is not None or name not in ("logprobs", "seed"):
-                check_integers(lowest, **{name: value})
-                put(name, int(value))  # NumPy's integers overflow
+            if name in ("logprobs", "seed") and getattr(self, name) is None:
+                continue
+            value = getattr(self, name)
+            check_integers(lowest, **{name: value})
+            put(name, int(value))  # NumPy's integers overflow
         for name, (interval, low, high) in _NUMBERS.items():
             value = getattr(self, name)
             if isinstance(value, Real) and not isinstance(value, int):
@@ -167,13 +168,9 @@ class Request:
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> None:
-        require(
-            isinstance(sampling_params, SamplingParams),
-            "sampling_params",
-            sampling_params,
-            "a SamplingParams; Request.from_tokens(request_id, token_ids, max_new_tokens) makes a "
-            "greedy request",
-        )
+        allowed = "a SamplingParams; Request.from_tokens(id, token_ids, n) makes a greedy request"
+        is_right = isinstance(sampling_params, SamplingParams)
+        require(is_right, "sampling_params", sampling_params, allowed)
         if not prompt_token_ids:
             raise ValueError(
                 f"request {request_id!r}: prompt_token_ids is empty: it must hold a token at least"

@@ -65,7 +65,7 @@ class SchedulerOutput:
     """The plan for one step."""
 
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
-    scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData.make_empty)
+    scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     finished_req_ids: set[str] = field(default_factory=set)
     block_moves: list[BlockMove] = field(default_factory=list)  # chapter 3

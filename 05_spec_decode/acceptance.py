@@ -14,15 +14,14 @@ from itertools import zip_longest
 from typing import Any
 
 _POST_NAMES = {"num_draft": "num_drafted", "speedup": "tokens_per_pass"}
-_POST_NAMES |= {name: name for name in ("num_accepted", "acceptance_rate")}
+_POST_NAMES |= {"num_accepted": "num_accepted", "acceptance_rate": "acceptance_rate"}
 
 
 @dataclass(slots=True)
 class SpecDecodeStats:
     """What was counted. A *pass* is one request in one step that yields tokens.
     `accepted_by_position[i]` counts drafts at place i of their run; those behind a rejection are in
-    `drafted_by_position` all the same. `stats["speedup"]` and the like are the reading material's
-    names."""
+    `drafted_by_position` all the same. `stats["speedup"]` and the like are the posts' names."""
 
     num_passes: int = 0
     num_drafted: int = 0
@@ -87,9 +86,8 @@ class SpecDecodeStats:
 
 
 def expected_tokens(acceptance: float, num_drafts: int) -> float:
-    """Tokens of one pass over `num_drafts` drafts, each of which is accepted with this chance if
-    those before it were: 1 + a + a^2 + ... + a^k. The 1 is the token that the target adds itself.
-    """
+    """Tokens of one pass over `num_drafts` drafts: 1 + a + a^2 + ... + a^k, if each is accepted
+    with this chance once those before it were. The 1 is the token that the target adds itself."""
     if acceptance == 1:
         return num_drafts + 1
     return (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)

@@ -1,8 +1,8 @@
 """Speculative decoding alone: two toy models and one step. The loop: `lab/toy_generation.py`.
 
-A *draft* model guesses k tokens, one after the other. The *target* model then reads the context and
-all guesses in one pass, which takes it hardly longer than reading one token more: its weights are
-read once either way. So it says at each place what it would have said there:
+A *draft* model guesses k tokens, one after the other. The *target* model reads the context and all
+guesses in one pass, hardly longer than one over a token more (its weights are read once either
+way), and says at each place what it would have said there:
 
     fed to the target     c0   c1   c2   d0   d1   d2      context c, drafts d
     its rows of logits    .    .    p0   p1   p2   p3
@@ -84,8 +84,7 @@ class SimpleLM:
         positions: torch.Tensor | None = None,  # [seq_len] int64; None: 0, 1, ...
         attention_mask: torch.Tensor | None = None,  # [seq_len, seq_len] bool; None: causal
     ) -> torch.Tensor:  # [seq_len, vocab_size] float64
-        """Row i of the mask says what token i sees. Raises `ValueError` for a token that is not in
-        the vocabulary."""
+        """Row i of the mask says what token i sees. Raises `ValueError` for what is no token."""
         embedding, query, key, value, lm_head = self.weights
         ids = torch.as_tensor(token_ids, dtype=torch.int64)
         if outside := ids[(ids < 0) | (ids >= self.vocab_size)].tolist():

@@ -331,9 +331,9 @@ def make_proposer(
     if how is None:
         return None
     if how.method == "ngram":
-        from proposers import NgramProposer
+        from ngram_index import BulkNgramProposer
 
-        return NgramProposer(how.num_spec_tokens, how.max_ngram, how.min_ngram)
+        return BulkNgramProposer(how.num_spec_tokens, how.max_ngram, how.min_ngram)
     from common.sampling.speculative_sampler import ConstrainedDrafts
     from draft_model_proposer import DraftModelProposer
 
