@@ -143,8 +143,10 @@ class HFModelRunner:
                     f"request {req_id!r}: the row starts at position {start}, "
                     f"but KV is held for {num_held} positions"
                 )
-        config, known = self.model.config, self._caches
-        caches = [known.setdefault(i, DynamicCache(config=config)) for i in batch.req_ids]
+        for req_id in batch.req_ids:
+            if req_id not in self._caches:
+                self._caches[req_id] = DynamicCache(config=self.model.config)
+        caches = [self._caches[req_id] for req_id in batch.req_ids]
         run = self._forward_batched if self.batched else self._forward_one_by_one
         logits = run(batch, caches)
         for cache, row in zip(caches, batch.token_ids, strict=True):
