@@ -69,7 +69,7 @@ class History:
     num_indexed: int = 0  # tokens that n-grams may end before
 
 
-@dataclass(slots=True)
+@dataclass
 class NgramProposer:
     """`min_ngram` to `max_ngram` tokens are looked up, up to `num_spec_tokens` proposed. Raises
     `ValueError` that names the field."""

@@ -61,6 +61,7 @@ def test_a_long_prompt_is_indexed_in_bulk_and_what_follows_it_token_by_token():
     rng = random.Random(3)
     prompt = [rng.randrange(12) for _ in range(2000)]
     bulk, plain = BulkNgramProposer(4), NgramProposer(4)
+    assert bulk.num_lookahead_tokens == plain.num_lookahead_tokens == 0
     request = RunnerRequest("a", SamplingParams(), prompt, [])
     for _ in range(300):
         followed = [FollowedRequest(request, 0, request.num_tokens - 1)]
