@@ -109,11 +109,6 @@ class PolicyQueue(RequestQueue):
 
     # -- who is next
 
-    def peek_request(self) -> Request:
-        for request in self:
-            return request
-        raise IndexError("the queue is empty")
-
     def is_aged(self, request: Request) -> bool:
         """Must nobody overtake it any more? True of preempted ones in front, too. Raises `KeyError`
         if it is not in the queue."""

@@ -118,13 +118,19 @@ def test_drafts_are_planned_trimmed_and_taken_back(kind):
     assert stats.total_scheduled_tokens == num_tokens + stats.total_rejected_drafts
 
 
-def test_drafts_of_a_request_that_is_skipped_never_enter_the_model():
-    """Trap 40."""
+def two_of_three_guess(budget: int) -> Loop:
+    """a has three guesses, b two, c none; and from here on a step has this budget."""
     loop = Loop(20)
     for name in "abc":
         loop.add(name, 1, 12)
     loop.step({"a": [0, 0, 0], "b": [0, 0]})
-    loop.scheduler.max_num_batched_tokens = 1
+    loop.scheduler.max_num_batched_tokens = budget
+    return loop
+
+
+def test_drafts_of_a_request_that_is_skipped_never_enter_the_model():
+    """Trap 40."""
+    loop = two_of_three_guess(budget=1)
     assert planned(loop.step()) == {"a": 1}, "the budget is gone"
     assert loop.scheduler.drafts == {"b": [0, 0]}, "kept for the step that plans it"
     loop.scheduler.max_num_batched_tokens = 10
@@ -132,11 +138,7 @@ def test_drafts_of_a_request_that_is_skipped_never_enter_the_model():
 
 
 def test_everybody_gets_a_token_before_anybody_gets_a_guess_verified():
-    loop = Loop(20)
-    for name in "abc":
-        loop.add(name, 1, 12)
-    loop.step({"a": [0, 0, 0], "b": [0, 0]})
-    loop.scheduler.max_num_batched_tokens = 5
+    loop = two_of_three_guess(budget=5)
     assert planned(loop.step({"a": [0, 0, 0], "c": [0, 0, 0]})) == {"a": 3, "b": 1, "c": 1}
     assert planned(loop.step()) == {"a": 3, "b": 1, "c": 1}
 

@@ -346,9 +346,9 @@ def make_proposer(
 ) -> Proposer:
     """Who guesses. Raises `ValueError` if the draft model has other tokens."""
     if how.method == "ngram":
-        from proposers import NgramProposer
+        from ngram_index import BulkNgramProposer
 
-        return NgramProposer(how.num_spec_tokens, how.max_ngram, how.min_ngram)
+        return BulkNgramProposer(how.num_spec_tokens, how.max_ngram, how.min_ngram)
     from common.sampling.speculative_sampler import ConstrainedDrafts
     from draft_model_proposer import DraftModelProposer
 

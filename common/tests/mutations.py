@@ -41,8 +41,8 @@ class Mutation:
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "01_batching/fcfs_scheduler.py",
-        "if len(self.running) == self.max_num_seqs or num_tokens > budget:",
-        "if num_tokens > budget:",
+        "while self.waiting and len(self.running) < self.max_num_seqs:",
+        "while self.waiting:",
         ""
         "01_batching/test_fcfs_scheduler.py::test_running_never_exceeds_max_num_seqs_however_many_arrive_in_one_step",
         "More requests run than there are seats; on a GPU the batch outgrows its buffers.",
