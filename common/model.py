@@ -16,11 +16,11 @@ That holds in float64 too, where tests compare tokens one by one. In bfloat16 a 
 once where `transformers` rounds twice.
 
 Nothing in `forward` waits for a GPU. Parameters are uninitialised memory until `common.loader` has
-filled them; `checkpoint_tensors` tells it what goes where.
-"""
+filled them; `checkpoint_tensors` tells it what goes where."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -51,6 +51,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     return single.to(x.dtype) if weight is None else single.to(x.dtype) * weight
 
 
+def _allocator(dtype: torch.dtype, device: torch.device | str) -> Callable[..., nn.Parameter]:
+    def empty(*shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+    return empty
+
+
 class DecoderLayer(nn.Module):
     """Attention and MLP, each added to the residual stream."""
 
@@ -58,10 +65,7 @@ class DecoderLayer(nn.Module):
         self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         super().__init__()
-
-        def empty(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
+        empty = _allocator(dtype, device)
         hidden, inner = config.hidden_size, config.intermediate_size
         self.index = index
         self.eps = config.rms_norm_eps
@@ -138,21 +142,13 @@ class DecoderLayer(nn.Module):
 
         put("input_layernorm.weight", self.input_norm_weight)
         put("post_attention_layernorm.weight", self.mlp_norm_weight)
-        fused = {
-            "self_attn": (
-                ("q_proj", "k_proj", "v_proj"),
-                [n * head_dim for n in self.head_counts],
-                self.qkv_weight,
-                self.qkv_bias,
-            ),
-            "mlp": (
-                ("gate_proj", "up_proj"),
-                [len(self.gate_up_weight) // 2] * 2,
-                self.gate_up_weight,
-                self.gate_up_bias,
-            ),
-        }
-        for block, (names, sizes, weight, bias) in fused.items():
+        qkv, gate_up = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+        qkv_sizes = [n * head_dim for n in self.head_counts]
+        gate_up_sizes = [len(self.gate_up_weight) // 2] * 2
+        for block, names, sizes, weight, bias in (
+            ("self_attn", qkv, qkv_sizes, self.qkv_weight, self.qkv_bias),
+            ("mlp", gate_up, gate_up_sizes, self.gate_up_weight, self.gate_up_bias),
+        ):
             biases = [None] * len(names) if bias is None else bias.split(sizes)
             for name, part, bias_part in zip(names, weight.split(sizes), biases, strict=True):
                 put(f"{block}.{name}.weight", part)
@@ -181,10 +177,7 @@ class DecoderModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-
-        def empty(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
+        empty = _allocator(dtype, device)
         vocab = (config.vocab_size, config.hidden_size)
         self.embed_weight = empty(*vocab)
         layers = [DecoderLayer(config, i, dtype, device) for i in range(config.num_hidden_layers)]
