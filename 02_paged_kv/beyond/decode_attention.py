@@ -171,6 +171,8 @@ def compile_decode_attention(
     Compiles at once, some 20 seconds the first time on a machine and a few once its files are
     there, and says how long it took. Without a C++ compiler: None, and a warning.
     """
+    # A warning, because the wait is long: those are shown where nobody has set up logging.
+    logger.warning("compiling decode attention (some 20 s the first time, then a few) ...")
     start = time.perf_counter()
     attend_compiled = torch.compile(attend_splits, dynamic=False, fullgraph=True)
     merge_compiled = torch.compile(merge_splits, dynamic=False, fullgraph=True)
