@@ -27,8 +27,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from batch_layout import compose_in_order
 from block_pool import BlockPool
 from common.engine_config import EngineConfig, SpeculativeConfig
