@@ -35,9 +35,9 @@ from paged_attention import (
     write_kv,
 )
 
-# Keys, KV heads and channels of all decodes of a step, multiplied: 1,024 keys of Qwen3-0.6B.
+# Keys, KV heads and channels of all decodes of a step, multiplied: 512 keys of Qwen3-0.6B.
 # Measured: `python 02_paged_kv/lab/plot_decode_attention.py --record decode_attention --threads 1`
-MIN_KEY_ELEMENTS = 1 << 20
+MIN_KEY_ELEMENTS = 1 << 19
 
 
 class HeadMajorKVCache(PagedKVCache):

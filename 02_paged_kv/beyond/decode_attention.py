@@ -37,7 +37,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 SPLIT_BLOCKS = 8
-MAX_SPLITS = 64
+MAX_SPLITS = 32
 VECTOR_BYTES = 64  # values are summed in pieces that fill a vector register
 
 
@@ -198,7 +198,7 @@ def compile_decode_attention(
 @torch.no_grad()
 def _first_call(attend_compiled, merge_compiled, num_heads, key_cache, value_cache) -> None:
     """Show the compiler typical sizes, and which of them vary."""
-    num_seqs, num_splits = 32, 64
+    num_seqs, num_splits = 16, 32
     block_size, head_dim = key_cache.shape[1], key_cache.shape[3]
     per_sequence = num_splits // num_seqs * SPLIT_BLOCKS
     splits = split_sequences(
