@@ -327,8 +327,8 @@ def make_compiled_attention(
         from compiled_mixed_attention import CompiledMixedAttentionBackend as Backend
     else:
         from compiled_attention import CompiledAttentionBackend as Backend
-    example = allocate_kv_cache(loaded, 3, config.block_size, HeadMajorKVCache)
-    backend = Backend.compiled_for(loaded.config.num_attention_heads, example)
+    few_blocks = allocate_kv_cache(loaded, 3, config.block_size, HeadMajorKVCache)
+    backend = Backend.compiled_for(loaded.config.num_attention_heads, few_blocks)
     return None if backend is None else Attention(backend, compose, kv_cache_kind=HeadMajorKVCache)
 
 

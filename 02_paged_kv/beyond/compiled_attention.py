@@ -183,9 +183,11 @@ class CompiledAttentionBackend(TorchAttentionBackend):
 
     @classmethod
     def compiled_for(
-        cls, num_heads: int, kv_cache: HeadMajorKVCache
+        cls, num_heads: int, kv_cache: PagedKVCache
     ) -> CompiledAttentionBackend | None:
-        """Takes some 20 seconds, a few once the machine code is on the disk, and says so. None, and
+        """For KV tensors like those of `kv_cache`, which is a `HeadMajorKVCache` of any size.
+
+        Takes some 20 seconds, a few once the machine code is on the disk, and says so. None, and
         a warning, where there is no C++ compiler."""
         key_cache, value_cache = kv_cache.key_cache[0], kv_cache.value_cache[0]
         decode = compile_decode_attention(num_heads, key_cache, value_cache)
