@@ -32,7 +32,6 @@ from paged_attention import (
     PagedKVCache,
     PagedPlan,
     TorchAttentionBackend,
-    write_kv,
 )
 
 # Keys, KV heads and channels of all decodes of a step, multiplied: 512 keys of Qwen3-0.6B.
@@ -61,9 +60,7 @@ def write_kv_anywhere(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """`write_kv` for memory of either order."""
-    if key_cache.is_contiguous():
-        return write_kv(key, value, key_cache, value_cache, slot_mapping)
+    """`write_kv` for memory of any order."""
     is_real = slot_mapping >= 0
     if not is_real.all():
         key, value, slot_mapping = key[is_real], value[is_real], slot_mapping[is_real]
@@ -93,7 +90,7 @@ class CompiledPlan(PagedPlan):
         starts, seq_lens, is_short = super().lengths(metadata, key_cache)
         decodes = [row for row, (start, stop) in enumerate(pairwise(starts)) if stop - start == 1]
         num_keys = sum(seq_lens[row] for row in decodes)
-        is_taken = self.backend.takes(self.dtype, self.num_heads, key_cache, num_keys)
+        is_taken = self.backend.takes(self.num_heads, key_cache, num_keys)
         self.decodes = decodes if is_taken else []
         for row in self.decodes:  # a plan may think that a very long sequence is not
             is_short[row] = True
@@ -120,25 +117,6 @@ class CompiledPlan(PagedPlan):
         step = starts, seq_lens, tables, query, key_cache
         return super().make_groups(short, query_lens, *step)
 
-    def gather(
-        self, key_cache: torch.Tensor, value_cache: torch.Tensor, block_ids: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Head-major memory is gathered run by run, all of a head together."""
-        if key_cache.is_contiguous():
-            return super().gather(key_cache, value_cache, block_ids)
-        n, (block_size, num_kv_heads, head_dim) = len(block_ids), key_cache.shape[1:]
-        if n > len(self.key_buffer):
-            self.key_buffer = key_cache.new_empty(n, *key_cache.shape[1:])
-            self.value_buffer = torch.empty_like(self.key_buffer)
-        heads = torch.arange(num_kv_heads, dtype=block_ids.dtype)[:, None]
-        runs = torch.add(heads, block_ids, alpha=num_kv_heads).flatten()
-        gathered = []
-        for cache, buffer in ((key_cache, self.key_buffer), (value_cache, self.value_buffer)):
-            room = buffer[:n].view(-1, block_size, head_dim)
-            torch.index_select(cache.transpose(1, 2).flatten(0, 1), 0, runs, out=room)
-            gathered.append(room.view(num_kv_heads, -1, head_dim).transpose(0, 1))
-        return gathered[0], gathered[1]
-
     def attend(
         self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
     ) -> torch.Tensor:
@@ -157,11 +135,6 @@ def _as_slice(indices: list[int]) -> slice | torch.Tensor:
     return torch.tensor(indices)
 
 
-def _kind_of(cache: torch.Tensor) -> tuple:
-    """What machine code depends on: all but the number of blocks."""
-    return cache.dtype, cache.shape[1:], cache.stride()
-
-
 class CompiledAttentionBackend(TorchAttentionBackend):
     """An `AttentionBackend` for a CPU. `decode` was compiled for `num_heads` query heads and caches
     like `key_cache`; other models (a draft model) are attended to as ever. With
@@ -178,7 +151,8 @@ class CompiledAttentionBackend(TorchAttentionBackend):
         min_key_elements: int | None = None,  # None: `MIN_KEY_ELEMENTS`
     ) -> None:
         self.decode = decode
-        self._made_for = (num_heads, *_kind_of(key_cache))
+        # All that the machine code depends on: the strides tell the shape of a block.
+        self._made_for = num_heads, key_cache.dtype, key_cache.stride()
         self._min = MIN_KEY_ELEMENTS if min_key_elements is None else min_key_elements
 
     @classmethod
@@ -193,11 +167,9 @@ class CompiledAttentionBackend(TorchAttentionBackend):
         decode = compile_decode_attention(num_heads, key_cache, value_cache)
         return None if decode is None else cls(decode, num_heads, key_cache)
 
-    def takes(
-        self, dtype: torch.dtype, num_heads: int, key_cache: torch.Tensor, num_keys: int
-    ) -> bool:
+    def takes(self, num_heads: int, key_cache: torch.Tensor, num_keys: int) -> bool:
         """Whether decodes with so many keys together are for the compiled function."""
-        is_known = dtype == key_cache.dtype and self._made_for == (num_heads, *_kind_of(key_cache))
+        is_known = self._made_for == (num_heads, key_cache.dtype, key_cache.stride())
         return is_known and num_keys * key_cache.shape[2:].numel() >= self._min
 
     def attend(

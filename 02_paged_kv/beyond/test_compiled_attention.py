@@ -119,6 +119,16 @@ def test_another_model_is_attended_to_the_usual_way(other):
     assert backend.num_decodes == [], "memory of the other order is not for it either"
 
 
+def test_a_model_and_its_draft_share_metadata():
+    """In turn, layer after layer: each has its own plan, and the function is for one of them."""
+    target, draft = (make_head_major_case(MIXED, 4, num_shared=n) for n in (2, 3))
+    draft.metadata = target.metadata
+    backend, num_decodes = make_backend(target), sum(query_len == 1 for query_len, _ in MIXED)
+    for case in (target, draft, draft, target):
+        case.check(attend(case, backend))
+    assert backend.num_decodes == [num_decodes] * 2
+
+
 def test_a_plan_of_another_backend_is_not_used():
     case = make_head_major_case(MIXED, 4)
     case.check(case.attend())
