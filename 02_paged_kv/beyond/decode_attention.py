@@ -185,7 +185,9 @@ def compile_decode_attention(
         )
 
     try:
-        _first_call(attend_compiled, merge_compiled, num_heads, key_cache, value_cache)
+        # There may be engines of many shapes, and the compiler gives up at the ninth.
+        with torch._dynamo.config.patch(recompile_limit=256):
+            _first_call(attend_compiled, merge_compiled, num_heads, key_cache, value_cache)
     except Exception as error:  # whatever a compiler that is missing or broken raises
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         logger.warning("decode attention is not compiled, keys are gathered: %s", reason)
