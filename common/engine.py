@@ -66,7 +66,7 @@ class LLMEngine:
         self.max_model_len, self.vocab_size = parts.max_model_len, parts.vocab_size
 
         self.device, self.dtype = loaded.model.embed_weight.device, loaded.model.embed_weight.dtype
-        self.num_parameters = sum(p.numel() for p in loaded.model.parameters())
+        self.num_parameters = loaded.model.num_parameters
         self._intake = Intake(
             tokenizer,
             self.model_config.vocab_size,

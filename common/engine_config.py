@@ -96,6 +96,9 @@ class EngineConfig:
     `"random"`. `watermark` is the share of the blocks that an admission of the two-phase scheduler
     leaves to those who run.
 
+    `pack_weights`: on an x86 CPU, in float32 and bfloat16, matrices are reordered for the processor
+    once (`linear.py`). False: read as the checkpoint has them.
+
     Debug switches: `check_invariants` verifies scheduler and KV manager after every step;
     `shuffle_batch` puts every batch in a random order, `shuffle_waiting` the queue; every
     `preempt_every`-th step preempts somebody. None of them may change any output."""
@@ -120,6 +123,7 @@ class EngineConfig:
     mixing: bool = False
     speculative: dict | None = None
     attention_backend: str = "auto"
+    pack_weights: bool = True
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -146,6 +150,7 @@ class EngineConfig:
             "prefix_cache": (None, "hash", "radix"),
             "mixing": (False, True),
             "attention_backend": ("auto", "torch", "triton"),
+            "pack_weights": (True, False),
             "tensor_parallel_size": (1,),
             "pipeline_parallel_size": (1,),
         }

@@ -171,7 +171,7 @@ def _folder() -> tempfile.TemporaryDirectory:
 
 def _with_noise(model: LoadedModel) -> LoadedModel:
     """A draft model that is right about two times in three."""
-    weight = model.model.lm_head_weight
+    weight = model.model.lm_head.weight
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
     weight.data += 0.35 * weight.std() * noise

@@ -221,7 +221,7 @@ def test_a_prefix_is_shared_while_its_prompt_is_under_way(cache, scheduler, fork
 def draft(family_oracle: Oracle) -> LoadedModel:
     """The target with noise on its last matrix: right about two times in three."""
     model = load_model(family_oracle.path, torch.float64, torch.device("cpu"))
-    weight = model.model.lm_head_weight
+    weight = model.model.lm_head.weight
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
     weight.data += 0.35 * weight.std() * noise

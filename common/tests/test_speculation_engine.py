@@ -34,7 +34,7 @@ CACHES = (None, "hash", "radix")
 def draft(family_oracle):
     """The target with noise on its last matrix: right about two times in three."""
     model = load_model(family_oracle.path, torch.float64, torch.device("cpu"))
-    weight = model.model.lm_head_weight
+    weight = model.model.lm_head.weight
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
     weight.data += 0.35 * weight.std() * noise
