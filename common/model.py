@@ -240,7 +240,7 @@ class DecoderModel(nn.Module):
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """Every tensor a checkpoint of this configuration holds, and where it goes. Together they
         fill every parameter exactly once."""
-        singles = {
+        singles: dict[str, torch.Tensor] = {
             "model.embed_tokens.weight": self.embed_weight,
             "model.norm.weight": self.norm_weight,
         }
