@@ -228,14 +228,11 @@ class DecoderModel(nn.Module):
         matrix is unpacked when its turn comes."""
         yield from self.named_buffers()
         for name, module in self.named_modules():
-            if isinstance(module, Linear):
-                if module.weight is not self.embed_weight:
-                    yield f"{name}.weight", module.plain_weight()
-                if module.bias is not None:
-                    yield f"{name}.bias", module.bias
-            else:
-                for part, parameter in module.named_parameters(recurse=False):
-                    yield f"{name}.{part}", parameter
+            if isinstance(module, Linear) and module.weight is None:
+                yield f"{name}.weight", module.plain_weight()
+            for part, parameter in module.named_parameters(name, recurse=False):
+                if parameter is not self.embed_weight or module is self:
+                    yield part, parameter
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """Every tensor a checkpoint of this configuration holds, and where it goes. Together they
