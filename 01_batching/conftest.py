@@ -15,6 +15,8 @@ if not torch.cuda.is_available():
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config
 from transformers import Qwen3ForCausalLM as Qwen3
 
+from common.tests.engine_oracle import greedy
+
 VOCAB_SIZE = 61
 SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -53,21 +55,11 @@ def oracle():
     known: dict[tuple, list[int]] = {}
     longest = 24
 
-    @torch.inference_mode()
-    def greedy(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    def continuation(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
         assert num_tokens <= longest
         key = (id(model), tuple(prompt))
         if key not in known:
-            ids = torch.tensor([list(prompt)])
-            output = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=longest,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-            known[key] = output[0, len(prompt) :].tolist()
+            known[key] = greedy(model, list(prompt), longest)
         return known[key][:num_tokens]
 
-    return greedy
+    return continuation

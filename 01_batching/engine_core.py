@@ -4,11 +4,9 @@
     handle  = runner.execute(plan)                        lay out, forward, sample: begun
     results = scheduler.update_from_output(plan, handle.wait())     what became final
 
-The collaborators are injected. Chapter 1 puts in `FCFSScheduler` and `HFModelRunner`; the engine in
-`common` puts in others, and this file stays as it is.
-
-Whoever wants to know what happened in a step, or how long each part took, stands around the loop
-and not in it (`beyond/step_record.py`).
+Chapter 1 puts in `FCFSScheduler` and `HFModelRunner`, the engine in `common` others, and this file
+stays as it is. What happened in a step, and how long each part took, is written down around the
+loop and not in it (`beyond/step_record.py`).
 
 nano-vllm's loop has the same three lines, vLLM's `EngineCore.step` too."""
 

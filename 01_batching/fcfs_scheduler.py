@@ -1,10 +1,5 @@
-"""First come, first served, decided anew at every iteration.
-
-A static batch is filled once and emptied once: a slot whose request has ended stays empty until the
-longest one ends. Scheduling per iteration (Orca, OSDI 2022) asks before every forward pass who
-computes what, so that a freed slot is taken in the very next step.
-
-One step has a budget of `max_num_batched_tokens`:
+"""First come, first served, decided anew at every iteration: a slot that falls free is taken in the
+very next step (Orca, OSDI 2022). One step has a budget of `max_num_batched_tokens`:
 
     | one token for each running request | whole prompts from the front of the queue | unused |
     0                           len(running)                              max_num_batched_tokens
@@ -26,9 +21,7 @@ from scheduler_interface import SchedulerOutput
 
 
 class FCFSScheduler(SchedulerBooks):
-    """Iteration-level scheduling of whole prompts. A `SchedulerInterface`.
-
-    `max_model_len` bounds prompt plus outputs. Raises `ValueError` for limits below 1."""
+    """Iteration-level scheduling of whole prompts. A `SchedulerInterface`."""
 
     def __init__(
         self,
@@ -50,17 +43,14 @@ class FCFSScheduler(SchedulerBooks):
         """Take requests from the front of the queue into `running` for as long as they fit. Their
         tokens to compute, by id."""
         admitted: dict[str, int] = {}
-        for request in self.waiting:
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            request = self.waiting.peek_request()
             num_tokens = request.num_tokens
-            if len(self.running) == self.max_num_seqs or num_tokens > budget:
+            if num_tokens > budget or not self._has_room(request):
                 break
-            if not self._has_room(request):
-                break
-            self._seat(request)
+            self._seat(self.waiting.pop_request())
             admitted[request.request_id] = num_tokens
             budget -= num_tokens
-        for request_id in admitted:
-            self.waiting.remove_request(self.requests[request_id])
         return admitted
 
     def _has_room(self, request: Request) -> bool:

@@ -1,31 +1,26 @@
 """`HFModelRunner`: serves any causal language model of `transformers`, in two ways.
 
-One at a time (`batched=False`) is where everybody starts: each request has `past_key_values` of its
-own, and a step calls the model once for each request. The scheduler batches, the model does not:
-its weights are read from memory once per request.
+One at a time (`batched=False`): each request has `past_key_values` of its own, and a step calls the
+model once for each request. Its weights are read from memory once per request.
 
-Batched (`batched=True`) calls the model once per step. Keys and values of requests with different
-pasts have to become one tensor, so every step stacks them, padded to the longest, and leaves room
-for the new ones:
+Batched (`batched=True`): one call per step. Keys and values of requests with different pasts must
+become one tensor, so every step stacks them, padded to the longest, and leaves room for the new:
 
                      past, padded to the longest   | new, padded to the longest
     A (prefill, 3)   . . . . . .                   | a0 a1 a2
     B (decode)       b0 b1 b2 b3 . .               | b4 .  .
     C (decode)       c0 c1 c2 c3 c4 c5             | c6 .  .
 
-A 4-D mask says what each new token may see: its own past, and the new tokens up to itself. After
-the call the new keys and values are cut out and appended to each request's own.
-
-`num_bytes_copied` counts what that costs: the whole KV cache, twice over and padding on top, in
-every step, to add one token per request. `num_bytes_new` is what had to be written. The gap grows
-with every token, and it is why chapter 2 lets attention read KV where it lies.
+A 4-D mask says what each new token may see. After the call the new keys and values are cut out and
+appended to each request's own. `num_bytes_copied` counts what that costs: the whole KV cache, twice
+over and padding on top, in every step, to add one token per request. `num_bytes_new` is what had to
+be written. The gap grows with every token; chapter 2 lets attention read KV where it lies.
 
 Invariants: between two steps the runner holds KV for exactly the positions that the scheduler
 counts as computed; padding is zero, never uninitialised (a masked NaN is still a NaN: 0 * NaN).
 
-transformers' own `generate` stacks once, at the start, which is why it must keep a batch together
-until its longest request ends (`lab/static_batching.py`). vLLM, SGLang and nano-vllm write KV in
-place."""
+transformers' own `generate` stacks once, at the start (`lab/static_batching.py`). vLLM, SGLang and
+nano-vllm write KV in place."""
 
 from __future__ import annotations
 
@@ -37,19 +32,13 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from input_batch import InputBatch, RunnerState, prepare_inputs_from_scheduler_output
-from scheduler_interface import (
-    NO_FINITE_LOGITS,
-    FinishedStep,
-    Laps,
-    SchedulerOutput,
-    StepOutput,
-)
+from scheduler_interface import NO_FINITE_LOGITS, FinishedStep, Laps, SchedulerOutput, StepOutput
 
 
 class TokenSampler(Protocol):
-    def sample(self, logits: torch.Tensor, req_ids: Sequence[str]) -> StepOutput:
-        """A token for each row of `logits` `[len(req_ids), vocab_size]`."""
-        ...
+    """Gives each request a token of its row of `logits` `[len(req_ids), vocab_size]`."""
+
+    def sample(self, logits: torch.Tensor, req_ids: Sequence[str]) -> StepOutput: ...
 
 
 class GreedySampler:
@@ -57,22 +46,18 @@ class GreedySampler:
 
     def sample(self, logits: torch.Tensor, req_ids: Sequence[str]) -> StepOutput:
         highest, tokens = logits.max(dim=-1)  # NaN is higher than any number
-        tokens = torch.where(highest.isfinite(), tokens, -1)
-        output = StepOutput()
         # In `tolist`, and nowhere else, the host waits for the device.
-        for req_id, token in zip(req_ids, tokens.tolist(), strict=True):
-            if token >= 0:
-                output.token_ids[req_id] = [token]
-            else:
-                output.errors[req_id] = NO_FINITE_LOGITS
-        return output
+        tokens = torch.where(highest.isfinite(), tokens, -1).tolist()
+        chosen = dict(zip(req_ids, tokens, strict=True))
+        return StepOutput(
+            {req_id: [token] for req_id, token in chosen.items() if token >= 0},
+            errors={req_id: NO_FINITE_LOGITS for req_id, token in chosen.items() if token < 0},
+        )
 
 
 class StackedKV(DynamicCache):
-    """The pasts of all rows of a batch as one `past_key_values`, alive for one call of the model.
-
-    The model hands the new keys and values of each layer to `update`, which stacks the pasts of
-    that layer and puts the new ones behind them. `new[layer]` keeps these for the runner."""
+    """The pasts of all rows as one `past_key_values`, for one call of the model. That hands the new
+    keys and values of each layer to `update`; `new[layer]` keeps these for the runner."""
 
     def __init__(self, caches: list[DynamicCache], max_past: int) -> None:
         super().__init__()
@@ -86,14 +71,13 @@ class StackedKV(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert layer_idx == len(self.new), "layers come in order, each once"
         self.new.append((key_states, value_states))  # [batch_size, num_kv_heads, max_new, head_dim]
-        pasts = [_kv_of(cache.layers[layer_idx]) for cache in self.caches]
-        keys = self._stack([keys for keys, _ in pasts], key_states)
-        return keys, self._stack([values for _, values in pasts], value_states)
+        keys, values = zip(*(_kv_of(cache.layers[layer_idx]) for cache in self.caches), strict=True)
+        return self._stack(keys, key_states), self._stack(values, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.max_past
 
-    def _stack(self, pasts: list[torch.Tensor | None], new: torch.Tensor) -> torch.Tensor:
+    def _stack(self, pasts: Sequence[torch.Tensor | None], new: torch.Tensor) -> torch.Tensor:
         """`[batch_size, num_kv_heads, max_past + max_new, head_dim]`. None: a row without past."""
         if self.max_past == 0:
             return new
@@ -108,18 +92,20 @@ class StackedKV(DynamicCache):
 
 
 class HFModelRunner:
-    """A `ModelRunner` for `model`, which is used as it is: same device, same dtype. `sampler` is
-    greedy if None.
-
-    Raises `ValueError` if `batched` and a layer of the model keeps something else than the keys and
-    values of every position (sliding windows, recurrent state): such a past cannot be stacked
-    here."""
+    """A `ModelRunner` for `model`, on its device and in its dtype; greedy without a `sampler`.
+    Raises `ValueError` if `batched` and a layer keeps something else than the keys and values of
+    every position (sliding windows, recurrent state): such a past cannot be stacked here."""
 
     def __init__(
         self, model: PreTrainedModel, batched: bool = True, sampler: TokenSampler | None = None
     ) -> None:
-        if batched:
-            _check_can_be_stacked(model)
+        for layer in DynamicCache(config=model.config).layers if batched else ():
+            if type(layer) is not DynamicLayer:
+                raise ValueError(
+                    f"batched is True: {type(model).__name__} has a layer that keeps a "
+                    f"{type(layer).__name__}, and only a plain DynamicLayer can be stacked; "
+                    "use batched=False"
+                )
         self.model = model.eval()
         self.batched = batched
         self.sampler = sampler or GreedySampler()
@@ -149,14 +135,13 @@ class HFModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> torch.Tensor:
-        """The logits behind each row's last token, `[batch_size, vocab_size]`. KV of the rows is
-        kept. Raises `ValueError`, before anything is computed, if a row does not start where the KV
-        of its request ends."""
+        """The logits behind each row's last token, `[batch_size, vocab_size]`, and the rows' KV is
+        kept. Raises `ValueError` first if a row does not start where the KV of its request ends."""
         for req_id, start in zip(batch.req_ids, batch.start_positions, strict=True):
-            if start != self.num_computed_tokens(req_id):
+            if start != (num_held := self.num_computed_tokens(req_id)):
                 raise ValueError(
                     f"request {req_id!r}: the row starts at position {start}, "
-                    f"but KV is held for {self.num_computed_tokens(req_id)} positions"
+                    f"but KV is held for {num_held} positions"
                 )
         for req_id in batch.req_ids:
             if req_id not in self._caches:
@@ -212,9 +197,8 @@ class HFModelRunner:
 
     def execute_model_batch(self, input_batch: InputBatch) -> dict[str, torch.Tensor]:
         """`forward`, as `{req_id: logits [vocab_size]}`."""
-        if not input_batch.req_ids:
-            return {}
-        return dict(zip(input_batch.req_ids, self.forward(input_batch), strict=True))
+        logits = self.forward(input_batch) if input_batch.req_ids else ()
+        return dict(zip(input_batch.req_ids, logits, strict=True))
 
     def free_request_cache(self, req_id: str) -> None:
         """Drop a request's KV. An id without any is ignored."""
@@ -233,11 +217,9 @@ class HFModelRunner:
 def make_mask(
     past_lens: Sequence[int], max_new: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """What each new token may see, to be added to attention scores: 0 or the most negative number.
-
+    """To be added to attention scores: 0 for what a new token may see, else the lowest number.
     `[batch_size, 1, max_new, max_past + max_new]`. A token sees the past of its row and the new
-    tokens up to itself. A padding token does too: so it sees at least itself, and no softmax runs
-    over nothing."""
+    ones up to itself. A padding token does too, so that no softmax runs over nothing."""
     past = torch.tensor(past_lens, device=device)[:, None]
     sees_past = torch.arange(max(past_lens), device=device) < past  # [batch_size, max_past]
     sees_new = torch.ones(max_new, max_new, dtype=torch.bool, device=device).tril()
@@ -250,13 +232,3 @@ def make_mask(
 def _kv_of(layer: object) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Keys and values `[1, num_kv_heads, num_tokens, head_dim]`; None where a layer keeps none."""
     return (layer.keys, layer.values) if isinstance(layer, DynamicLayer) else (None, None)
-
-
-def _check_can_be_stacked(model: PreTrainedModel) -> None:
-    for layer in DynamicCache(config=model.config).layers:
-        if type(layer) is not DynamicLayer:
-            raise ValueError(
-                f"batched is True: {type(model).__name__} has a layer that keeps a "
-                f"{type(layer).__name__}, and only a plain DynamicLayer can be stacked; "
-                "use batched=False"
-            )

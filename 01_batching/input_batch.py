@@ -1,11 +1,8 @@
 """From a plan to tensors: what a runner remembers, and the padded batch.
 
 `RunnerState` is the other end of the plan's delta: the runner's own copy of every request. What a
-plan schedules is cut out of these copies.
-
-A plan names requests of very different sizes: a prompt of 500 tokens next to a request that feeds
-back the one token it sampled last. A model wants a rectangle, so the rows are padded on the right
-to the longest one:
+plan schedules is cut out of these copies: a prompt of 500 tokens next to the one token that another
+request sampled last. A model wants a rectangle, so rows are padded on the right to the longest one:
 
     token ids            attention mask   positions
     1  2  3  4  5        1 1 1 1 1        0 1 2 3 4      a new request with 5 prompt tokens
@@ -13,15 +10,14 @@ to the longest one:
     12 .  .  .  .        1 0 0 0 0        3 . . . .      running: 4 tokens known, 3 computed
     17 .  .  .  .        1 0 0 0 0        4 . . . .      running: 5 tokens known, 4 computed
 
-Half of this rectangle is padding (10 of 20), and it is computed all the same. The token fed back is
-the last one known, so it stands at `len - 1`, not at `len`: off by one, the text would be fluent
-and different.
+Half of it is padding (10 of 20), and it is computed all the same. The token fed back is the last
+one known, so it stands at `len - 1`, not at `len`: off by one, the text would be fluent and
+different.
 
 Invariants: a row holds exactly the tokens that the plan gives its request; padding holds
 `pad_token_id` and position 0, never what happened to be in memory.
 
-vLLM and SGLang lay the tokens of all requests end to end and pad nothing; chapter 2 does so too,
-because attention over blocks makes it possible."""
+vLLM and SGLang lay the tokens of all requests end to end and pad nothing, as chapter 2 does."""
 
 from __future__ import annotations
 
@@ -128,11 +124,8 @@ class InputBatch:
             mask.append([1] * len(row) + [0] * num_padding)
             positions.append([*range(start, start + len(row))] + [0] * num_padding)
         shape = (self.batch_size, max_len)
-        token_ids, attention_mask, position_ids = (
-            torch.tensor(rows, dtype=torch.int64, device=device).view(shape)
-            for rows in (ids, mask, positions)
-        )
-        return token_ids, attention_mask, position_ids
+        made = [torch.tensor(x, device=device).long().view(shape) for x in (ids, mask, positions)]
+        return made[0], made[1], made[2]
 
 
 def prepare_inputs_from_scheduler_output(plan: SchedulerOutput, state: RunnerState) -> InputBatch:
@@ -142,10 +135,7 @@ def prepare_inputs_from_scheduler_output(plan: SchedulerOutput, state: RunnerSta
     Raises `ValueError` for a plan in which one does not: chapter 1 computes whole prompts."""
     state.apply(plan)
     batch = InputBatch([], [], [], [], [])
-    cached = plan.scheduled_cached_reqs
-    starts = {new.req_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
-    starts |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-    for req_id, start in starts.items():
+    for req_id, start in plan.starts().items():
         request = state.requests[req_id]
         stop = start + plan.num_scheduled_tokens[req_id]
         if stop != request.num_tokens:

@@ -18,23 +18,32 @@ is a decode. A freshly sampled token is known before its keys and values are wri
 request is always at least one behind.
 
 Invariants: `0 <= num_computed_tokens <= num_tokens`; `all_token_ids` is the prompt followed by the
-outputs; a finished request never changes again.
-
-vLLM keeps the same two counters in its V1 engine. SGLang keeps `fill_ids` and `extend_input_len`
-and separates extend from decode batches; nano-vllm tells the phases apart by an argument of its
-runner."""
+outputs; a finished request never changes again. (vLLM V1 has the same two counters. SGLang keeps
+extend and decode batches apart, nano-vllm tells the phases apart by an argument.)"""
 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from numbers import Integral, Real
 from typing import TypeGuard
 
-from post_names import RequestPostNames
+# What `SamplingParams` allows: the lowest integer; the interval of numbers, its lowest and highest.
+_INTEGERS = {"n": 1, "top_k": 0, "max_tokens": 1, "min_tokens": 0, "logprobs": 0, "seed": None}
+_ABOVE_0, _BELOW_INF = math.ulp(0.0), sys.float_info.max
+_NUMBERS = {
+    "temperature": ("[0.0, inf)", 0.0, _BELOW_INF),
+    "top_p": ("(0.0, 1.0]", _ABOVE_0, 1.0),
+    "min_p": ("[0.0, 1.0]", 0.0, 1.0),
+    "repetition_penalty": ("(0.0, inf)", _ABOVE_0, _BELOW_INF),
+    "presence_penalty": ("[-2.0, 2.0]", -2.0, 2.0),
+    "frequency_penalty": ("[-2.0, 2.0]", -2.0, 2.0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,85 +75,61 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        for name, values in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
-            if values is not None and not isinstance(values, Iterable):
-                raise ValueError(f"{name} is {values!r}: it must be a sequence")
-            object.__setattr__(self, name, () if values is None else tuple(values))
+        put = partial(object.__setattr__, self)  # it is frozen to everybody else
+        if isinstance(self.stop, str):
+            put("stop", (self.stop,))
         if _is_integer(self.top_k) and self.top_k == -1:
-            object.__setattr__(self, "top_k", 0)
-        self._check_integers()
-        self._check_numbers()
-        if not all(isinstance(s, str) and s for s in self.stop):
-            raise ValueError(f"stop is {self.stop!r}: each stop string must be a non-empty str")
-        for name in ("ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}: it must be True or False")
-
-    def _check_integers(self) -> None:
-        lowest = {"n": 1, "top_k": 0, "max_tokens": 1, "min_tokens": 0, "logprobs": 0, "seed": None}
-        for name, low in lowest.items():
-            if name in ("seed", "logprobs") and getattr(self, name) is None:
+            put("top_k", 0)
+        for name in ("stop", "stop_token_ids"):
+            values = () if getattr(self, name) is None else getattr(self, name)
+            require(isinstance(values, Iterable), name, values, "a sequence")
+            put(name, tuple(values))
+        stop, ids = self.stop, self.stop_token_ids
+        require(all(isinstance(s, str) and s for s in stop), "stop", stop, "non-empty str")
+        require(all(_is_integer(t) and t >= 0 for t in ids), "stop_token_ids", ids, "integers >= 0")
+        put("stop_token_ids", tuple(map(int, ids)))
+        for name, lowest in _INTEGERS.items():
+            if name in ("logprobs", "seed") and getattr(self, name) is None:
                 continue
             value = getattr(self, name)
-            check_integers(low, **{name: value})
-            object.__setattr__(self, name, int(value))  # NumPy's integers overflow
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed!r}: it must fit in 64 bits, signed")
-        if self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens is {self.min_tokens}: "
-                f"it must be <= max_tokens, which is {self.max_tokens}"
-            )
-        if not all(_is_integer(t) and t >= 0 for t in self.stop_token_ids):
-            raise ValueError(
-                f"stop_token_ids is {self.stop_token_ids!r}: ids must be integers >= 0"
-            )
-        object.__setattr__(self, "stop_token_ids", tuple(map(int, self.stop_token_ids)))
-
-    def _check_numbers(self) -> None:
-        allowed = {  # name: (lowest, lowest is allowed, highest)
-            "temperature": (0.0, True, math.inf),
-            "top_p": (0.0, False, 1.0),
-            "min_p": (0.0, True, 1.0),
-            "repetition_penalty": (0.0, False, math.inf),
-            "presence_penalty": (-2.0, True, 2.0),
-            "frequency_penalty": (-2.0, True, 2.0),
-        }
-        for name, (low, closed, high) in allowed.items():
+            check_integers(lowest, **{name: value})
+            put(name, int(value))  # NumPy's integers overflow
+        for name, (interval, low, high) in _NUMBERS.items():
             value = getattr(self, name)
-            number = _to_float(value)
-            is_allowed = math.isfinite(number) and low <= number <= high
-            if not is_allowed or (number == low and not closed):
-                interval = f"{'[' if closed else '('}{low}, {high}{']' if high < math.inf else ')'}"
-                raise ValueError(f"{name} is {value!r}: it must be a finite number in {interval}")
-            object.__setattr__(self, name, number)
+            if isinstance(value, Real) and not isinstance(value, int):
+                value = float(value)  # NumPy compares in a precision of its own
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_allowed = is_number and low <= value <= high
+            require(is_allowed, name, value, f"a finite number in {interval}")
+            put(name, float(value))
+        for name in ("ignore_eos", "skip_special_tokens"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), name, value, "True or False")
+        most, seed = self.max_tokens, self.seed
+        require(self.min_tokens <= most, "min_tokens", self.min_tokens, f"<= max_tokens, {most}")
+        fits = seed is None or -(2**63) <= seed < 2**63
+        require(fits, "seed", seed, "a signed integer of 64 bits")
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
 
 
+def require(is_allowed: bool, name: str, value: object, allowed: str) -> None:
+    """Raises `ValueError` that names the field, its value and what is allowed."""
+    if not is_allowed:
+        raise ValueError(f"{name} is {value!r}: it must be {allowed}")
+
+
 def check_integers(lowest: int | None = None, **fields: object) -> None:
     """Raises `ValueError` for a field that is not an integer, or below `lowest`."""
     for name, value in fields.items():
-        if not _is_integer(value) or (lowest is not None and value < lowest):
-            allowed = "an integer" if lowest is None else f"an integer >= {lowest}"
-            raise ValueError(f"{name} is {value!r}: it must be {allowed}")
+        allowed = "an integer" if lowest is None else f"an integer >= {lowest}"
+        require(_is_integer(value) and (lowest is None or value >= lowest), name, value, allowed)
 
 
 def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _to_float(value: object) -> float:
-    """NaN if it is no real number, infinity if it is an integer too large for a float."""
-    if not isinstance(value, Real) or isinstance(value, bool):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
 
 
 class RequestStatus(IntEnum):
@@ -168,7 +153,7 @@ _FINISH_REASONS = {
 }
 
 
-class Request(RequestPostNames):
+class Request:
     """One sequence to be continued, as the scheduler sees it.
 
     `priority` (chapter 4): a lower number is more urgent. Times are seconds of
@@ -183,15 +168,12 @@ class Request(RequestPostNames):
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> None:
-        if not isinstance(sampling_params, SamplingParams):
-            raise ValueError(
-                f"sampling_params is {sampling_params!r}: it must be a SamplingParams; "
-                "Request.from_tokens(request_id, token_ids, max_new_tokens) makes a greedy request"
-            )
+        allowed = "a SamplingParams; Request.from_tokens(id, token_ids, n) makes a greedy request"
+        is_right = isinstance(sampling_params, SamplingParams)
+        require(is_right, "sampling_params", sampling_params, allowed)
         if not prompt_token_ids:
             raise ValueError(
-                f"request {request_id!r}: prompt_token_ids is empty: "
-                "it must hold at least one token"
+                f"request {request_id!r}: prompt_token_ids is empty: it must hold a token at least"
             )
         self.request_id = request_id
         self.prompt_token_ids = list(prompt_token_ids)
@@ -238,6 +220,16 @@ class Request(RequestPostNames):
     @property
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
+
+    seq_len = num_tokens  # the posts' name, as are the next two
+
+    @property
+    def remaining_tokens(self) -> int:
+        return len(self.all_token_ids) - self.num_computed_tokens
+
+    @property
+    def num_blocks_needed(self) -> int:  # chapter 2: of 16 positions
+        return -(-len(self.all_token_ids) // 16)
 
     @property
     def max_num_tokens(self) -> int:

@@ -28,33 +28,32 @@ class SchedulingPolicy(str, Enum):
 
 
 class RequestQueue(ABC):
-    """The order in which waiting requests are served. Iterating changes nothing."""
+    """The order in which waiting requests are served. Iterating changes nothing.
+
+    add_request(r)      put it at its place         ValueError: its id is in the queue
+    prepend_request(r)  put it at the front         the same
+    peek_request()      the next one, left there    IndexError: nobody waits
+    pop_request()       take out the next one       the same
+    remove_request(r)   take it out of the middle   KeyError: it is not in the queue
+    """
 
     @abstractmethod
-    def add_request(self, request: Request) -> None:
-        """Put a request at its place. Raises `ValueError` if one with its id is in the queue."""
-
+    def add_request(self, request: Request) -> None: ...
     @abstractmethod
-    def pop_request(self) -> Request:
-        """Take out the next request. Raises `IndexError` if the queue is empty."""
-
+    def prepend_request(self, request: Request) -> None: ...
     @abstractmethod
-    def peek_request(self) -> Request:
-        """The next request, left in place. Raises `IndexError` if the queue is empty."""
-
+    def pop_request(self) -> Request: ...
     @abstractmethod
-    def prepend_request(self, request: Request) -> None:
-        """Put a request at the front. Raises `ValueError` if one with its id is in the queue."""
-
-    @abstractmethod
-    def remove_request(self, request: Request) -> None:
-        """Take a request out of the middle. Raises `KeyError` if it is not in the queue."""
-
+    def remove_request(self, request: Request) -> None: ...
     @abstractmethod
     def __len__(self) -> int: ...
-
     @abstractmethod
     def __iter__(self) -> Iterator[Request]: ...
+
+    def peek_request(self) -> Request:
+        for request in self:
+            return request
+        raise IndexError("the queue is empty")
 
     def __bool__(self) -> bool:
         return len(self) > 0
@@ -69,19 +68,14 @@ class FCFSRequestQueue(RequestQueue):
             raise ValueError(f"request {request.request_id!r} is already in the queue")
         self._requests[request.request_id] = request
 
-    def pop_request(self) -> Request:
-        if not self._requests:
-            raise IndexError("pop from an empty queue")
-        return self._requests.popitem(last=False)[1]
-
-    def peek_request(self) -> Request:
-        if not self._requests:
-            raise IndexError("peek into an empty queue")
-        return next(iter(self._requests.values()))
-
     def prepend_request(self, request: Request) -> None:
         self.add_request(request)
         self._requests.move_to_end(request.request_id, last=False)
+
+    def pop_request(self) -> Request:
+        if not self._requests:
+            raise IndexError("the queue is empty")
+        return self._requests.popitem(last=False)[1]
 
     def remove_request(self, request: Request) -> None:
         if self._requests.get(request.request_id) is not request:

@@ -1,48 +1,35 @@
-"""The books of a scheduler: everything but the decision.
-
-Requests come, wait, run and end, in their own time or when somebody aborts them. Each plan goes to
-the runner as a delta, and what the runner sampled comes back:
+"""The books of a scheduler: everything but the decision. A plan goes to the runner as a delta, and
+what it sampled comes back:
 
         add_request         a plan admits it            last token, or abort
     (new) ------> waiting ------------------> running ----------------------> (gone)
 
-None of that depends on *which* requests a step computes, so it is written once. A scheduler of this
-book derives from `SchedulerBooks` and adds `schedule`.
+A scheduler of this book adds `schedule`: *which* requests a step computes.
 
 Invariants: every unfinished request is either waiting or running; what is planned counts as
 computed from then on; after each plan the runner's copy of a scheduled request is the scheduler's.
-
-vLLM's scheduler keeps the same books; what it tells its runner is the same delta."""
+(vLLM's scheduler keeps the same books, and tells its runner the same delta.)"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from post_names import SchedulerPostNames
-from request import Request, RequestStatus, check_integers
+from request import Request, RequestStatus, check_integers, require
 from request_queue import RequestQueue
 from scheduler_interface import EngineCoreOutput, NewRequestData, SchedulerOutput, StepOutput
 
 _FINISHED = RequestStatus.FINISHED_STOPPED  # and everything behind it
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
+class SchedulerLimits(NamedTuple):
     """`max_num_seqs` requests run at once, a step computes `max_num_batched_tokens` tokens, and
-    `max_model_len` bounds prompt plus outputs. Raises `ValueError` for limits below 1."""
+    `max_model_len` bounds prompt plus outputs."""
 
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None
-
-    def __post_init__(self) -> None:
-        check_integers(
-            1, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens
-        )
-        if self.max_model_len is not None:
-            check_integers(1, max_model_len=self.max_model_len)
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
 
 
 class RunnerDelta:
@@ -79,36 +66,31 @@ class RunnerDelta:
             num_sent[request_id] = len(tokens)
 
     def describe(self, request: Request) -> NewRequestData:
-        return NewRequestData(
-            request.request_id,
-            request.prompt_token_ids,
-            request.sampling_params,
-            request.num_computed_tokens,
-        )
+        prompt, params = request.prompt_token_ids, request.sampling_params
+        return NewRequestData(request.request_id, prompt, params, request.num_computed_tokens)
 
 
-class SchedulerBooks(SchedulerPostNames):
-    """Owns the requests. A subclass has `schedule`."""
+class SchedulerBooks:
+    """Owns the requests. A subclass has `schedule`. Raises `ValueError` for limits below 1."""
 
     def __init__(
         self, limits: SchedulerLimits, waiting: RequestQueue, delta: RunnerDelta | None = None
     ) -> None:
-        self.max_num_seqs = limits.max_num_seqs
-        self.max_num_batched_tokens = limits.max_num_batched_tokens
-        self.max_model_len = limits.max_model_len
+        named = limits._asdict()
+        if limits.max_model_len is None:
+            del named["max_model_len"]
+        check_integers(1, **named)
+        self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len = limits
         self.requests: dict[str, Request] = {}  # every unfinished request
         self.waiting = waiting
         self.running: dict[str, Request] = {}  # in order of admission
         self.delta = delta or RunnerDelta()
 
-    # -- requests come and go
-
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises `ValueError`, and changes nothing, if it is a duplicate or could
         never run. If a limit leaves room for fewer outputs than `max_tokens`, that is lowered, and
         `request.length_limit` says why."""
-        if not isinstance(request, Request):
-            raise ValueError(f"request is {request!r}: it must be a Request")
+        require(isinstance(request, Request), "request", request, "a Request")
         if request.request_id in self.requests:
             raise ValueError(
                 f"request_id is {request.request_id!r}: a request with this id is unfinished"
@@ -120,9 +102,9 @@ class SchedulerBooks(SchedulerPostNames):
                     f"{describe_prompt(request)}, and {reason}: there must be room for one more"
                 )
         self.check_prompt(request)
-        reason = min(limits, key=lambda reason: limits[reason], default=None)
-        if reason is not None and limits[reason] < request.max_tokens:
-            request.max_tokens, request.length_limit = limits[reason], reason
+        for reason, room in limits.items():
+            if room < request.max_tokens:
+                request.max_tokens, request.length_limit = room, reason
         self.requests[request.request_id] = request
         self.waiting.add_request(request)
 
@@ -142,8 +124,7 @@ class SchedulerBooks(SchedulerPostNames):
         return {f"max_model_len={self.max_model_len}": room}
 
     def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None:
-        """End requests from outside, at any moment. Ids of unknown or finished requests are
-        ignored."""
+        """End requests from outside, at any moment. Unknown and finished ones are ignored."""
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             if request := self.requests.get(request_id):
                 request.status = status
@@ -155,14 +136,10 @@ class SchedulerBooks(SchedulerPostNames):
     def forget(self, request: Request) -> None:
         """It has ended: nothing is left of it here, and the next plan tells the runner."""
         del self.requests[request.request_id]
-        if self.running.pop(request.request_id, None) is None:
+        self.running.pop(request.request_id, None)
+        with suppress(KeyError):  # a running one does not wait, unless `schedule` raised half-way
             self.waiting.remove_request(request)
-        else:
-            with suppress(KeyError):  # in both, if `schedule` raised between seating and unqueueing
-                self.waiting.remove_request(request)
         self.delta.forget(request.request_id)
-
-    # -- the plan becomes a message
 
     def make_plan(self, num_tokens: dict[str, int]) -> SchedulerOutput:
         """The plan that computes the next `num_tokens[id]` tokens of these requests."""
@@ -177,17 +154,13 @@ class SchedulerBooks(SchedulerPostNames):
             request.num_computed_tokens += num
         return plan
 
-    # -- what came of it
-
     def update_from_output(
         self, plan: SchedulerOutput, output: StepOutput
     ) -> list[EngineCoreOutput]:
         """Append each request's sampled tokens, up to the one that finishes it, and release those
         that have finished. Raises `ValueError` for what is no `StepOutput`."""
-        if not isinstance(output, StepOutput):
-            raise ValueError(
-                f"output is {output!r}: it must be a StepOutput; StepOutput(tokens_by_id) makes one"
-            )
+        allowed = "a StepOutput; StepOutput(tokens_by_id) makes one"
+        require(isinstance(output, StepOutput), "output", output, allowed)
         rows = zip(
             plan.scheduled_requests, plan.start_positions, plan.num_scheduled_tokens.values()
         )
@@ -200,8 +173,7 @@ class SchedulerBooks(SchedulerPostNames):
     def take_tokens(
         self, request: Request, start: int, end: int, output: StepOutput
     ) -> EngineCoreOutput:
-        """What the step did for one request. It has written positions `[start, end)`, which chapter
-        3 wants to know."""
+        """What the step, which has written positions `[start, end)`, did for one request."""
         result = self.append_tokens(request, output)
         if request.status >= _FINISHED:
             self.finish(request, result)
@@ -231,10 +203,10 @@ class SchedulerBooks(SchedulerPostNames):
             result.finish_detail = request.length_limit
         self.forget(request)
 
-    # -- questions
-
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
+
+    has_requests = has_unfinished_requests  # the posts' name
 
     def get_num_unfinished_requests(self) -> int:
         return len(self.requests)

@@ -1,17 +1,14 @@
 """What a scheduler decides and what a runner answers, in every engine of this book.
 
 A `SchedulerOutput` is a plan for one step: which requests compute how many tokens. It is also a
-*delta*. The runner keeps its own copy of every request, so the plan carries a prompt once
-(`NewRequestData`, in the step that admits it) and afterwards only what changed
-(`CachedRequestData`: usually one token id). That keeps the message small when the runner is another
-process. A `StepOutput` is the answer: the tokens that were sampled.
+*delta*: it carries a prompt once (`NewRequestData`, in the step that admits it) and afterwards only
+what changed (`CachedRequestData`: usually one token id), since the runner, which may be another
+process, keeps its own copy of every request. A `StepOutput` is the answer: the sampled tokens.
 
 Invariants: a request is new at most once; every scheduled request has at least one token; the batch
 order is new requests first, then known ones; `finished_req_ids` names each finished request once,
-on the first plan after it ended.
-
-vLLM has the same classes, and sends them to its workers. nano-vllm passes the request objects
-themselves."""
+on the first plan after it ended. (vLLM sends the same classes to its workers, nano-vllm passes the
+request objects themselves.)"""
 
 from __future__ import annotations
 
@@ -20,10 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from post_names import PlanPostNames
 from request import Request, RequestStatus, SamplingParams
-
-# -- the plan
 
 
 @dataclass(slots=True)
@@ -67,11 +61,11 @@ class BlockMove:
 
 
 @dataclass(slots=True)
-class SchedulerOutput(PlanPostNames):
+class SchedulerOutput:
     """The plan for one step."""
 
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
-    scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData.make_empty)
+    scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     finished_req_ids: set[str] = field(default_factory=set)
     block_moves: list[BlockMove] = field(default_factory=list)  # chapter 3
@@ -88,13 +82,19 @@ class SchedulerOutput(PlanPostNames):
     def total_num_scheduled_tokens(self) -> int:
         return sum(self.num_scheduled_tokens.values())
 
+    total_tokens = total_num_scheduled_tokens  # the posts' name
+
+    def starts(self) -> dict[str, int]:
+        """From the message alone: the first position that each request computes, new ones first."""
+        cached = self.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in self.scheduled_new_reqs}
+        return starts | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
     @property
     def is_empty(self) -> bool:
         """Nobody computes anything. There may still be finished requests to forget."""
         return not self.num_scheduled_tokens
 
-
-# -- the answer
 
 NO_FINITE_LOGITS = (
     "its logits have no finite maximum: they hold NaN or infinity, or every token is ruled out"
@@ -114,16 +114,14 @@ class StepOutput:
 
 
 class StepHandle(Protocol):
-    """A step that has begun."""
+    """A step that has begun. `wait` says what came of it, when it is over; it is called once."""
 
-    def wait(self) -> StepOutput:
-        """What came of it, when it is over. Called once."""
-        ...
+    def wait(self) -> StepOutput: ...
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """A `StepHandle` of a runner that returns when it is done."""
+    """The `StepHandle` of a runner that returns when it is done."""
 
     output: StepOutput
 
@@ -132,12 +130,11 @@ class FinishedStep:
 
 
 class ModelRunner(Protocol):
-    """Owns the model, the keys and values, and a copy of every running request."""
+    """Owns the model, the keys and values, and a copy of every running request. `execute` takes
+    over what changed, lays out the tokens, runs the model and samples. It is called once for every
+    plan, empty ones too, and reads the plan's message and nothing else."""
 
-    def execute(self, plan: SchedulerOutput) -> StepHandle:
-        """Take over what changed, lay out the tokens, run the model, sample. Called once for every
-        plan, empty ones too. Reads the plan's message and nothing else."""
-        ...
+    def execute(self, plan: SchedulerOutput) -> StepHandle: ...
 
 
 class Laps:
@@ -153,9 +150,6 @@ class Laps:
         self._last = now
 
 
-# -- the scheduler
-
-
 @dataclass(slots=True)
 class EngineCoreOutput:
     """What one step did for one request."""
@@ -169,37 +163,24 @@ class EngineCoreOutput:
 
 
 class SchedulerInterface(Protocol):
-    """A step is one `schedule` followed by one `update_from_output`."""
+    """A step is one `schedule`, whose planned tokens count as computed from then on, followed by
+    one `update_from_output`, which skips requests that were aborted meanwhile. `add_request` raises
+    `ValueError`, and changes nothing, if a request can never be served. `finish_requests` ends some
+    from outside, at any moment, and ignores unknown ids; `abort_request` does so with
+    `FINISHED_ABORTED`. `check_invariants` raises `AssertionError` if the scheduler contradicts
+    itself."""
 
     requests: dict[str, Request]  # every unfinished request
     running: dict[str, Request]  # of these, who has been admitted; in order of admission
 
-    def add_request(self, request: Request) -> None:
-        """Queue a request. Raises `ValueError`, and changes nothing, if it can never be served."""
-
-    def schedule(self) -> SchedulerOutput:
-        """Plan the next step. The planned tokens count as computed from here on."""
-        ...
-
+    def add_request(self, request: Request) -> None: ...
+    def schedule(self) -> SchedulerOutput: ...
     def update_from_output(
         self, plan: SchedulerOutput, output: StepOutput
-    ) -> list[EngineCoreOutput]:
-        """Take what came of a planned step. A request that was aborted meanwhile is skipped."""
-        ...
-
-    def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None:
-        """End requests from outside, at any moment. Unknown ids are ignored."""
-
-    def abort_request(self, request_id: str) -> None:
-        """`finish_requests` with `FINISHED_ABORTED`."""
-
+    ) -> list[EngineCoreOutput]: ...
+    def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None: ...
+    def abort_request(self, request_id: str) -> None: ...
     def has_unfinished_requests(self) -> bool: ...
-
     def get_num_unfinished_requests(self) -> int: ...
-
-    def get_request_counts(self) -> tuple[int, int]:
-        """`(running, waiting)`."""
-        ...
-
-    def check_invariants(self) -> None:
-        """Raise `AssertionError` if the scheduler contradicts itself."""
+    def get_request_counts(self) -> tuple[int, int]: ...  # running, waiting
+    def check_invariants(self) -> None: ...

@@ -27,15 +27,48 @@ def ids(queue: RequestQueue) -> list[str]:
     return [request.request_id for request in queue]
 
 
-class QueueAgainstList(RuleBasedStateMachine):
+class QueueMachine(RuleBasedStateMachine):
+    """What every queue refuses. A subclass has `queue`, and `waiting`, who should be in it."""
+
+    queue: RequestQueue
+    waiting: list[Request]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside: list[Request] = []  # were in the queue, and may come back
+        self.num_made = 0
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def a_second_request_with_the_same_id_is_refused(self, data):
+        twin = make(data.draw(st.sampled_from(self.waiting)).request_id)
+        for operation in (self.queue.add_request, self.queue.prepend_request):
+            with pytest.raises(ValueError, match="already in the queue"):
+                operation(twin)
+        with pytest.raises(KeyError):
+            self.queue.remove_request(twin)  # it is not the one that waits
+
+    @precondition(lambda self: self.outside)
+    @rule(data=st.data())
+    def removing_a_stranger_is_refused(self, data):
+        with pytest.raises(KeyError):
+            self.queue.remove_request(data.draw(st.sampled_from(self.outside)))
+
+    @precondition(lambda self: not self.waiting)
+    @rule()
+    def an_empty_queue_has_no_next(self):
+        for operation in (self.queue.pop_request, self.queue.peek_request):
+            with pytest.raises(IndexError):
+                operation()
+
+
+class QueueAgainstList(QueueMachine):
     """Every operation of the queue, also the refused ones, next to the same one on a list."""
 
     def __init__(self) -> None:
         super().__init__()
         self.queue = create_request_queue("fcfs")
-        self.model: list[Request] = []
-        self.outside: list[Request] = []  # were in the queue, and may come back
-        self.num_made = 0
+        self.model = self.waiting = []
 
     def _new(self) -> Request:
         self.num_made += 1
@@ -79,29 +112,6 @@ class QueueAgainstList(RuleBasedStateMachine):
         self.queue.remove_request(request)
         self.model.remove(request)
         self.outside.append(request)
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data())
-    def a_second_request_with_the_same_id_is_refused(self, data):
-        twin = make(data.draw(st.sampled_from(self.model)).request_id)
-        for operation in (self.queue.add_request, self.queue.prepend_request):
-            with pytest.raises(ValueError, match="already in the queue"):
-                operation(twin)
-        with pytest.raises(KeyError):
-            self.queue.remove_request(twin)  # it is not the one that waits
-
-    @precondition(lambda self: self.outside)
-    @rule(data=st.data())
-    def removing_a_stranger_is_refused(self, data):
-        with pytest.raises(KeyError):
-            self.queue.remove_request(data.draw(st.sampled_from(self.outside)))
-
-    @precondition(lambda self: not self.model)
-    @rule()
-    def an_empty_queue_has_no_next(self):
-        for operation in (self.queue.pop_request, self.queue.peek_request):
-            with pytest.raises(IndexError):
-                operation()
 
     @invariant()
     def it_equals_the_list(self):

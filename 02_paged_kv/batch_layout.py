@@ -24,25 +24,34 @@ from paged_attention import AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)
-class BatchLayout:
+class Query:
+    """What a request computes in a step: positions `[start, start + num_tokens)`, at least one.
+    Logits are wanted of the last `num_logit_rows` of them."""
+
+    row: int  # in the block tables
+    start: int
+    num_tokens: int
+    num_logit_rows: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedBatch:
     """Tensors on the device, and what the host still has to know of them."""
 
+    order: list[int]  # the queries as they were given, in the order of the batch
     positions: torch.Tensor  # [num_tokens] int64
     attention: AttentionMetadata
-    query_start_loc: np.ndarray  # [num_requests + 1] int64
+    query_start_loc: np.ndarray  # [num_queries + 1] int64
+    logit_indices: np.ndarray  # [num_logit_rows] int64, into the tokens
 
 
-def lay_out(
-    tables: BlockTables,
-    rows: Sequence[int],
-    starts: Sequence[int],
-    query_lens: Sequence[int],
-    block_size: int,
-    device: torch.device,
-) -> BatchLayout:
-    """Positions `[starts[i], starts[i] + query_lens[i])` of the request in row `rows[i]`, for each
-    i. There is at least one request, and each query has at least one token."""
-    start, lens, row = np.array(starts), np.array(query_lens), np.array(rows)
+def compose_in_order(
+    tables: BlockTables, queries: Sequence[Query], block_size: int, device: torch.device
+) -> ComposedBatch:
+    """Lay out a step of at least one query, in the order given."""
+    row, start, lens, num_logit_rows = np.array(
+        [(q.row, q.start, q.num_tokens, q.num_logit_rows) for q in queries]
+    ).T
     stop = start + lens
     query_start_loc = np.zeros(len(row) + 1, dtype=np.int64)
     np.cumsum(lens, out=query_start_loc[1:])
@@ -59,43 +68,12 @@ def lay_out(
         max_query_len=int(lens.max()),
         max_seq_len=max_seq_len,
     )
-    return BatchLayout(to_device(positions, device), attention, query_start_loc)
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """What a request computes in a step: positions `[start, start + num_tokens)`. Logits are wanted
-    of the last `num_logit_rows` of them."""
-
-    row: int  # in the block tables
-    start: int
-    num_tokens: int
-    num_logit_rows: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class ComposedBatch:
-    order: list[int]  # the queries as they were given, in the order of the batch
-    positions: torch.Tensor  # [num_tokens] int64
-    attention: AttentionMetadata
-    query_start_loc: np.ndarray  # [num_queries + 1] int64
-    logit_indices: np.ndarray  # [num_logit_rows] int64, into the tokens
-
-
-def compose_in_order(
-    tables: BlockTables, queries: Sequence[Query], block_size: int, device: torch.device
-) -> ComposedBatch:
-    """Lay out a step of at least one query, in the order given."""
-    starts, lens = [q.start for q in queries], [q.num_tokens for q in queries]
-    layout = lay_out(tables, [q.row for q in queries], starts, lens, block_size, device)
-    ends = layout.query_start_loc[1:].tolist()
-    indices = [np.arange(end - q.num_logit_rows, end) for q, end in zip(queries, ends, strict=True)]
     return ComposedBatch(
-        list(range(len(queries))),
-        layout.positions,
-        layout.attention,
-        layout.query_start_loc,
-        np.concatenate(indices),
+        order=list(range(len(queries))),
+        positions=to_device(positions, device),
+        attention=attention,
+        query_start_loc=query_start_loc,
+        logit_indices=np.flatnonzero(positions >= (stop - num_logit_rows)[owner]),
     )
 
 

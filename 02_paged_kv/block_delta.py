@@ -1,9 +1,7 @@
 """Block tables on their way to the runner: both ends of the message.
 
-    scheduler's side   BlockDelta         the whole table of a request once, then the blocks that
-                                          are new
-    runner's side      PagedRunnerState   a row of one array for each request, so that a step's
-                                          tables are one gather
+    scheduler's side   BlockDelta         the whole table of a request once, then new blocks
+    runner's side      PagedRunnerState   a row for each request: a step's tables are one gather
 
 Neither needs a tensor: a scheduler can be imported, and tested, without PyTorch.
 
@@ -44,9 +42,9 @@ class BlockDelta(RunnerDelta):
 
     def encode(self, plan: SchedulerOutput) -> None:
         super().encode(plan)
-        cached, tables = plan.scheduled_cached_reqs, self._tables
+        cached = plan.scheduled_cached_reqs
         for request_id in cached.req_ids:
-            sent = tables.get(request_id)
+            sent = self._tables.get(request_id)
             has_grown = sent is None or len(sent.block_ids) != sent.num_blocks
             cached.new_block_ids.append(self._new_block_ids(request_id) if has_grown else [])
 
@@ -58,18 +56,14 @@ class BlockDelta(RunnerDelta):
     def _new_block_ids(self, request_id: str) -> list[int]:
         sent = self._tables.get(request_id)
         if sent is None:
-            block_ids = self._kv_memory.get_block_ids(request_id)
-            sent = self._tables[request_id] = _SentTable(block_ids)
-        num_blocks = len(sent.block_ids)
-        if num_blocks == sent.num_blocks:
-            return []
+            sent = self._tables[request_id] = _SentTable(self._kv_memory.get_block_ids(request_id))
         new = list(sent.block_ids[sent.num_blocks :])
-        sent.num_blocks = num_blocks
+        sent.num_blocks += len(new)
         return new
 
 
 class BlockTables:
-    """The block tables of all requests in one array, a row each. Grows when rows run out."""
+    """The block tables of all requests in one array, a row each."""
 
     def __init__(self, num_rows: int, num_columns: int) -> None:
         self.ids = np.zeros((num_rows, num_columns), dtype=np.int32)  # 0: the null block
@@ -86,8 +80,7 @@ class BlockTables:
         self._free_rows.append(row)
 
     def write(self, row: int, first_column: int, block_ids: Sequence[int]) -> None:
-        if block_ids:
-            self.ids[row, first_column : first_column + len(block_ids)] = block_ids
+        self.ids[row, first_column : first_column + len(block_ids)] = block_ids
 
 
 class PagedRunnerState(RunnerState):

@@ -1,17 +1,14 @@
 """The pool of KV blocks: who holds which block, and in which order free ones are reused.
 
-KV memory is cut once, at start, into `num_blocks` equal blocks. Nothing is ever moved or compacted:
-a request that needs room takes any free block, and its block table says where that is. Outside
-fragmentation is impossible because all blocks have one size; inside fragmentation is at most one
-partly filled block a request.
+KV memory is cut once, at start, into `num_blocks` equal blocks. Nothing is ever moved: a request
+that needs room takes any free block, and its block table says where that is.
 
     block 0   the null block: never handed out, where padding points
     ref_cnt   number of holders: each table that names it, and a cache that keeps it (chapter 3)
     free      ref_cnt == 0; reused in the order in which they were freed
 
-The free order is part of the contract. Blocks come back to its end in the order in which `free`
-names them, so a caller that names the deepest block of a request first has its tail reused before
-its head, and a prefix stays useful for as long as possible.
+The free order is part of the contract. A caller that names the deepest block of a request first has
+its tail reused before its head, and a prefix stays useful for as long as possible.
 
 Invariants: free + held = `num_blocks - 1`; a block is in the free order exactly if its `ref_cnt` is
 0. A call that raises or returns None has changed nothing.
@@ -45,20 +42,13 @@ class BlockPool:
             raise ValueError(
                 f"num_blocks is {num_blocks}: it must be >= 2, the null block and one to use"
             )
+        self.num_blocks, self.num_usable_blocks = num_blocks, num_blocks - 1
         self.blocks = tuple(Block(block_id) for block_id in range(num_blocks))
         # An OrderedDict is a doubly linked list with an index: popping its first entry and deleting
         # one in the middle are both O(1). (A plain dict searches for its first entry.)
         self._free: OrderedDict[int, Block] = OrderedDict(
             (block.block_id, block) for block in self.blocks[1:]
         )
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.blocks)
-
-    @property
-    def num_usable_blocks(self) -> int:
-        return len(self.blocks) - 1
 
     @property
     def num_free_blocks(self) -> int:
@@ -83,7 +73,7 @@ class BlockPool:
 
         Raises `ValueError` for a free block: its next tenant may overwrite it at any moment.
         """
-        self._check_held(blocks, "touch")
+        self._check(blocks, "touch", are_held=True)
         for block in blocks:
             block.ref_cnt += 1
 
@@ -93,7 +83,7 @@ class BlockPool:
 
         Raises `ValueError` for a block that is free already or named twice.
         """
-        self._check_held(blocks, "free")
+        self._check(blocks, "free", are_held=True)
         for block in blocks:
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
@@ -101,14 +91,8 @@ class BlockPool:
 
     def reclaim(self, blocks: Sequence[Block]) -> None:
         """Take these very blocks out of the free order, wherever they stand in it, with one
-        reference each: for a cache that finds what it needs in blocks that nobody reused yet.
-
-        Raises `ValueError` for a block that is not free or named twice.
-        """
-        self._check_own(blocks, "reclaim")
-        for block in blocks:
-            if block.ref_cnt != 0:
-                raise ValueError(f"reclaim of block {block.block_id}: it is held, not free")
+        reference each. Raises `ValueError` for a block that is not free or named twice."""
+        self._check(blocks, "reclaim", are_held=False)
         for block in blocks:
             del self._free[block.block_id]
             block.ref_cnt = 1
@@ -118,29 +102,18 @@ class BlockPool:
         return iter(self._free.values())
 
     def check_invariants(self) -> None:
-        """Raise `AssertionError` if the free order and the reference counts contradict each
-        other."""
-        null_block = self.blocks[NULL_BLOCK_ID]
-        assert null_block.ref_cnt == 0, f"{null_block} is in use"
-        assert NULL_BLOCK_ID not in self._free, "the null block is in the free order"
-        num_held = sum(block.ref_cnt > 0 for block in self.blocks)
-        assert num_held + self.num_free_blocks == self.num_usable_blocks, (
-            f"{num_held} held + {self.num_free_blocks} free != {self.num_usable_blocks} usable"
-        )
-        for block_id, block in self._free.items():
-            assert block is self.blocks[block_id], f"{block} is not the pool's block {block_id}"
-            assert block.ref_cnt == 0, f"{block} is in the free order"
+        """Raise `AssertionError` if free order and reference counts contradict each other."""
         for block_id, block in enumerate(self.blocks):
             assert block.block_id == block_id, f"{block} stands in place {block_id}"
             assert block.ref_cnt >= 0, f"{block} has fewer than no holders"
+            is_usable = block_id != NULL_BLOCK_ID
+            assert is_usable or block.ref_cnt == 0, "the null block is in use"
+            is_listed, is_free = self._free.get(block_id) is block, block.ref_cnt == 0
+            assert is_listed == (is_usable and is_free), f"{block}, in the free order: {is_listed}"
+        num_held = sum(block.ref_cnt > 0 for block in self.blocks)
+        assert num_held + self.num_free_blocks == self.num_usable_blocks, "strangers are free"
 
-    def _check_held(self, blocks: Sequence[Block], verb: str) -> None:
-        self._check_own(blocks, verb)
-        for block in blocks:
-            if block.ref_cnt < 1:
-                raise ValueError(f"{verb} of block {block.block_id}: it is free already")
-
-    def _check_own(self, blocks: Sequence[Block], verb: str) -> None:
+    def _check(self, blocks: Sequence[Block], verb: str, are_held: bool) -> None:
         if len({block.block_id for block in blocks}) != len(blocks):
             block_ids = [block.block_id for block in blocks]
             raise ValueError(f"{verb} of blocks {block_ids}: each may be named once a call")
@@ -149,3 +122,6 @@ class BlockPool:
                 raise ValueError(f"{verb} of block 0: the null block belongs to nobody")
             if not (0 < block.block_id < len(self.blocks) and self.blocks[block.block_id] is block):
                 raise ValueError(f"{verb} of {block}: it is not a block of this pool")
+            if (block.ref_cnt > 0) != are_held:
+                state = "free already" if are_held else "held, not free"
+                raise ValueError(f"{verb} of block {block.block_id}: it is {state}")

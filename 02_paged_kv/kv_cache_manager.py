@@ -1,8 +1,5 @@
 """The manager of block tables: from a request's positions to slots in the KV memory.
 
-A request sees one row of positions 0, 1, 2, ... Its block table says which block holds each stretch
-of `block_size` of them, as a page table does in an operating system:
-
     block_size 4, table [7, 2, 5]      position 6  ->  block table[6 // 4] = 2, offset 6 % 4 = 2
                                                    ->  slot 2 * 4 + 2 = 10
 
@@ -10,10 +7,9 @@ of `block_size` of them, as a page table does in an operating system:
     0                     ^ computed    ^           ^ end    the table must reach `end`
     | block 7 | block 2 | block 5 |        ...
 
-Before a step the scheduler asks for slots for the positions the step writes. That takes a new block
-only when a block boundary is crossed. A sampled token is known before its keys and values are
-written, so after a step that fills the last block no new block is needed yet: only the two counters
-decide, never `len % block_size`.
+Before a step the scheduler asks for slots for the positions that it writes. Only that, and what is
+computed, decide about a new block, never `len % block_size`: a sampled token is known before its
+keys and values are written.
 
 Invariants: a refusal changes nothing; a block is in one table only; `ref_cnt` is the number of
 holders.
@@ -39,30 +35,27 @@ class BlockMemory(Protocol):
     block_size: int  # positions that are handed out together
 
     @property
-    def capacity(self) -> int:
-        """Positions that the whole memory holds."""
-        ...
-
+    def capacity(self) -> int: ...  # positions that the whole memory holds
     @property
-    def usage(self) -> float:
-        """The share of the memory that requests hold, 0 to 1."""
-        ...
-
+    def usage(self) -> float: ...  # the share of the memory that requests hold, 0 to 1
     @property
     def num_blocks_in_use(self) -> int: ...
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, num_reserved_tokens: int = 0
     ) -> bool:
-        """Make room behind the computed positions. False: refused, and nothing has changed."""
+        """Give the request slots for `num_new_tokens` behind the computed positions, and for
+        `num_reserved_tokens` behind those.
+
+        False: refused, and nothing has changed. Raises `ValueError` for negative counts.
+        """
         ...
 
     def free(self, request: Request) -> None:
         """Give up the request's memory. Nothing happens if it has none."""
 
     def get_block_ids(self, request_id: str) -> Sequence[int]:
-        """The request's block table; empty if it has none. Read-only and alive: copy it to keep
-        it."""
+        """The request's block table, empty if it has none. It is alive: copy it to keep it."""
         ...
 
 
@@ -86,17 +79,13 @@ class BlockTable:
 class KVCacheManager:
     """Block tables of all requests over one `BlockPool`. A `BlockMemory`.
 
-    Requests are told apart by `request_id`; of a request only that and `num_computed_tokens` are
-    read, and nothing of it is changed.
-    """
+    Of a request only `request_id` and `num_computed_tokens` are read, and nothing is changed."""
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         check_integers(1, block_size=block_size)
         self.pool = pool
         self.block_size = block_size
         self._tables: dict[str, BlockTable] = {}
-
-    # -- questions
 
     def num_blocks_needed(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -107,7 +96,6 @@ class KVCacheManager:
 
     @property
     def num_blocks_in_use(self) -> int:
-        """Blocks that a request holds."""
         return self.pool.num_usable_blocks - self.pool.num_free_blocks
 
     @property
@@ -120,31 +108,24 @@ class KVCacheManager:
 
     def slot_mapping(self, request_id: str, start: int, stop: int) -> list[int]:
         """The slots of positions `[start, stop)`. Raises `ValueError` outside the table."""
-        block_ids = self.get_block_ids(request_id)
-        if not 0 <= start <= stop <= len(block_ids) * self.block_size:
+        block_ids, size = self.get_block_ids(request_id), self.block_size
+        end = len(block_ids) * size
+        if not 0 <= start <= stop <= end:
             raise ValueError(
                 f"positions [{start}, {stop}) of request {request_id!r}: its table reaches "
-                f"[0, {len(block_ids) * self.block_size})"
+                f"[0, {end})"
             )
-        size = self.block_size
         return [block_ids[pos // size] * size + pos % size for pos in range(start, stop)]
-
-    # -- what a scheduler does
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, num_reserved_tokens: int = 0
     ) -> bool:
-        """Give the request slots for `num_new_tokens` behind the computed positions, and for
-        `num_reserved_tokens` behind those. O(new blocks).
-
-        False: refused, and nothing has changed. Raises `ValueError` for negative counts.
-        """
+        """O(new blocks)."""
         check_integers(0, num_new_tokens=num_new_tokens, num_reserved_tokens=num_reserved_tokens)
         end = request.num_computed_tokens + num_new_tokens + num_reserved_tokens
         return self._reach(request.request_id, end)
 
     def free(self, request: Request) -> None:
-        """Give up the request's blocks, the deepest first. Nothing happens if it has none."""
         table = self._tables.pop(request.request_id, None)
         if table is not None:
             self._release(table.blocks)
@@ -153,31 +134,23 @@ class KVCacheManager:
 
     def _reach(self, request_id: str, end: int) -> bool:
         """Make the table reach position `end`. False: refused, and nothing has changed."""
-        table = self._tables.get(request_id)
-        num_held = 0 if table is None else len(table.blocks)
-        num_missing = self.num_blocks_needed(end) - num_held
+        num_missing = self.num_blocks_needed(end) - len(self.get_block_ids(request_id))
         if num_missing <= 0:
             return True  # most decode steps
         blocks = self._take_blocks(num_missing)
         if blocks is None:
             return False
-        if table is None:
-            table = self._tables[request_id] = BlockTable()
-        table.append(blocks)
+        self._tables.setdefault(request_id, BlockTable()).append(blocks)
         return True
 
     def _take_blocks(self, num_blocks: int) -> list[Block] | None:
-        """`num_blocks` blocks, or None and nothing has changed."""
         return self.pool.allocate(num_blocks)
 
     def _release(self, blocks: Sequence[Block]) -> None:
         """One holder less for blocks of one table, head first. The deepest is freed first."""
         self.pool.free(blocks[::-1])
 
-    # -- checks
-
-    def _count_holders(self) -> Counter[int]:
-        """Holders of each block id."""
+    def _count_holders(self) -> Counter[int]:  # of each block id
         return Counter(block_id for table in self._tables.values() for block_id in table.block_ids)
 
     def _check_sharing(self) -> None:
@@ -191,15 +164,12 @@ class KVCacheManager:
         self.pool.check_invariants()
         holders = self._count_holders()
         for block in self.pool.blocks:
-            assert block.ref_cnt == holders[block.block_id], (
-                f"{block} has {holders[block.block_id]} holders"
-            )
+            num_holders = holders[block.block_id]
+            assert block.ref_cnt == num_holders, f"{block} has {num_holders} holders"
         for request_id, table in self._tables.items():
             assert table.block_ids == [block.block_id for block in table.blocks], request_id
             assert table.blocks, f"request {request_id!r} has an empty table"
         self._check_sharing()
         for request in requests:
             num_slots = len(self.get_block_ids(request.request_id)) * self.block_size
-            assert num_slots >= request.num_computed_tokens, (
-                f"{request!r} has only {num_slots} slots"
-            )
+            assert num_slots >= request.num_computed_tokens, f"{request!r} has {num_slots} slots"

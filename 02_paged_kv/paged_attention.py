@@ -2,37 +2,39 @@
 
     key_cache[layer], value_cache[layer]    [num_blocks, block_size, num_kv_heads, head_dim]
 
-`write_kv` scatters a step's new keys and values to their slots; `paged_attention` gathers what each
-sequence holds and attends to it. A batch is one row of tokens, sequence after sequence, and each
-sequence's tokens are its last ones, whether one or many:
+A batch is one row of tokens, sequence after sequence, and each sequence's tokens are its last ones,
+whether one or many:
 
     sequence of seq_len 7, query_len 3       keys      0 1 2 3 4 5 6
                                              query 4   x x x x x . .     "bottom-right aligned":
                                              query 5   x x x x x x .     the last query sees
                                              query 6   x x x x x x x     everything
 
-This module is the specification that kernels are tested against, and the fast path on a CPU. It
-gathers whole blocks, never single tokens. Short queries are attended together, longer ones one
-sequence at a time; what all layers share is worked out once a step (`attention_plan.py`).
+This is the specification that kernels are tested against, and the fast path on a CPU. It gathers
+whole blocks. Short queries are attended together (`attention_plan.py`), longer ones one by one.
 
 Invariants: nothing beyond a sequence's length reaches the output, not even NaN (a masked score is
-not enough: 0 * NaN is NaN); a slot of -1 is not written; the input's dtype is kept throughout.
+not enough: 0 * NaN is NaN); a slot of -1 is not written; a plan is used only for queries and caches
+of the dtype and shape that it was made for.
 
-vLLM and SGLang call kernels that read through the table without gathering; see
+vLLM and SGLang call kernels that read through the table without gathering, as does
 `beyond/paged_attention_triton.py`. Source: PagedAttention, arXiv 2309.06180.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention_plan import AttentionPlan, group_short_queries, is_short_query
+from attention_plan import DecodeGroup, group_short_queries, is_short_query, max_group_slots
 
 # Query rows attended at a time in a long query that has history, so that a mask is [QUERY_TILE,
 # seq_len] and not [query_len, seq_len].
@@ -52,16 +54,13 @@ class PagedKVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
         self.key_cache = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.value_cache = [torch.zeros_like(key_cache) for key_cache in self.key_cache]
-
-        self.num_blocks = num_blocks
-        # Keys and values of one block in all layers.
-        self.kv_bytes_per_block = (
-            2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
-        )
+        # Keys and values, in all layers.
+        num_bytes = dtype.itemsize * block_size * num_kv_heads * head_dim
+        self.kv_bytes_per_block = 2 * num_layers * num_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -71,22 +70,22 @@ class AttentionMetadata:
     Tokens past `query_start_loc[-1]` are padding; so is a sequence without query tokens.
     """
 
-    query_start_loc: torch.Tensor  # [num_seqs + 1] int, first token of each sequence
-    seq_lens: torch.Tensor  # [num_seqs] int, keys of each sequence, this step's included
-    block_tables: torch.Tensor  # [num_seqs, max_blocks] int, anything beyond a sequence's blocks
-    slot_mapping: torch.Tensor  # [num_tokens] int64, -1: padding
+    query_start_loc: Tensor  # [num_seqs + 1] int, first token of each sequence
+    seq_lens: Tensor  # [num_seqs] int, keys of each sequence, this step's included
+    block_tables: Tensor  # [num_seqs, max_blocks] int, any block's beyond a sequence's own
+    slot_mapping: Tensor  # [num_tokens] int64, -1: padding
     max_query_len: int
     max_seq_len: int
     # What the first layer worked out for the others, if the backend plans.
-    plan: AttentionPlan | None = field(default=None, init=False, repr=False)
+    plan: PagedPlan | None = field(default=None, init=False, repr=False)
 
 
 def write_kv(
-    key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
-    value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
-    key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written
-    value_cache: torch.Tensor,  # the same
-    slot_mapping: torch.Tensor,  # [num_tokens] int64, -1: not written
+    key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    value: Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written
+    value_cache: Tensor,  # the same
+    slot_mapping: Tensor,  # [num_tokens] int64, -1: not written
 ) -> None:
     """Put each token's key and value in its slot."""
     is_real = slot_mapping >= 0
@@ -96,13 +95,134 @@ def write_kv(
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new)
 
 
+# Block ids -> the keys and the values in them, each [num_slots, num_kv_heads, head_dim].
+Gather = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+class LongQuery(NamedTuple):
+    query_len: int
+    seq_len: int
+    rows: slice  # of the query, the last tokens of one sequence
+    block_ids: Tensor  # [blocks of the sequence] int
+
+
+class PagedPlan:
+    """What all layers of a step share: who is attended together, and a buffer for what is gathered.
+
+    Every group, every long query and every layer reuses that buffer: fresh memory for each layer
+    costs more than the attention does.
+    """
+
+    def __init__(self, metadata: AttentionMetadata, query: Tensor, key_cache: Tensor) -> None:
+        """Raises `ValueError` if lengths and tables contradict each other."""
+        self.dtype, self.num_heads = query.dtype, query.shape[1]  # a group's mask has both
+        starts, seq_lens, is_short = self.lengths(metadata, key_cache)
+        query_lens = [stop - start for start, stop in pairwise(starts)]
+        tables, block_size = metadata.block_tables, key_cache.shape[1]
+        short: list[int] = []
+        self.long_queries: list[LongQuery] = []
+        for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            if query_len == 0:
+                continue
+            if not 0 < query_len <= seq_len <= tables.shape[1] * block_size:
+                raise ValueError(
+                    f"sequence {row}: query_len is {query_len}, seq_len {seq_len}, block_tables "
+                    f"{tuple(tables.shape)} of {block_size}: they contradict each other"
+                )
+            if is_short[row]:
+                short.append(row)
+            else:
+                own = slice(starts[row], starts[row + 1]), tables[row, : -(-seq_len // block_size)]
+                self.long_queries.append(LongQuery(query_len, seq_len, *own))
+        groups = group_short_queries(short, query_lens, seq_lens, max_group_slots(key_cache))
+        step = starts, seq_lens, tables, query, key_cache
+        self.groups = [DecodeGroup(rows, *step) for rows in groups]
+        # The largest first: the buffer is made anew when it is too small.
+        self.groups.sort(key=lambda group: -len(group.block_ids))
+        self.long_queries.sort(key=lambda long: -long.seq_len)
+        self.key_buffer = self.value_buffer = key_cache[:0]
+
+    def lengths(
+        self, metadata: AttentionMetadata, key_cache: Tensor
+    ) -> tuple[Sequence[int], Sequence[int], list[bool]]:
+        """query_start_loc, seq_lens and who is attended in a group: on the host."""
+        starts = metadata.query_start_loc.tolist()
+        is_short = [is_short_query(stop - start) for start, stop in pairwise(starts)]
+        return starts, metadata.seq_lens.tolist(), is_short
+
+    def fits(self, query: Tensor, key_cache: Tensor) -> bool:
+        is_same_query = self.dtype == query.dtype and self.num_heads == query.shape[1]
+        return is_same_query and self.key_buffer.shape[1:] == key_cache.shape[1:]
+
+    def gather(
+        self, key_cache: Tensor, value_cache: Tensor, block_ids: Tensor
+    ) -> tuple[Tensor, Tensor]:  # in the buffers
+        n = len(block_ids)
+        if n > len(self.key_buffer):
+            self.key_buffer = key_cache.new_empty(n, *key_cache.shape[1:])
+            self.value_buffer = torch.empty_like(self.key_buffer)
+        keys = torch.index_select(key_cache, 0, block_ids, out=self.key_buffer[:n])
+        values = torch.index_select(value_cache, 0, block_ids, out=self.value_buffer[:n])
+        return keys.flatten(0, 1), values.flatten(0, 1)
+
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        output, num_kv_heads = torch.zeros_like(query), key_cache.shape[2]
+        gather = partial(self.gather, key_cache, value_cache)
+        for group in self.groups:
+            keys, values = gather(group.block_ids)
+            output[group.tokens] = group.attend(query[group.tokens], keys, values, scale)
+        for long in self.long_queries:
+            own = by_kv_head(query[long.rows], num_kv_heads)
+            attended = self.attend_long(own, long, gather, scale)
+            by_kv_head(output[long.rows], num_kv_heads).copy_(attended)
+        return output
+
+    def attend_long(self, query: Tensor, long: LongQuery, gather: Gather, scale: float) -> Tensor:
+        """Query and output are `[num_kv_heads, heads that share keys, query_len, head_dim]`."""
+        keys, values = (repeat_for(query, t[: long.seq_len]) for t in gather(long.block_ids))
+        query_len = query.shape[2]
+        if query_len == long.seq_len:
+            return scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
+        tiles = []
+        for start in range(0, query_len, QUERY_TILE):
+            stop = min(start + QUERY_TILE, query_len)
+            num_keys = long.seq_len - query_len + stop
+            seen = query[:, :, start:stop], keys[:, :, :num_keys], values[:, :, :num_keys]
+            mask = self.causal_mask[start - stop :, -num_keys:]
+            tiles.append(scaled_dot_product_attention(*seen, attn_mask=mask, scale=scale))
+        return torch.cat(tiles, dim=2)
+
+    @cached_property
+    def causal_mask(self) -> Tensor:
+        """`[tile, num_keys]`, the last row sees everything. Its lower right corner `[t, k]` is the
+        mask of t query tokens that are the last of k keys, for any smaller t and k."""
+        with_history = [long for long in self.long_queries if long.query_len < long.seq_len]
+        tile = min(max(long.query_len for long in with_history), QUERY_TILE)
+        num_keys = max(long.seq_len for long in with_history)
+        mask = self.key_buffer.new_full((tile, num_keys), -math.inf, dtype=self.dtype)
+        return mask.triu_(num_keys - tile + 1)
+
+
+def by_kv_head(tensor: Tensor, num_kv_heads: int) -> Tensor:
+    """A view `[num_kv_heads, heads that share keys, num_tokens, head_dim]` of `[num_tokens,
+    num_heads, head_dim]`."""
+    return tensor.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+
+
+def repeat_for(query: Tensor, keys: Tensor) -> Tensor:
+    """Keys `[num_keys, num_kv_heads, head_dim]` as a view with the first two dimensions of such a
+    query: with KV heads in front, repeating keys for the heads that share them copies nothing."""
+    return keys.transpose(0, 1)[:, None].expand(-1, query.shape[1], -1, -1)
+
+
 def paged_attention(
-    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-    key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
-    value_cache: torch.Tensor,  # the same
+    query: Tensor,  # [num_tokens, num_heads, head_dim]
+    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    value_cache: Tensor,  # the same
     metadata: AttentionMetadata,
     scale: float,
-) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+    plan_type: type[PagedPlan] = PagedPlan,
+) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """Causal attention of every query token to its own sequence, itself included.
 
     The step's keys and values must have been written. `num_heads` is a multiple of `num_kv_heads`;
@@ -110,38 +230,19 @@ def paged_attention(
     metadata contradicts itself.
     """
     plan = metadata.plan
-    if not isinstance(plan, PagedPlan) or not plan.fits(query, key_cache):
-        plan = metadata.plan = PagedPlan(metadata, query, key_cache)
-    output = torch.zeros_like(query)
-    plan.attend_groups(output, query, key_cache, value_cache, scale)
-    for long in plan.long_queries:
-        keys, values = plan.gather(key_cache, value_cache, long.block_ids)
-        keys, values = keys[: long.seq_len], values[: long.seq_len]
-        tokens = slice(long.start, long.stop)
-        output[tokens] = _attend_long(query[tokens], keys, values, plan.causal_mask, scale)
-    return output
+    if plan is None or type(plan) is not plan_type or not plan.fits(query, key_cache):
+        plan = metadata.plan = plan_type(metadata, query, key_cache)
+    return plan.attend(query, key_cache, value_cache, scale)
 
 
 class AttentionBackend(Protocol):
-    """How a model writes and reads KV. The parameters are those of the functions above."""
+    """How a model writes and reads KV: the functions above, or others that do the same."""
 
-    def write_kv(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None: ...
+    @property
+    def write_kv(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]: ...
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-    ) -> torch.Tensor: ...
+    @property
+    def attend(self) -> Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float], Tensor]: ...
 
 
 class TorchAttentionBackend:
@@ -149,77 +250,3 @@ class TorchAttentionBackend:
 
     write_kv = staticmethod(write_kv)
     attend = staticmethod(paged_attention)
-
-
-# -- queries that are too long for a group
-
-
-@dataclass(frozen=True, slots=True)
-class LongQuery:
-    """Rows `[start, stop)` of the query are the last tokens of one sequence."""
-
-    start: int
-    stop: int
-    seq_len: int
-    block_ids: torch.Tensor  # [its blocks] int
-
-
-class PagedPlan(AttentionPlan):
-    def __init__(
-        self, metadata: AttentionMetadata, query: torch.Tensor, key_cache: torch.Tensor
-    ) -> None:
-        block_size, tables = key_cache.shape[1], metadata.block_tables
-        starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-        is_short = [is_short_query(stop - start) for start, stop in pairwise(starts)]
-        groups, rows = group_short_queries(starts, seq_lens, is_short, tables, query, key_cache)
-        self.long_queries: list[LongQuery] = []
-        tile, num_keys = 0, 0
-        for row in rows:
-            start, stop, seq_len = starts[row], starts[row + 1], seq_lens[row]
-            block_ids = tables[row, : -(-seq_len // block_size)]
-            self.long_queries.append(LongQuery(start, stop, seq_len, block_ids))
-            if stop - start < seq_len:  # it has history
-                tile, num_keys = max(tile, min(stop - start, QUERY_TILE)), max(num_keys, seq_len)
-        self.causal_mask = _causal_mask(tile, num_keys, query)
-        super().__init__(groups, (long.block_ids for long in self.long_queries), query, key_cache)
-
-
-def _causal_mask(tile: int, num_keys: int, query: torch.Tensor) -> torch.Tensor:
-    """`[tile, num_keys]`, the last row sees everything. Its lower right corner `[t, k]` is the mask
-    of t query tokens that are the last of k keys, for any smaller t and k."""
-    mask = torch.full((tile, num_keys), -math.inf, dtype=query.dtype, device=query.device)
-    return mask.triu_(num_keys - tile + 1)
-
-
-def _attend_long(
-    query: torch.Tensor,  # [query_len, num_heads, head_dim]
-    keys: torch.Tensor,  # [seq_len, num_kv_heads, head_dim]
-    values: torch.Tensor,  # the same
-    causal_mask: torch.Tensor,  # of any size that is large enough
-    scale: float,
-) -> torch.Tensor:  # [query_len, num_heads, head_dim]
-    query_len, num_heads, head_dim = query.shape
-    seq_len, num_kv_heads, _ = keys.shape
-    shared = num_heads // num_kv_heads
-    # KV heads stand in the batch dimension, so that repeating keys for the heads that share them is
-    # a view: [num_kv_heads, shared, length, head_dim].
-    query = query.view(query_len, num_kv_heads, shared, head_dim).permute(1, 2, 0, 3)
-    keys = keys.transpose(0, 1)[:, None].expand(-1, shared, -1, -1)
-    values = values.transpose(0, 1)[:, None].expand(-1, shared, -1, -1)
-    if query_len == seq_len:
-        output = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
-        return output.permute(2, 0, 1, 3).reshape(query_len, num_heads, head_dim)
-    tiles = []
-    for start in range(0, query_len, len(causal_mask)):
-        stop = min(start + len(causal_mask), query_len)
-        num_keys = seq_len - query_len + stop
-        tiles.append(
-            scaled_dot_product_attention(
-                query[:, :, start:stop],
-                keys[:, :, :num_keys],
-                values[:, :, :num_keys],
-                attn_mask=causal_mask[start - stop :, -num_keys:],
-                scale=scale,
-            )
-        )
-    return torch.cat(tiles, dim=2).permute(2, 0, 1, 3).reshape(query_len, num_heads, head_dim)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from batch_layout import BlockTables, Query, compose_in_order, lay_out, to_device
+from batch_layout import BlockTables, Query, compose_in_order, to_device
 from block_pool import BlockPool
 from kv_cache_manager import KVCacheManager
 from request import Request
@@ -35,7 +35,8 @@ def test_every_token_stands_at_its_position_and_writes_to_its_slot(block_size, s
         starts.append(rng.randint(0, stop - 1))
         lens.append(stop - starts[-1])
         requests.append(request)
-    layout = lay_out(tables, rows, starts, lens, block_size, CPU)
+    queries = list(map(Query, rows, starts, lens))
+    layout = compose_in_order(tables, queries, block_size, CPU)
     positions, slots, ends = [], [], [0]
     for request, start, n in zip(requests, starts, lens, strict=True):
         positions += range(start, start + n)
@@ -72,7 +73,7 @@ def test_a_plan_does_not_change_when_the_tables_do():
     tables = BlockTables(1, 2)
     row = tables.take_row()
     tables.write(row, 0, [3, 4])
-    layout = lay_out(tables, [row], [0], [5], 4, CPU)
+    layout = compose_in_order(tables, [Query(row, 0, 5)], 4, CPU)
     tables.write(row, 0, [5, 6])
     assert layout.attention.block_tables.tolist() == [[3, 4]]
     assert layout.attention.slot_mapping.tolist() == [12, 13, 14, 15, 16]

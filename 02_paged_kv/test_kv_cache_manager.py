@@ -378,8 +378,14 @@ TestManagerMachine.settings = settings(max_examples=80, stateful_step_count=40, 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_long_random_run(seed):
+    walk_at_random(World, transitions, seed)
+
+
+def walk_at_random(
+    world_of: type[World], transitions: Callable[[World], list[tuple]], seed: int
+) -> None:
     rng = random.Random(seed)
-    world = World(rng.choice([3, 10, 40]), rng.choice([1, 2, 4, 7]))
+    world = world_of(rng.choice([3, 10, 40]), rng.choice([1, 2, 4, 7]))
     for _ in range(400):
         name, *arguments = rng.choice(transitions(world))
         getattr(world, name)(*arguments)
@@ -400,6 +406,15 @@ def test_check_invariants_notices_damage(damage):
     manager.allocate_slots(b, 3)
     a.num_computed_tokens, b.num_computed_tokens = 6, 3
     manager.check_invariants([a, b])
+    damage_table(manager, damage)
+    if damage == "too_short":
+        b.num_computed_tokens = 5
+    with pytest.raises(AssertionError):
+        manager.check_invariants([a, b])
+
+
+def damage_table(manager: KVCacheManager, damage: str) -> None:
+    """Of request b; a has a second block."""
     table = manager._tables["b"]
     if damage == "ref_cnt":
         table.blocks[0].ref_cnt += 1
@@ -409,10 +424,6 @@ def test_check_invariants_notices_damage(damage):
         table.append([stolen])
     elif damage == "ids":
         table.block_ids[0] = 7
-    elif damage == "too_short":
-        b.num_computed_tokens = 5
     elif damage == "empty":
         manager.pool.free(table.blocks)
         table.blocks.clear(), table.block_ids.clear()
-    with pytest.raises(AssertionError):
-        manager.check_invariants([a, b])

@@ -5,20 +5,17 @@ The same interface, so every scheduler works with it. A request's table then has
     | cached when it was admitted | published since | its own: partial, or still to be written |
     0                             ^ hit             ^ _published                       table's end
 
-Full blocks are published when the forward pass that wrote them is over (`cache_blocks`), never
-before: a step that fails, or a request preempted between plan and forward pass, leaves nothing
-wrong behind. If somebody else has published the same content meanwhile, the table takes the cache's
-block and gives its own back, so a prefix is in memory once.
+Full blocks are published when the forward pass that wrote them is over, never before: a step that
+fails, or a request preempted before its forward pass, leaves nothing wrong behind. If somebody else
+has published the same content meanwhile, the table takes the cache's block and gives its own back.
 
-Two requests that arrive together with one prefix would both compute it, because neither is
-published yet. So the block that a request publishes next is known by its content while it is being
-computed, and a request that could use it is not ready: a step later it hits.
+Two requests that arrive together with one prefix would both compute it. So the block that a request
+publishes next is known by its content while it is being computed, and a request that could use it
+is not ready: a step later it hits.
 
 Invariants: those of the manager and of the cache; what a table has published is owned by the cache
-and is its path, block by block.
-
-vLLM publishes a block when it is planned, so that requests of one step share it, and must take care
-that the plan is carried out. SGLang puts off requests that share an uncached prefix, as here.
+and is its path, block by block. vLLM publishes a block when it is planned, and must take care that
+the plan is carried out; SGLang puts off requests that share an uncached prefix, as here.
 """
 
 from __future__ import annotations
@@ -28,8 +25,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from block_pool import Block, BlockPool
-from kv_cache_manager import BlockTable, KVCacheManager
-from kv_memory import ComputedBlocks, NotReady
+from kv_cache_manager import BlockTable
+from kv_memory import ComputedBlocks, KVMemory, NotReady
 from prefix_cache import PrefixCache, PrefixPath, extra_keys_of, normalise_extra_keys
 from request import Request, check_integers
 from scheduler_interface import BlockMove
@@ -43,15 +40,14 @@ class _CacheState:
 
     path: PrefixPath = field(default_factory=PrefixPath)
     num_published: int = 0  # blocks at the front of its table that the cache owns
-    in_flight: _BlockKey | None = None
+    in_flight: _BlockKey = ()  # the block that it is the first to compute
 
 
-class CachedKVCacheManager(KVCacheManager):
+class CachedKVCacheManager(KVMemory):
     """A `KVMemory` whose requests share what any of them has computed.
 
     `cache` works on the same `pool`, in the same blocks. Raises `ValueError` if pool or block size
-    differ.
-    """
+    differ."""
 
     def __init__(self, pool: BlockPool, block_size: int, cache: PrefixCache) -> None:
         super().__init__(pool, block_size)
@@ -60,7 +56,7 @@ class CachedKVCacheManager(KVCacheManager):
                 f"block_size is {block_size}: the cache has {cache.block_size}, and must be on the "
                 "manager's own pool"
             )
-        self.cache = cache
+        self.cache: PrefixCache = cache
         self._states: dict[str, _CacheState] = {}
         self._in_flight: dict[_BlockKey, str] = {}  # block being computed -> request
         self._moves: list[BlockMove] = []  # the runner has yet to be told
@@ -74,16 +70,16 @@ class CachedKVCacheManager(KVCacheManager):
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks | NotReady:
         """The longest cached prefix, short of the last token: its logits are wanted, so it has to
-        be computed."""
+        be computed. Not ready: a running request computes the very block that comes behind it."""
         if request.request_id in self._tables:
             raise ValueError(f"request {request.request_id!r} has a block table already")
         computed = self._look_up(request)
-        if self._is_being_computed(request, computed.blocks):
-            return NotReady.COMPUTED_NOW
-        return computed
+        key = self._key(request, computed.blocks, len(computed.blocks))
+        has_next = computed.num_tokens + self.block_size < request.num_tokens
+        return NotReady.COMPUTED_NOW if has_next and key in self._in_flight else computed
 
     def find_cached_blocks(self, request: Request) -> Sequence[int]:
-        """Where its longest cached prefix is. They count as used now, and nothing keeps them."""
+        """They count as used now, and nothing keeps them."""
         return [block.block_id for block in self._look_up(request).blocks]
 
     def _look_up(self, request: Request) -> ComputedBlocks:
@@ -93,12 +89,6 @@ class CachedKVCacheManager(KVCacheManager):
         match = self.cache.match_prefix(token_ids, extra_keys_of(request), state.path)
         blocks = [self.pool.blocks[block.block_id] for block in match.blocks]
         return ComputedBlocks(blocks, match.num_cached_tokens)
-
-    def _is_being_computed(self, request: Request, cached: Sequence[Block]) -> bool:
-        """Does a running request compute the very block that the look-up missed?"""
-        end = (len(cached) + 1) * self.block_size
-        key = self._key(request, cached, len(cached))
-        return end < request.num_tokens and key in self._in_flight
 
     def _key(self, request: Request, blocks: Sequence[Block], index: int) -> _BlockKey:
         """Block `index` by its content: an equal prefix is in equal blocks, if they are cached."""
@@ -116,74 +106,60 @@ class CachedKVCacheManager(KVCacheManager):
         num_reserved_tokens: int = 0,
         computed: ComputedBlocks | None = None,
     ) -> bool:
-        """Chapter 2's; `computed`, for a request without a table, is put in front, by reference.
-        Its positions count as computed here, though `request.num_computed_tokens` does not include
-        them yet. Raises `ValueError` for `computed` blocks when there is a table."""
+        """`computed` is put in front by reference; `request.num_computed_tokens` does not include
+        it yet. Raises `ValueError` for `computed` blocks when there is a table."""
         check_integers(0, num_new_tokens=num_new_tokens, num_reserved_tokens=num_reserved_tokens)
         is_admission = request.request_id not in self._tables
-        num_known = request.num_computed_tokens
-        if computed is not None and computed.blocks:
+        computed = computed or ComputedBlocks()
+        if computed.blocks:
             if not is_admission:
                 raise ValueError(f"request {request.request_id!r} has a block table already")
-            num_known += computed.num_tokens
             # Held before anything is taken, so that making room cannot evict it.
             self.cache.touch(computed.blocks)
             table = self._tables[request.request_id] = BlockTable()
             table.append(computed.blocks)
-        end = num_known + num_new_tokens
+        end = request.num_computed_tokens + computed.num_tokens + num_new_tokens
         if not self._reach(request.request_id, end + num_reserved_tokens):
-            if computed is not None and computed.blocks:
-                del self._tables[request.request_id]
-                self.cache.release(computed.blocks)
+            if computed.blocks:
+                super().free(request)
             return False
-        state = self._states.setdefault(request.request_id, _CacheState())
-        if is_admission and computed is not None:
-            state.num_published = len(computed.blocks)
-            if request.num_preemptions == 0:
-                self.cache.stats.record(request.num_tokens, computed.num_tokens)
-        self._note_in_flight(request, state, end)
+        if is_admission:
+            self._begin(request, computed)
+        self._note_in_flight(request, end)
         return True
 
-    def can_allocate(
-        self,
-        request: Request,
-        num_tokens: int,
-        computed: ComputedBlocks,
-        num_kept_free: int = 0,
-        gone: Request | None = None,
-    ) -> bool:
-        num_new_blocks = self.num_blocks_needed(computed.num_tokens + num_tokens)
-        num_new_blocks -= len(computed.blocks)
-        freed = set() if gone is None else set(self._tables[gone.request_id].blocks)
-        num_free = self._num_free_or_evictable()
-        num_free += sum(block.ref_cnt == 1 + self.cache.owns(block) for block in freed)
-        # Found blocks that nobody else uses can be evicted now, and no more when they are held.
-        num_free -= sum(block.ref_cnt - (block in freed) == 1 for block in computed.blocks)
-        return num_new_blocks + num_kept_free <= num_free
+    def _begin(self, request: Request, computed: ComputedBlocks) -> None:
+        """The request has its first slots, behind `computed`."""
+        state = self._states.setdefault(request.request_id, _CacheState())
+        state.num_published = len(computed.blocks)
+        if request.num_preemptions == 0:
+            self.cache.stats.record(request.num_tokens, computed.num_tokens)
 
-    def _note_in_flight(self, request: Request, state: _CacheState, num_planned: int) -> None:
+    def _note_in_flight(self, request: Request, num_planned: int) -> None:
+        """The block that the request publishes next is being computed, if it will be full."""
+        state = self._states[request.request_id]
         end = (state.num_published + 1) * self.block_size
-        if state.in_flight is None and end <= min(num_planned, request.num_tokens):
-            table = self._tables[request.request_id]
-            key = self._key(request, table.blocks, state.num_published)
+        if not state.in_flight and end <= min(num_planned, request.num_tokens):
+            blocks = self._tables[request.request_id].blocks
+            key = self._key(request, blocks, state.num_published)
             if self._in_flight.setdefault(key, request.request_id) == request.request_id:
                 state.in_flight = key
 
-    def _forget_in_flight(self, state: _CacheState) -> None:
-        if state.in_flight is not None:
-            del self._in_flight[state.in_flight]
-            state.in_flight = None
+    def _num_obtainable(self, num_wanted: int, found: list[Block], gone: list[Block]) -> int:
+        freed = set(gone)
+        num_free = self._num_free_or_evictable()
+        num_free += sum(block.ref_cnt == 1 + self.cache.owns(block) for block in freed)
+        # Found blocks that nobody else uses can be evicted now, and no more when they are held.
+        return num_free - sum(block.ref_cnt - (block in freed) == 1 for block in found)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Publish the request's full blocks: everything up to `num_computed_tokens` is written.
-
-        Costs O(new full blocks), so nothing in most steps."""
-        state = self._states.get(request.request_id)
+        """Publish the request's full blocks. O(new full blocks), so nothing in most steps."""
         table = self._tables.get(request.request_id)
-        if state is None or table is None:
+        if table is None:
             return
-        num_full = min(num_computed_tokens, request.num_tokens) // self.block_size
+        state = self._states[request.request_id]
         first = state.num_published
+        num_full = min(num_computed_tokens, request.num_tokens) // self.block_size
         if num_full <= first:
             return
         given = table.blocks[first:num_full]
@@ -195,24 +171,21 @@ class CachedKVCacheManager(KVCacheManager):
                 table.replace(index, kept)
                 self._moves.append(BlockMove(request.request_id, index, kept.block_id))
         state.num_published = num_full
-        self._forget_in_flight(state)
+        self._in_flight.pop(state.in_flight, None)
+        state.in_flight = ()
 
     def free(self, request: Request) -> None:
         """Give up the request's blocks; what is published stays cached until it is evicted."""
         state = self._states.pop(request.request_id, None)
         if state is not None:
-            self._forget_in_flight(state)
+            self._in_flight.pop(state.in_flight, None)
         if self._moves:
             self._moves = [move for move in self._moves if move.req_id != request.request_id]
         super().free(request)
 
     def take_block_moves(self) -> list[BlockMove]:
-        """Entries that now name the cache's block, because the request's own was a duplicate."""
         moves, self._moves = self._moves, []
         return moves
-
-    def reset_prefix_cache(self) -> bool:
-        return self.cache.reset()
 
     # -- chapter 2's hooks
 
@@ -226,16 +199,10 @@ class CachedKVCacheManager(KVCacheManager):
         return super()._take_blocks(num_blocks)
 
     def _release(self, blocks: Sequence[Block]) -> None:
-        cached, own = self._split(blocks)
-        self.pool.free(own[::-1])
-        self.cache.release(cached)
-
-    def _split(self, blocks: Sequence[Block]) -> tuple[list[Block], list[Block]]:
-        """A table's blocks: those in the cache come first, those of its own behind them."""
-        num_cached = 0
-        while num_cached < len(blocks) and self.cache.owns(blocks[num_cached]):
-            num_cached += 1
-        return list(blocks[:num_cached]), list(blocks[num_cached:])
+        """Those in the cache come first, those of the table's own behind them."""
+        num_cached = sum(self.cache.owns(block) for block in blocks)
+        super()._release(blocks[num_cached:])
+        self.cache.release(blocks[:num_cached])
 
     # -- checks
 

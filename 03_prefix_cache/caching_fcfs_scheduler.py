@@ -22,15 +22,7 @@ _WAITING_STATUS = {
 class CachingFCFSScheduler(PagedFCFSScheduler):
     """A `PagedFCFSScheduler` that shares prefixes through `kv_memory`."""
 
-    def __init__(
-        self,
-        kv_memory: KVMemory,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2048,
-        max_model_len: int | None = None,
-    ) -> None:
-        super().__init__(kv_memory, max_num_seqs, max_num_batched_tokens, max_model_len)
-        self.kv_memory: KVMemory = kv_memory
+    kv_memory: KVMemory
 
     def _admit(self, budget: int) -> dict[str, int]:
         admitted: dict[str, int] = {}

@@ -7,8 +7,8 @@ Chapter 2's questions were two: is there room, and take it back. A prefix cache 
     after a step       cache_blocks          what was written may be shared
                        take_block_moves      entries of tables that now name another block
 
-`UncachedKVCacheManager` answers them without a cache, so a scheduler need not know whether there is
-one: turning this chapter off is choosing it.
+`KVMemory` answers them without a cache, so a scheduler need not know whether there is one: turning
+this chapter off is choosing it.
 """
 
 from __future__ import annotations
@@ -16,25 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
 
 from block_delta import PagedRunnerState
 from block_pool import Block
-from kv_cache_manager import BlockMemory, KVCacheManager
+from kv_cache_manager import KVCacheManager
 from prefix_cache import KeyedRequest, PrefixCache, extra_keys_of
 from request import Request
 from scheduler_interface import BlockMove, SchedulerOutput, StepOutput
 
-__all__ = [
-    "ComputedBlocks",
-    "KVMemory",
-    "KeyedRequest",
-    "NotReady",
-    "SharingRunnerState",
-    "UncachedKVCacheManager",
-    "extra_keys_of",
-    "publish",
-]
+__all__ = ["KeyedRequest", "extra_keys_of"]  # for chapters that need no more of a cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +42,19 @@ class NotReady(Enum):
     LOADING = auto()  # it comes from outside
 
 
-class KVMemory(BlockMemory, Protocol):
-    @property
-    def cache(self) -> PrefixCache | None: ...
+class KVMemory(KVCacheManager):
+    """Chapter 2's manager: it finds nothing and keeps nothing. With a cache its answers differ."""
+
+    cache: PrefixCache | None = None
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks | NotReady:
         """What need not be computed of a request without memory. At least its last token is left.
         Nothing keeps the blocks: ask again before every attempt to admit it."""
-        ...
+        return ComputedBlocks()
 
     def find_cached_blocks(self, request: Request) -> Sequence[int]:
         """Ids of the blocks in which a cache has the request's longest known prefix, head first."""
-        ...
+        return ()
 
     def allocate_slots(
         self,
@@ -74,7 +65,7 @@ class KVMemory(BlockMemory, Protocol):
     ) -> bool:
         """Make room behind the computed positions, `computed` included, whose blocks come first.
         False: refused, and nothing has changed."""
-        ...
+        return super().allocate_slots(request, num_new_tokens, num_reserved_tokens)
 
     def can_allocate(
         self,
@@ -87,19 +78,30 @@ class KVMemory(BlockMemory, Protocol):
         """Would a request without memory get room for `num_tokens` behind `computed`, and would
         `num_kept_free` blocks be left for others, if `gone` had been freed before? Both requests
         stay as they are."""
-        ...
+        num_blocks = self.num_blocks_needed(computed.num_tokens + num_tokens)
+        num_new = num_blocks - len(computed.blocks)
+        held = [] if gone is None else self._tables[gone.request_id].blocks
+        return num_new + num_kept_free <= self._num_obtainable(num_new, computed.blocks, held)
+
+    def _num_obtainable(self, num_wanted: int, found: list[Block], gone: list[Block]) -> int:
+        """Blocks to be had when the table `gone` is freed and `found` is held. What can be done to
+        make them more is done, if they are fewer than `num_wanted`."""
+        return self.pool.num_free_blocks + len(gone)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """The forward pass that wrote the first `num_computed_tokens` positions is over: they may
         be shared."""
 
     def take_block_moves(self) -> list[BlockMove]:
-        """Entries of tables that have changed since the last call."""
-        ...
+        """Entries of tables that name the cache's block since the last call, a duplicate before."""
+        return []
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes. False while some are in use."""
-        ...
+        return self.cache is None or self.cache.reset()
+
+
+UncachedKVCacheManager = KVMemory
 
 
 def publish(
@@ -109,48 +111,6 @@ def publish(
     is_full = end // kv_memory.block_size > start // kv_memory.block_size
     if is_full and request.request_id not in output.errors:
         kv_memory.cache_blocks(request, end)
-
-
-class UncachedKVCacheManager(KVCacheManager):
-    """Chapter 2's manager as a `KVMemory`: it finds nothing and keeps nothing."""
-
-    cache = None
-
-    def get_computed_blocks(self, request: Request) -> ComputedBlocks:
-        return ComputedBlocks()
-
-    def find_cached_blocks(self, request: Request) -> Sequence[int]:
-        return ()
-
-    def allocate_slots(
-        self,
-        request: Request,
-        num_new_tokens: int,
-        num_reserved_tokens: int = 0,
-        computed: ComputedBlocks | None = None,
-    ) -> bool:
-        return super().allocate_slots(request, num_new_tokens, num_reserved_tokens)
-
-    def can_allocate(
-        self,
-        request: Request,
-        num_tokens: int,
-        computed: ComputedBlocks,
-        num_kept_free: int = 0,
-        gone: Request | None = None,
-    ) -> bool:
-        num_freed = 0 if gone is None else len(self.get_block_ids(gone.request_id))
-        num_wanted = self.num_blocks_needed(num_tokens) + num_kept_free
-        return num_wanted <= self.pool.num_free_blocks + num_freed
-
-    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        pass
-
-    def take_block_moves(self) -> list[BlockMove]:
-        return []
-
-    def reset_prefix_cache(self) -> bool:
-        return True
 
 
 class SharingRunnerState(PagedRunnerState):

@@ -1,11 +1,9 @@
 """What a prefix cache is: one contract, kept by a hash chain and by a radix tree.
 
 A position's keys and values depend on its token and on every token before it, and on nothing else.
-So two requests that begin with the same tokens need the same KV for them, and a block that holds
-tokens [16, 32) of one request serves every other request that has the same tokens in [0, 32).
-
-A cache maps prefixes, in whole blocks, to blocks of a `BlockPool`. `ref_cnt` counts a block's
-holders, as in chapter 2, and the cache is one of them; the others are its users:
+So a block that holds tokens [16, 32) of one request serves every other that has the same tokens in
+[0, 32). A cache maps prefixes, in whole blocks, to blocks of a `BlockPool`. It is one of the
+holders that `ref_cnt` counts; the others are the block's users:
 
     ref_cnt of a cached block   1      only the cache: evictable, in order of last use
                                 1 + n  n users: never evicted
@@ -15,15 +13,12 @@ holders, as in chapter 2, and the cache is one of them; the others are its users
     insert, when it is computed | block 7 | block 3 | C C . . |         a partial block is no block
 
 A use of a prefix is a match, an insertion or a release. Evicted is the block whose last use is the
-longest ago, of those that nobody uses and that have no cached block behind them: children go before
-their parents, because without the parent a child could never be found again.
+longest ago, of those that nobody uses and that have no cached block behind them.
 
 Invariants: a cached block's parent is cached; whoever uses a block uses all before it; a use of a
 block is a use of all before it; the content of a cached block never changes.
 
-vLLM keys blocks by chained hashes, SGLang keeps the tokens themselves in a radix tree. Both are
-here; tests and engine take either. Sources: vLLM's automatic prefix caching (design document);
-RadixAttention, arXiv 2312.07104.
+Sources: vLLM's automatic prefix caching (design document); RadixAttention, arXiv 2312.07104.
 """
 
 from __future__ import annotations
@@ -34,7 +29,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from block_pool import Block, BlockPool
-from prefix_post_names import PrefixCachePostNames
 from request import Request, check_integers
 
 ExtraKeys = Sequence[tuple[str, str | int]] | tuple[str, str | int]
@@ -42,16 +36,14 @@ NormalKeys = tuple[tuple[str, str], ...]
 
 
 def check_extra_keys(extra_keys: ExtraKeys | None) -> tuple[tuple[str, str | int], ...]:
-    """What KV depends on besides the tokens, as `(tag, value)` each. A single pair may stand alone.
-
-    Every key carries a tag, so that an adapter named X and a salt X stay apart. Raises `ValueError`
-    for a key without one, or for one tag used twice.
-    """
+    """What KV depends on besides the tokens, as `(tag, value)` each; a single pair may stand alone.
+    The tag keeps an adapter named X and a salt X apart. Raises `ValueError` without one, or for one
+    tag used twice."""
     is_one = bool(extra_keys) and isinstance(extra_keys[0], str)
     keys: tuple[Any, ...] = (extra_keys,) if is_one else tuple(extra_keys or ())
     for key in keys:
         is_pair = isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str)
-        if not is_pair or not isinstance(key[1], str | int) or isinstance(key[1], bool):
+        if not is_pair or type(key[1]) not in (str, int):
             raise ValueError(
                 f"extra key is {key!r}: it must be (tag, value), a str and a str or int"
             )
@@ -62,24 +54,19 @@ def check_extra_keys(extra_keys: ExtraKeys | None) -> tuple[tuple[str, str | int
 
 def normalise_extra_keys(extra_keys: ExtraKeys | None) -> NormalKeys:
     """In one fixed order, so that equal keys are equal: `(("lora", "int:7"),)`."""
+    if not extra_keys:
+        return ()
     keys = check_extra_keys(extra_keys)
     return tuple(sorted((tag, f"{type(value).__name__}:{value}") for tag, value in keys))
 
 
 class KeyedRequest(Request):
-    """`extra_keys`, `(tag, value)` each, are what its KV depends on besides its tokens: requests
-    that differ in them share nothing. A single pair may stand alone."""
+    """`extra_keys`, as `check_extra_keys` takes them, are what its KV depends on besides its
+    tokens: requests that differ in them share nothing."""
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        *arguments: Any,
-        extra_keys: ExtraKeys = (),
-        **keywords: Any,
-    ) -> None:
-        super().__init__(request_id, prompt_token_ids, *arguments, **keywords)
-        self.extra_keys = check_extra_keys(extra_keys)
+    def __init__(self, *arguments: Any, extra_keys: ExtraKeys = (), **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.extra_keys = check_extra_keys(extra_keys) if extra_keys else ()
 
 
 def extra_keys_of(request: Request) -> tuple[tuple[str, str | int], ...]:
@@ -100,8 +87,8 @@ class PrefixMatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InsertResult:
-    """What became of the blocks given to `insert`. `blocks[i]` is the cache's block for the content
-    of the i-th of them: that block itself if it is now `owned`, another if it was a duplicate."""
+    """`blocks[i]` is the cache's block for the content of the i-th block given to `insert`: that
+    block itself if it is now `owned`, another if it was a duplicate."""
 
     blocks: list[Block]
     owned: list[Block]
@@ -123,7 +110,6 @@ class CacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """0.0 before anything was looked up."""
         return self.num_tokens_hit / max(self.num_tokens_looked_up, 1)
 
 
@@ -133,6 +119,19 @@ class PrefixPath:
     the first token again. Made empty, filled by the cache, dropped with the request's blocks."""
 
     state: Any = None
+
+
+class Walk(NamedTuple):
+    """Along which prefix one call goes."""
+
+    token_ids: Sequence[int]
+    block_size: int
+    keys: NormalKeys
+    path: PrefixPath
+
+    def tokens(self, index: int) -> tuple[int, ...]:
+        """Those of block `index`."""
+        return tuple(self.token_ids[index * self.block_size : (index + 1) * self.block_size])
 
 
 class CacheListener(Protocol):
@@ -147,8 +146,7 @@ class CacheListener(Protocol):
         """They still hold their content, and lose it when this returns. Children come first."""
 
 
-@dataclass(slots=True)
-class CachedPrefix:
+class CachedPrefix(NamedTuple):
     """One cached block and everything it depends on. For checks and pictures; O(depth)."""
 
     extra_keys: NormalKeys
@@ -160,8 +158,9 @@ class CachedPrefix:
         return self.block.ref_cnt - 1
 
 
-class PrefixCache(PrefixCachePostNames, ABC):
-    """Prefixes to blocks of `pool`. Everything counts in whole blocks of `block_size` tokens."""
+class PrefixCache(ABC):
+    """Prefixes to blocks of `pool`, in whole blocks of `block_size` tokens. What every cache does
+    alike is here; each has its own index, and its own books of who uses a block and since when."""
 
     def __init__(
         self, pool: BlockPool, block_size: int, listener: CacheListener | None = None
@@ -171,32 +170,33 @@ class PrefixCache(PrefixCachePostNames, ABC):
         self.block_size = block_size
         self.listener = listener
         self.stats = CacheStats()
+        self._by_block_id: dict[int, Any] = {}  # where in its index the cache has a block
 
-    @abstractmethod
     def match_prefix(
         self,
         token_ids: Sequence[int],
         extra_keys: ExtraKeys | None = None,
         path: PrefixPath | None = None,
     ) -> PrefixMatch:
-        """The longest cached prefix of `token_ids` under the same extra keys. It counts as used
-        now, but nothing keeps it: `touch` it before anything may be evicted."""
+        """The longest cached prefix under the same extra keys. It counts as used now, but nothing
+        keeps it: `touch` it before anything may be evicted."""
+        keys = normalise_extra_keys(extra_keys)
+        walk = Walk(token_ids, self.block_size, keys, path or PrefixPath())
+        blocks = self._find(walk, 0, len(token_ids) // self.block_size)
+        if blocks:
+            self._use(blocks)
+        return PrefixMatch(blocks, len(blocks) * self.block_size)
 
     @abstractmethod
     def touch(self, blocks: Sequence[HasBlockId]) -> None:
-        """One user more for these cached blocks: consecutive ones of a path, head first.
-
-        Raises `ValueError`, and changes nothing, if one of them is not cached.
-        """
+        """One user more for these cached blocks: consecutive ones of a path, head first. Raises
+        `ValueError`, and changes nothing, if one of them is not cached."""
 
     @abstractmethod
     def release(self, blocks: Sequence[HasBlockId]) -> None:
         """One user less, given as to `touch`. They count as used now, the deepest before the rest.
+        Raises `ValueError`, and changes nothing, if one of them is not cached or has no user."""
 
-        Raises `ValueError`, and changes nothing, if one of them is not cached or has no user.
-        """
-
-    @abstractmethod
     def insert(
         self,
         token_ids: Sequence[int],
@@ -206,32 +206,101 @@ class PrefixCache(PrefixCachePostNames, ABC):
         start: int = 0,
         path: PrefixPath | None = None,
     ) -> InsertResult:
-        """Take over computed blocks: `blocks[i]` holds tokens
-        `[(start + i) * block_size, (start + i + 1) * block_size)` of `token_ids`.
+        """Take over computed blocks: `blocks[i]` holds block `start + i` of `token_ids`; the blocks
+        before `start` are cached, and used by the caller.
 
-        The caller holds a reference to each and keeps it. If the cache already has that content,
-        the caller's reference moves to the cache's block, and the duplicate goes back to the pool
-        unless others hold it. The first `start` blocks of the path are cached, and used by the
-        caller. Raises `ValueError`, and changes nothing, if `token_ids` is too short, if blocks are
-        free or already cached, or if the first `start` blocks are not cached.
-        """
+        The caller keeps its reference to each. If the cache already has that content, the reference
+        moves to the cache's block, and the duplicate goes back to the pool unless others hold it.
+        Raises `ValueError`, and changes nothing, for blocks that are free or cached already, or one
+        before `start` that is not. O(new blocks) with a `path` that ends at `start`."""
+        self._check_given(token_ids, blocks, start)
+        keys = normalise_extra_keys(extra_keys)
+        walk = Walk(token_ids, self.block_size, keys, path or PrefixPath())
+        # The block behind which they come, and those that somebody was first to compute.
+        found = self._find(walk, max(start - 1, 0), start + len(blocks))
+        if start and not found:
+            missing = len(self._find(walk, 0, start))
+            raise ValueError(f"insert behind {start} blocks: block {missing} is not cached")
+        if start and blocks and self.num_users(found[0]) == 0:
+            raise ValueError(f"insert behind {start} blocks: block {start - 1} has no user")
+        path_blocks = [self.pool.blocks[block.block_id] for block in found]
+        known = path_blocks[1:] if start else path_blocks
+        duplicates, owned = list(blocks[: len(known)]), list(blocks[len(known) :])
+        if known:
+            self.touch(known)
+            self.pool.free(duplicates)
+        first = start + len(known)
+        self._add(walk, first, owned)
+        self.pool.touch(owned)
+        if self.listener is not None:
+            parent = path_blocks[-1] if path_blocks else None
+            for index, block in enumerate(owned, first):
+                self.listener.block_cached(block, parent, walk.tokens(index), walk.keys)
+                parent = block
+        return InsertResult(known + owned, owned, duplicates)
 
-    @abstractmethod
     def evict(self, num_blocks: int) -> int:
         """Give unused blocks back to the pool: `num_blocks`, or all there are. Returns how many."""
+        num_blocks = max(0, min(num_blocks, self.num_evictable_blocks))
+        blocks = self._pop_oldest(num_blocks)
+        if self.listener is not None and blocks:
+            self.listener.blocks_evicted(blocks)
+        for block in blocks:
+            del self._by_block_id[block.block_id]
+        self.pool.free(blocks)
+        return num_blocks
 
-    @abstractmethod
+    def reset(self) -> bool:
+        """Forget everything. False, and nothing has changed, while any cached block is in use."""
+        if self.num_evictable_blocks != self.num_cached_blocks:
+            return False
+        self.evict(self.num_cached_blocks)
+        return True
+
+    def cache_computed_blocks(
+        self, token_ids: Sequence[int], extra_keys: ExtraKeys | None = None
+    ) -> list[Any]:
+        """For use without an engine: cache every full block of `token_ids` in blocks taken from the
+        pool, evicting others if need be, or as many as fit, from the front. Returns the path, which
+        nobody uses yet: `touch` and `release` come in pairs."""
+        found = self.match_prefix(token_ids, extra_keys).blocks
+        self.touch(found)  # so that making room does not evict the very path that is extended
+        num_missing = len(token_ids) // self.block_size - len(found)
+        self.evict(num_missing - self.pool.num_free_blocks)
+        num_new = min(num_missing, self.pool.num_free_blocks)
+        new = self.pool.allocate(num_new) if num_new else None
+        if new is not None:
+            self.insert(token_ids, new, extra_keys, start=len(found))
+            end = (len(found) + num_new) * self.block_size
+            found = self.match_prefix(token_ids[:end], extra_keys).blocks
+        self.release(found)
+        return found
+
+    # -- questions
+
     def owns(self, block: HasBlockId) -> bool:
         """Is this block cached?"""
+        return block.block_id in self._by_block_id
+
+    def num_users(self, block: HasBlockId) -> int:
+        """Holders of a cached block, the cache itself not counted."""
+        return self.pool.blocks[block.block_id].ref_cnt - 1
 
     @property
-    @abstractmethod
-    def num_cached_blocks(self) -> int: ...
+    def num_cached_blocks(self) -> int:
+        return len(self._by_block_id)
 
     @property
     @abstractmethod
     def num_evictable_blocks(self) -> int:
         """Cached blocks that nobody uses."""
+
+    def cached_block_ids(self) -> Iterable[int]:
+        return self._by_block_id.keys()
+
+    @property
+    def cache_hit_rate(self) -> float:  # as the reading material calls it
+        return self.stats.hit_rate
 
     @abstractmethod
     def cached_prefixes(self) -> Iterator[CachedPrefix]:
@@ -241,53 +310,30 @@ class PrefixCache(PrefixCachePostNames, ABC):
     def check_invariants(self) -> None:
         """Raise `AssertionError` if the cache contradicts itself or its pool."""
 
-    # -- what every cache does alike
+    # -- each cache's own
 
-    def reset(self) -> bool:
-        """Forget everything. False, and nothing has changed, while any cached block is in use."""
-        if self.num_evictable_blocks != self.num_cached_blocks:
-            return False
-        self.evict(self.num_cached_blocks)
-        return True
+    @abstractmethod
+    def _find(self, walk: Walk, begin: int, end: int) -> list[Any]:
+        """The cached ones of blocks `[begin, end)`, up to the first that is not."""
 
-    def cached_block_ids(self) -> Iterable[int]:
-        """The blocks that the cache holds a reference to."""
-        return (prefix.block.block_id for prefix in self.cached_prefixes())
+    @abstractmethod
+    def _use(self, blocks: list[Any]) -> None:
+        """What `_find` has found from the root on is used now."""
 
-    def num_users(self, block: HasBlockId) -> int:
-        """Holders of a cached block, the cache itself not counted."""
-        return self.pool.blocks[block.block_id].ref_cnt - 1
+    @abstractmethod
+    def _add(self, walk: Walk, first: int, blocks: list[Block]) -> None:
+        """Blocks `first` and on, new ones, behind what `_find` has found."""
 
-    def cache_computed_blocks(
-        self, token_ids: Sequence[int], extra_keys: ExtraKeys | None = None
-    ) -> list[Any]:
-        """Cache every full block of `token_ids` in blocks taken from the pool, evicting others if
-        need be; if the pool is too small, as many as fit, from the front. Returns the path.
-
-        For use without an engine. Nobody uses the blocks yet: `touch` and `release` come in pairs.
-        """
-        num_full = len(token_ids) // self.block_size
-        found = self.match_prefix(token_ids, extra_keys).blocks
-        self.touch(found)  # so that making room does not evict the very path that is extended
-        num_missing = num_full - len(found)
-        self.evict(num_missing - self.pool.num_free_blocks)
-        num_new = min(num_missing, self.pool.num_free_blocks)
-        if num_new > 0:
-            new = self.pool.allocate(num_new)
-            assert new is not None, "that many are free"
-            self.insert(token_ids, new, extra_keys, start=len(found))
-            found = self.match_prefix(
-                token_ids[: (len(found) + num_new) * self.block_size], extra_keys
-            ).blocks
-        self.release(found)
-        return found
+    @abstractmethod
+    def _pop_oldest(self, num_blocks: int) -> list[Block]:
+        """Take the unused blocks out of the index whose last use is the longest ago."""
 
     def _check_given(self, token_ids: Sequence[int], blocks: Sequence[Block], start: int) -> None:
         """What `insert` refuses whatever is cached."""
-        num_needed = (start + len(blocks)) * self.block_size
-        if len(token_ids) < num_needed:
+        needed = (start + len(blocks)) * self.block_size
+        if len(token_ids) < needed:
             raise ValueError(
-                f"{len(token_ids)} token_ids: {start} + {len(blocks)} blocks hold {num_needed}"
+                f"{len(token_ids)} token_ids: {start} + {len(blocks)} blocks hold {needed}"
             )
         if len({block.block_id for block in blocks}) != len(blocks):
             raise ValueError("insert: each block may be named once")
@@ -295,19 +341,3 @@ class PrefixCache(PrefixCachePostNames, ABC):
             if block.ref_cnt < 1 or self.owns(block):
                 state = "free" if block.ref_cnt < 1 else "cached already"
                 raise ValueError(f"insert of block {block.block_id}: it is {state}")
-
-    def _tell_cached(
-        self,
-        blocks: Sequence[Block],
-        parent: Block | None,
-        token_ids: Sequence[int],
-        start: int,
-        keys: NormalKeys,
-    ) -> None:
-        """`blocks[i]` is now cached as block `start + i` of `token_ids`, behind `parent`."""
-        if self.listener is None:
-            return
-        for index, block in enumerate(blocks, start):
-            tokens = tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
-            self.listener.block_cached(block, parent, tokens, keys)
-            parent = block

@@ -4,31 +4,27 @@ A block's hash covers its tokens and, through its parent's hash, everything befo
 
     root(extra keys) -> h0 = H(root, tokens[0:16]) -> h1 = H(h0, tokens[16:32]) -> h2 = ...
 
-So equal hashes mean equal prefixes, wherever two requests lie in memory, and the longest cached
-prefix is found by walking the chain until the first hash that is not in the dictionary. The root
-mixes in what else KV depends on (an adapter, a tenant's salt): a chain that starts at one root
-never meets a chain of another.
+So equal hashes mean equal prefixes, and the longest cached one is found by walking the chain until
+the first hash that is not in the dictionary. The root mixes in what else KV depends on (an adapter,
+a tenant's salt): chains of two roots never meet.
 
-Blocks that nobody uses stay cached, in the order of their last use. Since whoever uses a block uses
-all blocks before it, and gives them back deepest first, that one order has every child before its
-parent: eviction pops its front, and nothing has to search.
+Blocks that nobody uses stay cached, in the order of their last use. Whoever uses a block uses all
+before it, and gives them back deepest first: so every child stands before its parent, and eviction
+pops the front of that order without a search.
 
 The hash is a cryptographic digest. With Python's `hash` a user could write a prompt that collides
-with another user's prefix, and be answered from that KV (vLLM CVE-2025-25183); numbers are also
-not the same in two processes.
+with another user's prefix, and be answered from that KV (vLLM CVE-2025-25183).
 
 Invariants: those of `prefix_cache.py`; `_evictable` holds exactly the cached blocks without users,
-least recently used first.
-
-vLLM keeps the hashes on the pool's blocks and lets a block that is freed stay findable until it is
-reused; its free list is this module's LRU order. nano-vllm does the same with xxhash.
+least recently used first. vLLM keeps the hashes on the pool's blocks, and this order is its free
+list.
 """
 
 from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
@@ -39,14 +35,11 @@ from prefix_cache import (
     CacheListener,
     ExtraKeys,
     HasBlockId,
-    InsertResult,
     NormalKeys,
     PrefixCache,
-    PrefixMatch,
-    PrefixPath,
+    Walk,
     normalise_extra_keys,
 )
-from prefix_post_names import CachedBlockPostNames
 from request import check_integers
 
 BLOCK_SIZE = 16
@@ -65,12 +58,9 @@ def _mix_in(parent_hash: bytes, extra_keys: NormalKeys) -> bytes:
 def compute_block_hash(
     parent_hash: bytes | int | None, token_ids: Sequence[int], extra_keys: ExtraKeys | None = None
 ) -> bytes:
-    """The hash of a block that holds `token_ids` behind the prefix that `parent_hash` stands for.
-
-    `parent_hash` is None for a first block, or 0 as in the posts. 32 bytes, the same in every
-    process and on every machine. Token ids are signed 64-bit integers. Raises `ValueError` for a
-    parent that is no hash.
-    """
+    """The hash of a block that holds `token_ids`, signed 64-bit integers, behind the prefix that
+    `parent_hash` stands for: None for a first block, or 0 as in the posts. 32 bytes, the same on
+    every machine. Raises `ValueError` for a parent that is no hash."""
     parent_hash = b"" if parent_hash is None or parent_hash == 0 else parent_hash
     if not isinstance(parent_hash, bytes) or len(parent_hash) not in (0, HASH_BYTES):
         raise ValueError(
@@ -79,6 +69,10 @@ def compute_block_hash(
         )
     if not parent_hash or extra_keys:
         parent_hash = _mix_in(parent_hash, normalise_extra_keys(extra_keys))
+    return _link(parent_hash, token_ids)
+
+
+def _link(parent_hash: bytes, token_ids: Sequence[int]) -> bytes:
     tokens = struct.pack(f"<{len(token_ids)}q", *token_ids)
     return blake2b(parent_hash + tokens, digest_size=HASH_BYTES).digest()
 
@@ -98,7 +92,7 @@ def compute_hash_chain(
 
 
 @dataclass(slots=True, eq=False)
-class CachedBlock(CachedBlockPostNames):
+class CachedBlock:
     """A block of the pool and what it holds."""
 
     block_id: int
@@ -109,8 +103,8 @@ class CachedBlock(CachedBlockPostNames):
     extra_keys: NormalKeys = ()
 
     @property
-    def num_users(self) -> int:
-        """All holders but the cache."""
+    def ref_cnt(self) -> int:
+        """Its users. The pool's `ref_cnt` of the same block is one more: it counts the cache."""
         return self.block.ref_cnt - 1
 
 
@@ -118,8 +112,7 @@ class PrefixCacheLocal(PrefixCache):
     """A `PrefixCache` keyed by chained hashes.
 
     On its own it makes a pool of `max_cached_blocks`; in an engine it is given the engine's `pool`.
-    Raises `ValueError` unless exactly one of the two is given.
-    """
+    Raises `ValueError` unless exactly one of the two is given."""
 
     def __init__(
         self,
@@ -138,61 +131,45 @@ class PrefixCacheLocal(PrefixCache):
         assert pool is not None
         super().__init__(pool, block_size, listener)
         self._by_hash: dict[bytes, CachedBlock] = {}
-        self._by_block_id: dict[int, CachedBlock] = {}
         self._evictable: OrderedDict[int, CachedBlock] = OrderedDict()
-
-    # -- look up
 
     def compute_hash_chain(
         self, token_ids: Sequence[int], extra_keys: ExtraKeys | None = None
     ) -> list[tuple[bytes, tuple[int, ...]]]:
         return compute_hash_chain(token_ids, self.block_size, extra_keys)
 
-    def match_prefix(
-        self,
-        token_ids: Sequence[int],
-        extra_keys: ExtraKeys | None = None,
-        path: PrefixPath | None = None,
-    ) -> PrefixMatch:
-        hashes = self._hashes_of(path)
+    # -- along a chain
+
+    def _find(self, walk: Walk, begin: int, end: int) -> list[CachedBlock]:
         blocks: list[CachedBlock] = []
-        for index in range(len(token_ids) // self.block_size):
-            cached = self._by_hash.get(self._hash(hashes, index, token_ids, extra_keys))
+        for index in range(begin, end):
+            cached = self._by_hash.get(self._hash(walk, index))
             if cached is None:
                 break
             blocks.append(cached)
+        return blocks
+
+    def _hash(self, walk: Walk, index: int) -> bytes:
+        """Of block `index`. The path remembers the root's and all up to it: tokens only ever grow
+        at their end."""
+        hashes = walk.path.state = walk.path.state or [_mix_in(b"", walk.keys)]
+        while len(hashes) <= index + 1:
+            hashes.append(_link(hashes[-1], walk.tokens(len(hashes) - 1)))
+        return hashes[index + 1]
+
+    def _add(self, walk: Walk, first: int, blocks: list[Block]) -> None:
+        parent = self._by_hash[self._hash(walk, first - 1)] if first else None
+        for index, block in enumerate(blocks, first):
+            name, tokens = self._hash(walk, index), walk.tokens(index)
+            parent = CachedBlock(block.block_id, block, name, tokens, parent, walk.keys)
+            self._by_hash[name] = self._by_block_id[block.block_id] = parent
+
+    # -- uses, and who is evicted
+
+    def _use(self, blocks: list[CachedBlock]) -> None:
         for cached in reversed(blocks):
             if cached.block.ref_cnt == 1:  # the cache alone holds it
                 self._evictable.move_to_end(cached.block_id)
-        return PrefixMatch(blocks, len(blocks) * self.block_size)
-
-    @staticmethod
-    def _hashes_of(path: PrefixPath | None) -> list[bytes]:
-        """A path remembers the hashes computed so far: tokens only ever grow at their end."""
-        if path is None:
-            return []
-        if path.state is None:
-            path.state = []
-        return path.state
-
-    def _hash(
-        self,
-        hashes: list[bytes],
-        index: int,
-        token_ids: Sequence[int],
-        extra_keys: ExtraKeys | None,
-    ) -> bytes:
-        """The hash of block `index`; `hashes` grows up to it."""
-        while len(hashes) <= index:
-            start = len(hashes) * self.block_size
-            tokens = token_ids[start : start + self.block_size]
-            if hashes:
-                hashes.append(compute_block_hash(hashes[-1], tokens))
-            else:
-                hashes.append(compute_block_hash(None, tokens, extra_keys))
-        return hashes[index]
-
-    # -- references
 
     def touch(self, blocks: Sequence[HasBlockId]) -> None:
         cached_blocks = self._cached(blocks, "touch")
@@ -211,91 +188,23 @@ class PrefixCacheLocal(PrefixCache):
             if cached.block.ref_cnt == 1:
                 self._evictable[cached.block_id] = cached
 
-    def _cached(self, blocks: Iterable[HasBlockId], verb: str) -> list[CachedBlock]:
+    def _cached(self, blocks: Sequence[HasBlockId], verb: str) -> list[CachedBlock]:
         try:
             return [self._by_block_id[block.block_id] for block in blocks]
         except KeyError as error:
             raise ValueError(f"{verb} of block {error}: it is not cached") from None
 
-    # -- in and out
-
-    def insert(
-        self,
-        token_ids: Sequence[int],
-        blocks: Sequence[Block],
-        extra_keys: ExtraKeys | None = None,
-        *,
-        start: int = 0,
-        path: PrefixPath | None = None,
-    ) -> InsertResult:
-        hashes = self._hashes_of(path)
-        self._check_given(token_ids, blocks, start)
-        parent = self._find_parent(token_ids, blocks, extra_keys, start, hashes)
-        keys = parent.extra_keys if parent is not None else normalise_extra_keys(extra_keys)
-        known: list[CachedBlock] = []  # somebody was first: the caller's references move to theirs
-        for index in range(start, start + len(blocks)):
-            cached = self._by_hash.get(self._hash(hashes, index, token_ids, extra_keys))
-            if cached is None:
-                break  # and so is everything behind it
-            known.append(cached)
-        duplicates, owned = list(blocks[: len(known)]), list(blocks[len(known) :])
-        self.touch(known)
-        self.pool.free(duplicates)
-        parent = before = known[-1] if known else parent
-        first = start + len(known)
-        for index, block in enumerate(owned, first):
-            tokens = tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
-            block_hash = self._hash(hashes, index, token_ids, extra_keys)
-            parent = CachedBlock(block.block_id, block, block_hash, tokens, parent, keys)
-            self._by_hash[block_hash] = self._by_block_id[block.block_id] = parent
-        self.pool.touch(owned)
-        self._tell_cached(owned, before and before.block, token_ids, first, keys)
-        return InsertResult([cached.block for cached in known] + owned, owned, duplicates)
-
-    def _find_parent(
-        self,
-        token_ids: Sequence[int],
-        blocks: Sequence[Block],
-        extra_keys: ExtraKeys | None,
-        start: int,
-        hashes: list[bytes],
-    ) -> CachedBlock | None:
-        """The cached block that the first of `blocks` comes behind; None at the root."""
-        parent = None
-        for index in range(start - 1, start) if len(hashes) >= start > 0 else range(start):
-            parent = self._by_hash.get(self._hash(hashes, index, token_ids, extra_keys))
-            if parent is None:
-                raise ValueError(f"insert behind {start} blocks: block {index} is not cached")
-        if blocks and parent is not None and parent.num_users == 0:
-            raise ValueError(f"insert behind {start} blocks: block {start - 1} has no user")
-        return parent
-
-    def evict(self, num_blocks: int) -> int:
-        num_blocks = max(0, min(num_blocks, len(self._evictable)))
+    def _pop_oldest(self, num_blocks: int) -> list[Block]:
         victims = [self._evictable.popitem(last=False)[1] for _ in range(num_blocks)]
-        blocks = [cached.block for cached in victims]
-        if self.listener is not None and blocks:
-            self.listener.blocks_evicted(blocks)
         for cached in victims:
-            del self._by_hash[cached.block_hash], self._by_block_id[cached.block_id]
-        self.pool.free(blocks)
-        return num_blocks
+            del self._by_hash[cached.block_hash]
+        return [cached.block for cached in victims]
 
     # -- questions
-
-    def owns(self, block: HasBlockId) -> bool:
-        return block.block_id in self._by_block_id
-
-    @property
-    def num_cached_blocks(self) -> int:
-        return len(self._by_block_id)
 
     @property
     def num_evictable_blocks(self) -> int:
         return len(self._evictable)
-
-    def cached_block_ids(self) -> Iterable[int]:
-        return self._by_block_id.keys()
 
     def cached_prefixes(self) -> Iterator[CachedPrefix]:
         for cached in self._by_block_id.values():
@@ -318,12 +227,12 @@ class PrefixCacheLocal(PrefixCache):
             else:
                 parent_hash = parent.block_hash
                 assert self._by_hash.get(parent_hash) is parent, f"{cached} lost its parent"
-                assert parent.num_users >= cached.num_users, f"{cached} is used without its parent"
+                assert parent.ref_cnt >= cached.ref_cnt, f"{cached} is used without its parent"
             assert block_hash == compute_block_hash(parent_hash, cached.token_ids), cached
-            assert cached.num_users >= 0, f"{cached} is not held by the cache"
-            assert (cached.num_users == 0) == (cached.block_id in self._evictable), cached
+            assert cached.ref_cnt >= 0, f"{cached} is not held by the cache"
+            assert (cached.ref_cnt == 0) == (cached.block_id in self._evictable), cached
         places = {block_id: place for place, block_id in enumerate(self._evictable)}
         for cached in self._evictable.values():
             parent = cached.parent
-            if parent is not None and parent.num_users == 0:
+            if parent is not None and parent.ref_cnt == 0:
                 assert places[cached.block_id] < places[parent.block_id], f"{cached} goes too late"

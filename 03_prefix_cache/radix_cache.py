@@ -1,7 +1,5 @@
 """A prefix cache as a radix tree: users lock paths, the leaf that was not used for longest goes.
 
-`radix_tree.py` finds a prefix; here it is counted who uses it, and decided what is evicted.
-
     tokens            | A A A A B B B B | C C C C |       lock_ref counts a node's users:
     request 1 uses    |<--------------->|                 the node A B has 2, the node C has 1
     request 2 uses    |<------------------------->|       ref_cnt of their blocks: lock_ref + 1
@@ -10,13 +8,13 @@ A request locks every node from the root to the end of its prefix, and nothing b
 that ends elsewhere than a match, a lock or a release does is cut in two there. So all pages of one
 node have the same users and the same last use, and a lock costs a step a node, not a search.
 
-Eviction takes the tail of the leaf that was not used for longest. Leaves wait for that in a heap
-with lazy entries: a use leaves the heap alone. An entry that comes up with too old a time is pushed
-again with the right one, and dropped if its node is in use or has children, to be pushed when that
-ends. A node has one entry at most, so the heap never grows beyond the tree.
+Eviction takes the tail of the oldest leaf. Leaves wait in a heap with lazy entries: a use leaves
+the heap alone. An entry that comes up with too old a time is pushed again with the right one, and
+dropped if its node is in use or has children, to be pushed when that ends.
 
 Invariants: those of `prefix_cache.py`; all blocks of a node have `ref_cnt == lock_ref + 1`; no node
-has fewer users than a child of it; every unlocked leaf is in the heap, at its last use or earlier.
+has fewer users than a child of it; every unlocked leaf is in the heap, at its last use or earlier,
+and no node twice.
 
 SGLang's tree holds slots of single tokens, or pages; a lock there walks up to the root, here over
 the blocks it is given. Source: RadixAttention, arXiv 2312.07104.
@@ -24,22 +22,12 @@ the blocks it is given. Source: RadixAttention, arXiv 2312.07104.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count, groupby
 
 from block_pool import Block, BlockPool
-from prefix_cache import (
-    CachedPrefix,
-    CacheListener,
-    ExtraKeys,
-    HasBlockId,
-    InsertResult,
-    PrefixCache,
-    PrefixMatch,
-    PrefixPath,
-    normalise_extra_keys,
-)
+from prefix_cache import CachedPrefix, CacheListener, HasBlockId, PrefixCache, Walk
 from radix_tree import RadixTree, TreeNode
 from request import check_integers
 
@@ -51,8 +39,7 @@ class RadixCache(PrefixCache):
     """A `PrefixCache` that keeps the tokens themselves. A page is a block of the pool.
 
     On its own it makes a pool of `num_pages` (1,024 unless told); in an engine it is given the
-    engine's `pool`. Raises `ValueError` if both are given, and for sizes below 1.
-    """
+    engine's `pool`. Raises `ValueError` if both are given, and for sizes below 1."""
 
     def __init__(
         self,
@@ -68,42 +55,42 @@ class RadixCache(PrefixCache):
         super().__init__(pool or BlockPool(num_pages + 1), page_size, listener)
         self.page_size = page_size
         self.tree = RadixTree(page_size)
+        self._by_block_id = self.tree.node_of
         self._num_used = 0  # cached blocks that somebody uses
         self._clock = 0  # a tick for each call that uses a prefix
         self._heap: list[tuple[int, int, TreeNode]] = []
         self._serial = count()  # decides between equal times: nodes have no order
 
-    # -- look up
+    # -- along a path
 
-    def match_prefix(
-        self,
-        token_ids: Sequence[int],
-        extra_keys: ExtraKeys | None = None,
-        path: PrefixPath | None = None,
-    ) -> PrefixMatch:
-        """O(depth of the tree + tokens compared). The front of the node that the match ends in is
-        used now, the rest of it is as old as before: they are cut apart."""
-        root = self.tree.root(normalise_extra_keys(extra_keys))
-        node, end = self.tree.descend(root, token_ids, len(token_ids) // self.page_size)
-        node = self.tree.cut(node, end)
-        self._use(node, path)
-        return PrefixMatch(self.tree.blocks_up_to(node), end * self.page_size)
+    def _find(self, walk: Walk, begin: int, end: int) -> list[Block]:
+        """O(depth of the tree + tokens compared + pages found). The front of the node in which the
+        match ends gets a last use of its own: it is cut off."""
+        node = self.tree.resume(walk.path.state, self.tree.root(walk.keys), end)
+        node = self.tree.cut(*self.tree.descend(node, walk.token_ids, end))
+        walk.path.state = self.tree.bookmark(node)
+        return self.tree.blocks_up_to(node, begin)
 
-    def _use(self, node: TreeNode, path: PrefixPath | None) -> None:
-        """The whole path to `node` is used now. What is locked, and all before it, gets its time
-        when it is released."""
-        if path is not None:
-            path.state = self.tree.bookmark(node)
+    def _add(self, walk: Walk, first: int, blocks: list[Block]) -> None:
+        node = self.tree.resume(walk.path.state, self.tree.root(walk.keys), first)
+        for ref_cnt, run in groupby(blocks, key=lambda block: block.ref_cnt):
+            node = self.tree.append(node, walk.token_ids, list(run), lock_ref=ref_cnt)
+        self._num_used += len(blocks)
+        walk.path.state = self.tree.bookmark(node)
+
+    # -- locks
+
+    def _use(self, blocks: list[Block]) -> None:
+        """What is locked, and all before it, gets its time when it is released."""
         self._clock += 1
+        node = self.tree.node_of[blocks[-1].block_id]
         while not node.is_root and node.lock_ref == 0:
             node.last_access = self._clock
             node = node.above
 
-    # -- locks
-
     def touch(self, blocks: Sequence[HasBlockId]) -> None:
         """O(nodes + blocks), and for a node that is cut, its pages before the cut."""
-        for node in self._nodes_of(blocks):
+        for node in self.tree.cut_out([block.block_id for block in blocks]):
             self._lock(node)
 
     def _lock(self, node: TreeNode) -> None:
@@ -115,9 +102,9 @@ class RadixCache(PrefixCache):
     def release(self, blocks: Sequence[HasBlockId]) -> None:
         """O(nodes + blocks), as `touch`."""
         for block in blocks:
-            if block.block_id in self.tree.node_of and self.num_users(block) == 0:
+            if self.owns(block) and self.num_users(block) == 0:
                 raise ValueError(f"release of block {block.block_id}: nobody uses it")
-        nodes = self._nodes_of(blocks)
+        nodes = self.tree.cut_out([block.block_id for block in blocks])
         self._clock += 1
         for node in nodes:
             self.pool.free(node.blocks)
@@ -127,56 +114,7 @@ class RadixCache(PrefixCache):
                 self._num_used -= len(node.blocks)
                 self._queue(node)
 
-    def _nodes_of(self, blocks: Sequence[HasBlockId]) -> list[TreeNode]:
-        """The nodes that hold exactly these blocks, the deepest first."""
-        return self.tree.isolate(*self.tree.find([block.block_id for block in blocks]))
-
-    # -- in
-
-    def insert(
-        self,
-        token_ids: Sequence[int],
-        blocks: Sequence[Block],
-        extra_keys: ExtraKeys | None = None,
-        *,
-        start: int = 0,
-        path: PrefixPath | None = None,
-    ) -> InsertResult:
-        """O(depth of the tree + tokens compared); with a `path` that ends at `start`, O(new
-        blocks)."""
-        keys = normalise_extra_keys(extra_keys)
-        self._check_given(token_ids, blocks, start)
-        node = self.tree.resume(path.state if path else None, self.tree.root(keys), start)
-        node, page = self.tree.descend(node, token_ids, start)
-        if page != start:
-            raise ValueError(f"insert behind {start} blocks: block {page} is not cached")
-        node = self.tree.cut(node, start)
-        if blocks and start and node.lock_ref == 0:
-            raise ValueError(f"insert behind {start} blocks: block {start - 1} has no user")
-        node, page = self.tree.descend(node, token_ids, start + len(blocks))
-        node = self.tree.cut(node, page)
-        duplicates, owned = list(blocks[: page - start]), list(blocks[page - start :])
-        kept = self._exchange(duplicates, node, start)
-        parent = node.blocks[-1] if node.blocks else None
-        for ref_cnt, run in groupby(owned, key=lambda block: block.ref_cnt):
-            node = self.tree.append(node, token_ids, list(run), lock_ref=ref_cnt)
-        self.pool.touch(owned)
-        self._num_used += len(owned)
-        self._use(node, path)
-        self._tell_cached(owned, parent, token_ids, page, keys)
-        return InsertResult(kept + owned, owned, duplicates)
-
-    def _exchange(self, duplicates: list[Block], node: TreeNode, start: int) -> list[Block]:
-        """The caller's references move to the pages from `start` to the end of `node`."""
-        kept: list[Block] = []
-        while node.end > start:
-            self._lock(node)
-            kept[:0] = node.blocks
-            node = node.above
-        self.pool.free(duplicates)
-        return kept
-
-    # -- out
+    # -- who is evicted
 
     def _queue(self, node: TreeNode) -> None:
         """`node` has lost a lock, a child or its tail: it may be a leaf that can be evicted now."""
@@ -186,8 +124,7 @@ class RadixCache(PrefixCache):
             node.is_queued = True
 
     def _pop_oldest_leaf(self) -> TreeNode:
-        """Amortised O(log nodes): an entry that is put right or dropped stands for an earlier
-        use."""
+        """Amortised O(log nodes): an entry put right or dropped stands for an earlier use."""
         while True:
             time, _, node = heappop(self._heap)
             node.is_queued = False
@@ -195,37 +132,19 @@ class RadixCache(PrefixCache):
                 return node
             self._queue(node)
 
-    def evict(self, num_blocks: int) -> int:
-        num_blocks = max(0, min(num_blocks, self.num_evictable_blocks))
+    def _pop_oldest(self, num_blocks: int) -> list[Block]:
         victims: list[Block] = []
         while len(victims) < num_blocks:
             leaf = self._pop_oldest_leaf()
-            num_pages = min(len(leaf.blocks), num_blocks - len(victims))
-            is_whole = num_pages == len(leaf.blocks)
-            victims += self.tree.trim(leaf, num_pages)
-            self._queue(leaf.above if is_whole else leaf)
-        if self.listener is not None and victims:
-            self.listener.blocks_evicted(victims)
-        for block in victims:
-            del self.tree.node_of[block.block_id]
-        self.pool.free(victims)
-        return num_blocks
+            victims += self.tree.trim(leaf, num_blocks - len(victims))
+            self._queue(leaf if leaf.blocks else leaf.above)
+        return victims
 
     # -- questions
 
-    def owns(self, block: HasBlockId) -> bool:
-        return block.block_id in self.tree.node_of
-
-    @property
-    def num_cached_blocks(self) -> int:
-        return len(self.tree.node_of)
-
     @property
     def num_evictable_blocks(self) -> int:
-        return len(self.tree.node_of) - self._num_used
-
-    def cached_block_ids(self) -> Iterable[int]:
-        return self.tree.node_of.keys()
+        return self.num_cached_blocks - self._num_used
 
     def cached_prefixes(self) -> Iterator[CachedPrefix]:
         for node in self.tree.nodes():
@@ -249,9 +168,6 @@ class RadixCache(PrefixCache):
                 is_newer = child.last_access > node.last_access
                 assert node.is_root or node.lock_ref or not is_newer, f"{child} is after {node}"
         assert num_used == self._num_used, f"{num_used} blocks are used, not {self._num_used}"
-        self._check_heap()
-
-    def _check_heap(self) -> None:
         nodes = set(self.tree.nodes())
         queued = {node for _, _, node in self._heap}
         assert len(queued) == len(self._heap), "a node is queued twice"

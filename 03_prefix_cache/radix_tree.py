@@ -1,10 +1,10 @@
-"""A radix tree over pages of tokens: the index of `radix_cache.py`, without locks and eviction.
+"""A radix tree over pages of tokens: the index of `radix_cache.py`, which adds locks and eviction.
 
 Every path from a root spells a prefix. What no two prefixes tell apart is one edge, so there are as
 many nodes as places where prefixes part or end, however many pages that is:
 
     A B C D is there; A B X comes:       A B --- C D         each letter a page: `page_size` tokens
-                                           \\---- X
+                                           \\---- X              (a block, in other chapters)
 
 A node is the edge that leads to it: tokens, and the block of each page. Children are found by their
 first page. A cut leaves the old object as the lower part, so whoever remembers the end of a path
@@ -12,9 +12,7 @@ still finds it there; a leaf grows in place, so decoding makes no chain of one-p
 
 Invariants: `key` holds `page_size` tokens a block; no node but a root is empty; no two children
 begin with the same page; each block is in one node, and `node_of` names it; a root without children
-is forgotten.
-
-A page is what SGLang calls a block. Source: RadixAttention, arXiv 2312.07104.
+is forgotten. Source: RadixAttention, arXiv 2312.07104.
 """
 
 from __future__ import annotations
@@ -53,7 +51,6 @@ class TreeNode:
 
     @property
     def above(self) -> TreeNode:
-        """The parent of a node that is no root."""
         assert self.parent is not None
         return self.parent
 
@@ -88,7 +85,7 @@ class RadixTree:
         return node, page
 
     def _pages(self, token_ids: Sequence[int], begin: int, end: int) -> list[int]:
-        """The tokens of pages `[begin, end)`, copied: the caller's list lives on."""
+        """Copied: the caller's list lives on."""
         return list(token_ids[begin * self.page_size : end * self.page_size])
 
     def _num_common_pages(self, key: list[int], given: list[int]) -> int:
@@ -115,35 +112,13 @@ class RadixTree:
             node = node.above
         return nodes[::-1]
 
-    def blocks_up_to(self, node: TreeNode) -> list[Block]:
-        return list(chain.from_iterable(link.blocks for link in self.path_to(node)))
-
-    def find(self, block_ids: Sequence[int]) -> tuple[list[TreeNode], int, int]:
-        """The nodes that hold these pages, the deepest first, and where the pages begin and end:
-        the first and the last node may hold more. Raises `ValueError` unless the pages are in the
-        tree and follow each other on one path. O(nodes + pages)."""
-        for block_id in block_ids:
-            if block_id not in self.node_of:
-                raise ValueError(f"block {block_id} is not cached")
-        if not block_ids:
-            return [], 0, 0
-        nodes = [self.node_of[block_ids[-1]]]
-        end = nodes[0].end  # of most that is asked for; otherwise search
-        if nodes[0].blocks[-1].block_id != block_ids[-1]:
-            held = [block.block_id for block in nodes[0].blocks]
-            end = nodes[0].start + held.index(block_ids[-1]) + 1
-        begin = end - len(block_ids)
-        while nodes[-1].start > max(begin, 0):
-            nodes.append(nodes[-1].above)
-        held = []
-        for node in reversed(nodes):
-            pages = node.blocks[max(begin - node.start, 0) : end - node.start]
-            held += [block.block_id for block in pages]
-        if held != list(block_ids):
-            raise ValueError(
-                f"blocks {block_ids}: each may be named once, in the order of one path"
-            )
-        return nodes, begin, end
+    def blocks_up_to(self, node: TreeNode, begin: int = 0) -> list[Block]:
+        """Those of pages `[begin, node.end)` of the path to `node`."""
+        runs: list[list[Block]] = []
+        while node.end > begin:
+            runs.append(node.blocks[max(begin - node.start, 0) :])
+            node = node.above
+        return list(chain.from_iterable(reversed(runs)))
 
     def nodes(self) -> Iterator[TreeNode]:
         """All of them, roots too; each before its children."""
@@ -173,12 +148,30 @@ class RadixTree:
     def _hang(self, node: TreeNode) -> None:
         node.above.children[tuple(node.key[: self.page_size])] = node
 
-    def isolate(self, nodes: list[TreeNode], begin: int, end: int) -> list[TreeNode]:
-        """Cut what `find` found, so that the nodes hold these pages and no other."""
-        if nodes:
-            nodes[0] = self.cut(nodes[0], end)
-            if nodes[-1].start < begin:
-                self.cut(nodes[-1], begin)  # what is behind the cut keeps its name
+    def cut_out(self, block_ids: Sequence[int]) -> list[TreeNode]:
+        """Cut the tree so that nodes hold these pages and no other: those nodes, the deepest first.
+        O(nodes + pages). Raises `ValueError`, and cuts nothing, unless the pages are in the tree
+        and follow each other on one path."""
+        for block_id in block_ids:
+            if block_id not in self.node_of:
+                raise ValueError(f"block {block_id} is not cached")
+        if not block_ids:
+            return []
+        node = self.node_of[block_ids[-1]]
+        end = node.end
+        while node.blocks[end - node.start - 1].block_id != block_ids[-1]:
+            end -= 1
+        begin = end - len(block_ids)
+        held = self.blocks_up_to(node, max(begin, 0))[: len(block_ids)]
+        if [block.block_id for block in held] != list(block_ids):
+            raise ValueError(
+                f"blocks {block_ids}: each may be named once, in the order of one path"
+            )
+        nodes = [self.cut(node, end)]
+        while nodes[-1].start > begin:
+            nodes.append(nodes[-1].above)
+        if nodes[-1].start < begin:
+            self.cut(nodes[-1], begin)  # what is behind the cut keeps its name
         return nodes
 
     def append(
@@ -201,17 +194,16 @@ class RadixTree:
         return node
 
     def trim(self, leaf: TreeNode, num_pages: int) -> list[Block]:
-        """Take the last pages of a leaf away, the deepest first: all of them, and it leaves its
+        """Take the last pages of a leaf away, the deepest first: all it has, and it leaves its
         parent. Their blocks stay in `node_of` for whoever frees them. O(pages taken)."""
         taken = leaf.blocks[-num_pages:][::-1]
-        leaf.generation += 1
         if len(taken) == len(leaf.blocks):
             del leaf.above.children[tuple(leaf.key[: self.page_size])]
             if leaf.above.is_root and not leaf.above.children:
                 del self.roots[leaf.above.extra_keys]
-        else:
-            del leaf.blocks[-num_pages:], leaf.key[-num_pages * self.page_size :]
-            leaf.end -= num_pages
+        leaf.generation += 1
+        leaf.end -= len(taken)
+        del leaf.blocks[-num_pages:], leaf.key[-num_pages * self.page_size :]
         return taken
 
     # -- what a request remembers of its path
@@ -222,11 +214,8 @@ class RadixTree:
 
     @staticmethod
     def resume(bookmark: Any, root: TreeNode, page: int) -> TreeNode:
-        """The deepest node known to be on the path that ends at `page` or before.
-
-        The remembered node may have lost its front (to its new parent), or have grown at its end
-        for somebody else; one that has lost its end is not to be trusted, and all begins at `root`.
-        """
+        """The deepest node known to be on the path that ends at `page` or before: not one that has
+        grown for somebody else, and `root` if the remembered one has lost its end."""
         node, generation, end = bookmark or (root, 0, 0)
         if node.generation != generation:
             return root

@@ -6,27 +6,18 @@ loads as well is tested in `beyond/`, and with a scheduler in `test_caching_fcfs
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
 
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
+from kv_chaos import OPERATIONS, Chaos
 from kv_memory import ComputedBlocks, NotReady
-from kv_world import OPERATIONS, Chaos, World, make_request
+from kv_orders import BLOCK_SIZES, check_any_order, check_long_run
+from kv_slots import make_request
+from kv_world import World
 from scheduler_interface import BlockMove
-
-BLOCK_SIZES = (1, 2, 4)
 
 
 @pytest.fixture
@@ -387,50 +378,12 @@ def test_blocks_that_the_victim_and_the_newcomer_share_are_counted_once(make_wor
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(s, marks=pytest.mark.slow) for s in (2, 3))])
-def test_a_long_random_run(make_cache, seed, block_size):
-    rng = random.Random(f"{seed} {block_size}")
-    world = World(make_cache, rng.choice([4, 9, 20]), block_size)
-    chaos = Chaos(world, rng.randint)
-    for _ in range(250):
-        getattr(chaos, rng.choice(OPERATIONS))()
-        world.check()
-    world.drain()
+def test_a_long_random_run(make_world, seed, block_size):
+    check_long_run(make_world, Chaos, OPERATIONS, seed, block_size)
 
 
-class ManagerMachine(RuleBasedStateMachine):
-    def __init__(self, make_cache) -> None:
-        super().__init__()
-        self.make_cache = make_cache
-
-    @initialize(num_usable=st.integers(3, 12), block_size=st.sampled_from(BLOCK_SIZES))
-    def start(self, num_usable, block_size):
-        self.chaos = Chaos(World(self.make_cache, num_usable, block_size), None)
-
-    @rule(operation=st.sampled_from(OPERATIONS), data=st.data())
-    def operate(self, operation, data):
-        self.chaos.pick = lambda low, high: data.draw(st.integers(low, high))
-        getattr(self.chaos, operation)()
-
-    @invariant()
-    def consistent(self):
-        self.chaos.world.check()
-
-    def teardown(self):
-        if hasattr(self, "chaos"):
-            self.chaos.world.drain()
-
-
-def test_any_order_of_calls(make_cache):
-    run_state_machine_as_test(
-        lambda: ManagerMachine(make_cache),
-        settings=settings(
-            max_examples=16,
-            stateful_step_count=30,
-            deadline=None,
-            derandomize=True,
-            database=None,
-        ),
-    )
+def test_any_order_of_calls(make_world):
+    check_any_order(make_world, Chaos, OPERATIONS)
 
 
 # -- every interleaving

@@ -11,7 +11,7 @@ from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
 from caching_fcfs_scheduler import CachingFCFSScheduler
 from kv_memory import UncachedKVCacheManager
-from kv_world import Engine
+from kv_served_world import Engine
 from request import Request, SamplingParams
 from scheduler_interface import NO_FINITE_LOGITS, SchedulerOutput, StepOutput
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -22,11 +21,11 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from block_pool import Block, BlockPool
 from bounded_loops import as_long_as
+from kv_orders import run_machine
 from prefix_cache import (
     CacheStats,
     PrefixCache,
@@ -1317,16 +1316,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 def test_any_order_of_calls_agrees_with_the_naive_model(make_cache):
-    run_state_machine_as_test(
-        lambda: CacheMachine(make_cache),
-        settings=settings(
-            max_examples=40,
-            stateful_step_count=25,
-            deadline=None,
-            derandomize=True,
-            database=None,
-        ),
-    )
+    run_machine(lambda: CacheMachine(make_cache), max_examples=40, num_steps=25)
 
 
 def walk(make_cache, seed: int, num_steps: int, num_usable: int, block_size: int) -> World:

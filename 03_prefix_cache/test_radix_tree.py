@@ -240,7 +240,7 @@ def test_pages_are_found_and_cut_out_at_both_ends():
         for end in range(begin + 1, 9):
             grove = Grove("ABCDEFGH", "ABCX", "ABCDEY")
             path = [1, 2, 3, 4, 5, 6, 7, 8]
-            nodes = grove.tree.isolate(*grove.tree.find(path[begin:end]))
+            nodes = grove.tree.cut_out(path[begin:end])
             assert [i for node in reversed(nodes) for i in ids(node.blocks)] == path[begin:end]
             assert all(below.parent is above for below, above in pairwise(nodes))
             assert ids(grove.tree.blocks_up_to(grove.end_of("ABCDEFGH"))) == path
@@ -248,7 +248,7 @@ def test_pages_are_found_and_cut_out_at_both_ends():
                 lower < end and upper > begin for lower, upper in ((0, 3), (3, 5), (5, 8))
             )
             grove.tree.check_invariants()
-    assert grove.tree.isolate(*grove.tree.find([])) == []
+    assert grove.tree.cut_out([]) == []
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_pages_are_found_and_cut_out_at_both_ends():
 def test_pages_that_are_no_stretch_of_a_path_are_refused(block_ids, match):
     grove = Grove("ABCD", "ABXY")
     with pytest.raises(ValueError, match=match):
-        grove.tree.find(block_ids)
+        grove.tree.cut_out(block_ids)
     assert grove.words() == [["AB", "CD"], ["AB", "XY"]]
 
 

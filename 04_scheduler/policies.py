@@ -7,21 +7,8 @@ A policy answers one of two questions:
     order(requests)    the requests, given in order of arrival, in the order of service. Asked anew
                        at every step (`looks_at_cache = True`): for what changes with the cache.
 
-    policy       first is                            because
-    fcfs         who came first                      fair, and nobody is surprised
-    priority     the lowest `priority` number        somebody said so
-    lof          the longest output to come          long ones overlap with more others
-    random       the lowest draw of a seeded lot     what the others are compared with
-    lpm          the longest cached prefix           least to compute, before it is evicted
-    dfs-weight   the most wanted cached prefix,      who shares a prefix is served together, and
-                 depth first                         it is evicted once, afterwards
-
 Ties are broken by order of arrival, always. What a policy cannot do is starve anybody: the queue
 (`policy_queue.py`) serves whoever was overtaken too often.
-
-Two requests with one prefix that nobody has computed yet should not be computed in one step: a step
-later, the second would find it in the cache. The cache-aware policies put it off, behind all others
-of this round. It waits for one that came earlier, so newcomers cannot put it off again and again.
 
 To write your own, give a class a `name` and a `key`, and hand an instance to the scheduler:
 
@@ -31,30 +18,18 @@ To write your own, give a class a `name` and a `key`, and hand an instance to th
         def key(self, request: Request) -> int:
             return request.num_prompt_tokens
 
-SGLang has these policies and sorts its list at every step; it puts off duplicates, and gives
-up above 128 waiting requests, for `lpm` but not for `dfs-weight`. vLLM has `fcfs` and `priority`.
-Source: SGLang, arXiv 2312.07104 (for a batch known in advance, depth first is the best order, and
-longest prefix first is equivalent to it).
+vLLM has the two policies below. SGLang's are in `beyond/sglang_policies.py`.
 """
 
 from __future__ import annotations
 
-import random
-from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from math import ceil
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from kv_memory import extra_keys_of
-from prefix_cache import normalise_extra_keys
 from request import Request
 
-FindCachedBlocks = Callable[[Request], Sequence[int]]
-CachedBlocks = Mapping[str, Sequence[int]]  # request id -> ids of its cached blocks, head first
 
-
-class SchedulePolicy(ABC):
+class SchedulePolicy:
     """Who is served first. Define `key`; or set `looks_at_cache` and define `order`."""
 
     name: ClassVar[str]
@@ -92,142 +67,16 @@ class PriorityPolicy(SchedulePolicy):
         return (request.priority, request.arrival_time)
 
 
-class LongestOutputFirst(SchedulePolicy):
-    """Most tokens left to generate first. It is a guess: most requests stop before `max_tokens`."""
-
-    name = "lof"
-
-    def key(self, request: Request) -> int:
-        return request.num_output_tokens - request.max_tokens
-
-
-class RandomPolicy(SchedulePolicy):
-    """Each request draws a number that depends on `seed` and its id alone."""
-
-    name = "random"
-
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = seed
-
-    def key(self, request: Request) -> float:
-        return random.Random(f"{self.seed}/{request.request_id}").random()
-
-
-class CacheAwarePolicy(SchedulePolicy):
-    """Looks up what the cache has of each waiting request, then asks `arrange`.
-
-    `find_cached_blocks` gives the ids of the blocks that hold a request's longest cached prefix. It
-    is called once for each waiting request at every step, so with more than `max_requests_to_sort`
-    of them the order of arrival has to do.
-
-    A request with fewer than `min_cached` cached tokens is put off for this round if one before it
-    computes at least `min_shared` tokens, in whole blocks, that it could use. `min_cached=0` puts
-    off nobody. Raises `ValueError` for sizes that are too small.
-    """
-
-    looks_at_cache = True
-
-    def __init__(
-        self,
-        find_cached_blocks: FindCachedBlocks,
-        block_size: int = 16,
-        *,
-        max_requests_to_sort: int = 128,
-        min_cached: int = 32,
-        min_shared: int = 32,
-    ) -> None:
-        sizes = {"block_size": (block_size, 1), "min_shared": (min_shared, 1)}
-        sizes |= {"min_cached": (min_cached, 0), "max_requests_to_sort": (max_requests_to_sort, 0)}
-        for field, (value, lowest) in sizes.items():
-            if value < lowest:
-                raise ValueError(f"{field} is {value}: it must be >= {lowest}")
-        self.find_cached_blocks = find_cached_blocks
-        self.block_size = block_size
-        self.max_requests_to_sort = max_requests_to_sort
-        self.min_cached = min_cached
-        self.num_shared_blocks = ceil(min_shared / block_size)
-
-    @abstractmethod
-    def arrange(self, requests: Sequence[Request], cached: CachedBlocks) -> list[Request]:
-        """The requests, given in order of arrival, in the order of service."""
-
-    def order(self, requests: Sequence[Request]) -> list[Request]:
-        cached = {request.request_id: self.find_cached_blocks(request) for request in requests}
-        return self._put_off_duplicates(self.arrange(requests, cached), cached)
-
-    def _put_off_duplicates(
-        self, requests: Sequence[Request], cached: CachedBlocks
-    ) -> list[Request]:
-        """Requests that share `num_shared_blocks` blocks or more behind what is cached agree in the
-        first that many of them, and in the cached block before. That is a key: nobody has to be
-        compared with everybody."""
-        to_be_computed: set[tuple] = set()
-        now: list[Request] = []
-        later: list[Request] = []
-        for request in requests:
-            block_ids = cached[request.request_id]
-            start = len(block_ids) * self.block_size
-            end = start + self.num_shared_blocks * self.block_size
-            before = block_ids[-1] if block_ids else normalise_extra_keys(extra_keys_of(request))
-            key = (before, *request.all_token_ids[start:end])
-            is_duplicate = (
-                key in to_be_computed
-                and start < self.min_cached
-                and end < request.num_tokens  # the block of its last token is no use: see chapter 3
-            )
-            to_be_computed.add(key)
-            (later if is_duplicate else now).append(request)
-        return now + later
-
-
-class LongestPrefixMatch(CacheAwarePolicy):
-    """The longest cached prefix first: least to compute, and in use before it is evicted."""
-
-    name = "lpm"
-
-    def arrange(self, requests: Sequence[Request], cached: CachedBlocks) -> list[Request]:
-        return sorted(requests, key=lambda request: -len(cached[request.request_id]))
-
-
-class DFSWeight(CacheAwarePolicy):
-    """Walks the tree of cached prefixes depth first, the child with the most requests first.
-
-    A block stands for one prefix, so blocks are the nodes and a request's blocks its way down. A
-    node's weight is the number of requests whose way goes through it:
-
-        A 3 --+-- B 2 ----- C 1      ways: ABC, AB, A, D, D    (weights behind the names)
-        D 2                          order: ABC, AB, A, then both D
-
-    Sorting the ways by the weights on them is that walk. A way goes on longer than another that is
-    its beginning, so it is the larger of the two, and the larger is first.
-    """
-
-    name = "dfs-weight"
-
-    def arrange(self, requests: Sequence[Request], cached: CachedBlocks) -> list[Request]:
-        weights: Counter[int] = Counter()
-        ranks: dict[int, int] = {}  # the earlier its first request came, the higher a block's rank
-        for rank, request in enumerate(reversed(requests)):
-            blocks = cached[request.request_id]
-            weights.update(blocks)
-            ranks.update(dict.fromkeys(blocks, rank))
-
-        nodes = {block: (weight, ranks[block]) for block, weight in weights.items()}
-
-        def way(request: Request) -> list[tuple[int, int]]:
-            return [nodes[block] for block in cached[request.request_id]]
-
-        return sorted(requests, key=way, reverse=True)  # equals stay in order of arrival
-
-
 POLICIES: dict[str, type[SchedulePolicy]] = {
-    policy.name: policy
-    for policy in (
-        FCFSPolicy,
-        PriorityPolicy,
-        LongestOutputFirst,
-        RandomPolicy,
-        LongestPrefixMatch,
-        DFSWeight,
-    )
+    policy.name: policy for policy in (FCFSPolicy, PriorityPolicy)
 }
+
+
+def policy_named(
+    name: str, known: Mapping[str, type[SchedulePolicy]] = POLICIES
+) -> type[SchedulePolicy]:
+    """Raises `ValueError` for a name that no policy has."""
+    if not isinstance(name, str) or name not in known:
+        allowed = ", ".join(repr(name) for name in known)
+        raise ValueError(f"policy is {name!r}: it must be a SchedulePolicy or one of {allowed}")
+    return known[name]

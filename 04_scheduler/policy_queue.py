@@ -24,13 +24,12 @@ it. So a step that serves many at once keeps the bound as well. (A policy that l
 asked once for the whole iteration, and at every `pop_request`.)
 
 Invariants: a request is in the queue once, in front or at a place; places are in order of arrival.
-
-vLLM's two policies and those of SGLang's that are in this book bound nothing: an unlucky request
-waits as long as luckier ones arrive.
+vLLM and SGLang bound nothing: an unlucky request waits as long as luckier ones arrive.
 """
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import count
@@ -38,13 +37,7 @@ from typing import Any, NamedTuple
 
 from sortedcontainers import SortedList
 
-from policies import (
-    POLICIES,
-    CacheAwarePolicy,
-    FindCachedBlocks,
-    RandomPolicy,
-    SchedulePolicy,
-)
+from policies import SchedulePolicy
 from request import Request
 from request_queue import RequestQueue
 
@@ -60,10 +53,8 @@ class _Place(NamedTuple):
 
 class PolicyQueue(RequestQueue):
     """A `RequestQueue` in the order of `policy`. Adding and taking out are O(log n), the first k
-    requests O(k); with a policy that looks at the cache, O(n log n) and n look-ups.
-
-    Raises `ValueError` if `max_overtakes` is neither None nor an integer >= 0.
-    """
+    requests O(k); with a policy that looks at the cache, O(n log n) and n look-ups. Raises
+    `ValueError` if `max_overtakes` is neither None nor an integer >= 0."""
 
     def __init__(self, policy: SchedulePolicy, max_overtakes: int | None = 1000) -> None:
         is_integer = isinstance(max_overtakes, int) and not isinstance(max_overtakes, bool)
@@ -76,7 +67,6 @@ class PolicyQueue(RequestQueue):
         self._sorted = SortedList()  # the same places, by key
         self._numbers = count(1)
         self._num_left = 0
-        self._num_changes = 0
 
     # -- in and out
 
@@ -88,7 +78,6 @@ class PolicyQueue(RequestQueue):
         self._check_is_new(request)
         if self.policy.keeps_preempted_first:
             self._front[request.request_id] = request
-            self._num_changes += 1
         else:
             self._put_at_its_place(request, -next(self._numbers))
 
@@ -102,7 +91,6 @@ class PolicyQueue(RequestQueue):
         place = _Place(key, number, self._num_left, request)
         self._sorted.add(place)
         self._places[request.request_id] = place
-        self._num_changes += 1
 
     def remove_request(self, request: Request) -> None:
         request_id = request.request_id
@@ -113,7 +101,6 @@ class PolicyQueue(RequestQueue):
         else:
             raise KeyError(request_id)
         self._num_left += 1
-        self._num_changes += 1
 
     def pop_request(self) -> Request:
         request = self.peek_request()
@@ -121,11 +108,6 @@ class PolicyQueue(RequestQueue):
         return request
 
     # -- who is next
-
-    def peek_request(self) -> Request:
-        for request in self:
-            return request
-        raise IndexError("the queue is empty")
 
     def is_aged(self, request: Request) -> bool:
         """Must nobody overtake it any more? True of preempted ones in front, too. Raises `KeyError`
@@ -142,38 +124,35 @@ class PolicyQueue(RequestQueue):
 
     def __iter__(self) -> Iterator[Request]:
         """Raises `RuntimeError` if the queue is changed before the iteration is over."""
-        num_changes = self._num_changes
+        before = (self._num_left, len(self))
         for request in self._in_order():
             yield request
-            if self._num_changes != num_changes:
+            if (self._num_left, len(self)) != before:
                 raise RuntimeError("the queue changed during iteration")
 
     def _in_order(self) -> Iterator[Request]:
         yield from reversed(self._front.values())
         num_left = self._num_left + len(self._front)
         by_policy = iter(self._policy_order())
-        by_arrival = iter(self._places.values())
-        oldest = next(by_arrival, None)
         given: set[str] = set()
-        while oldest is not None:
-            has_aged = self._has_aged(oldest, num_left)
-            request = oldest.request if has_aged else next(by_policy)
-            if request.request_id not in given:
-                given.add(request.request_id)
-                num_left += 1
-                yield request
-            while oldest is not None and oldest.request.request_id in given:
-                oldest = next(by_arrival, None)
+        for oldest in self._places.values():
+            while oldest.request.request_id not in given:
+                has_aged = self._has_aged(oldest, num_left + len(given))
+                request = oldest.request if has_aged else next(by_policy)
+                if request.request_id not in given:
+                    given.add(request.request_id)
+                    yield request
 
     def _policy_order(self) -> Iterable[Request]:
         """All who have a place, aged ones included."""
-        requests = (place.request for place in self._sorted)
-        policy = self.policy
-        if not policy.looks_at_cache or len(self) > policy.max_requests_to_sort:
-            return requests
-        ordered = policy.order(list(requests))
+        if self.policy.looks_at_cache and len(self) <= self.policy.max_requests_to_sort:
+            return self._order_of_now()
+        return (place.request for place in self._sorted)
+
+    def _order_of_now(self) -> Iterable[Request]:
+        ordered = self.policy.order([place.request for place in self._sorted])
         if sorted(r.request_id for r in ordered) != sorted(self._places):
-            raise ValueError(f"policy {policy.name!r}: order must return each request once")
+            raise ValueError(f"policy {self.policy.name!r}: order must return each request once")
         return ordered
 
     # -- checks
@@ -189,34 +168,14 @@ class PolicyQueue(RequestQueue):
             assert place.request.request_id == request_id, place
 
 
-def create_queue(
-    policy: str | SchedulePolicy,
-    find_cached_blocks: FindCachedBlocks | None = None,
-    block_size: int = 16,
-    seed: int = 0,
-    max_overtakes: int | None = 1000,
-) -> PolicyQueue:
-    """The queue for a policy, given by its name or made already.
+class ShuffledQueue(PolicyQueue):
+    """A debug switch: those who wait are asked in a random order, which changes nobody's tokens."""
 
-    `find_cached_blocks` and `block_size` are for those that look at the cache, `seed` for
-    `"random"`. Raises `ValueError` for a name that nobody has, and for a policy that looks at the
-    cache without `find_cached_blocks`.
-    """
-    if isinstance(policy, SchedulePolicy):
-        return PolicyQueue(policy, max_overtakes)
-    kind = POLICIES.get(policy) if isinstance(policy, str) else None
-    if kind is None:
-        allowed = ", ".join(repr(name) for name in POLICIES)
-        raise ValueError(f"policy is {policy!r}: it must be a SchedulePolicy or one of {allowed}")
-    if issubclass(kind, CacheAwarePolicy):
-        if find_cached_blocks is None:
-            raise ValueError(
-                f"find_cached_blocks is None: policy {policy!r} looks at the cache, "
-                "and must be given a function from requests to block ids"
-            )
-        made = kind(find_cached_blocks, block_size)
-    elif kind is RandomPolicy:
-        made = RandomPolicy(seed)
-    else:
-        made = kind()
-    return PolicyQueue(made, max_overtakes)
+    def __init__(self, policy: SchedulePolicy, max_overtakes: int | None, seed: int) -> None:
+        super().__init__(policy, max_overtakes)
+        self._random = random.Random(seed)
+
+    def __iter__(self) -> Iterator[Request]:
+        requests = list(super().__iter__())
+        self._random.shuffle(requests)
+        return iter(requests)

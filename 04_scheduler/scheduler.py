@@ -20,40 +20,32 @@ One step shares one budget of `max_num_batched_tokens`:
     back, until it has waited too long: then the line waits for it.
 
 The victim is who was admitted last; with priorities the least urgent, and of those the last to
-arrive.
-There, a strictly more urgent newcomer also takes the seat of the least urgent request when the
-batch is full, if it then fits the memory. Equals never displace each other: they would do so for
-ever.
+arrive. There, a strictly more urgent newcomer also takes the seat of the least urgent request when
+the batch is full, if it then fits the memory. Equals would displace each other for ever.
 
 Why nobody starves: under FCFS the one that has run longest is a victim only if all others that run
 are pinned; under any policy nobody makes room more than `max_preemptions` times
 (`scheduler_base.py`), and the queue bounds overtaking (`policy_queue.py`).
 
-First reading: take prompts to be whole, and nobody to have a priority or a constraint. Then
-`_num_tokens_for` is what a request is behind, `num_left` is empty and `displaced` is None.
+First reading: take prompts to be whole, and nobody to have a priority. Then `_num_tokens_for` is
+what a request is behind, `num_left` is empty and `displaced` is None.
 
-vLLM's V1 scheduler has these two phases, and SGLang's is in `beyond/`. The idea of recomputing
-instead of swapping: vLLM, arXiv 2309.06180.
+vLLM's V1 scheduler has these two phases. Recomputing instead of swapping: vLLM, arXiv 2309.06180.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
+from typing import Any
 
-from block_pool import BlockPool
-from cached_kv_cache_manager import CachedKVCacheManager
-from kv_memory import ComputedBlocks, KVMemory, NotReady
-from policies import PriorityPolicy, SchedulePolicy
-from policy_queue import create_queue
-from prefix_cache_local import PrefixCacheLocal
+from kv_memory import ComputedBlocks, NotReady
+from policies import PriorityPolicy
 from request import Request, RequestStatus
-from scheduler_base import AdmissionConstraint, SchedulerBase
-from scheduler_books import SchedulerLimits
+from scheduler_base import SchedulerBase, make_kv_memory
 from scheduler_interface import SchedulerOutput
 from simple_block_manager import SimpleBlockManager
 from step_plan import StepPlan
-from whole_prompts import ChunkPolicy
 
 __all__ = ["Request", "RequestStatus", "Scheduler", "SimpleBlockManager", "make_kv_memory"]
 
@@ -67,58 +59,24 @@ class _Admission(Enum):
 
 
 class Scheduler(SchedulerBase):
-    """A `SchedulerInterface` with preemption. `Scheduler()` has a pool of `num_gpu_blocks` blocks
-    and a prefix cache of its own; `kv_memory` replaces them.
-
+    """A `SchedulerInterface` with preemption. `Scheduler(max_num_seqs, max_num_batched_tokens,
+    num_gpu_blocks, policy, ...)`: these and all other options are those of `SchedulerBase`.
     `watermark` is the share of the blocks that an admission leaves free for those who run already;
-    `reserve_all` is chapter 2's way: everything at admission. `max_overtakes` bounds how many
-    requests may leave the queue before one that came earlier.
-    """
+    `reserve_all` is chapter 2's way: everything at admission."""
 
     def __init__(
-        self,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 4096,
-        num_gpu_blocks: int = 1000,
-        policy: str | SchedulePolicy = "fcfs",
-        *,
-        block_size: int = 16,
-        max_model_len: int | None = None,
-        kv_memory: KVMemory | None = None,
-        chunk_policy: ChunkPolicy | None = None,
-        constraints: Sequence[AdmissionConstraint] = (),
-        watermark: float = 0.01,
-        reserve_all: bool = False,
-        max_preemptions: int = 3,
-        max_overtakes: int | None = 1000,
-        preempt_every: int | None = None,
-        shuffle_waiting: bool = False,
-        seed: int = 0,
+        self, *limits: Any, watermark: float = 0.01, reserve_all: bool = False, **options: Any
     ) -> None:
         if not 0 <= watermark < 1:
             raise ValueError(f"watermark is {watermark!r}: it must be in [0, 1)")
-        kv_memory = kv_memory or make_kv_memory(num_gpu_blocks, block_size)
-        find_cached, size = kv_memory.find_cached_blocks, kv_memory.block_size
-        super().__init__(
-            SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_model_len),
-            kv_memory,
-            create_queue(policy, find_cached, size, seed, max_overtakes),
-            chunk_policy=chunk_policy,
-            constraints=constraints,
-            max_preemptions=max_preemptions,
-            preempt_every=preempt_every,
-            shuffle_waiting=shuffle_waiting,
-            seed=seed,
-        )
+        super().__init__(*limits, **options)
         self.reserve_all = reserve_all
         self._has_priorities = isinstance(self.waiting.policy, PriorityPolicy)
-        self._num_kept_free = int(watermark * (kv_memory.capacity // self.block_size))
+        self._num_kept_free = int(watermark * (self.kv_memory.capacity // self.block_size))
 
     def schedule(self) -> SchedulerOutput:
         """Plan a step: first those who run, then those who wait."""
         step = self.begin_step()
-        if (victim := self.forced_victim()) is not None:
-            self._preempt(victim, step)
         self._plan_running(step)
         if not step.preempted:
             self._admit(step)
@@ -133,7 +91,9 @@ class Scheduler(SchedulerBase):
                 break
             if step.preempted and request.request_id not in self.running:
                 continue  # it made room for one before it
-            num_tokens = self._num_tokens_for(request, running, index, step)
+            num_tokens = self.num_behind(request)
+            if num_tokens > 1:
+                num_tokens = self._num_tokens_for(request, running, index, step)
             if num_tokens:
                 num_tokens = self._get_room(request, num_tokens, step)
             if num_tokens:  # `step.add`, written out: this is done for everybody
@@ -143,23 +103,17 @@ class Scheduler(SchedulerBase):
     def _num_tokens_for(
         self, request: Request, running: Sequence[Request], index: int, step: StepPlan
     ) -> int:
-        """How many of the tokens that `running[index]` is behind. A token for each decode comes
-        before a piece of a prompt, though one such piece in each step goes on."""
-        num_behind = len(request.all_token_ids) - request.num_computed_tokens
-        if num_behind == 1:
-            return 1
+        """How many of the tokens that `running[index]` is behind, if these are several. A token for
+        each decode comes before a piece of a prompt, though one such piece in each step goes on."""
+        num_behind = request.num_tokens - request.num_computed_tokens
         least = 0 if step.has_piece else 1
         step.has_piece = True
         budget = max(step.budget - step.num_decodes_behind(running, index), least)
-        num_tokens = self._num_tokens_now(request, num_behind, budget)
-        step.note_left(request, num_behind - num_tokens)
-        return num_tokens
-
-    def _num_tokens_now(self, request: Request, num_behind: int, budget: int) -> int:
-        if budget == 0:
-            return 0
         most = self.max_num_batched_tokens
-        return self.chunk_policy.num_tokens_now(request, num_behind, budget, most)
+        num_tokens = self.chunk_policy.num_tokens_now(request, num_behind, budget, most)
+        if num_tokens < num_behind:
+            step.num_left[request.request_id] = num_behind - num_tokens
+        return num_tokens
 
     def _get_room(self, request: Request, num_tokens: int, step: StepPlan) -> int:
         """How many of the tokens have got memory. Others are preempted for it. 0: the request was
@@ -198,24 +152,20 @@ class Scheduler(SchedulerBase):
         if len(self.running) >= self.max_num_seqs and not self._has_priorities:
             return  # before the policy looks at the cache for nothing
         num_passed_over = 0
-        for request in self.waiting_in_order():
+        for request in self.waiting:
             if step.budget == 0 or num_passed_over == MAX_PASSED_OVER:
                 break
             outcome = self._try_to_admit(request, step)
-            if outcome is _Admission.LINE_WAITS:
-                break
             if outcome is _Admission.PASSED_OVER:
                 num_passed_over += 1
-                continue
-            step.admitted.append(request)
-            if step.preempted:
-                break  # it took somebody's seat: the next may do so in the next step
+            elif outcome is _Admission.LINE_WAITS or step.preempted:
+                break  # preempted: it took somebody's seat, and the next may in the next step
         for request in step.admitted:
             self.waiting.remove_request(request)
 
     def _try_to_admit(self, request: Request, step: StepPlan) -> _Admission:
-        """A seat, the constraints, the cache, the chunk policy, the budget, the memory: asked in
-        this order."""
+        """A seat, the constraints, the cache, the chunk policy: asked in this order. Then the
+        budget and the memory."""
         displaced = None
         if len(self.running) >= self.max_num_seqs:
             displaced = self._displaced_by(request, step)
@@ -226,15 +176,9 @@ class Scheduler(SchedulerBase):
         computed = self.look_up(request)
         if isinstance(computed, NotReady):
             return _Admission.PASSED_OVER
-        num_behind = request.num_tokens - computed.num_tokens
-        if not self.chunk_policy.may_start(request, num_behind):
+        if not self.chunk_policy.may_start(request, request.num_tokens - computed.num_tokens):
             return self._hold_back(request)
-        num_tokens = self._num_tokens_now(request, num_behind, step.budget_without(displaced))
-        if num_tokens == 0 or not self._take_room(request, computed, num_tokens, displaced, step):
-            return _Admission.LINE_WAITS
-        step.add(request, num_tokens)
-        step.note_left(request, num_behind - num_tokens)
-        return _Admission.ADMITTED
+        return self._fit_in(request, computed, displaced, step)
 
     def _hold_back(self, request: Request) -> _Admission:
         """A constraint or the chunk policy is against it. The next is asked, unless this one has
@@ -249,37 +193,32 @@ class Scheduler(SchedulerBase):
         lowest = self._choose_victim(spared=step.admitted)
         return lowest if lowest is not None and lowest.priority > newcomer.priority else None
 
-    def _take_room(
-        self,
-        request: Request,
-        computed: ComputedBlocks,
-        num_tokens: int,
-        displaced: Request | None,
-        step: StepPlan,
-    ) -> bool:
-        """Seat the request, in the place of `displaced` if there is one. The memory is asked before
-        anybody is touched. False: it would not fit, and nothing has changed."""
-        num_left = request.num_tokens - computed.num_tokens - num_tokens
+    def _fit_in(
+        self, request: Request, computed: ComputedBlocks, displaced: Request | None, step: StepPlan
+    ) -> _Admission:
+        """Size its work and seat it, in the place of `displaced` if there is one. The memory is
+        asked before anybody is touched: if the request does not fit, nothing has changed."""
+        num_behind = request.num_tokens - computed.num_tokens
+        rest = step if displaced is None else step.without(displaced)
+        most = self.max_num_batched_tokens
+        num_tokens = self.chunk_policy.num_tokens_now(request, num_behind, rest.budget, most)
+        if num_tokens == 0:
+            return _Admission.LINE_WAITS
+        num_left = num_behind - num_tokens
         num_reserved = 0
         if self.reserve_all or self.is_pinned(request):
             num_reserved = request.max_num_tokens - 1 - request.num_tokens + num_left
-        num_kept_free = 0
-        others_run = len(self.running) > (0 if displaced is None else 1)
-        if others_run:  # something stays for them, and for the rest of all prompts that are cut
-            num_owed = num_left + step.num_left_without(displaced)
+        num_slots, num_kept_free = num_tokens + num_reserved, 0
+        if len(self.running) > (0 if displaced is None else 1):
+            # Something stays for the others, and for the rest of all prompts that are cut.
+            num_owed = num_left + sum(rest.num_left.values())
             num_kept_free = self._num_kept_free + -(-num_owed // self.block_size)
-        num_slots = num_tokens + num_reserved
         if not self.kv_memory.can_allocate(request, num_slots, computed, num_kept_free, displaced):
-            return False
+            return _Admission.LINE_WAITS
         if displaced is not None:
             self._preempt(displaced, step)
-        has_room = self.allocate(request, computed, num_tokens, num_reserved)
+        has_room = self.seat(request, computed, num_tokens, num_reserved)
         assert has_room, "the memory has changed its mind"
-        return True
-
-
-def make_kv_memory(num_blocks: int, block_size: int = 16) -> CachedKVCacheManager:
-    """A pool of `num_blocks` blocks, block 0 included, with a hash-chain prefix cache."""
-    pool = BlockPool(num_blocks)
-    cache = PrefixCacheLocal(pool=pool, block_size=block_size)
-    return CachedKVCacheManager(pool, block_size, cache)
+        step.add(request, num_tokens, num_left)
+        step.admitted.append(request)
+        return _Admission.ADMITTED

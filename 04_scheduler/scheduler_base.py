@@ -22,13 +22,15 @@ tokens twice.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+from block_pool import BlockPool
+from cached_kv_cache_manager import CachedKVCacheManager
 from kv_memory import ComputedBlocks, KVMemory, NotReady, publish
-from policy_queue import PolicyQueue
+from policies import SchedulePolicy, policy_named
+from policy_queue import PolicyQueue, ShuffledQueue
+from prefix_cache_local import PrefixCacheLocal
 from request import Request, RequestStatus, check_integers
 from scheduler_books import SchedulerBooks, SchedulerLimits, describe_prompt
 from scheduler_interface import EngineCoreOutput, SchedulerOutput, StepOutput
@@ -61,36 +63,26 @@ class SchedulerStats:
         return getattr(self, name)
 
 
-class AdmissionConstraint(Protocol):
-    """Holds requests back that must not run beside those that do. Told of every request that
-    begins and ends to run, in pairs; preemption is an end."""
-
-    def may_run(self, request: Request) -> bool:
-        """May this waiting request join those that run? Changes nothing that a later call would
-        answer differently."""
-        ...
-
-    def has_started(self, request: Request) -> None: ...
-
-    def has_stopped(self, request: Request) -> None: ...
-
-    def forget(self, request: Request) -> None:
-        """The request has ended, whether it ever ran or not."""
-
-
 class SchedulerBase(SchedulerBooks):
-    """A subclass has `schedule`, built of `begin_step`, `look_up`, `allocate`, `preempt` and
-    `finish_step`. Debug switches: every `preempt_every`-th step preempts somebody,
-    `shuffle_waiting` asks the queue in a random order."""
+    """A subclass has `schedule`, built of `begin_step`, `look_up`, `seat`, `preempt` and
+    `finish_step`. It has a pool of `num_gpu_blocks` blocks and a prefix cache of its own;
+    `kv_memory` replaces them. At most `max_overtakes` requests leave the queue before one that came
+    earlier. Debug switches: every `preempt_every`-th step preempts somebody, `shuffle_waiting` asks
+    the queue in a random order. Raises `ValueError` that names the field."""
 
     def __init__(
         self,
-        limits: SchedulerLimits,
-        kv_memory: KVMemory,
-        waiting: PolicyQueue,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 4096,
+        num_gpu_blocks: int = 1000,
+        policy: str | SchedulePolicy = "fcfs",
+        *,
+        block_size: int = 16,
+        max_model_len: int | None = None,
+        kv_memory: KVMemory | None = None,
         chunk_policy: ChunkPolicy | None = None,
-        constraints: Sequence[AdmissionConstraint] = (),
         max_preemptions: int = 3,
+        max_overtakes: int | None = 1000,
         preempt_every: int | None = None,
         shuffle_waiting: bool = False,
         seed: int = 0,
@@ -98,6 +90,13 @@ class SchedulerBase(SchedulerBooks):
         check_integers(1, max_preemptions=max_preemptions)
         if preempt_every is not None:
             check_integers(1, preempt_every=preempt_every)
+        if not isinstance(policy, SchedulePolicy):
+            policy = policy_named(policy)()
+        waiting = PolicyQueue(policy, max_overtakes)
+        if shuffle_waiting:
+            waiting = ShuffledQueue(policy, max_overtakes, seed)
+        kv_memory = kv_memory or make_kv_memory(num_gpu_blocks, block_size)
+        limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_model_len)
         self.delta: PreemptionDelta
         super().__init__(limits, waiting, PreemptionDelta(kv_memory))
         self.waiting: PolicyQueue = waiting
@@ -105,13 +104,10 @@ class SchedulerBase(SchedulerBooks):
         self.kv_memory = kv_memory
         self.block_size = kv_memory.block_size
         self.chunk_policy = chunk_policy or WholePrompts()
-        self.constraints = list(constraints)
         self.preempt_every = preempt_every
-        self._shuffle = random.Random(seed) if shuffle_waiting else None
         self._num_steps = 0
         self._num_outputs_when_forced: dict[str, int] = {}
         self._num_lost: dict[str, int] = {}  # tokens that a preempted request had computed
-        self._num_recomputed_before = 0
         self._stats = SchedulerStats()
 
     # -- requests come and go
@@ -128,17 +124,10 @@ class SchedulerBase(SchedulerBooks):
         capacity = self.kv_memory.capacity
         # The last token is sampled and never fed back: it needs no KV slot.
         room = capacity - request.num_prompt_tokens + 1
-        return {
-            **super().length_limits(request),
-            f"the KV memory holds {capacity} positions": room,
-        }
+        return super().length_limits(request) | {f"the KV memory holds {capacity} positions": room}
 
     def forget(self, request: Request) -> None:
         self.kv_memory.free(request)
-        for constraint in self.constraints:
-            if request.request_id in self.running:
-                constraint.has_stopped(request)
-            constraint.forget(request)
         super().forget(request)
         self._num_lost.pop(request.request_id, None)
         self._num_outputs_when_forced.pop(request.request_id, None)
@@ -154,59 +143,42 @@ class SchedulerBase(SchedulerBooks):
         return request.num_preemptions >= self.max_preemptions
 
     def may_run(self, request: Request) -> bool:
-        return all(constraint.may_run(request) for constraint in self.constraints)
+        """Does nothing else hold it back? A subclass may (`beyond/admission_constraints.py`)."""
+        return True
 
     def num_behind(self, request: Request) -> int:
         """Tokens that a running request has to compute."""
-        return request.num_tokens - request.num_computed_tokens
-
-    def waiting_in_order(self) -> Iterable[Request]:
-        if self._shuffle is None:
-            return self.waiting
-        requests = list(self.waiting)
-        self._shuffle.shuffle(requests)
-        return requests
+        return len(request.all_token_ids) - request.num_computed_tokens
 
     def look_up(self, request: Request) -> ComputedBlocks | NotReady:
         """What of a waiting request need not be computed. Nothing keeps it: look up again before
         the next attempt."""
         computed = self.kv_memory.get_computed_blocks(request)
+        request.status = RequestStatus.WAITING
         if computed is NotReady.LOADING:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         elif request.num_preemptions:
             request.status = RequestStatus.PREEMPTED
-        else:
-            request.status = RequestStatus.WAITING
         return computed
 
-    def allocate(
-        self,
-        request: Request,
-        computed: ComputedBlocks,
-        num_new_tokens: int,
-        num_reserved: int = 0,
+    def seat(
+        self, request: Request, computed: ComputedBlocks, num_new_tokens: int, num_reserved: int
     ) -> bool:
-        """Seat a request that was looked up, with room for its new tokens and `num_reserved` more.
-        False, and it waits as before, if the memory refuses."""
+        """Let a request run that was looked up, with room for its new tokens and `num_reserved`
+        more. False, and it waits as before, if the memory refuses."""
         if not self.kv_memory.allocate_slots(request, num_new_tokens, num_reserved, computed):
             return False
-        self.seat(request, computed.num_tokens)
-        return True
-
-    def seat(self, request: Request, num_computed_tokens: int) -> None:
-        """It has its memory: it runs. `num_computed_tokens` of it need not be computed."""
         if request.num_preemptions == 0:
-            request.num_cached_tokens = num_computed_tokens
+            request.num_cached_tokens = computed.num_tokens
             self._stats.total_admitted += 1
-            self._stats.total_cached_tokens += num_computed_tokens
+            self._stats.total_cached_tokens += computed.num_tokens
         else:
             num_lost = self._num_lost.pop(request.request_id)
-            self._stats.total_recomputed_tokens += num_lost - num_computed_tokens
-        request.num_computed_tokens = num_computed_tokens
+            self._stats.total_recomputed_tokens += num_lost - computed.num_tokens
+        request.num_computed_tokens = computed.num_tokens
         request.status = RequestStatus.RUNNING
         self.running[request.request_id] = request
-        for constraint in self.constraints:
-            constraint.has_started(request)
+        return True
 
     def preempt(self, request: Request) -> None:
         """Take a running request's KV. It waits in front, or wherever the policy puts it."""
@@ -216,22 +188,18 @@ class SchedulerBase(SchedulerBooks):
         request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
         del self.running[request.request_id]
-        for constraint in self.constraints:
-            constraint.has_stopped(request)
         self.delta.request_preempted(request.request_id)
         self.waiting.prepend_request(request)
         self._stats.total_preempted += 1
 
-    def forced_victim(self) -> Request | None:
-        """Whom the debug switch preempts in this step."""
-        self._num_steps += 1
-        if self.preempt_every is None or self._num_steps % self.preempt_every:
-            return None
+    def force_preemption(self, step: StepPlan) -> None:
+        """The debug switch: preempt whoever was admitted last, of those whom it may."""
         for request in reversed(self.running.values()):
             if self.may_be_forced(request):
                 self._num_outputs_when_forced[request.request_id] = request.num_output_tokens
-                return request
-        return None
+                step.preempted.append(request)
+                self.preempt(request)
+                break
 
     def may_be_forced(self, request: Request) -> bool:
         """It has got a token since it was last forced: so all of them end."""
@@ -247,15 +215,17 @@ class SchedulerBase(SchedulerBooks):
     def begin_step(self) -> StepPlan:
         self._num_recomputed_before = self._stats.total_recomputed_tokens
         self.chunk_policy.begin_step(self.beside_chunks(), self.num_behind)
-        return StepPlan(self.max_num_batched_tokens)
+        step = StepPlan(self.max_num_batched_tokens)
+        self._num_steps += 1
+        if self.preempt_every is not None and self._num_steps % self.preempt_every == 0:
+            self.force_preemption(step)
+        return step
 
     def finish_step(self, step: StepPlan) -> SchedulerOutput:
         """The delta for the runner. The planned tokens count as computed from here on."""
+        num_recomputed = self._stats.total_recomputed_tokens - self._num_recomputed_before
         plan = self.make_plan(step.num_tokens)
-        plan.preempted_requests = step.preempted
-        plan.num_recomputed_tokens = (
-            self._stats.total_recomputed_tokens - self._num_recomputed_before
-        )
+        plan.preempted_requests, plan.num_recomputed_tokens = step.preempted, num_recomputed
         plan.num_kv_blocks_in_use = self.kv_memory.num_blocks_in_use
         plan.block_moves = self.kv_memory.take_block_moves()
         self._stats.total_scheduled += len(step.num_tokens)
@@ -294,3 +264,10 @@ class SchedulerBase(SchedulerBooks):
             assert not self.kv_memory.get_block_ids(request_id), f"{request!r} holds blocks"
             assert (request_id in self._num_lost) == (request.num_preemptions > 0), repr(request)
         assert self._num_lost.keys() <= self.requests.keys() - self.running.keys()
+
+
+def make_kv_memory(num_blocks: int, block_size: int = 16) -> CachedKVCacheManager:
+    """A pool of `num_blocks` blocks, block 0 included, with a hash-chain prefix cache."""
+    pool = BlockPool(num_blocks)
+    cache = PrefixCacheLocal(pool=pool, block_size=block_size)
+    return CachedKVCacheManager(pool, block_size, cache)

@@ -24,6 +24,7 @@ from kv_memory import UncachedKVCacheManager
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request
 from scheduler import Scheduler
+from sglang_policies import make_policy
 
 BLOCK_SIZE = 4
 
@@ -169,7 +170,7 @@ plt.show()
 
 # %%
 for policy in ("fcfs", "priority", "lof", "random"):
-    scheduler, runner = make(100, max_num_seqs=1, policy=policy)
+    scheduler, runner = make(100, max_num_seqs=1, policy=make_policy(policy))
     for name, max_tokens, priority in (("early", 2, 2), ("long", 9, 1), ("urgent", 2, 0)):
         request = Request.from_tokens(name, [1, 2, 3], max_tokens, priority=priority)
         scheduler.add_request(request)

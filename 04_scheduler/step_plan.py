@@ -29,12 +29,10 @@ class StepPlan:
     has_piece: bool = False  # somebody got a piece of a prompt, or was asked whether it takes one
     _num_decodes: list[int] = field(default_factory=list)
 
-    def add(self, request: Request, num_tokens: int) -> None:
+    def add(self, request: Request, num_tokens: int, num_left: int = 0) -> None:
+        """Compute so many tokens of it. `num_left` have to wait for another step."""
         self.num_tokens[request.request_id] = num_tokens
         self.budget -= num_tokens
-
-    def note_left(self, request: Request, num_left: int) -> None:
-        """So many tokens of it have to wait for another step."""
         if num_left:
             self.num_left[request.request_id] = num_left
 
@@ -42,15 +40,11 @@ class StepPlan:
         self.budget += self.num_tokens.pop(request.request_id, 0)
         self.num_left.pop(request.request_id, None)
 
-    def budget_without(self, request: Request | None) -> int:
-        """What would be left if it had not been planned."""
-        planned = 0 if request is None else self.num_tokens.get(request.request_id, 0)
-        return self.budget + planned
-
-    def num_left_without(self, request: Request | None) -> int:
-        """Tokens of cut prompts, all together, other than its own."""
-        own = 0 if request is None else self.num_left.get(request.request_id, 0)
-        return sum(self.num_left.values()) - own
+    def without(self, request: Request) -> StepPlan:
+        """What it would be if the request were removed. This plan stays as it is."""
+        plan = StepPlan(self.budget, {**self.num_tokens}, num_left={**self.num_left})
+        plan.remove(request)
+        return plan
 
     def num_decodes_behind(self, running: Sequence[Request], index: int) -> int:
         """How many of those behind `running[index]` need one token only. Counted once a step."""

@@ -17,22 +17,21 @@ from hypothesis import strategies as st
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
 from kv_memory import KeyedRequest, extra_keys_of
-from policies import (
-    POLICIES,
-    CacheAwarePolicy,
-    DFSWeight,
-    FCFSPolicy,
-    LongestOutputFirst,
-    LongestPrefixMatch,
-    PriorityPolicy,
-    RandomPolicy,
-    SchedulePolicy,
-)
+from policies import FCFSPolicy, PriorityPolicy, SchedulePolicy
 from policy_queue import PolicyQueue
 from prefix_cache import PrefixCache, normalise_extra_keys
 from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
 from request import Request, SamplingParams
+from sglang_policies import (
+    POLICIES,
+    CacheAwarePolicy,
+    DFSWeight,
+    LongestOutputFirst,
+    LongestPrefixMatch,
+    RandomPolicy,
+)
+from test_prefix_cache import CountingList
 
 CACHES: dict[str, Callable[[BlockPool, int], PrefixCache]] = {
     "hash": lambda pool, block_size: PrefixCacheLocal(pool=pool, block_size=block_size),
@@ -472,24 +471,13 @@ def test_each_request_is_looked_up_once(kind):
     assert asked == [str(i) for i in range(50)]
 
 
-class CountingTokens(list):
-    """Counts how many tokens are read."""
-
-    num_read = 0
-
-    def __getitem__(self, index):
-        result = super().__getitem__(index)
-        CountingTokens.num_read += len(result) if isinstance(index, slice) else 1
-        return result
-
-
 def test_duplicates_are_found_without_comparing_pairs():
     """Each request's tokens are read once, 32 of them, however long it is and however many wait."""
     for num_waiting, length in ((10, 100), (100, 100), (10, 5000)):
         requests = [make(str(i), [i % 3] * length) for i in range(num_waiting)]
         for request in requests:
-            request.all_token_ids = CountingTokens(request.all_token_ids)
-        CountingTokens.num_read = 0
+            request.all_token_ids = CountingList(request.all_token_ids)
+        CountingList.num_read = 0
         order = LongestPrefixMatch(lambda request: []).order(requests)
-        assert CountingTokens.num_read == 32 * num_waiting
+        assert CountingList.num_read == 32 * num_waiting
         assert ids(order[:3]) == ["0", "1", "2"]

@@ -7,61 +7,33 @@ from threading import Event
 
 import pytest
 
-from admission_constraints import GrammarsCompiled, MaxLoRAs
+from admission_constraints import ConstrainedScheduler, GrammarsCompiled, MaxLoRAs
 from block_pool import BlockPool
 from bounded_loops import as_long_as
-from fake_model import FakeModelRunner, continuation
-from kv_memory import KeyedRequest, UncachedKVCacheManager
+from fake_model import continuation
+from kv_memory import UncachedKVCacheManager
+from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus
-from scheduler import MAX_PASSED_OVER, Scheduler, SimpleBlockManager
-from scheduler_interface import SchedulerOutput, StepOutput
+from scheduler import MAX_PASSED_OVER, Scheduler, SimpleBlockManager, make_kv_memory
+from scheduler_interface import StepOutput
+from scheduler_steps import SchedulerLoop, planned, preempted, preempting
+from sglang_policies import policy_over
 
 
-class Loop:
-    """A scheduler and a fake model. Block size 4, no cache, unless it is told otherwise."""
+class Loop(SchedulerLoop):
+    """Block size 4, no cache, unless it is told otherwise."""
 
     def __init__(self, num_blocks: int, *, block_size: int = 4, cached: bool = False, **options):
         if not cached:
             pool = BlockPool(num_blocks + 1)
             options["kv_memory"] = UncachedKVCacheManager(pool, block_size)
         options.setdefault("watermark", 0.0)
-        self.scheduler = Scheduler(num_gpu_blocks=num_blocks + 1, block_size=block_size, **options)
-        self.runner = FakeModelRunner(block_size)
-        self.outputs: dict[str, list[int]] = {}
-        self.reasons: dict[str, str] = {}
-
-    def add(self, request_id: str, num_prompt: int, max_new_tokens: int = 8, **more) -> Request:
-        prompt = [ord(c) for c in request_id] + list(range(num_prompt - len(request_id)))
-        request = KeyedRequest.from_tokens(request_id, prompt, max_new_tokens)
-        for name, value in more.items():
-            setattr(request, name, value)
-        request.arrival_time = float(len(self.outputs))
-        self.scheduler.add_request(request)
-        self.outputs[request_id] = []
-        return request
-
-    def step(self) -> SchedulerOutput:
-        output = self.scheduler.schedule()
-        sampled = self.runner.execute(output).wait()
-        for result in self.scheduler.update_from_output(output, sampled):
-            self.outputs[result.request_id] += result.new_token_ids
-            if result.finish_reason:
-                self.reasons[result.request_id] = result.finish_reason
-        self.scheduler.check_invariants()
-        self.scheduler.kv_memory.check_invariants(self.scheduler.running.values())
-        return output
+        kind = ConstrainedScheduler if "constraints" in options else Scheduler
+        super().__init__(kind(num_gpu_blocks=num_blocks + 1, block_size=block_size, **options))
 
     def run(self, most: int = 500) -> None:
         for _ in as_long_as(self.scheduler.has_unfinished_requests, most):
             self.step()
-
-
-def planned(output: SchedulerOutput) -> dict[str, int]:
-    return dict(output.num_scheduled_tokens)
-
-
-def preempted(output: SchedulerOutput) -> list[str]:
-    return [request.request_id for request in output.preempted_requests]
 
 
 # -- as a reader types it
@@ -136,24 +108,29 @@ def test_usage_and_counts_while_it_runs():
     assert stats.kv_cache_usage == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
 @pytest.mark.parametrize(
     "options",
     [
-        {"watermark": 1.0},
-        {"watermark": -0.1},
         {"preempt_every": 0},
         {"max_num_seqs": 0},
+        {"max_num_seqs": 2.5},
         {"max_num_batched_tokens": 0},
         {"max_preemptions": 0},
         {"max_model_len": 0},
         {"policy": "fastest"},
-        {"max_num_seqs": 2.5},
     ],
 )
-def test_options_that_make_no_sense_are_named(options):
+def test_options_that_make_no_sense_are_named(kind, options):
     (name,) = options
     with pytest.raises(ValueError, match=name):
-        Scheduler(**options)
+        kind(**options)
+
+
+@pytest.mark.parametrize("watermark", [1.0, -0.1])
+def test_a_watermark_that_is_no_share_is_an_error(watermark):
+    with pytest.raises(ValueError, match="watermark"):
+        Scheduler(watermark=watermark)
 
 
 # -- phase 1
@@ -293,9 +270,8 @@ def test_a_step_that_is_not_the_last_of_a_prompt_samples_nothing():
     request = loop.add("a", 8, 8)
     for _ in range(4):
         loop.step()
-    loop.scheduler.preempt_every = 1
-    loop.step()
-    loop.scheduler.preempt_every = None
+    with preempting(loop.scheduler):
+        loop.step()
     assert request.num_tokens == 12
     assert planned(loop.step()) == {"a": 8} and request.num_output_tokens == 4
     assert planned(loop.step()) == {"a": 4} and request.num_output_tokens == 5
@@ -356,9 +332,8 @@ def test_a_pinned_request_gets_everything_at_admission():
     loop = Loop(7, max_preemptions=1)
     request = loop.add("a", 4, 17)
     loop.step()
-    loop.scheduler.preempt_every = 1
-    loop.step()
-    loop.scheduler.preempt_every = None
+    with preempting(loop.scheduler):
+        loop.step()
     loop.step()
     assert loop.scheduler.is_pinned(request)
     assert len(loop.scheduler.kv_memory.get_block_ids("a")) == 5  # 4 + 17 - 1 positions
@@ -439,20 +414,23 @@ def test_a_strictly_more_urgent_newcomer_takes_a_seat_and_an_equal_does_not():
         assert len(loop.outputs[name]) == 8
 
 
-def test_nobody_is_displaced_for_a_newcomer_that_cannot_use_the_seat():
-    loop = Loop(100, max_num_seqs=2, max_num_batched_tokens=10, policy="priority")
-    loop.add("a", 4, priority=1)
-    loop.add("b", 4, priority=5)
+def full_batch(num_blocks: int, *sizes: tuple[int, int], **options) -> Loop:
+    """a, and b that is less urgent, have the two seats. `sizes`: of prompt and outputs of each."""
+    loop = Loop(num_blocks, max_num_seqs=2, policy="priority", **options)
+    for name, priority, size in zip("ab", (1, 5), sizes, strict=True):
+        loop.add(name, *size, priority=priority)
     loop.step()
+    return loop
+
+
+def test_nobody_is_displaced_for_a_newcomer_that_cannot_use_the_seat():
+    loop = full_batch(100, (4, 8), (4, 8), max_num_batched_tokens=10)
     loop.add("urgent", 10, priority=0)  # 1 token of the budget is a's, so 9 are left
     assert preempted(loop.step()) == []
 
 
 def test_the_newcomer_has_the_budget_of_whom_it_displaces():
-    loop = Loop(100, max_num_seqs=2, max_num_batched_tokens=10, policy="priority")
-    loop.add("a", 4, priority=1)
-    loop.add("b", 4, priority=5)
-    loop.step()
+    loop = full_batch(100, (4, 8), (4, 8), max_num_batched_tokens=10)
     loop.add("urgent", 9, priority=0)  # 8 are left beside a and b, and 9 without b
     output = loop.step()
     assert preempted(output) == ["b"] and planned(output) == {"a": 1, "urgent": 9}
@@ -461,10 +439,7 @@ def test_the_newcomer_has_the_budget_of_whom_it_displaces():
 @pytest.mark.parametrize("cached", [False, True])
 def test_nobody_is_displaced_for_a_newcomer_that_does_not_fit_the_memory(cached):
     """Trap 60: 8 blocks, of which a has 4, b has 2, and 2 are free. The newcomer wants 5."""
-    loop = Loop(8, max_num_seqs=2, policy="priority", cached=cached)
-    loop.add("a", 13, 4, priority=1)
-    loop.add("b", 5, 4, priority=5)
-    loop.step()
+    loop = full_batch(8, (13, 4), (5, 4), cached=cached)
     loop.add("urgent", 20, 1, priority=0)
     output = loop.step()
     assert preempted(output) == [] and planned(output) == {"a": 1, "b": 1}
@@ -476,10 +451,7 @@ def test_nobody_is_displaced_for_a_newcomer_that_does_not_fit_the_memory(cached)
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_newcomer_has_what_is_free_and_the_blocks_of_whom_it_displaces(cached):
     """The same 8 blocks, and a newcomer that wants all of the 4 that are free or b's."""
-    loop = Loop(8, max_num_seqs=2, policy="priority", cached=cached)
-    loop.add("a", 13, 4, priority=1)
-    loop.add("b", 5, 4, priority=5)
-    loop.step()
+    loop = full_batch(8, (13, 4), (5, 4), cached=cached)
     loop.add("urgent", 16, 1, priority=0)
     output = loop.step()
     assert preempted(output) == ["b"] and planned(output) == {"a": 1, "urgent": 16}
@@ -741,7 +713,9 @@ def test_the_runner_forgets_who_was_preempted_and_then_aborted():
 
 def test_a_full_batch_does_not_ask_the_policy():
     """An order that looks at the cache costs milliseconds, and there is no seat to give."""
-    loop = Loop(100, max_num_seqs=1, policy="lpm", cached=True)
+    memory = make_kv_memory(101, 4)
+    policy = policy_over(memory, "lpm")
+    loop = Loop(100, max_num_seqs=1, policy=policy, kv_memory=memory, cached=True)
     loop.add("a", 4, 5)
     loop.add("b", 4, 5)
     loop.step()

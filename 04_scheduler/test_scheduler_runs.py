@@ -21,12 +21,14 @@ from cached_kv_cache_manager import CachedKVCacheManager
 from caching_fcfs_scheduler import CachingFCFSScheduler
 from fake_model import FakeModelRunner, continuation
 from kv_memory import KeyedRequest, KVMemory, UncachedKVCacheManager
-from policies import POLICIES
+from policies import PriorityPolicy
 from prefill_first_scheduler import PrefillFirstScheduler
 from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
 from request import Request, RequestStatus, SamplingParams
 from scheduler import Scheduler
+from scheduler_steps import preempting
+from sglang_policies import POLICIES, policy_over
 
 CACHES = (None, "hash", "radix")
 VOCAB = 4  # few tokens, so that prefixes are shared by chance
@@ -70,6 +72,8 @@ class World:
     """A scheduler, a fake model, and what every request should have said so far."""
 
     def __init__(self, memory: KVMemory, kind=Scheduler, **options):
+        if "policy" in options:
+            options["policy"] = policy_over(memory, options["policy"], options.get("seed", 0))
         self.scheduler = kind(kv_memory=memory, **options)
         self.runner = FakeModelRunner(memory.block_size, VOCAB)
         self.said: dict[str, list[int]] = {}
@@ -87,7 +91,7 @@ class World:
         assert len(self.scheduler.running) <= self.scheduler.max_num_seqs
         admitted = self.scheduler.running.keys() - num_before.keys()
         victims = {r.request_id for r in output.preempted_requests}
-        has_priorities = isinstance(self.scheduler.waiting.policy, POLICIES["priority"])
+        has_priorities = isinstance(self.scheduler.waiting.policy, PriorityPolicy)
         assert not victims or not admitted or has_priorities, "Trap 21"
         assert victims.isdisjoint(output.num_scheduled_tokens), "Trap 21"
         if not isinstance(self.scheduler, Scheduler):
@@ -241,25 +245,25 @@ def test_the_full_blocks_of_equal_prompts_are_computed_once(cache, kind):
 # -- a state machine
 
 
+SMALL_WORLDS = {
+    "cache": st.sampled_from(CACHES),
+    "policy": st.sampled_from(sorted(POLICIES)),
+    "block_size": st.sampled_from([1, 2, 3]),
+    "num_blocks": st.integers(5, 14),
+    "max_num_seqs": st.integers(1, 4),
+    "max_preemptions": st.integers(1, 3),
+}
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Any order of calls. After each, everything that must hold."""
 
-    @initialize(
-        cache=st.sampled_from(CACHES),
-        policy=st.sampled_from(sorted(POLICIES)),
-        block_size=st.sampled_from([1, 2, 3]),
-        num_blocks=st.integers(5, 14),
-        max_num_seqs=st.integers(1, 4),
-        max_preemptions=st.integers(1, 3),
-    )
-    def start(self, cache, policy, block_size, num_blocks, max_num_seqs, max_preemptions):
-        self.world = World(
-            make_memory(cache, num_blocks, block_size),
-            policy=policy,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=12,
-            max_preemptions=max_preemptions,
-        )
+    kind = World
+
+    @initialize(**SMALL_WORLDS)
+    def start(self, cache, block_size, num_blocks, **options):
+        memory = make_memory(cache, num_blocks, block_size)
+        self.world = self.kind(memory, max_num_batched_tokens=12, **options)
         self.num_requests = 0
 
     @rule(data=st.data(), length=st.integers(1, 6), max_tokens=st.integers(1, 7))
@@ -410,9 +414,8 @@ def _preempt(world: World, request_id: str) -> None:
     scheduler = world.scheduler
     if isinstance(scheduler, Scheduler):
         return scheduler.preempt(scheduler.running[request_id])
-    scheduler.preempt_every = 1
-    world.schedule()
-    scheduler.preempt_every = None
+    with preempting(scheduler):
+        world.schedule()
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,10 @@
 """How many tokens of a request go into one step.
 
-A request is so many tokens behind, and a step has so much budget left. Chapter 6 cuts prompts into
-chunks here; this chapter computes them whole: a prompt that does not fit what is left of the budget
-waits for the next step.
+Chapter 6 cuts prompts into chunks here. This chapter computes them whole: a prompt that does not
+fit what is left of the budget waits for the next step.
 
 One kind of work can be larger than any step: a preempted request comes back with a prompt that
-fitted and outputs that it has made since. It takes what there is, in several steps, and the two
-counters are all that has to know.
+fitted and outputs that it has made since. It takes what there is, in several steps.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class ChunkPolicy(Protocol):
 
     def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
         """Of the `num_behind` tokens that are to be computed: how many in this step, of which
-        `budget` tokens are left, and `most` is all that any step may have. 0: not in this step."""
+        `budget` tokens are left, maybe none; `most` is all that any step may have. 0: not now."""
         ...
 
 

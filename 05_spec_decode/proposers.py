@@ -11,11 +11,9 @@ proposes what followed them there:
               ^ ^ ^ ^ ^
 
 The longest suffix wins, from `max_ngram` tokens down to `min_ngram`; of its places the earliest,
-which has the most behind it. The suffix itself is not one of them: nothing follows it yet. Every
-n-gram is put in a dictionary once, when a token follows it, so a step costs O(new tokens) however
-long the history is. A long prompt is indexed in bulk (`ngram_index.py`): the same, but quicker.
-
-`DraftModelProposer`, a small model that speaks like the large one, is in `beyond/`.
+which has the most behind it. Every n-gram is put in a dictionary once, when a token follows it (so
+the suffix never finds itself), and a step costs O(new tokens) however long the history is. (The
+engine indexes a long prompt in bulk, `beyond/ngram_index.py`: the same, but quicker.)
 
 vLLM calls this look-up `ngram` and searches the history anew in each step; the idea is prompt
 lookup decoding (A. Saxena, 2023), and LLMA, arXiv 2304.04487.
@@ -30,7 +28,7 @@ from typing import Protocol
 import torch
 
 from input_batch import RunnerRequest
-from ngram_index import NgramIndex
+from request import require
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +47,9 @@ class Proposer(Protocol):
     def propose(
         self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]
     ) -> dict[str, list[int]]:
-        """At most `num_drafts[i]` tokens to follow those of `followed[i]`, for each i; whoever gets
-        none may be left out. The requests are those of the last step, each behind by one token or,
-        in the middle of its prompt, by more, with 0 drafts."""
+        """At most `num_drafts[i]` tokens to follow those of `followed[i]`; whoever gets none may be
+        left out. The requests are those of the last step, each behind by one token or, in the
+        middle of its prompt, by more, with 0 drafts."""
         ...
 
     def draft_probs(self, request_id: str) -> torch.Tensor | None:
@@ -64,38 +62,28 @@ class Proposer(Protocol):
 
 
 @dataclass(slots=True)
-class _History:
-    """`first[n]` maps an n-gram to where it was first followed: the index of the next token. What
-    `prompt` has came earlier."""
+class History:
+    """`first[n]` maps an n-gram to where it was first followed: the index of the next token."""
 
     first: dict[int, dict[tuple[int, ...], int]]
-    prompt: NgramIndex | None = None
     num_indexed: int = 0  # tokens that n-grams may end before
 
 
-@dataclass(slots=True)
+@dataclass
 class NgramProposer:
-    """`min_ngram` to `max_ngram` tokens are looked up, up to `num_spec_tokens` proposed. A history
-    that begins with `bulk_size` tokens or more is indexed in bulk up to there. Raises `ValueError`
-    that names the field."""
+    """`min_ngram` to `max_ngram` tokens are looked up, up to `num_spec_tokens` proposed. Raises
+    `ValueError` that names the field."""
 
     num_spec_tokens: int = 4
     max_ngram: int = 4
     min_ngram: int = 2
-    bulk_size: int = 256
     num_lookahead_tokens: int = field(default=0, init=False)
-    _histories: dict[str, _History] = field(default_factory=dict, init=False, repr=False)
+    _histories: dict[str, History] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.num_spec_tokens >= 1:
-            raise ValueError(f"num_spec_tokens is {self.num_spec_tokens!r}: it must be >= 1")
-        if not self.bulk_size >= 2:
-            raise ValueError(f"bulk_size is {self.bulk_size!r}: it must be >= 2")
-        if not 1 <= self.min_ngram <= self.max_ngram:
-            raise ValueError(
-                f"min_ngram is {self.min_ngram!r}: it must be >= 1 and <= max_ngram, which is "
-                f"{self.max_ngram!r}"
-            )
+        require(self.num_spec_tokens >= 1, "num_spec_tokens", self.num_spec_tokens, ">= 1")
+        allowed = f">= 1 and <= max_ngram, which is {self.max_ngram!r}"
+        require(1 <= self.min_ngram <= self.max_ngram, "min_ngram", self.min_ngram, allowed)
 
     def propose(
         self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]
@@ -107,7 +95,7 @@ class NgramProposer:
             start = max(history.num_indexed - self.max_ngram, 0)
             tokens = request.tokens(start, request.num_tokens)
             self._index(history, tokens, start)
-            if num and (found := self._find(history, tokens)) is not None:
+            if num and (found := self._find(history, tokens, self.min_ngram)) is not None:
                 stop = min(found + min(num, self.num_spec_tokens), start + len(tokens))
                 drafts[request.req_id] = request.tokens(found, stop)
         return drafts
@@ -118,15 +106,12 @@ class NgramProposer:
     def forget(self, request_id: str) -> None:
         self._histories.pop(request_id, None)
 
-    def _begin(self, request: RunnerRequest) -> _History:
-        sizes, num_tokens = range(self.min_ngram, self.max_ngram + 1), request.num_tokens
-        history = self._histories[request.req_id] = _History({n: {} for n in sizes})
-        if num_tokens >= self.bulk_size:
-            history.prompt = NgramIndex(request.tokens(0, num_tokens), self.max_ngram)
-            history.num_indexed = num_tokens
+    def _begin(self, request: RunnerRequest) -> History:
+        sizes = range(self.min_ngram, self.max_ngram + 1)
+        history = self._histories[request.req_id] = History({n: {} for n in sizes})
         return history
 
-    def _index(self, history: _History, tokens: list[int], start: int) -> None:
+    def _index(self, history: History, tokens: list[int], start: int) -> None:
         """`tokens` are those from position `start` on."""
         for end in range(max(history.num_indexed, 1) - start, len(tokens)):
             for n, first in history.first.items():
@@ -134,11 +119,9 @@ class NgramProposer:
                     first.setdefault(tuple(tokens[end - n : end]), start + end)
         history.num_indexed = start + len(tokens)
 
-    def _find(self, history: _History, tokens: list[int]) -> int | None:
-        in_prompt, start_in_prompt = history.prompt.find(tokens) if history.prompt else (0, 0)
-        for n in range(min(self.max_ngram, len(tokens)), self.min_ngram - 1, -1):
-            if n <= in_prompt:
-                return start_in_prompt
+    def _find(self, history: History, tokens: list[int], shortest: int) -> int | None:
+        """Where the longest suffix was first followed, if one of `shortest` tokens was."""
+        for n in range(min(self.max_ngram, len(tokens)), shortest - 1, -1):
             start = history.first[n].get(tuple(tokens[-n:]))
             if start is not None:
                 return start

@@ -7,26 +7,24 @@ one for the position of each draft, and one behind the last. Rows of all request
     cu_num_logits    0                        4      5            7
     drafts           | d0    d1    d2         |      | d0         |      flat, 4 of them
 
-From the first draft on, each is accepted or ends the run. Two rules, both exact: the tokens that
-come out have the target's law, whatever the drafts were (proof: README; enumeration: the tests).
+From the first draft on, each is accepted or ends the run. Two rules, both exact: what comes out has
+the target's law, whatever the drafts were (proof: README; enumeration: the tests).
 
     rejection    accept d with probability min(1, p(d) / q(d)); on rejection draw from the
                  positive part of p - q, normalised; behind k accepted ones draw from p
     matching     draw x from p at every row, drafts unseen; accept d while d == x; the first x
                  that differs is the next token
 
-The rejection rule accepts as often as any rule can: sum(min(p, q)). Matching accepts less, unless
-drafts are certain (q one-hot, as of an n-gram look-up), where both accept with probability p(d).
-Its virtue: what comes out is x, the very token that plain decoding draws from the same random
-numbers. So it serves greedy requests (x is the argmax), drafts without probabilities, and requests
-with a seed, whose tokens may not depend on how many drafts they happened to get.
+Rejection accepts as often as any rule can: sum(min(p, q)). Matching accepts less, unless drafts are
+certain (q one-hot, as of a look-up), where both accept with probability p(d). Its virtue: x is the
+very token that plain decoding draws from the same random numbers. So it serves greedy requests,
+drafts without probabilities, and requests with a seed, whose tokens may not depend on how many
+drafts they happened to get.
 
-Invariants: a token with p = 0 never comes out; an id that is no token (negative, or beyond the
-vocabulary) is never looked up and never accepted, and the token in its place is drawn from p;
-nothing here waits for the device; the same numbers give the same tokens in the Triton kernels, bit
-for bit.
+Invariants: a token with p = 0 never comes out; an id that is no token is never looked up and never
+accepted, and the token in its place is drawn from p; nothing here waits for the device; the same
+numbers give the same tokens in the Triton kernels, bit for bit.
 
-vLLM has both rules, and prefers rejection; SGLang's default verification is matching along a tree.
 Source: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318.
 """
 
@@ -99,11 +97,8 @@ def rejection_sampling_batched(
     cu_num_logits: torch.Tensor,  # [num_reqs + 1] int64, first row of each request
     num_speculative_steps: int,  # at least the drafts of any request
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The matching rule: `(sampled [num_reqs, num_speculative_steps + 1] int64, num_sampled
-    [num_reqs] int64)`; `sampled` is `PADDING` behind the run.
-
-    With the target's most likely tokens as `target_sampled` this is greedy speculative decoding.
-    (The name is the field's; nothing is rejected with a probability here.)"""
+    """The matching rule (the name is the field's): `VerifiedTokens` as a pair. With the target's
+    most likely tokens as `target_sampled` this is greedy speculative decoding."""
     num_reqs = len(cu_num_logits) - 1
     layout = _Layout.of(cu_num_logits, num_speculative_steps, len(target_sampled) - num_reqs)
     if len(draft_tokens) == len(target_sampled):
@@ -121,11 +116,10 @@ def rejection_sampling_batched(
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where rows and drafts of each request lie, as a grid [num_reqs, max_num_drafts].
-
-    Draft j of request r: row `cu[r] + j`; number `cu[r] - r + j` among the drafts, since every
-    request before it has one row more than drafts. Cells without a draft hold some other's indices:
-    a mask of varying size would make the host wait for the device."""
+    """Where rows and drafts lie, as a grid [num_reqs, max_num_drafts]. Draft j of request r: row
+    `cu[r] + j`, number `cu[r] - r + j` among the drafts, since every request has one row more than
+    drafts. Cells without a draft hold some other's indices: a mask of varying size would make the
+    host wait for the device."""
 
     requests: torch.Tensor  # [num_reqs] 0, 1, ...
     num_drafts: torch.Tensor  # [num_reqs]

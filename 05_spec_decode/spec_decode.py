@@ -1,8 +1,8 @@
-"""Speculative decoding alone: two toy models, one step, one loop.
+"""Speculative decoding alone: two toy models and one step. The loop: `lab/toy_generation.py`.
 
-A *draft* model guesses k tokens, one after the other. The *target* model then reads the context and
-all guesses in one pass, which takes it hardly longer than reading one token more: its weights are
-read once either way. So it says at each place what it would have said there:
+A *draft* model guesses k tokens, one after the other. The *target* model reads the context and all
+guesses in one pass, hardly longer than one over a token more (its weights are read once either
+way), and says at each place what it would have said there:
 
     fed to the target     c0   c1   c2   d0   d1   d2      context c, drafts d
     its rows of logits    .    .    p0   p1   p2   p3
@@ -18,10 +18,9 @@ Invariants: a step is one target pass and emits 1 to k + 1 tokens. They have the
 at temperature 0 are the target's very tokens, however bad the drafts: a bad draft costs time, never
 quality.
 
-There is no KV cache here, so each pass reads everything again. In an engine the rejected drafts
-have KV that must be given back, the draft model has a cache of its own, and requests with different
-numbers of drafts share a pass: `speculating_runner.py`, `beyond/draft_model_proposer.py`. vLLM and
-SGLang have the same parts.
+There is no KV cache here, so each pass reads everything again. An engine must give back the KV of
+rejected drafts, and requests with different numbers of drafts share a pass:
+`speculating_runner.py`, `beyond/draft_model_proposer.py`.
 
 Source: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318.
 """
@@ -37,22 +36,15 @@ import torch
 from acceptance import SpecDecodeStats
 from inverse_cdf import draw
 from rejection_sampler import rejection_sample, rejection_sampling_batched
+from request import require
 
-__all__ = [
-    "LanguageModel",
+__all__ = [  # the posts' names
     "SimpleLM",
-    "SpecDecodeStats",
     "draft_generate",
-    "plain_generate",
     "rejection_sampling_batched",
-    "sample_token",
     "speculative_decode_step",
-    "speculative_generate",
-    "token_probs",
     "verify_and_sample",
 ]
-
-VERIFICATION_RULES = ("rejection", "matching")
 
 
 class LanguageModel(Protocol):
@@ -66,8 +58,8 @@ class SimpleLM:
     tokens depend on all tokens before them and on their order, as a real model's do."""
 
     def __init__(self, vocab_size: int, hidden_size: int = 64, *, seed: int = 0) -> None:
-        _require(vocab_size >= 1, "vocab_size", vocab_size, ">= 1")
-        _require(hidden_size >= 1, "hidden_size", hidden_size, ">= 1")
+        require(vocab_size >= 1, "vocab_size", vocab_size, ">= 1")
+        require(hidden_size >= 1, "hidden_size", hidden_size, ">= 1")
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
         generator = torch.Generator().manual_seed(seed)
         shapes = [(vocab_size, hidden_size), *[(hidden_size, hidden_size)] * 3]
@@ -79,7 +71,7 @@ class SimpleLM:
     def noisy_copy(self, noise: float, seed: int = 0) -> SimpleLM:
         """A draft model for this one. `noise` 0 is the model itself, 1 one that has nothing to do
         with it; between them agreement falls."""
-        _require(0 <= noise <= 1, "noise", noise, "in [0, 1]")
+        require(0 <= noise <= 1, "noise", noise, "in [0, 1]")
         # Far from seeds that somebody chooses: the noise must not be the weights.
         copy = SimpleLM(self.vocab_size, self.hidden_size, seed=1_000_003 + seed)
         pairs = zip(self.weights, copy.weights)
@@ -92,8 +84,7 @@ class SimpleLM:
         positions: torch.Tensor | None = None,  # [seq_len] int64; None: 0, 1, ...
         attention_mask: torch.Tensor | None = None,  # [seq_len, seq_len] bool; None: causal
     ) -> torch.Tensor:  # [seq_len, vocab_size] float64
-        """Row i of the mask says what token i sees. Raises `ValueError` for a token that is not in
-        the vocabulary."""
+        """Row i of the mask says what token i sees. Raises `ValueError` for what is no token."""
         embedding, query, key, value, lm_head = self.weights
         ids = torch.as_tensor(token_ids, dtype=torch.int64)
         if outside := ids[(ids < 0) | (ids >= self.vocab_size)].tolist():
@@ -114,7 +105,7 @@ class SimpleLM:
 
 def token_probs(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """Of logits [..., vocab_size], float64. `temperature` > 0, however small."""
-    _require(0 < temperature < math.inf, "temperature", temperature, ">= 0 and finite")
+    require(0 < temperature < math.inf, "temperature", temperature, ">= 0 and finite")
     logits = logits.double()
     return ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
 
@@ -137,9 +128,9 @@ def draft_generate(
 ) -> tuple[list[int], torch.Tensor]:
     """`(draft_token_ids, draft_logits [k, vocab_size])`: row j is what draft j was drawn from.
     One pass of the draft model for each draft."""
-    _check_context(context_ids)
+    check_context(context_ids)
     k = num_speculative_tokens
-    _require(k >= 0, "num_speculative_tokens", k, ">= 0")
+    require(k >= 0, "num_speculative_tokens", k, ">= 0")
     if k == 0:  # a pass for nothing but the size of the vocabulary
         return [], draft_model.get_logits(context_ids)[:0]
     drafts: list[int] = []
@@ -164,11 +155,16 @@ def verify_and_sample(
 
     With "rejection", the drafts must have been drawn from `draft_logits` at this `temperature`, or
     the law is wrong; "matching", and any rule at temperature 0, does not look at them."""
-    _check_context(context_ids)
-    _require(rule in VERIFICATION_RULES, "rule", rule, "one of " + ", ".join(VERIFICATION_RULES))
+    check_context(context_ids)
+    require(rule in ("rejection", "matching"), "rule", rule, "one of rejection, matching")
     num_drafts = len(draft_tokens)
     logits = target_model.get_logits([*context_ids, *draft_tokens])[len(context_ids) - 1 :]
-    _check_drafts(draft_tokens, draft_logits, vocab_size=logits.shape[1])
+    vocab_size = logits.shape[1]
+    for token in draft_tokens:
+        require(0 <= token < vocab_size, "a draft token", token, f"in [0, {vocab_size})")
+    if draft_logits is not None:
+        shape, expected = tuple(draft_logits.shape), (num_drafts, vocab_size)
+        require(shape == expected, "the shape of draft_logits", shape, str(expected))
     drafts = torch.tensor(draft_tokens, dtype=torch.int64)
     cu_num_logits = torch.tensor([0, num_drafts + 1])  # a batch of one request
     if rule == "matching" or temperature == 0:
@@ -200,64 +196,15 @@ def speculative_decode_step(
     rule: str = "rejection",
 ) -> tuple[list[int], SpecDecodeStats]:
     """Guess, verify: the next 1 to k + 1 tokens."""
-    drafts, draft_logits = draft_generate(
+    drafts, logits = draft_generate(
         draft_model, context_ids, num_speculative_tokens, temperature, generator
     )
     tokens, num_accepted = verify_and_sample(
-        target_model,
-        context_ids,
-        drafts,
-        temperature,
-        generator,
-        draft_logits=draft_logits,
-        rule=rule,
+        target_model, context_ids, drafts, temperature, generator, draft_logits=logits, rule=rule
     )
     stats = SpecDecodeStats()
     stats.observe(len(drafts), num_accepted)
     return tokens, stats
-
-
-def speculative_generate(
-    target_model: LanguageModel,
-    draft_model: LanguageModel,
-    context_ids: Sequence[int],
-    num_tokens: int,
-    num_speculative_tokens: int = 4,
-    temperature: float = 1.0,
-    generator: torch.Generator | None = None,
-    *,
-    rule: str = "rejection",
-) -> tuple[list[int], SpecDecodeStats]:
-    """The next `num_tokens` tokens. The last step drafts only what it could still emit."""
-    _require(num_tokens >= 0, "num_tokens", num_tokens, ">= 0")
-    tokens: list[int] = []
-    stats = SpecDecodeStats()
-    while len(tokens) < num_tokens:
-        num_drafts = min(num_speculative_tokens, num_tokens - len(tokens) - 1)
-        context = [*context_ids, *tokens]
-        new_tokens, step = speculative_decode_step(
-            target_model, draft_model, context, num_drafts, temperature, generator, rule=rule
-        )
-        tokens += new_tokens
-        stats += step
-    return tokens, stats
-
-
-def plain_generate(
-    model: LanguageModel,
-    context_ids: Sequence[int],
-    num_tokens: int,
-    temperature: float = 1.0,
-    generator: torch.Generator | None = None,
-) -> list[int]:
-    """The same without drafts: one pass, one token."""
-    _check_context(context_ids)
-    _require(num_tokens >= 0, "num_tokens", num_tokens, ">= 0")
-    tokens: list[int] = []
-    while len(tokens) < num_tokens:
-        logits = model.get_logits([*context_ids, *tokens])[-1]
-        tokens.append(sample_token(logits, temperature, generator))
-    return tokens
 
 
 def _sample_rows(
@@ -274,20 +221,5 @@ def _uniform(size: int, generator: torch.Generator | None) -> torch.Tensor:
     return torch.rand(size, dtype=torch.float64, generator=generator)
 
 
-def _check_context(context_ids: Sequence[int]) -> None:
-    _require(len(context_ids) > 0, "context_ids", [], "at least one token, to predict from")
-
-
-def _check_drafts(
-    draft_tokens: Sequence[int], draft_logits: torch.Tensor | None, vocab_size: int
-) -> None:
-    for token_id in draft_tokens:
-        _require(0 <= token_id < vocab_size, "a draft token", token_id, f"in [0, {vocab_size})")
-    if draft_logits is not None:
-        shape, expected = tuple(draft_logits.shape), (len(draft_tokens), vocab_size)
-        _require(shape == expected, "the shape of draft_logits", shape, str(expected))
-
-
-def _require(is_allowed: bool, name: str, value: object, allowed: str) -> None:
-    if not is_allowed:
-        raise ValueError(f"{name} is {value!r}: it must be {allowed}")
+def check_context(context_ids: Sequence[int]) -> None:
+    require(len(context_ids) > 0, "context_ids", [], "at least one token, to predict from")

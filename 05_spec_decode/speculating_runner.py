@@ -7,14 +7,9 @@
 
 What it knows are plans and sampled tokens, as a runner in another process would. A request is
 guessed on if it is behind by nothing but the token that was just sampled. Some have ended with that
-token, and only the scheduler knows: it drops their guesses.
-
-The tokens of this step become known to the scheduler later, and to the runner's copies with the
-next plan. A proposer needs them now, so they are put into the copies at once; the next plan sends
-them again, in place of these.
-
-`DraftLength` says how much to guess. `FixedLength` is a constant; `beyond/adaptive_length.py` finds
-out what pays.
+token, and only the scheduler knows: it drops their guesses. A proposer needs this step's tokens
+now: they go into the runner's copies at once, and the next plan sends them again, in their place.
+How much to guess: `FixedLength` is a constant, `beyond/adaptive_length.py` learns what pays.
 """
 
 from __future__ import annotations
@@ -40,31 +35,22 @@ class DraftLength(Protocol):
     def observe_step(
         self, num_requests: int, num_tokens: int, num_rounds: int, verify_ms: float, draft_ms: float
     ) -> None:
-        """Times of a step in which nobody computed a prompt: a target pass over `num_tokens`, then
-        `num_rounds` of guessing, each for `num_requests`. With 0 rounds, `draft_ms` says nothing:
-        nobody guessed, or a draft model caught up with what it had missed."""
+        """Times of a step without prompts: a target pass over `num_tokens`, then `num_rounds` of
+        guessing, each for `num_requests`. With 0 rounds, `draft_ms` says nothing: nobody guessed,
+        or a draft model caught up with what it had missed."""
 
     def forget(self, request_id: str) -> None:
         """The request has ended. Unknown ids are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
-class FixedLength:
+class FixedLength(DraftLength):
+    """Learns nothing from what it is told."""
+
     num_spec_tokens: int
 
     def choose(self, request_ids: Sequence[str]) -> list[int]:
         return [self.num_spec_tokens] * len(request_ids)
-
-    def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
-        pass
-
-    def observe_step(
-        self, num_requests: int, num_tokens: int, num_rounds: int, verify_ms: float, draft_ms: float
-    ) -> None:
-        pass
-
-    def forget(self, request_id: str) -> None:
-        pass
 
 
 class SpeculatingRunner:
@@ -102,11 +88,8 @@ class SpeculatingRunner:
 
     def _judge(self, plan: SchedulerOutput, output: StepOutput) -> list[FollowedRequest]:
         """Count what came of the drafts. Returns who may go on, with the tokens of this step."""
-        cached = plan.scheduled_cached_reqs
-        starts = {new.req_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
-        starts |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         followed = []
-        for req_id, start in starts.items():
+        for req_id, start in plan.starts().items():
             request, tokens = self.state.requests[req_id], output.token_ids.get(req_id, [])
             num_computed_tokens = start + plan.num_scheduled_tokens[req_id]
             if tokens:

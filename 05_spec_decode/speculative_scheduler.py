@@ -1,7 +1,5 @@
-"""What guesses ask of a scheduler: to be planned like tokens that are known, and taken back.
-
-All that the scheduler knows of speculation are a few tokens for each request that may follow its
-last one. They can be trimmed or dropped at any time:
+"""What guesses ask of a scheduler: to be planned like known tokens, and taken back. They are a few
+tokens that may follow a request's last one, and can be trimmed or dropped at any time:
 
     planned      after everybody has a token, and a block of a prompt that waits: then guesses
     memory       nobody is preempted to make room for a guess (a guess that found room may leave
@@ -9,8 +7,8 @@ last one. They can be trimmed or dropped at any time:
     verified     the runner says how many came true; the KV of the others is taken back
     preempted, finished, passed over with others' budget: its guesses are forgotten or wait
 
-Chapter 4's scheduler is unchanged below: this class adds its guesses where it counts tokens, asks
-for room, makes the message and takes what came of it.
+Chapter 4's scheduler is unchanged below: guesses are added where it counts tokens, asks for room,
+makes the message and takes what came of it.
 
 Invariants: no guess is in a request's tokens before it is verified, so none is ever published to a
 prefix cache; a request never guesses beyond its `max_tokens`."""
@@ -51,8 +49,7 @@ class DraftBooks(SchedulerBase):
         return super().num_behind(request) + len(self.drafts.get(request.request_id, ()))
 
     def num_lookahead(self, request: Request, end: int) -> int:
-        """Slots behind position `end` in which a proposer may write, as far as there can be
-        tokens."""
+        """Slots behind position `end` in which a proposer may write, if there can be tokens."""
         return max(0, min(self.num_lookahead_tokens, request.max_num_tokens - 1 - end))
 
     def preempt(self, request: Request) -> None:

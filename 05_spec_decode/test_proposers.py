@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from input_batch import RunnerRequest
+from ngram_index import BulkNgramProposer
 from proposers import FollowedRequest, NgramProposer
 from request import Request
 
@@ -183,7 +184,7 @@ tokens_of_few_kinds = st.integers(1, 4).flatmap(
     num_drafts=st.integers(0, 7),
     min_ngram=st.integers(1, 3),
     num_more=st.integers(0, 3),
-    bulk_size=st.sampled_from([2, 4, 256]),
+    bulk_size=st.sampled_from([None, 2, 4, 256]),
 )
 def test_it_finds_what_a_search_through_everything_finds(
     prompts, num_spec_tokens, num_drafts, min_ngram, num_more, bulk_size
@@ -191,7 +192,9 @@ def test_it_finds_what_a_search_through_everything_finds(
     """Step by step, each with 1 to 5 tokens more, several requests in turn; what they begin with is
     indexed in bulk or not."""
     sizes = (min_ngram + num_more, min_ngram)
-    proposer = NgramProposer(num_spec_tokens, *sizes, bulk_size)
+    proposer = NgramProposer(num_spec_tokens, *sizes)
+    if bulk_size is not None:
+        proposer = BulkNgramProposer(num_spec_tokens, *sizes, bulk_size)
     requests = [make_request(steps[0], f"r{i}") for i, steps in enumerate(prompts)]
     for step in range(max(len(steps) for steps in prompts)):
         for request, steps in zip(requests, prompts):
@@ -246,4 +249,4 @@ def test_a_step_indexes_new_tokens_only(num_old):
 )
 def test_options_that_make_no_sense_are_named(options, name):
     with pytest.raises(ValueError, match=f"^{name} is "):
-        NgramProposer(**options)
+        BulkNgramProposer(**options)

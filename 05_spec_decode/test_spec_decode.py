@@ -16,25 +16,24 @@ from scipy.stats import binomtest, chisquare
 
 import rejection_sampler
 import spec_decode
-from acceptance import (
+from acceptance import SpecDecodeStats
+from bounded_loops import as_long_as
+from draft_acceptance import (
     RULES,
-    SpecDecodeStats,
     acceptance_probability,
     expected_speedup,
     expected_tokens_per_pass,
 )
-from bounded_loops import as_long_as
 from inverse_cdf import draw
 from spec_decode import (
     SimpleLM,
     draft_generate,
-    plain_generate,
     sample_token,
     speculative_decode_step,
-    speculative_generate,
     token_probs,
     verify_and_sample,
 )
+from toy_generation import plain_generate, speculative_generate
 
 TINY_P_VALUE = 1e-6
 CONTEXT = [1, 0, 2]

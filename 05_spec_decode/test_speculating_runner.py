@@ -11,16 +11,12 @@ import pytest
 import torch
 
 from adaptive_length import AdaptiveLength
-from block_pool import BlockPool
-from cached_kv_cache_manager import CachedKVCacheManager
 from draft_model_proposer import DraftModelProposer
 from fake_model import FakeModelRunner, continuation
 from input_batch import RunnerRequest, RunnerState
-from kv_memory import KVMemory, SharingRunnerState, UncachedKVCacheManager
+from kv_memory import KVMemory, SharingRunnerState
 from paged_attention import PagedKVCache
-from prefix_cache_local import PrefixCacheLocal
 from proposers import FollowedRequest, NgramProposer, Proposer
-from radix_cache import RadixCache
 from request import Request, SamplingParams
 from scheduler_interface import (
     CachedRequestData,
@@ -33,6 +29,7 @@ from speculating_runner import DraftLength, FixedLength, SpeculatingRunner
 from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
 from speculative_scheduler import SpeculativeScheduler
 from step_record import RecordingEngineCore
+from test_scheduler_runs import make_memory
 
 VOCAB = 6  # few tokens, so that guesses come true by chance too
 K = 3
@@ -381,17 +378,6 @@ PROPOSERS: dict[str, Callable[[KVMemory, SharingRunnerState], Proposer]] = {
         lambda request, num: [-1, VOCAB, 10**9][:num]
     ),
 }
-
-
-def make_memory(cache: str | None, num_blocks: int, block_size: int) -> KVMemory:
-    pool = BlockPool(num_blocks + 1)
-    if cache is None:
-        return UncachedKVCacheManager(pool, block_size)
-    if cache == "radix":
-        return CachedKVCacheManager(pool, block_size, RadixCache(pool=pool, page_size=block_size))
-    return CachedKVCacheManager(
-        pool, block_size, PrefixCacheLocal(pool=pool, block_size=block_size)
-    )
 
 
 class Engine:

@@ -18,7 +18,6 @@ from block_pool import BlockPool
 from bounded_loops import as_long_as
 from fake_model import FakeModelRunner, continuation
 from kv_memory import UncachedKVCacheManager
-from policies import POLICIES
 from request import Request
 from scheduler_interface import FinishedStep, SchedulerOutput
 from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
@@ -119,13 +118,19 @@ def test_drafts_are_planned_trimmed_and_taken_back(kind):
     assert stats.total_scheduled_tokens == num_tokens + stats.total_rejected_drafts
 
 
-def test_drafts_of_a_request_that_is_skipped_never_enter_the_model():
-    """Trap 40."""
+def two_of_three_guess(budget: int) -> Loop:
+    """a has three guesses, b two, c none; and from here on a step has this budget."""
     loop = Loop(20)
     for name in "abc":
         loop.add(name, 1, 12)
     loop.step({"a": [0, 0, 0], "b": [0, 0]})
-    loop.scheduler.max_num_batched_tokens = 1
+    loop.scheduler.max_num_batched_tokens = budget
+    return loop
+
+
+def test_drafts_of_a_request_that_is_skipped_never_enter_the_model():
+    """Trap 40."""
+    loop = two_of_three_guess(budget=1)
     assert planned(loop.step()) == {"a": 1}, "the budget is gone"
     assert loop.scheduler.drafts == {"b": [0, 0]}, "kept for the step that plans it"
     loop.scheduler.max_num_batched_tokens = 10
@@ -133,11 +138,7 @@ def test_drafts_of_a_request_that_is_skipped_never_enter_the_model():
 
 
 def test_everybody_gets_a_token_before_anybody_gets_a_guess_verified():
-    loop = Loop(20)
-    for name in "abc":
-        loop.add(name, 1, 12)
-    loop.step({"a": [0, 0, 0], "b": [0, 0]})
-    loop.scheduler.max_num_batched_tokens = 5
+    loop = two_of_three_guess(budget=5)
     assert planned(loop.step({"a": [0, 0, 0], "c": [0, 0, 0]})) == {"a": 3, "b": 1, "c": 1}
     assert planned(loop.step()) == {"a": 3, "b": 1, "c": 1}
 
@@ -360,20 +361,15 @@ def test_a_random_run_says_what_one_without_guesses_says(seed, cache, kind):
 class GuessingMachine(runs.SchedulerMachine):
     """Any order of calls; after each, everything that must hold."""
 
+    kind = World
+
     @initialize(
-        cache=st.sampled_from(runs.CACHES),
+        **runs.SMALL_WORLDS,
         kind=st.sampled_from(SCHEDULERS),
-        policy=st.sampled_from(sorted(POLICIES)),
-        block_size=st.sampled_from([1, 2, 3]),
-        num_blocks=st.integers(5, 14),
-        max_num_seqs=st.integers(1, 4),
-        max_preemptions=st.integers(1, 3),
         num_lookahead_tokens=st.integers(0, 3),
     )
-    def start(self, cache, kind, block_size, num_blocks, **options):
-        memory = runs.make_memory(cache, num_blocks, block_size)
-        self.world = World(memory, kind, max_num_batched_tokens=12, **options)
-        self.num_requests = 0
+    def start(self, **options):
+        super().start(**options)
         self.guesses: Guesses = {}
 
     @precondition(lambda self: self.world.pending is not None)

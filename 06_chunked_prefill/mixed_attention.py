@@ -28,15 +28,25 @@ vLLM's FlashInfer and MLA backends treat the two sides with two kernels, in the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
-from attention_plan import AttentionPlan, group_short_queries, max_group_slots
+from attention_plan import max_group_slots
 from mixed_batch import MixedMetadata
-from paged_attention import AttentionMetadata, write_kv
+from paged_attention import (
+    AttentionMetadata,
+    Gather,
+    LongQuery,
+    PagedPlan,
+    TorchAttentionBackend,
+    paged_attention,
+    repeat_for,
+)
 
 KEY_TILE = 4096  # keys of the history that are gathered at a time
 QUERY_TILE = 1024  # queries that are attended at a time, and keys of the diagonal
@@ -45,179 +55,85 @@ QUERY_TILE = 1024  # queries that are attended at a time, and keys of the diagon
 FUSED_ATTENTION = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
-@dataclass(frozen=True, slots=True)
-class KeySpan:
-    """Keys `[start, stop)` of a sequence, and which of its query tokens see them."""
+class MixedPlan(PagedPlan):
+    """Chapter 2's groups of short queries, and long ones (decodes of very many keys too) span by
+    span of their keys."""
 
-    block_ids: torch.Tensor  # [blocks that the span touches] int
-    offset: int  # of its first key in the first block
-    num_keys: int
-    query_tiles: list[slice]  # that see any of it
-    is_diagonal: bool  # the first of these tiles sees it causally, the others all of it
+    def lengths(
+        self, metadata: AttentionMetadata, key_cache: Tensor
+    ) -> tuple[Sequence[int], Sequence[int], list[bool]]:
+        """Plain metadata is read from the device."""
+        if isinstance(metadata, MixedMetadata):
+            num_seqs = len(metadata.seq_lens)
+            starts, seq_lens = metadata.query_starts, metadata.host_seq_lens
+            if (len(starts), len(seq_lens)) != (num_seqs + 1, num_seqs):
+                raise ValueError(
+                    f"seq_lens has {num_seqs} sequences, host_seq_lens {len(seq_lens)} and "
+                    f"query_starts {len(starts)} borders: they contradict each other"
+                )
+            is_short = [row < metadata.num_short for row in range(num_seqs)]
+        else:
+            starts, seq_lens, _ = super().lengths(metadata, key_cache)
+            is_short = [stop - start == 1 for start, stop in pairwise(starts)]
+        most = max_group_slots(key_cache)
+        is_short = [short and n <= most for short, n in zip(is_short, seq_lens, strict=True)]
+        return starts, seq_lens, is_short
 
-
-@dataclass(frozen=True, slots=True)
-class SpannedChunk:
-    """A sequence whose queries are rows `[start, stop)`; not only chunks, long decodes too."""
-
-    start: int
-    stop: int
-    spans: list[KeySpan]
-
-
-class MixedPlan(AttentionPlan):
-    """Chapter 2's groups of short queries, and spans of keys for the others."""
-
-    def __init__(
-        self, metadata: AttentionMetadata, query: torch.Tensor, key_cache: torch.Tensor
-    ) -> None:
-        block_size, tables = key_cache.shape[1], metadata.block_tables
-        starts, seq_lens, is_short = _host_view(metadata)
-        max_slots = max_group_slots(key_cache)
-        is_short = [short and n <= max_slots for short, n in zip(is_short, seq_lens, strict=True)]
-        groups, rows = group_short_queries(starts, seq_lens, is_short, tables, query, key_cache)
-        self.chunks: list[SpannedChunk] = []
-        for row in rows:
-            start, stop = starts[row], starts[row + 1]
-            spans = list(_spans(tables[row], stop - start, seq_lens[row], block_size))
-            self.chunks.append(SpannedChunk(start, stop, spans))
-        block_ids = (span.block_ids for chunk in self.chunks for span in chunk.spans)
-        super().__init__(groups, block_ids, query, key_cache)
-
-
-def mixed_attention(
-    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-    key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
-    value_cache: torch.Tensor,  # the same
-    metadata: AttentionMetadata,
-    scale: float,
-) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
-    """What `paged_attention` computes, of which this is a faster form for mixed batches.
-
-    Raises `ValueError` if the metadata contradicts itself.
-    """
-    plan = metadata.plan
-    if not isinstance(plan, MixedPlan) or not plan.fits(query, key_cache):
-        plan = metadata.plan = MixedPlan(metadata, query, key_cache)
-    output = torch.zeros_like(query)
-    plan.attend_groups(output, query, key_cache, value_cache, scale)
-    for chunk in plan.chunks:
-        rows = slice(chunk.start, chunk.stop)
-        _attend_spans(output[rows], query[rows], key_cache, value_cache, chunk, plan, scale)
-    return output
+    def attend_long(self, query: Tensor, long: LongQuery, gather: Gather, scale: float) -> Tensor:
+        query = query.to(torch.promote_types(query.dtype, torch.float32))
+        history, size = long.seq_len - long.query_len, self.key_buffer.shape[1]
+        own = range(history, long.seq_len, QUERY_TILE)
+        parts: dict[int, Partial] = {}  # of each tile of queries, by its first
+        for start, stop in pairwise([*range(0, history, KEY_TILE), *own, long.seq_len]):
+            block = start // size
+            gathered = gather(long.block_ids[block : -(-stop // size)])
+            span = slice(start - block * size, stop - block * size)
+            keys, values = (repeat_for(query, t[span].to(query.dtype)) for t in gathered)
+            first_tile = max(0, start - history)  # those in front of it do not see the span
+            for first in range(first_tile, long.query_len, QUERY_TILE):
+                tile, is_causal = query[:, :, first : first + QUERY_TILE], start == history + first
+                part = _attend_tile(tile, keys, values, scale, is_causal)
+                if first in parts:
+                    parts[first].merge(part)
+                else:
+                    parts[first] = part
+        outputs = [part.output for part in parts.values()]  # every tile sees the first span
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-class MixedAttentionBackend:
+# What `paged_attention` computes: a faster form of it for mixed batches.
+mixed_attention = partial(paged_attention, plan_type=MixedPlan)
+
+
+class MixedAttentionBackend(TorchAttentionBackend):
     """An `AttentionBackend` in PyTorch, for any device."""
 
-    write_kv = staticmethod(write_kv)
     attend = staticmethod(mixed_attention)
-
-
-# -- planning a step, on the host
-
-
-def _host_view(metadata: AttentionMetadata) -> tuple[list[int], list[int], list[bool]]:
-    """query_start_loc, seq_lens and who is short. Plain metadata is read from the device."""
-    num_seqs = len(metadata.seq_lens)
-    if not isinstance(metadata, MixedMetadata):
-        starts = metadata.query_start_loc.tolist()
-        is_short = [stop - start == 1 for start, stop in pairwise(starts)]
-        return starts, metadata.seq_lens.tolist(), is_short
-    starts, seq_lens = list(metadata.query_starts), list(metadata.host_seq_lens)
-    if (len(starts), len(seq_lens)) != (num_seqs + 1, num_seqs):
-        raise ValueError(
-            f"seq_lens has {num_seqs} sequences, host_seq_lens {len(seq_lens)} and query_starts "
-            f"{len(starts)} borders: they contradict each other"
-        )
-    return starts, seq_lens, [row < metadata.num_short for row in range(num_seqs)]
-
-
-def _spans(
-    block_ids: torch.Tensor, query_len: int, seq_len: int, block_size: int
-) -> Iterator[KeySpan]:
-    """The history in spans of `KEY_TILE`, then the query's own keys in spans of `QUERY_TILE`."""
-    history = seq_len - query_len
-    borders = [*range(0, history, KEY_TILE), *range(history, seq_len, QUERY_TILE), seq_len]
-    tiles = [slice(i, min(i + QUERY_TILE, query_len)) for i in range(0, query_len, QUERY_TILE)]
-    for start, stop in pairwise(borders):
-        yield KeySpan(
-            block_ids=block_ids[start // block_size : -(-stop // block_size)],
-            offset=start % block_size,
-            num_keys=stop - start,
-            query_tiles=[tile for tile in tiles if history + tile.stop > start],
-            is_diagonal=start >= history,
-        )
-
-
-# -- attention over spans of keys
-
-
-def _attend_spans(
-    output: torch.Tensor,  # [query_len, num_heads, head_dim], written
-    query: torch.Tensor,  # the same
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    chunk: SpannedChunk,
-    plan: MixedPlan,
-    scale: float,
-) -> None:
-    query_len, _, head_dim = query.shape
-    wide = torch.promote_types(query.dtype, torch.float32)
-    # [query_len, num_kv_heads, heads that share keys, head_dim]
-    output = output.view(query_len, key_cache.shape[2], -1, head_dim)
-    query = query.view(output.shape).to(wide)
-    result = None
-    for span in chunk.spans:
-        keys, values = plan.gather(key_cache, value_cache, span.block_ids)
-        own = slice(span.offset, span.offset + span.num_keys)
-        keys, values = keys[own].to(wide), values[own].to(wide)
-        for i, tile in enumerate(span.query_tiles):
-            is_causal = span.is_diagonal and i == 0
-            part = _attend_tile(query[tile], keys, values, scale, is_causal)
-            if result is not None:
-                result.merge(tile, part)
-            elif len(part.output) == query_len:
-                result = part
-            else:
-                result = Partial.of_nothing(query)
-                result.merge(tile, part)
-    assert result is not None, "a chunk attends to itself at least"
-    output.copy_(result.output)
 
 
 @dataclass(slots=True, eq=False)
 class Partial:
-    """Attention to some of the keys, in float32 or float64."""
+    """Attention of a tile of queries to some of its keys, in float32 or float64."""
 
-    output: torch.Tensor  # [query_len, num_kv_heads, heads that share keys, head_dim]
-    lse: torch.Tensor  # [query_len, num_kv_heads, the same, 1], log of the sum of exp(score)
+    output: Tensor  # [num_kv_heads, heads that share keys, query_len, head_dim]
+    lse: Tensor  # [num_kv_heads, heads that share keys, query_len, 1], log of the sum of exp(score)
 
-    @classmethod
-    def of_nothing(cls, query: torch.Tensor) -> Partial:
-        return cls(torch.zeros_like(query), query.new_full((*query.shape[:-1], 1), -math.inf))
-
-    def merge(self, tile: slice, other: Partial) -> None:
-        """Put the keys of `other` to those that a tile of queries has seen so far.
+    def merge(self, other: Partial) -> None:
+        """Take in other keys of the same queries.
 
         Each side weighs exp(its lse); its share of both is a sigmoid of the difference.
         """
-        output, lse = self.output[tile], self.lse[tile]
-        output.lerp_(other.output, torch.sigmoid(other.lse - lse))
-        torch.logaddexp(lse, other.lse, out=lse)
+        self.output.lerp_(other.output, torch.sigmoid(other.lse - self.lse))
+        torch.logaddexp(self.lse, other.lse, out=self.lse)
 
 
 def _attend_tile(
-    query: torch.Tensor,  # [query_len, num_kv_heads, heads that share keys, head_dim]
-    keys: torch.Tensor,  # [num_keys, num_kv_heads, head_dim]
-    values: torch.Tensor,  # the same
+    query: Tensor,  # [num_kv_heads, heads that share keys, query_len, head_dim]
+    keys: Tensor,  # [num_kv_heads, heads that share keys, num_keys, head_dim]
+    values: Tensor,  # the same
     scale: float,
     is_causal: bool,  # query token i sees keys 0 to i; there are as many of both
 ) -> Partial:
-    query = query.permute(1, 2, 0, 3)
-    keys = keys.transpose(0, 1)[:, None].expand(-1, query.shape[1], -1, -1)
-    values = values.transpose(0, 1)[:, None].expand(-1, query.shape[1], -1, -1)
-    # [num_kv_heads, heads that share keys, query_len or num_keys, head_dim]
     if FUSED_ATTENTION is not None and query.device.type == "cpu":
         output, lse = FUSED_ATTENTION(query, keys, values, 0.0, is_causal, scale=scale)
     else:
@@ -227,4 +143,4 @@ def _attend_tile(
             scores.masked_fill_(hidden, -math.inf)
         lse = scores.logsumexp(-1)
         output = scores.sub_(lse[..., None]).exp_() @ values
-    return Partial(output.permute(2, 0, 1, 3), lse.permute(2, 0, 1)[..., None])
+    return Partial(output, lse[..., None])

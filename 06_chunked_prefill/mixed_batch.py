@@ -8,12 +8,10 @@ The requests of a step lie end to end, those with few tokens first:
     logit rows          x   x   x x x               .               x
 
 Decodes (and the guesses behind them, chapter 5) are short queries against long histories: many of
-them are attended together, and each reads its own keys once for hardly any arithmetic. Chunks are
-long queries: one is enough to keep the hardware busy. With the short ones in front the border is
-one number, and an attention kernel can treat the two sides differently without sorting anything.
+them are attended together. Chunks are long queries: one keeps the hardware busy. With the short
+ones in front the border is one number, and attention can treat the two sides differently.
 
-A request yields logits only in the step that computes the last token it has: E's prompt goes on, so
-its last row is not a prediction of anything that is unknown, and nothing may be sampled there.
+E's prompt goes on, so its last row predicts a token that the prompt already has: no logits.
 
 Invariants: every query token of every request occurs once, at its own position; the order is a
 matter of speed only and no token depends on it.

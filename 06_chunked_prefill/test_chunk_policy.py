@@ -18,13 +18,13 @@ from cached_kv_cache_manager import CachedKVCacheManager
 from chunk_policy import ChunkedPrefill
 from fake_model import FakeModelRunner, continuation
 from kv_memory import KVMemory, UncachedKVCacheManager
-from policies import POLICIES
 from prefill_first_scheduler import PrefillFirstScheduler
 from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
 from request import Request, RequestStatus
 from scheduler import Scheduler
 from scheduler_interface import StepOutput
+from sglang_policies import POLICIES, policy_over
 from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
 from speculative_scheduler import SpeculativeScheduler
 from step_cost import count_work
@@ -366,6 +366,7 @@ def test_random_runs_change_no_token(maker, cache, kind):
             options["mixing"] = rng.random() < 0.5
         largest = -(-40 // block_size)
         memory = make_memory(cache, largest + rng.choice([0, 1, largest]), block_size)
+        options["policy"] = policy_over(memory, options["policy"])
         run = Run(kind(kv_memory=memory, **options))
         waiting = [make_request(str(i), rng.randint(1, 32), rng.randint(1, 8)) for i in range(7)]
         for _ in range(6000):

@@ -137,13 +137,13 @@ def test_mixed_metadata_is_attended_without_asking_the_device(decode_threshold, 
 def test_many_short_queries_are_attended_together(monkeypatch):
     """Up to the threshold in groups, whatever comes behind it alone."""
     groups = []
-    real = attention_plan.attend_group
+    real = attention_plan.DecodeGroup.attend
 
-    def spy(query, keys, values, group, scale):
+    def spy(group, query, keys, values, scale):
         groups.append(group.num_seqs)
-        return real(query, keys, values, group, scale)
+        return real(group, query, keys, values, scale)
 
-    monkeypatch.setattr(attention_plan, "attend_group", spy)
+    monkeypatch.setattr(attention_plan.DecodeGroup, "attend", spy)
     case = make_case([(1, 40), (3, 41), (1, 42), (2, 43), (5, 44), (1, 45)], 16)
     output = attend(case)
     assert groups == [3], "plain metadata: decodes are those of one token, wherever they stand"
@@ -221,7 +221,9 @@ def test_decodes_longer_than_a_group_may_be_are_split_over_their_keys(budget, mo
     slot_bytes = case.key_cache[0, 0].nbytes
     for group in metadata.plan.groups:
         assert group.num_seqs * group.num_keys * slot_bytes <= budget, "a group keeps its budget"
-    assert len(metadata.plan.chunks) == sum(n * slot_bytes > budget for n in map(len, case.keys))
+    assert len(metadata.plan.long_queries) == sum(
+        n * slot_bytes > budget for n in map(len, case.keys)
+    )
 
 
 def test_each_key_is_gathered_once_in_tiles_and_only_for_queries_that_see_it(monkeypatch):
@@ -230,7 +232,7 @@ def test_each_key_is_gathered_once_in_tiles_and_only_for_queries_that_see_it(mon
     real_tile, real_gather = module._attend_tile, module.MixedPlan.gather
 
     def tile_spy(query, keys, values, scale, is_causal):
-        attended.append((len(query), len(keys), is_causal))
+        attended.append((query.shape[2], keys.shape[2], is_causal))
         return real_tile(query, keys, values, scale, is_causal)
 
     def gather_spy(plan, key_cache, value_cache, block_ids):

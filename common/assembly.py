@@ -30,23 +30,22 @@ import torch
 
 from batch_layout import compose_in_order
 from block_pool import BlockPool
-from common.engine_config import EngineConfig
+from common.engine_config import EngineConfig, SpeculativeConfig
 from common.kv_sizing import allocate_kv_cache, make_kv_cache
 from common.loader import LoadedModel
-from common.runner.model_runner import BatchSampler, Compose, PagedModelRunner
+from common.runner.model_runner import Compose, PagedModelRunner
 from common.sampling.sampler import Sampler
 from kv_memory import KVMemory, SharingRunnerState, UncachedKVCacheManager
 from paged_attention import AttentionBackend, PagedKVCache, TorchAttentionBackend
-from scheduler_interface import ModelRunner, SchedulerInterface
+from scheduler_interface import SchedulerInterface
 from step_record import Observer, RecordingEngineCore, StepRecord
 
 if TYPE_CHECKING:
     from cached_kv_cache_manager import CachedKVCacheManager
     from kv_connector import KVConnector
+    from policies import SchedulePolicy
     from prefix_cache import CacheListener
-    from prefix_cache_local import PrefixCacheLocal
     from proposers import Proposer
-    from radix_cache import RadixCache
     from speculating_runner import SpeculatingRunner
     from whole_prompts import ChunkPolicy
 
@@ -85,9 +84,13 @@ def assemble(
 ) -> EngineParts:
     """Choose and connect the parts. Raises `ValueError` if the model or the memory does not allow
     it."""
-    device, longest = loaded.model.embed_weight.device, loaded.config.max_position_embeddings
-    max_model_len = resolve_max_model_len(config, longest)
-    attention = make_attention(config, device)
+    longest = loaded.config.max_position_embeddings
+    max_model_len = config.max_model_len or longest
+    if max_model_len > longest:
+        raise ValueError(
+            f"max_model_len is {max_model_len}: the model was made for at most {longest}"
+        )
+    attention = make_attention(config, loaded.model.embed_weight.device)
     if config.pack_weights:
         for part in (loaded,) if draft is None else (loaded, draft):
             if (reason := part.model.pack_weights()) is not None:
@@ -100,43 +103,30 @@ def assemble(
     chunk_policy = make_chunk_policy(config)
 
     state = SharingRunnerState(config.max_num_seqs, -(-max_model_len // config.block_size))
-    sampler: BatchSampler = Sampler(vocab_size)
-    proposer = make_proposer(config, loaded, draft, kv_cache, attention.backend, state, vocab_size)
-    if proposer is not None:
-        sampler = make_speculative_sampler(vocab_size, proposer, attention.is_triton)
-    runner: ModelRunner = PagedModelRunner(
+    runner = PagedModelRunner(
         loaded.model,
         kv_cache,
         attention.backend,
         state,
-        sampler,
+        Sampler(vocab_size),
         compose=attention.compose,
         eos_token_ids=loaded.generation_eos_token_ids,
         shuffle_seed=config.seed if config.shuffle_batch else None,
     )
-    speculation = None
-    if proposer is not None:
-        speculation = make_speculating_runner(config, runner, proposer, state, num_wanted)
-        runner = speculation
-    num_lookahead_tokens = None if proposer is None else proposer.num_lookahead_tokens
+    speculation = num_lookahead_tokens = None
+    if config.speculation is not None:
+        speculation = make_speculation(
+            config, loaded, draft, runner, vocab_size, attention.is_triton, num_wanted
+        )
+        num_lookahead_tokens = speculation.proposer.num_lookahead_tokens
     scheduler = make_scheduler(config, max_model_len, kv_memory, chunk_policy, num_lookahead_tokens)
     observers = [*observers]
     if config.target_step_ms is not None:
         observers.insert(0, partial(tell_durations, chunk_policy))
     if connector is not None:
         observers.insert(0, partial(wait_for_loads, kv_memory))
-    core = RecordingEngineCore(scheduler, runner, observers)
+    core = RecordingEngineCore(scheduler, speculation or runner, observers)
     return EngineParts(core, kv_memory, kv_cache, max_model_len, vocab_size, connector, speculation)
-
-
-def resolve_max_model_len(config: EngineConfig, longest: int) -> int:
-    """The configured limit, or the model's own. Raises `ValueError` if it asks for more than
-    that."""
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ValueError(
-            f"max_model_len is {config.max_model_len}: the model was made for at most {longest}"
-        )
-    return config.max_model_len or longest
 
 
 # -- who computes what
@@ -156,7 +146,7 @@ def make_scheduler(
 
         return CachingFCFSScheduler(kv_memory, *limits, max_model_len)
     options: dict[str, Any] = {
-        "policy": config.policy,
+        "policy": make_policy(config, kv_memory),
         "max_model_len": max_model_len,
         "kv_memory": kv_memory,
         "chunk_policy": chunk_policy,
@@ -171,20 +161,27 @@ def make_scheduler(
         options["chunked_prefill_size"] = size if config.cuts_prompts else None
         options["mixing"] = config.mixing
         if num_lookahead_tokens is None:
-            from prefill_first_scheduler import PrefillFirstScheduler
+            from prefill_first_scheduler import PrefillFirstScheduler as Chosen
+        else:
+            from speculative_prefill_first_scheduler import (
+                SpeculativePrefillFirstScheduler as Chosen,
+            )
+    else:
+        options["watermark"] = config.watermark
+        if num_lookahead_tokens is None:
+            from scheduler import Scheduler as Chosen
+        else:
+            from speculative_scheduler import SpeculativeScheduler as Chosen
+    return Chosen(*limits, **options)
 
-            return PrefillFirstScheduler(*limits, **options)
-        from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
 
-        return SpeculativePrefillFirstScheduler(*limits, **options)
-    options["watermark"] = config.watermark
-    if num_lookahead_tokens is None:
-        from scheduler import Scheduler
+def make_policy(config: EngineConfig, kv_memory: KVMemory) -> str | SchedulePolicy:
+    """Chapter 4's root knows its own two by name."""
+    if config.policy in ("fcfs", "priority"):
+        return config.policy
+    from sglang_policies import policy_over
 
-        return Scheduler(*limits, **options)
-    from speculative_scheduler import SpeculativeScheduler
-
-    return SpeculativeScheduler(*limits, **options)
+    return policy_over(kv_memory, config.policy, config.seed)
 
 
 def make_chunk_policy(config: EngineConfig) -> ChunkPolicy | None:
@@ -221,7 +218,14 @@ def make_kv_memory(
     pool, block_size = BlockPool(num_blocks), config.block_size
     if config.prefix_cache is None:
         return UncachedKVCacheManager(pool, block_size)
-    cache = make_prefix_cache(config, pool, listener)
+    if config.prefix_cache == "hash":
+        from prefix_cache_local import PrefixCacheLocal
+
+        cache = PrefixCacheLocal(pool=pool, block_size=block_size, listener=listener)
+    else:
+        from radix_cache import RadixCache
+
+        cache = RadixCache(page_size=block_size, pool=pool, listener=listener)
     if connector is None:
         from cached_kv_cache_manager import CachedKVCacheManager
 
@@ -229,18 +233,6 @@ def make_kv_memory(
     from loading_kv_cache_manager import LoadingKVCacheManager
 
     return LoadingKVCacheManager(pool, block_size, cache, connector)
-
-
-def make_prefix_cache(
-    config: EngineConfig, pool: BlockPool, listener: CacheListener | None
-) -> PrefixCacheLocal | RadixCache:
-    if config.prefix_cache == "hash":
-        from prefix_cache_local import PrefixCacheLocal
-
-        return PrefixCacheLocal(pool=pool, block_size=config.block_size, listener=listener)
-    from radix_cache import RadixCache
-
-    return RadixCache(page_size=config.block_size, pool=pool, listener=listener)
 
 
 def make_connector(
@@ -289,55 +281,78 @@ def make_attention(config: EngineConfig, device: torch.device) -> Attention:
 
     Raises `RuntimeError` if Triton is asked for by name and can not run here.
     """
-    name, compose = config.attention_backend, compose_in_order
-    if config.cuts_prompts:
+    name, is_mixed, compose = config.attention_backend, config.cuts_prompts, compose_in_order
+    if is_mixed:
         from mixed_batch import compose as compose_mixed
 
         compose = partial(compose_mixed, decode_threshold=config.num_rows_per_request)
     if name == "triton" or (name == "auto" and device.type == "cuda"):
+        if is_mixed:
+            from mixed_attention_triton import MixedTritonAttentionBackend as Kernels
+        else:
+            from paged_attention_triton import TritonAttentionBackend as Kernels
         try:
-            return Attention(make_triton_backend(config.cuts_prompts), compose, is_triton=True)
+            return Attention(Kernels(), compose, is_triton=True)
         except RuntimeError as error:
             if name == "triton":
                 raise
             logger.warning("attention falls back from Triton to PyTorch: %s", error)
-    if not config.cuts_prompts:
+    if not is_mixed:
         return Attention(TorchAttentionBackend(), compose, is_triton=False)
     from mixed_attention import MixedAttentionBackend
 
     return Attention(MixedAttentionBackend(), compose, is_triton=False)
 
 
-def make_triton_backend(is_mixed: bool) -> AttentionBackend:
-    if is_mixed:
-        from mixed_attention_triton import MixedTritonAttentionBackend
-
-        return MixedTritonAttentionBackend()
-    from paged_attention_triton import TritonAttentionBackend
-
-    return TritonAttentionBackend()
-
-
 # -- guesses
+
+
+def make_speculation(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    draft: LoadedModel | None,
+    runner: PagedModelRunner,
+    vocab_size: int,
+    is_triton: bool,
+    num_wanted: Callable[[str, list[int]], int],
+) -> SpeculatingRunner:
+    """A runner that guesses around `runner`, which gets a sampler that verifies: with kernels where
+    attention is one."""
+    from common.runner.trimming_runner import TrimmingRunner
+    from common.sampling.speculative_sampler import SpeculativeSampler
+    from speculating_runner import FixedLength, SpeculatingRunner
+
+    how = config.speculation
+    assert how is not None
+    proposer = make_proposer(config, how, loaded, draft, runner, vocab_size)
+    rules: dict[str, Any] = {}
+    if is_triton:
+        import rejection_sampler_triton as kernels
+
+        rules["reject"] = kernels.rejection_sample_triton
+        rules["match"] = kernels.rejection_sampling_batched_triton
+    runner.sampler = SpeculativeSampler(Sampler(vocab_size), proposer.draft_probs, **rules)
+    length = FixedLength(how.num_spec_tokens)
+    if how.adaptive:
+        from adaptive_length import AdaptiveLength
+
+        length = AdaptiveLength(how.num_spec_tokens)
+    return SpeculatingRunner(TrimmingRunner(runner, num_wanted), proposer, length, runner.state)
 
 
 def make_proposer(
     config: EngineConfig,
+    how: SpeculativeConfig,
     loaded: LoadedModel,
     draft: LoadedModel | None,
-    kv_cache: PagedKVCache,
-    backend: AttentionBackend,
-    state: SharingRunnerState,
+    runner: PagedModelRunner,
     vocab_size: int,
-) -> Proposer | None:
-    """Who guesses, if anybody. Raises `ValueError` if the draft model has other tokens."""
-    how = config.speculation
-    if how is None:
-        return None
+) -> Proposer:
+    """Who guesses. Raises `ValueError` if the draft model has other tokens."""
     if how.method == "ngram":
-        from proposers import NgramProposer
+        from ngram_index import BulkNgramProposer
 
-        return NgramProposer(how.num_spec_tokens, how.max_ngram, how.min_ngram)
+        return BulkNgramProposer(how.num_spec_tokens, how.max_ngram, how.min_ngram)
     from common.sampling.speculative_sampler import ConstrainedDrafts
     from draft_model_proposer import DraftModelProposer
 
@@ -347,54 +362,13 @@ def make_proposer(
             f"model of speculative has a vocabulary of {draft.config.vocab_size} tokens: it "
             f"must be the target's, {loaded.config.vocab_size}"
         )
-    longest = resolve_max_model_len(config, loaded.config.max_position_embeddings)
+    longest = config.max_model_len or loaded.config.max_position_embeddings
     return DraftModelProposer(
         draft.model,
-        allocate_kv_cache(draft, kv_cache.num_blocks, config.block_size),
-        backend,
-        state,
+        allocate_kv_cache(draft, runner.kv_cache.num_blocks, config.block_size),
+        runner.backend,
+        runner.state,
         how.num_spec_tokens,
         max_model_len=min(longest, draft.config.max_position_embeddings),
         sampler=ConstrainedDrafts(Sampler(vocab_size), loaded.generation_eos_token_ids),
     )
-
-
-def make_speculative_sampler(vocab_size: int, proposer: Proposer, is_triton: bool) -> BatchSampler:
-    """With kernels where attention is one."""
-    from common.sampling.speculative_sampler import SpeculativeSampler
-
-    sampler = Sampler(vocab_size)
-    if not is_triton:
-        return SpeculativeSampler(sampler, proposer.draft_probs)
-    from rejection_sampler_triton import (
-        rejection_sample_triton,
-        rejection_sampling_batched_triton,
-    )
-
-    return SpeculativeSampler(
-        sampler,
-        proposer.draft_probs,
-        rejection_sample_triton,
-        rejection_sampling_batched_triton,
-    )
-
-
-def make_speculating_runner(
-    config: EngineConfig,
-    runner: ModelRunner,
-    proposer: Proposer,
-    state: SharingRunnerState,
-    num_wanted: Callable[[str, list[int]], int],
-) -> SpeculatingRunner:
-    from common.runner.trimming_runner import TrimmingRunner
-    from speculating_runner import FixedLength, SpeculatingRunner
-
-    how = config.speculation
-    assert how is not None
-    if how.adaptive:
-        from adaptive_length import AdaptiveLength
-
-        length = AdaptiveLength(how.num_spec_tokens)
-    else:
-        length = FixedLength(how.num_spec_tokens)
-    return SpeculatingRunner(TrimmingRunner(runner, num_wanted), proposer, length, state)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -13,6 +15,15 @@ from common.tests.engine_oracle import (
     save_random_model,
 )
 from common.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors this small only get slower with more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -4,12 +4,9 @@
                                       |
                                       scheduler, KV manager, runner, sampler: see `assembly.py`
 
-A user's request is a group of `n` sequences that share a prompt. Each sequence is one `Request` to
-the scheduler and one `OutputProcessor` here; the group is what the user sees again, as a
-`RequestOutput`.
-
-Invariants: a request that is refused leaves everything as it was; every unfinished `Request`
-belongs to exactly one group; two engines in one process share nothing."""
+A user's request is a group of `n` sequences that share a prompt: each is a `Request` to the
+scheduler and an `OutputProcessor` here. Invariants: a request that is refused leaves everything as
+it was; every unfinished `Request` is in one group; two engines in a process share nothing."""
 
 from __future__ import annotations
 
@@ -27,15 +24,15 @@ from prefix_cache import CacheStats, PrefixCache
 from request import RequestStatus, SamplingParams
 from step_record import StepRecord
 
+MAX_IDLE_STEPS = 100  # a forced preemption takes one; a wait for KV from elsewhere does not count
+
 
 class LLMEngine:
     """Requests in at any time, outputs out of every `step()`.
 
     `on_step` is called with each step's `StepRecord`, when the step is complete: it may add and
-    abort requests, but not call `step()`. `loaded`, `draft` and `tokenizer` replace what
-    `config` names (benchmarks and tests bring random weights this way); without a tokenizer,
-    prompts are token ids and texts are empty.
-    """
+    abort requests, but not call `step()`. `loaded`, `draft` and `tokenizer` replace what `config`
+    names; without a tokenizer, prompts are token ids and texts are empty."""
 
     def __init__(
         self,
@@ -46,50 +43,40 @@ class LLMEngine:
         tokenizer: Tokenizer | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
-        self.config = config or EngineConfig()
+        self.config = config = config or EngineConfig()
         if loaded is None:
-            model = SHIPPED_CHECKPOINT if self.config.model is None else self.config.model
-            loaded = load_model(model, self.config.dtype, self.config.resolve_device())
+            model = config.model or SHIPPED_CHECKPOINT
+            loaded = load_model(model, config.dtype, config.resolve_device())
             assert loaded.path is not None
             tokenizer = tokenizer or load_tokenizer(loaded.path)
-        self.model_config = loaded.config
-        self.eos_token_ids = tuple(loaded.generation_eos_token_ids)
-        self.tokenizer = tokenizer
-        self.on_step = on_step
+        weight, how = loaded.model.embed_weight, config.speculation
+        if how is None or how.method != "draft":
+            draft = None
+        elif draft is None:
+            draft = load_model(how.model or SHIPPED_DRAFT, weight.dtype, weight.device)
         num_tokens = None if tokenizer is None else tokenizer.vocab_size
-        draft = self._resolve_draft(loaded, draft)
-        observers = [self._after_step]
-        parts = assemble(self.config, loaded, draft, num_tokens, observers, self._num_wanted)
-        self._connector, self.speculation = parts.connector, parts.speculation
+        parts = assemble(config, loaded, draft, num_tokens, [self._after_step], self._num_wanted)
         self.core, self.scheduler = parts.core, parts.core.scheduler
         self.kv_manager, self.kv_cache = parts.kv_memory, parts.kv_cache
         self.max_model_len, self.vocab_size = parts.max_model_len, parts.vocab_size
+        self._connector, self.speculation = parts.connector, parts.speculation
 
-        self.device, self.dtype = loaded.model.embed_weight.device, loaded.model.embed_weight.dtype
+        self.tokenizer, self.on_step, self.model_config = tokenizer, on_step, loaded.config
+        self.device, self.dtype = weight.device, weight.dtype
         self.num_parameters = loaded.model.num_parameters
+        eos_token_ids = tuple(loaded.generation_eos_token_ids)
+        num_embeddings = loaded.config.vocab_size
         self._intake = Intake(
-            tokenizer,
-            self.model_config.vocab_size,
-            self.vocab_size,
-            self.eos_token_ids,
-            self.config.seed,
+            tokenizer, num_embeddings, self.vocab_size, eos_token_ids, config.seed
         )
-        self.reset_stats()
         self._groups: dict[str, RequestGroup] = {}
         # By Request.request_id: all members of open groups, those that have finished included.
         self._owners: dict[str, tuple[RequestGroup, OutputProcessor]] = {}
         self._ended: dict[RequestGroup, None] = {}  # and not reported yet; in order
+        self._num_idle_steps = 0  # in a row, up to the last one
         self._last_record: StepRecord  # there is none before the first step
-        self._num_batches = 0
-
-    def _resolve_draft(self, loaded: LoadedModel, draft: LoadedModel | None) -> LoadedModel | None:
-        how = self.config.speculation
-        if how is None or how.method != "draft":
-            return None
-        if draft is not None:
-            return draft
-        weight = loaded.model.embed_weight
-        return load_model(how.model or SHIPPED_DRAFT, weight.dtype, weight.device)
+        self._num_calls = 0
+        self.reset_stats()
 
     # -- requests
 
@@ -104,29 +91,24 @@ class LLMEngine:
     ) -> None:
         """Queue a request. `prompt` is text or token ids; `arrival_time` is in seconds of
         `time.monotonic()`, now if None. Only requests with an equal `cache_salt` share cached
-        prefixes: one for each tenant keeps them from probing each other's.
-
-        Raises `ValueError` for anything that can not be served; nothing has changed then.
-        """
-        params = sampling_params if sampling_params is not None else SamplingParams()
+        prefixes: one for each tenant keeps them from probing each other's. Raises `ValueError` for
+        anything that can not be served; nothing has changed then."""
         self._check_id(request_id)
-        group, requests = self._intake.make_group(
+        params = SamplingParams() if sampling_params is None else sampling_params
+        group = self._intake.make_group(
             request_id, prompt, params, arrival_time, priority, cache_salt
         )
-        for request in requests:
-            self._check_id(request.request_id)  # of a sample: "name#0" may be somebody's name
-        added: list[str] = []
+        for member in group.members:
+            self._check_id(member.request_id)  # of a sample: "name#0" may be somebody's name
+        self._groups[request_id] = group
+        self._owners |= {member.request_id: (group, member) for member in group.members}
         try:
-            for request in requests:
-                self.core.add_request(request)
-                added.append(request.request_id)
-        except ValueError:
-            self.scheduler.finish_requests(added, RequestStatus.FINISHED_ABORTED)
+            for member in group.members:
+                self.core.add_request(member.request)
+        except BaseException:
+            self._drop(group)
             raise
         self._intake.num_seeds_drawn += params.seed is None
-        self._groups[request_id] = group
-        for request, member in zip(requests, group.members, strict=True):
-            self._owners[request.request_id] = (group, member)
 
     def add_requests(
         self,
@@ -135,17 +117,17 @@ class LLMEngine:
         cache_salt: str | None = None,
     ) -> None:
         """Queue all of `(request_id, prompt, sampling_params)` or, if one is refused, none."""
-        added: list[str] = []
+        added: list[RequestGroup] = []
         num_seeds_drawn = self._intake.num_seeds_drawn
         try:
             for request_id, prompt, params in requests:
                 self.add_request(
                     request_id, prompt, params, priority=priority, cache_salt=cache_salt
                 )
-                added.append(request_id)
+                added.append(self._groups[request_id])
         except BaseException:
-            for request_id in added:
-                self._drop(request_id)
+            for group in added:
+                self._drop(group)
             self._intake.num_seeds_drawn = num_seeds_drawn
             raise
 
@@ -157,7 +139,7 @@ class LLMEngine:
             return None
         for member in group.members:
             if not member.is_finished:
-                self.scheduler.abort_request(member.request.request_id)
+                self.scheduler.abort_request(member.request_id)
                 member.abort()
         self._stats.num_aborted += 1
         self._end(group)
@@ -188,14 +170,14 @@ class LLMEngine:
         except BaseException:
             self._abort_running()
             raise
+        self._check_progress()
         now = time.monotonic()
         touched: dict[RequestGroup, None] = {}
         for result in results:
             group, member = self._owners[result.request_id]
-            num_before = len(member.completion.token_ids)
             if member.process(result, now):
                 self.scheduler.finish_requests(result.request_id, RequestStatus.FINISHED_STOPPED)
-            self._stats.output_tokens += len(member.completion.token_ids) - num_before
+            self._stats.output_tokens += len(result.new_token_ids)
             touched[group] = None
         for group in touched:
             if group.is_finished:
@@ -207,11 +189,26 @@ class LLMEngine:
             self.on_step(self._last_record)
         return [group for group in touched if not group.is_finished]
 
+    def _check_progress(self) -> None:
+        """Raise `RuntimeError` if requests wait and nothing that could let them in is under way."""
+        record = self._last_record
+        is_busy = record.num_scheduled_tokens or record.num_running or not record.num_waiting
+        if is_busy or self.kv_manager.num_blocks_in_use:  # what is being loaded holds blocks
+            self._num_idle_steps = 0
+            return
+        self._num_idle_steps += 1
+        if self._num_idle_steps >= MAX_IDLE_STEPS:
+            waiting = ", ".join(map(repr, self.scheduler.requests))
+            raise RuntimeError(
+                f"the engine hangs: nothing runs, all memory is free, and for "
+                f"{self._num_idle_steps} steps the scheduler has admitted none of {waiting}"
+            )
+
     def _abort_running(self) -> None:
         """Those that the step may have changed: they run, or the scheduler has just let them go."""
         scheduler = self.scheduler
         for group in list(self._groups.values()):
-            ids = [m.request.request_id for m in group.members if not m.is_finished]
+            ids = [m.request_id for m in group.members if not m.is_finished]
             if any(i in scheduler.running or i not in scheduler.requests for i in ids):
                 self.abort_request(group.request_id)
 
@@ -222,7 +219,6 @@ class LLMEngine:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         cache_salt: str | None = None,
-        request_ids: Sequence[str] | None = None,
         on_finished: Callable[[int], object] | None = None,
     ) -> dict[str, RequestOutput]:
         """Run prompts to their end. The outputs by request id, in the order of the prompts.
@@ -232,27 +228,26 @@ class LLMEngine:
         them. Raises `ValueError` if one of the prompts can not be served; none of them is queued
         then. Interrupting the call aborts its requests."""
         per_prompt = spread_params(params, len(prompts))
-        if request_ids is None:
-            self._num_batches += 1
-            request_ids = [f"batch{self._num_batches}-{i}" for i in range(len(prompts))]
-        self.add_requests(zip(request_ids, prompts, per_prompt, strict=True), cache_salt=cache_salt)
-        own = dict.fromkeys(self._groups[request_id] for request_id in request_ids)
+        self._num_calls += 1
+        ids = [f"batch{self._num_calls}-{i}" for i in range(len(prompts))]
+        self.add_requests(zip(ids, prompts, per_prompt, strict=True), cache_salt=cache_salt)
+        own = dict.fromkeys(self._groups[request_id] for request_id in ids)
         try:
             for group in own:
                 while not group.is_finished:
                     self._advance()
                     num_finished = self._forget_ended(own)
-                    if on_finished is not None and num_finished:
+                    if on_finished is not None:
                         on_finished(num_finished)
         finally:
             self._withdraw(own)
         return {group.request_id: group.output() for group in own}
 
-    def stream(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None
-    ) -> Iterator[str]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Run one prompt, and yield its text as it becomes final. However the request ends, the
         rest of its text is yielded. Leaving the loop early aborts it."""
+        self._num_calls += 1
+        request_id = f"stream{self._num_calls}"
         self.add_request(request_id, prompt, params)
         group = self._groups[request_id]
         member = group.members[0]
@@ -285,39 +280,21 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """Totals and the present state. A copy."""
         running, waiting = self.core.get_request_counts()
-        steps = self._stats.num_steps
-        return replace(
-            self._stats,
-            num_running=running,
-            num_waiting=waiting,
-            kv_blocks_in_use=self.kv_manager.num_blocks_in_use,
-            **self._cache_stats(),
-            **self._speculation_stats(),
-            kv_waste=self._waste_sum / steps if steps else 0.0,
-        )
-
-    def _cache_stats(self) -> dict[str, int | float]:
-        cache = self.prefix_cache
-        if cache is None:
-            return {}
-        return {
-            "kv_blocks_cached": cache.num_cached_blocks,
-            "cached_tokens": cache.stats.num_tokens_hit,
-            "prefix_cache_hit_rate": cache.stats.hit_rate,
-        }
-
-    def _speculation_stats(self) -> dict[str, int | float | list[float]]:
-        if self.speculation is None:
-            return {}
-        seen = self.speculation.stats
-        return {
-            "num_passes": seen.num_passes,
-            "num_drafted_tokens": seen.num_drafted,
-            "num_accepted_tokens": seen.num_accepted,
-            "acceptance_by_position": seen.acceptance_by_position,
-            "mean_accepted_length": seen.mean_accepted_length,
-            "tokens_per_pass": seen.tokens_per_pass,
-        }
+        stats = replace(self._stats, num_running=running, num_waiting=waiting)
+        stats.kv_blocks_in_use = self.kv_manager.num_blocks_in_use
+        if (cache := self.prefix_cache) is not None:
+            stats.kv_blocks_cached = cache.num_cached_blocks
+            stats.cached_tokens = cache.stats.num_tokens_hit
+            stats.prefix_cache_hit_rate = cache.stats.hit_rate
+        if self.speculation is not None:
+            guesses = self.speculation.stats
+            stats.num_passes = guesses.num_passes
+            stats.num_drafted_tokens = guesses.num_drafted
+            stats.num_accepted_tokens = guesses.num_accepted
+            stats.acceptance_by_position = guesses.acceptance_by_position
+            stats.mean_accepted_length = guesses.mean_accepted_length
+            stats.tokens_per_pass = guesses.tokens_per_pass
+        return stats
 
     @property
     def prefix_cache(self) -> PrefixCache | None:
@@ -341,7 +318,6 @@ class LLMEngine:
         if self.speculation is not None:
             self.speculation.reset_stats()
         self._stats = EngineStats(kv_blocks_total=self.kv_manager.pool.num_usable_blocks)
-        self._waste_sum = 0.0
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` if a part contradicts itself or another."""
@@ -352,7 +328,7 @@ class LLMEngine:
         assert len(self._owners) == sum(len(group.members) for group in self._groups.values())
         for request_id, (group, member) in self._owners.items():
             assert self._groups[group.request_id] is group and not group.is_finished, request_id
-            assert member in group.members and member.request.request_id == request_id, request_id
+            assert member in group.members and member.request_id == request_id, request_id
         assert all(group.is_finished for group in self._ended)
         assert self.scheduler.requests or self.kv_manager.num_blocks_in_use == 0, "blocks leaked"
 
@@ -370,7 +346,8 @@ class LLMEngine:
         stats.kv_blocks_peak = max(stats.kv_blocks_peak, record.kv_blocks_in_use)
         slots = record.kv_blocks_in_use * self.config.block_size
         # Sequences that share a prompt count it each, so what is written can exceed what is held.
-        self._waste_sum += max(0.0, 1 - record.kv_tokens_written / slots) if slots else 0.0
+        waste = max(0.0, 1 - record.kv_tokens_written / slots) if slots else 0.0
+        stats.kv_waste += (waste - stats.kv_waste) / stats.num_steps
         self._last_record = record
 
     def _num_wanted(self, request_id: str, token_ids: list[int]) -> int:
@@ -385,16 +362,13 @@ class LLMEngine:
 
     def _end(self, group: RequestGroup) -> None:
         self._ended[group] = None
-        self._close(group)
-
-    def _close(self, group: RequestGroup) -> None:
         for member in group.members:
-            del self._owners[member.request.request_id]
+            del self._owners[member.request_id]
         del self._groups[group.request_id]
 
-    def _drop(self, request_id: str) -> None:
+    def _drop(self, group: RequestGroup) -> None:
         """Undo an `add_request` before any step saw it."""
-        group = self._groups[request_id]
-        ids = [member.request.request_id for member in group.members]
+        ids = [member.request_id for member in group.members]
         self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
-        self._close(group)
+        self._end(group)
+        del self._ended[group]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
-from policies import POLICIES
 from request import check_integers
 
 if TYPE_CHECKING:
@@ -18,9 +18,21 @@ if TYPE_CHECKING:
 
 # Does it preempt, and take a policy?
 SCHEDULERS = {"two_phase": True, "prefill_first": True, "fcfs": False}
+POLICIES = ("fcfs", "priority", "lof", "random", "lpm", "dfs-weight")
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 SHIPPED_CHECKPOINT = CHECKPOINTS / "tiny"
 SHIPPED_DRAFT = CHECKPOINTS / "tiny-draft"
+
+
+def _check(config: object, *rules: tuple[str, object, str]) -> None:
+    """Raises `ValueError` for the first of `(field, is it right?, what is allowed)` that is not."""
+    for name, is_right, allowed in rules:
+        if not is_right:
+            raise ValueError(f"{name} is {getattr(config, name)!r}: {allowed}")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,114 +51,83 @@ class SpeculativeConfig:
 
     @classmethod
     def make(cls, speculative: dict) -> SpeculativeConfig:
-        known = list(cls.__dataclass_fields__)
         if not isinstance(speculative, dict) or "method" not in speculative:
             raise ValueError(
                 f"speculative is {speculative!r}: it must be None or a dict with a method"
             )
-        for name in speculative:
-            if name not in known:
-                raise ValueError(f"speculative has {name!r}: it may have {', '.join(known)}")
+        known = list(cls.__dataclass_fields__)
+        if unknown := [name for name in speculative if name not in known]:
+            raise ValueError(f"speculative has {unknown[0]!r}: it may have {', '.join(known)}")
         return cls(**speculative)
 
     def __post_init__(self) -> None:
-        if self.method not in ("ngram", "draft"):
-            raise ValueError(f"method is {self.method!r}: it must be 'ngram' or 'draft'")
         for name in ("num_spec_tokens", "min_ngram", "max_ngram"):
             check_integers(1, **{name: getattr(self, name)})
-        if self.min_ngram > self.max_ngram:
-            raise ValueError(
-                f"min_ngram is {self.min_ngram}: it must be <= max_ngram, which is {self.max_ngram}"
-            )
-        if not isinstance(self.adaptive, bool):
-            raise ValueError(f"adaptive is {self.adaptive!r}: it must be True or False")
-        if self.model is not None and (self.method != "draft" or not str(self.model)):
-            raise ValueError(
-                f"model is {self.model!r}: it must be a directory or hub id, for method 'draft'"
-            )
+        is_model = self.model is None or (self.method == "draft" and str(self.model))
+        _check(
+            self,
+            ("method", self.method in ("ngram", "draft"), "it must be 'ngram' or 'draft'"),
+            ("min_ngram", self.min_ngram <= self.max_ngram, "it must be <= max_ngram"),
+            ("adaptive", isinstance(self.adaptive, bool), "it must be True or False"),
+            ("model", is_model, "it must be a directory or hub id, for method 'draft'"),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything the engine can be told. Raises `ValueError` that names field, value and what is
-    allowed.
+    allowed."""
 
-    `model=None` is the checkpoint that ships with the repository. `num_blocks` counts KV blocks,
-    the null block included; None sizes the pool from free memory. `max_model_len` bounds prompt
-    plus outputs; None: what the model was made for. `gpu_memory_utilization` is the share of a
-    GPU's memory that weights, activations and KV together may take. `seed` seeds requests that
-    bring no seed of their own.
-
-    `prefix_cache` keeps computed prefixes: `"hash"`, `"radix"` or None. `kv_tiers` lets evicted
-    blocks go to host memory and disk; `kv_connector` shares them with other engines.
-
-    `speculative`: None, or what `SpeculativeConfig` takes, such as `{"method": "ngram"}` or
-    `{"method": "draft", "num_spec_tokens": 3}`.
-
-    `chunked_prefill` computes long prompts in several steps: as much as a step has room for (True),
-    or at most so many tokens of a prompt in a step (an integer; with `"prefill_first"`, of all
-    prompts together). False: whole, and a prompt must
-    fit one step; so it is with scheduler `"fcfs"` always. `target_step_ms`: chunks are as large as
-    a step of this length allows. `max_long_partial_prefills`: so many prompts longer than a chunk
-    are under way at once. `mixing` puts decodes into the prefill batches of `"prefill_first"`.
-
-    `scheduler` is `"two_phase"` or `"prefill_first"` (chapter 4: both fill the memory, and preempt
-    when it runs out) or `"fcfs"` (chapter 1: reserves everything at admission). `policy` orders
-    the waiting queue of the former two: `"fcfs"`, `"priority"`, `"lpm"`, `"dfs-weight"`, `"lof"`,
-    `"random"`. `watermark` is the share of the blocks that an admission of the two-phase scheduler
-    leaves to those who run.
-
-    `pack_weights`: on an x86 CPU, in float32 and bfloat16, matrices are reordered for the processor
-    once (`linear.py`). False: read as the checkpoint has them.
-
-    Debug switches: `check_invariants` verifies scheduler and KV manager after every step;
-    `shuffle_batch` puts every batch in a random order, `shuffle_waiting` the queue; every
-    `preempt_every`-th step preempts somebody. None of them may change any output."""
-
-    model: str | Path | None = None
+    model: str | Path | None = None  # a directory or hub id; None: the shipped checkpoint
     device: str = "auto"
     dtype: str | torch.dtype = "auto"
     block_size: int = 16
-    num_blocks: int | None = None
+    num_blocks: int | None = None  # of KV, the null block included; None: by free memory
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None
+    max_model_len: int | None = None  # prompt plus outputs; None: what the model was made for
+    # Chapter 4: "two_phase" and "prefill_first" fill the memory, and preempt when it runs out.
+    # Chapter 1: "fcfs" reserves everything at admission.
     scheduler: str = "two_phase"
-    policy: str = "fcfs"
-    watermark: float = 0.01
-    prefix_cache: str | None = "hash"
-    kv_tiers: KVTierConfig | None = None
-    kv_connector: KVConnector | None = None
+    policy: str = "fcfs"  # orders the waiting queue of the former two: see `POLICIES`
+    watermark: float = 0.01  # share of the blocks that "two_phase" leaves to those who run
+    prefix_cache: str | None = "hash"  # or "radix"; None keeps no computed prefixes
+    kv_tiers: KVTierConfig | None = None  # evicted blocks go to host memory and disk
+    kv_connector: KVConnector | None = None  # shares them with other engines
+    # Long prompts are computed in several steps: as much as a step has room for (True), or at most
+    # so many tokens of a prompt in a step (an integer; with "prefill_first", of all prompts
+    # together). False: whole, and a prompt must fit one step; so it is with "fcfs" always.
     chunked_prefill: bool | int = True
-    target_step_ms: float | None = None
-    max_long_partial_prefills: int | None = None
-    mixing: bool = False
-    speculative: dict | None = None
+    target_step_ms: float | None = None  # chunks as large as a step of this length allows
+    max_long_partial_prefills: int | None = None  # prompts longer than a chunk, under way at once
+    mixing: bool = False  # puts decodes into the prefill batches of "prefill_first"
+    speculative: dict | None = None  # what `SpeculativeConfig` takes, such as {"method": "ngram"}
     attention_backend: str = "auto"
+    # On an x86 CPU, in float32 and bfloat16, matrices are reordered for the processor, once.
     pack_weights: bool = True
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float = 0.9  # share that weights, activations and KV together may take
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    seed: int = 0
-    check_invariants: bool = False
+    seed: int = 0  # for requests that bring no seed of their own
+    # Debug switches. None of them may change any output.
+    check_invariants: bool = False  # of scheduler and KV manager, after every step
     shuffle_batch: bool = False
     shuffle_waiting: bool = False
-    preempt_every: int | None = None
+    preempt_every: int | None = None  # every so many steps somebody is preempted
 
     def __post_init__(self) -> None:
         lowest = {"block_size": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1}
+        optional = {"preempt_every": 1, "max_long_partial_prefills": 1}
         # The null block and one more; one token in and one out.
-        optional = {"num_blocks": 2, "max_model_len": 2, "preempt_every": 1}
+        optional |= {"num_blocks": 2, "max_model_len": 2}
         for name, low in (lowest | optional).items():
             value = getattr(self, name)
             if value is not None or name not in optional:
                 check_integers(low, **{name: value})
         check_integers(seed=self.seed)
-        if not (self.model is None or (isinstance(self.model, str | Path) and str(self.model))):
-            raise ValueError(f"model is {self.model!r}: it must be a directory, a hub id or None")
         choices = {
             "scheduler": tuple(SCHEDULERS),
-            "policy": tuple(POLICIES) if SCHEDULERS.get(self.scheduler) else ("fcfs",),
+            "policy": POLICIES if SCHEDULERS.get(self.scheduler) else ("fcfs",),
             "prefix_cache": (None, "hash", "radix"),
             "mixing": (False, True),
             "attention_backend": ("auto", "torch", "triton"),
@@ -156,70 +137,55 @@ class EngineConfig:
         }
         for name, allowed in choices.items():
             value = getattr(self, name)
-            if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
-                shown = ", ".join(repr(a) for a in allowed)
-                raise ValueError(f"{name} is {value!r}: this version of the book allows {shown}")
-        if isinstance(self.watermark, bool) or not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark is {self.watermark!r}: it must be in [0, 1)")
-        share = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization is {share!r}: it must be in (0, 1]")
-        if self.preempt_every is not None and not SCHEDULERS[self.scheduler]:
-            raise ValueError(
-                f"preempt_every is {self.preempt_every!r}: it must be None, since scheduler "
-                f"{self.scheduler!r} never preempts"
-            )
-        if self.speculation is not None and not SCHEDULERS[self.scheduler]:
-            raise ValueError(
-                f"speculative is {self.speculative!r}: it must be None, since scheduler "
-                f"{self.scheduler!r} does not speculate"
-            )
-        self._check_chunks()
+            is_one = any(value is a or (type(value) is type(a) and value == a) for a in allowed)
+            shown = ", ".join(map(repr, allowed))
+            _check(self, (name, is_one, f"this version of the book allows {shown}"))
+        model, size, ms = self.model, self.chunked_prefill, self.target_step_ms
+        left, share = self.watermark, self.gpu_memory_utilization
+        is_model = model is None or (isinstance(model, str | Path) and str(model))
+        is_size = isinstance(size, bool) or (isinstance(size, int) and size >= 1)
+        is_share = _is_number(share) and 0 < share <= 1
+        is_time = ms is None or (_is_number(ms) and 0 < ms < math.inf)
+        _check(
+            self,
+            ("model", is_model, "it must be a directory, a hub id or None"),
+            ("watermark", _is_number(left) and 0 <= left < 1, "it must be in [0, 1)"),
+            ("gpu_memory_utilization", is_share, "it must be in (0, 1]"),
+            ("chunked_prefill", is_size, "it must be True, False or an integer >= 1"),
+            ("target_step_ms", is_time, "it must be None or > 0, and finite"),
+        )
+        self._check_what_goes_together()
+
+    def _check_what_goes_together(self) -> None:
+        kind, may_preempt = self.scheduler, SCHEDULERS[self.scheduler]
+        has_size = self.chunk_size is not None
+        name = f"scheduler {kind!r}"
+        no_cut = f"{name} with chunked_prefill={self.chunked_prefill!r} does not cut prompts"
+        no_long = "it needs scheduler 'two_phase' and a number as chunked_prefill: what is long"
+        no_cache = "it needs a prefix_cache, which is None"
+        refused = {  # where it is given
+            "preempt_every": (not may_preempt, f"{name} never preempts"),
+            "speculative": (self.speculation and not may_preempt, f"{name} does not speculate"),
+            "chunked_prefill": (has_size and kind == "fcfs", f"{name} computes prompts whole"),
+            "mixing": (self.mixing and kind != "prefill_first", f"{name} has no other batches"),
+            "target_step_ms": (not self.cuts_prompts, no_cut),
+            "max_long_partial_prefills": (kind != "two_phase" or not has_size, no_long),
+            "kv_tiers": (self.prefix_cache is None, no_cache),
+            "kv_connector": (self.prefix_cache is None, no_cache),
+        }
+        for field_name, (is_wrong, why) in refused.items():
+            _check(self, (field_name, getattr(self, field_name) is None or not is_wrong, why))
         if self.kv_tiers is not None or self.kv_connector is not None:
-            self._check_connectors()
+            from kv_connector import KVConnector
+            from tiered_cache import KVTierConfig
 
-    def _check_connectors(self) -> None:
-        from kv_connector import KVConnector
-        from tiered_cache import KVTierConfig
-
-        for name, kind in (("kv_tiers", KVTierConfig), ("kv_connector", KVConnector)):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
-                raise ValueError(f"{name} is {value!r}: it must be None or a {kind.__name__}")
-            if value is not None and self.prefix_cache is None:
-                raise ValueError(f"{name} is {value!r}: it needs a prefix_cache, which is None")
-
-    def _check_chunks(self) -> None:
-        size = self.chunked_prefill
-        if not isinstance(size, int) or (not isinstance(size, bool) and size < 1):
-            raise ValueError(
-                f"chunked_prefill is {size!r}: it must be True, False or an integer >= 1"
+            is_tiers = isinstance(self.kv_tiers, KVTierConfig | None)
+            is_connector = isinstance(self.kv_connector, KVConnector | None)
+            _check(
+                self,
+                ("kv_tiers", is_tiers, "it must be None or a KVTierConfig"),
+                ("kv_connector", is_connector, "it must be None or a KVConnector"),
             )
-        chunks = f"scheduler {self.scheduler!r} with chunked_prefill={size!r}"
-        if self.chunk_size is not None and self.scheduler == "fcfs":
-            raise ValueError(f"chunked_prefill is {size}: scheduler 'fcfs' computes prompts whole")
-        if self.mixing and self.scheduler != "prefill_first":
-            raise ValueError(
-                f"mixing is True: it is for scheduler 'prefill_first', and {self.scheduler!r} has "
-                "no other batches"
-            )
-        target = self.target_step_ms
-        if target is not None:
-            is_number = isinstance(target, int | float) and not isinstance(target, bool)
-            if not (is_number and 0 < target < math.inf):
-                raise ValueError(
-                    f"target_step_ms is {target!r}: it must be None or > 0, and finite"
-                )
-            if not self.cuts_prompts:
-                raise ValueError(f"target_step_ms is {target!r}: {chunks} does not cut prompts")
-        most = self.max_long_partial_prefills
-        if most is not None:
-            check_integers(1, max_long_partial_prefills=most)
-            if self.scheduler != "two_phase" or self.chunk_size is None:
-                raise ValueError(
-                    f"max_long_partial_prefills is {most}: it needs scheduler 'two_phase' and a "
-                    "number as chunked_prefill, which says what is long"
-                )
 
     @property
     def cuts_prompts(self) -> bool:

@@ -15,7 +15,7 @@ from common.outputs import OutputProcessor, RequestGroup
 from common.sampling.counter_random import DrawnSeedParams
 from common.tokenizer import Tokenizer
 from kv_memory import KeyedRequest
-from request import Request, SamplingParams, check_integers
+from request import SamplingParams, check_integers
 
 Prompt = str | Sequence[int]  # or a row of integers of NumPy or PyTorch
 
@@ -39,8 +39,8 @@ class Intake:
         arrival_time: float | None,
         priority: int,
         cache_salt: str | None,
-    ) -> tuple[RequestGroup, list[Request]]:
-        """The group and its `n` requests. Raises `ValueError` that names field, value and what is
+    ) -> RequestGroup:
+        """With its `n` requests. Raises `ValueError` that names field, value and what is
         allowed."""
         self._check_params(params)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
@@ -49,10 +49,25 @@ class Intake:
         check_integers(priority=priority)
         if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
             raise ValueError(f"cache_salt is {cache_salt!r}: it must be None or a non-empty str")
-        token_ids = self._to_token_ids(prompt)
-        group = RequestGroup(request_id, prompt if isinstance(prompt, str) else None, token_ids)
+        text = prompt if isinstance(prompt, str) else None
+        group = RequestGroup(request_id, text, self._to_token_ids(prompt))
         extra_keys = () if cache_salt is None else (("salt", cache_salt),)
-        return group, self._make_requests(group, params, arrival_time, priority, extra_keys)
+        seed = params.seed
+        if seed is None:  # a function of the engine's seed and the order of arrival
+            seed = (self.seed << 32) + self.num_seeds_drawn * 1_000_003
+            params = DrawnSeedParams(**{f.name: getattr(params, f.name) for f in fields(params)})
+        for i in range(params.n):
+            request = KeyedRequest(
+                request_id if params.n == 1 else f"{request_id}#{i}",
+                group.prompt_token_ids,
+                replace(params, seed=_wrap_to_int64(seed + i)),
+                self.eos_token_ids,
+                arrival_time,
+                priority,
+                extra_keys=extra_keys,
+            )
+            group.members.append(OutputProcessor(request, i, self.tokenizer))
+        return group
 
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
@@ -64,38 +79,6 @@ class Intake:
                 raise ValueError(
                     f"min_tokens is {params.min_tokens}: it must be 0 if every token stops"
                 )
-
-    def _make_requests(
-        self,
-        group: RequestGroup,
-        params: SamplingParams,
-        arrival_time: float,
-        priority: int,
-        extra_keys: tuple[tuple[str, str], ...],
-    ) -> list[Request]:
-        seed = params.seed
-        if seed is None:
-            seed = self._next_seed()
-            params = DrawnSeedParams(**{f.name: getattr(params, f.name) for f in fields(params)})
-        requests: list[Request] = []
-        for i in range(params.n):
-            request = KeyedRequest(
-                group.request_id if params.n == 1 else f"{group.request_id}#{i}",
-                group.prompt_token_ids,
-                replace(params, seed=_wrap_to_int64(seed + i)),
-                self.eos_token_ids,
-                arrival_time,
-                priority,
-                extra_keys=extra_keys,
-            )
-            requests.append(request)
-            group.members.append(OutputProcessor(request, i, self.tokenizer))
-        return requests
-
-    def _next_seed(self) -> int:
-        """For a request that brings none: a function of the engine's seed and the order of
-        arrival."""
-        return _wrap_to_int64((self.seed << 32) + self.num_seeds_drawn * 1_000_003)
 
     def _to_token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

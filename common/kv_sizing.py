@@ -6,7 +6,7 @@ that can come, which is made up and run here; on a CPU from what is free."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -29,7 +29,6 @@ from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 from request import SamplingParams
 
 logger = logging.getLogger(__name__)
-
 _CPU_WARM_UP_TOKENS = 8
 
 
@@ -50,12 +49,13 @@ def make_kv_cache(
     if memory is None and device.type == "cuda":
         memory = CudaMemory(device)
     if memory is None:
-        num_tokens = min(_CPU_WARM_UP_TOKENS, max_model_len)
-        kv_cache = _allocate_for([num_tokens], loaded, config)
-        run_forward(loaded, kv_cache, backend, [num_tokens], 1)
+        seq_lens = [min(_CPU_WARM_UP_TOKENS, max_model_len)]
+        run_forward(loaded, _allocate_for(seq_lens, loaded, config), backend, seq_lens, 1)
         available = share_of_free(free_memory_bytes())
     else:
-        available = _measure(config, loaded, draft, backend, max_model_len, vocab_size, memory)
+        num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
+        seq_lens = _parts_of(num_tokens, max_model_len)
+        available = _measure(memory, config, loaded, draft, backend, seq_lens, vocab_size)
     kv_bytes_per_block = allocate_kv_cache(loaded, 1, config.block_size).kv_bytes_per_block
     if draft is not None:
         kv_bytes_per_block += allocate_kv_cache(draft, 1, config.block_size).kv_bytes_per_block
@@ -88,20 +88,18 @@ def _allocate_for(seq_lens: list[int], loaded: LoadedModel, config: EngineConfig
 
 
 def _measure(
+    memory: MemoryReader,
     config: EngineConfig,
     loaded: LoadedModel,
     draft: LoadedModel | None,
     backend: AttentionBackend,
-    max_model_len: int,
+    seq_lens: list[int],
     vocab_size: int,
-    memory: MemoryReader,
 ) -> BytesForKV:
     """Run the largest step twice: what the sampler keeps from step to step is there in the
     second."""
-    num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
-    seq_lens = _parts_of(num_tokens, max_model_len)
     kv_cache = _allocate_for(seq_lens, loaded, config)
-    num_rows = min(config.max_num_seqs * config.num_rows_per_request, num_tokens)
+    num_rows = min(config.max_num_seqs * config.num_rows_per_request, sum(seq_lens))
     batch = SamplerWarmUp.of(_parts_of(num_rows, config.num_rows_per_request), vocab_size)
     sampler = Sampler(vocab_size)
     memory.reset()
@@ -109,7 +107,10 @@ def _measure(
     if draft is not None:
         from common.sampling.speculative_sampler import SpeculativeSampler
 
-        sampler = SpeculativeSampler(sampler, batch.make_draft_probs(loaded, vocab_size))
+        weight = loaded.model.embed_weight  # the sampler alone holds what it is given here
+        probs_of = batch.make_draft_probs(weight, vocab_size).__getitem__
+        sampler = SpeculativeSampler(sampler, probs_of)
+        del probs_of
     for _ in range(2):
         logits = run_forward(loaded, kv_cache, backend, seq_lens, num_rows)
         sampler.sample(logits, batch)
@@ -126,7 +127,7 @@ def _parts_of(total: int, largest: int) -> list[int]:
     return [largest] * (total // largest) + [rest] * (rest > 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SamplerWarmUp:
     """The largest batch that a sampler gets: every row asks for everything."""
 
@@ -150,26 +151,22 @@ class SamplerWarmUp:
             stop_token_ids=(0,),
             logprobs=min(20, vocab_size),
         )
-        sampling, drafts = SamplingBatch(), {}
+        sampling = SamplingBatch()
         for i, num_rows in enumerate(rows_per_request):
             request = RunnerRequest(str(i), params, [0], [0])
             for row in range(num_rows):
                 sampling.add(request, [0] * row, ())
-            if num_rows > 1:
-                drafts[str(i)] = [0] * (num_rows - 1)
-        return cls(sampling, drafts)
+        return cls(
+            sampling, {str(i): [0] * (n - 1) for i, n in enumerate(rows_per_request) if n > 1}
+        )
 
-    def make_draft_probs(
-        self, loaded: LoadedModel, vocab_size: int
-    ) -> Callable[[str], torch.Tensor]:
+    def make_draft_probs(self, weight: torch.Tensor, vocab_size: int) -> dict[str, torch.Tensor]:
         """What a draft model keeps of its guesses until they are verified."""
-        weight = loaded.model.embed_weight
         dtype, device = torch.promote_types(weight.dtype, torch.float32), weight.device
-        probs = {
+        return {
             req_id: torch.full((len(ids), vocab_size), 1 / vocab_size, dtype=dtype, device=device)
             for req_id, ids in self.draft_token_ids.items()
         }
-        return probs.__getitem__
 
 
 @torch.inference_mode()

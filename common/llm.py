@@ -41,7 +41,6 @@ class LLM:
         if unknown := sorted(set(config) - known):
             raise ValueError(f"unknown argument {unknown[0]!r}: LLM takes {sorted(known)}")
         self.engine: LLMEngine = LLMEngine(EngineConfig(model=model, **config))
-        self._num_requests = 0
 
     def generate(
         self,
@@ -59,11 +58,8 @@ class LLM:
         from tqdm import tqdm
 
         prompts = as_list_of_prompts(prompts)
-        ids = self._new_ids(len(prompts))
-        with tqdm(total=len(ids), desc="Requests", unit="req", disable=not use_tqdm) as bar:
-            outputs = self.engine.generate_batch(
-                prompts, sampling_params, cache_salt, ids, on_finished=bar.update
-            )
+        with tqdm(total=len(prompts), desc="Requests", unit="req", disable=not use_tqdm) as bar:
+            outputs = self.engine.generate_batch(prompts, sampling_params, cache_salt, bar.update)
         return list(outputs.values())
 
     def stream(
@@ -77,16 +73,11 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ValueError(f"n is {params.n}: a stream has one continuation; use generate")
-        yield from self.engine.stream(self._new_ids(1)[0], prompt, params)
+        yield from self.engine.stream(prompt, params)
 
     def close(self) -> None:
         """Abort what is unfinished, and stop what `kv_tiers` or `kv_connector` started."""
         self.engine.close()
-
-    def _new_ids(self, num_requests: int) -> list[str]:
-        first = self._num_requests
-        self._num_requests += num_requests
-        return [f"request-{first + i}" for i in range(num_requests)]
 
 
 def as_list_of_prompts(prompts: Any) -> list:

@@ -2,19 +2,16 @@
 
     resolve_checkpoint    name -> directory, downloaded if need be
     load_model            directory -> LoadedModel
-    random_model          configuration -> LoadedModel, for benchmarks; no file needed
 
 Loading keeps one law: every tensor of the checkpoint is used exactly once, and every parameter is
-filled exactly once. A checkpoint that leaves anything over or short is refused by name, because a
-model with a few unfilled weights still answers, in gibberish. Two exceptions, as in `transformers`:
-`rotary_emb.inv_freq`, which old checkpoints carry although it follows from the configuration, is
-skipped; and with `tie_word_embeddings` the shared matrix may be stored under either of its names,
-or under both if both hold the same values. (If they differ, transformers 5 unties them and warns;
-here configuration and weights disagree, so it is an error.)
+filled exactly once. Anything over or short is refused by name, because a model with a few unfilled
+weights still answers, in gibberish. Two exceptions, as in `transformers`: `rotary_emb.inv_freq` of
+old checkpoints, which follows from the configuration, is skipped; and with `tie_word_embeddings`
+the shared matrix may have either of its names, or both if both hold the same values. (If they
+differ, transformers 5 unties them and warns; here it is an error.)
 
 Parameters are allocated once, uninitialised, on the device they stay on. Files are mapped into
-memory and copied tensor by tensor, so the peak is the model plus one tensor.
-"""
+memory and copied tensor by tensor, so the peak is the model plus one tensor."""
 
 from __future__ import annotations
 
@@ -29,24 +26,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from common.model import DecoderModel
-from common.model_config import QWEN3_0_6B, ModelConfig, token_ids
-
-__all__ = ["QWEN3_0_6B", "LoadedModel", "load_model", "random_model", "resolve_checkpoint"]
+from common.model_config import ModelConfig, token_ids
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 _FILE_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FILE_DTYPES.values()}
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DOWNLOADS = ["*.json", "model*.safetensors", "tokenizer*", "merges.txt", "*.jinja"]
@@ -63,10 +53,8 @@ class LoadedModel:
 
 
 def resolve_checkpoint(model: str | Path) -> Path:
-    """The directory of a model: `model` itself, or the hub's download of it.
-
-    Raises `FileNotFoundError` if it is neither.
-    """
+    """The directory of a model: `model` itself, or the hub's download of it. Raises
+    `FileNotFoundError` if it is neither."""
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -93,37 +81,15 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
 ) -> LoadedModel:
-    """A complete model, ready for `forward`.
-
-    `dtype="auto"` is the checkpoint's own, except that a CPU without fast arithmetic for it gets
-    float32. Raises `FileNotFoundError` for missing files and `ValueError` for what does not fit.
-    """
+    """A complete model, ready for `forward`. `dtype="auto"` is the checkpoint's own, except that a
+    CPU without fast arithmetic for it gets float32. Raises `FileNotFoundError` for missing files
+    and `ValueError` for what does not fit."""
     path, device = resolve_checkpoint(model), torch.device(device)
     config = ModelConfig.from_hf(_read_json(path / "config.json"))
     files = _open_weights(path)
-    resolved = _resolve_dtype(dtype, config, files, device)
-    decoder = DecoderModel(config, resolved, device)
+    decoder = DecoderModel(config, _resolve_dtype(dtype, config, files, device), device)
     _fill(decoder, files)
     return LoadedModel(decoder, config, _eos_token_ids(path, config), path)
-
-
-def random_model(
-    config: ModelConfig,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-) -> LoadedModel:
-    """Weights drawn from N(0, 0.02), norms 1, biases 0: a new model's usual start."""
-    decoder = DecoderModel(config, dtype, device)
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, parameter in decoder.named_parameters():
-        if name.endswith("norm_weight"):
-            parameter.fill_(1.0)
-        elif name.endswith("bias"):
-            parameter.zero_()
-        else:
-            parameter.normal_(0.0, 0.02, generator=generator)
-    return LoadedModel(decoder, config, config.eos_token_ids)
 
 
 # -- files
@@ -156,11 +122,8 @@ def _open_weights(path: Path) -> dict[str, Any]:
         names = set(file.keys())
         if index is not None:
             promised = {name for name, where in index.items() if where == file_name}
-            if names != promised:
-                raise ValueError(
-                    f"{path / _INDEX} and {file_name} disagree about: "
-                    f"{_shown(sorted(names ^ promised))}"
-                )
+            if culprits := _shown(sorted(names ^ promised)):
+                raise ValueError(f"{path / _INDEX} and {file_name} disagree about: {culprits}")
         files.update(dict.fromkeys(sorted(names), file))
     return files
 
@@ -228,15 +191,12 @@ def _fill(decoder: DecoderModel, files: dict[str, Any]) -> None:
         raise ValueError(f"the checkpoint has tensors that the model lacks: {_shown(unused)}")
     for name, part in parts.items():
         stored = files[name].get_slice(name)
-        if tuple(stored.get_shape()) != part.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(stored.get_shape())} in the checkpoint and "
-                f"{part.shape} by config.json"
-            )
-        if stored.get_dtype() not in _FILE_DTYPES:
-            raise ValueError(
-                f"{name} has dtype {stored.get_dtype()}: it must be {', '.join(_FILE_DTYPES)}"
-            )
+        shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+        if shape != part.shape:
+            sides = f"{shape} in the checkpoint and {part.shape} by config.json"
+            raise ValueError(f"{name} has shape {sides}")
+        if dtype not in _FILE_DTYPES:
+            raise ValueError(f"{name} has dtype {dtype}: it must be {', '.join(_FILE_DTYPES)}")
     for name, part in parts.items():
         part.target.copy_(files[name].get_tensor(name))
     filled = sum(part.target.numel() for part in parts.values())

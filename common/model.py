@@ -16,12 +16,11 @@ That holds in float64 too, where tests compare tokens one by one. In bfloat16 a 
 once where `transformers` rounds twice.
 
 Nothing in `forward` waits for a GPU. Parameters are uninitialised memory until `common.loader` has
-filled them; `checkpoint_tensors` tells it what goes where.
-"""
+filled them; `checkpoint_tensors` tells it what goes where."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -53,6 +52,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     return single.to(x.dtype) if weight is None else single.to(x.dtype) * weight
 
 
+def _allocator(dtype: torch.dtype, device: torch.device | str) -> Callable[..., nn.Parameter]:
+    def empty(*shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+    return empty
+
+
 class DecoderLayer(nn.Module):
     """Attention and MLP, each added to the residual stream."""
 
@@ -60,9 +66,7 @@ class DecoderLayer(nn.Module):
         self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         super().__init__()
-
-        def empty(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+        empty = _allocator(dtype, device)
 
         def linear(num_out: int, num_in: int, has_bias: bool) -> Linear:
             return Linear(empty(num_out, num_in), empty(num_out) if has_bias else None)
@@ -137,19 +141,13 @@ class DecoderLayer(nn.Module):
 
         put("input_layernorm.weight", self.input_norm_weight)
         put("post_attention_layernorm.weight", self.mlp_norm_weight)
-        fused = {
-            "self_attn": (
-                ("q_proj", "k_proj", "v_proj"),
-                [n * head_dim for n in self.head_counts],
-                self.qkv,
-            ),
-            "mlp": (
-                ("gate_proj", "up_proj"),
-                [len(self.gate_up.plain_weight()) // 2] * 2,
-                self.gate_up,
-            ),
-        }
-        for block, (names, sizes, matrix) in fused.items():
+        qkv, gate_up = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+        qkv_sizes = [n * head_dim for n in self.head_counts]
+        gate_up_sizes = [len(self.gate_up.plain_weight()) // 2] * 2
+        for block, names, sizes, matrix in (
+            ("self_attn", qkv, qkv_sizes, self.qkv),
+            ("mlp", gate_up, gate_up_sizes, self.gate_up),
+        ):
             weights, bias = matrix.plain_weight().split(sizes), matrix.bias
             biases = [None] * len(names) if bias is None else bias.split(sizes)
             for name, part, bias_part in zip(names, weights, biases, strict=True):
@@ -179,10 +177,7 @@ class DecoderModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-
-        def empty(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
+        empty = _allocator(dtype, device)
         vocab = (config.vocab_size, config.hidden_size)
         self.embed_weight = empty(*vocab)
         is_tied = config.tie_word_embeddings

@@ -10,15 +10,12 @@ what differs is who has biases and who norms queries and keys:
     Mistral    none                 none              none                 no
 
 A feature that a configuration asks for and this decoder lacks is a `ValueError` that names the
-field, its value and what is allowed: a model that runs without it answers fluently and wrongly.
-Fields nobody here knows are ignored, as `transformers` ignores them, and named in the log.
-
-Sliding windows are not implemented. Up to the length of its window such a model is an ordinary one,
-so `max_position_embeddings` is lowered to the window, with a warning in the log.
+field: a model that runs without it answers fluently and wrongly. Fields nobody here knows are
+ignored, as `transformers` ignores them, and named in the log. Sliding windows are not implemented:
+up to its window such a model is an ordinary one, so `max_position_embeddings` is lowered to it.
 
 Defaults of absent fields are those of `transformers`, and so are both spellings of the rotary
-parameters: `rope_theta` and `rope_scaling` (old), `rope_parameters` (since transformers 5).
-"""
+parameters: `rope_theta` and `rope_scaling` (old), `rope_parameters` (since transformers 5)."""
 
 from __future__ import annotations
 
@@ -67,12 +64,10 @@ class ModelConfig:
         head_dim = _positive_int(fields, "head_dim", family.head_dim or hidden_size // num_heads)
         max_positions = _positive_int(fields, "max_position_embeddings")
         if num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_key_value_heads is {num_kv_heads}: it must divide num_attention_heads, "
-                f"{num_heads}"
-            )
+            why = f"it must divide num_attention_heads, {num_heads}"
+            raise _refused("num_key_value_heads", num_kv_heads, why)
         if head_dim % 2:
-            raise ValueError(f"head_dim is {head_dim}: rotary embedding needs an even one")
+            raise _refused("head_dim", head_dim, "rotary embedding needs an even one")
         attention_bias = bool(fields.get("attention_bias"))
         return cls(
             architecture=architecture,
@@ -96,32 +91,13 @@ class ModelConfig:
         )
 
 
-QWEN3_0_6B = ModelConfig(  # https://huggingface.co/Qwen/Qwen3-0.6B
-    architecture="Qwen3ForCausalLM",
-    vocab_size=151936,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=40960,
-    rms_norm_eps=1e-6,
-    rope=RopeParameters(theta=1e6),
-    tie_word_embeddings=True,
-    has_qk_norm=True,
-    dtype="bfloat16",
-    eos_token_ids=(151645,),
-)
-
-
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
     """`eos_token_id` as files have it: an integer, a list of integers, or null."""
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise ValueError(f"{name} is {value!r}: it must be an integer, a list of integers or null")
+        raise _refused(name, value, "it must be an integer, a list of integers or null")
     return tuple(ids)
 
 
@@ -131,10 +107,8 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
 @dataclass(frozen=True, slots=True)
 class _Family:
     """`transformers`' class for `model_type`. `head_dim` is its default; None: the usual quotient.
-
     `sliding_window`: `"optional"` needs `use_sliding_window`, `"always"` is on unless null, and
-    then 4096 if absent; `"never"` has none.
-    """
+    then 4096 if absent; `"never"` has none."""
 
     model_type: str
     has_attention_bias: bool = False  # is there a field of this name
@@ -147,11 +121,7 @@ class _Family:
 
 _FAMILIES = {
     "Qwen3ForCausalLM": _Family(
-        "qwen3",
-        has_attention_bias=True,
-        has_qk_norm=True,
-        head_dim=128,
-        sliding_window="optional",
+        "qwen3", has_attention_bias=True, has_qk_norm=True, head_dim=128, sliding_window="optional"
     ),
     "Qwen2ForCausalLM": _Family("qwen2", has_qkv_bias=True, sliding_window="optional"),
     "LlamaForCausalLM": _Family("llama", has_attention_bias=True, has_mlp_bias=True),
@@ -183,63 +153,55 @@ _KNOWN = {
 
 
 def _architecture(fields: dict[str, Any]) -> str:
-    supported = ", ".join(_FAMILIES)
     model_type = fields.get("model_type")
     names = fields.get("architectures") or [
         name for name, family in _FAMILIES.items() if family.model_type == model_type
     ]
     if not isinstance(names, list) or len(names) != 1 or names[0] not in _FAMILIES:
         shown = fields.get("architectures") or f"absent, and model_type is {model_type!r}"
-        raise ValueError(f"architectures is {shown}: supported are {supported}")
+        raise ValueError(f"architectures is {shown}: supported are {', '.join(_FAMILIES)}")
     expected = _FAMILIES[names[0]].model_type
     if model_type not in (None, expected):
-        raise ValueError(f"model_type is {model_type!r}: with {names[0]} it must be {expected!r}")
+        raise _refused("model_type", model_type, f"with {names[0]} it must be {expected!r}")
     return names[0]
+
+
+def _is_unsupported(name: str) -> bool:
+    return any(part in name for part in _UNSUPPORTED)
 
 
 def _refuse_unsupported(fields: dict[str, Any], family: _Family) -> None:
     for name, value in fields.items():
-        if any(part in name for part in _UNSUPPORTED) and value not in _NEUTRAL:
-            raise ValueError(
-                f"{name} is {value!r}: this decoder has no such feature; allowed are its absence, "
-                "null, false, 0 and 1"
-            )
+        if _is_unsupported(name) and value not in _NEUTRAL:
+            allowed = "its absence, null, false, 0 and 1"
+            raise _refused(name, value, f"this decoder has no such feature; allowed are {allowed}")
     if fields.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act is {fields['hidden_act']!r}: it must be 'silu'")
-    no_bias = {
-        # Qwen2's biases do not depend on the field.
-        "attention_bias": not family.has_attention_bias and not family.has_qkv_bias,
-        "mlp_bias": not family.has_mlp_bias,
+        raise _refused("hidden_act", fields["hidden_act"], "it must be 'silu'")
+    has_biases = {  # Qwen2's do not depend on the field
+        "attention_bias": family.has_attention_bias or family.has_qkv_bias,
+        "mlp_bias": family.has_mlp_bias,
     }
-    for name, must_be_false in no_bias.items():
-        if must_be_false and fields.get(name):
-            raise ValueError(f"{name} is {fields[name]!r}: {family.model_type} has no such biases")
-    unknown = sorted(
-        name
-        for name in fields
-        if name not in _KNOWN
-        and not name.startswith("_")
-        and not any(part in name for part in _UNSUPPORTED)
-    )
-    if unknown:
+    for name, has in has_biases.items():
+        if fields.get(name) and not has:
+            raise _refused(name, fields[name], f"{family.model_type} has no such biases")
+    names = [name for name in sorted(fields.keys() - _KNOWN) if not name.startswith("_")]
+    if unknown := [name for name in names if not _is_unsupported(name)]:
         logger.warning("config.json: ignored, because unknown here: %s", ", ".join(unknown))
 
 
 def _within_window(fields: dict[str, Any], family: _Family, max_positions: int) -> int:
     """The most positions for which a sliding window, if there is one, hides nothing."""
     num_layers = _positive_int(fields, "num_hidden_layers")
-    default = {"never": None, "optional": None, "always": 4096}[family.sliding_window]
-    window = fields.get("sliding_window", default)
-    if family.sliding_window == "optional":
+    kind = family.sliding_window
+    window = fields.get("sliding_window", 4096 if kind == "always" else None)
+    if kind == "optional":
         window = window if fields.get("use_sliding_window") else None
         first = fields.get("max_window_layers", 28) if window is not None else num_layers
         check_integers(0, max_window_layers=first)
         derived = ["full_attention"] * min(first, num_layers)
         derived += ["sliding_attention"] * (num_layers - len(derived))
-    elif window is not None and family.sliding_window == "never":
-        raise ValueError(
-            f"sliding_window is {window!r}: {family.model_type} has none; it must be null"
-        )
+    elif window is not None and kind == "never":
+        raise _refused("sliding_window", window, f"{family.model_type} has none; it must be null")
     else:
         derived = ["full_attention" if window is None else "sliding_attention"] * num_layers
     layer_types = fields.get("layer_types") or (derived if window is not None else [])
@@ -249,17 +211,12 @@ def _within_window(fields: dict[str, Any], family: _Family, max_positions: int) 
             f"layer_types contains {unsupported}, sliding_window is {window!r}: "
             f"allowed then are {', '.join(allowed)}"
         )
-    is_windowed = family.sliding_window == "always" or "sliding_attention" in layer_types
-    if window is None or not is_windowed:
+    if window is None or (kind != "always" and "sliding_attention" not in layer_types):
         return max_positions
     window = _positive_int({"sliding_window": window}, "sliding_window")
     if window < max_positions:
-        logger.warning(
-            "sliding_window is %d and not implemented: max_position_embeddings, %d, is lowered "
-            "to it, for up to there nothing differs",
-            window,
-            max_positions,
-        )
+        what = "max_position_embeddings, %d, is lowered to it, for up to there nothing differs"
+        logger.warning("sliding_window is %d and not implemented: " + what, window, max_positions)
     return min(window, max_positions)
 
 
@@ -267,33 +224,27 @@ def _rope(fields: dict[str, Any], max_positions: int) -> RopeParameters:
     source = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     rope = fields.get(source) or {}
     if not isinstance(rope, dict):
-        raise ValueError(f"{source} is {rope!r}: it must be an object or null")
+        raise _refused(source, rope, "it must be an object or null")
     for where in (fields, rope):
-        if where.get("partial_rotary_factor") not in (None, 1):
-            value = where["partial_rotary_factor"]
-            raise ValueError(f"partial_rotary_factor is {value!r}: it must be 1 or absent")
+        if (share := where.get("partial_rotary_factor")) not in (None, 1):
+            raise _refused("partial_rotary_factor", share, "it must be 1 or absent")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    needed = {
-        "default": (),
-        "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    }
+    frequencies = ("factor", "low_freq_factor", "high_freq_factor")
+    needed = {"default": (), "linear": ("factor",), "llama3": frequencies}
     if rope_type not in needed:
-        raise ValueError(f"{source}: rope_type is {rope_type!r}: it must be {', '.join(needed)}")
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *needed["llama3"]}
+        raise _refused(f"{source}: rope_type", rope_type, f"it must be {', '.join(needed)}")
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *frequencies}
     if unknown := sorted(set(rope) - known - {"original_max_position_embeddings"}):
-        raise ValueError(f"{source}: {unknown[0]} is {rope[unknown[0]]!r}: not supported")
+        raise _refused(f"{source}: {unknown[0]}", rope[unknown[0]], "not supported")
     values: dict[str, Any] = {name: _positive_float(rope, name) for name in needed[rope_type]}
     if rope_type == "llama3":
-        if values["high_freq_factor"] <= values["low_freq_factor"]:
-            raise ValueError(
-                f"{source}: high_freq_factor is {values['high_freq_factor']}: it must exceed "
-                f"low_freq_factor, {values['low_freq_factor']}"
-            )
+        low, high = values["low_freq_factor"], values["high_freq_factor"]
+        if high <= low:
+            why = f"it must exceed low_freq_factor, {low}"
+            raise _refused(f"{source}: high_freq_factor", high, why)
+        name = "original_max_position_embeddings"
         original = {**rope, **{k: v for k, v in fields.items() if k.startswith("original_max")}}
-        values["original_max_position_embeddings"] = _positive_int(
-            original, "original_max_position_embeddings", max_positions
-        )
+        values[name] = _positive_int(original, name, max_positions)
     theta = {"rope_theta": rope.get("rope_theta", fields.get("rope_theta"))}
     return RopeParameters(_positive_float(theta, "rope_theta", 10_000.0), rope_type, **values)
 
@@ -316,5 +267,9 @@ def _positive_float(fields: dict[str, Any], name: str, default: float | None = N
     value = fields.get(name)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-        raise ValueError(f"{name} is {value!r}: it must be a number > 0")
+        raise _refused(name, value, "it must be a number > 0")
     return float(value)
+
+
+def _refused(name: str, value: object, why: str) -> ValueError:
+    return ValueError(f"{name} is {value!r}: {why}")

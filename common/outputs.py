@@ -5,15 +5,13 @@ time, and all `n` of them together.
                         RequestGroup    -> RequestOutput       what one call asked for
 
 The scheduler ends a request at a token (EOS, a stop token, the last one allowed). A stop *string*
-can only be seen here, in the text. Tokens are taken one at a time, so the earliest event decides
-how a request ended and where text, token ids and log-probabilities are cut, even when a step yields
-several tokens (chapter 5)."""
+can only be seen here, in the text. When a step yields several tokens (chapter 5), those behind a
+stop string never come here: `TrimmingRunner` asks `num_wanted`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from common.tokenizer import IncrementalDetokenizer, Tokenizer
 from request import Request, SamplingParams
@@ -73,72 +71,54 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What a user gets for one prompt: `n` completions. `prompt` is None when token ids were
-    given."""
+    """What a user gets for one prompt: `n` completions. `prompt` is None if it was token ids."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    metrics: RequestMetrics
+    metrics: RequestMetrics = field(repr=False)
     num_cached_tokens: int = 0
-
-    def __repr__(self) -> str:
-        shown = ", ".join(
-            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "metrics"
-        )
-        return f"RequestOutput({shown})"
 
 
 class GrowingCompletion(CompletionOutput):
     """A completion whose `text` is joined when somebody reads it: joined at each step, a token
     would cost as much as all tokens before it. A copy of it is an ordinary completion."""
 
-    __slots__ = ("_detokenizer", "_text")
-
-    def __init__(
-        self, *values: Any, detokenizer: IncrementalDetokenizer | None = None, **named: Any
-    ) -> None:
-        super().__init__(*values, **named)
-        self._detokenizer = detokenizer
+    __slots__ = ("_text", "detokenizer")
+    detokenizer: IncrementalDetokenizer | None
 
     @property
     def text(self) -> str:
-        return self._text if self._detokenizer is None else self._detokenizer.text
+        return self._text if self.detokenizer is None else self.detokenizer.text
 
     @text.setter
     def text(self, text: str) -> None:
-        self._text, self._detokenizer = text, None
+        self._text, self.detokenizer = text, None
 
     def __reduce__(self) -> tuple:
         return CompletionOutput, tuple(getattr(self, f.name) for f in fields(CompletionOutput))
 
 
 class OutputProcessor:
-    """The visible side of one `Request`. `completion` is always up to date and is the user's to
-    keep.
-
-    Without a tokenizer, text stays empty and stop strings cannot be asked for.
-    """
+    """The visible side of one `Request`. `completion` is always up to date, and the user's to keep.
+    Without a tokenizer, text stays empty and stop strings cannot be asked for."""
 
     def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None) -> None:
-        params = request.sampling_params
+        params, prompt = request.sampling_params, request.prompt_token_ids
         if tokenizer is None and params.stop:
             raise ValueError(f"stop is {params.stop!r}: stop strings need a tokenizer")
-        self.request = request
+        self.request, self.request_id = request, request.request_id
         self.metrics = RequestMetrics(request.arrival_time)
-        self._detokenizer: IncrementalDetokenizer | None = None
+        self._detokenizer = None
         if tokenizer is not None:
             self._detokenizer = IncrementalDetokenizer(
-                tokenizer,
-                request.prompt_token_ids,
-                stop=params.stop,
-                skip_special_tokens=params.skip_special_tokens,
-                min_tokens=params.min_tokens,
+                tokenizer, prompt, params.stop, params.skip_special_tokens, params.min_tokens
             )
         logprobs = None if params.logprobs is None else []
-        self.completion = GrowingCompletion(index, "", [], logprobs, detokenizer=self._detokenizer)
+        self.completion = GrowingCompletion(index, "", [], logprobs)
+        self.completion.detokenizer = self._detokenizer
 
     @property
     def is_finished(self) -> bool:
@@ -147,21 +127,18 @@ class OutputProcessor:
     def process(self, result: EngineCoreOutput, now: float) -> bool:
         """Take one step's tokens. True if a stop string ended the request, which the scheduler does
         not know yet."""
-        num_kept, matched = self._detokenise(result)
-        completion = self.completion
-        completion.token_ids += result.new_token_ids[:num_kept]
+        completion, stop_string = self.completion, self._detokenise(result)
+        completion.token_ids += result.new_token_ids
         if completion.logprobs is not None:
-            completion.logprobs += (result.logprobs or [])[:num_kept]
-        self.metrics.record_tokens(num_kept, now)
+            completion.logprobs += result.logprobs or []
+        self.metrics.record_tokens(len(result.new_token_ids), now)
         self.metrics.num_preemptions = self.request.num_preemptions
-        if matched is None:
-            completion.finish_reason = result.finish_reason
-            completion.stop_reason = result.stop_reason
+        if stop_string is not None:
+            self._finish("stop", stop_string)
+        elif result.finish_reason is not None:
             self.metrics.finish_detail = result.finish_detail
-        else:
-            completion.finish_reason, completion.stop_reason = "stop", matched
-        self._finish_text()
-        return matched is not None
+            self._finish(result.finish_reason, result.stop_reason)
+        return stop_string is not None
 
     def num_wanted(self, token_ids: list[int]) -> int:
         """How many tokens of a run that is not processed yet come before a stop string's end."""
@@ -171,27 +148,25 @@ class OutputProcessor:
 
     def abort(self) -> None:
         """The user or the engine ended it. What has been generated stays."""
-        self.completion.finish_reason = "abort"
-        self._finish_text()
+        self._finish("abort")
 
     def take_delta(self) -> str:
         """Text that has become final since the last call."""
         return "" if self._detokenizer is None else self._detokenizer.take_delta()
 
-    def _detokenise(self, result: EngineCoreOutput) -> tuple[int, str | None]:
-        """`(tokens kept, stop string found)`. The token that stopped the request has no text."""
-        num_new = len(result.new_token_ids)
-        if self._detokenizer is None:
-            return num_new, None
-        num_visible = num_new - (result.finish_reason == "stop")
-        for i, token_id in enumerate(result.new_token_ids[:num_visible]):
-            match = self._detokenizer.append(token_id)
-            if match is not None:
-                return i + 1, match.stop_string
-        return num_new, None
+    def _detokenise(self, result: EngineCoreOutput) -> str | None:
+        """The stop string that the last of the tokens completes, if any. A token that stopped the
+        request has no text."""
+        match = None
+        if self._detokenizer is not None:
+            num_visible = len(result.new_token_ids) - (result.finish_reason == "stop")
+            for token_id in result.new_token_ids[:num_visible]:
+                match = self._detokenizer.append(token_id)
+        return None if match is None else match.stop_string
 
-    def _finish_text(self) -> None:
-        if self._detokenizer is not None and self.is_finished:
+    def _finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        self.completion.finish_reason, self.completion.stop_reason = reason, stop_reason
+        if self._detokenizer is not None:
             self._detokenizer.finish()
             self.completion.text = self._detokenizer.text
 
@@ -210,33 +185,32 @@ class RequestGroup:
         return all(member.is_finished for member in self.members)
 
     def output(self) -> RequestOutput:
+        metrics = [member.metrics for member in self.members]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[member.completion for member in self.members],
             finished=self.is_finished,
-            metrics=_merge_metrics([member.metrics for member in self.members]),
+            metrics=metrics[0] if len(metrics) == 1 else _merge_metrics(metrics),
             num_cached_tokens=self.members[0].request.num_cached_tokens,
         )
 
 
 def _merge_metrics(metrics: list[RequestMetrics]) -> RequestMetrics:
     """Of a group: the earliest first time, the latest last one, and all latencies."""
-    if len(metrics) == 1:
-        return metrics[0]
 
-    def times(name: str) -> list[float]:
-        return [t for m in metrics if (t := getattr(m, name)) is not None]
+    def known(name: str) -> list:
+        return [value for m in metrics if (value := getattr(m, name)) is not None]
 
     return RequestMetrics(
-        arrival_time=metrics[0].arrival_time,
-        first_scheduled_time=min(times("first_scheduled_time"), default=None),
-        first_token_time=min(times("first_token_time"), default=None),
-        last_token_time=max(times("last_token_time"), default=None),
-        inter_token_latencies=[t for m in metrics for t in m.inter_token_latencies],
-        num_preemptions=sum(m.num_preemptions for m in metrics),
-        finish_detail=next((m.finish_detail for m in metrics if m.finish_detail), None),
+        metrics[0].arrival_time,
+        min(known("first_scheduled_time"), default=None),
+        min(known("first_token_time"), default=None),
+        max(known("last_token_time"), default=None),
+        [t for m in metrics for t in m.inter_token_latencies],
+        sum(m.num_preemptions for m in metrics),
+        next(iter(known("finish_detail")), None),
     )
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from common import kv_sizing
+from common.bench.random_weights import QWEN3_0_6B, random_model
 from common.engine_config import EngineConfig
 from common.kv_sizing import make_kv_cache
-from common.loader import QWEN3_0_6B, LoadedModel, random_model
+from common.loader import LoadedModel
 from common.sampling import speculative_sampler
 from common.sampling.sampler import Sampler
 from common.sampling.speculative_sampler import SpeculativeSampler

@@ -12,12 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from common import loader
-from common.loader import (
-    QWEN3_0_6B,
-    load_model,
-    random_model,
-    resolve_checkpoint,
-)
+from common.bench.random_weights import QWEN3_0_6B, random_model
+from common.loader import load_model, resolve_checkpoint
 from common.model import DecoderModel
 from common.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
 from common.tests.model_cases import CASES, PagedHarness, reference_logits, save_case
@@ -27,13 +23,7 @@ INDEX = "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors this small only get slower with more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -431,23 +421,17 @@ def test_a_random_model_can_be_used_at_once():
 
 
 def test_qwen3_0_6b_has_the_published_shape():
-    theirs = Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        max_position_embeddings=40960,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-        eos_token_id=151645,
-    )
-    assert ModelConfig.from_hf(theirs.to_dict()) == QWEN3_0_6B
+    published = json.loads("""{
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072,
+        "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+        "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000,
+        "sliding_window": null, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+        "use_sliding_window": false, "vocab_size": 151936, "eos_token_id": 151645
+    }""")
+    theirs = Qwen3Config(**published)
+    assert ModelConfig.from_hf(published) == QWEN3_0_6B == ModelConfig.from_hf(theirs.to_dict())
     with torch.device("meta"):
         expected = AutoModelForCausalLM.from_config(theirs).num_parameters()
     short = dataclasses.replace(QWEN3_0_6B, max_position_embeddings=1)  # a small rotary table

@@ -30,13 +30,7 @@ DTYPES = [torch.float32, torch.float64]
 LENGTHS = [1, 4, 7, 16, 33, 48]  # 48: all of the window of mistral-window
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors this small only get slower with more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

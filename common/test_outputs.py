@@ -44,6 +44,28 @@ def test_text_is_right_whenever_it_is_read(processor, ids, shipped_tokenizer) ->
     assert (completion.finish_reason, completion.stop_reason) == ("stop", "naïve\ndef")
 
 
+def test_a_run_is_processed_up_to_the_end_of_a_stop_string_and_no_further(
+    shipped_tokenizer, ids
+) -> None:
+    """Whoever runs the model asks for the length and cuts (`TrimmingRunner`): what is kept behind
+    a stop string would be counted, and never shown."""
+
+    def make() -> OutputProcessor:
+        params = SamplingParams(max_tokens=1000, stop=["naïve\ndef"], logprobs=0)
+        return OutputProcessor(Request("a", [5], params), 0, shipped_tokenizer)
+
+    processor = make()
+    num_wanted = processor.num_wanted(ids)
+    assert 1 < num_wanted < len(ids) and processor.completion.token_ids == []
+    run, logprobs = ids[:num_wanted], [object() for _ in ids[:num_wanted]]
+    assert processor.process(EngineCoreOutput("a", run, logprobs=logprobs), now=0.0)
+    assert processor.completion.token_ids == run
+    assert processor.completion.logprobs == logprobs
+    assert processor.completion.stop_reason == "naïve\ndef"
+    with pytest.raises(RuntimeError, match="stop string"):
+        make().process(EngineCoreOutput("a", ids), now=0.0)
+
+
 def test_a_step_joins_no_text(processor, ids, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted, not timed: how often the text is put together."""
     num_joined = 0

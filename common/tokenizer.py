@@ -6,20 +6,19 @@ likes, so one emoji can be four tokens, and none of the first three has any text
     token bytes     | 20 f0 9f | 98 | 80 | 21 |
     text after it     " "       " "  " 😀" " 😀!"     what has been shown is never taken back
 
-`IncrementalDetokenizer` therefore looks up each token's bytes (once: they are cached) and feeds
-them to an incremental UTF-8 decoder, which keeps at most three bytes for later and answers bytes
-that can never become a character with U+FFFD at once. A token costs O(1), whatever came before, and
-no token of the prompt is ever decoded, so none of it can leak into the output.
+`IncrementalDetokenizer` looks up each token's bytes (once: they are cached) and feeds them to an
+incremental UTF-8 decoder, which keeps at most three bytes for later and answers bytes that can
+never become a character with U+FFFD at once. A token costs O(1), and no token of the prompt is ever
+decoded, so none of it can leak into the output.
 
 This is exact as long as a token's bytes depend on nothing but the token and whether it comes first
-(sentencepiece drops a leading space there). That holds for byte-level, Metaspace and byte-fallback
-tokenizers, so for all of today's language models. vLLM and Hugging Face TGI decode a small window
+(sentencepiece drops a leading space there): so it is in byte-level, Metaspace and byte-fallback
+tokenizers, those of all of today's language models. vLLM and Hugging Face TGI decode a small window
 of tokens twice and compare, which asks less of the tokenizer, but stalls on text that never ends at
 a character border and must be told not to show the prompt.
 
 Stop strings are searched in the text, so token borders do not matter. What could still become a
-stop string is held back from the stream.
-"""
+stop string is held back from the stream."""
 
 from __future__ import annotations
 
@@ -28,6 +27,7 @@ import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,7 +62,6 @@ class Tokenizer:
         self._has_byte_tokens = "ByteFallback(" in decoder
         self.decode_errors = "replace_each" if self._has_byte_tokens else "replace"
         self._pieces: dict[int, bytes] = {}
-        self._anchor: tuple[int, str] | None = None
 
     def encode(self, text: str) -> list[int]:
         """Token ids. A BOS token comes first only if the tokenizer is made to put one there."""
@@ -76,8 +75,7 @@ class Tokenizer:
         return self.backend.id_to_token(token_id) is not None
 
     def token_bytes(self, token_id: int, is_first: bool = False) -> bytes:
-        """UTF-8 of one token within a text, or at its very beginning. May be part of a
-        character."""
+        """UTF-8 of one token within a text, or at its beginning; maybe part of a character."""
         if is_first and not self._is_byte_level:
             text = self.decode([token_id], skip_special_tokens=False)
             return self.token_bytes(token_id) if REPLACEMENT in text else text.encode()
@@ -95,7 +93,7 @@ class Tokenizer:
             return bytes(_BYTE_OF[char] for char in token) if known else token.encode()
         if self._has_byte_tokens and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(match[1], 16)])
-        anchor_id, anchor = self._find_anchor()
+        anchor_id, anchor = self._anchor
         text = self.decode([anchor_id, token_id], skip_special_tokens=False)
         if not text.startswith(anchor):
             raise ValueError(
@@ -104,17 +102,14 @@ class Tokenizer:
             )
         return text[len(anchor) :].encode()
 
-    def _find_anchor(self) -> tuple[int, str]:
+    @cached_property
+    def _anchor(self) -> tuple[int, str]:
         """Some ordinary token, to stand before another one so that that is not the first."""
-        if self._anchor is None:
-            for token_id in range(self.vocab_size):
-                text = self.decode([token_id], skip_special_tokens=True)
-                if text.isalnum():
-                    self._anchor = token_id, text
-                    break
-            else:
-                raise ValueError("tokenizer: no token of its vocabulary is a letter or a digit")
-        return self._anchor
+        for token_id in range(self.vocab_size):
+            text = self.decode([token_id])
+            if text.isalnum():
+                return token_id, text
+        raise ValueError("tokenizer: no token of its vocabulary is a letter or a digit")
 
 
 def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
@@ -148,12 +143,10 @@ class StopMatch:
 
 
 class IncrementalDetokenizer:
-    """The text of one continuation while it grows.
+    """The text of one continuation while it grows. Nothing is appended after a match or `finish()`.
 
     `prompt_token_ids` only tell whether the first output token begins the text. `min_tokens`: a
-    stop string that ends within the text of the first `min_tokens` tokens is ordinary text.
-
-    Nothing is appended after a match or after `finish()`."""
+    stop string that ends within the text of the first `min_tokens` tokens is ordinary text."""
 
     def __init__(
         self,
@@ -176,15 +169,14 @@ class IncrementalDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors=tokenizer.decode_errors)
         self._pieces: list[str] = []  # joined: the text
         self._unsent: list[str] = []  # joined: the end of the text that no delta has carried yet
-        self._num_sent = 0
+        self._num_sent = 0  # characters
         self._longest = max(map(len, self._stop), default=1)
         self._tail = ""  # the end of the text in which a stop string may have begun
         self._is_finished = False
 
     @property
     def text(self) -> str:
-        """All text that is certain to stay or to be cut by a stop string. Incomplete characters
-        are not in it yet."""
+        """All text so far, without incomplete characters. Some may yet be cut by a stop string."""
         self._pieces = ["".join(self._pieces)]
         return self._pieces[0]
 
@@ -237,10 +229,8 @@ class IncrementalDetokenizer:
         if not self._stop:
             return None
         window = self._tail + new
-        match = None
-        if self.num_tokens > self._min_tokens:
-            match = self._find_stop(window, num_old=len(self._tail))
-        if match is None:
+        match = self._find_stop(window, num_old=len(self._tail))
+        if match is None or self.num_tokens <= self._min_tokens:
             self._tail = window[max(0, len(window) - self._longest + 1) :]
             return None
         self._is_finished = True
@@ -261,11 +251,8 @@ class IncrementalDetokenizer:
 
     def _num_held(self, text: str) -> int:
         """Length of the longest end of `text` that a stop string begins with."""
-        for length in range(min(len(text), self._longest - 1), 0, -1):
-            end = text[len(text) - length :]
-            if any(stop.startswith(end) for stop in self._stop):
-                return length
-        return 0
+        lengths = range(min(len(text), self._longest - 1), 0, -1)
+        return next((n for n in lengths if any(s.startswith(text[-n:]) for s in self._stop)), 0)
 
 
 def _byte_alphabet() -> dict[str, int]:

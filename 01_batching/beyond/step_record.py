@@ -7,7 +7,7 @@ which learn from the clock, read nothing else."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from engine_core import EngineCore
 from scheduler_interface import (
@@ -47,14 +47,7 @@ class StepRecord:
 
     @property
     def step_ms(self) -> float:
-        return (
-            self.schedule_ms
-            + self.prepare_ms
-            + self.forward_ms
-            + self.sample_ms
-            + self.propose_ms
-            + self.update_ms
-        )
+        return sum(getattr(self, f.name) for f in fields(self) if f.name.endswith("_ms"))
 
 
 Observer = Callable[[StepRecord], None]

@@ -13,12 +13,11 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 import plot_batching_workloads as workloads
 from common.bench.bench_record import ROOT, markdown_table
 from common.tools.lab_frame import Measurement, Part, run_lab
-from common.tools.palette import BASELINE, DECODE, INK, PAPER, PROMPT, WASTE, label_line
+from common.tools.palette import BASELINE, DECODE, INK, PAPER, PROMPT, WASTE, add_key, label_line
 
 TOKENIZER = ROOT / "common" / "checkpoints" / "tiny" / "tokenizer.json"
 QWEN3_0_6B_BYTES = 2 * 28 * 8 * 128 * 2  # KV of one token: K and V, layers, heads, head_dim, bf16
@@ -63,14 +62,8 @@ def draw_timeline(record: dict) -> Figure:
         axis.axvline(num_steps, color=INK, linewidth=1)
     axes[0].set_xlim(0, max(len(timeline[name][0]) for name in ("static", "continuous")))
     axes[1].set_xlabel("step")
-    kinds = {
-        "prompt": PROMPT,
-        "decode": DECODE,
-        "computed, nobody reads it": WASTE,
-        "empty": PAPER,
-    }
-    handles = [Patch(facecolor=c, edgecolor=INK, label=kind) for kind, c in kinds.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    wasted = {"computed, nobody reads it": WASTE, "empty": PAPER}
+    add_key(figure, {"prompt": PROMPT, "decode": DECODE, **wasted})
     return figure
 
 

@@ -14,7 +14,14 @@ from hypothesis.stateful import rule
 from block_pool import BlockPool
 from forking_kv_cache_manager import BlockCopy, ForkingKVCacheManager, copy_blocks
 from paged_attention import PagedKVCache
-from test_kv_cache_manager import ManagerMachine, World, explore, make_request
+from test_kv_cache_manager import (
+    ManagerMachine,
+    World,
+    damage_table,
+    explore,
+    make_request,
+    walk_at_random,
+)
 from test_kv_cache_manager import snapshot as snapshot_of_tables
 from test_kv_cache_manager import transitions as transitions_without_forks
 from test_paged_attention import run_paged_and_contiguous
@@ -224,12 +231,18 @@ def test_fork_then_diverge_in_any_order(order, one_step, block_size):
     assert world.manager.usage == 0
 
 
-def test_a_copy_of_a_copy_may_land_in_the_freed_source():
-    world = ForkingWorld(3, 2)
-    world.allocate("a", 1)
+def world_with_a_copy(num_usable_blocks: int, block_size: int, num_tokens: int) -> ForkingWorld:
+    """`a` has written so many tokens, and its fork `b` is to go on in a copy of the last block."""
+    world = ForkingWorld(num_usable_blocks, block_size)
+    world.allocate("a", num_tokens)
     world.step()
-    world.fork("a", "b", 1)
+    world.fork("a", "b", num_tokens)
     world.allocate("b", 1)
+    return world
+
+
+def test_a_copy_of_a_copy_may_land_in_the_freed_source():
+    world = world_with_a_copy(3, 2, 1)
     world.fork("b", "c", 1)
     world.free("a")
     filler = world.manager.pool.allocate(1)  # leaves only a's block
@@ -244,11 +257,7 @@ def test_forks_of_forks_within_one_step():
     """The child of a child copies a block that is itself still to be filled by a copy; then the
     child in the middle goes away, and its copy must not."""
     for middle_goes in (False, True):
-        world = ForkingWorld(20, 4)
-        world.allocate("a", 6)
-        world.step()
-        world.fork("a", "b", 6)
-        world.allocate("b", 1)  # block 2 is to be copied into b's
+        world = world_with_a_copy(20, 4, 6)  # block 2 is to be copied into b's
         world.fork("b", "c", 6)
         world.fork("b", "d", 5)
         world.allocate("c", 1)  # and b's, which is empty yet, into c's
@@ -261,11 +270,7 @@ def test_forks_of_forks_within_one_step():
 
 
 def test_a_copy_passes_to_the_fork_when_its_request_copies_again():
-    world = ForkingWorld(20, 4)
-    world.allocate("a", 2)
-    world.step()
-    world.fork("a", "b", 2)
-    world.allocate("b", 1)
+    world = world_with_a_copy(20, 4, 2)
     world.fork("b", "c", 2)
     world.allocate("b", 1)  # c keeps b's first copy
     world.check()
@@ -274,11 +279,7 @@ def test_a_copy_passes_to_the_fork_when_its_request_copies_again():
 
 
 def test_a_freed_source_may_be_reused_before_the_copy_is_made():
-    world = ForkingWorld(4, 2)
-    world.allocate("a", 3)
-    world.step()
-    world.fork("a", "b", 3)
-    world.allocate("b", 1)
+    world = world_with_a_copy(4, 2, 3)
     world.free("a")
     world.allocate("e", 4)  # takes the source's block in the same step
     world.check()
@@ -317,15 +318,7 @@ TestForkingMachine.settings = settings(max_examples=80, stateful_step_count=40, 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_long_random_run(seed):
-    rng = random.Random(seed)
-    world = ForkingWorld(rng.choice([3, 10, 40]), rng.choice([1, 2, 4, 7]))
-    for _ in range(400):
-        name, *arguments = rng.choice(transitions(world))
-        getattr(world, name)(*arguments)
-        world.check()
-    for request_id in list(world.requests):
-        world.free(request_id)
-    assert world.manager.usage == 0, f"seed {seed}"
+    walk_at_random(ForkingWorld, transitions, seed)
 
 
 # -- the check itself
@@ -344,26 +337,18 @@ def test_check_invariants_notices_damage(damage):
     manager.fork(a, c)
     manager.allocate_slots(b, 1)
     manager.check_invariants([a, b, c])
-    table = manager._tables["b"]
-    if damage == "ref_cnt":
-        table.blocks[0].ref_cnt += 1
-    elif damage == "foreign_table":
-        stolen = manager._tables["a"].blocks[1]
-        stolen.ref_cnt += 1
-        table.append([stolen])
+    damage_table(manager, damage)
+    if damage == "foreign_table":
         manager._families["b"] = object()
     elif damage == "no_family":
         del manager._families["c"]
-    elif damage == "ids":
-        table.block_ids[0] = 7
     elif damage == "copy":
         (wrong,) = manager._copies.values()
         manager._copies[wrong.dst_block_id] = BlockCopy("a", *astuple(wrong)[1:])
     elif damage == "too_short":
         b.num_computed_tokens = 5
     elif damage == "empty":
-        manager.pool.free(table.blocks)
-        table.blocks.clear(), table.block_ids.clear(), manager._copies.clear()
+        manager._copies.clear()
     elif damage == "left":
         manager._families["gone"] = object()
     with pytest.raises(AssertionError):

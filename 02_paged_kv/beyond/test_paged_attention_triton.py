@@ -87,8 +87,11 @@ def test_written_tokens_stand_in_their_slots_and_nothing_else_changes(block_size
 
 
 def test_what_the_kernels_cannot_do_is_refused(device):
+    check_refusals(TritonAttentionBackend(), device)
+
+
+def check_refusals(backend: TritonAttentionBackend, device: str) -> None:
     case = make_case([(1, 4)], 4, torch.float64, device=device)
-    backend = TritonAttentionBackend()
     arguments = (case.key_cache, case.value_cache, case.metadata, case.scale)
     with pytest.raises(ValueError, match="float64"):
         backend.attend(case.query, *arguments)

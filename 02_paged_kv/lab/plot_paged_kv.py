@@ -14,12 +14,22 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, PathPatch
+from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Path2D
 
-from common.bench.bench_record import ROOT, markdown_table
+from common.bench.bench_record import ROOT, markdown_table, table_of
 from common.tools.lab_frame import Measurement, Part, run_lab
-from common.tools.palette import BASELINE, DECODE, INK, PAPER, WASTE, label_line, shade, tint
+from common.tools.palette import (
+    BASELINE,
+    DECODE,
+    INK,
+    PAPER,
+    WASTE,
+    add_key,
+    label_line,
+    shade,
+    tint,
+)
 from plot_paged_kv_timing import measure_time
 from plot_paged_kv_workloads import (
     BLOCK_SIZE,
@@ -79,13 +89,8 @@ def draw_memory_map(record: dict) -> Figure:
         axis.set_title(f"{name}: {title}\n{num_requests} requests, {empty:.0%} of memory empty")
         axis.set_xlabel("slot in row")
     axes[0].set_ylabel("row of 128 slots")
-    kinds = {
-        "written, shades tell requests apart": DECODE,
-        "reserved, empty": WASTE,
-        "free": PAPER,
-    }
-    handles = [Patch(facecolor=color, edgecolor=INK, label=kind) for kind, color in kinds.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    unused = {"reserved, empty": WASTE, "free": PAPER}
+    add_key(figure, {"written, shades tell requests apart": DECODE, **unused})
     return figure
 
 
@@ -173,41 +178,40 @@ def _memory_table(counted: dict) -> str:
     for name, run in runs.items():
         memory = run["crowded_steps"] * run["total_slots"]
         written, held = run["crowded_written"] / memory, run["crowded_held"] / memory
-        at_once = run["crowded_running"] / run["crowded_steps"]
         shares = (f"{written:.0%}", f"{held - written:.0%}", f"{1 - held:.0%}")
-        rows.append([name, *shares, f"{at_once:.1f}", f"{run['steps']:,}"])
+        rows.append(_memory_row(name, run, *shares))
     demand = next(run for run in counted["on_demand"] if run["block_size"] == BLOCK_SIZE)
     share = demand["written"] / demand["held"]
-    rows.append(
-        [
-            "paged, on demand (chapter 4), of the blocks it holds",
-            *(f"{share:.1%}", f"{1 - share:.1%}", "-"),
-            *(f"{demand['crowded_running'] / demand['crowded_steps']:.1f}", f"{demand['steps']:,}"),
-        ]
-    )
-    head = [
-        "KV memory while requests wait",
-        "written",
-        "reserved, empty",
-        "free",
-        "at once",
-        "steps",
-    ]
-    return markdown_table(head, rows)
+    name = "paged, on demand (chapter 4), of the blocks it holds"
+    rows.append(_memory_row(name, demand, f"{share:.1%}", f"{1 - share:.1%}", "-"))
+    return table_of(rows)
+
+
+def _memory_row(name: str, run: dict, written: str, reserved: str, free: str) -> dict[str, str]:
+    return {
+        "KV memory while requests wait": name,
+        "written": written,
+        "reserved, empty": reserved,
+        "free": free,
+        **_pace(run),
+    }
+
+
+def _pace(run: dict) -> dict[str, str]:
+    at_once = run["crowded_running"] / run["crowded_steps"]
+    return {"at once": f"{at_once:.1f}", "steps": f"{run['steps']:,}"}
 
 
 def _asked_for_table(counted: dict) -> str:
-    rows = [
+    return table_of(
         [
-            name,
-            f"{1 - empty_share(run):.0%}",
-            f"{run['crowded_running'] / run['crowded_steps']:.1f}",
-            f"{run['steps']:,}",
+            {
+                "`max_tokens` each user asks for": name,
+                "memory written": f"{1 - empty_share(run):.0%}",
+                **_pace(run),
+            }
+            for name, run in counted["asked_for"].items()
         ]
-        for name, run in counted["asked_for"].items()
-    ]
-    return markdown_table(
-        ["`max_tokens` each user asks for", "memory written", "at once", "steps"], rows
     )
 
 

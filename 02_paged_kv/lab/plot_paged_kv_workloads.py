@@ -93,10 +93,11 @@ class ForkingScheduler(AskingScheduler):
 
     def _admit(self, budget: int) -> dict[str, int]:
         admitted: dict[str, int] = {}
-        for request in self.waiting:
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            request = self.waiting.peek_request()
             prompt, _, sample = request.request_id.partition("#")
             parent = self.requests.get(f"{prompt}#0") if sample != "0" else None
-            if len(self.running) == self.max_num_seqs or (parent and not parent.output_token_ids):
+            if parent and not parent.output_token_ids:
                 break  # a parent that computes its prompt in this step: in the next one
             if parent is not None:  # it needs logits of its own, so the last token is left
                 request.num_computed_tokens = request.num_prompt_tokens - 1
@@ -109,11 +110,9 @@ class ForkingScheduler(AskingScheduler):
                 self.kv_memory.free(request)
                 request.num_computed_tokens = 0
                 break
-            self._seat(request)
+            self._seat(self.waiting.pop_request())
             admitted[request.request_id] = num_tokens
             budget -= num_tokens
-        for request_id in admitted:
-            self.waiting.remove_request(self.requests[request_id])
         return admitted
 
     def make_plan(self, num_tokens: dict[str, int]) -> SchedulerOutput:

@@ -28,8 +28,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from kv_pool import KVBlock, KVPool, TransferCallback, TransferResult
-from kv_transfer import BackgroundTransfers
+from kv_pool import KVBlock, TransferCallback
+from kv_transfer import BackgroundTransfers, TransferringPool
 
 Transport = Callable[[KVBlock], bytes]
 """Brings the `kv_data` of a block from `block.node_id`. May be slow, raise, or be wrong."""
@@ -46,7 +46,7 @@ class _Node:
     is_alive: bool = True
 
 
-class GlobalKVPool(KVPool):
+class GlobalKVPool(TransferringPool):
     """A `KVPool` within one process.
 
     A use of a block is its publication, a query that names the node, or a transfer that reads it or
@@ -208,15 +208,6 @@ class GlobalKVPool(KVPool):
             for block in reversed(arrived):
                 if not self._has(block.block_hash, target.node_id, block.token_ids):
                     self._store(target, block)
-
-    def is_transfer_complete(self, request_id: str) -> bool:
-        return self._transfers.is_complete(request_id)
-
-    def transfer_result(self, request_id: str) -> TransferResult:
-        return self._transfers.take_result(request_id)
-
-    def cancel_transfer(self, request_id: str) -> None:
-        self._transfers.cancel(request_id)
 
     def close(self) -> None:
         with self._lock:

@@ -10,8 +10,8 @@ What has arrived is cached, and kept for the request until it is admitted, unles
 short: then those who wait give way to those who run, and what they lose they compute.
 
 Invariants: a block that is being loaded is in no table and not in the cache; all loads together
-hold at most half of the blocks, or there is but one; a request is asked about again only if the
-cache has lost something since.
+hold at most half of the blocks, or there is but one; a load waits only for loads that are under
+way; a request is asked about again only if the cache has lost something since.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ class KVLoads:
         num_wanted = len(computed.blocks) + num_blocks
         most = self.cache.pool.num_usable_blocks * MAX_SHARE_OF_LOADS
         if held and held + num_wanted > most:
-            return False  # not now: others are ahead, and will be admitted or give way
+            if not all([self._has_arrived(load) for load in self._loads.values()]):
+                return False  # not now: others are ahead
+            self.give_way()  # whoever waits for an admission may stand behind this request
         offer.num_local_when_asked = computed.num_tokens
         self.cache.touch(computed.blocks)
         blocks = self._take_blocks(num_blocks)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from kv_pool import KVBlock, TransferCallback, TransferResult
+from kv_pool import KVBlock, KVPool, TransferCallback, TransferResult
 
 logger = logging.getLogger(__name__)
 
@@ -186,3 +186,18 @@ class BackgroundTransfers:
             deadlines = [transfer.deadline for transfer in under_way]
             assert deadlines == sorted(deadlines), "the oldest is not the first"
             assert not (self._is_closed and self._threads), "threads outlive the pool"
+
+
+class TransferringPool(KVPool):
+    """A `KVPool` whose transfers run in the background."""
+
+    _transfers: BackgroundTransfers
+
+    def is_transfer_complete(self, request_id: str) -> bool:
+        return self._transfers.is_complete(request_id)
+
+    def transfer_result(self, request_id: str) -> TransferResult:
+        return self._transfers.take_result(request_id)
+
+    def cancel_transfer(self, request_id: str) -> None:
+        self._transfers.cancel(request_id)

@@ -53,30 +53,14 @@ class LoadingKVCacheManager(CachedKVCacheManager):
             request, computed
         )
 
-    def allocate_slots(
-        self,
-        request: Request,
-        num_new_tokens: int,
-        num_reserved_tokens: int = 0,
-        computed: ComputedBlocks | None = None,
-    ) -> bool:
-        if not super().allocate_slots(request, num_new_tokens, num_reserved_tokens, computed):
-            return False
+    def _begin(self, request: Request, computed: ComputedBlocks) -> None:
+        super()._begin(request, computed)
         self._loads.drop(request.request_id)
-        return True
 
-    def can_allocate(
-        self,
-        request: Request,
-        num_tokens: int,
-        computed: ComputedBlocks,
-        num_kept_free: int = 0,
-        gone: Request | None = None,
-    ) -> bool:
-        ask = super().can_allocate
-        if not ask(request, num_tokens, computed, 0, gone):
+    def _num_obtainable(self, num_wanted: int, found: list[Block], gone: list[Block]) -> int:
+        if super()._num_obtainable(num_wanted, found, gone) < num_wanted:
             self._loads.give_way()
-        return ask(request, num_tokens, computed, num_kept_free, gone)
+        return super()._num_obtainable(num_wanted, found, gone)
 
     def _take_blocks(self, num_blocks: int) -> list[Block] | None:
         if num_blocks > self._num_free_or_evictable():

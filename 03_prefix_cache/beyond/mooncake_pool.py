@@ -29,8 +29,8 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 
-from kv_pool import CHECKSUM_BYTES, KVBlock, KVPool, TransferCallback, TransferResult
-from kv_transfer import BackgroundTransfers
+from kv_pool import CHECKSUM_BYTES, KVBlock, TransferCallback
+from kv_transfer import BackgroundTransfers, TransferringPool
 from mooncake_client import MooncakeClient, StoreDownError
 from mooncake_master import MooncakeAddress
 
@@ -67,7 +67,7 @@ def decode_block(value: bytes | bytearray, block_hash: bytes, node_id: str) -> K
     return block
 
 
-class MooncakePool(KVPool):
+class MooncakePool(TransferringPool):
     """A `KVPool` on the store at `address`. All blocks of one pool object have the same number of
     tokens.
 
@@ -171,15 +171,6 @@ class MooncakePool(KVPool):
         except ValueError as failure:
             self._client.remove(key)
             raise ValueError(f"{key}: {failure}") from failure
-
-    def is_transfer_complete(self, request_id: str) -> bool:
-        return self._transfers.is_complete(request_id)
-
-    def transfer_result(self, request_id: str) -> TransferResult:
-        return self._transfers.take_result(request_id)
-
-    def cancel_transfer(self, request_id: str) -> None:
-        self._transfers.cancel(request_id)
 
     def close(self) -> None:
         """What this process lent to the store is lost to the others."""

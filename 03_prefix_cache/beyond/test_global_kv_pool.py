@@ -234,13 +234,19 @@ def test_a_callback_gets_the_result_once_it_can_be_taken():
         assert seen == [("r", [0], True), 2]
 
 
+def begin_transfer(pool: GlobalKVPool, gate: Gate) -> threading.Event:
+    """Block 0 is on its way from a to b, and waits at the gate."""
+    publish(pool, "a", 0)
+    ended = threading.Event()
+    pool.async_transfer("r", HASHES[:1], "b", lambda *_: ended.set())
+    assert gate.entered.acquire(timeout=WAIT_S)
+    return ended
+
+
 def test_a_transfer_is_complete_until_its_result_is_taken():
     gate = Gate()
     with make_pool(transport=gate) as pool:
-        publish(pool, "a", 0)
-        ended = threading.Event()
-        pool.async_transfer("r", HASHES[:1], "b", lambda *_: ended.set())
-        assert gate.entered.acquire(timeout=WAIT_S)
+        ended = begin_transfer(pool, gate)
         assert not pool.is_transfer_complete("r")
         with pytest.raises(ValueError, match="under way"):
             pool.transfer_result("r")
@@ -338,10 +344,7 @@ def test_a_node_that_dies_while_it_sends_or_receives_ends_the_transfer(node_id):
     """And the node that comes back under its name is another: it gets nothing of it."""
     gate = Gate()
     with make_pool(transport=gate) as pool:
-        publish(pool, "a", 0)
-        ended = threading.Event()
-        pool.async_transfer("r", HASHES[:1], "b", lambda *_: ended.set())
-        assert gate.entered.acquire(timeout=WAIT_S)
+        ended = begin_transfer(pool, gate)
         pool.remove_node(node_id)
         publish(pool, node_id, 3)
         gate.open.release()

@@ -71,11 +71,16 @@ def test_disk_tier_against_a_naive_lru(tmp_path: Path):
     tier.close()
 
 
+def write_tier(path: Path, num_put: int) -> None:
+    """What a process leaves that had room for 8 blocks."""
+    tier = DiskTier(path, 8, NBYTES)
+    for number in range(num_put):
+        tier.put(key(number), content(number))
+    tier.close()
+
+
 def test_a_file_is_taken_over_by_the_next_process(tmp_path: Path):
-    first = DiskTier(tmp_path / "kv", 8, NBYTES)
-    for number in range(11):
-        first.put(key(number), content(number))
-    first.close()
+    write_tier(tmp_path / "kv", 11)
     second = DiskTier(tmp_path / "kv", 8, NBYTES)
     second.check_invariants()
     assert [second.read(key(n)) for n in range(11)] == [None] * 3 + [
@@ -87,10 +92,7 @@ def test_a_file_is_taken_over_by_the_next_process(tmp_path: Path):
 
 
 def test_a_smaller_tier_takes_over_what_fits_it(tmp_path: Path):
-    first = DiskTier(tmp_path / "kv", 8, NBYTES)
-    for number in range(8):
-        first.put(key(number), content(number))
-    first.close()
+    write_tier(tmp_path / "kv", 8)
     second = DiskTier(tmp_path / "kv", 3, NBYTES)
     found = [n for n in range(8) if second.read(key(n)) is not None]
     assert len(found) == len(second) == 3

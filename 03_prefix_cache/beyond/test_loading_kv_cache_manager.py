@@ -10,25 +10,18 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
 
 from block_pool import BlockPool
+from kv_chaos import OPERATIONS, Chaos
 from kv_connector import ConnectorChain, KVConnector
 from kv_memory import ComputedBlocks, NotReady
-from kv_world import OPERATIONS, Chaos, Engine, Runner, World, content, make_request
+from kv_orders import BLOCK_SIZES, check_any_order, check_long_run
+from kv_served_world import Engine
+from kv_slots import Runner, content, make_request
+from kv_world import World
 from loading_kv_cache_manager import LoadingKVCacheManager
 from prefix_cache_local import PrefixCacheLocal
 from request import Request, RequestStatus
-
-BLOCK_SIZES = (1, 2, 4)
 
 
 class FakeConnector(KVConnector):
@@ -132,6 +125,7 @@ class LoadingWorld(World):
         request_id = request.request_id
         was_loading = request_id in self.connector.loads
         num_held = sum(len(q.prefix + q.blocks) for q in self.manager._loads._loads.values())
+        num_held *= bool(self.under_way())  # if all has arrived, those who wait give way
         computed = super().look_up(request)
         if self.checks and computed is NotReady.LOADING:
             num_full = (request.num_tokens - 1) // self.block_size
@@ -170,6 +164,15 @@ class LoadingWorld(World):
 @pytest.fixture
 def make_world(make_cache) -> Callable[..., LoadingWorld]:
     return lambda *arguments: LoadingWorld(make_cache, *arguments)
+
+
+def offer_behind_a_cached_prefix(world: LoadingWorld) -> None:
+    """Of a's three full blocks two are cached, and the connector has all."""
+    world.submit("x", [1, 2, 3, 4, 5])
+    world.run("x")
+    world.free("x")
+    world.submit("a", [1, 2, 3, 4, 5, 6, 7])
+    world.connector.num_offered["a"] = 3
 
 
 # -- worked examples
@@ -268,11 +271,7 @@ def test_what_does_not_arrive_is_computed(make_world, num_arrived):
 def test_a_load_starts_behind_what_is_cached_and_keeps_it(make_world):
     """The local prefix is used by the load: making room for others does not evict it."""
     world = make_world(8, 2)
-    world.submit("x", [1, 2, 3, 4, 5])
-    world.run("x")
-    world.free("x")
-    world.submit("a", [1, 2, 3, 4, 5, 6, 7])
-    world.connector.num_offered["a"] = 3
+    offer_behind_a_cached_prefix(world)
     assert world.look_up(world.waiting["a"]) is NotReady.LOADING
     assert world.connector.calls[-1] == ("load", "a", 2)
     world.submit("y", [9] * 10)
@@ -343,11 +342,7 @@ def test_an_offer_that_was_not_taken_up_is_forgotten_with_the_request(make_cache
 
 def test_a_request_loads_again_only_for_what_the_cache_has_lost(make_world):
     world = make_world(6, 2)
-    world.submit("x", [1, 2, 3, 4, 5])
-    world.run("x")
-    world.free("x")
-    world.submit("a", [1, 2, 3, 4, 5, 6, 7])
-    world.connector.num_offered["a"] = 3
+    offer_behind_a_cached_prefix(world)
     request = world.waiting["a"]
     assert world.look_up(request) is NotReady.LOADING
     world.connector.finish("a", 1)
@@ -473,6 +468,23 @@ def test_loads_take_no_more_than_their_share(make_world):
     assert set(world.connector.loads) == {"a"}, "alone it may have everything"
 
 
+def test_what_has_arrived_for_those_behind_does_not_keep_those_in_front_waiting(make_world):
+    """However many are in front: nobody would ever be asked who could end the wait."""
+    world = make_world(8, 2)
+    for request_id in "ba":
+        world.submit(request_id, [ord(request_id)] * 9)
+        world.connector.num_offered[request_id] = 4
+    assert world.look_up(world.waiting["a"]) is NotReady.LOADING
+    assert world.look_up(world.waiting["b"]) is NotReady.LOADING
+    assert set(world.connector.loads) == {"a"}, "4 + 4 of 8"
+    world.connector.finish("a", 4)
+    assert world.look_up(world.waiting["b"]) is NotReady.LOADING
+    assert set(world.connector.loads) == {"b"}
+    assert world.look_up(world.waiting["a"]).num_tokens == 8, "there is still room for both"
+    world.check()
+    world.drain()
+
+
 @pytest.mark.parametrize("first, second", [("long", "other"), ("other", "long")])
 def test_the_cached_prefix_that_a_load_keeps_counts_in_its_share(make_world, first, second):
     world = make_world(8, 2)
@@ -544,49 +556,11 @@ LOADING_OPERATIONS = [*OPERATIONS, "end_load", "end_load"]
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(s, marks=pytest.mark.slow) for s in (2, 3))])
 def test_a_long_random_run(make_world, seed, block_size):
-    rng = random.Random(f"{seed} {block_size}")
-    world = make_world(rng.choice([4, 9, 20]), block_size)
-    chaos = LoadingChaos(world, rng.randint)
-    for _ in range(250):
-        getattr(chaos, rng.choice(LOADING_OPERATIONS))()
-        world.check()
-    world.drain()
+    check_long_run(make_world, LoadingChaos, LOADING_OPERATIONS, seed, block_size)
 
 
-class ManagerMachine(RuleBasedStateMachine):
-    def __init__(self, make_cache) -> None:
-        super().__init__()
-        self.make_cache = make_cache
-
-    @initialize(num_usable=st.integers(3, 12), block_size=st.sampled_from(BLOCK_SIZES))
-    def start(self, num_usable, block_size):
-        self.chaos = LoadingChaos(LoadingWorld(self.make_cache, num_usable, block_size), None)
-
-    @rule(operation=st.sampled_from(LOADING_OPERATIONS), data=st.data())
-    def operate(self, operation, data):
-        self.chaos.pick = lambda low, high: data.draw(st.integers(low, high))
-        getattr(self.chaos, operation)()
-
-    @invariant()
-    def consistent(self):
-        self.chaos.world.check()
-
-    def teardown(self):
-        if hasattr(self, "chaos"):
-            self.chaos.world.drain()
-
-
-def test_any_order_of_calls(make_cache):
-    run_state_machine_as_test(
-        lambda: ManagerMachine(make_cache),
-        settings=settings(
-            max_examples=16,
-            stateful_step_count=30,
-            deadline=None,
-            derandomize=True,
-            database=None,
-        ),
-    )
+def test_any_order_of_calls(make_world):
+    check_any_order(make_world, LoadingChaos, LOADING_OPERATIONS)
 
 
 # -- with a scheduler

@@ -6,54 +6,21 @@ request keeps its locks; `evictable_size` or `protected_size` in pages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from block_pool import Block
 from prefix_cache import PrefixPath
 from radix_tree import RadixTree
+from radix_words import Rig as WordRig
+from radix_words import ids
 from sglang_radix_cache import SGLangRadixCache, shorten, tree_lines
 
 
-def ids(blocks: Sequence[Block]) -> list[int]:
-    return [block.block_id for block in blocks]
-
-
-class Rig:
-    """A cache on its own pool, and requests in words: each letter is a page."""
+class Rig(WordRig):
+    cache: SGLangRadixCache
 
     def __init__(self, page_size: int = 4, num_pages: int = 40) -> None:
-        self.cache = SGLangRadixCache(page_size=page_size, num_pages=num_pages)
-        self.pool = self.cache.pool
-        self.page_size = page_size
-
-    def spell(self, letters: str, num_more: int = 0) -> list[int]:
-        tokens = [100 * ord(letter) + i for letter in letters for i in range(self.page_size)]
-        return tokens + list(range(num_more))
-
-    def warm(self, letters: str) -> list[Block]:
-        return self.cache.cache_computed_blocks(self.spell(letters))
-
-    def hold(self, letters: str) -> list[Block]:
-        blocks = self.cache.match_prefix(self.spell(letters)).blocks
-        self.cache.touch(blocks)
-        return blocks
-
-    def hits(self, letters: str) -> int:
-        return len(self.cache.match_prefix(self.spell(letters)).blocks)
-
-    def nodes(self) -> dict[str, int]:
-        """The tree, as the words of its nodes and their locks: `{"AB": 1, "AB.CD": 0}`."""
-        tree = self.cache.tree
-        return {
-            ".".join(
-                "".join(chr(token // 100) for token in link.key[:: self.page_size])
-                for link in tree.path_to(node)
-            ): node.lock_ref
-            for node in tree.nodes()
-            if not node.is_root
-        }
+        super().__init__(page_size, num_pages, SGLangRadixCache)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from block_pool import BlockPool
 from bounded_loops import as_long_as
-from kv_memory import NotReady
+from kv_memory import ComputedBlocks, NotReady
 from loading_kv_cache_manager import LoadingKVCacheManager
 from prefix_cache import KeyedRequest
 from prefix_cache_local import PrefixCacheLocal, compute_hash_chain
@@ -192,9 +192,8 @@ def test_a_corrupt_block_ends_the_load_in_front_of_it(tmp_path, caplog):
     engine.tiers.close()
 
 
-def test_a_request_whose_blocks_are_being_read_is_passed_over(tmp_path):
-    """It is not ready until the disk has answered; others are served meanwhile."""
-    config = KVTierConfig(0, 50, tmp_path / "kv", "write_through")
+def engine_with_a_slow_disk(config: KVTierConfig) -> tuple[Engine, KeyedRequest, threading.Event]:
+    """A request whose blocks are on disk alone, and what its reads wait for."""
     engine = Engine(config)
     engine.serve([3] * 8)
     engine.manager.reset_prefix_cache()
@@ -205,16 +204,26 @@ def test_a_request_whose_blocks_are_being_read_is_passed_over(tmp_path):
         return read(block_hash)
 
     engine.tiers.disk.read = slow_read
-    request = engine.request([3] * 8)
+    return engine, engine.request([3] * 8), gate
+
+
+def wait_until_ready(engine: Engine, request: KeyedRequest) -> ComputedBlocks:
     computed = engine.manager.get_computed_blocks(request)
-    assert computed is NotReady.LOADING
-    assert engine.serve([4] * 4) == 0
-    assert engine.manager.get_computed_blocks(request) is NotReady.LOADING
-    gate.set()
     for _ in as_long_as(lambda: isinstance(computed, NotReady), seconds=30):
         engine.manager.wait_for_loads()
         computed = engine.manager.get_computed_blocks(request)
-    assert computed.num_tokens == 6
+    return computed
+
+
+def test_a_request_whose_blocks_are_being_read_is_passed_over(tmp_path):
+    """It is not ready until the disk has answered; others are served meanwhile."""
+    config = KVTierConfig(0, 50, tmp_path / "kv", "write_through")
+    engine, request, gate = engine_with_a_slow_disk(config)
+    assert engine.manager.get_computed_blocks(request) is NotReady.LOADING
+    assert engine.serve([4] * 4) == 0
+    assert engine.manager.get_computed_blocks(request) is NotReady.LOADING
+    gate.set()
+    assert wait_until_ready(engine, request).num_tokens == 6
     engine.manager.free(request)
     engine.manager.check_invariants()
     engine.tiers.close()
@@ -224,24 +233,11 @@ def test_a_request_whose_blocks_are_being_read_is_passed_over(tmp_path):
 def test_a_load_that_is_given_up_writes_nothing(how, tmp_path):
     timeout = 0.2 if how == "late" else 20.0
     config = KVTierConfig(0, 50, tmp_path / "kv", "write_through", load_timeout_s=timeout)
-    engine = Engine(config)
-    engine.serve([3] * 8)
-    engine.manager.reset_prefix_cache()
-    gate, read = threading.Event(), engine.tiers.disk.read
-
-    def slow_read(block_hash: bytes) -> bytes | None:
-        gate.wait(20)
-        return read(block_hash)
-
-    engine.tiers.disk.read = slow_read
-    request = engine.request([3] * 8)
-    computed = engine.manager.get_computed_blocks(request)
+    engine, request, gate = engine_with_a_slow_disk(config)
     if how == "late":
-        for _ in as_long_as(lambda: isinstance(computed, NotReady), seconds=30):
-            engine.manager.wait_for_loads()
-            computed = engine.manager.get_computed_blocks(request)
-        assert computed.num_tokens == 0
+        assert wait_until_ready(engine, request).num_tokens == 0
     else:
+        computed = engine.manager.get_computed_blocks(request)
         assert computed is NotReady.LOADING
     engine.manager.free(request)
     before = dict(engine.io.blocks)

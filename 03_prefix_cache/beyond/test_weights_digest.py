@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weights_digest as module
-from common.loader import QWEN3_0_6B, random_model
+from common.bench.random_weights import QWEN3_0_6B, random_model
 from weights_digest import weights_digest
 
 TINY = dataclasses.replace(
@@ -17,7 +17,7 @@ TINY = dataclasses.replace(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("piece", [1024, module._DIGEST_BYTES])
+@pytest.mark.parametrize("piece", [2048, module._DIGEST_BYTES])
 def test_every_element_of_every_weight_is_in_the_digest(piece, dtype, monkeypatch):
     """Trap 59: one changed number anywhere, the ends of the pieces that threads hash among them,
     and the rotary table, which no checkpoint holds."""

@@ -2,8 +2,9 @@
 
 Memory and budget are the scheduler's own questions. Others come from features that this book does
 not have, or has elsewhere: a batch may hold only so many LoRA adapters; a grammar that bounds the
-output has to be compiled first. A scheduler asks every constraint before it looks at anything else,
-and passes over a request that one of them holds back (`AdmissionConstraint`, `scheduler_base.py`).
+output has to be compiled first. `Constrained`, mixed into a scheduler, asks every constraint before
+the cache is looked at. A request that one of them holds back is passed over, until it has waited
+too long: then the line waits for it.
 
 KV that is on its way is the same kind of question, and is answered by the KV memory itself:
 `NotReady` (chapter 3).
@@ -12,12 +13,68 @@ KV that is on its way is the same kind of question, and is answered by the KV me
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from typing import Any
+from typing import Any, Protocol
 
-from kv_memory import extra_keys_of
+from kv_memory import ComputedBlocks, extra_keys_of
 from request import Request, check_integers
+from scheduler import Scheduler
+from scheduler_base import SchedulerBase
+
+
+class AdmissionConstraint(Protocol):
+    """Holds requests back that must not run beside those that do. Told of every request that
+    begins and ends to run, in pairs; preemption is an end."""
+
+    def may_run(self, request: Request) -> bool:
+        """May this waiting request join those that run? Changes nothing that a later call would
+        answer differently."""
+        ...
+
+    def has_started(self, request: Request) -> None: ...
+
+    def has_stopped(self, request: Request) -> None: ...
+
+    def forget(self, request: Request) -> None:
+        """The request has ended, whether it ever ran or not."""
+
+
+class Constrained(SchedulerBase):
+    """The constraints of a scheduler. Mixed in, in front of it."""
+
+    def __init__(
+        self, *limits: Any, constraints: Sequence[AdmissionConstraint] = (), **options: Any
+    ) -> None:
+        super().__init__(*limits, **options)
+        self.constraints = list(constraints)
+
+    def may_run(self, request: Request) -> bool:
+        return all(constraint.may_run(request) for constraint in self.constraints)
+
+    def seat(
+        self, request: Request, computed: ComputedBlocks, num_new_tokens: int, num_reserved: int
+    ) -> bool:
+        is_seated = super().seat(request, computed, num_new_tokens, num_reserved)
+        for constraint in self.constraints if is_seated else ():
+            constraint.has_started(request)
+        return is_seated
+
+    def preempt(self, request: Request) -> None:
+        super().preempt(request)
+        for constraint in self.constraints:
+            constraint.has_stopped(request)
+
+    def forget(self, request: Request) -> None:
+        for constraint in self.constraints:
+            if request.request_id in self.running:
+                constraint.has_stopped(request)
+            constraint.forget(request)
+        super().forget(request)
+
+
+class ConstrainedScheduler(Constrained, Scheduler):
+    """The two phases, with constraints."""
 
 
 class MaxLoRAs:

@@ -36,26 +36,25 @@ the last admitted.) The names are SGLang's. Priorities order the queue, and take
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from typing import Any
 
-from kv_memory import ComputedBlocks, KVMemory, NotReady
-from policies import SchedulePolicy
-from policy_queue import create_queue
+from kv_memory import ComputedBlocks, NotReady
 from prefill_adder import AddReqResult, NewTokenRatio, PrefillAdder
 from request import Request, check_integers
 from schedule_batch import ForwardMode, ScheduleBatch
-from scheduler import MAX_PASSED_OVER, make_kv_memory
-from scheduler_base import AdmissionConstraint, SchedulerBase
-from scheduler_books import SchedulerLimits
+from scheduler import MAX_PASSED_OVER
+from scheduler_base import SchedulerBase
 from scheduler_interface import SchedulerOutput
 from step_plan import StepPlan
-from whole_prompts import ChunkPolicy, CutPrompts, WholePrompts
+from whole_prompts import ChunkPolicy, CutPrompts
 
 __all__ = ["ForwardMode", "PrefillFirstScheduler", "ScheduleBatch"]
 
 
 class PrefillFirstScheduler(SchedulerBase):
-    """A `SchedulerInterface`. The leading parameters are those of `Scheduler`.
+    """A `SchedulerInterface`. The other parameters are those of `SchedulerBase`, as
+    `Scheduler` has them.
 
     `chunked_prefill_size`: prompts are cut into chunks of at most so many tokens; None: they are
     computed whole, and refused if they are longer than a step. `chunk_policy` may give a prompt
@@ -66,20 +65,7 @@ class PrefillFirstScheduler(SchedulerBase):
 
     def __init__(
         self,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 4096,
-        num_gpu_blocks: int = 1000,
-        policy: str | SchedulePolicy = "fcfs",
-        *,
-        block_size: int = 16,
-        max_model_len: int | None = None,
-        kv_memory: KVMemory | None = None,
-        constraints: Sequence[AdmissionConstraint] = (),
-        max_preemptions: int = 3,
-        max_overtakes: int | None = 1000,
-        preempt_every: int | None = None,
-        shuffle_waiting: bool = False,
-        seed: int = 0,
+        *limits: Any,
         mixing: bool = False,
         chunked_prefill_size: int | None = None,
         chunk_policy: ChunkPolicy | None = None,
@@ -87,36 +73,27 @@ class PrefillFirstScheduler(SchedulerBase):
         min_new_token_ratio: float = 0.1,
         new_token_ratio_decay_steps: int = 600,
         max_consecutive_prefills: int | None = 8,
+        **options: Any,
     ) -> None:
         bounds = {
             "chunked_prefill_size": chunked_prefill_size,
             "max_consecutive_prefills": max_consecutive_prefills,
         }
         check_integers(1, **{name: bound for name, bound in bounds.items() if bound is not None})
-        kv_memory = kv_memory or make_kv_memory(num_gpu_blocks, block_size)
-        find_cached, size = kv_memory.find_cached_blocks, kv_memory.block_size
-        super().__init__(
-            SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_model_len),
-            kv_memory,
-            create_queue(policy, find_cached, size, seed, max_overtakes),
-            chunk_policy or (WholePrompts() if chunked_prefill_size is None else CutPrompts()),
-            constraints,
-            max_preemptions,
-            preempt_every,
-            shuffle_waiting,
-            seed,
-        )
+        if chunk_policy is None and chunked_prefill_size is not None:
+            chunk_policy = CutPrompts()
+        super().__init__(*limits, chunk_policy=chunk_policy, **options)
         self.mixing = mixing
         self.chunked_prefill_size = chunked_prefill_size
         self.max_consecutive_prefills = max_consecutive_prefills
         self._new_token_ratio = NewTokenRatio(
             init_new_token_ratio, min_new_token_ratio, new_token_ratio_decay_steps
         )
-        self.running_batch = ScheduleBatch(kv_memory)  # those who decode
-        self.last_batch = ScheduleBatch(kv_memory)
+        self.running_batch = ScheduleBatch(self.kv_memory)  # those who decode
+        self.last_batch = ScheduleBatch(self.kv_memory)
         self.chunked_req: Request | None = None
         # Everybody who runs gets a token in a decode batch, so they must not be more than that.
-        self._num_seats = min(max_num_seqs, max_num_batched_tokens)
+        self._num_seats = min(self.max_num_seqs, self.max_num_batched_tokens)
         self._num_prefills_in_a_row = 0  # that let somebody wait
 
     @property
@@ -127,9 +104,6 @@ class PrefillFirstScheduler(SchedulerBase):
     def schedule(self) -> SchedulerOutput:
         """Plan a step: a prefill batch, a decode batch, or both in one."""
         step = self.begin_step()
-        if (victim := self.forced_victim()) is not None:
-            step.preempted.append(victim)
-            self._retract(victim)
         self.last_batch = self.get_next_batch_to_run(step)
         return self.finish_step(step)
 
@@ -201,7 +175,7 @@ class PrefillFirstScheduler(SchedulerBase):
         num_next_pages = 0 if self.mixing else decodes.new_page_count_next_decode()
         return PrefillAdder(
             self.kv_memory,
-            self._allocate,
+            self._seat,
             decodes.reqs,
             self.new_token_ratio,
             step.budget,
@@ -211,19 +185,19 @@ class PrefillFirstScheduler(SchedulerBase):
             chunk_policy=self.chunk_policy,
         )
 
-    def _allocate(self, request: Request, computed: ComputedBlocks, num_new_tokens: int) -> bool:
+    def _seat(self, request: Request, computed: ComputedBlocks, num_new_tokens: int) -> bool:
         num_reserved = 0
         if self.is_pinned(request):
             num_known = request.num_computed_tokens + computed.num_tokens
             num_reserved = request.max_num_tokens - 1 - num_known - num_new_tokens
-        return self.allocate(request, computed, num_new_tokens, num_reserved)
+        return self.seat(request, computed, num_new_tokens, num_reserved)
 
     def _admit(self, adder: PrefillAdder) -> None:
         """Ask those who wait, in order, until one does not fit. One that is not ready is passed
         over; so is one that a constraint holds back, unless it has waited too long."""
         num_passed_over = 0
         num_running = len(adder.can_run_list)
-        for request in self.waiting_in_order():
+        for request in self.waiting:
             if len(self.running) >= self._num_seats or num_passed_over == MAX_PASSED_OVER:
                 break
             if not self.may_run(request):
@@ -260,7 +234,7 @@ class PrefillFirstScheduler(SchedulerBase):
         if self.check_decode_mem(step):
             self._new_token_ratio.decay()
         else:
-            step.preempted += batch.retract_decode(self._retract, self.is_pinned, self.chunked_req)
+            step.preempted += batch.retract_decode(self.preempt, self.is_pinned, self.chunked_req)
             self._new_token_ratio.raise_for(batch.reqs)
             if not batch.check_decode_mem():
                 return ScheduleBatch(self.kv_memory)  # alone, with a load in its way
@@ -272,10 +246,10 @@ class PrefillFirstScheduler(SchedulerBase):
         """Get those who decode the memory of what `step` is to compute of them."""
         return self.running_batch.check_decode_mem()
 
-    def _retract(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
         if request is self.chunked_req:
             self.chunked_req = None
-        self.preempt(request)
+        super().preempt(request)
 
     def may_be_forced(self, request: Request) -> bool:
         return not self.is_pinned(request)

@@ -12,15 +12,14 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from admission_constraints import MaxLoRAs
+from admission_constraints import Constrained, MaxLoRAs
 from block_pool import BlockPool
 from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
 from fake_model import FakeModelRunner, _mix, continuation
 from kv_connector import KVConnector
-from kv_memory import KeyedRequest, KVMemory, UncachedKVCacheManager
+from kv_memory import KVMemory, UncachedKVCacheManager
 from loading_kv_cache_manager import LoadingKVCacheManager
-from policies import POLICIES
 from prefill_first_scheduler import ForwardMode, PrefillFirstScheduler
 from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
@@ -28,6 +27,8 @@ from request import Request, RequestStatus
 from scheduler import Scheduler
 from scheduler_base import SchedulerBase
 from scheduler_interface import SchedulerInterface, SchedulerOutput, StepOutput
+from scheduler_steps import SchedulerLoop, planned, preempted, preempting
+from sglang_policies import POLICIES, policy_over
 
 EXTEND, DECODE, MIXED = ForwardMode
 CACHES = (None, "hash", "radix")
@@ -48,9 +49,7 @@ def make_memory(
     return LoadingKVCacheManager(pool, page_size, made, connector)
 
 
-class Loop:
-    """A scheduler and a fake model; everything is checked after every step."""
-
+class Loop(SchedulerLoop):
     def __init__(
         self,
         num_pages: int,
@@ -61,49 +60,15 @@ class Loop:
         kind: type[SchedulerBase] = PrefillFirstScheduler,
         **options,
     ):
-        self.memory = make_memory(cache, num_pages, page_size, connector)
-        self.scheduler = kind(kv_memory=self.memory, **options)
-        self.runner = FakeModelRunner(page_size)
-        self.requests: dict[str, Request] = {}
-        self.outputs: dict[str, list[int]] = {}
-        self.reasons: dict[str, str] = {}
+        memory = make_memory(cache, num_pages, page_size, connector)
+        if "policy" in options:
+            options["policy"] = policy_over(memory, options["policy"], options.get("seed", 0))
+        super().__init__(kind(kv_memory=memory, **options))
         self.num_steps = 0
 
-    def add(self, name: str, num_prompt: int, max_new_tokens: int = 8, **more) -> Request:
-        prompt = [ord(c) for c in name] + list(range(num_prompt - len(name)))
-        request = KeyedRequest.from_tokens(name, prompt, max_new_tokens)
-        for field, value in more.items():
-            setattr(request, field, value)
-        return self.take(request)
-
-    def take(self, request: Request) -> Request:
-        request.arrival_time = float(len(self.requests))
-        self.scheduler.add_request(request)
-        self.requests[request.request_id] = request
-        self.outputs[request.request_id] = []
-        return request
-
-    def schedule(self) -> SchedulerOutput:
-        output = self.scheduler.schedule()
-        assert output.total_tokens <= self.scheduler.max_num_batched_tokens
-        victims = {request.request_id for request in output.preempted_requests}
-        assert victims.isdisjoint(output.num_scheduled_tokens)
-        return output
-
-    def update(self, output: SchedulerOutput) -> None:
-        sampled = self.runner.execute(output).wait()
-        for result in self.scheduler.update_from_output(output, sampled):
-            self.outputs[result.request_id] += result.new_token_ids
-            if result.finish_reason:
-                self.reasons[result.request_id] = result.finish_reason
-        self.scheduler.check_invariants()
-        self.memory.check_invariants(self.scheduler.running.values())
-
     def step(self) -> SchedulerOutput:
-        output = self.schedule()
-        self.update(output)
         self.num_steps += 1
-        return output
+        return super().step()
 
     def run(self) -> None:
         """To the end, within the bound: a request is computed at most `max_preemptions + 1` times,
@@ -140,14 +105,6 @@ class Loop:
         assert self.memory.num_blocks_in_use == 0
 
 
-def planned(output: SchedulerOutput) -> dict[str, int]:
-    return dict(output.num_scheduled_tokens)
-
-
-def preempted(output: SchedulerOutput) -> list[str]:
-    return [request.request_id for request in output.preempted_requests]
-
-
 # -- the interface
 
 
@@ -159,10 +116,17 @@ def test_it_serves_the_interface_with_the_parameters_of_the_other_scheduler():
         theirs = inspect.signature(getattr(SchedulerInterface, name))
         assert list(ours.parameters) == list(theirs.parameters), name
     ours, theirs = (inspect.signature(s).parameters for s in (PrefillFirstScheduler, Scheduler))
-    assert list(ours)[:4] == list(theirs)[:4]
     assert theirs.keys() - ours.keys() == {"watermark", "reserve_all"}
-    for name in theirs.keys() & ours.keys():
-        assert ours[name].default == theirs[name].default, name
+    shared = inspect.signature(SchedulerBase).parameters
+    assert list(shared)[:4] == [
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "num_gpu_blocks",
+        "policy",
+    ]
+    for kind in (PrefillFirstScheduler, Scheduler):
+        for name, parameter in shared.items():
+            kind(**{name: parameter.default})  # handed on
 
 
 def test_it_has_a_pool_of_its_own_if_it_is_given_none():
@@ -181,21 +145,16 @@ def test_it_has_a_pool_of_its_own_if_it_is_given_none():
 @pytest.mark.parametrize(
     "options",
     [
-        {"preempt_every": 0},
         {"chunked_prefill_size": 0},
         {"chunked_prefill_size": 2.5},
         {"max_consecutive_prefills": 0},
         {"new_token_ratio_decay_steps": 0},
         {"init_new_token_ratio": 1.5},
         {"min_new_token_ratio": 0.8},
-        {"max_num_seqs": 0},
-        {"max_preemptions": 0},
-        {"policy": "fastest"},
     ],
 )
-def test_options_that_make_no_sense_are_named(options):
-    (name,) = options
-    with pytest.raises(ValueError, match=name):
+def test_options_of_this_school_that_make_no_sense_are_named(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
         PrefillFirstScheduler(**options)
 
 
@@ -437,15 +396,13 @@ def test_a_prompt_preempted_between_chunks_begins_again_with_all_its_tokens(cach
     for _ in range(7):
         loop.step()
     assert request.num_output_tokens == 6
-    loop.scheduler.preempt_every = 1
-    assert preempted(loop.step()) == ["a"]
-    assert loop.scheduler.kv_memory.reset_prefix_cache()
-    loop.scheduler.preempt_every = None
+    with preempting(loop.scheduler):
+        assert preempted(loop.step()) == ["a"]
+        assert loop.scheduler.kv_memory.reset_prefix_cache()
     loop.step()
     assert loop.scheduler.chunked_req is request and request.num_output_tokens == 6
-    loop.scheduler.preempt_every = 1
-    assert preempted(loop.step()) == ["a"] and loop.scheduler.chunked_req is None
-    loop.scheduler.preempt_every = None
+    with preempting(loop.scheduler):
+        assert preempted(loop.step()) == ["a"] and loop.scheduler.chunked_req is None
     loop.run()
     loop.must_be_right()
     assert request.num_preemptions == 2
@@ -456,9 +413,8 @@ def test_who_comes_back_longer_than_any_step_is_cut_though_prompts_are_not():
     request = loop.add("a", 15, 20)
     for _ in range(10):
         loop.step()
-    loop.scheduler.preempt_every = 1
-    loop.step()
-    loop.scheduler.preempt_every = None
+    with preempting(loop.scheduler):
+        loop.step()
     assert request.num_tokens == 25
     assert [planned(loop.step())["a"] for _ in range(3)] == [16, 9, 1]
     loop.run()
@@ -670,7 +626,10 @@ def test_nobody_overtakes_who_does_not_fit():
 
 
 def test_a_constraint_holds_back_until_one_has_waited_too_long():
-    loop = Loop(100, constraints=[MaxLoRAs(1)], max_overtakes=2)
+    class Held(Constrained, PrefillFirstScheduler):
+        pass
+
+    loop = Loop(100, kind=Held, constraints=[MaxLoRAs(1)], max_overtakes=2)
     loras = [(("lora", name),) for name in "xy"]
     loop.add("a", 3, 9, extra_keys=loras[0])
     held_back = loop.add("b", 3, 9, extra_keys=loras[1])

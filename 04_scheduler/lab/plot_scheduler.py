@@ -23,6 +23,7 @@ from common.tools.palette import (
     PREEMPTED,
     PROMPT,
     WASTE,
+    label_axes,
     label_line,
     shade,
     tint,
@@ -52,13 +53,9 @@ def draw_memory(record: dict) -> Figure:
     colors = (WASTE, PREEMPTED, BASELINE, INK)
     for (name, run), color in zip(record["runs"].items(), colors):
         axis.plot(run["end_s"], run["num_running"], color=color, linewidth=2, label=name)
-    axis.set(
-        title="One pool, the same requests (simulated)",
-        xlabel="time, s",
-        ylabel="requests that run",
-        ylim=0,
+    label_axes(
+        axis, "One pool, the same requests (simulated)", "time, s", "requests that run", ylim=0
     )
-    axis.grid()
     figure.legend(loc="outside right center")
     return figure
 

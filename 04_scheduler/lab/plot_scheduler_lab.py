@@ -7,7 +7,6 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
-from policies import POLICIES
 from prefill_first_scheduler import PrefillFirstScheduler
 from scheduler import Scheduler, make_kv_memory
 from scheduler_base import SchedulerBase
@@ -19,7 +18,9 @@ from scheduling_simulator import (
     simulate,
 )
 from scheduling_workloads import WORKLOADS, bursts, chat
+from sglang_policies import POLICIES, policy_over
 
+System = Scheduler | PrefillFirstScheduler
 BLOCK_SIZE = 16
 LIMITS: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
 NUM_BLOCKS = 500  # 8,000 positions
@@ -28,18 +29,17 @@ LOAD = 1.05  # times what a machine with this cost model carries, so that queues
 MAX_TTFT_S, MAX_ITL_S = 1.0, 0.05
 
 
-def systems(num_blocks: int) -> dict[str, Scheduler | PrefillFirstScheduler]:
+def systems(num_blocks: int) -> dict[str, System]:
     """A fresh one of each. Cheap: nothing is computed yet."""
 
-    def prefill_first(**options: Any) -> PrefillFirstScheduler:
-        return PrefillFirstScheduler(kv_memory=make_kv_memory(num_blocks), **LIMITS, **options)
+    def make(kind: type[System], policy: str = "fcfs", **options: Any) -> System:
+        memory = make_kv_memory(num_blocks)
+        return kind(policy=policy_over(memory, policy), kv_memory=memory, **LIMITS, **options)
 
-    two_phase = {
-        f"two phases, {policy}": Scheduler(
-            policy=policy, kv_memory=make_kv_memory(num_blocks), **LIMITS
-        )
-        for policy in POLICIES
-    }
+    def prefill_first(**options: Any) -> System:
+        return make(PrefillFirstScheduler, **options)
+
+    two_phase = {f"two phases, {policy}": make(Scheduler, policy) for policy in POLICIES}
     return two_phase | {
         "prefill first, no bound (nano-vllm's rule)": prefill_first(max_consecutive_prefills=None),
         "prefill first, never two in a row": prefill_first(max_consecutive_prefills=1),

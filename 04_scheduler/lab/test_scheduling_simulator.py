@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from prefill_first_scheduler import PrefillFirstScheduler
 from scheduler import Scheduler, make_kv_memory
@@ -136,3 +138,48 @@ def test_an_empty_first_plan_is_no_standstill():
     scheduler._admit = lambda plan: plans.append(plan) or (admit(plan) if len(plans) > 3 else None)
     run = simulate(scheduler, [request(0.0, 4, 3)], COST)
     assert [step.num_tokens for step in run.steps] == [0, 0, 0, 4, 1, 1]
+
+
+# -- measures, and the fit
+
+
+def test_throughput_begins_with_the_first_arrival() -> None:
+    requests = [request(arrival_s, 1, 2) for arrival_s in (2.0, 3.0)]
+    assert Simulation(requests, [[3.0, 4.0], [3.5, 8.0]]).throughput == pytest.approx(4 / 6)
+
+
+def test_goodput_averages_over_the_gaps_of_which_there_is_one_less_than_tokens() -> None:
+    run = Simulation([request(0.0, 1, 3)], [[0.5, 1.0, 1.5]])
+    assert run.goodput(0.5, 0.5) == 1 and run.goodput(0.5, 0.4) == 0
+    alone = Simulation([request(0.0, 1, 1)], [[0.5]])
+    assert alone.goodput(0.5, 0.0) == 1, "one token has no gap"
+
+
+def test_the_fit_weighs_relative_errors() -> None:
+    """For steps of 1 and 2 ms, the base a with the least (a - 1)^2 + (a / 2 - 1)^2 is 1.2, and not
+    their mean."""
+    model, error = fit_cost_model([(0, 0, 0, 1.0), (0, 0, 0, 2.0)])
+    assert model.base_ms == pytest.approx(1.2)
+    assert error == pytest.approx((0.2 + 0.4) / 2)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 10**9))
+def test_no_number_of_a_fit_is_negative(seed: int) -> None:
+    rng = random.Random(seed)
+    steps = [
+        (rng.randint(1, 99), rng.randint(1, 9), rng.randint(1, 999), rng.uniform(0.1, 50.0))
+        for _ in range(rng.randint(4, 12))
+    ]
+    model, error = fit_cost_model(steps)
+    numbers = (model.base_ms, model.per_token_ms, model.per_request_ms, model.per_context_ms)
+    assert min(numbers) >= 0 and max(numbers) > 0 and error >= 0
+
+
+@given(st.lists(st.floats(0.01, 1000.0), min_size=1, max_size=20), st.floats(0.1, 10.0))
+def test_jains_index_is_between_one_nth_and_one_and_has_no_unit(
+    values: list[float], scale: float
+) -> None:
+    index = jain_index(values)
+    assert 1 / len(values) - 1e-9 <= index <= 1 + 1e-9
+    assert jain_index([scale * value for value in values]) == pytest.approx(index)

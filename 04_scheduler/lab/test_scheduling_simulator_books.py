@@ -11,23 +11,14 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from caching_fcfs_scheduler import CachingFCFSScheduler
-from policies import POLICIES
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request
 from scheduler import Scheduler, make_kv_memory
 from scheduler_interface import SchedulerInterface, SchedulerOutput
-from scheduling_simulator import (
-    CostModel,
-    SimulatedRequest,
-    Simulation,
-    fit_cost_model,
-    jain_index,
-    simulate,
-)
+from scheduling_simulator import CostModel, SimulatedRequest, simulate
+from sglang_policies import POLICIES, policy_over
 
 COST = CostModel(base_ms=10.0, per_token_ms=1.0, per_request_ms=0.5, per_context_ms=0.25)
 NUM_BLOCKS = 16  # 15 of 4 positions: two or three requests
@@ -38,6 +29,11 @@ def limits() -> dict:
     return {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_memory": memory}
 
 
+def two_phases(policy: str) -> SchedulerInterface:
+    options = limits()
+    return Scheduler(policy=policy_over(options["kv_memory"], policy), **options)
+
+
 def prefill_first(**options: bool) -> SchedulerInterface:
     """Bold at admission, so that somebody is retracted."""
     return PrefillFirstScheduler(
@@ -46,7 +42,7 @@ def prefill_first(**options: bool) -> SchedulerInterface:
 
 
 PREEMPTIVE: dict[str, Callable[[], SchedulerInterface]] = {
-    **{f"two phases, {p}": lambda p=p: Scheduler(policy=p, **limits()) for p in POLICIES},
+    **{f"two phases, {p}": lambda p=p: two_phases(p) for p in POLICIES},
     "prefill first": prefill_first,
     "prefill first, mixed": lambda: prefill_first(mixing=True),
 }
@@ -191,48 +187,3 @@ def test_the_scheduler_is_told_everything_but_the_end() -> None:
     simulate(hesitant, requests, COST)
     told = [(r.arrival_time, r.prompt_token_ids, r.max_tokens, r.priority) for r in hesitant.came]
     assert told == [(0.25, [2, 3], 8, 2), (0.5, [4], 9, 1)]
-
-
-# -- measures, and the fit
-
-
-def test_throughput_begins_with_the_first_arrival() -> None:
-    requests = [SimulatedRequest(arrival_s, [2], 2, 8) for arrival_s in (2.0, 3.0)]
-    assert Simulation(requests, [[3.0, 4.0], [3.5, 8.0]]).throughput == pytest.approx(4 / 6)
-
-
-def test_goodput_averages_over_the_gaps_of_which_there_is_one_less_than_tokens() -> None:
-    run = Simulation([SimulatedRequest(0.0, [2], 3, 8)], [[0.5, 1.0, 1.5]])
-    assert run.goodput(0.5, 0.5) == 1 and run.goodput(0.5, 0.4) == 0
-    alone = Simulation([SimulatedRequest(0.0, [2], 1, 8)], [[0.5]])
-    assert alone.goodput(0.5, 0.0) == 1, "one token has no gap"
-
-
-def test_the_fit_weighs_relative_errors() -> None:
-    """For steps of 1 and 2 ms, the base a with the least (a - 1)^2 + (a / 2 - 1)^2 is 1.2, and not
-    their mean."""
-    model, error = fit_cost_model([(0, 0, 0, 1.0), (0, 0, 0, 2.0)])
-    assert model.base_ms == pytest.approx(1.2)
-    assert error == pytest.approx((0.2 + 0.4) / 2)
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.integers(0, 10**9))
-def test_no_number_of_a_fit_is_negative(seed: int) -> None:
-    rng = random.Random(seed)
-    steps = [
-        (rng.randint(1, 99), rng.randint(1, 9), rng.randint(1, 999), rng.uniform(0.1, 50.0))
-        for _ in range(rng.randint(4, 12))
-    ]
-    model, error = fit_cost_model(steps)
-    numbers = (model.base_ms, model.per_token_ms, model.per_request_ms, model.per_context_ms)
-    assert min(numbers) >= 0 and max(numbers) > 0 and error >= 0
-
-
-@given(st.lists(st.floats(0.01, 1000.0), min_size=1, max_size=20), st.floats(0.1, 10.0))
-def test_jains_index_is_between_one_nth_and_one_and_has_no_unit(
-    values: list[float], scale: float
-) -> None:
-    index = jain_index(values)
-    assert 1 / len(values) - 1e-9 <= index <= 1 + 1e-9
-    assert jain_index([scale * value for value in values]) == pytest.approx(index)

@@ -34,7 +34,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from batch_layout import lay_out, to_device
+from batch_layout import Query, compose_in_order, to_device
 from input_batch import RunnerRequest
 from kv_memory import SharingRunnerState
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
@@ -270,7 +270,8 @@ class DraftModelProposer:
         logit_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rows = [self.state.rows[w.request.req_id] for w in work]
-        layout = lay_out(self.state.tables, rows, starts, lens, self.block_size, self.device)
+        queries = list(map(Query, rows, starts, lens))
+        layout = compose_in_order(self.state.tables, queries, self.block_size, self.device)
         self.num_computed_tokens += len(input_ids)
         if logit_indices is None:
             logit_indices = torch.arange(len(work), device=self.device)

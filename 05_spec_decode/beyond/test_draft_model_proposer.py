@@ -16,22 +16,20 @@ from functools import cache
 import pytest
 import torch
 
-from block_pool import BlockPool
 from bounded_loops import as_long_as
-from cached_kv_cache_manager import CachedKVCacheManager
 from draft_model_proposer import DraftModelProposer
 from fake_model import FakeModelRunner, _mix, continuation
 from input_batch import RunnerRequest
-from kv_memory import KVMemory, SharingRunnerState, UncachedKVCacheManager
+from kv_memory import SharingRunnerState
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
-from prefix_cache_local import PrefixCacheLocal
 from proposers import FollowedRequest
-from radix_cache import RadixCache
 from request import Request, RequestStatus, SamplingParams
 from scheduler_interface import BlockMove, NewRequestData, SchedulerOutput
+from scheduler_steps import preempting
 from speculating_runner import SpeculatingRunner
 from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
 from speculative_scheduler import SpeculativeScheduler
+from test_scheduler_runs import make_memory
 
 VOCAB = 50
 POISON = -7
@@ -140,17 +138,6 @@ def now_and_then(seed: int) -> Errs:
 
 
 # -- the world that it lives in
-
-
-def make_memory(cache: str | None, num_blocks: int, block_size: int) -> KVMemory:
-    pool = BlockPool(num_blocks + 1)
-    if cache is None:
-        return UncachedKVCacheManager(pool, block_size)
-    if cache == "radix":
-        return CachedKVCacheManager(pool, block_size, RadixCache(pool=pool, page_size=block_size))
-    return CachedKVCacheManager(
-        pool, block_size, PrefixCacheLocal(pool=pool, block_size=block_size)
-    )
 
 
 class Checked:
@@ -649,9 +636,8 @@ def test_who_came_back_is_followed_as_before(cache):
     request = world.add("a", prompt_of(6), 40)
     for _ in range(4):
         world.step()
-    world.scheduler.preempt_every = 1
-    world.step()
-    world.scheduler.preempt_every = None
+    with preempting(world.scheduler):
+        world.step()
     assert request.num_preemptions == 1
     num_cached = 0 if cache is None else request.num_tokens // 4 * 4
     assert world.num_fed() >= request.num_tokens - num_cached

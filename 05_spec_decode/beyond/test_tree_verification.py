@@ -13,15 +13,17 @@ import torch
 from scipy.stats import chisquare
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from acceptance import SpecDecodeStats, acceptance_probability
+from acceptance import SpecDecodeStats
 from bounded_loops import as_long_as
+from common.tests.model_cases import SHAPE
+from draft_acceptance import acceptance_probability
 from spec_decode import (
     SimpleLM,
     draft_generate,
-    plain_generate,
     token_probs,
     verify_and_sample,
 )
+from toy_generation import plain_generate
 from tree_verification import (
     ROOT,
     DraftTree,
@@ -85,17 +87,8 @@ class TransformersLM:
         }[family]
         torch.manual_seed(seed)
         config = config_type(
-            vocab_size=50,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            **SHAPE | {"vocab_size": 50, "num_key_value_heads": 2, "initializer_range": 0.5},
             head_dim=8,
-            initializer_range=0.5,
-            eos_token_id=None,
-            bos_token_id=None,
-            pad_token_id=None,
             attn_implementation="sdpa",  # "eager" takes its softmax in float32
         )
         self.model = model_type(config).double().eval()

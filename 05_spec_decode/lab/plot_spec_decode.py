@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from common.tools.lab_frame import Part, run_lab, timed
-from common.tools.palette import BASELINE, DRAFT, INK, NGRAM, label_line, tint
+from common.tools.palette import BASELINE, DRAFT, INK, NGRAM, label_axes, label_line, tint
 from plot_spec_decode_engine import measure_engine, measure_formula
 from plot_spec_decode_lab import measure_proposers, measure_rules
 from plot_spec_decode_tables import (
@@ -95,13 +95,8 @@ def draw_rules(record: dict) -> Figure:
     for (rule, name), (color, style) in zip(RULE_NAMES.items(), styles):
         rates = [100 * record["acceptance"][t][rule] for t in temperatures]
         axis.plot(xs, rates, style, color=color, linewidth=2, label=name)
-    axis.set(
-        title="All four are exact; they do not accept alike",
-        xlabel="temperature",
-        ylabel="drafts accepted, %",
-        ylim=0,
-    )
-    axis.grid()
+    title = "All four are exact; they do not accept alike"
+    label_axes(axis, title, "temperature", "drafts accepted, %", ylim=0)
     figure.legend(loc="outside lower center")
     return figure
 
@@ -113,14 +108,9 @@ def draw_proposers(record: dict) -> Figure:
         times = [statistics.median(t) / 1e3 for t in by_length.values()]
         color = DRAFT if name.startswith("draft") else tint(NGRAM, 1 - 0.25 * index)
         axis.plot(lengths, times, "o-", color=color, label=name, linewidth=2)
-    axis.set(
-        title="What four guesses cost",
-        xlabel="tokens so far",
-        ylabel="ms a step",
-        xscale="log",
-        yscale="log",
+    label_axes(
+        axis, "What four guesses cost", "tokens so far", "ms a step", xscale="log", yscale="log"
     )
-    axis.grid()
     figure.legend(loc="outside lower center", ncols=2)
     return figure
 

@@ -14,18 +14,19 @@ from collections.abc import Callable
 
 import torch
 
-from acceptance import acceptance_probability
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT
 from common.kv_sizing import allocate_kv_cache
 from common.loader import LoadedModel, load_model
 from common.tokenizer import load_tokenizer
 from common.training.tiny_data import corpus
+from draft_acceptance import acceptance_probability
 from draft_model_proposer import DraftModelProposer
 from input_batch import RunnerRequest
 from kv_memory import SharingRunnerState
+from ngram_index import BulkNgramProposer
 from paged_attention import AttentionMetadata, TorchAttentionBackend
 from plot_spec_decode_engine import in_turn
-from proposers import FollowedRequest, NgramProposer
+from proposers import FollowedRequest
 from request import SamplingParams
 from scheduler_interface import NewRequestData
 
@@ -121,7 +122,7 @@ def measure_proposers(*, tiny: bool) -> dict:
     for length in lengths:
         steps: dict[str, Callable[[], object]] = {}
         indexed, searched = _history(length), _history(length)
-        ngram = NgramProposer(num_spec_tokens=4)
+        ngram = BulkNgramProposer(num_spec_tokens=4)
         ngram.propose([_follow(indexed)], [4])
 
         def step_indexed(request=indexed, proposer=ngram) -> None:

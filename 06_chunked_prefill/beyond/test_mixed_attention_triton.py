@@ -17,6 +17,7 @@ from mixed_attention_triton import MixedTritonAttentionBackend, choose_num_split
 from paged_attention import paged_attention
 from paged_attention_triton import TritonAttentionBackend
 from test_paged_attention import Case, make_case
+from test_paged_attention_triton import check_refusals
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 TILE = 16  # the smallest that a kernel can multiply
@@ -176,15 +177,7 @@ def test_few_tiles_with_long_histories_are_split(monkeypatch):
 
 def test_what_the_kernels_cannot_do_is_refused_as_in_chapter_2(device):
     assert MixedTritonAttentionBackend.write_kv is TritonAttentionBackend.write_kv
-    case = make_case([(1, 4)], 4, torch.float64, device=device)
-    arguments = (case.key_cache, case.value_cache, case.metadata, case.scale)
-    backend = MixedTritonAttentionBackend()
-    with pytest.raises(ValueError, match="float64"):
-        backend.attend(case.query, *arguments)
-    with pytest.raises(ValueError, match="head_dim 300"):
-        backend.attend(torch.zeros(1, 4, 300), *arguments)
-    with pytest.raises(ValueError, match="contiguous"):
-        backend.attend(case.query.float(), case.key_cache.transpose(0, 1), *arguments[1:])
+    check_refusals(MixedTritonAttentionBackend(), device)
 
 
 def test_importing_works_without_triton_and_asking_for_it_says_what_to_do():

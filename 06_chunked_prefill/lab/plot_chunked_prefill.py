@@ -11,7 +11,7 @@ import statistics
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from common.bench.bench_record import markdown_table, percentile
+from common.bench.bench_record import percentile, table_of
 from common.tools.lab_frame import Part, run_lab, timed
 from common.tools.palette import DECODE, INK, PAPER, PROMPT, label_line, shade
 from plot_chunked_prefill_lab import (
@@ -125,28 +125,20 @@ def note_of_stall(record: dict) -> str:
 
 
 def table_of_runs(record: dict, first_column: str) -> str:
-    head = [
-        first_column,
-        "others, between tokens p50",
-        "p99",
-        "longest",
-        "newcomer's first token",
-        "output tok/s, all",
-        "steps",
-    ]
-    rows = [
+    return table_of(
         [
-            name,
-            f"{_middle(runs, 'gap_ms_p50')} ms",
-            f"{_spread(runs, 'gap_ms_p99')} ms",
-            f"{_middle(runs, 'gap_ms_max')} ms",
-            f"{_middle(runs, 'long_ttft_ms', ',.0f')} ms",
-            _spread(runs, "output_tokens_per_s"),
-            _middle(runs, "num_steps", ",.0f"),
+            {
+                first_column: name,
+                "others, between tokens p50": f"{_middle(runs, 'gap_ms_p50')} ms",
+                "p99": f"{_spread(runs, 'gap_ms_p99')} ms",
+                "longest": f"{_middle(runs, 'gap_ms_max')} ms",
+                "newcomer's first token": f"{_middle(runs, 'long_ttft_ms', ',.0f')} ms",
+                "output tok/s, all": _spread(runs, "output_tokens_per_s"),
+                "steps": _middle(runs, "num_steps", ",.0f"),
+            }
+            for name, runs in record["runs"].items()
         ]
-        for name, runs in record["runs"].items()
-    ]
-    return markdown_table(head, rows)
+    )
 
 
 def table_of_adaptive(record: dict) -> str:
@@ -154,47 +146,37 @@ def table_of_adaptive(record: dict) -> str:
     for target, (cold, *runs) in zip(record["config"]["targets_ms"], record["runs"].values()):
         times = [ms for run in runs for ms in run["chunk_step_ms"]]
         over = sum(ms > 1.25 * target for ms in times) / len(times)
+        learning = percentile(cold["chunk_step_ms"], 90)
         rows.append(
-            [
-                f"{target:g} ms",
-                f"{statistics.median(times):,.1f} ms",
-                f"{percentile(times, 90):,.1f} ms",
-                f"{percentile(times, 99):,.1f} ms",
-                f"{over:.0%}",
-                f"{percentile(cold['chunk_step_ms'], 90):,.1f} ms",
-                f"{median_of(runs, 'num_chunks'):,.0f}",
-                f"{_spread(runs, 'long_ttft_ms')} ms",
-                f"{_spread(runs, 'gap_ms_p99')} ms",
-            ]
+            {
+                "target": f"{target:g} ms",
+                "steps with a chunk: p50": f"{statistics.median(times):,.1f} ms",
+                "p90": f"{percentile(times, 90):,.1f} ms",
+                "p99": f"{percentile(times, 99):,.1f} ms",
+                "more than 25 % over": f"{over:.0%}",
+                "p90 in the round of learning": f"{learning:,.1f} ms",
+                "chunks": f"{median_of(runs, 'num_chunks'):,.0f}",
+                "newcomer's first token": f"{_spread(runs, 'long_ttft_ms')} ms",
+                "others, between tokens p99": f"{_spread(runs, 'gap_ms_p99')} ms",
+            }
         )
-    head = [
-        "target",
-        "steps with a chunk: p50",
-        "p90",
-        "p99",
-        "more than 25 % over",
-        "p90 in the round of learning",
-        "chunks",
-        "newcomer's first token",
-        "others, between tokens p99",
-    ]
-    return markdown_table(head, rows)
+    return table_of(rows)
 
 
 def table_of_attention(record: dict) -> str:
     rows = []
     for mix, times in record["layer_ms"].items():
         ratios = [a / b for a, b in zip(times["chapter 2"], times["chapter 6"], strict=True)]
+        spread = f"({min(ratios):.2f} - {max(ratios):.2f})"
         rows.append(
-            [
-                mix,
-                f"{statistics.median(times['chapter 2']):.2f} ms",
-                f"{statistics.median(times['chapter 6']):.2f} ms",
-                f"**{statistics.median(ratios):.2f}×** ({min(ratios):.2f} - {max(ratios):.2f})",
-            ]
+            {
+                "one layer": mix,
+                "chapter 2": f"{statistics.median(times['chapter 2']):.2f} ms",
+                "chapter 6": f"{statistics.median(times['chapter 6']):.2f} ms",
+                "times as fast": f"**{statistics.median(ratios):.2f}×** {spread}",
+            }
         )
-    head = ["one layer", "chapter 2", "chapter 6", "times as fast"]
-    return markdown_table(head, rows)
+    return table_of(rows)
 
 
 def tables_of_stall(record: dict) -> dict[str, str]:

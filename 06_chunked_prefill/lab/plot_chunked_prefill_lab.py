@@ -152,15 +152,9 @@ def take_turns(
 
 
 def _config(num_rounds: int) -> dict:
-    return {
-        "num_short": NUM_SHORT,
-        "short_prompt": SHORT_PROMPT,
-        "short_output": SHORT_OUTPUT,
-        "long_prompt": LONG_PROMPT,
-        "long_output": LONG_OUTPUT,
-        "num_rounds": num_rounds,
-        "num_threads": torch.get_num_threads(),
-    }
+    short = {"num_short": NUM_SHORT, "short_prompt": SHORT_PROMPT, "short_output": SHORT_OUTPUT}
+    long = {"long_prompt": LONG_PROMPT, "long_output": LONG_OUTPUT}
+    return {**short, **long, "num_rounds": num_rounds, "num_threads": torch.get_num_threads()}
 
 
 def _model() -> LoadedModel:

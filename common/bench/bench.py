@@ -10,8 +10,8 @@ another, so that a machine that grows slower or busier does so for all. A table 
 the extremes of the rounds. Every run of a system sets it up anew, lets it serve two short requests
 that are not counted, and then serves the whole workload.
 
-What is compared, and what counts as useful, is in `bench_systems.py`; the floors in
-`bench_roofline.py`; the form of the record in `bench_record.py`. It measures the CPU.
+The work and what counts as useful are in `bench_work.py`, the systems in `bench_systems.py`, the
+rounds in `bench_rounds.py`, the floors in `bench_roofline.py`. It measures the CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import gc
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -34,9 +34,7 @@ from common.bench.bench_record import ROOT, describe_environment, write_record
 from common.bench.bench_table import render, tables_of
 
 if TYPE_CHECKING:  # torch comes late: malloc has to be chosen before the process that uses it
-    import torch
-
-    from common.bench.bench_systems import BenchModels, BenchRequest, Limits
+    from common.bench.bench_rounds import Bench
 
 SYSTEM_NAMES = (
     "one-at-a-time",
@@ -71,132 +69,17 @@ WORKLOADS = {
 SMOKE = Workload(4, (4, 16), (4, 8), 2, 0.5)
 
 
-# -- measuring
-
-
-@dataclass(slots=True)
-class Bench:
-    """One model's measurement. `record` is complete in form from the start and grows run by run."""
-
-    models: BenchModels
-    limits: Limits
-    requests: list[BenchRequest]
-    warm_up: list[BenchRequest]
-    record: dict[str, Any]
-
-    def run_system(self, name: str, round_number: int, place: int) -> list[list[int]] | None:
-        """Set the system up, time it once and note the run. Its tokens; None if it failed.
-
-        A failure becomes part of the record and is not tried again."""
-        from common.bench.bench_systems import SYSTEMS
-
-        entry = self.record["systems"][name]
-        requests = self.requests[: entry["num_requests"]]
-        try:
-            with SYSTEMS[name](self.models, self.limits) as serve:
-                serve(self.warm_up)
-                gc.collect()
-                start = time.perf_counter()
-                served = serve(requests)
-                seconds = time.perf_counter() - start
-                details = served.describe()
-        except Exception as error:
-            entry["error"] = _one_line(error)
-            entry["is_unavailable"] = type(error).__name__ == "CannotRunError"
-            return None
-        finally:
-            gc.collect()
-        num_useful = sum(request.max_tokens for request in requests)
-        lengths = [len(tokens) for tokens in served.token_ids]
-        if lengths != [request.max_tokens for request in requests]:
-            entry["error"] = "it did not give every request the number of tokens it asked for"
-            return None
-        entry["runs"].append(
-            {
-                "round": round_number,
-                "place": place,
-                "seconds": round(seconds, 4),
-                "useful_tokens_per_s": round(num_useful / seconds, 3),
-                **details,
-            }
-        )
-        return served.token_ids
-
-
-def rotated(names: Sequence[str], round_number: int) -> list[str]:
-    """The order of a round: each system is first once in `len(names)` rounds."""
-    first = round_number % len(names)
-    return [*names[first:], *names[:first]]
-
-
-def run_rounds(bench: Bench, repeats: int, deadline: float | None = None) -> Iterator[str]:
-    """Run all systems of the record, interleaved. Yields a system's name after each of its runs.
-
-    No run is started after `deadline`, in seconds of `time.monotonic()`."""
-    systems = bench.record["systems"]
-    first_tokens: dict[str, list[list[int]]] = {}
-    for round_number in range(repeats):
-        for place, name in enumerate(rotated(list(systems), round_number)):
-            if deadline is not None and time.monotonic() > deadline:
-                return
-            if systems[name]["error"] is None:
-                tokens = bench.run_system(name, round_number, place)
-                if tokens is not None:
-                    first_tokens.setdefault(name, tokens)
-                    note_agreement(systems, first_tokens)
-            yield name
-
-
-def note_agreement(
-    systems: dict[str, dict[str, Any]], first_tokens: dict[str, list[list[int]]]
-) -> None:
-    """How many requests got the same tokens as from `transformers`' generate, or else from the
-    first system: all of them in exact arithmetic, fewer where two tokens are equally likely."""
-    name = "transformers-generate"
-    reference = name if name in first_tokens else next(iter(first_tokens))
-    for system, tokens in first_tokens.items():
-        same = sum(a == b for a, b in zip(tokens, first_tokens[reference]))
-        compared = min(len(tokens), len(first_tokens[reference]))
-        systems[system]["agreement"] = {"with": reference, "same": same, "of": compared}
-
-
 # -- setting up
-
-
-def load_models(name: str, dtype: torch.dtype) -> BenchModels:
-    """`name` is one of `WORKLOADS`, or a Qwen3 checkpoint's directory. float32 weights are what
-    bfloat16 ones would be: rounded."""
-    import torch
-
-    from common.bench.bench_systems import BenchModels, make_twin
-    from common.engine_config import SHIPPED_CHECKPOINT
-    from common.loader import QWEN3_0_6B, load_model, random_model
-
-    if name == "qwen3-0.6b":
-        loaded = random_model(QWEN3_0_6B, seed=0, dtype=dtype)
-    else:
-        loaded = load_model(SHIPPED_CHECKPOINT if name == "tiny" else name, dtype)
-    if dtype == torch.float32:
-        for parameter in loaded.model.parameters():
-            parameter.copy_(parameter.bfloat16())
-    return BenchModels(loaded, make_twin(loaded))
-
-
-def choose_dtype(name: str) -> torch.dtype:
-    """`"auto"`: bfloat16 if this CPU multiplies it natively, else float32."""
-    import torch
-
-    if name == "auto":
-        is_native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return torch.bfloat16 if is_native else torch.float32
-    return getattr(torch, name)
 
 
 def make_bench(name: str, args: argparse.Namespace, environment: dict[str, Any]) -> Bench:
     """Model, work and an empty record."""
     import torch
 
-    from common.bench.bench_systems import TITLES, Limits, make_requests
+    from common.bench.bench_models import choose_dtype, load_models
+    from common.bench.bench_rounds import Bench
+    from common.bench.bench_systems import TITLES
+    from common.bench.bench_work import Limits, make_requests
 
     work = SMOKE if args.smoke else WORKLOADS.get(name, WORKLOADS["qwen3-0.6b"])
     dtype = choose_dtype(args.dtype)
@@ -295,6 +178,7 @@ def measure(args: argparse.Namespace) -> int:
     import torch
     from transformers.utils import logging
 
+    from common.bench.bench_rounds import run_rounds
     from common.bench.bench_systems import SYSTEMS
 
     assert set(SYSTEMS) == set(SYSTEM_NAMES)
@@ -373,13 +257,3 @@ DRIVER = Driver(
     tables=tables_of,
 )
 main = DRIVER.main
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or "no message"
-    name = "" if type(error).__name__ == "CannotRunError" else f"{type(error).__name__}: "
-    return (name + text)[:300].replace("|", "/")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -19,7 +19,7 @@ import platform
 import re
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -193,6 +193,12 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str
     """The first column to the left, the others, which hold numbers, to the right."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def table_of(rows: Sequence[Mapping[str, object]]) -> str:
+    """A table whose rows name their cells: the names of the first row are its head."""
+    head = list(rows[0])
+    return markdown_table(head, [[row[name] for name in head] for row in rows])
 
 
 def replace_between_markers(text: str, name: str, content: str) -> str:

@@ -1,9 +1,7 @@
 """The systems that `common.bench` compares, each doing exactly the same work.
 
-Work is a list of `BenchRequest`s, all there at time 0: token ids in, and a fixed number of greedy
-tokens out (end of text is ignored). A system is a context manager that sets itself up and yields a
-function `serve(requests) -> Served`; only the call of that function is timed. What a user gets is
-counted, nothing else: tokens computed past a request's own `max_tokens` are not useful.
+Work is a list of requests (`bench_work.py`), all there at time 0. A system is a context manager
+that sets itself up and yields a function `serve(requests) -> Served`; only that call is timed.
 
     one-at-a-time             our paged engine, one request in flight
     static                    chapter 1's baseline: batches that run until their longest ends
@@ -21,165 +19,30 @@ All read the very same weights: the `transformers` model is a second view of our
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
-from statistics import fmean, median
 from typing import Any
 
-import torch
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig
 
-from common.bench.bench_record import percentile
+from common.bench.bench_latency import describe_latency, describe_steps
+from common.bench.bench_models import BenchModels
+from common.bench.bench_work import BenchRequest, Limits, Serve, Served, greedy
 from common.engine import LLMEngine
-from common.engine_config import EngineConfig
-from common.loader import LoadedModel
-from common.model_config import ModelConfig
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
-from request import Request, SamplingParams
+from request import Request
 from static_batching import generate_static, pad_left
 from step_record import RecordingEngineCore, StepRecord
-
-STAGES = ("schedule_ms", "prepare_ms", "forward_ms", "sample_ms", "update_ms")
 
 
 class CannotRunError(RuntimeError):
     """This system does not exist here. The message says precisely why."""
 
 
-@dataclass(frozen=True, slots=True)
-class BenchRequest:
-    prompt_token_ids: list[int]
-    max_tokens: int
-
-    @property
-    def num_positions(self) -> int:
-        return len(self.prompt_token_ids) + self.max_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What every system may use."""
-
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 2048
-    block_size: int = 16
-    longest: int = 2048  # positions of the longest request
-    num_positions: int | None = None  # of KV memory; None: `max_num_seqs` of the longest
-
-    @property
-    def num_contiguous(self) -> int:
-        """Requests that the memory holds if each reserves the longest."""
-        if self.num_positions is None:
-            return self.max_num_seqs
-        return self.num_positions // self.longest
-
-    def engine_config(self, **options: Any) -> EngineConfig:
-        """The engine within these limits, with no more than chapters 1 and 2 unless `options` say
-        so."""
-        blocks_per_request = -(-self.longest // self.block_size)
-        num_blocks = self.max_num_seqs * blocks_per_request
-        if self.num_positions is not None:
-            num_blocks = self.num_positions // self.block_size
-        parts: dict[str, Any] = {
-            "scheduler": "fcfs",
-            "prefix_cache": None,
-            "chunked_prefill": False,
-            "block_size": self.block_size,
-            "num_blocks": 1 + num_blocks,
-            "max_num_seqs": self.max_num_seqs,
-            "max_num_batched_tokens": self.max_num_batched_tokens,
-            "max_model_len": self.longest,
-        }
-        return EngineConfig(**parts | options)
-
-
-@dataclass(frozen=True, slots=True)
-class BenchModels:
-    """One set of weights in two guises."""
-
-    loaded: LoadedModel
-    hf: Qwen3ForCausalLM
-
-
-@dataclass(slots=True)
-class Served:
-    """The tokens of each request, in order. `describe` is called when time is no longer taken."""
-
-    token_ids: list[list[int]]
-    describe: Callable[[], dict[str, Any]] = field(default=dict)
-
-
-Serve = Callable[[Sequence[BenchRequest]], Served]
 System = Callable[[BenchModels, Limits], AbstractContextManager[Serve]]
-
-
-def make_requests(
-    num_requests: int,
-    prompt_lens: tuple[int, int],
-    output_lens: tuple[int, int],
-    vocab_size: int,
-    seed: int,
-) -> list[BenchRequest]:
-    """Lengths and token ids uniform, both ends included."""
-    rng = random.Random(seed)
-    lengths = [(rng.randint(*prompt_lens), rng.randint(*output_lens)) for _ in range(num_requests)]
-    return [
-        BenchRequest([rng.randrange(vocab_size) for _ in range(prompt)], output)
-        for prompt, output in lengths
-    ]
-
-
-# -- one set of weights
-
-
-def make_twin(loaded: LoadedModel) -> Qwen3ForCausalLM:
-    """The same model as `transformers` computes it. Its parameters are views of `loaded`'s."""
-    config = loaded.config
-    with torch.device("meta"):
-        twin = Qwen3ForCausalLM(_hf_config(config))
-    weights = {}
-    for name, tensor in loaded.model.checkpoint_tensors().items():
-        # A norm that we hold once per head is one tensor there.
-        is_per_head = tuple(tensor.target.shape) != tensor.shape
-        weights[name] = tensor.target[0] if is_per_head else tensor.target
-    embedding = weights["model.embed_tokens.weight"]
-    weights.setdefault("lm_head.weight", embedding)
-    twin.load_state_dict(weights, strict=True, assign=True)
-    # The one thing that is not in a checkpoint.
-    rotary = type(twin.model.rotary_emb)(config=twin.config)
-    twin.model.rotary_emb = rotary.to(embedding.device)
-    return twin.requires_grad_(False).eval()
-
-
-def _hf_config(config: ModelConfig) -> Qwen3Config:
-    if config.architecture != "Qwen3ForCausalLM" or config.rope.rope_type != "default":
-        raise ValueError(
-            f"architecture is {config.architecture}, rope_type {config.rope.rope_type}: "
-            "the benchmark knows Qwen3ForCausalLM with default rotary embedding"
-        )
-    return Qwen3Config(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
-        tie_word_embeddings=config.tie_word_embeddings,
-        attention_bias=config.qkv_bias,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
 
 
 # -- our systems
@@ -385,63 +248,3 @@ TITLES = {
     "transformers-generate": "`transformers` generate, one static batch",
     "transformers-continuous": "`transformers` continuous batching",
 }
-
-
-# -- what a run tells about itself
-
-
-def describe_latency(token_times: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """From the seconds, counted from the start, at which each request's tokens came out."""
-    first = [1e3 * times[0] for times in token_times if times]
-    gaps = [1e3 * (b - a) for times in token_times for a, b in pairwise(times)]
-    return {"ttft_ms": p50_p99(first), "inter_token_ms": p50_p99(gaps)}
-
-
-def arrivals_of(
-    steps: Sequence[StepRecord], start: float
-) -> Iterator[tuple[str, list[int], float]]:
-    """Request, the tokens it got in a step, and the end of that step in seconds after `start`."""
-    for step in steps:
-        end = step.start_time + step.step_ms / 1e3 - start
-        for request_id, token_ids in step.new_token_ids.items():
-            yield request_id, token_ids, end
-
-
-def describe_steps(steps: Sequence[StepRecord], start: float) -> dict[str, Any]:
-    """Latencies, number of steps, and what a pure decode step of the fullest batch takes.
-
-    `start` is the moment of arrival, in seconds of `time.monotonic()`."""
-    times: dict[str, list[float]] = {}
-    for request_id, token_ids, end in arrivals_of(steps, start):
-        times.setdefault(request_id, []).extend([end] * len(token_ids))
-    described = {"num_steps": len(steps)} | describe_latency(list(times.values()))
-    decodes = [step for step in steps if _is_decode(step)]
-    if decodes:
-        num_rows = max(len(step.num_scheduled_tokens) for step in decodes)
-        full = [step for step in decodes if len(step.num_scheduled_tokens) == num_rows]
-        described["decode"] = {
-            "num_rows": num_rows,
-            "num_steps": len(full),
-            "step_ms": round(median(step.step_ms for step in full), 4),
-            "stages": {s: round(median(getattr(step, s) for step in full), 4) for s in STAGES},
-            "kv_tokens": round(fmean(step.kv_tokens_written for step in full)),
-        }
-    return described
-
-
-def _is_decode(step: StepRecord) -> bool:
-    """A token for everybody, and guesses: no piece of a prompt."""
-    scheduled = step.num_scheduled_tokens
-    num_drafts = {name: drafted for name, (drafted, _) in step.drafts.items()}
-    is_single = all(n == 1 + num_drafts.get(name, 0) for name, n in scheduled.items())
-    return bool(scheduled) and not step.admitted and is_single
-
-
-def p50_p99(values: Sequence[float]) -> dict[str, float | None]:
-    """None of nothing."""
-    found = {f"p{p}": percentile(values, p) for p in (50, 99)}
-    return {name: None if value is None else round(value, 3) for name, value in found.items()}
-
-
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)

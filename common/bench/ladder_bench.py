@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import shlex
-import sys
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -35,8 +34,10 @@ NUM_RESERVATIONS = 3  # of the longest request: what the KV memory holds without
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from common.bench.bench import choose_dtype, load_models, rotated
-    from common.bench.ladder_systems import CHUNK, RUNGS, Limits, describe
+    from common.bench.bench_models import choose_dtype, load_models
+    from common.bench.bench_rounds import rotated
+    from common.bench.bench_work import Limits
+    from common.bench.ladder_systems import CHUNK, RUNGS, describe
     from common.bench.ladder_workload import MAX_TOKENS, REGIMES, make_workload
     from common.engine_config import SHIPPED_CHECKPOINT
     from common.tokenizer import load_tokenizer
@@ -139,7 +140,3 @@ DRIVER = Driver(
     tables=tables,
 )
 main = DRIVER.main
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -28,14 +28,10 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from common.bench.bench_systems import (
-    BenchModels,
-    Limits,
-    arrivals_of,
-    greedy,
-    p50_p99,
-    padded_core,
-)
+from common.bench.bench_latency import arrivals_of, p50_p99
+from common.bench.bench_models import BenchModels
+from common.bench.bench_systems import padded_core
+from common.bench.bench_work import Limits, greedy
 from common.bench.ladder_workload import MAX_TOKENS, LadderRequest
 from common.engine import LLMEngine
 from hf_model_runner import HFModelRunner

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from common.bench import bench, bench_record, bench_table
+from common.bench.bench_latency import describe_steps
+from common.bench.bench_models import BenchModels, make_twin
 from common.bench.bench_record import (
     Summary,
     describe_commit,
@@ -22,17 +24,9 @@ from common.bench.bench_record import (
     summarise,
     write_record,
 )
-from common.bench.bench_systems import (
-    SYSTEMS,
-    TITLES,
-    BenchModels,
-    CannotRunError,
-    Limits,
-    Served,
-    describe_steps,
-    make_requests,
-    make_twin,
-)
+from common.bench.bench_rounds import Bench, run_rounds
+from common.bench.bench_systems import SYSTEMS, TITLES, CannotRunError
+from common.bench.bench_work import Limits, Served, make_requests
 from common.loader import LoadedModel
 from common.tests.engine_oracle import Oracle, greedy
 from step_record import StepRecord
@@ -126,12 +120,12 @@ def test_steps_are_told_as_latencies_from_the_moment_of_arrival() -> None:
 # -- rounds
 
 
-def a_bench(names: list[str]) -> bench.Bench:
+def a_bench(names: list[str]) -> Bench:
     systems = {
         name: {"title": TITLES[name], "num_requests": 9, "error": None, "runs": []}
         for name in names
     }
-    return bench.Bench(None, LIMITS, REQUESTS, [], {"systems": systems})
+    return Bench(None, LIMITS, REQUESTS, [], {"systems": systems})
 
 
 def fake_systems(
@@ -154,7 +148,7 @@ def fake_systems(
 
         return system
 
-    monkeypatch.setattr(bench.gc, "collect", lambda: 0)  # slow in a large process
+    monkeypatch.setattr("gc.collect", lambda: 0)  # slow in a large process
     monkeypatch.setattr("common.bench.bench_systems.SYSTEMS", {name: make(name) for name in names})
     return opened
 
@@ -165,7 +159,7 @@ def test_rounds_are_interleaved_and_each_begins_with_another_system(
     names = ["static", "padded", "paged"]
     opened = fake_systems(monkeypatch, names)
     measured = a_bench(names)
-    assert list(bench.run_rounds(measured, repeats=3)) == opened
+    assert list(run_rounds(measured, repeats=3)) == opened
     assert [opened[i : i + 3] for i in (0, 3, 6)] == [
         ["static", "padded", "paged"],
         ["padded", "paged", "static"],
@@ -182,7 +176,7 @@ def test_a_system_that_cannot_run_is_recorded_and_the_others_go_on(
 ) -> None:
     opened = fake_systems(monkeypatch, ["static", "paged"], broken="static")
     measured = a_bench(["static", "paged"])
-    list(bench.run_rounds(measured, repeats=2))
+    list(run_rounds(measured, repeats=2))
     systems = measured.record["systems"]
     assert systems["static"]["error"] == "there is no / here"  # a bar would break the table
     assert systems["static"]["is_unavailable"]
@@ -194,7 +188,7 @@ def test_no_run_is_started_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     measured = a_bench(["static", "paged"])
-    for _ in bench.run_rounds(measured, repeats=5, deadline=2.5):
+    for _ in run_rounds(measured, repeats=5, deadline=2.5):
         now[0] += 1
     assert opened == ["static", "paged", "paged"]
     assert len(measured.record["systems"]["static"]["runs"]) == 1
@@ -203,7 +197,7 @@ def test_no_run_is_started_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -
 def test_output_of_the_wrong_length_is_not_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_systems(monkeypatch, ["static"], num_tokens_short=1)
     measured = a_bench(["static"])
-    list(bench.run_rounds(measured, repeats=1))
+    list(run_rounds(measured, repeats=1))
     entry = measured.record["systems"]["static"]
     assert not entry["runs"] and "number of tokens" in entry["error"]
 

@@ -37,32 +37,23 @@ def test_malloc_is_tuned_by_starting_again_once(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "argv", [["--systems", "magic"], ["--models", "gpt-9"], ["--repeats", "0"]]
+    ("driver", "argv", "named"),
+    [
+        (bench.DRIVER, ["--systems", "magic"], "magic"),
+        (bench.DRIVER, ["--models", "gpt-9"], "gpt-9"),
+        (bench.DRIVER, ["--repeats", "0"], "--repeats is 0"),
+        (bench.DRIVER, ["--systems", ","], "at least one name"),
+        (bench.DRIVER, ["--models", ""], "at least one name"),
+        (ladder_bench.DRIVER, ["--seeds", "0"], "--seeds"),
+        (ladder_bench.DRIVER, ["--nonsense"], "--nonsense"),
+    ],
 )
 def test_an_argument_that_makes_no_sense_is_named(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
+    driver: Driver, argv: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        bench.main(argv)
-    assert argv[1] in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("argv", [["--systems", ","], ["--models", ""]])
-def test_a_list_without_a_name_is_refused(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        bench.main(argv)
-    assert "at least one name" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [["--seeds", "0"], ["--nonsense"]])
-def test_the_ladder_names_bad_arguments_too(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        ladder_bench.main(arguments)
-    assert arguments[0] in capsys.readouterr().err
+        driver.main(argv)
+    assert named in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("driver", DRIVERS, ids=lambda driver: driver.name)

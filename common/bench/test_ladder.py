@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from common.bench import ladder_bench as ladder
-from common.bench.bench import load_models
+from common.bench.bench_models import load_models
 from common.bench.bench_record import read_record
-from common.bench.ladder_systems import CHUNK, RUNGS, LadderOutcome, Limits, describe
+from common.bench.bench_work import Limits
+from common.bench.ladder_systems import CHUNK, RUNGS, LadderOutcome, describe
 from common.bench.ladder_table import PHRASES
 from common.bench.ladder_workload import (
     LONG_PROMPT_LEN,

@@ -67,12 +67,8 @@ class PagedModelRunner:
         eos_token_ids: Sequence[int] = (),
         shuffle_seed: int | None = None,
     ) -> None:
-        self.model = model
-        self.kv_cache = kv_cache
-        self.backend = backend
-        self.state = state
-        self.sampler = sampler
-        self.compose = compose
+        self.model, self.kv_cache, self.backend = model, kv_cache, backend
+        self.state, self.sampler, self.compose = state, sampler, compose
         self.eos_token_ids = tuple(eos_token_ids)
         self.device = model.embed_weight.device
         self._shuffle = None if shuffle_seed is None else random.Random(shuffle_seed)
@@ -90,23 +86,15 @@ class PagedModelRunner:
         return FinishedStep(output)
 
     def prepare(self, plan: SchedulerOutput) -> PagedBatch | None:
-        """Bring the requests up to date and lay out the step's tokens. None if nothing is
-        scheduled."""
+        """Bring the requests up to date and lay out the step's tokens, if there are any."""
         self.state.apply(plan)
         return None if plan.is_empty else self._lay_out(plan)
 
     @torch.inference_mode()
     def forward(self, batch: PagedBatch) -> torch.Tensor:
-        """Logits `[num_logit_rows, vocab_size]`. Writes the batch's keys and values into the
-        cache."""
-        return self.model(
-            batch.input_ids,
-            batch.positions,
-            self.kv_cache,
-            batch.attention,
-            batch.logit_indices,
-            self.backend,
-        )
+        """Logits `[num_logit_rows, vocab_size]`. Writes keys and values into the cache."""
+        ids, positions, rows = batch.input_ids, batch.positions, batch.logit_indices
+        return self.model(ids, positions, self.kv_cache, batch.attention, rows, self.backend)
 
     def _lay_out(self, plan: SchedulerOutput) -> PagedBatch:
         cached = plan.scheduled_cached_reqs
@@ -128,14 +116,10 @@ class PagedModelRunner:
         input_ids: list[int] = []
         sampling = SamplingBatch()
         for i in batch.order:
-            request, query, own_drafts = (
-                requests[req_ids[i]],
-                queries[i],
-                drafts.get(req_ids[i], []),
-            )
+            request, query = requests[req_ids[i]], queries[i]
+            own_drafts = drafts.get(request.req_id, [])
             stop = query.start + query.num_tokens - len(own_drafts)
-            input_ids += request.tokens(query.start, stop)
-            input_ids += own_drafts
+            input_ids += request.tokens(query.start, stop) + own_drafts
             for num_before in range(query.num_logit_rows):
                 sampling.add(request, own_drafts[:num_before], self.eos_token_ids)
         return PagedBatch(

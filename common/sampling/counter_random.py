@@ -34,13 +34,7 @@ def sample_from_probs(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     num_whole = vocab_size // _BLOCK
     whole = probs[:, : num_whole * _BLOCK].unflatten(1, (num_whole, _BLOCK))
     rest = probs[:, num_whole * _BLOCK :]
-    mass = torch.cat(
-        [
-            whole.sum(dim=-1),
-            rest.sum(dim=-1, keepdim=True),
-        ],
-        dim=1,
-    ).to(torch.float64)
+    mass = torch.cat([whole.sum(dim=-1), rest.sum(dim=-1, keepdim=True)], dim=1).to(torch.float64)
     block, u = draw(mass, u)
     ids = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=probs.device)
     inside = probs.gather(1, ids.clamp(max=vocab_size - 1)).to(torch.float64)
@@ -60,12 +54,9 @@ def uniforms(
     return _shift_right(state, 11).to(torch.float64) * 2.0**-53
 
 
-def _signed(constant: int) -> int:
-    return constant - 2**64 if constant >= 2**63 else constant
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MULTIPLIERS = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+_GOLDEN, *_MULTIPLIERS = (  # as int64
+    constant - 2**64 for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -9,34 +9,26 @@
 
 A logit row is used as float64 if it is float64, otherwise as float32; cumulative sums are float64
 or integers. A row without a finite maximum (NaN, +inf, or no token allowed) is an error of its
-request and of no other. Repetition penalty: Keskar et al. 2019 (arXiv 1909.05858); top-p: Holtzman
-et al. 2019 (arXiv 1904.09751); min-p: Nguyen et al. 2024 (arXiv 2407.01082); the hash: splitmix64
-(Steele et al. 2014).
-"""
+request and of no other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 
+from common.sampling import sampling_constraints as constraints
 from common.sampling.counter_random import TOKEN_STREAM, sample_from_probs, uniforms
-from common.sampling.sampling_constraints import (
-    NEG_INF,
-    apply_min_p,
-    apply_penalties,
-    apply_temperature,
-    apply_top_k,
-    apply_top_p,
-    top_ids,
-)
-from common.sampling.token_counts import TokenCounts
 from input_batch import RunnerRequest
 from request import SamplingParams
 from scheduler_interface import NO_FINITE_LOGITS, StepOutput
+
+if TYPE_CHECKING:
+    from common.sampling.token_counts import TokenCounts
 
 _NARROW = 256  # a top-k up to this is handled apart from the rest of the vocabulary
 
@@ -89,8 +81,10 @@ class SamplingBatch:
 
 
 class HasSampling(Protocol):
-    @property
-    def sampling(self) -> SamplingBatch: ...
+    """A batch, as a sampler sees it."""
+
+    sampling: SamplingBatch
+    draft_token_ids: dict[str, list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,56 +98,51 @@ class TokenLogprobs:
     top: dict[int, float]
 
 
-@dataclass(slots=True)
 class SamplingPlan:
-    """The parameters of a batch as tensors and row lists. It changes only when the batch does."""
+    """The rows of a batch by what they need. It changes only when the batch does."""
 
-    params: list[SamplingParams]
-    device: torch.device
-    greedy: list[int] = field(init=False)
-    narrow: list[int] = field(init=False)  # drawn among few tokens: top-k
-    wide: list[int] = field(init=False)  # drawn among all
-    penalties: list[int] = field(init=False)
-    min_tokens: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        rows = list(enumerate(self.params))
-        self.greedy = [i for i, p in rows if p.is_greedy]
-        random = [i for i, p in rows if not p.is_greedy]
-        self.narrow = [i for i in random if 0 < self.params[i].top_k <= _NARROW]
-        self.wide = [i for i in random if not 0 < self.params[i].top_k <= _NARROW]
-        self.penalties = [
-            i
-            for i, p in rows
-            if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty
-        ]
-        self.min_tokens = [i for i, p in rows if p.min_tokens > 0]
-
-    @property
-    def is_plain_greedy(self) -> bool:
-        return not (self.narrow or self.wide or self.penalties or self.min_tokens)
+    def __init__(self, params: list[SamplingParams], device: torch.device) -> None:
+        self.params, self.device = params, device
+        self.greedy: list[int] = []
+        self.narrow: list[int] = []  # drawn among few tokens: top-k
+        self.wide: list[int] = []  # drawn among all
+        for i, p in enumerate(params):
+            drawn = self.narrow if 0 < p.top_k <= _NARROW else self.wide
+            (self.greedy if p.is_greedy else drawn).append(i)
+        self.min_tokens = [i for i, p in enumerate(params) if p.min_tokens > 0]
+        self.penalties = [i for i, p in enumerate(params) if _has_penalties(p)]
 
     def values(self, name: str, rows: list[int]) -> torch.Tensor:
         values = [getattr(self.params[i], name) for i in rows]
         return torch.tensor(values, dtype=torch.float64).to(self.device, non_blocking=True)
 
 
+def _has_penalties(params: SamplingParams) -> bool:
+    rest = params.presence_penalty or params.frequency_penalty
+    return params.repetition_penalty != 1 or rest != 0
+
+
 class Sampler:
     """Chooses each row's next token. `vocab_size`: logits beyond it are padding and never win.
 
-    Keeps the last batch's parameters in tensor form, and token counts where there are penalties.
+    Keeps the last batch's parameters by what they need, and token counts where there are penalties.
     Neither changes what is sampled."""
 
     def __init__(self, vocab_size: int | None = None) -> None:
         self.vocab_size = vocab_size
-        self.counts = TokenCounts()
         self._plan: SamplingPlan | None = None
+
+    @cached_property
+    def counts(self) -> TokenCounts:
+        from common.sampling.token_counts import TokenCounts
+
+        return TokenCounts()
 
     def sample(self, logits: torch.Tensor, batch: HasSampling) -> StepOutput:
         """One token for each row of `logits` [R, vocab_size or wider]; R may be 0."""
         raw = self.raw_logits(logits)
-        rows = list(range(len(raw)))
-        return self.emit(raw, batch.sampling, rows, self.draw(raw, batch.sampling).tolist())
+        tokens = self.draw(raw, batch.sampling).tolist()  # the host waits here
+        return self.emit(raw, batch.sampling, range(len(raw)), tokens)
 
     def raw_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Without padding lanes, in the dtype that is computed in."""
@@ -161,40 +150,12 @@ class Sampler:
 
     def draw(self, raw: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
         """The token [R] of each row of `raw_logits`; -1 where the highest is not finite."""
-        plan = self._plan_of(sampling, raw.device)
-        return _greedy(raw) if plan.is_plain_greedy else self._sample(raw, sampling, plan)
-
-    def emit(
-        self, raw: torch.Tensor, sampling: SamplingBatch, rows: list[int], tokens: list[int]
-    ) -> StepOutput:
-        """What becomes of `tokens`, the one of each of `rows`. A -1 is an error of its request."""
-        output = StepOutput()
-        asking = []
-        for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
-            if token < 0:
-                output.errors[sampling.req_ids[row]] = NO_FINITE_LOGITS
-                continue
-            output.token_ids.setdefault(sampling.req_ids[row], []).append(token)
-            if sampling.params[row].logprobs is not None:
-                asking.append(i)
-        if asking:
-            asking_rows, chosen = [rows[i] for i in asking], [tokens[i] for i in asking]
-            num_top = [sampling.params[row].logprobs for row in asking_rows]
-            found = token_logprobs(_rows(raw, asking_rows), chosen, num_top)
-            for row, entry in zip(asking_rows, found, strict=True):
-                output.logprobs.setdefault(sampling.req_ids[row], []).append(entry)
-        return output
-
-    def _plan_of(self, sampling: SamplingBatch, device: torch.device) -> SamplingPlan:
         plan = self._plan  # comparing the lists is quick: the same objects are equal
-        if plan is None or plan.device != device or plan.params != sampling.params:
-            plan = self._plan = SamplingPlan(list(sampling.params), device)
-        return plan
-
-    def _sample(
-        self, raw: torch.Tensor, sampling: SamplingBatch, plan: SamplingPlan
-    ) -> torch.Tensor:
-        logits = _penalised(raw, sampling, plan, self.counts)
+        if plan is None or plan.device != raw.device or plan.params != sampling.params:
+            plan = self._plan = SamplingPlan(list(sampling.params), raw.device)
+        logits = _forbid_stops(raw, sampling, plan) if plan.min_tokens else raw
+        if plan.penalties:
+            logits = _penalise(logits, sampling, plan, self.counts)
         if len(plan.greedy) == len(logits):
             return _greedy(logits)
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -208,6 +169,24 @@ class Sampler:
             tokens[rows] = torch.where(probs[:, 0].isnan(), -1, drawn)
         return tokens
 
+    def emit(
+        self, raw: torch.Tensor, sampling: SamplingBatch, rows: Sequence[int], tokens: list[int]
+    ) -> StepOutput:
+        """What becomes of `tokens`, the one of each of `rows`. A -1 is an error of its request."""
+        output = StepOutput()
+        asking = []
+        for row, token in zip(rows, tokens, strict=True):
+            req_id = sampling.req_ids[row]
+            if token < 0:
+                output.errors[req_id] = NO_FINITE_LOGITS
+                continue
+            output.token_ids.setdefault(req_id, []).append(token)
+            if sampling.params[row].logprobs is not None:
+                asking.append((row, token))
+        if asking:
+            _add_logprobs(output, raw, sampling, *map(list, zip(*asking)))
+        return output
+
 
 def sampling_probs(
     logits: torch.Tensor, sampling: SamplingBatch, counts: TokenCounts | None = None
@@ -216,7 +195,11 @@ def sampling_probs(
     row is one-hot. A row without a finite maximum is all NaN. `logits` [R, V] without padding.
     `counts` are kept from call to call; without them the histories are counted anew."""
     plan = SamplingPlan(list(sampling.params), logits.device)
-    logits = _penalised(_as_float(logits), sampling, plan, counts or TokenCounts())
+    logits = _as_float(logits)
+    if plan.min_tokens:
+        logits = _forbid_stops(logits, sampling, plan)
+    if plan.penalties:
+        logits = _penalise(logits, sampling, plan, counts or Sampler().counts)
     probs = torch.zeros_like(logits)
     if plan.greedy:
         tokens = _greedy(_rows(logits, plan.greedy))
@@ -236,6 +219,18 @@ def sampling_probs(
 # -- log-probabilities
 
 
+def _add_logprobs(
+    output: StepOutput,
+    raw: torch.Tensor,
+    sampling: SamplingBatch,
+    rows: list[int],
+    tokens: list[int],
+) -> None:
+    num_top = [sampling.params[row].logprobs or 0 for row in rows]
+    for row, entry in zip(rows, token_logprobs(_rows(raw, rows), tokens, num_top), strict=True):
+        output.logprobs.setdefault(sampling.req_ids[row], []).append(entry)
+
+
 def token_logprobs(
     raw_logits: torch.Tensor, tokens: list[int], num_top: list[int]
 ) -> list[TokenLogprobs]:
@@ -244,7 +239,7 @@ def token_logprobs(
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])
     ranks = (1 + (logprobs > chosen).sum(dim=-1)).tolist()
     width = max(1, min(max(num_top), logprobs.shape[1]))
-    ids = top_ids(raw_logits, width)
+    ids = constraints.top_ids(raw_logits, width)
     order = raw_logits.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
     ids = ids.gather(1, order)
     top = zip(ids.tolist(), logprobs.gather(1, ids).tolist(), strict=True)
@@ -259,29 +254,35 @@ def token_logprobs(
 # -- the rows that need it
 
 
-def _penalised(
-    logits: torch.Tensor, sampling: SamplingBatch, plan: SamplingPlan, counts: TokenCounts
+def _forbid_stops(
+    logits: torch.Tensor, sampling: SamplingBatch, plan: SamplingPlan
 ) -> torch.Tensor:
-    """Minimum length and penalties. `logits` stay as they are."""
-    banned: tuple[list[int], list[int]] = ([], [])
+    """EOS and stop tokens are impossible before `min_tokens`. `logits` stay as they are."""
+    rows: list[int] = []
+    forbidden: list[int] = []
     for i in plan.min_tokens:
         if sampling.num_outputs(i) < sampling.params[i].min_tokens:
             ids = {*sampling.eos_token_ids[i], *sampling.params[i].stop_token_ids}
             ids = [t for t in ids if t < logits.shape[1]]
-            banned[0].extend([i] * len(ids))
-            banned[1].extend(ids)
-    if banned[0]:
+            rows += [i] * len(ids)
+            forbidden += ids
+    if rows:
         logits = logits.clone()
-        logits[banned] = NEG_INF
-    if rows := plan.penalties:
-        columns = (sampling.prompt_token_ids, sampling.output_token_ids, sampling.draft_token_ids)
-        prompts, outputs, drafts = ([column[i] for i in rows] for column in columns)
-        is_known, counted = counts.count(prompts, outputs, drafts, logits.shape[1], logits.device)
-        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        values = [plan.values(name, rows) for name in names]
-        changed = apply_penalties(_rows(logits, rows), is_known, counted, *values)
-        logits = _with_rows(logits, rows, changed)
+        logits[rows, forbidden] = constraints.NEG_INF
     return logits
+
+
+def _penalise(
+    logits: torch.Tensor, sampling: SamplingBatch, plan: SamplingPlan, counts: TokenCounts
+) -> torch.Tensor:
+    rows = plan.penalties
+    columns = (sampling.prompt_token_ids, sampling.output_token_ids, sampling.draft_token_ids)
+    prompts, outputs, drafts = ([column[i] for i in rows] for column in columns)
+    is_known, counted = counts.count(prompts, outputs, drafts, logits.shape[1], logits.device)
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    values = [plan.values(name, rows) for name in names]
+    changed = constraints.apply_penalties(_rows(logits, rows), is_known, counted, *values)
+    return _with_rows(logits, rows, changed)
 
 
 def _distributions(
@@ -295,7 +296,7 @@ def _distributions(
     if rows := plan.narrow:
         row_logits = _rows(logits, rows)
         width = max(plan.params[i].top_k for i in rows)
-        ids = top_ids(row_logits, min(width, logits.shape[1]))
+        ids = constraints.top_ids(row_logits, min(width, logits.shape[1]))
         yield rows, _probs(row_logits.gather(1, ids).to(torch.float64), rows, plan), ids
     if rows := plan.wide:
         yield rows, _probs(_rows(logits, rows), rows, plan), None
@@ -317,10 +318,10 @@ def _probs(logits: torch.Tensor, rows: list[int], plan: SamplingPlan) -> torch.T
         values = plan.values(name, [rows[j] for j in asking])
         return _with_rows(logits, asking, apply(_rows(logits, asking), values))
 
-    logits = constrain(apply_top_k, "top_k", lambda k: 0 < k < logits.shape[1])
-    logits = apply_temperature(logits, plan.values("temperature", rows))
-    logits = constrain(apply_min_p, "min_p", lambda p: p > 0)
-    logits = constrain(apply_top_p, "top_p", lambda p: p < 1)
+    logits = constrain(constraints.apply_top_k, "top_k", lambda k: 0 < k < logits.shape[1])
+    logits = constraints.apply_temperature(logits, plan.values("temperature", rows))
+    logits = constrain(constraints.apply_min_p, "min_p", lambda p: p > 0)
+    logits = constrain(constraints.apply_top_p, "top_p", lambda p: p < 1)
     return logits.softmax(dim=-1)
 
 

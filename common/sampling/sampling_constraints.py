@@ -25,10 +25,8 @@ def apply_penalties(
     """`is_known` [R, V]: the token is in the prompt or the output; its logit is divided by the
     repetition penalty if positive, else multiplied. `output_counts` [R, V]: how often it is in the
     output; presence is subtracted if at all, frequency times the count. Penalties [R]."""
-    repetition, presence, frequency = (
-        penalty.to(logits.dtype)[:, None]
-        for penalty in (repetition_penalty, presence_penalty, frequency_penalty)
-    )
+    penalties = (repetition_penalty, presence_penalty, frequency_penalty)
+    repetition, presence, frequency = (p.to(logits.dtype)[:, None] for p in penalties)
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(is_known, repeated, logits)
     return logits - frequency * output_counts - presence * (output_counts > 0)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 
@@ -31,11 +30,6 @@ from rejection_sampler import VerifiedTokens, rejection_sample, rejection_sampli
 from scheduler_interface import StepOutput
 
 
-class HasDrafts(HasSampling, Protocol):
-    @property
-    def draft_token_ids(self) -> dict[str, list[int]]: ...
-
-
 @dataclass(slots=True)
 class _Run:
     """One request: its rows of logits, `[start, stop)`, the last one for the bonus token."""
@@ -48,6 +42,21 @@ class _Run:
     @property
     def num_drafts(self) -> int:
         return self.stop - self.start - 1
+
+
+@dataclass(slots=True)
+class _Runs:
+    """Those that one rule decides, with all of their rows."""
+
+    raw: torch.Tensor
+    sampling: SamplingBatch
+    runs: list[_Run]
+    drafts: torch.Tensor  # [num_drafts] int64, of all runs
+    cu_num_logits: torch.Tensor  # [num_runs + 1] int64
+
+    @property
+    def most_drafts(self) -> int:
+        return max(run.num_drafts for run in self.runs)
 
 
 class SpeculativeSampler:
@@ -65,7 +74,7 @@ class SpeculativeSampler:
         self.sampler = sampler
         self.draft_probs = draft_probs
 
-    def sample(self, logits: torch.Tensor, batch: HasDrafts) -> StepOutput:
+    def sample(self, logits: torch.Tensor, batch: HasSampling) -> StepOutput:
         """1 to k + 1 tokens for each request with k drafts."""
         if not batch.draft_token_ids:
             return self.sampler.sample(logits, batch)
@@ -83,7 +92,7 @@ class SpeculativeSampler:
         flat = [token for run in runs for token in tokens[run.req_id]]
         return self.sampler.emit(raw, sampling, rows, flat)
 
-    def _runs(self, batch: HasDrafts) -> list[_Run]:
+    def _runs(self, batch: HasSampling) -> list[_Run]:
         runs, start = [], 0
         while start < len(batch.sampling.req_ids):
             req_id = batch.sampling.req_ids[start]
@@ -96,10 +105,10 @@ class SpeculativeSampler:
 
     def _verify(
         self,
-        rule: Callable[..., torch.Tensor],
+        rule: Callable[[_Runs], torch.Tensor],
         runs: list[_Run],
         raw: torch.Tensor,
-        batch: HasDrafts,
+        batch: HasSampling,
     ) -> dict[str, list[int]]:
         """The tokens of each run; it ends with a -1 at logits that say nothing."""
         if not runs:
@@ -107,55 +116,44 @@ class SpeculativeSampler:
         rows = [row for run in runs for row in range(run.start, run.stop)]
         cu_num_logits = torch.tensor([0, *accumulate(r.stop - r.start for r in runs)])
         drafts = [token for run in runs for token in batch.draft_token_ids.get(run.req_id, ())]
-        result = rule(
+        part = _Runs(
             raw if len(rows) == len(raw) else raw[rows],
             batch.sampling.select(rows),
             runs,
             torch.tensor(drafts, dtype=torch.int64).to(raw.device),
             cu_num_logits.to(raw.device),
-        ).tolist()  # the host waits here
+        )
+        result = rule(part).tolist()  # the host waits here
         return {
             run.req_id: row[:num_sampled]
             for run, (num_sampled, *row) in zip(runs, result, strict=True)
         }
 
-    def _match(
-        self,
-        raw: torch.Tensor,
-        sampling: SamplingBatch,
-        runs: list[_Run],
-        drafts: torch.Tensor,
-        cu_num_logits: torch.Tensor,
-    ) -> torch.Tensor:  # [num_runs, 1 + most tokens], the first column says how many count
-        target = self.sampler.draw(raw, sampling)
-        most = max(run.num_drafts for run in runs)
-        tokens, num_sampled = self.match(target, drafts, cu_num_logits, most)
+    def _match(self, part: _Runs) -> torch.Tensor:
+        """[num_runs, 1 + most tokens]: the first column says how many of the others count."""
+        target = self.sampler.draw(part.raw, part.sampling)
+        drafts, cu_num_logits = part.drafts, part.cu_num_logits
+        tokens, num_sampled = self.match(target, drafts, cu_num_logits, part.most_drafts)
         return torch.cat([num_sampled[:, None], tokens], dim=1)
 
-    def _reject(
-        self,
-        raw: torch.Tensor,
-        sampling: SamplingBatch,
-        runs: list[_Run],
-        drafts: torch.Tensor,
-        cu_num_logits: torch.Tensor,
-    ) -> torch.Tensor:  # the same
+    def _reject(self, part: _Runs) -> torch.Tensor:  # the same
+        sampling, device = part.sampling, part.raw.device
         every = range(len(sampling.req_ids))
-        is_bonus = {stop - 1 for stop in accumulate(run.num_drafts + 1 for run in runs)}
-        target_probs = sampling_probs(raw, sampling, self.sampler.counts)
+        is_bonus = {stop - 1 for stop in accumulate(run.num_drafts + 1 for run in part.runs)}
+        target_probs = sampling_probs(part.raw, sampling, self.sampler.counts)
         accept_u = sampling.uniforms([i for i in every if i not in is_bonus], ACCEPT_STREAM)
         verified = self.reject(
             target_probs,
-            drafts,
-            torch.cat([run.probs for run in runs if run.probs is not None]),
-            cu_num_logits,
-            max(run.num_drafts for run in runs),
-            accept_u.to(raw.device),
-            sampling.uniforms(every, TOKEN_STREAM).to(raw.device),
+            part.drafts,
+            torch.cat([run.probs for run in part.runs if run.probs is not None]),
+            part.cu_num_logits,
+            part.most_drafts,
+            accept_u.to(device),
+            sampling.uniforms(every, TOKEN_STREAM).to(device),
         )
         # The last token of a run was drawn from its row's distribution, which may be NaN.
         last = (verified.num_sampled - 1)[:, None]
-        is_nan = target_probs[cu_num_logits[:-1, None] + last, 0].isnan()
+        is_nan = target_probs[part.cu_num_logits[:-1, None] + last, 0].isnan()
         drawn = verified.token_ids.gather(1, last).masked_fill(is_nan, -1)
         tokens = verified.token_ids.scatter(1, last, drawn)
         return torch.cat([verified.num_sampled[:, None], tokens], dim=1)

@@ -8,8 +8,7 @@ often. A history only grows, so a step adds what is new of it, whatever its leng
 A slot belongs to one pair of lists, a prompt and an output, told apart by identity: the runner's
 live lists keep their slot, and a history in new lists is counted anew. Drafts are added to the
 copy that a step takes, never to the table. There are at most twice as many slots as histories were
-ever asked for at once; the one that was not used for longest is given away.
-"""
+ever asked for at once; the one that was not used for longest is given away."""
 
 from __future__ import annotations
 

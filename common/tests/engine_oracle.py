@@ -1,5 +1,5 @@
 """The oracle of the engine's tests: greedy continuations by `transformers`, in float64, computed
-once.
+once; and engines that are compared with it.
 
 Greedy decoding is prefix-consistent: the continuation for `max_tokens=5` is the first five tokens
 of the one for 24. So one table of long continuations answers for every workload drawn from its
@@ -15,8 +15,13 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from bounded_loops import as_long_as
+from common.engine import EngineConfig, LLMEngine
+from common.engine_config import POLICIES
+from common.loader import LoadedModel
+from common.outputs import RequestOutput
 from common.runner.model_runner import PagedModelRunner
-from common.tests.model_cases import SHAPE
+from common.tests.model_cases import tiny_config
 from request import SamplingParams
 
 MAX_TOKENS = 24
@@ -43,12 +48,11 @@ class Oracle:
 def save_random_model(path: Path, seed: int = 0) -> None:
     """A model whose greedy output is lively: an almost constant one would hide wrong positions."""
     torch.manual_seed(seed)
-    own = dict(
-        vocab_size=97, intermediate_size=48, num_hidden_layers=2, max_position_embeddings=256
-    )
-    others = dict(num_key_value_heads=2, head_dim=16, max_position_embeddings=256)
-    config = Qwen3Config(
-        **{**SHAPE, **own, **others}, initializer_range=0.6, tie_word_embeddings=False
+    config = tiny_config(
+        Qwen3Config,
+        **dict(vocab_size=97, intermediate_size=48, num_hidden_layers=2),
+        **dict(num_key_value_heads=2, head_dim=16, max_position_embeddings=256),
+        **dict(initializer_range=0.6, tie_word_embeddings=False),
     )
     Qwen3ForCausalLM(config).to(torch.float64).save_pretrained(path)
 
@@ -63,14 +67,9 @@ def random_prompts(num_prompts: int, vocab_size: int, longest: int, seed: int) -
 def greedy(model: torch.nn.Module, prompt: list[int], max_tokens: int) -> list[int]:
     """`transformers`' own `generate`, end of text ignored."""
     ids = torch.tensor([prompt])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_tokens,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    how = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
+    mask = torch.ones_like(ids)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=max_tokens, **how)
     return out[0, len(prompt) :].tolist()
 
 
@@ -101,6 +100,44 @@ def family_prompts(seed: int, vocab_size: int = 97) -> list[list[int]]:
 
 def greedy_params(max_tokens: int, n: int = 1) -> SamplingParams:
     return SamplingParams(n=n, temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def checked_engine(loaded: LoadedModel, draft: LoadedModel | None = None, **config) -> LLMEngine:
+    """An engine that checks itself after every step."""
+    return LLMEngine(EngineConfig(check_invariants=True, **config), loaded=loaded, draft=draft)
+
+
+def finish(engine: LLMEngine) -> dict[str, RequestOutput]:
+    """Step until nobody is left. What ended on the way, by id, in order."""
+    outputs: dict[str, RequestOutput] = {}
+    for _ in as_long_as(engine.has_unfinished_requests, most=500):
+        outputs |= {o.request_id: o for o in engine.step() if o.finished}
+    return outputs
+
+
+def with_noise(model: LoadedModel) -> LoadedModel:
+    """Its last matrix is spoiled: as a draft model it is right about two times in three."""
+    weight = model.model.lm_head.weight
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+    weight.data += 0.35 * weight.std() * noise
+    return model
+
+
+def scarce(rng: random.Random, oracle: Oracle, block_size: int) -> dict:
+    """Random settings with hardly more memory than the largest request needs, or less."""
+    largest = -(-(max(map(len, oracle.prompts)) + MAX_TOKENS - 1) // block_size)
+    return dict(
+        block_size=block_size,
+        num_blocks=1 + largest + rng.choice([-1, 0, 1, 2, largest, 3 * largest]),
+        max_num_seqs=rng.choice([1, 2, 5, 64]),
+        max_num_batched_tokens=rng.choice([90, 150, 2048]),
+        policy=rng.choice(sorted(POLICIES)),
+        watermark=rng.choice([0.0, 0.01, 0.2]),
+        preempt_every=rng.choice([None, None, 1, 2, 3, 4, 5]),
+        shuffle_waiting=rng.random() < 0.3,
+        shuffle_batch=True,
+    )
 
 
 def serve_a_crowd(engine, oracle: Oracle, rng: random.Random, seed: int) -> None:

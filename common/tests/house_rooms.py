@@ -36,7 +36,7 @@ LATER_WORDS = {
 SPOKEN_EARLIER = """
     PREEMPTED num_preemptions preempted_requests num_kv_blocks_in_use block_ids new_block_ids
     BlockMove block_moves block_index block_id draft_token_ids scheduled_draft_token_ids
-    ChunkPolicy chunk_policy num_blocks_needed POST_BLOCK_SIZE
+    ChunkPolicy chunk_policy num_blocks_needed
 """
 
 

@@ -17,26 +17,13 @@ from transformers import (
 from common.model import DecoderModel
 from paged_attention import AttentionMetadata, PagedKVCache, TorchAttentionBackend
 
-SHAPE = dict(
-    vocab_size=89,
-    hidden_size=32,
-    intermediate_size=40,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    max_position_embeddings=64,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
-)
+SIZES = dict(vocab_size=89, hidden_size=32, intermediate_size=40, num_hidden_layers=3)
+LIMITS = dict(num_attention_heads=4, max_position_embeddings=64)
+NO_TOKENS = dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"])
+SHAPE = {**SIZES, **LIMITS, **NO_TOKENS}
 # Chosen so that some wavelengths are short, some are blended and some are long.
-LLAMA3 = dict(
-    rope_type="llama3",
-    rope_theta=10_000.0,
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=64,
-)
+BANDS = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+LLAMA3 = dict(rope_type="llama3", rope_theta=10_000.0, factor=8.0, **BANDS)
 LINEAR = dict(rope_type="linear", rope_theta=500.0, factor=2.5)
 
 # Query heads per KV head: 1, 2 and 4. head_dim: 8 is the quotient, others are not.
@@ -62,11 +49,16 @@ CASES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
 }
 
 
+def tiny_config(config_class: type[PreTrainedConfig], **fields: object) -> PreTrainedConfig:
+    """Of `SHAPE`, but for these fields: a model that a test has computed in no time."""
+    return config_class(**{**SHAPE, **fields})
+
+
 def save_case(name: str, path: Path, seed: int = 0, **overrides: object) -> Path:
     """Every weight is random, biases and norms too: zeros and ones would hide a mistake."""
     config_class, fields = CASES[name]
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config_class(**{**SHAPE, **fields, **overrides}))
+    model = AutoModelForCausalLM.from_config(tiny_config(config_class, **{**fields, **overrides}))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             is_norm = "norm" in parameter_name

@@ -41,8 +41,8 @@ class Mutation:
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "01_batching/fcfs_scheduler.py",
-        "if len(self.running) == self.max_num_seqs or num_tokens > budget:",
-        "if num_tokens > budget:",
+        "while self.waiting and len(self.running) < self.max_num_seqs:",
+        "while self.waiting:",
         ""
         "01_batching/test_fcfs_scheduler.py::test_running_never_exceeds_max_num_seqs_however_many_arrive_in_one_step",
         "More requests run than there are seats; on a GPU the batch outgrows its buffers.",
@@ -96,8 +96,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "03_prefix_cache/prefix_cache_local.py",
-        "parent_hash = _mix_in(parent_hash, normalise_extra_keys(extra_keys))",
-        "parent_hash = _mix_in(parent_hash, ())",
+        '[_mix_in(b"", walk.keys)]',
+        '[_mix_in(b"", ())]',
         "03_prefix_cache/test_prefix_cache.py::test_extra_keys_separate_everything",
         "Tenants with different salts, and different adapters, are served each other's KV.",
     ),
@@ -212,8 +212,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "06_chunked_prefill/mixed_attention.py",
-        "query_tiles=[tile for tile in tiles if history + tile.stop > start],",
-        "query_tiles=tiles,",
+        "first_tile = max(0, start - history)",
+        "first_tile = 0",
         ""
         "06_chunked_prefill/test_mixed_attention.py::test_every_query_length_and_history_around_tile_and_block_borders",
         "Tokens of a prompt see what comes after them: wrong KV for every chunk, and for "
@@ -221,8 +221,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "06_chunked_prefill/mixed_attention.py",
-        "output.lerp_(other.output, torch.sigmoid(other.lse - lse))",
-        "output.lerp_(other.output, torch.sigmoid(lse - other.lse))",
+        "self.output.lerp_(other.output, torch.sigmoid(other.lse - self.lse))",
+        "self.output.lerp_(other.output, torch.sigmoid(self.lse - other.lse))",
         ""
         "06_chunked_prefill/test_mixed_attention.py::test_every_query_length_and_history_around_tile_and_block_borders",
         "Two parts of the history are weighed the wrong way round; long prompts are misread, "

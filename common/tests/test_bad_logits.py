@@ -9,8 +9,7 @@ from math import inf, nan
 import pytest
 
 from common.engine import EngineConfig, LLMEngine
-from common.outputs import RequestOutput
-from common.tests.engine_oracle import Oracle, paged_runner
+from common.tests.engine_oracle import Oracle, finish, paged_runner
 from request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -43,15 +42,6 @@ def spoil(engine: LLMEngine, request_id: str, position: int, value: float = nan)
         return logits
 
     runner.forward = spoiled
-
-
-def finish(engine: LLMEngine) -> dict[str, RequestOutput]:
-    outputs: dict[str, RequestOutput] = {}
-    for _ in range(200):
-        if not engine.has_unfinished_requests():
-            return outputs
-        outputs |= {o.request_id: o for o in engine.step() if o.finished}
-    raise AssertionError("the engine does not come to an end")
 
 
 @pytest.mark.parametrize("value", [nan, inf, -inf])

@@ -8,10 +8,9 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 
 from common.engine import EngineConfig, LLMEngine
-from common.loader import LoadedModel, load_model
+from common.loader import LoadedModel
 from common.outputs import RequestOutput
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, greedy_params, make_oracle, serve
 from step_record import StepRecord
@@ -215,17 +214,6 @@ def test_a_prefix_is_shared_while_its_prompt_is_under_way(cache, scheduler, fork
 
 
 # -- between two chunks
-
-
-@pytest.fixture(scope="module")
-def draft(family_oracle: Oracle) -> LoadedModel:
-    """The target with noise on its last matrix: right about two times in three."""
-    model = load_model(family_oracle.path, torch.float64, torch.device("cpu"))
-    weight = model.model.lm_head.weight
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-    weight.data += 0.35 * weight.std() * noise
-    return model
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

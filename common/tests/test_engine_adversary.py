@@ -17,32 +17,21 @@ from common.engine import EngineConfig, LLMEngine
 from common.llm import as_list_of_prompts
 from common.loader import load_model
 from common.outputs import RequestOutput
-from common.tests.engine_oracle import Oracle, paged_runner
-from common.tests.model_cases import SHAPE
+from common.tests.engine_oracle import Oracle, checked_engine, finish, paged_runner
+from common.tests.model_cases import tiny_config
 from request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def make_engine(loaded, **config: object) -> LLMEngine:
-    defaults = {
-        "block_size": 4,
-        "num_blocks": 80,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 64,
-        "max_model_len": 64,
-        "check_invariants": True,
-    }
-    return LLMEngine(EngineConfig(**(defaults | config)), loaded=loaded)
+    most = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
+    return checked_engine(loaded, **{"block_size": 4, "num_blocks": 80, **most, **config})
 
 
-def finish(engine: LLMEngine) -> dict[str, RequestOutput]:
-    outputs: dict[str, RequestOutput] = {}
-    for _ in range(500):
-        if not engine.has_unfinished_requests():
-            return outputs
-        outputs |= {o.request_id: o for o in engine.step() if o.finished}
-    raise AssertionError("the engine does not come to an end")
+@pytest.fixture
+def engine(random_loaded) -> LLMEngine:
+    return make_engine(random_loaded)
 
 
 def must_be_empty(engine: LLMEngine) -> None:
@@ -57,12 +46,16 @@ def must_be_empty(engine: LLMEngine) -> None:
     assert engine.stats().kv_blocks_in_use == 0
 
 
+def must_end_alone(engine: LLMEngine, request_id: str, token_ids: list[int]) -> None:
+    assert finish(engine)[request_id].outputs[0].token_ids == token_ids
+    must_be_empty(engine)
+
+
 @pytest.mark.parametrize("when", [0, 2, 7])
 def test_abort_in_on_step_ends_one_request_and_no_other(
-    when: int, random_oracle: Oracle, random_loaded
+    when: int, random_oracle: Oracle, engine: LLMEngine
 ) -> None:
     """Step 7 is the one in which both have just finished: there is nothing left to abort."""
-    engine = make_engine(random_loaded)
     engine.on_step = lambda record: record.step == when and engine.abort_request("a")
     engine.add_request("a", random_oracle.prompts[0], GREEDY)
     engine.add_request("b", random_oracle.prompts[1], GREEDY)
@@ -75,10 +68,8 @@ def test_abort_in_on_step_ends_one_request_and_no_other(
 
 
 def test_abort_and_readd_in_on_step_does_not_mix_the_two(
-    random_oracle: Oracle, random_loaded
+    random_oracle: Oracle, engine: LLMEngine
 ) -> None:
-    engine = make_engine(random_loaded)
-
     def again(record) -> None:
         if record.step == 3:
             engine.abort_request("a")
@@ -90,8 +81,7 @@ def test_abort_and_readd_in_on_step_does_not_mix_the_two(
         engine.step()
     (aborted,) = engine.step()
     assert aborted.outputs[0].finish_reason == "abort"
-    assert finish(engine)["a"].outputs[0].token_ids == random_oracle.expected(1, 8)
-    must_be_empty(engine)
+    must_end_alone(engine, "a", random_oracle.expected(1, 8))
 
 
 def test_generate_batch_ends_when_on_step_aborts_one_that_waits(
@@ -111,9 +101,8 @@ def test_generate_batch_ends_when_on_step_aborts_one_that_waits(
 
 
 def test_abort_between_two_steps_is_reported_by_the_next_one_and_never_again(
-    random_oracle: Oracle, random_loaded
+    random_oracle: Oracle, engine: LLMEngine
 ) -> None:
-    engine = make_engine(random_loaded)
     engine.add_request("a", random_oracle.prompts[0], GREEDY)
     engine.add_request("b", random_oracle.prompts[1], replace(GREEDY, n=2))
     for _ in range(3):
@@ -131,9 +120,8 @@ def test_abort_between_two_steps_is_reported_by_the_next_one_and_never_again(
 
 
 def test_abort_is_reported_beside_a_new_request_of_the_same_name(
-    random_oracle: Oracle, random_loaded
+    random_oracle: Oracle, engine: LLMEngine
 ) -> None:
-    engine = make_engine(random_loaded)
     engine.add_request("a", random_oracle.prompts[0], GREEDY)
     engine.step()
     engine.abort_request("a")
@@ -141,14 +129,12 @@ def test_abort_is_reported_beside_a_new_request_of_the_same_name(
     old, new = engine.step()
     assert (old.finished, old.outputs[0].token_ids) == (True, random_oracle.expected(0, 1))
     assert (new.finished, new.outputs[0].token_ids) == (False, random_oracle.expected(1, 1))
-    assert finish(engine)["a"].outputs[0].token_ids == random_oracle.expected(1, 8)
-    must_be_empty(engine)
+    must_end_alone(engine, "a", random_oracle.expected(1, 8))
 
 
 def test_request_that_ends_during_anothers_batch_is_returned_by_the_next_step(
-    random_oracle: Oracle, random_loaded
+    random_oracle: Oracle, engine: LLMEngine
 ) -> None:
-    engine = make_engine(random_loaded)
     engine.add_request("mine", random_oracle.prompts[2], replace(GREEDY, max_tokens=3))
     batch = engine.generate_batch(random_oracle.prompts[:2], GREEDY)
     assert [o.outputs[0].token_ids for o in batch.values()] == [
@@ -159,9 +145,7 @@ def test_request_that_ends_during_anothers_batch_is_returned_by_the_next_step(
     must_be_empty(engine)
 
 
-def test_exception_in_on_step_loses_no_output(random_oracle: Oracle, random_loaded) -> None:
-    engine = make_engine(random_loaded)
-
+def test_exception_in_on_step_loses_no_output(random_oracle: Oracle, engine: LLMEngine) -> None:
     def on_step(record) -> None:
         if record.finished:
             engine.on_step = None
@@ -184,9 +168,7 @@ def test_exception_in_on_step_loses_no_output(random_oracle: Oracle, random_load
     must_be_empty(engine)
 
 
-def test_exception_in_on_step_loses_no_request(random_oracle: Oracle, random_loaded) -> None:
-    engine = make_engine(random_loaded)
-
+def test_exception_in_on_step_loses_no_request(random_oracle: Oracle, engine: LLMEngine) -> None:
     def on_step(record) -> None:
         if record.step in (1, 2):
             raise RuntimeError("on_step")
@@ -204,9 +186,8 @@ def test_exception_in_on_step_loses_no_request(random_oracle: Oracle, random_loa
 
 
 def test_interrupted_generate_batch_aborts_its_requests_only(
-    random_oracle: Oracle, random_loaded
+    random_oracle: Oracle, engine: LLMEngine
 ) -> None:
-    engine = make_engine(random_loaded)
     engine.add_request("mine", random_oracle.prompts[2], GREEDY)
 
     def interrupt(record) -> None:
@@ -217,8 +198,7 @@ def test_interrupted_generate_batch_aborts_its_requests_only(
     with pytest.raises(KeyboardInterrupt):
         engine.generate_batch(random_oracle.prompts[:2], GREEDY)
     assert list(engine._groups) == ["mine"]
-    assert finish(engine)["mine"].outputs[0].token_ids == random_oracle.expected(2, 8)
-    must_be_empty(engine)
+    must_end_alone(engine, "mine", random_oracle.expected(2, 8))
 
 
 def test_name_of_a_finished_sample_is_taken_until_its_group_ends(
@@ -250,7 +230,7 @@ def test_refused_batch_draws_no_seed_and_queues_nothing(bad: object, random_load
     assert samples[0] == samples[1]
 
 
-def test_numbers_of_numpy_are_numbers(random_loaded) -> None:
+def test_numbers_of_numpy_are_numbers(engine: LLMEngine) -> None:
     plain = SamplingParams(
         n=2, seed=2**63 - 1, top_k=9, top_p=0.5, max_tokens=6, stop_token_ids=[3, 4]
     )
@@ -265,7 +245,6 @@ def test_numbers_of_numpy_are_numbers(random_loaded) -> None:
     assert numpy == plain
     for name in ("n", "seed", "top_k", "top_p", "max_tokens"):
         assert type(getattr(numpy, name)) is type(getattr(plain, name))
-    engine = make_engine(random_loaded)
     samples = []
     for prompt, params in (
         ([5, 6], plain),
@@ -299,15 +278,15 @@ def test_sampling_params_that_are_no_such_thing_name_the_field(field: str, value
     ("field", "value"),
     [("arrival_time", "x"), ("arrival_time", np.nan), ("priority", None), ("priority", True)],
 )
-def test_when_and_how_urgent_are_numbers(field: str, value: object, random_loaded) -> None:
-    engine = make_engine(random_loaded)
+def test_when_and_how_urgent_are_numbers(field: str, value: object, engine: LLMEngine) -> None:
     with pytest.raises(ValueError, match=f"^{field} is "):
         engine.add_request("a", [1], GREEDY, **{field: value})
     must_be_empty(engine)
 
 
-def test_request_that_may_draw_no_token_is_refused_before_it_fails_a_step(random_loaded) -> None:
-    engine = make_engine(random_loaded)
+def test_request_that_may_draw_no_token_is_refused_before_it_fails_a_step(
+    engine: LLMEngine,
+) -> None:
     params = SamplingParams(min_tokens=1, stop_token_ids=range(97))
     with pytest.raises(ValueError, match="min_tokens is 1"):
         engine.add_request("a", [1], params)
@@ -339,8 +318,7 @@ def test_row_of_numbers_is_one_prompt(prompts: object, expected: list) -> None:
     assert as_list_of_prompts(prompts) == expected
 
 
-def test_arrays_in_a_list_are_prompts(random_oracle: Oracle, random_loaded) -> None:
-    engine = make_engine(random_loaded)
+def test_arrays_in_a_list_are_prompts(random_oracle: Oracle, engine: LLMEngine) -> None:
     prompts = as_list_of_prompts([np.array(random_oracle.prompts[i]) for i in range(2)])
     outputs = engine.generate_batch(prompts, GREEDY).values()
     assert [o.outputs[0].token_ids for o in outputs] == [
@@ -355,11 +333,8 @@ def test_configuration_that_is_no_name_is_refused(field: str, value: object) -> 
 
 
 def test_model_shorter_than_the_warm_up_starts(tmp_path: Path) -> None:
-    config = Qwen3Config(
-        **{**SHAPE, "vocab_size": 20, "max_position_embeddings": 4},
-        num_key_value_heads=1,
-        head_dim=8,
-    )
+    sizes = dict(vocab_size=20, max_position_embeddings=4, num_key_value_heads=1, head_dim=8)
+    config = tiny_config(Qwen3Config, **sizes)
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)
     loaded = load_model(tmp_path, torch.float32, torch.device("cpu"))
     engine = LLMEngine(EngineConfig(), loaded=loaded)
@@ -429,8 +404,7 @@ def test_samples_aborts_and_reused_names_leave_nothing_behind(
 def test_a_step_that_raises_ends_its_requests_and_nothing_else(
     stage: str, error: type[BaseException], random_oracle: Oracle, random_loaded
 ) -> None:
-    config = EngineConfig(num_blocks=200, max_num_seqs=2, check_invariants=True)
-    engine = LLMEngine(config, loaded=random_loaded)
+    engine = checked_engine(random_loaded, num_blocks=200, max_num_seqs=2)
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     for i in range(4):
         engine.add_request(str(i), random_oracle.prompts[i], greedy)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from common.engine import EngineConfig, LLMEngine
-from common.tests.engine_oracle import MAX_TOKENS, Oracle
+from common.tests.engine_oracle import MAX_TOKENS, Oracle, checked_engine
 from request import SamplingParams
 
 BLOCK_SIZES = (1, 4, 16, 33)
@@ -105,10 +105,9 @@ def test_every_block_size_and_batch_limit(
     random_oracle: Oracle,
     random_loaded,
 ) -> None:
-    config = EngineConfig(
-        block_size=block_size, num_blocks=600, max_num_seqs=max_num_seqs, check_invariants=True
+    engine = checked_engine(
+        random_loaded, block_size=block_size, num_blocks=600, max_num_seqs=max_num_seqs
     )
-    engine = LLMEngine(config, loaded=random_loaded)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     outputs = engine.generate_batch(random_oracle.prompts, params)
     got = [output.outputs[0].token_ids for output in outputs.values()]
@@ -123,8 +122,7 @@ def test_greedy_samples_of_one_prompt_are_all_the_greedy_continuation(
 ) -> None:
     """Requests of their own, which share the prompt's blocks through the cache."""
     for block_size in BLOCK_SIZES:
-        config = EngineConfig(block_size=block_size, num_blocks=3000, check_invariants=True)
-        engine = LLMEngine(config, loaded=random_loaded)
+        engine = checked_engine(random_loaded, block_size=block_size, num_blocks=3000)
         params = SamplingParams(n=num_samples, temperature=0, max_tokens=12, ignore_eos=True)
         outputs = engine.generate_batch(random_oracle.prompts, params)
         for index, output in enumerate(outputs.values()):

@@ -11,24 +11,30 @@ import pytest
 import torch
 
 from common.engine import EngineConfig, LLMEngine
-from common.tests.engine_oracle import Oracle
+from common.tests.engine_oracle import Oracle, checked_engine, finish
 from request import SamplingParams
+from scheduler_interface import SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture
 def engine(random_loaded) -> LLMEngine:
-    config = EngineConfig(
+    return checked_engine(
+        random_loaded,
         block_size=4,
         num_blocks=1 + 16,
         max_num_seqs=2,
         max_num_batched_tokens=48,
         max_model_len=128,
         chunked_prefill=False,
-        check_invariants=True,
     )
-    return LLMEngine(config, loaded=random_loaded)
+
+
+def must_say(engine: LLMEngine, oracle: Oracle, index: int) -> None:
+    """The one request that is left says what follows prompt `index`."""
+    (output,) = finish(engine).values()
+    assert output.outputs[0].token_ids == oracle.expected(index, 8)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +83,7 @@ def test_refused_request_changes_nothing(
     assert named in str(error.value)
     assert engine.stats() == before
     engine.check_invariants()
-    (output,) = _finish(engine)
-    assert output.outputs[0].token_ids == random_oracle.expected(3, 8)
+    must_say(engine, random_oracle, 3)
 
 
 def test_a_duplicate_id_is_refused_while_the_first_is_unfinished(
@@ -87,11 +92,9 @@ def test_a_duplicate_id_is_refused_while_the_first_is_unfinished(
     engine.add_request("a", random_oracle.prompts[0], GREEDY)
     with pytest.raises(ValueError, match="'a'"):
         engine.add_request("a", random_oracle.prompts[1], GREEDY)
-    (output,) = _finish(engine)
-    assert output.outputs[0].token_ids == random_oracle.expected(0, 8)
+    must_say(engine, random_oracle, 0)
     engine.add_request("a", random_oracle.prompts[1], GREEDY)  # finished: free again
-    (output,) = _finish(engine)
-    assert output.outputs[0].token_ids == random_oracle.expected(1, 8)
+    must_say(engine, random_oracle, 1)
 
 
 def test_ids_of_samples_do_not_collide_with_ids_of_requests(
@@ -102,7 +105,7 @@ def test_ids_of_samples_do_not_collide_with_ids_of_requests(
     with pytest.raises(ValueError, match="a#1"):
         engine.add_request("a", random_oracle.prompts[1], two)
     engine.check_invariants()
-    assert [o.request_id for o in _finish(engine)] == ["a#1"]
+    assert list(finish(engine)) == ["a#1"]
 
 
 def test_one_bad_prompt_of_a_batch_queues_none_of_them(
@@ -129,7 +132,7 @@ def test_the_longest_request_that_fits_the_pool_runs_and_one_token_more_does_not
     engine = LLMEngine(config, loaded=random_loaded)
     fits = SamplingParams(temperature=0, max_tokens=64 - 40 + 1, ignore_eos=True)
     engine.add_request("fits", [1] * 40, fits)  # 64 positions: the last token needs none
-    (output,) = _finish(engine)
+    (output,) = finish(engine).values()
     assert len(output.outputs[0].token_ids) == 25
     assert output.metrics.finish_detail is None
     more = SamplingParams(temperature=0, max_tokens=26, ignore_eos=True)
@@ -138,7 +141,7 @@ def test_the_longest_request_that_fits_the_pool_runs_and_one_token_more_does_not
             engine.add_request("more", [1] * 40, more)
     else:
         engine.add_request("more", [1] * 40, more)
-        (output,) = _finish(engine)
+        (output,) = finish(engine).values()
         assert len(output.outputs[0].token_ids) == 25
         assert output.outputs[0].finish_reason == "length"
         assert output.metrics.finish_detail == "the KV memory holds 64 positions"
@@ -249,15 +252,6 @@ def test_bad_sampling_params_name_the_field(field: str, value: object) -> None:
         SamplingParams(**{field: value})
 
 
-def _finish(engine: LLMEngine) -> list:
-    finished = []
-    for _ in range(500):
-        if not engine.has_unfinished_requests():
-            return finished
-        finished += [o for o in engine.step() if o.finished]
-    raise AssertionError("the engine does not come to an end")
-
-
 # -- a step that raises half-way
 
 
@@ -273,8 +267,7 @@ def test_a_plan_that_raises_leaves_nobody_both_seated_and_in_line(
 ) -> None:
     """The first is seated when the look-up of the second fails: an engine that forgot to take it
     off the queue admitted it for ever."""
-    config = EngineConfig(scheduler=scheduler, num_blocks=20, check_invariants=True)
-    engine = LLMEngine(config, loaded=random_loaded)
+    engine = checked_engine(random_loaded, scheduler=scheduler, num_blocks=20)
     look_up = engine.kv_manager.get_computed_blocks
 
     def fail_for_b(request):
@@ -287,7 +280,7 @@ def test_a_plan_that_raises_leaves_nobody_both_seated_and_in_line(
     _two_requests(engine)
     with pytest.raises(OSError, match="away"):
         engine.step()
-    reasons = {o.request_id: o.outputs[0].finish_reason for o in _finish(engine) if o.finished}
+    reasons = {o.request_id: o.outputs[0].finish_reason for o in finish(engine).values()}
     assert reasons == {"a": "abort", "b": "length"}
     assert engine.kv_manager.num_blocks_in_use == 0
 
@@ -295,7 +288,7 @@ def test_a_plan_that_raises_leaves_nobody_both_seated_and_in_line(
 def test_an_update_that_raises_loses_nobody_who_had_just_finished(
     random_loaded, monkeypatch
 ) -> None:
-    engine = LLMEngine(EngineConfig(num_blocks=20, check_invariants=True), loaded=random_loaded)
+    engine = checked_engine(random_loaded, num_blocks=20)
     take_tokens = engine.scheduler.take_tokens
 
     def interrupted(request, *arguments):
@@ -310,5 +303,32 @@ def test_an_update_that_raises_loses_nobody_who_had_just_finished(
     with pytest.raises(KeyboardInterrupt):
         for _ in range(9):
             engine.step()
-    assert {o.request_id for o in _finish(engine) if o.finished} == {"a", "b"}
+    assert finish(engine).keys() == {"a", "b"}
     assert not engine.has_unfinished_requests() and engine.kv_manager.num_blocks_in_use == 0
+
+
+# -- a scheduler that admits nobody
+
+
+@pytest.mark.parametrize(
+    "serve",
+    [
+        lambda engine: engine.generate_batch([[1, 2], [3]], GREEDY),
+        lambda engine: engine.add_request("a", [1, 2], GREEDY) or finish(engine),
+    ],
+    ids=["generate_batch", "step"],
+)
+def test_who_is_never_admitted_ends_with_an_error_and_not_in_an_endless_loop(
+    engine: LLMEngine, monkeypatch, serve
+) -> None:
+    def on_step(record) -> None:
+        assert record.step < 400, "it hangs"
+
+    engine.on_step = on_step
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "schedule", SchedulerOutput)
+        with pytest.raises(RuntimeError, match=r"admitted none of '(a|batch1-0', 'batch1-1)'$"):
+            serve(engine)
+    # Only the scheduler was at fault: who still waits is served, and who comes.
+    engine.add_request("c", [4], GREEDY)
+    assert "c" in finish(engine)

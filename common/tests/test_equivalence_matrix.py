@@ -13,20 +13,14 @@ import pytest
 from common.assembly import make_chunk_policy, make_kv_memory, make_scheduler
 from common.tests.engine_oracle import paged_runner
 from common.tests.equivalence import (
-    AXES,
-    FREE_AXES,
     PROMPT_LENGTHS,
-    Combination,
-    Value,
-    covering_array,
     make_config,
     make_engine,
-    num_valid,
     run_matrix,
     serve_combination,
-    shuffled_product,
-    why_not,
 )
+from common.tests.equivalence_axes import AXES, FREE_AXES, Combination, Value, why_not
+from common.tests.equivalence_rows import covering_array, num_valid, shuffled_product
 from request import Request
 from scheduler_interface import SchedulerOutput
 

@@ -114,34 +114,43 @@ def test_weights_are_hashed_once_an_engine_and_only_to_share_kv(oracle, loaded, 
     engine.close()
 
 
-def test_a_request_that_is_loading_does_not_hold_up_others(oracle, loaded):
-    gate = threading.Event()
+@pytest.fixture
+def gate() -> threading.Event:
+    """Transfers wait for it."""
+    return threading.Event()
+
+
+@pytest.fixture
+def engine(oracle, loaded, gate) -> Iterator[LLMEngine]:
+    """An engine with a request "loads", whose KV another has computed and does not send yet."""
 
     def slow(block) -> bytes:
         gate.wait(20)
         return block.kv_data
 
     pool = GlobalKVPool(max_blocks_per_node=5000, transport=slow)
-    try:
-        serve(make_engine(loaded, PoolConnector(pool, "a")), oracle, [2], 2)
-        engine = make_engine(loaded, PoolConnector(pool, "b", load_timeout_s=30))
-        engine.add_request("loads", oracle.prompts[2], greedy_params(3))
-        engine.add_request("runs", oracle.prompts[-1], greedy_params(3))
-        done = {}
-        for _ in as_long_as(lambda: "runs" not in done):
-            done |= {o.request_id: o for o in engine.step() if o.finished}
-        assert "loads" not in done
-        request = engine.scheduler.requests["loads"]
-        assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-        gate.set()
-        for _ in as_long_as(lambda: "loads" not in done):
-            done |= {o.request_id: o for o in engine.step() if o.finished}
-        assert done["loads"].num_cached_tokens == 44
-        assert done["loads"].outputs[0].token_ids == oracle.expected(2, 3)
-        assert done["runs"].outputs[0].token_ids == oracle.expected(len(oracle.prompts) - 1, 3)
-    finally:
-        gate.set()
-        pool.close()
+    serve(make_engine(loaded, PoolConnector(pool, "a")), oracle, [2], 2)
+    engine = make_engine(loaded, PoolConnector(pool, "b", load_timeout_s=30))
+    engine.add_request("loads", oracle.prompts[2], greedy_params(3))
+    yield engine
+    gate.set()
+    pool.close()
+
+
+def test_a_request_that_is_loading_does_not_hold_up_others(oracle, engine, gate):
+    engine.add_request("runs", oracle.prompts[-1], greedy_params(3))
+    done = {}
+    for _ in as_long_as(lambda: "runs" not in done):
+        done |= {o.request_id: o for o in engine.step() if o.finished}
+    assert "loads" not in done
+    request = engine.scheduler.requests["loads"]
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    gate.set()
+    for _ in as_long_as(lambda: "loads" not in done):
+        done |= {o.request_id: o for o in engine.step() if o.finished}
+    assert done["loads"].num_cached_tokens == 44
+    assert done["loads"].outputs[0].token_ids == oracle.expected(2, 3)
+    assert done["runs"].outputs[0].token_ids == oracle.expected(len(oracle.prompts) - 1, 3)
 
 
 @pytest.mark.parametrize("fault", ["raises", "corrupts", "never comes"])
@@ -223,28 +232,14 @@ def test_tiers_and_pool_together(oracle, loaded, pool, tmp_path):
         engine.close()
 
 
-def test_aborting_a_loading_request_frees_its_blocks(oracle, loaded):
-    gate = threading.Event()
-
-    def slow(block) -> bytes:
-        gate.wait(20)
-        return block.kv_data
-
-    pool = GlobalKVPool(max_blocks_per_node=5000, transport=slow)
-    try:
-        serve(make_engine(loaded, PoolConnector(pool, "a")), oracle, [2], 2)
-        engine = make_engine(loaded, PoolConnector(pool, "b", load_timeout_s=30))
-        engine.add_request("loads", oracle.prompts[2], greedy_params(3))
-        engine.step()
-        assert engine.stats().kv_blocks_in_use == 11
-        engine.abort_request("loads")
-        assert engine.stats().kv_blocks_in_use == 0
-        gate.set()
-        engine.check_invariants()
-        serve(engine, oracle, [2, 5], 6)
-    finally:
-        gate.set()
-        pool.close()
+def test_aborting_a_loading_request_frees_its_blocks(oracle, engine, gate):
+    engine.step()
+    assert engine.stats().kv_blocks_in_use == 11
+    engine.abort_request("loads")
+    assert engine.stats().kv_blocks_in_use == 0
+    gate.set()
+    engine.check_invariants()
+    serve(engine, oracle, [2, 5], 6)
 
 
 @pytest.mark.parametrize("has_pool", [False, True])

@@ -16,7 +16,13 @@ from bounded_loops import as_long_as
 from common.assembly import kv_namespace
 from common.engine import EngineConfig, LLMEngine
 from common.loader import load_model
-from common.tests.engine_oracle import MAX_TOKENS, greedy_params, paged_runner, serve
+from common.tests.engine_oracle import (
+    MAX_TOKENS,
+    checked_engine,
+    greedy_params,
+    paged_runner,
+    serve,
+)
 
 BLOCK_SIZES = (1, 4, 16, 33)
 CACHES = ("hash", "radix")
@@ -25,10 +31,9 @@ CACHES = ("hash", "radix")
 @pytest.mark.parametrize("prefix_cache", CACHES)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_a_warm_run_equals_a_cold_one(block_size, prefix_cache, oracle, loaded):
-    config = EngineConfig(
-        block_size=block_size, num_blocks=2500, prefix_cache=prefix_cache, check_invariants=True
+    engine = checked_engine(
+        loaded, block_size=block_size, num_blocks=2500, prefix_cache=prefix_cache
     )
-    engine = LLMEngine(config, loaded=loaded)
     everyone = list(range(len(oracle.prompts)))
     serve(engine, oracle, everyone, MAX_TOKENS)
     engine.reset_stats()
@@ -50,16 +55,15 @@ def test_random_families_in_pools_that_force_eviction(seed, prefix_cache, oracle
     rng = random.Random(seed)
     block_size = rng.choice(BLOCK_SIZES)
     largest = -(-(max(map(len, oracle.prompts)) + MAX_TOKENS) // block_size)
-    config = EngineConfig(
+    engine = checked_engine(
+        loaded,
         block_size=block_size,
         num_blocks=1 + rng.choice([largest, largest + 2, 2 * largest, 5 * largest]),
         max_num_seqs=rng.choice([1, 2, 5, 64]),
         max_num_batched_tokens=rng.choice([90, 150, 2048]),
         prefix_cache=prefix_cache,
-        check_invariants=True,
         shuffle_batch=True,
     )
-    engine = LLMEngine(config, loaded=loaded)
     waiting = [(rng.randint(0, 40), i, rng.randrange(len(oracle.prompts))) for i in range(20)]
     lengths = {i: rng.randint(1, MAX_TOKENS) for _, i, _ in waiting}
     aborts = {i: rng.randint(0, 60) for _, i, _ in waiting if rng.random() < 0.2}
@@ -91,10 +95,7 @@ def test_random_families_in_pools_that_force_eviction(seed, prefix_cache, oracle
 @pytest.mark.parametrize("prefix_cache", CACHES)
 def test_requests_that_arrive_together_compute_a_shared_prefix_once(prefix_cache, oracle, loaded):
     """Trap 2: nobody computes what another request computes in the same step."""
-    config = EngineConfig(
-        block_size=4, num_blocks=500, prefix_cache=prefix_cache, check_invariants=True
-    )
-    engine = LLMEngine(config, loaded=loaded)
+    engine = checked_engine(loaded, block_size=4, num_blocks=500, prefix_cache=prefix_cache)
     outputs = serve(engine, oracle, [4, 4, 4, 4], 4)
     length = len(oracle.prompts[4])
     usable = (length - 1) // 4 * 4
@@ -107,10 +108,7 @@ def test_requests_that_arrive_together_compute_a_shared_prefix_once(prefix_cache
 def test_equal_requests_share_what_they_generate(prefix_cache, oracle, loaded):
     """Two that decode the same tokens side by side keep one copy: the later one's table changes to
     the cache's block, and the runner is told."""
-    config = EngineConfig(
-        block_size=4, num_blocks=500, prefix_cache=prefix_cache, check_invariants=True
-    )
-    engine = LLMEngine(config, loaded=loaded)
+    engine = checked_engine(loaded, block_size=4, num_blocks=500, prefix_cache=prefix_cache)
     serve(engine, oracle, [7, 7, 7], MAX_TOKENS)
     num_tokens = len(oracle.prompts[7]) + MAX_TOKENS - 1
     assert engine.stats().kv_blocks_cached == num_tokens // 4
@@ -119,8 +117,7 @@ def test_equal_requests_share_what_they_generate(prefix_cache, oracle, loaded):
 @pytest.mark.parametrize("prefix_cache", CACHES)
 def test_a_prompt_that_is_cached_whole_computes_its_last_block(prefix_cache, oracle, loaded):
     """Trap 3: 16 and 48 tokens, blocks of 16."""
-    config = EngineConfig(num_blocks=200, prefix_cache=prefix_cache, check_invariants=True)
-    engine = LLMEngine(config, loaded=loaded)
+    engine = checked_engine(loaded, num_blocks=200, prefix_cache=prefix_cache)
     for index, cached in ((0, 0), (2, 32)):
         assert len(oracle.prompts[index]) == cached + 16
         serve(engine, oracle, [index], 5)
@@ -130,8 +127,7 @@ def test_a_prompt_that_is_cached_whole_computes_its_last_block(prefix_cache, ora
 
 @pytest.mark.parametrize("prefix_cache", CACHES)
 def test_salts_share_nothing(prefix_cache, oracle, loaded):
-    config = EngineConfig(num_blocks=400, prefix_cache=prefix_cache, check_invariants=True)
-    engine = LLMEngine(config, loaded=loaded)
+    engine = checked_engine(loaded, num_blocks=400, prefix_cache=prefix_cache)
     for salt, cached in ((None, 0), ("a", 0), ("b", 0), ("a", 32), (None, 32), ("b", 32)):
         (output,) = serve(engine, oracle, [2], 3, salt)
         assert output.num_cached_tokens == cached, salt
@@ -149,10 +145,7 @@ def test_a_salt_must_be_text(salt, loaded):
 def test_a_full_warm_pool_hits_what_it_is_about_to_evict(prefix_cache, oracle, loaded):
     """Trap 5: touched before anything is allocated, the hit survives the eviction it causes."""
     needed = -(-(len(oracle.prompts[2]) + 7) // 4)
-    config = EngineConfig(
-        block_size=4, num_blocks=1 + needed, prefix_cache=prefix_cache, check_invariants=True
-    )
-    engine = LLMEngine(config, loaded=loaded)
+    engine = checked_engine(loaded, block_size=4, num_blocks=1 + needed, prefix_cache=prefix_cache)
     serve(engine, oracle, [2], 8)
     for _ in range(3):
         (output,) = serve(engine, oracle, [2], 8)
@@ -187,10 +180,7 @@ def test_published_kv_is_what_its_tokens_give(prefix_cache, oracle, loaded):
 
 @pytest.mark.parametrize("prefix_cache", CACHES)
 def test_a_step_that_fails_publishes_nothing(prefix_cache, oracle, loaded):
-    config = EngineConfig(
-        block_size=4, num_blocks=200, prefix_cache=prefix_cache, check_invariants=True
-    )
-    engine = LLMEngine(config, loaded=loaded)
+    engine = checked_engine(loaded, block_size=4, num_blocks=200, prefix_cache=prefix_cache)
     forward = paged_runner(engine).forward
 
     def fail(batch):

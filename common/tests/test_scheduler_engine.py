@@ -8,12 +8,7 @@ import random
 import pytest
 
 from common.engine import EngineConfig, LLMEngine
-from common.tests.engine_oracle import (
-    MAX_TOKENS,
-    serve,
-    serve_a_crowd,
-)
-from policies import POLICIES
+from common.tests.engine_oracle import MAX_TOKENS, checked_engine, scarce, serve, serve_a_crowd
 from request import SamplingParams
 
 SCHEDULERS = ("two_phase", "prefill_first")
@@ -26,23 +21,9 @@ CACHES = (None, "hash", "radix")
 def test_random_runs_in_pools_that_run_out(seed, cache, scheduler, oracle, loaded):
     rng = random.Random(f"{seed} {cache} {scheduler}")
     block_size = rng.choice([1, 4, 16, 33])
-    largest = -(-(max(map(len, oracle.prompts)) + MAX_TOKENS - 1) // block_size)
-    config = EngineConfig(
-        block_size=block_size,
-        num_blocks=1 + largest + rng.choice([-1, 0, 1, 2, largest, 3 * largest]),
-        max_num_seqs=rng.choice([1, 2, 5, 64]),
-        max_num_batched_tokens=rng.choice([90, 150, 2048]),
-        scheduler=scheduler,
-        policy=rng.choice(sorted(POLICIES)),
-        prefix_cache=cache,
-        watermark=rng.choice([0.0, 0.01, 0.2]),
-        preempt_every=rng.choice([None, None, 1, 2, 3, 4, 5]),
-        shuffle_waiting=rng.random() < 0.3,
-        shuffle_batch=True,
-        check_invariants=True,
-        seed=seed,
-    )
-    engine = LLMEngine(config, loaded=loaded)
+    settings = scarce(rng, oracle, block_size)
+    settings |= dict(scheduler=scheduler, prefix_cache=cache, seed=seed)
+    engine = checked_engine(loaded, **settings)
     serve_a_crowd(engine, oracle, rng, seed)
 
 
@@ -50,15 +31,14 @@ def test_random_runs_in_pools_that_run_out(seed, cache, scheduler, oracle, loade
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("preempt_every", [1, 2, 3, 4, 5])
 def test_forced_preemption_changes_no_token(preempt_every, cache, scheduler, oracle, loaded):
-    config = EngineConfig(
+    engine = checked_engine(
+        loaded,
         num_blocks=200,
         max_num_seqs=4,
         scheduler=scheduler,
         prefix_cache=cache,
         preempt_every=preempt_every,
-        check_invariants=True,
     )
-    engine = LLMEngine(config, loaded=loaded)
     outputs = serve(engine, oracle, [0, 3, 5, 6, 7], MAX_TOKENS)
     assert engine.stats().num_preemptions > 0
     assert sum(o.metrics.num_preemptions for o in outputs) == engine.stats().num_preemptions

@@ -14,31 +14,20 @@ from scipy.stats import chisquare
 from transformers import Qwen3ForCausalLM
 
 from common.engine import EngineConfig, LLMEngine
-from common.loader import load_model
 from common.tests.engine_oracle import (
     MAX_TOKENS,
     Oracle,
+    checked_engine,
     greedy_params,
+    scarce,
     serve,
     serve_a_crowd,
 )
-from policies import POLICIES
 from proposers import FollowedRequest
 from request import SamplingParams
 
 SCHEDULERS = ("two_phase", "prefill_first")
 CACHES = (None, "hash", "radix")
-
-
-@pytest.fixture(scope="module")
-def draft(family_oracle):
-    """The target with noise on its last matrix: right about two times in three."""
-    model = load_model(family_oracle.path, torch.float64, torch.device("cpu"))
-    weight = model.model.lm_head.weight
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-    weight.data += 0.35 * weight.std() * noise
-    return model
 
 
 @dataclass
@@ -92,13 +81,12 @@ SCRIPTS = {
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_any_guess_whatever_leaves_the_tokens_as_they_are(script, scheduler, oracle, loaded):
     """Traps 36, 38, 39: verified at its own position, and no more than there may be."""
-    config = EngineConfig(
+    engine = checked_engine(
+        loaded,
         num_blocks=200,
         scheduler=scheduler,
         speculative={"method": "ngram", "adaptive": False},
-        check_invariants=True,
     )
-    engine = LLMEngine(config, loaded=loaded)
     engine.speculation.proposer = ScriptedProposer(oracle, SCRIPTS[script])
     outputs = serve(engine, oracle, [0, 3, 5, 6, 7], MAX_TOKENS)
     stats = engine.stats()
@@ -121,29 +109,15 @@ def test_random_runs_in_pools_that_run_out(seed, cache, scheduler, oracle, loade
     """Speculation x preemption x prefix hits x samples x aborts, everything drawn at random."""
     rng = random.Random(f"{seed} {cache} {scheduler} speculative")
     block_size = rng.choice([1, 3, 4, 16, 33])
-    largest = -(-(max(map(len, oracle.prompts)) + MAX_TOKENS - 1) // block_size)
     method = rng.choice(["ngram", "draft", "draft", "scripted", "scripted"])
-    config = EngineConfig(
-        block_size=block_size,
-        num_blocks=1 + largest + rng.choice([-1, 0, 1, 2, largest, 3 * largest]),
-        max_num_seqs=rng.choice([1, 2, 5, 64]),
-        max_num_batched_tokens=rng.choice([90, 150, 2048]),
-        scheduler=scheduler,
-        policy=rng.choice(sorted(POLICIES)),
-        prefix_cache=cache,
-        watermark=rng.choice([0.0, 0.01, 0.2]),
-        preempt_every=rng.choice([None, None, 1, 2, 3, 4, 5]),
-        shuffle_waiting=rng.random() < 0.3,
-        shuffle_batch=True,
-        check_invariants=True,
-        speculative={
-            "method": "draft" if method == "draft" else "ngram",
-            "num_spec_tokens": rng.choice([1, 2, 3, 4, 7]),
-            "adaptive": rng.random() < 0.3,
-        },
-        seed=seed,
-    )
-    engine = LLMEngine(config, loaded=loaded, draft=rng.choice([draft, loaded]))
+    settings = scarce(rng, oracle, block_size)
+    settings |= dict(scheduler=scheduler, prefix_cache=cache, seed=seed)
+    settings["speculative"] = {
+        "method": "draft" if method == "draft" else "ngram",
+        "num_spec_tokens": rng.choice([1, 2, 3, 4, 7]),
+        "adaptive": rng.random() < 0.3,
+    }
+    engine = checked_engine(loaded, rng.choice([draft, loaded]), **settings)
     if method == "scripted":
         proposer = ScriptedProposer(oracle, SCRIPTS[rng.choice(sorted(SCRIPTS))])
         engine.speculation.proposer = proposer
@@ -154,14 +128,14 @@ def test_random_runs_in_pools_that_run_out(seed, cache, scheduler, oracle, loade
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_drafter_that_is_the_target_is_always_right(k, cache, oracle, loaded):
     """Trap 41: neither a prefix hit nor full acceptance leaves a hole in the draft model's KV."""
-    config = EngineConfig(
+    engine = checked_engine(
+        loaded,
+        draft=loaded,
         block_size=4,
         num_blocks=400,
         prefix_cache=cache,
         speculative={"method": "draft", "num_spec_tokens": k, "adaptive": False},
-        check_invariants=True,
     )
-    engine = LLMEngine(config, loaded=loaded, draft=loaded)
     for _ in range(3):  # the second and third time with every prompt in the cache
         serve(engine, oracle, list(range(len(oracle.prompts))), MAX_TOKENS)
     stats = engine.stats()
@@ -173,15 +147,15 @@ def test_a_drafter_that_is_the_target_is_always_right(k, cache, oracle, loaded):
 @pytest.mark.parametrize("method", ["ngram", "draft"])
 @pytest.mark.parametrize("preempt_every", [1, 2, 3])
 def test_forced_preemption(preempt_every, method, scheduler, oracle, loaded, draft):
-    config = EngineConfig(
+    engine = checked_engine(
+        loaded,
+        draft=draft,
         num_blocks=200,
         max_num_seqs=4,
         scheduler=scheduler,
         preempt_every=preempt_every,
         speculative={"method": method, "adaptive": False},
-        check_invariants=True,
     )
-    engine = LLMEngine(config, loaded=loaded, draft=draft)
     serve(engine, oracle, [0, 3, 5, 6, 7], MAX_TOKENS)
     assert engine.stats().num_preemptions > 0
     if method == "draft":

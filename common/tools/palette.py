@@ -7,7 +7,7 @@ marks where there is room (`label_line`), and text is large enough to be read at
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 PROMPT = "#0072b2"  # prompt tokens, and whoever puts prompts first
 DECODE = "#56b4e9"  # output tokens, and KV memory that is written
@@ -51,6 +52,18 @@ def label_line(axis: Axes, x: float, y: float, text: str, color: str, **style: A
     offset = style.pop("offset", (6, 0))
     look = {"ha": "left", "va": "center", "color": shade(color, 0.8), **style}
     axis.annotate(text, (x, y), xytext=offset, textcoords="offset points", **look)
+
+
+def label_axes(axis: Axes, title: str, xlabel: str, ylabel: str, **scales: Any) -> None:
+    """What a panel shows and in which units, over a grid."""
+    axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **scales)
+    axis.grid()
+
+
+def add_key(figure: Figure, colors: Mapping[str, str]) -> None:
+    """What each fill means, in a row below the panels."""
+    handles = [Patch(facecolor=c, edgecolor=INK, label=meaning) for meaning, c in colors.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(colors))
 
 
 def save(figures: dict[str, Callable[[], Figure]], folder: Path) -> list[Path]:

@@ -27,6 +27,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +54,11 @@ from common.training.tiny_eval import CHECKPOINTS, evaluate, flops_per_token, lo
 from common.training.tiny_teacher import distillation_loss, teacher_targets
 
 MAX_POSITIONS = 2048
-_SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, head_dim
+_FIELDS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+_SHAPES = {  # of the two models, field by field
     "target": (256, 768, 6, 4, 2, 64),
     "draft": (128, 352, 2, 4, 2, 32),
 }
@@ -152,17 +157,12 @@ class Muon(torch.optim.Optimizer):
 
 
 def build_model(role: str, seed: int) -> Qwen3ForCausalLM:
-    hidden, intermediate, layers, heads, kv_heads, head_dim = _SHAPES[role]
+    shape: dict[str, Any] = dict(zip(_FIELDS, _SHAPES[role], strict=True))
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(
         Qwen3Config(
+            **shape,
             vocab_size=VOCAB_SIZE,
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
             max_position_embeddings=MAX_POSITIONS,
             rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
             tie_word_embeddings=True,

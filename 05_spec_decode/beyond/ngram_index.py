@@ -1,8 +1,9 @@
-"""All n-grams of a long text at once: what a dictionary says, sooner and in less memory.
+"""All n-grams of a long prompt at once: what a dictionary says, sooner and in less memory.
 
-To put each n-gram of a prompt of 100,000 tokens in a dictionary takes longer than a step. Sorting
-does it in bulk. An n-gram is numbered by the number of its last n - 1 tokens and the token before
-them, so one walk back from the end of a text finds its suffixes of all sizes:
+To put each n-gram of a prompt of 100,000 tokens in a dictionary takes longer than a step.
+`BulkNgramProposer` is the engine's n-gram look-up: it indexes a long prompt in bulk, and what comes
+later as `NgramProposer` does. An n-gram is numbered by the number of its last n - 1 tokens and the
+token before them, so one walk back from the end of a text finds its suffixes of all sizes:
 
     level 1   the last token                      -> number
     level 2   (number, the token before it)       -> number, and where it was first followed
@@ -17,9 +18,13 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+
+from input_batch import RunnerRequest
+from proposers import History, NgramProposer
+from request import require
 
 
 @dataclass(slots=True)
@@ -48,17 +53,15 @@ class NgramIndex:
         """`(n, index)`: the longest suffix of `tokens` that is indexed, and the token that followed
         where it first was. `(0, 0)` if not even the last token is."""
         number = index = 0
-        for n, level in enumerate(self._levels):
-            if n == len(tokens):
-                return n, index
-            token_number = _place(self._token_ids, tokens[-1 - n])
-            if token_number < 0:
-                return n, index
-            place = _place(level.pairs, number * len(self._token_ids) + token_number)
+        levels = self._levels[: len(tokens)]
+        for n, level in enumerate(levels):
+            place = token_number = _place(self._token_ids, tokens[-1 - n])
+            if token_number >= 0:
+                place = _place(level.pairs, number * len(self._token_ids) + token_number)
             if place < 0:
                 return n, index
             number, index = place, level.first[place]
-        return len(self._levels), index
+        return len(levels), index
 
 
 def _number(pairs: np.ndarray, n: int) -> tuple[np.ndarray, _Level]:
@@ -80,3 +83,37 @@ def _place(values: array[int], value: int) -> int:
     """Where `value` stands in the ascending `values`, or -1."""
     place = bisect_left(values, value)
     return place if place < len(values) and values[place] == value else -1
+
+
+@dataclass(slots=True)
+class _BulkHistory(History):
+    """`prompt` has what came before the n-grams in `first`."""
+
+    prompt: NgramIndex = field(kw_only=True)
+
+
+@dataclass
+class BulkNgramProposer(NgramProposer):
+    """An `NgramProposer` that indexes a history which begins with `bulk_size` tokens or more in
+    bulk up to there."""
+
+    bulk_size: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.bulk_size >= 2, "bulk_size", self.bulk_size, ">= 2")
+
+    def _begin(self, request: RunnerRequest) -> History:
+        history, num_tokens = super()._begin(request), request.num_tokens
+        if num_tokens >= self.bulk_size:
+            prompt = NgramIndex(request.tokens(0, num_tokens), self.max_ngram)
+            history = _BulkHistory(history.first, num_tokens, prompt=prompt)
+            self._histories[request.req_id] = history
+        return history
+
+    def _find(self, history: History, tokens: list[int], shortest: int) -> int | None:
+        if not isinstance(history, _BulkHistory):
+            return super()._find(history, tokens, shortest)
+        n, start = history.prompt.find(tokens)
+        longer = super()._find(history, tokens, max(n + 1, shortest))
+        return start if longer is None and n >= shortest else longer

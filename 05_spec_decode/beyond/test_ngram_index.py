@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from input_batch import RunnerRequest
-from ngram_index import NgramIndex
+from ngram_index import BulkNgramProposer, NgramIndex
 from proposers import FollowedRequest, NgramProposer
 from request import SamplingParams
 
@@ -60,14 +60,15 @@ def test_a_long_prompt_is_indexed_in_bulk_and_what_follows_it_token_by_token():
     """The same drafts at every step as without it, with little in the dictionaries."""
     rng = random.Random(3)
     prompt = [rng.randrange(12) for _ in range(2000)]
-    bulk, plain = NgramProposer(4), NgramProposer(4, bulk_size=10**9)
+    bulk, plain = BulkNgramProposer(4), NgramProposer(4)
+    assert bulk.num_lookahead_tokens == plain.num_lookahead_tokens == 0
     request = RunnerRequest("a", SamplingParams(), prompt, [])
     for _ in range(300):
         followed = [FollowedRequest(request, 0, request.num_tokens - 1)]
         assert bulk.propose(followed, [4]) == plain.propose(followed, [4])
         request.output_token_ids.append(rng.randrange(12))
     history = bulk._histories["a"]
-    assert history.prompt is not None and plain._histories["a"].prompt is None
+    assert history.prompt is not None and not hasattr(plain._histories["a"], "prompt")
     assert sum(map(len, history.first.values())) <= 3 * 300
 
 

@@ -1,0 +1,71 @@
+"""A made-up KV memory: every slot says which tokens it was computed from, all of them from the
+first on, and under which extra keys. A request that reads anything but its own prefix fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from block_pool import BlockPool
+from prefix_cache import KeyedRequest, PrefixCache, extra_keys_of, normalise_extra_keys
+from request import Request, SamplingParams
+from scheduler_interface import BlockMove
+
+PARAMS = SamplingParams(temperature=0, max_tokens=10_000, ignore_eos=True)
+
+MakeCache = Callable[[BlockPool, int], PrefixCache]
+
+
+def make_request(request_id: str, tokens: Sequence[int], salt: str | None = None) -> KeyedRequest:
+    keys = (("salt", salt),) if salt else ()
+    return KeyedRequest(request_id, tokens, PARAMS, arrival_time=0.0, extra_keys=keys)
+
+
+def content(tokens: Sequence[int], request: Request) -> list[object]:
+    """What a reader of these positions must find."""
+    keys = normalise_extra_keys(extra_keys_of(request))
+    return [(tuple(tokens[: i + 1]), keys) for i in range(len(tokens))]
+
+
+class Runner:
+    """The model's side: KV memory by slot, and block tables kept by deltas alone."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.memory: dict[int, object] = {}
+        self.tables: dict[str, list[int]] = {}
+
+    def slots(self, block_id: int) -> range:
+        return range(block_id * self.block_size, (block_id + 1) * self.block_size)
+
+    def read(self, block_ids: Sequence[int], num_tokens: int) -> list[object]:
+        slots = [slot for block_id in block_ids for slot in self.slots(block_id)]
+        assert len(slots) >= num_tokens, "the table is too short"
+        return [self.memory.get(slot) for slot in slots[:num_tokens]]
+
+    def move_blocks(self, moves: Iterable[BlockMove]) -> None:
+        for move in moves:
+            self.tables[move.req_id][move.block_index] = move.block_id
+
+    def forward(self, batch: Sequence[tuple[Request, int, int]], alive: Collection[str]) -> None:
+        """Writes positions `[start, stop)` of each request, then lets each read all up to `stop`.
+        Requests that were aborted meanwhile write as well, and read nothing."""
+        written: set[int] = set()
+        for request, start, stop in batch:
+            table = self.tables[request.request_id]
+            slots = [slot for block_id in table for slot in self.slots(block_id)][start:stop]
+            assert len(slots) == stop - start, "the runner's table is too short"
+            assert written.isdisjoint(slots), "two requests write one slot"
+            written.update(slots)
+            values = content(request.all_token_ids[:stop], request)[start:]
+            self.memory |= zip(slots, values, strict=True)
+        for request, _, stop in batch:
+            if request.request_id in alive:
+                found = self.read(self.tables[request.request_id], stop)
+                assert found == content(request.all_token_ids[:stop], request), request
+
+    def check_cached(self, cache: PrefixCache) -> None:
+        for prefix in cache.cached_prefixes():
+            first = len(prefix.token_ids) - self.block_size
+            for i, slot in enumerate(self.slots(prefix.block.block_id), first + 1):
+                expected = (prefix.token_ids[:i], prefix.extra_keys)
+                assert self.memory[slot] == expected, "wrong KV is cached"

@@ -1,0 +1,79 @@
+"""What the tests of every scheduler need: a loop, a step that preempts, a look at a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fake_model import FakeModelRunner
+from kv_memory import KeyedRequest
+from prefill_first_scheduler import PrefillFirstScheduler
+from request import Request
+from scheduler import Scheduler
+from scheduler_base import SchedulerBase
+from scheduler_interface import SchedulerOutput
+
+
+class SchedulerLoop:
+    """A scheduler and a fake model; everything is checked after every step."""
+
+    def __init__(self, scheduler: Scheduler | PrefillFirstScheduler) -> None:
+        self.scheduler = scheduler
+        self.memory: Any = scheduler.kv_memory  # one that can check itself
+        self.runner = FakeModelRunner(scheduler.block_size)
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.reasons: dict[str, str] = {}
+
+    def add(self, name: str, num_prompt: int, max_new_tokens: int = 8, **more: Any) -> Request:
+        """Its prompt begins with its name, so that no two have a prefix in common. `more` are
+        fields that are set afterwards."""
+        prompt = [ord(c) for c in name] + list(range(num_prompt - len(name)))
+        request = KeyedRequest.from_tokens(name, prompt, max_new_tokens)
+        for field, value in more.items():
+            setattr(request, field, value)
+        return self.take(request)
+
+    def take(self, request: Request) -> Request:
+        request.arrival_time = float(len(self.requests))
+        self.scheduler.add_request(request)
+        self.requests[request.request_id] = request
+        self.outputs[request.request_id] = []
+        return request
+
+    def schedule(self) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        assert output.total_tokens <= self.scheduler.max_num_batched_tokens
+        assert set(preempted(output)).isdisjoint(output.num_scheduled_tokens)
+        return output
+
+    def update(self, output: SchedulerOutput) -> None:
+        sampled = self.runner.execute(output).wait()
+        for result in self.scheduler.update_from_output(output, sampled):
+            self.outputs[result.request_id] += result.new_token_ids
+            if result.finish_reason:
+                self.reasons[result.request_id] = result.finish_reason
+        self.scheduler.check_invariants()
+        self.memory.check_invariants(self.scheduler.running.values())
+
+    def step(self) -> SchedulerOutput:
+        output = self.schedule()
+        self.update(output)
+        return output
+
+
+@contextmanager
+def preempting(scheduler: SchedulerBase) -> Iterator[None]:
+    """Steps in here preempt somebody, if anybody may be."""
+    scheduler.preempt_every = 1
+    yield
+    scheduler.preempt_every = None
+
+
+def planned(output: SchedulerOutput) -> dict[str, int]:
+    return dict(output.num_scheduled_tokens)
+
+
+def preempted(output: SchedulerOutput) -> list[str]:
+    return [request.request_id for request in output.preempted_requests]

@@ -1,0 +1,51 @@
+"""Whole texts from the toy models of `spec_decode.py`, with drafts and without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from acceptance import SpecDecodeStats
+from request import require
+from spec_decode import LanguageModel, check_context, sample_token, speculative_decode_step
+
+
+def speculative_generate(
+    target_model: LanguageModel,
+    draft_model: LanguageModel,
+    context_ids: Sequence[int],
+    num_tokens: int,
+    num_speculative_tokens: int = 4,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+    *,
+    rule: str = "rejection",
+) -> tuple[list[int], SpecDecodeStats]:
+    """The next `num_tokens` tokens. The last step drafts only what it could still emit."""
+    require(num_tokens >= 0, "num_tokens", num_tokens, ">= 0")
+    tokens: list[int] = []
+    stats = SpecDecodeStats()
+    while len(tokens) < num_tokens:
+        num_drafts = min(num_speculative_tokens, num_tokens - len(tokens) - 1)
+        context = [*context_ids, *tokens]
+        new_tokens, step = speculative_decode_step(
+            target_model, draft_model, context, num_drafts, temperature, generator, rule=rule
+        )
+        tokens += new_tokens
+        stats += step
+    return tokens, stats
+
+
+def plain_generate(
+    model: LanguageModel, context_ids: Sequence[int], num_tokens: int, *how: Any, **named: Any
+) -> list[int]:
+    """The same without drafts: one pass, one token. `how` as in `sample_token`."""
+    check_context(context_ids)
+    require(num_tokens >= 0, "num_tokens", num_tokens, ">= 0")
+    tokens: list[int] = []
+    while len(tokens) < num_tokens:
+        logits = model.get_logits([*context_ids, *tokens])[-1]
+        tokens.append(sample_token(logits, *how, **named))
+    return tokens

@@ -1,0 +1,93 @@
+"""The work that every system of a benchmark does, and within which limits.
+
+Token ids in, and a fixed number of greedy tokens out: end of text is ignored. What a user gets is
+counted, nothing else: tokens computed past a request's own `max_tokens` are not useful.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.engine_config import EngineConfig
+from request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    prompt_token_ids: list[int]
+    max_tokens: int
+
+    @property
+    def num_positions(self) -> int:
+        return len(self.prompt_token_ids) + self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What every system may use."""
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    longest: int = 2048  # positions of the longest request
+    num_positions: int | None = None  # of KV memory; None: `max_num_seqs` of the longest
+
+    @property
+    def num_contiguous(self) -> int:
+        """Requests that the memory holds if each reserves the longest."""
+        if self.num_positions is None:
+            return self.max_num_seqs
+        return self.num_positions // self.longest
+
+    def engine_config(self, **options: Any) -> EngineConfig:
+        """The engine within these limits, with no more than chapters 1 and 2 unless `options` say
+        so."""
+        blocks_per_request = -(-self.longest // self.block_size)
+        num_blocks = self.max_num_seqs * blocks_per_request
+        if self.num_positions is not None:
+            num_blocks = self.num_positions // self.block_size
+        parts: dict[str, Any] = {
+            "scheduler": "fcfs",
+            "prefix_cache": None,
+            "chunked_prefill": False,
+            "block_size": self.block_size,
+            "num_blocks": 1 + num_blocks,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_model_len": self.longest,
+        }
+        return EngineConfig(**parts | options)
+
+
+@dataclass(slots=True)
+class Served:
+    """The tokens of each request, in order. `describe` is called when time is no longer taken."""
+
+    token_ids: list[list[int]]
+    describe: Callable[[], dict[str, Any]] = field(default=dict)
+
+
+Serve = Callable[[Sequence[BenchRequest]], Served]
+
+
+def make_requests(
+    num_requests: int,
+    prompt_lens: tuple[int, int],
+    output_lens: tuple[int, int],
+    vocab_size: int,
+    seed: int,
+) -> list[BenchRequest]:
+    """Lengths and token ids uniform, both ends included."""
+    rng = random.Random(seed)
+    lengths = [(rng.randint(*prompt_lens), rng.randint(*output_lens)) for _ in range(num_requests)]
+    return [
+        BenchRequest([rng.randrange(vocab_size) for _ in range(prompt)], output)
+        for prompt, output in lengths
+    ]
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
