@@ -63,7 +63,7 @@ class LLMEngine:
 
         self.tokenizer, self.on_step, self.model_config = tokenizer, on_step, loaded.config
         self.device, self.dtype = weight.device, weight.dtype
-        self.num_parameters = sum(p.numel() for p in loaded.model.parameters())
+        self.num_parameters = loaded.model.num_parameters
         eos_token_ids = tuple(loaded.generation_eos_token_ids)
         num_embeddings = loaded.config.vocab_size
         self._intake = Intake(

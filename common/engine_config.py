@@ -103,6 +103,8 @@ class EngineConfig:
     mixing: bool = False  # puts decodes into the prefill batches of "prefill_first"
     speculative: dict | None = None  # what `SpeculativeConfig` takes, such as {"method": "ngram"}
     attention_backend: str = "auto"
+    # On an x86 CPU, in float32 and bfloat16, matrices are reordered for the processor, once.
+    pack_weights: bool = True
     gpu_memory_utilization: float = 0.9  # share that weights, activations and KV together may take
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -129,6 +131,7 @@ class EngineConfig:
             "prefix_cache": (None, "hash", "radix"),
             "mixing": (False, True),
             "attention_backend": ("auto", "torch", "triton"),
+            "pack_weights": (True, False),
             "tensor_parallel_size": (1,),
             "pipeline_parallel_size": (1,),
         }
