@@ -75,7 +75,7 @@ class LLMEngine:
         self._ended: dict[RequestGroup, None] = {}  # and not reported yet; in order
         self._num_idle_steps = 0  # in a row, up to the last one
         self._last_record: StepRecord  # there is none before the first step
-        self._num_calls = 0
+        self._num_named = 0  # requests whose names are ours
         self.reset_stats()
 
     # -- requests
@@ -228,8 +228,7 @@ class LLMEngine:
         them. Raises `ValueError` if one of the prompts can not be served; none of them is queued
         then. Interrupting the call aborts its requests."""
         per_prompt = spread_params(params, len(prompts))
-        self._num_calls += 1
-        ids = [f"batch{self._num_calls}-{i}" for i in range(len(prompts))]
+        ids = [self._new_id() for _ in prompts]
         self.add_requests(zip(ids, prompts, per_prompt, strict=True), cache_salt=cache_salt)
         own = dict.fromkeys(self._groups[request_id] for request_id in ids)
         try:
@@ -243,11 +242,14 @@ class LLMEngine:
             self._withdraw(own)
         return {group.request_id: group.output() for group in own}
 
+    def _new_id(self) -> str:
+        self._num_named += 1
+        return f"request-{self._num_named - 1}"
+
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Run one prompt, and yield its text as it becomes final. However the request ends, the
         rest of its text is yielded. Leaving the loop early aborts it."""
-        self._num_calls += 1
-        request_id = f"stream{self._num_calls}"
+        request_id = self._new_id()
         self.add_request(request_id, prompt, params)
         group = self._groups[request_id]
         member = group.members[0]
