@@ -69,8 +69,7 @@ def extra_keys_of(request: Request) -> tuple[tuple[str, str | int], ...]:
 
 
 class HasBlockId(Protocol):
-    @property
-    def block_id(self) -> int: ...
+    block_id: int
 
 
 class PrefixMatch(NamedTuple):
@@ -211,9 +210,9 @@ class PrefixCache(ABC):
         if start and not found:
             missing = len(self._find(walk, 0, start))
             raise ValueError(f"insert behind {start} blocks: block {missing} is not cached")
-        if start and blocks and self.num_users(found[0]) == 0:
-            raise ValueError(f"insert behind {start} blocks: block {start - 1} has no user")
         path_blocks = [self.pool.blocks[block.block_id] for block in found]
+        if start and blocks and path_blocks[0].ref_cnt == 1:
+            raise ValueError(f"insert behind {start} blocks: block {start - 1} has no user")
         known = path_blocks[1:] if start else path_blocks
         duplicates, owned = list(blocks[: len(known)]), list(blocks[len(known) :])
         if known:
@@ -305,7 +304,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def _add(self, walk: Walk, first: int, blocks: list[Block]) -> None:
-        """Blocks `first` and on, new ones, behind what `_find` has found."""
+        """Blocks `first` and on, new ones, behind what `_find` has just found."""
 
     @abstractmethod
     def _pop_oldest(self, num_blocks: int) -> list[Block]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count, groupby
+from operator import attrgetter
 
 from block_pool import Block, BlockPool
 from prefix_cache import CachedPrefix, CacheListener, HasBlockId, PrefixCache, Walk
@@ -63,8 +64,8 @@ class RadixCache(PrefixCache):
         return self.tree.blocks_up_to(node, begin)
 
     def _add(self, walk: Walk, first: int, blocks: list[Block]) -> None:
-        node = self.tree.resume(walk.path.state, self.tree.root(walk.keys), first)
-        for ref_cnt, run in groupby(blocks, key=lambda block: block.ref_cnt):
+        node = walk.path.state[0] if walk.path.state else self.tree.root(walk.keys)
+        for ref_cnt, run in groupby(blocks, key=attrgetter("ref_cnt")):
             node = self.tree.append(node, walk.token_ids, list(run), lock_ref=ref_cnt)
         self._num_used += len(blocks)
         walk.path.state = self.tree.bookmark(node)
