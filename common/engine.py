@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+import torch
+
 from common.assembly import assemble
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig, EngineStats
 from common.intake import Intake, Prompt
@@ -44,6 +46,8 @@ class LLMEngine:
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
         if loaded is None:
             model = config.model or SHIPPED_CHECKPOINT
             loaded = load_model(model, config.dtype, config.resolve_device())

@@ -93,3 +93,17 @@ def test_float64_stays_plain_and_says_so(caplog):
     engine, _ = run(torch.float64)
     assert not engine.core.runner.model.lm_head.is_packed
     assert "weights are not packed: the dtype is torch.float64" in caplog.text
+
+
+def test_the_number_of_threads_is_the_configuration_s():
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2):
+            run(torch.float32, num_threads=num_threads)
+            assert torch.get_num_threads() == num_threads
+        run(torch.float32)
+        assert torch.get_num_threads() == 2, "None leaves them alone"
+    finally:
+        torch.set_num_threads(before)
+    with pytest.raises(ValueError, match="num_threads is 0"):
+        EngineConfig(num_threads=0)
