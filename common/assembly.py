@@ -91,6 +91,10 @@ def assemble(
             f"max_model_len is {max_model_len}: the model was made for at most {longest}"
         )
     attention = make_attention(config, loaded)
+    if config.pack_weights:
+        for part in (loaded,) if draft is None else (loaded, draft):
+            if (reason := part.model.pack_weights()) is not None:
+                logger.info("weights are not packed: %s", reason)
     # Checkpoints pad the vocabulary to a round number; a lane that no token has must never win.
     vocab_size = min(loaded.config.vocab_size, num_tokens_in_tokenizer or loaded.config.vocab_size)
     kv_cache = make_kv_cache(
@@ -264,7 +268,7 @@ def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str
     """What the bytes of a KV block depend on besides tokens. Reads every weight."""
     from weights_digest import weights_digest
 
-    model = f"{weights_digest(loaded.model)} eps {loaded.config.rms_norm_eps}"
+    model = f"{weights_digest(loaded.model.named_weights())} eps {loaded.config.rms_norm_eps}"
     shape = tuple(kv_cache.key_cache[0].shape[1:])
     layout = f"{kv_cache.key_cache[0].dtype} {len(kv_cache.key_cache)} x {shape}"
     return (("model", model), ("kv layout", layout))
@@ -302,8 +306,7 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
             if name == "triton":
                 raise
             logger.warning("attention falls back from Triton to PyTorch: %s", error)
-    num_parameters = sum(p.numel() for p in loaded.model.parameters())
-    if config.wants_compiled(num_parameters, device):
+    if config.wants_compiled(loaded.model.num_parameters, device):
         compiled = make_compiled_attention(config, loaded, compose)
         if compiled is not None:
             return compiled
