@@ -137,6 +137,9 @@ $(STAMP): pyproject.toml
 	    echo "make: the Mooncake store does not load, so its tests will be skipped. On Debian and Ubuntu it wants:"; \
 	    echo "      sudo apt-get install libibverbs1 libnuma1 libcurl4"; }; \
 	fi
+	@command -v g++ >/dev/null || command -v clang++ >/dev/null || { \
+	  echo "make: there is no C++ compiler, so decode attention is not compiled and its tests are skipped (optional)."; \
+	  echo "      On Debian and Ubuntu: sudo apt-get install g++"; }
 	@$(PY) -c 'import torch, transformers, pytest, jupytext, request, common' || { \
 	  echo "make: $(VENV) is broken. Remove it (rm -rf $(VENV)) and start again."; exit 1; }
 	@rm -f $(HALF_MADE)

@@ -134,9 +134,8 @@ class PagedPlan:
             else:
                 own = slice(starts[row], starts[row + 1]), tables[row, : -(-seq_len // block_size)]
                 self.long_queries.append(LongQuery(query_len, seq_len, *own))
-        groups = group_short_queries(short, query_lens, seq_lens, max_group_slots(key_cache))
         step = starts, seq_lens, tables, query, key_cache
-        self.groups = [DecodeGroup(rows, *step) for rows in groups]
+        self.groups = self.make_groups(short, query_lens, *step)
         # The largest first: the buffer is made anew when it is too small.
         self.groups.sort(key=lambda group: -len(group.block_ids))
         self.long_queries.sort(key=lambda long: -long.seq_len)
@@ -149,6 +148,19 @@ class PagedPlan:
         starts = metadata.query_start_loc.tolist()
         is_short = [is_short_query(stop - start) for start, stop in pairwise(starts)]
         return starts, metadata.seq_lens.tolist(), is_short
+
+    def make_groups(
+        self,
+        short: list[int],
+        query_lens: Sequence[int],
+        starts: Sequence[int],
+        seq_lens: Sequence[int],
+        tables: Tensor,
+        query: Tensor,
+        key_cache: Tensor,
+    ) -> list[DecodeGroup]:
+        groups = group_short_queries(short, query_lens, seq_lens, max_group_slots(key_cache))
+        return [DecodeGroup(rows, starts, seq_lens, tables, query, key_cache) for rows in groups]
 
     def fits(self, query: Tensor, key_cache: Tensor) -> bool:
         is_same_query = self.dtype == query.dtype and self.num_heads == query.shape[1]

@@ -9,7 +9,8 @@
                               policy; the latter two's speculative kind
     chunks           4, 6     WholePrompts; ChunkedPrefill or AdaptiveChunks
     batch            2, 6     compose_in_order; compose
-    attention        2, 6     TorchAttentionBackend or TritonAttentionBackend, or the mixed ones
+    attention        2, 6     TorchAttentionBackend, CompiledAttentionBackend or
+                              TritonAttentionBackend, or the mixed ones
     runner          common    PagedModelRunner
     sampler         common    Sampler; in a SpeculativeSampler if somebody guesses
     guesses            5      a SpeculatingRunner with an NgramProposer or a DraftModelProposer
@@ -25,8 +26,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from batch_layout import compose_in_order
 from block_pool import BlockPool
@@ -71,7 +70,8 @@ class Attention:
 
     backend: AttentionBackend
     compose: Compose
-    is_triton: bool
+    is_triton: bool = False
+    kv_cache_kind: type[PagedKVCache] = PagedKVCache
 
 
 def assemble(
@@ -90,14 +90,22 @@ def assemble(
         raise ValueError(
             f"max_model_len is {max_model_len}: the model was made for at most {longest}"
         )
-    attention = make_attention(config, loaded.model.embed_weight.device)
+    attention = make_attention(config, loaded)
     if config.pack_weights:
         for part in (loaded,) if draft is None else (loaded, draft):
             if (reason := part.model.pack_weights()) is not None:
                 logger.info("weights are not packed: %s", reason)
     # Checkpoints pad the vocabulary to a round number; a lane that no token has must never win.
     vocab_size = min(loaded.config.vocab_size, num_tokens_in_tokenizer or loaded.config.vocab_size)
-    kv_cache = make_kv_cache(config, loaded, draft, attention.backend, max_model_len, vocab_size)
+    kv_cache = make_kv_cache(
+        config,
+        loaded,
+        draft,
+        attention.backend,
+        max_model_len,
+        vocab_size,
+        kind=attention.kv_cache_kind,
+    )
     connector, listener = make_connector(config, loaded, kv_cache)
     kv_memory = make_kv_memory(config, kv_cache.num_blocks, connector, listener)
     chunk_policy = make_chunk_policy(config)
@@ -275,13 +283,14 @@ def wait_for_loads(kv_memory: Any, record: StepRecord) -> None:
 # -- the model's side
 
 
-def make_attention(config: EngineConfig, device: torch.device) -> Attention:
+def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
     """`"auto"` is Triton on CUDA and PyTorch elsewhere. Where prompts are cut it is chapter 6's,
     for decodes and chunks in one batch, instead of chapter 2's. A fallback is announced.
 
     Raises `RuntimeError` if Triton is asked for by name and can not run here.
     """
     name, is_mixed, compose = config.attention_backend, config.cuts_prompts, compose_in_order
+    device = loaded.model.embed_weight.device
     if is_mixed:
         from mixed_batch import compose as compose_mixed
 
@@ -297,11 +306,33 @@ def make_attention(config: EngineConfig, device: torch.device) -> Attention:
             if name == "triton":
                 raise
             logger.warning("attention falls back from Triton to PyTorch: %s", error)
+    if config.wants_compiled(loaded.model.num_parameters, device):
+        compiled = make_compiled_attention(config, loaded, compose)
+        if compiled is not None:
+            return compiled
     if not is_mixed:
-        return Attention(TorchAttentionBackend(), compose, is_triton=False)
+        return Attention(TorchAttentionBackend(), compose)
     from mixed_attention import MixedAttentionBackend
 
-    return Attention(MixedAttentionBackend(), compose, is_triton=False)
+    return Attention(MixedAttentionBackend(), compose)
+
+
+def make_compiled_attention(
+    config: EngineConfig, loaded: LoadedModel, compose: Compose
+) -> Attention | None:
+    """None, and a warning, where nothing can be compiled."""
+    if loaded.model.embed_weight.device.type != "cpu":
+        logger.warning("compile=True has no effect: what is compiled is attention on a CPU")
+        return None
+    from compiled_attention import HeadMajorKVCache
+
+    if config.cuts_prompts:
+        from compiled_mixed_attention import CompiledMixedAttentionBackend as Backend
+    else:
+        from compiled_attention import CompiledAttentionBackend as Backend
+    few_blocks = allocate_kv_cache(loaded, 3, config.block_size, HeadMajorKVCache)
+    backend = Backend.compiled_for(loaded.config.num_attention_heads, few_blocks)
+    return None if backend is None else Attention(backend, compose, kv_cache_kind=HeadMajorKVCache)
 
 
 # -- guesses

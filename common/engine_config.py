@@ -22,6 +22,8 @@ POLICIES = ("fcfs", "priority", "lof", "random", "lpm", "dfs-weight")
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 SHIPPED_CHECKPOINT = CHECKPOINTS / "tiny"
 SHIPPED_DRAFT = CHECKPOINTS / "tiny-draft"
+# The steps of smaller models are over before compiled attention has won back its compilation.
+COMPILE_FROM_PARAMETERS = 100_000_000
 
 
 def _check(config: object, *rules: tuple[str, object, str]) -> None:
@@ -103,6 +105,9 @@ class EngineConfig:
     mixing: bool = False  # puts decodes into the prefill batches of "prefill_first"
     speculative: dict | None = None  # what `SpeculativeConfig` takes, such as {"method": "ngram"}
     attention_backend: str = "auto"
+    # Machine code for the attention of decodes on a CPU, made when the engine is: some 20 seconds,
+    # a few once it is on the disk. "auto": for models of `COMPILE_FROM_PARAMETERS` and more.
+    compile: bool | str = "auto"
     # On an x86 CPU, in float32 and bfloat16, matrices are reordered for the processor, once.
     pack_weights: bool = True
     num_threads: int | None = None  # of torch, in this whole process; None: as torch has it
@@ -131,6 +136,7 @@ class EngineConfig:
             "policy": POLICIES if SCHEDULERS.get(self.scheduler) else ("fcfs",),
             "prefix_cache": (None, "hash", "radix"),
             "mixing": (False, True),
+            "compile": ("auto", False, True),
             "attention_backend": ("auto", "torch", "triton"),
             "pack_weights": (True, False),
             "tensor_parallel_size": (1,),
@@ -206,6 +212,12 @@ class EngineConfig:
     def num_rows_per_request(self) -> int:
         """Rows of logits that a request can have in a step."""
         return 1 if self.speculation is None else 1 + self.speculation.num_spec_tokens
+
+    def wants_compiled(self, num_parameters: int, device: torch.device) -> bool:
+        """Whether `compile` says so, for attention in PyTorch: on a GPU there are kernels."""
+        if self.compile == "auto":
+            return device.type == "cpu" and num_parameters >= COMPILE_FROM_PARAMETERS
+        return self.compile is True
 
     def resolve_device(self) -> torch.device:
         """`"auto"` is CUDA if there is one. Raises `ValueError` for a device that is not there."""

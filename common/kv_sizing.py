@@ -40,11 +40,12 @@ def make_kv_cache(
     max_model_len: int,
     vocab_size: int,
     memory: MemoryReader | None = None,
+    kind: type[PagedKVCache] = PagedKVCache,
 ) -> PagedKVCache:
     """KV tensors of `config.num_blocks` blocks, or of as many as fit, those of a draft model
     included. `memory` reads the model's device; None: CUDA's own reader, if it is a GPU."""
     if config.num_blocks is not None:
-        return allocate_kv_cache(loaded, config.num_blocks, config.block_size)
+        return allocate_kv_cache(loaded, config.num_blocks, config.block_size, kind)
     device = loaded.model.embed_weight.device
     if memory is None and device.type == "cuda":
         memory = CudaMemory(device)
@@ -63,12 +64,17 @@ def make_kv_cache(
         kv_bytes_per_block, config.block_size, config.max_num_seqs, max_model_len, available
     )
     logger.info(budget.explanation)
-    return allocate_kv_cache(loaded, budget.num_blocks, config.block_size)
+    return allocate_kv_cache(loaded, budget.num_blocks, config.block_size, kind)
 
 
-def allocate_kv_cache(loaded: LoadedModel, num_blocks: int, block_size: int) -> PagedKVCache:
+def allocate_kv_cache(
+    loaded: LoadedModel,
+    num_blocks: int,
+    block_size: int,
+    kind: type[PagedKVCache] = PagedKVCache,
+) -> PagedKVCache:
     model, weight = loaded.config, loaded.model.embed_weight
-    return PagedKVCache(
+    return kind(
         num_layers=model.num_hidden_layers,
         num_blocks=num_blocks,
         block_size=block_size,

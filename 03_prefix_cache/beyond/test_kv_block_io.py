@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 
+from compiled_attention import HeadMajorKVCache
 from kv_block_io import PagedBlockIO
 from paged_attention import PagedKVCache
 
@@ -63,6 +64,22 @@ def test_the_layout_is_keys_and_values_of_each_layer_in_turn():
         tensor[2] = -1
     data = PagedBlockIO(cache).read_block(1)
     assert torch.frombuffer(bytearray(data), dtype=torch.float32).tolist() == list(range(16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_layout_does_not_depend_on_the_order_in_memory(layout, dtype):
+    plain = make_cache(layout, dtype)
+    cache = HeadMajorKVCache(*layout, dtype=dtype)
+    for tensor, contents in zip(tensors(cache), tensors(plain), strict=True):
+        tensor.copy_(contents)
+    data = PagedBlockIO(cache).read_block(1)
+    assert data == PagedBlockIO(plain).read_block(1)
+    for target in (cache, plain):
+        PagedBlockIO(target).write_block(2, data)
+    for tensor, contents in zip(tensors(cache), tensors(plain), strict=True):
+        kind = BITS[dtype.itemsize]
+        assert torch.equal(tensor.contiguous().view(kind), contents.view(kind))
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])

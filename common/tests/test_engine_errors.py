@@ -185,6 +185,8 @@ def test_max_model_len_ends_the_output(random_loaded, random_oracle: Oracle) -> 
         ("max_long_partial_prefills", 0),
         ("max_long_partial_prefills", 1),
         ("attention_backend", "flash"),
+        ("compile", "always"),
+        ("compile", 1),
         ("tensor_parallel_size", 2),
         ("seed", "x"),
         ("device", "tpu"),

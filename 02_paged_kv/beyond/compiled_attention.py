@@ -1,0 +1,186 @@
+"""The backend that leaves decodes to the compiled function of `decode_attention.py`.
+
+What goes where, in a batch in any order:
+
+    one query token, and together enough keys    the compiled function, nothing is gathered
+    everything else                              the plan of the chapter, as ever
+
+Below `MIN_KEY_ELEMENTS` the call costs more than the gathering. The compiled loop wants a head's
+keys of a block in one run, so this backend comes with memory of its own, in which a block lies
+head-major. Everybody else sees the same `[num_blocks, block_size, num_kv_heads, head_dim]`.
+
+Invariant: where a sequence's keys lie, and who computes, is a matter of speed only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from attention_plan import DecodeGroup
+from decode_attention import (
+    DecodeAttention,
+    DecodeSplits,
+    compile_decode_attention,
+    split_sequences,
+)
+from paged_attention import (
+    AttentionMetadata,
+    PagedKVCache,
+    PagedPlan,
+    TorchAttentionBackend,
+)
+
+# Keys, KV heads and channels of all decodes of a step, multiplied: 512 keys of Qwen3-0.6B.
+# Measured: `python 02_paged_kv/lab/plot_decode_attention.py --record decode_attention --threads 1`
+MIN_KEY_ELEMENTS = 1 << 19
+
+
+class HeadMajorKVCache(PagedKVCache):
+    """The same shapes, in memory that is `[num_blocks, num_kv_heads, block_size, head_dim]`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.key_cache = [_head_major(cache) for cache in self.key_cache]
+        self.value_cache = [_head_major(cache) for cache in self.value_cache]
+
+
+def _head_major(zeros: torch.Tensor) -> torch.Tensor:
+    num_blocks, block_size, num_kv_heads, head_dim = zeros.shape
+    return zeros.view(num_blocks, num_kv_heads, block_size, head_dim).transpose(1, 2)
+
+
+def write_kv_anywhere(
+    key: torch.Tensor,  # as in `write_kv`
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """`write_kv` for memory of any order."""
+    is_real = slot_mapping >= 0
+    if not is_real.all():
+        key, value, slot_mapping = key[is_real], value[is_real], slot_mapping[is_real]
+    block_size = key_cache.shape[1]
+    places = slot_mapping // block_size, slot_mapping % block_size
+    key_cache.index_put_(places, key)
+    value_cache.index_put_(places, value)
+
+
+class CompiledPlan(PagedPlan):
+    """A plan that takes the decodes out, if they are worth it. Mixed into any other plan."""
+
+    def __init__(
+        self,
+        metadata: AttentionMetadata,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        backend: CompiledAttentionBackend,
+    ) -> None:
+        self.backend = backend
+        self.splits: DecodeSplits | None = None
+        super().__init__(metadata, query, key_cache)
+
+    def lengths(
+        self, metadata: AttentionMetadata, key_cache: torch.Tensor
+    ) -> tuple[Sequence[int], Sequence[int], list[bool]]:
+        starts, seq_lens, is_short = super().lengths(metadata, key_cache)
+        decodes = [row for row, (start, stop) in enumerate(pairwise(starts)) if stop - start == 1]
+        num_keys = sum(seq_lens[row] for row in decodes)
+        is_taken = self.backend.takes(self.num_heads, key_cache, num_keys)
+        self.decodes = decodes if is_taken else []
+        for row in self.decodes:  # a plan may think that a very long sequence is not
+            is_short[row] = True
+        return starts, seq_lens, is_short
+
+    def make_groups(
+        self,
+        short: list[int],
+        query_lens: Sequence[int],
+        starts: Sequence[int],
+        seq_lens: Sequence[int],
+        tables: torch.Tensor,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+    ) -> list[DecodeGroup]:
+        """Lengths and tables are known not to contradict each other."""
+        if rows := self.decodes:
+            lens = torch.tensor([seq_lens[row] for row in rows])
+            tables_of_decodes = tables[_as_slice(rows)]
+            self.splits = split_sequences(lens, tables_of_decodes, key_cache.shape[1])
+            self.tokens = _as_slice([starts[row] for row in rows])
+            taken = set(rows)
+            short = [row for row in short if row not in taken]
+        step = starts, seq_lens, tables, query, key_cache
+        return super().make_groups(short, query_lens, *step)
+
+    def attend(
+        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        output = super().attend(query, key_cache, value_cache, scale)
+        if self.splits is not None:
+            decodes, caches = query[self.tokens], (key_cache, value_cache)
+            output[self.tokens] = self.backend.decode(decodes, *caches, self.splits, scale)
+        return output
+
+
+def _as_slice(indices: list[int]) -> slice | torch.Tensor:
+    """What selects them; neighbours without a copy."""
+    first, n = indices[0], len(indices)
+    if indices[-1] - first == n - 1:  # they ascend
+        return slice(first, first + n)
+    return torch.tensor(indices)
+
+
+class CompiledAttentionBackend(TorchAttentionBackend):
+    """An `AttentionBackend` for a CPU. `decode` was compiled for `num_heads` query heads and caches
+    like `key_cache`; other models (a draft model) are attended to as ever. With
+    `min_key_elements=0` it computes all decodes, however few."""
+
+    plan_type: type[CompiledPlan] = CompiledPlan
+    write_kv = staticmethod(write_kv_anywhere)
+
+    def __init__(
+        self,
+        decode: DecodeAttention,
+        num_heads: int,
+        key_cache: torch.Tensor,
+        min_key_elements: int | None = None,  # None: `MIN_KEY_ELEMENTS`
+    ) -> None:
+        self.decode = decode
+        # All that the machine code depends on: the strides tell the shape of a block.
+        self._made_for = num_heads, key_cache.dtype, key_cache.stride()
+        self._min = MIN_KEY_ELEMENTS if min_key_elements is None else min_key_elements
+
+    @classmethod
+    def compiled_for(
+        cls, num_heads: int, kv_cache: PagedKVCache
+    ) -> CompiledAttentionBackend | None:
+        """For KV tensors like those of `kv_cache`, which is a `HeadMajorKVCache` of any size.
+
+        Takes some 20 seconds, a few once the machine code is on the disk, and says so. None, and
+        a warning, where there is no C++ compiler."""
+        key_cache, value_cache = kv_cache.key_cache[0], kv_cache.value_cache[0]
+        decode = compile_decode_attention(num_heads, key_cache, value_cache)
+        return None if decode is None else cls(decode, num_heads, key_cache)
+
+    def takes(self, num_heads: int, key_cache: torch.Tensor, num_keys: int) -> bool:
+        """Whether decodes with so many keys together are for the compiled function."""
+        is_known = self._made_for == (num_heads, key_cache.dtype, key_cache.stride())
+        return is_known and num_keys * key_cache.shape[2:].numel() >= self._min
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        plan = metadata.plan
+        if not isinstance(plan, self.plan_type) or not plan.fits(query, key_cache):
+            plan = metadata.plan = self.plan_type(metadata, query, key_cache, self)
+        return plan.attend(query, key_cache, value_cache, scale)

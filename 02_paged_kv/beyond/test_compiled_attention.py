@@ -1,0 +1,188 @@
+"""The backend with compiled decodes against the oracle of `test_paged_attention.py`. What it calls
+here is the plain `decode_attention`, which needs no compiler."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import compiled_attention as module
+from attention_plan import SHORT_QUERIES
+from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache, write_kv_anywhere
+from decode_attention import decode_attention
+from paged_attention import PagedKVCache, PagedPlan, write_kv
+from test_decode_attention import head_major
+from test_paged_attention import MIXED, TOLERANCE, Case, make_case
+
+ALL_DECODES = 0
+
+
+def make_backend(case: Case, least: int | None = ALL_DECODES) -> CompiledAttentionBackend:
+    """`num_decodes` of it: rows that came to its function, call by call."""
+
+    def decode(query, *rest):
+        backend.num_decodes.append(len(query))
+        return decode_attention(query, *rest)
+
+    backend = CompiledAttentionBackend(decode, case.query.shape[1], case.key_cache, least)
+    backend.num_decodes = []
+    return backend
+
+
+def make_head_major_case(*arguments, **options) -> Case:
+    case = make_case(*arguments, **options)
+    case.key_cache, case.value_cache = head_major(case.key_cache), head_major(case.value_cache)
+    return case
+
+
+def attend(case: Case, backend: CompiledAttentionBackend) -> torch.Tensor:
+    return backend.attend(case.query, case.key_cache, case.value_cache, case.metadata, case.scale)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_decodes_go_to_the_function_and_all_others_the_usual_way(block_size, dtype):
+    """Unused slots are NaN; decodes stand between the others."""
+    case = make_head_major_case(MIXED, block_size, dtype, num_padding_tokens=2, seed=block_size)
+    backend = make_backend(case)
+    case.check(attend(case, backend))
+    assert backend.num_decodes == [sum(query_len == 1 for query_len, _ in MIXED)]
+    case.key_cache.mul_(2), case.value_cache.mul_(3)  # the next layer, with the same plan
+    case.keys, case.values = [k * 2 for k in case.keys], [v * 3 for v in case.values]
+    plan = case.metadata.plan
+    case.check(attend(case, backend), torch.bfloat16 if dtype == torch.bfloat16 else None)
+    assert case.metadata.plan is plan
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[(1, 9)], [(1, 9), (1, 40)], [(1, 9), (1, 3), (5, 5)], [(5, 5), (1, 9), (1, 3)], [(7, 7)]],
+    ids=str,
+)
+def test_decodes_alone_in_front_behind_and_none(lengths):
+    case = make_head_major_case(lengths, 4)
+    backend, num_decodes = make_backend(case), sum(query_len == 1 for query_len, _ in lengths)
+    case.check(attend(case, backend))
+    assert backend.num_decodes == [num_decodes] * (num_decodes > 0)
+
+
+def test_a_batch_without_tokens():
+    case = make_head_major_case([], 4)
+    assert attend(case, make_backend(case)).shape == (0, 4, 8)
+
+
+def test_random_batches():
+    for seed in range(30):
+        rng = random.Random(seed)
+        seq_lens = [rng.randint(1, 90) for _ in range(rng.randint(1, 9))]
+        lengths = [(min(rng.choice([0, 1, 1, 2, 9]), n), n) for n in seq_lens]
+        case = make_head_major_case(lengths, rng.randint(1, 5), seed=seed)
+        case.check(attend(case, make_backend(case)))
+
+
+def test_few_keys_are_gathered(monkeypatch):
+    """Keys of all decodes, times KV heads and channels: 30 * 2 * 8 here."""
+    lengths = [(1, 20), (4, 100), (1, 10)]
+    for least, is_taken in ((480, True), (481, False)):
+        case = make_head_major_case(lengths, 4)
+        backend = make_backend(case, least)
+        case.check(attend(case, backend))
+        assert bool(backend.num_decodes) == is_taken
+    monkeypatch.setattr(module, "MIN_KEY_ELEMENTS", 480)
+    case = make_head_major_case(lengths, 4)
+    backend = make_backend(case, None)
+    attend(case, backend)
+    assert backend.num_decodes == [2]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"num_kv_heads": 1, "num_shared": 4},
+        {"num_shared": 4},
+        {"head_dim": 6},
+        {"dtype": torch.float32},
+        {"block_size": 8},
+    ],
+    ids=str,
+)
+def test_another_model_is_attended_to_the_usual_way(other):
+    """A draft model shares backend and metadata, and the function is not made for it."""
+    backend = make_backend(make_head_major_case(MIXED, 4))
+    for make in (make_case, make_head_major_case):
+        case = make(MIXED, **{"block_size": 4} | other)
+        case.check(attend(case, backend))
+    case = make_case(MIXED, 4)
+    case.check(attend(case, backend))
+    assert backend.num_decodes == [], "memory of the other order is not for it either"
+
+
+def test_a_model_and_its_draft_share_metadata():
+    """In turn, layer after layer: each has its own plan, and the function is for one of them."""
+    target, draft = (make_head_major_case(MIXED, 4, num_shared=n) for n in (2, 3))
+    draft.metadata = target.metadata
+    backend, num_decodes = make_backend(target), sum(query_len == 1 for query_len, _ in MIXED)
+    for case in (target, draft, draft, target):
+        case.check(attend(case, backend))
+    assert backend.num_decodes == [num_decodes] * 2
+
+
+def test_a_plan_of_another_backend_is_not_used():
+    case = make_head_major_case(MIXED, 4)
+    case.check(case.attend())
+    assert type(case.metadata.plan) is PagedPlan
+    backend = make_backend(case)
+    case.check(attend(case, backend))
+    case.check(case.attend())
+    assert type(case.metadata.plan) is PagedPlan and len(backend.num_decodes) == 1
+
+
+def test_metadata_that_contradicts_itself_is_an_error():
+    case = make_head_major_case([(1, 4)], 4)
+    case.metadata.seq_lens = torch.tensor([99])
+    with pytest.raises(ValueError, match="sequence 0: query_len is 1, seq_len 99"):
+        attend(case, make_backend(case))
+
+
+def test_memory_is_head_major_and_nobody_sees_it():
+    arguments = 3, 5, 4, 2, 8, torch.float32
+    cache, plain = HeadMajorKVCache(*arguments), PagedKVCache(*arguments)
+    assert cache.kv_bytes_per_block == plain.kv_bytes_per_block
+    assert (cache.num_blocks, cache.block_size) == (5, 4)
+    for tensors, plain_tensors in (
+        (cache.key_cache, plain.key_cache),
+        (cache.value_cache, plain.value_cache),
+    ):
+        assert len(tensors) == 3
+        for tensor, plain_tensor in zip(tensors, plain_tensors, strict=True):
+            assert torch.equal(tensor, plain_tensor)
+            assert tensor.stride() == (64, 8, 32, 1), "a head's keys of a block are one run"
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_written_tokens_stand_where_the_plain_function_puts_them(block_size):
+    cache, plain = (kind(1, 6, block_size, 2, 3) for kind in (HeadMajorKVCache, PagedKVCache))
+    slots = random.Random(0).sample(range(6 * block_size), 5)
+    mapping = torch.tensor([slots[0], -1, *slots[1:], -1])
+    key, value = torch.randn(2, 7, 2, 3)
+    write_kv(key, value, plain.key_cache[0], plain.value_cache[0], mapping)
+    for target in (cache, other := PagedKVCache(1, 6, block_size, 2, 3)):
+        write_kv_anywhere(key, value, target.key_cache[0], target.value_cache[0], mapping)
+    for target in (cache, other):
+        assert torch.equal(target.key_cache[0], plain.key_cache[0])
+        assert torch.equal(target.value_cache[0], plain.value_cache[0])
+
+
+def test_without_a_compiler_there_is_no_backend(monkeypatch):
+    monkeypatch.setattr(module, "compile_decode_attention", lambda *arguments: None)
+    assert CompiledAttentionBackend.compiled_for(4, HeadMajorKVCache(1, 3, 4, 2, 8)) is None
+
+
+def test_queries_of_several_tokens_stay_in_groups():
+    case = make_head_major_case([(2, 9), (1, 4), (max(SHORT_QUERIES), 30)], 4)
+    backend = make_backend(case)
+    case.check(attend(case, backend))
+    assert sum(group.num_seqs for group in case.metadata.plan.groups) == 2
+    assert not case.metadata.plan.long_queries

@@ -1,0 +1,178 @@
+"""Decode attention over splits against the oracle of `test_paged_attention.py`: score by score, in
+float64, every slot that nobody owns NaN. Once as plain PyTorch, once compiled."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+
+import pytest
+import torch
+
+import decode_attention as module
+from decode_attention import compile_decode_attention, decode_attention, split_sequences
+from test_paged_attention import Case, make_case
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
+NUM_KV_HEADS, NUM_SHARED, HEAD_DIM, BLOCK_SIZE = 2, 2, 24, 4  # of the one small compilation
+
+
+def needs_compiler(test):
+    """Skipped where there is no C++ compiler. The CI has to have one: there, the test fails."""
+    is_required = os.environ.get("VLLM_FS_REQUIRE_COMPILER") or os.environ.get("CI")
+    is_there = any(map(shutil.which, ("g++", "clang++")))
+    return pytest.mark.skipif(not (is_there or is_required), reason="no C++ compiler")(test)
+
+
+def head_major(cache: torch.Tensor) -> torch.Tensor:
+    """The same view of memory that is `[num_blocks, num_kv_heads, block_size, head_dim]`."""
+    return cache.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def run(case: Case, function=decode_attention) -> torch.Tensor:
+    splits = split_sequences(
+        case.metadata.seq_lens, case.metadata.block_tables, case.key_cache.shape[1]
+    )
+    caches = head_major(case.key_cache), head_major(case.value_cache)
+    return function(case.query, *caches, splits, case.scale)
+
+
+def check(case: Case, function=decode_attention) -> None:
+    output, expected = run(case, function), case.expected()
+    assert output.dtype == case.query.dtype
+    tolerance = TOLERANCE[output.dtype]
+    torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=0)
+
+
+def decodes(*seq_lens: int) -> list[tuple[int, int]]:
+    return [(1, seq_len) for seq_len in seq_lens]
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 16, 33])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_it_is_attention_through_shuffled_tables(block_size, dtype):
+    check(make_case(decodes(1, 70, 5, 16, 129, 3), block_size, dtype, seed=block_size))
+
+
+@pytest.mark.parametrize("num_kv_heads, num_shared", [(1, 1), (1, 8), (4, 1), (2, 3)])
+@pytest.mark.parametrize("head_dim", [1, 24, 80])
+def test_heads_of_any_number_and_size(num_kv_heads, num_shared, head_dim):
+    check(
+        make_case(
+            decodes(40, 7),
+            2,
+            torch.float32,
+            num_kv_heads=num_kv_heads,
+            num_shared=num_shared,
+            head_dim=head_dim,
+        )
+    )
+
+
+@pytest.mark.parametrize("seq_len", [1, 4, 5, 31, 32, 33, 64, 65])
+def test_one_sequence_around_the_borders_of_blocks_and_splits(seq_len):
+    check(make_case(decodes(seq_len), 4))
+
+
+def test_scores_far_beyond_what_exp_can_represent():
+    case = make_case(decodes(50, 9), 4, torch.float32)
+    case.scale = 1e4
+    check(case)
+
+
+def test_random_lengths():
+    for seed in range(20):
+        rng = random.Random(seed)
+        lengths = [rng.choice([1, 2, 9, 40, 100]) for _ in range(rng.randint(1, 9))]
+        check(make_case(decodes(*lengths), rng.randint(1, 5), seed=seed))
+
+
+def test_what_splits_hold(monkeypatch):
+    monkeypatch.setattr(module, "SPLIT_BLOCKS", 2)
+    tables = torch.tensor([[7, 2, 9, 0], [5, 4, 1, 6]])
+    splits = split_sequences(torch.tensor([9, 13]), tables, block_size=4)
+    assert splits.owners.tolist() == [0, 0, 1, 1]
+    assert splits.block_ids.tolist() == [[7, 2], [9, 9], [5, 4], [1, 6]]
+    assert splits.num_keys.tolist() == [9, 1, 13, 5]
+    assert splits.of_sequence.tolist() == [[0, 1], [2, 3]]
+    alone = split_sequences(torch.tensor([4]), tables[:1], block_size=4)
+    assert alone.num_keys.tolist() == [4, 1], "nobody is alone"
+    assert alone.of_sequence.tolist() == [[0, -1], [1, -1]]
+
+
+# -- compiled
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Compiled once, and never again: whatever sizes come, `error_on_recompile` is on."""
+    shape = (3, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    caches = torch.zeros(shape).transpose(1, 2), torch.zeros(shape).transpose(1, 2)
+    function = compile_decode_attention(NUM_KV_HEADS * NUM_SHARED, *caches)
+    assert function is not None
+    return torch._dynamo.config.patch(error_on_recompile=True)(function)
+
+
+def small_case(*seq_lens: int, seed: int = 0) -> Case:
+    return make_case(
+        decodes(*seq_lens),
+        BLOCK_SIZE,
+        torch.float32,
+        num_kv_heads=NUM_KV_HEADS,
+        num_shared=NUM_SHARED,
+        head_dim=HEAD_DIM,
+        seed=seed,
+    )
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("seq_lens", [[1], [40], [1, 1], [7, 100, 31, 32, 33], [5] * 40, [5] * 129])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_compiled_once_for_any_number_of_sequences_splits_and_blocks(compiled, seq_lens, mode):
+    """Caches are made outside of inference mode, as the engine makes them."""
+    check(small_case(*seq_lens), mode()(compiled))
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_result_does_not_depend_on_the_batch_mates_bit_for_bit(compiled):
+    """Alone, in any company, in any row, in other blocks: the same bits."""
+    rng = random.Random(0)
+    for seed in range(10):
+        lengths = [rng.choice([1, 5, 33, 64, 200]) for _ in range(rng.randint(2, 12))]
+        case = small_case(*lengths, seed=seed)
+        together = run(case, compiled)
+        for row in rng.sample(range(len(lengths)), 2):
+            alone = small_case(lengths[row])
+            alone.query = case.query[row : row + 1]
+            for position in range(lengths[row]):
+                block, offset = divmod(position, BLOCK_SIZE)
+                place = int(alone.metadata.block_tables[0, block])
+                alone.key_cache[place, offset] = case.keys[row][position]
+                alone.value_cache[place, offset] = case.values[row][position]
+            assert torch.equal(run(alone, compiled)[0], together[row])
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_compiled_for_bfloat16_in_the_shape_of_a_real_model():
+    shape = (3, 8, 16, 128)
+    caches = [torch.zeros(shape, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2)]
+    function = compile_decode_attention(16, *caches)
+    assert function is not None
+    heads = dict(num_kv_heads=8, num_shared=2, head_dim=128)
+    check(make_case(decodes(300, 17, 129, 1), 16, torch.bfloat16, **heads), function)
+
+
+def test_without_a_compiler_it_says_so(monkeypatch, caplog):
+    def fail(*arguments, **options):
+        raise RuntimeError("no C++ compiler\nand more lines")
+
+    monkeypatch.setattr(module, "_first_call", fail)
+    cache = torch.zeros(2, 4, 2, 8)
+    with caplog.at_level(logging.WARNING):
+        assert compile_decode_attention(4, cache, cache) is None
+    assert "RuntimeError: no C++ compiler" in caplog.text and "more lines" not in caplog.text

@@ -1,0 +1,19 @@
+"""Chapter 6's mixed batches with compiled decodes.
+
+Decodes stand in front and go to the compiled function of chapter 2's `decode_attention.py`, those
+with too many keys for a group too: it reads them where they lie. Chunks, and guesses that wait for
+their verification, are attended to as in `mixed_attention.py`.
+"""
+
+from __future__ import annotations
+
+from compiled_attention import CompiledAttentionBackend, CompiledPlan
+from mixed_attention import MixedPlan
+
+
+class CompiledMixedPlan(CompiledPlan, MixedPlan):
+    """Without its decodes, a `MixedPlan`."""
+
+
+class CompiledMixedAttentionBackend(CompiledAttentionBackend):
+    plan_type = CompiledMixedPlan

@@ -1,0 +1,165 @@
+"""`compile`: greedy tokens are `transformers`' with it and without, in every kind of engine.
+
+Compiling takes seconds, so most tests put the plain `decode_attention` in its place: the same
+backend, memory and plans, and the specification of what is compiled. Then all decodes are for it,
+however few keys they have."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+import compiled_attention
+import decode_attention as decode_module
+from common.engine import EngineConfig, LLMEngine
+from common.engine_config import COMPILE_FROM_PARAMETERS
+from common.llm import LLM
+from common.tests.engine_oracle import MAX_TOKENS, Oracle, serve
+from common.tests.equivalence import make_config, serve_combination, subject
+from common.tests.equivalence_axes import Combination
+from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache
+from decode_attention import decode_attention
+from global_kv_pool import GlobalKVPool
+from paged_attention import PagedKVCache
+from pool_connector import PoolConnector
+from test_decode_attention import needs_compiler
+from tiered_cache import KVTierConfig
+
+CPU = torch.device("cpu")
+CHUNKS = "two_phase chunked_prefill=3 prefix_cache=hash block_size=3 preempt_every=5"
+COMBINATIONS = [
+    CHUNKS,
+    "two_phase chunked_prefill=False prefix_cache=radix block_size=16 preempt_every=2",
+    "two_phase chunked_prefill=True speculative=ngram prefix_cache=hash block_size=33",
+    "two_phase chunked_prefill=16 speculative=draft block_size=1 pool=just",
+    "prefill_first chunked_prefill=16 mixing=True prefix_cache=hash preempt_every=3",
+    "fcfs chunked_prefill=False block_size=3",
+]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Decodes of each call of what is, or is not, compiled; whoever makes it."""
+    numbers: list[int] = []
+    real = CompiledAttentionBackend.__init__
+
+    def spy(backend, decode, *arguments) -> None:
+        def counted(query, *rest):
+            numbers.append(len(query))
+            return decode(query, *rest)
+
+        real(backend, counted, *arguments)
+
+    monkeypatch.setattr(CompiledAttentionBackend, "__init__", spy)
+    monkeypatch.setattr(compiled_attention, "MIN_KEY_ELEMENTS", 0)
+    return numbers
+
+
+@pytest.fixture
+def plain(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Nothing is compiled."""
+    monkeypatch.setattr(
+        compiled_attention, "compile_decode_attention", lambda *arguments: decode_attention
+    )
+    return calls
+
+
+def serve_compiled(text: str) -> None:
+    combination = Combination.parse([f"scheduler={text.split()[0]}", *text.split()[1:]])
+    which = subject("random")
+    config = replace(make_config(combination), compile=True)
+    engine = LLMEngine(config, loaded=which.loaded, draft=which.draft)
+    assert isinstance(engine.kv_cache, HeadMajorKVCache)
+    serve_combination(combination, engine)
+
+
+@pytest.mark.parametrize("text", COMBINATIONS)
+def test_every_token_is_right(text: str, plain: list[int]) -> None:
+    serve_compiled(text)
+    assert max(plain) > 1
+
+
+@needs_compiler
+def test_every_token_is_right_compiled(calls: list[int]) -> None:
+    """The one test outside of `-m slow` that compiles."""
+    serve_compiled(CHUNKS)
+    assert max(calls) > 1
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("text", COMBINATIONS[1:])
+def test_every_token_is_right_compiled_in_every_kind_of_engine(text: str, calls: list[int]) -> None:
+    serve_compiled(text)
+    assert max(calls) > 1
+
+
+@pytest.fixture
+def pool() -> Iterator[GlobalKVPool]:
+    pool = GlobalKVPool(max_blocks_per_node=5000)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("shared", ["disk", "pool"])
+@pytest.mark.parametrize("order", [(True, False), (False, True)], ids=str)
+def test_engines_share_kv_whatever_the_order_of_their_memory(
+    shared, order, family_oracle: Oracle, family_loaded, pool, tmp_path, plain
+) -> None:
+    """What leaves an engine is in the order of the chapters' shapes."""
+    config = EngineConfig(block_size=4, num_blocks=800, check_invariants=True)
+    outputs = []
+    for name in order:
+        if shared == "pool":
+            config = replace(config, kv_connector=PoolConnector(pool, str(name)))
+        else:
+            tiers = KVTierConfig(0, 500, tmp_path / "kv", write_policy="write_through")
+            config = replace(config, kv_tiers=tiers)
+        engine = LLMEngine(replace(config, compile=name), loaded=family_loaded)
+        assert isinstance(engine.kv_cache, HeadMajorKVCache) == name
+        outputs = serve(engine, family_oracle, [2, 8], MAX_TOKENS)
+        engine.close()
+    lengths = [len(family_oracle.prompts[i]) for i in (2, 8)]
+    assert [o.num_cached_tokens for o in outputs] == [(n - 1) // 4 * 4 for n in lengths]
+
+
+# -- when
+
+
+def test_who_compiles() -> None:
+    """The shipped checkpoint never does by itself, nor does a GPU, whose attention is kernels."""
+    auto = EngineConfig()
+    assert auto.wants_compiled(COMPILE_FROM_PARAMETERS, CPU)
+    assert not auto.wants_compiled(COMPILE_FROM_PARAMETERS - 1, CPU)
+    assert not auto.wants_compiled(10**10, torch.device("cuda"))
+    assert not EngineConfig(compile=False).wants_compiled(10**10, CPU)
+    assert EngineConfig(compile=True).wants_compiled(1, CPU)
+
+
+def test_the_shipped_checkpoint_is_not_compiled(monkeypatch) -> None:
+    def never(*arguments):
+        raise AssertionError("it compiles")
+
+    monkeypatch.setattr(compiled_attention, "compile_decode_attention", never)
+    for config in ({}, {"compile": False}):
+        llm = LLM(num_blocks=8, **config)
+        assert type(llm.engine.kv_cache) is PagedKVCache
+
+
+def test_without_a_compiler_the_engine_says_so_and_serves(
+    family_oracle: Oracle, family_loaded, monkeypatch, caplog
+) -> None:
+    def fail(*arguments):
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(decode_module, "_first_call", fail)
+    with caplog.at_level(logging.WARNING):
+        engine = LLMEngine(EngineConfig(compile=True, num_blocks=100), loaded=family_loaded)
+    assert "compiling decode attention" in caplog.text, "whoever waits knows for what"
+    assert "keys are gathered: RuntimeError: no C++ compiler" in caplog.text
+    assert type(engine.kv_cache) is PagedKVCache
+    serve(engine, family_oracle, [0, 4], 5)
