@@ -83,7 +83,7 @@ class PagedFCFSMachine(FCFSMachine):
         super().teardown()
         if hasattr(self, "scheduler"):
             assert self.memory.num_blocks_in_use == 0
-            assert not self.scheduler.delta._tables and not self.runner.state.rows
+            assert not self.scheduler.delta._tables and not self.runner.state.row_of
 
 
 TestPagedFCFSMachine = PagedFCFSMachine.TestCase
@@ -219,6 +219,6 @@ def test_rows_of_finished_requests_are_given_again():
         new = [NewRequestData(f"{i}{j}", [1], params, 0, [i + 1]) for j in "ab"]
         gone = {f"{i - 1}{j}" for j in "ab"} if i else set()
         state.apply(SchedulerOutput(new, finished_req_ids=gone))
-        assert sorted(state.rows.values()) == [0, 1]
+        assert sorted(state.row_of.values()) == [0, 1]
         assert state.block_ids(f"{i}b") == [i + 1]
-    assert len(state.tables.ids) == 2
+    assert len(state.block_tables) == 2

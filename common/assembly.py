@@ -33,9 +33,10 @@ from block_pool import BlockPool
 from common.engine_config import EngineConfig, SpeculativeConfig
 from common.kv_sizing import allocate_kv_cache, make_kv_cache
 from common.loader import LoadedModel
+from common.runner.batch_state import BatchState
 from common.runner.model_runner import Compose, PagedModelRunner
 from common.sampling.sampler import Sampler
-from kv_memory import KVMemory, SharingRunnerState, UncachedKVCacheManager
+from kv_memory import KVMemory, UncachedKVCacheManager
 from paged_attention import AttentionBackend, PagedKVCache, TorchAttentionBackend
 from scheduler_interface import SchedulerInterface
 from step_record import Observer, RecordingEngineCore, StepRecord
@@ -98,7 +99,8 @@ def assemble(
     kv_memory = make_kv_memory(config, kv_cache.num_blocks, connector, listener)
     chunk_policy = make_chunk_policy(config)
 
-    state = SharingRunnerState(config.max_num_seqs, -(-max_model_len // config.block_size))
+    max_blocks = -(-max_model_len // config.block_size)
+    state = BatchState(config.max_num_seqs, max_blocks, loaded.generation_eos_token_ids)
     runner = PagedModelRunner(
         loaded.model,
         kv_cache,

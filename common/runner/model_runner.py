@@ -1,6 +1,6 @@
 """`PagedModelRunner`: turns a scheduler's plan into one forward pass over a paged KV cache.
 
-    plan -> requests (`SharingRunnerState`) -> rows of tokens -> model -> logits -> sampler
+    plan -> requests (`BatchState`) -> rows of tokens -> model -> logits -> sampler
 
 The runner knows the requests from the deltas in each plan and from nothing else, so it may be in
 another process. All requests of a step lie end to end in one row of tokens, without padding;
@@ -18,14 +18,14 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from batch_layout import BlockTables, ComposedBatch, Query, compose_in_order, to_device
+from batch_layout import ComposedBatch, PagedRunnerState, Queries, compose_in_order
 from common.model import DecoderModel
+from common.runner.batch_state import BatchState
 from common.sampling.sampler import SamplingBatch
-from kv_memory import SharingRunnerState
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 from scheduler_interface import FinishedStep, Laps, SchedulerOutput, StepOutput
 
-Compose = Callable[[BlockTables, Sequence[Query], int, torch.device], ComposedBatch]
+Compose = Callable[[PagedRunnerState, Queries, int, torch.device], ComposedBatch]
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class PagedModelRunner:
         model: DecoderModel,
         kv_cache: PagedKVCache,
         backend: AttentionBackend,
-        state: SharingRunnerState,
+        state: BatchState,
         sampler: BatchSampler,
         *,
         compose: Compose = compose_in_order,
@@ -97,37 +97,47 @@ class PagedModelRunner:
         return self.model(ids, positions, self.kv_cache, batch.attention, rows, self.backend)
 
     def _lay_out(self, plan: SchedulerOutput) -> PagedBatch:
-        cached = plan.scheduled_cached_reqs
-        starts = {new.req_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
-        starts |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        req_ids = list(starts)
-        if self._shuffle is not None:
-            self._shuffle.shuffle(req_ids)
-        requests, rows = self.state.requests, self.state.rows
+        cached, state = plan.scheduled_cached_reqs, self.state
         drafts, num_tokens = plan.scheduled_draft_token_ids, plan.num_scheduled_tokens
-        queries = []
-        for req_id in req_ids:
-            start, num_drafts = starts[req_id], len(drafts.get(req_id, ()))
-            num_known = requests[req_id].num_tokens
-            is_last = start + num_tokens[req_id] - num_drafts == num_known
-            num_logit_rows = 1 + num_drafts if is_last else 0
-            queries.append(Query(rows[req_id], start, num_tokens[req_id], num_logit_rows))
-        batch = self.compose(self.state.tables, queries, self.kv_cache.block_size, self.device)
-        input_ids: list[int] = []
-        sampling = SamplingBatch()
-        for i in batch.order:
-            request, query = requests[req_ids[i]], queries[i]
-            own_drafts = drafts.get(request.req_id, [])
-            stop = query.start + query.num_tokens - len(own_drafts)
-            input_ids += request.tokens(query.start, stop) + own_drafts
-            for num_before in range(query.num_logit_rows):
-                sampling.add(request, own_drafts[:num_before], self.eos_token_ids)
+        req_ids = [new.req_id for new in plan.scheduled_new_reqs] + cached.req_ids
+        starts = [new.num_computed_tokens for new in plan.scheduled_new_reqs]
+        starts = np.array(starts + cached.num_computed_tokens, dtype=np.int64)
+        if self._shuffle is not None:
+            order = list(range(len(req_ids)))
+            self._shuffle.shuffle(order)
+            req_ids, starts = [req_ids[i] for i in order], starts[order]
+        rows, num_queries = state.rows_of(req_ids), len(req_ids)
+        lens = np.fromiter(map(num_tokens.__getitem__, req_ids), np.int64, num_queries)
+        num_drafts = np.zeros(num_queries, dtype=np.int64)
+        if drafts:
+            num_drafts[:] = [len(drafts.get(req_id, ())) for req_id in req_ids]
+        is_last = starts + lens - num_drafts == state.num_tokens[rows]
+        queries = Queries(rows, starts, lens, np.where(is_last, 1 + num_drafts, 0))
+        batch = self.compose(state, queries, self.kv_cache.block_size, self.device)
+        sampling = self._sampling_batch(req_ids, queries, batch.order, drafts)
         return PagedBatch(
-            req_ids=[req_ids[i] for i in batch.order],
-            input_ids=to_device(np.array(input_ids, dtype=np.int64), self.device),
+            req_ids=[req_ids[i] for i in batch.order.tolist()],
+            input_ids=batch.input_ids,
             positions=batch.positions,
             attention=batch.attention,
-            logit_indices=to_device(batch.logit_indices, self.device),
+            logit_indices=batch.logit_indices,
             sampling=sampling,
             draft_token_ids=drafts,
         )
+
+    def _sampling_batch(
+        self,
+        req_ids: list[str],
+        queries: Queries,
+        order: np.ndarray,
+        drafts: dict[str, list[int]],
+    ) -> SamplingBatch:
+        """A row for each of logits: the request's, and how many drafts stand before its token."""
+        num_rows = queries.num_logit_rows[order]
+        owner, stops = np.repeat(order, num_rows), num_rows.cumsum()
+        sampling = SamplingBatch()
+        before = np.arange(len(owner)) - np.repeat(stops - num_rows, num_rows)
+        for i, n in zip(owner.tolist(), before.tolist()):
+            r = self.state.requests[req_ids[i]]
+            sampling.add(r, drafts.get(req_ids[i], [])[:n], self.eos_token_ids)
+        return sampling

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from batch_layout import compose_in_order
+from common.runner.batch_state import BatchState
 from common.runner.model_runner import PagedModelRunner
 from common.runner.trimming_runner import TrimmingRunner
 from common.sampling.sampler import Sampler
-from kv_memory import SharingRunnerState
 from mixed_attention import MixedAttentionBackend
 from mixed_batch import MixedMetadata, compose
 from paged_attention import PagedKVCache, TorchAttentionBackend
@@ -39,7 +39,7 @@ def make_runner(random_loaded, layout=compose_in_order, **options) -> PagedModel
         torch.device("cpu"),
     )
     backend = MixedAttentionBackend() if layout is compose else TorchAttentionBackend()
-    state = SharingRunnerState(4, 4)
+    state = BatchState(4, 4)
     return PagedModelRunner(
         random_loaded.model, cache, backend, state, Sampler(97), compose=layout, **options
     )
