@@ -21,7 +21,7 @@ import torch
 from batch_layout import ComposedBatch, PagedRunnerState, Queries, compose_in_order
 from common.model import DecoderModel
 from common.runner.batch_state import BatchState
-from common.sampling.sampler import SamplingBatch
+from common.sampling.sampling_columns import SamplingBatch
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 from scheduler_interface import FinishedStep, Laps, SchedulerOutput, StepOutput
 
@@ -133,11 +133,23 @@ class PagedModelRunner:
         drafts: dict[str, list[int]],
     ) -> SamplingBatch:
         """A row for each of logits: the request's, and how many drafts stand before its token."""
-        num_rows = queries.num_logit_rows[order]
-        owner, stops = np.repeat(order, num_rows), num_rows.cumsum()
-        sampling = SamplingBatch()
-        before = np.arange(len(owner)) - np.repeat(stops - num_rows, num_rows)
-        for i, n in zip(owner.tolist(), before.tolist()):
-            r = self.state.requests[req_ids[i]]
-            sampling.add(r, drafts.get(req_ids[i], [])[:n], self.eos_token_ids)
-        return sampling
+        num_rows, state = queries.num_logit_rows[order], self.state
+        owner = np.repeat(order, num_rows)
+        rows = queries.rows[owner]
+        num_drafts_before = np.arange(len(owner)) - np.repeat(
+            num_rows.cumsum() - num_rows, num_rows
+        )
+        num_outputs = (state.num_tokens - state.num_prompt_tokens)[rows] + num_drafts_before
+        names = [req_ids[i] for i in owner.tolist()]
+        return as_before(SamplingBatch(state.sampling, names, rows, num_outputs, state, drafts))
+
+
+def as_before(batch: SamplingBatch):
+    from common.sampling.sampler import SamplingBatch as Old
+
+    old, state = Old(), batch.state
+    num_known = state.num_tokens - state.num_prompt_tokens
+    for req_id, row, num in zip(batch.req_ids, batch.rows.tolist(), batch.num_outputs.tolist()):
+        drafts = batch.drafts.get(req_id, [])[: num - num_known[row]]
+        old.add(state.requests[req_id], drafts, state.eos_token_ids)
+    return old
