@@ -69,7 +69,7 @@ def compose_in_order(
         "block_tables": state.block_tables[row, : -(-max_seq_len // block_size)],
         "slot_mapping": block_ids * block_size + positions % block_size,
     }
-    tensors = upload(tokens | attention, device)
+    tensors = all_to_device(tokens | attention, device)
     metadata = AttentionMetadata(
         *map(tensors.pop, attention), max_query_len=int(lens.max()), max_seq_len=max_seq_len
     )
@@ -77,19 +77,23 @@ def compose_in_order(
     return ComposedBatch(order, query_start_loc, attention=metadata, **tensors)
 
 
-def upload(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
-    """All of them in one copy to a GPU, and in none elsewhere. The copy begins in fresh staging
-    memory each time: a reused one could be overwritten while an asynchronous copy still reads it.
-    """
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy in fresh staging memory each time: a reused one could be overwritten while an
+    asynchronous copy still reads it."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
+
+
+def all_to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+    """In one copy to a GPU, end to end. Kernels are compiled for addresses that 16 divides."""
     if device.type != "cuda":
-        return tensors
-    # Kernels are compiled for addresses that are multiples of 16.
-    padding = [torch.empty(-t.nbytes % 16, dtype=torch.uint8) for t in tensors.values()]
-    flat = [t.contiguous().view(-1).view(torch.uint8) for t in tensors.values()]
-    sizes = [t.nbytes for pair in zip(flat, padding) for t in pair]
-    staging = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
-    torch.cat([t for pair in zip(flat, padding) for t in pair], out=staging)
-    parts = staging.to(device, non_blocking=True).split(sizes)[::2]
-    named = zip(tensors.items(), parts, strict=True)
-    return {name: part.view(t.dtype).view(t.shape) for (name, t), part in named}
+        return {name: to_device(array, device) for name, array in arrays.items()}
+    parts = [part for a in arrays.values() for part in (a.tobytes(), bytes(-a.nbytes % 16))]
+    packed = to_device(np.frombuffer(b"".join(parts), dtype=np.uint8), device)
+    tensors = {}
+    for (name, array), part in zip(arrays.items(), packed.split(list(map(len, parts)))[::2]):
+        dtype = torch.from_numpy(array).dtype
+        tensors[name] = part.view(dtype).view(array.shape)
+    return tensors

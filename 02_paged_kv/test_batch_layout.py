@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from batch_layout import Queries, compose_in_order, upload
+from batch_layout import Queries, all_to_device, compose_in_order, to_device
 from block_delta import PagedRunnerState
 from block_pool import BlockPool
 from kv_cache_manager import KVCacheManager
@@ -99,6 +99,7 @@ def test_a_plan_does_not_change_when_the_columns_do():
     assert layout.input_ids.tolist() == [1, 2, 3, 4, 5]
     assert layout.attention.block_tables.tolist() == [[3, 4]]
     assert layout.attention.slot_mapping.tolist() == [12, 13, 14, 15, 16]
+    assert to_device(np.array([1]), CPU).tolist() == [1]
 
 
 def test_logits_are_wanted_of_the_last_tokens_of_each_query():
@@ -127,7 +128,7 @@ def test_what_is_uploaded_arrives_as_it_was(device):
         "some columns": np.arange(21, dtype=np.int32).reshape(3, 7)[:, 2:5],
         "c": np.array([True, False, True]),
     }
-    tensors = upload(arrays, torch.device(device))
+    tensors = all_to_device(arrays, torch.device(device))
     assert list(tensors) == list(arrays)
     for name, array in arrays.items():
         tensor = tensors[name]

@@ -108,7 +108,6 @@ def assemble(
         state,
         Sampler(vocab_size),
         compose=attention.compose,
-        eos_token_ids=loaded.generation_eos_token_ids,
         shuffle_seed=config.seed if config.shuffle_batch else None,
     )
     speculation = num_lookahead_tokens = None
@@ -368,5 +367,5 @@ def make_proposer(
         runner.state,
         how.num_spec_tokens,
         max_model_len=min(longest, draft.config.max_position_embeddings),
-        sampler=ConstrainedDrafts(Sampler(vocab_size), loaded.generation_eos_token_ids),
+        sampler=ConstrainedDrafts(Sampler(vocab_size), runner.state.sampling, runner.state),
     )

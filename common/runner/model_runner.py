@@ -11,7 +11,7 @@ the drafts before it."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -38,7 +38,6 @@ class PagedBatch:
     attention: AttentionMetadata
     logit_indices: torch.Tensor  # [num_logit_rows] int64, into the tokens
     sampling: SamplingBatch = field(repr=False)  # a row for each of logits
-    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)  # what is to be verified
 
 
 class BatchSampler(Protocol):
@@ -64,12 +63,10 @@ class PagedModelRunner:
         sampler: BatchSampler,
         *,
         compose: Compose = compose_in_order,
-        eos_token_ids: Sequence[int] = (),
         shuffle_seed: int | None = None,
     ) -> None:
         self.model, self.kv_cache, self.backend = model, kv_cache, backend
         self.state, self.sampler, self.compose = state, sampler, compose
-        self.eos_token_ids = tuple(eos_token_ids)
         self.device = model.embed_weight.device
         self._shuffle = None if shuffle_seed is None else random.Random(shuffle_seed)
 
@@ -97,59 +94,37 @@ class PagedModelRunner:
         return self.model(ids, positions, self.kv_cache, batch.attention, rows, self.backend)
 
     def _lay_out(self, plan: SchedulerOutput) -> PagedBatch:
-        cached, state = plan.scheduled_cached_reqs, self.state
-        drafts, num_tokens = plan.scheduled_draft_token_ids, plan.num_scheduled_tokens
-        req_ids = [new.req_id for new in plan.scheduled_new_reqs] + cached.req_ids
-        starts = [new.num_computed_tokens for new in plan.scheduled_new_reqs]
-        starts = np.array(starts + cached.num_computed_tokens, dtype=np.int64)
+        start_of, drafts = plan.starts(), plan.scheduled_draft_token_ids
+        req_ids = list(start_of)
         if self._shuffle is not None:
-            order = list(range(len(req_ids)))
-            self._shuffle.shuffle(order)
-            req_ids, starts = [req_ids[i] for i in order], starts[order]
-        rows, num_queries = state.rows_of(req_ids), len(req_ids)
-        lens = np.fromiter(map(num_tokens.__getitem__, req_ids), np.int64, num_queries)
-        num_drafts = np.zeros(num_queries, dtype=np.int64)
-        if drafts:
-            num_drafts[:] = [len(drafts.get(req_id, ())) for req_id in req_ids]
-        is_last = starts + lens - num_drafts == state.num_tokens[rows]
-        queries = Queries(rows, starts, lens, np.where(is_last, 1 + num_drafts, 0))
-        batch = self.compose(state, queries, self.kv_cache.block_size, self.device)
-        sampling = self._sampling_batch(req_ids, queries, batch.order, drafts)
+            self._shuffle.shuffle(req_ids)
+
+        def column(value_of: Callable[[str], int]) -> np.ndarray:
+            return np.fromiter(map(value_of, req_ids), np.int64, len(req_ids))
+
+        rows, starts = self.state.rows_of(req_ids), column(start_of.__getitem__)
+        num_tokens = column(plan.num_scheduled_tokens.__getitem__)
+        num_drafts = column(lambda r: len(drafts.get(r, ()))) if drafts else np.zeros_like(rows)
+        is_last = starts + num_tokens - num_drafts == self.state.num_tokens[rows]
+        queries = Queries(rows, starts, num_tokens, np.where(is_last, 1 + num_drafts, 0))
+        batch = self.compose(self.state, queries, self.kv_cache.block_size, self.device)
         return PagedBatch(
             req_ids=[req_ids[i] for i in batch.order.tolist()],
             input_ids=batch.input_ids,
             positions=batch.positions,
             attention=batch.attention,
             logit_indices=batch.logit_indices,
-            sampling=sampling,
-            draft_token_ids=drafts,
+            sampling=self._sampling_batch(req_ids, queries, batch.order, drafts),
         )
 
     def _sampling_batch(
-        self,
-        req_ids: list[str],
-        queries: Queries,
-        order: np.ndarray,
-        drafts: dict[str, list[int]],
+        self, req_ids: list[str], queries: Queries, order: np.ndarray, drafts: dict[str, list[int]]
     ) -> SamplingBatch:
-        """A row for each of logits: the request's, and how many drafts stand before its token."""
-        num_rows, state = queries.num_logit_rows[order], self.state
-        owner = np.repeat(order, num_rows)
-        rows = queries.rows[owner]
-        num_drafts_before = np.arange(len(owner)) - np.repeat(
-            num_rows.cumsum() - num_rows, num_rows
-        )
-        num_outputs = (state.num_tokens - state.num_prompt_tokens)[rows] + num_drafts_before
-        names = [req_ids[i] for i in owner.tolist()]
-        return as_before(SamplingBatch(state.sampling, names, rows, num_outputs, state, drafts))
-
-
-def as_before(batch: SamplingBatch):
-    from common.sampling.sampler import SamplingBatch as Old
-
-    old, state = Old(), batch.state
-    num_known = state.num_tokens - state.num_prompt_tokens
-    for req_id, row, num in zip(batch.req_ids, batch.rows.tolist(), batch.num_outputs.tolist()):
-        drafts = batch.drafts.get(req_id, [])[: num - num_known[row]]
-        old.add(state.requests[req_id], drafts, state.eos_token_ids)
-    return old
+        """A row for the last known token of each request that is reached, and for each draft."""
+        state, num_rows = self.state, queries.num_logit_rows[order]
+        owner = np.repeat(order, num_rows)  # of each row
+        names, rows = [req_ids[i] for i in owner.tolist()], queries.rows[owner]
+        first = np.repeat(num_rows.cumsum() - num_rows, num_rows)  # row of the owner
+        num_known = state.num_tokens[rows] - state.num_prompt_tokens[rows]
+        num_outputs = num_known + np.arange(len(rows)) - first
+        return SamplingBatch(state.sampling, names, rows, num_outputs, state, drafts)
