@@ -1,13 +1,18 @@
 """Block tables on their way to the runner: both ends of the message.
 
     scheduler's side   BlockDelta         the whole table of a request once, then new blocks
-    runner's side      PagedRunnerState   a row for each request: a step's tables are one gather
+    runner's side      PagedRunnerState   columns with a row for each request:
+
+    row   token_ids            num_tokens   num_prompt_tokens   block_tables   num_blocks
+    0     7 1 4 4 | 9 9 2 . .  7            4                   5 2 . .        2
+    1     3 8 | 6 . . . . . .  3            2                   9 . . .        1
 
 Neither needs a tensor: a scheduler can be imported, and tested, without PyTorch.
 
-Invariant: after each plan the runner's table of a scheduled request is the scheduler's.
+Invariants: after each plan the runner's tokens and table of a scheduled request are the
+scheduler's; a row is one request's, or free.
 
-vLLM keeps such an array on the host and its copy on the device, as `InputBatch` and `BlockTable`.
+vLLM keeps such arrays on the host, in `InputBatch`, and copies of some on the device.
 """
 
 from __future__ import annotations
@@ -89,8 +94,10 @@ class RequestRow(RunnerRequest):
 
 
 class PagedRunnerState(RunnerState):
-    """What chapter 1's has in lists, and the block tables, in columns with a row for each request:
-    a step reads and writes all of its requests at once, and meets no object of any."""
+    """What chapter 1's keeps in lists, and the block tables, in columns: a plan's new tokens are
+    taken over at once, and an object is touched only when a request comes, goes, or is asked about.
+
+    A subclass that adds columns adds to `admit`, `release` and `grow`."""
 
     def __init__(self, max_num_seqs: int, max_blocks_per_request: int) -> None:
         super().__init__()
@@ -165,7 +172,7 @@ class PagedRunnerState(RunnerState):
             self._resize_tokens(num_rows, max(num_tokens, 2 * width))
 
     def _resize_tokens(self, num_rows: int, width: int) -> None:
-        """Memory that nobody has written to takes no room, so only what is known is copied."""
+        """Memory that nobody has written to costs nothing, so only what is known is copied."""
         larger = np.zeros((num_rows, width), dtype=np.int32)
         for row in self.row_of.values():
             num_tokens = min(self.num_tokens[row], self.token_ids.shape[1])

@@ -230,8 +230,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "06_chunked_prefill/mixed_batch.py",
-        "order = sorted(range(len(query_lens)), key=lambda i: query_lens[i] > decode_threshold)",
-        "order = list(range(len(query_lens)))",
+        'return np.argsort(is_long, kind="stable"), int(np.count_nonzero(~is_long))',
+        "return np.arange(len(is_long)), int(np.count_nonzero(~is_long))",
         ""
         "06_chunked_prefill/test_mixed_batch.py::test_every_token_stands_once_at_its_place_and_the_short_ones_in_front",
         "The kernel for short queries is run on prompts, and what it leaves out stays zero.",
