@@ -21,10 +21,10 @@ from common.sampling.counter_random import (
     ACCEPT_STREAM,
     DRAFT_STREAM,
     TOKEN_STREAM,
-    DrawnSeedParams,
     sample_from_probs,
 )
 from common.sampling.sampler import HasSampling, Sampler, SamplingBatch, sampling_probs
+from common.sampling.sampling_columns import DrawnSeedParams
 from input_batch import RunnerRequest
 from rejection_sampler import VerifiedTokens, rejection_sample, rejection_sampling_batched
 from scheduler_interface import StepOutput
