@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from common.engine_config import EngineConfig
 from common.loader import LoadedModel
-from common.sampling.sampler import Sampler, SamplingBatch
-from input_batch import RunnerRequest
+from common.sampling.sampler import Sampler
+from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
 from kv_budget import (
     BytesForKV,
     CudaMemory,
@@ -128,11 +129,19 @@ def _parts_of(total: int, largest: int) -> list[int]:
 
 
 @dataclass(slots=True)
+class _Tokens:
+    """A prompt and an output of one token each."""
+
+    token_ids: np.ndarray
+    num_tokens: np.ndarray
+    num_prompt_tokens: np.ndarray
+
+
+@dataclass(slots=True)
 class SamplerWarmUp:
     """The largest batch that a sampler gets: every row asks for everything."""
 
     sampling: SamplingBatch
-    draft_token_ids: dict[str, list[int]]
 
     @classmethod
     def of(cls, rows_per_request: Sequence[int], vocab_size: int) -> SamplerWarmUp:
@@ -151,21 +160,24 @@ class SamplerWarmUp:
             stop_token_ids=(0,),
             logprobs=min(20, vocab_size),
         )
-        sampling = SamplingBatch()
-        for i, num_rows in enumerate(rows_per_request):
-            request = RunnerRequest(str(i), params, [0], [0])
-            for row in range(num_rows):
-                sampling.add(request, [0] * row, ())
-        return cls(
-            sampling, {str(i): [0] * (n - 1) for i, n in enumerate(rows_per_request) if n > 1}
-        )
+        num_rows, lens = len(rows_per_request), np.array(rows_per_request)
+        columns, ones = SamplingColumns(num_rows), np.ones(num_rows, dtype=np.int64)
+        for row in range(num_rows):
+            columns.write(row, params, ())
+        token_ids = np.zeros((num_rows, 2 + lens.max()), dtype=np.int32)
+        rows = np.repeat(np.arange(num_rows), lens)
+        num_outputs = 1 + np.arange(len(rows)) - (np.cumsum(lens) - lens)[rows]
+        tokens = _Tokens(token_ids, 2 * ones, ones)
+        drafts = {str(i): [0] * (n - 1) for i, n in enumerate(rows_per_request) if n > 1}
+        names = [str(row) for row in rows]
+        return cls(SamplingBatch(columns, names, rows, num_outputs, tokens, drafts))
 
     def make_draft_probs(self, weight: torch.Tensor, vocab_size: int) -> dict[str, torch.Tensor]:
         """What a draft model keeps of its guesses until they are verified."""
         dtype, device = torch.promote_types(weight.dtype, torch.float32), weight.device
         return {
             req_id: torch.full((len(ids), vocab_size), 1 / vocab_size, dtype=dtype, device=device)
-            for req_id, ids in self.draft_token_ids.items()
+            for req_id, ids in self.sampling.drafts.items()
         }
 
 

@@ -20,7 +20,8 @@ import torch
 
 from batch_layout import BlockTables, ComposedBatch, Query, compose_in_order, to_device
 from common.model import DecoderModel
-from common.sampling.sampler import SamplingBatch
+from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
+from input_batch import RunnerRequest
 from kv_memory import SharingRunnerState
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 from scheduler_interface import FinishedStep, Laps, SchedulerOutput, StepOutput
@@ -38,7 +39,39 @@ class PagedBatch:
     attention: AttentionMetadata
     logit_indices: torch.Tensor  # [num_logit_rows] int64, into the tokens
     sampling: SamplingBatch = field(repr=False)  # a row for each of logits
-    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)  # what is to be verified
+
+
+class ListedTokens:
+    """The lists of `state`, as columns. (For as long as it keeps lists.)"""
+
+    def __init__(self, state: SharingRunnerState) -> None:
+        self.state, self.row_of = state, state.rows
+        self.drafts: dict[str, list[int]] = {}
+
+    @property
+    def num_tokens(self) -> np.ndarray:
+        return self._column(lambda r: r.num_tokens)
+
+    @property
+    def num_prompt_tokens(self) -> np.ndarray:
+        return self._column(lambda r: len(r.prompt_token_ids))
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        requests = self.state.requests
+        tokens = {
+            r: q.tokens(0, q.num_tokens) + self.drafts.get(r, []) for r, q in requests.items()
+        }
+        table = np.zeros((len(self.state.tables.ids), max(map(len, tokens.values()))), np.int32)
+        for req_id, ids in tokens.items():
+            table[self.row_of[req_id], : len(ids)] = ids
+        return table
+
+    def _column(self, value: Callable[[RunnerRequest], int]) -> np.ndarray:
+        column = np.zeros(len(self.state.tables.ids), dtype=np.int64)
+        for req_id, request in self.state.requests.items():
+            column[self.row_of[req_id]] = value(request)
+        return column
 
 
 class BatchSampler(Protocol):
@@ -71,6 +104,8 @@ class PagedModelRunner:
         self.state, self.sampler, self.compose = state, sampler, compose
         self.eos_token_ids = tuple(eos_token_ids)
         self.device = model.embed_weight.device
+        self.columns = SamplingColumns(len(state.tables.ids))
+        self.tokens = ListedTokens(state)
         self._shuffle = None if shuffle_seed is None else random.Random(shuffle_seed)
 
     def execute(self, plan: SchedulerOutput) -> FinishedStep:
@@ -88,6 +123,11 @@ class PagedModelRunner:
     def prepare(self, plan: SchedulerOutput) -> PagedBatch | None:
         """Bring the requests up to date and lay out the step's tokens, if there are any."""
         self.state.apply(plan)
+        if len(self.state.tables.ids) > len(self.columns.needs):
+            self.columns.grow(len(self.state.tables.ids))
+        for new in plan.scheduled_new_reqs:
+            row = self.state.rows[new.req_id]
+            self.columns.write(row, new.sampling_params, self.eos_token_ids)
         return None if plan.is_empty else self._lay_out(plan)
 
     @torch.inference_mode()
@@ -114,14 +154,24 @@ class PagedModelRunner:
             queries.append(Query(rows[req_id], start, num_tokens[req_id], num_logit_rows))
         batch = self.compose(self.state.tables, queries, self.kv_cache.block_size, self.device)
         input_ids: list[int] = []
-        sampling = SamplingBatch()
+        names, num_outputs = [], []
         for i in batch.order:
             request, query = requests[req_ids[i]], queries[i]
             own_drafts = drafts.get(request.req_id, [])
             stop = query.start + query.num_tokens - len(own_drafts)
             input_ids += request.tokens(query.start, stop) + own_drafts
             for num_before in range(query.num_logit_rows):
-                sampling.add(request, own_drafts[:num_before], self.eos_token_ids)
+                names.append(request.req_id)
+                num_outputs.append(len(request.output_token_ids) + num_before)
+        self.tokens.drafts = drafts
+        sampling = SamplingBatch(
+            self.columns,
+            names,
+            np.array([rows[name] for name in names], dtype=np.int64),
+            np.array(num_outputs, dtype=np.int64),
+            self.tokens,
+            drafts,
+        )
         return PagedBatch(
             req_ids=[req_ids[i] for i in batch.order],
             input_ids=to_device(np.array(input_ids, dtype=np.int64), self.device),
@@ -129,5 +179,4 @@ class PagedModelRunner:
             attention=batch.attention,
             logit_indices=to_device(batch.logit_indices, self.device),
             sampling=sampling,
-            draft_token_ids=drafts,
         )

@@ -128,7 +128,7 @@ def test_a_resumed_request_is_taken_over_whole(runner: PagedModelRunner) -> None
     batch = runner.prepare(output)
     assert batch.input_ids.tolist() == [1, 2, 3, 5, 6]
     assert batch.attention.slot_mapping.tolist() == [64, 65, 66, 67, 68]
-    assert batch.sampling.output_token_ids == [[5, 6]]
+    assert batch.sampling.num_outputs.tolist() == [2]
 
 
 def test_a_block_move_patches_the_table_and_the_next_step_reads_there(
@@ -188,7 +188,8 @@ def test_chapter_2s_layout_and_chapter_6s_give_the_same_logits_of_the_same_rows(
         assert expected.sampling.req_ids == batch.sampling.req_ids == rows
         found = mixed.forward(batch)
         torch.testing.assert_close(found, plain.forward(expected), rtol=1e-9, atol=1e-9)
-    assert batch.sampling.draft_token_ids == [[], [], [9], [9, 7]]
+    assert batch.sampling.num_outputs.tolist() == [0, 1, 2, 3]
+    assert batch.sampling.drafts == {"b": [9, 7]}
     assert batch.input_ids.tolist() == [5, 9, 8, 9, 7]
 
 

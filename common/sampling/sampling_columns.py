@@ -6,7 +6,7 @@ with one byte or two what a row asks for at all: a batch in which it is 0 everyw
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -78,18 +78,15 @@ class SamplingColumns:
 
 
 def _needs(params: SamplingParams) -> int:
-    asked = {
-        LOGPROBS: params.logprobs is not None,
-        MIN_TOKENS: params.min_tokens > 0,
-        PENALTIES: params.repetition_penalty != 1
-        or params.presence_penalty != 0
-        or params.frequency_penalty != 0,
-    }
-    if not params.is_greedy:
-        is_narrow = 0 < params.top_k <= MOST_NARROW
-        asked[NARROW if is_narrow else WIDE] = True
-        asked |= {TOP_K: params.top_k > 0, MIN_P: params.min_p > 0, TOP_P: params.top_p < 1}
-    return sum(need for need, is_asked in asked.items() if is_asked)
+    rest = params.presence_penalty or params.frequency_penalty
+    needs = LOGPROBS * (params.logprobs is not None) | MIN_TOKENS * (params.min_tokens > 0)
+    needs |= PENALTIES * (params.repetition_penalty != 1 or rest != 0)
+    if params.is_greedy:
+        return needs
+    needs |= NARROW if 0 < params.top_k <= MOST_NARROW else WIDE
+    return (
+        needs | TOP_K * (params.top_k > 0) | MIN_P * (params.min_p > 0) | TOP_P * (params.top_p < 1)
+    )
 
 
 class HasTokens(Protocol):
@@ -102,12 +99,22 @@ class HasTokens(Protocol):
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """The rows of logits of one step, by the columns of their requests. Several may belong to one,
-    each with its own history: prompt, outputs, and the drafts before it."""
+    """The rows of logits of one step, by the columns of their requests. Several, side by side, may
+    belong to one request, each with its own history: prompt, outputs, and the drafts before it."""
 
     columns: SamplingColumns
     req_ids: list[str]  # [R]
     rows: np.ndarray  # [R] int64, into the columns
     num_outputs: np.ndarray  # [R] int64: the output position of the row's token
     state: HasTokens  # for penalties, and for nothing else
-    drafts: dict[str, list[int]]  # as the plan has them
+    drafts: dict[str, list[int]]  # as the plan has them; none: no token is a draft
+    needs: np.ndarray = field(init=False)  # [R]
+    asked: int = field(init=False)  # the needs of all rows; 0: each wants the highest logit
+
+    def __post_init__(self) -> None:
+        self.needs = self.columns.needs[self.rows]
+        self.asked = int(np.bitwise_or.reduce(self.needs))
+
+    def select(self, at: np.ndarray) -> SamplingBatch:
+        """The rows `at`, without their names."""
+        return replace(self, req_ids=[], rows=self.rows[at], num_outputs=self.num_outputs[at])

@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from common.sampling.counter_random import sample_from_probs, uniforms
-from common.sampling.sampler import Sampler, SamplingBatch, sampling_probs
+from common.sampling.distributions import sampling_probs
+from common.sampling.sampler import Sampler
 from common.sampling.sampling_constraints import (
     apply_min_p,
     apply_penalties,
@@ -33,6 +34,7 @@ from common.sampling.sampling_constraints import (
     apply_top_p,
     top_ids,
 )
+from common.tests.sampling_cases import make_sampling
 from request import SamplingParams
 from scheduler_interface import NO_FINITE_LOGITS
 
@@ -50,18 +52,8 @@ def make_batch(
     req_ids: list[str] | None = None,
     drafts: list[list[int]] | None = None,
 ) -> SimpleNamespace:
-    n = len(params)
-    return SimpleNamespace(
-        sampling=SamplingBatch(
-            req_ids or [f"r{i}" for i in range(n)],
-            params,
-            seeds or [p.seed or 0 for p in params],
-            prompts or [[0]] * n,
-            outputs or [[] for _ in range(n)],
-            drafts or [[] for _ in range(n)],
-            eos or [()] * n,
-        )
-    )
+    lists = {"seeds": seeds, "prompts": prompts, "outputs": outputs, "eos": eos, "drafts": drafts}
+    return SimpleNamespace(sampling=make_sampling(params, req_ids=req_ids, **lists))
 
 
 def sample(logits: torch.Tensor, batch: SimpleNamespace, vocab_size: int | None = None) -> list:
