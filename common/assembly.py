@@ -366,5 +366,5 @@ def make_proposer(
         runner.state,
         how.num_spec_tokens,
         max_model_len=min(longest, draft.config.max_position_embeddings),
-        sampler=ConstrainedDrafts(Sampler(vocab_size), runner.columns, runner.tokens),
+        sampler=ConstrainedDrafts(Sampler(vocab_size), runner.columns, runner.tokens),  # pyright: ignore[reportArgumentType]
     )

@@ -169,7 +169,7 @@ class PagedModelRunner:
             names,
             np.array([rows[name] for name in names], dtype=np.int64),
             np.array(num_outputs, dtype=np.int64),
-            self.tokens,
+            self.tokens,  # pyright: ignore[reportArgumentType]
             drafts,
         )
         return PagedBatch(
