@@ -42,16 +42,39 @@ from scheduler_interface import StepOutput
 
 @dataclass(slots=True)
 class _Runs:
-    """The requests that one rule decides, with all of their rows: one for each draft, then one for
-    the bonus token."""
+    """Requests that one rule decides, with all of their rows: one for each draft and one behind."""
 
     raw: torch.Tensor
     sampling: SamplingBatch
-    drafts: torch.Tensor  # [num_drafts] int64, of all runs
-    cu_num_logits: torch.Tensor  # [num_runs + 1] int64
-    most_drafts: int
+    req_ids: list[str]
     is_draft: np.ndarray  # [rows]
-    draft_probs: list[torch.Tensor]  # [drafts of the run, vocab_size] of each
+    at: torch.Tensor  # [rows]: in the batch
+    cells: torch.Tensor  # [rows]: in a grid [num_runs, most_drafts + 1]
+    cu_num_logits: torch.Tensor  # [num_runs + 1] int64
+    drafts: torch.Tensor  # [num_drafts] int64, of all runs
+    most_drafts: int
+
+    @classmethod
+    def of(
+        cls, raw: torch.Tensor, batch: SamplingBatch, first: np.ndarray, lens: np.ndarray
+    ) -> _Runs:
+        """Of those whose rows are the `lens` from `first` on."""
+        req_ids = [batch.req_ids[row] for row in first]
+        drafts = [batch.drafts.get(req_id, ()) for req_id in req_ids]
+        run, start = np.repeat(np.arange(len(lens)), lens), np.cumsum(lens) - lens
+        column, width = np.arange(len(run)) - start[run], int(lens.max())
+        rows = first[run] + column
+        at, cells, cu_num_logits, flat = upload(
+            raw.device,
+            rows,
+            run * width + column,
+            np.append(start, len(rows)),
+            np.fromiter(chain.from_iterable(drafts), dtype=np.int64),
+        )
+        raw = raw if len(rows) == len(raw) else raw[at]
+        is_draft = column < lens[run] - 1
+        part = batch.select(rows)
+        return cls(raw, part, req_ids, is_draft, at, cells, cu_num_logits, flat, width - 1)
 
 
 class SpeculativeSampler:
@@ -75,55 +98,35 @@ class SpeculativeSampler:
         if not sampling.drafts:
             return self.sampler.sample(logits, batch)
         raw = self.sampler.raw_logits(logits)
-        starts = np.flatnonzero(np.diff(sampling.rows, prepend=-1))  # of each request's rows
-        names = [sampling.req_ids[start] for start in starts]
-        probs = [self.draft_probs(r) if r in sampling.drafts else None for r in names]
-        is_rejected = np.array([q is not None for q in probs], dtype=bool)
+        found = {req_id: self.draft_probs(req_id) for req_id in sampling.drafts}
+        probs = {req_id: q for req_id, q in found.items() if q is not None}
+        first = np.flatnonzero(np.diff(sampling.rows, prepend=-1))  # row of each request
+        lens = np.diff(first, append=len(raw))
+        has_probs = np.array([sampling.req_ids[row] in probs for row in first], dtype=bool)
         tokens = torch.empty(len(raw), dtype=torch.int64, device=raw.device)
-        for rule, is_ruled in ((self._match, ~is_rejected), (self._reject, is_rejected)):
-            runs = np.flatnonzero(is_ruled)
-            if len(runs):
-                self._verify(rule, runs, starts, names, probs, raw, sampling, tokens)
+        for is_ruled in (has_probs, ~has_probs):
+            if is_ruled.any():
+                part = _Runs.of(raw, sampling, first[is_ruled], lens[is_ruled])
+                verified = self._reject(part, probs) if is_ruled is has_probs else self._match(part)
+                columns = torch.arange(part.most_drafts + 1, device=raw.device)
+                is_behind = columns >= verified.num_sampled[:, None]
+                grid = verified.token_ids.masked_fill(is_behind, REJECTED)
+                tokens[part.at] = grid.flatten()[part.cells]
         return self.sampler.emit(raw, sampling, tokens)
-
-    def _verify(self, rule, runs, starts, names, probs, raw, sampling, tokens) -> None:
-        """Write the tokens of the rows of `runs`."""
-        lens = np.diff(starts, append=len(raw))[runs]
-        cu_num_logits = np.concatenate([[0], np.cumsum(lens)])
-        run = np.repeat(np.arange(len(runs)), lens)
-        column = np.arange(len(run)) - cu_num_logits[run]
-        rows, width = starts[runs][run] + column, int(lens.max())
-        drafts = [sampling.drafts.get(names[i], ()) for i in runs]
-        flat = np.fromiter(chain.from_iterable(drafts), dtype=np.int64)
-        cells = run * width + column
-        at, cu, cells, flat = upload(raw.device, rows, cu_num_logits, cells, flat)
-        part = _Runs(
-            raw if len(rows) == len(raw) else raw[at],
-            sampling.select(rows),
-            flat,
-            cu,
-            width - 1,
-            column < lens[run] - 1,
-            [probs[i][: len(ids)] for i, ids in zip(runs, drafts) if probs[i] is not None],
-        )
-        verified = rule(part)
-        behind = torch.arange(width, device=raw.device) >= verified.num_sampled[:, None]
-        grid = verified.token_ids.masked_fill(behind, REJECTED)
-        tokens[at] = grid.flatten()[cells]
 
     def _match(self, part: _Runs) -> VerifiedTokens:
         target = self.sampler.draw(part.raw, part.sampling)
-        return VerifiedTokens(
-            *self.match(target, part.drafts, part.cu_num_logits, part.most_drafts)
-        )
+        found = self.match(target, part.drafts, part.cu_num_logits, part.most_drafts)
+        return VerifiedTokens(*found)
 
-    def _reject(self, part: _Runs) -> VerifiedTokens:
+    def _reject(self, part: _Runs, probs: dict[str, torch.Tensor]) -> VerifiedTokens:
+        num_drafts = {req_id: len(part.sampling.drafts[req_id]) for req_id in part.req_ids}
         target_probs = sampling_probs(part.raw, part.sampling, self.sampler.counts)
         accept_u = row_uniforms(part.sampling, ACCEPT_STREAM)[part.is_draft]
         verified = self.reject(
             target_probs,
             part.drafts,
-            torch.cat(part.draft_probs),
+            torch.cat([probs[req_id][:n] for req_id, n in num_drafts.items()]),  # some are trimmed
             part.cu_num_logits,
             part.most_drafts,
             *upload(part.raw.device, accept_u, row_uniforms(part.sampling, TOKEN_STREAM)),

@@ -11,7 +11,7 @@ from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
 from request import SamplingParams
 
 
-@dataclass(slots=True)
+@dataclass
 class ListedTokens:
     """A `HasTokens`."""
 
