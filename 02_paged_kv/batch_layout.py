@@ -51,49 +51,38 @@ def compose_in_order(
     """Lay out a step of at least one query, in the order given."""
     row, start, lens, num_logit_rows = queries
     stop = start + lens
-    query_start_loc = np.zeros(len(row) + 1, dtype=np.int64)
-    np.cumsum(lens, out=query_start_loc[1:])
-
-    owner = np.repeat(np.arange(len(row)), lens)  # of each token
+    order, query_start_loc = np.arange(len(row)), np.append(0, lens.cumsum())
+    owner = np.repeat(order, lens)  # of each token
     positions = np.arange(query_start_loc[-1]) - query_start_loc[owner] + start[owner]
     block_ids = state.block_tables[row[owner], positions // block_size].astype(np.int64)
     max_seq_len = int(stop.max())
-    tokens = {
-        "input_ids": state.token_ids[row[owner], positions].astype(np.int64),
-        "positions": positions,
-        "logit_indices": np.flatnonzero(positions >= (stop - num_logit_rows)[owner]),
-    }
-    attention = {
-        "query_start_loc": query_start_loc,
-        "seq_lens": stop,
-        "block_tables": state.block_tables[row, : -(-max_seq_len // block_size)],
-        "slot_mapping": block_ids * block_size + positions % block_size,
-    }
-    tensors = all_to_device(tokens | attention, device)
-    metadata = AttentionMetadata(
-        *map(tensors.pop, attention), max_query_len=int(lens.max()), max_seq_len=max_seq_len
+    input_ids, positions, logit_indices, *where = all_to_device(
+        device,
+        state.token_ids[row[owner], positions].astype(np.int64),
+        positions,
+        np.flatnonzero(positions >= (stop - num_logit_rows)[owner]),
+        # As AttentionMetadata has them.
+        query_start_loc,
+        stop,
+        state.block_tables[row, : -(-max_seq_len // block_size)],
+        block_ids * block_size + positions % block_size,
     )
-    order = np.arange(len(row))
-    return ComposedBatch(order, query_start_loc, attention=metadata, **tensors)
+    attention = AttentionMetadata(*where, int(lens.max()), max_seq_len)
+    return ComposedBatch(order, query_start_loc, input_ids, positions, attention, logit_indices)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A copy in fresh staging memory each time: a reused one could be overwritten while an
     asynchronous copy still reads it."""
     tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def all_to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
-    """In one copy to a GPU, end to end. Kernels are compiled for addresses that 16 divides."""
+def all_to_device(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
+    """In one copy, end to end. 16 divides the addresses, as kernels on a GPU like it best."""
     if device.type != "cuda":
-        return {name: to_device(array, device) for name, array in arrays.items()}
-    parts = [part for a in arrays.values() for part in (a.tobytes(), bytes(-a.nbytes % 16))]
-    packed = to_device(np.frombuffer(b"".join(parts), dtype=np.uint8), device)
-    tensors = {}
-    for (name, array), part in zip(arrays.items(), packed.split(list(map(len, parts)))[::2]):
-        dtype = torch.from_numpy(array).dtype
-        tensors[name] = part.view(dtype).view(array.shape)
-    return tensors
+        return [to_device(array, device) for array in arrays]
+    parts = [part for a in arrays for part in (a.tobytes(), bytes(-a.nbytes % 16))]
+    packed = to_device(np.frombuffer(bytearray().join(parts), dtype=np.uint8), device)
+    pieces = zip(arrays, packed.split(list(map(len, parts)))[::2], strict=True)
+    return [piece.view(torch.from_numpy(a).dtype).view(a.shape) for a, piece in pieces]

@@ -3,14 +3,13 @@
     scheduler's side   BlockDelta         the whole table of a request once, then new blocks
     runner's side      PagedRunnerState   columns with a row for each request:
 
-    row   token_ids            num_tokens   num_prompt_tokens   block_tables   num_blocks
-    0     7 1 4 4 | 9 9 2 . .  7            4                   5 2 . .        2
-    1     3 8 | 6 . . . . . .  3            2                   9 . . .        1
+          row   token_ids         num_prompt_tokens   num_tokens   block_tables   num_blocks
+          0     7 1 4 4 9 9 2 .   4                   7            5 2 . .        2
+          1     3 8 6 . . . . .   2                   3            9 . . .        1
 
 Neither needs a tensor: a scheduler can be imported, and tested, without PyTorch.
 
-Invariants: after each plan the runner's tokens and table of a scheduled request are the
-scheduler's; a row is one request's, or free.
+Invariant: after each plan the runner's tokens and table of a scheduled request are the scheduler's.
 
 vLLM keeps such arrays on the host, in `InputBatch`, and copies of some on the device.
 """
@@ -69,9 +68,7 @@ class BlockDelta(RunnerDelta):
 
 
 class RequestRow(RunnerRequest):
-    """Chapter 1's copy of a request, read out of the columns by whoever asks about a single one."""
-
-    __slots__ = ("row", "state")
+    """Chapter 1's copy of a request, read out of the columns when somebody asks."""
 
     def __init__(self, state: PagedRunnerState, row: int, new: NewRequestData) -> None:
         self.req_id, self.params = new.req_id, new.sampling_params
@@ -94,19 +91,15 @@ class RequestRow(RunnerRequest):
 
 
 class PagedRunnerState(RunnerState):
-    """What chapter 1's keeps in lists, and the block tables, in columns: a plan's new tokens are
-    taken over at once, and an object is touched only when a request comes, goes, or is asked about.
-
-    A subclass that adds columns adds to `admit`, `release` and `grow`."""
+    """What chapter 1's keeps in lists, and the block tables, in columns: the news of a plan are
+    written all at once. A request has an object only for those who ask about a single one."""
 
     def __init__(self, max_num_seqs: int, max_blocks_per_request: int) -> None:
         super().__init__()
         self.row_of: dict[str, int] = {}
         self.token_ids = np.zeros((0, 0), dtype=np.int32)  # prompt, then outputs
-        self.num_tokens = np.zeros(0, dtype=np.int64)
-        self.num_prompt_tokens = np.zeros(0, dtype=np.int64)
         self.block_tables = np.zeros((0, max_blocks_per_request), dtype=np.int32)  # 0: null block
-        self.num_blocks = np.zeros(0, dtype=np.int64)
+        self.num_tokens, self.num_prompt_tokens, self.num_blocks = np.zeros((3, 0), dtype=np.int64)
         self._free_rows: list[int] = []
         self.grow(max_num_seqs)
 
@@ -149,8 +142,7 @@ class PagedRunnerState(RunnerState):
     def write_tokens(
         self, rows: np.ndarray, firsts: np.ndarray, token_ids: Sequence[Sequence[int]]
     ) -> np.ndarray:
-        """From position `firsts[i]` on, row `rows[i]` has `token_ids[i]`. Returns where they end.
-        What is known of the requests is as it was."""
+        """Put `token_ids[i]` into row `rows[i]` from position `firsts[i]` on. Returns the ends."""
         self.widen((firsts + _lengths(token_ids)).max(initial=0))
         return _write(self.token_ids, rows, firsts, token_ids)
 
@@ -163,21 +155,17 @@ class PagedRunnerState(RunnerState):
             larger = np.zeros((num_rows, *column.shape[1:]), column.dtype)
             larger[:num_before] = column
             setattr(self, name, larger)
-        self._resize_tokens(num_rows, self.token_ids.shape[1])
+        self.widen(self.token_ids.shape[1])
 
     def widen(self, num_tokens: int) -> None:
         """Make room for tokens at positions below `num_tokens`."""
-        num_rows, width = self.token_ids.shape
+        num_rows, width = len(self.num_tokens), self.token_ids.shape[1]
         if num_tokens > width:
-            self._resize_tokens(num_rows, max(num_tokens, 2 * width))
-
-    def _resize_tokens(self, num_rows: int, width: int) -> None:
-        """Memory that nobody has written to costs nothing, so only what is known is copied."""
-        larger = np.zeros((num_rows, width), dtype=np.int32)
-        for row in self.row_of.values():
-            num_tokens = min(self.num_tokens[row], self.token_ids.shape[1])
-            larger[row, :num_tokens] = self.token_ids[row, :num_tokens]
-        self.token_ids = larger
+            width = max(num_tokens, 2 * width)
+        if (num_rows, width) != self.token_ids.shape:
+            known, self.token_ids = self.token_ids, np.zeros((num_rows, width), dtype=np.int32)
+            for row in self.row_of.values():  # memory that nobody has written to costs nothing
+                self.token_ids[row, : self.num_tokens[row]] = known[row, : self.num_tokens[row]]
 
 
 def _lengths(lists: Sequence[Sequence[int]]) -> np.ndarray:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import batch_layout
 from batch_layout import Queries, all_to_device, compose_in_order, to_device
 from block_delta import PagedRunnerState
 from block_pool import BlockPool
@@ -117,21 +118,23 @@ def test_logits_are_wanted_of_the_last_tokens_of_each_query():
     assert compose_in_order(state, of_b, 4, CPU).logit_indices.tolist() == []
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_what_is_uploaded_arrives_as_it_was(device):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    arrays = {
-        "a": np.arange(5),
-        "none": np.zeros(0, dtype=np.int64),
-        "b": np.arange(21, dtype=np.int32).reshape(3, 7),
-        "some columns": np.arange(21, dtype=np.int32).reshape(3, 7)[:, 2:5],
-        "c": np.array([True, False, True]),
-    }
-    tensors = all_to_device(arrays, torch.device(device))
-    assert list(tensors) == list(arrays)
-    for name, array in arrays.items():
-        tensor = tensors[name]
-        assert (tensor.device.type == device and tensor.data_ptr() % 16 == 0) or device == "cpu"
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_goes_to_a_device_arrives_as_it_was_and_in_one_copy(device, monkeypatch):
+    copies, is_there = [], device == "cpu" or torch.cuda.is_available()
+
+    def copy(array: np.ndarray, device: torch.device) -> torch.Tensor:
+        copies.append(to_device(array, device if is_there else CPU))
+        return copies[-1]
+
+    monkeypatch.setattr(batch_layout, "to_device", copy)
+    table = np.arange(21, dtype=np.int32).reshape(3, 7)
+    none, flags = np.zeros(0, dtype=np.int64), np.array([True, False, True])
+    arrays = [np.arange(5), none, table, table[:, 2:5], flags, np.arange(3)]
+    tensors = all_to_device(torch.device(device), *arrays)
+    for tensor, array in zip(tensors, arrays, strict=True):
         assert tensor.dtype == torch.from_numpy(array).dtype
         np.testing.assert_array_equal(tensor.cpu().numpy(), array)
+    if device == "cuda":
+        (packed,) = copies
+        starts = [t.data_ptr() - packed.data_ptr() for t in tensors if len(t)]
+        assert [start % 16 for start in starts] == [0] * 5

@@ -15,8 +15,9 @@ import torch
 
 from common.engine_config import EngineConfig
 from common.loader import LoadedModel
+from common.runner.batch_state import BatchState
 from common.sampling.sampler import Sampler
-from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
+from common.sampling.sampling_columns import SamplingBatch
 from kv_budget import (
     BytesForKV,
     CudaMemory,
@@ -28,6 +29,7 @@ from kv_budget import (
 )
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 from request import SamplingParams
+from scheduler_interface import NewRequestData
 
 logger = logging.getLogger(__name__)
 _CPU_WARM_UP_TOKENS = 8
@@ -129,15 +131,6 @@ def _parts_of(total: int, largest: int) -> list[int]:
 
 
 @dataclass(slots=True)
-class _Tokens:
-    """A prompt and an output of one token each."""
-
-    token_ids: np.ndarray
-    num_tokens: np.ndarray
-    num_prompt_tokens: np.ndarray
-
-
-@dataclass(slots=True)
 class SamplerWarmUp:
     """The largest batch that a sampler gets: every row asks for everything."""
 
@@ -160,17 +153,18 @@ class SamplerWarmUp:
             stop_token_ids=(0,),
             logprobs=min(20, vocab_size),
         )
-        num_rows, lens = len(rows_per_request), np.array(rows_per_request)
-        columns, ones = SamplingColumns(num_rows), np.ones(num_rows, dtype=np.int64)
-        for row in range(num_rows):
-            columns.write(row, params, ())
-        token_ids = np.zeros((num_rows, 2 + lens.max()), dtype=np.int32)
-        rows = np.repeat(np.arange(num_rows), lens)
-        num_outputs = 1 + np.arange(len(rows)) - (np.cumsum(lens) - lens)[rows]
-        tokens = _Tokens(token_ids, 2 * ones, ones)
+        lens = np.array(rows_per_request)
+        state = BatchState(len(lens), 0)
+        for i in range(len(lens)):
+            state.admit(NewRequestData(str(i), [0], params))
+        state.num_tokens += 1  # an output
+        state.widen(2 + lens.max())
+        owner = np.repeat(np.arange(len(lens)), lens)
+        names, num_outputs = list(map(str, owner)), 1 + np.arange(len(owner))
+        num_outputs -= (np.cumsum(lens) - lens)[owner]
+        rows = state.rows_of(names)
         drafts = {str(i): [0] * (n - 1) for i, n in enumerate(rows_per_request) if n > 1}
-        names = [str(row) for row in rows]
-        return cls(SamplingBatch(columns, names, rows, num_outputs, tokens, drafts))
+        return cls(SamplingBatch(state.sampling, names, rows, num_outputs, state, drafts))
 
     def make_draft_probs(self, weight: torch.Tensor, vocab_size: int) -> dict[str, torch.Tensor]:
         """What a draft model keeps of its guesses until they are verified."""
