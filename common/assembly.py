@@ -10,7 +10,7 @@
     chunks           4, 6     WholePrompts; ChunkedPrefill or AdaptiveChunks
     batch            2, 6     compose_in_order; compose
     attention        2, 6     TorchAttentionBackend or TritonAttentionBackend, or the mixed ones
-    runner          common    PagedModelRunner
+    runner          common    PagedModelRunner over a BatchState
     sampler         common    Sampler; in a SpeculativeSampler if somebody guesses
     guesses            5      a SpeculatingRunner with an NgramProposer or a DraftModelProposer
     the loop           1      RecordingEngineCore, with those as observers who learn from the clock

@@ -106,7 +106,8 @@ class PagedModelRunner:
         num_tokens = column(plan.num_scheduled_tokens.__getitem__)
         num_drafts = column(lambda r: len(drafts.get(r, ()))) if drafts else np.zeros_like(rows)
         is_last = starts + num_tokens - num_drafts == self.state.num_tokens[rows]
-        queries = Queries(rows, starts, num_tokens, np.where(is_last, 1 + num_drafts, 0))
+        num_logit_rows = np.where(is_last, 1 + num_drafts, 0)
+        queries = Queries(rows, starts, num_tokens, num_logit_rows)
         batch = self.compose(self.state, queries, self.kv_cache.block_size, self.device)
         return PagedBatch(
             req_ids=[req_ids[i] for i in batch.order.tolist()],

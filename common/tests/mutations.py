@@ -246,7 +246,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "common/runner/model_runner.py",
-        "num_logit_rows = 1 + num_drafts if is_last else 0",
+        "num_logit_rows = np.where(is_last, 1 + num_drafts, 0)",
         "num_logit_rows = 1 + num_drafts",
         ""
         "common/runner/test_model_runner.py::test_a_prompt_in_pieces_gives_logits_with_its_last_piece_only",
@@ -254,9 +254,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         "neighbour's (Trap 31).",
     ),
     Mutation(
-        "common/sampling/sampler.py",
-        "num_seen = len(self.output_token_ids[row]) + len(self.draft_token_ids[row])",
-        "num_seen = len(self.output_token_ids[row])",
+        "common/runner/model_runner.py",
+        "num_outputs = num_known + np.arange(len(rows)) - first",
+        "num_outputs = num_known",
         ""
         "common/tests/test_speculation_engine.py::test_with_a_seed_every_constraint_gives_the_tokens_of_plain_decoding",
         "A seeded request says something else as soon as speculation is switched on.",
