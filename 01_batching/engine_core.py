@@ -5,10 +5,7 @@
     results = scheduler.update_from_output(plan, handle.wait())     what became final
 
 Chapter 1 puts in `FCFSScheduler` and `HFModelRunner`, the engine in `common` others, and this file
-stays as it is. What happened in a step, and how long each part took, is written down around the
-loop and not in it (`beyond/step_record.py`).
-
-nano-vllm's loop has the same three lines, vLLM's `EngineCore.step` too."""
+stays as it is. (nano-vllm's loop has the same three lines, vLLM's `EngineCore.step` too.)"""
 
 from __future__ import annotations
 

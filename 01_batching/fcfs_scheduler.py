@@ -4,11 +4,6 @@ very next step (Orca, OSDI 2022). One step has a budget of `max_num_batched_toke
     | one token for each running request | whole prompts from the front of the queue | unused |
     0                           len(running)                              max_num_batched_tokens
 
-Running requests come first, so admission cannot starve them, and since a prompt is only admitted
-into what is left, `len(running)` never grows past the budget. The queue is not overtaken: if its
-head does not fit, nobody behind it is admitted. A head that could never fit is refused when it
-arrives, so nobody waits for ever.
-
 Invariants: `len(running) <= max_num_seqs`; no plan exceeds the budget; a running request is exactly
 one token behind between two steps."""
 
@@ -16,7 +11,7 @@ from __future__ import annotations
 
 from request import Request, RequestStatus
 from request_queue import create_request_queue
-from scheduler_books import RunnerDelta, SchedulerBooks, SchedulerLimits
+from scheduler_books import RunnerDelta, SchedulerBooks
 from scheduler_interface import SchedulerOutput
 
 
@@ -30,8 +25,8 @@ class FCFSScheduler(SchedulerBooks):
         max_model_len: int | None = None,
         delta: RunnerDelta | None = None,
     ) -> None:
-        limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_model_len)
-        super().__init__(limits, create_request_queue("fcfs"), delta)
+        limits = (max_num_seqs, max_num_batched_tokens, max_model_len)
+        super().__init__(create_request_queue("fcfs"), delta or RunnerDelta(), *limits)
 
     def schedule(self) -> SchedulerOutput:
         """Plan a step: new requests first, then a token for everyone who was running before."""
@@ -62,7 +57,6 @@ class FCFSScheduler(SchedulerBooks):
         self.running[request.request_id] = request
 
     def check_invariants(self) -> None:
-        """Between two steps."""
         super().check_invariants()
         assert len(self.running) <= self.max_num_batched_tokens
         for request in self.running.values():

@@ -12,18 +12,15 @@ become one tensor, so every step stacks them, padded to the longest, and leaves 
     C (decode)       c0 c1 c2 c3 c4 c5             | c6 .  .
 
 A 4-D mask says what each new token may see. After the call the new keys and values are cut out and
-appended to each request's own. `num_bytes_copied` counts what that costs: the whole KV cache, twice
-over and padding on top, in every step, to add one token per request. `num_bytes_new` is what had to
-be written. The gap grows with every token; chapter 2 lets attention read KV where it lies.
+appended to each request's own. The whole KV cache is copied, twice over and padding on top, in
+every step, to add one token per request; chapter 2 lets attention read KV where it lies.
 
 Invariants: between two steps the runner holds KV for exactly the positions that the scheduler
-counts as computed; padding is zero, never uninitialised (a masked NaN is still a NaN: 0 * NaN).
-
-transformers' own `generate` stacks once, at the start (`lab/static_batching.py`). vLLM, SGLang and
-nano-vllm write KV in place."""
+counts as computed; padding is zero, never uninitialised (a masked NaN is still a NaN: 0 * NaN)."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -56,13 +53,12 @@ class GreedySampler:
 
 
 class StackedKV(DynamicCache):
-    """The pasts of all rows as one `past_key_values`, for one call of the model. That hands the new
-    keys and values of each layer to `update`; `new[layer]` keeps these for the runner."""
+    """The pasts of all rows as one `past_key_values`, for one call of the model, which hands the
+    new keys and values of each layer to `update`: `new[layer]`."""
 
     def __init__(self, caches: list[DynamicCache], max_past: int) -> None:
         super().__init__()
-        self.caches = caches
-        self.max_past = max_past
+        self.caches, self.max_past = caches, max_past
         self.new: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.num_bytes_stacked = 0
 
@@ -93,8 +89,8 @@ class StackedKV(DynamicCache):
 
 class HFModelRunner:
     """A `ModelRunner` for `model`, on its device and in its dtype; greedy without a `sampler`.
-    Raises `ValueError` if `batched` and a layer keeps something else than the keys and values of
-    every position (sliding windows, recurrent state): such a past cannot be stacked here."""
+    `batched` cannot stack what some layers keep instead of all keys and values (sliding windows,
+    recurrent state): `ValueError`."""
 
     def __init__(
         self, model: PreTrainedModel, batched: bool = True, sampler: TokenSampler | None = None
@@ -106,14 +102,13 @@ class HFModelRunner:
                     f"{type(layer).__name__}, and only a plain DynamicLayer can be stacked; "
                     "use batched=False"
                 )
-        self.model = model.eval()
-        self.batched = batched
+        self.model, self.batched = model.eval(), batched
         self.sampler = sampler or GreedySampler()
         self.state = RunnerState()
         self.num_model_calls = 0
         self.num_bytes_copied = 0  # KV written by stacking and appending, the new ones included
         self.num_bytes_new = 0  # KV of the tokens that were computed: what had to be written
-        self._caches: dict[str, DynamicCache] = {}
+        self._caches = defaultdict[str, DynamicCache](lambda: DynamicCache(config=model.config))
 
     def execute(self, plan: SchedulerOutput) -> FinishedStep:
         clock, output = Laps(), StepOutput()
@@ -135,17 +130,14 @@ class HFModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> torch.Tensor:
-        """The logits behind each row's last token, `[batch_size, vocab_size]`, and the rows' KV is
-        kept. Raises `ValueError` first if a row does not start where the KV of its request ends."""
+        """The logits behind each row's last token, `[batch_size, vocab_size]`; the rows' KV is
+        kept. Raises `ValueError` if a row does not start where the KV of its request ends."""
         for req_id, start in zip(batch.req_ids, batch.start_positions, strict=True):
             if start != (num_held := self.num_computed_tokens(req_id)):
                 raise ValueError(
                     f"request {req_id!r}: the row starts at position {start}, "
                     f"but KV is held for {num_held} positions"
                 )
-        for req_id in batch.req_ids:
-            if req_id not in self._caches:
-                self._caches[req_id] = DynamicCache(config=self.model.config)
         caches = [self._caches[req_id] for req_id in batch.req_ids]
         run = self._forward_batched if self.batched else self._forward_one_by_one
         logits = run(batch, caches)
@@ -210,7 +202,6 @@ class HFModelRunner:
 
     @property
     def cached_req_ids(self) -> set[str]:
-        """Who holds KV."""
         return set(self._caches)
 
 

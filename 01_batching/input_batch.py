@@ -1,18 +1,12 @@
 """From a plan to tensors: what a runner remembers, and the padded batch.
 
 `RunnerState` is the other end of the plan's delta: the runner's own copy of every request. What a
-plan schedules is cut out of these copies: a prompt of 500 tokens next to the one token that another
-request sampled last. A model wants a rectangle, so rows are padded on the right to the longest one:
+plan schedules is cut out of these copies. A model wants a rectangle, so rows are padded on the
+right to the longest one:
 
-    token ids            attention mask   positions
-    1  2  3  4  5        1 1 1 1 1        0 1 2 3 4      a new request with 5 prompt tokens
-    6  7  8  .  .        1 1 1 0 0        0 1 2 . .      a new request with 3
-    12 .  .  .  .        1 0 0 0 0        3 . . . .      running: 4 tokens known, 3 computed
-    17 .  .  .  .        1 0 0 0 0        4 . . . .      running: 5 tokens known, 4 computed
-
-Half of it is padding (10 of 20), and it is computed all the same. The token fed back is the last
-one known, so it stands at `len - 1`, not at `len`: off by one, the text would be fluent and
-different.
+    token ids       attention mask   positions
+    6  7  8         1 1 1            0 1 2      a new request with 3 prompt tokens
+    12 .  .         1 0 0            3 . .      running: 4 tokens known, 3 computed
 
 Invariants: a row holds exactly the tokens that the plan gives its request; padding holds
 `pad_token_id` and position 0, never what happened to be in memory.
@@ -31,7 +25,7 @@ if TYPE_CHECKING:  # a scheduler's tests read plans without loading it
     import torch
 
 
-@dataclass(slots=True)
+@dataclass
 class RunnerRequest:
     """The runner's copy of a request."""
 
@@ -81,10 +75,8 @@ class RunnerState:
         for req_id, new, num_outputs in zip(*columns, strict=True):
             outputs = self.requests[req_id].output_token_ids
             first = num_outputs - len(new)  # of the new ones, among the outputs
-            if first == len(outputs):
-                outputs += new
-            else:  # chapter 4: sent again from an earlier token on; below 0, from within the prompt
-                outputs[max(first, 0) :] = new[max(-first, 0) :]
+            # Chapter 4 sends one again from an earlier token on; below 0, from within the prompt.
+            outputs[max(first, 0) :] = new[max(-first, 0) :]
 
     def release(self, req_id: str) -> None:
         del self.requests[req_id]
@@ -131,9 +123,8 @@ class InputBatch:
 
 def prepare_inputs_from_scheduler_output(plan: SchedulerOutput, state: RunnerState) -> InputBatch:
     """Bring `state` up to date and cut out the rows of the plan: new requests first, then known
-    ones. Every row ends with its request's last known token, so each yields a row of logits.
-
-    Raises `ValueError` for a plan in which one does not: chapter 1 computes whole prompts."""
+    ones. Raises `ValueError` for a row that does not end with its request's last known token, and
+    so yields no logits to sample from: chapter 1 computes whole prompts."""
     state.apply(plan)
     batch = InputBatch([], [], [], [], [])
     for req_id, start in plan.starts().items():

@@ -1,6 +1,4 @@
-"""A request and what its user asked for.
-
-Everything a serving engine does to a request follows from two counters:
+"""A request, what its user asked for, and the two counters that everything follows from:
 
     num_tokens            token ids known so far: the prompt, then one more for every sampled token
     num_computed_tokens   positions whose keys and values are in the KV cache, or will be when the
@@ -12,11 +10,7 @@ Everything a serving engine does to a request follows from two counters:
         +----------------------------+---------------------+
                        ^ num_computed_tokens
 
-A step computes some of the positions between the two. There is no "prefill" or "decode" state: a
-request that is five tokens behind is what prose calls a prefill, one that is a single token behind
-is a decode. A freshly sampled token is known before its keys and values are written, so a running
-request is always at least one behind.
-
+A step computes some of the positions between the two; there is no "prefill" or "decode" state.
 Invariants: `0 <= num_computed_tokens <= num_tokens`; `all_token_ids` is the prompt followed by the
 outputs; a finished request never changes again. (vLLM V1 has the same two counters. SGLang keeps
 extend and decode batches apart, nano-vllm tells the phases apart by an argument.)"""
@@ -35,12 +29,11 @@ from typing import TypeGuard
 
 # What `SamplingParams` allows: the lowest integer; the interval of numbers, its lowest and highest.
 _INTEGERS = {"n": 1, "top_k": 0, "max_tokens": 1, "min_tokens": 0, "logprobs": 0, "seed": None}
-_ABOVE_0, _BELOW_INF = math.ulp(0.0), sys.float_info.max
 _NUMBERS = {
-    "temperature": ("[0.0, inf)", 0.0, _BELOW_INF),
-    "top_p": ("(0.0, 1.0]", _ABOVE_0, 1.0),
+    "temperature": ("[0.0, inf)", 0.0, sys.float_info.max),
+    "top_p": ("(0.0, 1.0]", math.ulp(0.0), 1.0),
     "min_p": ("[0.0, 1.0]", 0.0, 1.0),
-    "repetition_penalty": ("(0.0, inf)", _ABOVE_0, _BELOW_INF),
+    "repetition_penalty": ("(0.0, inf)", math.ulp(0.0), sys.float_info.max),
     "presence_penalty": ("[-2.0, 2.0]", -2.0, 2.0),
     "frequency_penalty": ("[-2.0, 2.0]", -2.0, 2.0),
 }
@@ -49,13 +42,10 @@ _NUMBERS = {
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when to stop. Order of application: penalties, temperature, min-p,
-    top-k, top-p.
-
-    `temperature=0` is greedy and ignores what follows it. `top_k=0` keeps all tokens, and so does
-    -1, as in vLLM. `seed` makes every random choice a function of the request alone, and so the
-    output in float64; in bfloat16 a batch rounds differently than a request alone. `stop` strings
-    are cut from the text; `stop_token_ids` end the output as EOS does. Raises `ValueError` that
-    names the field, its value and what is allowed."""
+    top-k, top-p. `temperature=0` is greedy and ignores what follows it. `top_k=0` keeps all tokens,
+    and so does -1, as in vLLM. `seed` makes every random choice a function of the request alone,
+    and so the output in float64; in bfloat16 a batch rounds differently than a request alone.
+    `stop` strings are cut from the text; `stop_token_ids` end the output as EOS does."""
 
     n: int = 1
     temperature: float = 1.0
@@ -89,10 +79,9 @@ class SamplingParams:
         require(all(_is_integer(t) and t >= 0 for t in ids), "stop_token_ids", ids, "integers >= 0")
         put("stop_token_ids", tuple(map(int, ids)))
         for name, lowest in _INTEGERS.items():
-            if name in ("logprobs", "seed") and getattr(self, name) is None:
+            if getattr(self, name) is None and name in ("logprobs", "seed"):
                 continue
-            value = getattr(self, name)
-            check_integers(lowest, **{name: value})
+            check_integers(lowest, **{name: (value := getattr(self, name))})
             put(name, int(value))  # NumPy's integers overflow
         for name, (interval, low, high) in _NUMBERS.items():
             value = getattr(self, name)
@@ -105,8 +94,8 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "True or False")
-        most, seed = self.max_tokens, self.seed
-        require(self.min_tokens <= most, "min_tokens", self.min_tokens, f"<= max_tokens, {most}")
+        least, most, seed = self.min_tokens, self.max_tokens, self.seed
+        require(least <= most, "min_tokens", least, f"<= max_tokens, {most}")
         fits = seed is None or -(2**63) <= seed < 2**63
         require(fits, "seed", seed, "a signed integer of 64 bits")
 
@@ -154,10 +143,8 @@ _FINISH_REASONS = {
 
 
 class Request:
-    """One sequence to be continued, as the scheduler sees it.
-
-    `priority` (chapter 4): a lower number is more urgent. Times are seconds of
-    `time.monotonic()`. Raises `ValueError` that names the argument."""
+    """One sequence to be continued, as the scheduler sees it. `priority` (chapter 4): a lower
+    number is more urgent. Times are seconds of `time.monotonic()`."""
 
     def __init__(
         self,
@@ -172,9 +159,7 @@ class Request:
         is_right = isinstance(sampling_params, SamplingParams)
         require(is_right, "sampling_params", sampling_params, allowed)
         if not prompt_token_ids:
-            raise ValueError(
-                f"request {request_id!r}: prompt_token_ids is empty: it must hold a token at least"
-            )
+            raise ValueError(f"request {request_id!r}: prompt_token_ids is empty: it must not be")
         self.request_id = request_id
         self.prompt_token_ids = list(prompt_token_ids)
         self.sampling_params = sampling_params
@@ -182,19 +167,16 @@ class Request:
         self.priority = priority
         # A scheduler lowers it where the model ends sooner, and says so in `length_limit`.
         self.max_tokens = sampling_params.max_tokens
-
         self.output_token_ids: list[int] = []
-        self.all_token_ids: list[int] = list(prompt_token_ids)
+        self.all_token_ids = list(prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # chapter 3: of them, those that were found in a cache
         self.num_preemptions = 0  # chapter 4
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.length_limit: str | None = None
-
-        self._stop_ids = frozenset(sampling_params.stop_token_ids)
-        eos_ids = frozenset() if sampling_params.ignore_eos else frozenset(eos_token_ids)
-        self._end_ids = self._stop_ids | eos_ids
+        eos_ids = () if sampling_params.ignore_eos else eos_token_ids
+        self._end_ids = frozenset((*sampling_params.stop_token_ids, *eos_ids))
 
     @classmethod
     def from_tokens(
@@ -221,15 +203,10 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
 
-    seq_len = num_tokens  # the posts' name, as are the next two
-
-    @property
-    def remaining_tokens(self) -> int:
-        return len(self.all_token_ids) - self.num_computed_tokens
-
-    @property
-    def num_blocks_needed(self) -> int:  # chapter 2: of 16 positions
-        return -(-len(self.all_token_ids) // 16)
+    # The posts' names. Chapter 2: blocks of 16 positions.
+    seq_len = num_tokens
+    remaining_tokens = property(lambda self: self.num_tokens - self.num_computed_tokens)
+    num_blocks_needed = property(lambda self: -(-self.num_tokens // 16))
 
     @property
     def max_num_tokens(self) -> int:
@@ -254,7 +231,8 @@ class Request:
         if token_id in self._end_ids and num_outputs >= self.sampling_params.min_tokens:
             self.status = RequestStatus.FINISHED_STOPPED
             # As in vLLM: EOS is the ordinary end and gives no reason; a stop token names itself.
-            self.stop_reason = token_id if token_id in self._stop_ids else None
+            is_stop_token = token_id in self.sampling_params.stop_token_ids
+            self.stop_reason = token_id if is_stop_token else None
         elif num_outputs == self.max_tokens:
             self.status = RequestStatus.FINISHED_LENGTH_CAPPED
 

@@ -1,15 +1,11 @@
 """The waiting queue: who is next.
 
-A queue is asked four things: put a request at its place, take the next one, put one back at the
-front, and forget one that its user aborted. All four are O(1) here. The obvious list makes two of
-them O(n): `pop(0)` shifts everything and `remove` searches. With 100,000 requests waiting that is
-the whole step time. An `OrderedDict` by request id does it: insertion order is queue order, and its
-linked list takes an entry out of the middle without touching the rest.
+Everything that a queue is asked is O(1) here. A list's `pop(0)` shifts everything and its `remove`
+searches: with 100,000 requests waiting that is the whole step time. An `OrderedDict` by request id
+takes an entry out of the middle without touching the rest.
 
-Invariants: a request is in the queue at most once; iteration order is the order of service.
-
-vLLM uses a deque (removal is O(n)) and a heap for priorities; nano-vllm a deque; SGLang sorts a
-list every step."""
+Invariants: a request is in the queue at most once; iteration order is the order of service. (vLLM
+and nano-vllm use a deque, SGLang sorts a list every step.)"""
 
 from __future__ import annotations
 
@@ -22,9 +18,7 @@ from request import Request
 
 
 class SchedulingPolicy(str, Enum):
-    """Orders of service. Chapter 4 adds priority and cache-aware ones."""
-
-    FCFS = "fcfs"
+    FCFS = "fcfs"  # chapter 4 adds priority and cache-aware orders of service
 
 
 class RequestQueue(ABC):

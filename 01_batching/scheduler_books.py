@@ -8,28 +8,18 @@ A scheduler of this book adds `schedule`: *which* requests a step computes.
 
 Invariants: every unfinished request is either waiting or running; what is planned counts as
 computed from then on; after each plan the runner's copy of a scheduled request is the scheduler's.
-(vLLM's scheduler keeps the same books, and tells its runner the same delta.)"""
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import NamedTuple
 
 from request import Request, RequestStatus, check_integers, require
 from request_queue import RequestQueue
 from scheduler_interface import EngineCoreOutput, NewRequestData, SchedulerOutput, StepOutput
 
 _FINISHED = RequestStatus.FINISHED_STOPPED  # and everything behind it
-
-
-class SchedulerLimits(NamedTuple):
-    """`max_num_seqs` requests run at once, a step computes `max_num_batched_tokens` tokens, and
-    `max_model_len` bounds prompt plus outputs."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int | None
 
 
 class RunnerDelta:
@@ -71,20 +61,26 @@ class RunnerDelta:
 
 
 class SchedulerBooks:
-    """Owns the requests. A subclass has `schedule`. Raises `ValueError` for limits below 1."""
+    """Owns the requests. `max_num_seqs` of them run at once, a step computes
+    `max_num_batched_tokens` tokens, and `max_model_len` bounds prompt plus outputs."""
 
     def __init__(
-        self, limits: SchedulerLimits, waiting: RequestQueue, delta: RunnerDelta | None = None
+        self,
+        waiting: RequestQueue,
+        delta: RunnerDelta,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int | None,
     ) -> None:
-        named = limits._asdict()
-        if limits.max_model_len is None:
-            del named["max_model_len"]
-        check_integers(1, **named)
-        self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len = limits
+        check_integers(1, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        if max_model_len is not None:
+            check_integers(1, max_model_len=max_model_len)
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_model_len = max_model_len
         self.requests: dict[str, Request] = {}  # every unfinished request
         self.waiting = waiting
         self.running: dict[str, Request] = {}  # in order of admission
-        self.delta = delta or RunnerDelta()
+        self.delta = delta
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises `ValueError`, and changes nothing, if it is a duplicate or could
@@ -96,15 +92,13 @@ class SchedulerBooks:
                 f"request_id is {request.request_id!r}: a request with this id is unfinished"
             )
         limits = self.length_limits(request)
-        for reason, room in limits.items():
-            if room < 1:
-                raise ValueError(
-                    f"{describe_prompt(request)}, and {reason}: there must be room for one more"
-                )
+        if limits and limits[reason := min(limits, key=limits.__getitem__)] < 1:
+            raise ValueError(
+                f"{describe_prompt(request)}, and {reason}: there must be room for one more"
+            )
         self.check_prompt(request)
-        for reason, room in limits.items():
-            if room < request.max_tokens:
-                request.max_tokens, request.length_limit = room, reason
+        if limits and limits[reason] < request.max_tokens:
+            request.max_tokens, request.length_limit = limits[reason], reason
         self.requests[request.request_id] = request
         self.waiting.add_request(request)
 
@@ -157,8 +151,8 @@ class SchedulerBooks:
     def update_from_output(
         self, plan: SchedulerOutput, output: StepOutput
     ) -> list[EngineCoreOutput]:
-        """Append each request's sampled tokens, up to the one that finishes it, and release those
-        that have finished. Raises `ValueError` for what is no `StepOutput`."""
+        """Take what was sampled, and release the requests that have finished. Raises `ValueError`
+        for what is no `StepOutput`."""
         allowed = "a StepOutput; StepOutput(tokens_by_id) makes one"
         require(isinstance(output, StepOutput), "output", output, allowed)
         rows = zip(
@@ -173,13 +167,8 @@ class SchedulerBooks:
     def take_tokens(
         self, request: Request, start: int, end: int, output: StepOutput
     ) -> EngineCoreOutput:
-        """What the step, which has written positions `[start, end)`, did for one request."""
-        result = self.append_tokens(request, output)
-        if request.status >= _FINISHED:
-            self.finish(request, result)
-        return result
-
-    def append_tokens(self, request: Request, output: StepOutput) -> EngineCoreOutput:
+        """What the step, which has written positions `[start, end)`, did for one request: it gets
+        its sampled tokens, up to the one that finishes it."""
         request_id = request.request_id
         sampled = output.token_ids.get(request_id, [])
         num_new = 0
@@ -194,14 +183,17 @@ class SchedulerBooks:
         if request_id in output.errors:
             request.status = RequestStatus.FINISHED_ERROR
             result.finish_detail = output.errors[request_id]
+        else:
+            self.positions_written(request, start, end)
+        if request.status >= _FINISHED:
+            result.finish_reason, result.stop_reason = request.finish_reason, request.stop_reason
+            if request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
+                result.finish_detail = request.length_limit
+            self.forget(request)
         return result
 
-    def finish(self, request: Request, result: EngineCoreOutput) -> None:
-        """Its last token is known: say why it ended, and forget it."""
-        result.finish_reason, result.stop_reason = request.finish_reason, request.stop_reason
-        if request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
-            result.finish_detail = request.length_limit
-        self.forget(request)
+    def positions_written(self, request: Request, start: int, end: int) -> None:
+        """The KV of positions `[start, end)` can be used from now on."""
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)

@@ -1,9 +1,9 @@
 """What a scheduler decides and what a runner answers, in every engine of this book.
 
 A `SchedulerOutput` is a plan for one step: which requests compute how many tokens. It is also a
-*delta*: it carries a prompt once (`NewRequestData`, in the step that admits it) and afterwards only
-what changed (`CachedRequestData`: usually one token id), since the runner, which may be another
-process, keeps its own copy of every request. A `StepOutput` is the answer: the sampled tokens.
+*delta*: a prompt crosses once (`NewRequestData`), afterwards only what changed
+(`CachedRequestData`), since the runner, which may be another process, keeps its own copy of every
+request. A `StepOutput` is the answer: the sampled tokens.
 
 Invariants: a request is new at most once; every scheduled request has at least one token; the batch
 order is new requests first, then known ones; `finished_req_ids` names each finished request once,
@@ -62,7 +62,7 @@ class BlockMove:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """The plan for one step."""
+    """The plan."""
 
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
     scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
@@ -96,11 +96,6 @@ class SchedulerOutput:
         return not self.num_scheduled_tokens
 
 
-NO_FINITE_LOGITS = (
-    "its logits have no finite maximum: they hold NaN or infinity, or every token is ruled out"
-)
-
-
 @dataclass(slots=True)
 class StepOutput:
     """What came of a plan, by request id. A request whose last known token is not reached (chapter
@@ -113,8 +108,13 @@ class StepOutput:
     times: dict[str, float] = field(default_factory=dict)  # `{part}_ms` of each part of the step
 
 
+NO_FINITE_LOGITS = (
+    "its logits have no finite maximum: they hold NaN or infinity, or every token is ruled out"
+)
+
+
 class StepHandle(Protocol):
-    """A step that has begun. `wait` says what came of it, when it is over; it is called once."""
+    """A step that has begun. `wait`, called once, says what came of it when it is over."""
 
     def wait(self) -> StepOutput: ...
 
@@ -163,12 +163,10 @@ class EngineCoreOutput:
 
 
 class SchedulerInterface(Protocol):
-    """A step is one `schedule`, whose planned tokens count as computed from then on, followed by
-    one `update_from_output`, which skips requests that were aborted meanwhile. `add_request` raises
+    """A step is one `schedule`, whose planned tokens count as computed from then on, and one
+    `update_from_output`, which skips requests that were aborted meanwhile. `add_request` raises
     `ValueError`, and changes nothing, if a request can never be served. `finish_requests` ends some
-    from outside, at any moment, and ignores unknown ids; `abort_request` does so with
-    `FINISHED_ABORTED`. `check_invariants` raises `AssertionError` if the scheduler contradicts
-    itself."""
+    from outside, at any moment, and ignores unknown ids; `abort_request` ends one so."""
 
     requests: dict[str, Request]  # every unfinished request
     running: dict[str, Request]  # of these, who has been admitted; in order of admission

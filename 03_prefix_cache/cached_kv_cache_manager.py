@@ -1,21 +1,17 @@
 """Chapter 2's manager of block tables, with any prefix cache behind it.
 
-The same interface, so every scheduler works with it. A request's table then has three stretches:
+A request's table then has three stretches:
 
     | cached when it was admitted | published since | its own: partial, or still to be written |
     0                             ^ hit             ^ _published                       table's end
 
 Full blocks are published when the forward pass that wrote them is over, never before: a step that
-fails, or a request preempted before its forward pass, leaves nothing wrong behind. If somebody else
-has published the same content meanwhile, the table takes the cache's block and gives its own back.
-
-Two requests that arrive together with one prefix would both compute it. So the block that a request
-publishes next is known by its content while it is being computed, and a request that could use it
-is not ready: a step later it hits.
+fails leaves nothing wrong behind. A block that a request publishes next is known by its content
+while it is being computed: a request that could use it is not ready, and a step later it hits.
 
 Invariants: those of the manager and of the cache; what a table has published is owned by the cache
-and is its path, block by block. vLLM publishes a block when it is planned, and must take care that
-the plan is carried out; SGLang puts off requests that share an uncached prefix, as here.
+and is its path, block by block. vLLM publishes a block when it is planned; SGLang puts off requests
+that share an uncached prefix, as here.
 """
 
 from __future__ import annotations
@@ -44,10 +40,8 @@ class _CacheState:
 
 
 class CachedKVCacheManager(KVMemory):
-    """A `KVMemory` whose requests share what any of them has computed.
-
-    `cache` works on the same `pool`, in the same blocks. Raises `ValueError` if pool or block size
-    differ."""
+    """A `KVMemory` whose requests share what any of them has computed. `cache` works on the same
+    `pool`, in the same blocks: `ValueError` if not."""
 
     def __init__(self, pool: BlockPool, block_size: int, cache: PrefixCache) -> None:
         super().__init__(pool, block_size)
@@ -65,8 +59,6 @@ class CachedKVCacheManager(KVMemory):
     def num_blocks_in_use(self) -> int:
         """Blocks that a request holds. What is only cached is as good as free."""
         return super().num_blocks_in_use - self.cache.num_evictable_blocks
-
-    # -- before a request is admitted
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks | NotReady:
         """The longest cached prefix, short of the last token: its logits are wanted, so it has to
@@ -96,8 +88,6 @@ class CachedKVCacheManager(KVMemory):
         tokens = tuple(request.all_token_ids[start : start + self.block_size])
         parent_id = blocks[index - 1].block_id if index else None
         return (parent_id, normalise_extra_keys(extra_keys_of(request)), tokens)
-
-    # -- the table
 
     def allocate_slots(
         self,
@@ -166,8 +156,8 @@ class CachedKVCacheManager(KVMemory):
         result = self.cache.insert(
             request.all_token_ids, given, extra_keys_of(request), start=first, path=state.path
         )
-        for index, (own, kept) in enumerate(zip(given, result.blocks, strict=True), first):
-            if kept is not own:
+        for index, kept in enumerate(result.blocks, first):
+            if kept is not table.blocks[index]:
                 table.replace(index, kept)
                 self._moves.append(BlockMove(request.request_id, index, kept.block_id))
         state.num_published = num_full
@@ -187,8 +177,6 @@ class CachedKVCacheManager(KVMemory):
         moves, self._moves = self._moves, []
         return moves
 
-    # -- chapter 2's hooks
-
     def _num_free_or_evictable(self) -> int:
         return self.pool.num_free_blocks + self.cache.num_evictable_blocks
 
@@ -203,8 +191,6 @@ class CachedKVCacheManager(KVMemory):
         num_cached = sum(self.cache.owns(block) for block in blocks)
         super()._release(blocks[num_cached:])
         self.cache.release(blocks[:num_cached])
-
-    # -- checks
 
     def _count_holders(self) -> Counter[int]:
         holders = super()._count_holders()

@@ -8,10 +8,10 @@ The queue may be overtaken here, but only beside somebody whose KV is on its way
 
 from __future__ import annotations
 
-from kv_memory import KVMemory, NotReady, publish
+from kv_memory import KVMemory, NotReady
 from paged_fcfs_scheduler import PagedFCFSScheduler
 from request import Request, RequestStatus
-from scheduler_interface import EngineCoreOutput, SchedulerOutput, StepOutput
+from scheduler_interface import SchedulerOutput
 
 _WAITING_STATUS = {
     NotReady.COMPUTED_NOW: RequestStatus.WAITING,
@@ -52,8 +52,6 @@ class CachingFCFSScheduler(PagedFCFSScheduler):
         plan.block_moves = self.kv_memory.take_block_moves()
         return plan
 
-    def take_tokens(
-        self, request: Request, start: int, end: int, output: StepOutput
-    ) -> EngineCoreOutput:
-        publish(self.kv_memory, request, start, end, output)
-        return super().take_tokens(request, start, end, output)
+    def positions_written(self, request: Request, start: int, end: int) -> None:
+        if end % self.kv_memory.block_size < end - start:  # it has filled a block
+            self.kv_memory.cache_blocks(request, end)

@@ -22,7 +22,7 @@ from block_pool import Block
 from kv_cache_manager import KVCacheManager
 from prefix_cache import KeyedRequest, PrefixCache, extra_keys_of
 from request import Request
-from scheduler_interface import BlockMove, SchedulerOutput, StepOutput
+from scheduler_interface import BlockMove, SchedulerOutput
 
 __all__ = ["KeyedRequest", "extra_keys_of"]  # for chapters that need no more of a cache
 
@@ -102,15 +102,6 @@ class KVMemory(KVCacheManager):
 
 
 UncachedKVCacheManager = KVMemory
-
-
-def publish(
-    kv_memory: KVMemory, request: Request, start: int, end: int, output: StepOutput
-) -> None:
-    """Positions `[start, end)` are written: share what is full, unless the step went wrong."""
-    is_full = end // kv_memory.block_size > start // kv_memory.block_size
-    if is_full and request.request_id not in output.errors:
-        kv_memory.cache_blocks(request, end)
 
 
 class SharingRunnerState(PagedRunnerState):

@@ -1,19 +1,14 @@
 """What a prefix cache is: one contract, kept by a hash chain and by a radix tree.
 
-A position's keys and values depend on its token and on every token before it, and on nothing else.
-So a block that holds tokens [16, 32) of one request serves every other that has the same tokens in
-[0, 32). A cache maps prefixes, in whole blocks, to blocks of a `BlockPool`. It is one of the
-holders that `ref_cnt` counts; the others are the block's users:
+A block with tokens [16, 32) of one request serves every other whose tokens in [0, 32) are the same.
+A cache maps prefixes, in whole blocks, to blocks of a `BlockPool`, and is one of their holders:
 
-    ref_cnt of a cached block   1      only the cache: evictable, in order of last use
-                                1 + n  n users: never evicted
-
+    ref_cnt                     1: only the cache, evictable; 1 + n: n users, never evicted
     request's tokens            | A A A A | B B B B | C C        |      4-token blocks
     match_prefix                | block 7 | block 3 |                   the longest cached prefix
-    insert, when it is computed | block 7 | block 3 | C C . . |         a partial block is no block
 
-A use of a prefix is a match, an insertion or a release. Evicted is the block whose last use is the
-longest ago, of those that nobody uses and that have no cached block behind them.
+Matches, insertions and releases use a prefix. Evicted is the block whose last use is the longest
+ago, of those that nobody uses and that have no cached block behind them.
 
 Invariants: a cached block's parent is cached; whoever uses a block uses all before it; a use of a
 block is a use of all before it; the content of a cached block never changes.
@@ -74,8 +69,7 @@ def extra_keys_of(request: Request) -> tuple[tuple[str, str | int], ...]:
 
 
 class HasBlockId(Protocol):
-    @property
-    def block_id(self) -> int: ...
+    block_id: int
 
 
 class PrefixMatch(NamedTuple):
@@ -85,8 +79,7 @@ class PrefixMatch(NamedTuple):
     num_cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class InsertResult:
+class InsertResult(NamedTuple):
     """`blocks[i]` is the cache's block for the content of the i-th block given to `insert`: that
     block itself if it is now `owned`, another if it was a duplicate."""
 
@@ -115,8 +108,7 @@ class CacheStats:
 
 @dataclass(slots=True)
 class PrefixPath:
-    """What a cache remembers of one request's way into it, so that a later call does not begin at
-    the first token again. Made empty, filled by the cache, dropped with the request's blocks."""
+    """What a cache remembers of one request's way into it: later calls begin where it ends."""
 
     state: Any = None
 
@@ -130,7 +122,6 @@ class Walk(NamedTuple):
     path: PrefixPath
 
     def tokens(self, index: int) -> tuple[int, ...]:
-        """Those of block `index`."""
         return tuple(self.token_ids[index * self.block_size : (index + 1) * self.block_size])
 
 
@@ -159,8 +150,8 @@ class CachedPrefix(NamedTuple):
 
 
 class PrefixCache(ABC):
-    """Prefixes to blocks of `pool`, in whole blocks of `block_size` tokens. What every cache does
-    alike is here; each has its own index, and its own books of who uses a block and since when."""
+    """Prefixes to blocks of `pool`, of `block_size` tokens. What every cache does alike is here;
+    each has its own index, and its own books of who uses a block and since when."""
 
     def __init__(
         self, pool: BlockPool, block_size: int, listener: CacheListener | None = None
@@ -207,12 +198,10 @@ class PrefixCache(ABC):
         path: PrefixPath | None = None,
     ) -> InsertResult:
         """Take over computed blocks: `blocks[i]` holds block `start + i` of `token_ids`; the blocks
-        before `start` are cached, and used by the caller.
-
-        The caller keeps its reference to each. If the cache already has that content, the reference
-        moves to the cache's block, and the duplicate goes back to the pool unless others hold it.
-        Raises `ValueError`, and changes nothing, for blocks that are free or cached already, or one
-        before `start` that is not. O(new blocks) with a `path` that ends at `start`."""
+        before `start` are cached, and used by the caller. It keeps its reference to each; for
+        content that is cached already, the reference moves to the cache's block. Raises
+        `ValueError`, and changes nothing, for blocks that are free or cached already, or one before
+        `start` that is not. O(new blocks) with a `path` that ends at `start`."""
         self._check_given(token_ids, blocks, start)
         keys = normalise_extra_keys(extra_keys)
         walk = Walk(token_ids, self.block_size, keys, path or PrefixPath())
@@ -221,9 +210,9 @@ class PrefixCache(ABC):
         if start and not found:
             missing = len(self._find(walk, 0, start))
             raise ValueError(f"insert behind {start} blocks: block {missing} is not cached")
-        if start and blocks and self.num_users(found[0]) == 0:
-            raise ValueError(f"insert behind {start} blocks: block {start - 1} has no user")
         path_blocks = [self.pool.blocks[block.block_id] for block in found]
+        if start and blocks and path_blocks[0].ref_cnt == 1:
+            raise ValueError(f"insert behind {start} blocks: block {start - 1} has no user")
         known = path_blocks[1:] if start else path_blocks
         duplicates, owned = list(blocks[: len(known)]), list(blocks[len(known) :])
         if known:
@@ -260,26 +249,21 @@ class PrefixCache(ABC):
     def cache_computed_blocks(
         self, token_ids: Sequence[int], extra_keys: ExtraKeys | None = None
     ) -> list[Any]:
-        """For use without an engine: cache every full block of `token_ids` in blocks taken from the
-        pool, evicting others if need be, or as many as fit, from the front. Returns the path, which
-        nobody uses yet: `touch` and `release` come in pairs."""
+        """For use without an engine: cache the full blocks of `token_ids`, as many as fit from the
+        front, in blocks of the pool. Returns the path, which nobody uses yet."""
         found = self.match_prefix(token_ids, extra_keys).blocks
         self.touch(found)  # so that making room does not evict the very path that is extended
         num_missing = len(token_ids) // self.block_size - len(found)
         self.evict(num_missing - self.pool.num_free_blocks)
         num_new = min(num_missing, self.pool.num_free_blocks)
-        new = self.pool.allocate(num_new) if num_new else None
-        if new is not None:
+        if num_new:
+            new = self.pool.allocate(num_new) or []
             self.insert(token_ids, new, extra_keys, start=len(found))
-            end = (len(found) + num_new) * self.block_size
-            found = self.match_prefix(token_ids[:end], extra_keys).blocks
+            found = self.match_prefix(token_ids, extra_keys).blocks
         self.release(found)
         return found
 
-    # -- questions
-
     def owns(self, block: HasBlockId) -> bool:
-        """Is this block cached?"""
         return block.block_id in self._by_block_id
 
     def num_users(self, block: HasBlockId) -> int:
@@ -310,8 +294,6 @@ class PrefixCache(ABC):
     def check_invariants(self) -> None:
         """Raise `AssertionError` if the cache contradicts itself or its pool."""
 
-    # -- each cache's own
-
     @abstractmethod
     def _find(self, walk: Walk, begin: int, end: int) -> list[Any]:
         """The cached ones of blocks `[begin, end)`, up to the first that is not."""
@@ -322,7 +304,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def _add(self, walk: Walk, first: int, blocks: list[Block]) -> None:
-        """Blocks `first` and on, new ones, behind what `_find` has found."""
+        """Blocks `first` and on, new ones, behind what `_find` has just found."""
 
     @abstractmethod
     def _pop_oldest(self, num_blocks: int) -> list[Block]:
@@ -338,6 +320,6 @@ class PrefixCache(ABC):
         if len({block.block_id for block in blocks}) != len(blocks):
             raise ValueError("insert: each block may be named once")
         for block in blocks:
-            if block.ref_cnt < 1 or self.owns(block):
+            if block.ref_cnt < 1 or block.block_id in self._by_block_id:
                 state = "free" if block.ref_cnt < 1 else "cached already"
                 raise ValueError(f"insert of block {block.block_id}: it is {state}")

@@ -4,20 +4,13 @@ A block's hash covers its tokens and, through its parent's hash, everything befo
 
     root(extra keys) -> h0 = H(root, tokens[0:16]) -> h1 = H(h0, tokens[16:32]) -> h2 = ...
 
-So equal hashes mean equal prefixes, and the longest cached one is found by walking the chain until
-the first hash that is not in the dictionary. The root mixes in what else KV depends on (an adapter,
-a tenant's salt): chains of two roots never meet.
-
-Blocks that nobody uses stay cached, in the order of their last use. Whoever uses a block uses all
-before it, and gives them back deepest first: so every child stands before its parent, and eviction
-pops the front of that order without a search.
-
-The hash is a cryptographic digest. With Python's `hash` a user could write a prompt that collides
-with another user's prefix, and be answered from that KV (vLLM CVE-2025-25183).
+So equal hashes mean equal prefixes. The root mixes in what else KV depends on (an adapter, a
+tenant's salt): chains of two roots never meet. The hash is a cryptographic digest: with Python's
+`hash` a prompt could be made to collide with another user's prefix (vLLM CVE-2025-25183).
 
 Invariants: those of `prefix_cache.py`; `_evictable` holds exactly the cached blocks without users,
-least recently used first. vLLM keeps the hashes on the pool's blocks, and this order is its free
-list.
+least recently used first, so every child before its parent. vLLM keeps the hashes on the pool's
+blocks, and this order is its free list.
 """
 
 from __future__ import annotations
@@ -80,8 +73,7 @@ def _link(parent_hash: bytes, token_ids: Sequence[int]) -> bytes:
 def compute_hash_chain(
     token_ids: Sequence[int], block_size: int, extra_keys: ExtraKeys | None = None
 ) -> list[tuple[bytes, tuple[int, ...]]]:
-    """`(hash, tokens)` of every full block. A partial block at the end has no hash: it is not final
-    yet."""
+    """`(hash, tokens)` of every full block."""
     chain: list[tuple[bytes, tuple[int, ...]]] = []
     parent_hash = None
     for start in range(0, len(token_ids) - block_size + 1, block_size):
@@ -109,10 +101,8 @@ class CachedBlock:
 
 
 class PrefixCacheLocal(PrefixCache):
-    """A `PrefixCache` keyed by chained hashes.
-
-    On its own it makes a pool of `max_cached_blocks`; in an engine it is given the engine's `pool`.
-    Raises `ValueError` unless exactly one of the two is given."""
+    """A `PrefixCache` keyed by chained hashes. On its own it makes a pool of `max_cached_blocks`;
+    an engine gives it its `pool`. Raises `ValueError` unless exactly one is given."""
 
     def __init__(
         self,
@@ -138,8 +128,6 @@ class PrefixCacheLocal(PrefixCache):
     ) -> list[tuple[bytes, tuple[int, ...]]]:
         return compute_hash_chain(token_ids, self.block_size, extra_keys)
 
-    # -- along a chain
-
     def _find(self, walk: Walk, begin: int, end: int) -> list[CachedBlock]:
         blocks: list[CachedBlock] = []
         for index in range(begin, end):
@@ -150,8 +138,7 @@ class PrefixCacheLocal(PrefixCache):
         return blocks
 
     def _hash(self, walk: Walk, index: int) -> bytes:
-        """Of block `index`. The path remembers the root's and all up to it: tokens only ever grow
-        at their end."""
+        """The path remembers the root's and all up to this: tokens only grow at their end."""
         hashes = walk.path.state = walk.path.state or [_mix_in(b"", walk.keys)]
         while len(hashes) <= index + 1:
             hashes.append(_link(hashes[-1], walk.tokens(len(hashes) - 1)))
@@ -163,8 +150,6 @@ class PrefixCacheLocal(PrefixCache):
             name, tokens = self._hash(walk, index), walk.tokens(index)
             parent = CachedBlock(block.block_id, block, name, tokens, parent, walk.keys)
             self._by_hash[name] = self._by_block_id[block.block_id] = parent
-
-    # -- uses, and who is evicted
 
     def _use(self, blocks: list[CachedBlock]) -> None:
         for cached in reversed(blocks):
@@ -200,8 +185,6 @@ class PrefixCacheLocal(PrefixCache):
             del self._by_hash[cached.block_hash]
         return [cached.block for cached in victims]
 
-    # -- questions
-
     @property
     def num_evictable_blocks(self) -> int:
         return len(self._evictable)
@@ -216,6 +199,7 @@ class PrefixCacheLocal(PrefixCache):
 
     def check_invariants(self) -> None:
         assert len(self._by_hash) == len(self._by_block_id)
+        places = {block_id: place for place, block_id in enumerate(self._evictable)}
         for block_hash, cached in self._by_hash.items():
             assert self._by_block_id[cached.block_id] is cached, cached
             assert cached.block is self.pool.blocks[cached.block_id], cached
@@ -230,9 +214,6 @@ class PrefixCacheLocal(PrefixCache):
                 assert parent.ref_cnt >= cached.ref_cnt, f"{cached} is used without its parent"
             assert block_hash == compute_block_hash(parent_hash, cached.token_ids), cached
             assert cached.ref_cnt >= 0, f"{cached} is not held by the cache"
-            assert (cached.ref_cnt == 0) == (cached.block_id in self._evictable), cached
-        places = {block_id: place for place, block_id in enumerate(self._evictable)}
-        for cached in self._evictable.values():
-            parent = cached.parent
+            assert (cached.ref_cnt == 0) == (cached.block_id in places), cached
             if parent is not None and parent.ref_cnt == 0:
                 assert places[cached.block_id] < places[parent.block_id], f"{cached} goes too late"

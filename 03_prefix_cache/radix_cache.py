@@ -4,20 +4,14 @@
     request 1 uses    |<--------------->|                 the node A B has 2, the node C has 1
     request 2 uses    |<------------------------->|       ref_cnt of their blocks: lock_ref + 1
 
-A request locks every node from the root to the end of its prefix, and nothing behind it: a node
-that ends elsewhere than a match, a lock or a release does is cut in two there. So all pages of one
-node have the same users and the same last use, and a lock costs a step a node, not a search.
-
-Eviction takes the tail of the oldest leaf. Leaves wait in a heap with lazy entries: a use leaves
-the heap alone. An entry that comes up with too old a time is pushed again with the right one, and
-dropped if its node is in use or has children, to be pushed when that ends.
+A node that ends elsewhere than a match, a lock or a release does is cut in two there. So all pages
+of one node have the same users and the same last use. Eviction takes the tail of the oldest leaf.
+Leaves wait in a heap: a use leaves it alone, and an entry is put right when it comes up.
 
 Invariants: those of `prefix_cache.py`; all blocks of a node have `ref_cnt == lock_ref + 1`; no node
 has fewer users than a child of it; every unlocked leaf is in the heap, at its last use or earlier,
-and no node twice.
-
-SGLang's tree holds slots of single tokens, or pages; a lock there walks up to the root, here over
-the blocks it is given. Source: RadixAttention, arXiv 2312.07104.
+and no node twice. SGLang's tree holds slots of tokens, or pages; a lock there walks up to the root,
+here over the blocks it is given. Source: RadixAttention, arXiv 2312.07104.
 """
 
 from __future__ import annotations
@@ -25,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count, groupby
+from operator import attrgetter
 
 from block_pool import Block, BlockPool
 from prefix_cache import CachedPrefix, CacheListener, HasBlockId, PrefixCache, Walk
@@ -36,10 +31,9 @@ NUM_PAGES = 1024
 
 
 class RadixCache(PrefixCache):
-    """A `PrefixCache` that keeps the tokens themselves. A page is a block of the pool.
-
-    On its own it makes a pool of `num_pages` (1,024 unless told); in an engine it is given the
-    engine's `pool`. Raises `ValueError` if both are given, and for sizes below 1."""
+    """A `PrefixCache` that keeps the tokens themselves. A page is a block of the pool. On its own
+    it makes a pool of `num_pages` (1,024 unless told); an engine gives it its `pool`. Raises
+    `ValueError` if both are given, and for sizes below 1."""
 
     def __init__(
         self,
@@ -61,8 +55,6 @@ class RadixCache(PrefixCache):
         self._heap: list[tuple[int, int, TreeNode]] = []
         self._serial = count()  # decides between equal times: nodes have no order
 
-    # -- along a path
-
     def _find(self, walk: Walk, begin: int, end: int) -> list[Block]:
         """O(depth of the tree + tokens compared + pages found). The front of the node in which the
         match ends gets a last use of its own: it is cut off."""
@@ -72,13 +64,11 @@ class RadixCache(PrefixCache):
         return self.tree.blocks_up_to(node, begin)
 
     def _add(self, walk: Walk, first: int, blocks: list[Block]) -> None:
-        node = self.tree.resume(walk.path.state, self.tree.root(walk.keys), first)
-        for ref_cnt, run in groupby(blocks, key=lambda block: block.ref_cnt):
+        node = walk.path.state[0] if walk.path.state else self.tree.root(walk.keys)
+        for ref_cnt, run in groupby(blocks, key=attrgetter("ref_cnt")):
             node = self.tree.append(node, walk.token_ids, list(run), lock_ref=ref_cnt)
         self._num_used += len(blocks)
         walk.path.state = self.tree.bookmark(node)
-
-    # -- locks
 
     def _use(self, blocks: list[Block]) -> None:
         """What is locked, and all before it, gets its time when it is released."""
@@ -100,7 +90,6 @@ class RadixCache(PrefixCache):
         node.lock_ref += 1
 
     def release(self, blocks: Sequence[HasBlockId]) -> None:
-        """O(nodes + blocks), as `touch`."""
         for block in blocks:
             if self.owns(block) and self.num_users(block) == 0:
                 raise ValueError(f"release of block {block.block_id}: nobody uses it")
@@ -113,8 +102,6 @@ class RadixCache(PrefixCache):
             if node.lock_ref == 0:
                 self._num_used -= len(node.blocks)
                 self._queue(node)
-
-    # -- who is evicted
 
     def _queue(self, node: TreeNode) -> None:
         """`node` has lost a lock, a child or its tail: it may be a leaf that can be evicted now."""
@@ -140,8 +127,6 @@ class RadixCache(PrefixCache):
             self._queue(leaf if leaf.blocks else leaf.above)
         return victims
 
-    # -- questions
-
     @property
     def num_evictable_blocks(self) -> int:
         return self.num_cached_blocks - self._num_used
@@ -152,13 +137,13 @@ class RadixCache(PrefixCache):
             token_ids = tuple(token for link in path for token in link.key)
             keys = path[0].above.extra_keys if path else ()
             for page, block in enumerate(node.blocks, node.start + 1):
-                prefix = token_ids[: page * self.page_size]
-                yield CachedPrefix(keys, prefix, block)
+                yield CachedPrefix(keys, token_ids[: page * self.page_size], block)
 
     def check_invariants(self) -> None:
         self.tree.check_invariants()
         num_used = 0
-        for node in self.tree.nodes():
+        nodes = set(self.tree.nodes())
+        for node in nodes:
             num_used += len(node.blocks) if node.lock_ref else 0
             for block in node.blocks:
                 assert block is self.pool.blocks[block.block_id], f"{block} is not the pool's"
@@ -168,7 +153,6 @@ class RadixCache(PrefixCache):
                 is_newer = child.last_access > node.last_access
                 assert node.is_root or node.lock_ref or not is_newer, f"{child} is after {node}"
         assert num_used == self._num_used, f"{num_used} blocks are used, not {self._num_used}"
-        nodes = set(self.tree.nodes())
         queued = {node for _, _, node in self._heap}
         assert len(queued) == len(self._heap), "a node is queued twice"
         assert queued == {node for node in nodes if node.is_queued}, "queued, but not in the tree"

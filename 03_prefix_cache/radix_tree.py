@@ -1,7 +1,6 @@
 """A radix tree over pages of tokens: the index of `radix_cache.py`, which adds locks and eviction.
 
-Every path from a root spells a prefix. What no two prefixes tell apart is one edge, so there are as
-many nodes as places where prefixes part or end, however many pages that is:
+What no two prefixes tell apart is one edge, however many pages that is:
 
     A B C D is there; A B X comes:       A B --- C D         each letter a page: `page_size` tokens
                                            \\---- X              (a block, in other chapters)
@@ -62,8 +61,6 @@ class RadixTree:
         self.page_size = page_size
         self.node_of: dict[int, TreeNode] = {}  # by block id
         self.roots: dict[NormalKeys, TreeNode] = {}
-
-    # -- along a path
 
     def root(self, extra_keys: NormalKeys) -> TreeNode:
         """A new one joins the forest with its first child."""
@@ -128,8 +125,6 @@ class RadixTree:
             yield node
             stack += node.children.values()
 
-    # -- changes
-
     def cut(self, node: TreeNode, page: int) -> TreeNode:
         """The node that ends at `page`, which is in `node` or its end. O(pages before the cut)."""
         if page == node.end:
@@ -150,8 +145,7 @@ class RadixTree:
 
     def cut_out(self, block_ids: Sequence[int]) -> list[TreeNode]:
         """Cut the tree so that nodes hold these pages and no other: those nodes, the deepest first.
-        O(nodes + pages). Raises `ValueError`, and cuts nothing, unless the pages are in the tree
-        and follow each other on one path."""
+        Raises `ValueError`, and cuts nothing, unless they follow each other on one path."""
         for block_id in block_ids:
             if block_id not in self.node_of:
                 raise ValueError(f"block {block_id} is not cached")
@@ -195,7 +189,7 @@ class RadixTree:
 
     def trim(self, leaf: TreeNode, num_pages: int) -> list[Block]:
         """Take the last pages of a leaf away, the deepest first: all it has, and it leaves its
-        parent. Their blocks stay in `node_of` for whoever frees them. O(pages taken)."""
+        parent. Their blocks stay in `node_of` for whoever frees them."""
         taken = leaf.blocks[-num_pages:][::-1]
         if len(taken) == len(leaf.blocks):
             del leaf.above.children[tuple(leaf.key[: self.page_size])]
@@ -206,10 +200,9 @@ class RadixTree:
         del leaf.blocks[-num_pages:], leaf.key[-num_pages * self.page_size :]
         return taken
 
-    # -- what a request remembers of its path
-
     @staticmethod
     def bookmark(node: TreeNode) -> Any:
+        """What a request remembers of its path."""
         return None if node.is_root else (node, node.generation, node.end)
 
     @staticmethod
@@ -222,8 +215,6 @@ class RadixTree:
         while node.end > min(page, end):
             node = node.above
         return node
-
-    # -- checks
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` if the tree contradicts itself. O(tokens in it)."""

@@ -1378,9 +1378,12 @@ LIFE = (  # of a request: what it does, one step after the other
 )
 
 
-def test_every_interleaving_of_three_requests_on_five_blocks(make_cache):
-    """Each is admitted, publishes and ends, in every order there is. Who finds no room tries again
-    when something has happened. The states on the way are all checked."""
+@pytest.mark.parametrize("share", [0.7, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_interleaving_of_three_requests_on_five_blocks(make_cache, share):
+    """Each is admitted, publishes and ends, in every order there is, or in a `share` of the ways
+    out of each state. Who finds no room tries again when something has happened. The states on the
+    way are all checked."""
+    rng = random.Random(1)
     prompts = [[0, 0, 1, 1, 0], [0, 0, 1, 1, 2, 2], [0, 0, 2, 2]]  # blocks P Q, P Q R, P R
     num_ends, num_refused, num_checked, pending = 0, 0, 0, [[]]
     for _ in as_long_as(lambda: pending, most=200_000):
@@ -1397,7 +1400,7 @@ def test_every_interleaving_of_three_requests_on_five_blocks(make_cache):
                 world.check()
                 num_checked += 1
                 who = choices[0]
-                pending += [[*taken, other] for other in choices[1:]]
+                pending += [[*taken, other] for other in choices[1:] if rng.random() < share]
             taken.append(who)
             if LIFE[done[who]](world, tenants[who]) is False:
                 refused.add(who)
@@ -1410,4 +1413,6 @@ def test_every_interleaving_of_three_requests_on_five_blocks(make_cache):
         world.evict(9)
         world.check()
         assert world.pool.num_free_blocks == 5
-    assert num_ends > 500 and num_refused > 20 and num_checked > 1000
+    if share == 1:
+        assert num_ends > 500 and num_refused > 20 and num_checked > 1000
+    assert num_ends > 200 and num_refused > 10 and num_checked > 300

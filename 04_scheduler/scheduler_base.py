@@ -27,17 +27,15 @@ from dataclasses import dataclass, replace
 
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
-from kv_memory import ComputedBlocks, KVMemory, NotReady, publish
+from kv_memory import ComputedBlocks, KVMemory, NotReady
 from policies import SchedulePolicy, policy_named
 from policy_queue import PolicyQueue, ShuffledQueue
 from prefix_cache_local import PrefixCacheLocal
 from request import Request, RequestStatus, check_integers
-from scheduler_books import SchedulerBooks, SchedulerLimits, describe_prompt
-from scheduler_interface import EngineCoreOutput, SchedulerOutput, StepOutput
+from scheduler_books import SchedulerBooks, describe_prompt
+from scheduler_interface import SchedulerOutput
 from step_plan import PreemptionDelta, StepPlan
 from whole_prompts import ChunkPolicy, WholePrompts
-
-_FINISHED = RequestStatus.FINISHED_STOPPED  # and everything behind it
 
 
 @dataclass(slots=True)
@@ -96,9 +94,9 @@ class SchedulerBase(SchedulerBooks):
         if shuffle_waiting:
             waiting = ShuffledQueue(policy, max_overtakes, seed)
         kv_memory = kv_memory or make_kv_memory(num_gpu_blocks, block_size)
-        limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_model_len)
         self.delta: PreemptionDelta
-        super().__init__(limits, waiting, PreemptionDelta(kv_memory))
+        limits = (max_num_seqs, max_num_batched_tokens, max_model_len)
+        super().__init__(waiting, PreemptionDelta(kv_memory), *limits)
         self.waiting: PolicyQueue = waiting
         self.max_preemptions = max_preemptions
         self.kv_memory = kv_memory
@@ -232,15 +230,9 @@ class SchedulerBase(SchedulerBooks):
         self._stats.total_scheduled_tokens += self.max_num_batched_tokens - step.budget
         return plan
 
-    def take_tokens(
-        self, request: Request, start: int, end: int, output: StepOutput
-    ) -> EngineCoreOutput:
-        result = self.append_tokens(request, output)
+    def positions_written(self, request: Request, start: int, end: int) -> None:
         if end % self.block_size < end - start:  # it has filled a block
-            publish(self.kv_memory, request, start, end, output)
-        if request.status >= _FINISHED:
-            self.finish(request, result)
-        return result
+            self.kv_memory.cache_blocks(request, end)
 
     # -- questions
 

@@ -92,6 +92,10 @@ def assemble(
             f"max_model_len is {max_model_len}: the model was made for at most {longest}"
         )
     attention = make_attention(config, loaded.model.embed_weight.device)
+    if config.pack_weights:
+        for part in (loaded,) if draft is None else (loaded, draft):
+            if (reason := part.model.pack_weights()) is not None:
+                logger.info("weights are not packed: %s", reason)
     # Checkpoints pad the vocabulary to a round number; a lane that no token has must never win.
     vocab_size = min(loaded.config.vocab_size, num_tokens_in_tokenizer or loaded.config.vocab_size)
     kv_cache = make_kv_cache(config, loaded, draft, attention.backend, max_model_len, vocab_size)
@@ -257,7 +261,7 @@ def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str
     """What the bytes of a KV block depend on besides tokens. Reads every weight."""
     from weights_digest import weights_digest
 
-    model = f"{weights_digest(loaded.model)} eps {loaded.config.rms_norm_eps}"
+    model = f"{weights_digest(loaded.model.named_weights())} eps {loaded.config.rms_norm_eps}"
     shape = tuple(kv_cache.key_cache[0].shape[1:])
     layout = f"{kv_cache.key_cache[0].dtype} {len(kv_cache.key_cache)} x {shape}"
     return (("model", model), ("kv layout", layout))

@@ -69,6 +69,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--seed", type=int, default=FIRST_SEED, metavar="N", help="of the first prompt"
     )
     parser.add_argument("--device", default="auto", metavar="D", help="auto, cpu, cuda")
+    parser.add_argument("--num-threads", type=int, metavar="N", help="of torch, on a CPU")
     parser.add_argument(
         "--dtype",
         metavar="D",
@@ -241,6 +242,7 @@ def _main(args: argparse.Namespace) -> int:
         model=args.model,
         device=args.device,
         dtype=args.dtype or ("float32" if args.model is None else "auto"),
+        num_threads=args.num_threads,
         speculative=speculative,
         chunked_prefill=True if args.chunked_prefill is None else args.chunked_prefill,
     )

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+import torch
+
 from common.assembly import assemble
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig, EngineStats
 from common.intake import Intake, Prompt
@@ -44,6 +46,8 @@ class LLMEngine:
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
         if loaded is None:
             model = config.model or SHIPPED_CHECKPOINT
             loaded = load_model(model, config.dtype, config.resolve_device())
@@ -63,7 +67,7 @@ class LLMEngine:
 
         self.tokenizer, self.on_step, self.model_config = tokenizer, on_step, loaded.config
         self.device, self.dtype = weight.device, weight.dtype
-        self.num_parameters = sum(p.numel() for p in loaded.model.parameters())
+        self.num_parameters = loaded.model.num_parameters
         eos_token_ids = tuple(loaded.generation_eos_token_ids)
         num_embeddings = loaded.config.vocab_size
         self._intake = Intake(
@@ -75,7 +79,7 @@ class LLMEngine:
         self._ended: dict[RequestGroup, None] = {}  # and not reported yet; in order
         self._num_idle_steps = 0  # in a row, up to the last one
         self._last_record: StepRecord  # there is none before the first step
-        self._num_calls = 0
+        self._num_named = 0  # requests whose names are ours
         self.reset_stats()
 
     # -- requests
@@ -228,8 +232,7 @@ class LLMEngine:
         them. Raises `ValueError` if one of the prompts can not be served; none of them is queued
         then. Interrupting the call aborts its requests."""
         per_prompt = spread_params(params, len(prompts))
-        self._num_calls += 1
-        ids = [f"batch{self._num_calls}-{i}" for i in range(len(prompts))]
+        ids = [self._new_id() for _ in prompts]
         self.add_requests(zip(ids, prompts, per_prompt, strict=True), cache_salt=cache_salt)
         own = dict.fromkeys(self._groups[request_id] for request_id in ids)
         try:
@@ -243,11 +246,14 @@ class LLMEngine:
             self._withdraw(own)
         return {group.request_id: group.output() for group in own}
 
+    def _new_id(self) -> str:
+        self._num_named += 1
+        return f"request-{self._num_named - 1}"
+
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Run one prompt, and yield its text as it becomes final. However the request ends, the
         rest of its text is yielded. Leaving the loop early aborts it."""
-        self._num_calls += 1
-        request_id = f"stream{self._num_calls}"
+        request_id = self._new_id()
         self.add_request(request_id, prompt, params)
         group = self._groups[request_id]
         member = group.members[0]

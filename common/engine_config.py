@@ -103,6 +103,9 @@ class EngineConfig:
     mixing: bool = False  # puts decodes into the prefill batches of "prefill_first"
     speculative: dict | None = None  # what `SpeculativeConfig` takes, such as {"method": "ngram"}
     attention_backend: str = "auto"
+    # On an x86 CPU, in float32 and bfloat16, matrices are reordered for the processor, once.
+    pack_weights: bool = True
+    num_threads: int | None = None  # of torch, in this whole process; None: as torch has it
     gpu_memory_utilization: float = 0.9  # share that weights, activations and KV together may take
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -115,7 +118,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         lowest = {"block_size": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1}
-        optional = {"preempt_every": 1, "max_long_partial_prefills": 1}
+        optional = {"preempt_every": 1, "max_long_partial_prefills": 1, "num_threads": 1}
         # The null block and one more; one token in and one out.
         optional |= {"num_blocks": 2, "max_model_len": 2}
         for name, low in (lowest | optional).items():
@@ -129,6 +132,7 @@ class EngineConfig:
             "prefix_cache": (None, "hash", "radix"),
             "mixing": (False, True),
             "attention_backend": ("auto", "torch", "triton"),
+            "pack_weights": (True, False),
             "tensor_parallel_size": (1,),
             "pipeline_parallel_size": (1,),
         }

@@ -20,7 +20,7 @@ filled them; `checkpoint_tensors` tells it what goes where."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from common.linear import Linear, linear_layers, why_not_packed
 from common.model_config import ModelConfig
 from common.rotary import rotary_factors, rotary_table, rotate
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
@@ -66,6 +67,10 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         empty = _allocator(dtype, device)
+
+        def linear(num_out: int, num_in: int, has_bias: bool) -> Linear:
+            return Linear(empty(num_out, num_in), empty(num_out) if has_bias else None)
+
         hidden, inner = config.hidden_size, config.intermediate_size
         self.index = index
         self.eps = config.rms_norm_eps
@@ -79,19 +84,15 @@ class DecoderLayer(nn.Module):
         self.head_counts = (config.num_attention_heads, self.num_kv_heads, self.num_kv_heads)
 
         self.input_norm_weight = empty(hidden)
-        self.qkv_weight = empty(qkv_size, hidden)
-        self.qkv_bias = empty(qkv_size) if config.qkv_bias else None
+        self.qkv = linear(qkv_size, hidden, config.qkv_bias)
         # One row a head: q_norm's weight for each query head, k_norm's for each key head.
         self.qk_norm_weight = (
             empty(self.num_qk_heads, self.head_dim) if config.has_qk_norm else None
         )
-        self.o_weight = empty(hidden, q_size)
-        self.o_bias = empty(hidden) if config.o_bias else None
+        self.o = linear(hidden, q_size, config.o_bias)
         self.mlp_norm_weight = empty(hidden)
-        self.gate_up_weight = empty(2 * inner, hidden)
-        self.gate_up_bias = empty(2 * inner) if config.mlp_bias else None
-        self.down_weight = empty(hidden, inner)
-        self.down_bias = empty(hidden) if config.mlp_bias else None
+        self.gate_up = linear(2 * inner, hidden, config.mlp_bias)
+        self.down = linear(hidden, inner, config.mlp_bias)
 
     def forward(
         self,
@@ -105,8 +106,10 @@ class DecoderLayer(nn.Module):
         attended = self._attend(hidden, rotary, kv_cache, metadata, backend)
         if rows is not None:
             hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
-        hidden = hidden.add_(F.linear(attended, self.o_weight, self.o_bias))
-        return hidden.add_(self._mlp(rms_norm(hidden, self.mlp_norm_weight, self.eps)))
+        hidden = self.o.add_to(hidden, attended)
+        x = rms_norm(hidden, self.mlp_norm_weight, self.eps)
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down.add_to(hidden, F.silu(gate).mul_(up))
 
     def _attend(
         self,
@@ -118,7 +121,7 @@ class DecoderLayer(nn.Module):
     ) -> torch.Tensor:  # [num_tokens, num_heads * head_dim]
         num_tokens = hidden.shape[0]
         x = rms_norm(hidden, self.input_norm_weight, self.eps)
-        qkv = F.linear(x, self.qkv_weight, self.qkv_bias).view(num_tokens, -1, self.head_dim)
+        qkv = self.qkv(x).view(num_tokens, -1, self.head_dim)
         qk, value = qkv.split((self.num_qk_heads, self.num_kv_heads), dim=1)
         if self.qk_norm_weight is not None:
             qk = rms_norm(qk, None, self.eps).mul_(self.qk_norm_weight)
@@ -127,10 +130,6 @@ class DecoderLayer(nn.Module):
         backend.write_kv(key, value, keys, values, metadata.slot_mapping)
         attended = backend.attend(query, keys, values, metadata, self.scale)
         return attended.reshape(num_tokens, -1)
-
-    def _mlp(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = F.linear(x, self.gate_up_weight, self.gate_up_bias).chunk(2, dim=-1)
-        return F.linear(F.silu(gate).mul_(up), self.down_weight, self.down_bias)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """By the checkpoint's names without the layer's prefix."""
@@ -144,23 +143,24 @@ class DecoderLayer(nn.Module):
         put("post_attention_layernorm.weight", self.mlp_norm_weight)
         qkv, gate_up = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
         qkv_sizes = [n * head_dim for n in self.head_counts]
-        gate_up_sizes = [len(self.gate_up_weight) // 2] * 2
-        for block, names, sizes, weight, bias in (
-            ("self_attn", qkv, qkv_sizes, self.qkv_weight, self.qkv_bias),
-            ("mlp", gate_up, gate_up_sizes, self.gate_up_weight, self.gate_up_bias),
+        gate_up_sizes = [len(self.gate_up.plain_weight()) // 2] * 2
+        for block, names, sizes, matrix in (
+            ("self_attn", qkv, qkv_sizes, self.qkv),
+            ("mlp", gate_up, gate_up_sizes, self.gate_up),
         ):
+            weights, bias = matrix.plain_weight().split(sizes), matrix.bias
             biases = [None] * len(names) if bias is None else bias.split(sizes)
-            for name, part, bias_part in zip(names, weight.split(sizes), biases, strict=True):
+            for name, part, bias_part in zip(names, weights, biases, strict=True):
                 put(f"{block}.{name}.weight", part)
                 put(f"{block}.{name}.bias", bias_part)
         if self.qk_norm_weight is not None:
             q_norm, k_norm = self.qk_norm_weight.split(self.head_counts[:2])
             put("self_attn.q_norm.weight", q_norm, (head_dim,))
             put("self_attn.k_norm.weight", k_norm, (head_dim,))
-        put("self_attn.o_proj.weight", self.o_weight)
-        put("self_attn.o_proj.bias", self.o_bias)
-        put("mlp.down_proj.weight", self.down_weight)
-        put("mlp.down_proj.bias", self.down_bias)
+        put("self_attn.o_proj.weight", self.o.plain_weight())
+        put("self_attn.o_proj.bias", self.o.bias)
+        put("mlp.down_proj.weight", self.down.plain_weight())
+        put("mlp.down_proj.bias", self.down.bias)
         return parts
 
 
@@ -180,12 +180,14 @@ class DecoderModel(nn.Module):
         empty = _allocator(dtype, device)
         vocab = (config.vocab_size, config.hidden_size)
         self.embed_weight = empty(*vocab)
+        is_tied = config.tie_word_embeddings
+        self.lm_head = Linear(self.embed_weight if is_tied else empty(*vocab))
         layers = [DecoderLayer(config, i, dtype, device) for i in range(config.num_hidden_layers)]
         self.layers = cast("list[DecoderLayer]", nn.ModuleList(layers))
         self.norm_weight = empty(config.hidden_size)
-        self.lm_head_weight = self.embed_weight if config.tie_word_embeddings else empty(*vocab)
         table = rotary_table(config.rope, config.head_dim, config.max_position_embeddings, dtype)
         self.register_buffer("rotary_table", table.to(device), persistent=False)
+        self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
 
     @torch.inference_mode()
     def forward(
@@ -205,17 +207,37 @@ class DecoderModel(nn.Module):
             rows = logit_indices if i == last else None
             hidden = layer(hidden, rotary, kv_cache, metadata, backend, rows)
         hidden = rms_norm(hidden, self.norm_weight, self.config.rms_norm_eps)
-        return F.linear(hidden, self.lm_head_weight)
+        return self.lm_head(hidden)
+
+    def pack_weights(self) -> str | None:
+        """Reorder every matrix for this processor, once (`common/linear.py`). None, or the reason
+        why they stay plain."""
+        reason = why_not_packed(self.embed_weight.dtype, self.embed_weight.device)
+        if reason is None:
+            for matrix in linear_layers(self):
+                matrix.pack(keep_weight=matrix.weight is self.embed_weight)
+        return reason
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Everything the model computes with, by name: the same before and after packing. A packed
+        matrix is unpacked when its turn comes."""
+        yield from self.named_buffers()
+        for name, module in self.named_modules():
+            if isinstance(module, Linear) and module.weight is None:
+                yield f"{name}.weight", module.plain_weight()
+            for part, parameter in module.named_parameters(name, recurse=False):
+                if parameter is not self.embed_weight or module is self:
+                    yield part, parameter
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """Every tensor a checkpoint of this configuration holds, and where it goes. Together they
         fill every parameter exactly once."""
-        singles = {
+        singles: dict[str, torch.Tensor] = {
             "model.embed_tokens.weight": self.embed_weight,
             "model.norm.weight": self.norm_weight,
         }
         if not self.config.tie_word_embeddings:
-            singles["lm_head.weight"] = self.lm_head_weight
+            singles["lm_head.weight"] = self.lm_head.plain_weight()
         parts = {name: CheckpointTensor(p, tuple(p.shape)) for name, p in singles.items()}
         for i, layer in enumerate(self.layers):
             for name, part in layer.checkpoint_tensors().items():

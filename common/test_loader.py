@@ -147,8 +147,8 @@ def test_rotary_buffers_of_old_checkpoints_are_skipped(checkpoint):
 def test_tied_is_one_parameter_and_untied_two(tmp_path):
     tied = load_model(save_case("qwen2", tmp_path / "tied"), torch.float64).model
     untied = load_model(save_case("qwen2-untied", tmp_path / "untied"), torch.float64).model
-    assert tied.lm_head_weight is tied.embed_weight
-    assert not torch.equal(untied.lm_head_weight, untied.embed_weight)
+    assert tied.lm_head.weight is tied.embed_weight
+    assert not torch.equal(untied.lm_head.weight, untied.embed_weight)
 
 
 @pytest.mark.parametrize("how", ["embedding only", "head only", "both"])

@@ -19,12 +19,14 @@ Started = TypeVar("Started")
 
 @dataclass
 class MooncakeStore:
-    """A master to use, with two clients, and a master to kill. All of them are on their way."""
+    """A master to use, with two clients and one that nobody has used, and a master to kill. All of
+    them are on their way."""
 
     master: Future[MooncakeMaster]
     doomed: Future[MooncakeMaster]
     near: Future[MooncakePool]
     far: Future[MooncakePool]
+    cold: Future[MooncakePool]
 
 
 def drop(pool: MooncakePool) -> None:
@@ -36,7 +38,7 @@ def drop(pool: MooncakePool) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def mooncake_store(request: pytest.FixtureRequest) -> Iterator[MooncakeStore | None]:
     """One for all tests, if one of them wants it. Begun with the first test of the room."""
-    wanted = {"master", "doomed", "near", "far"}
+    wanted = {"master", "doomed", "near", "far", "cold"}
     if not any(wanted & set(getattr(item, "fixturenames", ())) for item in request.session.items):
         yield None
         return
@@ -49,11 +51,10 @@ def mooncake_store(request: pytest.FixtureRequest) -> Iterator[MooncakeStore | N
             )
 
         # All memory of the store is the near one's, so what `far` reads has crossed processes.
-        store = MooncakeStore(
-            master, doomed, threads.submit(join, 64 << 20), threads.submit(join, 0)
-        )
+        near, far, cold = [threads.submit(join, nbytes) for nbytes in (64 << 20, 0, 0)]
+        store = MooncakeStore(master, doomed, near, far, cold)
         yield store
-    for pool in (store.near, store.far):
+    for pool in (store.near, store.far, store.cold):
         if pool.exception() is None:
             drop(pool.result())
     for each in (master, doomed):
@@ -89,3 +90,9 @@ def near(mooncake_store: MooncakeStore) -> MooncakePool:
 @pytest.fixture
 def far(mooncake_store: MooncakeStore) -> MooncakePool:
     return started(mooncake_store.far)
+
+
+@pytest.fixture
+def cold(mooncake_store: MooncakeStore) -> MooncakePool:
+    """For one test alone, which may close it."""
+    return started(mooncake_store.cold)

@@ -20,8 +20,10 @@ from kv_served_world import Engine
 from kv_slots import Runner, content, make_request
 from kv_world import World
 from loading_kv_cache_manager import LoadingKVCacheManager
+from prefix_cache import KeyedRequest
 from prefix_cache_local import PrefixCacheLocal
-from request import Request, RequestStatus
+from request import Request, RequestStatus, SamplingParams
+from scheduler import MAX_PASSED_OVER, Scheduler
 
 
 class FakeConnector(KVConnector):
@@ -613,6 +615,41 @@ def test_whatever_arrives_is_served_and_nothing_is_left(make_cache, seed):
                 engine.end_a_load()
     engine.serve_all()
     assert not engine.connector.loads and engine.num_admitted > 0
+
+
+class Calm(random.Random):
+    """The first of each choice, and no accident happens."""
+
+    def choice(self, seq):
+        return seq[0]
+
+    def random(self):
+        return 0.99
+
+
+def test_more_refused_loads_than_a_step_asks_do_not_hide_the_one_that_blocks_them(make_cache):
+    """A scheduler passes so many over in a step. All stand in front of a request whose load has
+    arrived: they are refused as long as it keeps the load, and it is not asked before them."""
+    engine = LoadingEngine(make_cache, Calm())
+    engine.scheduler = Scheduler(4, 40, policy="priority", kv_memory=engine.manager)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+
+    def submit(request_id: str, tokens: list[int], priority: int) -> None:
+        engine.connector.num_offered[request_id] = len(tokens) - 1
+        request = KeyedRequest(request_id, tokens, params, priority=priority)
+        engine.scheduler.add_request(request)
+
+    submit("last", [1, 2, 3, 4, 5], 1)
+    engine.step()
+    assert engine.manager.num_blocks_in_use == 4, "half of the memory"
+    for index in range(MAX_PASSED_OVER + 2):
+        submit(f"r{index}", [index, 7, 8], 0)
+    engine.connector.finish("last", 4)
+    for _ in range(3 * MAX_PASSED_OVER):
+        engine.step()
+        for request_id in engine.connector.loads.keys() - engine.connector.results.keys():
+            engine.connector.finish(request_id, 1)
+    assert not engine.scheduler.has_unfinished_requests(), "they wait for each other"
 
 
 # -- the check itself

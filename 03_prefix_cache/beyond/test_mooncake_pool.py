@@ -131,11 +131,10 @@ def test_a_match_ends_at_the_first_block_that_is_missing(
 
 
 def test_a_cold_process_learns_the_block_size_from_the_store(
-    master: MooncakeMaster, near: MooncakePool
+    near: MooncakePool, cold: MooncakePool
 ) -> None:
     chain = make_chain("cold", 3)
     publish(near, chain)
-    cold = MooncakePool(master.address, segment_nbytes=0, timeout_s=WAIT_S)
     with pytest.raises(ValueError, match="token_ids"):
         cold.publish(b"h" * 32, "far", [], b"x")
     other = make_chain("other", 2)

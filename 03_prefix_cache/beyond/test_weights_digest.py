@@ -26,8 +26,8 @@ def test_every_element_of_every_weight_is_in_the_digest(piece, dtype, monkeypatc
         TINY, num_attention_heads=2, num_key_value_heads=1, head_dim=4, max_position_embeddings=7
     )
     model = random_model(small, dtype=dtype).model
-    digest = weights_digest(model)
-    assert weights_digest(random_model(small, dtype=dtype).model) == digest
+    digest = weights_digest(model.named_weights())
+    assert weights_digest(random_model(small, dtype=dtype).model.named_weights()) == digest
     per_piece = piece // dtype.itemsize
     for tensor in (*model.parameters(), *model.buffers()):
         flat = tensor.detach().view(-1)
@@ -35,19 +35,16 @@ def test_every_element_of_every_weight_is_in_the_digest(piece, dtype, monkeypatc
         for place in sorted(place for place in places if place < len(flat)):
             before = flat[place].item()
             flat[place] = before + 0.5
-            assert weights_digest(model) != digest, (tuple(tensor.shape), place)
+            assert weights_digest(model.named_weights()) != digest, (tuple(tensor.shape), place)
             flat[place] = before
-    assert weights_digest(model) == digest
+    assert weights_digest(model.named_weights()) == digest
 
 
 def test_the_digest_names_what_the_bytes_belong_to():
     """Equal bytes in another dtype, shape or place are another model."""
 
     def digest_of(**tensors: torch.Tensor) -> str:
-        module = torch.nn.Module()
-        for name, tensor in tensors.items():
-            module.register_buffer(name, tensor)
-        return weights_digest(module)
+        return weights_digest(tensors.items())
 
     zeros = torch.zeros(2, 6)
     modules = [
@@ -61,3 +58,20 @@ def test_the_digest_names_what_the_bytes_belong_to():
     assert len({digest_of(**tensors) for tensors in modules}) == len(modules)
     strided = torch.zeros(6, 4)[:, ::2].t()
     assert digest_of(a=strided) == digest_of(a=zeros)
+    assert digest_of(b=zeros, a=strided) == digest_of(a=zeros, b=zeros), "the order is nobody's"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_packed_model_has_the_name_of_the_plain_one(tied):
+    """Packing gives the plain weights up (`common/linear.py`); the model is the same."""
+    config = dataclasses.replace(TINY, tie_word_embeddings=tied)
+    model = random_model(config).model
+    plain = {name: tensor.clone() for name, tensor in model.named_weights()}
+    assert model.pack_weights() is None, "this test needs an x86 processor"
+    packed = dict(model.named_weights())
+    assert packed.keys() == plain.keys()
+    assert all(torch.equal(packed[name], plain[name]) for name in plain)
+    assert weights_digest(packed.items()) == weights_digest(plain.items())
+    assert sum(tensor.numel() for tensor in packed.values()) == model.num_parameters + len(
+        model.rotary_table.flatten()
+    )

@@ -25,7 +25,7 @@ def test_the_engine_says_the_same_with_kernels(tmp_path, monkeypatch):
     save_random_model(tmp_path)
     oracle = make_oracle(tmp_path, random_prompts(4, vocab_size=97, longest=9, seed=0))
     target, draft = (load_model(tmp_path, torch.float64, torch.device("cpu")) for _ in range(2))
-    weight = draft.model.lm_head_weight
+    weight = draft.model.lm_head.weight
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
     weight.data += 0.3 * weight.std() * noise
     make_sampler = assembly.make_speculative_sampler

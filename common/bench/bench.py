@@ -95,7 +95,7 @@ def make_bench(name: str, args: argparse.Namespace, environment: dict[str, Any])
     weights = "random" if name == "qwen3-0.6b" else "checkpoint"
     config = {
         "model": shown,
-        "num_parameters": sum(p.numel() for p in models.loaded.model.parameters()),
+        "num_parameters": models.loaded.model.num_parameters,
         "weights": weights + (", rounded to bfloat16" if dtype == torch.float32 else ""),
         "dtype": str(dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),

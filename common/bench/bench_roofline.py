@@ -62,28 +62,30 @@ def measure_bandwidth(mebibytes: int, repeats: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def measure_linear(loaded: LoadedModel, row_counts: list[int], repeats: int) -> dict[str, Any]:
-    """Milliseconds to multiply all matrices of the model, in order, with so many rows each."""
+    """Milliseconds to multiply all matrices of the model, in order, with so many rows each: packed,
+    as the engine has them, where that is possible."""
     model = loaded.model
+    model.pack_weights()
     matrices = [
-        matrix
+        (matrix, matrix.plain_weight().shape[1])
         for layer in model.layers
-        for matrix in (layer.qkv_weight, layer.o_weight, layer.gate_up_weight, layer.down_weight)
-    ] + [model.lm_head_weight]
-    widths = {matrix.shape[1] for matrix in matrices}
-    dtype = model.lm_head_weight.dtype
+        for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)
+    ] + [(model.lm_head, loaded.config.hidden_size)]
+    num_weights = sum(matrix.plain_weight().numel() for matrix, _ in matrices)
+    dtype = model.embed_weight.dtype
 
     def multiply(rows: int) -> Callable[[], None]:
-        inputs = {width: torch.ones(rows, width, dtype=dtype) for width in widths}
+        inputs = {width: torch.ones(rows, width, dtype=dtype) for _, width in matrices}
 
         def call() -> None:
-            for matrix in matrices:
-                F.linear(inputs[matrix.shape[1]], matrix)
+            for matrix, width in matrices:
+                matrix(inputs[width])
 
         return call
 
     calls = {str(rows): multiply(rows) for rows in dict.fromkeys(row_counts)}
     return {
-        "weight_bytes": sum(matrix.nbytes for matrix in matrices),
+        "weight_bytes": num_weights * dtype.itemsize,
         "num_matrices": len(matrices),
         "linear_ms": time_in_turn(calls, repeats),
     }
@@ -91,7 +93,7 @@ def measure_linear(loaded: LoadedModel, row_counts: list[int], repeats: int) -> 
 
 def kv_bytes_per_token(loaded: LoadedModel) -> int:
     config = loaded.config
-    itemsize = loaded.model.lm_head_weight.dtype.itemsize
+    itemsize = loaded.model.embed_weight.dtype.itemsize
     return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
 
 

@@ -117,7 +117,7 @@ def finish(engine: LLMEngine) -> dict[str, RequestOutput]:
 
 def with_noise(model: LoadedModel) -> LoadedModel:
     """Its last matrix is spoiled: as a draft model it is right about two times in three."""
-    weight = model.model.lm_head_weight
+    weight = model.model.lm_head.weight
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
     weight.data += 0.35 * weight.std() * noise

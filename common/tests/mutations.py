@@ -283,8 +283,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "03_prefix_cache/beyond/weights_digest.py",
-        "for piece in tensor.detach().reshape(-1).view(torch.uint8).split(_DIGEST_BYTES)",
-        "for piece in tensor.detach().reshape(-1).view(torch.uint8)[:4096].split(_DIGEST_BYTES)",
+        "tensor.detach().reshape(-1).view(torch.uint8).split(_DIGEST_BYTES)",
+        "tensor.detach().reshape(-1).view(torch.uint8)[:4096].split(_DIGEST_BYTES)",
         "03_prefix_cache/beyond/test_weights_digest.py::test_every_element_of_every_weight_is_in_the_digest",
         "Two models that differ in one row exchange KV over a shared disk, silently (Trap 59).",
     ),

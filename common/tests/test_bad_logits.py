@@ -161,7 +161,7 @@ def test_stop_strings_are_looked_for_before_the_bad_row_only(shipped_loaded, shi
         config, loaded=shipped_loaded, draft=shipped_loaded, tokenizer=shipped_tokenizer
     )
     params = replace(GREEDY, max_tokens=20, stop=["never there"])
-    plain = engine.generate_batch(["class Stack:"], params)["batch1-0"].outputs[0]
+    plain = engine.generate_batch(["class Stack:"], params)["request-0"].outputs[0]
     spoil(engine, "a", 6)
     engine.add_request("a", "class Stack:", params)
     completion = finish(engine)["a"].outputs[0]

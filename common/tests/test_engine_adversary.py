@@ -91,7 +91,7 @@ def test_generate_batch_ends_when_on_step_aborts_one_that_waits(
     def on_step(record) -> None:
         assert record.step < 100, "generate_batch waits for an aborted request"
         if record.step == 1:
-            engine.abort_request("batch1-1")
+            engine.abort_request("request-1")
 
     engine.on_step = on_step
     one, two = engine.generate_batch(random_oracle.prompts[:2], GREEDY).values()

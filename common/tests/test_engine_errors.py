@@ -327,7 +327,7 @@ def test_who_is_never_admitted_ends_with_an_error_and_not_in_an_endless_loop(
     engine.on_step = on_step
     with monkeypatch.context() as patch:
         patch.setattr(engine.scheduler, "schedule", SchedulerOutput)
-        with pytest.raises(RuntimeError, match=r"admitted none of '(a|batch1-0', 'batch1-1)'$"):
+        with pytest.raises(RuntimeError, match=r"admitted none of '(a|request-0', 'request-1)'$"):
             serve(engine)
     # Only the scheduler was at fault: who still waits is served, and who comes.
     engine.add_request("c", [4], GREEDY)

@@ -258,7 +258,7 @@ def test_an_end_inside_an_accepted_run_cuts_everything_alike(
             if speculative:
                 proposer = ScriptedProposer(shipped_oracle, SCRIPTS["right"], num_spec_tokens=5)
                 engine.speculation.proposer = proposer
-            output = engine.generate_batch([prompt], params)["batch1-0"]
+            output = engine.generate_batch([prompt], params)["request-0"]
             completion = output.outputs[0]
             logprobs = [(entry.token_id, round(entry.logprob, 9)) for entry in completion.logprobs]
             results.append((shown(output), logprobs, output.metrics.finish_detail))

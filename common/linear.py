@@ -1,0 +1,90 @@
+"""A matrix of the model: `F.linear`, or the same with weights packed for this processor.
+
+A matrix multiplication on a CPU reads its weights in tiles that suit the vector registers.
+`F.linear` reorders them into such tiles on every call; here that is done once, at start-up:
+
+    plain     [out, in], row by row, as the checkpoint has it
+    packed    the same numbers in oneDNN's order: it is opaque, and only oneDNN reads it
+
+Measured on the matrices of a 0.6B model in `common/bench`: the fewer rows a step has, the more of
+its time was the reordering. The sums are added in another order, so results differ from the plain
+ones in their last bits.
+
+Packing needs an x86 processor, and float32 or bfloat16; float64, in which this book compares tokens
+one by one, stays plain. The plain copy is given up, unless it is somebody else's too (an embedding
+that is tied to the output)."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+logger = logging.getLogger(__name__)
+
+
+class Linear(nn.Module):
+    """`x @ weight.T + bias`. `weight` is given up by `pack`."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.weight: nn.Parameter | None = weight  # [out_features, in_features]
+        self.bias = bias  # [out_features]
+        self._packed: torch.Tensor | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        return self._packed is not None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [rows, in] -> [rows, out]
+        if self._packed is None:
+            assert self.weight is not None
+            return F.linear(x, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """`residual + self(x)`, [rows, out]. `residual` may be overwritten."""
+        if self._packed is None:
+            return residual.add_(self(x))
+        return torch.ops.mkldnn._linear_pointwise.binary(
+            x, residual, self._packed, self.bias, "add"
+        )
+
+    @torch.no_grad()
+    def pack(self, keep_weight: bool = False) -> None:
+        """With `keep_weight` the plain one stays, for whoever else uses it."""
+        if self._packed is None and self.weight is not None:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
+            if not keep_weight:
+                self.weight = None
+
+    def plain_weight(self) -> torch.Tensor:
+        """[out_features, in_features]. A copy, if the plain one was given up."""
+        if self.weight is not None:
+            return self.weight
+        assert self._packed is not None
+        return self._packed.to_dense()
+
+
+def why_not_packed(dtype: torch.dtype, device: torch.device) -> str | None:
+    """None: matrices of this dtype can be packed here. Else a reason."""
+    if device.type != "cpu":
+        return f"the device is {device.type}"
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return f"the processor is {platform.machine()}"
+    if not torch.backends.mkldnn.is_available():
+        return "this build of torch has no oneDNN"
+    if dtype is torch.float32:
+        return None
+    if dtype is torch.bfloat16:
+        supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return None if supported else "the processor has no AVX-512 for bfloat16"
+    return f"the dtype is {dtype}"
+
+
+def linear_layers(module: nn.Module) -> Iterator[Linear]:
+    return (part for part in module.modules() if isinstance(part, Linear))

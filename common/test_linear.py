@@ -1,0 +1,109 @@
+"""Packed matrices against float64, and what the rest of the engine sees of them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from common.bench.random_weights import QWEN3_0_6B, random_model
+from common.engine import LLMEngine
+from common.engine_config import EngineConfig
+from common.linear import Linear, why_not_packed
+from request import SamplingParams
+
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
+CPU = torch.device("cpu")
+TINY = replace(QWEN3_0_6B, vocab_size=89, hidden_size=32, num_hidden_layers=2, intermediate_size=40)
+
+
+def make(dtype: torch.dtype, has_bias: bool, num_out: int = 67, num_in: int = 45) -> Linear:
+    generator = torch.Generator().manual_seed(3)
+
+    def parameter(*shape: int) -> nn.Parameter:
+        values = torch.randn(shape, generator=generator) / num_in**0.5
+        return nn.Parameter(values.to(dtype), requires_grad=False)
+
+    return Linear(parameter(num_out, num_in), parameter(num_out) if has_bias else None)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 31, 32, 33, 200])
+def test_packed_and_plain_are_within_rounding_of_float64(dtype, has_bias, num_rows):
+    matrix = make(dtype, has_bias)
+    x = torch.randn(num_rows, 45, generator=torch.Generator().manual_seed(num_rows)).to(dtype)
+    residual = torch.randn(num_rows, 67, generator=torch.Generator().manual_seed(9)).to(dtype)
+    weight, bias = matrix.plain_weight().double(), matrix.bias
+    exact = x.double() @ weight.T + (0 if bias is None else bias.double())
+    for _ in ("plain", "packed"):
+        torch.testing.assert_close(
+            matrix(x).double(), exact, rtol=BOUNDS[dtype], atol=BOUNDS[dtype]
+        )
+        added = matrix.add_to(residual.clone(), x).double()
+        wanted = residual.double() + exact
+        torch.testing.assert_close(added, wanted, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
+        matrix.pack()
+    assert matrix.is_packed and matrix.weight is None
+    assert torch.equal(matrix.plain_weight().double(), weight), "packing loses nothing"
+
+
+def test_why_a_matrix_stays_plain():
+    assert "dtype" in why_not_packed(torch.float64, CPU)
+    assert "cuda" in why_not_packed(torch.float32, torch.device("cuda"))
+    assert why_not_packed(torch.float32, CPU) is None, "this test needs an x86 processor"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_plain_matrix_is_given_up_unless_the_embedding_needs_it(tied):
+    model = random_model(replace(TINY, tie_word_embeddings=tied)).model
+    num_parameters = model.num_parameters
+    assert num_parameters == sum(p.numel() for p in model.parameters())
+    assert model.pack_weights() is None
+    assert all(m.weight is None for layer in model.layers for m in (layer.qkv, layer.o, layer.down))
+    assert (model.lm_head.weight is model.embed_weight) == tied
+    assert (model.lm_head.weight is None) != tied
+    assert model.num_parameters == num_parameters
+    assert model.pack_weights() is None, "a second engine packs nothing again"
+
+
+def run(dtype: torch.dtype, **config) -> tuple[LLMEngine, list[int]]:
+    engine = LLMEngine(
+        EngineConfig(num_blocks=20, max_model_len=64, **config), loaded=random_model(TINY, 1, dtype)
+    )
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    (output,) = engine.generate_batch([[1, 2, 3, 4]], params).values()
+    return engine, output.outputs[0].token_ids
+
+
+def test_the_engine_packs_unless_it_is_told_not_to():
+    packed, tokens = run(torch.float32)
+    plain, others = run(torch.float32, pack_weights=False)
+    matrices = [engine.core.runner.model.layers[0].qkv for engine in (packed, plain)]
+    assert [matrix.is_packed for matrix in matrices] == [True, False]
+    assert packed.num_parameters == plain.num_parameters
+    assert len(tokens) == len(others) == 5
+
+
+def test_float64_stays_plain_and_says_so(caplog):
+    caplog.set_level(logging.INFO)
+    engine, _ = run(torch.float64)
+    assert not engine.core.runner.model.lm_head.is_packed
+    assert "weights are not packed: the dtype is torch.float64" in caplog.text
+
+
+def test_the_number_of_threads_is_the_configuration_s():
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2):
+            run(torch.float32, num_threads=num_threads)
+            assert torch.get_num_threads() == num_threads
+        run(torch.float32)
+        assert torch.get_num_threads() == 2, "None leaves them alone"
+    finally:
+        torch.set_num_threads(before)
+    with pytest.raises(ValueError, match="num_threads is 0"):
+        EngineConfig(num_threads=0)
