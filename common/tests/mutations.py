@@ -254,9 +254,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         "neighbour's (Trap 31).",
     ),
     Mutation(
-        "common/sampling/sampler.py",
-        "num_seen = len(self.output_token_ids[row]) + len(self.draft_token_ids[row])",
-        "num_seen = len(self.output_token_ids[row])",
+        "common/sampling/speculative_sampler.py",
+        "part = batch.select(rows)",
+        "part = batch.select(first[run])",
         ""
         "common/tests/test_speculation_engine.py::test_with_a_seed_every_constraint_gives_the_tokens_of_plain_decoding",
         "A seeded request says something else as soon as speculation is switched on.",
