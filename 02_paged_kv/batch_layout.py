@@ -55,7 +55,7 @@ def compose_in_order(
     owner = np.repeat(order, lens)  # of each token
     positions = np.arange(query_start_loc[-1]) - query_start_loc[owner] + start[owner]
     block_ids = state.block_tables[row[owner], positions // block_size].astype(np.int64)
-    max_seq_len = int(stop.max())
+    max_query_len, max_seq_len = int(lens.max()), int(stop.max())
     input_ids, positions, logit_indices, *where = all_to_device(
         device,
         state.token_ids[row[owner], positions].astype(np.int64),
@@ -67,7 +67,7 @@ def compose_in_order(
         state.block_tables[row, : -(-max_seq_len // block_size)],
         block_ids * block_size + positions % block_size,
     )
-    attention = AttentionMetadata(*where, int(lens.max()), max_seq_len)
+    attention = AttentionMetadata(*where, max_query_len=max_query_len, max_seq_len=max_seq_len)
     return ComposedBatch(order, query_start_loc, input_ids, positions, attention, logit_indices)
 
 

@@ -1,13 +1,15 @@
-"""The rows that want more than the highest logit: what is forbidden to them, and how they draw.
+"""The rows that want more than their highest logit: constraints, draws, log-probabilities.
 
-Rows are worked on in groups that ask for the same, and each row gets what it would get alone. What
-the host knows goes to the device in a few copies, however many rows there are. Nothing here waits
-for the device."""
+Rows that ask for the same are worked on together, and each gets what it would get alone. What the
+host knows goes to the device in a few copies, however many rows there are. Nothing here waits for
+the device, but for one thing on a CPU: how far top-p reaches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from common.sampling.counter_random import TOKEN_STREAM, sample_from_probs, unif
 from common.sampling.sampler import BAD, as_float, greedy
 from common.sampling.sampling_columns import (
     DRAWN,
+    LOGPROBS,
     MIN_P,
     MIN_TOKENS,
     NARROW,
@@ -26,7 +29,10 @@ from common.sampling.sampling_columns import (
     TOP_P,
     SamplingBatch,
 )
-from common.sampling.token_counts import TokenCounts
+from scheduler_interface import StepOutput
+
+if TYPE_CHECKING:
+    from common.sampling.token_counts import TokenCounts
 
 
 def draw(
@@ -73,13 +79,19 @@ def upload(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...
     return to_device(np.concatenate(arrays), device).split([len(array) for array in arrays])
 
 
+# -- what becomes of the logits
+
+
 def _constrain(
     logits: torch.Tensor, sampling: SamplingBatch, counts: TokenCounts | None
 ) -> torch.Tensor:
-    """With what is impossible or less likely because of the history. `logits` stay as they are."""
+    """Without what is forbidden, and with penalties. The `logits` that are given stay as they
+    are."""
     if sampling.asked & MIN_TOKENS:
         logits = _forbid_stops(logits, sampling)
     if sampling.asked & PENALTIES:
+        from common.sampling.token_counts import TokenCounts
+
         logits = _penalise(logits, sampling, counts or TokenCounts())
     return logits
 
@@ -87,21 +99,25 @@ def _constrain(
 def _forbid_stops(logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
     """EOS and stop tokens are impossible before `min_tokens`."""
     columns, rows, vocab_size = sampling.columns, sampling.rows, logits.shape[1]
-    (at,) = np.nonzero(sampling.num_outputs < columns.min_tokens[rows])
+    at = np.flatnonzero(sampling.num_outputs < columns.min_tokens[rows])
     forbidden = [columns.forbidden[row] for row in rows[at].tolist()]
-    ids = np.array(list(chain.from_iterable(forbidden)), dtype=np.int64)
-    first = np.repeat(at * vocab_size, list(map(len, forbidden)))
-    (index,) = upload(logits.device, (first + ids)[ids < vocab_size])
+    ids = np.fromiter(chain.from_iterable(forbidden), dtype=np.int64)
+    starts = np.repeat(at * vocab_size, list(map(len, forbidden)))
+    (index,) = upload(logits.device, (starts + ids)[ids < vocab_size])
     return logits.flatten().scatter(0, index, constraints.NEG_INF).view_as(logits)
 
 
 def _penalise(logits: torch.Tensor, sampling: SamplingBatch, counts: TokenCounts) -> torch.Tensor:
-    columns, where = sampling.columns, np.flatnonzero(sampling.needs & PENALTIES)
-    (at,) = upload(logits.device, where)
-    is_known, counted = counts.count(sampling.select(where), logits.shape[1], logits.device)
-    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    rows = sampling.rows[where]
-    penalties = upload(logits.device, *(getattr(columns, name)[rows] for name in names))
+    columns, at = sampling.columns, np.flatnonzero(sampling.needs & PENALTIES)
+    part = sampling.select(at)
+    is_known, counted = counts.count(part, logits.shape[1], logits.device)
+    (at,) = upload(logits.device, at)
+    penalties = upload(
+        logits.device,
+        columns.repetition_penalty[part.rows],
+        columns.presence_penalty[part.rows],
+        columns.frequency_penalty[part.rows],
+    )
     changed = constraints.apply_penalties(logits[at], is_known, counted, *penalties)
     return logits.index_copy(0, at, changed)
 
@@ -118,20 +134,21 @@ def _distributions(
     above some rank."""
     if not sampling.asked & DRAWN:
         return
-    columns, device = sampling.columns, logits.device
+    columns, device, vocab_size = sampling.columns, logits.device, logits.shape[1]
     asked = sampling.needs & (DRAWN | TOP_K | MIN_P | TOP_P)
     order = np.argsort(asked, kind="stable")[np.count_nonzero(asked == 0) :]
     rows = sampling.rows[order]
     at, top_k = upload(device, order, columns.top_k[rows])
-    names = ("temperature", "min_p", "top_p")
-    temperature, min_p, top_p = upload(device, *(getattr(columns, name)[rows] for name in names))
+    temperature, min_p, top_p = upload(
+        device, columns.temperature[rows], columns.min_p[rows], columns.top_p[rows]
+    )
     kinds, starts = np.unique(asked[order], return_index=True)
     for kind, start, stop in zip(kinds, starts, np.append(starts[1:], len(order)), strict=True):
         part, ids = slice(start, stop), None
         x = logits if stop - start == len(logits) else logits[at[part]]
         if kind & TOP_K:
-            num_kept = columns.top_k[rows[part]]
-            most = min(int(num_kept.max()), x.shape[1])
+            num_kept = columns.top_k[rows[part]].clip(max=vocab_size)
+            most = int(num_kept.max())
             if kind & NARROW:
                 ids = constraints.top_ids(x, most)
                 x = x.gather(1, ids).to(torch.float64)
@@ -143,3 +160,47 @@ def _distributions(
         if kind & TOP_P:
             x = constraints.apply_top_p(x, top_p[part])
         yield at[part], x.softmax(dim=-1), ids
+
+
+# -- log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token's log-probability in the raw distribution of the model, before penalties and
+    temperature, its rank there (1: none is likelier), and the likeliest tokens, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: dict[int, float]
+
+
+class Logprobs:
+    """Of the rows that ask for them. `numbers` [rows, 2 + 2 * width] float64, in which integers are
+    exact: of the token its log-probability and rank, then the likeliest ids, then theirs."""
+
+    def __init__(self, raw: torch.Tensor, sampling: SamplingBatch, tokens: torch.Tensor) -> None:
+        self.rows = np.flatnonzero(sampling.needs & LOGPROBS)
+        self.num_top = sampling.columns.num_logprobs[sampling.rows[self.rows]].tolist()
+        (at,) = upload(raw.device, self.rows)
+        logprobs = raw[at].log_softmax(dim=-1)
+        chosen = logprobs.gather(1, tokens[at].clamp(min=0)[:, None])
+        ranks = 1 + (logprobs > chosen).sum(dim=-1, keepdim=True)
+        self.width = min(max(self.num_top), raw.shape[1])
+        ids = constraints.ranked_ids(raw[at], self.width)
+        columns = (chosen, ranks, ids, logprobs.gather(1, ids))
+        self.numbers = torch.cat([column.to(torch.float64) for column in columns], dim=1)
+
+    def add_to(
+        self, output: StepOutput, req_ids: list[str], tokens: np.ndarray, read: np.ndarray
+    ) -> None:
+        """`read` is what was read of `numbers`."""
+        read, width = read.reshape(len(self.rows), -1), self.width
+        ids = read[:, 2 : 2 + width].astype(np.int64).tolist()
+        columns = (self.rows.tolist(), self.num_top, ids, read.tolist())
+        for row, k, likeliest, (logprob, rank, *rest) in zip(*columns):
+            if tokens[row] >= 0:
+                top = dict(zip(likeliest[:k], rest[width:]))
+                entry = TokenLogprobs(int(tokens[row]), logprob, int(rank), top)
+                output.logprobs.setdefault(req_ids[row], []).append(entry)

@@ -1,14 +1,14 @@
 """From logits to tokens: every constraint of `SamplingParams`, for the whole batch at once.
 
-    raw logits --> log-probabilities, where asked for           `logprobs`
+    raw logits --> log-probabilities, where asked for
         | min_tokens: EOS and stop tokens impossible; repetition, presence, frequency penalties
         +--> greedy rows: the highest; of equals, the lowest id
-        | temperature, min-p, top-k, top-p                      `distributions`
-        | softmax                                               `sampling_probs`, for chapter 5
+        | temperature, min-p, top-k, top-p
+        | softmax                                    `sampling_probs` ends here (for chapter 5)
         +--> inverse of the cumulative distribution at a uniform number
 
-A batch in which all rows are greedy loads and runs what is in this file. Whatever it asks for, the
-host reads once, at the end: all that it wants to know is one tensor then.
+A batch of greedy rows needs what is in this file; `distributions.py` has the rest. What the host
+wants to know of a step, it reads at once.
 
 A logit row is used as float64 if it is float64, otherwise as float32; cumulative sums are float64
 or integers. A row without a finite maximum (NaN, +inf, or no token allowed) is an error of its
@@ -71,7 +71,7 @@ class Sampler:
         """What becomes of `tokens` [R] int64. The host waits here, and only here."""
         output, req_ids, logprobs = StepOutput(), sampling.req_ids, None
         if sampling.asked & LOGPROBS:
-            from common.sampling.logprobs import Logprobs
+            from common.sampling.distributions import Logprobs
 
             logprobs = Logprobs(raw, sampling, tokens)
             tokens = torch.cat([tokens.to(torch.float64), logprobs.numbers.flatten()])

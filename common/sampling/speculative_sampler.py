@@ -46,10 +46,9 @@ class _Runs:
 
     raw: torch.Tensor
     sampling: SamplingBatch
-    req_ids: list[str]
     is_draft: np.ndarray  # [rows]
-    at: torch.Tensor  # [rows]: in the batch
-    cells: torch.Tensor  # [rows]: in a grid [num_runs, most_drafts + 1]
+    at: torch.Tensor  # [rows], in the batch
+    cells: torch.Tensor  # [rows], in a grid [num_runs, most_drafts + 1]
     cu_num_logits: torch.Tensor  # [num_runs + 1] int64
     drafts: torch.Tensor  # [num_drafts] int64, of all runs
     most_drafts: int
@@ -59,22 +58,21 @@ class _Runs:
         cls, raw: torch.Tensor, batch: SamplingBatch, first: np.ndarray, lens: np.ndarray
     ) -> _Runs:
         """Of those whose rows are the `lens` from `first` on."""
-        req_ids = [batch.req_ids[row] for row in first]
-        drafts = [batch.drafts.get(req_id, ()) for req_id in req_ids]
         run, start = np.repeat(np.arange(len(lens)), lens), np.cumsum(lens) - lens
         column, width = np.arange(len(run)) - start[run], int(lens.max())
         rows = first[run] + column
+        part = batch.select(rows)
+        drafts = chain.from_iterable(batch.drafts.get(batch.req_ids[row], ()) for row in first)
         at, cells, cu_num_logits, flat = upload(
             raw.device,
             rows,
             run * width + column,
             np.append(start, len(rows)),
-            np.fromiter(chain.from_iterable(drafts), dtype=np.int64),
+            np.fromiter(drafts, dtype=np.int64),
         )
         raw = raw if len(rows) == len(raw) else raw[at]
         is_draft = column < lens[run] - 1
-        part = batch.select(rows)
-        return cls(raw, part, req_ids, is_draft, at, cells, cu_num_logits, flat, width - 1)
+        return cls(raw, part, is_draft, at, cells, cu_num_logits, flat, width - 1)
 
 
 class SpeculativeSampler:
@@ -94,39 +92,40 @@ class SpeculativeSampler:
 
     def sample(self, logits: torch.Tensor, batch: HasSampling) -> StepOutput:
         """1 to k + 1 tokens for each request with k drafts."""
-        sampling = batch.sampling
-        if not sampling.drafts:
+        sampling, drafts = batch.sampling, batch.sampling.drafts
+        if not drafts:
             return self.sampler.sample(logits, batch)
         raw = self.sampler.raw_logits(logits)
-        found = {req_id: self.draft_probs(req_id) for req_id in sampling.drafts}
-        probs = {req_id: q for req_id, q in found.items() if q is not None}
         first = np.flatnonzero(np.diff(sampling.rows, prepend=-1))  # row of each request
         lens = np.diff(first, append=len(raw))
-        has_probs = np.array([sampling.req_ids[row] in probs for row in first], dtype=bool)
+        names = [sampling.req_ids[row] for row in first]
+        probs = [self.draft_probs(name) if name in drafts else None for name in names]
+        has_probs = np.array([q is not None for q in probs], dtype=bool)
         tokens = torch.empty(len(raw), dtype=torch.int64, device=raw.device)
-        for is_ruled in (has_probs, ~has_probs):
-            if is_ruled.any():
-                part = _Runs.of(raw, sampling, first[is_ruled], lens[is_ruled])
-                verified = self._reject(part, probs) if is_ruled is has_probs else self._match(part)
-                columns = torch.arange(part.most_drafts + 1, device=raw.device)
-                is_behind = columns >= verified.num_sampled[:, None]
-                grid = verified.token_ids.masked_fill(is_behind, REJECTED)
-                tokens[part.at] = grid.flatten()[part.cells]
+        if has_probs.any():  # for more drafts than there are, if some were trimmed
+            part = _Runs.of(raw, sampling, first[has_probs], lens[has_probs])
+            kept = [q[: n - 1] for q, n in zip(probs, lens) if q is not None]
+            self._write(tokens, part, self._reject(part, torch.cat(kept)))
+        if not has_probs.all():
+            part = _Runs.of(raw, sampling, first[~has_probs], lens[~has_probs])
+            target = self.sampler.draw(part.raw, part.sampling)
+            found = self.match(target, part.drafts, part.cu_num_logits, part.most_drafts)
+            self._write(tokens, part, VerifiedTokens(*found))
         return self.sampler.emit(raw, sampling, tokens)
 
-    def _match(self, part: _Runs) -> VerifiedTokens:
-        target = self.sampler.draw(part.raw, part.sampling)
-        found = self.match(target, part.drafts, part.cu_num_logits, part.most_drafts)
-        return VerifiedTokens(*found)
+    def _write(self, tokens: torch.Tensor, part: _Runs, verified: VerifiedTokens) -> None:
+        columns = torch.arange(part.most_drafts + 1, device=tokens.device)
+        is_behind = columns >= verified.num_sampled[:, None]
+        grid = verified.token_ids.masked_fill(is_behind, REJECTED)
+        tokens[part.at] = grid.flatten()[part.cells]
 
-    def _reject(self, part: _Runs, probs: dict[str, torch.Tensor]) -> VerifiedTokens:
-        num_drafts = {req_id: len(part.sampling.drafts[req_id]) for req_id in part.req_ids}
+    def _reject(self, part: _Runs, draft_probs: torch.Tensor) -> VerifiedTokens:
         target_probs = sampling_probs(part.raw, part.sampling, self.sampler.counts)
         accept_u = row_uniforms(part.sampling, ACCEPT_STREAM)[part.is_draft]
         verified = self.reject(
             target_probs,
             part.drafts,
-            torch.cat([probs[req_id][:n] for req_id, n in num_drafts.items()]),  # some are trimmed
+            draft_probs,
             part.cu_num_logits,
             part.most_drafts,
             *upload(part.raw.device, accept_u, row_uniforms(part.sampling, TOKEN_STREAM)),

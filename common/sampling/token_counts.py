@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from batch_layout import to_device
+from common.sampling.distributions import upload
 from common.sampling.sampling_columns import SamplingBatch
 
 
@@ -48,17 +48,16 @@ class TokenCounts:
             ids = state.token_ids[rows[index], positions].astype(np.int64)
             return (into[index] * vocab_size + ids)[ids < vocab_size]
 
-        known = state.num_tokens[batch.rows]
+        known, first_output = state.num_tokens[batch.rows], np.where(is_new, num_prompt, counted)
         behind = state.num_prompt_tokens[batch.rows] + batch.num_outputs if batch.drafts else known
-        parts = (
+        new, prompts, outputs, lanes, drafts = upload(
+            device,
             rows[is_new],
-            flat(rows, rows, counted, np.where(is_new, num_prompt, counted)),
-            flat(rows, rows, np.where(is_new, num_prompt, counted), num_tokens),
+            flat(rows, rows, counted, first_output),
+            flat(rows, rows, first_output, num_tokens),
             batch.rows,
             flat(np.arange(len(batch.rows)), batch.rows, known, behind),
         )
-        sizes = [len(part) for part in parts]
-        new, prompts, outputs, lanes, drafts = to_device(np.concatenate(parts), device).split(sizes)
         self._table.index_fill_(0, new, 0)
         self._table.view(-1).index_fill_(0, prompts, 1)
         _add(self._table, outputs)

@@ -254,9 +254,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         "neighbour's (Trap 31).",
     ),
     Mutation(
-        "common/runner/model_runner.py",
-        "num_outputs = num_known + np.arange(len(rows)) - first",
-        "num_outputs = num_known",
+        "common/sampling/speculative_sampler.py",
+        "part = batch.select(rows)",
+        "part = batch.select(first[run])",
         ""
         "common/tests/test_speculation_engine.py::test_with_a_seed_every_constraint_gives_the_tokens_of_plain_decoding",
         "A seeded request says something else as soon as speculation is switched on.",
