@@ -9,7 +9,6 @@ Repetition penalty: Keskar et al. 2019 (arXiv 1909.05858); top-p: Holtzman et al
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 NEG_INF = float("-inf")
