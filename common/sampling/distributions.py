@@ -79,6 +79,11 @@ def upload(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...
     return to_device(np.concatenate(arrays), device).split([len(array) for array in arrays])
 
 
+def _rows(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """The rows `at`, each once: no copy if these are all."""
+    return x if len(at) == len(x) else x[at]
+
+
 # -- what becomes of the logits
 
 
@@ -112,14 +117,9 @@ def _penalise(logits: torch.Tensor, sampling: SamplingBatch, counts: TokenCounts
     part = sampling.select(at)
     is_known, counted = counts.count(part, logits.shape[1], logits.device)
     (at,) = upload(logits.device, at)
-    penalties = upload(
-        logits.device,
-        columns.repetition_penalty[part.rows],
-        columns.presence_penalty[part.rows],
-        columns.frequency_penalty[part.rows],
-    )
-    changed = constraints.apply_penalties(logits[at], is_known, counted, *penalties)
-    return logits.index_copy(0, at, changed)
+    penalties = upload(logits.device, *columns.penalties[:, part.rows])
+    changed = constraints.apply_penalties(_rows(logits, at), is_known, counted, *penalties)
+    return changed if len(at) == len(logits) else logits.index_copy(0, at, changed)
 
 
 def _distributions(
@@ -139,13 +139,11 @@ def _distributions(
     order = np.argsort(asked, kind="stable")[np.count_nonzero(asked == 0) :]
     rows = sampling.rows[order]
     at, top_k = upload(device, order, columns.top_k[rows])
-    temperature, min_p, top_p = upload(
-        device, columns.temperature[rows], columns.min_p[rows], columns.top_p[rows]
-    )
+    temperature, top_p, min_p = upload(device, *columns.shaping[:, rows])
     kinds, starts = np.unique(asked[order], return_index=True)
     for kind, start, stop in zip(kinds, starts, np.append(starts[1:], len(order)), strict=True):
         part, ids = slice(start, stop), None
-        x = logits if stop - start == len(logits) else logits[at[part]]
+        x = _rows(logits, at[part])
         if kind & TOP_K:
             num_kept = columns.top_k[rows[part]].clip(max=vocab_size)
             most = int(num_kept.max())
@@ -184,11 +182,12 @@ class Logprobs:
         self.rows = np.flatnonzero(sampling.needs & LOGPROBS)
         self.num_top = sampling.columns.num_logprobs[sampling.rows[self.rows]].tolist()
         (at,) = upload(raw.device, self.rows)
-        logprobs = raw[at].log_softmax(dim=-1)
+        raw = _rows(raw, at)
+        logprobs = raw.log_softmax(dim=-1)
         chosen = logprobs.gather(1, tokens[at].clamp(min=0)[:, None])
         ranks = 1 + (logprobs > chosen).sum(dim=-1, keepdim=True)
         self.width = min(max(self.num_top), raw.shape[1])
-        ids = constraints.ranked_ids(raw[at], self.width)
+        ids = constraints.ranked_ids(raw, self.width)
         columns = (chosen, ranks, ids, logprobs.gather(1, ids))
         self.numbers = torch.cat([column.to(torch.float64) for column in columns], dim=1)
 

@@ -30,38 +30,27 @@ class SamplingColumns:
     """A row for each request. What stands in the rows of nobody is never read."""
 
     def __init__(self, num_rows: int) -> None:
-        self.needs = np.zeros(num_rows, dtype=np.int64)
-        self.temperature = np.ones(num_rows)
-        self.top_p = np.ones(num_rows)
-        self.min_p = np.zeros(num_rows)
-        self.repetition_penalty = np.ones(num_rows)
-        self.presence_penalty = np.zeros(num_rows)
-        self.frequency_penalty = np.zeros(num_rows)
-        self.top_k = np.zeros(num_rows, dtype=np.int64)
-        self.min_tokens = np.zeros(num_rows, dtype=np.int64)
-        self.seed = np.zeros(num_rows, dtype=np.int64)
-        self.num_logprobs = np.full(num_rows, -1, dtype=np.int64)  # -1: none
-        self.is_seed_drawn = np.zeros(num_rows, dtype=bool)
-        self.num_writes = np.zeros(num_rows, dtype=np.int64)  # tells a row's requests apart
+        self._numbers = np.zeros((6, num_rows))
+        self.temperature, self.top_p, self.min_p = self.shaping = self._numbers[:3]
+        self.penalties = self._numbers[3:]  # repetition, presence, frequency
+        self.repetition_penalty, self.presence_penalty, self.frequency_penalty = self.penalties
+        self._integers = np.zeros((7, num_rows), dtype=np.int64)
+        self.needs, self.top_k, self.min_tokens, self.seed = self._integers[:4]
+        self.num_logprobs, self.is_seed_drawn = self._integers[4:6]  # num_logprobs -1: none
+        self.num_writes = self._integers[6]  # tells the requests of a row apart
         self.forbidden: dict[int, list[int]] = {}  # row to ids impossible before `min_tokens`
 
     def write(self, row: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
         """The row is this request's from now on."""
-        self.needs[row] = _needs(params)
-        self.temperature[row] = params.temperature
-        self.top_p[row], self.min_p[row] = params.top_p, params.min_p
-        self.repetition_penalty[row] = params.repetition_penalty
-        self.presence_penalty[row] = params.presence_penalty
-        self.frequency_penalty[row] = params.frequency_penalty
-        self.top_k[row], self.min_tokens[row] = params.top_k, params.min_tokens
-        self.seed[row] = params.seed or 0
-        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self.is_seed_drawn[row] = isinstance(params, DrawnSeedParams)
-        self.num_writes[row] += 1
+        p, num_logprobs = params, -1 if params.logprobs is None else params.logprobs
+        penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
+        self._numbers[:, row] = p.temperature, p.top_p, p.min_p, *penalties
+        integers = _needs(p), p.top_k, p.min_tokens, p.seed or 0, num_logprobs
+        is_seed_drawn, num_writes = isinstance(p, DrawnSeedParams), self.num_writes[row] + 1
+        self._integers[:, row] = *integers, is_seed_drawn, num_writes
         self.forbidden.pop(row, None)
-        if params.min_tokens:
-            eos = () if params.ignore_eos else eos_token_ids
-            self.forbidden[row] = sorted({*eos, *params.stop_token_ids})
+        if p.min_tokens:
+            self.forbidden[row] = [*(() if p.ignore_eos else eos_token_ids), *p.stop_token_ids]
 
     def clear(self, row: int) -> None:
         """The row is nobody's."""
@@ -70,23 +59,20 @@ class SamplingColumns:
 
     def grow(self, num_rows: int) -> None:
         """To `num_rows`, as many as now or more. The rows that there are stay."""
-        fresh = SamplingColumns(num_rows)
-        for name, column in vars(self).items():
-            if isinstance(column, np.ndarray):
-                getattr(fresh, name)[: len(column)] = column
-                setattr(self, name, getattr(fresh, name))
+        fresh, before = SamplingColumns(num_rows), len(self.needs)
+        fresh._numbers[:, :before], fresh._integers[:, :before] = self._numbers, self._integers
+        fresh.forbidden = self.forbidden
+        vars(self).update(vars(fresh))
 
 
-def _needs(params: SamplingParams) -> int:
-    rest = params.presence_penalty or params.frequency_penalty
-    needs = LOGPROBS * (params.logprobs is not None) | MIN_TOKENS * (params.min_tokens > 0)
-    needs |= PENALTIES * (params.repetition_penalty != 1 or rest != 0)
-    if params.is_greedy:
+def _needs(p: SamplingParams) -> int:
+    is_penalised = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1, 0, 0)
+    needs = LOGPROBS * (p.logprobs is not None) | MIN_TOKENS * (p.min_tokens > 0)
+    needs |= PENALTIES * is_penalised
+    if p.is_greedy:
         return needs
-    needs |= NARROW if 0 < params.top_k <= MOST_NARROW else WIDE
-    return (
-        needs | TOP_K * (params.top_k > 0) | MIN_P * (params.min_p > 0) | TOP_P * (params.top_p < 1)
-    )
+    needs |= NARROW if 0 < p.top_k <= MOST_NARROW else WIDE
+    return needs | TOP_K * (p.top_k > 0) | MIN_P * (p.min_p > 0) | TOP_P * (p.top_p < 1)
 
 
 class HasTokens(Protocol):

@@ -9,7 +9,6 @@ Repetition penalty: Keskar et al. 2019 (arXiv 1909.05858); top-p: Holtzman et al
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 NEG_INF = float("-inf")
@@ -54,7 +53,9 @@ def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor, most: int = 0) -> tor
     vocab_size = logits.shape[1]
     ids = ranked_ids(logits, min(most or vocab_size, vocab_size))
     num_kept = torch.where(top_k == 0, vocab_size, top_k)[:, None]
-    return _keep(logits, ids, torch.arange(ids.shape[1], device=ids.device) < num_kept)
+    is_kept = torch.arange(ids.shape[1], device=ids.device) < num_kept
+    is_masked = torch.ones_like(logits, dtype=torch.bool).scatter_(1, ids, ~is_kept)
+    return logits.masked_fill(is_masked, NEG_INF)
 
 
 def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -71,13 +72,9 @@ def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
             break
         width = min(16 * width, vocab_size)
     is_kept = torch.ones_like(ids, dtype=torch.bool)
-    is_kept[:, 1:] = reached[:, :-1] < top_p
-    return torch.where(top_p >= 1, logits, _keep(logits, ids, is_kept))
-
-
-def _keep(logits: torch.Tensor, ids: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
-    mask = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, ids, is_kept)
-    return logits.masked_fill(~mask, NEG_INF)
+    is_kept[:, 1:] = (reached[:, :-1] < top_p) | (top_p >= 1)
+    is_masked = (top_p < 1).repeat(1, vocab_size).scatter_(1, ids, ~is_kept)
+    return logits.masked_fill(is_masked, NEG_INF)
 
 
 def top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
@@ -109,8 +106,10 @@ def _order(logits: torch.Tensor, k: int) -> torch.Tensor:
         return logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     # Integers, the lowest of the highest logit, each made different by its id: none are equal.
     bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
-    inverse = ~bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys = (inverse.to(torch.int64) << 32) + torch.arange(logits.shape[1], device=logits.device)
+    inverse = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits).bitwise_not_()
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    keys = inverse.to(torch.int64).bitwise_left_shift_(32).add_(ids)
     if logits.is_cuda or 8 * k < logits.shape[1]:
         return keys.topk(k, largest=False).values & 0xFFFFFFFF
-    return torch.from_numpy(np.sort(keys.numpy(), axis=-1)[:, :k]) & 0xFFFFFFFF  # vectorised
+    keys.numpy().sort(axis=-1)  # in place, and vectorised
+    return keys[:, :k] & 0xFFFFFFFF
