@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # a scheduler's tests read plans without loading it
     import torch
 
 
-@dataclass(slots=True)
+@dataclass
 class RunnerRequest:
     """The runner's copy of a request."""
 
@@ -63,19 +63,20 @@ class RunnerState:
             if new.req_id in self.requests:  # the plan that said it was finished never came here
                 self.release(new.req_id)
             self.admit(new)
-        for index, req_id in enumerate(plan.scheduled_cached_reqs.req_ids):
-            self.append(req_id, plan.scheduled_cached_reqs, index)
+        self.append(plan.scheduled_cached_reqs)
 
     def admit(self, new: NewRequestData) -> None:
         copy = RunnerRequest(new.req_id, new.sampling_params, new.prompt_token_ids, [])
         self.requests[new.req_id] = copy
 
-    def append(self, req_id: str, changes: CachedRequestData, index: int) -> None:
-        """Entry `index` of `changes` is this request's."""
-        outputs, new = self.requests[req_id].output_token_ids, changes.new_token_ids[index]
-        first = changes.num_output_tokens[index] - len(new)  # of the new ones, among the outputs
-        # Chapter 4 sends one again from an earlier token on; below 0, from within the prompt.
-        outputs[max(first, 0) :] = new[max(-first, 0) :]
+    def append(self, changes: CachedRequestData) -> None:
+        """Take over what is new of the requests that are known."""
+        columns = changes.req_ids, changes.new_token_ids, changes.num_output_tokens
+        for req_id, new, num_outputs in zip(*columns, strict=True):
+            outputs = self.requests[req_id].output_token_ids
+            first = num_outputs - len(new)  # of the new ones, among the outputs
+            # Chapter 4 sends one again from an earlier token on; below 0, from within the prompt.
+            outputs[max(first, 0) :] = new[max(-first, 0) :]
 
     def release(self, req_id: str) -> None:
         del self.requests[req_id]

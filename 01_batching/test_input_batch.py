@@ -233,9 +233,9 @@ def test_who_keeps_more_of_a_request_hears_of_its_three_events():
             super().admit(new)
             events.append(("admit", new.req_id))
 
-        def append(self, req_id, changes, index):
-            super().append(req_id, changes, index)
-            events.append(("append", req_id, changes.new_token_ids[index]))
+        def append(self, changes):
+            super().append(changes)
+            events.extend(zip(["append"] * 9, changes.req_ids, changes.new_token_ids))
 
         def release(self, req_id):
             super().release(req_id)

@@ -7,80 +7,82 @@ The tokens of all requests lie end to end, each request's at its own positions:
     positions         | 0  1  2  3  4       | 17   | 9    | 4  5  6     |
     slot_mapping      table[position // block_size] * block_size + position % block_size
 
-Whoever runs a model over the paged cache needs this. A step's tables are one gather from the array
-in which the runner keeps them (`block_delta.py`); no list is walked.
+Whoever runs a model over the paged cache needs this. A step's tokens and tables are gathers from
+the columns in which the runner keeps them (`block_delta.py`); no list is walked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from block_delta import BlockTables
+from block_delta import PagedRunnerState
 from paged_attention import AttentionMetadata
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
-    """What a request computes in a step: positions `[start, start + num_tokens)`, at least one.
-    Logits are wanted of the last `num_logit_rows` of them."""
+class Queries(NamedTuple):
+    """What requests compute in a step: positions `[start, start + num_tokens)` of each, at least
+    one. Logits are wanted of the last `num_logit_rows` of them. All [num_queries] int64."""
 
-    row: int  # in the block tables
-    start: int
-    num_tokens: int
-    num_logit_rows: int = 1
+    rows: np.ndarray  # in the runner's state
+    starts: np.ndarray
+    num_tokens: np.ndarray
+    num_logit_rows: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
 class ComposedBatch:
     """Tensors on the device, and what the host still has to know of them."""
 
-    order: list[int]  # the queries as they were given, in the order of the batch
+    order: np.ndarray  # [num_queries] the queries as they were given, in the order of the batch
+    query_start_loc: np.ndarray  # [num_queries + 1] int64
+    input_ids: torch.Tensor  # [num_tokens] int64
     positions: torch.Tensor  # [num_tokens] int64
     attention: AttentionMetadata
-    query_start_loc: np.ndarray  # [num_queries + 1] int64
-    logit_indices: np.ndarray  # [num_logit_rows] int64, into the tokens
+    logit_indices: torch.Tensor  # [num_logit_rows] int64, into the tokens
 
 
 def compose_in_order(
-    tables: BlockTables, queries: Sequence[Query], block_size: int, device: torch.device
+    state: PagedRunnerState, queries: Queries, block_size: int, device: torch.device
 ) -> ComposedBatch:
     """Lay out a step of at least one query, in the order given."""
-    row, start, lens, num_logit_rows = np.array(
-        [(q.row, q.start, q.num_tokens, q.num_logit_rows) for q in queries]
-    ).T
+    row, start, lens, num_logit_rows = queries
     stop = start + lens
-    query_start_loc = np.zeros(len(row) + 1, dtype=np.int64)
-    np.cumsum(lens, out=query_start_loc[1:])
-
-    owner = np.repeat(np.arange(len(row)), lens)  # of each token
+    order, query_start_loc = np.arange(len(row)), np.append(0, lens.cumsum())
+    owner = np.repeat(order, lens)  # of each token
     positions = np.arange(query_start_loc[-1]) - query_start_loc[owner] + start[owner]
-    block_ids = tables.ids[row[owner], positions // block_size].astype(np.int64)
-    max_seq_len = int(stop.max())
-    attention = AttentionMetadata(
-        query_start_loc=to_device(query_start_loc, device),
-        seq_lens=to_device(stop, device),
-        block_tables=to_device(tables.ids[row, : -(-max_seq_len // block_size)], device),
-        slot_mapping=to_device(block_ids * block_size + positions % block_size, device),
-        max_query_len=int(lens.max()),
-        max_seq_len=max_seq_len,
+    block_ids = state.block_tables[row[owner], positions // block_size].astype(np.int64)
+    max_query_len, max_seq_len = int(lens.max()), int(stop.max())
+    input_ids, positions, logit_indices, *where = all_to_device(
+        device,
+        state.token_ids[row[owner], positions].astype(np.int64),
+        positions,
+        np.flatnonzero(positions >= (stop - num_logit_rows)[owner]),
+        # As AttentionMetadata has them.
+        query_start_loc,
+        stop,
+        state.block_tables[row, : -(-max_seq_len // block_size)],
+        block_ids * block_size + positions % block_size,
     )
-    return ComposedBatch(
-        order=list(range(len(queries))),
-        positions=to_device(positions, device),
-        attention=attention,
-        query_start_loc=query_start_loc,
-        logit_indices=np.flatnonzero(positions >= (stop - num_logit_rows)[owner]),
-    )
+    attention = AttentionMetadata(*where, max_query_len=max_query_len, max_seq_len=max_seq_len)
+    return ComposedBatch(order, query_start_loc, input_ids, positions, attention, logit_indices)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A copy in fresh staging memory each time: a reused one could be overwritten while an
     asynchronous copy still reads it."""
     tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def all_to_device(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
+    """In one copy, end to end. 16 divides the addresses, as kernels on a GPU like it best."""
+    if device.type != "cuda":
+        return [to_device(array, device) for array in arrays]
+    parts = [part for a in arrays for part in (a.tobytes(), bytes(-a.nbytes % 16))]
+    packed = to_device(np.frombuffer(bytearray().join(parts), dtype=np.uint8), device)
+    pieces = zip(arrays, packed.split(list(map(len, parts)))[::2], strict=True)
+    return [piece.view(torch.from_numpy(a).dtype).view(a.shape) for a, piece in pieces]

@@ -1,23 +1,28 @@
 """Block tables on their way to the runner: both ends of the message.
 
     scheduler's side   BlockDelta         the whole table of a request once, then new blocks
-    runner's side      PagedRunnerState   a row for each request: a step's tables are one gather
+    runner's side      PagedRunnerState   columns with a row for each request:
+
+          row   token_ids         num_prompt_tokens   num_tokens   block_tables   num_blocks
+          0     7 1 4 4 9 9 2 .   4                   7            5 2 . .        2
+          1     3 8 6 . . . . .   2                   3            9 . . .        1
 
 Neither needs a tensor: a scheduler can be imported, and tested, without PyTorch.
 
-Invariant: after each plan the runner's table of a scheduled request is the scheduler's.
+Invariant: after each plan the runner's tokens and table of a scheduled request are the scheduler's.
 
-vLLM keeps such an array on the host and its copy on the device, as `InputBatch` and `BlockTable`.
+vLLM keeps such arrays on the host, in `InputBatch`, and copies of some on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
-from input_batch import RunnerState
+from input_batch import RunnerRequest, RunnerState
 from kv_cache_manager import BlockMemory
 from request import Request
 from scheduler_books import RunnerDelta
@@ -62,57 +67,117 @@ class BlockDelta(RunnerDelta):
         return new
 
 
-class BlockTables:
-    """The block tables of all requests in one array, a row each."""
+class RequestRow(RunnerRequest):
+    """Chapter 1's copy of a request, read out of the columns when somebody asks."""
 
-    def __init__(self, num_rows: int, num_columns: int) -> None:
-        self.ids = np.zeros((num_rows, num_columns), dtype=np.int32)  # 0: the null block
-        self._free_rows = list(range(num_rows - 1, -1, -1))
+    def __init__(self, state: PagedRunnerState, row: int, new: NewRequestData) -> None:
+        self.req_id, self.params = new.req_id, new.sampling_params
+        self.state, self.row = state, row
 
-    def take_row(self) -> int:
-        if not self._free_rows:  # more requests remembered than run at once: some were preempted
-            num_rows = len(self.ids)
-            self.ids = np.concatenate([self.ids, np.zeros_like(self.ids)])
-            self._free_rows = list(range(2 * num_rows - 1, num_rows - 1, -1))
-        return self._free_rows.pop()
+    @property
+    def num_tokens(self) -> int:
+        return int(self.state.num_tokens[self.row])
 
-    def release_row(self, row: int) -> None:
-        self._free_rows.append(row)
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.tokens(0, self.state.num_prompt_tokens[self.row])
 
-    def write(self, row: int, first_column: int, block_ids: Sequence[int]) -> None:
-        self.ids[row, first_column : first_column + len(block_ids)] = block_ids
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.tokens(self.state.num_prompt_tokens[self.row], self.num_tokens)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        return self.state.token_ids[self.row, start : min(stop, self.num_tokens)].tolist()
 
 
 class PagedRunnerState(RunnerState):
-    """Chapter 1's copies of the requests, and a row of `tables` for each."""
+    """What chapter 1's keeps in lists, and the block tables, in columns: the news of a plan are
+    written all at once. A request has an object only for those who ask about a single one."""
 
     def __init__(self, max_num_seqs: int, max_blocks_per_request: int) -> None:
         super().__init__()
-        self.tables = BlockTables(max_num_seqs, max_blocks_per_request)
-        self.rows: dict[str, int] = {}
-        self._num_blocks: dict[str, int] = {}  # of its table that are known
+        self.row_of: dict[str, int] = {}
+        self.token_ids = np.zeros((0, 0), dtype=np.int32)  # prompt, then outputs
+        self.block_tables = np.zeros((0, max_blocks_per_request), dtype=np.int32)  # 0: null block
+        self.num_tokens, self.num_prompt_tokens, self.num_blocks = np.zeros((3, 0), dtype=np.int64)
+        self._free_rows: list[int] = []
+        self.grow(max_num_seqs)
 
-    def admit(self, new: NewRequestData) -> None:
-        super().admit(new)
-        self.rows[new.req_id] = self.tables.take_row()
-        self._write(new.req_id, 0, new.block_ids)
-
-    def append(self, req_id: str, changes: CachedRequestData, index: int) -> None:
-        super().append(req_id, changes, index)
-        block_ids = changes.new_block_ids[index]
-        if block_ids:
-            is_sent_whole = req_id in changes.resumed_req_ids
-            self._write(req_id, 0 if is_sent_whole else self._num_blocks[req_id], block_ids)
-
-    def release(self, req_id: str) -> None:
-        super().release(req_id)
-        self.tables.release_row(self.rows.pop(req_id))
-        del self._num_blocks[req_id]
+    def rows_of(self, req_ids: Collection[str]) -> np.ndarray:
+        return np.fromiter(map(self.row_of.__getitem__, req_ids), np.int64, len(req_ids))
 
     def block_ids(self, req_id: str, first: int = 0) -> list[int]:
         """The request's block table, as it was sent, from entry `first` on."""
-        return self.tables.ids[self.rows[req_id], first : self._num_blocks[req_id]].tolist()
+        row = self.row_of[req_id]
+        return self.block_tables[row, first : self.num_blocks[row]].tolist()
 
-    def _write(self, req_id: str, first: int, block_ids: Sequence[int]) -> None:
-        self.tables.write(self.rows[req_id], first, block_ids)
-        self._num_blocks[req_id] = first + len(block_ids)
+    def admit(self, new: NewRequestData) -> None:
+        if not self._free_rows:  # more requests remembered than run at once: some were preempted
+            self.grow(2 * len(self.num_tokens))
+        row = self.row_of[new.req_id] = self._free_rows.pop()
+        self.requests[new.req_id] = RequestRow(self, row, new)
+        num_tokens = len(new.prompt_token_ids)
+        self.widen(num_tokens)
+        self.token_ids[row, :num_tokens] = new.prompt_token_ids
+        self.num_tokens[row] = self.num_prompt_tokens[row] = num_tokens
+        self.num_blocks[row] = len(new.block_ids)
+        self.block_tables[row, : len(new.block_ids)] = new.block_ids
+
+    def append(self, changes: CachedRequestData) -> None:
+        rows, tokens = self.rows_of(changes.req_ids), changes.new_token_ids
+        stops = self.num_prompt_tokens[rows] + np.array(changes.num_output_tokens, dtype=np.int64)
+        firsts = stops - _lengths(tokens)  # it may be known, and is sent again
+        self.num_tokens[rows] = self.write_tokens(rows, firsts, tokens)
+        grown = [i for i, block_ids in enumerate(changes.new_block_ids) if block_ids]
+        if grown:
+            rows, block_ids = rows[grown], [changes.new_block_ids[i] for i in grown]
+            is_new = [changes.req_ids[i] not in changes.resumed_req_ids for i in grown]
+            firsts = self.num_blocks[rows] * is_new  # else the whole table is sent
+            self.num_blocks[rows] = _write(self.block_tables, rows, firsts, block_ids)
+
+    def release(self, req_id: str) -> None:
+        super().release(req_id)
+        self._free_rows.append(self.row_of.pop(req_id))
+
+    def write_tokens(
+        self, rows: np.ndarray, firsts: np.ndarray, token_ids: Sequence[Sequence[int]]
+    ) -> np.ndarray:
+        """Put `token_ids[i]` into row `rows[i]` from position `firsts[i]` on. Returns the ends."""
+        self.widen((firsts + _lengths(token_ids)).max(initial=0))
+        return _write(self.token_ids, rows, firsts, token_ids)
+
+    def grow(self, num_rows: int) -> None:
+        """To `num_rows`, as many as now or more. The rows that there are stay."""
+        num_before = len(self.num_tokens)
+        self._free_rows += range(num_rows - 1, num_before - 1, -1)
+        for name in ("num_tokens", "num_prompt_tokens", "num_blocks", "block_tables"):
+            column = getattr(self, name)
+            larger = np.zeros((num_rows, *column.shape[1:]), column.dtype)
+            larger[:num_before] = column
+            setattr(self, name, larger)
+        self.widen(self.token_ids.shape[1])
+
+    def widen(self, num_tokens: int) -> None:
+        """Make room for tokens at positions below `num_tokens`."""
+        num_rows, width = len(self.num_tokens), self.token_ids.shape[1]
+        if num_tokens > width:
+            width = max(num_tokens, 2 * width)
+        if (num_rows, width) != self.token_ids.shape:
+            known, self.token_ids = self.token_ids, np.zeros((num_rows, width), dtype=np.int32)
+            for row in self.row_of.values():  # memory that nobody has written to costs nothing
+                self.token_ids[row, : self.num_tokens[row]] = known[row, : self.num_tokens[row]]
+
+
+def _lengths(lists: Sequence[Sequence[int]]) -> np.ndarray:
+    return np.fromiter(map(len, lists), np.int64, len(lists))
+
+
+def _write(
+    table: np.ndarray, rows: np.ndarray, firsts: np.ndarray, lists: Sequence[Sequence[int]]
+) -> np.ndarray:
+    """`table[rows[i]]` gets `lists[i]` from column `firsts[i]` on. Returns the columns behind."""
+    lens = _lengths(lists)
+    values = np.fromiter(chain.from_iterable(lists), table.dtype, lens.sum())
+    columns = np.arange(len(values)) + np.repeat(firsts + lens - lens.cumsum(), lens)
+    table[np.repeat(rows, lens), columns] = values
+    return firsts + lens

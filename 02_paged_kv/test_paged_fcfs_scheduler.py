@@ -13,7 +13,7 @@ from input_batch import RunnerState
 from kv_cache_manager import KVCacheManager
 from paged_fcfs_scheduler import PagedFCFSScheduler
 from request import Request
-from scheduler_interface import NewRequestData, SchedulerOutput, StepOutput
+from scheduler_interface import CachedRequestData, NewRequestData, SchedulerOutput, StepOutput
 from test_fcfs_scheduler import FCFSMachine, MirrorRunner, make, refused, step
 
 
@@ -83,7 +83,7 @@ class PagedFCFSMachine(FCFSMachine):
         super().teardown()
         if hasattr(self, "scheduler"):
             assert self.memory.num_blocks_in_use == 0
-            assert not self.scheduler.delta._tables and not self.runner.state.rows
+            assert not self.scheduler.delta._tables and not self.runner.state.row_of
 
 
 TestPagedFCFSMachine = PagedFCFSMachine.TestCase
@@ -212,6 +212,26 @@ def test_a_table_that_is_sent_whole_replaces_the_one_that_was_known():
     assert state.requests["a"].output_token_ids == [9, 4]
 
 
+@pytest.mark.parametrize("known", [[], [8], [8, 9], [8, 9, 10]])
+@pytest.mark.parametrize("sent", [[], [10], [11, 12], [3, 8, 9], [1, 2, 3, 8, 9, 10], [1, 2, 3]])
+@pytest.mark.parametrize("num_outputs", range(5))
+def test_tokens_overlay_those_that_are_known_as_in_chapter_1(known, sent, num_outputs):
+    """From an earlier output on, from within the prompt on, or whole. What is behind is gone."""
+    if not -3 <= num_outputs - len(sent) <= len(known):
+        return
+    states = RunnerState(), PagedRunnerState(max_num_seqs=1, max_blocks_per_request=1)
+    new = [NewRequestData(name, [1, 2, 3], make(name, 1).sampling_params) for name in "ab"]
+    first = CachedRequestData([*"ba"], [[8], known], [0, 0], [1, len(known)], [[], []])
+    second = CachedRequestData([*"ab"], [sent, [9]], [0, 0], [num_outputs, 2], [[], []])
+    for state in states:
+        state.apply(SchedulerOutput(new))
+        for changes in (first, second):
+            state.apply(SchedulerOutput(scheduled_cached_reqs=changes))
+    lists, rows = ({n: r.output_token_ids for n, r in s.requests.items()} for s in states)
+    assert rows == lists
+    assert rows["b"] == [8, 9] and len(rows["a"]) == num_outputs
+
+
 def test_rows_of_finished_requests_are_given_again():
     state = PagedRunnerState(max_num_seqs=2, max_blocks_per_request=2)
     params = make("a", 1).sampling_params
@@ -219,6 +239,6 @@ def test_rows_of_finished_requests_are_given_again():
         new = [NewRequestData(f"{i}{j}", [1], params, 0, [i + 1]) for j in "ab"]
         gone = {f"{i - 1}{j}" for j in "ab"} if i else set()
         state.apply(SchedulerOutput(new, finished_req_ids=gone))
-        assert sorted(state.rows.values()) == [0, 1]
+        assert sorted(state.row_of.values()) == [0, 1]
         assert state.block_ids(f"{i}b") == [i + 1]
-    assert len(state.tables.ids) == 2
+    assert len(state.block_tables) == 2

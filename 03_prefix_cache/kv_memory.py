@@ -110,4 +110,4 @@ class SharingRunnerState(PagedRunnerState):
     def apply(self, plan: SchedulerOutput) -> None:
         super().apply(plan)
         for move in plan.block_moves:
-            self.tables.ids[self.rows[move.req_id], move.block_index] = move.block_id
+            self.block_tables[self.row_of[move.req_id], move.block_index] = move.block_id

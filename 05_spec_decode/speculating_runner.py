@@ -14,12 +14,12 @@ How much to guess: `FixedLength` is a constant, `beyond/adaptive_length.py` lear
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from acceptance import SpecDecodeStats
-from input_batch import RunnerState
+from block_delta import PagedRunnerState
 from proposers import FollowedRequest, Proposer
 from scheduler_interface import FinishedStep, Laps, ModelRunner, SchedulerOutput, StepOutput
 
@@ -57,7 +57,11 @@ class SpeculatingRunner:
     """`state` is that of `runner`, the very object, which brings it up to date."""
 
     def __init__(
-        self, runner: ModelRunner, proposer: Proposer, draft_length: DraftLength, state: RunnerState
+        self,
+        runner: ModelRunner,
+        proposer: Proposer,
+        draft_length: DraftLength,
+        state: PagedRunnerState,
     ) -> None:
         self.runner = runner
         self.proposer = proposer
@@ -88,8 +92,9 @@ class SpeculatingRunner:
 
     def _judge(self, plan: SchedulerOutput, output: StepOutput) -> list[FollowedRequest]:
         """Count what came of the drafts. Returns who may go on, with the tokens of this step."""
-        followed = []
-        for req_id, start in plan.starts().items():
+        self._append(output.token_ids)
+        followed, starts = [], plan.starts()
+        for (req_id, start), num_outputs in zip(starts.items(), self._num_outputs(starts)):
             request, tokens = self.state.requests[req_id], output.token_ids.get(req_id, [])
             num_computed_tokens = start + plan.num_scheduled_tokens[req_id]
             if tokens:
@@ -99,19 +104,28 @@ class SpeculatingRunner:
                 if num_drafted:
                     self.draft_length.observe(req_id, num_drafted, num_accepted)
                 num_computed_tokens -= num_drafted - num_accepted
-                request.output_token_ids += tokens
-            has_ended = len(request.output_token_ids) >= request.params.max_tokens
+            has_ended = num_outputs >= request.params.max_tokens
             if not has_ended and req_id not in output.errors:
                 followed.append(FollowedRequest(request, start, num_computed_tokens))
         return followed
 
+    def _append(self, token_ids: dict[str, list[int]]) -> None:
+        rows, num_tokens = self.state.rows_of(token_ids), self.state.num_tokens
+        tokens = list(token_ids.values())
+        num_tokens[rows] = self.state.write_tokens(rows, num_tokens[rows], tokens)
+
+    def _num_outputs(self, req_ids: Collection[str]) -> list[int]:
+        rows = self.state.rows_of(req_ids)
+        return (self.state.num_tokens[rows] - self.state.num_prompt_tokens[rows]).tolist()
+
     def _guess(self, followed: list[FollowedRequest]) -> dict[str, list[int]]:
         ready = [f.request for f in followed if f.request.num_tokens - f.num_computed_tokens == 1]
-        lengths = self.draft_length.choose([request.req_id for request in ready])
+        req_ids = [request.req_id for request in ready]
+        lengths, num_outputs = self.draft_length.choose(req_ids), self._num_outputs(req_ids)
         wanted = {}
-        for request, length in zip(ready, lengths, strict=True):
+        for request, length, num in zip(ready, lengths, num_outputs, strict=True):
             # The token that follows the drafts is an output too.
-            most = request.params.max_tokens - len(request.output_token_ids) - 1
+            most = request.params.max_tokens - num - 1
             wanted[request.req_id] = max(0, min(length, most))
         num_drafts = [wanted.get(f.request.req_id, 0) for f in followed]
         self._num_rounds_before, self._num_rounds = self._num_rounds, max(num_drafts, default=0)

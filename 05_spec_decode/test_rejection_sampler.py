@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from scipy import stats
 
 from bounded_loops import as_long_as
-from common.sampling.sampler import SamplingBatch, sampling_probs
+from common.sampling.distributions import sampling_probs
+from common.tests.sampling_cases import make_sampling
 from exact_law import (
     LAST,
     Cases,
@@ -296,14 +297,12 @@ def _constrained(model: ConstrainedModel) -> dict[tuple[Tokens, Tokens], torch.T
         np.random.default_rng([model.seed, len(h), *h]).normal(scale=1.5, size=VOCAB_SIZE)
         for h in (outputs + drafts for outputs, drafts in parts)
     ]
-    sampling = SamplingBatch(
-        [f"r{i}" for i in range(len(parts))],
+    sampling = make_sampling(
         [model.params] * len(parts),
-        [0] * len(parts),
-        [PROMPT] * len(parts),
-        [list(outputs) for outputs, _ in parts],
-        [list(drafts) if model.sees_drafts else [] for _, drafts in parts],
-        [(EOS,)] * len(parts),
+        prompts=[PROMPT] * len(parts),
+        outputs=[list(outputs) for outputs, _ in parts],
+        drafts=[list(drafts) if model.sees_drafts else [] for _, drafts in parts],
+        eos=[(EOS,)] * len(parts),
     )
     probs = sampling_probs(torch.from_numpy(np.stack(logits)), sampling)
     return dict(zip(parts, probs, strict=True))

@@ -13,7 +13,7 @@ import torch
 from adaptive_length import AdaptiveLength
 from draft_model_proposer import DraftModelProposer
 from fake_model import FakeModelRunner, continuation
-from input_batch import RunnerRequest, RunnerState
+from input_batch import RunnerRequest
 from kv_memory import KVMemory, SharingRunnerState
 from paged_attention import PagedKVCache
 from proposers import FollowedRequest, NgramProposer, Proposer
@@ -97,7 +97,7 @@ class Inner:
     """A `ModelRunner` that says what it is told to."""
 
     def __init__(self) -> None:
-        self.state = RunnerState()
+        self.state = SharingRunnerState(max_num_seqs=4, max_blocks_per_request=1)
         self.output = StepOutput()
         self.times: dict[str, float] = {}
         self.seen: list[list] = []  # what had been logged before it ran

@@ -25,9 +25,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 
-from batch_layout import BlockTables, ComposedBatch, Query, compose_in_order
+from batch_layout import ComposedBatch, PagedRunnerState, Queries, compose_in_order
 from paged_attention import AttentionMetadata
 
 
@@ -40,30 +41,30 @@ class MixedMetadata(AttentionMetadata):
     host_seq_lens: Sequence[int] = ()  # seq_lens
 
 
-def short_first(query_lens: Sequence[int], decode_threshold: int = 1) -> tuple[list[int], int]:
+def short_first(query_lens: np.ndarray, decode_threshold: int = 1) -> tuple[np.ndarray, int]:
     """An order in which queries of up to `decode_threshold` tokens come first, and how many these
     are. Otherwise nobody changes places."""
-    order = sorted(range(len(query_lens)), key=lambda i: query_lens[i] > decode_threshold)
-    return order, sum(n <= decode_threshold for n in query_lens)
+    is_long = np.asarray(query_lens) > decode_threshold
+    return np.argsort(is_long, kind="stable"), int(np.count_nonzero(~is_long))
 
 
 def compose(
-    tables: BlockTables,
-    queries: Sequence[Query],
+    state: PagedRunnerState,
+    queries: Queries,
     block_size: int,
     device: torch.device,
     decode_threshold: int = 1,
 ) -> ComposedBatch:
     """Lay out a step of at least one query, each of at least one token. The batch's `attention` is
     a `MixedMetadata`."""
-    order, num_short = short_first([query.num_tokens for query in queries], decode_threshold)
-    queries = [queries[i] for i in order]
-    batch = compose_in_order(tables, queries, block_size, device)
+    order, num_short = short_first(queries.num_tokens, decode_threshold)
+    queries = Queries(*(column[order] for column in queries))
+    batch = compose_in_order(state, queries, block_size, device)
     given = {f.name: getattr(batch.attention, f.name) for f in fields(AttentionMetadata) if f.init}
     attention = MixedMetadata(
         **given,
         num_short=num_short,
         query_starts=batch.query_start_loc.tolist(),
-        host_seq_lens=[query.start + query.num_tokens for query in queries],
+        host_seq_lens=(queries.starts + queries.num_tokens).tolist(),
     )
     return replace(batch, order=order, attention=attention)

@@ -8,6 +8,7 @@ import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,9 +16,12 @@ from hypothesis import strategies as st
 
 import attention_plan
 import mixed_attention as module
-from batch_layout import BlockTables, Query
+from batch_layout import Queries
+from block_delta import PagedRunnerState
 from mixed_attention import MixedAttentionBackend, mixed_attention
 from mixed_batch import MixedMetadata, compose, short_first
+from request import SamplingParams
+from scheduler_interface import NewRequestData
 from test_paged_attention import Case, make_case
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -347,26 +351,27 @@ def test_mixed_metadata_without_its_host_lists_is_an_error(name):
 def test_the_backend_takes_a_composed_batch():
     """Rows of block tables, a step of two decodes and a chunk: written and attended."""
     torch.manual_seed(0)
-    tables = BlockTables(3, 4)
+    state = PagedRunnerState(3, 4)
     for row, block_ids in enumerate(([5, 1], [2, 6, 3], [4, 7])):
-        tables.write(row, 0, block_ids)
-    queries = [Query(0, 2, 4, 0), Query(1, 9, 1), Query(2, 5, 1)]
-    batch = compose(tables, queries, 4, torch.device("cpu"))
-    assert batch.order == [1, 2, 0]
+        params, prompt = SamplingParams(), [1] * 12
+        state.admit(NewRequestData(str(row), prompt, params, 0, block_ids))
+    starts, lens = np.array([2, 9, 5]), np.array([4, 1, 1])
+    queries = Queries(np.arange(3), starts, lens, np.array([0, 1, 1]))
+    batch = compose(state, queries, 4, torch.device("cpu"))
+    assert batch.order.tolist() == [1, 2, 0]
     key_cache, value_cache = torch.full((2, 8, 4, 2, 8), math.nan).double()
-    past = {q.row: torch.randn(2, q.start + q.num_tokens, 2, 8).double() for q in queries}
-    for query in queries:
-        for position in range(query.start):
-            slot = tables.ids[query.row, position // 4], position % 4
-            key_cache[slot], value_cache[slot] = past[query.row][:, position]
-    ordered = [queries[i] for i in batch.order]
-    new = torch.cat([past[q.row][:, q.start :] for q in ordered], dim=1)
+    past = [torch.randn(2, stop, 2, 8).double() for stop in starts + lens]
+    for row, start in enumerate(starts):
+        for position in range(start):
+            slot = state.block_tables[row, position // 4], position % 4
+            key_cache[slot], value_cache[slot] = past[row][:, position]
+    new = torch.cat([past[row][:, starts[row] :] for row in batch.order], dim=1)
     backend = MixedAttentionBackend()
     backend.write_kv(*new, key_cache, value_cache, batch.attention.slot_mapping)
     query = torch.randn(6, 4, 8).double()
     output = backend.attend(query, key_cache, value_cache, batch.attention, 0.3)
-    parts = zip(query.split([q.num_tokens for q in ordered]), ordered, strict=True)
-    dense = torch.cat([dense_attention(rows, *past[q.row], 0.3) for rows, q in parts])
+    parts = zip(query.split(lens[batch.order].tolist()), batch.order, strict=True)
+    dense = torch.cat([dense_attention(rows, *past[row], 0.3) for rows, row in parts])
     torch.testing.assert_close(output, dense, atol=1e-12, rtol=0)
 
 

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import hypothesis.strategies as st
 import numpy as np
 import torch
 from hypothesis import given, settings
 
-from batch_layout import BlockTables, Query
+from batch_layout import Queries
+from block_delta import PagedRunnerState
 from mixed_batch import MixedMetadata, compose, short_first
 
 CPU = torch.device("cpu")
+
+
+class Query(NamedTuple):
+    row: int
+    start: int
+    num_tokens: int
+    num_logit_rows: int = 1
+
+
+def in_columns(queries: list[Query]) -> Queries:
+    return Queries(*map(np.array, zip(*queries)))
 
 
 @st.composite
@@ -26,13 +40,13 @@ def steps(draw) -> tuple[int, list[Query], int]:
     return draw(st.integers(1, 5)), queries, draw(st.integers(1, 4))
 
 
-def make_tables(num_rows: int, block_size: int) -> BlockTables:
-    tables = BlockTables(num_rows, -(-30 // block_size))
-    ids = np.random.default_rng(0).permutation(tables.ids.size) + 1
-    tables.ids[:] = ids.reshape(tables.ids.shape)
-    for _ in range(num_rows):
-        tables.take_row()
-    return tables
+def make_state(num_rows: int, block_size: int) -> PagedRunnerState:
+    """Rows in which every token and every block id is another one."""
+    state, rng = PagedRunnerState(num_rows, -(-30 // block_size)), np.random.default_rng(0)
+    state.widen(30)
+    for column in (state.token_ids, state.block_tables):
+        column[:] = rng.permutation(column.size).reshape(column.shape) + 1
+    return state
 
 
 @settings(max_examples=200, deadline=None)
@@ -40,14 +54,13 @@ def make_tables(num_rows: int, block_size: int) -> BlockTables:
 def test_every_token_stands_once_at_its_place_and_the_short_ones_in_front(step):
     """Each request has positions of its own, not one counter for the batch (Trap 32)."""
     block_size, queries, threshold = step
-    tables = make_tables(len(queries), block_size)
-    batch = compose(tables, queries, block_size, CPU, threshold)
-    assert sorted(batch.order) == list(range(len(queries)))
+    state = make_state(len(queries), block_size)
+    batch = compose(state, in_columns(queries), block_size, CPU, threshold)
     short = [i for i in range(len(queries)) if queries[i].num_tokens <= threshold]
     long = [i for i in range(len(queries)) if queries[i].num_tokens > threshold]
-    assert batch.order == short + long  # each side in the order it was given
+    assert batch.order.tolist() == short + long  # each side in the order it was given
 
-    positions, slots, rows_with_logits, starts = [], [], [], [0]
+    ids, positions, slots, rows_with_logits, starts = [], [], [], [], [0]
     for i in batch.order:
         query = queries[i]
         for position in range(query.start, query.start + query.num_tokens):
@@ -55,9 +68,11 @@ def test_every_token_stands_once_at_its_place_and_the_short_ones_in_front(step):
             if num_behind < query.num_logit_rows:
                 rows_with_logits.append(len(positions))
             positions.append(position)
-            block_id = int(tables.ids[query.row, position // block_size])
+            ids.append(int(state.token_ids[query.row, position]))
+            block_id = int(state.block_tables[query.row, position // block_size])
             slots.append(block_id * block_size + position % block_size)
         starts.append(len(positions))
+    assert batch.input_ids.tolist() == ids
     assert batch.positions.tolist() == positions
     assert batch.logit_indices.tolist() == rows_with_logits
     meta = batch.attention
@@ -71,9 +86,10 @@ def test_every_token_stands_once_at_its_place_and_the_short_ones_in_front(step):
         max(query.num_tokens for query in queries),
     )
     assert meta.num_short == len(short)
+    short_and_long = batch.order.tolist()
     for row, i in zip(meta.block_tables.tolist(), batch.order, strict=True):
-        num_blocks = -(-lens[batch.order.index(i)] // block_size)
-        assert row[:num_blocks] == tables.ids[queries[i].row, :num_blocks].tolist()
+        num_blocks = -(-lens[short_and_long.index(i)] // block_size)
+        assert row[:num_blocks] == state.block_tables[queries[i].row, :num_blocks].tolist()
 
 
 def test_the_batch_of_the_docstring():
@@ -87,12 +103,13 @@ def test_the_batch_of_the_docstring():
         Query(3, 5, 3, num_logit_rows=3),  # a token and two guesses
         Query(4, 0, 4, num_logit_rows=0),  # its prompt goes on
     ]
-    batch = compose(make_tables(5, 4), queries, 4, CPU, 3)
+    batch = compose(make_state(5, 4), in_columns(queries), 4, CPU, 3)
     assert isinstance(batch.attention, MixedMetadata)
     assert batch.logit_indices.tolist() == [0, 1, 2, 3, 4, 10]
 
 
 def test_a_step_of_chunks_that_go_on_has_no_logits():
-    batch = compose(make_tables(2, 4), [Query(0, 0, 4, 0), Query(1, 4, 4, 0)], 4, CPU)
+    queries = in_columns([Query(0, 0, 4, 0), Query(1, 4, 4, 0)])
+    batch = compose(make_state(2, 4), queries, 4, CPU)
     assert batch.logit_indices.tolist() == []
     assert batch.attention.num_short == 0

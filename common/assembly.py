@@ -11,7 +11,7 @@
     batch            2, 6     compose_in_order; compose
     attention        2, 6     TorchAttentionBackend, CompiledAttentionBackend or
                               TritonAttentionBackend, or the mixed ones
-    runner          common    PagedModelRunner
+    runner          common    PagedModelRunner over a BatchState
     sampler         common    Sampler; in a SpeculativeSampler if somebody guesses
     guesses            5      a SpeculatingRunner with an NgramProposer or a DraftModelProposer
     the loop           1      RecordingEngineCore, with those as observers who learn from the clock
@@ -32,9 +32,10 @@ from block_pool import BlockPool
 from common.engine_config import EngineConfig, SpeculativeConfig
 from common.kv_sizing import allocate_kv_cache, make_kv_cache
 from common.loader import LoadedModel
+from common.runner.batch_state import BatchState
 from common.runner.model_runner import Compose, PagedModelRunner
 from common.sampling.sampler import Sampler
-from kv_memory import KVMemory, SharingRunnerState, UncachedKVCacheManager
+from kv_memory import KVMemory, UncachedKVCacheManager
 from paged_attention import AttentionBackend, PagedKVCache, TorchAttentionBackend
 from scheduler_interface import SchedulerInterface
 from step_record import Observer, RecordingEngineCore, StepRecord
@@ -110,7 +111,8 @@ def assemble(
     kv_memory = make_kv_memory(config, kv_cache.num_blocks, connector, listener)
     chunk_policy = make_chunk_policy(config)
 
-    state = SharingRunnerState(config.max_num_seqs, -(-max_model_len // config.block_size))
+    max_blocks = -(-max_model_len // config.block_size)
+    state = BatchState(config.max_num_seqs, max_blocks, loaded.generation_eos_token_ids)
     runner = PagedModelRunner(
         loaded.model,
         kv_cache,
@@ -118,7 +120,6 @@ def assemble(
         state,
         Sampler(vocab_size),
         compose=attention.compose,
-        eos_token_ids=loaded.generation_eos_token_ids,
         shuffle_seed=config.seed if config.shuffle_batch else None,
     )
     speculation = num_lookahead_tokens = None
@@ -401,5 +402,5 @@ def make_proposer(
         runner.state,
         how.num_spec_tokens,
         max_model_len=min(longest, draft.config.max_position_embeddings),
-        sampler=ConstrainedDrafts(Sampler(vocab_size), loaded.generation_eos_token_ids),
+        sampler=ConstrainedDrafts(Sampler(vocab_size), runner.state.sampling, runner.state),
     )

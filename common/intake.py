@@ -12,7 +12,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from common.outputs import OutputProcessor, RequestGroup
-from common.sampling.counter_random import DrawnSeedParams
+from common.sampling.sampling_columns import DrawnSeedParams
 from common.tokenizer import Tokenizer
 from kv_memory import KeyedRequest
 from request import SamplingParams, check_integers

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from common.engine_config import EngineConfig
 from common.loader import LoadedModel
-from common.sampling.sampler import Sampler, SamplingBatch
-from input_batch import RunnerRequest
+from common.runner.batch_state import BatchState
+from common.sampling.sampler import Sampler
+from common.sampling.sampling_columns import SamplingBatch
 from kv_budget import (
     BytesForKV,
     CudaMemory,
@@ -27,6 +29,7 @@ from kv_budget import (
 )
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 from request import SamplingParams
+from scheduler_interface import NewRequestData
 
 logger = logging.getLogger(__name__)
 _CPU_WARM_UP_TOKENS = 8
@@ -138,7 +141,6 @@ class SamplerWarmUp:
     """The largest batch that a sampler gets: every row asks for everything."""
 
     sampling: SamplingBatch
-    draft_token_ids: dict[str, list[int]]
 
     @classmethod
     def of(cls, rows_per_request: Sequence[int], vocab_size: int) -> SamplerWarmUp:
@@ -157,21 +159,25 @@ class SamplerWarmUp:
             stop_token_ids=(0,),
             logprobs=min(20, vocab_size),
         )
-        sampling = SamplingBatch()
-        for i, num_rows in enumerate(rows_per_request):
-            request = RunnerRequest(str(i), params, [0], [0])
-            for row in range(num_rows):
-                sampling.add(request, [0] * row, ())
-        return cls(
-            sampling, {str(i): [0] * (n - 1) for i, n in enumerate(rows_per_request) if n > 1}
-        )
+        lens = np.array(rows_per_request)
+        state = BatchState(len(lens), 0)
+        for i in range(len(lens)):
+            state.admit(NewRequestData(str(i), [0], params))
+        state.num_tokens += 1  # an output
+        state.widen(2 + lens.max())
+        owner = np.repeat(np.arange(len(lens)), lens)
+        names, num_outputs = list(map(str, owner)), 1 + np.arange(len(owner))
+        num_outputs -= (np.cumsum(lens) - lens)[owner]
+        rows = state.rows_of(names)
+        drafts = {str(i): [0] * (n - 1) for i, n in enumerate(rows_per_request) if n > 1}
+        return cls(SamplingBatch(state.sampling, names, rows, num_outputs, state, drafts))
 
     def make_draft_probs(self, weight: torch.Tensor, vocab_size: int) -> dict[str, torch.Tensor]:
         """What a draft model keeps of its guesses until they are verified."""
         dtype, device = torch.promote_types(weight.dtype, torch.float32), weight.device
         return {
             req_id: torch.full((len(ids), vocab_size), 1 / vocab_size, dtype=dtype, device=device)
-            for req_id, ids in self.draft_token_ids.items()
+            for req_id, ids in self.sampling.drafts.items()
         }
 
 

@@ -15,6 +15,15 @@ from common.kv_sizing import make_kv_cache
 from common.loader import LoadedModel
 from common.sampling import speculative_sampler
 from common.sampling.sampler import Sampler
+from common.sampling.sampling_columns import (
+    LOGPROBS,
+    MIN_P,
+    MIN_TOKENS,
+    PENALTIES,
+    TOP_K,
+    TOP_P,
+    WIDE,
+)
 from common.sampling.speculative_sampler import SpeculativeSampler
 from kv_budget import MemoryReading
 from paged_attention import TorchAttentionBackend
@@ -111,14 +120,12 @@ def test_the_peak_is_that_of_sampling_the_most_rows_there_can_be(loaded, monkeyp
     class SpySampler(Sampler):
         def sample(self, logits, batch):
             output = super().sample(logits, batch)
-            sampling, plan = batch.sampling, self._plan
-            everyone = list(range(len(logits)))
-            assert plan.wide == plan.penalties == plan.min_tokens == everyone
-            assert all(
-                p.top_p < 1 and p.min_p > 0 and 256 < p.top_k < VOCAB_SIZE for p in plan.params
-            )
-            assert all(p.repetition_penalty != 1 and p.frequency_penalty for p in plan.params)
-            assert sampling.num_outputs(0) < plan.params[0].min_tokens
+            sampling, columns = batch.sampling, batch.sampling.columns
+            everything = WIDE | TOP_K | MIN_P | TOP_P | PENALTIES | MIN_TOKENS | LOGPROBS
+            assert (sampling.needs == everything).all() and len(sampling.needs) == len(logits)
+            assert (columns.top_k < VOCAB_SIZE).all()
+            assert (columns.repetition_penalty != 1).all() and columns.frequency_penalty.all()
+            assert (sampling.num_outputs < columns.min_tokens[sampling.rows]).all()
             assert all(len(found[0].top) == 20 for found in output.logprobs.values())
             events.append((self.vocab_size, len(output.logprobs), logits.shape))
             return output

@@ -34,7 +34,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from batch_layout import Query, compose_in_order, to_device
+from batch_layout import Queries, compose_in_order
 from input_batch import RunnerRequest
 from kv_memory import SharingRunnerState
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
@@ -229,16 +229,12 @@ class DraftModelProposer:
     def _catch_up(self, work: list[_Work]) -> torch.Tensor:
         """Feed all known tokens that are missing. Logits [num_drafting, vocab_size] behind the last
         token of those who want drafts."""
-        starts = [w.follower.num_computed for w in work]
-        input_ids: list[int] = []
-        for w, start in zip(work, starts, strict=True):
-            self._unfill(w, start)
-            input_ids += w.request.tokens(start, w.stop)
-        lens = [w.stop - start for w, start in zip(work, starts, strict=True)]
-        num_drafting = sum(w.num_drafts > 0 for w in work)
-        last_tokens = np.cumsum(lens)[:num_drafting] - 1
-        ids = to_device(np.array(input_ids, dtype=np.int64), self.device)
-        return self._forward(ids, work, starts, lens, to_device(last_tokens, self.device))
+        for w in work:
+            self._unfill(w, w.follower.num_computed)
+        starts = np.array([w.follower.num_computed for w in work])
+        lens = np.array([w.stop for w in work]) - starts
+        is_drafting = np.array([w.num_drafts > 0 for w in work], dtype=np.int64)
+        return self._forward(work, starts, lens, is_drafting)
 
     def _guess(self, drafting: list[_Work], logits: torch.Tensor) -> list[torch.Tensor]:
         """Drafts, one column [num_requests that want so many] for each position."""
@@ -248,9 +244,9 @@ class DraftModelProposer:
         for num_drafted in range(num_rounds):
             active = [w for w in drafting if w.num_drafts > num_drafted]
             if num_drafted:
-                starts = [w.stop + num_drafted - 1 for w in active]
-                fed = columns[-1][: len(active)]
-                logits = self._forward(fed, active, starts, [1] * len(active))
+                starts = np.array([w.stop + num_drafted - 1 for w in active])
+                one = np.ones_like(starts)
+                logits = self._forward(active, starts, one, one, columns[-1][: len(active)])
             requests = [w.request for w in active]
             column, column_probs = self.sampler.sample_drafts(logits, requests, num_drafted)
             columns.append(column)
@@ -263,24 +259,24 @@ class DraftModelProposer:
 
     def _forward(
         self,
-        input_ids: torch.Tensor,
         work: list[_Work],
-        starts: list[int],
-        lens: list[int],
-        logit_indices: torch.Tensor | None = None,
+        starts: np.ndarray,
+        lens: np.ndarray,
+        num_logit_rows: np.ndarray,
+        input_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        rows = [self.state.rows[w.request.req_id] for w in work]
-        queries = list(map(Query, rows, starts, lens))
-        layout = compose_in_order(self.state.tables, queries, self.block_size, self.device)
-        self.num_computed_tokens += len(input_ids)
-        if logit_indices is None:
-            logit_indices = torch.arange(len(work), device=self.device)
+        """`input_ids`: guesses, which are on the device and nowhere else. None: known tokens."""
+        rows = self.state.rows_of([w.request.req_id for w in work])
+        self.state.widen(int((starts + lens).max()))
+        queries = Queries(rows, starts, lens, num_logit_rows)
+        batch = compose_in_order(self.state, queries, self.block_size, self.device)
+        self.num_computed_tokens += len(batch.positions)
         return self.model(
-            input_ids,
-            layout.positions,
+            batch.input_ids if input_ids is None else input_ids,
+            batch.positions,
             self.kv_cache,
-            layout.attention,
-            logit_indices,
+            batch.attention,
+            batch.logit_indices,
             self.backend,
         )
 

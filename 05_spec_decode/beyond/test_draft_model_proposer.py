@@ -24,7 +24,7 @@ from kv_memory import SharingRunnerState
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 from proposers import FollowedRequest
 from request import Request, RequestStatus, SamplingParams
-from scheduler_interface import BlockMove, NewRequestData, SchedulerOutput
+from scheduler_interface import BlockMove, CachedRequestData, NewRequestData, SchedulerOutput
 from scheduler_steps import preempting
 from speculating_runner import SpeculatingRunner
 from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
@@ -768,6 +768,10 @@ class Tables(SharingRunnerState):
         self.admit(NewRequestData(req_id, list(tokens), params, 0, list(block_ids)))
         return self.requests[req_id]
 
+    def say(self, req_id: str, tokens: Sequence[int]) -> None:
+        changes = CachedRequestData([req_id], [list(tokens)], [0], [len(tokens)], [[]])
+        self.apply(SchedulerOutput(scheduled_cached_reqs=changes))
+
     def move(self, req_id: str, block_index: int, block_id: int) -> None:
         self.apply(SchedulerOutput(block_moves=[BlockMove(req_id, block_index, block_id)]))
 
@@ -811,7 +815,7 @@ def test_a_table_entry_that_moved_takes_what_is_behind_it_along():
     tables, checked = make_by_hand()
     request = tables.add("a", prompt_of(5), [1, 2, 3, 4, 5])
     checked.propose([after(request)], [3])
-    request.output_token_ids += continuation(prompt_of(5), 2, VOCAB)
+    tables.say("a", continuation(prompt_of(5), 2, VOCAB))
     tables.move("a", 2, 7)
     before = checked.inner.num_computed_tokens
     checked.propose([after(request, 4)], [3])

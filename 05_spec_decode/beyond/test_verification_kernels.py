@@ -9,8 +9,13 @@ import torch
 from common import assembly
 from common.engine import EngineConfig, LLMEngine
 from common.loader import load_model
-from common.tests.engine_oracle import make_oracle, random_prompts, save_random_model, serve
-from proposers import NgramProposer
+from common.tests.engine_oracle import (
+    make_oracle,
+    paged_runner,
+    random_prompts,
+    save_random_model,
+    serve,
+)
 from request import SamplingParams
 
 
@@ -28,24 +33,22 @@ def test_the_engine_says_the_same_with_kernels(tmp_path, monkeypatch):
     weight = draft.model.lm_head.weight
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
     weight.data += 0.3 * weight.std() * noise
-    make_sampler = assembly.make_speculative_sampler
-    kernels = make_sampler(97, NgramProposer(), is_triton=True)
-    assert kernels.reject is rejection_sample_triton
-    assert kernels.match is rejection_sampling_batched_triton
-    results = []
+    make, results = assembly.make_speculation, []
     for is_triton in (False, True):
-        monkeypatch.setattr(
-            assembly,
-            "make_speculative_sampler",
-            lambda vocab_size, proposer, _, choice=is_triton: make_sampler(
-                vocab_size, proposer, choice
-            ),
-        )
+
+        def make_with(*args, choice=is_triton):
+            *known, _, num_wanted = args
+            return make(*known, choice, num_wanted)
+
+        monkeypatch.setattr(assembly, "make_speculation", make_with)
         config = EngineConfig(
             num_blocks=100,
             speculative={"method": "draft", "num_spec_tokens": 2, "adaptive": False},
         )
         engine = LLMEngine(config, loaded=target, draft=draft)
+        sampler = paged_runner(engine).sampler
+        assert (sampler.reject is rejection_sample_triton) == is_triton
+        assert (sampler.match is rejection_sampling_batched_triton) == is_triton
         serve(engine, oracle, [0, 1, 2], 8)
         params = SamplingParams(temperature=0.8, max_tokens=8)
         outputs = engine.generate_batch(oracle.prompts[:3], params)

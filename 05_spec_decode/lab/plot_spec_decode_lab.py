@@ -156,13 +156,13 @@ def _draft_step(loaded: LoadedModel, length: int) -> Callable[[], object]:
     block_ids = list(range(1, 1 + -(-(length + 50) // 16)))
     tokens, params = history.prompt_token_ids, history.params
     state.admit(NewRequestData(history.req_id, tokens, params, 0, block_ids))
-    request = state.requests[history.req_id]
+    request, rows = state.requests[history.req_id], state.rows_of([history.req_id])
     cache = allocate_kv_cache(loaded, 200, 16)
     proposer = DraftModelProposer(loaded.model, cache, TorchAttentionBackend(), state)
 
     def step() -> object:
         if request.num_tokens < length + 40:
-            request.output_token_ids.append(5)
+            state.num_tokens[rows] = state.write_tokens(rows, state.num_tokens[rows], [[5]])
         return proposer.propose([_follow(request)], [4])
 
     step()

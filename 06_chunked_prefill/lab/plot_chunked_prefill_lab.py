@@ -19,9 +19,11 @@ import time
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 import torch
 
-from batch_layout import BlockTables, Query
+from batch_layout import Queries
+from block_delta import PagedRunnerState
 from common.bench.bench_record import percentiles
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
@@ -33,6 +35,7 @@ from mixed_batch import compose
 from paged_attention import PagedKVCache, TorchAttentionBackend
 from plot_spec_decode_engine import in_turn
 from request import SamplingParams
+from scheduler_interface import NewRequestData
 from step_record import StepRecord
 
 NUM_SHORT, SHORT_PROMPT, SHORT_OUTPUT = 8, 64, 96
@@ -226,18 +229,20 @@ def measure_attention(*, tiny: bool) -> dict:
     result: dict = {}
     for name, (chunks, num_decodes) in mixes.items():
         spans = [*chunks, *((rng.randint(100, 900), 1) for _ in range(num_decodes))]
-        tables = BlockTables(len(spans), 512)
+        state, params = PagedRunnerState(len(spans), 512), SamplingParams()
         free = list(range(1, 2048))
         rng.shuffle(free)
-        queries = []
-        for start, num_tokens in spans:
-            row = tables.take_row()
-            tables.write(row, 0, [free.pop() for _ in range(-(-(start + num_tokens) // 16))])
-            queries.append(Query(row, start, num_tokens))
+        for index, (start, num_tokens) in enumerate(spans):
+            stop = start + num_tokens
+            block_ids = [free.pop() for _ in range(-(-stop // 16))]
+            state.admit(NewRequestData(str(index), [0] * stop, params, start, block_ids))
+        starts, lens = np.array(spans).T
+        rows = state.rows_of([str(index) for index in range(len(spans))])
+        queries = Queries(rows, starts, lens, np.ones_like(lens))
         query = torch.randn(sum(n for _, n in spans), num_heads, head_dim, generator=generator)
         times: dict[str, list[float]] = {backend: [] for backend in backends}
         for backend in in_turn(backends, num_rounds + 1):
-            batch = compose(tables, queries, block_size, torch.device("cpu"))
+            batch = compose(state, queries, block_size, torch.device("cpu"))
             begin = time.perf_counter()
             for _ in range(6):  # layers: what they share is planned once
                 backends[backend].attend(query, keys, values, batch.attention, head_dim**-0.5)

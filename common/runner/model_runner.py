@@ -1,6 +1,6 @@
 """`PagedModelRunner`: turns a scheduler's plan into one forward pass over a paged KV cache.
 
-    plan -> requests (`SharingRunnerState`) -> rows of tokens -> model -> logits -> sampler
+    plan -> requests (`BatchState`) -> rows of tokens -> model -> logits -> sampler
 
 The runner knows the requests from the deltas in each plan and from nothing else, so it may be in
 another process. All requests of a step lie end to end in one row of tokens, without padding;
@@ -11,21 +11,21 @@ the drafts before it."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from batch_layout import BlockTables, ComposedBatch, Query, compose_in_order, to_device
+from batch_layout import ComposedBatch, PagedRunnerState, Queries, compose_in_order
 from common.model import DecoderModel
-from common.sampling.sampler import SamplingBatch
-from kv_memory import SharingRunnerState
+from common.runner.batch_state import BatchState
+from common.sampling.sampling_columns import SamplingBatch
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 from scheduler_interface import FinishedStep, Laps, SchedulerOutput, StepOutput
 
-Compose = Callable[[BlockTables, Sequence[Query], int, torch.device], ComposedBatch]
+Compose = Callable[[PagedRunnerState, Queries, int, torch.device], ComposedBatch]
 
 
 @dataclass(slots=True)
@@ -38,7 +38,6 @@ class PagedBatch:
     attention: AttentionMetadata
     logit_indices: torch.Tensor  # [num_logit_rows] int64, into the tokens
     sampling: SamplingBatch = field(repr=False)  # a row for each of logits
-    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)  # what is to be verified
 
 
 class BatchSampler(Protocol):
@@ -60,16 +59,14 @@ class PagedModelRunner:
         model: DecoderModel,
         kv_cache: PagedKVCache,
         backend: AttentionBackend,
-        state: SharingRunnerState,
+        state: BatchState,
         sampler: BatchSampler,
         *,
         compose: Compose = compose_in_order,
-        eos_token_ids: Sequence[int] = (),
         shuffle_seed: int | None = None,
     ) -> None:
         self.model, self.kv_cache, self.backend = model, kv_cache, backend
         self.state, self.sampler, self.compose = state, sampler, compose
-        self.eos_token_ids = tuple(eos_token_ids)
         self.device = model.embed_weight.device
         self._shuffle = None if shuffle_seed is None else random.Random(shuffle_seed)
 
@@ -97,37 +94,38 @@ class PagedModelRunner:
         return self.model(ids, positions, self.kv_cache, batch.attention, rows, self.backend)
 
     def _lay_out(self, plan: SchedulerOutput) -> PagedBatch:
-        cached = plan.scheduled_cached_reqs
-        starts = {new.req_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
-        starts |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        req_ids = list(starts)
+        start_of, drafts = plan.starts(), plan.scheduled_draft_token_ids
+        req_ids = list(start_of)
         if self._shuffle is not None:
             self._shuffle.shuffle(req_ids)
-        requests, rows = self.state.requests, self.state.rows
-        drafts, num_tokens = plan.scheduled_draft_token_ids, plan.num_scheduled_tokens
-        queries = []
-        for req_id in req_ids:
-            start, num_drafts = starts[req_id], len(drafts.get(req_id, ()))
-            num_known = requests[req_id].num_tokens
-            is_last = start + num_tokens[req_id] - num_drafts == num_known
-            num_logit_rows = 1 + num_drafts if is_last else 0
-            queries.append(Query(rows[req_id], start, num_tokens[req_id], num_logit_rows))
-        batch = self.compose(self.state.tables, queries, self.kv_cache.block_size, self.device)
-        input_ids: list[int] = []
-        sampling = SamplingBatch()
-        for i in batch.order:
-            request, query = requests[req_ids[i]], queries[i]
-            own_drafts = drafts.get(request.req_id, [])
-            stop = query.start + query.num_tokens - len(own_drafts)
-            input_ids += request.tokens(query.start, stop) + own_drafts
-            for num_before in range(query.num_logit_rows):
-                sampling.add(request, own_drafts[:num_before], self.eos_token_ids)
+
+        def column(value_of: Callable[[str], int]) -> np.ndarray:
+            return np.fromiter(map(value_of, req_ids), np.int64, len(req_ids))
+
+        rows, starts = self.state.rows_of(req_ids), column(start_of.__getitem__)
+        num_tokens = column(plan.num_scheduled_tokens.__getitem__)
+        num_drafts = column(lambda r: len(drafts.get(r, ()))) if drafts else np.zeros_like(rows)
+        is_last = starts + num_tokens - num_drafts == self.state.num_tokens[rows]
+        num_logit_rows = np.where(is_last, 1 + num_drafts, 0)
+        queries = Queries(rows, starts, num_tokens, num_logit_rows)
+        batch = self.compose(self.state, queries, self.kv_cache.block_size, self.device)
         return PagedBatch(
-            req_ids=[req_ids[i] for i in batch.order],
-            input_ids=to_device(np.array(input_ids, dtype=np.int64), self.device),
+            req_ids=[req_ids[i] for i in batch.order.tolist()],
+            input_ids=batch.input_ids,
             positions=batch.positions,
             attention=batch.attention,
-            logit_indices=to_device(batch.logit_indices, self.device),
-            sampling=sampling,
-            draft_token_ids=drafts,
+            logit_indices=batch.logit_indices,
+            sampling=self._sampling_batch(req_ids, queries, batch.order, drafts),
         )
+
+    def _sampling_batch(
+        self, req_ids: list[str], queries: Queries, order: np.ndarray, drafts: dict[str, list[int]]
+    ) -> SamplingBatch:
+        """A row for the last known token of each request that is reached, and for each draft."""
+        state, num_rows = self.state, queries.num_logit_rows[order]
+        owner = np.repeat(order, num_rows)  # of each row
+        names, rows = [req_ids[i] for i in owner.tolist()], queries.rows[owner]
+        first = np.repeat(num_rows.cumsum() - num_rows, num_rows)  # row of the owner
+        num_known = state.num_tokens[rows] - state.num_prompt_tokens[rows]
+        num_outputs = num_known + np.arange(len(rows)) - first
+        return SamplingBatch(state.sampling, names, rows, num_outputs, state, drafts)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from batch_layout import compose_in_order
+from common.runner.batch_state import BatchState
 from common.runner.model_runner import PagedModelRunner
 from common.runner.trimming_runner import TrimmingRunner
 from common.sampling.sampler import Sampler
-from kv_memory import SharingRunnerState
 from mixed_attention import MixedAttentionBackend
 from mixed_batch import MixedMetadata, compose
 from paged_attention import PagedKVCache, TorchAttentionBackend
@@ -39,7 +39,7 @@ def make_runner(random_loaded, layout=compose_in_order, **options) -> PagedModel
         torch.device("cpu"),
     )
     backend = MixedAttentionBackend() if layout is compose else TorchAttentionBackend()
-    state = SharingRunnerState(4, 4)
+    state = BatchState(4, 4)
     return PagedModelRunner(
         random_loaded.model, cache, backend, state, Sampler(97), compose=layout, **options
     )
@@ -128,7 +128,7 @@ def test_a_resumed_request_is_taken_over_whole(runner: PagedModelRunner) -> None
     batch = runner.prepare(output)
     assert batch.input_ids.tolist() == [1, 2, 3, 5, 6]
     assert batch.attention.slot_mapping.tolist() == [64, 65, 66, 67, 68]
-    assert batch.sampling.output_token_ids == [[5, 6]]
+    assert batch.sampling.num_outputs.tolist() == [2]
 
 
 def test_a_block_move_patches_the_table_and_the_next_step_reads_there(
@@ -188,7 +188,8 @@ def test_chapter_2s_layout_and_chapter_6s_give_the_same_logits_of_the_same_rows(
         assert expected.sampling.req_ids == batch.sampling.req_ids == rows
         found = mixed.forward(batch)
         torch.testing.assert_close(found, plain.forward(expected), rtol=1e-9, atol=1e-9)
-    assert batch.sampling.draft_token_ids == [[], [], [9], [9, 7]]
+    assert batch.sampling.num_outputs.tolist() == [0, 1, 2, 3]
+    assert batch.sampling.drafts == {"b": [9, 7]}
     assert batch.input_ids.tolist() == [5, 9, 8, 9, 7]
 
 

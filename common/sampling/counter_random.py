@@ -10,18 +10,10 @@ from __future__ import annotations
 import torch
 
 from inverse_cdf import draw
-from request import SamplingParams
 
 # What a number is for: the token of a position, a guess at it, or whether the guess stands.
 TOKEN_STREAM, DRAFT_STREAM, ACCEPT_STREAM = range(3)
 _BLOCK = 128  # tokens that are first drawn together
-
-
-class DrawnSeedParams(SamplingParams):
-    """Parameters of a request that named no seed: this one was drawn for it. What follows from it
-    need not be the same with and without guesses."""
-
-    __slots__ = ()
 
 
 def sample_from_probs(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 NEG_INF = float("-inf")
+_BLOCK = 64  # tokens that are looked at together
 
 
 def apply_penalties(
@@ -46,63 +47,69 @@ def apply_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     return logits.masked_fill(logits < lowest, NEG_INF)
 
 
-def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor, most: int = 0) -> torch.Tensor:
     """Keep exactly the `top_k` [R] highest; 0 or more than V keeps all. Of equal logits the lower
-    ids stay."""
+    ids stay. `most`: none of `top_k` is above it; 0 says nothing."""
     vocab_size = logits.shape[1]
-    num_kept = top_k.to(torch.int64).clamp(max=vocab_size)
-    num_kept = torch.where(num_kept == 0, vocab_size, num_kept)
-    highest = logits.topk(int(num_kept.max())).values
-    return _keep_highest(logits, num_kept, highest)
+    ids = ranked_ids(logits, min(most or vocab_size, vocab_size))
+    num_kept = torch.where(top_k == 0, vocab_size, top_k)[:, None]
+    is_kept = torch.arange(ids.shape[1], device=ids.device) < num_kept
+    is_masked = torch.ones_like(logits, dtype=torch.bool).scatter_(1, ids, ~is_kept)
+    return logits.masked_fill(is_masked, NEG_INF)
 
 
 def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Keep the fewest tokens, most probable first, whose probabilities sum to `top_p` [R] or more:
     the token that reaches it stays. Of equal logits the lower ids come first. 1 keeps all."""
-    vocab_size = logits.shape[1]
+    vocab_size, top_p = logits.shape[1], top_p[:, None]
     probs = logits.softmax(dim=-1)
-    # Few tokens usually suffice, and finding a few is much quicker than sorting all on a CPU.
+    # Few tokens usually suffice. How many, a CPU can look up; a GPU would have to be waited for.
     width = vocab_size if logits.is_cuda else min(64, vocab_size)
     while True:
-        highest, ids = logits.topk(width)
+        ids = ranked_ids(logits, width)
         reached = probs.gather(1, ids).to(torch.float64).cumsum(dim=-1)
-        if width == vocab_size or bool(((reached[:, -1] >= top_p) | (top_p >= 1)).all()):
+        if width == vocab_size or ((reached[:, -1:] >= top_p) | (top_p >= 1)).numpy().all():
             break
         width = min(16 * width, vocab_size)
-    num_kept = 1 + (reached[:, :-1] < top_p[:, None]).sum(dim=-1)
-    kept = _keep_highest(logits, num_kept, highest)
-    return torch.where(top_p[:, None] >= 1, logits, kept)
-
-
-def _keep_highest(
-    logits: torch.Tensor, num_kept: torch.Tensor, highest: torch.Tensor
-) -> torch.Tensor:
-    is_masked = ~_highest_mask(logits, num_kept, highest)
-    return logits.masked_fill(is_masked & ~highest[:, :1].isnan(), NEG_INF)  # NaN must show
-
-
-def _highest_mask(
-    logits: torch.Tensor, num_kept: torch.Tensor, highest: torch.Tensor
-) -> torch.Tensor:
-    """True for the `num_kept` [R] highest of each row. `highest` [R, >= num_kept]: a row's highest
-    logits, descending. (topk itself does not say which of equal ones it takes.)"""
-    last = highest.gather(1, num_kept[:, None] - 1)
-    above, equal = logits > last, logits == last
-    num_equal_kept = num_kept[:, None] - above.sum(dim=-1, keepdim=True)
-    if bool((equal.sum(dim=-1, keepdim=True) > num_equal_kept).any()):
-        equal &= equal.cumsum(dim=-1) <= num_equal_kept
-    return above | equal
+    is_kept = torch.ones_like(ids, dtype=torch.bool)
+    is_kept[:, 1:] = (reached[:, :-1] < top_p) | (top_p >= 1)
+    is_masked = (top_p < 1).repeat(1, vocab_size).scatter_(1, ids, ~is_kept)
+    return logits.masked_fill(is_masked, NEG_INF)
 
 
 def top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """The ids of the `k` <= V highest logits of each row [R, k], ascending. Of equal logits the
-    lower ids. A row without a finite maximum gives any ids."""
-    highest, ids = logits.topk(min(k + 1, logits.shape[1]))
-    if k < logits.shape[1]:
-        ids = ids[:, :k].clone()
-        is_tie = (highest[:, k - 1] == highest[:, k]) & highest[:, 0].isfinite()
-        if tied := is_tie.nonzero()[:, 0].tolist():
-            num_kept = torch.full((len(tied),), k, device=logits.device)
-            mask = _highest_mask(logits[tied], num_kept, highest[tied])
-            ids[tied] = mask.nonzero()[:, 1].view(len(tied), k)
-    return ids.sort(dim=-1).values
+    """`ranked_ids`, ascending."""
+    return ranked_ids(logits, k).sort(dim=-1).values
+
+
+def ranked_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """The ids [R, k] of the `k` <= V highest logits of each row, best first. Of equal logits the
+    lower ids. A row without a finite maximum gives any ids.
+
+    None of the k best is in a block behind the k best blocks: each of those has a better one. So
+    most of a large vocabulary is looked at for the maxima of its blocks only."""
+    num_blocks = logits.shape[1] // _BLOCK
+    if num_blocks <= 2 * k:
+        return _order(logits, k)
+    first_behind = num_blocks * _BLOCK
+    blocks = logits[:, :first_behind].unflatten(1, (num_blocks, _BLOCK))
+    best = top_ids(blocks.amax(dim=-1), k)
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    ids = (best[:, :, None] * _BLOCK + columns[:_BLOCK]).flatten(1)
+    ids = torch.cat([ids, columns[first_behind:].expand(len(ids), -1)], dim=1)
+    return ids.gather(1, _order(logits.gather(1, ids), k))
+
+
+def _order(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """The same, by comparing all."""
+    if logits.dtype == torch.float64:
+        return logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    # Integers, the lowest of the highest logit, each made different by its id: none are equal.
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    inverse = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits).bitwise_not_()
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    keys = inverse.to(torch.int64).bitwise_left_shift_(32).add_(ids)
+    if logits.is_cuda or 8 * k < logits.shape[1]:
+        return keys.topk(k, largest=False).values & 0xFFFFFFFF
+    keys.numpy().sort(axis=-1)  # in place, and vectorised
+    return keys[:, :k] & 0xFFFFFFFF

@@ -13,50 +13,66 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import chain
+from typing import Protocol
 
+import numpy as np
 import torch
 
+from batch_layout import to_device
 from common.sampling.counter_random import (
     ACCEPT_STREAM,
     DRAFT_STREAM,
     TOKEN_STREAM,
-    DrawnSeedParams,
     sample_from_probs,
 )
-from common.sampling.sampler import HasSampling, Sampler, SamplingBatch, sampling_probs
+from common.sampling.distributions import row_uniforms, sampling_probs, upload
+from common.sampling.sampler import BAD, REJECTED, HasSampling, Sampler
+from common.sampling.sampling_columns import (
+    DRAWN,
+    DrawnSeedParams,
+    HasTokens,
+    SamplingBatch,
+    SamplingColumns,
+)
 from input_batch import RunnerRequest
 from rejection_sampler import VerifiedTokens, rejection_sample, rejection_sampling_batched
 from scheduler_interface import StepOutput
 
 
 @dataclass(slots=True)
-class _Run:
-    """One request: its rows of logits, `[start, stop)`, the last one for the bonus token."""
-
-    req_id: str
-    start: int
-    stop: int
-    probs: torch.Tensor | None  # [num_drafts, vocab_size]
-
-    @property
-    def num_drafts(self) -> int:
-        return self.stop - self.start - 1
-
-
-@dataclass(slots=True)
 class _Runs:
-    """Those that one rule decides, with all of their rows."""
+    """Requests that one rule decides, with all of their rows: one for each draft and one behind."""
 
     raw: torch.Tensor
     sampling: SamplingBatch
-    runs: list[_Run]
-    drafts: torch.Tensor  # [num_drafts] int64, of all runs
+    is_draft: np.ndarray  # [rows]
+    at: torch.Tensor  # [rows], in the batch
+    cells: torch.Tensor  # [rows], in a grid [num_runs, most_drafts + 1]
     cu_num_logits: torch.Tensor  # [num_runs + 1] int64
+    drafts: torch.Tensor  # [num_drafts] int64, of all runs
+    most_drafts: int
 
-    @property
-    def most_drafts(self) -> int:
-        return max(run.num_drafts for run in self.runs)
+    @classmethod
+    def of(
+        cls, raw: torch.Tensor, batch: SamplingBatch, first: np.ndarray, lens: np.ndarray
+    ) -> _Runs:
+        """Of those whose rows are the `lens` from `first` on."""
+        run, start = np.repeat(np.arange(len(lens)), lens), np.cumsum(lens) - lens
+        column, width = np.arange(len(run)) - start[run], int(lens.max())
+        rows = first[run] + column
+        part = batch.select(rows)
+        drafts = chain.from_iterable(batch.drafts.get(batch.req_ids[row], ()) for row in first)
+        at, cells, cu_num_logits, flat = upload(
+            raw.device,
+            rows,
+            run * width + column,
+            np.append(start, len(rows)),
+            np.fromiter(drafts, dtype=np.int64),
+        )
+        raw = raw if len(rows) == len(raw) else raw[at]
+        is_draft = column < lens[run] - 1
+        return cls(raw, part, is_draft, at, cells, cu_num_logits, flat, width - 1)
 
 
 class SpeculativeSampler:
@@ -76,87 +92,53 @@ class SpeculativeSampler:
 
     def sample(self, logits: torch.Tensor, batch: HasSampling) -> StepOutput:
         """1 to k + 1 tokens for each request with k drafts."""
-        if not batch.draft_token_ids:
+        sampling, drafts = batch.sampling, batch.sampling.drafts
+        if not drafts:
             return self.sampler.sample(logits, batch)
         raw = self.sampler.raw_logits(logits)
-        sampling = batch.sampling
-        runs = self._runs(batch)
-        matched = [run for run in runs if run.probs is None]
-        rejected = [run for run in runs if run.probs is not None]
-        tokens = self._verify(self._match, matched, raw, batch)
-        tokens |= self._verify(self._reject, rejected, raw, batch)
-        for run_tokens in tokens.values():
-            if run_tokens[-1] < 0 and len(run_tokens) > 1:
-                run_tokens.pop()  # the next step comes to this row again, and to no draft before it
-        rows = [run.start + i for run in runs for i in range(len(tokens[run.req_id]))]
-        flat = [token for run in runs for token in tokens[run.req_id]]
-        return self.sampler.emit(raw, sampling, rows, flat)
+        first = np.flatnonzero(np.diff(sampling.rows, prepend=-1))  # row of each request
+        lens = np.diff(first, append=len(raw))
+        names = [sampling.req_ids[row] for row in first]
+        probs = [self.draft_probs(name) if name in drafts else None for name in names]
+        has_probs = np.array([q is not None for q in probs], dtype=bool)
+        tokens = torch.empty(len(raw), dtype=torch.int64, device=raw.device)
+        if has_probs.any():  # for more drafts than there are, if some were trimmed
+            part = _Runs.of(raw, sampling, first[has_probs], lens[has_probs])
+            kept = [q[: n - 1] for q, n in zip(probs, lens) if q is not None]
+            self._write(tokens, part, self._reject(part, torch.cat(kept)))
+        if not has_probs.all():
+            part = _Runs.of(raw, sampling, first[~has_probs], lens[~has_probs])
+            target = self.sampler.draw(part.raw, part.sampling)
+            found = self.match(target, part.drafts, part.cu_num_logits, part.most_drafts)
+            self._write(tokens, part, VerifiedTokens(*found))
+        return self.sampler.emit(raw, sampling, tokens)
 
-    def _runs(self, batch: HasSampling) -> list[_Run]:
-        runs, start = [], 0
-        while start < len(batch.sampling.req_ids):
-            req_id = batch.sampling.req_ids[start]
-            num_drafts = len(batch.draft_token_ids.get(req_id, ()))
-            probs = self.draft_probs(req_id) if num_drafts else None
-            probs = None if probs is None else probs[:num_drafts]  # some may have been trimmed
-            runs.append(_Run(req_id, start, start + num_drafts + 1, probs))
-            start += num_drafts + 1
-        return runs
+    def _write(self, tokens: torch.Tensor, part: _Runs, verified: VerifiedTokens) -> None:
+        columns = torch.arange(part.most_drafts + 1, device=tokens.device)
+        is_behind = columns >= verified.num_sampled[:, None]
+        grid = verified.token_ids.masked_fill(is_behind, REJECTED)
+        tokens[part.at] = grid.flatten()[part.cells]
 
-    def _verify(
-        self,
-        rule: Callable[[_Runs], torch.Tensor],
-        runs: list[_Run],
-        raw: torch.Tensor,
-        batch: HasSampling,
-    ) -> dict[str, list[int]]:
-        """The tokens of each run; it ends with a -1 at logits that say nothing."""
-        if not runs:
-            return {}
-        rows = [row for run in runs for row in range(run.start, run.stop)]
-        cu_num_logits = torch.tensor([0, *accumulate(r.stop - r.start for r in runs)])
-        drafts = [token for run in runs for token in batch.draft_token_ids.get(run.req_id, ())]
-        part = _Runs(
-            raw if len(rows) == len(raw) else raw[rows],
-            batch.sampling.select(rows),
-            runs,
-            torch.tensor(drafts, dtype=torch.int64).to(raw.device),
-            cu_num_logits.to(raw.device),
-        )
-        result = rule(part).tolist()  # the host waits here
-        return {
-            run.req_id: row[:num_sampled]
-            for run, (num_sampled, *row) in zip(runs, result, strict=True)
-        }
-
-    def _match(self, part: _Runs) -> torch.Tensor:
-        """[num_runs, 1 + most tokens]: the first column says how many of the others count."""
-        target = self.sampler.draw(part.raw, part.sampling)
-        drafts, cu_num_logits = part.drafts, part.cu_num_logits
-        tokens, num_sampled = self.match(target, drafts, cu_num_logits, part.most_drafts)
-        return torch.cat([num_sampled[:, None], tokens], dim=1)
-
-    def _reject(self, part: _Runs) -> torch.Tensor:  # the same
-        sampling, device = part.sampling, part.raw.device
-        every = range(len(sampling.req_ids))
-        is_bonus = {stop - 1 for stop in accumulate(run.num_drafts + 1 for run in part.runs)}
-        target_probs = sampling_probs(part.raw, sampling, self.sampler.counts)
-        accept_u = sampling.uniforms([i for i in every if i not in is_bonus], ACCEPT_STREAM)
+    def _reject(self, part: _Runs, draft_probs: torch.Tensor) -> VerifiedTokens:
+        target_probs = sampling_probs(part.raw, part.sampling, self.sampler.counts)
+        accept_u = row_uniforms(part.sampling, ACCEPT_STREAM)[part.is_draft]
         verified = self.reject(
             target_probs,
             part.drafts,
-            torch.cat([run.probs for run in part.runs if run.probs is not None]),
+            draft_probs,
             part.cu_num_logits,
             part.most_drafts,
-            accept_u.to(device),
-            sampling.uniforms(every, TOKEN_STREAM).to(device),
+            *upload(part.raw.device, accept_u, row_uniforms(part.sampling, TOKEN_STREAM)),
         )
         # The last token of a run was drawn from its row's distribution, which may be NaN.
         last = (verified.num_sampled - 1)[:, None]
         is_nan = target_probs[part.cu_num_logits[:-1, None] + last, 0].isnan()
-        drawn = verified.token_ids.gather(1, last).masked_fill(is_nan, -1)
-        tokens = verified.token_ids.scatter(1, last, drawn)
-        return torch.cat([verified.num_sampled[:, None], tokens], dim=1)
+        drawn = verified.token_ids.gather(1, last).masked_fill(is_nan, BAD)
+        return VerifiedTokens(verified.token_ids.scatter(1, last, drawn), verified.num_sampled)
+
+
+class HasRows(HasTokens, Protocol):
+    row_of: dict[str, int]
 
 
 class ConstrainedDrafts:
@@ -167,9 +149,8 @@ class ConstrainedDrafts:
     the random number that its token will be drawn with: if the draft model is right about the
     distribution, it is right about the token."""
 
-    def __init__(self, sampler: Sampler, eos_token_ids: Sequence[int] = ()) -> None:
-        self.sampler = sampler
-        self.eos_token_ids = tuple(eos_token_ids)
+    def __init__(self, sampler: Sampler, columns: SamplingColumns, state: HasRows) -> None:
+        self.sampler, self.columns, self.state = sampler, columns, state
 
     def needs_probs(self, request: RunnerRequest) -> bool:
         return isinstance(request.params, DrawnSeedParams) and not request.params.is_greedy
@@ -177,16 +158,13 @@ class ConstrainedDrafts:
     def sample_drafts(
         self, logits: torch.Tensor, requests: Sequence[RunnerRequest], num_drafted: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        raw = self.sampler.raw_logits(logits)
-        sampling = SamplingBatch(num_unseen=num_drafted)
-        for request in requests:
-            sampling.add(request, [], self.eos_token_ids)
-        if all(request.params.is_greedy for request in requests):
+        raw, columns, state = self.sampler.raw_logits(logits), self.columns, self.state
+        rows = np.array([state.row_of[request.req_id] for request in requests], dtype=np.int64)
+        num_outputs = state.num_tokens[rows] - state.num_prompt_tokens[rows] + num_drafted
+        sampling = SamplingBatch(columns, [], rows, num_outputs, state, {})
+        if not sampling.asked & DRAWN:
             return self.sampler.draw(raw, sampling).clamp(min=0), None
-        rows = range(len(requests))
         probs = sampling_probs(raw, sampling, self.sampler.counts)
-        own = torch.tensor([self.needs_probs(request) for request in requests])
-        u = torch.where(
-            own, sampling.uniforms(rows, DRAFT_STREAM), sampling.uniforms(rows, TOKEN_STREAM)
-        )
-        return sample_from_probs(probs, u.to(raw.device)), probs
+        streams = (row_uniforms(sampling, stream) for stream in (DRAFT_STREAM, TOKEN_STREAM))
+        u = np.where(columns.is_seed_drawn[rows], *streams)
+        return sample_from_probs(probs, to_device(u, raw.device)), probs

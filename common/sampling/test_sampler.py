@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -24,15 +26,18 @@ from transformers import (
 )
 
 from common.sampling.counter_random import sample_from_probs, uniforms
-from common.sampling.sampler import Sampler, SamplingBatch, sampling_probs
+from common.sampling.distributions import sampling_probs
+from common.sampling.sampler import Sampler
 from common.sampling.sampling_constraints import (
     apply_min_p,
     apply_penalties,
     apply_temperature,
     apply_top_k,
     apply_top_p,
+    ranked_ids,
     top_ids,
 )
+from common.tests.sampling_cases import make_sampling
 from request import SamplingParams
 from scheduler_interface import NO_FINITE_LOGITS
 
@@ -50,18 +55,8 @@ def make_batch(
     req_ids: list[str] | None = None,
     drafts: list[list[int]] | None = None,
 ) -> SimpleNamespace:
-    n = len(params)
-    return SimpleNamespace(
-        sampling=SamplingBatch(
-            req_ids or [f"r{i}" for i in range(n)],
-            params,
-            seeds or [p.seed or 0 for p in params],
-            prompts or [[0]] * n,
-            outputs or [[] for _ in range(n)],
-            drafts or [[] for _ in range(n)],
-            eos or [()] * n,
-        )
-    )
+    lists = {"seeds": seeds, "prompts": prompts, "outputs": outputs, "eos": eos, "drafts": drafts}
+    return SimpleNamespace(sampling=make_sampling(params, req_ids=req_ids, **lists))
 
 
 def sample(logits: torch.Tensor, batch: SimpleNamespace, vocab_size: int | None = None) -> list:
@@ -262,6 +257,21 @@ def test_ties_of_rounded_logits_leave_exactly_k(seed: int = 5) -> None:
         assert top_ids(logits, k).tolist() == expected, (seed, k)
         mask = apply_top_k(logits, torch.full((30,), k)) > NEG_INF
         assert [row.nonzero()[:, 0].tolist() for row in mask] == expected, (seed, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_large_vocabulary_is_ranked_as_if_all_were_compared(dtype: torch.dtype) -> None:
+    """Most of it is looked at for the maxima of its blocks only. Ties within blocks and across."""
+    torch.manual_seed(6)
+    for vocab_size in (64 * 7, 6000, 30_001):
+        logits = torch.randn(6, vocab_size).bfloat16().to(dtype) * 3
+        logits[1] = logits[1].round() * 0.0  # zeros of both signs are equal
+        logits[2, 50:] = NEG_INF
+        logits[3, :-3] = NEG_INF
+        order = logits.sort(dim=-1, descending=True, stable=True).indices
+        for k in (1, 2, 3, 40, 200):
+            assert torch.equal(ranked_ids(logits, k), order[:, :k]), (vocab_size, k)
+            assert torch.equal(top_ids(logits, k), order[:, :k].sort(dim=-1).values)
 
 
 MIXED = [
@@ -501,6 +511,25 @@ def test_a_sampler_follows_a_batch_that_changes_under_it() -> None:
         batch = make_batch(params, prompts=[[1]] * n)
         found = sampler.sample(logits[:n], batch).token_ids
         assert [found[f"r{i}"] for i in range(n)] == [[3 if p is second else 1] for p in params]
+
+
+_LOADED = """
+import sys, torch
+from types import SimpleNamespace
+from common.sampling.sampler import Sampler
+from common.tests.sampling_cases import make_sampling
+from request import SamplingParams
+for params in ({"temperature": 0}, {"seed": 1, "top_p": 0.5}, {"presence_penalty": 1}):
+    batch = SimpleNamespace(sampling=make_sampling([SamplingParams(**params)]))
+    Sampler().sample(torch.zeros(1, 9), batch)
+    parts = ("distributions", "sampling_constraints", "counter_random", "token_counts")
+    print(*(int(f"common.sampling.{part}" in sys.modules) for part in parts))
+"""
+
+
+def test_what_a_step_does_not_need_is_not_loaded() -> None:
+    found = subprocess.run([sys.executable, "-c", _LOADED], capture_output=True, check=True)
+    assert found.stdout.decode().splitlines() == ["0 0 0 0", "1 1 1 0", "1 1 1 1"]
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

@@ -5,123 +5,164 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
-from common.sampling.sampler import Sampler, SamplingBatch, sampling_probs
+from common.sampling.distributions import sampling_probs
+from common.sampling.sampler import Sampler
+from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
 from common.sampling.token_counts import TokenCounts
+from common.tests.sampling_cases import ListedTokens
 from request import SamplingParams
 
 VOCAB = 11
 CPU = torch.device("cpu")
+PARAMS = SamplingParams(temperature=0.5, frequency_penalty=0.1, seed=1)
 
 
 def recount(token_ids: Sequence[int], vocab_size: int = VOCAB) -> list[int]:
     return [sum(t == token for t in token_ids) for token in range(vocab_size)]
 
 
-def check(counts: TokenCounts, rows: list[tuple[list[int], list[int], list[int]]]) -> None:
-    """A row is a prompt, an output and drafts."""
-    is_known, output_counts = counts.count(*map(list, zip(*rows)), VOCAB, CPU)
-    expected = [recount(output + drafts) for _, output, drafts in rows]
+class Rows:
+    """A runner's rows, as lists: prompt and output of each."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.columns = SamplingColumns(num_rows)
+        self.prompts: list[list[int]] = [[] for _ in range(num_rows)]
+        self.outputs: list[list[int]] = [[] for _ in range(num_rows)]
+
+    def admit(self, row: int, prompt: list[int], output: list[int]) -> None:
+        if row == len(self.prompts):
+            self.columns.grow(row + 1)
+            self.prompts.append([])
+            self.outputs.append([])
+        self.columns.write(row, PARAMS, ())
+        self.prompts[row], self.outputs[row] = prompt, output
+
+    def batch(self, rows: list[int], drafts: dict[int, list[int]]) -> SamplingBatch:
+        """One row of logits for each of `rows`, and one for each of its drafts."""
+        every = [drafts.get(row, []) for row in range(len(self.prompts))]
+        tokens = ListedTokens.of(self.prompts, self.outputs, every)
+        found = [(row, n) for row in rows for n in range(len(every[row]) + 1)]
+        num_outputs = [len(self.outputs[row]) + n for row, n in found]
+        return SamplingBatch(
+            self.columns,
+            [str(row) for row, _ in found],
+            np.array([row for row, _ in found]),
+            np.array(num_outputs),
+            tokens,
+            {str(row): ids for row, ids in drafts.items()},
+        )
+
+
+def check(counts: TokenCounts, rows: Rows, asked: list[int], drafts: dict[int, list[int]]) -> None:
+    batch = rows.batch(asked, drafts)
+    is_known, output_counts = counts.count(batch, VOCAB, CPU)
+    expected, known = [], []
+    for row, num_outputs in zip(batch.rows.tolist(), batch.num_outputs.tolist(), strict=True):
+        output = (rows.outputs[row] + drafts.get(row, []))[:num_outputs]
+        expected.append(recount(output))
+        known.append([n > 0 for n in recount(rows.prompts[row] + output)])
     assert output_counts.dtype == torch.int32 and output_counts.tolist() == expected
-    known = [[n > 0 for n in recount([*p, *o, *d])] for p, o, d in rows]
     assert is_known.dtype == torch.bool and is_known.tolist() == known
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_kept_counts_are_those_of_a_recount(seed: int) -> None:
-    """Batches of any order and size; tokens come, requests end, come back after a preemption with
-    all their tokens anew, or in other lists; a request has a row for each of its drafts."""
+    """Batches of any order and size; tokens come, requests end and leave their row to another, come
+    back after a preemption in the same row or another one, with fewer tokens or as many."""
     rng = random.Random(seed)
     counts = TokenCounts()
 
     def tokens(most: int) -> list[int]:
         return [rng.randrange(VOCAB + 2) for _ in range(rng.randint(0, most))]  # 2 are padding
 
-    live = [(tokens(9), tokens(3)) for _ in range(4)]
+    rows = Rows(4)
+    for row in range(4):
+        rows.admit(row, tokens(9), tokens(3))
     for _ in range(60):
-        for i in range(len(live)):
-            prompt, output = live[i]
+        for row, output in enumerate(rows.outputs):
             match rng.randrange(12):
                 case 0:
-                    live[i] = (tokens(9), tokens(3))  # another request in its place
-                case 1:
-                    live[i] = (list(prompt), list(output))
-                case 2:
-                    again = list(output)
-                    output.clear()
-                    output.extend(again)
+                    rows.admit(row, tokens(9), tokens(3))  # another request in its place
+                case 1:  # of the same lengths, too
+                    prompt = [(t + 1) % VOCAB for t in rows.prompts[row]]
+                    rows.admit(row, prompt, list(reversed(output)))
+                case 2:  # two that change places
+                    other = rng.randrange(len(rows.prompts))
+                    theirs = rows.prompts[other], rows.outputs[other]
+                    rows.admit(other, rows.prompts[row], output)
+                    rows.admit(row, *theirs)
                 case 3:
                     output.clear()  # a shorter one is seen, if it is asked for
-                    check(counts, [(prompt, output, [])])
+                    check(counts, rows, [row], {})
                     output += tokens(3)
                 case _:
                     output += tokens(2)
         if rng.random() < 0.2:
-            live.append((tokens(9), []))
-        if len(live) > 2 and rng.random() < 0.15:
-            live.pop(rng.randrange(len(live)))
-        rows = []
-        for prompt, output in rng.sample(live, rng.randint(1, len(live))):
-            drafts = tokens(3)
-            rows += [(prompt, output, drafts[:n]) for n in range(len(drafts) + 1)]
-        rng.shuffle(rows)
-        check(counts, rows)
+            rows.admit(len(rows.prompts), tokens(9), [])
+        asked = rng.sample(range(len(rows.prompts)), rng.randint(1, len(rows.prompts)))
+        check(counts, rows, asked, {row: tokens(3) for row in asked if rng.random() < 0.5})
 
 
 def test_another_vocabulary_begins_anew() -> None:
-    counts = TokenCounts()
-    row = ([1, 2], [2, 5], [])
-    check(counts, [row])
-    _, narrow = counts.count([row[0]], [row[1]], [row[2]], 3, CPU)
+    counts, rows = TokenCounts(), Rows(1)
+    rows.admit(0, [1, 2], [2, 5])
+    check(counts, rows, [0], {})
+    _, narrow = counts.count(rows.batch([0], {}), 3, CPU)
     assert narrow.tolist() == [[0, 0, 1]]
-    check(counts, [row])
+    check(counts, rows, [0], {})
+
+
+def test_guesses_behind_the_known_tokens_count_only_where_they_are_drafts_of_the_plan() -> None:
+    """A draft model's own guesses have positions, and are no history."""
+    counts, rows = TokenCounts(), Rows(1)
+    rows.admit(0, [1], [2])
+    batch = rows.batch([0], {0: [3, 3]})
+    assert counts.count(batch, VOCAB, CPU)[1][:, 3].tolist() == [0, 1, 2]
+    batch.drafts = {}
+    assert counts.count(batch, VOCAB, CPU)[1][:, 3].tolist() == [0, 0, 0]
 
 
 def test_counts_made_in_inference_mode_are_brought_up_to_date_outside_of_it() -> None:
-    counts = TokenCounts()
-    prompt, output = [1], [2]
+    counts, rows = TokenCounts(), Rows(1)
+    rows.admit(0, [1], [2])
     with torch.inference_mode():
-        check(counts, [(prompt, output, [3])])
-    output.append(4)
-    check(counts, [(prompt, output, [3])])
+        check(counts, rows, [0], {0: [3]})
+    rows.outputs[0].append(4)
+    check(counts, rows, [0], {0: [3]})
 
 
-class Watched(list):
+class Watched(np.ndarray):
     """Counts the tokens that are read of it."""
 
     num_read = 0
 
     def __getitem__(self, item):
-        found = super().__getitem__(item)
-        self.num_read += len(found) if isinstance(item, slice) else 1
+        found = np.asarray(self)[item]
+        Watched.num_read += found.size
         return found
-
-    def __iter__(self):
-        self.num_read += len(self)
-        return super().__iter__()
 
 
 def test_a_step_reads_the_new_tokens_of_a_history_and_no_others() -> None:
-    sampler = Sampler(VOCAB)
-    prompts = [Watched([i] * 1000) for i in range(3)]
-    outputs = [Watched([i] * 500) for i in range(3)]
-    params = [SamplingParams(temperature=0.5, frequency_penalty=0.1, seed=i) for i in range(3)]
-    batch = SamplingBatch(
-        [*"abc"], params, [0, 1, 2], prompts, outputs, [[], [5], [5, 5]], [()] * 3
-    )
-    logits = torch.zeros(3, VOCAB)
+    sampler, rows = Sampler(VOCAB), Rows(3)
+    for row in range(3):
+        rows.admit(row, [row] * 1000, [row] * 500)
+    logits = torch.zeros(3 + 3, VOCAB)
 
-    def num_read() -> int:
-        return sum(history.num_read for history in prompts + outputs)
+    def watched() -> SamplingBatch:
+        batch = rows.batch([0, 1, 2], {1: [5], 2: [5, 5]})
+        batch.state.token_ids = batch.state.token_ids.view(Watched)
+        return batch
 
-    sampler.draw(logits, batch)
-    assert num_read() >= 4500, "the watch works"
-    for history in outputs:
+    sampler.draw(logits, watched())
+    assert Watched.num_read >= 4500, "the watch works"
+    for history in rows.outputs:
         history.append(7)
-    before = num_read()
+    before, batch = Watched.num_read, watched()
     sampler.draw(logits, batch)
     probs = sampling_probs(logits, batch, sampler.counts)
-    assert num_read() - before == 3
+    assert Watched.num_read - before == 3 + 2 * (1 + 1 + 2), "and the drafts, at each of their rows"
     assert torch.equal(probs, sampling_probs(logits, batch)), "and counted anew"

@@ -230,8 +230,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "06_chunked_prefill/mixed_batch.py",
-        "order = sorted(range(len(query_lens)), key=lambda i: query_lens[i] > decode_threshold)",
-        "order = list(range(len(query_lens)))",
+        'return np.argsort(is_long, kind="stable"), int(np.count_nonzero(~is_long))',
+        "return np.arange(len(is_long)), int(np.count_nonzero(~is_long))",
         ""
         "06_chunked_prefill/test_mixed_batch.py::test_every_token_stands_once_at_its_place_and_the_short_ones_in_front",
         "The kernel for short queries is run on prompts, and what it leaves out stays zero.",
@@ -246,7 +246,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "common/runner/model_runner.py",
-        "num_logit_rows = 1 + num_drafts if is_last else 0",
+        "num_logit_rows = np.where(is_last, 1 + num_drafts, 0)",
         "num_logit_rows = 1 + num_drafts",
         ""
         "common/runner/test_model_runner.py::test_a_prompt_in_pieces_gives_logits_with_its_last_piece_only",
@@ -254,9 +254,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         "neighbour's (Trap 31).",
     ),
     Mutation(
-        "common/sampling/sampler.py",
-        "num_seen = len(self.output_token_ids[row]) + len(self.draft_token_ids[row])",
-        "num_seen = len(self.output_token_ids[row])",
+        "common/sampling/speculative_sampler.py",
+        "part = batch.select(rows)",
+        "part = batch.select(first[run])",
         ""
         "common/tests/test_speculation_engine.py::test_with_a_seed_every_constraint_gives_the_tokens_of_plain_decoding",
         "A seeded request says something else as soon as speculation is switched on.",

@@ -37,7 +37,7 @@ def spoil(engine: LLMEngine, request_id: str, position: int, value: float = nan)
     def spoiled(batch):
         logits, sampling = forward(batch).clone(), batch.sampling
         for row, name in enumerate(sampling.req_ids):
-            if name == request_id and sampling.num_outputs(row) == position:
+            if name == request_id and sampling.num_outputs[row] == position:
                 logits[row] = value
         return logits
 

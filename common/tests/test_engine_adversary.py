@@ -41,8 +41,7 @@ def must_be_empty(engine: LLMEngine) -> None:
     state = paged_runner(engine).state
     assert not engine._groups and not engine._owners
     assert not state.requests
-    assert len(set(state.tables._free_rows)) == len(state.tables.ids)
-    assert len(state.tables._free_rows) == len(state.tables.ids)
+    assert len(set(state._free_rows)) == len(state._free_rows) == len(state.block_tables)
     assert engine.stats().kv_blocks_in_use == 0
 
 

@@ -1,0 +1,230 @@
+"""Rows against lists: plans of all kinds go through the runner's columns, and through chapter 1's
+`RunnerState` and a plain dictionary of block tables."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from batch_layout import compose_in_order
+from common.runner.batch_state import BatchState
+from common.runner.model_runner import PagedModelRunner
+from input_batch import RunnerState
+from mixed_batch import compose
+from paged_attention import PagedKVCache
+from request import SamplingParams
+from scheduler_interface import BlockMove, NewRequestData, SchedulerOutput
+
+MODEL = SimpleNamespace(embed_weight=torch.zeros(1))
+MAX_BLOCKS = 40
+
+
+class Plans:
+    """A scheduler's side: plans that are lawful, and otherwise as wild as can be. `known` is what
+    it knows of the requests, `lists` what chapter 1's runner made of the plans."""
+
+    def __init__(self, rng: random.Random, block_size: int) -> None:
+        self.rng, self.block_size = rng, block_size
+        self.known, self.lists = RunnerState(), RunnerState()
+        self.tables: dict[str, list[int]] = {}
+
+    def next(self) -> SchedulerOutput:
+        rng, plan = self.rng, SchedulerOutput()
+        names = list(self.tables)
+        gone = rng.sample(names, min(len(names), rng.choice([0, 0, 0, 1, 2])))
+        plan.finished_req_ids = {*gone, *rng.choice([[], ["nobody"]])}
+        for name in plan.finished_req_ids & self.tables.keys():
+            self.known.release(name)
+            del self.tables[name]
+        again = rng.sample(names, min(len(names), rng.choice([0, 0, 1])))  # known, gone or not
+        fresh = [f"r{rng.randrange(10**6)}" for _ in range(rng.choice([0, 1, 1, 3]))]
+        for name in dict.fromkeys(again + fresh):
+            self.admit(plan, name)
+        admitted = {new.req_id for new in plan.scheduled_new_reqs}
+        rest = [name for name in self.tables if name not in admitted]
+        for name in rng.sample(rest, rng.randint(0, len(rest))):
+            self.change(plan, name)
+        for name in rng.sample(sorted(self.tables), min(len(self.tables), rng.choice([0, 0, 2]))):
+            if table := self.tables[name]:  # in the plan, or not
+                move = BlockMove(name, rng.randrange(len(table)), self.block())
+                plan.block_moves.append(move)
+                table[move.block_index] = move.block_id
+        self.lists.apply(plan)
+        for name, request in self.known.requests.items():
+            if name in plan.num_scheduled_tokens:
+                assert request == self.lists.requests[name], "what it is sent is what is known"
+        return plan
+
+    def block(self) -> int:
+        return self.rng.randrange(1, 10**6)
+
+    def admit(self, plan: SchedulerOutput, name: str) -> None:
+        rng = self.rng
+        prompt = [rng.randrange(10**5) for _ in range(rng.choice([1, 2, 5, 9, 40]))]
+        params = SamplingParams(temperature=rng.random(), seed=rng.randrange(10**6))
+        new = NewRequestData(name, prompt, params, rng.randrange(len(prompt)))
+        self.tables[name] = new.block_ids  # before it is known how many it needs
+        if name in self.known.requests:
+            self.known.release(name)
+        self.known.admit(new)
+        self.schedule(plan, name, new.num_computed_tokens)
+        self.tables[name] = list(new.block_ids)
+        plan.scheduled_new_reqs.append(new)
+
+    def change(self, plan: SchedulerOutput, name: str) -> None:
+        rng, cached = self.rng, plan.scheduled_cached_reqs
+        request = self.known.requests[name]
+        prompt, outputs = request.prompt_token_ids, request.output_token_ids
+        num_before = len(prompt + outputs)
+        sampled = self.lists.requests[name].output_token_ids[len(outputs) :]
+        outputs += sampled[: rng.randint(0, len(sampled))]  # it stays, or some of it does
+        outputs += [rng.randrange(10**5) for _ in range(rng.choice([0, 1, 1, 1, 3]))]
+        tokens, num_blocks = prompt + outputs, len(self.tables[name])
+        first = num_before if rng.random() < 0.7 else rng.randint(0, num_before)
+        if rng.random() < 0.15:
+            cached.resumed_req_ids.add(name)
+            first, num_blocks, self.tables[name] = 0, 0, []
+        start = rng.randrange(len(tokens))
+        self.schedule(plan, name, start)
+        cached.req_ids.append(name)
+        cached.new_token_ids.append(tokens[first:])
+        cached.num_computed_tokens.append(start)
+        cached.num_output_tokens.append(len(outputs))
+        cached.new_block_ids.append(self.tables[name][num_blocks:])
+
+    def schedule(self, plan: SchedulerOutput, name: str, start: int) -> None:
+        """Some tokens from `start` on, with the blocks that they need."""
+        rng, num_behind = self.rng, self.known.requests[name].num_tokens - start
+        num_tokens = rng.choice([num_behind, num_behind, rng.randint(1, num_behind)])
+        if num_tokens == num_behind and rng.random() < 0.3:
+            drafts = [rng.randrange(10**5) for _ in range(rng.randint(1, 4))]
+            plan.scheduled_draft_token_ids[name] = drafts
+            num_tokens += len(drafts)
+        plan.num_scheduled_tokens[name] = num_tokens
+        table = self.tables[name]
+        num_blocks = -(-(start + num_tokens) // self.block_size) + rng.choice([0, 0, 1])
+        table += [self.block() for _ in range(num_blocks - len(table))]
+
+    def sample(self) -> dict[str, list[int]]:
+        """What the runner itself puts behind the known tokens, as chapter 5's does."""
+        rng = self.rng
+        names = rng.sample(sorted(self.tables), rng.randint(0, len(self.tables)))
+        sampled = {name: [rng.randrange(10**5) for _ in range(rng.randint(1, 4))] for name in names}
+        for name, tokens in sampled.items():
+            self.lists.requests[name].output_token_ids += tokens
+        return sampled
+
+
+def check_state(state: BatchState, plans: Plans) -> None:
+    rows = set(state.row_of.values())
+    assert state.row_of.keys() == state.requests.keys() == plans.tables.keys()
+    assert len(rows) == len(state.row_of) and rows.isdisjoint(state._free_rows)
+    assert rows | {*state._free_rows} == set(range(len(state.num_tokens)))
+    assert {len(c) for c in (state.token_ids, state.block_tables, state.sampling.seed)} == {
+        len(state.num_tokens)
+    }
+    for name, request in plans.lists.requests.items():
+        found, row = state.requests[name], state.row_of[name]
+        assert found.params is request.params
+        assert found.prompt_token_ids == request.prompt_token_ids
+        assert found.output_token_ids == request.output_token_ids
+        num_tokens = found.num_tokens
+        assert num_tokens == request.num_tokens == state.num_tokens[row]
+        for span in ((0, num_tokens), (1, num_tokens + 9), (num_tokens - 1, num_tokens), (2, 4)):
+            assert found.tokens(*span) == request.tokens(*span)
+        assert state.block_ids(name) == plans.tables[name]
+        assert state.block_ids(name, 1) == plans.tables[name][1:]
+        assert state.sampling.temperature[row] == request.params.temperature
+        assert state.sampling.seed[row] == request.params.seed
+
+
+def check_batch(runner: PagedModelRunner, plan: SchedulerOutput, plans: Plans, order) -> None:
+    batch, size = runner.prepare(plan), plans.block_size
+    check_state(runner.state, plans)
+    if not plan.num_scheduled_tokens:
+        assert batch is None
+        return
+    starts = plan.starts()
+    ids, positions, slots, logit_indices, borders = [], [], [], [], [0]
+    rows: list[tuple[str, int, int]] = []  # of logits
+    for name in order(starts):
+        request, drafts = plans.lists.requests[name], plan.scheduled_draft_token_ids.get(name, [])
+        start, stop = starts[name], starts[name] + plan.num_scheduled_tokens[name]
+        positions += range(start, stop)
+        ids += request.tokens(start, stop - len(drafts)) + drafts
+        slots += [plans.tables[name][p // size] * size + p % size for p in range(start, stop)]
+        borders.append(len(positions))
+        if stop - len(drafts) == request.num_tokens:
+            num = 1 + len(drafts)
+            logit_indices += range(borders[-1] - num, borders[-1])
+            num_outputs = len(request.output_token_ids)
+            row = runner.state.row_of[name]
+            rows += [(name, row, num_outputs + i) for i in range(num)]
+    assert batch.req_ids == list(order(starts))
+    assert batch.input_ids.tolist() == ids and batch.input_ids.dtype == torch.int64
+    assert batch.positions.tolist() == positions
+    assert batch.logit_indices.tolist() == logit_indices
+    attention = batch.attention
+    assert attention.slot_mapping.tolist() == slots
+    assert attention.query_start_loc.tolist() == borders
+    stops = [starts[name] + plan.num_scheduled_tokens[name] for name in batch.req_ids]
+    assert attention.seq_lens.tolist() == stops and attention.max_seq_len == max(stops)
+    assert attention.max_query_len == max(plan.num_scheduled_tokens.values())
+    for name, stop, table in zip(batch.req_ids, stops, attention.block_tables.tolist()):
+        num_blocks = -(-stop // size)
+        assert table[:num_blocks] == plans.tables[name][:num_blocks]
+    sampling = batch.sampling
+    found = sampling.req_ids, sampling.rows.tolist(), sampling.num_outputs.tolist()
+    assert list(zip(*found, strict=True)) == rows
+    assert sampling.drafts == plan.scheduled_draft_token_ids
+
+
+def in_order(starts: dict[str, int], plan: SchedulerOutput) -> list[str]:
+    return list(starts)
+
+
+def short_in_front(starts: dict[str, int], plan: SchedulerOutput) -> list[str]:
+    return sorted(starts, key=lambda name: plan.num_scheduled_tokens[name] > 2)
+
+
+LAYOUTS = {
+    "chapter 2": (compose_in_order, in_order),
+    "chapter 6": (partial(compose, decode_threshold=2), short_in_front),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("first_seed", range(0, 45, 15))
+def test_whatever_is_planned_rows_are_what_lists_would_be(layout: str, first_seed: int) -> None:
+    layout_of, order = LAYOUTS[layout]
+    for seed in range(first_seed, first_seed + 15):
+        rng = random.Random(seed)
+        plans = Plans(rng, rng.randint(1, 5))
+        shuffle_seed = rng.choice([None, seed])
+        shuffles = random.Random(seed)
+        cache = PagedKVCache(1, 1, plans.block_size, 1, 1)
+        runner = PagedModelRunner(
+            MODEL, cache, None, BatchState(2, 400), None,
+            compose=layout_of, shuffle_seed=shuffle_seed,
+        )  # fmt: skip
+        for step in range(25):
+            plan = plans.next()
+            given = list(plan.starts())
+            if shuffle_seed is not None and given:
+                shuffles.shuffle(given)
+            ordered = order(dict.fromkeys(given), plan)
+            try:
+                check_batch(runner, plan, plans, lambda _, ordered=ordered: ordered)
+            except BaseException as error:
+                error.args = (f"seed {seed}, step {step}: {error}",)
+                raise
+            state, sampled = runner.state, plans.sample() if rng.random() < 0.3 else {}
+            rows = state.rows_of(sampled)
+            state.num_tokens[rows] = state.write_tokens(
+                rows, state.num_tokens[rows], list(sampled.values())
+            )
+            check_state(state, plans)

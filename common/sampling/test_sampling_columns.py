@@ -1,0 +1,70 @@
+"""The columns hold what the parameters say, and nothing of the request that had the row before."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from common.sampling import sampling_columns as columns_module
+from common.sampling.sampling_columns import DrawnSeedParams, SamplingColumns
+from request import SamplingParams
+
+BITS = ("NARROW", "WIDE", "TOP_K", "MIN_P", "TOP_P", "PENALTIES", "MIN_TOKENS", "LOGPROBS")
+CASES: list[tuple[SamplingParams, str]] = [
+    (SamplingParams(temperature=0), ""),
+    (SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.1), ""),
+    (SamplingParams(), "WIDE"),
+    (SamplingParams(top_k=1), "NARROW TOP_K"),
+    (SamplingParams(top_k=256, top_p=0.9), "NARROW TOP_K TOP_P"),
+    (SamplingParams(top_k=257, min_p=0.1), "WIDE TOP_K MIN_P"),
+    (SamplingParams(temperature=0, logprobs=0), "LOGPROBS"),
+    (SamplingParams(temperature=0, repetition_penalty=0.5), "PENALTIES"),
+    (SamplingParams(temperature=0, presence_penalty=-0.5), "PENALTIES"),
+    (SamplingParams(seed=-3, frequency_penalty=0.1), "WIDE PENALTIES"),
+    (SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[9, 1]), "MIN_TOKENS"),
+    (SamplingParams(temperature=0, min_tokens=2, ignore_eos=True), "MIN_TOKENS"),
+    (DrawnSeedParams(seed=2**63 - 1), "WIDE"),
+]
+
+
+def check(columns: SamplingColumns, row: int, params: SamplingParams, bits: str) -> None:
+    for field in fields(SamplingParams):
+        if field.name not in ("seed", "logprobs") and hasattr(columns, field.name):
+            assert getattr(columns, field.name)[row] == getattr(params, field.name)
+    assert columns.seed[row] == (params.seed or 0)
+    assert columns.num_logprobs[row] == (-1 if params.logprobs is None else params.logprobs)
+    assert columns.is_seed_drawn[row] == isinstance(params, DrawnSeedParams)
+    found = {bit for bit in BITS if columns.needs[row] & getattr(columns_module, bit)}
+    assert found == set(bits.split())
+    eos = set() if params.ignore_eos else {1, 4}
+    expected = sorted(eos | set(params.stop_token_ids)) if params.min_tokens else None
+    found = columns.forbidden.get(row)
+    assert (found and sorted(set(found))) == expected
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_are_what_was_last_written_to_them_through_reuse_and_growth(seed: int) -> None:
+    rng = random.Random(seed)
+    columns, num_rows, live = SamplingColumns(2), 2, {}
+    for _ in range(100):
+        row = rng.randrange(num_rows)
+        match rng.randrange(6):
+            case 0:
+                columns.clear(row)
+                live.pop(row, None)
+                assert columns.needs[row] == 0 and row not in columns.forbidden
+            case 1 if num_rows < 50:
+                num_rows *= 2
+                columns.grow(num_rows)
+                every = (c for c in vars(columns).values() if isinstance(c, np.ndarray))
+                assert all(c.shape[-1] == num_rows for c in every)
+            case _:
+                before = columns.num_writes[row]
+                live[row] = rng.choice(CASES)
+                columns.write(row, live[row][0], (4, 1))
+                assert columns.num_writes[row] > before
+        for row, (params, bits) in live.items():
+            check(columns, row, params, bits)

@@ -1,0 +1,158 @@
+"""What a step of sampling reads and copies, on a device that is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from common.sampling.sampler import Sampler
+from common.sampling.sampling_columns import DrawnSeedParams, SamplingBatch
+from common.sampling.speculative_sampler import ConstrainedDrafts, SpeculativeSampler
+from common.tests.pretend_device import pretend_device
+from common.tests.sampling_cases import ListedTokens, make_sampling
+from request import SamplingParams
+
+VOCAB = 700
+GREEDY = SamplingParams(temperature=0)
+KINDS = {
+    "greedy": GREEDY,
+    "minimum": SamplingParams(temperature=0, min_tokens=9, stop_token_ids=[3, 4]),
+    "penalties": SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=0.1),
+    "seeded": SamplingParams(seed=1),
+    "drawn seed": DrawnSeedParams(seed=1),
+    "top-k": SamplingParams(seed=1, top_k=20),
+    "wide top-k": SamplingParams(seed=1, top_k=300),
+    "top-p": SamplingParams(seed=1, top_p=0.9),
+    "min-p": SamplingParams(seed=1, min_p=0.1),
+    "log-probabilities": SamplingParams(temperature=0, logprobs=3),
+}
+EVERYTHING = SamplingParams(
+    seed=3, top_k=300, top_p=0.9, min_p=0.01, presence_penalty=0.2, min_tokens=9, logprobs=5
+)
+KINDS |= {"everything": EVERYTHING, "narrow everything": replace(EVERYTHING, top_k=9)}
+BATCHES = {name: [params] for name, params in KINDS.items()} | {"mixed": list(KINDS.values())}
+MOST_UPLOADS = 8
+
+
+def make_logits(num_rows: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """With ties, and rows that say nothing."""
+    torch.manual_seed(num_rows)
+    logits = torch.randn(num_rows, VOCAB + 5).mul(3).to(dtype)
+    logits[1::7, 5] = float("nan")
+    return logits
+
+
+def as_plain(output) -> tuple:
+    return output.token_ids, output.errors, {r: list(e) for r, e in output.logprobs.items()}
+
+
+def make_batch(params: list[SamplingParams], num_rows: int) -> SimpleNamespace:
+    params = [replace(params[i % len(params)]) for i in range(num_rows)]
+    rows = range(num_rows)
+    sampling = make_sampling(
+        params,
+        prompts=[[i % VOCAB, 1] for i in rows],
+        outputs=[[i] * (i % 3) for i in rows],
+        eos=[(2,)] * num_rows,
+        seeds=[i + 1 for i in rows],
+    )
+    return SimpleNamespace(sampling=sampling)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_the_host_reads_once_and_copies_a_few_arrays_however_many_rows(name, monkeypatch) -> None:
+    uploads = set()
+    for num_rows in (24, 96):
+        batch, sampler = make_batch(BATCHES[name], num_rows), Sampler(VOCAB)
+        logits = make_logits(num_rows)
+        expected = as_plain(sampler.sample(logits, batch))
+        with pretend_device(monkeypatch) as device:
+            found = as_plain(Sampler(VOCAB).sample(device.put(logits), batch))
+            assert device.reads == 1
+            uploads.add(device.uploads)
+        assert found == expected
+        assert found[1].keys() == {f"r{i}" for i in range(1, num_rows, 7)}
+    assert len(uploads) == 1 and uploads.pop() <= (0 if name == "greedy" else MOST_UPLOADS)
+
+
+def drafting_batch(params: list[SamplingParams], num_requests: int) -> SimpleNamespace:
+    """Requests with 0 to 3 drafts, and a row for each and one more."""
+    one = make_batch(params, num_requests).sampling
+    drafts = {f"r{i}": [7 * i % VOCAB, 3, 9][: i % 4] for i in range(num_requests) if i % 4}
+    every = [drafts.get(r, []) for r in one.req_ids]
+    rows = np.repeat(one.rows, [len(ids) + 1 for ids in every])
+    before = [n for ids in every for n in range(len(ids) + 1)]
+    tokens = ListedTokens.of([[1]] * num_requests, [[2, 2]] * num_requests, every)
+    names = [one.req_ids[row] for row in rows]
+    sampling = SamplingBatch(one.columns, names, rows, 2 + np.array(before), tokens, drafts)
+    return SimpleNamespace(sampling=sampling)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("has_probs", [False, True], ids=["look-up", "draft model"])
+def test_verification_is_read_once(name: str, has_probs: bool, monkeypatch) -> None:
+    uploads = set()
+    for num_requests in (24, 48):
+        batch = drafting_batch(BATCHES[name], num_requests)
+        columns, drafts = batch.sampling.columns, batch.sampling.drafts
+        logits = make_logits(len(batch.sampling.rows), torch.float32)
+        with_probs = [r for r in drafts if has_probs and columns.is_seed_drawn[int(r[1:])]]
+        probs = {r: torch.full((3, VOCAB), 1 / VOCAB) for r in with_probs}
+        verify = SpeculativeSampler(Sampler(VOCAB), probs.get)
+        expected = as_plain(verify.sample(logits, batch))
+        with pretend_device(monkeypatch) as device:
+            probs = {r: device.put(q) for r, q in probs.items()}
+            sampler = SpeculativeSampler(Sampler(VOCAB), probs.get)
+            found = as_plain(sampler.sample(device.put(logits), batch))
+            assert device.reads == 1
+            uploads.add(device.uploads)
+        assert found == expected
+        assert found[0].keys() | found[1].keys() == set(batch.sampling.req_ids)
+    assert len(uploads) == 1 and uploads.pop() <= 3 * MOST_UPLOADS
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_guesses_are_not_read(name: str, monkeypatch) -> None:
+    batch = make_batch(BATCHES[name], 20).sampling
+    batch.state.row_of = {r: i for i, r in enumerate(batch.req_ids)}
+    requests = [SimpleNamespace(req_id=r) for r in batch.req_ids]
+    logits = make_logits(20, torch.float32)
+    logits[1::7] = 0
+    make = lambda: ConstrainedDrafts(Sampler(VOCAB), batch.columns, batch.state)  # noqa: E731
+    tokens, probs = make().sample_drafts(logits, requests, 2)
+    with pretend_device(monkeypatch) as device:
+        found, found_probs = make().sample_drafts(device.put(logits), requests, 2)
+        assert device.reads == 0 and device.uploads <= MOST_UPLOADS
+    assert torch.equal(tokens, found)
+    assert (probs is None) == (found_probs is None)
+    assert probs is None or torch.equal(probs, found_probs)
+
+
+def test_the_pretended_device_notices_what_a_gpu_would_wait_for(monkeypatch) -> None:
+    with pretend_device(monkeypatch) as device:
+        x = device.put(torch.arange(4.0))
+        for num_reads, read in enumerate(
+            (
+                lambda: bool((x > 2).any()),
+                lambda: x.nonzero(),
+                lambda: x[x > 1],
+                lambda: x.sum().item(),
+                lambda: int(x.max()),
+                lambda: x.tolist(),
+                lambda: x.cpu(),
+                lambda: x.masked_select(x > 1),
+                lambda: np.asarray(x),
+            ),
+            1,
+        ):
+            read()
+            assert device.reads == num_reads
+        assert (x + torch.arange(4)).is_cuda and not torch.ones(2).is_cuda
+        with pytest.raises(AssertionError, match="both sides"):
+            x + torch.tensor([1.0, 2.0, 3.0, 4.0])
+        x[:2] = 1.0
+        assert device.reads == num_reads

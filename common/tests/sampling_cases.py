@@ -1,0 +1,66 @@
+"""Rows for a sampler, made of lists: each has a row of the columns to itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
+from request import SamplingParams
+
+
+@dataclass
+class ListedTokens:
+    """A `HasTokens`."""
+
+    token_ids: np.ndarray
+    num_tokens: np.ndarray
+    num_prompt_tokens: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[list[int]],
+        outputs: Sequence[list[int]],
+        drafts: Sequence[list[int]] | None = None,
+    ) -> ListedTokens:
+        parts = list(zip(prompts, outputs, drafts or [[]] * len(prompts), strict=True))
+        rows = [[*p, *o, *d] for p, o, d in parts]
+        token_ids = np.full((len(rows), max(map(len, rows), default=0)), -7, dtype=np.int32)
+        for row, ids in zip(token_ids, rows):
+            row[: len(ids)] = ids
+        num_prompt = np.array([len(p) for p in prompts], dtype=np.int64)
+        return cls(
+            token_ids, num_prompt + np.array([len(o) for o in outputs], np.int64), num_prompt
+        )
+
+
+def make_sampling(
+    params: Sequence[SamplingParams],
+    *,
+    seeds: Sequence[int] | None = None,
+    prompts: Sequence[list[int]] | None = None,
+    outputs: Sequence[list[int]] | None = None,
+    drafts: Sequence[list[int]] | None = None,
+    eos: Sequence[tuple[int, ...]] | None = None,
+    req_ids: list[str] | None = None,
+) -> SamplingBatch:
+    """`drafts` of a row stand before its token."""
+    n = len(params)
+    columns, rows = SamplingColumns(n), np.arange(n)
+    for row in range(n):
+        columns.write(row, params[row], eos[row] if eos else ())
+    if seeds:
+        columns.seed[:] = seeds
+    prompts, outputs, before = prompts or [[0]] * n, outputs or [[]] * n, drafts or [[]] * n
+    req_ids = req_ids or [f"r{i}" for i in range(n)]
+    return SamplingBatch(
+        columns,
+        req_ids,
+        rows,
+        np.array([len(o) + len(d) for o, d in zip(outputs, before)], dtype=np.int64),
+        ListedTokens.of(prompts, outputs, before),
+        dict(zip(req_ids, before)) if any(before) else {},
+    )
