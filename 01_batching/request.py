@@ -114,12 +114,14 @@ def require(is_allowed: bool, name: str, value: object, allowed: str) -> None:
 def check_integers(lowest: int | None = None, **fields: object) -> None:
     """Raises `ValueError` for a field that is not an integer, or below `lowest`."""
     for name, value in fields.items():
-        allowed = "an integer" if lowest is None else f"an integer >= {lowest}"
-        require(_is_integer(value) and (lowest is None or value >= lowest), name, value, allowed)
+        if not _is_integer(value) or (lowest is not None and value < lowest):
+            require(
+                False, name, value, "an integer" if lowest is None else f"an integer >= {lowest}"
+            )
 
 
 def _is_integer(value: object) -> TypeGuard[int]:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 class RequestStatus(IntEnum):
@@ -173,11 +175,12 @@ class Request:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # chapter 3: of them, those that were found in a cache
         self.num_preemptions = 0  # chapter 4
+        self.decide_at = 0  # chapter 4: steps before this position are routine
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.length_limit: str | None = None
         eos_ids = () if sampling_params.ignore_eos else eos_token_ids
-        self._end_ids = frozenset((*sampling_params.stop_token_ids, *eos_ids))
+        self.end_ids = frozenset((*sampling_params.stop_token_ids, *eos_ids))
 
     @classmethod
     def from_tokens(
@@ -229,7 +232,7 @@ class Request:
         self.output_token_ids.append(token_id)
         self.all_token_ids.append(token_id)
         num_outputs = len(self.output_token_ids)
-        if token_id in self._end_ids and num_outputs >= self.sampling_params.min_tokens:
+        if token_id in self.end_ids and num_outputs >= self.sampling_params.min_tokens:
             self.status = RequestStatus.FINISHED_STOPPED
             # As in vLLM: EOS is the ordinary end and gives no reason; a stop token names itself.
             is_stop_token = token_id in self.sampling_params.stop_token_ids

@@ -33,9 +33,11 @@ from policy_queue import PolicyQueue, ShuffledQueue
 from prefix_cache_local import PrefixCacheLocal
 from request import Request, RequestStatus, check_integers
 from scheduler_books import SchedulerBooks, describe_prompt
-from scheduler_interface import SchedulerOutput
-from step_plan import PreemptionDelta, StepPlan
+from scheduler_interface import SchedulerOutput, StepOutput
+from step_plan import PreemptionDelta, StepPlan, StepResults
 from whole_prompts import ChunkPolicy, WholePrompts
+
+_FINISHED = RequestStatus.FINISHED_STOPPED  # and everything behind it
 
 
 @dataclass(slots=True)
@@ -125,6 +127,7 @@ class SchedulerBase(SchedulerBooks):
         return super().length_limits(request) | {f"the KV memory holds {capacity} positions": room}
 
     def forget(self, request: Request) -> None:
+        request.decide_at = 0
         self.kv_memory.free(request)
         super().forget(request)
         self._num_lost.pop(request.request_id, None)
@@ -182,7 +185,7 @@ class SchedulerBase(SchedulerBooks):
         """Take a running request's KV. It waits in front, or wherever the policy puts it."""
         self.kv_memory.free(request)
         self._num_lost[request.request_id] = request.num_computed_tokens
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.decide_at = 0
         request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
         del self.running[request.request_id]
@@ -229,6 +232,34 @@ class SchedulerBase(SchedulerBooks):
         self._stats.total_scheduled += len(step.num_tokens)
         self._stats.total_scheduled_tokens += self.max_num_batched_tokens - step.budget
         return plan
+
+    def next_decision(self, request: Request) -> int:
+        """The position at which the request, one token behind, needs a decision again: where its
+        block is full, or its last token is sampled."""
+        end_of_block = request.num_computed_tokens // self.block_size * self.block_size
+        return min(end_of_block + self.block_size - 1, request.max_num_tokens - 2)
+
+    def update_from_output(self, plan: SchedulerOutput, output: StepOutput) -> StepResults:
+        """Routine steps bring a token that is not the last. About the others it is decided."""
+        results = StepResults(list(plan.num_scheduled_tokens), output.token_ids)
+        token_ids, noted = output.token_ids, output.logprobs.keys() | output.errors.keys()
+        rows = zip(
+            plan.scheduled_requests, plan.start_positions, plan.num_scheduled_tokens.values()
+        )
+        for request, start, num_tokens in rows:
+            request_id = request.request_id
+            if start < request.decide_at and request_id not in noted:
+                sampled = token_ids.get(request_id, ())
+                if len(sampled) == 1 and sampled[0] not in request.end_ids:
+                    request.output_token_ids.append(sampled[0])
+                    request.all_token_ids.append(sampled[0])
+                    continue
+            if request.status < _FINISHED:
+                end = start + num_tokens
+                results.decided[request_id] = self.take_tokens(request, start, end, output)
+            else:  # it was aborted between schedule and update
+                results.request_ids.remove(request_id)
+        return results
 
     def positions_written(self, request: Request, start: int, end: int) -> None:
         if end % self.block_size < end - start:  # it has filled a block

@@ -69,7 +69,7 @@ class RecordingEngineCore(EngineCore):
         self.check_invariants = check_invariants
         self.num_steps = 0
 
-    def step(self) -> list[EngineCoreOutput]:
+    def step(self) -> Sequence[EngineCoreOutput]:
         clock = Laps()
         plan = self.scheduler.schedule()
         clock.lap("schedule_ms")
@@ -90,7 +90,7 @@ class RecordingEngineCore(EngineCore):
         self,
         plan: SchedulerOutput,
         output: StepOutput,
-        results: list[EngineCoreOutput],
+        results: Sequence[EngineCoreOutput],
         clock: Laps,
     ) -> StepRecord:
         num_tokens = plan.num_scheduled_tokens
