@@ -93,13 +93,15 @@ class SchedulerBooks:
                 f"request_id is {request.request_id!r}: a request with this id is unfinished"
             )
         limits = self.length_limits(request)
-        if limits and limits[reason := min(limits, key=limits.__getitem__)] < 1:
-            raise ValueError(
-                f"{describe_prompt(request)}, and {reason}: there must be room for one more"
-            )
+        for reason, room in limits.items():
+            if room < 1:
+                raise ValueError(
+                    f"{describe_prompt(request)}, and {reason}: there must be room for one more"
+                )
         self.check_prompt(request)
-        if limits and limits[reason] < request.max_tokens:
-            request.max_tokens, request.length_limit = limits[reason], reason
+        for reason, room in limits.items():
+            if room < request.max_tokens:
+                request.max_tokens, request.length_limit = room, reason
         self.requests[request.request_id] = request
         self.waiting.add_request(request)
 

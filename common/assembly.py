@@ -79,7 +79,6 @@ def assemble(
     loaded: LoadedModel,
     draft: LoadedModel | None,
     num_tokens_in_tokenizer: int | None,
-    observers: list[Observer],
     num_wanted: Callable[[str, list[int]], int],
 ) -> EngineParts:
     """Choose and connect the parts. Raises `ValueError` if the model or the memory does not allow
@@ -116,11 +115,11 @@ def assemble(
         )
         num_lookahead_tokens = speculation.proposer.num_lookahead_tokens
     scheduler = make_scheduler(config, max_model_len, kv_memory, chunk_policy, num_lookahead_tokens)
-    observers = [*observers]
-    if config.target_step_ms is not None:
-        observers.insert(0, partial(tell_durations, chunk_policy))
+    observers: list[Observer] = []
     if connector is not None:
-        observers.insert(0, partial(wait_for_loads, kv_memory))
+        observers.append(partial(wait_for_loads, kv_memory))
+    if config.target_step_ms is not None:
+        observers.append(partial(tell_durations, chunk_policy))
     core = RecordingEngineCore(scheduler, speculation or runner, observers)
     return EngineParts(core, kv_memory, kv_cache, max_model_len, vocab_size, connector, speculation)
 

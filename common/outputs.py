@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from common.tokenizer import IncrementalDetokenizer, Tokenizer
 from request import Request, SamplingParams
@@ -83,27 +84,35 @@ class RequestOutput:
 
 
 class GrowingCompletion(CompletionOutput):
-    """A completion whose `text` is joined when somebody reads it: joined at each step, a token
+    """A completion whose `text` is decoded and joined when somebody reads it: at each step, a token
     would cost as much as all tokens before it. A copy of it is an ordinary completion."""
 
-    __slots__ = ("_text", "detokenizer")
-    detokenizer: IncrementalDetokenizer | None
+    __slots__ = ("_text", "source")
+    source: OutputProcessor | None  # of the text, until the whole text was read
 
     @property
     def text(self) -> str:
-        return self._text if self.detokenizer is None else self.detokenizer.text
+        if self.source is not None:
+            text = self.source.read_text()
+            if self.finish_reason is None:
+                return text
+            self.text = text
+        return self._text
 
     @text.setter
     def text(self, text: str) -> None:
-        self._text, self.detokenizer = text, None
+        self._text, self.source = text, None
 
     def __reduce__(self) -> tuple:
         return CompletionOutput, tuple(getattr(self, f.name) for f in fields(CompletionOutput))
 
 
 class OutputProcessor:
-    """The visible side of one `Request`. `completion` is always up to date, and the user's to keep.
-    Without a tokenizer, text stays empty and stop strings cannot be asked for."""
+    """The visible side of one `Request`. `completion` is always up to date, and the user's to keep:
+    its `token_ids` are the request's own. Without a tokenizer, text stays empty and stop strings
+    cannot be asked for."""
+
+    group: RequestGroup
 
     def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None) -> None:
         params, prompt = request.sampling_params, request.prompt_token_ids
@@ -116,19 +125,21 @@ class OutputProcessor:
             self._detokenizer = IncrementalDetokenizer(
                 tokenizer, prompt, params.stop, params.skip_special_tokens, params.min_tokens
             )
+        self.looks_for_stop = bool(params.stop)
         logprobs = None if params.logprobs is None else []
-        self.completion = GrowingCompletion(index, "", [], logprobs)
-        self.completion.detokenizer = self._detokenizer
+        self.completion = GrowingCompletion(index, "", request.output_token_ids, logprobs)
+        self.completion.source = self
 
     @property
     def is_finished(self) -> bool:
         return self.completion.finish_reason is not None
 
     def process(self, result: EngineCoreOutput, now: float) -> bool:
-        """Take one step's tokens. True if a stop string ended the request, which the scheduler does
-        not know yet."""
-        completion, stop_string = self.completion, self._detokenise(result)
-        completion.token_ids += result.new_token_ids
+        """Take note of one step's tokens. True if a stop string ended the request, which the
+        scheduler does not know yet."""
+        completion, stop_string = self.completion, None
+        if self.looks_for_stop:
+            stop_string = self._decode(result.finish_reason == "stop")
         if completion.logprobs is not None:
             completion.logprobs += result.logprobs or []
         self.metrics.record_tokens(len(result.new_token_ids), now)
@@ -142,7 +153,7 @@ class OutputProcessor:
 
     def num_wanted(self, token_ids: list[int]) -> int:
         """How many tokens of a run that is not processed yet come before a stop string's end."""
-        if self._detokenizer is None or not self.request.sampling_params.stop:
+        if self._detokenizer is None or not self.looks_for_stop:
             return len(token_ids)
         return self._detokenizer.num_until_stop(token_ids)
 
@@ -152,23 +163,31 @@ class OutputProcessor:
 
     def take_delta(self) -> str:
         """Text that has become final since the last call."""
+        self.read_text()
         return "" if self._detokenizer is None else self._detokenizer.take_delta()
 
-    def _detokenise(self, result: EngineCoreOutput) -> str | None:
-        """The stop string that the last of the tokens completes, if any. A token that stopped the
-        request has no text."""
-        match = None
-        if self._detokenizer is not None:
-            num_visible = len(result.new_token_ids) - (result.finish_reason == "stop")
-            for token_id in result.new_token_ids[:num_visible]:
-                match = self._detokenizer.append(token_id)
+    def read_text(self) -> str:
+        """All text so far; what the first call has decoded, the next does not decode again."""
+        if self._detokenizer is None:
+            return ""
+        reason, stop_reason = self.completion.finish_reason, self.completion.stop_reason
+        self._decode(is_stop_token=reason == "stop" and not isinstance(stop_reason, str))
+        if self.is_finished:
+            self._detokenizer.finish()
+        return self._detokenizer.text
+
+    def _decode(self, is_stop_token: bool) -> str | None:
+        """Take the tokens that are not text yet, without a last one that stopped the request: that
+        has no text. The stop string that the last of them completes, if any."""
+        detokenizer, match = self._detokenizer, None
+        assert detokenizer is not None
+        token_ids = self.request.output_token_ids
+        for token_id in token_ids[detokenizer.num_tokens : len(token_ids) - is_stop_token]:
+            match = detokenizer.append(token_id)
         return None if match is None else match.stop_string
 
     def _finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         self.completion.finish_reason, self.completion.stop_reason = reason, stop_reason
-        if self._detokenizer is not None:
-            self._detokenizer.finish()
-            self.completion.text = self._detokenizer.text
 
 
 @dataclass(eq=False, slots=True)
@@ -179,12 +198,21 @@ class RequestGroup:
     prompt: str | None
     prompt_token_ids: list[int]
     members: list[OutputProcessor] = field(default_factory=list)
+    live: RequestOutput = field(init=False)  # what a step shows of it while it runs
+
+    def __post_init__(self) -> None:
+        self.live = LiveOutput(self)
+
+    def add(self, member: OutputProcessor) -> None:
+        self.members.append(member)
+        member.group = self
 
     @property
     def is_finished(self) -> bool:
         return all(member.is_finished for member in self.members)
 
     def output(self) -> RequestOutput:
+        """A `RequestOutput` as of now, whose completions are alive."""
         metrics = [member.metrics for member in self.members]
         return RequestOutput(
             request_id=self.request_id,
@@ -195,6 +223,22 @@ class RequestGroup:
             metrics=metrics[0] if len(metrics) == 1 else _merge_metrics(metrics),
             num_cached_tokens=self.members[0].request.num_cached_tokens,
         )
+
+
+class LiveOutput(RequestOutput):
+    """What `group.output()` says at the moment when a field is read: a step makes nothing for who
+    reads nothing. A copy of it is an ordinary output."""
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: RequestGroup) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:  # the fields themselves are never set
+        return getattr(self._group.output(), name)
+
+    def __reduce__(self) -> tuple:
+        return RequestOutput, tuple(getattr(self, f.name) for f in fields(RequestOutput))
 
 
 def _merge_metrics(metrics: list[RequestMetrics]) -> RequestMetrics:

@@ -39,7 +39,7 @@ def must_be_empty(engine: LLMEngine) -> None:
     engine.step()  # tells the runner who has finished
     engine.check_invariants()
     state = paged_runner(engine).state
-    assert not engine._groups and not engine._owners
+    assert not engine._groups and not engine._members
     assert not state.requests
     assert len(set(state.tables._free_rows)) == len(state.tables.ids)
     assert len(state.tables._free_rows) == len(state.tables.ids)
