@@ -79,9 +79,9 @@ class SamplingParams:
         require(all(_is_integer(t) and t >= 0 for t in ids), "stop_token_ids", ids, "integers >= 0")
         put("stop_token_ids", tuple(map(int, ids)))
         for name, lowest in _INTEGERS.items():
-            value = getattr(self, name)
-            if value is None and name in ("logprobs", "seed"):
+            if name in ("logprobs", "seed") and getattr(self, name) is None:
                 continue
+            value = getattr(self, name)
             check_integers(lowest, **{name: value})
             put(name, int(value))  # NumPy's integers overflow
         for name, (interval, low, high) in _NUMBERS.items():

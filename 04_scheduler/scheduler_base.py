@@ -185,9 +185,10 @@ class SchedulerBase(SchedulerBooks):
         """Take a running request's KV. It waits in front, or wherever the policy puts it."""
         self.kv_memory.free(request)
         self._num_lost[request.request_id] = request.num_computed_tokens
-        request.num_computed_tokens = request.decide_at = 0
+        request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
+        request.decide_at = 0
         del self.running[request.request_id]
         self.delta.request_preempted(request.request_id)
         self.waiting.prepend_request(request)
@@ -234,13 +235,13 @@ class SchedulerBase(SchedulerBooks):
         return plan
 
     def next_decision(self, request: Request) -> int:
-        """The position at which the request, one token behind, needs a decision again: where its
-        block is full, or its last token is sampled."""
-        end_of_block = request.num_computed_tokens // self.block_size * self.block_size
-        return min(end_of_block + self.block_size - 1, request.max_num_tokens - 2)
+        """The position at which the request, one token behind, needs a decision again: where it
+        fills its block, or its last token is sampled."""
+        start_of_block = request.num_computed_tokens // self.block_size * self.block_size
+        return min(start_of_block + self.block_size - 1, request.max_num_tokens - 2)
 
     def update_from_output(self, plan: SchedulerOutput, output: StepOutput) -> StepResults:
-        """Routine steps bring a token that is not the last. About the others it is decided."""
+        """A routine step's token is appended; what all others have brought is decided on."""
         results = StepResults(list(plan.num_scheduled_tokens), output.token_ids)
         token_ids, noted = output.token_ids, output.logprobs.keys() | output.errors.keys()
         rows = zip(
@@ -287,6 +288,11 @@ class SchedulerBase(SchedulerBooks):
             assert not self.kv_memory.get_block_ids(request_id), f"{request!r} holds blocks"
             assert (request_id in self._num_lost) == (request.num_preemptions > 0), repr(request)
         assert self._num_lost.keys() <= self.requests.keys() - self.running.keys()
+        for request in self.running.values():
+            if request.num_computed_tokens < request.decide_at:  # its next step is routine
+                num_blocks = len(self.kv_memory.get_block_ids(request.request_id))
+                assert self.num_behind(request) == 1, repr(request)
+                assert request.num_computed_tokens < num_blocks * self.block_size, repr(request)
 
 
 def make_kv_memory(num_blocks: int, block_size: int = 16) -> CachedKVCacheManager:
