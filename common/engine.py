@@ -10,9 +10,11 @@ it was; every unfinished `Request` is in one group; two engines in a process sha
 
 from __future__ import annotations
 
+import atexit
 import gc
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 
 from common.assembly import assemble
@@ -84,6 +86,7 @@ class LLMEngine:
             # of it again and again, for a quarter of a step's time on the host.
             gc.collect()
             gc.freeze()
+            atexit.register(gc.unfreeze)
 
     # -- requests
 
@@ -150,7 +153,7 @@ class LLMEngine:
                 member.abort()
         self._stats.num_aborted += 1
         self._end(group)
-        return group.output()
+        return copy(group)
 
     def has_unfinished_requests(self) -> bool:
         """Is there anything to do for `step`, if only to return the output of an aborted one?"""
@@ -166,9 +169,9 @@ class LLMEngine:
         nobody is aborted. Either way the next step returns what this one could not.
         """
         going_on = self._advance()
-        ended = [group.output() for group in self._ended]
+        ended = [copy(group) for group in self._ended]
         self._ended.clear()
-        return ended + [group.live for group in going_on]
+        return [*ended, *going_on]
 
     def _advance(self) -> list[RequestGroup]:
         """One iteration. The unfinished groups that made progress; the others are in `_ended`."""
@@ -210,7 +213,7 @@ class LLMEngine:
                 self._stats.output_tokens += len(result.new_token_ids)
             if member.process(result, now):
                 self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_STOPPED)
-            if member.is_finished and member.group.is_finished:
+            if member.is_finished and member.group.finished:
                 self._stats.num_finished += 1
                 self._end(member.group)
         return touched
@@ -260,14 +263,14 @@ class LLMEngine:
         own = dict.fromkeys(self._groups[request_id] for request_id in ids)
         try:
             for group in own:
-                while not group.is_finished:
+                while not group.finished:
                     self._advance()
                     num_finished = self._forget_ended(own)
                     if on_finished is not None:
                         on_finished(num_finished)
         finally:
             self._withdraw(own)
-        return {group.request_id: group.output() for group in own}
+        return {group.request_id: copy(group) for group in own}
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Run one prompt, and yield its text as it becomes final. However the request ends, the
@@ -278,7 +281,7 @@ class LLMEngine:
         group = self._groups[request_id]
         member = group.members[0]
         try:
-            while not group.is_finished:
+            while not group.finished:
                 if delta := member.take_delta():
                     yield delta
                 else:
@@ -297,7 +300,7 @@ class LLMEngine:
 
     def _withdraw(self, groups: Collection[RequestGroup]) -> None:
         for group in groups:
-            if not group.is_finished:
+            if not group.finished:
                 self.abort_request(group.request_id)
         self._forget_ended(groups)
 
@@ -354,9 +357,9 @@ class LLMEngine:
         assert len(self._members) == sum(len(group.members) for group in self._groups.values())
         for request_id, member in self._members.items():
             group = member.group
-            assert self._groups[group.request_id] is group and not group.is_finished, request_id
+            assert self._groups[group.request_id] is group and not group.finished, request_id
             assert member in group.members and member.request_id == request_id, request_id
-        assert all(group.is_finished for group in self._ended)
+        assert all(group.finished for group in self._ended)
         assert self.scheduler.requests or self.kv_manager.num_blocks_in_use == 0, "blocks leaked"
 
     def _count(self, plan: SchedulerOutput, start_time: float, end_time: float) -> None:

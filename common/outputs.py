@@ -10,9 +10,8 @@ stop string never come here: `TrimmingRunner` asks `num_wanted`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from common.tokenizer import IncrementalDetokenizer, Tokenizer
 from request import Request, SamplingParams
@@ -138,8 +137,8 @@ class OutputProcessor:
         """Take note of one step's tokens. True if a stop string ended the request, which the
         scheduler does not know yet."""
         completion, stop_string = self.completion, None
-        if self.looks_for_stop:
-            stop_string = self._decode(result.finish_reason == "stop")
+        if self.looks_for_stop and self._detokenizer is not None:
+            stop_string = self._decode(self._detokenizer, result.finish_reason == "stop")
         if completion.logprobs is not None:
             completion.logprobs += result.logprobs or []
         self.metrics.record_tokens(len(result.new_token_ids), now)
@@ -163,26 +162,26 @@ class OutputProcessor:
 
     def take_delta(self) -> str:
         """Text that has become final since the last call."""
-        self.read_text()
-        return "" if self._detokenizer is None else self._detokenizer.take_delta()
+        return self._read(lambda detokenizer: detokenizer.take_delta())
 
     def read_text(self) -> str:
-        """All text so far; what the first call has decoded, the next does not decode again."""
+        """All text so far. What was decoded before is not decoded again."""
+        return self._read(lambda detokenizer: detokenizer.text)
+
+    def _read(self, what: Callable[[IncrementalDetokenizer], str]) -> str:
         if self._detokenizer is None:
             return ""
         reason, stop_reason = self.completion.finish_reason, self.completion.stop_reason
-        self._decode(is_stop_token=reason == "stop" and not isinstance(stop_reason, str))
-        if self.is_finished:
+        self._decode(self._detokenizer, reason == "stop" and not isinstance(stop_reason, str))
+        if reason is not None:
             self._detokenizer.finish()
-        return self._detokenizer.text
+        return what(self._detokenizer)
 
-    def _decode(self, is_stop_token: bool) -> str | None:
-        """Take the tokens that are not text yet, without a last one that stopped the request: that
+    def _decode(self, detokenizer: IncrementalDetokenizer, has_stop_token: bool) -> str | None:
+        """Take the tokens that are not text yet, but for a last one that stopped the request: that
         has no text. The stop string that the last of them completes, if any."""
-        detokenizer, match = self._detokenizer, None
-        assert detokenizer is not None
-        token_ids = self.request.output_token_ids
-        for token_id in token_ids[detokenizer.num_tokens : len(token_ids) - is_stop_token]:
+        match, token_ids = None, self.request.output_token_ids
+        for token_id in token_ids[detokenizer.num_tokens : len(token_ids) - has_stop_token]:
             match = detokenizer.append(token_id)
         return None if match is None else match.stop_string
 
@@ -190,52 +189,39 @@ class OutputProcessor:
         self.completion.finish_reason, self.completion.stop_reason = reason, stop_reason
 
 
-@dataclass(eq=False, slots=True)
-class RequestGroup:
-    """A user's request. Each member is one sequence, a `Request` to the scheduler."""
+class RequestGroup(RequestOutput):
+    """A user's request while it runs. Each member is one sequence, a `Request` to the scheduler. It
+    is the user's output too: a field is put together when it is read, so a step makes nothing for
+    who reads nothing. A copy of it is an ordinary output."""
 
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    members: list[OutputProcessor] = field(default_factory=list)
-    live: RequestOutput = field(init=False)  # what a step shows of it while it runs
+    __slots__ = ("members",)
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
-    def __post_init__(self) -> None:
-        self.live = LiveOutput(self)
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int]) -> None:
+        self.request_id, self.prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
+        self.members: list[OutputProcessor] = []
+        self.outputs = []
 
     def add(self, member: OutputProcessor) -> None:
         self.members.append(member)
+        self.outputs.append(member.completion)
         member.group = self
 
     @property
-    def is_finished(self) -> bool:
+    def finished(self) -> bool:
         return all(member.is_finished for member in self.members)
 
-    def output(self) -> RequestOutput:
-        """A `RequestOutput` as of now, whose completions are alive."""
+    @property
+    def metrics(self) -> RequestMetrics:
         metrics = [member.metrics for member in self.members]
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=[member.completion for member in self.members],
-            finished=self.is_finished,
-            metrics=metrics[0] if len(metrics) == 1 else _merge_metrics(metrics),
-            num_cached_tokens=self.members[0].request.num_cached_tokens,
-        )
+        return metrics[0] if len(metrics) == 1 else _merge_metrics(metrics)
 
-
-class LiveOutput(RequestOutput):
-    """What `group.output()` says at the moment when a field is read: a step makes nothing for who
-    reads nothing. A copy of it is an ordinary output."""
-
-    __slots__ = ("_group",)
-
-    def __init__(self, group: RequestGroup) -> None:
-        self._group = group
-
-    def __getattr__(self, name: str) -> Any:  # the fields themselves are never set
-        return getattr(self._group.output(), name)
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.members[0].request.num_cached_tokens
 
     def __reduce__(self) -> tuple:
         return RequestOutput, tuple(getattr(self, f.name) for f in fields(RequestOutput))
