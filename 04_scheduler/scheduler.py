@@ -106,9 +106,7 @@ class Scheduler(SchedulerBase):
         num_behind = num_tokens = self.num_behind(request)
         if num_tokens > 1:
             num_tokens = self._num_tokens_for(request, running, index, step)
-        if num_tokens:
-            num_tokens = self._get_room(request, num_tokens, step)
-        if num_tokens:
+        if num_tokens and (num_tokens := self._get_room(request, num_tokens, step)):
             step.add(request, num_tokens)
             if num_behind == 1:
                 request.decide_at = self.next_decision(request)

@@ -5,16 +5,14 @@
                      ^                     |
                      +---- preemption -----+        KV is freed, outputs are kept
 
-Chapter 1's books have the upper line. None of the lower one depends on *which* request is chosen,
-so it is written once, here; `scheduler.py` only chooses.
+Chapter 1's books have the upper line. Nothing here depends on *which* request is chosen.
 
 Preemption is by recomputation: a victim loses its KV and keeps its tokens. When it is admitted
 again, prompt and outputs are computed as if they were one prompt, less what the prefix cache still
 has of them. Its counters say all of that: `num_computed_tokens = 0`.
 
-A bound keeps preemption from being for ever. A request that was preempted `max_preemptions` times
-is *pinned*: it is admitted again only with room for everything it may still generate, so it never
-asks for more, and it is never chosen again.
+A request that was preempted `max_preemptions` times is *pinned*: it is admitted again only with
+room for everything it may still generate, and is never chosen again.
 
 Invariants: those of chapter 1's books; only running requests have KV; a plan gives no request
 tokens twice.

@@ -69,9 +69,8 @@ class StepResults(Sequence[EngineCoreOutput]):
         return len(self.request_ids)
 
     def __getitem__(self, index: int) -> EngineCoreOutput:
-        request_id = self.request_ids[index]
-        decided = self.decided.get(request_id)
-        return decided or EngineCoreOutput(request_id, self.token_ids[request_id])
+        name = self.request_ids[index]
+        return self.decided.get(name) or EngineCoreOutput(name, self.token_ids[name])
 
 
 class PreemptionDelta(BlockDelta):

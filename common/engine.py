@@ -82,8 +82,8 @@ class LLMEngine:
         self._num_calls = 0
         self.reset_stats()
         if gc.get_freeze_count() == 0:  # the first engine of the process
-            # What has been imported and made so far stays. Python's collector would go through all
-            # of it again and again, for a quarter of a step's time on the host.
+            # What was imported and made so far stays: Python's collector need not go through all of
+            # it again and again, for a quarter of a step's time on the host.
             gc.collect()
             gc.freeze()
             atexit.register(gc.unfreeze)
@@ -193,8 +193,8 @@ class LLMEngine:
         return [group for group in touched if group not in self._ended]
 
     def _take(self, results: Sequence[EngineCoreOutput], now: float) -> Collection[RequestGroup]:
-        """Note what a step brought, and end the groups that have finished. Of a request that a
-        routine step gave a token, only the time is written down. Returns whom it concerned."""
+        """Note what a step brought: of a routine one, the time. End the groups that have finished.
+        Returns whom it concerned."""
         if not isinstance(results, StepResults):
             decided = {result.request_id: result for result in results}
             results = StepResults(list(decided), {}, decided)
