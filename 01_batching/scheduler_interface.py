@@ -7,8 +7,7 @@ request. A `StepOutput` is the answer: the sampled tokens.
 
 Invariants: a request is new at most once; every scheduled request has at least one token; the batch
 order is new requests first, then known ones; `finished_req_ids` names each finished request once,
-on the first plan after it ended. (vLLM sends the same classes to its workers, nano-vllm passes the
-request objects themselves.)"""
+on the first plan after it ended. (vLLM sends the same classes to its workers.)"""
 
 from __future__ import annotations
 

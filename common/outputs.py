@@ -39,7 +39,8 @@ class RequestMetrics:
             self.first_token_time = now
         else:
             self.inter_token_latencies.append(now - self.last_token_time)
-        self.inter_token_latencies += [0.0] * (num_new_tokens - 1)
+        if num_new_tokens > 1:
+            self.inter_token_latencies += [0.0] * (num_new_tokens - 1)
         self.last_token_time = now
 
     @property
