@@ -9,6 +9,8 @@ stays as it is. (nano-vllm's loop has the same three lines, vLLM's `EngineCore.s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from request import Request
 from scheduler_interface import EngineCoreOutput, ModelRunner, SchedulerInterface
 
@@ -20,7 +22,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
 
-    def step(self) -> list[EngineCoreOutput]:
+    def step(self) -> Sequence[EngineCoreOutput]:
         """One iteration for everybody. Returns what became final for each scheduled request."""
         plan = self.scheduler.schedule()
         handle = self.runner.execute(plan)

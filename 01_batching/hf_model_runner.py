@@ -1,7 +1,6 @@
 """`HFModelRunner`: serves any causal language model of `transformers`, in two ways.
 
-One at a time (`batched=False`): each request has `past_key_values` of its own, and a step calls the
-model once for each request. Its weights are read from memory once per request.
+One at a time (`batched=False`): a step calls the model, and so reads its weights, once per request.
 
 Batched (`batched=True`): one call per step. Keys and values of requests with different pasts must
 become one tensor, so every step stacks them, padded to the longest, and leaves room for the new:
@@ -11,9 +10,8 @@ become one tensor, so every step stacks them, padded to the longest, and leaves 
     B (decode)       b0 b1 b2 b3 . .               | b4 .  .
     C (decode)       c0 c1 c2 c3 c4 c5             | c6 .  .
 
-A 4-D mask says what each new token may see. After the call the new keys and values are cut out and
-appended to each request's own. The whole KV cache is copied, twice over and padding on top, in
-every step, to add one token per request; chapter 2 lets attention read KV where it lies.
+After the call the new keys and values are cut out and appended to each request's own. All KV is
+copied, twice over, to add one token per request; chapter 2 lets attention read it where it lies.
 
 Invariants: between two steps the runner holds KV for exactly the positions that the scheduler
 counts as computed; padding is zero, never uninitialised (a masked NaN is still a NaN: 0 * NaN)."""

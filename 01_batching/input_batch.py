@@ -1,17 +1,15 @@
 """From a plan to tensors: what a runner remembers, and the padded batch.
 
-`RunnerState` is the other end of the plan's delta: the runner's own copy of every request. What a
-plan schedules is cut out of these copies. A model wants a rectangle, so rows are padded on the
-right to the longest one:
+`RunnerState` is the other end of the plan's delta: the runner's own copy of every request. A model
+wants a rectangle, so rows are padded on the right to the longest one:
 
     token ids       attention mask   positions
     6  7  8         1 1 1            0 1 2      a new request with 3 prompt tokens
     12 .  .         1 0 0            3 . .      running: 4 tokens known, 3 computed
 
 Invariants: a row holds exactly the tokens that the plan gives its request; padding holds
-`pad_token_id` and position 0, never what happened to be in memory.
-
-vLLM and SGLang lay the tokens of all requests end to end and pad nothing, as chapter 2 does."""
+`pad_token_id` and position 0, never what happened to be in memory. (vLLM and SGLang lay the tokens
+of all requests end to end and pad nothing, as chapter 2 does.)"""
 
 from __future__ import annotations
 

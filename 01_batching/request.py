@@ -79,9 +79,10 @@ class SamplingParams:
         require(all(_is_integer(t) and t >= 0 for t in ids), "stop_token_ids", ids, "integers >= 0")
         put("stop_token_ids", tuple(map(int, ids)))
         for name, lowest in _INTEGERS.items():
-            if getattr(self, name) is None and name in ("logprobs", "seed"):
+            if name in ("logprobs", "seed") and getattr(self, name) is None:
                 continue
-            check_integers(lowest, **{name: (value := getattr(self, name))})
+            value = getattr(self, name)
+            check_integers(lowest, **{name: value})
             put(name, int(value))  # NumPy's integers overflow
         for name, (interval, low, high) in _NUMBERS.items():
             value = getattr(self, name)
@@ -113,12 +114,14 @@ def require(is_allowed: bool, name: str, value: object, allowed: str) -> None:
 def check_integers(lowest: int | None = None, **fields: object) -> None:
     """Raises `ValueError` for a field that is not an integer, or below `lowest`."""
     for name, value in fields.items():
-        allowed = "an integer" if lowest is None else f"an integer >= {lowest}"
-        require(_is_integer(value) and (lowest is None or value >= lowest), name, value, allowed)
+        if not _is_integer(value) or (lowest is not None and value < lowest):
+            require(
+                False, name, value, "an integer" if lowest is None else f"an integer >= {lowest}"
+            )
 
 
 def _is_integer(value: object) -> TypeGuard[int]:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 class RequestStatus(IntEnum):
@@ -172,11 +175,12 @@ class Request:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # chapter 3: of them, those that were found in a cache
         self.num_preemptions = 0  # chapter 4
+        self.decide_at = 0  # chapter 4: steps before this position are routine
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.length_limit: str | None = None
         eos_ids = () if sampling_params.ignore_eos else eos_token_ids
-        self._end_ids = frozenset((*sampling_params.stop_token_ids, *eos_ids))
+        self.end_ids = frozenset((*sampling_params.stop_token_ids, *eos_ids))
 
     @classmethod
     def from_tokens(
@@ -228,7 +232,7 @@ class Request:
         self.output_token_ids.append(token_id)
         self.all_token_ids.append(token_id)
         num_outputs = len(self.output_token_ids)
-        if token_id in self._end_ids and num_outputs >= self.sampling_params.min_tokens:
+        if token_id in self.end_ids and num_outputs >= self.sampling_params.min_tokens:
             self.status = RequestStatus.FINISHED_STOPPED
             # As in vLLM: EOS is the ordinary end and gives no reason; a stop token names itself.
             is_stop_token = token_id in self.sampling_params.stop_token_ids

@@ -22,7 +22,7 @@ class SchedulingPolicy(str, Enum):
 
 
 class RequestQueue(ABC):
-    """The order in which waiting requests are served. Iterating changes nothing.
+    """Iterating changes nothing.
 
     add_request(r)      put it at its place         ValueError: its id is in the queue
     prepend_request(r)  put it at the front         the same

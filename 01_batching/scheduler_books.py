@@ -12,7 +12,7 @@ computed from then on; after each plan the runner's copy of a scheduled request 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from request import Request, RequestStatus, check_integers, require
@@ -44,15 +44,16 @@ class RunnerDelta:
         """Put what is new about the scheduled requests into the plan's message."""
         plan.finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
         cached, num_sent = plan.scheduled_cached_reqs, self._num_sent
-        for request, start in zip(plan.scheduled_requests, plan.start_positions, strict=True):
+        for request in plan.scheduled_requests:
             request_id, tokens = request.request_id, request.all_token_ids
-            if request_id in num_sent:
-                cached.req_ids.append(request_id)
-                cached.new_token_ids.append(tokens[num_sent[request_id] :])
-                cached.num_computed_tokens.append(start)
-                cached.num_output_tokens.append(len(request.output_token_ids))
-            else:
+            num_known = num_sent.get(request_id)
+            if num_known is None:
                 plan.scheduled_new_reqs.append(self.describe(request))
+            else:
+                cached.req_ids.append(request_id)
+                cached.new_token_ids.append(tokens[num_known:])
+                cached.num_computed_tokens.append(request.num_computed_tokens)
+                cached.num_output_tokens.append(len(request.output_token_ids))
             num_sent[request_id] = len(tokens)
 
     def describe(self, request: Request) -> NewRequestData:
@@ -92,13 +93,15 @@ class SchedulerBooks:
                 f"request_id is {request.request_id!r}: a request with this id is unfinished"
             )
         limits = self.length_limits(request)
-        if limits and limits[reason := min(limits, key=limits.__getitem__)] < 1:
-            raise ValueError(
-                f"{describe_prompt(request)}, and {reason}: there must be room for one more"
-            )
+        for reason, room in limits.items():
+            if room < 1:
+                raise ValueError(
+                    f"{describe_prompt(request)}, and {reason}: there must be room for one more"
+                )
         self.check_prompt(request)
-        if limits and limits[reason] < request.max_tokens:
-            request.max_tokens, request.length_limit = limits[reason], reason
+        for reason, room in limits.items():
+            if room < request.max_tokens:
+                request.max_tokens, request.length_limit = room, reason
         self.requests[request.request_id] = request
         self.waiting.add_request(request)
 
@@ -150,7 +153,7 @@ class SchedulerBooks:
 
     def update_from_output(
         self, plan: SchedulerOutput, output: StepOutput
-    ) -> list[EngineCoreOutput]:
+    ) -> Sequence[EngineCoreOutput]:
         """Take what was sampled, and release the requests that have finished. Raises `ValueError`
         for what is no `StepOutput`."""
         allowed = "a StepOutput; StepOutput(tokens_by_id) makes one"

@@ -7,13 +7,12 @@ request. A `StepOutput` is the answer: the sampled tokens.
 
 Invariants: a request is new at most once; every scheduled request has at least one token; the batch
 order is new requests first, then known ones; `finished_req_ids` names each finished request once,
-on the first plan after it ended. (vLLM sends the same classes to its workers, nano-vllm passes the
-request objects themselves.)"""
+on the first plan after it ended. (vLLM sends the same classes to its workers.)"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -175,7 +174,7 @@ class SchedulerInterface(Protocol):
     def schedule(self) -> SchedulerOutput: ...
     def update_from_output(
         self, plan: SchedulerOutput, output: StepOutput
-    ) -> list[EngineCoreOutput]: ...
+    ) -> Sequence[EngineCoreOutput]: ...
     def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None: ...
     def abort_request(self, request_id: str) -> None: ...
     def has_unfinished_requests(self) -> bool: ...

@@ -47,11 +47,11 @@ class BlockDelta(RunnerDelta):
 
     def encode(self, plan: SchedulerOutput) -> None:
         super().encode(plan)
-        cached = plan.scheduled_cached_reqs
-        for request_id in cached.req_ids:
-            sent = self._tables.get(request_id)
-            has_grown = sent is None or len(sent.block_ids) != sent.num_blocks
-            cached.new_block_ids.append(self._new_block_ids(request_id) if has_grown else [])
+        cached, grown, none = plan.scheduled_cached_reqs, self._kv_memory.grown, []
+        cached.new_block_ids = [
+            self._new_block_ids(request_id) if request_id in grown else none
+            for request_id in cached.req_ids
+        ]
 
     def describe(self, request: Request) -> NewRequestData:
         data = super().describe(request)
@@ -59,6 +59,7 @@ class BlockDelta(RunnerDelta):
         return data
 
     def _new_block_ids(self, request_id: str) -> list[int]:
+        self._kv_memory.grown.discard(request_id)
         sent = self._tables.get(request_id)
         if sent is None:
             sent = self._tables[request_id] = _SentTable(self._kv_memory.get_block_ids(request_id))

@@ -33,6 +33,7 @@ class BlockMemory(Protocol):
     """What a scheduler asks of the owner of the KV memory."""
 
     block_size: int  # positions that are handed out together
+    grown: set[str]  # whose tables have got blocks; who has passed these on takes the id out
 
     @property
     def capacity(self) -> int: ...  # positions that the whole memory holds
@@ -86,6 +87,7 @@ class KVCacheManager:
         self.pool = pool
         self.block_size = block_size
         self._tables: dict[str, BlockTable] = {}
+        self.grown: set[str] = set()
 
     def num_blocks_needed(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -128,6 +130,7 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         table = self._tables.pop(request.request_id, None)
         if table is not None:
+            self.grown.discard(request.request_id)
             self._release(table.blocks)
 
     # -- inside
@@ -140,7 +143,10 @@ class KVCacheManager:
         blocks = self._take_blocks(num_missing)
         if blocks is None:
             return False
-        self._tables.setdefault(request_id, BlockTable()).append(blocks)
+        if request_id not in self._tables:
+            self._tables[request_id] = BlockTable()
+        self._tables[request_id].append(blocks)
+        self.grown.add(request_id)
         return True
 
     def _take_blocks(self, num_blocks: int) -> list[Block] | None:

@@ -181,9 +181,11 @@ class CachedKVCacheManager(KVMemory):
         return self.pool.num_free_blocks + self.cache.num_evictable_blocks
 
     def _take_blocks(self, num_blocks: int) -> list[Block] | None:
-        if num_blocks > self._num_free_or_evictable():
+        num_missing = num_blocks - self.pool.num_free_blocks
+        if num_missing > self.cache.num_evictable_blocks:
             return None  # before anything is evicted: a refusal changes nothing
-        self.cache.evict(num_blocks - self.pool.num_free_blocks)
+        if num_missing > 0:
+            self.cache.evict(num_missing)
         return super()._take_blocks(num_blocks)
 
     def _release(self, blocks: Sequence[Block]) -> None:

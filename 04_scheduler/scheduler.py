@@ -85,20 +85,31 @@ class Scheduler(SchedulerBase):
     # -- phase 1: those who run
 
     def _plan_running(self, step: StepPlan) -> None:
-        running, planned = list(self.running.values()), step.num_tokens
+        running, planned, budget = list(self.running.values()), step.num_tokens, step.budget
         for index, request in enumerate(running):
-            if step.budget == 0:
+            if budget == 0:
                 break
-            if step.preempted and request.request_id not in self.running:
-                continue  # it made room for one before it
-            num_tokens = self.num_behind(request)
-            if num_tokens > 1:
-                num_tokens = self._num_tokens_for(request, running, index, step)
-            if num_tokens:
-                num_tokens = self._get_room(request, num_tokens, step)
-            if num_tokens:  # `step.add`, written out: this is done for everybody
-                planned[request.request_id] = num_tokens
-                step.budget -= num_tokens
+            if request.num_computed_tokens < request.decide_at:  # routine
+                planned[request.request_id] = 1
+                budget -= 1
+            else:
+                step.budget = budget
+                self._plan_one(request, running, index, step)
+                budget = step.budget
+        step.budget = budget
+
+    def _plan_one(
+        self, request: Request, running: Sequence[Request], index: int, step: StepPlan
+    ) -> None:
+        if step.preempted and request.request_id not in self.running:
+            return  # it made room for one before it
+        num_behind = num_tokens = self.num_behind(request)
+        if num_tokens > 1:
+            num_tokens = self._num_tokens_for(request, running, index, step)
+        if num_tokens and (num_tokens := self._get_room(request, num_tokens, step)):
+            step.add(request, num_tokens)
+            if num_behind == 1:
+                request.decide_at = self.next_decision(request)
 
     def _num_tokens_for(
         self, request: Request, running: Sequence[Request], index: int, step: StepPlan

@@ -5,16 +5,14 @@
                      ^                     |
                      +---- preemption -----+        KV is freed, outputs are kept
 
-Chapter 1's books have the upper line. None of the lower one depends on *which* request is chosen,
-so it is written once, here; `scheduler.py` only chooses.
+Chapter 1's books have the upper line. Nothing here depends on *which* request is chosen.
 
 Preemption is by recomputation: a victim loses its KV and keeps its tokens. When it is admitted
 again, prompt and outputs are computed as if they were one prompt, less what the prefix cache still
 has of them. Its counters say all of that: `num_computed_tokens = 0`.
 
-A bound keeps preemption from being for ever. A request that was preempted `max_preemptions` times
-is *pinned*: it is admitted again only with room for everything it may still generate, so it never
-asks for more, and it is never chosen again.
+A request that was preempted `max_preemptions` times is *pinned*: it is admitted again only with
+room for everything it may still generate, and is never chosen again.
 
 Invariants: those of chapter 1's books; only running requests have KV; a plan gives no request
 tokens twice.
@@ -33,9 +31,11 @@ from policy_queue import PolicyQueue, ShuffledQueue
 from prefix_cache_local import PrefixCacheLocal
 from request import Request, RequestStatus, check_integers
 from scheduler_books import SchedulerBooks, describe_prompt
-from scheduler_interface import SchedulerOutput
-from step_plan import PreemptionDelta, StepPlan
+from scheduler_interface import SchedulerOutput, StepOutput
+from step_plan import PreemptionDelta, StepPlan, StepResults
 from whole_prompts import ChunkPolicy, WholePrompts
+
+_FINISHED = RequestStatus.FINISHED_STOPPED  # and everything behind it
 
 
 @dataclass(slots=True)
@@ -125,6 +125,7 @@ class SchedulerBase(SchedulerBooks):
         return super().length_limits(request) | {f"the KV memory holds {capacity} positions": room}
 
     def forget(self, request: Request) -> None:
+        request.decide_at = 0
         self.kv_memory.free(request)
         super().forget(request)
         self._num_lost.pop(request.request_id, None)
@@ -185,6 +186,7 @@ class SchedulerBase(SchedulerBooks):
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
+        request.decide_at = 0
         del self.running[request.request_id]
         self.delta.request_preempted(request.request_id)
         self.waiting.prepend_request(request)
@@ -230,6 +232,34 @@ class SchedulerBase(SchedulerBooks):
         self._stats.total_scheduled_tokens += self.max_num_batched_tokens - step.budget
         return plan
 
+    def next_decision(self, request: Request) -> int:
+        """The position at which the request, one token behind, needs a decision again: where it
+        fills its block, or its last token is sampled."""
+        start_of_block = request.num_computed_tokens // self.block_size * self.block_size
+        return min(start_of_block + self.block_size - 1, request.max_num_tokens - 2)
+
+    def update_from_output(self, plan: SchedulerOutput, output: StepOutput) -> StepResults:
+        """A routine step's token is appended; what all others have brought is decided on."""
+        results = StepResults(list(plan.num_scheduled_tokens), output.token_ids)
+        token_ids, noted = output.token_ids, output.logprobs.keys() | output.errors.keys()
+        rows = zip(
+            plan.scheduled_requests, plan.start_positions, plan.num_scheduled_tokens.values()
+        )
+        for request, start, num_tokens in rows:
+            request_id = request.request_id
+            if start < request.decide_at and request_id not in noted:
+                sampled = token_ids.get(request_id, ())
+                if len(sampled) == 1 and sampled[0] not in request.end_ids:
+                    request.output_token_ids.append(sampled[0])
+                    request.all_token_ids.append(sampled[0])
+                    continue
+            if request.status < _FINISHED:
+                end = start + num_tokens
+                results.decided[request_id] = self.take_tokens(request, start, end, output)
+            else:  # it was aborted between schedule and update
+                results.request_ids.remove(request_id)
+        return results
+
     def positions_written(self, request: Request, start: int, end: int) -> None:
         if end % self.block_size < end - start:  # it has filled a block
             self.kv_memory.cache_blocks(request, end)
@@ -256,6 +286,11 @@ class SchedulerBase(SchedulerBooks):
             assert not self.kv_memory.get_block_ids(request_id), f"{request!r} holds blocks"
             assert (request_id in self._num_lost) == (request.num_preemptions > 0), repr(request)
         assert self._num_lost.keys() <= self.requests.keys() - self.running.keys()
+        for request in self.running.values():
+            if request.num_computed_tokens < request.decide_at:  # its next step is routine
+                num_blocks = len(self.kv_memory.get_block_ids(request.request_id))
+                assert self.num_behind(request) == 1, repr(request)
+                assert request.num_computed_tokens < num_blocks * self.block_size, repr(request)
 
 
 def make_kv_memory(num_blocks: int, block_size: int = 16) -> CachedKVCacheManager:

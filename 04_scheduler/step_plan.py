@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from block_delta import BlockDelta
 from kv_cache_manager import BlockMemory
 from request import Request
-from scheduler_interface import SchedulerOutput
+from scheduler_interface import EngineCoreOutput, SchedulerOutput
 
 
 @dataclass(slots=True)
@@ -54,6 +54,23 @@ class StepPlan:
                 counts.append(counts[-1] + (request.num_tokens - request.num_computed_tokens == 1))
             self._num_decodes = counts[::-1]
         return self._num_decodes[index]
+
+
+@dataclass(slots=True)
+class StepResults(Sequence[EngineCoreOutput]):
+    """What a step did for each request. Who got one token and goes on is not in `decided`: an
+    object is made of it when somebody looks."""
+
+    request_ids: list[str]
+    token_ids: dict[str, list[int]]
+    decided: dict[str, EngineCoreOutput] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def __getitem__(self, index: int) -> EngineCoreOutput:
+        name = self.request_ids[index]
+        return self.decided.get(name) or EngineCoreOutput(name, self.token_ids[name])
 
 
 class PreemptionDelta(BlockDelta):

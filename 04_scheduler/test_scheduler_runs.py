@@ -27,6 +27,7 @@ from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
 from request import Request, RequestStatus, SamplingParams
 from scheduler import Scheduler
+from scheduler_interface import StepOutput
 from scheduler_steps import preempting
 from sglang_policies import POLICIES, policy_over
 
@@ -503,3 +504,62 @@ def _run_to_the_end(world: World) -> None:
     for request, _ in world.finished.values():
         said = world.said[request.request_id]
         assert said == continuation(request.prompt_token_ids, len(said), VOCAB)
+
+
+class NothingIsRoutine(Scheduler):
+    def next_decision(self, request: Request) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_routine_step_is_what_a_decision_would_have_made_of_it(seed):
+    """The same requests, tokens and abortions: every plan, message and result of the two is equal,
+    with full pools, priorities, ends at stop tokens, errors, and blocks of one token."""
+    rng = random.Random(seed)
+    size = rng.choice([1, 2, 3, 4, 16])
+    limits = {"max_num_seqs": rng.choice([2, 5, 9]), "max_num_batched_tokens": rng.choice([12, 60])}
+    limits |= {"block_size": size, "num_gpu_blocks": 2 + rng.choice([40, 90, 300]) // size}
+    limits |= {"policy": rng.choice(["fcfs", "priority"]), "preempt_every": rng.choice([None, 3])}
+    both = Scheduler(**limits), NothingIsRoutine(**limits)
+    num_routine = 0
+    for step in range(80):
+        if rng.random() < 0.3:
+            params = SamplingParams(
+                temperature=0, max_tokens=rng.randint(1, 30), stop_token_ids=[3]
+            )
+            prompt = [rng.randrange(9) for _ in range(rng.randint(1, 10))]
+            for scheduler in both:
+                new = Request(str(step), prompt, params, (2,), float(step), step % 3)
+                scheduler.add_request(new)
+        plans = [scheduler.schedule() for scheduler in both]
+        shown = [
+            (
+                *(p.num_scheduled_tokens, p.start_positions, p.scheduled_new_reqs),
+                *(p.scheduled_cached_reqs, p.finished_req_ids, p.block_moves),
+                *([r.request_id for r in p.preempted_requests], p.num_kv_blocks_in_use),
+            )
+            for p in plans
+        ]
+        assert shown[0] == shown[1], (seed, step)
+        plan = plans[0]
+        num_routine += sum(r.num_computed_tokens <= r.decide_at for r in plan.scheduled_requests)
+        if plan.num_scheduled_tokens and rng.random() < 0.1:
+            gone = rng.choice(list(plan.num_scheduled_tokens))
+            for scheduler in both:
+                scheduler.abort_request(gone)
+        token_ids, errors = {}, {}
+        for request in plan.scheduled_requests:
+            if request.num_computed_tokens == request.num_tokens and rng.random() < 0.98:
+                token_ids[request.request_id] = [rng.randrange(60)]
+            elif request.num_computed_tokens == request.num_tokens:
+                errors[request.request_id] = "bad"
+        results = []
+        for scheduler, own in zip(both, plans, strict=True):
+            copies = {name: list(tokens) for name, tokens in token_ids.items()}
+            results.append(
+                list(scheduler.update_from_output(own, StepOutput(copies, errors=errors)))
+            )
+            scheduler.check_invariants()
+        assert results[0] == results[1], (seed, step)
+    assert both[0].get_stats() == both[1].get_stats()
+    assert num_routine or size < 3

@@ -23,7 +23,7 @@ from request import Request, check_integers
 from scheduler import Scheduler
 from scheduler_base import SchedulerBase, SchedulerStats
 from scheduler_interface import EngineCoreOutput, SchedulerOutput, StepOutput
-from step_plan import StepPlan
+from step_plan import StepPlan, StepResults
 
 
 @dataclass(slots=True)
@@ -47,6 +47,9 @@ class DraftBooks(SchedulerBase):
 
     def num_behind(self, request: Request) -> int:
         return super().num_behind(request) + len(self.drafts.get(request.request_id, ()))
+
+    def next_decision(self, request: Request) -> int:
+        return 0  # every step may bring guesses: none is routine
 
     def num_lookahead(self, request: Request, end: int) -> int:
         """Slots behind position `end` in which a proposer may write, if there can be tokens."""
@@ -74,9 +77,7 @@ class DraftBooks(SchedulerBase):
                     self._num_sent[request_id] = num_drafts
         return plan
 
-    def update_from_output(
-        self, plan: SchedulerOutput, output: StepOutput
-    ) -> list[EngineCoreOutput]:
+    def update_from_output(self, plan: SchedulerOutput, output: StepOutput) -> StepResults:
         results = super().update_from_output(plan, output)
         for request_id, drafts in output.draft_token_ids.items():
             request = self.running.get(request_id)  # None: it has ended, or was preempted

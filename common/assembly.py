@@ -22,7 +22,7 @@ it. A part that is not chosen is not imported either."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ from step_record import Observer, RecordingEngineCore, StepRecord
 
 if TYPE_CHECKING:
     from cached_kv_cache_manager import CachedKVCacheManager
+    from common.outputs import OutputProcessor
     from kv_connector import KVConnector
     from policies import SchedulePolicy
     from prefix_cache import CacheListener
@@ -80,8 +81,7 @@ def assemble(
     loaded: LoadedModel,
     draft: LoadedModel | None,
     num_tokens_in_tokenizer: int | None,
-    observers: list[Observer],
-    num_wanted: Callable[[str, list[int]], int],
+    members: Mapping[str, OutputProcessor],
 ) -> EngineParts:
     """Choose and connect the parts. Raises `ValueError` if the model or the memory does not allow
     it."""
@@ -125,15 +125,15 @@ def assemble(
     speculation = num_lookahead_tokens = None
     if config.speculation is not None:
         speculation = make_speculation(
-            config, loaded, draft, runner, vocab_size, attention.is_triton, num_wanted
+            config, loaded, draft, runner, vocab_size, attention.is_triton, members
         )
         num_lookahead_tokens = speculation.proposer.num_lookahead_tokens
     scheduler = make_scheduler(config, max_model_len, kv_memory, chunk_policy, num_lookahead_tokens)
-    observers = [*observers]
-    if config.target_step_ms is not None:
-        observers.insert(0, partial(tell_durations, chunk_policy))
+    observers: list[Observer] = []
     if connector is not None:
-        observers.insert(0, partial(wait_for_loads, kv_memory))
+        observers.append(partial(wait_for_loads, kv_memory))
+    if config.target_step_ms is not None:
+        observers.append(partial(tell_durations, chunk_policy))
     core = RecordingEngineCore(scheduler, speculation or runner, observers)
     return EngineParts(core, kv_memory, kv_cache, max_model_len, vocab_size, connector, speculation)
 
@@ -346,7 +346,7 @@ def make_speculation(
     runner: PagedModelRunner,
     vocab_size: int,
     is_triton: bool,
-    num_wanted: Callable[[str, list[int]], int],
+    members: Mapping[str, OutputProcessor],
 ) -> SpeculatingRunner:
     """A runner that guesses around `runner`, which gets a sampler that verifies: with kernels where
     attention is one."""
@@ -369,7 +369,7 @@ def make_speculation(
         from adaptive_length import AdaptiveLength
 
         length = AdaptiveLength(how.num_spec_tokens)
-    return SpeculatingRunner(TrimmingRunner(runner, num_wanted), proposer, length, runner.state)
+    return SpeculatingRunner(TrimmingRunner(runner, members), proposer, length, runner.state)
 
 
 def make_proposer(

@@ -10,8 +10,11 @@ it was; every unfinished `Request` is in one group; two engines in a process sha
 
 from __future__ import annotations
 
+import atexit
+import gc
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -24,6 +27,8 @@ from common.outputs import OutputProcessor, RequestGroup, RequestOutput, spread_
 from common.tokenizer import Tokenizer, load_tokenizer
 from prefix_cache import CacheStats, PrefixCache
 from request import RequestStatus, SamplingParams
+from scheduler_interface import EngineCoreOutput, SchedulerOutput
+from step_plan import StepResults
 from step_record import StepRecord
 
 MAX_IDLE_STEPS = 100  # a forced preemption takes one; a wait for KV from elsewhere does not count
@@ -59,7 +64,9 @@ class LLMEngine:
         elif draft is None:
             draft = load_model(how.model or SHIPPED_DRAFT, weight.dtype, weight.device)
         num_tokens = None if tokenizer is None else tokenizer.vocab_size
-        parts = assemble(config, loaded, draft, num_tokens, [self._after_step], self._num_wanted)
+        # By Request.request_id: all members of open groups, those that have finished included.
+        self._members: dict[str, OutputProcessor] = {}
+        parts = assemble(config, loaded, draft, num_tokens, self._members)
         self.core, self.scheduler = parts.core, parts.core.scheduler
         self.kv_manager, self.kv_cache = parts.kv_memory, parts.kv_cache
         self.max_model_len, self.vocab_size = parts.max_model_len, parts.vocab_size
@@ -74,13 +81,16 @@ class LLMEngine:
             tokenizer, num_embeddings, self.vocab_size, eos_token_ids, config.seed
         )
         self._groups: dict[str, RequestGroup] = {}
-        # By Request.request_id: all members of open groups, those that have finished included.
-        self._owners: dict[str, tuple[RequestGroup, OutputProcessor]] = {}
         self._ended: dict[RequestGroup, None] = {}  # and not reported yet; in order
         self._num_idle_steps = 0  # in a row, up to the last one
-        self._last_record: StepRecord  # there is none before the first step
         self._num_named = 0  # requests whose names are ours
         self.reset_stats()
+        if gc.get_freeze_count() == 0:  # the first engine of the process
+            # What was imported and made so far stays: Python's collector need not go through all of
+            # it again and again, for a quarter of a step's time on the host.
+            gc.collect()
+            gc.freeze()
+            atexit.register(gc.unfreeze)
 
     # -- requests
 
@@ -105,7 +115,7 @@ class LLMEngine:
         for member in group.members:
             self._check_id(member.request_id)  # of a sample: "name#0" may be somebody's name
         self._groups[request_id] = group
-        self._owners |= {member.request_id: (group, member) for member in group.members}
+        self._members |= {member.request_id: member for member in group.members}
         try:
             for member in group.members:
                 self.core.add_request(member.request)
@@ -147,7 +157,7 @@ class LLMEngine:
                 member.abort()
         self._stats.num_aborted += 1
         self._end(group)
-        return group.output()
+        return copy(group)
 
     def has_unfinished_requests(self) -> bool:
         """Is there anything to do for `step`, if only to return the output of an aborted one?"""
@@ -155,48 +165,67 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """One iteration for everybody. The outputs of the requests that have ended since the last
-        one, aborted ones included, and of those that made progress. An output's completions are
-        alive: they grow with later steps.
+        one, aborted ones included, and of those that made progress. These are alive: they grow with
+        later steps, and their text is decoded when it is read.
 
         If a step raises (out of memory, an interrupt), nobody can say how far its requests have
         come: they are aborted, the waiting ones stay, and the engine goes on. If `on_step` raises,
         nobody is aborted. Either way the next step returns what this one could not.
         """
         going_on = self._advance()
-        groups = [*self._ended, *going_on]
+        ended = [copy(group) for group in self._ended]
         self._ended.clear()
-        return [group.output() for group in groups]
+        return [*ended, *going_on]
 
     def _advance(self) -> list[RequestGroup]:
         """One iteration. The unfinished groups that made progress; the others are in `_ended`."""
+        start_time = time.monotonic()
         try:
             results = self.core.step()
         except BaseException:
             self._abort_running()
             raise
-        self._check_progress()
         now = time.monotonic()
-        touched: dict[RequestGroup, None] = {}
-        for result in results:
-            group, member = self._owners[result.request_id]
-            if member.process(result, now):
-                self.scheduler.finish_requests(result.request_id, RequestStatus.FINISHED_STOPPED)
-            self._stats.output_tokens += len(result.new_token_ids)
-            touched[group] = None
-        for group in touched:
-            if group.is_finished:
-                self._stats.num_finished += 1
-                self._end(group)
+        record = None if self.on_step is None else self.core.record()
+        self._count(self.core.plan, start_time, now)
+        self._check_progress(self.core.plan)
+        touched = self._take(results, now)
         if self.config.check_invariants:
             self.check_invariants()
-        if self.on_step is not None:
-            self.on_step(self._last_record)
-        return [group for group in touched if not group.is_finished]
+        if self.on_step is not None and record is not None:
+            self.on_step(record)
+        return [group for group in touched if group not in self._ended]
 
-    def _check_progress(self) -> None:
+    def _take(self, results: Sequence[EngineCoreOutput], now: float) -> Collection[RequestGroup]:
+        """Note what a step brought: of a routine one, the time. End the groups that have finished.
+        Returns whom it concerned."""
+        if not isinstance(results, StepResults):
+            decided = {result.request_id: result for result in results}
+            results = StepResults(list(decided), {}, decided)
+        members, touched = self._members, dict[RequestGroup, None]()
+        for request_id in results.request_ids:
+            member = members[request_id]
+            touched[member.group] = None
+            result = results.decided.get(request_id)
+            if result is None:
+                self._stats.output_tokens += 1
+                if not member.looks_for_stop:
+                    member.metrics.record_tokens(1, now)
+                    continue
+                result = EngineCoreOutput(request_id, results.token_ids[request_id])
+            else:
+                self._stats.output_tokens += len(result.new_token_ids)
+            if member.process(result, now):
+                self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_STOPPED)
+            if member.is_finished and member.group.finished:
+                self._stats.num_finished += 1
+                self._end(member.group)
+        return touched
+
+    def _check_progress(self, plan: SchedulerOutput) -> None:
         """Raise `RuntimeError` if requests wait and nothing that could let them in is under way."""
-        record = self._last_record
-        is_busy = record.num_scheduled_tokens or record.num_running or not record.num_waiting
+        num_running, num_waiting = self.core.get_request_counts()
+        is_busy = plan.num_scheduled_tokens or num_running or not num_waiting
         if is_busy or self.kv_manager.num_blocks_in_use:  # what is being loaded holds blocks
             self._num_idle_steps = 0
             return
@@ -237,14 +266,14 @@ class LLMEngine:
         own = dict.fromkeys(self._groups[request_id] for request_id in ids)
         try:
             for group in own:
-                while not group.is_finished:
+                while not group.finished:
                     self._advance()
                     num_finished = self._forget_ended(own)
                     if on_finished is not None:
                         on_finished(num_finished)
         finally:
             self._withdraw(own)
-        return {group.request_id: group.output() for group in own}
+        return {group.request_id: copy(group) for group in own}
 
     def _new_id(self) -> str:
         self._num_named += 1
@@ -258,7 +287,7 @@ class LLMEngine:
         group = self._groups[request_id]
         member = group.members[0]
         try:
-            while not group.is_finished:
+            while not group.finished:
                 if delta := member.take_delta():
                     yield delta
                 else:
@@ -277,7 +306,7 @@ class LLMEngine:
 
     def _withdraw(self, groups: Collection[RequestGroup]) -> None:
         for group in groups:
-            if not group.is_finished:
+            if not group.finished:
                 self.abort_request(group.request_id)
         self._forget_ended(groups)
 
@@ -329,47 +358,43 @@ class LLMEngine:
         """Raise `AssertionError` if a part contradicts itself or another."""
         self.scheduler.check_invariants()
         self.kv_manager.check_invariants(self.scheduler.running.values())
-        unfinished = {r for r, (_, member) in self._owners.items() if not member.is_finished}
+        unfinished = {r for r, member in self._members.items() if not member.is_finished}
         assert unfinished == set(self.scheduler.requests)
-        assert len(self._owners) == sum(len(group.members) for group in self._groups.values())
-        for request_id, (group, member) in self._owners.items():
-            assert self._groups[group.request_id] is group and not group.is_finished, request_id
+        assert len(self._members) == sum(len(group.members) for group in self._groups.values())
+        for request_id, member in self._members.items():
+            group = member.group
+            assert self._groups[group.request_id] is group and not group.finished, request_id
             assert member in group.members and member.request_id == request_id, request_id
-        assert all(group.is_finished for group in self._ended)
+        assert all(group.finished for group in self._ended)
         assert self.scheduler.requests or self.kv_manager.num_blocks_in_use == 0, "blocks leaked"
 
-    def _after_step(self, record: StepRecord) -> None:
-        stats = self._stats
+    def _count(self, plan: SchedulerOutput, start_time: float, end_time: float) -> None:
+        stats, num_tokens = self._stats, plan.total_num_scheduled_tokens
         stats.num_steps += 1
-        stats.busy_time += record.step_ms / 1e3
-        stats.scheduled_tokens += sum(record.num_scheduled_tokens.values())
-        for request_id in record.admitted:
-            member = self._owners[request_id][1]
-            stats.prompt_tokens += member.request.num_prompt_tokens
-            member.metrics.first_scheduled_time = record.start_time
-        stats.num_preemptions += len(record.preempted)
-        stats.recomputed_tokens += record.num_recomputed_tokens
-        stats.kv_blocks_peak = max(stats.kv_blocks_peak, record.kv_blocks_in_use)
-        slots = record.kv_blocks_in_use * self.config.block_size
+        stats.busy_time += end_time - start_time
+        stats.scheduled_tokens += num_tokens
+        for new in plan.scheduled_new_reqs:
+            stats.prompt_tokens += len(new.prompt_token_ids)
+            self._members[new.req_id].metrics.first_scheduled_time = start_time
+        stats.num_preemptions += len(plan.preempted_requests)
+        stats.recomputed_tokens += plan.num_recomputed_tokens
+        stats.kv_blocks_peak = max(stats.kv_blocks_peak, plan.num_kv_blocks_in_use)
+        slots = plan.num_kv_blocks_in_use * self.config.block_size
         # Sequences that share a prompt count it each, so what is written can exceed what is held.
-        waste = max(0.0, 1 - record.kv_tokens_written / slots) if slots else 0.0
+        written = sum(plan.start_positions) + num_tokens
+        waste = max(0.0, 1 - written / slots) if slots else 0.0
         stats.kv_waste += (waste - stats.kv_waste) / stats.num_steps
-        self._last_record = record
-
-    def _num_wanted(self, request_id: str, token_ids: list[int]) -> int:
-        """Of a run of tokens: those up to the end of a stop string."""
-        return self._owners[request_id][1].num_wanted(token_ids)
 
     def _check_id(self, request_id: str) -> None:
         if not isinstance(request_id, str) or not request_id:
             raise ValueError(f"request_id is {request_id!r}: it must be a non-empty str")
-        if request_id in self._groups or request_id in self._owners:
+        if request_id in self._groups or request_id in self._members:
             raise ValueError(f"request_id is {request_id!r}: a request with this id is unfinished")
 
     def _end(self, group: RequestGroup) -> None:
         self._ended[group] = None
         for member in group.members:
-            del self._owners[member.request_id]
+            del self._members[member.request_id]
         del self._groups[group.request_id]
 
     def _drop(self, group: RequestGroup) -> None:

@@ -66,7 +66,7 @@ class Intake:
                 priority,
                 extra_keys=extra_keys,
             )
-            group.members.append(OutputProcessor(request, i, self.tokenizer))
+            group.add(OutputProcessor(request, i, self.tokenizer))
         return group
 
     def _check_params(self, params: SamplingParams) -> None:

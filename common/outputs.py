@@ -10,7 +10,7 @@ stop string never come here: `TrimmingRunner` asks `num_wanted`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 from common.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -39,7 +39,8 @@ class RequestMetrics:
             self.first_token_time = now
         else:
             self.inter_token_latencies.append(now - self.last_token_time)
-        self.inter_token_latencies += [0.0] * (num_new_tokens - 1)
+        if num_new_tokens > 1:
+            self.inter_token_latencies += [0.0] * (num_new_tokens - 1)
         self.last_token_time = now
 
     @property
@@ -83,27 +84,35 @@ class RequestOutput:
 
 
 class GrowingCompletion(CompletionOutput):
-    """A completion whose `text` is joined when somebody reads it: joined at each step, a token
+    """A completion whose `text` is decoded and joined when somebody reads it: at each step, a token
     would cost as much as all tokens before it. A copy of it is an ordinary completion."""
 
-    __slots__ = ("_text", "detokenizer")
-    detokenizer: IncrementalDetokenizer | None
+    __slots__ = ("_text", "source")
+    source: OutputProcessor | None  # of the text, until the whole text was read
 
     @property
     def text(self) -> str:
-        return self._text if self.detokenizer is None else self.detokenizer.text
+        if self.source is not None:
+            text = self.source.read_text()
+            if self.finish_reason is None:
+                return text
+            self.text = text
+        return self._text
 
     @text.setter
     def text(self, text: str) -> None:
-        self._text, self.detokenizer = text, None
+        self._text, self.source = text, None
 
     def __reduce__(self) -> tuple:
         return CompletionOutput, tuple(getattr(self, f.name) for f in fields(CompletionOutput))
 
 
 class OutputProcessor:
-    """The visible side of one `Request`. `completion` is always up to date, and the user's to keep.
-    Without a tokenizer, text stays empty and stop strings cannot be asked for."""
+    """The visible side of one `Request`. `completion` is always up to date, and the user's to keep:
+    its `token_ids` are the request's own. Without a tokenizer, text stays empty and stop strings
+    cannot be asked for."""
+
+    group: RequestGroup
 
     def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None) -> None:
         params, prompt = request.sampling_params, request.prompt_token_ids
@@ -116,19 +125,21 @@ class OutputProcessor:
             self._detokenizer = IncrementalDetokenizer(
                 tokenizer, prompt, params.stop, params.skip_special_tokens, params.min_tokens
             )
+        self.looks_for_stop = bool(params.stop)
         logprobs = None if params.logprobs is None else []
-        self.completion = GrowingCompletion(index, "", [], logprobs)
-        self.completion.detokenizer = self._detokenizer
+        self.completion = GrowingCompletion(index, "", request.output_token_ids, logprobs)
+        self.completion.source = self
 
     @property
     def is_finished(self) -> bool:
         return self.completion.finish_reason is not None
 
     def process(self, result: EngineCoreOutput, now: float) -> bool:
-        """Take one step's tokens. True if a stop string ended the request, which the scheduler does
-        not know yet."""
-        completion, stop_string = self.completion, self._detokenise(result)
-        completion.token_ids += result.new_token_ids
+        """Take note of one step's tokens. True if a stop string ended the request, which the
+        scheduler does not know yet."""
+        completion, stop_string = self.completion, None
+        if self.looks_for_stop and self._detokenizer is not None:
+            stop_string = self._decode(self._detokenizer, result.finish_reason == "stop")
         if completion.logprobs is not None:
             completion.logprobs += result.logprobs or []
         self.metrics.record_tokens(len(result.new_token_ids), now)
@@ -142,7 +153,7 @@ class OutputProcessor:
 
     def num_wanted(self, token_ids: list[int]) -> int:
         """How many tokens of a run that is not processed yet come before a stop string's end."""
-        if self._detokenizer is None or not self.request.sampling_params.stop:
+        if self._detokenizer is None or not self.looks_for_stop:
             return len(token_ids)
         return self._detokenizer.num_until_stop(token_ids)
 
@@ -152,49 +163,69 @@ class OutputProcessor:
 
     def take_delta(self) -> str:
         """Text that has become final since the last call."""
-        return "" if self._detokenizer is None else self._detokenizer.take_delta()
+        return self._read(lambda detokenizer: detokenizer.take_delta())
 
-    def _detokenise(self, result: EngineCoreOutput) -> str | None:
-        """The stop string that the last of the tokens completes, if any. A token that stopped the
-        request has no text."""
-        match = None
-        if self._detokenizer is not None:
-            num_visible = len(result.new_token_ids) - (result.finish_reason == "stop")
-            for token_id in result.new_token_ids[:num_visible]:
-                match = self._detokenizer.append(token_id)
+    def read_text(self) -> str:
+        """All text so far. What was decoded before is not decoded again."""
+        return self._read(lambda detokenizer: detokenizer.text)
+
+    def _read(self, what: Callable[[IncrementalDetokenizer], str]) -> str:
+        if self._detokenizer is None:
+            return ""
+        reason, stop_reason = self.completion.finish_reason, self.completion.stop_reason
+        self._decode(self._detokenizer, reason == "stop" and not isinstance(stop_reason, str))
+        if reason is not None:
+            self._detokenizer.finish()
+        return what(self._detokenizer)
+
+    def _decode(self, detokenizer: IncrementalDetokenizer, has_stop_token: bool) -> str | None:
+        """Take the tokens that are not text yet, but for a last one that stopped the request: that
+        has no text. The stop string that the last of them completes, if any."""
+        match, token_ids = None, self.request.output_token_ids
+        for token_id in token_ids[detokenizer.num_tokens : len(token_ids) - has_stop_token]:
+            match = detokenizer.append(token_id)
         return None if match is None else match.stop_string
 
     def _finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         self.completion.finish_reason, self.completion.stop_reason = reason, stop_reason
-        if self._detokenizer is not None:
-            self._detokenizer.finish()
-            self.completion.text = self._detokenizer.text
 
 
-@dataclass(eq=False, slots=True)
-class RequestGroup:
-    """A user's request. Each member is one sequence, a `Request` to the scheduler."""
+class RequestGroup(RequestOutput):
+    """A user's request while it runs. Each member is one sequence, a `Request` to the scheduler. It
+    is the user's output too: a field is put together when it is read, so a step makes nothing for
+    who reads nothing. A copy of it is an ordinary output."""
 
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    members: list[OutputProcessor] = field(default_factory=list)
+    __slots__ = ("members",)
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int]) -> None:
+        self.request_id, self.prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
+        self.members: list[OutputProcessor] = []
+        self.outputs = []
+
+    def add(self, member: OutputProcessor) -> None:
+        self.members.append(member)
+        self.outputs.append(member.completion)
+        member.group = self
 
     @property
-    def is_finished(self) -> bool:
+    def finished(self) -> bool:
         return all(member.is_finished for member in self.members)
 
-    def output(self) -> RequestOutput:
+    @property
+    def metrics(self) -> RequestMetrics:
         metrics = [member.metrics for member in self.members]
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=[member.completion for member in self.members],
-            finished=self.is_finished,
-            metrics=metrics[0] if len(metrics) == 1 else _merge_metrics(metrics),
-            num_cached_tokens=self.members[0].request.num_cached_tokens,
-        )
+        return metrics[0] if len(metrics) == 1 else _merge_metrics(metrics)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.members[0].request.num_cached_tokens
+
+    def __reduce__(self) -> tuple:
+        return RequestOutput, tuple(getattr(self, f.name) for f in fields(RequestOutput))
 
 
 def _merge_metrics(metrics: list[RequestMetrics]) -> RequestMetrics:

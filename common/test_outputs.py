@@ -27,8 +27,10 @@ def processor(shipped_tokenizer) -> OutputProcessor:
     return OutputProcessor(Request("a", [5], params), 0, shipped_tokenizer)
 
 
-def take(processor: OutputProcessor, *token_ids: int, reason: str | None = None) -> None:
-    processor.process(EngineCoreOutput("a", list(token_ids), reason), now=0.0)
+def take(processor: OutputProcessor, *token_ids: int, reason: str | None = None, **more) -> bool:
+    """As a step does: the scheduler appends, then the processor is told."""
+    processor.request.output_token_ids.extend(token_ids)
+    return processor.process(EngineCoreOutput("a", list(token_ids), reason, **more), now=0.0)
 
 
 def test_text_is_right_whenever_it_is_read(processor, ids, shipped_tokenizer) -> None:
@@ -58,12 +60,12 @@ def test_a_run_is_processed_up_to_the_end_of_a_stop_string_and_no_further(
     num_wanted = processor.num_wanted(ids)
     assert 1 < num_wanted < len(ids) and processor.completion.token_ids == []
     run, logprobs = ids[:num_wanted], [object() for _ in ids[:num_wanted]]
-    assert processor.process(EngineCoreOutput("a", run, logprobs=logprobs), now=0.0)
+    assert take(processor, *run, logprobs=logprobs)
     assert processor.completion.token_ids == run
     assert processor.completion.logprobs == logprobs
     assert processor.completion.stop_reason == "naïve\ndef"
     with pytest.raises(RuntimeError, match="stop string"):
-        make().process(EngineCoreOutput("a", ids), now=0.0)
+        take(make(), *ids)
 
 
 def test_a_step_joins_no_text(processor, ids, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,8 +84,10 @@ def test_a_step_joins_no_text(processor, ids, monkeypatch: pytest.MonkeyPatch) -
     assert num_joined == 0
     assert processor.completion.text and num_joined == 1
     take(processor, ids[20], reason="length")
-    assert num_joined == 2, "the last step keeps the text, and not the tokenizer"
+    assert num_joined == 1, "not by the last step either"
     assert processor.completion.text and num_joined == 2
+    assert processor.completion.text and num_joined == 2, "the text is kept, not the tokenizer"
+    assert processor.completion.source is None
 
 
 def test_copy_of_a_growing_completion_keeps_the_text_it_had(processor, ids) -> None:

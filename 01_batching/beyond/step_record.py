@@ -54,8 +54,8 @@ Observer = Callable[[StepRecord], None]
 
 
 class RecordingEngineCore(EngineCore):
-    """Calls each of `observers` after every step. `check_invariants=True` makes the scheduler check
-    itself before that: slow, and meant for tests."""
+    """Calls each of `observers` after every step; without any, no record is made.
+    `check_invariants=True` makes the scheduler check itself before that: slow, meant for tests."""
 
     def __init__(
         self,
@@ -68,31 +68,31 @@ class RecordingEngineCore(EngineCore):
         self.observers = tuple(observers)
         self.check_invariants = check_invariants
         self.num_steps = 0
+        self.plan: SchedulerOutput  # of the last step, as the next three
+        self._clock: Laps
+        self._output: StepOutput
+        self._results: Sequence[EngineCoreOutput]
 
-    def step(self) -> list[EngineCoreOutput]:
-        clock = Laps()
-        plan = self.scheduler.schedule()
+    def step(self) -> Sequence[EngineCoreOutput]:
+        clock = self._clock = Laps()
+        plan = self.plan = self.scheduler.schedule()
         clock.lap("schedule_ms")
-        output = self.runner.execute(plan).wait()
+        output = self._output = self.runner.execute(plan).wait()
         clock.lap("execute_ms")
-        results = self.scheduler.update_from_output(plan, output)
+        results = self._results = self.scheduler.update_from_output(plan, output)
         clock.lap("update_ms")
         if self.check_invariants:
             self.scheduler.check_invariants()
         self.num_steps += 1
         if self.observers:
-            record = self._record(plan, output, results, clock)
+            record = self.record()
             for observer in self.observers:
                 observer(record)
         return results
 
-    def _record(
-        self,
-        plan: SchedulerOutput,
-        output: StepOutput,
-        results: list[EngineCoreOutput],
-        clock: Laps,
-    ) -> StepRecord:
+    def record(self) -> StepRecord:
+        """Of the last step. O(its requests), so nothing of it is done before somebody asks."""
+        plan, output, results, clock = self.plan, self._output, self._results, self._clock
         num_tokens = plan.num_scheduled_tokens
         starts = dict(zip(num_tokens, plan.start_positions, strict=True))
         num_running, num_waiting = self.scheduler.get_request_counts()

@@ -1,6 +1,8 @@
-"""What a decision costs: `plot_scheduler.py --record control`. Alone:
+"""What the host does for a step: `plot_scheduler.py --record control`. First the schedulers alone,
+then the whole engine around a model that returns the same logits at once. Alone:
 
-python 04_scheduler/lab/plot_scheduler_control.py --profile      where the time goes, 256 running
+python 04_scheduler/lab/plot_scheduler_control.py --profile      where the time goes, 1,024 running
+python 04_scheduler/lab/plot_scheduler_control.py --host         the whole host step, its parts
 """
 
 from __future__ import annotations
@@ -9,17 +11,30 @@ import argparse
 import cProfile
 import pstats
 import random
+import statistics
 import time
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from caching_fcfs_scheduler import CachingFCFSScheduler
+from common.engine import LLMEngine
+from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
+from common.loader import LoadedModel
+from common.model import DecoderModel
+from common.model_config import ModelConfig
+from common.rotary import RopeParameters
+from common.tokenizer import load_tokenizer
 from prefill_first_scheduler import PrefillFirstScheduler
-from request import Request
+from request import Request, SamplingParams
 from scheduler import Scheduler, make_kv_memory
 from scheduler_interface import SchedulerInterface, StepOutput
 
 NUM_RUNNING = (16, 64, 256, 1024, 4096)
 NUM_WAITING = (0, 1000, 100_000)
+NUM_RUNNING_HOST = (256, 1024, 4096)
+HOST_PARTS = ("schedule", "prepare", "sample", "update", "outputs", "whole")
 MAX_TOKENS = 400
 # Reference points of this project, measured on this kind of machine: schedule + update, a decode
 # step, ms.
@@ -69,6 +84,88 @@ def step(scheduler: SchedulerInterface) -> float:
     return elapsed + time.perf_counter() - start
 
 
+# -- the whole host step
+
+
+class FixedLogits(DecoderModel):
+    """A model whose forward costs the host nothing."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self._logits = torch.zeros(max(NUM_RUNNING_HOST), config.vocab_size)
+        self._logits[:, 7] = 1.0
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        logit_indices = inputs[4]
+        return self._logits[: len(logit_indices)]
+
+
+def make_engine(num_running: int) -> LLMEngine:
+    """The engine with everybody running and decoding, at different places in their blocks."""
+    config = ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=64,
+        hidden_size=4,
+        intermediate_size=4,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=2,
+        max_position_embeddings=1024,
+        rms_norm_eps=1e-6,
+        rope=RopeParameters(theta=1e4),
+        tie_word_embeddings=True,
+    )
+    limits = EngineConfig(
+        device="cpu",
+        max_num_seqs=num_running,
+        max_num_batched_tokens=max(8192, 40 * num_running),
+        num_blocks=32 * num_running,
+    )
+    engine = LLMEngine(
+        limits,
+        loaded=LoadedModel(FixedLogits(config), config),
+        tokenizer=load_tokenizer(SHIPPED_CHECKPOINT),
+    )
+    rng = random.Random(0)
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    for i in range(num_running):
+        prompt = [rng.randrange(64) for _ in range(rng.randint(17, 32))]
+        engine.add_request(f"running {i}", prompt, params)
+        if i % 128 == 127:
+            engine.step()
+    for _ in range(2):
+        engine.step()
+    return engine
+
+
+def host_step(engine: LLMEngine) -> dict[str, float]:
+    """Milliseconds of each part of one decode step. `outputs` is what the engine does around the
+    loop of chapter 1; `whole` is all but the model's forward."""
+    start = time.perf_counter()
+    engine.step()
+    total = (time.perf_counter() - start) * 1e3
+    record = engine.core.record()
+    parts = {part: getattr(record, f"{part}_ms") for part in ("schedule", "prepare", "sample")}
+    parts["update"] = record.update_ms
+    whole = total - record.forward_ms
+    return parts | {"outputs": whole - sum(parts.values()), "whole": whole}
+
+
+def measure_host(*, tiny: bool) -> dict[str, dict[str, list[float]]]:
+    """`{number running: {part: microseconds of each step}}`. The sizes take turns."""
+    num_rounds, num_steps = (1, 3) if tiny else (5, 32)
+    sizes = NUM_RUNNING_HOST[: 1 if tiny else None]
+    engines = {str(size): make_engine(size) for size in sizes}
+    found = {size: {part: [] for part in HOST_PARTS} for size in engines}
+    for _ in range(num_rounds):
+        for size, engine in engines.items():
+            for _ in range(num_steps):
+                for part, ms in host_step(engine).items():
+                    found[size][part].append(round(ms * 1e3, 1))
+    return found
+
+
 def measure_control(*, tiny: bool) -> dict:
     """Microseconds of each step. The kinds take turns, a stretch of steps each."""
     num_rounds, num_steps = (1, 3) if tiny else (5, 32)
@@ -92,13 +189,14 @@ def measure_control(*, tiny: bool) -> dict:
         "config": {"clock": "time.perf_counter", "num_steps": num_rounds * num_steps},
         "running_us": running_us,
         "waiting_us": waiting_us,
+        "host_us": measure_host(tiny=tiny),
         "elsewhere_ms": ELSEWHERE_MS,
     }
 
 
 def profile() -> None:
-    scheduler = KINDS["two phases"](256)
-    fill(scheduler, 256, 0)
+    scheduler = KINDS["two phases"](1024)
+    fill(scheduler, 1024, 0)
     with cProfile.Profile() as profiler:
         for _ in range(200):
             step(scheduler)
@@ -108,5 +206,11 @@ def profile() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--profile", action="store_true")
-    if parser.parse_args().profile:
+    parser.add_argument("--host", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.profile:
         profile()
+    if arguments.host:
+        for size, parts in measure_host(tiny=False).items():
+            shown = (f"{part} {statistics.median(us) / 1e3:.2f}" for part, us in parts.items())
+            print(f"{size} running, median ms:", *shown)

@@ -117,7 +117,13 @@ def tables_of_control(record: dict) -> dict[str, str]:
         [f"256 running, {policy}", *(cell(times) for times in by_queue.values())]
         for policy, by_queue in record["waiting_us"].items()
     ]
-    return {
+    host_head = ["ms of a decode step", *(f"{int(n):,} running" for n in record.get("host_us", ()))]
+    parts = {part: None for by_part in record.get("host_us", {}).values() for part in by_part}
+    host = [
+        [part, *(cell(by_part[part]) for by_part in record["host_us"].values())] for part in parts
+    ]
+    tables = {"host": markdown_table(host_head, host)} if host else {}
+    return tables | {
         "control": markdown_table(head, rows),
         "waiting": markdown_table(["ms", *(f"{int(n):,} waiting" for n in queues)], waiting),
     }

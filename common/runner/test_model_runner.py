@@ -3,6 +3,8 @@ model."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -222,11 +224,15 @@ def test_what_follows_a_stop_string_is_cut_with_its_logprobs() -> None:
 
     asked = []
 
-    def num_wanted(req_id: str, tokens: list[int]) -> int:
-        asked.append((req_id, list(tokens)))
-        return 2
+    class Member(NamedTuple):
+        name: str
 
-    output = TrimmingRunner(Runs(), num_wanted).execute(SchedulerOutput()).wait()
+        def num_wanted(self, tokens: list[int]) -> int:
+            asked.append((self.name, list(tokens)))
+            return 2
+
+    members = {name: Member(name) for name in "abc"}
+    output = TrimmingRunner(Runs(), members).execute(SchedulerOutput()).wait()
     assert output.token_ids == {"a": [1, 2], "b": [4, 5], "c": [6]}
     assert output.logprobs == {"a": ["x", "y"]}
     assert asked == [("a", [1, 2, 3]), ("b", [4, 5])], "a single token is wanted in any case"

@@ -1,28 +1,28 @@
 """A step of several tokens may run past a stop string: what is behind it is nobody's.
 
 Only the text shows where that is, and the text is the engine's. So a runner whose requests are
-guessed on (chapter 5) is wrapped in this one, before anybody counts the tokens or guesses again."""
+guessed on (chapter 5) is wrapped in this one, before anybody counts the tokens, publishes their
+blocks or guesses again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
+from common.outputs import OutputProcessor
 from scheduler_interface import FinishedStep, ModelRunner, SchedulerOutput
 
 
 class TrimmingRunner:
-    """A `ModelRunner`. `num_wanted(request_id, token_ids)` says how many tokens of a run are in
-    front of a stop string's end."""
+    """A `ModelRunner`. `members` are those of the engine's open requests, by id."""
 
-    def __init__(self, runner: ModelRunner, num_wanted: Callable[[str, list[int]], int]) -> None:
-        self.runner = runner
-        self.num_wanted = num_wanted
+    def __init__(self, runner: ModelRunner, members: Mapping[str, OutputProcessor]) -> None:
+        self.runner, self.members = runner, members
 
     def execute(self, plan: SchedulerOutput) -> FinishedStep:
         output = self.runner.execute(plan).wait()
         for req_id, tokens in output.token_ids.items():
             if len(tokens) > 1:
-                num_wanted = self.num_wanted(req_id, tokens)
+                num_wanted = self.members[req_id].num_wanted(tokens)
                 del tokens[num_wanted:]
                 if req_id in output.logprobs:
                     del output.logprobs[req_id][num_wanted:]

@@ -3,7 +3,9 @@ NumPy, calls that are interrupted. After each the engine still serves everybody 
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +21,9 @@ from common.loader import load_model
 from common.outputs import RequestOutput
 from common.tests.engine_oracle import Oracle, checked_engine, finish, paged_runner
 from common.tests.model_cases import tiny_config
+from common.tokenizer import IncrementalDetokenizer
 from request import SamplingParams
+from step_record import RecordingEngineCore
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -39,7 +43,7 @@ def must_be_empty(engine: LLMEngine) -> None:
     engine.step()  # tells the runner who has finished
     engine.check_invariants()
     state = paged_runner(engine).state
-    assert not engine._groups and not engine._owners
+    assert not engine._groups and not engine._members
     assert not state.requests
     assert len(set(state._free_rows)) == len(state._free_rows) == len(state.block_tables)
     assert engine.stats().kv_blocks_in_use == 0
@@ -427,3 +431,39 @@ def test_a_step_that_raises_ends_its_requests_and_nothing_else(
         assert outputs[str(i)].finish_reason == reason
         assert outputs[str(i)].token_ids == random_oracle.expected(i, num_tokens)
     assert engine.stats().num_aborted == 2
+
+
+@pytest.mark.parametrize("speculative", [None, {"method": "ngram"}])
+def test_an_engine_that_nobody_holds_is_gone_at_once(random_loaded, speculative) -> None:
+    """What the first engine of a process is made of is hidden from Python's collector: a circle of
+    references in it would keep its KV memory for ever."""
+    engine = make_engine(random_loaded, speculative=speculative)
+    engine.generate_batch([[1, 2, 3]], GREEDY)
+    parts = [weakref.ref(part) for part in (engine, engine.kv_cache, engine.scheduler)]
+    gc.disable()
+    try:
+        del engine
+        assert [part() for part in parts] == [None, None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_step_makes_no_record_and_no_text_for_who_asks_for_none(
+    shipped_loaded, shipped_tokenizer, monkeypatch
+) -> None:
+    engine = LLMEngine(loaded=shipped_loaded, tokenizer=shipped_tokenizer)
+    read, append = [], IncrementalDetokenizer.append
+
+    def watched(self: IncrementalDetokenizer, token_id: int):
+        read.append(token_id)
+        return append(self, token_id)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "append", watched)
+    monkeypatch.setattr(RecordingEngineCore, "record", None)  # it would be called
+    engine.add_request("a", "def f(", GREEDY)
+    outputs = [output for _ in range(9) for output in engine.step()]
+    assert outputs[-1].finished and read == []
+    completion = outputs[-1].outputs[0]
+    assert completion.text == shipped_tokenizer.decode(completion.token_ids)
+    assert read == completion.token_ids and len(read) == 8
+    assert completion.text and len(read) == 8, "once"
