@@ -108,7 +108,7 @@ def tables_of_control(record: dict) -> dict[str, str]:
         for name, by_size in record["running_us"].items()
     ]
     rows += [
-        [name, *(points.get(size, "") for size in sizes)]
+        [name, *(points.get(str(size), "") for size in sizes)]
         for name, points in record["elsewhere_ms"].items()
     ]
     head = ["ms, schedule + update", *(f"{int(size):,} running" for size in sizes)]
