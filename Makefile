@@ -59,7 +59,7 @@ matrix: say-matrix $(STAMP)
 lint: say-lint $(STAMP)
 	@$(PY) -m ruff check --no-cache . && $(PY) -m ruff format --check . || \
 	  { echo "make lint: failed. 'make format' repairs most of it; the rest is listed above."; exit 1; }
-	@$(VENV)/bin/basedpyright --pythonpath $(PY) || \
+	@$(VENV)/bin/basedpyright --project pyproject.toml --pythonpath $(PY) || \
 	  { echo "make lint: the types do not fit. Each line above names file, line and rule; repair it by hand."; \
 	    exit 1; }
 
