@@ -33,7 +33,7 @@ from common.engine_config import EngineConfig, SpeculativeConfig
 from common.kv_sizing import allocate_kv_cache, make_kv_cache
 from common.loader import LoadedModel
 from common.runner.batch_state import BatchState
-from common.runner.model_runner import Compose, PagedModelRunner
+from common.runner.model_runner import BatchSampler, Compose, PagedModelRunner
 from common.sampling.sampler import Sampler
 from kv_memory import KVMemory, UncachedKVCacheManager
 from paged_attention import AttentionBackend, PagedKVCache, TorchAttentionBackend
@@ -113,21 +113,26 @@ def assemble(
 
     max_blocks = -(-max_model_len // config.block_size)
     state = BatchState(config.max_num_seqs, max_blocks, loaded.generation_eos_token_ids)
+    sampler: BatchSampler = Sampler(vocab_size)
+    how, proposer = config.speculation, None
+    if how is not None:
+        proposer = make_proposer(
+            how, loaded, draft, kv_cache, attention.backend, state, max_model_len, vocab_size
+        )
+        sampler = make_verifier(vocab_size, proposer, attention.is_triton)
     runner = PagedModelRunner(
         loaded.model,
         kv_cache,
         attention.backend,
         state,
-        Sampler(vocab_size),
+        sampler,
         compose=attention.compose,
         shuffle_seed=config.seed if config.shuffle_batch else None,
     )
     speculation = num_lookahead_tokens = None
-    if config.speculation is not None:
-        speculation = make_speculation(
-            config, loaded, draft, runner, vocab_size, attention.is_triton, members
-        )
-        num_lookahead_tokens = speculation.proposer.num_lookahead_tokens
+    if how is not None and proposer is not None:
+        speculation = make_speculation(how, proposer, runner, state, members)
+        num_lookahead_tokens = proposer.num_lookahead_tokens
     scheduler = make_scheduler(config, max_model_len, kv_memory, chunk_policy, num_lookahead_tokens)
     observers: list[Observer] = []
     if connector is not None:
@@ -339,45 +344,45 @@ def make_compiled_attention(
 # -- guesses
 
 
-def make_speculation(
-    config: EngineConfig,
-    loaded: LoadedModel,
-    draft: LoadedModel | None,
-    runner: PagedModelRunner,
-    vocab_size: int,
-    is_triton: bool,
-    members: Mapping[str, OutputProcessor],
-) -> SpeculatingRunner:
-    """A runner that guesses around `runner`, which gets a sampler that verifies: with kernels where
-    attention is one."""
-    from common.runner.trimming_runner import TrimmingRunner
+def make_verifier(vocab_size: int, proposer: Proposer, is_triton: bool) -> BatchSampler:
+    """A sampler that verifies guesses: with kernels where attention is one."""
     from common.sampling.speculative_sampler import SpeculativeSampler
-    from speculating_runner import FixedLength, SpeculatingRunner
 
-    how = config.speculation
-    assert how is not None
-    proposer = make_proposer(config, how, loaded, draft, runner, vocab_size)
     rules: dict[str, Any] = {}
     if is_triton:
         import rejection_sampler_triton as kernels
 
         rules["reject"] = kernels.rejection_sample_triton
         rules["match"] = kernels.rejection_sampling_batched_triton
-    runner.sampler = SpeculativeSampler(Sampler(vocab_size), proposer.draft_probs, **rules)
+    return SpeculativeSampler(Sampler(vocab_size), proposer.draft_probs, **rules)
+
+
+def make_speculation(
+    how: SpeculativeConfig,
+    proposer: Proposer,
+    runner: PagedModelRunner,
+    state: BatchState,
+    members: Mapping[str, OutputProcessor],
+) -> SpeculatingRunner:
+    from common.runner.trimming_runner import TrimmingRunner
+    from speculating_runner import FixedLength, SpeculatingRunner
+
     length = FixedLength(how.num_spec_tokens)
     if how.adaptive:
         from adaptive_length import AdaptiveLength
 
         length = AdaptiveLength(how.num_spec_tokens)
-    return SpeculatingRunner(TrimmingRunner(runner, members), proposer, length, runner.state)
+    return SpeculatingRunner(TrimmingRunner(runner, members), proposer, length, state)
 
 
 def make_proposer(
-    config: EngineConfig,
     how: SpeculativeConfig,
     loaded: LoadedModel,
     draft: LoadedModel | None,
-    runner: PagedModelRunner,
+    kv_cache: PagedKVCache,
+    backend: AttentionBackend,
+    state: BatchState,
+    max_model_len: int,
     vocab_size: int,
 ) -> Proposer:
     """Who guesses. Raises `ValueError` if the draft model has other tokens."""
@@ -394,13 +399,12 @@ def make_proposer(
             f"model of speculative has a vocabulary of {draft.config.vocab_size} tokens: it "
             f"must be the target's, {loaded.config.vocab_size}"
         )
-    longest = config.max_model_len or loaded.config.max_position_embeddings
     return DraftModelProposer(
         draft.model,
-        allocate_kv_cache(draft, runner.kv_cache.num_blocks, config.block_size),
-        runner.backend,
-        runner.state,
+        allocate_kv_cache(draft, kv_cache.num_blocks, kv_cache.block_size),
+        backend,
+        state,
         how.num_spec_tokens,
-        max_model_len=min(longest, draft.config.max_position_embeddings),
-        sampler=ConstrainedDrafts(Sampler(vocab_size), runner.state.sampling, runner.state),
+        max_model_len=min(max_model_len, draft.config.max_position_embeddings),
+        sampler=ConstrainedDrafts(Sampler(vocab_size), state.sampling, state),
     )

@@ -33,14 +33,14 @@ def test_the_engine_says_the_same_with_kernels(tmp_path, monkeypatch):
     weight = draft.model.lm_head.weight
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
     weight.data += 0.3 * weight.std() * noise
-    make, results = assembly.make_speculation, []
+    make, results = assembly.make_verifier, []
     for is_triton in (False, True):
 
         def make_with(*args, choice=is_triton):
-            *known, _, num_wanted = args
-            return make(*known, choice, num_wanted)
+            *known, _ = args
+            return make(*known, choice)
 
-        monkeypatch.setattr(assembly, "make_speculation", make_with)
+        monkeypatch.setattr(assembly, "make_verifier", make_with)
         config = EngineConfig(
             num_blocks=100,
             speculative={"method": "draft", "num_spec_tokens": 2, "adaptive": False},
