@@ -60,4 +60,5 @@ class FCFSScheduler(SchedulerBooks):
         super().check_invariants()
         assert len(self.running) <= self.max_num_batched_tokens
         for request in self.running.values():
-            assert request.num_tokens - request.num_computed_tokens == 1, repr(request)
+            num_known = request.num_tokens + request.num_pending_tokens
+            assert num_known - request.num_computed_tokens == 1, repr(request)

@@ -10,10 +10,13 @@
         +----------------------------+---------------------+
                        ^ num_computed_tokens
 
-A step computes some of the positions between the two; there is no "prefill" or "decode" state.
-Invariants: `0 <= num_computed_tokens <= num_tokens`; `all_token_ids` is the prompt followed by the
-outputs; a finished request never changes again. (vLLM V1 has the same two counters. SGLang keeps
-extend and decode batches apart, nano-vllm tells the phases apart by an argument.)"""
+A step computes some of the positions between the two; there is no "prefill" or "decode" state. A
+loop that plans a step before it has read the last one's tokens counts these too, as
+`num_pending_tokens`; in any other it is 0.
+Invariants: `0 <= num_computed_tokens <= num_tokens + num_pending_tokens`; `all_token_ids` is the
+prompt followed by the outputs; a finished request never changes again. (vLLM V1 has the same two
+counters. SGLang keeps extend and decode batches apart, nano-vllm tells the phases apart by an
+argument.)"""
 
 from __future__ import annotations
 
@@ -173,6 +176,7 @@ class Request:
         self.output_token_ids: list[int] = []
         self.all_token_ids = list(prompt_token_ids)
         self.num_computed_tokens = 0
+        self.num_pending_tokens = 0  # sampled by steps that are under way, and not known here yet
         self.num_cached_tokens = 0  # chapter 3: of them, those that were found in a cache
         self.num_preemptions = 0  # chapter 4
         self.decide_at = 0  # chapter 4: steps before this position are routine
@@ -242,7 +246,7 @@ class Request:
 
     def check_invariants(self) -> None:
         shown, max_tokens = repr(self), self.max_tokens
-        assert 0 <= self.num_computed_tokens <= self.num_tokens, shown
+        assert 0 <= self.num_computed_tokens <= self.num_tokens + self.num_pending_tokens, shown
         assert self.all_token_ids == self.prompt_token_ids + self.output_token_ids, shown
         assert self.num_output_tokens <= max_tokens <= self.sampling_params.max_tokens, shown
 

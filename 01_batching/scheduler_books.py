@@ -222,7 +222,8 @@ class SchedulerBooks:
             assert not request.is_finished, repr(request)
         for request in self.running.values():
             assert request.status == RequestStatus.RUNNING, repr(request)
-            assert request.num_computed_tokens < request.num_tokens, f"nothing to do: {request!r}"
+            num_known = request.num_tokens + request.num_pending_tokens
+            assert request.num_computed_tokens < num_known, f"nothing to do: {request!r}"
             assert self.delta.knows(request.request_id), repr(request)
         for request in waiting.values():
             assert request.status != RequestStatus.RUNNING, repr(request)

@@ -12,11 +12,13 @@ on the first plan after it ended. (vLLM sends the same classes to its workers.)"
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from request import Request, RequestStatus, SamplingParams
+
+PENDING = -1  # in place of a token that is sampled in a step that is under way
 
 
 @dataclass(slots=True)
@@ -35,7 +37,8 @@ class CachedRequestData:
     """What changed about requests that the runner knows. All lists run parallel to `req_ids`."""
 
     req_ids: list[str] = field(default_factory=list)
-    new_token_ids: list[list[int]] = field(default_factory=list)  # since it was last sent: mostly 1
+    # Since it was last sent: mostly 1. A last one that is `PENDING` the runner has sampled itself.
+    new_token_ids: list[list[int]] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=list)  # before this step
     num_output_tokens: list[int] = field(default_factory=list)
     new_block_ids: list[list[int]] = field(default_factory=list)  # chapter 2
@@ -74,6 +77,7 @@ class SchedulerOutput:
     scheduled_requests: list[Request] = field(default_factory=list)
     start_positions: list[int] = field(default_factory=list)  # first position that each computes
     preempted_requests: list[Request] = field(default_factory=list)  # chapter 4
+    decided_req_ids: Collection[str] = ()  # chapter 4: all others take a routine step
     num_recomputed_tokens: int = 0  # chapter 4
     num_kv_blocks_in_use: int = 0  # chapter 2
 

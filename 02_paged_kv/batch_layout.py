@@ -13,6 +13,7 @@ the columns in which the runner keeps them (`block_delta.py`); no list is walked
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,6 +77,23 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     asynchronous copy still reads it."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def from_device(tensor: torch.Tensor) -> Callable[[], np.ndarray]:
+    """A copy that begins now, behind the work that is under way and no later. Called, it waits for
+    its end."""
+    if not tensor.is_cuda:
+        return tensor.numpy
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    is_over = torch.cuda.Event()
+    is_over.record()
+
+    def read() -> np.ndarray:
+        is_over.synchronize()
+        return copy.numpy()
+
+    return read
 
 
 def all_to_device(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:

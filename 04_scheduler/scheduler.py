@@ -110,6 +110,8 @@ class Scheduler(SchedulerBase):
             step.add(request, num_tokens)
             if num_behind == 1:
                 request.decide_at = self.next_decision(request)
+                if request.num_computed_tokens < request.decide_at:
+                    step.decided.remove(request.request_id)
 
     def _num_tokens_for(
         self, request: Request, running: Sequence[Request], index: int, step: StepPlan

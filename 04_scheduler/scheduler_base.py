@@ -147,7 +147,9 @@ class SchedulerBase(SchedulerBooks):
 
     def num_behind(self, request: Request) -> int:
         """Tokens that a running request has to compute."""
-        return len(request.all_token_ids) - request.num_computed_tokens
+        num_known = len(request.all_token_ids) + request.num_pending_tokens
+        # The last token is never fed back: while it is pending, nothing is left to compute.
+        return min(num_known, request.max_num_tokens - 1) - request.num_computed_tokens
 
     def look_up(self, request: Request) -> ComputedBlocks | NotReady:
         """What of a waiting request need not be computed. Nothing keeps it: look up again before
@@ -226,6 +228,7 @@ class SchedulerBase(SchedulerBooks):
         num_recomputed = self._stats.total_recomputed_tokens - self._num_recomputed_before
         plan = self.make_plan(step.num_tokens)
         plan.preempted_requests, plan.num_recomputed_tokens = step.preempted, num_recomputed
+        plan.decided_req_ids = step.decided
         plan.num_kv_blocks_in_use = self.kv_memory.num_blocks_in_use
         plan.block_moves = self.kv_memory.take_block_moves()
         self._stats.total_scheduled += len(step.num_tokens)
@@ -241,7 +244,9 @@ class SchedulerBase(SchedulerBooks):
     def update_from_output(self, plan: SchedulerOutput, output: StepOutput) -> StepResults:
         """A routine step's token is appended; what all others have brought is decided on."""
         results = StepResults(list(plan.num_scheduled_tokens), output.token_ids)
-        token_ids, noted = output.token_ids, output.logprobs.keys() | output.errors.keys()
+        token_ids, noted = output.token_ids, {*output.logprobs, *output.errors}
+        noted.update(plan.decided_req_ids)
+        gone = set[str]()
         rows = zip(
             plan.scheduled_requests, plan.start_positions, plan.num_scheduled_tokens.values()
         )
@@ -256,8 +261,10 @@ class SchedulerBase(SchedulerBooks):
             if request.status < _FINISHED:
                 end = start + num_tokens
                 results.decided[request_id] = self.take_tokens(request, start, end, output)
-            else:  # it was aborted between schedule and update
-                results.request_ids.remove(request_id)
+            else:  # it has ended between schedule and update
+                gone.add(request_id)
+        if gone:
+            results.request_ids = [name for name in results.request_ids if name not in gone]
         return results
 
     def positions_written(self, request: Request, start: int, end: int) -> None:

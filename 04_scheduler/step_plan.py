@@ -23,6 +23,7 @@ class StepPlan:
 
     budget: int
     num_tokens: dict[str, int] = field(default_factory=dict)
+    decided: set[str] = field(default_factory=set)  # of them, all but the routine ones
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     num_left: dict[str, int] = field(default_factory=dict)  # of those that got less than they need
@@ -32,6 +33,7 @@ class StepPlan:
     def add(self, request: Request, num_tokens: int, num_left: int = 0) -> None:
         """Compute so many tokens of it. `num_left` have to wait for another step."""
         self.num_tokens[request.request_id] = num_tokens
+        self.decided.add(request.request_id)
         self.budget -= num_tokens
         if num_left:
             self.num_left[request.request_id] = num_left
@@ -51,7 +53,8 @@ class StepPlan:
         if not self._num_decodes:
             counts = [0]
             for request in reversed(running[1:]):
-                counts.append(counts[-1] + (request.num_tokens - request.num_computed_tokens == 1))
+                num_known = request.num_tokens + request.num_pending_tokens
+                counts.append(counts[-1] + (num_known - request.num_computed_tokens == 1))
             self._num_decodes = counts[::-1]
         return self._num_decodes[index]
 

@@ -27,7 +27,8 @@ from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
 from request import Request, RequestStatus, SamplingParams
 from scheduler import Scheduler
-from scheduler_interface import StepOutput
+from scheduler_base import SchedulerBase
+from scheduler_interface import SchedulerOutput, StepOutput
 from scheduler_steps import preempting
 from sglang_policies import POLICIES, policy_over
 
@@ -79,31 +80,53 @@ class World:
         self.runner = FakeModelRunner(memory.block_size, VOCAB)
         self.said: dict[str, list[int]] = {}
         self.finished: dict[str, tuple[Request, str]] = {}
-        self.pending = None
+        self.pending: SchedulerOutput | None = None
+
+    @property
+    def plans(self) -> list[SchedulerOutput]:
+        """Of the steps under way."""
+        return [] if self.pending is None else [self.pending]
+
+    @property
+    def may_schedule(self) -> bool:
+        return self.pending is None
+
+    @property
+    def is_settled(self) -> bool:
+        """Must the invariants hold now?"""
+        return self.pending is None
 
     def add(self, request: Request) -> None:
         self.scheduler.add_request(request)
         self.said[request.request_id] = []
 
     def schedule(self) -> None:
+        self.pending = self.plan()
+
+    def plan(self) -> SchedulerOutput:
         num_before = {r: q.num_computed_tokens for r, q in self.scheduler.running.items()}
-        output = self.pending = self.scheduler.schedule()
+        output = self.scheduler.schedule()
         assert output.total_tokens <= self.scheduler.max_num_batched_tokens
         assert len(self.scheduler.running) <= self.scheduler.max_num_seqs
         admitted = self.scheduler.running.keys() - num_before.keys()
         victims = {r.request_id for r in output.preempted_requests}
-        has_priorities = isinstance(self.scheduler.waiting.policy, PriorityPolicy)
+        has_priorities = isinstance(getattr(self.scheduler.waiting, "policy", None), PriorityPolicy)
         assert not victims or not admitted or has_priorities, "Trap 21"
         assert victims.isdisjoint(output.num_scheduled_tokens), "Trap 21"
         if not isinstance(self.scheduler, Scheduler):
-            return  # in a prefill, those who decode wait
+            return output  # in a prefill, those who decode wait
         # Whoever runs and was not preempted gets something, as long as the budget lasts (Trap 20).
         skipped = self.scheduler.running.keys() - output.num_scheduled_tokens.keys()
+        skipped = [r for r in skipped if self.scheduler.num_behind(self.scheduler.running[r])]
         assert not skipped or output.total_tokens == self.scheduler.max_num_batched_tokens
+        return output
 
     def update(self) -> None:
         output, self.pending = self.pending, None
-        sampled = self.runner.execute(output).wait()
+        assert output is not None
+        self.take(output, self.runner.execute(output).wait())
+
+    def take(self, output: SchedulerOutput, sampled: StepOutput) -> None:
         for result in self.scheduler.update_from_output(output, sampled):
             self.said[result.request_id] += result.new_token_ids
             if result.finish_reason:
@@ -112,9 +135,12 @@ class World:
                 )
                 self.finished[result.request_id] = (request, result.finish_reason)
 
-    def step(self) -> None:
+    def advance(self) -> None:
         self.schedule()
         self.update()
+
+    def step(self) -> None:
+        self.advance()
         self.check()
 
     def check(self) -> None:
@@ -127,8 +153,8 @@ class World:
             said = self.said[request.request_id]
             expected = continuation(request.prompt_token_ids, len(said), VOCAB)
             assert said == expected == request.output_token_ids, request
-            bound = self.scheduler.max_preemptions
-            assert self.scheduler.preempt_every or request.num_preemptions <= bound
+            if isinstance(self.scheduler, SchedulerBase) and not self.scheduler.preempt_every:
+                assert request.num_preemptions <= self.scheduler.max_preemptions
 
     def check_end(self) -> None:
         """Everything finished: nothing is held, and every token is accounted for."""
@@ -136,13 +162,18 @@ class World:
             expected = continuation(request.prompt_token_ids, request.max_tokens, VOCAB)
             assert self.said[request.request_id] == expected, request
         assert self.scheduler.kv_memory.num_blocks_in_use == 0
+        if not isinstance(self.scheduler, SchedulerBase):
+            return
         stats = self.scheduler.get_stats()
         assert (stats.num_running, stats.num_waiting, stats.num_preempted) == (0, 0, 0)
         assert stats.total_finished == len(self.finished)
         if not stats.total_aborted:
             needed = sum(r.num_tokens - 1 for r, _ in self.finished.values())
             assert stats.total_scheduled_tokens == (
-                needed - stats.total_cached_tokens + stats.total_recomputed_tokens
+                needed
+                - stats.total_cached_tokens
+                + stats.total_recomputed_tokens
+                + getattr(self.scheduler, "num_discarded_tokens", 0)
             )
 
 
@@ -285,17 +316,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.add(request)
         self.num_requests += 1
 
-    @precondition(lambda self: self.world.pending is None)
+    @precondition(lambda self: self.world.may_schedule)
     @rule()
     def schedule(self):
         self.world.schedule()
 
-    @precondition(lambda self: self.world.pending is not None)
+    @precondition(lambda self: self.world.plans)
     @rule()
     def update(self):
         self.world.update()
 
-    @precondition(lambda self: self.world.pending is None)
+    @precondition(lambda self: self.world.may_schedule)
     @rule()
     def step(self):
         self.world.step()
@@ -316,18 +347,20 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self):
-        if getattr(self, "world", None) is not None and self.world.pending is None:
+        if getattr(self, "world", None) is not None and self.world.is_settled:
             self.world.check()
 
     def teardown(self):
         if getattr(self, "world", None) is None:
             return
-        if self.world.pending is not None:
+        if self.world.plans and not self.world.may_schedule:
             self.world.update()
         for _ in range(1000):
             if not self.world.scheduler.has_unfinished_requests():
                 break
             self.world.step()
+        while self.world.plans:
+            self.world.update()
         assert not self.world.scheduler.has_unfinished_requests(), "somebody starves"
         assert self.world.scheduler.kv_memory.num_blocks_in_use == 0
 
@@ -355,7 +388,8 @@ def fingerprint(world: World, num_added: int) -> tuple:
             request.status,
             request.num_computed_tokens,
             request.num_tokens,
-            min(request.num_preemptions, scheduler.max_preemptions),
+            request.num_pending_tokens,
+            min(request.num_preemptions, getattr(scheduler, "max_preemptions", 0)),
             tuple(name(b) for b in scheduler.kv_memory.get_block_ids(request_id)),
         )
         for request_id, request in sorted(scheduler.requests.items())
@@ -365,13 +399,13 @@ def fingerprint(world: World, num_added: int) -> tuple:
     if cache is not None:
         cached = tuple(sorted((p.token_ids, p.num_users) for p in cache.cached_prefixes()))
     order = (tuple(scheduler.running), tuple(r.request_id for r in scheduler.waiting))
-    plan = None if world.pending is None else tuple(world.pending.num_scheduled_tokens.items())
-    return (num_added, states, order, cached, plan, *_batches(scheduler))
+    plans = [tuple(plan.num_scheduled_tokens.items()) for plan in world.plans]
+    return (num_added, states, order, cached, tuple(plans), *_batches(scheduler))
 
 
 def _batches(scheduler) -> tuple:
     """What the prefill-first scheduler has besides."""
-    if isinstance(scheduler, Scheduler):
+    if not isinstance(scheduler, PrefillFirstScheduler):
         return ()
     last = scheduler.last_batch
     batches = [
@@ -395,13 +429,12 @@ def successors(world: World, num_added: int, prompts: list[tuple[list[int], int,
         tokens, max_tokens, priority = prompts[num_added]
         request = Request.from_tokens(f"r{num_added}", tokens, max_tokens, priority, 0.0)
         yield then(lambda other: other.add(request)), num_added + 1
-    if world.pending is None:
-        yield then(World.schedule), num_added
+    if world.may_schedule:
+        yield then(lambda other: other.schedule()), num_added
         if world.scheduler.running:
-            victim = next(reversed(world.scheduler.running))
-            yield then(lambda other: _preempt(other, victim)), num_added
-    else:
-        yield then(World.update), num_added
+            yield then(_preempt), num_added
+    if world.plans:
+        yield then(lambda other: other.update()), num_added
     for request_id in world.scheduler.requests:
         for status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_STOPPED):
             yield (
@@ -410,11 +443,13 @@ def successors(world: World, num_added: int, prompts: list[tuple[list[int], int,
             )
 
 
-def _preempt(world: World, request_id: str) -> None:
-    """Between two steps; the prefill-first scheduler has batches to keep, so it does it in one."""
+def _preempt(world: World) -> None:
+    """Between two steps. In one, if the scheduler has batches to keep, or steps are under way."""
     scheduler = world.scheduler
-    if isinstance(scheduler, Scheduler):
-        return scheduler.preempt(scheduler.running[request_id])
+    if not isinstance(scheduler, SchedulerBase):
+        return world.schedule()
+    if type(scheduler) is Scheduler:
+        return scheduler.preempt(scheduler.running[next(reversed(scheduler.running))])
     with preempting(scheduler):
         world.schedule()
 
@@ -475,10 +510,12 @@ def _explore(world: World, prompts: list[tuple[list[int], int, int]]) -> None:
             if state in seen:
                 continue
             seen.add(state)
-            if other.pending is None:
+            if other.is_settled:
                 _check_without_bound(other)
-            kinds["preempted"] += any(r.num_preemptions for r in other.scheduler.requests.values())
-            kinds["planned"] += other.pending is not None
+            if isinstance(world.scheduler, SchedulerBase):
+                was_preempted = any(r.num_preemptions for r in other.scheduler.requests.values())
+                kinds["preempted"] += was_preempted
+            kinds["planned"] += bool(other.plans)
             kinds["side by side"] += len(other.scheduler.running) > 1
             if len(seen) % 7 == 0:  # liveness: most states share their ends
                 _run_to_the_end(copy.deepcopy(other))
@@ -492,12 +529,13 @@ def _check_without_bound(world: World) -> None:
 
 
 def _run_to_the_end(world: World) -> None:
-    if world.pending is not None:
+    if world.plans and not world.may_schedule:
         world.update()
     for _ in range(60):
         if not world.scheduler.has_unfinished_requests():
             break
-        world.schedule()
+        world.advance()
+    while world.plans:
         world.update()
     assert not world.scheduler.has_unfinished_requests(), f"stuck: {world.scheduler.requests}"
     assert world.scheduler.kv_memory.num_blocks_in_use == 0

@@ -22,10 +22,12 @@ it. A part that is not chosen is not imported either."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from batch_layout import compose_in_order
 from block_pool import BlockPool
@@ -33,8 +35,8 @@ from common.engine_config import EngineConfig, SpeculativeConfig
 from common.kv_sizing import allocate_kv_cache, make_kv_cache
 from common.loader import LoadedModel
 from common.runner.batch_state import BatchState
-from common.runner.model_runner import BatchSampler, Compose, PagedModelRunner
-from common.sampling.sampler import Sampler
+from common.runner.model_runner import Compose, PagedModelRunner
+from common.sampling.sampler import BatchSampler, Sampler
 from kv_memory import KVMemory, UncachedKVCacheManager
 from paged_attention import AttentionBackend, PagedKVCache, TorchAttentionBackend
 from scheduler_interface import SchedulerInterface
@@ -133,13 +135,20 @@ def assemble(
     if how is not None and proposer is not None:
         speculation = make_speculation(how, proposer, runner, state, members)
         num_lookahead_tokens = proposer.num_lookahead_tokens
-    scheduler = make_scheduler(config, max_model_len, kv_memory, chunk_policy, num_lookahead_tokens)
+    overlaps = is_overlapped(config, runner.device)
+    scheduler = make_scheduler(
+        config, max_model_len, kv_memory, chunk_policy, num_lookahead_tokens, overlaps
+    )
     observers: list[Observer] = []
     if connector is not None:
         observers.append(partial(wait_for_loads, kv_memory))
     if config.target_step_ms is not None:
         observers.append(partial(tell_durations, chunk_policy))
-    core = RecordingEngineCore(scheduler, speculation or runner, observers)
+    if overlaps:
+        has_loads = connector is not None
+        core = make_overlapped_core(scheduler, runner, observers, kv_memory, has_loads)
+    else:
+        core = RecordingEngineCore(scheduler, speculation or runner, observers)
     return EngineParts(core, kv_memory, kv_cache, max_model_len, vocab_size, connector, speculation)
 
 
@@ -152,13 +161,14 @@ def make_scheduler(
     kv_memory: KVMemory,
     chunk_policy: ChunkPolicy | None,
     num_lookahead_tokens: int | None,
+    overlaps: bool = False,
 ) -> SchedulerInterface:
     """`num_lookahead_tokens` is None if nobody guesses."""
     limits = (config.max_num_seqs, config.max_num_batched_tokens)
     if config.scheduler == "fcfs":
         from caching_fcfs_scheduler import CachingFCFSScheduler
 
-        return CachingFCFSScheduler(kv_memory, *limits, max_model_len)
+        return _kind(CachingFCFSScheduler, overlaps)(kv_memory, *limits, max_model_len)
     options: dict[str, Any] = {
         "policy": make_policy(config, kv_memory),
         "max_model_len": max_model_len,
@@ -186,7 +196,15 @@ def make_scheduler(
             from scheduler import Scheduler as Chosen
         else:
             from speculative_scheduler import SpeculativeScheduler as Chosen
-    return Chosen(*limits, **options)
+    return _kind(Chosen, overlaps)(*limits, **options)
+
+
+def _kind(scheduler: type, overlaps: bool) -> Callable[..., Any]:
+    if not overlaps:
+        return scheduler
+    from overlapped_books import overlapped
+
+    return overlapped(scheduler)
 
 
 def make_policy(config: EngineConfig, kv_memory: KVMemory) -> str | SchedulePolicy:
@@ -218,6 +236,42 @@ def tell_durations(policy: Any, record: StepRecord) -> None:
     """An observer for chunks that learn what steps take."""
     starts, num_tokens = record.start_positions, record.num_scheduled_tokens
     policy.observe_step([starts[r] for r in num_tokens], num_tokens.values(), record.step_ms)
+
+
+# -- the loop
+
+
+def is_overlapped(config: EngineConfig, device: torch.device) -> bool:
+    """Whether a step is planned while the one before it runs. Where that is not possible, each is
+    over first, which is announced."""
+    if not config.wants_overlap(device):
+        return False
+    for name in ("speculative", "target_step_ms"):
+        if getattr(config, name) is not None:
+            logger.warning(
+                "overlap_scheduling has no effect with %s: each step is over before the next one "
+                "is planned",
+                name,
+            )
+            return False
+    return True
+
+
+def make_overlapped_core(
+    scheduler: Any,
+    runner: PagedModelRunner,
+    observers: list[Observer],
+    kv_memory: Any,
+    has_loads: bool,
+) -> RecordingEngineCore:
+    from common.runner.overlap import OverlappedEngineCore, ThreadedRunner
+
+    is_queued = runner.device.type != "cpu"  # by itself
+    begun = runner if is_queued else ThreadedRunner(runner)
+    core = OverlappedEngineCore(scheduler, begun, observers)
+    if has_loads:
+        kv_memory.wait_for_steps = core.wait_for_steps
+    return core
 
 
 # -- KV

@@ -108,6 +108,9 @@ class EngineConfig:
     # Machine code for the attention of decodes on a CPU, made when the engine is: some 20 seconds,
     # a few once it is on the disk. "auto": for models of `COMPILE_FROM_PARAMETERS` and more.
     compile: bool | str = "auto"
+    # Step n + 1 is planned while step n runs. "auto": on a GPU. Not with `speculative` and
+    # `target_step_ms`: how far a step has come, or how long it took, shows at its end.
+    overlap_scheduling: bool | str = "auto"
     # On an x86 CPU, in float32 and bfloat16, matrices are reordered for the processor, once.
     pack_weights: bool = True
     num_threads: int | None = None  # of torch, in this whole process; None: as torch has it
@@ -137,6 +140,7 @@ class EngineConfig:
             "prefix_cache": (None, "hash", "radix"),
             "mixing": (False, True),
             "compile": ("auto", False, True),
+            "overlap_scheduling": ("auto", False, True),
             "attention_backend": ("auto", "torch", "triton"),
             "pack_weights": (True, False),
             "tensor_parallel_size": (1,),
@@ -218,6 +222,10 @@ class EngineConfig:
         if self.compile == "auto":
             return device.type == "cpu" and num_parameters >= COMPILE_FROM_PARAMETERS
         return self.compile is True
+
+    def wants_overlap(self, device: torch.device) -> bool:
+        wanted = self.overlap_scheduling is True
+        return wanted or (self.overlap_scheduling == "auto" and device.type == "cuda")
 
     def resolve_device(self) -> torch.device:
         """`"auto"` is CUDA if there is one. Raises `ValueError` for a device that is not there."""

@@ -16,6 +16,7 @@ from scheduler_interface import (
     ModelRunner,
     SchedulerInterface,
     SchedulerOutput,
+    StepHandle,
     StepOutput,
 )
 
@@ -74,10 +75,19 @@ class RecordingEngineCore(EngineCore):
         self._results: Sequence[EngineCoreOutput]
 
     def step(self) -> Sequence[EngineCoreOutput]:
-        clock = self._clock = Laps()
-        plan = self.plan = self.scheduler.schedule()
+        return self.finish(*self.begin())
+
+    def begin(self) -> tuple[SchedulerOutput, StepHandle, Laps]:
+        clock = Laps()
+        plan = self.scheduler.schedule()
         clock.lap("schedule_ms")
-        output = self._output = self.runner.execute(plan).wait()
+        return plan, self.runner.execute(plan), clock
+
+    def finish(
+        self, plan: SchedulerOutput, handle: StepHandle, clock: Laps
+    ) -> Sequence[EngineCoreOutput]:
+        self.plan, self._clock = plan, clock
+        output = self._output = handle.wait()
         clock.lap("execute_ms")
         results = self._results = self.scheduler.update_from_output(plan, output)
         clock.lap("update_ms")

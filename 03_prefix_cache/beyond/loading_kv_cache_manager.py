@@ -9,6 +9,9 @@
 A scheduler sees one more reason to wait and nothing else. An engine whose step computes nothing
 while requests wait calls `wait_for_loads` instead of turning round at once.
 
+Where steps run while others are planned, blocks that were just given up may still be written to by
+one of them. A step of their next owner comes later, a load does not: `wait_for_steps`.
+
 Invariants: those of `CachedKVCacheManager` and of `kv_loads.py`; no request has a load and a table.
 """
 
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from block_pool import Block, BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
@@ -37,7 +40,8 @@ class LoadingKVCacheManager(CachedKVCacheManager):
     ) -> None:
         super().__init__(pool, block_size, cache)
         self.connector = connector
-        self._loads = KVLoads(connector, cache, self._take_blocks)
+        self._loads = KVLoads(connector, cache, self._take_blocks_to_load)
+        self.wait_for_steps: Callable[[], object] = lambda: None
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks | NotReady:
         if request.request_id not in self._tables and self._is_loading(request):
@@ -66,6 +70,12 @@ class LoadingKVCacheManager(CachedKVCacheManager):
         if num_blocks > self._num_free_or_evictable():
             self._loads.give_way()
         return super()._take_blocks(num_blocks)
+
+    def _take_blocks_to_load(self, num_blocks: int) -> list[Block] | None:
+        blocks = self._take_blocks(num_blocks)
+        if blocks is not None:
+            self.wait_for_steps()
+        return blocks
 
     def free(self, request: Request) -> None:
         self._loads.forget(request.request_id)

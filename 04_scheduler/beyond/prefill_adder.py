@@ -49,7 +49,8 @@ class AddReqResult(Enum):
 
 def num_expected_outputs(request: Request) -> int:
     """Tokens that a request may still generate, clipped."""
-    return min(request.max_tokens - request.num_output_tokens, CLIP_MAX_NEW_TOKENS)
+    num_outputs = request.num_output_tokens + request.num_pending_tokens
+    return min(request.max_tokens - num_outputs, CLIP_MAX_NEW_TOKENS)
 
 
 class NewTokenRatio:

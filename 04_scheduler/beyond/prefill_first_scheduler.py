@@ -266,4 +266,5 @@ class PrefillFirstScheduler(SchedulerBase):
         assert len(self.running) <= self._num_seats
         for request in self.running.values():
             if request is not self.chunked_req:
-                assert request.num_tokens - request.num_computed_tokens == 1, repr(request)
+                num_known = request.num_tokens + request.num_pending_tokens
+                assert num_known - request.num_computed_tokens == 1, repr(request)

@@ -55,17 +55,19 @@ class ScheduleBatch:
     def new_page_count_next_decode(self) -> int:
         """Pages that the next decode opens, for all together: what is computed is in pages that
         they have, so a new one is opened where a page begins."""
-        size = self.kv_memory.block_size
-        return sum(req.num_computed_tokens % size == 0 for req in self.reqs)
+        return sum(map(self._opens_page, self.reqs))
 
     def check_decode_mem(self) -> bool:
         """Get everybody the page of its next token. False: the memory has not that many. Whoever
         got one keeps it, so asking again is cheap."""
-        size = self.kv_memory.block_size
         return all(
-            req.num_computed_tokens % size or self.kv_memory.allocate_slots(req, 1)
-            for req in self.reqs
+            not self._opens_page(req) or self.kv_memory.allocate_slots(req, 1) for req in self.reqs
         )
+
+    def _opens_page(self, req: Request) -> bool:
+        """If there is a next decode: the last token is never fed back, though it may be pending."""
+        start = req.num_computed_tokens
+        return start % self.kv_memory.block_size == 0 and start < req.max_num_tokens - 1
 
     def retract_decode(
         self,

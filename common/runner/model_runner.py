@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,9 +20,10 @@ import torch
 from batch_layout import ComposedBatch, PagedRunnerState, Queries, compose_in_order
 from common.model import DecoderModel
 from common.runner.batch_state import BatchState
+from common.sampling.sampler import BatchSampler, UnreadStep
 from common.sampling.sampling_columns import SamplingBatch
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
-from scheduler_interface import FinishedStep, Laps, SchedulerOutput, StepOutput
+from scheduler_interface import FinishedStep, Laps, SchedulerOutput, StepHandle, StepOutput
 
 Compose = Callable[[PagedRunnerState, Queries, int, torch.device], ComposedBatch]
 
@@ -40,11 +40,21 @@ class PagedBatch:
     sampling: SamplingBatch = field(repr=False)  # a row for each of logits
 
 
-class BatchSampler(Protocol):
-    def sample(self, logits: torch.Tensor, batch: PagedBatch) -> StepOutput:
-        """What becomes of the rows of `logits`: the tokens, log-probabilities and errors of the
-        batch's requests."""
-        ...
+@dataclass(frozen=True, slots=True)
+class BegunStep:
+    """The `StepHandle` of a step whose tokens nobody on the host has seen yet. On a GPU its kernels
+    are queued, and it may not even have begun."""
+
+    unread: UnreadStep
+    times: dict[str, float]
+
+    def wait(self) -> StepOutput:
+        clock = Laps()
+        output = self.unread.wait()
+        clock.lap("wait_ms")
+        self.times["sample_ms"] += clock.ms["wait_ms"]
+        output.times = self.times
+        return output
 
 
 class PagedModelRunner:
@@ -70,17 +80,18 @@ class PagedModelRunner:
         self.device = model.embed_weight.device
         self._shuffle = None if shuffle_seed is None else random.Random(shuffle_seed)
 
-    def execute(self, plan: SchedulerOutput) -> FinishedStep:
-        clock, output = Laps(), StepOutput()
+    def execute(self, plan: SchedulerOutput) -> StepHandle:
+        clock = Laps()
         batch = self.prepare(plan)
         clock.lap("prepare_ms")
-        if batch is not None:
-            logits = self.forward(batch)
-            clock.lap("forward_ms")
-            output = self.sampler.sample(logits, batch)
-            clock.lap("sample_ms")
-        output.times = clock.ms
-        return FinishedStep(output)
+        if batch is None:
+            return FinishedStep(StepOutput(times=clock.ms))
+        logits = self.forward(batch)
+        clock.lap("forward_ms")
+        unread = self.sampler.begin(logits, batch)
+        clock.lap("sample_ms")
+        self.state.sampled = unread
+        return BegunStep(unread, clock.ms)
 
     def prepare(self, plan: SchedulerOutput) -> PagedBatch | None:
         """Bring the requests up to date and lay out the step's tokens, if there are any."""
@@ -111,7 +122,7 @@ class PagedModelRunner:
         batch = self.compose(self.state, queries, self.kv_cache.block_size, self.device)
         return PagedBatch(
             req_ids=[req_ids[i] for i in batch.order.tolist()],
-            input_ids=batch.input_ids,
+            input_ids=self.state.fill_in(batch.input_ids),
             positions=batch.positions,
             attention=batch.attention,
             logit_indices=batch.logit_indices,

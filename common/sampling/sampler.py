@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from batch_layout import from_device
 from common.sampling.sampling_columns import LOGPROBS, PENALTIES, SamplingBatch
 from scheduler_interface import NO_FINITE_LOGITS, StepOutput
 
@@ -37,7 +38,17 @@ class HasSampling(Protocol):
     sampling: SamplingBatch
 
 
-class Sampler:
+class BatchSampler(Protocol):
+    def begin(self, logits: torch.Tensor, batch: HasSampling) -> UnreadStep:
+        """Choose tokens for the rows of `logits` [R, vocab_size or wider]; R may be 0."""
+        ...
+
+    def sample(self, logits: torch.Tensor, batch: HasSampling) -> StepOutput:
+        """And wait: the tokens, log-probabilities and errors of the batch's requests."""
+        return self.begin(logits, batch).wait()
+
+
+class Sampler(BatchSampler):
     """Chooses each row's next token. `vocab_size`: logits beyond it are padding and never win.
     Keeps token counts where there are penalties, which do not change what is sampled."""
 
@@ -50,10 +61,10 @@ class Sampler:
 
         return TokenCounts()
 
-    def sample(self, logits: torch.Tensor, batch: HasSampling) -> StepOutput:
-        """One token for each row of `logits` [R, vocab_size or wider]; R may be 0."""
+    def begin(self, logits: torch.Tensor, batch: HasSampling) -> UnreadStep:
+        """One token for each row."""
         raw = self.raw_logits(logits)
-        return self.emit(raw, batch.sampling, self.draw(raw, batch.sampling))
+        return UnreadStep(raw, batch.sampling, self.draw(raw, batch.sampling))
 
     def raw_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Without padding lanes, in the dtype that is computed in."""
@@ -67,21 +78,28 @@ class Sampler:
 
         return draw(raw, sampling, self.counts if sampling.asked & PENALTIES else None)
 
-    def emit(self, raw: torch.Tensor, sampling: SamplingBatch, tokens: torch.Tensor) -> StepOutput:
-        """What becomes of `tokens` [R] int64. The host waits here, and only here."""
-        output, req_ids, logprobs = StepOutput(), sampling.req_ids, None
+
+class UnreadStep:
+    """Sampled `tokens` [R] int64 that are on their way to the host; `raw` [R, V] are the logits."""
+
+    def __init__(self, raw: torch.Tensor, sampling: SamplingBatch, tokens: torch.Tensor) -> None:
+        self.tokens, self.req_ids, self._logprobs = tokens, sampling.req_ids, None
         if sampling.asked & LOGPROBS:
             from common.sampling.distributions import Logprobs
 
-            logprobs = Logprobs(raw, sampling, tokens)
-            tokens = torch.cat([tokens.to(torch.float64), logprobs.numbers.flatten()])
-        read = tokens.cpu().numpy()
+            self._logprobs = Logprobs(raw, sampling, tokens)
+            tokens = torch.cat([tokens.to(torch.float64), self._logprobs.numbers.flatten()])
+        self._read = from_device(tokens)
+
+    def wait(self) -> StepOutput:
+        """What became of them. The host waits here, and only here."""
+        output, req_ids, read = StepOutput(), self.req_ids, self._read()
         ids = read[: len(req_ids)].astype(np.int64, copy=False)
         output.token_ids = dict(zip(req_ids, ids[:, None].tolist()))
         if len(output.token_ids) < len(ids) or ids.min(initial=0) < 0:
             _sort_out(output, req_ids, ids.tolist())
-        if logprobs is not None:
-            logprobs.add_to(output, req_ids, ids, read[len(req_ids) :])
+        if self._logprobs is not None:
+            self._logprobs.add_to(output, req_ids, ids, read[len(req_ids) :])
         return output
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from request import SamplingParams
 
@@ -81,6 +82,10 @@ class HasTokens(Protocol):
     token_ids: np.ndarray  # [num_rows, max_len] int32: prompt, outputs, drafts of this step
     num_tokens: np.ndarray  # [num_rows] int64: prompt and outputs
     num_prompt_tokens: np.ndarray  # [num_rows] int64
+
+    def fill_in(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Ids on the device, with those in place that are below 0: they are pending."""
+        ...
 
 
 @dataclass(slots=True)

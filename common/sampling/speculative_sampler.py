@@ -27,7 +27,14 @@ from common.sampling.counter_random import (
     sample_from_probs,
 )
 from common.sampling.distributions import row_uniforms, sampling_probs, upload
-from common.sampling.sampler import BAD, REJECTED, HasSampling, Sampler
+from common.sampling.sampler import (
+    BAD,
+    REJECTED,
+    BatchSampler,
+    HasSampling,
+    Sampler,
+    UnreadStep,
+)
 from common.sampling.sampling_columns import (
     DRAWN,
     DrawnSeedParams,
@@ -37,7 +44,6 @@ from common.sampling.sampling_columns import (
 )
 from input_batch import RunnerRequest
 from rejection_sampler import VerifiedTokens, rejection_sample, rejection_sampling_batched
-from scheduler_interface import StepOutput
 
 
 @dataclass(slots=True)
@@ -75,8 +81,8 @@ class _Runs:
         return cls(raw, part, is_draft, at, cells, cu_num_logits, flat, width - 1)
 
 
-class SpeculativeSampler:
-    """A `BatchSampler`. `draft_probs(request_id)` are the distributions of its drafts, if any.
+class SpeculativeSampler(BatchSampler):
+    """`draft_probs(request_id)` are the distributions of its drafts, if any.
     `reject` and `match` are the rules, in PyTorch or as kernels."""
 
     def __init__(
@@ -90,11 +96,11 @@ class SpeculativeSampler:
         self.sampler = sampler
         self.draft_probs = draft_probs
 
-    def sample(self, logits: torch.Tensor, batch: HasSampling) -> StepOutput:
+    def begin(self, logits: torch.Tensor, batch: HasSampling) -> UnreadStep:
         """1 to k + 1 tokens for each request with k drafts."""
         sampling, drafts = batch.sampling, batch.sampling.drafts
         if not drafts:
-            return self.sampler.sample(logits, batch)
+            return self.sampler.begin(logits, batch)
         raw = self.sampler.raw_logits(logits)
         first = np.flatnonzero(np.diff(sampling.rows, prepend=-1))  # row of each request
         lens = np.diff(first, append=len(raw))
@@ -111,7 +117,7 @@ class SpeculativeSampler:
             target = self.sampler.draw(part.raw, part.sampling)
             found = self.match(target, part.drafts, part.cu_num_logits, part.most_drafts)
             self._write(tokens, part, VerifiedTokens(*found))
-        return self.sampler.emit(raw, sampling, tokens)
+        return UnreadStep(raw, sampling, tokens)
 
     def _write(self, tokens: torch.Tensor, part: _Runs, verified: VerifiedTokens) -> None:
         columns = torch.arange(part.most_drafts + 1, device=tokens.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import pytest
@@ -41,10 +41,14 @@ class Rows:
         self.columns.write(row, PARAMS, ())
         self.prompts[row], self.outputs[row] = prompt, output
 
-    def batch(self, rows: list[int], drafts: dict[int, list[int]]) -> SamplingBatch:
-        """One row of logits for each of `rows`, and one for each of its drafts."""
+    def batch(
+        self, rows: list[int], drafts: dict[int, list[int]], pending: Collection[int] = ()
+    ) -> SamplingBatch:
+        """One row of logits for each of `rows`, and one for each of its drafts. The last outputs of
+        `pending` rows are still on the device."""
         every = [drafts.get(row, []) for row in range(len(self.prompts))]
         tokens = ListedTokens.of(self.prompts, self.outputs, every)
+        tokens.take_to_device(pending)
         found = [(row, n) for row in rows for n in range(len(every[row]) + 1)]
         num_outputs = [len(self.outputs[row]) + n for row, n in found]
         return SamplingBatch(
@@ -57,8 +61,14 @@ class Rows:
         )
 
 
-def check(counts: TokenCounts, rows: Rows, asked: list[int], drafts: dict[int, list[int]]) -> None:
-    batch = rows.batch(asked, drafts)
+def check(
+    counts: TokenCounts,
+    rows: Rows,
+    asked: list[int],
+    drafts: dict[int, list[int]],
+    pending: Collection[int] = (),
+) -> None:
+    batch = rows.batch(asked, drafts, pending)
     is_known, output_counts = counts.count(batch, VOCAB, CPU)
     expected, known = [], []
     for row, num_outputs in zip(batch.rows.tolist(), batch.num_outputs.tolist(), strict=True):
@@ -81,12 +91,12 @@ def test_kept_counts_are_those_of_a_recount(seed: int) -> None:
 
     rows = Rows(4)
     for row in range(4):
-        rows.admit(row, tokens(9), tokens(3))
+        rows.admit(row, [0, *tokens(8)], tokens(3))
     for _ in range(60):
         for row, output in enumerate(rows.outputs):
             match rng.randrange(12):
                 case 0:
-                    rows.admit(row, tokens(9), tokens(3))  # another request in its place
+                    rows.admit(row, [0, *tokens(8)], tokens(3))  # another request in its place
                 case 1:  # of the same lengths, too
                     prompt = [(t + 1) % VOCAB for t in rows.prompts[row]]
                     rows.admit(row, prompt, list(reversed(output)))
@@ -102,9 +112,13 @@ def test_kept_counts_are_those_of_a_recount(seed: int) -> None:
                 case _:
                     output += tokens(2)
         if rng.random() < 0.2:
-            rows.admit(len(rows.prompts), tokens(9), [])
+            rows.admit(len(rows.prompts), [0, *tokens(8)], [])
         asked = rng.sample(range(len(rows.prompts)), rng.randint(1, len(rows.prompts)))
-        check(counts, rows, asked, {row: tokens(3) for row in asked if rng.random() < 0.5})
+        if rng.random() < 0.5:
+            check(counts, rows, asked, {row: tokens(3) for row in asked if rng.random() < 0.5})
+        else:  # where tokens are pending, nobody guesses
+            some = [i for i, output in enumerate(rows.outputs) if output and output[-1] < VOCAB]
+            check(counts, rows, asked, {}, [row for row in some if rng.random() < 0.5])
 
 
 def test_another_vocabulary_begins_anew() -> None:
@@ -164,5 +178,7 @@ def test_a_step_reads_the_new_tokens_of_a_history_and_no_others() -> None:
     before, batch = Watched.num_read, watched()
     sampler.draw(logits, batch)
     probs = sampling_probs(logits, batch, sampler.counts)
-    assert Watched.num_read - before == 3 + 2 * (1 + 1 + 2), "and the drafts, at each of their rows"
+    num_drafts = 1 + 1 + 2  # each at each of its rows, in both calls
+    num_last = 3 + 6  # and of each request and row the last token: it may be pending
+    assert Watched.num_read - before == 3 + 2 * (num_drafts + num_last)
     assert torch.equal(probs, sampling_probs(logits, batch)), "and counted anew"

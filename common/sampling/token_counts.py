@@ -7,7 +7,7 @@ often. A history only grows, so a step adds what is new of it, whatever its leng
 
 The rows are those of the columns. A row that was given to another request since, or whose history
 has become shorter, is counted anew. Drafts are added to the copy that a step takes, never to the
-table."""
+table; so is a last token that is still pending (`BatchState`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from common.sampling.distributions import upload
-from common.sampling.sampling_columns import SamplingBatch
+from common.sampling.sampling_columns import HasTokens, SamplingBatch
 
 
 class TokenCounts:
@@ -34,7 +34,8 @@ class TokenCounts:
         out. O(new tokens), and R rows are copied."""
         columns, state, rows = batch.columns, batch.state, np.unique(batch.rows)
         self._make_room(int(rows.max(initial=0)) + 1, vocab_size, device)
-        num_tokens, num_prompt = state.num_tokens[rows], state.num_prompt_tokens[rows]
+        num_prompt, is_pending = state.num_prompt_tokens[rows], _last_ids(state, rows) < 0
+        num_tokens = state.num_tokens[rows] - is_pending
         is_new = self._num_writes[rows] != columns.num_writes[rows]
         is_new |= num_tokens < self._num_counted[rows]
         counted = np.where(is_new, 0, self._num_counted[rows])
@@ -50,19 +51,25 @@ class TokenCounts:
 
         known, first_output = state.num_tokens[batch.rows], np.where(is_new, num_prompt, counted)
         behind = state.num_prompt_tokens[batch.rows] + batch.num_outputs if batch.drafts else known
-        new, prompts, outputs, lanes, drafts = upload(
+        last_ids = _last_ids(state, batch.rows)
+        pending = np.flatnonzero(last_ids < 0)
+        new, prompts, outputs, lanes, drafts, pending_lanes, pending_ids = upload(
             device,
             rows[is_new],
             flat(rows, rows, counted, first_output),
             flat(rows, rows, first_output, num_tokens),
             batch.rows,
             flat(np.arange(len(batch.rows)), batch.rows, known, behind),
+            pending * vocab_size,
+            last_ids[pending].astype(np.int64),
         )
         self._table.index_fill_(0, new, 0)
         self._table.view(-1).index_fill_(0, prompts, 1)
         _add(self._table, outputs)
         counts = self._table[lanes]
         _add(counts, drafts)
+        if len(pending):
+            _add(counts, pending_lanes + state.fill_in(pending_ids))
         return counts > 0, counts >> 1
 
     def _make_room(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -73,6 +80,10 @@ class TokenCounts:
             self._num_writes, self._num_counted = np.zeros((2, most), dtype=np.int64)
             with torch.inference_mode(False):  # in which it could not be written to outside of it
                 self._table = torch.zeros(most, vocab_size, dtype=torch.int32, device=device)
+
+
+def _last_ids(state: HasTokens, rows: np.ndarray) -> np.ndarray:
+    return state.token_ids[rows, state.num_tokens[rows] - 1]
 
 
 def _add(table: torch.Tensor, index: torch.Tensor) -> None:

@@ -65,9 +65,14 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
         device.uploads += 1
         return device.put(torch.from_numpy(array))
 
+    def from_device(tensor: torch.Tensor):
+        return lambda: tensor.cpu().numpy()  # a read, when somebody waits for it
+
     with monkeypatch.context() as patch:
-        for module in [m for m in sys.modules.values() if hasattr(m, "to_device")]:
-            patch.setattr(module, "to_device", to_device)
+        for function in (to_device, from_device):
+            name = function.__name__
+            for module in [m for m in sys.modules.values() if hasattr(m, name)]:
+                patch.setattr(module, name, function)
         on_device = property(lambda tensor: place_of(tensor) == "device")
         patch.setattr(torch.Tensor, "is_cuda", on_device, raising=False)
         for name in _READS:

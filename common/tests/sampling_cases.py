@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
 from request import SamplingParams
@@ -18,6 +19,7 @@ class ListedTokens:
     token_ids: np.ndarray
     num_tokens: np.ndarray
     num_prompt_tokens: np.ndarray
+    on_device: list[int] = field(default_factory=list)  # ids of pending tokens
 
     @classmethod
     def of(
@@ -35,6 +37,17 @@ class ListedTokens:
         return cls(
             token_ids, num_prompt + np.array([len(o) for o in outputs], np.int64), num_prompt
         )
+
+    def take_to_device(self, rows: Iterable[int]) -> None:
+        """The host no longer knows the last tokens of these rows."""
+        for row in rows:
+            last = self.num_tokens[row] - 1
+            self.on_device.append(int(self.token_ids[row, last]))
+            self.token_ids[row, last] = -len(self.on_device)
+
+    def fill_in(self, token_ids: torch.Tensor) -> torch.Tensor:
+        ids = [self.on_device[-1 - i] if i < 0 else i for i in token_ids.tolist()]
+        return torch.tensor(ids, dtype=torch.int64)
 
 
 def make_sampling(

@@ -1,0 +1,104 @@
+"""The books of a scheduler that plans a step while the one before it still runs.
+
+A request in that one has a token that nobody here knows yet. It is counted, and the request may be
+planned on:
+
+    step            n          n + 1       n + 2         one token each
+    planned     | known 5  | known 5    | known 6
+                | pending 0| pending 1  | pending 1      the token of the step before
+    computed    | 4        | 5          | 6              behind = known + pending - computed = 1
+
+The runner has sampled the pending token itself: the message names it by `PENDING`, and sends it
+once more when it is known. Which token it is can not be foreseen, only that it will be there:
+
+    the last one allowed     nothing is planned behind it
+    EOS, a stop token        shows one step late: one more token was planned, and is nobody's
+
+Whoever ends, is aborted or is preempted while a step of it is under way gives up its memory at
+once, and only once: the next owner's step runs after that one. A token that is under way is kept
+if its request is preempted meanwhile.
+
+Invariant: when nothing is under way, nothing is pending. (vLLM counts `num_output_placeholders`;
+SGLang puts future token ids into the sequence.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import cache
+
+from request import Request
+from scheduler_books import SchedulerBooks
+from scheduler_interface import PENDING, EngineCoreOutput, SchedulerOutput, StepOutput
+
+
+class OverlappedBooks(SchedulerBooks):
+    """Mixed into a scheduler, in front of it (`overlapped`). `update_from_output` is called for
+    each plan in turn, at most two of which are under way. `num_discarded_tokens` were computed for
+    requests that had ended."""
+
+    def __init__(self, *arguments, **keywords) -> None:
+        super().__init__(*arguments, **keywords)
+        self._sampling: deque[list[Request]] = deque()  # of each plan under way, who gets a token
+        self._ending: dict[str, Request] = {}  # the last token allowed is pending
+        self.num_discarded_tokens = 0
+
+    def make_plan(self, num_tokens: dict[str, int]) -> SchedulerOutput:
+        if self._ending:  # a scheduler may have planned everybody who runs
+            ending = self._ending.keys()
+            num_tokens = {r: n for r, n in num_tokens.items() if r not in ending}
+        plan = super().make_plan(num_tokens)
+        cached, requests = plan.scheduled_cached_reqs, self.requests
+        for i, request_id in enumerate(cached.req_ids):
+            if requests[request_id].num_pending_tokens:
+                cached.new_token_ids[i].append(PENDING)
+                cached.num_output_tokens[i] += 1
+        sampling: list[Request] = []
+        for request in plan.scheduled_requests:
+            num_known = len(request.all_token_ids) + request.num_pending_tokens
+            if request.num_computed_tokens == num_known:
+                sampling.append(request)
+                request.num_pending_tokens += 1
+                if num_known + 1 == request.max_num_tokens:
+                    self._ending[request.request_id] = request
+        self._sampling.append(sampling)
+        return plan
+
+    def update_from_output(
+        self, plan: SchedulerOutput, output: StepOutput
+    ) -> Sequence[EngineCoreOutput]:
+        for request in self._sampling.popleft():
+            request.num_pending_tokens -= 1
+        for request, num_tokens in zip(plan.scheduled_requests, plan.num_scheduled_tokens.values()):
+            if request.is_finished:
+                self.num_discarded_tokens += num_tokens
+        return super().update_from_output(plan, output)
+
+    def forget(self, request: Request) -> None:
+        self._ending.pop(request.request_id, None)
+        super().forget(request)
+
+    def forget_plans(self) -> None:
+        """The steps under way have failed, and what they sampled never comes."""
+        for sampling in self._sampling:
+            for request in sampling:
+                request.num_pending_tokens = 0
+        self._sampling.clear()
+        self._ending.clear()
+
+    def check_invariants(self) -> None:
+        super().check_invariants()
+        pending = [request.request_id for part in self._sampling for request in part]
+        for request_id, request in self.requests.items():
+            assert request.num_pending_tokens == pending.count(request_id), repr(request)
+        for request_id, request in self._ending.items():
+            assert self.requests[request_id] is request, repr(request)
+            num_tokens = request.num_tokens + request.num_pending_tokens
+            assert num_tokens == request.max_num_tokens, repr(request)
+
+
+@cache
+def overlapped(scheduler: type[SchedulerBooks]) -> type[OverlappedBooks]:
+    """The class of such a scheduler with these books."""
+    return type(f"Overlapped{scheduler.__name__}", (OverlappedBooks, scheduler), {})

@@ -1,0 +1,295 @@
+"""Every scheduler of the book, planning a step while the one before it is under way.
+
+The fake model reads its KV through the tables, and its tokens are seen one step late. So a block
+that is given away too early, a token that is lost with a preemption, one that is planned beyond the
+last, or anything that is released twice, shows as a wrong token or a broken invariant."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+
+import test_scheduler_runs as runs
+from bounded_loops import as_long_as
+from caching_fcfs_scheduler import CachingFCFSScheduler
+from delayed_runner import DelayedRunner
+from overlapped_books import overlapped
+from prefill_first_scheduler import PrefillFirstScheduler
+from request import Request, RequestStatus, SamplingParams
+from scheduler import Scheduler
+from scheduler_interface import SchedulerOutput, StepHandle
+from scheduler_steps import preempting
+
+SCHEDULERS = (Scheduler, PrefillFirstScheduler, CachingFCFSScheduler)
+
+
+class OverlappedWorld(runs.World):
+    """Up to two steps are under way, and the invariants hold at any moment."""
+
+    is_settled = True
+
+    def __init__(self, memory, kind: type = Scheduler, **options) -> None:
+        super().__init__(memory, overlapped(kind), **options)
+        self.runner = DelayedRunner(self.runner)
+        self.under_way: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+
+    @property
+    def plans(self) -> list[SchedulerOutput]:
+        return [plan for plan, _ in self.under_way]
+
+    @property
+    def may_schedule(self) -> bool:
+        return len(self.under_way) < 2
+
+    def schedule(self) -> None:
+        plan = self.plan()
+        self.under_way.append((plan, self.runner.execute(plan)))
+
+    def update(self) -> None:
+        plan, handle = self.under_way.popleft()
+        self.take(plan, handle.wait())
+
+    def advance(self) -> None:
+        while self.may_schedule:
+            self.schedule()
+        self.update()
+
+    def run(self, most: int = 300) -> None:
+        for _ in as_long_as(self.scheduler.has_unfinished_requests, most):
+            self.step()
+        while self.under_way:
+            self.update()
+        self.check_end()
+
+
+class OverlappedMachine(runs.SchedulerMachine):
+    kind = OverlappedWorld
+
+
+OverlappedMachine.TestCase.settings = runs.SchedulerMachine.TestCase.settings
+TestOverlappedMachine = OverlappedMachine.TestCase
+
+
+class OverlappedPrefillFirstMachine(runs.SchedulerMachine):
+    @staticmethod
+    def kind(memory, **options) -> OverlappedWorld:
+        return OverlappedWorld(memory, PrefillFirstScheduler, **options)
+
+
+OverlappedPrefillFirstMachine.TestCase.settings = runs.SchedulerMachine.TestCase.settings
+TestOverlappedPrefillFirstMachine = OverlappedPrefillFirstMachine.TestCase
+
+
+@pytest.mark.parametrize(
+    ("cache", "kind", "policy"),
+    [
+        (None, Scheduler, "fcfs"),
+        (None, Scheduler, "priority"),
+        (None, PrefillFirstScheduler, "fcfs"),
+        (None, CachingFCFSScheduler, None),
+        pytest.param("hash", Scheduler, "fcfs", marks=pytest.mark.slow),
+    ],
+)
+def test_every_interleaving_of_three_requests_with_a_step_under_way(cache, kind, policy):
+    """Add, schedule, update, preempt, abort, stop, in every order, with up to two steps under way.
+    From every seventh state that can be reached, everybody is run to the end."""
+    prompts = [([0, 1, 1], 4, 1), ([0, 1, 2, 3], 3, 0), ([0, 1], 5, 1)]
+    num_blocks = {Scheduler: 5, PrefillFirstScheduler: 9, CachingFCFSScheduler: 6}[kind]
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 5}
+    if policy is not None:
+        options |= {"policy": policy, "max_preemptions": 2}
+    runs._explore(OverlappedWorld(runs.make_memory(cache, num_blocks, 2), kind, **options), prompts)
+
+
+@pytest.mark.parametrize("cache", runs.CACHES)
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize("seed", range(12))
+def test_a_random_run_says_what_an_uninterrupted_one_says(seed, kind, cache):
+    """Trickling arrivals, every policy, pools of hardly more than one request, forced preemption,
+    aborts while a step is under way."""
+    rng = random.Random(f"{seed} {kind} {cache}")
+    block_size = rng.choice([1, 2, 4, 7])
+    families = [[rng.randrange(runs.VOCAB) for _ in range(rng.randint(1, 10))] for _ in range(3)]
+    most = -(-(16 + 14) // block_size)
+    memory = runs.make_memory(cache, most + rng.choice([0, 1, most, 4 * most]), block_size)
+    options = runs.random_options(rng)
+    if kind is PrefillFirstScheduler:
+        options = {k: v for k, v in options.items() if k not in ("watermark", "reserve_all")}
+        options |= {"mixing": rng.random() < 0.5}
+    if kind is CachingFCFSScheduler:
+        options = {name: options[name] for name in ("max_num_seqs", "max_num_batched_tokens")}
+    world = OverlappedWorld(memory, kind, **options)
+    to_come = [
+        runs.random_request(rng, f"r{i}", families, min(16, memory.capacity - 1)) for i in range(14)
+    ]
+    for _ in as_long_as(lambda: to_come or world.scheduler.has_unfinished_requests(), most=3000):
+        if to_come and rng.random() < 0.4:
+            world.add(to_come.pop())
+        if seed % 3 == 0 and rng.random() < 0.05 and world.scheduler.requests:
+            world.scheduler.abort_request(rng.choice(sorted(world.scheduler.requests)))
+        world.step()
+    world.run()
+    assert world.runner.num_pending > 0
+
+
+# -- case by case
+
+
+def make_world(kind=Scheduler, cache=None, num_blocks=40, block_size=4, **options):
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 100} | options
+    return OverlappedWorld(runs.make_memory(cache, num_blocks, block_size), kind, **options)
+
+
+def make_request(name: str = "a", max_tokens: int = 6, stop_token_ids=(), num_prompt: int = 3):
+    params = SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, stop_token_ids=stop_token_ids
+    )
+    return Request(name, [(i * i) % runs.VOCAB for i in range(num_prompt)], params)
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_counters_while_two_steps_are_under_way(kind) -> None:
+    world = make_world(kind)
+    world.add(request := make_request())
+    counters = []
+    for _ in range(3):
+        world.schedule()
+        counters.append((request.num_tokens, request.num_pending_tokens))
+        if len(world.under_way) == 2:
+            world.update()
+            counters.append((request.num_tokens, request.num_pending_tokens))
+    assert counters == [(3, 1), (3, 2), (4, 1), (4, 2), (5, 1)]
+    assert request.num_computed_tokens == 5
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+def test_nothing_is_planned_behind_the_last_token_allowed(kind, max_tokens) -> None:
+    """Not a slot more than it needs: the last position of its last block is never written."""
+    world = make_world(kind, num_blocks=2, block_size=2)
+    world.add(make_request(max_tokens=max_tokens, num_prompt=5 - max_tokens))
+    plans = []
+    for _ in as_long_as(world.scheduler.has_unfinished_requests, 20):
+        world.step()
+        plans += [plan.num_scheduled_tokens for plan in world.plans]
+    assert all(plan == {} for plan in plans[max_tokens:]), plans
+    world.run()
+    assert world.scheduler.num_discarded_tokens == 0
+    assert world.scheduler.kv_memory.usage == 0
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_stop_token_shows_one_step_late_and_releases_once(kind) -> None:
+    """Traps 31, 34, 40."""
+    right = runs.continuation(make_request().prompt_token_ids, 6, runs.VOCAB)
+    stop = next(token for i, token in enumerate(right) if i >= 2 and token not in right[:i])
+    world = make_world(kind, cache="hash", block_size=1)
+    world.add(request := make_request(stop_token_ids=[stop]))
+    for _ in as_long_as(lambda: not request.is_finished, 20):
+        world.step()
+    num_outputs = right.index(stop) + 1
+    assert request.output_token_ids == right[:num_outputs]
+    assert [list(p.num_scheduled_tokens) for p in world.plans] == [["a"]], "one step too many"
+    memory = world.scheduler.kv_memory
+    assert memory.num_blocks_in_use == 0, "it has given up its memory already"
+    num_cached = memory.cache.num_cached_blocks
+    assert num_cached == request.num_tokens - 1, "what it was fed, the stop token not"
+    world.schedule()
+    assert world.plans[-1].finished_req_ids == {"a"}
+    assert [world.update(), world.update()] == [None, None]
+    assert world.scheduler.num_discarded_tokens == 1
+    assert memory.cache.num_cached_blocks == num_cached, "nobody publishes what was discarded"
+    world.check()
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_who_is_aborted_under_way_gets_nothing_more_and_may_come_again(kind) -> None:
+    world = make_world(kind)
+    world.add(request := make_request())
+    world.step()
+    world.scheduler.abort_request("a")
+    assert world.scheduler.kv_memory.num_blocks_in_use == 0
+    world.add(again := make_request(max_tokens=3))
+    outputs = list(request.output_token_ids)
+    world.run()
+    assert request.output_token_ids == outputs and request.finish_reason == "abort"
+    assert again.output_token_ids == runs.continuation(again.prompt_token_ids, 3, runs.VOCAB)
+
+
+@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
+def test_a_token_under_way_is_kept_if_its_request_is_preempted(kind) -> None:
+    world = make_world(kind)
+    world.add(request := make_request())
+    world.schedule()
+    with preempting(world.scheduler):
+        world.schedule()
+    assert (request.num_computed_tokens, request.num_pending_tokens) == (0, 1)
+    assert request.status == RequestStatus.PREEMPTED
+    world.update()
+    assert (request.num_tokens, request.num_pending_tokens) == (4, 0)
+    assert world.scheduler.kv_memory.num_blocks_in_use == 0
+    world.schedule()
+    resumed = world.plans[-1].scheduled_cached_reqs
+    assert resumed.new_token_ids == [request.all_token_ids] and resumed.resumed_req_ids == {"a"}
+    world.run()
+
+
+def test_the_last_token_may_come_to_a_request_that_waits_again() -> None:
+    world = make_world()
+    world.add(request := make_request(max_tokens=1))
+    world.add(other := make_request("b", max_tokens=9))
+    world.schedule()
+    world.scheduler.preempt(request)
+    world.update()
+    assert request.finish_reason == "length" and "a" not in world.scheduler.requests
+    assert len(world.scheduler.waiting) == 0
+    world.run()
+    assert other.num_output_tokens == 9
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_plans_that_failed_leave_nothing_pending(kind) -> None:
+    """What ran is aborted, as the engine does it; what was preempted meanwhile is computed anew."""
+    world = make_world(kind)
+    world.add(request := make_request())
+    world.add(other := make_request("b"))
+    world.schedule()
+    if kind is not CachingFCFSScheduler:
+        with preempting(world.scheduler):
+            world.schedule()
+    world.under_way.clear()
+    world.scheduler.forget_plans()
+    assert request.num_pending_tokens == other.num_pending_tokens == 0
+    for request_id in list(world.scheduler.running):
+        world.scheduler.abort_request(request_id)
+    world.run()
+    world.add(make_request("c"))
+    world.run()
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_a_border_is_published_though_the_next_step_was_planned_before(block_size) -> None:
+    """A step that fills a block is no routine, whatever is decided before its end is seen."""
+    world = make_world(cache="hash", block_size=block_size)
+    world.add(request := make_request(max_tokens=9, num_prompt=2 * block_size + 1))
+    for _ in as_long_as(lambda: not request.is_finished, 20):
+        num_written = request.num_tokens - 1
+        if request.output_token_ids:
+            num_cached = world.scheduler.kv_memory.cache.num_cached_blocks
+            assert num_cached == num_written // block_size, request
+        world.step()
+
+
+def test_a_chunk_leaves_a_token_for_who_decodes_with_a_token_pending() -> None:
+    from chunk_policy import ChunkedPrefill
+
+    world = make_world(chunk_policy=ChunkedPrefill(), max_num_batched_tokens=8)
+    world.add(make_request("a", max_tokens=20))
+    world.step()
+    world.add(make_request("b", num_prompt=30))
+    for _ in range(3):
+        world.schedule() if world.may_schedule else world.update()
+        assert all("a" in plan.num_scheduled_tokens for plan in world.plans)
+    world.run()

@@ -1,0 +1,38 @@
+"""A runner whose tokens are seen late: what a device does, where there is none.
+
+A step is computed at once and its output kept back until somebody waits for it. Meanwhile other
+plans may come, which name its tokens by `PENDING`. Nobody but this runner knows them, as nobody but
+the device would."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from scheduler_interface import PENDING, FinishedStep, SchedulerOutput
+
+
+class DelayedRunner:
+    """A `ModelRunner`. `runner` gets plans without pending tokens."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self._sampled: dict[str, list[int]] = {}  # by the last step
+        self.num_pending = 0  # that it was asked to know, in all steps
+
+    @property
+    def state(self) -> Any:
+        return self.runner.state
+
+    def execute(self, plan: SchedulerOutput) -> FinishedStep:
+        cached, new_token_ids = plan.scheduled_cached_reqs, []
+        for req_id, tokens in zip(cached.req_ids, cached.new_token_ids, strict=True):
+            assert PENDING not in tokens[:-1], f"{req_id!r}: only the last one can be unknown"
+            if tokens and tokens[-1] == PENDING:
+                tokens = [*tokens[:-1], *self._sampled[req_id]]
+                self.num_pending += 1
+            new_token_ids.append(tokens)
+        known = replace(cached, new_token_ids=new_token_ids)
+        output = self.runner.execute(replace(plan, scheduled_cached_reqs=known)).wait()
+        self._sampled = {req_id: list(tokens) for req_id, tokens in output.token_ids.items()}
+        return FinishedStep(output)
