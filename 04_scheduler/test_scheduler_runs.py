@@ -444,11 +444,11 @@ def successors(world: World, num_added: int, prompts: list[tuple[list[int], int,
 
 
 def _preempt(world: World) -> None:
-    """Between two steps. In one, if the scheduler has batches to keep, or steps are under way."""
+    """Between two steps; in one, if the scheduler has batches to keep."""
     scheduler = world.scheduler
     if not isinstance(scheduler, SchedulerBase):
         return world.schedule()
-    if type(scheduler) is Scheduler:
+    if isinstance(scheduler, Scheduler):
         return scheduler.preempt(scheduler.running[next(reversed(scheduler.running))])
     with preempting(scheduler):
         world.schedule()

@@ -187,7 +187,7 @@ class LLMEngine:
             raise
         now = time.monotonic()
         record = None if self.on_step is None else self.core.record()
-        self._count(self.core.plan, start_time, now)
+        self._count(self.core.plan, now - start_time)
         self._check_progress(self.core.plan)
         touched = self._take(results, now)
         if self.config.check_invariants:
@@ -317,6 +317,7 @@ class LLMEngine:
         running, waiting = self.core.get_request_counts()
         stats = replace(self._stats, num_running=running, num_waiting=waiting)
         stats.kv_blocks_in_use = self.kv_manager.num_blocks_in_use
+        stats.discarded_tokens = self._num_discarded_tokens() - self._num_discarded_before
         if (cache := self.prefix_cache) is not None:
             stats.kv_blocks_cached = cache.num_cached_blocks
             stats.cached_tokens = cache.stats.num_tokens_hit
@@ -343,6 +344,7 @@ class LLMEngine:
         """Stop the connector's threads and close its files. The engine computes nothing after."""
         for request_id in list(self._groups):
             self.abort_request(request_id)
+        self.core.drain()
         if self._connector is not None:
             self._connector.close()
 
@@ -352,6 +354,7 @@ class LLMEngine:
             self.prefix_cache.stats = CacheStats()
         if self.speculation is not None:
             self.speculation.reset_stats()
+        self._num_discarded_before = self._num_discarded_tokens()
         self._stats = EngineStats(kv_blocks_total=self.kv_manager.pool.num_usable_blocks)
 
     def check_invariants(self) -> None:
@@ -368,14 +371,15 @@ class LLMEngine:
         assert all(group.finished for group in self._ended)
         assert self.scheduler.requests or self.kv_manager.num_blocks_in_use == 0, "blocks leaked"
 
-    def _count(self, plan: SchedulerOutput, start_time: float, end_time: float) -> None:
+    def _count(self, plan: SchedulerOutput, seconds: float) -> None:
         stats, num_tokens = self._stats, plan.total_num_scheduled_tokens
         stats.num_steps += 1
-        stats.busy_time += end_time - start_time
+        stats.busy_time += seconds
         stats.scheduled_tokens += num_tokens
         for new in plan.scheduled_new_reqs:
             stats.prompt_tokens += len(new.prompt_token_ids)
-            self._members[new.req_id].metrics.first_scheduled_time = start_time
+            if (member := self._members.get(new.req_id)) is not None:  # else aborted meanwhile
+                member.metrics.first_scheduled_time = self.core.start_time
         stats.num_preemptions += len(plan.preempted_requests)
         stats.recomputed_tokens += plan.num_recomputed_tokens
         stats.kv_blocks_peak = max(stats.kv_blocks_peak, plan.num_kv_blocks_in_use)
@@ -384,6 +388,9 @@ class LLMEngine:
         written = sum(plan.start_positions) + num_tokens
         waste = max(0.0, 1 - written / slots) if slots else 0.0
         stats.kv_waste += (waste - stats.kv_waste) / stats.num_steps
+
+    def _num_discarded_tokens(self) -> int:
+        return getattr(self.scheduler, "num_discarded_tokens", 0)  # an overlapped one counts
 
     def _check_id(self, request_id: str) -> None:
         if not isinstance(request_id, str) or not request_id:

@@ -262,6 +262,7 @@ class EngineStats:
     prefix_cache_hit_rate: float = 0.0  # of all prompt tokens of admitted requests
     kv_blocks_peak: int = 0
     num_preemptions: int = 0
+    discarded_tokens: int = 0  # computed for who had ended a step before (`overlap_scheduling`)
     recomputed_tokens: int = 0  # lost by preemption, less what was then found in the prefix cache
     num_passes: int = 0  # a request in a step that yields tokens: output_tokens, if nobody guesses
     num_drafted_tokens: int = 0

@@ -75,6 +75,11 @@ class OverlappedBooks(SchedulerBooks):
                 self.num_discarded_tokens += num_tokens
         return super().update_from_output(plan, output)
 
+    def may_run(self, request: Request) -> bool:
+        """Preempted with a token under way, it waits for that."""
+        allowed = getattr(super(), "may_run", None)
+        return not request.num_pending_tokens and (allowed is None or allowed(request))
+
     def forget(self, request: Request) -> None:
         self._ending.pop(request.request_id, None)
         super().forget(request)

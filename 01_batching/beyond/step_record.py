@@ -77,6 +77,9 @@ class RecordingEngineCore(EngineCore):
     def step(self) -> Sequence[EngineCoreOutput]:
         return self.finish(*self.begin())
 
+    def drain(self) -> None:
+        """Between two steps nothing is under way."""
+
     def begin(self) -> tuple[SchedulerOutput, StepHandle, Laps]:
         clock = Laps()
         plan = self.scheduler.schedule()
@@ -99,6 +102,11 @@ class RecordingEngineCore(EngineCore):
             for observer in self.observers:
                 observer(record)
         return results
+
+    @property
+    def start_time(self) -> float:
+        """Of the last step's planning, in seconds of `time.monotonic()`."""
+        return self._clock.start_time
 
     def record(self) -> StepRecord:
         """Of the last step. O(its requests), so nothing of it is done before somebody asks."""

@@ -68,14 +68,20 @@ class OverlappedEngineCore(RecordingEngineCore):
             if not steps[0].plan.is_empty and self.scheduler.has_unfinished_requests():
                 steps.append(_Step(*self.begin()))
             step = steps.popleft()
-            return self.finish(step.plan, step.handle, step.clock)
+            results = self.finish(step.plan, step.handle, step.clock)
+            if steps and steps[0].plan.is_empty and not self.scheduler.has_unfinished_requests():
+                step = steps.popleft()  # the last tokens were pending when it was planned
+                self.scheduler.update_from_output(step.plan, step.handle.wait())
+            return results
         except BaseException:
             self._give_up()
             raise
 
-    def has_unfinished_requests(self) -> bool:
-        """Or is a step still under way, if only for requests that have ended?"""
-        return super().has_unfinished_requests() or bool(self._under_way)
+    def drain(self) -> None:
+        """End what is under way. When nobody is unfinished, that is of nobody."""
+        while self._under_way:
+            step = self._under_way.popleft()
+            self.finish(step.plan, step.handle, step.clock)
 
     def wait_for_steps(self) -> None:
         """Until what has begun is over. What it brought is taken in its turn."""
@@ -84,7 +90,7 @@ class OverlappedEngineCore(RecordingEngineCore):
 
     def _give_up(self) -> None:
         while self._under_way:
-            with suppress(Exception):  # of several errors the first one counts
+            with suppress(BaseException):  # of several errors the first one counts
                 self._under_way.popleft().handle.wait()
         self.scheduler.forget_plans()
 

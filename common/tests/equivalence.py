@@ -108,6 +108,7 @@ class Summary:
     num_cut: int  # scheduled pieces that ended before the known tokens did
     num_drafted_tokens: int
     num_cached_tokens: int
+    num_overlapped: int  # steps that ended while the next one was under way
 
 
 def max_tokens_of(prompt_len: int) -> int:
@@ -160,7 +161,7 @@ def _serve(combination: Combination, engine: LLMEngine) -> Summary:
     arrivals = [(rng.randrange(0, 12), i) for i in order]
     twice = rng.choice(order)
     patience = 100 + 3 * sum(map(len, oracle.prompts))  # steps without any token
-    finished, num_idle, step = {}, 0, 0
+    finished, num_idle, step, num_overlapped = {}, 0, 0, 0
     while len(finished) < len(order):
         for when, i in arrivals:
             if when == step:
@@ -168,6 +169,7 @@ def _serve(combination: Combination, engine: LLMEngine) -> Summary:
                 params = greedy_params(max_tokens_of(len(prompt)), n=2 if i == twice else 1)
                 engine.add_request(str(i), prompt, params, priority=rng.randint(0, 2))
         finished |= {int(o.request_id): o for o in engine.step() if o.finished}
+        num_overlapped += bool(getattr(engine.core, "_under_way", ()))
         num_idle = 0 if any(records[-1].new_token_ids.values()) else num_idle + 1
         assert num_idle < patience, f"the engine hangs: no token in {num_idle} steps"
         step += 1
@@ -184,6 +186,7 @@ def _serve(combination: Combination, engine: LLMEngine) -> Summary:
         sum(not tokens for record in records for tokens in record.new_token_ids.values()),
         stats.num_drafted_tokens,
         stats.cached_tokens,
+        num_overlapped,
     )
 
 

@@ -32,8 +32,10 @@ AXES: dict[str, tuple[Value, ...]] = {
     "block_size": (1, 3, 16, 33),
     "preempt_every": (None, 1, 2, 3, 5),
     "pool": ("ample", "just"),  # "just": the largest request and one block
+    "overlap_scheduling": (False, True),
 }
-FREE_AXES = ("model", "prefix_cache", "block_size", "pool")  # no setting of these is ever refused
+# No setting of these is ever refused.
+FREE_AXES = ("model", "prefix_cache", "block_size", "pool", "overlap_scheduling")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,97 @@
+"""The books of a scheduler that plans ahead, on chapter 1's scheduler and a script. Every scheduler
+of the book, in every interleaving: `04_scheduler/beyond/test_overlapped_scheduling.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from fcfs_scheduler import FCFSScheduler
+from overlapped_books import overlapped
+from request import Request, SamplingParams
+from scheduler_interface import PENDING, SchedulerOutput, StepOutput
+
+STOP = 9
+
+
+def make(name: str, max_tokens: int = 5) -> Request:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=[STOP])
+    return Request(name, [1, 2, 3], params)
+
+
+@pytest.fixture
+def scheduler():
+    return overlapped(FCFSScheduler)()
+
+
+def sampled(plan: SchedulerOutput, token: int) -> StepOutput:
+    return StepOutput({request_id: [token] for request_id in plan.num_scheduled_tokens})
+
+
+def test_a_pending_token_is_counted_planned_on_and_sent_when_it_is_known(scheduler) -> None:
+    scheduler.add_request(request := make("a"))
+    plans = [scheduler.schedule(), scheduler.schedule()]
+    assert request.num_pending_tokens == 2 and request.output_token_ids == []
+    cached = plans[1].scheduled_cached_reqs
+    assert (cached.new_token_ids, cached.num_output_tokens) == ([[PENDING]], [1])
+    assert plans[1].start_positions == [3]
+    for token in (11, 12, 13):
+        scheduler.check_invariants()
+        (result,) = scheduler.update_from_output(plans[-2], sampled(plans[-2], token))
+        assert result.new_token_ids == [token] and request.num_pending_tokens == 1
+        plans.append(scheduler.schedule())
+        cached = plans[-1].scheduled_cached_reqs
+        assert cached.new_token_ids == [[token, PENDING]], "once more, now by its name"
+        assert cached.num_output_tokens == [request.num_output_tokens + 1]
+    assert request.output_token_ids == [11, 12, 13] and plans[4].start_positions == [6]
+
+
+def test_the_last_token_allowed_is_foreseen(scheduler) -> None:
+    scheduler.add_request(request := make("a", max_tokens=2))
+    scheduler.add_request(make("b", max_tokens=5))
+    first, second, third = (scheduler.schedule() for _ in range(3))
+    assert list(second.num_scheduled_tokens) == ["a", "b"]
+    assert list(third.num_scheduled_tokens) == ["b"]
+    for plan in (first, second):
+        scheduler.update_from_output(plan, sampled(plan, 7))
+    assert request.finish_reason == "length" and request.output_token_ids == [7, 7]
+    assert scheduler.num_discarded_tokens == 0
+
+
+def test_a_stop_token_is_not_and_what_was_planned_behind_it_is_nobodys(scheduler) -> None:
+    scheduler.add_request(request := make("a"))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    scheduler.update_from_output(first, sampled(first, STOP))
+    assert request.finish_reason == "stop" and not scheduler.has_unfinished_requests()
+    third = scheduler.schedule()
+    assert third.is_empty and third.finished_req_ids == {"a"}
+    assert list(scheduler.update_from_output(second, sampled(second, 5))) == []
+    assert request.output_token_ids == [STOP] and scheduler.num_discarded_tokens == 1
+    assert scheduler.schedule().finished_req_ids == set(), "once"
+
+
+def test_a_name_may_come_again_while_a_step_of_its_last_owner_is_under_way(scheduler) -> None:
+    scheduler.add_request(old := make("a"))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    scheduler.abort_request("a")
+    scheduler.add_request(new := make("a"))
+    scheduler.update_from_output(first, sampled(first, 5))
+    third = scheduler.schedule()
+    assert [data.req_id for data in third.scheduled_new_reqs] == ["a"]
+    assert third.finished_req_ids == {"a"} and new.num_pending_tokens == 1
+    scheduler.update_from_output(second, sampled(second, 6))
+    assert new.output_token_ids == [] == old.output_token_ids
+    scheduler.check_invariants()
+    scheduler.update_from_output(third, sampled(third, 8))
+    assert new.output_token_ids == [8]
+
+
+def test_plans_that_failed_are_forgotten(scheduler) -> None:
+    scheduler.add_request(request := make("a", max_tokens=2))
+    scheduler.schedule(), scheduler.schedule()
+    scheduler.forget_plans()
+    assert request.num_pending_tokens == 0
+    scheduler.abort_request("a")
+    scheduler.add_request(make("b"))
+    plan = scheduler.schedule()
+    scheduler.update_from_output(plan, sampled(plan, 3))
+    scheduler.check_invariants()

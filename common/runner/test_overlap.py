@@ -1,0 +1,163 @@
+"""The loop that runs a step ahead: its order, and what becomes of errors."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+
+from common.runner.overlap import OverlappedEngineCore, ThreadedRunner
+from fcfs_scheduler import FCFSScheduler
+from overlapped_books import overlapped
+from request import Request
+from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
+
+
+class LoggingRunner:
+    """Says how often it was asked. Writes down what it is told, and when it is waited for."""
+
+    def __init__(self, log: list) -> None:
+        self.log, self.said = log, Counter()
+        self.num_steps, self.fails_at, self.fails_when_waited_for = 0, -1, False
+
+    def execute(self, plan: SchedulerOutput):
+        self.num_steps += 1
+        step, log, fails = self.num_steps, self.log, self.num_steps == self.fails_at
+        log.append(("begun", step))
+        if fails and not self.fails_when_waited_for:
+            raise OSError(f"step {step}")
+        self.said.update(plan.num_scheduled_tokens.keys())
+        output = StepOutput({r: [self.said[r]] for r in plan.num_scheduled_tokens})
+
+        class Handle:
+            def wait(self) -> StepOutput:
+                log.append(("waited for", step))
+                if fails:
+                    raise OSError(f"step {step}")
+                return output
+
+        return Handle()
+
+
+class LoggingScheduler(FCFSScheduler):
+    log: list
+
+    def schedule(self):
+        plan = super().schedule()
+        self.log.append("planned")
+        return plan
+
+    def update_from_output(self, plan, output):
+        self.log.append("updated")
+        return super().update_from_output(plan, output)
+
+
+def make_core() -> tuple[OverlappedEngineCore, list, LoggingRunner]:
+    log: list = []
+    scheduler, runner = overlapped(LoggingScheduler)(), LoggingRunner(log)
+    scheduler.log = log
+    return OverlappedEngineCore(scheduler, runner, check_invariants=True), log, runner
+
+
+def request(name: str, max_tokens: int = 3) -> Request:
+    return Request.from_tokens(name, [1, 2], max_tokens)
+
+
+def test_a_step_is_planned_and_begun_before_the_one_before_it_is_read() -> None:
+    core, log, _ = make_core()
+    core.add_request(request("a"))
+    results = [core.step() for _ in range(2)]
+    assert log == [
+        *("planned", ("begun", 1), "planned", ("begun", 2), ("waited for", 1), "updated"),
+        *("planned", ("begun", 3), ("waited for", 2), "updated"),
+    ]
+    assert [[r.new_token_ids for r in step] for step in results] == [[[1]], [[2]]]
+
+
+def test_each_step_of_the_loop_returns_one_plans_results_and_the_last_leaves_nothing() -> None:
+    core, log, runner = make_core()
+    for name, n in (("a", 1), ("b", 4), ("c", 2)):
+        core.add_request(request(name, n))
+    outputs, num_steps = Counter(), 0
+    while core.has_unfinished_requests():
+        for result in core.step():
+            outputs[result.request_id] += len(result.new_token_ids)
+        num_steps += 1
+        assert num_steps < 20
+    assert outputs == {"a": 1, "b": 4, "c": 2}
+    assert runner.num_steps == 1 + num_steps, "an empty step, begun when the last token was pending"
+    assert runner.num_steps == log.count("planned") == log.count("updated")
+    assert not core._under_way
+
+
+def test_an_empty_step_is_not_planned_ahead_of() -> None:
+    """What the loop waits for then (KV from elsewhere) decides what comes next."""
+    core, log, _ = make_core()
+    assert list(core.step()) == []
+    assert log == ["planned", ("begun", 1), ("waited for", 1), "updated"]
+
+
+def test_waiting_for_what_is_under_way_takes_nothing() -> None:
+    core, log, _ = make_core()
+    core.add_request(request("a", 9))
+    core.step()
+    core.wait_for_steps()
+    assert log[-1] == ("waited for", 2) and log.count("updated") == 1
+    core.wait_for_steps()
+    assert log.count(("waited for", 2)) == 1, "once"
+    (result,) = core.step()
+    assert result.new_token_ids == [2]
+
+
+@pytest.mark.parametrize("fails_when_waited_for", [False, True])
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_an_error_ends_all_steps_under_way_and_the_loop_goes_on(step, fails_when_waited_for):
+    core, _, runner = make_core()
+    runner.fails_at, runner.fails_when_waited_for = step, fails_when_waited_for
+    core.add_request(request("a", 9))
+    with pytest.raises(OSError, match=f"step {step}"):
+        for _ in range(4):
+            core.step()
+    assert not core._under_way
+    assert all(r.num_pending_tokens == 0 for r in core.scheduler.requests.values())
+    core.abort_request("a")
+    core.add_request(request("b", 2))
+    outputs = [result.new_token_ids for _ in range(2) for result in core.step()]
+    assert outputs == [[1], [2]]
+
+
+def test_a_record_is_of_the_step_that_ended() -> None:
+    core, _, _ = make_core()
+    records = []
+    core.observers = (records.append,)
+    core.add_request(request("a"))
+    while core.has_unfinished_requests():
+        core.step()
+    assert [record.num_scheduled_tokens for record in records] == [{"a": 2}, {"a": 1}, {"a": 1}]
+    assert [record.new_token_ids for record in records] == [{"a": [1]}, {"a": [2]}, {"a": [3]}]
+
+
+def test_the_thread_computes_steps_in_order_while_nobody_waits() -> None:
+    names, may_go = [], threading.Event()
+
+    class Runner:
+        def execute(self, plan: SchedulerOutput) -> FinishedStep:
+            may_go.wait(10)
+            names.append((threading.current_thread().name, *plan.num_scheduled_tokens))
+            if "bad" in plan.num_scheduled_tokens:
+                raise OSError("bad")
+            return FinishedStep(StepOutput({r: [1] for r in plan.num_scheduled_tokens}))
+
+    runner = ThreadedRunner(Runner())
+    plans = [SchedulerOutput(num_scheduled_tokens={name: 1}) for name in ("a", "bad", "c")]
+    handles = [runner.execute(plan) for plan in plans]
+    assert names == [], "it returned before the step was over"
+    may_go.set()
+    assert handles[0].wait().token_ids == {"a": [1]}
+    with pytest.raises(OSError, match="bad"):
+        handles[1].wait()
+    assert handles[2].wait().token_ids == {"c": [1]}
+    assert [name[1] for name in names] == ["a", "bad", "c"]
+    assert len({name[0] for name in names}) == 1
+    assert names[0][0] != threading.current_thread().name
