@@ -254,7 +254,7 @@ def test_plans_that_failed_leave_nothing_pending(kind) -> None:
     """What ran is aborted, as the engine does it; what was preempted meanwhile is computed anew."""
     world = make_world(kind)
     world.add(request := make_request())
-    world.add(other := make_request("b"))
+    world.add(other := make_request("b", max_tokens=1))  # and its only token is pending
     world.schedule()
     if kind is not CachingFCFSScheduler:
         with preempting(world.scheduler):

@@ -14,17 +14,11 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
-
-import torch
 
 from caching_fcfs_scheduler import CachingFCFSScheduler
+from common.bench.stub_model import VOCAB_SIZE, stub_model
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
-from common.loader import LoadedModel
-from common.model import DecoderModel
-from common.model_config import ModelConfig
-from common.rotary import RopeParameters
 from common.tokenizer import load_tokenizer
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, SamplingParams
@@ -87,35 +81,8 @@ def step(scheduler: SchedulerInterface) -> float:
 # -- the whole host step
 
 
-class FixedLogits(DecoderModel):
-    """A model whose forward costs the host nothing."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self._logits = torch.zeros(max(NUM_RUNNING_HOST), config.vocab_size)
-        self._logits[:, 7] = 1.0
-
-    def forward(self, *inputs: Any) -> torch.Tensor:
-        logit_indices = inputs[4]
-        return self._logits[: len(logit_indices)]
-
-
 def make_engine(num_running: int) -> LLMEngine:
     """The engine with everybody running and decoding, at different places in their blocks."""
-    config = ModelConfig(
-        architecture="Qwen3ForCausalLM",
-        vocab_size=64,
-        hidden_size=4,
-        intermediate_size=4,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=2,
-        max_position_embeddings=1024,
-        rms_norm_eps=1e-6,
-        rope=RopeParameters(theta=1e4),
-        tie_word_embeddings=True,
-    )
     limits = EngineConfig(
         device="cpu",
         max_num_seqs=num_running,
@@ -124,13 +91,13 @@ def make_engine(num_running: int) -> LLMEngine:
     )
     engine = LLMEngine(
         limits,
-        loaded=LoadedModel(FixedLogits(config), config),
+        loaded=stub_model(max(NUM_RUNNING_HOST)),
         tokenizer=load_tokenizer(SHIPPED_CHECKPOINT),
     )
     rng = random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     for i in range(num_running):
-        prompt = [rng.randrange(64) for _ in range(rng.randint(17, 32))]
+        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(17, 32))]
         engine.add_request(f"running {i}", prompt, params)
         if i % 128 == 127:
             engine.step()

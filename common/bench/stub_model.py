@@ -1,0 +1,50 @@
+"""A model that says the same at once, or after some time: what is left of a step is the host."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from common.loader import LoadedModel
+from common.model import DecoderModel
+from common.model_config import ModelConfig
+from common.rotary import RopeParameters
+
+VOCAB_SIZE, TOKEN = 64, 7
+STUB_CONFIG = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=VOCAB_SIZE,
+    hidden_size=4,
+    intermediate_size=4,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    head_dim=2,
+    max_position_embeddings=1024,
+    rms_norm_eps=1e-6,
+    rope=RopeParameters(theta=1e4),
+    tie_word_embeddings=True,
+)
+
+
+class StubModel(DecoderModel):
+    """`TOKEN` has the highest logit in each of up to `max_rows` rows. A forward takes `seconds`, in
+    which it sleeps, as a host does that waits for a device."""
+
+    def __init__(self, max_rows: int, seconds: float = 0.0) -> None:
+        super().__init__(STUB_CONFIG)
+        self.seconds = seconds
+        self._logits = torch.zeros(max_rows, VOCAB_SIZE)
+        self._logits[:, TOKEN] = 1.0
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        if self.seconds:
+            time.sleep(self.seconds)
+        logit_indices = inputs[4]
+        return self._logits[: len(logit_indices)]
+
+
+def stub_model(max_rows: int, seconds: float = 0.0) -> LoadedModel:
+    return LoadedModel(StubModel(max_rows, seconds), STUB_CONFIG)
