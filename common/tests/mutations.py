@@ -99,7 +99,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "firsts = self.num_blocks[rows] * is_new",
         "firsts = self.num_blocks[rows]",
         "common/runner/test_model_runner.py::test_a_resumed_request_is_taken_over_whole",
-        "Who comes back from a preemption reads the blocks it had before: they are somebody else's.",
+        "A request that comes back from a preemption reads the blocks it had before, which are "
+        "somebody else's.",
     ),
     Mutation(
         "02_paged_kv/block_delta.py",
