@@ -4,9 +4,9 @@
     python -m common.tests.mutations --only 7      one of them
     python -m common.tests.mutations --write       make BREAK_A_LINE.md anew
 
-A test that cannot fail proves nothing. Here are some thirty lines that look harmless, each with what
-it would do to a user if it were wrong, and the test that notices. The lines are broken in a temporary
-copy of the repository, never in place.
+A test that cannot fail proves nothing. Here are some thirty lines that look harmless, each with
+what it would do to a user if it were wrong, and the test that notices. The lines are broken in a
+temporary copy of the repository, never in place.
 """
 
 from __future__ import annotations
@@ -106,10 +106,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         "02_paged_kv/block_delta.py",
         "self._free_rows += range(num_rows - 1, num_before - 1, -1)",
         "self._free_rows += range(num_rows - 1, -1, -1)",
-        ""
         "common/runner/test_batch_state.py::test_whatever_is_planned_rows_are_what_lists_would_be",
-        "Once there are more requests than rows, two of them share one: each continues a mixture of "
-        "both.",
+        "Once there are more requests than rows, two of them share one: each continues a mixture "
+        "of both.",
     ),
     Mutation(
         "03_prefix_cache/prefix_cache_local.py",
@@ -274,7 +273,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "common/runner/batch_state.py",
         "self.write_tokens(rows, self.num_tokens[rows], list(drafts.values()))",
         "self.write_tokens(rows, self.num_tokens[rows] - 1, list(drafts.values()))",
-        ""
         "common/runner/test_batch_state.py::test_whatever_is_planned_rows_are_what_lists_would_be",
         "The first guess overwrites the last word that was said, and the others are judged behind "
         "the wrong one.",
@@ -292,8 +290,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "",
         ""
         "common/sampling/test_sampling_columns.py::test_rows_are_what_was_last_written_to_them_through_reuse_and_growth",
-        "One request more than there are rows, while another has `min_tokens`: the step raises, and "
-        "all that run are aborted.",
+        "One request more than there are rows, while another has `min_tokens`: the step raises, "
+        "and all that run are aborted.",
     ),
     Mutation(
         "common/sampling/speculative_sampler.py",
