@@ -28,6 +28,7 @@ from request import Request, check_integers
 from scheduler_interface import BlockMove
 
 _BlockKey = tuple[object, ...]  # (id of the cached block before it, extra keys, its tokens)
+_NOTHING_COMPUTED = ComputedBlocks()
 
 
 @dataclass(slots=True)
@@ -100,7 +101,7 @@ class CachedKVCacheManager(KVMemory):
         it yet. Raises `ValueError` for `computed` blocks when there is a table."""
         check_integers(0, num_new_tokens=num_new_tokens, num_reserved_tokens=num_reserved_tokens)
         is_admission = request.request_id not in self._tables
-        computed = computed or ComputedBlocks()
+        computed = computed or _NOTHING_COMPUTED
         if computed.blocks:
             if not is_admission:
                 raise ValueError(f"request {request.request_id!r} has a block table already")

@@ -210,22 +210,21 @@ class PrefixCache(ABC):
         if start and not found:
             missing = len(self._find(walk, 0, start))
             raise ValueError(f"insert behind {start} blocks: block {missing} is not cached")
-        path_blocks = [self.pool.blocks[block.block_id] for block in found]
-        if start and blocks and path_blocks[0].ref_cnt == 1:
+        if start and blocks and self.num_users(found[0]) == 0:
             raise ValueError(f"insert behind {start} blocks: block {start - 1} has no user")
-        known = path_blocks[1:] if start else path_blocks
+        known = [self.pool.blocks[block.block_id] for block in found[1 if start else 0 :]]
         duplicates, owned = list(blocks[: len(known)]), list(blocks[len(known) :])
         if known:
             self.touch(known)
             self.pool.free(duplicates)
-        first = start + len(known)
-        self._add(walk, first, owned)
+        first, parent = start + len(known), found[-1] if found else None
+        self._add(walk, first, parent, owned)
         self.pool.touch(owned)
         if self.listener is not None:
-            parent = path_blocks[-1] if path_blocks else None
+            before = None if parent is None else self.pool.blocks[parent.block_id]
             for index, block in enumerate(owned, first):
-                self.listener.block_cached(block, parent, walk.tokens(index), walk.keys)
-                parent = block
+                self.listener.block_cached(block, before, walk.tokens(index), walk.keys)
+                before = block
         return InsertResult(known + owned, owned, duplicates)
 
     def evict(self, num_blocks: int) -> int:
@@ -303,8 +302,9 @@ class PrefixCache(ABC):
         """What `_find` has found from the root on is used now."""
 
     @abstractmethod
-    def _add(self, walk: Walk, first: int, blocks: list[Block]) -> None:
-        """Blocks `first` and on, new ones, behind what `_find` has just found."""
+    def _add(self, walk: Walk, first: int, parent: Any, blocks: list[Block]) -> None:
+        """Blocks `first` and on, new ones, behind `parent`, the last that `_find` has just found;
+        None: behind the root."""
 
     @abstractmethod
     def _pop_oldest(self, num_blocks: int) -> list[Block]:

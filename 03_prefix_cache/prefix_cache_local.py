@@ -144,8 +144,7 @@ class PrefixCacheLocal(PrefixCache):
             hashes.append(_link(hashes[-1], walk.tokens(len(hashes) - 1)))
         return hashes[index + 1]
 
-    def _add(self, walk: Walk, first: int, blocks: list[Block]) -> None:
-        parent = self._by_hash[self._hash(walk, first - 1)] if first else None
+    def _add(self, walk: Walk, first: int, parent: CachedBlock | None, blocks: list[Block]) -> None:
         for index, block in enumerate(blocks, first):
             name, tokens = self._hash(walk, index), walk.tokens(index)
             parent = CachedBlock(block.block_id, block, name, tokens, parent, walk.keys)

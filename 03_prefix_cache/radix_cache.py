@@ -63,7 +63,7 @@ class RadixCache(PrefixCache):
         walk.path.state = self.tree.bookmark(node)
         return self.tree.blocks_up_to(node, begin)
 
-    def _add(self, walk: Walk, first: int, blocks: list[Block]) -> None:
+    def _add(self, walk: Walk, first: int, parent: Block | None, blocks: list[Block]) -> None:
         node = walk.path.state[0] if walk.path.state else self.tree.root(walk.keys)
         for ref_cnt, run in groupby(blocks, key=attrgetter("ref_cnt")):
             node = self.tree.append(node, walk.token_ids, list(run), lock_ref=ref_cnt)

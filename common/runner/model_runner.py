@@ -32,7 +32,6 @@ Compose = Callable[[PagedRunnerState, Queries, int, torch.device], ComposedBatch
 class PagedBatch:
     """One step's input. Tensors are on the model's device."""
 
-    req_ids: list[str]
     input_ids: torch.Tensor  # [num_tokens] int64
     positions: torch.Tensor  # [num_tokens] int64
     attention: AttentionMetadata
@@ -106,14 +105,15 @@ class PagedModelRunner:
 
     def _lay_out(self, plan: SchedulerOutput) -> PagedBatch:
         start_of, drafts = plan.starts(), plan.scheduled_draft_token_ids
-        req_ids = list(start_of)
         if self._shuffle is not None:
-            self._shuffle.shuffle(req_ids)
+            start_of = dict(self._shuffle.sample(list(start_of.items()), len(start_of)))
+        req_ids = list(start_of)
 
         def column(value_of: Callable[[str], int]) -> np.ndarray:
             return np.fromiter(map(value_of, req_ids), np.int64, len(req_ids))
 
-        rows, starts = self.state.rows_of(req_ids), column(start_of.__getitem__)
+        rows = self.state.rows_of(req_ids)
+        starts = np.fromiter(start_of.values(), np.int64, len(req_ids))
         num_tokens = column(plan.num_scheduled_tokens.__getitem__)
         num_drafts = column(lambda r: len(drafts.get(r, ()))) if drafts else np.zeros_like(rows)
         is_last = starts + num_tokens - num_drafts == self.state.num_tokens[rows]
@@ -121,7 +121,6 @@ class PagedModelRunner:
         queries = Queries(rows, starts, num_tokens, num_logit_rows)
         batch = self.compose(self.state, queries, self.kv_cache.block_size, self.device)
         return PagedBatch(
-            req_ids=[req_ids[i] for i in batch.order.tolist()],
             input_ids=self.state.fill_in(batch.input_ids),
             positions=batch.positions,
             attention=batch.attention,

@@ -4,9 +4,9 @@
     python -m common.tests.mutations --only 7      one of them
     python -m common.tests.mutations --write       make BREAK_A_LINE.md anew
 
-A test that cannot fail proves nothing. Here are thirty lines that look harmless, each with what it
-would do to a user if it were wrong, and the test that notices. The lines are broken in a temporary
-copy of the repository, never in place.
+A test that cannot fail proves nothing. Here are some thirty lines that look harmless, each with
+what it would do to a user if it were wrong, and the test that notices. The lines are broken in a
+temporary copy of the repository, never in place.
 """
 
 from __future__ import annotations
@@ -93,6 +93,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ""
         "02_paged_kv/test_batch_layout.py::test_every_token_stands_at_its_position_and_writes_to_its_slot",
         "Every token is computed one position late: fluent, wrong text (Trap 29).",
+    ),
+    Mutation(
+        "02_paged_kv/block_delta.py",
+        "firsts = self.num_blocks[rows] * is_new",
+        "firsts = self.num_blocks[rows]",
+        "common/runner/test_model_runner.py::test_a_resumed_request_is_taken_over_whole",
+        "A request that comes back from a preemption reads the blocks it had before, which are "
+        "somebody else's.",
+    ),
+    Mutation(
+        "02_paged_kv/block_delta.py",
+        "self._free_rows += range(num_rows - 1, num_before - 1, -1)",
+        "self._free_rows += range(num_rows - 1, -1, -1)",
+        "common/runner/test_batch_state.py::test_whatever_is_planned_rows_are_what_lists_would_be",
+        "Once there are more requests than rows, two of them share one: each continues a mixture "
+        "of both.",
     ),
     Mutation(
         "03_prefix_cache/prefix_cache_local.py",
@@ -252,6 +268,30 @@ MUTATIONS: tuple[Mutation, ...] = (
         "common/runner/test_model_runner.py::test_a_prompt_in_pieces_gives_logits_with_its_last_piece_only",
         "The middle of a prompt gets a token sampled for it, and every later row its "
         "neighbour's (Trap 31).",
+    ),
+    Mutation(
+        "common/runner/batch_state.py",
+        "self.write_tokens(rows, self.num_tokens[rows], list(drafts.values()))",
+        "self.write_tokens(rows, self.num_tokens[rows] - 1, list(drafts.values()))",
+        "common/runner/test_batch_state.py::test_whatever_is_planned_rows_are_what_lists_would_be",
+        "The first guess overwrites the last word that was said, and the others are judged behind "
+        "the wrong one.",
+    ),
+    Mutation(
+        "common/sampling/sampling_columns.py",
+        "is_seed_drawn, num_writes = isinstance(p, DrawnSeedParams), self.num_writes[row] + 1",
+        "is_seed_drawn, num_writes = isinstance(p, DrawnSeedParams), self.num_writes[row]",
+        "common/sampling/test_token_counts.py::test_kept_counts_are_those_of_a_recount",
+        "A request is penalised for the words of the one that had its row before.",
+    ),
+    Mutation(
+        "common/sampling/sampling_columns.py",
+        "        fresh.forbidden = self.forbidden\n",
+        "",
+        ""
+        "common/sampling/test_sampling_columns.py::test_rows_are_what_was_last_written_to_them_through_reuse_and_growth",
+        "One request more than there are rows, while another has `min_tokens`: the step raises, "
+        "and all that run are aborted.",
     ),
     Mutation(
         "common/sampling/speculative_sampler.py",

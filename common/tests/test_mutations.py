@@ -38,8 +38,8 @@ def test_the_page_is_made_from_the_table() -> None:
     assert text == render(), "run: python -m common.tests.mutations --write"
 
 
-def test_thirty_lines_of_all_chapters_and_the_engine() -> None:
-    assert len(MUTATIONS) == 30
+def test_thirty_lines_and_some_of_all_chapters_and_the_engine() -> None:
+    assert 30 <= len(MUTATIONS) <= 40, "a page that is read"
     assert {m.file.partition("/")[0] for m in MUTATIONS} == {
         path.name for path in ROOT.glob("[0-9][0-9]_*")
     } | {"common"}
