@@ -179,7 +179,7 @@ class Request:
         self.num_pending_tokens = 0  # sampled by steps that are under way, and not known here yet
         self.num_cached_tokens = 0  # chapter 3: of them, those that were found in a cache
         self.num_preemptions = 0  # chapter 4
-        self.decide_at = 0  # chapter 4: steps before this position are routine
+        self.routine_until = -1  # chapter 4: steps up to this position are routine
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.length_limit: str | None = None

@@ -89,7 +89,7 @@ class Scheduler(SchedulerBase):
         for index, request in enumerate(running):
             if budget == 0:
                 break
-            if request.num_computed_tokens < request.decide_at:  # routine
+            if request.num_computed_tokens <= request.routine_until:
                 planned[request.request_id] = 1
                 budget -= 1
             else:
@@ -109,8 +109,8 @@ class Scheduler(SchedulerBase):
         if num_tokens and (num_tokens := self._get_room(request, num_tokens, step)):
             step.add(request, num_tokens)
             if num_behind == 1:
-                request.decide_at = self.next_decision(request)
-                if request.num_computed_tokens < request.decide_at:
+                request.routine_until = self.routine_end(request)
+                if request.num_computed_tokens <= request.routine_until:
                     step.decided.remove(request.request_id)
 
     def _num_tokens_for(

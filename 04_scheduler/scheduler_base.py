@@ -125,7 +125,7 @@ class SchedulerBase(SchedulerBooks):
         return super().length_limits(request) | {f"the KV memory holds {capacity} positions": room}
 
     def forget(self, request: Request) -> None:
-        request.decide_at = 0
+        request.routine_until = -1
         self.kv_memory.free(request)
         super().forget(request)
         self._num_lost.pop(request.request_id, None)
@@ -188,7 +188,7 @@ class SchedulerBase(SchedulerBooks):
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
-        request.decide_at = 0
+        request.routine_until = -1
         del self.running[request.request_id]
         self.delta.request_preempted(request.request_id)
         self.waiting.prepend_request(request)
@@ -235,28 +235,30 @@ class SchedulerBase(SchedulerBooks):
         self._stats.total_scheduled_tokens += self.max_num_batched_tokens - step.budget
         return plan
 
-    def next_decision(self, request: Request) -> int:
-        """The position at which the request, one token behind, needs a decision again: where it
-        fills its block, or its last token is sampled."""
+    def routine_end(self, request: Request) -> int:
+        """The last position at which the request, one token behind, needs no decision: where it
+        fills its block, or before its last token is sampled."""
         start_of_block = request.num_computed_tokens // self.block_size * self.block_size
-        return min(start_of_block + self.block_size - 1, request.max_num_tokens - 2)
+        return min(start_of_block + self.block_size - 1, request.max_num_tokens - 3)
 
     def update_from_output(self, plan: SchedulerOutput, output: StepOutput) -> StepResults:
         """A routine step's token is appended; what all others have brought is decided on."""
         results = StepResults(list(plan.num_scheduled_tokens), output.token_ids)
         token_ids, noted = output.token_ids, {*output.logprobs, *output.errors}
         noted.update(plan.decided_req_ids)
-        gone = set[str]()
+        gone, block_size = set[str](), self.block_size
         rows = zip(
             plan.scheduled_requests, plan.start_positions, plan.num_scheduled_tokens.values()
         )
         for request, start, num_tokens in rows:
             request_id = request.request_id
-            if start < request.decide_at and request_id not in noted:
+            if start <= request.routine_until and request_id not in noted:
                 sampled = token_ids.get(request_id, ())
                 if len(sampled) == 1 and sampled[0] not in request.end_ids:
                     request.output_token_ids.append(sampled[0])
                     request.all_token_ids.append(sampled[0])
+                    if (start + 1) % block_size == 0:
+                        self.positions_written(request, start, start + 1)
                     continue
             if request.status < _FINISHED:
                 end = start + num_tokens
@@ -294,7 +296,7 @@ class SchedulerBase(SchedulerBooks):
             assert (request_id in self._num_lost) == (request.num_preemptions > 0), repr(request)
         assert self._num_lost.keys() <= self.requests.keys() - self.running.keys()
         for request in self.running.values():
-            if request.num_computed_tokens < request.decide_at:  # its next step is routine
+            if request.num_computed_tokens <= request.routine_until:  # its next step is routine
                 num_blocks = len(self.kv_memory.get_block_ids(request.request_id))
                 assert self.num_behind(request) == 1, repr(request)
                 assert request.num_computed_tokens < num_blocks * self.block_size, repr(request)

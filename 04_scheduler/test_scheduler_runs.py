@@ -545,8 +545,8 @@ def _run_to_the_end(world: World) -> None:
 
 
 class NothingIsRoutine(Scheduler):
-    def next_decision(self, request: Request) -> int:
-        return 0
+    def routine_end(self, request: Request) -> int:
+        return -1
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -580,7 +580,9 @@ def test_a_routine_step_is_what_a_decision_would_have_made_of_it(seed):
         ]
         assert shown[0] == shown[1], (seed, step)
         plan = plans[0]
-        num_routine += sum(r.num_computed_tokens <= r.decide_at for r in plan.scheduled_requests)
+        num_routine += sum(
+            r.num_computed_tokens <= r.routine_until + 1 for r in plan.scheduled_requests
+        )
         if plan.num_scheduled_tokens and rng.random() < 0.1:
             gone = rng.choice(list(plan.num_scheduled_tokens))
             for scheduler in both:

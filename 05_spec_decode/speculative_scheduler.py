@@ -48,8 +48,8 @@ class DraftBooks(SchedulerBase):
     def num_behind(self, request: Request) -> int:
         return super().num_behind(request) + len(self.drafts.get(request.request_id, ()))
 
-    def next_decision(self, request: Request) -> int:
-        return 0  # every step may bring guesses: none is routine
+    def routine_end(self, request: Request) -> int:
+        return -1  # every step may bring guesses: none is routine
 
     def num_lookahead(self, request: Request, end: int) -> int:
         """Slots behind position `end` in which a proposer may write, if there can be tokens."""
