@@ -257,7 +257,7 @@ def merge_launch(shape: AttentionShape, is_short: bool) -> Launch:
     return Launch(_merge_splits_kernel, arguments, constants, num_warps=2)
 
 
-class Rows(NamedTuple):
+class SequenceRange(NamedTuple):
     """Sequences of a batch that one launch attends to, and what the host knows of them: bounds
     are enough."""
 
@@ -276,7 +276,7 @@ class Rows(NamedTuple):
 class WorkItems:
     """One launch over some of a batch's sequences, planned once for all layers."""
 
-    rows: Rows
+    rows: SequenceRange
     launch: Launch
     merge: Launch | None  # None: every sequence is one split
     split_tiles: int
@@ -289,7 +289,9 @@ class WorkItems:
     partial_lse: torch.Tensor
 
     @classmethod
-    def plan(cls, rows: Rows, shape: AttentionShape, metadata: AttentionMetadata) -> WorkItems:
+    def plan(
+        cls, rows: SequenceRange, shape: AttentionShape, metadata: AttentionMetadata
+    ) -> WorkItems:
         is_short = rows.max_query_len * shape.num_shared <= SHORT_ROWS
         launch = split_launch(shape, is_short)
         tile_tokens, tile_keys = launch.constants["TILE_TOKENS"], launch.constants["BLOCK_N"]
@@ -377,7 +379,7 @@ class WorkItems:
             )
 
 
-def bound_tiles(rows: Rows, tile_tokens: int) -> int:
+def bound_tiles(rows: SequenceRange, tile_tokens: int) -> int:
     """Tiles of queries: so many, or more."""
     if rows.query_lens is not None:
         return sum(-(-n // tile_tokens) for n in rows.query_lens)
@@ -385,7 +387,7 @@ def bound_tiles(rows: Rows, tile_tokens: int) -> int:
     return min(from_tokens, rows.num_seqs * -(-rows.max_query_len // tile_tokens))
 
 
-def bound_items(rows: Rows, num_tiles: int, tile_tokens: int, split_len: int) -> int:
+def bound_items(rows: SequenceRange, num_tiles: int, tile_tokens: int, split_len: int) -> int:
     if rows.query_lens is None or rows.seq_lens is None:
         return num_tiles * -(-rows.max_seq_len // split_len)
     lens = zip(rows.query_lens, rows.seq_lens, strict=True)
@@ -420,10 +422,10 @@ class SplitPlan:
             if rows.num_seqs and rows.max_query_len
         ]
 
-    def launches(self, metadata: AttentionMetadata, num_tokens: int) -> list[Rows]:
+    def launches(self, metadata: AttentionMetadata, num_tokens: int) -> list[SequenceRange]:
         """One launch for all."""
         longest = metadata.max_query_len, metadata.max_seq_len
-        return [Rows(0, len(metadata.seq_lens), 0, num_tokens, *longest)]
+        return [SequenceRange(0, len(metadata.seq_lens), 0, num_tokens, *longest)]
 
 
 class SplitTritonAttentionBackend(TritonAttentionBackend):

@@ -15,7 +15,7 @@ from compiled_attention import HeadMajorKVCache
 from paged_attention import write_kv
 from paged_attention_triton import TritonAttentionBackend
 from split_attention_triton import (
-    Rows,
+    SequenceRange,
     SplitTritonAttentionBackend,
     bound_items,
     bound_tiles,
@@ -103,6 +103,15 @@ def test_every_query_length_and_history_around_tile_split_and_block_borders(bloc
 def test_heads_of_any_number_and_size(num_kv_heads, num_shared, head_dim, lengths, device):
     shape = {"num_kv_heads": num_kv_heads, "num_shared": num_shared, "head_dim": head_dim}
     check(make_case(lengths, 4, torch.float32, **shape, device=device))
+
+
+@pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
+def test_more_splits_than_are_merged_at_once(device):
+    """In each of them another one has the highest score."""
+    case = make_case([(1, 1300), (1, 20)], 16, torch.float32, num_kv_heads=1, device=device)
+    case.query *= 4
+    check(case)
+    assert case.metadata.plan.items[0].first_item.tolist()[1] > 2 * module.SPLITS_AT_ONCE
 
 
 @pytest.mark.parametrize("backend", [TritonAttentionBackend, SplitTritonAttentionBackend])
@@ -275,11 +284,11 @@ def test_counts_are_exact_where_lengths_are_known_and_bounds_elsewhere():
         given = 0, 9, 0, sum(query_lens), max(query_lens), max(seq_lens)
         tiles = sum(-(-q // 8) for q in query_lens)
         items = sum(-(-q // 8) * -(-n // 256) for q, n in lens)
-        known = Rows(*given, query_lens, seq_lens)
+        known = SequenceRange(*given, query_lens, seq_lens)
         assert bound_tiles(known, 8) == tiles
         assert bound_items(known, tiles, 8, 256) == items
-        bound = bound_tiles(Rows(*given), 8)
-        assert tiles <= bound and items <= bound_items(Rows(*given), bound, 8, 256)
+        bound = bound_tiles(SequenceRange(*given), 8)
+        assert tiles <= bound and items <= bound_items(SequenceRange(*given), bound, 8, 256)
 
 
 def test_long_queries_are_split_only_to_keep_the_gpu_busy(monkeypatch):

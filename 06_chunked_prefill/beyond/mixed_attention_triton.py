@@ -28,20 +28,20 @@ from itertools import pairwise
 
 from mixed_batch import MixedMetadata
 from paged_attention import AttentionMetadata
-from split_attention_triton import Rows, SplitPlan, SplitTritonAttentionBackend
+from split_attention_triton import SequenceRange, SplitPlan, SplitTritonAttentionBackend
 
 
 class MixedSplitPlan(SplitPlan):
     """Version 2's plan, with a launch for each side of the border and exact counts. Plain metadata
     has no border, and is planned as version 2 does."""
 
-    def launches(self, metadata: AttentionMetadata, num_tokens: int) -> list[Rows]:
+    def launches(self, metadata: AttentionMetadata, num_tokens: int) -> list[SequenceRange]:
         if not isinstance(metadata, MixedMetadata) or not metadata.query_starts:
             return super().launches(metadata, num_tokens)
         query_lens = [stop - start for start, stop in pairwise(metadata.query_starts)]
         borders = 0, metadata.num_short, len(query_lens)
         return [
-            Rows(
+            SequenceRange(
                 first,
                 last - first,
                 metadata.query_starts[first],

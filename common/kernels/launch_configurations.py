@@ -98,6 +98,24 @@ def attention_launches(
     return launches
 
 
+def layer_launches(model: ModelConfig, shape: AttentionShape) -> list[Launch]:
+    """Of `layer_kernels.py`, which no engine launches yet. `launch_configurations` will have them
+    when `common/model.py` does."""
+    from common.kernels.layer_kernels import (
+        add_rms_norm_launch,
+        rotate_and_write_launch,
+        silu_and_multiply_launch,
+    )
+
+    heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    place = shape.block_size, shape.cache_strides, shape.dtype
+    return [
+        add_rms_norm_launch(model.hidden_size, shape.dtype),
+        rotate_and_write_launch(*heads, *place, model.has_qk_norm),
+        silu_and_multiply_launch(model.intermediate_size, shape.dtype),
+    ]
+
+
 def verification_launches(
     vocab_size: int, engine: EngineConfig, dtype: torch.dtype
 ) -> list[Launch]:

@@ -6,7 +6,7 @@ and not on the first GPU that somebody pays for.
 
     python -m common.kernels.resources              what `make test` checks: sm_90 every family,
                                                     sm_80 and sm_100 every kernel once
-    python -m common.kernels.resources --all        every family, dtype and architecture
+    python -m common.kernels.resources --all        every architecture and dtype
     python -m common.kernels.resources --all --record    and write the record and README's table
 
 Checked: nothing is spilled to memory, but what `ALLOWED_STACK_BYTES` names; shared memory fits the
@@ -40,7 +40,11 @@ from common.bench.bench_record import (
 )
 from common.bench.random_weights import QWEN3_0_6B
 from common.engine_config import EngineConfig
-from common.kernels.launch_configurations import launch_configurations
+from common.kernels.launch_configurations import (
+    attention_shape,
+    launch_configurations,
+    layer_launches,
+)
 from common.model_config import ModelConfig
 from kernel_launch import Launch
 
@@ -49,10 +53,21 @@ RECORD = FOLDER / "records" / "resources.json"
 README = FOLDER / "README.md"
 
 
-def _family(num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int) -> ModelConfig:
+def _family(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    has_qk_norm: bool = False,
+) -> ModelConfig:
     """Only what kernels depend on is that model's."""
     return replace(
         QWEN3_0_6B,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        has_qk_norm=has_qk_norm,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
@@ -62,14 +77,14 @@ def _family(num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int) -
 
 FAMILIES = {
     "Qwen3-0.6B": QWEN3_0_6B,
-    "Qwen3-8B, Llama-3.1-8B": _family(32, 8, 128, 128256),
-    "Qwen3-32B, Llama-3.1-70B": _family(64, 8, 128, 151936),
-    "Qwen2.5-7B": _family(28, 4, 128, 152064),
-    "Qwen2.5-0.5B": _family(14, 2, 64, 151936),
-    "Llama-3.2-1B": _family(32, 8, 64, 128256),
+    "Llama-3.1-8B": _family(32, 8, 128, 128256, 4096, 14336),
+    "Qwen3-32B": _family(64, 8, 128, 151936, 5120, 25600, has_qk_norm=True),
+    "Qwen2.5-7B": _family(28, 4, 128, 152064, 3584, 18944),
+    "Qwen2.5-0.5B": _family(14, 2, 64, 151936, 896, 4864),
+    "Llama-3.2-1B": _family(32, 8, 64, 128256, 2048, 8192),
 }
 # No supported model has such heads, but the kernels take them.
-LARGE_HEADS = {"head_dim 256": _family(16, 8, 256, 151936)}
+LARGE_HEADS = {"head_dim 256": _family(16, 8, 256, 151936, 4096, 8192, has_qk_norm=True)}
 ARCHITECTURES = (80, 89, 90, 100, 120)
 # Of a program, the smallest GPU of a kind: sm_86 and sm_120 have what sm_89 has.
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -194,9 +209,11 @@ class Wanted:
     def launches(self) -> list[Launch]:
         dtype, precision = KINDS[self.kind]
         model = (FAMILIES | LARGE_HEADS)[self.family]
-        return launch_configurations(
+        launches = launch_configurations(
             model, self.engine, dtype, self.architecture, float32_precision=precision
         )
+        shape = attention_shape(model, self.engine, dtype, self.architecture, precision, False)
+        return launches + layer_launches(model, shape)
 
 
 def quick() -> list[Wanted]:
@@ -210,11 +227,13 @@ def quick() -> list[Wanted]:
 
 
 def everything() -> list[Wanted]:
+    """Every architecture: bfloat16 of every family, other dtypes of each head_dim."""
+    first_of_each_size = ["Qwen3-0.6B", "Qwen2.5-0.5B", *LARGE_HEADS]
     return [
         Wanted(family, kind, architecture, engine)
         for architecture in ARCHITECTURES
-        for family in FAMILIES | LARGE_HEADS
         for kind in KINDS
+        for family in (FAMILIES | LARGE_HEADS if kind == "bfloat16" else first_of_each_size)
         for engine in (CHUNKED, WHOLE)
     ]
 
@@ -278,7 +297,7 @@ def write_table() -> None:
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description="What the kernels take of a GPU")
-    parser.add_argument("--all", action="store_true", help="some minutes: 10 of one core")
+    parser.add_argument("--all", action="store_true", help="ten minutes of one core")
     parser.add_argument("--record", action="store_true", help="write the record and the table")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
     options = parser.parse_args(arguments)
