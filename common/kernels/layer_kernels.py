@@ -287,7 +287,8 @@ def _silu_and_multiply_kernel(
 
 @cache
 def silu_and_multiply_launch(inner_size: int, dtype: torch.dtype) -> Launch:
-    arguments = dict.fromkeys(("output", "gate_up"), "*" + TRITON_TYPES[dtype])
+    pointer = "*" + TRITON_TYPES[dtype]
+    arguments = {"output": pointer, "gate_up": pointer}
     constants = {"INNER_SIZE": inner_size, "WIDTH": CHANNELS_AT_ONCE}
     return Launch(_silu_and_multiply_kernel, arguments, constants)
 
