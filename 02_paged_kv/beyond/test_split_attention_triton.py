@@ -173,7 +173,7 @@ def test_caches_may_lie_in_memory_in_either_order(backend, device):
 def test_tokens_are_written_into_either_order_of_memory(device):
     torch.manual_seed(0)
     qkv = torch.randn(6, 9, 8, device=device)  # a fused projection: tokens do not lie end to end
-    key, value = qkv[:, 3:6], qkv[:, 6:]
+    key, value = qkv[:, 3:6].contiguous(), qkv[:, 6:]
     slots = torch.tensor([3, 17, -1, 0, 11, -1], device=device)
     expected = [torch.full((5, 4, 3, 8), 9.0, device=device) for _ in range(2)]
     caches = [head_major(cache) for cache in expected]

@@ -3,6 +3,7 @@ serving, and the gate of `test_resources.py` has seen everything."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -98,3 +99,6 @@ def test_an_engine_has_few_configurations(oracle):
         for name, options in ENGINES.items()
     }
     assert counts == {"chunks": 5, "whole prompts": 3, "look-up": 6, "draft model": 7}
+    engine, draft = EngineConfig(**ENGINES["draft model"]), replace(config, num_attention_heads=2)
+    launches = launch_configurations(config, engine, torch.bfloat16, draft=draft)
+    assert len(launches) == 7 + 5, "a draft model of other heads has its own"
