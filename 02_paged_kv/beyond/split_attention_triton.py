@@ -23,8 +23,8 @@ log-sum-exp). A sequence of one split writes its output at once and is not merge
 
 Queries of one tile, decodes above all, have splits of a constant length, not of a share of what
 the GPU has left. So among decodes the numbers of one do not depend on who the others are. For
-longer queries splits serve only to keep the GPU busy when there are few tiles, and are as long as
-that allows.
+longer queries splits serve only to keep the GPU busy when there are few tiles, or one history is
+much longer than the others, and are as long as that allows.
 
 Keys that every row of a tile sees need no mask; only the tiles on the diagonal, at the end, have
 one. Invariants: keys beyond what a tile may see are never loaded; scratch that no program has
@@ -298,8 +298,8 @@ class WorkItems:
         num_tiles = bound_tiles(rows, tile_tokens)
         split_tiles = SPLIT_KEYS // tile_keys
         if rows.max_query_len > tile_tokens:
-            num_programs = num_tiles * shape.num_kv_heads
-            split_tiles = -(-choose_split_len(num_programs, rows.max_seq_len) // tile_keys)
+            num_keys = bound_items(rows, num_tiles, tile_tokens, 1) * shape.num_kv_heads
+            split_tiles = -(-choose_split_len(num_keys, rows.max_seq_len) // tile_keys)
         split_len = split_tiles * tile_keys
         num_items = bound_items(rows, num_tiles, tile_tokens, split_len)
 
@@ -394,11 +394,13 @@ def bound_items(rows: SequenceRange, num_tiles: int, tile_tokens: int, split_len
     return sum(-(-q // tile_tokens) * -(-n // split_len) for q, n in lens)
 
 
-def choose_split_len(num_programs: int, max_seq_len: int) -> int:
-    """Keys to a split of long queries: all of them, or as many as give each multiprocessor a
-    program, unless the splits become too short."""
-    wanted = -(-NUM_MULTIPROCESSORS // num_programs)
-    return max(SPLIT_KEYS, -(-max_seq_len // wanted))
+def choose_split_len(num_keys: int, max_seq_len: int) -> int:
+    """Keys to a split of long queries, which together walk `num_keys`, each tile its own. No split
+    is more than a multiprocessor's share of that, and those of the longest sequence are equal;
+    none is too short to be worth merging."""
+    share = max(SPLIT_KEYS, -(-num_keys // NUM_MULTIPROCESSORS))
+    num_splits = -(-max_seq_len // share)
+    return max(SPLIT_KEYS, -(-max_seq_len // num_splits))
 
 
 def owners(

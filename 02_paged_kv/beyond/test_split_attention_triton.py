@@ -293,10 +293,13 @@ def test_counts_are_exact_where_lengths_are_known_and_bounds_elsewhere():
 
 def test_long_queries_are_split_only_to_keep_the_gpu_busy(monkeypatch):
     monkeypatch.setattr(module, "NUM_MULTIPROCESSORS", 132)
-    assert choose_split_len(132, 10**6) == 10**6
-    assert choose_split_len(131, 10**6) == 500_000
-    assert choose_split_len(8, 17_000) == 1000
-    assert choose_split_len(8, 100) == 256
+    assert choose_split_len(132 * 10**6, 10**6) == 10**6
+    assert choose_split_len(131 * 10**6, 10**6) == 500_000
+    assert choose_split_len(8 * 17_000, 17_000) == 1000
+    assert choose_split_len(8 * 100, 100) == choose_split_len(8 * 300, 300) == 256
+    # Two tiles with 132,000 keys among 264 tiles with 1,000, which alone would not be split.
+    assert choose_split_len(264 * 1000, 1000) == 1000
+    assert choose_split_len(264 * 1000 + 2 * 132_000, 132_000) == 4000
 
 
 def test_what_the_kernels_cannot_do_is_refused(device):

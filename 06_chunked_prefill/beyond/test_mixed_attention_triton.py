@@ -156,6 +156,21 @@ def test_items_are_counted_exactly(spies):
     assert spies[0].grids == [(48, 2)] and spies[1].grids == [(9, 4)]
 
 
+def test_a_short_chunk_with_a_long_history_does_not_keep_one_program_busy(spies, monkeypatch):
+    """Without the last one there are tiles enough, and nobody's keys are split."""
+    monkeypatch.setattr(version_2, "NUM_MULTIPROCESSORS", 8)
+    for lengths, sizes in (
+        ([(64, 600)] * 8, [2] * 8),
+        ([(64, 600)] * 8 + [(64, 30_000)], [2] * 8 + [4]),  # of 15,000 keys: a share is 17,400
+    ):
+        case = mix(make_case(lengths, 256, torch.bfloat16))
+        MixedTritonAttentionBackend().attend(
+            case.query, case.key_cache, case.value_cache, case.metadata, case.scale
+        )
+        items = case.metadata.plan.items[0]
+        assert items.first_item.diff().tolist() == sizes and items.num_items == sum(sizes)
+
+
 def test_a_side_without_query_tokens_is_not_launched(spies):
     case = mix(make_case([(0, 5), (0, 9), (4, 8)], 4, torch.float32))
     MixedTritonAttentionBackend().attend(

@@ -22,7 +22,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -115,7 +114,6 @@ class Resources:
     stack_bytes: int  # of a thread, in memory: spilled registers
     shared_bytes: int  # of a program
     tensor_cores: str  # the instruction
-    seconds: float  # to compile it, or to find it in Triton's cache
 
     @property
     def has_product(self) -> bool:
@@ -150,10 +148,8 @@ def compile_launch(launch: Launch, architecture: int, family: str, kind: str) ->
         if signature[name][0] == "*" and name not in launch.unaligned
     }
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-    start = time.perf_counter()
     target = GPUTarget("cuda", architecture, 32)
     compiled = triton.compile(source, target=target, options=launch.options)
-    seconds = time.perf_counter() - start
     registers, stack_bytes = read_usage(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     rows, keys = (launch.constants.get(name) for name in ("BLOCK_M", "BLOCK_N"))
@@ -168,7 +164,6 @@ def compile_launch(launch: Launch, architecture: int, family: str, kind: str) ->
         stack_bytes,
         compiled.metadata.shared,
         next((name for name in TENSOR_CORES if name in ptx), ""),
-        round(seconds, 2),
     )
 
 

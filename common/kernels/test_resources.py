@@ -23,7 +23,7 @@ from common.kernels.resources import (
 
 pytest.importorskip("triton")
 
-CLEAN = Resources("some_kernel", "a model", "bfloat16", 90, "64 x 64", 4, 128, 0, 1024, "mma", 0.1)
+CLEAN = Resources("some_kernel", "a model", "bfloat16", 90, "64 x 64", 4, 128, 0, 1024, "mma")
 
 
 def compile_in_another_process(*arguments: str) -> list[Resources]:
