@@ -280,7 +280,8 @@ def make_record(found: list[Resources], arguments: list[str]) -> dict:
 def make_table_text() -> str:
     record = read_record(RECORD)
     found = [Resources(**one) for one in record["resources"]]
-    return f"{table(found)}\n\n{made_on(record)}"
+    version = record["environment"]["triton"]
+    return f"{table(found)}\n\n{made_on(record)} Compiled by Triton {version}."
 
 
 def write_table() -> None:
