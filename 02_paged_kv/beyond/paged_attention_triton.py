@@ -52,8 +52,8 @@ TILES = {
     ("tf32x3", "long"): ((32, 32, 8), (32, 32, 8), (16, 16, 8)),
 }
 # Hopper's and datacenter Blackwell's tensor cores read from shared memory and leave registers free.
-# Elsewhere: in 16 bits, for a long query and head_dim 65 to 128.
-TILE_WITHOUT_WARPGROUPS = (64, 32, 8)
+# Elsewhere, in 16 bits, for a long query and head_dim 65 to 128: up to sm_89, and sm_120.
+TILES_WITHOUT_WARPGROUPS = ((64, 32, 8), (64, 64, 8))
 HAS_WARPGROUPS = (90, 100, 103)
 
 
@@ -64,7 +64,7 @@ def choose_tile(shape: AttentionShape, is_short: bool) -> tuple[int, int, int]:
     size = (shape.head_dim > 64) + (shape.head_dim > 128)
     has_few_registers = kind == "16 bits" and shape.architecture not in HAS_WARPGROUPS
     if has_few_registers and size == 1 and not is_short:
-        return TILE_WITHOUT_WARPGROUPS
+        return TILES_WITHOUT_WARPGROUPS[shape.architecture > 100]
     return TILES[kind, length][size]
 
 

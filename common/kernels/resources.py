@@ -95,7 +95,10 @@ KINDS = {
     "float32 as tf32x3": (torch.float32, "tf32x3"),
 }
 # Bytes a thread, by (kernel, kind, family, architecture, tile): exceptions, each with its reason.
-ALLOWED_STACK_BYTES: dict[tuple[str, str, str, int, str], int] = {}
+ALLOWED_STACK_BYTES: dict[tuple[str, str, str, int, str], int] = {
+    # With 48 registers of 255: the compiler's choice, and one value.
+    ("split_attention_kernel", "float32", "Qwen3-0.6B", 89, "16 x 32"): 8,
+}
 CHUNKED = EngineConfig(speculative={"method": "draft"})
 WHOLE = EngineConfig(chunked_prefill=False)
 
