@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from common.tests.kernel_device import device  # first: it decides how Triton is imported
+
+# isort: split
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +18,8 @@ from common.tests.engine_oracle import (
     save_random_model,
 )
 from common.tokenizer import load_tokenizer
+
+__all__ = ["device"]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`paged_attention` and `write_kv` as Triton kernels: keys are read where they lie.
+"""`paged_attention` and `write_kv` as Triton kernels: keys are read where they lie. Version 1.
 
 Nothing is gathered to memory first. A program of the attention kernel takes one sequence, one KV
 head and a tile of query rows, and walks along the keys in tiles of `BLOCK_N`; for each key it looks
@@ -15,34 +15,139 @@ one kernel serves any mix of one and many query tokens, any block size, any head
 reach the output.
 
 The signatures are those of `paged_attention.py`, which is what this is tested against: on a GPU,
-or anywhere in Triton's interpreter. Nothing here waits for the device.
+or anywhere in Triton's interpreter. Nothing here waits for the device. Caches may lie in memory in
+any order in which a head's channels are neighbours.
+
+The grid is a rectangle, sequences x tiles of the longest query x KV heads. One sequence of 100,000
+keys among short ones is walked by one program for each KV head, while the rest of the GPU waits:
+`split_attention_triton.py` is version 2.
 
 Sources: FlashAttention-2, arXiv 2307.08691; vLLM's unified Triton attention kernel has this shape.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 
+from kernel_launch import TRITON_TYPES, AttentionShape, Launch
 from paged_attention import AttentionMetadata
-from triton_or_none import HAS_TRITON, jit, tl, triton
+from triton_or_none import HAS_TRITON, jit, jit_for_any, tl, triton
 
 MAX_HEAD_DIM = 256
+FLOAT32_PRECISIONS = ("ieee", "tf32x3")
+SHORT_ROWS = 16  # query tokens x heads that share a KV head; more is a long query
+# Query rows and keys to a tile, and warps, for head_dim up to 64, 128 and 256. The largest that the
+# compiler holds in registers without spilling, in the shared memory of any GPU: see the table of
+# `python -m common.kernels.resources`. "ieee" and "tf32x3" are float32 without and with the tensor
+# cores; a product of 16 rows is the smallest there is.
+TILES = {
+    ("16 bits", "short"): ((16, 64, 4), (16, 64, 4), (16, 32, 4)),
+    ("16 bits", "long"): ((64, 64, 4), (64, 64, 4), (64, 32, 8)),
+    ("ieee", "short"): ((16, 32, 4), (16, 32, 8), (16, 16, 8)),
+    ("ieee", "long"): ((32, 32, 8), (32, 32, 8), (32, 16, 8)),
+    ("tf32x3", "short"): ((16, 32, 4), (16, 32, 4), (16, 16, 8)),
+    ("tf32x3", "long"): ((32, 32, 8), (32, 32, 8), (16, 16, 8)),
+}
+# Hopper's and datacenter Blackwell's tensor cores read from shared memory and leave registers free.
+# Elsewhere, in 16 bits, for a long query and head_dim 65 to 128: up to sm_89, and sm_120.
+TILES_WITHOUT_WARPGROUPS = ((64, 32, 8), (64, 64, 8))
+HAS_WARPGROUPS = (90, 100, 103)
+
+
+def choose_tile(shape: AttentionShape, is_short: bool) -> tuple[int, int, int]:
+    """Query rows, keys, warps. Short queries are those that fit a tile of 16 rows."""
+    length = "short" if is_short else "long"
+    kind = shape.float32_precision if shape.dtype == torch.float32 else "16 bits"
+    size = (shape.head_dim > 64) + (shape.head_dim > 128)
+    has_few_registers = kind == "16 bits" and shape.architecture not in HAS_WARPGROUPS
+    if has_few_registers and size == 1 and not is_short:
+        return TILES_WITHOUT_WARPGROUPS[shape.architecture > 100]
+    return TILES[kind, length][size]
+
+
+def tile_constants(shape: AttentionShape, is_short: bool) -> tuple[dict[str, Any], int]:
+    """What both versions of the attention kernel are compiled for, and the number of warps."""
+    num_rows, num_keys, num_warps = choose_tile(shape, is_short)
+    num_shared = shape.num_shared
+    tile_tokens = max(1, num_rows // num_shared)
+    block_stride, slot_stride, head_stride = shape.cache_strides
+    constants = {
+        "NUM_KV_HEADS": shape.num_kv_heads,
+        "NUM_SHARED": num_shared,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_SIZE": shape.block_size,
+        "QUERY_STRIDE": shape.query_stride,
+        "BLOCK_STRIDE": block_stride,
+        "SLOT_STRIDE": slot_stride,
+        "HEAD_STRIDE": head_stride,
+        "TILE_TOKENS": tile_tokens,
+        "BLOCK_M": max(16, next_power_of_2(tile_tokens * num_shared)),
+        "BLOCK_N": num_keys,
+        "BLOCK_D": max(16, next_power_of_2(shape.head_dim)),
+        "PRECISION": shape.float32_precision,
+        "UPCAST": shape.is_interpreted,
+    }
+    return constants, num_warps
+
+
+@cache
+def attention_launch(shape: AttentionShape, is_short: bool) -> Launch:
+    pointer = "*" + TRITON_TYPES[shape.dtype]
+    arguments = dict.fromkeys(("output", "query", "key_cache", "value_cache"), pointer)
+    arguments |= {"query_start_loc": "*i64", "seq_lens": "*i64", "block_tables": "*i32"}
+    arguments |= {"table_stride": "i32", "scale": "fp32"}
+    return Launch(_paged_attention_kernel, arguments, *tile_constants(shape, is_short))
+
+
+@cache
+def write_kv_launch(
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    key_stride: int,  # from token to token
+    value_stride: int,
+    cache_strides: tuple[int, int, int],
+) -> Launch:
+    pointer = "*" + TRITON_TYPES[dtype]
+    arguments = dict.fromkeys(("key", "value", "key_cache", "value_cache"), pointer)
+    block_stride, slot_stride, head_stride = cache_strides
+    constants = {
+        "KEY_STRIDE": key_stride,
+        "VALUE_STRIDE": value_stride,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "BLOCK_STRIDE": block_stride,
+        "SLOT_STRIDE": slot_stride,
+        "HEAD_STRIDE": head_stride,
+        "WIDTH": next_power_of_2(num_kv_heads * head_dim),
+    }
+    return Launch(_write_kv_kernel, arguments | {"slot_mapping": "*i64"}, constants)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
 
 
 @jit
 def _write_kv_kernel(
-    key,  # [num_tokens, num_kv_heads, head_dim]
+    key,  # [num_tokens, num_kv_heads, head_dim], heads lie end to end
     value,
-    key_cache,  # [num_blocks, block_size, num_kv_heads, head_dim], contiguous
+    key_cache,  # [num_blocks, block_size, num_kv_heads, head_dim]
     value_cache,
     slot_mapping,  # [num_tokens]
-    key_stride_token,
-    key_stride_head,
-    value_stride_token,
-    value_stride_head,
+    KEY_STRIDE: tl.constexpr,  # from token to token
+    VALUE_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,  # of the caches, in elements
+    SLOT_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,  # NUM_KV_HEADS * HEAD_DIM padded to a power of two
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -50,20 +155,20 @@ def _write_kv_kernel(
     if slot < 0:
         return
     lane = tl.arange(0, WIDTH)
-    head, dim = lane // HEAD_DIM, lane % HEAD_DIM
     is_written = lane < NUM_KV_HEADS * HEAD_DIM
-    new_key = key + token * key_stride_token + head * key_stride_head + dim
-    new_value = value + token * value_stride_token + head * value_stride_head + dim
-    target = slot * NUM_KV_HEADS * HEAD_DIM + lane
-    tl.store(key_cache + target, tl.load(new_key, mask=is_written), mask=is_written)
-    tl.store(value_cache + target, tl.load(new_value, mask=is_written), mask=is_written)
+    place = slot // BLOCK_SIZE * BLOCK_STRIDE + slot % BLOCK_SIZE * SLOT_STRIDE
+    target = place + lane // HEAD_DIM * HEAD_STRIDE + lane % HEAD_DIM
+    new_key = tl.load(key + token * KEY_STRIDE + lane, mask=is_written)
+    new_value = tl.load(value + token * VALUE_STRIDE + lane, mask=is_written)
+    tl.store(key_cache + target, new_key, mask=is_written)
+    tl.store(value_cache + target, new_value, mask=is_written)
 
 
-@jit
+@jit_for_any("table_stride")
 def _paged_attention_kernel(
     output,  # [num_tokens, num_heads, head_dim], contiguous
-    query,  # [num_tokens, num_heads, head_dim], contiguous
-    key_cache,  # [num_blocks, block_size, num_kv_heads, head_dim], contiguous
+    query,  # [num_tokens, num_heads, head_dim], heads lie end to end
+    key_cache,  # [num_blocks, block_size, num_kv_heads, head_dim]
     value_cache,
     query_start_loc,  # [num_seqs + 1]
     seq_lens,  # [num_seqs]
@@ -74,29 +179,35 @@ def _paged_attention_kernel(
     NUM_SHARED: tl.constexpr,  # query heads to a KV head
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    QUERY_STRIDE: tl.constexpr,  # from token to token
+    BLOCK_STRIDE: tl.constexpr,  # of the caches, in elements
+    SLOT_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,  # query tokens to a tile
     BLOCK_M: tl.constexpr,  # TILE_TOKENS * NUM_SHARED padded to a power of two
     BLOCK_N: tl.constexpr,  # keys to a tile
     BLOCK_D: tl.constexpr,  # HEAD_DIM padded to a power of two
+    PRECISION: tl.constexpr,  # of a product of float32: "ieee" or "tf32x3"
     UPCAST: tl.constexpr,  # multiply in float32: the interpreter cannot in bfloat16
 ):
-    seq, kv_head = tl.program_id(0), tl.program_id(2)
-    first_token = tl.load(query_start_loc + seq).to(tl.int64)
-    query_len = tl.load(query_start_loc + seq + 1).to(tl.int64) - first_token
+    seq, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    # Positions have 32 bits, which saves registers; offsets in memory have 64.
+    first_token = tl.load(query_start_loc + seq).to(tl.int32)
+    query_len = tl.load(query_start_loc + seq + 1).to(tl.int32) - first_token
     tile_start = tl.program_id(1) * TILE_TOKENS
     if tile_start >= query_len:
         return
-    seq_len = tl.load(seq_lens + seq).to(tl.int64)
-    history = seq_len - query_len
+    history = tl.load(seq_lens + seq).to(tl.int32) - query_len
 
     row = tl.arange(0, BLOCK_M)
     query_index = tile_start + row // NUM_SHARED
     dim = tl.arange(0, BLOCK_D)
     is_row = (row < TILE_TOKENS * NUM_SHARED) & (query_index < query_len)
     head = kv_head * NUM_SHARED + row % NUM_SHARED
-    row_offset = ((first_token + query_index) * NUM_KV_HEADS * NUM_SHARED + head) * HEAD_DIM
     row_mask = is_row[:, None] & (dim < HEAD_DIM)[None, :]
-    q = tl.load(query + row_offset[:, None] + dim[None, :], mask=row_mask, other=0.0)
+    token = (first_token + query_index).to(tl.int64)
+    query_row = query + token * QUERY_STRIDE + head * HEAD_DIM
+    q = tl.load(query_row[:, None] + dim[None, :], mask=row_mask, other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
 
@@ -105,43 +216,49 @@ def _paged_attention_kernel(
     weight_sum = tl.zeros([BLOCK_M], tl.float32)
     weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     num_keys = history + tl.minimum(tile_start + TILE_TOKENS, query_len)
+    table = block_tables + seq * table_stride
     for start in range(0, num_keys, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
         is_key = position < num_keys
-        table = block_tables + seq.to(tl.int64) * table_stride
         block_id = tl.load(table + position // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-        slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
-        key_offset = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM
+        place = block_id * BLOCK_STRIDE + position % BLOCK_SIZE * SLOT_STRIDE
+        offsets = (place + kv_head * HEAD_STRIDE)[:, None] + dim[None, :]
         key_mask = is_key[:, None] & (dim < HEAD_DIM)[None, :]
-        offsets = key_offset[:, None] + dim[None, :]
         k = tl.load(key_cache + offsets, mask=key_mask, other=0.0)
         v = tl.load(value_cache + offsets, mask=key_mask, other=0.0)
         if UPCAST:
             k, v = k.to(tl.float32), v.to(tl.float32)
 
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         is_seen = is_key[None, :] & (position[None, :] <= (history + query_index)[:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp(scores - new_highest[:, None])
         rescale = tl.exp(highest - new_highest)
         weight_sum = weight_sum * rescale + tl.sum(weights, 1)
-        product = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        product = tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         weighted = weighted * rescale[:, None] + product
         highest = new_highest
 
     result = weighted / weight_sum[:, None]
-    target = output + row_offset[:, None] + dim[None, :]
+    output_row = output + (token * NUM_KV_HEADS * NUM_SHARED + head) * HEAD_DIM
+    target = output_row[:, None] + dim[None, :]
     tl.store(target, result.to(output.dtype.element_ty), mask=row_mask)
 
 
 class TritonAttentionBackend:
     """An `AttentionBackend` of the kernels above, for float16, bfloat16 and float32.
 
-    Raises `RuntimeError` if Triton is missing, or if there is neither a GPU nor the interpreter.
+    Products of float32 are computed without tensor cores ("ieee"), or from three products of
+    tensor cores ("tf32x3"), nearly as exactly. Raises `RuntimeError` if Triton is missing, or if
+    there is neither a GPU nor the interpreter, and `ValueError` for another precision.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, float32_precision: str = "ieee") -> None:
+        if float32_precision not in FLOAT32_PRECISIONS:
+            allowed = " or ".join(map(repr, FLOAT32_PRECISIONS))
+            raise ValueError(f"float32_precision is {float32_precision!r}: it must be {allowed}")
+        self.float32_precision = float32_precision
         if not HAS_TRITON:
             raise RuntimeError(
                 "the Triton attention backend needs the package triton, which is not installed: "
@@ -163,23 +280,21 @@ class TritonAttentionBackend:
         value_cache: torch.Tensor,  # the same
         slot_mapping: torch.Tensor,  # [num_tokens] int64, -1: not written
     ) -> None:
-        num_tokens, num_kv_heads, head_dim = key.shape
-        check_contiguous(key_cache, value_cache)
-        if key.stride(2) != 1 or value.stride(2) != 1:
-            key, value = key.contiguous(), value.contiguous()
-        if num_tokens:
-            _write_kv_kernel[(num_tokens,)](
-                key,
-                value,
-                key_cache,
-                value_cache,
-                slot_mapping,
-                *key.stride()[:2],
-                *value.stride()[:2],
-                NUM_KV_HEADS=num_kv_heads,
-                HEAD_DIM=head_dim,
-                WIDTH=triton.next_power_of_2(num_kv_heads * head_dim),
-            )
+        """Raises `ValueError` if the two caches lie differently in memory."""
+        block_size, num_kv_heads, head_dim = key_cache.shape[1:]
+        check_caches(key_cache, value_cache)
+        key, value = with_heads_end_to_end(key), with_heads_end_to_end(value)
+        launch = write_kv_launch(
+            num_kv_heads,
+            head_dim,
+            block_size,
+            key_cache.dtype,
+            key.stride(0),
+            value.stride(0),
+            key_cache.stride()[:3],
+        )
+        if len(key):
+            launch((len(key),), key, value, key_cache, value_cache, slot_mapping)
 
     def attend(
         self,
@@ -191,19 +306,14 @@ class TritonAttentionBackend:
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
         """Raises `ValueError` for float64, which the kernels would round, and for a head_dim above
         256."""
-        _, num_heads, head_dim = query.shape
-        _, block_size, num_kv_heads, _ = key_cache.shape
-        check_attention_inputs(query, key_cache, value_cache)
-        query = query.contiguous()
-        output = torch.zeros_like(query)
-        num_shared = num_heads // num_kv_heads
-        # A power of two: each value is a compilation of its own.
-        longest = triton.next_power_of_2(metadata.max_query_len)
-        tile_tokens = max(1, min(64 // num_shared, longest))
-        num_seqs = len(metadata.seq_lens)
-        if num_seqs and metadata.max_query_len:
-            grid = (num_seqs, triton.cdiv(metadata.max_query_len, tile_tokens), num_kv_heads)
-            _paged_attention_kernel[grid](
+        query, shape = self.check(query, key_cache, value_cache)
+        output = query.new_zeros(query.shape)
+        num_seqs, longest = len(metadata.seq_lens), metadata.max_query_len
+        launch = attention_launch(shape, longest * shape.num_shared <= SHORT_ROWS)
+        if num_seqs and longest:
+            num_tiles = -(-longest // launch.constants["TILE_TOKENS"])
+            launch(
+                (num_seqs, num_tiles, shape.num_kv_heads),
                 output,
                 query,
                 key_cache,
@@ -213,30 +323,34 @@ class TritonAttentionBackend:
                 metadata.block_tables,
                 metadata.block_tables.stride(0),
                 scale,
-                NUM_KV_HEADS=num_kv_heads,
-                NUM_SHARED=num_shared,
-                HEAD_DIM=head_dim,
-                BLOCK_SIZE=block_size,
-                TILE_TOKENS=tile_tokens,
-                BLOCK_M=max(16, triton.next_power_of_2(tile_tokens * num_shared)),
-                BLOCK_N=32 if head_dim > 128 else 64,
-                BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-                UPCAST=self.is_interpreted,
             )
         return output
 
+    def check(
+        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
+    ) -> tuple[torch.Tensor, AttentionShape]:
+        """The query, copied if its heads do not lie end to end, and what kernels are compiled for.
+        Raises `ValueError` for what they cannot do."""
+        check_caches(key_cache, value_cache)
+        if query.dtype == torch.float64 or query.shape[2] > MAX_HEAD_DIM:
+            raise ValueError(
+                f"query is {query.dtype} with head_dim {query.shape[2]}: the Triton backend takes "
+                f"16 or 32 bits and head_dim <= {MAX_HEAD_DIM}; choose attention_backend='torch'"
+            )
+        query = with_heads_end_to_end(query)
+        options = self.float32_precision, self.is_interpreted
+        return query, AttentionShape.of(query, key_cache, *options)
 
-def check_attention_inputs(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
-) -> None:
-    check_contiguous(key_cache, value_cache)
-    if query.dtype == torch.float64 or query.shape[2] > MAX_HEAD_DIM:
+
+def with_heads_end_to_end(tensor: torch.Tensor) -> torch.Tensor:
+    """A slice of a fused projection stays one: only its tokens lie apart."""
+    return tensor if tensor.stride()[1:] == (tensor.shape[2], 1) else tensor.contiguous()
+
+
+def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    strides = key_cache.stride(), value_cache.stride()
+    if strides[0] != strides[1] or strides[0][3] != 1:
         raise ValueError(
-            f"query is {query.dtype} with head_dim {query.shape[2]}: the Triton backend takes 16 "
-            f"or 32 bits and head_dim <= {MAX_HEAD_DIM}; choose attention_backend='torch'"
+            f"key_cache and value_cache have strides {strides[0]} and {strides[1]}: they must be "
+            "the same, and the channels of a head must be contiguous"
         )
-
-
-def check_contiguous(*caches: torch.Tensor) -> None:
-    if not all(cache.is_contiguous() for cache in caches):
-        raise ValueError("key_cache and value_cache must be contiguous")

@@ -3,6 +3,7 @@ whoever asks for a kernel checks `HAS_TRITON` first and says what is missing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,3 +23,14 @@ else:
 def jit(kernel: Any) -> Any:
     """`triton.jit`, or the function as it is."""
     return triton.jit(kernel) if HAS_TRITON else kernel
+
+
+def jit_for_any(*integers: str, unaligned: Sequence[str] = ()) -> Callable[[Any], Any]:
+    """`jit` of a kernel that is the same machine code for any value of these integers: lengths
+    and counts, which differ from step to step. Triton would otherwise compile it anew for 1 and for
+    multiples of 16. The tensors in `unaligned` may begin anywhere."""
+    if not HAS_TRITON:
+        return lambda kernel: kernel
+    return triton.jit(
+        do_not_specialize=list(integers), do_not_specialize_on_alignment=list(unaligned)
+    )

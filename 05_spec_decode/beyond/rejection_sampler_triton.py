@@ -31,14 +31,18 @@ from __future__ import annotations
 import torch
 
 from inverse_cdf import SCALE
+from kernel_launch import TRITON_TYPES, Launch
 from rejection_sampler import PADDING, VerifiedTokens
-from triton_or_none import HAS_TRITON, jit, tl, triton
+from triton_or_none import HAS_TRITON, jit, jit_for_any, tl, triton
 
 # Tokens that a program loads at once: 32 KB of float32 p and q. About so much an SM must have under
 # way for its share of an H200's memory (4.8 TB/s / 132 SMs * 0.7 us of latency: 25 KB). With 8
 # warps a thread holds 16 of them, in fewer than 80 registers.
 TILE = 4096
 NUM_WARPS = 8
+# Small tensors that came to the GPU in one copy with others.
+UNALIGNED = ("draft_token_ids", "cu_num_logits", "accept_u", "sample_u")
+UNALIGNED_IN_MATCHING = ("target_sampled", "draft_tokens", "cu_num_logits")
 
 
 @jit
@@ -82,7 +86,7 @@ def _tile_sums(
     return sums
 
 
-@jit
+@jit_for_any("max_num_drafts", "vocab_size", "num_tiles", unaligned=UNALIGNED)
 def _rejection_kernel(
     token_ids,  # [num_reqs, max_num_drafts + 1] int64, written
     num_sampled,  # [num_reqs] int64, written
@@ -95,12 +99,12 @@ def _rejection_kernel(
     max_num_drafts,
     vocab_size,
     num_tiles,  # of the vocabulary
-    target_stride,  # from row to row
-    draft_stride,
+    TARGET_STRIDE: tl.constexpr,  # from row to row
+    DRAFT_STRIDE: tl.constexpr,
     SCALE: tl.constexpr,
     PADDING: tl.constexpr,
     IS_ONE_HOT: tl.constexpr,
-    WIDTH: tl.constexpr,  # max_num_drafts + 1 padded to a power of two
+    WIDTH: tl.constexpr,  # max_num_drafts + 1 padded to a power of two, at least 8
     TILE: tl.constexpr,
     MAX_TILES: tl.constexpr,  # num_tiles padded to a power of two
 ):
@@ -114,21 +118,21 @@ def _rejection_kernel(
     is_draft = (column < num_drafts) & (column < max_num_drafts)
     drafts = tl.load(draft_token_ids + first_draft + column, mask=is_draft, other=-1).to(tl.int64)
     is_token = (drafts >= 0) & (drafts < vocab_size)
-    p_offset = (first_row + column) * target_stride + drafts
+    p_offset = (first_row + column) * TARGET_STRIDE + drafts
     p = tl.load(target_probs + p_offset, mask=is_token, other=0.0).to(tl.float64)
     bar = tl.load(accept_u + first_draft + column, mask=is_draft, other=0.0).to(tl.float64)
     if not IS_ONE_HOT:
-        q_offset = (first_draft + column) * draft_stride + drafts
+        q_offset = (first_draft + column) * DRAFT_STRIDE + drafts
         bar *= tl.load(draft_probs + q_offset, mask=is_token, other=0.0).to(tl.float64)
     num_accepted = tl.min(tl.where(bar < p, WIDTH, column))
 
     # Draw, from p - q if a token was rejected. Rounding can leave nothing of it: then from p.
     rejected = tl.max(tl.where((column == num_accepted) & is_token, drafts, -1))
     row = first_row + num_accepted
-    p_row = target_probs + row * target_stride
+    p_row = target_probs + row * TARGET_STRIDE
     q_row = draft_probs
     if not IS_ONE_HOT:
-        q_row += (row - request) * draft_stride
+        q_row += (row - request) * DRAFT_STRIDE
     sums = _tile_sums(
         p_row, q_row, rejected, vocab_size, num_tiles, SCALE, IS_ONE_HOT, TILE, MAX_TILES
     )
@@ -158,7 +162,7 @@ def _rejection_kernel(
     tl.store(num_sampled + request, num_tokens.to(tl.int64))
 
 
-@jit
+@jit_for_any("max_num_drafts", unaligned=UNALIGNED_IN_MATCHING)
 def _matching_kernel(
     token_ids,  # [num_reqs, max_num_drafts + 1] int64, written
     num_sampled,  # [num_reqs] int64, written
@@ -168,7 +172,7 @@ def _matching_kernel(
     max_num_drafts,
     PADDING: tl.constexpr,
     IS_FED: tl.constexpr,
-    WIDTH: tl.constexpr,  # max_num_drafts + 1 padded to a power of two
+    WIDTH: tl.constexpr,  # max_num_drafts + 1 padded to a power of two, at least 8
 ):
     request = tl.program_id(0).to(tl.int64)
     first_row = tl.load(cu_num_logits + request).to(tl.int64)
@@ -194,6 +198,63 @@ def _matching_kernel(
     tl.store(num_sampled + request, num_tokens.to(tl.int64))
 
 
+def rejection_launch(
+    vocab_size: int,
+    max_num_drafts: int,
+    target_dtype: torch.dtype,
+    draft_dtype: torch.dtype,
+    target_stride: int,
+    draft_stride: int,
+    is_one_hot: bool,
+) -> Launch:
+    arguments = {
+        "token_ids": "*i64",
+        "num_sampled": "*i64",
+        "target_probs": "*" + TRITON_TYPES[target_dtype],
+        "draft_token_ids": "*i64",
+        "draft_probs": "*" + TRITON_TYPES[draft_dtype],
+        "cu_num_logits": "*i64",
+        "accept_u": "*fp64",
+        "sample_u": "*fp64",
+        "max_num_drafts": "i32",
+        "vocab_size": "i32",
+        "num_tiles": "i32",
+    }
+    constants = {
+        "TARGET_STRIDE": target_stride,
+        "DRAFT_STRIDE": draft_stride,
+        "SCALE": SCALE,
+        "PADDING": PADDING,
+        "IS_ONE_HOT": is_one_hot,
+        "WIDTH": _width(max_num_drafts),
+        "TILE": TILE,
+        "MAX_TILES": _next_power_of_2(-(-vocab_size // TILE)),
+    }
+    options = {"enable_fp_fusion": False, "unaligned": UNALIGNED}
+    return Launch(_rejection_kernel, arguments, constants, NUM_WARPS, **options)
+
+
+def matching_launch(max_num_drafts: int, is_fed: bool) -> Launch:
+    names = ("token_ids", "num_sampled", "target_sampled", "draft_tokens", "cu_num_logits")
+    constants = {
+        "PADDING": PADDING,
+        "IS_FED": is_fed,
+        "WIDTH": _width(max_num_drafts),
+    }
+    arguments = dict.fromkeys(names, "*i64") | {"max_num_drafts": "i32"}
+    options = {"num_warps": 1, "unaligned": UNALIGNED_IN_MATCHING}
+    return Launch(_matching_kernel, arguments, constants, **options)
+
+
+def _width(max_num_drafts: int) -> int:
+    """At least 8: another width is another compilation, and a batch has few drafts or none."""
+    return max(8, _next_power_of_2(max_num_drafts + 1))
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
 def rejection_sample_triton(
     target_probs: torch.Tensor,  # [num_rows, vocab_size] float32 or float64
     draft_token_ids: torch.Tensor,  # [num_drafts] int64, request after request
@@ -215,9 +276,18 @@ def rejection_sample_triton(
     _check_probs("draft_probs", draft_probs)
     verified = _empty(cu_num_logits, max_num_drafts)
     num_reqs, vocab_size = len(verified.num_sampled), target_probs.shape[1]
-    num_tiles = triton.cdiv(vocab_size, TILE)
+    launch = rejection_launch(
+        vocab_size,
+        max_num_drafts,
+        target_probs.dtype,
+        draft_probs.dtype,
+        target_probs.stride(0),
+        draft_probs.stride(0),
+        is_one_hot,
+    )
     if num_reqs:
-        _rejection_kernel[(num_reqs,)](
+        launch(
+            (num_reqs,),
             verified.token_ids,
             verified.num_sampled,
             target_probs,
@@ -228,16 +298,7 @@ def rejection_sample_triton(
             sample_u.contiguous(),
             max_num_drafts,
             vocab_size,
-            num_tiles,
-            target_probs.stride(0),
-            draft_probs.stride(0),
-            SCALE=SCALE,
-            PADDING=PADDING,
-            IS_ONE_HOT=is_one_hot,
-            WIDTH=triton.next_power_of_2(max_num_drafts + 1),
-            TILE=TILE,
-            MAX_TILES=triton.next_power_of_2(num_tiles),
-            num_warps=NUM_WARPS,
+            -(-vocab_size // TILE),
         )
     return verified
 
@@ -253,17 +314,15 @@ def rejection_sampling_batched_triton(
     verified = _empty(cu_num_logits, num_speculative_steps)
     num_reqs = len(verified.num_sampled)
     if num_reqs:
-        _matching_kernel[(num_reqs,)](
+        is_fed = len(draft_tokens) == len(target_sampled)
+        matching_launch(num_speculative_steps, is_fed)(
+            (num_reqs,),
             verified.token_ids,
             verified.num_sampled,
             target_sampled.contiguous(),
             draft_tokens.contiguous(),
             cu_num_logits.contiguous(),
             num_speculative_steps,
-            PADDING=PADDING,
-            IS_FED=len(draft_tokens) == len(target_sampled),
-            WIDTH=triton.next_power_of_2(num_speculative_steps + 1),
-            num_warps=1,
         )
     return verified.token_ids, verified.num_sampled
 

@@ -620,7 +620,6 @@ def type_of(name, constants):
     return TYPES.get(name, "*i64" if is_address else "i32")
 
 def build(kernel, constants):
-    # Triton makes a constant of each number that is 1, as of num_tiles in a small vocabulary.
     signature = {name: type_of(name, constants) for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constexprs=constants)
     text = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
@@ -628,11 +627,12 @@ def build(kernel, constants):
     assert "fma" not in text, "products are not rounded"
 
 rejection = {"SCALE": module.SCALE, "PADDING": -1, "TILE": module.TILE}
+rejection |= {"TARGET_STRIDE": 5000, "DRAFT_STRIDE": 5000}
 build(module._rejection_kernel, rejection | {"IS_ONE_HOT": False, "WIDTH": 8, "MAX_TILES": 64})
-one = {"WIDTH": 1, "MAX_TILES": 1, "num_tiles": 1, "target_stride": 1, "vocab_size": 1}
+one = {"WIDTH": 1, "MAX_TILES": 1, "TARGET_STRIDE": 1}
 build(module._rejection_kernel, rejection | {"IS_ONE_HOT": True} | one)
 build(module._matching_kernel, {"PADDING": -1, "IS_FED": True, "WIDTH": 8})
-build(module._matching_kernel, {"PADDING": -1, "IS_FED": False, "WIDTH": 2, "max_num_drafts": 1})
+build(module._matching_kernel, {"PADDING": -1, "IS_FED": False, "WIDTH": 2})
 print("done")
 """
 

@@ -324,6 +324,8 @@ def test_a_scheduler_is_imported_without_a_tensor_library() -> None:
 IN_A_CHECKOUT_ONLY = (  # what measures, trains, draws or counts this repository
     "common/bench/",
     "common/training/",
+    "common/kernels/records/",
+    "common/kernels/resources.py",
     "common/ladder.py",
     "common/notebooks.py",
     "common/tools/lab_frame.py",

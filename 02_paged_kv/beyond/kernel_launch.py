@@ -1,0 +1,108 @@
+"""What a Triton kernel is compiled for: decided in one place, from shapes alone.
+
+A kernel is compiled once for each set of constants (tile sizes, warps, head sizes, strides) and of
+argument types. A set that first occurs while serving costs a second or more in the middle of a
+step, and may be one for which the compiler runs out of registers: nobody sees that but a slow GPU.
+So a launch does not make its constants up. It takes a `Launch`, which is a function of the model's
+shapes, the dtype and the GPU's architecture:
+
+    attention_launch(shape, is_short) -> Launch         what the backend calls
+                                      -> Launch         what is compiled ahead of time, for any
+                                                        GPU, where there is none
+
+`common/kernels/launch_configurations.py` lists all of an engine's, and its test compiles them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+TRITON_TYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+}
+# Where nothing is compiled, in the interpreter: tiles are those of this one.
+DEFAULT_ARCHITECTURE = 90
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel and everything that decides its machine code."""
+
+    kernel: Any
+    arguments: Mapping[str, str]  # those of a call, by name, with Triton's types: "*bf16", "i32"
+    constants: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3  # iterations of a loop whose loads are under way at once
+    enable_fp_fusion: bool = True  # a * b + c rounded once
+    unaligned: tuple[str, ...] = ()  # tensors that may begin anywhere, not at multiples of 16 bytes
+
+    @property
+    def options(self) -> dict[str, Any]:
+        names = ("num_warps", "num_stages", "enable_fp_fusion")
+        return {name: getattr(self, name) for name in names}
+
+    def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
+        self.kernel[grid](*arguments, **self.constants, **self.options)
+
+
+class AttentionShape(NamedTuple):
+    """All that the attention kernels are compiled for. Strides are in elements."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    query_stride: int  # from token to token
+    cache_strides: tuple[int, int, int]  # from block to block, slot to slot, KV head to KV head
+    dtype: torch.dtype
+    float32_precision: str = "ieee"
+    is_interpreted: bool = False
+    architecture: int = DEFAULT_ARCHITECTURE
+
+    @classmethod
+    def of(
+        cls,
+        query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+        key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+        float32_precision: str,
+        is_interpreted: bool,
+    ) -> AttentionShape:
+        _, num_heads, head_dim = query.shape
+        _, block_size, num_kv_heads, _ = key_cache.shape
+        block, slot, head, _ = key_cache.stride()
+        return cls(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block_size,
+            query.stride(0),
+            (block, slot, head),
+            query.dtype,
+            float32_precision,
+            is_interpreted,
+            architecture_of(query.device),
+        )
+
+    @property
+    def num_shared(self) -> int:
+        """Query heads to a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@cache
+def architecture_of(device: torch.device) -> int:
+    """90 for a Hopper GPU of compute capability 9.0."""
+    if device.type != "cuda":
+        return DEFAULT_ARCHITECTURE
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

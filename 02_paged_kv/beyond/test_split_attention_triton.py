@@ -1,0 +1,309 @@
+"""Version 2 of the kernels against the PyTorch version and against float64: on a GPU if there is
+one, else in the interpreter (`conftest.py` switches it on)."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+import paged_attention_triton as version_1
+import split_attention_triton as module
+from compiled_attention import HeadMajorKVCache
+from paged_attention import write_kv
+from paged_attention_triton import TritonAttentionBackend
+from split_attention_triton import (
+    SequenceRange,
+    SplitTritonAttentionBackend,
+    bound_items,
+    bound_tiles,
+    choose_split_len,
+)
+from test_paged_attention import Case, make_case
+from test_paged_attention_triton import check_refusals
+
+# The largest error against float64 that is allowed; outputs are about 1 in size.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+TILE = 16  # the smallest that a kernel can multiply
+LENGTHS = [(1, 1), (9, 40), (0, 5), (3, 18), (1, 33), (1, 70)]
+
+
+def attend(case: Case, backend: type[TritonAttentionBackend] = SplitTritonAttentionBackend):
+    return backend().attend(case.query, case.key_cache, case.value_cache, case.metadata, case.scale)
+
+
+def check(case: Case, backend: type[TritonAttentionBackend] = SplitTritonAttentionBackend) -> None:
+    output, num_tokens = attend(case, backend), sum(case.query_lens)
+    assert output.dtype == case.query.dtype
+    error = (output[:num_tokens].double().cpu() - case.expected().cpu()).abs()
+    assert not error.isnan().any() and (error <= TOLERANCE[output.dtype]).all()
+    assert not output[num_tokens:].any(), "rows of padding tokens are zero"
+
+
+def set_tiles(monkeypatch, short: int = TILE, long: int = TILE, keys: int = TILE) -> None:
+    """Small ones, which the interpreter is not slow with, and splits of two of them."""
+
+    def choose(shape, is_short):
+        return (short if is_short else long), keys, 4
+
+    clear_launches()
+    monkeypatch.setattr(version_1, "choose_tile", choose)
+    monkeypatch.setattr(module, "SPLIT_KEYS", 2 * keys)
+
+
+def clear_launches() -> None:
+    version_1.attention_launch.cache_clear()
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    set_tiles(monkeypatch)
+    yield
+    clear_launches()
+
+
+@pytest.fixture
+def poisoned_scratch(monkeypatch):
+    """Scratch memory is NaN until it is written."""
+    real = torch.Tensor.new_empty
+
+    def poisoned(tensor, *args, **kwargs):
+        fresh = real(tensor, *args, **kwargs)
+        return fresh.fill_(math.nan) if fresh.is_floating_point() else fresh
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
+def test_every_query_length_and_history_around_tile_split_and_block_borders(block_size, device):
+    """Trap 35: NaN in every unused slot is never read. Trap 28: a chunk sees its own end and
+    nothing behind it. Trap 30: chunks that end where a block, a tile or a split ends."""
+    tile_tokens = TILE // 2  # two heads share a KV head
+    query_lens = (0, 1, 2, tile_tokens - 1, tile_tokens, tile_tokens + 1)
+    histories = (0, 1, TILE - 1, TILE, 2 * TILE - 1, 2 * TILE, 2 * TILE + 1)
+    lengths = [(q, q + h) for q in query_lens for h in histories]
+    lengths += [(q, 2 * TILE) for q in query_lens]
+    random.Random(block_size).shuffle(lengths)
+    for chosen in (lengths, [(min(q, 1), n) for q, n in lengths]):  # long queries; decodes
+        case = make_case(
+            chosen, block_size, torch.float32, num_kv_heads=1, num_padding_tokens=2, device=device
+        )
+        check(case)
+
+
+@pytest.mark.parametrize(
+    "num_kv_heads, num_shared, head_dim",
+    [(1, 1, 80), (2, 2, 16), (1, 4, 8), (2, 3, 24), (1, 32, 8), (1, 1, 256)],
+)
+@pytest.mark.parametrize("lengths", [LENGTHS, [(1, 20), (1, 71), (1, 1)]], ids=["mixed", "decodes"])
+@pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
+def test_heads_of_any_number_and_size(num_kv_heads, num_shared, head_dim, lengths, device):
+    shape = {"num_kv_heads": num_kv_heads, "num_shared": num_shared, "head_dim": head_dim}
+    check(make_case(lengths, 4, torch.float32, **shape, device=device))
+
+
+@pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
+def test_more_splits_than_are_merged_at_once(device):
+    """In each of them another one has the highest score."""
+    case = make_case([(1, 1300), (1, 20)], 16, torch.float32, num_kv_heads=1, device=device)
+    case.query *= 4
+    check(case)
+    assert case.metadata.plan.items[0].first_item.tolist()[1] > 2 * module.SPLITS_AT_ONCE
+
+
+@pytest.mark.parametrize("backend", [TritonAttentionBackend, SplitTritonAttentionBackend])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.usefixtures("poisoned_scratch")
+def test_tiles_of_their_normal_size_against_float64(dtype, backend, device):
+    for lengths in ([(70, 70), (5, 300), (1, 20)], [(1, 700), (1, 20)]):
+        check(make_case(lengths, 16, dtype, num_kv_heads=1, head_dim=16, device=device), backend)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_batches_without_tokens_and_sequences_without_tokens(device):
+    assert attend(make_case([], 4, torch.float32, device=device)).shape == (0, 4, 8)
+    check(make_case([(0, 9), (0, 7)], 4, torch.float32, num_padding_tokens=2, device=device))
+    check(make_case([(0, 9), (1, 5), (0, 3), (4, 60), (0, 1)], 4, torch.float32, device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("small_tiles")
+def test_a_decode_has_the_same_bits_alone_and_in_any_crowd(dtype, device):
+    """The length of a split depends on nobody else."""
+    lengths = [(1, 90), (1, 3), (1, 200), (1, 33)]
+    case = make_case(lengths, 4, dtype, device=device)
+    together = attend(case)
+    for row in range(len(lengths)):
+        data = case.metadata
+        own = type(data)(
+            query_start_loc=torch.tensor([0, 1], device=device),
+            seq_lens=data.seq_lens[row : row + 1],
+            block_tables=data.block_tables[row : row + 1],
+            slot_mapping=data.slot_mapping[row : row + 1],
+            max_query_len=1,
+            max_seq_len=lengths[row][1],
+        )
+        alone = SplitTritonAttentionBackend().attend(
+            case.query[row : row + 1], case.key_cache, case.value_cache, own, case.scale
+        )
+        assert torch.equal(alone[0], together[row])
+
+
+def head_major(cache: torch.Tensor) -> torch.Tensor:
+    """The same values in the memory of `HeadMajorKVCache`."""
+    num_blocks, *rest = cache.shape
+    place = HeadMajorKVCache(1, num_blocks, *rest, cache.dtype, device=cache.device).key_cache[0]
+    assert place.stride() != cache.stride()
+    return place.copy_(cache)
+
+
+@pytest.mark.parametrize("backend", [TritonAttentionBackend, SplitTritonAttentionBackend])
+@pytest.mark.usefixtures("small_tiles")
+def test_caches_may_lie_in_memory_in_either_order(backend, device):
+    case = make_case(LENGTHS, 4, torch.float32, num_kv_heads=3, device=device)
+    block_major = attend(case, backend)
+    case.key_cache, case.value_cache = head_major(case.key_cache), head_major(case.value_cache)
+    case.metadata.plan = None
+    assert torch.equal(attend(case, backend), block_major)
+
+
+def test_tokens_are_written_into_either_order_of_memory(device):
+    torch.manual_seed(0)
+    qkv = torch.randn(6, 9, 8, device=device)  # a fused projection: tokens do not lie end to end
+    key, value = qkv[:, 3:6].contiguous(), qkv[:, 6:]
+    slots = torch.tensor([3, 17, -1, 0, 11, -1], device=device)
+    expected = [torch.full((5, 4, 3, 8), 9.0, device=device) for _ in range(2)]
+    caches = [head_major(cache) for cache in expected]
+    TritonAttentionBackend().write_kv(key, value, *caches, slots)
+    write_kv(key, value, *expected, slots)
+    assert all(torch.equal(a, b) for a, b in zip(caches, expected, strict=True))
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_a_query_that_is_a_slice_of_a_fused_projection_is_not_copied(device, monkeypatch):
+    case = make_case([(3, 20), (1, 9)], 4, torch.float32, device=device)
+    expected = attend(case)
+    fused = torch.full((4, 8, 8), math.nan, device=device)
+    fused[:, :4] = case.query
+    case.query = fused[:, :4]
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda *_: pytest.fail("copied"))
+    assert torch.equal(attend(case), expected)
+
+
+@pytest.mark.parametrize("backend", [TritonAttentionBackend, SplitTritonAttentionBackend])
+@pytest.mark.usefixtures("small_tiles")
+def test_offsets_beyond_32_bits(backend):
+    """A cache of 2**31 elements and more, most of which nobody touches: the operating system gives
+    memory page by page."""
+    case = make_case([(1, 40), (5, 21)], 16, torch.float16, device="cpu")
+    small, shape = case.key_cache, case.key_cache.shape[1:]
+    num_blocks = 2**31 // shape.numel() + len(small)
+    first = num_blocks - len(small)
+    assert first * shape.numel() >= 2**31 - shape.numel()
+    expected = attend(case, backend)
+    for name in ("key_cache", "value_cache"):
+        large = untouched_memory(num_blocks * shape.numel()).view(num_blocks, *shape)
+        large[first:] = getattr(case, name)
+        setattr(case, name, large)
+    case.metadata.block_tables += first
+    case.metadata.plan = None
+    assert torch.equal(attend(case, backend), expected)
+    slots = torch.tensor([num_blocks * 16 - 1, first * 16])
+    key = torch.ones(2, *shape[1:], dtype=torch.float16)
+    backend().write_kv(key, 2 * key, case.key_cache, case.value_cache, slots)
+    assert torch.equal(case.key_cache[-1, -1], key[0])
+    assert torch.equal(case.value_cache[first, 0], 2 * key[0])
+
+
+def untouched_memory(num_elements: int) -> torch.Tensor:
+    import mmap
+
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    return torch.frombuffer(mmap.mmap(-1, 2 * num_elements, flags=flags), dtype=torch.float16)
+
+
+class LaunchSpy:
+    """In place of a kernel: what it would be launched with."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        return lambda *_, **__: self.grids.append(grid)
+
+
+@pytest.fixture
+def spies(monkeypatch):
+    kernel, merge = LaunchSpy(), LaunchSpy()
+    monkeypatch.setattr(module, "_split_attention_kernel", kernel)
+    monkeypatch.setattr(module, "_merge_splits_kernel", merge)
+    return kernel, merge
+
+
+@pytest.fixture
+def no_waiting(monkeypatch):
+    for name in ("item", "tolist", "cpu", "__bool__", "__int__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("waits for the device"))
+
+
+def test_a_plan_does_not_wait_for_the_device(spies, request):
+    case = make_case([(1, 1000), (9, 40)], 256, torch.float32)
+    request.getfixturevalue("no_waiting")
+    attend(case)
+    assert spies[0].grids
+
+
+def test_one_long_sequence_among_short_ones_has_most_of_the_items(spies):
+    """Version 1 has one program a KV head for its 10,000 keys."""
+    case = make_case([(1, 30)] * 4 + [(1, 10_000)] + [(1, 30)] * 4, 256, torch.float32)
+    attend(case)
+    items = case.metadata.plan.items[0]
+    sizes = items.first_item.diff().tolist()
+    assert sizes == [1] * 4 + [40] + [1] * 4
+    # Without lengths on the host the grid is a bound; the rest ends at once.
+    assert spies[0].grids == [(9 * 40, 2)] and spies[1].grids == [(9, 4)]
+    assert items.item_seq[:48].tolist() == [0, 1, 2, 3, *[4] * 40, 5, 6, 7, 8]
+    assert set(items.item_seq[48:].tolist()) == {9}, "beyond the last item: nobody's"
+
+
+def test_what_fits_one_split_is_not_merged(spies):
+    case = make_case([(1, 256)] * 3, 256, torch.float32)
+    attend(case)
+    assert spies[0].grids == [(3, 2)] and not spies[1].grids
+    assert case.metadata.plan.items[0].partial.numel() == 0
+
+
+def test_counts_are_exact_where_lengths_are_known_and_bounds_elsewhere():
+    rng = random.Random(0)
+    for _ in range(200):
+        lens = [(q := rng.randrange(0, 40), q + rng.randrange(1, 900)) for _ in range(9)]
+        query_lens, seq_lens = zip(*lens, strict=True)
+        given = 0, 9, 0, sum(query_lens), max(query_lens), max(seq_lens)
+        tiles = sum(-(-q // 8) for q in query_lens)
+        items = sum(-(-q // 8) * -(-n // 256) for q, n in lens)
+        known = SequenceRange(*given, query_lens, seq_lens)
+        assert bound_tiles(known, 8) == tiles
+        assert bound_items(known, tiles, 8, 256) == items
+        bound = bound_tiles(SequenceRange(*given), 8)
+        assert tiles <= bound and items <= bound_items(SequenceRange(*given), bound, 8, 256)
+
+
+def test_long_queries_are_split_only_to_keep_the_gpu_busy(monkeypatch):
+    monkeypatch.setattr(module, "NUM_MULTIPROCESSORS", 132)
+    assert choose_split_len(132 * 10**6, 10**6) == 10**6
+    assert choose_split_len(131 * 10**6, 10**6) == 500_000
+    assert choose_split_len(8 * 17_000, 17_000) == 1000
+    assert choose_split_len(8 * 100, 100) == choose_split_len(8 * 300, 300) == 256
+    # Two tiles with 132,000 keys among 264 tiles with 1,000, which alone would not be split.
+    assert choose_split_len(264 * 1000, 1000) == 1000
+    assert choose_split_len(264 * 1000 + 2 * 132_000, 132_000) == 4000
+
+
+def test_what_the_kernels_cannot_do_is_refused(device):
+    assert SplitTritonAttentionBackend.write_kv is TritonAttentionBackend.write_kv
+    check_refusals(SplitTritonAttentionBackend(), device)
+    with pytest.raises(ValueError, match="'tf32': it must be 'ieee' or 'tf32x3'"):
+        SplitTritonAttentionBackend("tf32")

@@ -1,0 +1,131 @@
+"""Every launch of a Triton kernel that an engine can make, from its configuration alone.
+
+A backend launches what `attention_launch` and its like return, and nothing else; so what they
+return for the shapes of a model is what will ever be compiled. That is few: two tile sizes of one
+attention kernel. It can be compiled before the first request (no step then waits for a compiler),
+and for a GPU that is not there (`resources.py`).
+
+    kernel                       once for each
+    attention of chapter 2 or 6  tile size, model
+    merging of splits            tile size, model
+    writing of keys and values   model
+    rejection, matching          where drafts come with probabilities, where they come without
+"""
+
+from __future__ import annotations
+
+import torch
+
+from common.engine_config import EngineConfig
+from common.model_config import ModelConfig
+from kernel_launch import DEFAULT_ARCHITECTURE, AttentionShape, Launch
+
+
+def launch_configurations(
+    model: ModelConfig,
+    engine: EngineConfig,
+    dtype: torch.dtype,
+    architecture: int = DEFAULT_ARCHITECTURE,
+    draft: ModelConfig | None = None,
+    float32_precision: str = "ieee",
+    is_interpreted: bool = False,
+    vocab_size: int | None = None,  # None: the model's; an engine leaves out ids without a token
+) -> list[Launch]:
+    """`dtype` is the one that the model was loaded in; nothing in float64 is Triton's but the
+    rules of verification."""
+    launches: list[Launch] = []
+    if dtype != torch.float64:
+        for config in (model,) if draft is None else (model, draft):
+            shape = attention_shape(
+                config, engine, dtype, architecture, float32_precision, is_interpreted
+            )
+            launches += attention_launches(config, engine, shape)
+    if engine.speculation is not None:
+        launches += verification_launches(vocab_size or model.vocab_size, engine, dtype)
+    return launches
+
+
+def attention_shape(
+    model: ModelConfig,
+    engine: EngineConfig,
+    dtype: torch.dtype,
+    architecture: int,
+    float32_precision: str,
+    is_interpreted: bool,
+) -> AttentionShape:
+    """Queries and keys lie in one tensor, head after head, as `common/model.py` rotates them; a
+    block lies slot after slot, as `PagedKVCache` has it."""
+    num_heads, num_kv_heads = model.num_attention_heads, model.num_key_value_heads
+    head_dim, block_size = model.head_dim, engine.block_size
+    slot_stride = num_kv_heads * head_dim
+    return AttentionShape(
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        (num_heads + num_kv_heads) * head_dim,
+        (block_size * slot_stride, slot_stride, head_dim),
+        dtype,
+        float32_precision,
+        is_interpreted,
+        architecture,
+    )
+
+
+def attention_launches(
+    model: ModelConfig, engine: EngineConfig, shape: AttentionShape
+) -> list[Launch]:
+    from paged_attention_triton import attention_launch, write_kv_launch
+
+    launches = [
+        write_kv_launch(
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.block_size,
+            shape.dtype,
+            shape.query_stride,
+            (model.num_attention_heads + 2 * shape.num_kv_heads) * shape.head_dim,
+            shape.cache_strides,
+        )
+    ]
+    for is_short in (True, False):
+        if engine.cuts_prompts:
+            from split_attention_triton import merge_launch, split_launch
+
+            launches += split_launch(shape, is_short), merge_launch(shape, is_short)
+        else:
+            launches.append(attention_launch(shape, is_short))
+    return launches
+
+
+def layer_launches(model: ModelConfig, shape: AttentionShape) -> list[Launch]:
+    """Of `layer_kernels.py`, which no engine launches yet. `launch_configurations` will have them
+    when `common/model.py` does."""
+    from common.kernels.layer_kernels import (
+        add_rms_norm_launch,
+        rotate_and_write_launch,
+        silu_and_multiply_launch,
+    )
+
+    heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    place = shape.block_size, shape.cache_strides, shape.dtype
+    return [
+        add_rms_norm_launch(model.hidden_size, shape.dtype),
+        rotate_and_write_launch(*heads, *place, model.has_qk_norm),
+        silu_and_multiply_launch(model.intermediate_size, shape.dtype),
+    ]
+
+
+def verification_launches(
+    vocab_size: int, engine: EngineConfig, dtype: torch.dtype
+) -> list[Launch]:
+    """Look-ups have no probabilities; drafts of a model have some for requests that sample."""
+    from rejection_sampler_triton import matching_launch, rejection_launch
+
+    num_drafts = engine.num_rows_per_request - 1
+    launches = [matching_launch(num_drafts, is_fed=False)]
+    if engine.speculation is not None and engine.speculation.method == "draft":
+        single = dtype if dtype == torch.float64 else torch.float32
+        rows = single, single, vocab_size, vocab_size
+        launches.append(rejection_launch(vocab_size, num_drafts, *rows, is_one_hot=False))
+    return launches

@@ -1,0 +1,104 @@
+"""What an engine launches is what `launch_configurations` said it would: nothing is compiled while
+serving, and the gate of `test_resources.py` has seen everything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from common.engine import EngineConfig, LLMEngine
+from common.kernels.launch_configurations import launch_configurations
+from common.loader import load_model
+from common.tests.engine_oracle import make_oracle, random_prompts, save_random_model, serve
+from kernel_launch import TRITON_TYPES, Launch
+from request import SamplingParams
+
+pytest.importorskip("triton")
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "chunks": {"max_num_batched_tokens": 24},
+    "whole prompts": {"chunked_prefill": False},
+    "look-up": {"speculative": {"method": "ngram", "num_spec_tokens": 5}},
+    "draft model": {"speculative": {"method": "draft", "num_spec_tokens": 2, "adaptive": False}},
+}
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    save_random_model(path)
+    return make_oracle(path, random_prompts(6, vocab_size=97, longest=40, seed=0))
+
+
+def type_of(value: Any, is_aligned: bool) -> str:
+    if isinstance(value, torch.Tensor):
+        # On a GPU memory begins at such an address; a view may not.
+        offset = value.storage_offset() * value.itemsize
+        assert not is_aligned or offset % 16 == 0, "it would be compiled anew"
+        return "*" + TRITON_TYPES[value.dtype]
+    assert isinstance(value, float) or -(2**31) <= value < 2**31
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def identity(launch: Launch, types: dict[str, str]) -> str:
+    """Two launches of one identity are one compilation."""
+    parts = sorted(types.items()), sorted(launch.constants.items()), launch.options
+    return f"{launch.kernel.__name__} {parts}"
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[tuple[str, str]]:
+    """Kernel and identity of every launch, with the types that the arguments really had."""
+    found: list[tuple[str, str]] = []
+    real = Launch.__call__
+
+    def spy(launch: Launch, grid: tuple[int, ...], *arguments: Any) -> None:
+        names = launch.kernel.arg_names[: len(arguments)]
+        types = {
+            name: type_of(value, name not in launch.unaligned)
+            for name, value in zip(names, arguments, strict=True)
+        }
+        found.append((launch.kernel.__name__, identity(launch, types)))
+        real(launch, grid, *arguments)
+
+    monkeypatch.setattr(Launch, "__call__", spy)
+    return found
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_launches_nothing_else_and_says_what_the_oracle_says(name, oracle, launched):
+    options = ENGINES[name]
+    config = EngineConfig(num_blocks=100, attention_backend="triton", **options)
+    target = load_model(oracle.path, torch.float32, torch.device("cpu"))
+    draft = load_model(oracle.path, torch.float32, torch.device("cpu"))
+    engine = LLMEngine(config, loaded=target, draft=draft if name == "draft model" else None)
+    serve(engine, oracle, [0, 1, 2, 3, 4, 5], 9)
+    engine.generate_batch(oracle.prompts[:2], SamplingParams(temperature=0.8, max_tokens=4))
+    allowed = launch_configurations(
+        target.config,
+        config,
+        torch.float32,
+        draft=draft.config if name == "draft model" else None,
+        is_interpreted=True,
+    )
+    known = {identity(launch, dict(launch.arguments)) for launch in allowed}
+    unknown = [kernel for kernel, key in launched if key not in known]
+    assert not unknown, f"{set(unknown)} would be compiled while serving"
+    kernels = {kernel for kernel, _ in launched}
+    assert kernels >= {launch.kernel.__name__ for launch in allowed} - {"_merge_splits_kernel"}
+
+
+def test_an_engine_has_few_configurations(oracle):
+    """Two tile sizes; not one for each power of two of a query's length."""
+    config = load_model(oracle.path, torch.float32, torch.device("cpu")).config
+    counts = {
+        name: len(launch_configurations(config, EngineConfig(**options), torch.bfloat16))
+        for name, options in ENGINES.items()
+    }
+    assert counts == {"chunks": 5, "whole prompts": 3, "look-up": 6, "draft model": 7}
+    engine, draft = EngineConfig(**ENGINES["draft model"]), replace(config, num_attention_heads=2)
+    launches = launch_configurations(config, engine, torch.bfloat16, draft=draft)
+    assert len(launches) == 7 + 5, "a draft model of other heads has its own"

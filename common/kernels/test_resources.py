@@ -1,0 +1,110 @@
+"""The gate: every kernel, compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from common.bench.bench_record import ROOT
+from common.kernels import resources
+from common.kernels.resources import (
+    README,
+    RECORD,
+    Resources,
+    everything,
+    make_table_text,
+    quick,
+)
+
+pytest.importorskip("triton")
+
+CLEAN = Resources("some_kernel", "a model", "bfloat16", 90, "64 x 64", 4, 128, 0, 1024, "mma")
+
+
+def compile_in_another_process(*arguments: str) -> list[Resources]:
+    """Without the interpreter. What was compiled before is kept in build/."""
+    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
+    environment["TRITON_CACHE_DIR"] = str(ROOT / "build" / "triton")
+    result = subprocess.run(
+        [sys.executable, "-m", "common.kernels.resources", "--json", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return [Resources(**one) for one in json.loads(result.stdout.splitlines()[-1])]
+
+
+def check_everything_was_compiled(found: list[Resources], kinds: set[str]) -> None:
+    kernels = {one.kernel for one in found}
+    for architecture in (80, 90, 100):
+        assert {one.kernel for one in found if one.architecture == architecture} == kernels
+    assert len(kernels) >= 6 and {one.kind for one in found} == kinds
+    for one in found:
+        assert 8 <= one.registers <= 255 and (one.registers >= 40 or not one.has_product), one
+        if one.architecture == 90 and one.has_product and one.kind in ("bfloat16", "float16"):
+            is_long = not one.tile.startswith("16 ")
+            assert (one.tensor_cores == "wgmma.mma_async") == is_long, one
+
+
+@pytest.mark.timeout(900)  # under a minute of one core, which may be busy with other tests
+def test_no_kernel_spills_and_all_fit_and_use_the_tensor_cores():
+    found = compile_in_another_process()
+    check_everything_was_compiled(found, set(resources.KINDS))
+    assert {one.family for one in found if one.architecture == 90} == set(resources.FAMILIES)
+
+
+@pytest.mark.slow
+def test_nor_in_any_dtype_for_any_family_and_architecture():
+    found = compile_in_another_process("--all")
+    check_everything_was_compiled(found, set(resources.KINDS))
+    assert {one.architecture for one in found} == set(resources.ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({}, None),
+        ({"stack_bytes": 8}, "has 8 bytes of stack"),
+        ({"shared_bytes": (227 << 10) + 1}, "bytes of shared memory"),
+        ({"shared_bytes": (99 << 10) + 1, "architecture": 89}, "bytes of shared memory"),
+        ({"tensor_cores": ""}, "does not use the tensor cores"),
+        ({"tensor_cores": "", "kind": "float32"}, None),
+        ({"tensor_cores": "", "tile": ""}, None),
+    ],
+)
+def test_what_is_complained_of(change, complaint):
+    found = list(replace(CLEAN, **change).complaints())
+    assert len(found) == (complaint is not None)
+    assert complaint is None or complaint in found[0]
+
+
+def test_an_exception_is_of_exactly_its_bytes(monkeypatch):
+    """One that is no longer needed has to go."""
+    where = ("some_kernel", "bfloat16", "a model", 90, "64 x 64")
+    monkeypatch.setitem(resources.ALLOWED_STACK_BYTES, where, 8)
+    assert not list(replace(CLEAN, stack_bytes=8).complaints())
+    assert list(replace(CLEAN, stack_bytes=16).complaints()) and list(CLEAN.complaints())
+
+
+def test_a_launch_that_lacks_a_parameter_of_its_kernel_is_refused():
+    launch = quick()[0].launches()[0]
+    wrong = replace(launch, constants={**launch.constants, "NO_SUCH": 1})
+    with pytest.raises(ValueError, match="NO_SUCH"):
+        resources.compile_launch(wrong, 90, "a model", "bfloat16")
+
+
+def test_the_slow_test_compiles_what_the_quick_one_does_and_more():
+    known = everything()
+    assert all(one in known for one in quick()) and len(known) > len(quick())
+
+
+@pytest.mark.skipif(not RECORD.exists(), reason="nothing has been recorded")
+def test_the_table_is_that_of_the_record():
+    assert make_table_text() in README.read_text(encoding="utf-8")
