@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from common.bench.random_weights import QWEN3_0_6B, random_model
+from common.bench.vllm_system import VllmServer
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.loader import LoadedModel, load_model
 from common.model_config import ModelConfig
@@ -15,10 +16,11 @@ from common.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class BenchModels:
-    """One set of weights in two guises."""
+    """One set of weights in two guises, and processes that read a copy of them."""
 
     loaded: LoadedModel
     hf: Qwen3ForCausalLM
+    servers: dict[str, VllmServer] = field(default_factory=dict)
 
 
 def load_models(name: str, dtype: torch.dtype) -> BenchModels:
