@@ -12,7 +12,8 @@ the extremes of the rounds. Every run of a system sets it up anew, lets it serve
 that are not counted, and then serves the whole workload.
 
 The work and what counts as useful are in `bench_work.py`, the systems in `bench_systems.py`, the
-rounds in `bench_rounds.py`, the floors in `bench_roofline.py`. It measures the CPU.
+rounds in `bench_rounds.py`, the floors in `bench_roofline.py` and `bench_floor.py`. It measures the
+CPU.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from common.bench.bench_command import Driver, describe_malloc
+from common.bench.bench_floor import floor_of_record
 from common.bench.bench_record import ROOT, describe_environment, write_record
 from common.bench.bench_table import render, tables_of
 from common.bench.vllm_install import install, is_installed
@@ -137,6 +139,7 @@ def make_bench(name: str, args: argparse.Namespace, environment: dict[str, Any])
         "config": config,
         "systems": systems,
         "roofline": {},
+        "floor": {},
         "gather": {},
     }
     return Bench(models, limits, requests, warm_up, record)
@@ -148,14 +151,17 @@ def measure_floors(bench: Bench, smoke: bool) -> None:
         measure_bandwidth,
         measure_gather,
         measure_linear,
+        row_counts_up_to,
     )
 
     repeats = 2 if smoke else 7
     bandwidth = measure_bandwidth(32 if smoke else 512, repeats)
     num_seqs = min(bench.limits.max_num_seqs, len(bench.requests))
-    linear = measure_linear(bench.models.loaded, [1, num_seqs], repeats)
+    row_counts, num_prefill_rows = row_counts_up_to(num_seqs), 64 if smoke else 1024
+    linear = measure_linear(bench.models.loaded, row_counts, num_prefill_rows, repeats)
     kv = {"kv_bytes_per_token": kv_bytes_per_token(bench.models.loaded)}
     bench.record["roofline"] = {"bandwidth": bandwidth} | linear | kv
+    bench.record["floor"] = floor_of_record(bench.record)
     bench.record["gather"] = measure_gather(2 if smoke else 25)
 
 
