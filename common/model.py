@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -52,6 +52,25 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     return single.to(x.dtype) if weight is None else single.to(x.dtype) * weight
 
 
+def norm_and_rotate(
+    qk: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    weight: torch.Tensor | None,  # [num_heads, head_dim]
+    eps: float,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    return rotate(qk if weight is None else rms_norm(qk, None, eps).mul_(weight), rotary)
+
+
+class Regions(NamedTuple):
+    """The small operations between the matrices: these functions, or what they are compiled to."""
+
+    rms_norm: Callable[..., torch.Tensor]
+    norm_and_rotate: Callable[..., torch.Tensor]
+
+
+PLAIN = Regions(rms_norm, norm_and_rotate)
+
+
 def _allocator(dtype: torch.dtype, device: torch.device | str) -> Callable[..., nn.Parameter]:
     def empty(*shape: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
@@ -72,7 +91,7 @@ class DecoderLayer(nn.Module):
             return Linear(empty(num_out, num_in), empty(num_out) if has_bias else None)
 
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.index = index
+        self.index, self.regions = index, PLAIN
         self.eps = config.rms_norm_eps
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
@@ -107,7 +126,7 @@ class DecoderLayer(nn.Module):
         if rows is not None:
             hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
         hidden = self.o.add_to(hidden, attended)
-        x = rms_norm(hidden, self.mlp_norm_weight, self.eps)
+        x = self.regions.rms_norm(hidden, self.mlp_norm_weight, self.eps)
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down.add_to(hidden, F.silu(gate).mul_(up))
 
@@ -120,12 +139,11 @@ class DecoderLayer(nn.Module):
         backend: AttentionBackend,
     ) -> torch.Tensor:  # [num_tokens, num_heads * head_dim]
         num_tokens = hidden.shape[0]
-        x = rms_norm(hidden, self.input_norm_weight, self.eps)
+        x = self.regions.rms_norm(hidden, self.input_norm_weight, self.eps)
         qkv = self.qkv(x).view(num_tokens, -1, self.head_dim)
         qk, value = qkv.split((self.num_qk_heads, self.num_kv_heads), dim=1)
-        if self.qk_norm_weight is not None:
-            qk = rms_norm(qk, None, self.eps).mul_(self.qk_norm_weight)
-        query, key = rotate(qk, rotary).split(self.head_counts[:2], dim=1)
+        qk = self.regions.norm_and_rotate(qk, self.qk_norm_weight, self.eps, rotary)
+        query, key = qk.split(self.head_counts[:2], dim=1)
         keys, values = kv_cache.key_cache[self.index], kv_cache.value_cache[self.index]
         backend.write_kv(key, value, keys, values, metadata.slot_mapping)
         attended = backend.attend(query, keys, values, metadata, self.scale)
@@ -176,7 +194,7 @@ class DecoderModel(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.regions = config, PLAIN
         empty = _allocator(dtype, device)
         vocab = (config.vocab_size, config.hidden_size)
         self.embed_weight = empty(*vocab)
@@ -206,8 +224,12 @@ class DecoderModel(nn.Module):
         for i, layer in enumerate(self.layers):
             rows = logit_indices if i == last else None
             hidden = layer(hidden, rotary, kv_cache, metadata, backend, rows)
-        hidden = rms_norm(hidden, self.norm_weight, self.config.rms_norm_eps)
+        hidden = self.regions.rms_norm(hidden, self.norm_weight, self.config.rms_norm_eps)
         return self.lm_head(hidden)
+
+    def use_regions(self, regions: Regions) -> None:
+        for part in (self, *self.layers):
+            part.regions = regions
 
     def pack_weights(self) -> str | None:
         """Reorder every matrix for this processor, once (`common/linear.py`). None, or the reason
