@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 from batch_layout import compose_in_order
 from block_pool import BlockPool
 from common.engine_config import EngineConfig, SpeculativeConfig
+from common.kernels.regions import set_regions
 from common.kv_sizing import allocate_kv_cache, make_kv_cache
 from common.loader import LoadedModel
-from common.model import PLAIN, DecoderModel, Regions
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import BatchSampler, Compose, PagedModelRunner
 from common.sampling.sampler import Sampler
@@ -93,7 +93,8 @@ def assemble(
             f"max_model_len is {max_model_len}: the model was made for at most {longest}"
         )
     attention = make_attention(config, loaded)
-    loaded.model.use_regions(make_regions(config, loaded.model))
+    model = loaded.model
+    set_regions(model, config.wants_compiled(model.num_parameters, model.embed_weight.device))
     if config.pack_weights:
         for part in (loaded,) if draft is None else (loaded, draft):
             if (reason := part.model.pack_weights()) is not None:
@@ -323,16 +324,6 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
     from mixed_attention import MixedAttentionBackend
 
     return Attention(MixedAttentionBackend(), compose)
-
-
-def make_regions(config: EngineConfig, model: DecoderModel) -> Regions:
-    """Norms and rotary embedding, compiled where decode attention is."""
-    device = model.embed_weight.device
-    if device.type != "cpu" or not config.wants_compiled(model.num_parameters, device):
-        return PLAIN
-    from common.kernels.compiled_regions import compile_regions
-
-    return compile_regions(model)
 
 
 def make_compiled_attention(

@@ -12,8 +12,7 @@ matrix: queries, keys and values; gate and up. In the last layer, only rows that
 after attention.
 
 In every dtype the numbers follow `transformers`: norms and rotary angles are computed in float32.
-That holds in float64 too, where tests compare tokens one by one. In bfloat16 a fused norm rounds
-once where `transformers` rounds twice.
+Norms and rotary embedding are in `common/kernels/regions.py`.
 
 Nothing in `forward` waits for a GPU. Parameters are uninitialised memory until `common.loader` has
 filled them; `checkpoint_tensors` tells it what goes where."""
@@ -22,15 +21,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from common.kernels.regions import Regions
 from common.linear import Linear, linear_layers, why_not_packed
 from common.model_config import ModelConfig
-from common.rotary import rotary_factors, rotary_table, rotate
+from common.rotary import rotary_factors, rotary_table
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 
 
@@ -41,34 +41,6 @@ class CheckpointTensor:
 
     target: torch.Tensor
     shape: tuple[int, ...]
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Over the last dimension, in float32 or below."""
-    if x.dtype != torch.float64:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    single = x.float()
-    single = single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + eps)
-    return single.to(x.dtype) if weight is None else single.to(x.dtype) * weight
-
-
-def norm_and_rotate(
-    qk: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-    weight: torch.Tensor | None,  # [num_heads, head_dim]
-    eps: float,
-    rotary: tuple[torch.Tensor, torch.Tensor],
-) -> torch.Tensor:
-    return rotate(qk if weight is None else rms_norm(qk, None, eps).mul_(weight), rotary)
-
-
-class Regions(NamedTuple):
-    """The small operations between the matrices: these functions, or what they are compiled to."""
-
-    rms_norm: Callable[..., torch.Tensor]
-    norm_and_rotate: Callable[..., torch.Tensor]
-
-
-PLAIN = Regions(rms_norm, norm_and_rotate)
 
 
 def _allocator(dtype: torch.dtype, device: torch.device | str) -> Callable[..., nn.Parameter]:
@@ -91,7 +63,7 @@ class DecoderLayer(nn.Module):
             return Linear(empty(num_out, num_in), empty(num_out) if has_bias else None)
 
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.index, self.regions = index, PLAIN
+        self.index, self.regions = index, Regions()
         self.eps = config.rms_norm_eps
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
@@ -194,7 +166,7 @@ class DecoderModel(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        self.config, self.regions = config, PLAIN
+        self.config, self.regions = config, Regions()
         empty = _allocator(dtype, device)
         vocab = (config.vocab_size, config.hidden_size)
         self.embed_weight = empty(*vocab)
@@ -226,10 +198,6 @@ class DecoderModel(nn.Module):
             hidden = layer(hidden, rotary, kv_cache, metadata, backend, rows)
         hidden = self.regions.rms_norm(hidden, self.norm_weight, self.config.rms_norm_eps)
         return self.lm_head(hidden)
-
-    def use_regions(self, regions: Regions) -> None:
-        for part in (self, *self.layers):
-            part.regions = regions
 
     def pack_weights(self) -> str | None:
         """Reorder every matrix for this processor, once (`common/linear.py`). None, or the reason

@@ -6,9 +6,9 @@ is with rotary embedding. Compiled, a region reads its input once and writes its
     rms_norm           before attention, before the MLP and at the end
     norm_and_rotate    the norm of queries and keys by head, and their rotary embedding
 
-What is computed is written down in `common/model.py`, `common/rotary.py` and here once more, in a
-form that the compiler makes one loop of. SiLU is not among them: it gained nothing where it
-matters. Measured: `python -m common.kernels.plot_regions --record regions`.
+What is computed is written down in `regions.py`, and here once more, in a form that the compiler
+makes one loop of. SiLU is not among them: its time is that of `exp` and of reading, which stay.
+Measured: `python -m common.kernels.measure_regions`.
 
 Each is compiled once, for all layers and any number of tokens. A single token goes the plain way:
 the compiler takes a size of one for another kind of thing, and nothing would be gained. In float32
@@ -23,7 +23,8 @@ from collections.abc import Callable
 
 import torch
 
-from common.model import PLAIN, DecoderModel, Regions
+from common.kernels.regions import Regions
+from common.model import DecoderModel
 from common.rotary import rotary_factors
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ def compile_regions(model: DecoderModel) -> Regions:
     start = time.perf_counter()
     norm = torch.compile(rms_norm_region, dynamic=False, fullgraph=True)
     rotate = torch.compile(norm_and_rotate_region, dynamic=False, fullgraph=True)
-    compiled = Regions(_for_many(norm, PLAIN.rms_norm), _for_many(rotate, PLAIN.norm_and_rotate))
+    plain = Regions()
+    compiled = Regions(_for_many(norm, plain.rms_norm), _for_many(rotate, plain.norm_and_rotate))
     try:
         # There may be engines of many shapes, and the compiler gives up at the ninth.
         with torch._dynamo.config.patch(recompile_limit=256):
@@ -78,7 +80,7 @@ def compile_regions(model: DecoderModel) -> Regions:
     except Exception as error:  # whatever a compiler that is missing or broken raises
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         logger.warning("norms and rotary embedding are not compiled: %s", reason)
-        return PLAIN
+        return plain
     logger.info("norms and rotary embedding compiled in %.1f s", time.perf_counter() - start)
     return compiled
 
