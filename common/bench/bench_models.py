@@ -10,6 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from common.bench.random_weights import QWEN3_0_6B, random_model
 from common.bench.vllm_system import VllmServer
 from common.engine_config import SHIPPED_CHECKPOINT
+from common.kernels.processor import is_bfloat16_fast
 from common.loader import LoadedModel, load_model
 from common.model_config import ModelConfig
 
@@ -39,8 +40,7 @@ def load_models(name: str, dtype: torch.dtype) -> BenchModels:
 def choose_dtype(name: str) -> torch.dtype:
     """`"auto"`: bfloat16 if this CPU multiplies it natively, else float32."""
     if name == "auto":
-        is_native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return torch.bfloat16 if is_native else torch.float32
+        return torch.bfloat16 if is_bfloat16_fast() else torch.float32
     return getattr(torch, name)
 
 
