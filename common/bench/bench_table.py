@@ -18,6 +18,8 @@ IN_SHORT = (
     "chunked",
     "transformers-generate",
     "transformers-continuous",
+    "vllm",
+    "vllm-eager",
 )
 
 

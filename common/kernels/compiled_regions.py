@@ -8,10 +8,10 @@ is with rotary embedding. Compiled, a region reads its input once and writes its
 
 What is computed is written down in `regions.py`, and here once more, in a form that the compiler
 makes one loop of. SiLU is not among them: its time is that of `exp` and of reading, which stay.
-Measured: `python -m common.kernels.measure_regions`.
+Measured: `python -m common.kernels.measure_kernels`.
 
-Each is compiled once, for all layers and any number of tokens. A single token goes the plain way:
-the compiler takes a size of one for another kind of thing, and nothing would be gained. In float32
+Each is compiled once, for all layers and any number of tokens. A call costs some ten microseconds
+more than one of PyTorch's own, so few tokens go the plain way (`FROM_TOKENS`). In float32
 and bfloat16 intermediate results are not rounded, so last bits differ from those of the plain
 functions; in float64 the norm is computed in float32 here as there."""
 
@@ -28,6 +28,10 @@ from common.model import DecoderModel
 from common.rotary import rotary_factors
 
 logger = logging.getLogger(__name__)
+
+# Tokens from which on the compiled one is faster. At least 2: the compiler takes a size of one for
+# another kind of thing.
+FROM_TOKENS = 128, 8  # of the two `Regions`
 
 
 def rms_norm_region(
@@ -63,7 +67,7 @@ def norm_and_rotate_region(
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def compile_regions(model: DecoderModel) -> Regions:
+def compile_regions(model: DecoderModel, from_tokens: tuple[int, int] | None = None) -> Regions:
     """Machine code for a model like this one. Takes some 10 seconds the first time on a machine,
     and one or two when its files are there. Without a C++ compiler: the plain functions, and a
     warning."""
@@ -72,7 +76,8 @@ def compile_regions(model: DecoderModel) -> Regions:
     norm = torch.compile(rms_norm_region, dynamic=False, fullgraph=True)
     rotate = torch.compile(norm_and_rotate_region, dynamic=False, fullgraph=True)
     plain = Regions()
-    compiled = Regions(_for_many(norm, plain.rms_norm), _for_many(rotate, plain.norm_and_rotate))
+    least = from_tokens or FROM_TOKENS
+    compiled = Regions(*map(_from_tokens, least, (norm, rotate), plain))
     try:
         # There may be engines of many shapes, and the compiler gives up at the ninth.
         with torch._dynamo.config.patch(recompile_limit=256):
@@ -85,8 +90,8 @@ def compile_regions(model: DecoderModel) -> Regions:
     return compiled
 
 
-def _for_many(compiled: Callable, plain: Callable) -> Callable:
-    return lambda x, *rest: (compiled if len(x) > 1 else plain)(x, *rest)
+def _from_tokens(least: int, compiled: Callable, plain: Callable) -> Callable:
+    return lambda x, *rest: (compiled if len(x) >= least else plain)(x, *rest)
 
 
 # The compiler takes tensors made in inference mode and others for two kinds: as the model does it.

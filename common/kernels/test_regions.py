@@ -72,7 +72,10 @@ def test_what_is_compiled_computes_the_same(has_qk_norm: bool, dtype: torch.dtyp
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_compiled_once_for_any_number_of_tokens(dtype: torch.dtype) -> None:
+def test_compiled_once_for_any_number_of_tokens(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_regions, "FROM_TOKENS", (2, 2))
     model = make_model(dtype)
     compiled = compile_regions(model)
     assert compiled.rms_norm is not Regions().rms_norm
@@ -81,9 +84,26 @@ def test_compiled_once_for_any_number_of_tokens(dtype: torch.dtype) -> None:
             check(model, compiled, num_tokens)
 
 
+def test_few_tokens_go_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_regions, "FROM_TOKENS", (5, 3))
+    monkeypatch.setattr(torch, "compile", lambda region, **options: lambda x, *rest: region)
+    monkeypatch.setattr(compiled_regions, "_first_call", lambda *arguments: None)
+    model = make_model(torch.float32)
+    compiled, layer = compile_regions(model), model.layers[0]
+    for num_tokens in (1, 2, 3, 4, 5, 6):
+        hidden = torch.ones(num_tokens, 48)
+        found = compiled.rms_norm(hidden, layer.mlp_norm_weight, EPS)
+        assert (found is rms_norm_region) == (num_tokens >= 5)
+        rotary = rotary_factors(model.rotary_table, torch.zeros(num_tokens, dtype=torch.int64))
+        heads = torch.ones(num_tokens, 6, 16)
+        found = compiled.norm_and_rotate(heads, layer.qk_norm_weight, EPS, rotary)
+        assert (found is norm_and_rotate_region) == (num_tokens >= 3)
+
+
 @needs_compiler
-def test_two_models_side_by_side() -> None:
+def test_two_models_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has functions of its own kind; the second one does not spoil the first."""
+    monkeypatch.setattr(compiled_regions, "FROM_TOKENS", (2, 2))
     models = [make_model(torch.float32), make_model(torch.float32, has_qk_norm=False, head_dim=8)]
     compiled = [compile_regions(model) for model in models]
     for model, regions in zip(models * 2, compiled * 2, strict=True):
