@@ -162,6 +162,7 @@ def vllm(models: Any, limits: Limits, *, enforce_eager: bool) -> Iterator[Serve]
 
 def start(models: Any, limits: Limits, enforce_eager: bool) -> VllmServer:
     import torch
+    from transformers.utils import logging
 
     from common.bench.bench_roofline import kv_bytes_per_token
 
@@ -169,6 +170,7 @@ def start(models: Any, limits: Limits, enforce_eager: bool) -> VllmServer:
         raise CannotRunError("vLLM is not installed: `python -m common.bench --install-vllm`")
     work = WORK / ("eager" if enforce_eager else "compiled")
     checkpoint = WORK / "checkpoint"  # always the same place: the compiler's cache knows it by name
+    logging.disable_progress_bar()
     models.hf.save_pretrained(checkpoint)
     settings = {
         "model": str(checkpoint),
