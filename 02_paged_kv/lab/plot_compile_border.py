@@ -4,7 +4,7 @@
 
 Models of five sizes with random weights serve the same requests, all there at once, with
 `compile=False` and with `compile=True`. Compiling is paid for at every start, also when the machine
-code is on the disk already: that is what `start_s` is with it, by the wall's clock. With one thread,
+code is on the disk already: that is what `start_s` is with it, by the wall. With one thread,
 the times of serving are processor time, which other programs disturb least. So many output tokens
 win the longer start back:
 
