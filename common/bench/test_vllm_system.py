@@ -112,6 +112,7 @@ def test_requests_go_to_the_process_and_tokens_come_back(
         told = served.describe()
         assert told["num_steps"] == answer["num_steps"] >= max(r.max_tokens for r in REQUESTS)
         assert told["vllm"] == {"version": "9.9"}
+        assert 0 < told["cpu_seconds"] < 5, "of that process"
         assert 0 < told["ttft_ms"]["p50"] <= told["ttft_ms"]["p99"]
         for times, request in zip(answer["token_times"], REQUESTS, strict=True):
             assert times == sorted(times) and len(times) == request.max_tokens
@@ -143,7 +144,7 @@ def test_what_vllm_says_last_is_the_reason(environment: Path, outside: dict[str,
 
 def test_an_answer_that_lacks_something_is_none() -> None:
     with pytest.raises(CannotRunError, match="lacks token_ids, token_times"):
-        read_answer({"seconds": 1.0, "num_steps": 3}, {})
+        read_answer({"seconds": 1.0, "cpu_seconds": 2.0, "num_steps": 3}, {})
 
 
 def test_where_it_is_not_installed_it_says_what_to_do(

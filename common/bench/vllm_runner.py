@@ -6,7 +6,7 @@ It imports nothing of this repository. It makes the engine, says so, and then an
 standard input names a file of requests and one for the answer.
 
     requests    [{"prompt_token_ids": [5, 7], "max_tokens": 3}, ...]
-    answer      {"seconds": 1.5, "token_ids": [[9, 9, 4], ...], "num_steps": 3,
+    answer      {"seconds": 1.5, "cpu_seconds": 2.9, "token_ids": [[9, 9, 4], ...], "num_steps": 3,
                  "token_times": [[0.5, 1.0, 1.5], ...]}      seconds since the first was added
 
 All requests are added at once, are greedy, and go on past any end of text. The loop is that of
@@ -39,7 +39,7 @@ def serve(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
     token_ids: dict[str, list[int]] = {name: [] for name in names}
     token_times: dict[str, list[float]] = {name: [] for name in names}
     own_name = {name: name for name in names}
-    num_steps, start = 0, time.perf_counter()
+    num_steps, start, cpu_start = 0, time.perf_counter(), time.process_time()
     for name, request in zip(names, requests):
         params = SamplingParams(
             temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False
@@ -59,6 +59,7 @@ def serve(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     return {
         "seconds": seconds,
+        "cpu_seconds": time.process_time() - cpu_start,  # of all threads
         "num_steps": num_steps,
         "token_ids": [token_ids[name] for name in names],
         "token_times": [token_times[name] for name in names],

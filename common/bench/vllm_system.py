@@ -196,12 +196,14 @@ def read_answer(answer: dict[str, Any], server: dict[str, Any]) -> Served:
     """Raises `CannotRunError` for what is no answer."""
     from common.bench.bench_latency import describe_latency
 
-    missing = {"seconds", "num_steps", "token_ids", "token_times"} - answer.keys()
+    missing = {"seconds", "cpu_seconds", "num_steps", "token_ids", "token_times"} - answer.keys()
     if missing:
         raise CannotRunError(f"vLLM's answer lacks {', '.join(sorted(missing))}")
 
     def describe() -> dict[str, Any]:
         latency = describe_latency(answer["token_times"])
-        return {"num_steps": answer["num_steps"], **latency, "vllm": server}
+        cpu_seconds = round(answer["cpu_seconds"], 4)
+        counted = {"num_steps": answer["num_steps"], "cpu_seconds": cpu_seconds}
+        return counted | latency | {"vllm": server}
 
     return Served(answer["token_ids"], describe, seconds=answer["seconds"])
