@@ -32,6 +32,7 @@ import torch
 from batch_layout import compose_in_order
 from block_pool import BlockPool
 from common.engine_config import EngineConfig, SpeculativeConfig
+from common.kernels.regions import set_regions
 from common.kv_sizing import allocate_kv_cache, make_kv_cache
 from common.loader import LoadedModel
 from common.runner.batch_state import BatchState
@@ -94,6 +95,8 @@ def assemble(
             f"max_model_len is {max_model_len}: the model was made for at most {longest}"
         )
     attention = make_attention(config, loaded)
+    model = loaded.model
+    set_regions(model, config.wants_compiled(model.num_parameters, model.embed_weight.device))
     if config.pack_weights:
         for part in (loaded,) if draft is None else (loaded, draft):
             if (reason := part.model.pack_weights()) is not None:

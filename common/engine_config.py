@@ -22,7 +22,8 @@ POLICIES = ("fcfs", "priority", "lof", "random", "lpm", "dfs-weight")
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 SHIPPED_CHECKPOINT = CHECKPOINTS / "tiny"
 SHIPPED_DRAFT = CHECKPOINTS / "tiny-draft"
-# The steps of smaller models are over before compiled attention has won back its compilation.
+# Smaller models take too long to win their longer start back. How long:
+# `python 02_paged_kv/lab/plot_compile_border.py --record compile_border`
 COMPILE_FROM_PARAMETERS = 100_000_000
 
 
@@ -105,8 +106,9 @@ class EngineConfig:
     mixing: bool = False  # puts decodes into the prefill batches of "prefill_first"
     speculative: dict | None = None  # what `SpeculativeConfig` takes, such as {"method": "ngram"}
     attention_backend: str = "auto"
-    # Machine code for the attention of decodes on a CPU, made when the engine is: some 20 seconds,
-    # a few once it is on the disk. "auto": for models of `COMPILE_FROM_PARAMETERS` and more.
+    # Machine code for decode attention, norms and rotary embedding on a CPU, made when the engine
+    # is: some 30 seconds, a few once it is on the disk. "auto": for models of
+    # `COMPILE_FROM_PARAMETERS` and more.
     compile: bool | str = "auto"
     # Step n + 1 is planned while step n runs. "auto": on a GPU. Not with `speculative` and
     # `target_step_ms`: how far a step has come, or how long it took, shows at its end.

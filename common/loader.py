@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from common.kernels.processor import is_bfloat16_fast
 from common.model import DecoderModel
 from common.model_config import ModelConfig, token_ids
 
@@ -167,7 +168,7 @@ def _resolve_dtype(
         file_dtypes = (file.get_slice(name).get_dtype() for name, file in files.items())
         stored = _FILE_DTYPES.get(next(file_dtypes, "F32"), torch.float32)
     is_fast = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.bfloat16: is_bfloat16_fast,
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
     }
     if device.type != "cpu" or stored not in is_fast or is_fast[stored]():

@@ -12,8 +12,7 @@ matrix: queries, keys and values; gate and up. In the last layer, only rows that
 after attention.
 
 In every dtype the numbers follow `transformers`: norms and rotary angles are computed in float32.
-That holds in float64 too, where tests compare tokens one by one. In bfloat16 a fused norm rounds
-once where `transformers` rounds twice.
+Norms and rotary embedding are in `common/kernels/regions.py`.
 
 Nothing in `forward` waits for a GPU. Parameters are uninitialised memory until `common.loader` has
 filled them; `checkpoint_tensors` tells it what goes where."""
@@ -28,9 +27,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from common.kernels.regions import Regions
 from common.linear import Linear, linear_layers, why_not_packed
 from common.model_config import ModelConfig
-from common.rotary import rotary_factors, rotary_table, rotate
+from common.rotary import rotary_factors, rotary_table
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 
 
@@ -41,15 +41,6 @@ class CheckpointTensor:
 
     target: torch.Tensor
     shape: tuple[int, ...]
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Over the last dimension, in float32 or below."""
-    if x.dtype != torch.float64:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    single = x.float()
-    single = single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + eps)
-    return single.to(x.dtype) if weight is None else single.to(x.dtype) * weight
 
 
 def _allocator(dtype: torch.dtype, device: torch.device | str) -> Callable[..., nn.Parameter]:
@@ -72,7 +63,7 @@ class DecoderLayer(nn.Module):
             return Linear(empty(num_out, num_in), empty(num_out) if has_bias else None)
 
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.index = index
+        self.index, self.regions = index, Regions()
         self.eps = config.rms_norm_eps
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
@@ -107,7 +98,7 @@ class DecoderLayer(nn.Module):
         if rows is not None:
             hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
         hidden = self.o.add_to(hidden, attended)
-        x = rms_norm(hidden, self.mlp_norm_weight, self.eps)
+        x = self.regions.rms_norm(hidden, self.mlp_norm_weight, self.eps)
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down.add_to(hidden, F.silu(gate).mul_(up))
 
@@ -120,12 +111,11 @@ class DecoderLayer(nn.Module):
         backend: AttentionBackend,
     ) -> torch.Tensor:  # [num_tokens, num_heads * head_dim]
         num_tokens = hidden.shape[0]
-        x = rms_norm(hidden, self.input_norm_weight, self.eps)
+        x = self.regions.rms_norm(hidden, self.input_norm_weight, self.eps)
         qkv = self.qkv(x).view(num_tokens, -1, self.head_dim)
         qk, value = qkv.split((self.num_qk_heads, self.num_kv_heads), dim=1)
-        if self.qk_norm_weight is not None:
-            qk = rms_norm(qk, None, self.eps).mul_(self.qk_norm_weight)
-        query, key = rotate(qk, rotary).split(self.head_counts[:2], dim=1)
+        qk = self.regions.norm_and_rotate(qk, self.qk_norm_weight, self.eps, rotary)
+        query, key = qk.split(self.head_counts[:2], dim=1)
         keys, values = kv_cache.key_cache[self.index], kv_cache.value_cache[self.index]
         backend.write_kv(key, value, keys, values, metadata.slot_mapping)
         attended = backend.attend(query, keys, values, metadata, self.scale)
@@ -176,7 +166,7 @@ class DecoderModel(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.regions = config, Regions()
         empty = _allocator(dtype, device)
         vocab = (config.vocab_size, config.hidden_size)
         self.embed_weight = empty(*vocab)
@@ -206,7 +196,7 @@ class DecoderModel(nn.Module):
         for i, layer in enumerate(self.layers):
             rows = logit_indices if i == last else None
             hidden = layer(hidden, rotary, kv_cache, metadata, backend, rows)
-        hidden = rms_norm(hidden, self.norm_weight, self.config.rms_norm_eps)
+        hidden = self.regions.rms_norm(hidden, self.norm_weight, self.config.rms_norm_eps)
         return self.lm_head(hidden)
 
     def pack_weights(self) -> str | None:

@@ -349,8 +349,8 @@ def test_auto_dtype_is_the_checkpoints_unless_the_cpu_is_slow_at_it(
     (path / "config.json").write_text(
         json.dumps({**fields, **({spelling: stored} if spelling else {})})
     )
-    for name in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
-        monkeypatch.setattr(torch.ops.mkldnn, name, lambda: is_fast)
+    monkeypatch.setattr("common.loader.is_bfloat16_fast", lambda: is_fast)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: is_fast)
     with caplog.at_level(logging.INFO):
         loaded = load_model(path)
     assert {p.dtype for p in loaded.model.parameters()} == {expected}

@@ -12,8 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from bounded_loops import as_long_as
+from common.kernels.regions import rms_norm
 from common.loader import load_model
-from common.model import rms_norm
 from common.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
 from common.rotary import inverse_frequencies, rotary_factors, rotary_table, rotate
 from common.tests.model_cases import (

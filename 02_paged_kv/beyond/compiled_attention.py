@@ -3,6 +3,7 @@
 What goes where, in a batch in any order:
 
     one query token, and together enough keys    the compiled function, nothing is gathered
+    a long query, in bfloat16                    `tiled_attention.py`
     everything else                              the plan of the chapter, as ever
 
 Below `MIN_KEY_ELEMENTS` the call costs more than the gathering. The compiled loop wants a head's
@@ -29,10 +30,13 @@ from decode_attention import (
 )
 from paged_attention import (
     AttentionMetadata,
+    Gather,
+    LongQuery,
     PagedKVCache,
     PagedPlan,
     TorchAttentionBackend,
 )
+from tiled_attention import attend_in_tiles, is_for_tiles
 
 # Keys, KV heads and channels of all decodes of a step, multiplied: 512 keys of Qwen3-0.6B.
 # Measured: `python 02_paged_kv/lab/plot_decode_attention.py --record decode_attention --threads 1`
@@ -116,6 +120,14 @@ class CompiledPlan(PagedPlan):
             short = [row for row in short if row not in taken]
         step = starts, seq_lens, tables, query, key_cache
         return super().make_groups(short, query_lens, *step)
+
+    def attend_long(
+        self, query: torch.Tensor, long: LongQuery, gather: Gather, scale: float
+    ) -> torch.Tensor:
+        if not is_for_tiles(query, long.seq_len):
+            return super().attend_long(query, long, gather, scale)
+        keys, values = (t[: long.seq_len] for t in gather(long.block_ids))
+        return attend_in_tiles(query, keys, values, scale)
 
     def attend(
         self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float

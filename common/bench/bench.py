@@ -4,6 +4,7 @@
     python -m common.bench --smoke              the same with almost no work, to see that it runs
     python -m common.bench --table              print the tables of the records that are there
     python -m common.bench --write-readme       put them into README.md and common/bench/README.md
+    python -m common.bench --install-vllm       vLLM's CPU build, as another system
 
 The runs of the systems are interleaved: round r runs every system once, each round starting with
 another, so that a machine that grows slower or busier does so for all. A table shows the median and
@@ -11,7 +12,8 @@ the extremes of the rounds. Every run of a system sets it up anew, lets it serve
 that are not counted, and then serves the whole workload.
 
 The work and what counts as useful are in `bench_work.py`, the systems in `bench_systems.py`, the
-rounds in `bench_rounds.py`, the floors in `bench_roofline.py`. It measures the CPU.
+rounds in `bench_rounds.py`, the floors in `bench_roofline.py` and `bench_floor.py`. It measures the
+CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import gc
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -30,8 +32,10 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from common.bench.bench_command import Driver, describe_malloc
+from common.bench.bench_floor import floor_of_record
 from common.bench.bench_record import ROOT, describe_environment, write_record
 from common.bench.bench_table import render, tables_of
+from common.bench.vllm_install import install, is_installed
 
 if TYPE_CHECKING:  # torch comes late: malloc has to be chosen before the process that uses it
     from common.bench.bench_rounds import Bench
@@ -47,6 +51,8 @@ SYSTEM_NAMES = (
     "chunked",
     "transformers-generate",
     "transformers-continuous",
+    "vllm",
+    "vllm-eager",
 )
 
 
@@ -133,6 +139,7 @@ def make_bench(name: str, args: argparse.Namespace, environment: dict[str, Any])
         "config": config,
         "systems": systems,
         "roofline": {},
+        "floor": {},
         "gather": {},
     }
     return Bench(models, limits, requests, warm_up, record)
@@ -144,14 +151,17 @@ def measure_floors(bench: Bench, smoke: bool) -> None:
         measure_bandwidth,
         measure_gather,
         measure_linear,
+        row_counts_up_to,
     )
 
     repeats = 2 if smoke else 7
     bandwidth = measure_bandwidth(32 if smoke else 512, repeats)
     num_seqs = min(bench.limits.max_num_seqs, len(bench.requests))
-    linear = measure_linear(bench.models.loaded, [1, num_seqs], repeats)
+    row_counts, num_prefill_rows = row_counts_up_to(num_seqs), 64 if smoke else 1024
+    linear = measure_linear(bench.models.loaded, row_counts, num_prefill_rows, repeats)
     kv = {"kv_bytes_per_token": kv_bytes_per_token(bench.models.loaded)}
     bench.record["roofline"] = {"bandwidth": bandwidth} | linear | kv
+    bench.record["floor"] = floor_of_record(bench.record)
     bench.record["gather"] = measure_gather(2 if smoke else 25)
 
 
@@ -217,13 +227,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--models", type=model_names, default=list(WORKLOADS), metavar="A,B",
         help="tiny, qwen3-0.6b, or directories of Qwen3 checkpoints")  # fmt: skip
-    add("--systems", type=system_names, default=list(SYSTEM_NAMES), metavar="A,B",
+    add("--systems", type=system_names, default=default_systems(), metavar="A,B",
         help=", ".join(SYSTEM_NAMES))  # fmt: skip
+    add("--install-vllm", action="store_true", help="only make an environment for vLLM")
     add("--time-budget", type=float, metavar="SECONDS", help="start no further run after so long")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float64"), default="auto",
         help="auto: bfloat16 if native, else float32")  # fmt: skip
     add("--threads", type=int, help="of torch, for all systems")
     add("--seed", type=int, default=0, help="of the workload")
+
+
+def default_systems() -> list[str]:
+    """All; vLLM where it is installed."""
+    return [n for n in SYSTEM_NAMES if not n.startswith("vllm") or is_installed()]
 
 
 def system_names(text: str) -> list[str]:
@@ -256,4 +272,9 @@ DRIVER = Driver(
     measure=measure,
     tables=tables_of,
 )
-main = DRIVER.main
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    if DRIVER.parse(sys.argv[1:] if argv is None else argv).install_vllm:
+        return install()
+    return DRIVER.main(argv)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from common.bench.random_weights import QWEN3_0_6B, random_model
+from common.bench.vllm_system import VllmServer
 from common.engine_config import SHIPPED_CHECKPOINT
+from common.kernels.processor import is_bfloat16_fast
 from common.loader import LoadedModel, load_model
 from common.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
 class BenchModels:
-    """One set of weights in two guises."""
+    """One set of weights in two guises, and processes that read a copy of them."""
 
     loaded: LoadedModel
     hf: Qwen3ForCausalLM
+    servers: dict[str, VllmServer] = field(default_factory=dict)
 
 
 def load_models(name: str, dtype: torch.dtype) -> BenchModels:
@@ -37,8 +40,7 @@ def load_models(name: str, dtype: torch.dtype) -> BenchModels:
 def choose_dtype(name: str) -> torch.dtype:
     """`"auto"`: bfloat16 if this CPU multiplies it natively, else float32."""
     if name == "auto":
-        is_native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return torch.bfloat16 if is_native else torch.float32
+        return torch.bfloat16 if is_bfloat16_fast() else torch.float32
     return getattr(torch, name)
 
 

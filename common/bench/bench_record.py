@@ -86,12 +86,14 @@ def describe_environment() -> dict[str, Any]:
     import psutil
     import torch
 
+    from common.kernels.processor import is_bfloat16_fast
+
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "cpu": _cpu_model(),
         "cpu_flags": _cpu_flags(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "multiplies_bf16_natively": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+        "multiplies_bf16_natively": is_bfloat16_fast(),
         "cores": psutil.cpu_count(logical=False),
         "logical_cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,

@@ -16,12 +16,13 @@ tokens, and decode attention through a table against attention to contiguous KV.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from common.linear import Linear
 from common.loader import LoadedModel
 from paged_attention import AttentionMetadata, paged_attention
 
@@ -61,20 +62,24 @@ def measure_bandwidth(mebibytes: int, repeats: int) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def measure_linear(loaded: LoadedModel, row_counts: list[int], repeats: int) -> dict[str, Any]:
+def measure_linear(
+    loaded: LoadedModel, row_counts: list[int], num_prefill_rows: int, repeats: int
+) -> dict[str, Any]:
     """Milliseconds to multiply all matrices of the model, in order, with so many rows each: packed,
-    as the engine has them, where that is possible."""
+    as the engine has them, where that is possible. `prefill`: those of the layers alone, with
+    `num_prefill_rows`, less often."""
     model = loaded.model
     model.pack_weights()
-    matrices = [
+    of_layers = [
         (matrix, matrix.plain_weight().shape[1])
         for layer in model.layers
         for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)
-    ] + [(model.lm_head, loaded.config.hidden_size)]
+    ]
+    matrices = [*of_layers, (model.lm_head, loaded.config.hidden_size)]
     num_weights = sum(matrix.plain_weight().numel() for matrix, _ in matrices)
     dtype = model.embed_weight.dtype
 
-    def multiply(rows: int) -> Callable[[], None]:
+    def multiply(rows: int, matrices: Sequence[tuple[Linear, int]]) -> Callable[[], None]:
         inputs = {width: torch.ones(rows, width, dtype=dtype) for _, width in matrices}
 
         def call() -> None:
@@ -83,12 +88,24 @@ def measure_linear(loaded: LoadedModel, row_counts: list[int], repeats: int) -> 
 
         return call
 
-    calls = {str(rows): multiply(rows) for rows in dict.fromkeys(row_counts)}
+    calls = {str(rows): multiply(rows, matrices) for rows in dict.fromkeys(row_counts)}
+    prefill = {"prefill": multiply(num_prefill_rows, of_layers)}
+    num_often = repeats // 2 + 1
     return {
         "weight_bytes": num_weights * dtype.itemsize,
         "num_matrices": len(matrices),
         "linear_ms": time_in_turn(calls, repeats),
+        "prefill": {
+            "num_rows": num_prefill_rows,
+            "ms": time_in_turn(prefill, num_often)["prefill"],
+        },
     }
+
+
+def row_counts_up_to(most: int) -> list[int]:
+    """1, 2, 4, 8, 16 and from there in steps of 8, to `most`."""
+    few = [rows for rows in (1, 2, 4, 8) if rows < most]
+    return [*few, *range(16, most, 8), most]
 
 
 def kv_bytes_per_token(loaded: LoadedModel) -> int:

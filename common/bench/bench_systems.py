@@ -13,8 +13,10 @@ that sets itself up and yields a function `serve(requests) -> Served`; only that
     chunked                   and chapter 6: at most 128 tokens of a prompt in a step
     transformers-generate     one left-padded batch of everything
     transformers-continuous   transformers' own continuous batching over its paged cache
+    vllm, vllm-eager          vLLM's CPU build, if it is installed: a process of its own
 
-All read the very same weights: the `transformers` model is a second view of our model's memory.
+All but vLLM read the very same weights: the `transformers` model is a second view of our model's
+memory.
 """
 
 from __future__ import annotations
@@ -29,18 +31,14 @@ from transformers import GenerationConfig
 
 from common.bench.bench_latency import describe_latency, describe_steps
 from common.bench.bench_models import BenchModels
-from common.bench.bench_work import BenchRequest, Limits, Serve, Served, greedy
+from common.bench.bench_work import BenchRequest, CannotRunError, Limits, Serve, Served, greedy
+from common.bench.vllm_system import vllm
 from common.engine import LLMEngine
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
 from request import Request
 from static_batching import generate_static, pad_left
 from step_record import RecordingEngineCore, StepRecord
-
-
-class CannotRunError(RuntimeError):
-    """This system does not exist here. The message says precisely why."""
-
 
 System = Callable[[BenchModels, Limits], AbstractContextManager[Serve]]
 
@@ -235,6 +233,8 @@ SYSTEMS: dict[str, System] = {
     "chunked": partial(paged, **_GUESSING, chunked_prefill=128),
     "transformers-generate": transformers_generate,
     "transformers-continuous": transformers_continuous,
+    "vllm": partial(vllm, enforce_eager=False),
+    "vllm-eager": partial(vllm, enforce_eager=True),
 }
 TITLES = {
     "one-at-a-time": "one at a time (paged engine, one request in flight)",
@@ -247,4 +247,6 @@ TITLES = {
     "chunked": "**chapters 1 to 6: and prompts in pieces of 128**",
     "transformers-generate": "`transformers` generate, one static batch",
     "transformers-continuous": "`transformers` continuous batching",
+    "vllm": "vLLM's CPU build, compiled",
+    "vllm-eager": "vLLM's CPU build, eager",
 }

@@ -18,6 +18,8 @@ IN_SHORT = (
     "chunked",
     "transformers-generate",
     "transformers-continuous",
+    "vllm",
+    "vllm-eager",
 )
 
 
@@ -77,6 +79,7 @@ def render(record: dict[str, Any]) -> str:
     parts = [
         _heading(record),
         _systems_table(record),
+        _floor(record),
         _roofline(record),
         _gather(record),
         _footer(record),
@@ -144,6 +147,39 @@ def _latency(runs: list[dict[str, Any]], name: str) -> str:
 def _share(runs: list[dict[str, Any]], name: str) -> str:
     shares = [run[name] for run in runs if name in run]
     return f"{median(shares):.0%}" if shares else ""
+
+
+def _floor(record: dict[str, Any]) -> str:
+    """The run's floor with its parts, and how many times as long everybody took who served all."""
+    floor = record.get("floor")
+    if not floor:
+        return ""
+    num_useful = sum(record["config"]["workload"]["output_tokens"])
+    text = (
+        f"**The floor of this run**: {floor['num_prompt_tokens']:,} prompt tokens at the rate of "
+        f"the matrices {_seconds(floor['prompts_s'])}, the packed matrices alone in "
+        f"{floor['num_decode_steps']:,} decode steps {_seconds(floor['decodes_s'])}, their KV read "
+        f"once {_seconds(floor['kv_s'])}; together {_seconds(floor['seconds'])}, "
+        f"{_number(num_useful / floor['seconds'])} tok/s."
+    )
+    times = [
+        f"{system['title'].replace('**', '')} {times:.2f}"
+        for name, system in record["systems"].items()
+        if (times := times_the_floor(record, name)) is not None
+    ]
+    return text + (f" As many times that took: {'; '.join(times)}." if times else "")
+
+
+def times_the_floor(record: dict[str, Any], name: str) -> float | None:
+    """The median run of a system over the run's floor. None if it did not serve all requests."""
+    system, work = record["systems"].get(name), record["config"]["workload"]
+    if not system or not system["runs"] or system["num_requests"] < work["num_requests"]:
+        return None
+    return median(run["seconds"] for run in system["runs"]) / record["floor"]["seconds"]
+
+
+def _seconds(seconds: float) -> str:
+    return _duration(1e3 * seconds)
 
 
 def _roofline(record: dict[str, Any]) -> str:

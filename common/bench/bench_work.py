@@ -62,12 +62,18 @@ class Limits:
         return EngineConfig(**parts | options)
 
 
+class CannotRunError(RuntimeError):
+    """This system does not exist here. The message says precisely why."""
+
+
 @dataclass(slots=True)
 class Served:
-    """The tokens of each request, in order. `describe` is called when time is no longer taken."""
+    """The tokens of each request, in order. `describe` is called when time is no longer taken.
+    `seconds`: by the clock of whoever served, where that was another process."""
 
     token_ids: list[list[int]]
     describe: Callable[[], dict[str, Any]] = field(default=dict)
+    seconds: float | None = None
 
 
 Serve = Callable[[Sequence[BenchRequest]], Served]

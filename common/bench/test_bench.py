@@ -59,7 +59,7 @@ def expected(random_oracle: Oracle) -> list[list[int]]:
 # -- the systems
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", [name for name in SYSTEMS if not name.startswith("vllm")])
 def test_every_system_gives_each_request_the_tokens_of_transformers_alone(
     name: str, models: BenchModels, expected: list[list[int]]
 ) -> None:

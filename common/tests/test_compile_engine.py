@@ -17,6 +17,9 @@ import compiled_attention
 import decode_attention as decode_module
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import COMPILE_FROM_PARAMETERS
+from common.kernels import compiled_regions
+from common.kernels.compiled_regions import norm_and_rotate_region, rms_norm_region
+from common.kernels.regions import Regions
 from common.llm import LLM
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, serve
 from common.tests.equivalence import make_config, serve_combination, subject
@@ -61,7 +64,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def plain(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Nothing is compiled."""
+    """Nothing is compiled; all that would be takes part."""
+    regions = Regions(rms_norm_region, norm_and_rotate_region)
+    monkeypatch.setattr(compiled_regions, "compile_regions", lambda model: regions)
     monkeypatch.setattr(
         compiled_attention, "compile_decode_attention", lambda *arguments: decode_attention
     )
@@ -145,6 +150,7 @@ def test_the_shipped_checkpoint_is_not_compiled(monkeypatch) -> None:
         raise AssertionError("it compiles")
 
     monkeypatch.setattr(compiled_attention, "compile_decode_attention", never)
+    monkeypatch.setattr(compiled_regions, "compile_regions", never)
     for config in ({}, {"compile": False}):
         llm = LLM(num_blocks=8, **config)
         assert type(llm.engine.kv_cache) is PagedKVCache
@@ -157,9 +163,12 @@ def test_without_a_compiler_the_engine_says_so_and_serves(
         raise RuntimeError("no C++ compiler")
 
     monkeypatch.setattr(decode_module, "_first_call", fail)
+    monkeypatch.setattr(compiled_regions, "_first_call", fail)
     with caplog.at_level(logging.WARNING):
         engine = LLMEngine(EngineConfig(compile=True, num_blocks=100), loaded=family_loaded)
     assert "compiling decode attention" in caplog.text, "whoever waits knows for what"
     assert "keys are gathered: RuntimeError: no C++ compiler" in caplog.text
+    assert "norms and rotary embedding are not compiled: RuntimeError" in caplog.text
+    assert family_loaded.model.regions == Regions()
     assert type(engine.kv_cache) is PagedKVCache
     serve(engine, family_oracle, [0, 4], 5)

@@ -1,0 +1,109 @@
+"""The small operations between the matrices, each as one compiled loop on a CPU.
+
+`F.rms_norm` is 13 operations there, and every one of them reads and writes the whole tensor; so it
+is with rotary embedding. Compiled, a region reads its input once and writes its result once:
+
+    rms_norm           before attention, before the MLP and at the end
+    norm_and_rotate    the norm of queries and keys by head, and their rotary embedding
+
+What is computed is written down in `regions.py`, and here once more, in a form that the compiler
+makes one loop of. SiLU is not among them: its time is that of `exp` and of reading, which stay.
+Measured: `python -m common.kernels.measure_kernels`.
+
+Each is compiled once, for all layers and any number of tokens. A call costs some ten microseconds
+more than one of PyTorch's own, so few tokens go the plain way (`FROM_TOKENS`). In float32
+and bfloat16 intermediate results are not rounded, so last bits differ from those of the plain
+functions; in float64 the norm is computed in float32 here as there."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from common.kernels.regions import Regions
+from common.model import DecoderModel
+from common.rotary import rotary_factors
+
+logger = logging.getLogger(__name__)
+
+# Tokens from which on the compiled one is faster. At least 2: the compiler takes a size of one for
+# another kind of thing.
+FROM_TOKENS = 128, 8  # of the two `Regions`
+
+
+def rms_norm_region(
+    x: torch.Tensor,  # [num_tokens, hidden_size]
+    weight: torch.Tensor,  # [hidden_size]
+    eps: float,
+) -> torch.Tensor:  # like x
+    return _rms_norm(x, eps) * weight if x.dtype == torch.float64 else _fused(x, weight, eps)
+
+
+def _rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+    single = x.float()
+    return (single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _fused(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    single = x.float()
+    single = single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + eps)
+    return (single * weight).to(x.dtype)
+
+
+def norm_and_rotate_region(
+    qk: torch.Tensor,  # [num_tokens, num_heads, head_dim], a part of something larger
+    weight: torch.Tensor | None,  # [num_heads, head_dim]
+    eps: float,
+    rotary: tuple[torch.Tensor, torch.Tensor],  # `cos | cos` and `-sin | sin`, of each token
+) -> torch.Tensor:  # like qk, contiguous
+    if weight is not None:
+        qk = _rms_norm(qk, eps) * weight
+    half = qk.shape[-1] // 2
+    cos, sin = rotary[0][..., :half], rotary[1][..., half:]
+    a, b = qk.split(half, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def compile_regions(model: DecoderModel, from_tokens: tuple[int, int] | None = None) -> Regions:
+    """Machine code for a model like this one. Takes some 10 seconds the first time on a machine,
+    and one or two when its files are there. Without a C++ compiler: the plain functions, and a
+    warning."""
+    logger.warning("compiling norms and rotary embedding (some 10 s the first time) ...")
+    start = time.perf_counter()
+    norm = torch.compile(rms_norm_region, dynamic=False, fullgraph=True)
+    rotate = torch.compile(norm_and_rotate_region, dynamic=False, fullgraph=True)
+    plain = Regions()
+    least = from_tokens or FROM_TOKENS
+    compiled = Regions(*map(_from_tokens, least, (norm, rotate), plain))
+    try:
+        # There may be engines of many shapes, and the compiler gives up at the ninth.
+        with torch._dynamo.config.patch(recompile_limit=256):
+            _first_call(model, norm, rotate)
+    except Exception as error:  # whatever a compiler that is missing or broken raises
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        logger.warning("norms and rotary embedding are not compiled: %s", reason)
+        return plain
+    logger.info("norms and rotary embedding compiled in %.1f s", time.perf_counter() - start)
+    return compiled
+
+
+def _from_tokens(least: int, compiled: Callable, plain: Callable) -> Callable:
+    return lambda x, *rest: (compiled if len(x) >= least else plain)(x, *rest)
+
+
+# The compiler takes tensors made in inference mode and others for two kinds: as the model does it.
+@torch.inference_mode()
+def _first_call(model: DecoderModel, norm: Callable, rotate: Callable) -> None:
+    """Show the compiler typical sizes, and which of them varies."""
+    layer, num_tokens, num_heads = model.layers[0], 64, sum(model.layers[0].head_counts)
+    hidden = model.embed_weight.new_zeros(num_tokens, model.config.hidden_size)
+    qkv = torch.zeros(num_tokens, num_heads, layer.head_dim, dtype=hidden.dtype)
+    qk, _ = qkv.split((layer.num_qk_heads, layer.num_kv_heads), dim=1)
+    rotary = rotary_factors(model.rotary_table, torch.zeros(num_tokens, dtype=torch.int64))
+    for tensor in (hidden, qk, *rotary):
+        torch._dynamo.mark_dynamic(tensor, 0)
+    norm(hidden, layer.input_norm_weight, layer.eps)
+    rotate(qk, layer.qk_norm_weight, layer.eps, rotary)
