@@ -16,6 +16,7 @@ from bounded_loops import as_long_as
 from caching_fcfs_scheduler import CachingFCFSScheduler
 from delayed_runner import DelayedRunner
 from overlapped_books import overlapped
+from prefill_adder import num_expected_outputs
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus, SamplingParams
 from scheduler import Scheduler
@@ -293,3 +294,19 @@ def test_a_chunk_leaves_a_token_for_who_decodes_with_a_token_pending() -> None:
         world.schedule() if world.may_schedule else world.update()
         assert all("a" in plan.num_scheduled_tokens for plan in world.plans)
     world.run()
+
+
+def test_nobody_is_retracted_for_a_page_behind_the_last_token() -> None:
+    """`a` ends where its page does, and its last token is pending while `b` takes the last page."""
+    options = {"init_new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
+    world = make_world(PrefillFirstScheduler, num_blocks=4, block_size=2, **options)
+    world.add(make_request("a", max_tokens=2, num_prompt=3))
+    world.add(make_request("b", max_tokens=3, num_prompt=2))
+    world.run()
+    assert world.scheduler.get_stats().total_preempted == 0
+
+
+def test_pending_tokens_are_not_expected_once_more() -> None:
+    request = make_request(max_tokens=6)
+    request.num_pending_tokens = 2
+    assert num_expected_outputs(request) == 4
