@@ -301,7 +301,8 @@ def test_nobody_is_retracted_for_a_page_behind_the_last_token() -> None:
     options = {"init_new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
     world = make_world(PrefillFirstScheduler, num_blocks=4, block_size=2, **options)
     world.add(make_request("a", max_tokens=2, num_prompt=3))
-    world.add(make_request("b", max_tokens=3, num_prompt=2))
+    world.schedule()
+    world.add(make_request("b", max_tokens=3, num_prompt=1))
     world.run()
     assert world.scheduler.get_stats().total_preempted == 0
 
