@@ -94,6 +94,8 @@ def test_each_step_of_the_loop_returns_one_plans_results_and_the_last_leaves_not
 def test_an_empty_step_is_not_planned_ahead_of() -> None:
     """What the loop waits for then (KV from elsewhere) decides what comes next."""
     core, log, _ = make_core()
+    core.add_request(request("a"))
+    core.scheduler._admit = lambda budget: {}
     assert list(core.step()) == []
     assert log == ["planned", ("begun", 1), ("waited for", 1), "updated"]
 
