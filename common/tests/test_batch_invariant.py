@@ -79,8 +79,8 @@ def test_threads_do_not_matter(dtype):
     config = replace(config_of(PLAIN, True), num_threads=2)
     before = torch.get_num_threads()
     try:
-        found = serve(dtype, config, 3, only=(2, 5, 7))
-        assert found == [alone(dtype, True)[i] for i in (2, 5, 7)]
+        found = serve(dtype, config, 3, only=(3, 7))
+        assert found == [alone(dtype, True)[i] for i in (3, 7)]
     finally:
         torch.set_num_threads(before)
 
