@@ -4,7 +4,7 @@ python -m common.demo                                  the shipped checkpoint, i
 python -m common.demo --prompt "class Stack:" --trace
 python -m common.demo --compare-sequential             the same work one request at a time
 python -m common.demo --compare-sequential --dtype bfloat16             why its tokens may differ
-python -m common.demo --compare-sequential --dtype bfloat16 --batch-invariant     and how they do not
+python -m common.demo --compare-sequential --dtype bfloat16 --batch-invariant   and how they do not
 python -m common.demo --model DIRECTORY_OR_HUB_ID --prompt "Hello"
 """
 

@@ -1,7 +1,7 @@
 """What has to change in a model on a CPU, so that a row's bits do not depend on the other rows.
 
-Attention apart (`invariant_attention.py`), these are the operations of a step, and what they do with
-a row when the batch around it changes; measured on PyTorch 2.13 and oneDNN 3.12:
+Attention apart (`invariant_attention.py`), these are the operations of a step, and what they do
+with a row when the batch around it changes; measured on PyTorch 2.13 and oneDNN 3.12:
 
     operation                          bits of a row
     packed product                     of one row: another kernel than of many. In whole tiles of

@@ -1,5 +1,5 @@
-"""Bits of a row among random neighbours, at every place and in every number of rows, against the bits
-it has alone, in one thread: of each operation that a batch-invariant model computes rows with."""
+"""Bits of a row among random neighbours, at every place and in every number of rows, against the
+bits it has alone, in one thread: of each operation that a batch-invariant model consists of."""
 
 from __future__ import annotations
 
@@ -194,5 +194,5 @@ def test_a_processor_whose_attention_does_not_keep_it_is_refused(monkeypatch):
         return real(rows, other) * (1 + 2**-20 * (rows.shape[1] > 8))
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", faulty)
-    with pytest.raises(ValueError, match="batch_invariant is True: .*attention"):
+    with pytest.raises(ValueError, match=r"batch_invariant is True: .*attention"):
         check_attention(torch.bfloat16, 64)

@@ -1,5 +1,5 @@
-"""Invariant attention: right, by chapter 2's oracle; and the same to the last bit, however a sequence
-is cut and whoever is in the batch. Slots that are not yet, or not at all, a sequence's are NaN."""
+"""Invariant attention: right, by chapter 2's oracle; and the same to the last bit, however a
+sequence is cut and whoever is in the batch. Slots that are not, or not yet, its own are NaN."""
 
 from __future__ import annotations
 

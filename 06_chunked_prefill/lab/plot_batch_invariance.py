@@ -2,10 +2,10 @@
 
     python 06_chunked_prefill/lab/plot_batch_invariance.py --record batch_invariance [--threads 1]
 
-Of the shipped checkpoint, and of a model of Qwen3-0.6B's shapes with random weights (`--models tiny`
-leaves it out). All requests of a cell run at once; each round begins with the other engine, and every
-repeat is kept. Then the first ones are served alone, greedy as before: how many have other tokens than
-in company?
+Of the shipped checkpoint, and of a model of Qwen3-0.6B's shapes with random weights (`--models
+tiny` leaves it out). All requests of a cell run at once; each round begins with the other engine,
+and every repeat is kept. Then the first ones are served alone, greedy as before: how many have
+other tokens than in company?
 With one thread, times are processor time, which other programs disturb least; else the wall's.
 """
 

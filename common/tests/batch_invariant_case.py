@@ -1,5 +1,5 @@
-"""Serving one workload with any settings of the engine, in float32 and bfloat16: what is compared is
-every token and every bit of its log-probabilities, with those of each request alone."""
+"""One workload, served with any settings of the engine, in float32 and bfloat16: what is compared
+with each request alone is every token, and every bit of its log-probabilities."""
 
 from __future__ import annotations
 

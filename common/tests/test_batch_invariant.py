@@ -1,5 +1,5 @@
 """`batch_invariant=True`: every token and every bit of its log-probabilities is that of the request
-alone, in float32 and bfloat16, whatever the engine's settings: the rows of the equivalence matrix."""
+alone, in float32 and bfloat16, whatever the settings: those of the equivalence matrix's rows."""
 
 from __future__ import annotations
 
