@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import batch_invariance as module
-from batch_invariance import ROW_TILE, check_attention, check_rows, make_batch_invariant, silu
+from batch_invariance import ROW_TILES, check_attention, find_tile, make_batch_invariant, silu
 from common.linear import Linear, why_not_packed
 from common.model import rms_norm
 from common.rotary import rotate
@@ -46,23 +46,23 @@ def matrix(shape: tuple[int, int], dtype: torch.dtype, has_bias: bool = False) -
     bias = nn.Parameter(normal(shape[0], dtype=dtype, seed=1), False) if has_bias else None
     linear = Linear(nn.Parameter(weight, requires_grad=False), bias)
     linear.pack()
-    linear.row_tile = ROW_TILE
+    linear.row_tile = find_tile(linear, dtype)
     return linear
 
 
 def num_different(function: Rows, *rows: torch.Tensor) -> int:
     """Rows with other bits than alone in one thread: among the first 1 to 70 and in all; and the
-    first ones at every place of a tile. With more threads, samples of these."""
+    first ones at every place among 32. With more threads, samples of these."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     alone = torch.cat([function(*(x[i : i + 1] for x in rows)) for i in range(len(rows[0]))])
     torch.set_num_threads(num_threads)
     is_full = num_threads == 1
-    counts, places = (range(1, 71), range(1, ROW_TILE)) if is_full else ((1, 33, 70), (5, 31))
+    counts, places = (range(1, 71), range(1, 32)) if is_full else ((1, 33, 70), (5, 31))
     found = [(function(*(x[:n].clone() for x in rows)), alone[:n]) for n in (*counts, len(alone))]
     for place in places:
-        moved = function(*(x[:ROW_TILE].roll(place, 0) for x in rows))
-        found.append((moved, alone[:ROW_TILE].roll(place, 0)))
+        moved = function(*(x[:32].roll(place, 0) for x in rows))
+        found.append((moved, alone[:32].roll(place, 0)))
     return sum(int((some != wanted).flatten(1).any(1).sum()) for some, wanted in found)
 
 
@@ -73,7 +73,7 @@ def num_different(function: Rows, *rows: torch.Tensor) -> int:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_of_a_matrix_product(dtype, shape, has_bias):
     linear = matrix(shape, dtype, has_bias)
-    x = normal(5 * ROW_TILE, shape[1], dtype=dtype, seed=2)
+    x = normal(160, shape[1], dtype=dtype, seed=2)
     residual = normal(len(x), shape[0], dtype=dtype, seed=3)
     exact = x.double() @ linear.plain_weight().double().T
     exact = exact if linear.bias is None else exact + linear.bias.double()
@@ -149,41 +149,49 @@ class Layer:
 
 def test_matrices_and_layers_are_changed_and_looked_at_once_for_each_shape(monkeypatch):
     looked_at: list = []
-    real = module.check_rows
-
-    def look(linear, dtype):
-        looked_at.append(linear)
-        real(linear, dtype)
-
-    monkeypatch.setattr(module, "check_rows", look)
     monkeypatch.setattr(module, "check_attention", lambda *asked: looked_at.append(asked))
+    monkeypatch.setattr(module, "find_tile", lambda linear, dtype: looked_at.append(linear) or 16)
     matrices = [matrix(shape, torch.float32) for shape in [(64, 32), (32, 64), (64, 32)]]
-    for linear in matrices:
-        linear.row_tile = 1
+    looked_at.clear()
     layers = [Layer(), Layer()]
     make_batch_invariant(matrices, layers, torch.float32, 16)
-    assert [m.row_tile for m in matrices] == [ROW_TILE] * 3
+    assert [m.row_tile for m in matrices] == [16] * 3
     assert all(layer.silu is silu for layer in layers)
     assert looked_at == [*matrices[:2], (torch.float32, 16)]
 
 
-@pytest.mark.parametrize("fault", ["number of rows", "place"])
-def test_a_processor_whose_products_do_not_keep_it_is_refused(fault):
-    linear = matrix((64, 32), torch.float32)
+class Faulty:
+    """A product whose rows are other ones where `is_other` (number of rows) says."""
 
-    class Faulty:
-        shape, row_tile = linear.shape, ROW_TILE
+    row_tile = 1
 
-        def __call__(self, x: torch.Tensor) -> torch.Tensor:
-            y = linear(x)
-            if fault == "place":
-                y[3::ROW_TILE] *= 1 + 2**-20
-            elif len(x) > ROW_TILE:
-                y *= 1 + 2**-20
-            return y
+    def __init__(self, is_other: Callable[[int], slice]) -> None:
+        self.linear, self.is_other = matrix((64, 32), torch.float32), is_other
+        self.shape = self.linear.shape
 
-    with pytest.raises(ValueError, match=r"batch_invariant is True: .*\(64, 32\)"):
-        check_rows(Faulty(), torch.float32)
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        y[self.is_other(len(x))] *= 1 + 2**-20
+        return y
+
+
+ALL, NONE = slice(None), slice(0)
+
+
+def test_a_processor_whose_products_do_not_keep_it_is_refused():
+    """Rows that are other ones in many tiles; in one place of a tile; or in a last, odd tile."""
+    faults = [lambda n: ALL if n > 32 else NONE, lambda n: slice(3, None, 8)]
+    for is_other in faults:
+        with pytest.raises(ValueError, match=r"batch_invariant is True: .*\(64, 32\)"):
+            find_tile(Faulty(is_other), torch.float32)
+
+
+@pytest.mark.parametrize("smallest", ROW_TILES)
+def test_the_smallest_tile_that_keeps_it_is_taken(smallest):
+    """Where products of fewer rows, and what is left of them, have a kernel of their own."""
+    faulty = Faulty(lambda n: slice(n - n % smallest, None))
+    assert find_tile(faulty, torch.float32) == smallest
+    assert find_tile(matrix((64, 32), torch.float32), torch.float32) in ROW_TILES
 
 
 def test_a_processor_whose_attention_does_not_keep_it_is_refused(monkeypatch):
