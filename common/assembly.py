@@ -10,7 +10,7 @@
     chunks           4, 6     WholePrompts; ChunkedPrefill or AdaptiveChunks
     batch            2, 6     compose_in_order; compose
     attention        2, 6     TorchAttentionBackend, CompiledAttentionBackend or
-                              TritonAttentionBackend, or the mixed ones
+                              TritonAttentionBackend, or the mixed ones; InvariantAttentionBackend
     runner          common    PagedModelRunner over a BatchState
     sampler         common    Sampler; in a SpeculativeSampler if somebody guesses
     guesses            5      a SpeculatingRunner with an NgramProposer or a DraftModelProposer
@@ -34,6 +34,7 @@ from block_pool import BlockPool
 from common.engine_config import EngineConfig, SpeculativeConfig
 from common.kernels.regions import set_regions
 from common.kv_sizing import allocate_kv_cache, make_kv_cache
+from common.linear import linear_layers
 from common.loader import LoadedModel
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import Compose, PagedModelRunner
@@ -100,7 +101,14 @@ def assemble(
     if config.pack_weights:
         for part in (loaded,) if draft is None else (loaded, draft):
             if (reason := part.model.pack_weights()) is not None:
+                if config.batch_invariant:
+                    raise ValueError(f"batch_invariant is True: no weights are packed, {reason}")
                 logger.info("weights are not packed: %s", reason)
+    if config.batch_invariant:
+        from batch_invariance import make_batch_invariant
+
+        model, head_dim = loaded.model, loaded.config.head_dim
+        make_batch_invariant(linear_layers(model), model.layers, model.embed_weight.dtype, head_dim)
     # Checkpoints pad the vocabulary to a round number; a lane that no token has must never win.
     vocab_size = min(loaded.config.vocab_size, num_tokens_in_tokenizer or loaded.config.vocab_size)
     kv_cache = make_kv_cache(
@@ -323,7 +331,10 @@ def make_connector(
     from kv_connector import ConnectorChain
 
     connector = connectors[0] if len(connectors) == 1 else ConnectorChain(connectors)
-    connector.bind(PagedBlockIO(kv_cache), config.block_size, kv_namespace(loaded, kv_cache))
+    namespace = kv_namespace(loaded, kv_cache)
+    if config.batch_invariant:  # KV with other bits is another engine's
+        namespace += (("numerics", "batch invariant"),)
+    connector.bind(PagedBlockIO(kv_cache), config.block_size, namespace)
     return connector, tiers
 
 
@@ -358,6 +369,10 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
         from mixed_batch import compose as compose_mixed
 
         compose = partial(compose_mixed, decode_threshold=config.num_rows_per_request)
+    if config.batch_invariant:
+        from invariant_attention import InvariantAttentionBackend
+
+        return Attention(InvariantAttentionBackend(), compose)
     if name == "triton" or (name == "auto" and device.type == "cuda"):
         if is_mixed:
             from mixed_attention_triton import MixedTritonAttentionBackend as Kernels

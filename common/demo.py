@@ -4,6 +4,7 @@ python -m common.demo                                  the shipped checkpoint, i
 python -m common.demo --prompt "class Stack:" --trace
 python -m common.demo --compare-sequential             the same work one request at a time
 python -m common.demo --compare-sequential --dtype bfloat16             why its tokens may differ
+python -m common.demo --compare-sequential --dtype bfloat16 --batch-invariant   and how they do not
 python -m common.demo --model DIRECTORY_OR_HUB_ID --prompt "Hello"
 """
 
@@ -75,6 +76,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="D",
         help="auto, float64, float32, bfloat16 (default: float32 for the shipped checkpoint, so "
         "that every machine prints the same text; else auto)",
+    )
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="the same bits alone and in any batch (CPU)"
     )
     parser.add_argument(
         "--compare-sequential", action="store_true", help="the same work one request at a time"
@@ -205,7 +209,8 @@ def compare_tokens(alone: list, batched: list, dtype: object) -> str:
         f"The others were rounded differently. The model calculates in {dtype}, and in a batch\n"
         "the terms of a sum are added in another order than alone, which changes its last digit.\n"
         "Where two tokens are almost equally likely that decides, and from there on the two texts\n"
-        "differ; neither is the better one. With --dtype float64 the tokens are identical."
+        "differ; neither is the better one. With --batch-invariant, or with --dtype float64, the\n"
+        "tokens are identical."
     )
 
 
@@ -243,6 +248,7 @@ def _main(args: argparse.Namespace) -> int:
         device=args.device,
         dtype=args.dtype or ("float32" if args.model is None else "auto"),
         num_threads=args.num_threads,
+        batch_invariant=args.batch_invariant,
         speculative=speculative,
         chunked_prefill=True if args.chunked_prefill is None else args.chunked_prefill,
     )

@@ -115,6 +115,8 @@ class EngineConfig:
     overlap_scheduling: bool | str = "auto"
     # On an x86 CPU, in float32 and bfloat16, matrices are reordered for the processor, once.
     pack_weights: bool = True
+    # On a CPU, in float32 and bfloat16: a request has the same bits alone and in any batch.
+    batch_invariant: bool = False
     num_threads: int | None = None  # of torch, in this whole process; None: as torch has it
     gpu_memory_utilization: float = 0.9  # share that weights, activations and KV together may take
     tensor_parallel_size: int = 1
@@ -145,6 +147,7 @@ class EngineConfig:
             "overlap_scheduling": ("auto", False, True),
             "attention_backend": ("auto", "torch", "triton"),
             "pack_weights": (True, False),
+            "batch_invariant": (False, True),
             "tensor_parallel_size": (1,),
             "pipeline_parallel_size": (1,),
         }
@@ -176,6 +179,7 @@ class EngineConfig:
         no_cut = f"{name} with chunked_prefill={self.chunked_prefill!r} does not cut prompts"
         no_long = "it needs scheduler 'two_phase' and a number as chunked_prefill: what is long"
         no_cache = "it needs a prefix_cache, which is None"
+        is_fixed, tiles = self.batch_invariant, "batch_invariant=True computes in tiles of its own"
         refused = {  # where it is given
             "preempt_every": (not may_preempt, f"{name} never preempts"),
             "speculative": (self.speculation and not may_preempt, f"{name} does not speculate"),
@@ -185,6 +189,9 @@ class EngineConfig:
             "max_long_partial_prefills": (kind != "two_phase" or not has_size, no_long),
             "kv_tiers": (self.prefix_cache is None, no_cache),
             "kv_connector": (self.prefix_cache is None, no_cache),
+            "attention_backend": (is_fixed and self.attention_backend == "triton", tiles),
+            "compile": (is_fixed and self.compile is True, tiles),
+            "pack_weights": (is_fixed and not self.pack_weights, f"{tiles}, of packed weights"),
         }
         for field_name, (is_wrong, why) in refused.items():
             _check(self, (field_name, getattr(self, field_name) is None or not is_wrong, why))

@@ -34,6 +34,8 @@ class Linear(nn.Module):
         super().__init__()
         self.weight: nn.Parameter | None = weight  # [out_features, in_features]
         self.bias = bias  # [out_features]
+        self.shape = weight.shape
+        self.row_tile = 1  # a packed product is computed for a multiple of so many rows
         self._packed: torch.Tensor | None = None
 
     @property
@@ -44,12 +46,17 @@ class Linear(nn.Module):
         if self._packed is None:
             assert self.weight is not None
             return F.linear(x, self.weight, self.bias)
+        if num_missing := -len(x) % self.row_tile:
+            return self(F.pad(x, (0, 0, 0, num_missing)))[: len(x)]
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """`residual + self(x)`, [rows, out]. `residual` may be overwritten."""
         if self._packed is None:
             return residual.add_(self(x))
+        if num_missing := -len(x) % self.row_tile:
+            residual, whole = (F.pad(rows, (0, 0, 0, num_missing)) for rows in (residual, x))
+            return self.add_to(residual, whole)[: len(x)]
         return torch.ops.mkldnn._linear_pointwise.binary(
             x, residual, self._packed, self.bias, "add"
         )

@@ -65,6 +65,7 @@ class DecoderLayer(nn.Module):
         hidden, inner = config.hidden_size, config.intermediate_size
         self.index, self.regions = index, Regions()
         self.eps = config.rms_norm_eps
+        self.silu: Callable[[torch.Tensor], torch.Tensor] = F.silu
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
         self.num_kv_heads = config.num_key_value_heads
@@ -100,7 +101,7 @@ class DecoderLayer(nn.Module):
         hidden = self.o.add_to(hidden, attended)
         x = self.regions.rms_norm(hidden, self.mlp_norm_weight, self.eps)
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down.add_to(hidden, F.silu(gate).mul_(up))
+        return self.down.add_to(hidden, self.silu(gate).mul_(up))
 
     def _attend(
         self,

@@ -34,6 +34,8 @@ from scheduler_interface import StepOutput
 if TYPE_CHECKING:
     from common.sampling.token_counts import TokenCounts
 
+_WIDTH = 1 << 8  # above the bits of `needs`
+
 
 def draw(
     raw: torch.Tensor, sampling: SamplingBatch, counts: TokenCounts | None = None
@@ -128,14 +130,16 @@ def _distributions(
     """`(at, probs [len(at), C], ids)` of the rows that draw. `ids` [len(at), C], ascending, name
     the tokens of the columns; None: the columns are the vocabulary.
 
-    Rows with a small top-k leave the wide tensors at once. In float64 their sums do not depend, to
-    1e-16, on the width their batch mates ask for. top-k goes first: which tokens are the k highest
-    does not depend on the temperature, and min-p and top-k commute, since each keeps all tokens
-    above some rank."""
+    Rows with a small top-k leave the wide tensors at once, those with the same power of two at or
+    above it together: so what a row sums over does not depend on its batch mates. top-k goes first:
+    which tokens are the k highest does not depend on the temperature, and min-p and top-k commute,
+    since each keeps all tokens above some rank."""
     if not sampling.asked & DRAWN:
         return
     columns, device, vocab_size = sampling.columns, logits.device, logits.shape[1]
     asked = sampling.needs & (DRAWN | TOP_K | MIN_P | TOP_P)
+    narrow = np.flatnonzero(asked & NARROW)
+    asked[narrow] += _WIDTH << np.ceil(np.log2(columns.top_k[sampling.rows[narrow]])).astype(int)
     order = np.argsort(asked, kind="stable")[np.count_nonzero(asked == 0) :]
     rows = sampling.rows[order]
     at, top_k = upload(device, order, columns.top_k[rows])
@@ -148,6 +152,7 @@ def _distributions(
             num_kept = columns.top_k[rows[part]].clip(max=vocab_size)
             most = int(num_kept.max())
             if kind & NARROW:
+                most = min(int(kind) // _WIDTH, vocab_size)
                 ids = constraints.top_ids(x, most)
                 x = x.gather(1, ids).to(torch.float64)
             if num_kept.min() < x.shape[1]:

@@ -312,6 +312,25 @@ def test_a_row_gets_the_same_token_alone_and_among_others_in_any_order(seed: int
         assert run(chosen) == {i: together[i] for i in chosen}, seed
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_row_has_the_same_distribution_to_the_last_bit_in_any_company(seed: int) -> None:
+    """Whatever width its batch mates' top-k asks for: `batch_invariant` rests on it."""
+    rng = random.Random(seed)
+    vocab_size = rng.choice([97, 300, 5000])
+    choices = dict(top_k=[0, 1, 3, 17, 20, 64, 100, 256, 300], top_p=[1, 0.9], min_p=[0, 0.01])
+    params = [
+        SamplingParams(temperature=rng.choice([0, 0.7, 1.3]), **picked, logprobs=2)
+        for picked in ({k: rng.choice(v) for k, v in choices.items()} for _ in range(70))
+    ]
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(70, vocab_size, generator=generator, dtype=torch.float64)
+    together = sampling_probs(logits, make_batch(params).sampling)
+    logprobs = Sampler().sample(logits, make_batch(params, list(range(70)))).logprobs
+    for i, (row, own) in enumerate(zip(logits[:, None], params, strict=True)):
+        assert torch.equal(sampling_probs(row, make_batch([own]).sampling)[0], together[i]), own
+        assert Sampler().sample(row, make_batch([own], [i])).logprobs["r0"] == logprobs[f"r{i}"]
+
+
 def test_another_seed_or_position_draws_another_token() -> None:
     logits, flat = torch.zeros(1, 4096), SamplingParams()
     tokens = {sample(logits, make_batch([flat], [s], outputs=[[0] * n]))[0]

@@ -1,0 +1,233 @@
+"""Attention whose bits do not depend on who else is in the batch, nor on how a prompt was cut.
+
+A sum of floating-point numbers depends on the order of its terms. So here the order is a matter of
+the sequence alone. Its keys are cut into spans of `KEY_TILE` from position 0, whoever asks:
+
+    a sequence of 300       | span 0: 0 - 127 | span 1: 128 - 255 | span 2: 256 - 299, masked |
+    its token 200, decoded  |     all keys    |  128 - 200, rest masked                       |
+    the same, in a chunk    |     all keys    |  128 - 200, rest masked | masked              |
+
+A span's scores and its weighted values are two matrix products whose rows are (token, query head)
+pairs. The span always has `KEY_TILE` keys, and rows come in whole tiles of `ROW_TILE`: with these,
+a row of the product has the same bits in whatever place and company. Spans are taken in from the
+first to the last, with the online softmax of FlashAttention-2. A masked key has the weight 0, and a
+span that is masked as a whole multiplies what there is by 1 and adds 0: nothing changes.
+
+    piece    up to `PIECE_ROWS` rows of one sequence: a decode, guesses, a chunk or a part of one
+    group    pieces with equally many tiles, in one product; which they are changes no bit
+
+Sums are float32 for bfloat16 too. What is not a sequence's own is not read: in place of keys behind
+its end, its first one is, with the weight 0 (0 * NaN would be NaN).
+
+Invariant: the output of a token is a function of its query and of the keys and values up to it. It
+holds where `batch_invariance.py` finds that matrix products keep it. Sources: FlashAttention-2,
+arXiv 2307.08691; Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference" (2025).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention_plan import DecodeGroup
+from paged_attention import (
+    AttentionMetadata,
+    PagedPlan,
+    TorchAttentionBackend,
+    paged_attention,
+)
+
+KEY_TILE = 128
+ROW_TILE = 8
+PIECE_ROWS = 512  # a whole number of tiles
+# Keys, in the dtype of the sums, that a group reads at a time: they stay in the processor's cache.
+GROUP_KEY_BYTES = 2 << 20
+
+
+class Piece(NamedTuple):
+    sequence: int
+    first_token: int  # in the batch
+    num_tokens: int
+    first_position: int
+    seq_len: int
+
+    @property
+    def num_spans(self) -> int:
+        """Up to the key of its own last token."""
+        return -(-(self.first_position + self.num_tokens) // KEY_TILE)
+
+
+class Span(NamedTuple):
+    """What a group does with one span of keys. Pieces with few spans stand behind."""
+
+    num_pieces: int
+    first_row: int  # rows before it see none of these keys
+    slots: Tensor  # [num_pieces * KEY_TILE] int64
+    hidden: Tensor | None  # [num_pieces, 1, rows from first_row, KEY_TILE] bool; None: all are seen
+
+
+class Group:
+    """Pieces that are attended together: query rows `[num_pieces, num_kv_heads, num_rows,
+    head_dim]`. Worked out once a step, for all layers."""
+
+    def __init__(
+        self, pieces: list[Piece], num_rows: int, tables: Tensor, num_shared: int, block_size: int
+    ) -> None:
+        """Most spans first. `num_shared` query heads share a KV head."""
+        self.num_rows, self.num_shared = num_rows, num_shared
+        own = torch.tensor(pieces)[:, :, None]  # [num_pieces, 5, 1]
+        sequence, first_token, num_tokens, first_position, seq_len = own.unbind(1)
+        # Rows and tokens that a piece has not are its last one again.
+        self.max_tokens = max(piece.num_tokens for piece in pieces)
+        token = torch.arange(self.max_tokens).minimum(num_tokens - 1)
+        self.tokens = (first_token + token).flatten()  # [num_pieces * max_tokens] int64
+        row_token = (torch.arange(num_rows) // num_shared).minimum(num_tokens - 1)
+        positions = first_position + row_token  # [num_pieces, num_rows]
+        self.spans: list[Span] = []
+        for start in range(0, pieces[0].num_spans * KEY_TILE, KEY_TILE):
+            n = sum(piece.num_spans * KEY_TILE > start for piece in pieces)
+            keys = torch.arange(start, start + KEY_TILE)
+            first = min(start - piece.first_position for piece in pieces[:n]) * num_shared
+            first = max(first, 0) // ROW_TILE * ROW_TILE
+            hidden = keys > positions[:n, first:, None]
+            keys = torch.where(keys < seq_len[:n], keys, 0)
+            slots = tables[sequence[:n], keys // block_size] * block_size + keys % block_size
+            mask = hidden[:, None] if hidden.any() else None
+            self.spans.append(Span(n, first, slots.long().flatten(), mask))
+
+    def rows_of(self, query: Tensor, num_kv_heads: int) -> Tensor:
+        """[num_pieces, num_kv_heads, num_rows, head_dim] of [num_tokens, num_heads, head_dim]."""
+        mine = query[self.tokens].view(
+            -1, self.max_tokens, num_kv_heads, self.num_shared, query.shape[2]
+        )
+        mine = mine.transpose(1, 2).flatten(2, 3)
+        num_missing = self.num_rows - mine.shape[2]
+        last = mine[:, :, -1:].expand(-1, -1, num_missing, -1)
+        return torch.cat([mine, last], dim=2) if num_missing else mine.contiguous()
+
+    def write(self, output: Tensor, rows: Tensor) -> None:
+        """The inverse. What a piece has twice is twice the same."""
+        num_real = self.max_tokens * self.num_shared
+        mine = rows[:, :, :num_real].unflatten(2, (self.max_tokens, self.num_shared))
+        output[self.tokens] = mine.transpose(1, 2).reshape(-1, *output.shape[1:]).to(output.dtype)
+
+
+class InvariantPlan(PagedPlan):
+    """Everybody's queries, long and short, in groups of pieces."""
+
+    def lengths(
+        self, metadata: AttentionMetadata, key_cache: Tensor
+    ) -> tuple[Sequence[int], Sequence[int], list[bool]]:
+        starts, seq_lens, _ = super().lengths(metadata, key_cache)
+        return starts, seq_lens, [True] * len(seq_lens)
+
+    def make_groups(
+        self,
+        short: list[int],
+        query_lens: Sequence[int],
+        starts: Sequence[int],
+        seq_lens: Sequence[int],
+        tables: Tensor,
+        query: Tensor,
+        key_cache: Tensor,
+    ) -> list[DecodeGroup]:
+        """Makes `pieces`, and leaves no group to the plan of chapter 2."""
+        block_size, num_kv_heads, head_dim = key_cache.shape[1:]
+        self.num_kv_heads, self.wide = num_kv_heads, wide_dtype(query.dtype)
+        num_shared = query.shape[1] // num_kv_heads
+        num_keys = GROUP_KEY_BYTES // (num_kv_heads * head_dim * self.wide.itemsize)
+        self.pieces: list[Group] = []
+        by_rows: dict[int, list[Piece]] = {}
+        for row in short:
+            for piece in cut(row, starts[row], query_lens[row], seq_lens[row], num_shared):
+                num_rows = -(-piece.num_tokens * num_shared // ROW_TILE) * ROW_TILE
+                by_rows.setdefault(num_rows, []).append(piece)
+        for num_rows, pieces in by_rows.items():
+            pieces.sort(key=lambda piece: -piece.num_spans)
+            most = max(1, min(num_keys // KEY_TILE, PIECE_ROWS // num_rows))
+            for i in range(0, len(pieces), most):
+                some = pieces[i : i + most]
+                self.pieces.append(Group(some, num_rows, tables, num_shared, block_size))
+        most_keys = max((len(g.spans[0].slots) for g in self.pieces), default=0)
+        self.gathered = key_cache.new_empty(most_keys, num_kv_heads, head_dim)
+        self.buffers = self.gathered.new_empty(2, self.gathered.numel(), dtype=self.wide)
+        return []
+
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        output = torch.zeros_like(query)
+        caches = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
+        for group in self.pieces:
+            rows = group.rows_of(query, self.num_kv_heads).to(self.wide).mul_(scale)
+            state = Softmax(rows)
+            for span in group.spans:
+                keys, values = (
+                    self.read(cache, span, buffer)
+                    for cache, buffer in zip(caches, self.buffers, strict=True)
+                )
+                state.take_in(span, keys, values)
+            group.write(output, state.output.div_(state.total))
+        return output
+
+    def read(self, cache: Tensor, span: Span, buffer: Tensor) -> Tensor:
+        """[num_pieces, num_kv_heads, KEY_TILE, head_dim] of a cache [num_slots, num_kv_heads,
+        head_dim], in `buffer`."""
+        found = torch.index_select(cache, 0, span.slots, out=self.gathered[: len(span.slots)])
+        found = found.view(span.num_pieces, KEY_TILE, *cache.shape[1:]).transpose(1, 2)
+        return buffer[: found.numel()].view(found.shape).copy_(found)
+
+
+@dataclass(slots=True, init=False)
+class Softmax:
+    """Online softmax of query rows over one span of keys after the other."""
+
+    rows: Tensor  # [num_pieces, num_kv_heads, num_rows, head_dim], scaled
+    output: Tensor  # the same shape: the values so far, each weighted with exp(score - highest)
+    highest: Tensor  # [num_pieces, num_kv_heads, num_rows, 1], score so far
+    total: Tensor  # the same: the sum of the weights so far
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows, self.output = rows, torch.zeros_like(rows)
+        self.highest = torch.full_like(rows[..., :1], -math.inf)
+        self.total = torch.zeros_like(self.highest)
+
+    def take_in(self, span: Span, keys: Tensor, values: Tensor) -> None:
+        rows, output, highest, total = (
+            t[: span.num_pieces, :, span.first_row :]
+            for t in (self.rows, self.output, self.highest, self.total)
+        )
+        scores = rows @ keys.mT
+        if span.hidden is not None:
+            scores.masked_fill_(span.hidden, -math.inf)
+        # Every row sees key 0, so `now` is finite from the first span on.
+        now = scores.amax(-1, keepdim=True).maximum(highest)
+        weights = scores.sub_(now).exp_()
+        shrink = highest.sub(now).exp_()
+        total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
+        output.mul_(shrink).add_(weights @ values)
+        highest.copy_(now)
+
+
+def cut(
+    sequence: int, first_token: int, query_len: int, seq_len: int, num_shared: int
+) -> Iterator[Piece]:
+    most = max(1, PIECE_ROWS // num_shared)
+    for start in range(0, query_len, most):
+        num_tokens = min(most, query_len - start)
+        position = seq_len - query_len + start
+        yield Piece(sequence, first_token + start, num_tokens, position, seq_len)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class InvariantAttentionBackend(TorchAttentionBackend):
+    """An `AttentionBackend` for a CPU, for batches of any layout."""
+
+    attend = staticmethod(partial(paged_attention, plan_type=InvariantPlan))

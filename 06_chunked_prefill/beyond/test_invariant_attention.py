@@ -1,0 +1,223 @@
+"""Invariant attention: right, by chapter 2's oracle; and the same to the last bit, however a
+sequence is cut and whoever is in the batch. Slots that are not, or not yet, its own are NaN."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import invariant_attention as module
+from invariant_attention import KEY_TILE, InvariantAttentionBackend, cut
+from mixed_attention import MixedAttentionBackend
+from paged_attention import AttentionMetadata, PagedKVCache
+from test_mixed_attention import check, every_length, expected, mixed_metadata
+from test_paged_attention import TOLERANCE, make_case
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def attend(case, metadata=None) -> torch.Tensor:
+    metadata = metadata or case.metadata
+    caches = case.key_cache, case.value_cache
+    return InvariantAttentionBackend.attend(case.query, *caches, metadata, case.scale)
+
+
+# -- right
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_every_query_length_and_history_around_the_borders_of_spans(block_size, monkeypatch):
+    """Trap 35: NaN in unused slots reaches no output. Trap 28: a chunk sees its own end and nothing
+    behind it. Trap 30: chunks that end where a block ends."""
+    monkeypatch.setattr(module, "KEY_TILE", 4)
+    monkeypatch.setattr(module, "PIECE_ROWS", 8)
+    lengths = every_length(4, block_size)
+    case = make_case(lengths, block_size, num_padding_tokens=3, seed=block_size)
+    check(case, attend(case))
+
+
+@pytest.mark.parametrize("num_kv_heads, num_shared", [(1, 1), (1, 8), (2, 3), (4, 1), (2, 7)])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_every_dtype_and_number_of_heads(dtype, num_kv_heads, num_shared):
+    lengths = [(1, 1), (1, 130), (5, 128), (40, 40), (2, 257), (300, 300), (0, 7), (1, 90)]
+    case = make_case(lengths, 7, dtype, num_kv_heads, num_shared, head_dim=16)
+    output = attend(case)
+    check(case, output)
+    if dtype == torch.bfloat16:  # sums are float32: what is rounded is the result
+        torch.testing.assert_close(output.double(), expected(case), rtol=2**-8, atol=1e-5)
+    check(case, attend(case, mixed_metadata_of(case)))
+
+
+def mixed_metadata_of(case):
+    """The other kind of metadata, of a batch in any order; what is on the device is right."""
+    given = replace(case.metadata)
+    mixed = mixed_metadata(replace(case, query_lens=[1] * len(case.query_lens)))
+    mixed.query_start_loc, mixed.seq_lens = given.query_start_loc, given.seq_lens
+    return mixed
+
+
+def test_layers_share_a_plan_and_nothing_else():
+    case = make_case([(1, 200), (30, 150)], 16, torch.float32)
+    first = attend(case)
+    plan = case.metadata.plan
+    other = replace(case, key_cache=-case.key_cache, keys=[-keys for keys in case.keys])
+    caches = other.key_cache, other.value_cache
+    second = InvariantAttentionBackend.attend(other.query, *caches, case.metadata, case.scale)
+    assert case.metadata.plan is plan
+    check(replace(other, metadata=replace(case.metadata)), second)
+    assert torch.equal(attend(case), first) and not torch.equal(first, second)
+
+
+def test_contradictions_and_empty_batches():
+    case = make_case([(3, 2)], 4)
+    with pytest.raises(ValueError, match="contradict"):
+        attend(case)
+    empty = make_case([(0, 5)], 4)
+    assert not attend(empty).any()
+
+
+@pytest.mark.parametrize("num_shared", [1, 3, 8, 600])
+def test_a_query_is_cut_into_pieces_that_cover_it(num_shared):
+    for query_len in (1, 2, 63, 64, 65, 1200):
+        pieces = list(cut(4, 10, query_len, query_len + 50, num_shared))
+        tokens = [p.first_token + i for p in pieces for i in range(p.num_tokens)]
+        assert tokens == list(range(10, 10 + query_len))
+        assert all(p.first_position - p.first_token == 40 for p in pieces)
+        assert all(p.num_tokens == 1 or p.num_tokens * num_shared <= 512 for p in pieces)
+
+
+# -- the same
+
+
+@dataclass
+class World:
+    """Sequences, with everything that is known of them in the end."""
+
+    queries: list[torch.Tensor]  # [len, num_heads, head_dim]
+    keys: list[torch.Tensor]  # [len, num_kv_heads, head_dim]
+    values: list[torch.Tensor]
+
+    @classmethod
+    def make(cls, lengths, dtype, num_kv_heads, num_shared, head_dim, seed) -> World:
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(heads: int) -> list[torch.Tensor]:
+            shapes = [(n, heads, head_dim) for n in lengths]
+            return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+        queries = [3 * query for query in normal(num_kv_heads * num_shared)]
+        return cls(queries, normal(num_kv_heads), normal(num_kv_heads))
+
+    def attend(
+        self, parts: list[tuple[int, int, int]], block_size: int, rng: random.Random, backend=None
+    ) -> list[torch.Tensor]:
+        """Positions start to stop of a sequence, for each of the parts (sequence, start, stop) of
+        one batch. What is behind `stop` is not yet known: NaN, as is every other slot."""
+        num_blocks = [-(-stop // block_size) for _, _, stop in parts]
+        ids = list(range(1, sum(num_blocks) + 4))
+        rng.shuffle(ids)
+        dtype, (_, num_kv_heads, head_dim) = self.keys[0].dtype, self.keys[0].shape
+        cache = PagedKVCache(1, len(ids) + 1, block_size, num_kv_heads, head_dim, dtype)
+        caches = cache.key_cache[0].fill_(math.nan), cache.value_cache[0].fill_(math.nan)
+        tables = torch.zeros(len(parts), max(num_blocks) + 1, dtype=torch.int32)
+        for row, (sequence, _, stop) in enumerate(parts):
+            own = torch.tensor([ids.pop() for _ in range(num_blocks[row])])
+            tables[row, : len(own)] = own
+            slots = (own[:, None] * block_size + torch.arange(block_size)).flatten()[:stop]
+            for known, kv in zip((self.keys, self.values), caches, strict=True):
+                kv.view(-1, num_kv_heads, head_dim)[slots] = known[sequence][:stop]
+        lens = [stop - start for _, start, stop in parts]
+        stops = torch.tensor([stop for _, _, stop in parts])
+        starts = torch.tensor([0, *lens]).cumsum(0)
+        query = torch.cat([self.queries[i][start:stop] for i, start, stop in parts])
+        slots = torch.zeros(len(query), dtype=torch.int64)
+        metadata = AttentionMetadata(starts, stops, tables, slots, max(lens), int(stops.max()))
+        attend = (backend or InvariantAttentionBackend).attend
+        return list(attend(query, *caches, metadata, head_dim**-0.5).split(lens))
+
+    def whole(self, block_size: int = 16, backend=None) -> list[torch.Tensor]:
+        """Each sequence alone, its tokens in one piece."""
+        rng = random.Random(0)
+        parts = [(i, 0, len(query)) for i, query in enumerate(self.queries)]
+        return [self.attend([part], block_size, rng, backend)[0] for part in parts]
+
+
+def pieces_of(lengths: list[int], rng: random.Random) -> list[list[tuple[int, int, int]]]:
+    """Batches that compute every sequence from its beginning to its end, cut anywhere: decodes,
+    guesses, chunks."""
+    batches, done = [], [0] * len(lengths)
+    while any(n < length for n, length in zip(done, lengths)):
+        batch = []
+        for i, length in enumerate(lengths):
+            if done[i] < length and rng.random() < 0.8:
+                most = rng.choice([1, 1, 1, 3, 5, 40, 150, length])
+                stop = min(done[i] + most, length)
+                batch.append((i, done[i], stop))
+                done[i] = stop
+        rng.shuffle(batch)
+        if batch:
+            batches.append(batch)
+    return batches
+
+
+def num_different(world: World, lengths: list[int], rng: random.Random, backend=None) -> int:
+    """Tokens with other bits than alone and in one piece, over all batches."""
+    whole, num = world.whole(backend=backend), 0
+    block_size = rng.choice([1, 3, 16, 33])
+    for batch in pieces_of(lengths, rng):
+        outputs = world.attend(batch, block_size, rng, backend)
+        for (i, start, stop), output in zip(batch, outputs, strict=True):
+            num += int((output != whole[i][start:stop]).flatten(1).any(1).sum())
+    return num
+
+
+@pytest.fixture(params=[1, 2, 3])
+def num_threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=8, deadline=None)
+@given(
+    lengths=st.lists(st.sampled_from([1, 2, 30, 127, 128, 129, 260]), min_size=1, max_size=6),
+    heads=st.sampled_from([(1, 1), (1, 4), (2, 2), (2, 3), (8, 2)]),
+    head_dim=st.sampled_from([8, 64, 80]),
+    seed=st.integers(0, 2**20),
+)
+def test_a_token_has_the_same_bits_however_its_sequence_is_cut_and_in_any_company(
+    dtype, lengths, heads, head_dim, seed
+):
+    world = World.make(lengths, dtype, *heads, head_dim, seed)
+    assert num_different(world, lengths, random.Random(seed)) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_number_of_rows_and_every_place_in_a_batch(dtype):
+    """Chunks of 1 to 70 tokens of one sequence; and a decode at every place among 70."""
+    world = World.make([KEY_TILE + 70, KEY_TILE + 40], dtype, 2, 2, 64, seed=1)
+    whole, rng = world.whole(), random.Random(1)
+    for n in range(1, 71):
+        (output,) = world.attend([(0, 100, 100 + n)], 16, rng)
+        assert torch.equal(output, whole[0][100 : 100 + n]), n
+    for place in range(0, 70, 3):
+        parts = [(1, p, p + 1) for p in range(95, 164)]
+        parts.insert(place, (0, 150, 151))
+        assert torch.equal(world.attend(parts, 16, rng)[place], whole[0][150:151]), place
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_attention_of_the_chapter_would_not_pass(dtype):
+    """Or the test would prove nothing."""
+    lengths, rng = [260, 129, 40], random.Random(2)
+    world = World.make(lengths, dtype, 2, 2, 64, seed=2)
+    assert num_different(world, lengths, rng, MixedAttentionBackend) > 0

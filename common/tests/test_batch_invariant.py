@@ -1,0 +1,189 @@
+"""`batch_invariant=True`: every token and every bit of its log-probabilities is that of the request
+alone, in float32 and bfloat16, whatever the settings: those of the equivalence matrix's rows."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from batch_invariance import ROW_TILES
+from common.demo import parse_args
+from common.engine import LLMEngine
+from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
+from common.linear import why_not_packed
+from common.llm import LLM, SamplingParams
+from common.loader import load_model
+from common.tests.batch_invariant_case import alone, config_of, make_engine, serve
+from common.tests.engine_oracle import paged_runner
+from common.tests.equivalence_axes import Combination
+from common.tests.equivalence_rows import covering_array
+from invariant_attention import InvariantAttentionBackend
+from tiered_cache import KVTierConfig
+
+CPU = torch.device("cpu")
+DTYPES = [
+    pytest.param(dtype, marks=pytest.mark.skipif(reason is not None, reason=str(reason)))
+    for dtype in (torch.float32, torch.bfloat16)
+    for reason in [why_not_packed(dtype, CPU)]
+]
+ROWS = covering_array()
+# One token of a prompt in a step takes long.
+SAMPLE = [row for row in ROWS if str(row.as_dict()["chunked_prefill"]) != "1"][::7]
+PLAIN = Combination.parse(["chunked_prefill=True", "block_size=16", "prefix_cache=hash"])
+
+
+def check(dtype: torch.dtype, combination: Combination) -> None:
+    found = serve(dtype, config_of(combination, True), combination.seed)
+    for i, (wanted, own) in enumerate(zip(alone(dtype, True), found, strict=True)):
+        assert own == wanted, f"request {i} of {combination.command}"
+
+
+@pytest.mark.parametrize("combination", SAMPLE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_bit_is_that_of_the_request_alone(dtype, combination):
+    check(dtype, combination)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("combination", [r for r in ROWS if r not in SAMPLE], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_bit_is_that_of_the_request_alone_in_all_rows_of_the_matrix(dtype, combination):
+    check(dtype, combination)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_it_other_bits_are_found(dtype):
+    """Or the tests above would prove nothing."""
+    found = serve(dtype, config_of(PLAIN, False), PLAIN.seed)
+    assert found != alone(dtype, False)
+    assert found != alone(dtype, True)
+
+
+def test_without_it_other_tokens_are_found_in_bfloat16():
+    dtype = torch.bfloat16
+    if why_not_packed(dtype, CPU) is not None:
+        pytest.skip("there is no packed bfloat16")
+    different = 0
+    for text in ("chunked_prefill=16", "chunked_prefill=1", "chunked_prefill=False"):
+        combination = Combination.parse([text, "block_size=16"])
+        found = serve(dtype, config_of(combination, False), 0)
+        pairs = zip(alone(dtype, False), found, strict=True)
+        different += sum([e[0] for e in a] != [e[0] for e in b] for a, b in pairs)
+    assert different > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_do_not_matter(dtype):
+    config = replace(config_of(PLAIN, True), num_threads=2)
+    before = torch.get_num_threads()
+    try:
+        found = serve(dtype, config, 3, only=(3, 7))
+        assert found == [alone(dtype, True)[i] for i in (3, 7)]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("speculative", [None, {"method": "draft"}])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_prompts_in_steps_of_every_kind(dtype, speculative):
+    """Many spans of keys and many pieces, chunks against decodes."""
+    rng = random.Random(4)
+    trunk = [rng.randrange(2, 4000) for _ in range(1500)]
+    prompts = [trunk[: rng.randrange(1, 1500)] for _ in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=40, logprobs=1, ignore_eos=True)
+
+    def run(prompts: list[list[int]], **options) -> list:
+        config = EngineConfig(num_blocks=700, batch_invariant=True, **options)
+        outputs = make_engine(dtype, config).generate_batch(prompts, params).values()
+        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+
+    one_by_one = [run([prompt], prefix_cache=None)[0] for prompt in prompts]
+    options = {"speculative": speculative, "shuffle_batch": True}
+    for chunk in (True, 7, 100):
+        assert run(prompts, chunked_prefill=chunk, **options) == one_by_one
+    assert run(prompts, chunked_prefill=64, preempt_every=9, **options) == one_by_one
+
+
+def test_keys_and_values_in_a_block_are_the_same_however_they_were_computed():
+    """So the prefix cache may hand them to anybody."""
+    prompt = [random.Random(i).randrange(2, 4000) for i in range(150)]
+
+    def keys(**options) -> torch.Tensor:
+        config = EngineConfig(num_blocks=40, batch_invariant=True, **options)
+        engine = make_engine(torch.float32, config)
+        engine.generate_batch([prompt[:30], prompt], SamplingParams(temperature=0, max_tokens=2))
+        tensors = [*engine.kv_cache.key_cache, *engine.kv_cache.value_cache]
+        # By content: in which block a position lies is of no interest.
+        found = torch.stack(tensors).view(len(tensors), -1, *tensors[0].shape[2:])
+        written = found.flatten(2).abs().sum((0, 2)) > 0
+        rows = found[:, written].transpose(0, 1).flatten(1)
+        return torch.unique(rows, dim=0)
+
+    whole = keys(chunked_prefill=False)
+    assert torch.equal(keys(chunked_prefill=3), whole)
+    assert torch.equal(keys(chunked_prefill=64, preempt_every=3), whole)
+
+
+# -- what it is made of, and where it is refused
+
+
+def test_it_reaches_every_part_that_computes():
+    llm = LLM(batch_invariant=True, dtype="float32", num_blocks=20)
+    runner = paged_runner(llm.engine)
+    assert isinstance(runner.backend, InvariantAttentionBackend)
+    layers = runner.model.layers
+    matrices = [m for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    assert {m.row_tile for m in (*matrices, runner.model.lm_head)} <= set(ROW_TILES)
+    assert parse_args(["--batch-invariant"]).batch_invariant
+    assert not parse_args([]).batch_invariant
+    assert not EngineConfig().batch_invariant
+
+
+def test_a_large_model_is_not_compiled(monkeypatch):
+    monkeypatch.setattr("common.engine_config.COMPILE_FROM_PARAMETERS", 0)
+    config = EngineConfig(num_blocks=20, batch_invariant=True)
+    backend = paged_runner(make_engine(torch.float32, config)).backend
+    assert isinstance(backend, InvariantAttentionBackend)
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"pack_weights": False}, "pack_weights is False: batch_invariant=True"),
+        ({"compile": True}, "compile is True: batch_invariant=True"),
+        ({"attention_backend": "triton"}, "attention_backend is 'triton': batch_invariant=True"),
+        ({"batch_invariant": 1}, "batch_invariant is 1: this version of the book allows"),
+    ],
+)
+def test_settings_that_contradict_it_are_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        EngineConfig(**{"batch_invariant": True, **options})
+    EngineConfig(**{**options, "batch_invariant": False})
+
+
+@pytest.mark.parametrize("reason", ["the dtype is torch.float64", "the device is cuda"])
+def test_where_nothing_is_packed_it_is_refused(reason, monkeypatch):
+    dtype = torch.float64 if "float64" in reason else torch.float32
+    loaded = load_model(SHIPPED_CHECKPOINT, dtype, CPU)
+    if dtype == torch.float32:
+        monkeypatch.setattr("common.model.why_not_packed", lambda *where: reason)
+    with pytest.raises(ValueError, match=f"batch_invariant is True: .*{reason}"):
+        LLMEngine(EngineConfig(num_blocks=20, batch_invariant=True), loaded=loaded)
+
+
+def test_shared_keys_and_values_are_kept_apart_from_those_with_other_bits(tmp_path):
+    """Engines over one disk, with it and without: neither loads what the other computed."""
+    prompt, cached = list(range(2, 100)), []
+    for batch_invariant in (False, True, True):
+        tiers = KVTierConfig(0, 500, tmp_path / "kv", write_policy="write_through")
+        config = EngineConfig(num_blocks=20, batch_invariant=batch_invariant, kv_tiers=tiers)
+        engine = make_engine(torch.float32, config)
+        params = SamplingParams(temperature=0, max_tokens=2)
+        (output,) = engine.generate_batch([prompt], params).values()
+        cached.append(output.num_cached_tokens)
+        engine.close()
+    assert cached == [0, 0, 96]
