@@ -229,6 +229,8 @@ class EngineConfig:
     def wants_compiled(self, num_parameters: int, device: torch.device) -> bool:
         """Whether `compile` says so, for attention in PyTorch: on a GPU there are kernels."""
         if self.compile == "auto":
+            if self.batch_invariant:  # the rows of a step decide what is compiled code's
+                return False
             return device.type == "cpu" and num_parameters >= COMPILE_FROM_PARAMETERS
         return self.compile is True
 

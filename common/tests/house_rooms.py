@@ -76,11 +76,11 @@ ROOM_LIMITS = {
     "01_batching": Size(8, 1250),
     "02_paged_kv": Size(8, 1050),
     "03_prefix_cache": Size(8, 1350),
-    "04_scheduler": Size(8, 1000),
+    "04_scheduler": Size(8, 1020),
     "05_spec_decode": Size(8, 950),
     "06_chunked_prefill": Size(8, 400),
     "all roots": Size(40, 5850),
-    "engine": Size(24, 4000),
+    "engine": Size(26, 4350),
 }
 
 

@@ -187,3 +187,10 @@ def test_shared_keys_and_values_are_kept_apart_from_those_with_other_bits(tmp_pa
         cached.append(output.num_cached_tokens)
         engine.close()
     assert cached == [0, 0, 96]
+
+
+def test_large_models_are_not_compiled_by_themselves() -> None:
+    """What a compiled region computes, and from how many rows on, depends on the step."""
+    cpu, many = torch.device("cpu"), 10**12
+    assert EngineConfig().wants_compiled(many, cpu)
+    assert not EngineConfig(batch_invariant=True).wants_compiled(many, cpu)
