@@ -81,6 +81,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--batch-invariant", action="store_true", help="the same bits alone and in any batch (CPU)"
     )
     parser.add_argument(
+        "--overlap-scheduling", action="store_true", help="plan a step while the one before it runs"
+    )
+    parser.add_argument(
         "--compare-sequential", action="store_true", help="the same work one request at a time"
     )
     parser.add_argument("--trace", action="store_true", help="the seven stages of every step")
@@ -249,6 +252,7 @@ def _main(args: argparse.Namespace) -> int:
         dtype=args.dtype or ("float32" if args.model is None else "auto"),
         num_threads=args.num_threads,
         batch_invariant=args.batch_invariant,
+        overlap_scheduling=True if args.overlap_scheduling else "auto",
         speculative=speculative,
         chunked_prefill=True if args.chunked_prefill is None else args.chunked_prefill,
     )

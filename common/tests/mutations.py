@@ -328,6 +328,30 @@ MUTATIONS: tuple[Mutation, ...] = (
         "03_prefix_cache/beyond/test_weights_digest.py::test_every_element_of_every_weight_is_in_the_digest",
         "Two models that differ in one row exchange KV over a shared disk, silently (Trap 59).",
     ),
+    Mutation(
+        "01_batching/beyond/overlapped_books.py",
+        "                cached.new_token_ids[i].append(PENDING)",
+        "                cached.new_token_ids[i].append(0)",
+        ""
+        "01_batching/beyond/test_overlapped_books.py::test_a_pending_token_is_counted_planned_on_and_sent_when_it_is_known",
+        "With overlap every second token is computed from token 0: the text falls apart.",
+    ),
+    Mutation(
+        "04_scheduler/scheduler_base.py",
+        "        return min(num_known, request.max_num_tokens - 1) - request.num_computed_tokens",
+        "        return num_known - request.num_computed_tokens",
+        ""
+        "04_scheduler/beyond/test_overlapped_scheduling.py::test_nothing_is_planned_behind_the_last_token_allowed",
+        "With overlap every request computes one token too many, and where memory is full, takes a "
+        "block for it.",
+    ),
+    Mutation(
+        "03_prefix_cache/beyond/loading_kv_cache_manager.py",
+        "            self.wait_for_steps()",
+        "            pass",
+        "common/tests/test_overlap_engine.py::test_a_load_waits_for_the_steps_under_way",
+        "With overlap a step of somebody who has ended writes into KV that was just loaded.",
+    ),
 )
 
 
