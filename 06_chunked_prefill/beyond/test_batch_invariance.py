@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import batch_invariance as module
 from batch_invariance import ROW_TILES, check_attention, find_tile, make_batch_invariant, silu
+from common.kernels.regions import rms_norm
 from common.linear import Linear, why_not_packed
-from common.model import rms_norm
 from common.rotary import rotate
 
 Rows = Callable[..., torch.Tensor]

@@ -12,7 +12,7 @@ from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.loader import load_model
 from common.tests.engine_oracle import Oracle, greedy_params, paged_runner
-from scheduler_interface import StepOutput
+from scheduler_interface import FinishedStep, StepOutput
 
 NUM_TOKENS = 24  # of each continuation
 
@@ -24,13 +24,13 @@ class Teacher:
         self.tokens = tokens
         self.logits: dict[str, list[torch.Tensor]] = {request_id: [] for request_id in tokens}
 
-    def sample(self, logits, batch) -> StepOutput:
+    def begin(self, logits, batch) -> FinishedStep:
         output = StepOutput()
         for request_id, row in zip(batch.sampling.req_ids, logits.double(), strict=True):
             seen = self.logits[request_id]
             output.token_ids[request_id] = [self.tokens[request_id][len(seen)]]
             seen.append(row)
-        return output
+        return FinishedStep(output)
 
 
 def teacher_forced(loaded, oracle: Oracle, max_num_seqs: int, **config: object) -> torch.Tensor:

@@ -413,7 +413,7 @@ def test_a_step_that_raises_ends_its_requests_and_nothing_else(
         engine.add_request(str(i), random_oracle.prompts[i], greedy)
     engine.step()
     runner = paged_runner(engine)
-    part = runner.sampler if stage == "sample" else runner
+    part, stage = (runner.sampler, "begin") if stage == "sample" else (runner, stage)
     works = getattr(part, stage)
 
     def fail(*_: object) -> None:
