@@ -1,11 +1,11 @@
 """What planning a step ahead brings, and where it loses: both engines side by side.
 
-    python -m common.bench.overlap_bench            measures (some 3 minutes), writes the record
+    python -m common.bench.overlap_bench            measures (a minute or two), writes the record
     python -m common.bench.overlap_bench --tables   writes the tables of common/README.md from it
 
-`device`   a device that is none: each forward sleeps for as long as a GPU might compute, and leaves
-           the processor to the host. The host's work is the real one. It shows what there is to
-           gain: a step takes the longer of the two instead of their sum
+`device`   a device that is none: what a step brought can be read so many milliseconds after the
+           step before it was over, as if kernels were queued. The host's work is the real one. It
+           shows what there is to gain: a step takes the longer of the two instead of their sum
 `cpu`      the shipped model on this processor, whose cores the two share
 `stops`    the same, with answers that end at a stop token: what was begun behind it is lost
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.loader import LoadedModel, load_model
 from request import SamplingParams
+from scheduler_interface import ModelRunner, SchedulerOutput, StepHandle, StepOutput
 
 RECORD = Path(__file__).parent / "records" / "overlap.json"
 PAGE = Path(__file__).parents[1] / "README.md"
@@ -40,6 +42,29 @@ NUM_RUNNING_DEVICE = (32, 256)
 NUM_RUNNING_CPU = (1, 8, 32, 128)
 NUM_THREADS = (1, 2)
 KINDS = {"plain": False, "overlapped": True}
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedStep:
+    handle: StepHandle
+    is_over_at: float  # seconds of `time.perf_counter()`
+
+    def wait(self) -> StepOutput:
+        time.sleep(max(0.0, self.is_over_at - time.perf_counter()))
+        return self.handle.wait()
+
+
+class QueuedDevice:
+    """A `ModelRunner` whose steps take `seconds` each, one after another, on no processor."""
+
+    def __init__(self, runner: ModelRunner, seconds: float) -> None:
+        self.runner, self.seconds, self._is_free_at = runner, seconds, 0.0
+
+    def execute(self, plan: SchedulerOutput) -> QueuedStep:
+        handle = self.runner.execute(plan)
+        if not plan.is_empty:
+            self._is_free_at = max(self._is_free_at, time.perf_counter()) + self.seconds
+        return QueuedStep(handle, self._is_free_at)
 
 
 def make_engine(loaded: LoadedModel, num_running: int, overlaps: bool) -> LLMEngine:
@@ -81,12 +106,19 @@ def run(engine: LLMEngine, num_running: int, vocab_size: int, params: SamplingPa
 
 
 def compare(
-    loaded: LoadedModel, num_running: int, params: SamplingParams, rounds: int
+    loaded: LoadedModel,
+    num_running: int,
+    params: SamplingParams,
+    rounds: int,
+    device_seconds: float | None = None,
 ) -> dict[str, list[dict]]:
     """Both engines in turn."""
     vocab_size = loaded.config.vocab_size
     engines = {name: make_engine(loaded, num_running, on) for name, on in KINDS.items()}
     for engine in engines.values():
+        if device_seconds is not None:
+            inner = getattr(engine.core.runner, "runner", engine.core.runner)  # without its thread
+            engine.core.runner = QueuedDevice(inner, device_seconds)
         run(engine, num_running, vocab_size, params)
     found: dict[str, list[dict]] = {name: [] for name in engines}
     for _ in range(rounds):
@@ -103,7 +135,7 @@ def measure(rounds: int) -> dict:
     device: dict[str, dict] = {}
     for ms in DEVICE_MS:
         for n in NUM_RUNNING_DEVICE:
-            found = compare(stub_model(n, ms / 1e3), n, greedy, rounds)
+            found = compare(stub_model(n), n, greedy, rounds, ms / 1e3)
             device[f"{ms:g} ms, {n} running"] = found
     shipped = load_model(SHIPPED_CHECKPOINT, "auto", torch.device("cpu"))
     # Drawn tokens end an answer at a third of the vocabulary: after three tokens, on average.

@@ -1,8 +1,7 @@
-"""A model that says the same at once, or after some time: what is left of a step is the host."""
+"""A model that says the same at once: what is left of a step is the host."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -30,21 +29,17 @@ STUB_CONFIG = ModelConfig(
 
 
 class StubModel(DecoderModel):
-    """`TOKEN` has the highest logit in each of up to `max_rows` rows. A forward takes `seconds`, in
-    which it sleeps, as a host does that waits for a device."""
+    """`TOKEN` has the highest logit in each of up to `max_rows` rows."""
 
-    def __init__(self, max_rows: int, seconds: float = 0.0) -> None:
+    def __init__(self, max_rows: int) -> None:
         super().__init__(STUB_CONFIG)
-        self.seconds = seconds
         self._logits = torch.zeros(max_rows, VOCAB_SIZE)
         self._logits[:, TOKEN] = 1.0
 
     def forward(self, *inputs: Any) -> torch.Tensor:
-        if self.seconds:
-            time.sleep(self.seconds)
         logit_indices = inputs[4]
         return self._logits[: len(logit_indices)]
 
 
-def stub_model(max_rows: int, seconds: float = 0.0) -> LoadedModel:
-    return LoadedModel(StubModel(max_rows, seconds), STUB_CONFIG)
+def stub_model(max_rows: int) -> LoadedModel:
+    return LoadedModel(StubModel(max_rows), STUB_CONFIG)
