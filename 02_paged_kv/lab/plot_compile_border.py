@@ -10,8 +10,8 @@ win the longer start back:
 
     start_s / (seconds a token, plain - seconds a token, compiled)
 
-`COMPILE_FROM_PARAMETERS` in `common/engine_config.py` is a judgement that this can check. It takes
-some ten minutes."""
+`COMPILE_FROM_PARAMETERS` in `common/engine_config.py` is chosen from this. A repeat takes some two
+minutes."""
 
 from __future__ import annotations
 
