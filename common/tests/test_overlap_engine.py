@@ -274,8 +274,10 @@ def test_who_is_aborted_before_its_first_step_is_over(random_oracle, random_load
     engine.add_request("a", random_oracle.prompts[1], greedy_params(9))
     engine.step()
     engine.add_request("b", random_oracle.prompts[2], greedy_params(9))
+    engine.add_request("c", random_oracle.prompts[3], greedy_params(9))
     engine.step()
-    engine.abort_request("b")  # it is in a plan whose results nobody has seen
+    for name in ("b", "c"):  # they are in a plan whose results nobody has seen
+        engine.abort_request(name)
     engine.add_request("b", random_oracle.prompts[0], greedy_params(4))
     outputs = finish(engine)
     assert outputs["a"].outputs[0].token_ids == random_oracle.expected(1, 9)
