@@ -107,8 +107,8 @@ def assemble(
     if config.batch_invariant:
         from batch_invariance import make_batch_invariant
 
-        model, head_dim = loaded.model, loaded.config.head_dim
-        make_batch_invariant(linear_layers(model), model.layers, model.embed_weight.dtype, head_dim)
+        dtype, head_dim = model.embed_weight.dtype, loaded.config.head_dim
+        make_batch_invariant(linear_layers(model), model.layers, dtype, head_dim)
     # Checkpoints pad the vocabulary to a round number; a lane that no token has must never win.
     vocab_size = min(loaded.config.vocab_size, num_tokens_in_tokenizer or loaded.config.vocab_size)
     kv_cache = make_kv_cache(

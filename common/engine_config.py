@@ -229,9 +229,9 @@ class EngineConfig:
     def wants_compiled(self, num_parameters: int, device: torch.device) -> bool:
         """Whether `compile` says so, for attention in PyTorch: on a GPU there are kernels."""
         if self.compile == "auto":
-            if self.batch_invariant:  # the rows of a step decide what is compiled code's
-                return False
-            return device.type == "cpu" and num_parameters >= COMPILE_FROM_PARAMETERS
+            is_large = num_parameters >= COMPILE_FROM_PARAMETERS
+            # The rows of a step decide what is compiled code's: not where bits must not.
+            return device.type == "cpu" and is_large and not self.batch_invariant
         return self.compile is True
 
     def wants_overlap(self, device: torch.device) -> bool:
