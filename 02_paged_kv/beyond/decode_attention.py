@@ -16,8 +16,8 @@ score of all. Long and short sequences side by side cost what they hold, rounded
 gather. Compiled, indexing, multiplication and sum become one loop that reads each block once, in
 the order in which it lies in the memory. Therefore memory is head-major, `[num_blocks,
 num_kv_heads, block_size, head_dim]`: a head's keys of a block are one run. Callers see the
-transposed view, in which nothing changes for them. A call takes at most `MAX_SPLITS` splits: the
-sums of more would need fresh memory from the system each time, which costs more than the reading.
+transposed view, in which nothing changes for them. A call takes at most `MAX_SPLITS` splits: with
+fewer, short sequences pay for several calls; with more, long ones pay for sums that leave the cache.
 
 Invariants: what is not a sequence's own does not reach its output, not even NaN; a result does not
 depend on the batch mates, bit for bit: splits begin at position 0, have one size and are merged in
@@ -37,7 +37,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 SPLIT_BLOCKS = 8
-MAX_SPLITS = 32
+MAX_SPLITS = 64
 VECTOR_BYTES = 64  # values are summed in pieces that fill a vector register
 
 
