@@ -12,7 +12,12 @@ import pytest
 import torch
 
 import decode_attention as module
-from decode_attention import compile_decode_attention, decode_attention, split_sequences
+from decode_attention import (
+    MAX_SPLITS,
+    compile_decode_attention,
+    decode_attention,
+    split_sequences,
+)
 from test_paged_attention import Case, make_case
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
@@ -89,6 +94,11 @@ def test_random_lengths():
         check(make_case(decodes(*lengths), rng.randint(1, 5), seed=seed))
 
 
+@pytest.mark.parametrize("num_seqs", [MAX_SPLITS, MAX_SPLITS + 1, 2 * MAX_SPLITS + 1])
+def test_more_splits_than_one_call_takes(num_seqs):
+    check(make_case(decodes(*[3, 40] * (num_seqs // 2), 9), 4, seed=num_seqs))
+
+
 def test_what_splits_hold(monkeypatch):
     monkeypatch.setattr(module, "SPLIT_BLOCKS", 2)
     tables = torch.tensor([[7, 2, 9, 0], [5, 4, 1, 6]])
@@ -129,7 +139,7 @@ def small_case(*seq_lens: int, seed: int = 0) -> Case:
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("seq_lens", [[1], [40], [1, 1], [7, 100, 31, 32, 33], [5] * 40, [5] * 129])
+@pytest.mark.parametrize("seq_lens", [[1], [40], [1, 1], [7, 100, 31, 32, 33], [5] * 129])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_compiled_once_for_any_number_of_sequences_splits_and_blocks(compiled, seq_lens, mode):
     """Caches are made outside of inference mode, as the engine makes them."""
