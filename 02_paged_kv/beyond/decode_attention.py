@@ -17,7 +17,7 @@ gather. Compiled, indexing, multiplication and sum become one loop that reads ea
 the order in which it lies in the memory. Therefore memory is head-major, `[num_blocks,
 num_kv_heads, block_size, head_dim]`: a head's keys of a block are one run. Callers see the
 transposed view, in which nothing changes for them. A call takes at most `MAX_SPLITS` splits: with
-fewer, short sequences pay for several calls; with more, long ones pay for sums that leave the cache.
+fewer, short sequences pay for several calls; with more, the sums of long ones leave the cache.
 
 Invariants: what is not a sequence's own does not reach its output, not even NaN; a result does not
 depend on the batch mates, bit for bit: splits begin at position 0, have one size and are merged in
