@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from common.outputs import OutputProcessor
-from scheduler_interface import FinishedStep, ModelRunner, SchedulerOutput
+from scheduler_interface import FinishedStep, ModelRunner, PlanMessage
 
 
 class TrimmingRunner:
@@ -18,7 +18,7 @@ class TrimmingRunner:
     def __init__(self, runner: ModelRunner, members: Mapping[str, OutputProcessor]) -> None:
         self.runner, self.members = runner, members
 
-    def execute(self, plan: SchedulerOutput) -> FinishedStep:
+    def execute(self, plan: PlanMessage) -> FinishedStep:
         output = self.runner.execute(plan).wait()
         for req_id, tokens in output.token_ids.items():
             if len(tokens) > 1:
