@@ -201,7 +201,7 @@ def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str
     model = f"{weights_digest(loaded.model.named_weights())} eps {loaded.config.rms_norm_eps}"
     shape = tuple(kv_cache.key_cache[0].shape[1:])
     layout = f"{kv_cache.key_cache[0].dtype} {len(kv_cache.key_cache)} x {shape}"
-    return (("model", model), ("kv layout", layout))
+    return (("model", model), ("kv layout", layout), *loaded.model.namespace)
 
 
 # -- the model's side
@@ -259,7 +259,7 @@ def make_compiled_attention(
     else:
         from compiled_attention import CompiledAttentionBackend as Backend
     few_blocks = allocate_kv_cache(loaded, 3, config.block_size, HeadMajorKVCache)
-    backend = Backend.compiled_for(loaded.config.num_attention_heads, few_blocks)
+    backend = Backend.compiled_for(loaded.model.num_heads, few_blocks)
     return None if backend is None else Attention(backend, compose, kv_cache_kind=HeadMajorKVCache)
 
 

@@ -79,13 +79,13 @@ def allocate_kv_cache(
     block_size: int,
     kind: type[PagedKVCache] = PagedKVCache,
 ) -> PagedKVCache:
-    model, weight = loaded.config, loaded.model.embed_weight
+    model, weight = loaded.model, loaded.model.embed_weight
     return kind(
-        num_layers=model.num_hidden_layers,
+        num_layers=model.num_layers,
         num_blocks=num_blocks,
         block_size=block_size,
-        num_kv_heads=model.num_key_value_heads,
-        head_dim=model.head_dim,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.config.head_dim,
         dtype=weight.dtype,
         device=weight.device,
     )
@@ -209,5 +209,5 @@ def run_forward(
     )
     positions = positions.to(device)
     logit_indices = positions.new_zeros(num_logit_rows)
-    ids = torch.zeros_like(positions)
-    return loaded.model(ids, positions, kv_cache, metadata, logit_indices, backend)
+    blank = loaded.model.blank_input(len(positions))
+    return loaded.model(blank, positions, kv_cache, metadata, logit_indices, backend)

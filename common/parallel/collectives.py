@@ -6,7 +6,8 @@
     least          the smallest number that any rank has
 
 Groups of processes are objects of one engine. `torch.distributed.init_process_group` would make the
-default group of the whole process, which two engines share; nothing is global here. Every group has its own prefix in the store that the ranks meet at.
+default group of the whole process, which two engines share; nothing is global here. Every group has
+its own prefix in the store that the ranks meet at.
 
 All ranks of a group must make the same calls in the same order, with tensors of the same shape. A
 rank enters a collective because a plan says so, never to wait for work: idle time is no timeout.
