@@ -21,6 +21,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,34 @@ def resolve_checkpoint(model: str | Path) -> Path:
     return resolve_checkpoint(downloaded)
 
 
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What is known of a model before its weights are read."""
+
+    path: Path
+    config: ModelConfig
+    generation_eos_token_ids: tuple[int, ...]
+
+
+def read_checkpoint(model: str | Path) -> Checkpoint:
+    """Raises `FileNotFoundError` and `ValueError`, as `load_model` does."""
+    path = resolve_checkpoint(model)
+    config = ModelConfig.from_hf(_read_json(path / "config.json"))
+    return Checkpoint(path, config, _eos_token_ids(path, config))
+
+
+def checkpoint_digest(path: Path) -> str:
+    """Tells checkpoints apart whose configuration, tensors' names, shapes, dtypes, or vectors
+    (norms, biases) differ: quickly, and not by each of their weights."""
+    digest = blake2b((path / "config.json").read_bytes(), digest_size=16)
+    for name, file in sorted(_open_weights(path).items()):
+        stored = file.get_slice(name)
+        digest.update(f"{name} {stored.get_shape()} {stored.get_dtype()}\n".encode())
+        if len(stored.get_shape()) == 1:
+            digest.update(file.get_tensor(name).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def load_model(
     model: str | Path,
     dtype: str | torch.dtype = "auto",
@@ -89,12 +118,12 @@ def load_model(
     CPU without fast arithmetic for it gets float32. `make` may leave a part of the model to other
     processes (`common/parallel`); only what it takes is read. Raises `FileNotFoundError` for
     missing files and `ValueError` for what does not fit."""
-    path, device = resolve_checkpoint(model), torch.device(device)
-    config = ModelConfig.from_hf(_read_json(path / "config.json"))
+    checkpoint, device = read_checkpoint(model), torch.device(device)
+    path, config = checkpoint.path, checkpoint.config
     files = _open_weights(path)
     decoder = make(config, _resolve_dtype(dtype, config, files, device), device)
     _fill(decoder, files)
-    return LoadedModel(decoder, config, _eos_token_ids(path, config), path)
+    return LoadedModel(decoder, config, checkpoint.generation_eos_token_ids, path)
 
 
 # -- files

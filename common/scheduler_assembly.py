@@ -44,7 +44,8 @@ Namespace = Sequence[tuple[str, str]]
 class KVCacheSize(Protocol):
     """KV tensors, as the scheduler's side sees them."""
 
-    num_blocks: int
+    @property
+    def num_blocks(self) -> int: ...
 
     @property
     def kv_bytes_per_block(self) -> int: ...

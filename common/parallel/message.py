@@ -50,9 +50,19 @@ class MessageError(ValueError):
 def pack(kind: str, **content: Any) -> bytes:
     """Raises `TypeError` for what does not travel."""
     message = {"version": VERSION, "kind": kind, **content}
-    return msgpack.packb(
-        message, strict_types=True, default=_refuse, unicode_errors="surrogatepass"
+    packer = msgpack.Packer(
+        strict_types=True, default=_refuse, unicode_errors="surrogatepass", autoreset=False
     )
+    packer.pack(message)
+    return packer.bytes()
+
+
+def pack_error(error: BaseException) -> bytes:
+    """`is_collective`: it is another rank's fault, that is gone or late."""
+    chain = [error, error.__cause__, error.__context__]
+    is_collective = any(type(e).__name__ == "CollectiveError" for e in chain)
+    what = {"kind_of_error": type(error).__name__, "sentence": str(error)}
+    return pack("error", **what, is_collective=is_collective)
 
 
 def unpack(data: bytes | bytearray | memoryview, kinds: Mapping[str, Any]) -> tuple[str, dict]:
@@ -63,7 +73,6 @@ def unpack(data: bytes | bytearray | memoryview, kinds: Mapping[str, Any]) -> tu
             data,
             ext_hook=_extension,
             unicode_errors="surrogatepass",
-            max_buffer_size=max(len(data), 1),
         )
     except (ValueError, msgpack.UnpackException) as error:  # what msgpack raises is one of them
         raise MessageError(f"no message: {error}") from error
@@ -99,7 +108,7 @@ def _check_fields(what: str, found: Any, expected: Any) -> None:
             sorted(set(expected) - found.keys()),
             sorted(found.keys() - set(expected)),
         )
-        raise MessageError(f"{what} lacks {missing}, and has {unknown}, which nobody knows")
+        raise MessageError(f"{what} lacks {sorted(missing)}, and has unknown {sorted(unknown)}")
 
 
 def _names(kind: type) -> tuple[str, ...]:
@@ -120,8 +129,10 @@ def _made(
     _check_fields(what, found, names)
     try:
         return kind(**{name: instead.get(name, _same)(found[name]) for name in names})
+    except MessageError:
+        raise
     except (TypeError, KeyError, ValueError) as error:
-        raise error if isinstance(error, MessageError) else MessageError(f"{what}: {error}")
+        raise MessageError(f"{what}: {error}") from error
 
 
 def _same(value: Any) -> Any:
