@@ -34,6 +34,7 @@ from scheduler_interface import (
     FinishedStep,
     Laps,
     ModelRunner,
+    PlanMessage,
     SchedulerOutput,
     StepHandle,
     StepOutput,
@@ -102,7 +103,7 @@ class ThreadedRunner:
         self.runner = runner
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="step")
 
-    def execute(self, plan: SchedulerOutput) -> ThreadedStep:
+    def execute(self, plan: PlanMessage) -> ThreadedStep:
         return ThreadedStep(self._thread.submit(self.runner.execute, plan))
 
 
