@@ -123,9 +123,11 @@ def make_runner(
     trim: Callable[[ModelRunner], ModelRunner] | None = None,
     make_length: Callable[[DraftLength], DraftLength] | None = None,
     least: Callable[[int], int] | None = None,
+    num_neighbours: int = 1,
 ) -> LocalRunner:
     """What computes. `trim` wraps a runner that verifies guesses, `make_length` the choice of their
-    number; `least` agrees with other ranks on a number of blocks."""
+    number; `least` agrees with other ranks on a number of blocks, of which `num_neighbours` share
+    the memory of this machine."""
     attention = make_attention(config, loaded)
     model = loaded.model
     set_regions(model, config.wants_compiled(model.num_parameters, model.embed_weight.device))
@@ -149,6 +151,7 @@ def make_runner(
         vocab_size,
         kind=attention.kv_cache_kind,
         least=least,
+        num_neighbours=num_neighbours,
     )
     max_blocks = -(-max_model_len // config.block_size)
     state = BatchState(config.max_num_seqs, max_blocks, loaded.generation_eos_token_ids)

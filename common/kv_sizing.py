@@ -45,10 +45,11 @@ def make_kv_cache(
     memory: MemoryReader | None = None,
     kind: type[PagedKVCache] = PagedKVCache,
     least: Callable[[int], int] | None = None,
+    num_neighbours: int = 1,
 ) -> PagedKVCache:
     """KV tensors of `config.num_blocks` blocks, or of as many as fit, those of a draft model
     included. `memory` reads the model's device; None: CUDA's own reader, if it is a GPU. `least` is
-    the smallest number of all ranks."""
+    the smallest number of all ranks; of these, `num_neighbours` share a CPU's memory."""
     if config.num_blocks is not None:
         return allocate_kv_cache(loaded, config.num_blocks, config.block_size, kind)
     device = loaded.model.embed_weight.device
@@ -57,7 +58,7 @@ def make_kv_cache(
     if memory is None:
         seq_lens = [min(_CPU_WARM_UP_TOKENS, max_model_len)]
         run_forward(loaded, _allocate_for(seq_lens, loaded, config), backend, seq_lens, 1)
-        available = share_of_free(free_memory_bytes())
+        available = share_of_free(free_memory_bytes() // num_neighbours)
     else:
         num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
         seq_lens = _parts_of(num_tokens, max_model_len)

@@ -25,6 +25,7 @@ from typing import Any
 
 _LENGTH = struct.Struct("<Q")
 _AT_ONCE = 1 << 20
+START_TIMEOUT_S = 600.0  # for a worker's imports, and to read its weights
 
 
 class ChannelClosed(ConnectionError):

@@ -30,11 +30,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from common.parallel import message
-from common.parallel.channel import Channel, ChannelClosed, ask_where
+from common.parallel.channel import START_TIMEOUT_S, Channel, ChannelClosed, ask_where
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 600.0  # for imports, and to read the weights
 CLOSE_TIMEOUT_S = 5.0
 GRACE_S = 1.0  # for others to say what went wrong, when one has
 ANSWERS = {

@@ -31,8 +31,8 @@ import psutil
 import torch
 import torch.distributed
 
-from common.parallel.channel import Channel, ChannelClosed, Lifeline
-from common.parallel.executor import START_TIMEOUT_S, Link
+from common.parallel.channel import START_TIMEOUT_S, Channel, ChannelClosed, Lifeline
+from common.parallel.executor import Link
 
 WORKER_MODULE = "common.runner.worker"
 dist: Any = torch.distributed  # its type stubs lack what is needed here

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -19,7 +20,7 @@ from common.assembly import LocalRunner, make_block_io, make_runner
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig
 from common.loader import LoadedModel, checkpoint_digest, load_model
 from common.parallel import message
-from common.parallel.channel import Channel
+from common.parallel.channel import START_TIMEOUT_S, Channel
 from common.parallel.collectives import Collectives, connect
 from common.parallel.ranks import Ranks
 from common.parallel.sharded_model import ShardedModel
@@ -71,7 +72,9 @@ class Rank:
         config = EngineConfig(**told["config"])
         ranks = Ranks(config.tensor_parallel_size, config.pipeline_parallel_size, told["rank"])
         device = _device_of(config, ranks)
-        collectives = _meet(ranks, device, config.worker_timeout_s, channel, told["meeting"])
+        meeting = _Meeting(ranks, channel, told["meeting"])
+        meeting.wait("imported")
+        collectives = meeting.connect(device, config.worker_timeout_s)
         loaded = _load(config, device, collectives)
         draft, how = None, config.speculation
         if how is not None and how.method == "draft":
@@ -84,9 +87,16 @@ class Rank:
             return length
 
         max_model_len, vocab_size = told["limits"]
-        least = collectives.least if ranks.world_size > 1 else None
+        meeting.wait("loaded")
         local = make_runner(
-            config, loaded, draft, max_model_len, vocab_size, make_length=tell, least=least
+            config,
+            loaded,
+            draft,
+            max_model_len,
+            vocab_size,
+            make_length=tell,
+            least=collectives.least if ranks.world_size > 1 else None,
+            num_neighbours=int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)),
         )
         rank = cls(channel, config, collectives, local, length)
         facts = rank._facts(loaded)
@@ -179,17 +189,25 @@ def _device_of(config: EngineConfig, ranks: Ranks) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _meet(
-    ranks: Ranks, device: torch.device, timeout_s: float, channel: Channel, meeting: list
-) -> Collectives:
-    """`meeting` is the store's host and port, and this machine's address for the others."""
-    if ranks.world_size == 1:
-        return connect(ranks, None, device, timeout_s)
-    host, port, own_host = meeting
-    dist: Any = torch.distributed
-    store = dist.TCPStore(host, port, None, False)
-    own_host = own_host or channel.sock.getsockname()[0]
-    return connect(ranks, store, device, timeout_s, own_host)
+class _Meeting:
+    """Where ranks wait for each other before there are collectives, and before those are entered:
+    one may need long to import or to read, and a collective does not wait for so long."""
+
+    def __init__(self, ranks: Ranks, channel: Channel, meeting: list) -> None:
+        """`meeting` is the store's host and port, and this machine's address for the others."""
+        host, port, own_host = meeting
+        self.ranks, self.own_host = ranks, own_host or channel.sock.getsockname()[0]
+        dist: Any = torch.distributed
+        self.store = dist.TCPStore(host, port, None, False) if ranks.world_size > 1 else None
+
+    def wait(self, place: str) -> None:
+        if self.store is not None:
+            names = [f"{place} {rank}" for rank in range(self.ranks.world_size)]
+            self.store.set(names[self.ranks.rank], "")
+            self.store.wait(names, timedelta(seconds=START_TIMEOUT_S))
+
+    def connect(self, device: torch.device, timeout_s: float) -> Collectives:
+        return connect(self.ranks, self.store, device, timeout_s, self.own_host)
 
 
 def _load(config: EngineConfig, device: torch.device, collectives: Collectives) -> LoadedModel:
