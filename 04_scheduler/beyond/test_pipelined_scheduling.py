@@ -111,32 +111,34 @@ PipelinedPrefillFirstMachine.TestCase.settings = runs.SchedulerMachine.TestCase.
 TestPipelinedMachine = PipelinedMachine.TestCase
 TestPipelinedPrefillFirstMachine = PipelinedPrefillFirstMachine.TestCase
 
-SHORT = [([0, 1, 1], 2, 1), ([0, 1, 2], 2, 0), ([0, 1], 3, 1)]
-LONG = [([0, 1, 1], 4, 1), ([0, 1, 2, 3], 3, 0), ([0, 1], 5, 1)]
+TWO = [([0, 1, 1], 2, 1), ([0, 1, 2], 1, 0)]
+THREE = [*TWO, ([0, 1], 2, 1)]
+LONGER = [([0, 1, 1], 4, 1), ([0, 1, 2, 3], 3, 0), ([0, 1], 5, 1)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "policy", "cache", "num_tokens", "prompts"),
+    ("kind", "policy", "cache", "num_tokens", "num_in_flight", "prompts"),
     [
-        (Scheduler, "fcfs", None, 5, SHORT),
-        (Scheduler, "priority", None, 2, SHORT[:2]),  # prompts in two chunks
-        (PrefillFirstScheduler, "fcfs", None, 5, SHORT),
-        (CachingFCFSScheduler, None, None, 5, SHORT),
+        (Scheduler, "fcfs", None, 5, 2, THREE),
+        (Scheduler, "fcfs", None, 2, 3, TWO),  # prompts in two chunks
+        (PrefillFirstScheduler, "fcfs", None, 5, 2, THREE),
+        (CachingFCFSScheduler, None, None, 5, 3, THREE),
         *(
-            pytest.param(kind, policy, cache, num_tokens, prompts, marks=pytest.mark.slow)
-            for kind, policy, cache, num_tokens, prompts in [
-                (Scheduler, "fcfs", None, 5, LONG),
-                (Scheduler, "priority", None, 5, SHORT),
-                (Scheduler, "fcfs", "hash", 5, SHORT),
-                (Scheduler, "fcfs", None, 2, SHORT),
-                (PrefillFirstScheduler, "fcfs", None, 2, SHORT),
-                (CachingFCFSScheduler, None, None, 5, LONG),
+            pytest.param(*how, marks=pytest.mark.slow)
+            for how in [
+                (Scheduler, "fcfs", None, 5, 3, LONGER),
+                (Scheduler, "priority", None, 5, 3, THREE),
+                (Scheduler, "priority", None, 2, 3, TWO),
+                (Scheduler, "fcfs", "hash", 5, 3, THREE),
+                (PrefillFirstScheduler, "fcfs", None, 5, 3, THREE),
+                (PrefillFirstScheduler, "fcfs", None, 2, 3, TWO),
+                (CachingFCFSScheduler, None, None, 5, 3, LONGER),
             ]
         ),
     ],
 )
-def test_every_interleaving_of_requests_with_three_steps_under_way(
-    kind, policy, cache, num_tokens, prompts
+def test_every_interleaving_of_requests_with_several_steps_under_way(
+    kind, policy, cache, num_tokens, num_in_flight, prompts
 ):
     """Add, schedule, update, preempt, abort, stop, in every order, in two stages, the second as
     late as it can be. From every seventh state that can be reached, everybody is run to the end."""
@@ -144,7 +146,8 @@ def test_every_interleaving_of_requests_with_three_steps_under_way(
     options = {"max_num_seqs": 2, "max_num_batched_tokens": num_tokens}
     if policy is not None:
         options |= {"policy": policy, "max_preemptions": 2, "chunk_policy": CutPrompts()}
-    runs._explore(PipelinedWorld(runs.make_memory(cache, num_blocks, 2), kind, **options), prompts)
+    memory = runs.make_memory(cache, num_blocks, 2)
+    runs._explore(PipelinedWorld(memory, kind, num_in_flight=num_in_flight, **options), prompts)
 
 
 @pytest.mark.parametrize("cache", runs.CACHES)
