@@ -59,7 +59,8 @@ class LLMEngine:
         make = _make_remote_parts if config.has_workers else _make_parts
         parts, self.tokenizer = make(config, loaded, draft, tokenizer, self._members)
         self.core, self.scheduler = parts.core, parts.core.scheduler
-        self.kv_manager, self._connector, side = parts.kv_memory, parts.connector, parts.side
+        self.kv_manager, self._connector = parts.kv_memory, parts.connector
+        self._side = side = parts.side
         self.kv_cache, self.speculation = side.kv_cache, side.speculation
         self.max_model_len, self.vocab_size = side.max_model_len, side.vocab_size
         self.on_step, self.model_config = on_step, side.model.config
