@@ -27,7 +27,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from input_batch import InputBatch, RunnerState, prepare_inputs_from_scheduler_output
-from scheduler_interface import NO_FINITE_LOGITS, FinishedStep, Laps, SchedulerOutput, StepOutput
+from scheduler_interface import NO_FINITE_LOGITS, FinishedStep, Laps, PlanMessage, StepOutput
 
 
 class TokenSampler(Protocol):
@@ -108,7 +108,7 @@ class HFModelRunner:
         self.num_bytes_new = 0  # KV of the tokens that were computed: what had to be written
         self._caches = defaultdict[str, DynamicCache](lambda: DynamicCache(config=model.config))
 
-    def execute(self, plan: SchedulerOutput) -> FinishedStep:
+    def execute(self, plan: PlanMessage) -> FinishedStep:
         clock, output = Laps(), StepOutput()
         batch = self.prepare(plan)
         clock.lap("prepare_ms")
@@ -120,7 +120,7 @@ class HFModelRunner:
         output.times = clock.ms
         return FinishedStep(output)
 
-    def prepare(self, plan: SchedulerOutput) -> InputBatch:
+    def prepare(self, plan: PlanMessage) -> InputBatch:
         """Forget the KV of finished requests, and lay out the tokens."""
         for req_id in plan.finished_req_ids:
             self.free_request_cache(req_id)

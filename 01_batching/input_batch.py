@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from request import SamplingParams
-from scheduler_interface import CachedRequestData, NewRequestData, SchedulerOutput
+from scheduler_interface import CachedRequestData, NewRequestData, PlanMessage
 
 if TYPE_CHECKING:  # a scheduler's tests read plans without loading it
     import torch
@@ -52,7 +52,7 @@ class RunnerState:
     def __init__(self) -> None:
         self.requests: dict[str, RunnerRequest] = {}
 
-    def apply(self, plan: SchedulerOutput) -> None:
+    def apply(self, plan: PlanMessage) -> None:
         """Take over what changed. Every plan passes through here, once and in order."""
         for req_id in plan.finished_req_ids:
             if req_id in self.requests:  # else the step that was to admit it failed before this
@@ -119,7 +119,7 @@ class InputBatch:
         return made[0], made[1], made[2]
 
 
-def prepare_inputs_from_scheduler_output(plan: SchedulerOutput, state: RunnerState) -> InputBatch:
+def prepare_inputs_from_scheduler_output(plan: PlanMessage, state: RunnerState) -> InputBatch:
     """Bring `state` up to date and cut out the rows of the plan: new requests first, then known
     ones. Raises `ValueError` for a row that does not end with its request's last known token, and
     so yields no logits to sample from: chapter 1 computes whole prompts."""

@@ -63,8 +63,8 @@ class BlockMove:
 
 
 @dataclass(slots=True)
-class SchedulerOutput:
-    """The plan."""
+class PlanMessage:
+    """The plan, as a runner gets it: its message, which may cross processes."""
 
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
     scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
@@ -72,14 +72,6 @@ class SchedulerOutput:
     finished_req_ids: set[str] = field(default_factory=set)
     block_moves: list[BlockMove] = field(default_factory=list)  # chapter 3
     scheduled_draft_token_ids: dict[str, list[int]] = field(default_factory=dict)  # chapter 5
-    # The same plan as this process sees it: not part of the message to a runner. The lists run
-    # parallel to `num_scheduled_tokens`.
-    scheduled_requests: list[Request] = field(default_factory=list)
-    start_positions: list[int] = field(default_factory=list)  # first position that each computes
-    preempted_requests: list[Request] = field(default_factory=list)  # chapter 4
-    decided_req_ids: Collection[str] = ()  # chapter 4: all others take a routine step
-    num_recomputed_tokens: int = 0  # chapter 4
-    num_kv_blocks_in_use: int = 0  # chapter 2
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -97,6 +89,18 @@ class SchedulerOutput:
     def is_empty(self) -> bool:
         """Nobody computes anything. There may still be finished requests to forget."""
         return not self.num_scheduled_tokens
+
+
+@dataclass(slots=True)
+class SchedulerOutput(PlanMessage):
+    """And as its scheduler sees it. The lists run parallel to `num_scheduled_tokens`."""
+
+    scheduled_requests: list[Request] = field(default_factory=list)
+    start_positions: list[int] = field(default_factory=list)  # first position that each computes
+    preempted_requests: list[Request] = field(default_factory=list)  # chapter 4
+    decided_req_ids: Collection[str] = ()  # chapter 4: all others take a routine step
+    num_recomputed_tokens: int = 0  # chapter 4
+    num_kv_blocks_in_use: int = 0  # chapter 2
 
 
 @dataclass(slots=True)
@@ -135,9 +139,9 @@ class FinishedStep:
 class ModelRunner(Protocol):
     """Owns the model, the keys and values, and a copy of every running request. `execute` takes
     over what changed, lays out the tokens, runs the model and samples. It is called once for every
-    plan, empty ones too, and reads the plan's message and nothing else."""
+    plan, empty ones too."""
 
-    def execute(self, plan: SchedulerOutput) -> StepHandle: ...
+    def execute(self, plan: PlanMessage) -> StepHandle: ...
 
 
 class Laps:

@@ -22,7 +22,7 @@ from block_pool import Block
 from kv_cache_manager import KVCacheManager
 from prefix_cache import KeyedRequest, PrefixCache, extra_keys_of
 from request import Request
-from scheduler_interface import BlockMove, SchedulerOutput
+from scheduler_interface import BlockMove, PlanMessage
 
 __all__ = ["KeyedRequest", "extra_keys_of"]  # for chapters that need no more of a cache
 
@@ -107,7 +107,7 @@ UncachedKVCacheManager = KVMemory
 class SharingRunnerState(PagedRunnerState):
     """Chapter 2's copies of the requests, whose tables may change in the middle."""
 
-    def apply(self, plan: SchedulerOutput) -> None:
+    def apply(self, plan: PlanMessage) -> None:
         super().apply(plan)
         for move in plan.block_moves:
             self.block_tables[self.row_of[move.req_id], move.block_index] = move.block_id

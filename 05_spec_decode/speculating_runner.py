@@ -21,7 +21,7 @@ from typing import Protocol
 from acceptance import SpecDecodeStats
 from block_delta import PagedRunnerState
 from proposers import FollowedRequest, Proposer
-from scheduler_interface import FinishedStep, Laps, ModelRunner, SchedulerOutput, StepOutput
+from scheduler_interface import FinishedStep, Laps, ModelRunner, PlanMessage, StepOutput
 
 
 class DraftLength(Protocol):
@@ -71,7 +71,7 @@ class SpeculatingRunner:
         self._num_rounds = 0  # of guessing, in the last step
         self._num_rounds_before = 0
 
-    def execute(self, plan: SchedulerOutput) -> FinishedStep:
+    def execute(self, plan: PlanMessage) -> FinishedStep:
         for req_id in plan.finished_req_ids:
             self.proposer.forget(req_id)
             self.draft_length.forget(req_id)
@@ -90,7 +90,7 @@ class SpeculatingRunner:
         """Start counting anew."""
         self.stats = SpecDecodeStats()
 
-    def _judge(self, plan: SchedulerOutput, output: StepOutput) -> list[FollowedRequest]:
+    def _judge(self, plan: PlanMessage, output: StepOutput) -> list[FollowedRequest]:
         """Count what came of the drafts. Returns who may go on, with the tokens of this step."""
         self._append(output.token_ids)
         followed, starts = [], plan.starts()
@@ -133,7 +133,7 @@ class SpeculatingRunner:
             return {}  # a draft model falls behind, and catches up when it is asked again
         return self.proposer.propose(followed, num_drafts)
 
-    def _observe_times(self, plan: SchedulerOutput, verify_ms: float, propose_ms: float) -> None:
+    def _observe_times(self, plan: PlanMessage, verify_ms: float, propose_ms: float) -> None:
         num_tokens, drafts = plan.num_scheduled_tokens, plan.scheduled_draft_token_ids
         if num_tokens and all(n == 1 + len(drafts.get(r, ())) for r, n in num_tokens.items()):
             # After a pause a draft model first catches up, which takes longer than guessing.

@@ -2,22 +2,17 @@
 
     role            chapter   part
     KV tensors         2      PagedKVCache, sized by `kv_sizing` unless `num_blocks` says how many
-    KV memory         2, 3    UncachedKVCacheManager or CachedKVCacheManager over a BlockPool
-    prefix cache       3      PrefixCacheLocal or RadixCache
-    KV from elsewhere  3      TieredCache, any KVConnector, or both, by a LoadingKVCacheManager
-    scheduler        1 to 5   CachingFCFSScheduler; Scheduler or PrefillFirstScheduler, with a
-                              policy; the latter two's speculative kind
-    chunks           4, 6     WholePrompts; ChunkedPrefill or AdaptiveChunks
     batch            2, 6     compose_in_order; compose
     attention        2, 6     TorchAttentionBackend, CompiledAttentionBackend or
                               TritonAttentionBackend, or the mixed ones; InvariantAttentionBackend
     runner          common    PagedModelRunner over a BatchState
     sampler         common    Sampler; in a SpeculativeSampler if somebody guesses
     guesses            5      a SpeculatingRunner with an NgramProposer or a DraftModelProposer
-    the loop           1      RecordingEngineCore, with those as observers who learn from the clock
+    the rest         1 to 6   `scheduler_assembly.py`: memory, scheduler, the loop
 
 Nothing is implemented here. To turn a chapter off, a plain part takes the role; no token changes by
-it. A part that is not chosen is not imported either."""
+it. A part that is not chosen is not imported either. What is in this file runs wherever the model
+is: in a worker (`runner/worker.py`) if there are several ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from batch_layout import compose_in_order
-from block_pool import BlockPool
 from common.engine_config import EngineConfig, SpeculativeConfig
 from common.kernels.regions import set_regions
 from common.kv_sizing import allocate_kv_cache, make_kv_cache
@@ -39,35 +31,25 @@ from common.loader import LoadedModel
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import Compose, PagedModelRunner
 from common.sampling.sampler import BatchSampler, Sampler
-from kv_memory import KVMemory, UncachedKVCacheManager
+from common.scheduler_assembly import (
+    EngineParts,
+    ModelFacts,
+    Namespace,
+    RunnerSide,
+    assemble_around,
+    find_max_model_len,
+    find_vocab_size,
+)
 from paged_attention import AttentionBackend, PagedKVCache, TorchAttentionBackend
-from scheduler_interface import SchedulerInterface
-from step_record import Observer, RecordingEngineCore, StepRecord
+from scheduler_interface import ModelRunner
 
 if TYPE_CHECKING:
-    from cached_kv_cache_manager import CachedKVCacheManager
     from common.outputs import OutputProcessor
-    from kv_connector import KVConnector
-    from policies import SchedulePolicy
-    from prefix_cache import CacheListener
+    from kv_connector import KVBlockIO
     from proposers import Proposer
-    from speculating_runner import SpeculatingRunner
-    from whole_prompts import ChunkPolicy
+    from speculating_runner import DraftLength, SpeculatingRunner
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """The parts of one engine. `vocab_size` is what may be sampled: padding lanes are left out."""
-
-    core: RecordingEngineCore
-    kv_memory: UncachedKVCacheManager | CachedKVCacheManager
-    kv_cache: PagedKVCache
-    max_model_len: int
-    vocab_size: int
-    connector: KVConnector | None
-    speculation: SpeculatingRunner | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +62,19 @@ class Attention:
     kv_cache_kind: type[PagedKVCache] = PagedKVCache
 
 
+@dataclass(frozen=True, slots=True)
+class LocalRunner:
+    """What computes, in this process. `speculation`, if any, stands around `paged`."""
+
+    paged: PagedModelRunner
+    kv_cache: PagedKVCache
+    speculation: SpeculatingRunner | None
+
+    @property
+    def outermost(self) -> ModelRunner:
+        return self.speculation or self.paged
+
+
 def assemble(
     config: EngineConfig,
     loaded: LoadedModel,
@@ -89,12 +84,50 @@ def assemble(
 ) -> EngineParts:
     """Choose and connect the parts. Raises `ValueError` if the model or the memory does not allow
     it."""
-    longest = loaded.config.max_position_embeddings
-    max_model_len = config.max_model_len or longest
-    if max_model_len > longest:
-        raise ValueError(
-            f"max_model_len is {max_model_len}: the model was made for at most {longest}"
-        )
+    max_model_len = find_max_model_len(config, loaded.config)
+    vocab_size = find_vocab_size(loaded.config, num_tokens_in_tokenizer)
+
+    def trim(runner: ModelRunner) -> ModelRunner:
+        from common.runner.trimming_runner import TrimmingRunner
+
+        return TrimmingRunner(runner, members)
+
+    local = make_runner(config, loaded, draft, max_model_len, vocab_size, trim)
+    guesses = local.speculation
+    side = RunnerSide(
+        local.outermost,
+        model_facts(loaded),
+        local.kv_cache,
+        max_model_len,
+        vocab_size,
+        partial(make_block_io, config, loaded, local.kv_cache),
+        is_queued=local.paged.device.type != "cpu",  # by itself
+        speculation=guesses,
+        num_lookahead_tokens=None if guesses is None else guesses.proposer.num_lookahead_tokens,
+    )
+    return assemble_around(config, side)
+
+
+def model_facts(loaded: LoadedModel) -> ModelFacts:
+    weight, eos_token_ids = loaded.model.embed_weight, tuple(loaded.generation_eos_token_ids)
+    num_parameters = loaded.model.num_parameters
+    return ModelFacts(loaded.config, eos_token_ids, weight.device, weight.dtype, num_parameters)
+
+
+def make_runner(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    draft: LoadedModel | None,
+    max_model_len: int,
+    vocab_size: int,
+    trim: Callable[[ModelRunner], ModelRunner] | None = None,
+    make_length: Callable[[DraftLength], DraftLength] | None = None,
+    least: Callable[[int], int] | None = None,
+    num_neighbours: int = 1,
+) -> LocalRunner:
+    """What computes. `trim` wraps a runner that verifies guesses, `make_length` the choice of their
+    number; `least` agrees with other ranks on a number of blocks, of which `num_neighbours` share
+    the memory of this machine."""
     attention = make_attention(config, loaded)
     model = loaded.model
     set_regions(model, config.wants_compiled(model.num_parameters, model.embed_weight.device))
@@ -109,8 +142,6 @@ def assemble(
 
         dtype, head_dim = model.embed_weight.dtype, loaded.config.head_dim
         make_batch_invariant(linear_layers(model), model.layers, dtype, head_dim)
-    # Checkpoints pad the vocabulary to a round number; a lane that no token has must never win.
-    vocab_size = min(loaded.config.vocab_size, num_tokens_in_tokenizer or loaded.config.vocab_size)
     kv_cache = make_kv_cache(
         config,
         loaded,
@@ -119,21 +150,24 @@ def assemble(
         max_model_len,
         vocab_size,
         kind=attention.kv_cache_kind,
+        least=least,
+        num_neighbours=num_neighbours,
     )
-    connector, listener = make_connector(config, loaded, kv_cache)
-    kv_memory = make_kv_memory(config, kv_cache.num_blocks, connector, listener)
-    chunk_policy = make_chunk_policy(config)
-
     max_blocks = -(-max_model_len // config.block_size)
     state = BatchState(config.max_num_seqs, max_blocks, loaded.generation_eos_token_ids)
     sampler: BatchSampler = Sampler(vocab_size)
-    how, proposer = config.speculation, None
+    how, proposer, kind = config.speculation, None, PagedModelRunner
+    if config.pipeline_parallel_size > 1:
+        from common.parallel.stage import NoSampler, StageRunner as kind
+
+        if not model.collectives.ranks.is_last_stage:
+            sampler, how = NoSampler(), None
     if how is not None:
         proposer = make_proposer(
             how, loaded, draft, kv_cache, attention.backend, state, max_model_len, vocab_size
         )
         sampler = make_verifier(vocab_size, proposer, attention.is_triton)
-    runner = PagedModelRunner(
+    runner = kind(
         loaded.model,
         kv_cache,
         attention.backend,
@@ -142,200 +176,30 @@ def assemble(
         compose=attention.compose,
         shuffle_seed=config.seed if config.shuffle_batch else None,
     )
-    speculation = num_lookahead_tokens = None
+    speculation = None
     if how is not None and proposer is not None:
-        speculation = make_speculation(how, proposer, runner, state, members)
-        num_lookahead_tokens = proposer.num_lookahead_tokens
-    overlaps = is_overlapped(config, runner.device)
-    scheduler = make_scheduler(
-        config, max_model_len, kv_memory, chunk_policy, num_lookahead_tokens, overlaps
-    )
-    observers: list[Observer] = []
-    if connector is not None:
-        observers.append(partial(wait_for_loads, kv_memory))
-    if config.target_step_ms is not None:
-        observers.append(partial(tell_durations, chunk_policy))
-    if overlaps:
-        has_loads = connector is not None
-        core = make_overlapped_core(scheduler, runner, observers, kv_memory, has_loads)
-    else:
-        core = RecordingEngineCore(scheduler, speculation or runner, observers)
-    return EngineParts(core, kv_memory, kv_cache, max_model_len, vocab_size, connector, speculation)
+        length = make_draft_length(how)
+        speculation = make_speculation(
+            proposer,
+            runner if trim is None else trim(runner),
+            state,
+            length if make_length is None else make_length(length),
+        )
+    return LocalRunner(runner, kv_cache, speculation)
 
 
-# -- who computes what
+# -- KV blocks on their way
 
 
-def make_scheduler(
-    config: EngineConfig,
-    max_model_len: int,
-    kv_memory: KVMemory,
-    chunk_policy: ChunkPolicy | None,
-    num_lookahead_tokens: int | None,
-    overlaps: bool = False,
-) -> SchedulerInterface:
-    """`num_lookahead_tokens` is None if nobody guesses."""
-    limits = (config.max_num_seqs, config.max_num_batched_tokens)
-    if config.scheduler == "fcfs":
-        from caching_fcfs_scheduler import CachingFCFSScheduler
-
-        return _kind(CachingFCFSScheduler, overlaps)(kv_memory, *limits, max_model_len)
-    options: dict[str, Any] = {
-        "policy": make_policy(config, kv_memory),
-        "max_model_len": max_model_len,
-        "kv_memory": kv_memory,
-        "chunk_policy": chunk_policy,
-        "preempt_every": config.preempt_every,
-        "shuffle_waiting": config.shuffle_waiting,
-        "seed": config.seed,
-    }
-    if num_lookahead_tokens is not None:
-        options["num_lookahead_tokens"] = num_lookahead_tokens
-    if config.scheduler == "prefill_first":
-        size = config.chunk_size or config.max_num_batched_tokens
-        options["chunked_prefill_size"] = size if config.cuts_prompts else None
-        options["mixing"] = config.mixing
-        if num_lookahead_tokens is None:
-            from prefill_first_scheduler import PrefillFirstScheduler as Chosen
-        else:
-            from speculative_prefill_first_scheduler import (
-                SpeculativePrefillFirstScheduler as Chosen,
-            )
-    else:
-        options["watermark"] = config.watermark
-        if num_lookahead_tokens is None:
-            from scheduler import Scheduler as Chosen
-        else:
-            from speculative_scheduler import SpeculativeScheduler as Chosen
-    return _kind(Chosen, overlaps)(*limits, **options)
-
-
-def _kind(scheduler: type, overlaps: bool) -> Callable[..., Any]:
-    if not overlaps:
-        return scheduler
-    from overlapped_books import overlapped
-
-    return overlapped(scheduler)
-
-
-def make_policy(config: EngineConfig, kv_memory: KVMemory) -> str | SchedulePolicy:
-    """Chapter 4's root knows its own two by name."""
-    if config.policy in ("fcfs", "priority"):
-        return config.policy
-    from sglang_policies import policy_over
-
-    return policy_over(kv_memory, config.policy, config.seed)
-
-
-def make_chunk_policy(config: EngineConfig) -> ChunkPolicy | None:
-    """None: whole prompts. For the prefill-first scheduler a number is a size that its adder cuts
-    to, and no limit of a single prompt."""
-    if not config.cuts_prompts:
-        return None
-    threshold = config.chunk_size if config.scheduler == "two_phase" else None
-    limits = (threshold, config.max_long_partial_prefills)
-    if config.target_step_ms is None:
-        from chunk_policy import ChunkedPrefill
-
-        return ChunkedPrefill(*limits)
-    from adaptive_chunks import AdaptiveChunks
-
-    return AdaptiveChunks(config.target_step_ms, *limits)
-
-
-def tell_durations(policy: Any, record: StepRecord) -> None:
-    """An observer for chunks that learn what steps take."""
-    starts, num_tokens = record.start_positions, record.num_scheduled_tokens
-    policy.observe_step([starts[r] for r in num_tokens], num_tokens.values(), record.step_ms)
-
-
-# -- the loop
-
-
-def is_overlapped(config: EngineConfig, device: torch.device) -> bool:
-    """Whether a step is planned while the one before it runs. Where that is not possible, each is
-    over first, which is announced."""
-    if not config.wants_overlap(device):
-        return False
-    for name in ("speculative", "target_step_ms"):
-        if getattr(config, name) is not None:
-            logger.warning(
-                "overlap_scheduling has no effect with %s: each step is over before the next one "
-                "is planned",
-                name,
-            )
-            return False
-    return True
-
-
-def make_overlapped_core(
-    scheduler: Any,
-    runner: PagedModelRunner,
-    observers: list[Observer],
-    kv_memory: Any,
-    has_loads: bool,
-) -> RecordingEngineCore:
-    from common.runner.overlap import OverlappedEngineCore, ThreadedRunner
-
-    is_queued = runner.device.type != "cpu"  # by itself
-    begun = runner if is_queued else ThreadedRunner(runner)
-    core = OverlappedEngineCore(scheduler, begun, observers)
-    if has_loads:
-        kv_memory.wait_for_steps = core.wait_for_steps
-    return core
-
-
-# -- KV
-
-
-def make_kv_memory(
-    config: EngineConfig,
-    num_blocks: int,
-    connector: KVConnector | None,
-    listener: CacheListener | None,
-) -> UncachedKVCacheManager | CachedKVCacheManager:
-    pool, block_size = BlockPool(num_blocks), config.block_size
-    if config.prefix_cache is None:
-        return UncachedKVCacheManager(pool, block_size)
-    if config.prefix_cache == "hash":
-        from prefix_cache_local import PrefixCacheLocal
-
-        cache = PrefixCacheLocal(pool=pool, block_size=block_size, listener=listener)
-    else:
-        from radix_cache import RadixCache
-
-        cache = RadixCache(page_size=block_size, pool=pool, listener=listener)
-    if connector is None:
-        from cached_kv_cache_manager import CachedKVCacheManager
-
-        return CachedKVCacheManager(pool, block_size, cache)
-    from loading_kv_cache_manager import LoadingKVCacheManager
-
-    return LoadingKVCacheManager(pool, block_size, cache, connector)
-
-
-def make_connector(
+def make_block_io(
     config: EngineConfig, loaded: LoadedModel, kv_cache: PagedKVCache
-) -> tuple[KVConnector | None, CacheListener | None]:
-    """The tiers and the configured connector, bound to this engine's KV memory; and who is to hear
-    of what is cached."""
-    tiers = None
-    if config.kv_tiers is not None:
-        from tiered_cache import TieredCache
-
-        tiers = TieredCache(config.kv_tiers)
-    connectors = [part for part in (tiers, config.kv_connector) if part is not None]
-    if not connectors:
-        return None, None
+) -> tuple[KVBlockIO, Namespace]:
     from kv_block_io import PagedBlockIO
-    from kv_connector import ConnectorChain
 
-    connector = connectors[0] if len(connectors) == 1 else ConnectorChain(connectors)
     namespace = kv_namespace(loaded, kv_cache)
     if config.batch_invariant:  # KV with other bits is another engine's
         namespace += (("numerics", "batch invariant"),)
-    connector.bind(PagedBlockIO(kv_cache), config.block_size, namespace)
-    return connector, tiers
+    return PagedBlockIO(kv_cache), namespace
 
 
 def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str, str], ...]:
@@ -345,13 +209,7 @@ def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str
     model = f"{weights_digest(loaded.model.named_weights())} eps {loaded.config.rms_norm_eps}"
     shape = tuple(kv_cache.key_cache[0].shape[1:])
     layout = f"{kv_cache.key_cache[0].dtype} {len(kv_cache.key_cache)} x {shape}"
-    return (("model", model), ("kv layout", layout))
-
-
-def wait_for_loads(kv_memory: Any, record: StepRecord) -> None:
-    """An observer: where a step computed nothing while requests wait, their KV is on its way."""
-    if not record.num_scheduled_tokens and record.num_waiting:
-        kv_memory.wait_for_loads()
+    return (("model", model), ("kv layout", layout), *loaded.model.namespace)
 
 
 # -- the model's side
@@ -409,7 +267,7 @@ def make_compiled_attention(
     else:
         from compiled_attention import CompiledAttentionBackend as Backend
     few_blocks = allocate_kv_cache(loaded, 3, config.block_size, HeadMajorKVCache)
-    backend = Backend.compiled_for(loaded.config.num_attention_heads, few_blocks)
+    backend = Backend.compiled_for(loaded.model.num_heads, few_blocks)
     return None if backend is None else Attention(backend, compose, kv_cache_kind=HeadMajorKVCache)
 
 
@@ -429,22 +287,22 @@ def make_verifier(vocab_size: int, proposer: Proposer, is_triton: bool) -> Batch
     return SpeculativeSampler(Sampler(vocab_size), proposer.draft_probs, **rules)
 
 
+def make_draft_length(how: SpeculativeConfig) -> DraftLength:
+    from speculating_runner import FixedLength
+
+    if not how.adaptive:
+        return FixedLength(how.num_spec_tokens)
+    from adaptive_length import AdaptiveLength
+
+    return AdaptiveLength(how.num_spec_tokens)
+
+
 def make_speculation(
-    how: SpeculativeConfig,
-    proposer: Proposer,
-    runner: PagedModelRunner,
-    state: BatchState,
-    members: Mapping[str, OutputProcessor],
+    proposer: Proposer, runner: ModelRunner, state: BatchState, length: DraftLength
 ) -> SpeculatingRunner:
-    from common.runner.trimming_runner import TrimmingRunner
-    from speculating_runner import FixedLength, SpeculatingRunner
+    from speculating_runner import SpeculatingRunner
 
-    length = FixedLength(how.num_spec_tokens)
-    if how.adaptive:
-        from adaptive_length import AdaptiveLength
-
-        length = AdaptiveLength(how.num_spec_tokens)
-    return SpeculatingRunner(TrimmingRunner(runner, members), proposer, length, state)
+    return SpeculatingRunner(runner, proposer, length, state)
 
 
 def make_proposer(

@@ -93,6 +93,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="guess tokens ahead: by look-up, or with the shipped draft model",
     )
     parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="processes that share each layer (default: 1; under torchrun as many as it starts)",
+    )
+    parser.add_argument(
+        "--pipeline-parallel-size", type=int, default=1, metavar="N", help="stages of layers"
+    )
+    parser.add_argument(
         "--chunked-prefill",
         type=int,
         metavar="N",
@@ -246,6 +255,9 @@ def _main(args: argparse.Namespace) -> int:
         for i in range(len(prompts))
     ]
     speculative = None if args.speculative is None else {"method": args.speculative}
+    sizes = {"pipeline_parallel_size": args.pipeline_parallel_size}
+    if args.tensor_parallel_size is not None:
+        sizes["tensor_parallel_size"] = args.tensor_parallel_size
     llm = LLM(
         model=args.model,
         device=args.device,
@@ -255,11 +267,13 @@ def _main(args: argparse.Namespace) -> int:
         overlap_scheduling=True if args.overlap_scheduling else "auto",
         speculative=speculative,
         chunked_prefill=True if args.chunked_prefill is None else args.chunked_prefill,
+        **sizes,
     )
     engine = llm.engine
     print(
         f"{engine.model_config.architecture} on {engine.device}, {engine.dtype}: "
         f"{engine.num_parameters / 1e6:.1f} M parameters"
+        + (f", {engine.config.num_ranks} ranks" if engine.config.has_workers else "")
     )
     progress = sys.stderr.isatty() and not args.trace
     llm.generate(prompts[:1], SamplingParams(max_tokens=2), use_tqdm=False)  # warm up

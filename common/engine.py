@@ -13,7 +13,8 @@ from __future__ import annotations
 import atexit
 import gc
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig
 from common.intake import Intake, Prompt
 from common.loader import LoadedModel, load_model
 from common.outputs import OutputProcessor, RequestGroup, RequestOutput, spread_params
+from common.scheduler_assembly import EngineParts
 from common.tokenizer import Tokenizer, load_tokenizer
 from prefix_cache import CacheStats, PrefixCache
 from request import RequestStatus, SamplingParams
@@ -52,35 +54,27 @@ class LLMEngine:
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
-        if loaded is None:
-            model = config.model or SHIPPED_CHECKPOINT
-            loaded = load_model(model, config.dtype, config.resolve_device())
-            assert loaded.path is not None
-            tokenizer = tokenizer or load_tokenizer(loaded.path)
-        weight, how = loaded.model.embed_weight, config.speculation
-        if how is None or how.method != "draft":
-            draft = None
-        elif draft is None:
-            draft = load_model(how.model or SHIPPED_DRAFT, weight.dtype, weight.device)
-        num_tokens = None if tokenizer is None else tokenizer.vocab_size
         # By Request.request_id: all members of open groups, those that have finished included.
         self._members: dict[str, OutputProcessor] = {}
-        parts = assemble(config, loaded, draft, num_tokens, self._members)
+        make = _make_remote_parts if config.has_workers else _make_parts
+        parts, self.tokenizer = make(config, loaded, draft, tokenizer, self._members)
         self.core, self.scheduler = parts.core, parts.core.scheduler
-        self.kv_manager, self.kv_cache = parts.kv_memory, parts.kv_cache
-        self.max_model_len, self.vocab_size = parts.max_model_len, parts.vocab_size
-        self._connector, self.speculation = parts.connector, parts.speculation
-
-        self.tokenizer, self.on_step, self.model_config = tokenizer, on_step, loaded.config
-        self.device, self.dtype = weight.device, weight.dtype
-        self.num_parameters = loaded.model.num_parameters
-        eos_token_ids = tuple(loaded.generation_eos_token_ids)
-        num_embeddings = loaded.config.vocab_size
+        self.kv_manager, self._connector = parts.kv_memory, parts.connector
+        self._side = side = parts.side
+        self.kv_cache, self.speculation = side.kv_cache, side.speculation
+        self.max_model_len, self.vocab_size = side.max_model_len, side.vocab_size
+        self.on_step, self.model_config = on_step, side.model.config
+        self.device, self.dtype = side.model.device, side.model.dtype
+        self.num_parameters, eos_token_ids = side.model.num_parameters, side.model.eos_token_ids
         self._intake = Intake(
-            tokenizer, num_embeddings, self.vocab_size, eos_token_ids, config.seed
+            self.tokenizer,
+            self.model_config.vocab_size,
+            self.vocab_size,
+            eos_token_ids,
+            config.seed,
         )
+        # Ends the workers, if there are any, when nobody has this engine any more.
+        self._close_side = None if side.close is None else weakref.finalize(self, side.close)
         self._groups: dict[str, RequestGroup] = {}
         self._ended: dict[RequestGroup, None] = {}  # and not reported yet; in order
         self._num_idle_steps = 0  # in a row, up to the last one
@@ -346,12 +340,17 @@ class LLMEngine:
         return self.kv_manager.reset_prefix_cache()
 
     def close(self) -> None:
-        """Stop the connector's threads and close its files. The engine computes nothing after."""
+        """Stop the connector's threads, close its files, end the workers. The engine computes
+        nothing after."""
         for request_id in list(self._groups):
             self.abort_request(request_id)
-        self.core.drain()
-        if self._connector is not None:
-            self._connector.close()
+        try:
+            self.core.drain()
+        finally:
+            if self._connector is not None:
+                self._connector.close()
+            if self._close_side is not None:
+                self._close_side()
 
     def reset_stats(self) -> None:
         """Start counting anew, after a warm-up for instance. What is cached stays cached."""
@@ -415,3 +414,42 @@ class LLMEngine:
         self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
         self._end(group)
         del self._ended[group]
+
+
+def _make_parts(
+    config: EngineConfig,
+    loaded: LoadedModel | None,
+    draft: LoadedModel | None,
+    tokenizer: Tokenizer | None,
+    members: Mapping[str, OutputProcessor],
+) -> tuple[EngineParts, Tokenizer | None]:
+    """All in this process."""
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    if loaded is None:
+        model = config.model or SHIPPED_CHECKPOINT
+        loaded = load_model(model, config.dtype, config.resolve_device())
+        assert loaded.path is not None
+        tokenizer = tokenizer or load_tokenizer(loaded.path)
+    weight, how = loaded.model.embed_weight, config.speculation
+    if how is None or how.method != "draft":
+        draft = None
+    elif draft is None:
+        draft = load_model(how.model or SHIPPED_DRAFT, weight.dtype, weight.device)
+    num_tokens = None if tokenizer is None else tokenizer.vocab_size
+    return assemble(config, loaded, draft, num_tokens, members), tokenizer
+
+
+def _make_remote_parts(
+    config: EngineConfig,
+    loaded: LoadedModel | None,
+    draft: LoadedModel | None,
+    tokenizer: Tokenizer | None,
+    members: Mapping[str, OutputProcessor],
+) -> tuple[EngineParts, Tokenizer]:
+    """The model in workers."""
+    from common.parallel.remote import assemble_remote
+
+    if loaded is not None or draft is not None:
+        raise ValueError("a loaded model can not be handed to other processes: name its directory")
+    return assemble_remote(config, tokenizer, members)

@@ -119,8 +119,11 @@ class EngineConfig:
     batch_invariant: bool = False
     num_threads: int | None = None  # of torch, in this whole process; None: as torch has it
     gpu_memory_utilization: float = 0.9  # share that weights, activations and KV together may take
+    # Ranks that share each layer, stages that share the layers. More than one rank in all: each is
+    # a process of its own, and this one computes nothing (`common/parallel`).
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    worker_timeout_s: float = 300.0  # a rank that needs longer for a step is given up
     seed: int = 0  # for requests that bring no seed of their own
     # Debug switches. None of them may change any output.
     check_invariants: bool = False  # of scheduler and KV manager, after every step
@@ -130,6 +133,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         lowest = {"block_size": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1}
+        lowest |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
         optional = {"preempt_every": 1, "max_long_partial_prefills": 1, "num_threads": 1}
         # The null block and one more; one token in and one out.
         optional |= {"num_blocks": 2, "max_model_len": 2}
@@ -148,8 +152,6 @@ class EngineConfig:
             "attention_backend": ("auto", "torch", "triton"),
             "pack_weights": (True, False),
             "batch_invariant": (False, True),
-            "tensor_parallel_size": (1,),
-            "pipeline_parallel_size": (1,),
         }
         for name, allowed in choices.items():
             value = getattr(self, name)
@@ -162,6 +164,8 @@ class EngineConfig:
         is_size = isinstance(size, bool) or (isinstance(size, int) and size >= 1)
         is_share = _is_number(share) and 0 < share <= 1
         is_time = ms is None or (_is_number(ms) and 0 < ms < math.inf)
+        patience = self.worker_timeout_s
+        is_patience = _is_number(patience) and 0 < patience < math.inf
         _check(
             self,
             ("model", is_model, "it must be a directory, a hub id or None"),
@@ -169,6 +173,7 @@ class EngineConfig:
             ("gpu_memory_utilization", is_share, "it must be in (0, 1]"),
             ("chunked_prefill", is_size, "it must be True, False or an integer >= 1"),
             ("target_step_ms", is_time, "it must be None or > 0, and finite"),
+            ("worker_timeout_s", is_patience, "it must be > 0, and finite"),
         )
         self._check_what_goes_together()
 
@@ -177,6 +182,10 @@ class EngineConfig:
         has_size = self.chunk_size is not None
         name = f"scheduler {kind!r}"
         no_cut = f"{name} with chunked_prefill={self.chunked_prefill!r} does not cut prompts"
+        has_stages = self.pipeline_parallel_size > 1
+        no_clock = no_cut
+        if has_stages:
+            no_clock = "in a pipeline the time of a step is not known: other steps are under way"
         no_long = "it needs scheduler 'two_phase' and a number as chunked_prefill: what is long"
         no_cache = "it needs a prefix_cache, which is None"
         is_fixed, tiles = self.batch_invariant, "batch_invariant=True computes in tiles of its own"
@@ -185,7 +194,7 @@ class EngineConfig:
             "speculative": (self.speculation and not may_preempt, f"{name} does not speculate"),
             "chunked_prefill": (has_size and kind == "fcfs", f"{name} computes prompts whole"),
             "mixing": (self.mixing and kind != "prefill_first", f"{name} has no other batches"),
-            "target_step_ms": (not self.cuts_prompts, no_cut),
+            "target_step_ms": (not self.cuts_prompts or has_stages, no_clock),
             "max_long_partial_prefills": (kind != "two_phase" or not has_size, no_long),
             "kv_tiers": (self.prefix_cache is None, no_cache),
             "kv_connector": (self.prefix_cache is None, no_cache),
@@ -206,6 +215,15 @@ class EngineConfig:
                 ("kv_tiers", is_tiers, "it must be None or a KVTierConfig"),
                 ("kv_connector", is_connector, "it must be None or a KVConnector"),
             )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether the model is in other processes."""
+        return self.num_ranks > 1
 
     @property
     def cuts_prompts(self) -> bool:

@@ -6,7 +6,7 @@ that can come, which is made up and run here; on a CPU from what is free."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -44,9 +44,12 @@ def make_kv_cache(
     vocab_size: int,
     memory: MemoryReader | None = None,
     kind: type[PagedKVCache] = PagedKVCache,
+    least: Callable[[int], int] | None = None,
+    num_neighbours: int = 1,
 ) -> PagedKVCache:
     """KV tensors of `config.num_blocks` blocks, or of as many as fit, those of a draft model
-    included. `memory` reads the model's device; None: CUDA's own reader, if it is a GPU."""
+    included. `memory` reads the model's device; None: CUDA's own reader, if it is a GPU. `least` is
+    the smallest number of all ranks; of these, `num_neighbours` share a CPU's memory."""
     if config.num_blocks is not None:
         return allocate_kv_cache(loaded, config.num_blocks, config.block_size, kind)
     device = loaded.model.embed_weight.device
@@ -55,7 +58,7 @@ def make_kv_cache(
     if memory is None:
         seq_lens = [min(_CPU_WARM_UP_TOKENS, max_model_len)]
         run_forward(loaded, _allocate_for(seq_lens, loaded, config), backend, seq_lens, 1)
-        available = share_of_free(free_memory_bytes())
+        available = share_of_free(free_memory_bytes() // num_neighbours)
     else:
         num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
         seq_lens = _parts_of(num_tokens, max_model_len)
@@ -67,7 +70,8 @@ def make_kv_cache(
         kv_bytes_per_block, config.block_size, config.max_num_seqs, max_model_len, available
     )
     logger.info(budget.explanation)
-    return allocate_kv_cache(loaded, budget.num_blocks, config.block_size, kind)
+    num_blocks = budget.num_blocks if least is None else least(budget.num_blocks)
+    return allocate_kv_cache(loaded, num_blocks, config.block_size, kind)
 
 
 def allocate_kv_cache(
@@ -76,13 +80,13 @@ def allocate_kv_cache(
     block_size: int,
     kind: type[PagedKVCache] = PagedKVCache,
 ) -> PagedKVCache:
-    model, weight = loaded.config, loaded.model.embed_weight
+    model, weight = loaded.model, loaded.model.embed_weight
     return kind(
-        num_layers=model.num_hidden_layers,
+        num_layers=model.num_layers,
         num_blocks=num_blocks,
         block_size=block_size,
-        num_kv_heads=model.num_key_value_heads,
-        head_dim=model.head_dim,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.config.head_dim,
         dtype=weight.dtype,
         device=weight.device,
     )
@@ -206,5 +210,5 @@ def run_forward(
     )
     positions = positions.to(device)
     logit_indices = positions.new_zeros(num_logit_rows)
-    ids = torch.zeros_like(positions)
-    return loaded.model(ids, positions, kv_cache, metadata, logit_indices, backend)
+    blank = loaded.model.blank_input(len(positions))
+    return loaded.model(blank, positions, kv_cache, metadata, logit_indices, backend)

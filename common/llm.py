@@ -11,6 +11,7 @@ Importing this module is cheap: torch and transformers are loaded by `LLM(...)`,
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from numbers import Number
 from pathlib import Path
@@ -40,6 +41,14 @@ class LLM:
         known = set(EngineConfig.__dataclass_fields__)
         if unknown := sorted(set(config) - known):
             raise ValueError(f"unknown argument {unknown[0]!r}: LLM takes {sorted(known)}")
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun: its processes are the ranks
+            from common.parallel import remote_launch
+
+            stages = config.get("pipeline_parallel_size", 1)
+            config.setdefault("tensor_parallel_size", remote_launch.torchrun_size(stages))
+            made = EngineConfig(model=model, **config)
+            remote_launch.check_torchrun(made.tensor_parallel_size, made.pipeline_parallel_size)
+            remote_launch.serve_if_not_first()
         self.engine: LLMEngine = LLMEngine(EngineConfig(model=model, **config))
 
     def generate(
@@ -76,7 +85,8 @@ class LLM:
         yield from self.engine.stream(prompt, params)
 
     def close(self) -> None:
-        """Abort what is unfinished, and stop what `kv_tiers` or `kv_connector` started."""
+        """Abort what is unfinished, stop what `kv_tiers` or `kv_connector` started, and end the
+        workers, if there are several ranks. So does whoever forgets the last reference."""
         self.engine.close()
 
 

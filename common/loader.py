@@ -11,14 +11,17 @@ the shared matrix may have either of its names, or both if both hold the same va
 differ, transformers 5 unties them and warns; here it is an error.)
 
 Parameters are allocated once, uninitialised, on the device they stay on. Files are mapped into
-memory and copied tensor by tensor, so the peak is the model plus one tensor."""
+memory and copied tensor by tensor, so the peak is the model plus one tensor. Where several
+processes share a model, each copies its own slices, and checks names and shapes of the whole."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from common.kernels.processor import is_bfloat16_fast
-from common.model import DecoderModel
+from common.model import CheckpointTensor, DecoderModel
 from common.model_config import ModelConfig, token_ids
 
 logger = logging.getLogger(__name__)
@@ -77,20 +80,50 @@ def resolve_checkpoint(model: str | Path) -> Path:
     return resolve_checkpoint(downloaded)
 
 
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What is known of a model before its weights are read."""
+
+    path: Path
+    config: ModelConfig
+    generation_eos_token_ids: tuple[int, ...]
+
+
+def read_checkpoint(model: str | Path) -> Checkpoint:
+    """Raises `FileNotFoundError` and `ValueError`, as `load_model` does."""
+    path = resolve_checkpoint(model)
+    config = ModelConfig.from_hf(_read_json(path / "config.json"))
+    return Checkpoint(path, config, _eos_token_ids(path, config))
+
+
+def checkpoint_digest(path: Path) -> str:
+    """Tells checkpoints apart, quickly: by the configuration, and by names, shapes, dtypes and
+    first rows of all tensors. Training changes them all; what is made to differ in other rows only
+    goes unseen, so KV is not shared by this name (`weights_digest` of chapter 3 reads all)."""
+    digest = blake2b((path / "config.json").read_bytes(), digest_size=16)
+    for name, file in sorted(_open_weights(path).items()):
+        stored = file.get_slice(name)
+        row = stored[:1].contiguous().view(torch.uint8).numpy().tobytes()
+        digest.update(f"{name} {stored.get_shape()} {stored.get_dtype()}\n".encode() + row)
+    return digest.hexdigest()
+
+
 def load_model(
     model: str | Path,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
+    make: Callable[[ModelConfig, torch.dtype, torch.device], DecoderModel] = DecoderModel,
 ) -> LoadedModel:
     """A complete model, ready for `forward`. `dtype="auto"` is the checkpoint's own, except that a
-    CPU without fast arithmetic for it gets float32. Raises `FileNotFoundError` for missing files
-    and `ValueError` for what does not fit."""
-    path, device = resolve_checkpoint(model), torch.device(device)
-    config = ModelConfig.from_hf(_read_json(path / "config.json"))
+    CPU without fast arithmetic for it gets float32. `make` may leave a part of the model to other
+    processes (`common/parallel`); only what it takes is read. Raises `FileNotFoundError` for
+    missing files and `ValueError` for what does not fit."""
+    checkpoint, device = read_checkpoint(model), torch.device(device)
+    path, config = checkpoint.path, checkpoint.config
     files = _open_weights(path)
-    decoder = DecoderModel(config, _resolve_dtype(dtype, config, files, device), device)
+    decoder = make(config, _resolve_dtype(dtype, config, files, device), device)
     _fill(decoder, files)
-    return LoadedModel(decoder, config, _eos_token_ids(path, config), path)
+    return LoadedModel(decoder, config, checkpoint.generation_eos_token_ids, path)
 
 
 # -- files
@@ -183,7 +216,7 @@ def _fill(decoder: DecoderModel, files: dict[str, Any]) -> None:
     parts = decoder.checkpoint_tensors()
     names = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
     if decoder.config.tie_word_embeddings:
-        names -= _check_tied(files)
+        names -= _check_tied(files, parts["model.embed_tokens.weight"])
         if "model.embed_tokens.weight" not in names and "lm_head.weight" in names:
             parts["lm_head.weight"] = parts.pop("model.embed_tokens.weight")
     if missing := sorted(parts.keys() - names):
@@ -198,18 +231,21 @@ def _fill(decoder: DecoderModel, files: dict[str, Any]) -> None:
             raise ValueError(f"{name} has shape {sides}")
         if dtype not in _FILE_DTYPES:
             raise ValueError(f"{name} has dtype {dtype}: it must be {', '.join(_FILE_DTYPES)}")
-    for name, part in parts.items():
-        part.target.copy_(files[name].get_tensor(name))
-    filled = sum(part.target.numel() for part in parts.values())
+    targets = {name: part.target for name, part in parts.items() if part.target is not None}
+    for name, target in targets.items():
+        target.copy_(files[name].get_slice(name)[parts[name].part])
+    filled = sum(target.numel() for target in targets.values())
     assert filled == sum(p.numel() for p in decoder.parameters()), "a parameter has no tensor"
 
 
-def _check_tied(files: dict[str, Any]) -> set[str]:
-    """The names among the two of a tied matrix that are superfluous."""
+def _check_tied(files: dict[str, Any], matrix: CheckpointTensor) -> set[str]:
+    """The names among the two of a tied matrix that are superfluous. Each process compares what it
+    has of it."""
     tied = ("model.embed_tokens.weight", "lm_head.weight")
     if not all(name in files for name in tied):
         return set()
-    embedding, head = (files[name].get_tensor(name) for name in tied)
+    part = matrix.part if matrix.target is not None else (slice(0),)
+    embedding, head = (files[name].get_slice(name)[part] for name in tied)
     if not torch.equal(embedding, head):
         raise ValueError(
             f"tie_word_embeddings is true, but {tied[0]} and {tied[1]} differ in the checkpoint: "

@@ -15,7 +15,10 @@ In every dtype the numbers follow `transformers`: norms and rotary angles are co
 Norms and rotary embedding are in `common/kernels/regions.py`.
 
 Nothing in `forward` waits for a GPU. Parameters are uninitialised memory until `common.loader` has
-filled them; `checkpoint_tensors` tells it what goes where."""
+filled them; `checkpoint_tensors` tells it what goes where.
+
+One process has all of it here. A part of each matrix, or some of the layers, is
+`common/parallel/sharded_model.py`, which puts the same pieces together."""
 
 from __future__ import annotations
 
@@ -30,37 +33,49 @@ from torch.nn import functional as F
 from common.kernels.regions import Regions
 from common.linear import Linear, linear_layers, why_not_packed
 from common.model_config import ModelConfig
+from common.parallel.collectives import Alone, Collectives
 from common.rotary import rotary_factors, rotary_table
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """Where a tensor of a checkpoint goes: `target`, a view of a parameter, to which it is
-    broadcast. It must have exactly `shape`."""
+    """Where a tensor of a checkpoint goes: `part` of it, by itself all, to `target`, a view of a
+    parameter, to which it is broadcast. It must have exactly `shape`. `target` is None where
+    another process has the tensor."""
 
-    target: torch.Tensor
+    target: torch.Tensor | None
     shape: tuple[int, ...]
+    part: tuple[slice, ...] = (slice(None),)
 
 
-def _allocator(dtype: torch.dtype, device: torch.device | str) -> Callable[..., nn.Parameter]:
+def allocator(dtype: torch.dtype, device: torch.device | str) -> Callable[..., nn.Parameter]:
     def empty(*shape: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
     return empty
 
 
+MakeLinear = Callable[[nn.Parameter, nn.Parameter | None], Linear]  # of weight and bias
+
+
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each added to the residual stream."""
+    """Attention and MLP, each added to the residual stream. `into_stream` makes the two matrices
+    whose products are added."""
 
     def __init__(
-        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        index: int,  # of its KV in the cache
+        dtype: torch.dtype,
+        device: torch.device | str,
+        into_stream: MakeLinear = Linear,
     ) -> None:
         super().__init__()
-        empty = _allocator(dtype, device)
+        empty = allocator(dtype, device)
 
-        def linear(num_out: int, num_in: int, has_bias: bool) -> Linear:
-            return Linear(empty(num_out, num_in), empty(num_out) if has_bias else None)
+        def linear(num_out: int, num_in: int, has_bias: bool, make: MakeLinear = Linear) -> Linear:
+            return make(empty(num_out, num_in), empty(num_out) if has_bias else None)
 
         hidden, inner = config.hidden_size, config.intermediate_size
         self.index, self.regions = index, Regions()
@@ -81,10 +96,10 @@ class DecoderLayer(nn.Module):
         self.qk_norm_weight = (
             empty(self.num_qk_heads, self.head_dim) if config.has_qk_norm else None
         )
-        self.o = linear(hidden, q_size, config.o_bias)
+        self.o = linear(hidden, q_size, config.o_bias, into_stream)
         self.mlp_norm_weight = empty(hidden)
         self.gate_up = linear(2 * inner, hidden, config.mlp_bias)
-        self.down = linear(hidden, inner, config.mlp_bias)
+        self.down = linear(hidden, inner, config.mlp_bias, into_stream)
 
     def forward(
         self,
@@ -159,6 +174,7 @@ class DecoderModel(nn.Module):
     """Token ids in, logits out, keys and values in a paged cache."""
 
     rotary_table: torch.Tensor
+    namespace: tuple[tuple[str, str], ...] = ()  # of its KV, if that is not the whole model's
 
     def __init__(
         self,
@@ -167,18 +183,27 @@ class DecoderModel(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        self.config, self.regions = config, Regions()
-        empty = _allocator(dtype, device)
+        empty = allocator(dtype, device)
         vocab = (config.vocab_size, config.hidden_size)
         self.embed_weight = empty(*vocab)
         is_tied = config.tie_word_embeddings
         self.lm_head = Linear(self.embed_weight if is_tied else empty(*vocab))
-        layers = [DecoderLayer(config, i, dtype, device) for i in range(config.num_hidden_layers)]
-        self.layers = cast("list[DecoderLayer]", nn.ModuleList(layers))
         self.norm_weight = empty(config.hidden_size)
+        layers = [DecoderLayer(config, i, dtype, device) for i in range(config.num_hidden_layers)]
+        self._complete(config, layers, Alone())
+
+    def _complete(
+        self, config: ModelConfig, layers: list[DecoderLayer], collectives: Collectives
+    ) -> None:
+        """What every process has, whatever its part is."""
+        self.config, self.regions, self.collectives = config, Regions(), collectives
+        self.layers = cast("list[DecoderLayer]", nn.ModuleList(layers))
+        dtype, device = self.embed_weight.dtype, self.embed_weight.device
         table = rotary_table(config.rope, config.head_dim, config.max_position_embeddings, dtype)
         self.register_buffer("rotary_table", table.to(device), persistent=False)
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
+        self.num_layers = len(layers)
+        self.num_heads, self.num_kv_heads, _ = layers[0].head_counts
 
     @torch.inference_mode()
     def forward(
@@ -192,13 +217,33 @@ class DecoderModel(nn.Module):
     ) -> torch.Tensor:  # [num_logit_rows, vocab_size]
         """One step: row r of the result are the logits of the token after `logit_indices[r]`."""
         hidden = F.embedding(input_ids, self.embed_weight)
+        hidden = self.through_layers(hidden, positions, kv_cache, metadata, backend, logit_indices)
+        return self.to_logits(hidden)
+
+    def through_layers(
+        self,
+        hidden: torch.Tensor,  # [num_tokens, hidden_size], overwritten
+        positions: torch.Tensor,
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+        backend: AttentionBackend,
+        rows: torch.Tensor | None,  # [num_rows], those that are needed afterwards; None: all
+    ) -> torch.Tensor:  # [num_tokens or num_rows, hidden_size]
         rotary = rotary_factors(self.rotary_table, positions)
-        last = len(self.layers) - 1
+        last = self.num_layers - 1
         for i, layer in enumerate(self.layers):
-            rows = logit_indices if i == last else None
-            hidden = layer(hidden, rotary, kv_cache, metadata, backend, rows)
+            needed = rows if i == last else None
+            hidden = layer(hidden, rotary, kv_cache, metadata, backend, needed)
+        return hidden
+
+    def to_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = self.regions.rms_norm(hidden, self.norm_weight, self.config.rms_norm_eps)
         return self.lm_head(hidden)
+
+    def blank_input(self, num_tokens: int) -> torch.Tensor:
+        """Something that `forward` takes instead of a prompt, to warm up."""
+        device = self.embed_weight.device
+        return torch.zeros(num_tokens, dtype=torch.int64, device=device)
 
     def pack_weights(self) -> str | None:
         """Reorder every matrix for this processor, once (`common/linear.py`). None, or the reason

@@ -24,7 +24,7 @@ from paged_attention import PagedKVCache
 from paged_fcfs_scheduler import PagedFCFSScheduler
 from plot_batching_workloads import stdlib_functions
 from request import Request, SamplingParams
-from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
+from scheduler_interface import FinishedStep, PlanMessage, SchedulerOutput, StepOutput
 from step_record import RecordingEngineCore
 
 SEED = 0
@@ -63,7 +63,7 @@ class ScriptedRunner:
     def __init__(self, output_lens: dict[str, int]) -> None:
         self.remaining = dict(output_lens)
 
-    def execute(self, plan: SchedulerOutput) -> FinishedStep:
+    def execute(self, plan: PlanMessage) -> FinishedStep:
         output = StepOutput()
         for request_id in plan.num_scheduled_tokens:
             self.remaining[request_id] -= 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from scheduler_interface import PENDING, FinishedStep, SchedulerOutput
+from scheduler_interface import PENDING, FinishedStep, PlanMessage
 
 
 class DelayedRunner:
@@ -24,7 +24,7 @@ class DelayedRunner:
     def state(self) -> Any:
         return self.runner.state
 
-    def execute(self, plan: SchedulerOutput) -> FinishedStep:
+    def execute(self, plan: PlanMessage) -> FinishedStep:
         cached, new_token_ids = plan.scheduled_cached_reqs, []
         for req_id, tokens in zip(cached.req_ids, cached.new_token_ids, strict=True):
             assert PENDING not in tokens[:-1], f"{req_id!r}: only the last one can be unknown"

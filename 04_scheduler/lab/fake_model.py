@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kv_memory import SharingRunnerState
-from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
+from scheduler_interface import FinishedStep, PlanMessage, StepOutput
 
 _MODULUS = (1 << 61) - 1
 
@@ -54,7 +54,7 @@ class FakeModelRunner:
         self.state = state or SharingRunnerState(max_num_seqs=4, max_blocks_per_request=1024)
         self._kv: dict[int, int] = {}  # by slot; what was never written is not there
 
-    def execute(self, plan: SchedulerOutput) -> FinishedStep:
+    def execute(self, plan: PlanMessage) -> FinishedStep:
         """One step: the tokens sampled for each request whose last known token was in it."""
         self._apply(plan)
         cached = plan.scheduled_cached_reqs
@@ -74,7 +74,7 @@ class FakeModelRunner:
                 sampled[req_id] = self._verify(drafts, predicted[-1 - len(drafts) :])
         return FinishedStep(StepOutput(sampled))
 
-    def _apply(self, plan: SchedulerOutput) -> None:
+    def _apply(self, plan: PlanMessage) -> None:
         requests, cached = self.state.requests, plan.scheduled_cached_reqs
         assert plan.finished_req_ids <= requests.keys(), "unknown, and finished"
         for new in plan.scheduled_new_reqs:

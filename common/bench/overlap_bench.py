@@ -33,7 +33,7 @@ from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.loader import LoadedModel, load_model
 from request import SamplingParams
-from scheduler_interface import ModelRunner, SchedulerOutput, StepHandle, StepOutput
+from scheduler_interface import ModelRunner, PlanMessage, StepHandle, StepOutput
 
 RECORD = Path(__file__).parent / "records" / "overlap.json"
 PAGE = Path(__file__).parents[1] / "README.md"
@@ -60,7 +60,7 @@ class QueuedDevice:
     def __init__(self, runner: ModelRunner, seconds: float) -> None:
         self.runner, self.seconds, self._is_free_at = runner, seconds, 0.0
 
-    def execute(self, plan: SchedulerOutput) -> QueuedStep:
+    def execute(self, plan: PlanMessage) -> QueuedStep:
         handle = self.runner.execute(plan)
         if not plan.is_empty:
             self._is_free_at = max(self._is_free_at, time.perf_counter()) + self.seconds

@@ -17,7 +17,7 @@ import torch
 from common.sampling.sampler import UnreadStep
 from common.sampling.sampling_columns import SamplingColumns
 from kv_memory import SharingRunnerState
-from scheduler_interface import PENDING, CachedRequestData, NewRequestData, SchedulerOutput
+from scheduler_interface import PENDING, CachedRequestData, NewRequestData, PlanMessage
 
 
 class BatchState(SharingRunnerState):
@@ -30,7 +30,7 @@ class BatchState(SharingRunnerState):
         self.has_pending = False  # tokens among those of this step
         super().__init__(max_num_seqs, max_blocks_per_request)
 
-    def apply(self, plan: SchedulerOutput) -> None:
+    def apply(self, plan: PlanMessage) -> None:
         super().apply(plan)
         self._place_pending(plan.scheduled_cached_reqs)
         if drafts := plan.scheduled_draft_token_ids:

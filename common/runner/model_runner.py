@@ -23,7 +23,7 @@ from common.runner.batch_state import BatchState
 from common.sampling.sampler import BatchSampler, UnreadStep
 from common.sampling.sampling_columns import SamplingBatch
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
-from scheduler_interface import FinishedStep, Laps, SchedulerOutput, StepHandle, StepOutput
+from scheduler_interface import FinishedStep, Laps, PlanMessage, StepHandle, StepOutput
 
 Compose = Callable[[PagedRunnerState, Queries, int, torch.device], ComposedBatch]
 
@@ -79,7 +79,7 @@ class PagedModelRunner:
         self.device = model.embed_weight.device
         self._shuffle = None if shuffle_seed is None else random.Random(shuffle_seed)
 
-    def execute(self, plan: SchedulerOutput) -> StepHandle:
+    def execute(self, plan: PlanMessage) -> StepHandle:
         clock = Laps()
         batch = self.prepare(plan)
         clock.lap("prepare_ms")
@@ -92,7 +92,7 @@ class PagedModelRunner:
         self.state.sampled = unread
         return BegunStep(unread, clock.ms)
 
-    def prepare(self, plan: SchedulerOutput) -> PagedBatch | None:
+    def prepare(self, plan: PlanMessage) -> PagedBatch | None:
         """Bring the requests up to date and lay out the step's tokens, if there are any."""
         self.state.apply(plan)
         return None if plan.is_empty else self._lay_out(plan)
@@ -103,7 +103,7 @@ class PagedModelRunner:
         ids, positions, rows = batch.input_ids, batch.positions, batch.logit_indices
         return self.model(ids, positions, self.kv_cache, batch.attention, rows, self.backend)
 
-    def _lay_out(self, plan: SchedulerOutput) -> PagedBatch:
+    def _lay_out(self, plan: PlanMessage) -> PagedBatch:
         start_of, drafts = plan.starts(), plan.scheduled_draft_token_ids
         if self._shuffle is not None:
             start_of = dict(self._shuffle.sample(list(start_of.items()), len(start_of)))

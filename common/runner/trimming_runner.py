@@ -7,9 +7,10 @@ blocks or guesses again."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from common.outputs import OutputProcessor
-from scheduler_interface import FinishedStep, ModelRunner, SchedulerOutput
+from scheduler_interface import ModelRunner, PlanMessage, StepHandle, StepOutput
 
 
 class TrimmingRunner:
@@ -18,12 +19,21 @@ class TrimmingRunner:
     def __init__(self, runner: ModelRunner, members: Mapping[str, OutputProcessor]) -> None:
         self.runner, self.members = runner, members
 
-    def execute(self, plan: SchedulerOutput) -> FinishedStep:
-        output = self.runner.execute(plan).wait()
+    def execute(self, plan: PlanMessage) -> TrimmedStep:
+        return TrimmedStep(self.runner.execute(plan), self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class TrimmedStep:
+    step: StepHandle
+    members: Mapping[str, OutputProcessor]
+
+    def wait(self) -> StepOutput:
+        output = self.step.wait()
         for req_id, tokens in output.token_ids.items():
-            if len(tokens) > 1:
-                num_wanted = self.members[req_id].num_wanted(tokens)
+            if len(tokens) > 1 and (member := self.members.get(req_id)) is not None:
+                num_wanted = member.num_wanted(tokens)
                 del tokens[num_wanted:]
                 if req_id in output.logprobs:
                     del output.logprobs[req_id][num_wanted:]
-        return FinishedStep(output)
+        return output

@@ -10,7 +10,7 @@ import shlex
 
 import pytest
 
-from common.assembly import make_chunk_policy, make_kv_memory, make_scheduler
+from common.scheduler_assembly import make_chunk_policy, make_kv_memory, make_scheduler
 from common.tests.engine_oracle import paged_runner
 from common.tests.equivalence import (
     PROMPT_LENGTHS,

@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from common.tests.conftest import loaded, oracle
+
+__all__ = ["loaded", "oracle"]

@@ -1,0 +1,315 @@
+"""The driver's end of its workers: send the same message to all, collect what they answer.
+
+    driver                     worker 0            worker 1
+      | -- plan 7 -------------> |                   |
+      | -- plan 7 ---------------------------------> |
+      |      (plans the next step, if it may)   all-reduce ...
+      | <------------- output 7 -|                   |
+
+Every worker reads its messages in order and answers in order, so nothing is asked twice and nothing
+has to be matched but the number of the step.
+
+A worker that raises says so. One that is killed closes its socket. One that is stuck is late, and
+then asked on its lifeline, where a thread answers even if the model waits in a collective: so the
+rank that the others wait for can be told from those that wait. Whatever it is, all workers are
+ended, and from then on every call raises the same sentence: ranks that have lost step with each
+other are of no use."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from common.parallel import message
+from common.parallel.channel import START_TIMEOUT_S, Channel, ChannelClosed, ask_where
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 5.0
+GRACE_S = 1.0  # for others to say what went wrong, when one has
+ANSWERS = {
+    "ready": ("facts",),
+    "output": ("step", "output", "digest"),
+    "block": ("data",),
+    "error": ("kind_of_error", "sentence", "is_collective"),
+}
+# What is wrong with the arguments of `LLM` is raised as such, wherever it was found.
+_OF_THE_USER = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
+
+
+class WorkerError(RuntimeError):
+    """A worker is gone, stuck or has raised. The message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A worker, as the driver has it. `process` is None if somebody else started it."""
+
+    rank: int
+    channel: Channel
+    lifeline: Channel
+    process: subprocess.Popen | None = None
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank}" + (f" (process {self.process.pid})" if self.process else "")
+
+
+class Executor:
+    """`output_rank` has the tokens. With `compares`, all ranks say what they have sampled."""
+
+    def __init__(
+        self, links: Sequence[Link], output_rank: int, timeout_s: float, compares: bool = False
+    ) -> None:
+        self.links, self.output_rank, self.timeout_s = list(links), output_rank, timeout_s
+        self.compares = compares
+        self.failure: str | None = None  # why all calls raise
+        self._is_closed = False
+        self._pid = os.getpid()
+        self._outputs: list[dict[int, dict[str, Any]]] = [{} for _ in links]  # by step
+        self._answers: list[deque[dict[str, Any]]] = [deque() for _ in links]
+        self._errors: dict[int, dict[str, Any]] = {}
+        self._gone: set[int] = set()
+        self._selector = selectors.DefaultSelector()
+        for link in self.links:
+            self._selector.register(link.channel, selectors.EVENT_READ, link)
+
+    # -- to the workers
+
+    def start(self, messages: Sequence[bytes]) -> list[dict[str, Any]]:
+        """Each gets its own. What each says of itself. Raises what the user did wrong as such."""
+        try:
+            self._deliver(messages, START_TIMEOUT_S)
+            return [answer["facts"] for answer in self._collect(START_TIMEOUT_S, "to start")]
+        except WorkerError:
+            wrong = [e for e in self._errors.values() if e["kind_of_error"] in _OF_THE_USER]
+            if wrong and len(wrong) == len(self._errors):
+                raise _OF_THE_USER[wrong[0]["kind_of_error"]](wrong[0]["sentence"]) from None
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, content: bytes | Sequence[bytes]) -> None:
+        """To all the same, or to each its own. Returns when they have it, not when they have done
+        it. An interrupt waits until then: ranks with different messages would wait for each other
+        for ever."""
+        messages = [content] * len(self.links) if isinstance(content, bytes) else content
+        interrupt = None
+        while True:
+            try:
+                self._deliver(messages, self.timeout_s)
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def _deliver(self, messages: Sequence[bytes], timeout_s: float) -> None:
+        self._check()
+        for link, content in zip(self.links, messages, strict=True):
+            link.channel.put(content)
+        left, deadline = self.links, time.monotonic() + timeout_s
+        while left := [link for link in left if not self._send_some(link)]:
+            if time.monotonic() > deadline:
+                names = ", ".join(link.name for link in left)
+                self._fail(f"{names} did not take a message in {timeout_s:g} s")
+            self._take_what_came(0.001)  # or two that are full would wait for each other
+
+    def _send_some(self, link: Link) -> bool:
+        try:
+            if not link.channel.is_sent:
+                link.channel.send_some()
+        except ChannelClosed:
+            self._gone.add(link.rank)
+            self._fail()
+        return link.channel.is_sent
+
+    # -- from the workers
+
+    def wait_for_output(self, step: int) -> dict[str, Any]:
+        """The output rank's answer to the plan of this number. Answers to earlier ones that nobody
+        has waited for are forgotten."""
+        self._check()
+        ranks = range(len(self.links)) if self.compares else (self.output_rank,)
+        waiting, what = list(ranks), f"step {step}"
+        deadline = time.monotonic() + self.timeout_s
+        while waiting := [rank for rank in waiting if step not in self._outputs[rank]]:
+            self._take_what_came(deadline - time.monotonic(), what)
+        answers = [self._outputs[rank].pop(step) for rank in ranks]
+        for outputs in self._outputs:
+            for number in [n for n in outputs if n < step]:
+                del outputs[number]
+        if self.compares:
+            self._compare(step, answers)
+            return answers[self.output_rank]
+        return answers[0]
+
+    def collect(self, what: str) -> list[dict[str, Any]]:
+        """The next answer of every rank that is not one to a plan."""
+        self._check()
+        return self._collect(self.timeout_s, what)
+
+    def _collect(self, timeout_s: float, what: str) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + timeout_s
+        while not all(self._answers):
+            self._take_what_came(deadline - time.monotonic(), what, timeout_s)
+        return [answers.popleft() for answers in self._answers]
+
+    def _take_what_came(
+        self, seconds: float, late_for: str | None = None, timeout_s: float | None = None
+    ) -> None:
+        """Wait so long for something to come. Nothing in time, if that is to be a failure, is one:
+        `late_for` says for what."""
+        ready = self._selector.select(max(seconds, 0))
+        for key, _ in ready:
+            self._take(key.data)
+        if self._errors or self._gone:
+            self._fail()
+        if not ready and late_for is not None:
+            self._fail(late_for=late_for, timeout_s=timeout_s or self.timeout_s)
+
+    def _take(self, link: Link) -> None:
+        try:
+            messages = link.channel.arrived()
+        except ChannelClosed:
+            self._gone.add(link.rank)
+            self._selector.unregister(link.channel)
+            return
+        for data in messages:
+            kind, content = message.unpack(data, ANSWERS)
+            if kind == "output":
+                self._outputs[link.rank][content["step"]] = content
+            elif kind == "error":
+                self._errors[link.rank] = content
+            else:
+                self._answers[link.rank].append(content)
+
+    def _compare(self, step: int, answers: Iterable[dict[str, Any]]) -> None:
+        digests = {i: a["digest"] for i, a in enumerate(answers) if a["digest"] is not None}
+        right = digests[self.output_rank]
+        if differing := [rank for rank, digest in digests.items() if digest != right]:
+            self._end(
+                f"{self.links[differing[0]].name} has sampled other tokens in step {step} than "
+                f"{self.links[self.output_rank].name}"
+            )
+
+    # -- when something is wrong
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise WorkerError(f"the engine is dead: {self.failure}")
+        if self._is_closed:
+            raise WorkerError("the engine is closed")
+        if any(link.channel.is_torn for link in self.links):
+            self._end("it was interrupted in the middle of a message")
+
+    def _fail(
+        self,
+        sentence: str | None = None,
+        *,
+        late_for: str | None = None,
+        timeout_s: float | None = None,
+    ) -> NoReturn:
+        """Find out whose fault it is, and end everybody. Who has failed in a collective suffers
+        from somebody else, who may be about to say so."""
+        deadline = time.monotonic() + GRACE_S
+        while self._errors and not self._culprits() and time.monotonic() < deadline:
+            for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
+                self._take(key.data)
+        self._end(self._culprits() or self._find_stuck(late_for, timeout_s) or sentence or "")
+
+    def _culprits(self) -> str:
+        """Ranks that are gone or have raised, in a sentence. None, if others are to blame."""
+        gone = [self._describe_gone(self.links[rank]) for rank in sorted(self._gone)]
+        raised = [
+            self._describe_error(rank)
+            for rank, error in sorted(self._errors.items())
+            if not error["is_collective"]
+        ]
+        return "; ".join(raised[:1] or gone)
+
+    def _describe_error(self, rank: int) -> str:
+        error = self._errors[rank]
+        return f"{self.links[rank].name} raised {error['kind_of_error']}: {error['sentence']}"
+
+    @staticmethod
+    def _describe_gone(link: Link) -> str:
+        if link.process is None:
+            return f"{link.name} is gone"
+        with suppress(subprocess.TimeoutExpired):
+            code = link.process.wait(GRACE_S)
+            if code < 0:
+                return f"{link.name} was killed by {signal.Signals(-code).name}"
+            return f"{link.name} has ended with exit code {code}: its last words are on stderr"
+        return f"{link.name} has closed its connection"
+
+    def _find_stuck(self, late_for: str | None, timeout_s: float | None) -> str:
+        lifelines = {link.rank: link.lifeline for link in self.links}
+        answers = ask_where(lifelines, GRACE_S)
+        late = "" if late_for is None else f" in {timeout_s:g} s"
+        what = late_for or "its step"
+        if silent := [link.name for link in self.links if link.rank not in answers]:
+            return f"{', '.join(silent)} is stuck: no sign of life, and no end of {what}{late}"
+        places = {rank: answer["place"] for rank, answer in answers.items()}
+        busy = {r for r, a in answers.items() if a["step"] is not None and not a["is_waiting"]}
+        if late_for is not None and busy:
+            shown = ", ".join(f"{self.links[r].name} at {places[r]}" for r in sorted(busy))
+            return f"{shown} is late: no end of {what}{late}"
+        if self._errors:
+            return self._describe_error(min(self._errors))
+        shown = ", ".join(f"rank {rank} at {place}" for rank, place in sorted(places.items()))
+        return f"no rank has come to the end of {what}{late}: {shown}"
+
+    def _end(self, why: str) -> NoReturn:
+        self.failure = why
+        self._kill()
+        raise WorkerError(why)
+
+    # -- the end
+
+    def close(self) -> None:
+        """End the workers. Nothing is left of them when it returns. May be called again."""
+        if self._is_closed or os.getpid() != self._pid:  # in a fork they are not ours
+            return
+        self._is_closed = True
+        if self.failure is None:
+            with suppress(Exception, KeyboardInterrupt):
+                self._say_goodbye()
+        self._kill()
+
+    def _say_goodbye(self) -> None:
+        goodbye, deadline = message.pack("close"), time.monotonic() + CLOSE_TIMEOUT_S
+        left = [link for link in self.links if link.rank not in self._gone]
+        for link in left:
+            if link.channel.is_sent and not link.channel.is_torn:
+                link.channel.put(goodbye)
+                with suppress(ChannelClosed):
+                    link.channel.send_some()
+        while len(self._gone) < len(self.links) and time.monotonic() < deadline:
+            for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
+                self._take(key.data)
+        for link in left:
+            if link.process is not None:
+                with suppress(subprocess.TimeoutExpired):
+                    link.process.wait(max(0.0, deadline - time.monotonic()))
+
+    def _kill(self) -> None:
+        for link in self.links:
+            if link.process is not None and link.process.poll() is None:
+                link.process.kill()
+        for link in self.links:
+            if link.process is not None:
+                link.process.wait()
+            link.channel.close()
+            link.lifeline.close()
+        self._selector.close()

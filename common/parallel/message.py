@@ -1,0 +1,222 @@
+"""What crosses between the process that schedules and those that compute: bytes of msgpack.
+
+    to a worker     start        its rank, the configuration, where the ranks meet
+                    plan         the message of a step (chapter 1's `PlanMessage`)
+                    read, write  the bytes of a KV block
+                    close
+    from a worker   ready        what its model is
+                    output       the answer to a plan (`StepOutput`), or nothing from most ranks
+                    block        the answer to a read
+                    error        a sentence
+
+A message is a map whose keys are exactly the expected ones: a missing field, one too many and
+another version are refused. Sets travel as sorted lists, parameters as their fields. Only Python's
+own numbers, texts, lists and maps with texts as keys are packed, by their very type: a number of
+NumPy's, a tuple or an object raises `TypeError` here instead of becoming something else there.
+
+Never pickle: it would run whatever code the bytes name, and would send the schedulers' books and
+the whole history of each request along, because a plan points to them.
+
+nano-vllm pickles method names and `Sequence` objects into a shared memory of 1 MiB with a fixed
+name; vLLM pickles `SchedulerOutput` into a ring buffer of shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import msgpack
+
+from common.sampling.distributions import TokenLogprobs
+from common.sampling.sampling_columns import DrawnSeedParams
+from request import SamplingParams
+from scheduler_interface import (
+    BlockMove,
+    CachedRequestData,
+    NewRequestData,
+    PlanMessage,
+    StepOutput,
+)
+
+VERSION = 1
+_BIG_INTEGER = 1  # of msgpack's extensions: an integer beyond 64 bits, such as a `max_tokens`
+
+
+class MessageError(ValueError):
+    """Bytes that are not a message of this version."""
+
+
+def pack(kind: str, **content: Any) -> bytes:
+    """Raises `TypeError` for what does not travel."""
+    message = {"version": VERSION, "kind": kind, **content}
+    packer = msgpack.Packer(
+        strict_types=True, default=_refuse, unicode_errors="surrogatepass", autoreset=False
+    )
+    packer.pack(message)
+    return packer.bytes()
+
+
+def pack_error(error: BaseException) -> bytes:
+    """`is_collective`: it is another rank's fault, that is gone or late."""
+    chain = [error, error.__cause__, error.__context__]
+    is_collective = any(type(e).__name__ == "CollectiveError" for e in chain)
+    what = {"kind_of_error": type(error).__name__, "sentence": str(error)}
+    return pack("error", **what, is_collective=is_collective)
+
+
+def unpack(data: bytes | bytearray | memoryview, kinds: Mapping[str, Any]) -> tuple[str, dict]:
+    """`(kind, content)` of a message. `kinds` are those expected, each with the names of its
+    fields. Raises `MessageError`."""
+    try:
+        message = msgpack.unpackb(
+            data,
+            ext_hook=_extension,
+            unicode_errors="surrogatepass",
+        )
+    except (ValueError, msgpack.UnpackException) as error:  # what msgpack raises is one of them
+        raise MessageError(f"no message: {error}") from error
+    if not isinstance(message, dict) or message.pop("version", None) != VERSION:
+        raise MessageError(f"no message of version {VERSION}")
+    kind = message.pop("kind", None)
+    if kind not in kinds:
+        raise MessageError(f"a message is of kind {kind!r}: it must be one of {', '.join(kinds)}")
+    _check_fields(kind, message, kinds[kind])
+    return kind, message
+
+
+def _refuse(value: Any) -> Any:
+    if type(value) is int:  # msgpack's own end at 64 bits
+        size = value.bit_length() // 8 + 1
+        return msgpack.ExtType(_BIG_INTEGER, value.to_bytes(size, "big", signed=True))
+    if isinstance(value, str):  # a subclass, such as NumPy's
+        return str(value)
+    raise TypeError(f"{value!r} is a {type(value).__name__}, which does not travel")
+
+
+def _extension(code: int, data: bytes) -> Any:
+    if code != _BIG_INTEGER:
+        raise ValueError(f"extension {code} is unknown")
+    return int.from_bytes(data, "big", signed=True)
+
+
+def _check_fields(what: str, found: Any, expected: Any) -> None:
+    if not isinstance(found, dict):
+        raise MessageError(f"{what} is no map")
+    if found.keys() != set(expected):
+        missing, unknown = (
+            sorted(set(expected) - found.keys()),
+            sorted(found.keys() - set(expected)),
+        )
+        raise MessageError(f"{what} lacks {sorted(missing)}, and has unknown {sorted(unknown)}")
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
+_PARAMS, _NEW = _names(SamplingParams), _names(NewRequestData)
+_CACHED, _PLAN, _OUTPUT = _names(CachedRequestData), _names(PlanMessage), _names(StepOutput)
+
+
+def _as_map(value: Any, names: tuple[str, ...], **instead: Any) -> dict[str, Any]:
+    return {name: instead[name] if name in instead else getattr(value, name) for name in names}
+
+
+def _made(
+    kind: Callable[..., Any], what: str, found: Any, names: tuple[str, ...], **instead
+) -> Any:
+    _check_fields(what, found, names)
+    try:
+        return kind(**{name: instead.get(name, _same)(found[name]) for name in names})
+    except MessageError:
+        raise
+    except (TypeError, KeyError, ValueError) as error:
+        raise MessageError(f"{what}: {error}") from error
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+# -- plans
+
+
+def plan_to_map(plan: PlanMessage) -> dict[str, Any]:
+    """Of a `SchedulerOutput` too: what is its scheduler's own is left out."""
+    cached = plan.scheduled_cached_reqs
+    return _as_map(
+        plan,
+        _PLAN,
+        scheduled_new_reqs=[
+            _as_map(new, _NEW, sampling_params=_params_to_map(new.sampling_params))
+            for new in plan.scheduled_new_reqs
+        ],
+        scheduled_cached_reqs=_as_map(
+            cached, _CACHED, resumed_req_ids=sorted(cached.resumed_req_ids)
+        ),
+        finished_req_ids=sorted(plan.finished_req_ids),
+        block_moves=[[m.req_id, m.block_index, m.block_id] for m in plan.block_moves],
+    )
+
+
+def plan_from_map(found: Any) -> PlanMessage:
+    """Raises `MessageError`."""
+    return _made(
+        PlanMessage,
+        "a plan",
+        found,
+        _PLAN,
+        scheduled_new_reqs=lambda news: [
+            _made(NewRequestData, "a new request", new, _NEW, sampling_params=_params_from_map)
+            for new in news
+        ],
+        scheduled_cached_reqs=lambda cached: _made(
+            CachedRequestData, "what changed", cached, _CACHED, resumed_req_ids=set
+        ),
+        finished_req_ids=set,
+        block_moves=lambda moves: [BlockMove(*move) for move in moves],
+    )
+
+
+def _params_to_map(params: SamplingParams) -> dict[str, Any]:
+    lists = {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}
+    is_seed_drawn = isinstance(params, DrawnSeedParams)
+    return {**_as_map(params, _PARAMS, **lists), "is_seed_drawn": is_seed_drawn}
+
+
+def _params_from_map(found: Any) -> SamplingParams:
+    _check_fields("sampling_params", found, (*_PARAMS, "is_seed_drawn"))
+    kind = DrawnSeedParams if found.pop("is_seed_drawn") else SamplingParams
+    return _made(kind, "sampling_params", found, _PARAMS)
+
+
+# -- answers
+
+
+def output_to_map(output: StepOutput) -> dict[str, Any]:
+    logprobs = {
+        req_id: [
+            [entry.token_id, entry.logprob, entry.rank, list(entry.top), list(entry.top.values())]
+            for entry in entries
+        ]
+        for req_id, entries in output.logprobs.items()
+    }
+    return _as_map(output, _OUTPUT, logprobs=logprobs)
+
+
+def output_from_map(found: Any) -> StepOutput:
+    """Raises `MessageError`."""
+    return _made(
+        StepOutput,
+        "an output",
+        found,
+        _OUTPUT,
+        logprobs=lambda logprobs: {
+            req_id: [
+                TokenLogprobs(token, logprob, rank, dict(zip(ids, values, strict=True)))
+                for token, logprob, rank, ids, values in entries
+            ]
+            for req_id, entries in logprobs.items()
+        },
+    )

@@ -1,0 +1,294 @@
+"""An engine whose model is in other processes, seen from the process that schedules.
+
+    LLMEngine, scheduler, KV manager, tokenizer, outputs     this process: computes nothing
+        RemoteRunner.execute(plan) -> RemoteStep              a `ModelRunner` (chapter 1)
+            Executor                                          plan to all ranks, output from one
+                worker 0 .. N-1                               `common/runner/worker.py`
+
+`execute` returns when every worker has the plan, so a loop that plans ahead (`runner/overlap.py`)
+needs no thread. What needs the engine's own objects stays here: a run of accepted guesses is
+trimmed where the text of a request is, guesses are counted, KV tiers and connectors get the bytes
+of a block from all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from acceptance import SpecDecodeStats
+from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
+from common.loader import Checkpoint, read_checkpoint
+from common.model import DecoderModel
+from common.outputs import OutputProcessor
+from common.parallel import message
+from common.parallel.executor import Executor
+from common.parallel.ranks import Ranks
+from common.parallel.remote_launch import Launch, launch
+from common.parallel.sharded_model import rank_config
+from common.runner.trimming_runner import TrimmingRunner
+from common.scheduler_assembly import (
+    EngineParts,
+    ModelFacts,
+    Namespace,
+    RunnerSide,
+    assemble_around,
+    find_max_model_len,
+    find_vocab_size,
+)
+from common.tokenizer import Tokenizer, load_tokenizer
+from scheduler_interface import ModelRunner, PlanMessage, StepHandle, StepOutput
+
+logger = logging.getLogger(__name__)
+
+
+# -- the runner
+
+
+class RemoteRunner:
+    """A `ModelRunner`. `tells_times`: the ranks guess, and learn how long that takes from what one
+    of them has measured."""
+
+    def __init__(self, executor: Executor, tells_times: bool = False) -> None:
+        self.executor, self.tells_times = executor, tells_times
+        self._num_steps = 0
+        self._times: list[list] = []  # not told yet: step, ms of verifying, ms of guessing
+
+    def execute(self, plan: PlanMessage) -> RemoteStep:
+        step, self._num_steps = self._num_steps, self._num_steps + 1
+        times, self._times = self._times, []
+        plan_map = message.plan_to_map(plan)
+        self.executor.send(message.pack("plan", step=step, plan=plan_map, times=times))
+        return RemoteStep(self, step)
+
+    def take(self, step: int) -> StepOutput:
+        answer = self.executor.wait_for_output(step)
+        output = message.output_from_map(answer["output"])
+        if self.tells_times:
+            propose_ms = output.times.get("propose_ms", 0.0)
+            self._times.append([step, sum(output.times.values()) - propose_ms, propose_ms])
+        return output
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStep:
+    """A step whose plan is with the workers."""
+
+    runner: RemoteRunner
+    step: int
+
+    def wait(self) -> StepOutput:
+        """Raises `WorkerError` if a worker is gone, stuck or has raised."""
+        return self.runner.take(self.step)
+
+
+class CountingRunner:
+    """Counts what came of guesses that are made and verified elsewhere: a function of plan and
+    output."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner, self.stats = runner, SpecDecodeStats()
+
+    def execute(self, plan: PlanMessage) -> CountedStep:
+        num_drafted = {r: len(ids) for r, ids in plan.scheduled_draft_token_ids.items()}
+        return CountedStep(self, self.runner.execute(plan), num_drafted)
+
+    def reset_stats(self) -> None:
+        self.stats = SpecDecodeStats()
+
+
+@dataclass(frozen=True, slots=True)
+class CountedStep:
+    runner: CountingRunner
+    step: StepHandle
+    num_drafted: Mapping[str, int]
+
+    def wait(self) -> StepOutput:
+        output = self.step.wait()
+        for req_id, tokens in output.token_ids.items():
+            if tokens:
+                self.runner.stats.observe(self.num_drafted.get(req_id, 0), len(tokens) - 1)
+        return output
+
+
+# -- KV
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteKVCache:
+    """The size of the KV memory. A block is a block on every rank."""
+
+    num_blocks: int
+    block_size: int
+    bytes_of_ranks: tuple[int, ...]  # of one block
+
+    @property
+    def kv_bytes_per_block(self) -> int:
+        return sum(self.bytes_of_ranks)
+
+
+class RemoteBlockIO:
+    """A `KVBlockIO` (chapter 3) over all ranks: a block's bytes are those of rank 0, then those of
+    rank 1, and so on. So a store has all parts of a block under one key and one checksum, or does
+    not have it."""
+
+    def __init__(self, executor: Executor, kv_cache: RemoteKVCache) -> None:
+        self.executor, self.kv_cache = executor, kv_cache
+        self.block_nbytes: int = kv_cache.kv_bytes_per_block
+
+    def read_block(self, block_id: int) -> bytes:
+        """As the steps so far have left it. Raises `ValueError` for a block that is not there."""
+        self._check_block(block_id)
+        self.executor.send(message.pack("read", block_id=block_id))
+        return b"".join(part["data"] for part in self.executor.collect("reading a KV block"))
+
+    def write_block(self, block_id: int, data: bytes | memoryview) -> None:
+        """Before the steps to come. Raises `ValueError`, and writes nothing, if the block is not
+        there or `data` has another length."""
+        self._check_block(block_id)
+        if len(data) != self.block_nbytes:
+            raise ValueError(f"data has {len(data)} bytes: a block has {self.block_nbytes}")
+        first, messages = 0, []
+        for num_bytes in self.kv_cache.bytes_of_ranks:
+            part = bytes(data[first : first + num_bytes])
+            messages.append(message.pack("write", block_id=block_id, data=part))
+            first += num_bytes
+        self.executor.send(messages)
+
+    def _check_block(self, block_id: int) -> None:
+        num_blocks = self.kv_cache.num_blocks
+        if not 0 < block_id < num_blocks:
+            raise ValueError(f"block_id is {block_id}: it must be in [1, {num_blocks})")
+
+
+# -- the start
+
+
+def assemble_remote(
+    config: EngineConfig, tokenizer: Tokenizer | None, members: Mapping[str, OutputProcessor]
+) -> tuple[EngineParts, Tokenizer]:
+    """Start the workers, and put a scheduler in front of them. Raises what is wrong with the
+    configuration or the checkpoint, wherever that is found, as one process would."""
+    checkpoint = read_checkpoint(config.model or SHIPPED_CHECKPOINT)
+    tokenizer = tokenizer or load_tokenizer(checkpoint.path)
+    max_model_len = find_max_model_len(config, checkpoint.config)
+    vocab_size = find_vocab_size(checkpoint.config, tokenizer.vocab_size)
+    sizes = config.tensor_parallel_size, config.pipeline_parallel_size
+    all_ranks = [Ranks(*sizes, rank) for rank in range(config.num_ranks)]
+    for ranks in all_ranks:
+        rank_config(checkpoint.config, ranks)  # raises if there is no such part
+    device = config.resolve_device()
+    started = launch(config.num_ranks, config.num_threads, device)
+    output_rank = next(ranks.rank for ranks in all_ranks if ranks.is_output_rank)
+    executor = Executor(
+        started.links, output_rank, config.worker_timeout_s, compares=config.check_invariants
+    )
+    try:
+        messages = _start_messages(config, checkpoint, device, started, [max_model_len, vocab_size])
+        facts = executor.start(messages)
+        side = _make_side(config, checkpoint, executor, facts, max_model_len, vocab_size, members)
+        return assemble_around(config, side), tokenizer
+    except BaseException:
+        executor.close()
+        raise
+
+
+def _start_messages(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    started: Launch,
+    limits: list[int],
+) -> list[bytes]:
+    told = config_to_map(config) | {"model": str(checkpoint.path.resolve()), "device": device.type}
+    has_connector = config.kv_tiers is not None or config.kv_connector is not None
+    return [
+        message.pack(
+            "start",
+            config=told,
+            rank=link.rank,
+            limits=limits,
+            meeting=[started.store_host, started.store_port, host],
+            threads=config.num_threads or started.num_threads,
+            log_level=logging.getLogger().getEffectiveLevel(),
+            has_connector=has_connector,
+        )
+        for link, host in zip(started.links, started.own_hosts, strict=True)
+    ]
+
+
+def config_to_map(config: EngineConfig) -> dict[str, Any]:
+    """The fields of a configuration that concern a worker. KV tiers and connectors do not."""
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    del values["kv_tiers"], values["kv_connector"]
+    return _plain(values)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return float(value)
+    return value
+
+
+def _make_side(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    executor: Executor,
+    facts: Sequence[dict[str, Any]],
+    max_model_len: int,
+    vocab_size: int,
+    members: Mapping[str, OutputProcessor],
+) -> RunnerSide:
+    for name in ("checkpoint", "dtype", "num_blocks"):
+        values = [fact[name] for fact in facts]
+        if len(set(values)) > 1:
+            raise ValueError(f"the ranks do not have the same {name}: in order of rank, {values}")
+    bytes_of_ranks = tuple(fact["kv_bytes_per_block"] for fact in facts)
+    kv_cache = RemoteKVCache(facts[0]["num_blocks"], config.block_size, bytes_of_ranks)
+    runner: ModelRunner = RemoteRunner(executor, tells_times=config.speculation is not None)
+    counting = None
+    if config.speculation is not None:
+        runner = counting = CountingRunner(TrimmingRunner(runner, members))
+    lookahead = [f["num_lookahead_tokens"] for f in facts if f["num_lookahead_tokens"] is not None]
+
+    def block_io() -> tuple[RemoteBlockIO, Namespace]:
+        namespace = [
+            (f"rank {rank} of {len(facts)}: {name}", value)
+            for rank, fact in enumerate(facts)
+            for name, value in fact["namespace"]
+        ]
+        return RemoteBlockIO(executor, kv_cache), tuple(namespace)
+
+    whole = DecoderModel(checkpoint.config, device="meta")  # takes no memory
+    model = ModelFacts(
+        checkpoint.config,
+        checkpoint.generation_eos_token_ids,
+        torch.device(facts[0]["device"]),
+        getattr(torch, facts[0]["dtype"]),
+        whole.num_parameters,
+    )
+    return RunnerSide(
+        runner,
+        model,
+        kv_cache,
+        max_model_len,
+        vocab_size,
+        block_io,
+        is_queued=True,
+        speculation=counting,
+        num_lookahead_tokens=max(lookahead, default=None),
+        close=executor.close,
+    )

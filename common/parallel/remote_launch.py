@@ -1,0 +1,214 @@
+"""Where workers come from.
+
+    LLM(tensor_parallel_size=2)            starts two processes, each with the end of a socket pair
+    torchrun --nproc-per-node=2 SCRIPT     rank 0 is the driver, and starts worker 0; rank 1 comes
+                                           to `LLM(...)` in the script, becomes worker 1 there, and
+                                           never gets back to the script
+
+A process that is started runs `python -m common.runner.worker`, not a copy of this one: nothing of
+the user's script is imported again, so it needs no `if __name__ == "__main__"`, and can be a
+notebook. Worker 0 is a process of its own under torchrun too: the driver is the same in both cases,
+plans while the model computes, and outlives its worker to say what happened.
+
+No port and no name is fixed: sockets have the port that the system gives, which the others read in
+torchrun's store, with a secret that says who may come in."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed
+
+from common.parallel.channel import START_TIMEOUT_S, Channel, ChannelClosed, Lifeline
+from common.parallel.executor import Link
+
+WORKER_MODULE = "common.runner.worker"
+dist: Any = torch.distributed  # its type stubs lack what is needed here
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    links: list[Link]
+    own_hosts: list[str]  # of each rank, its address for the others; "": it knows itself
+    store: Any  # where the ranks meet, in this process; None: there is one
+    store_host: str
+    num_threads: int  # of PyTorch, for each worker on this machine
+
+    @property
+    def store_port(self) -> int:
+        return 0 if self.store is None else self.store.port
+
+
+def launch(num_ranks: int, num_threads: int | None, device: torch.device) -> Launch:
+    """Raises `ValueError` if there are not enough devices."""
+    if is_torchrun():
+        return _launch_with_torchrun(num_ranks)
+    if device.type == "cuda" and (num_devices := torch.cuda.device_count()) < num_ranks:
+        raise ValueError(f"{num_ranks} ranks need a CUDA device each: there are {num_devices}")
+    links: list[Link] = []
+    try:
+        for rank in range(num_ranks):
+            links.append(start_process(rank))
+    except BaseException:
+        for link in links:
+            link.channel.close()  # and it ends
+            link.lifeline.close()
+        raise
+    store = _make_store("127.0.0.1") if num_ranks > 1 else None
+    return Launch(
+        links,
+        ["127.0.0.1"] * num_ranks,
+        store,
+        "127.0.0.1",
+        max(1, torch.get_num_threads() // num_ranks),
+    )
+
+
+def _make_store(host: str) -> Any:
+    return dist.TCPStore(host, 0, None, True, wait_for_workers=False)
+
+
+def start_process(rank: int) -> Link:
+    """A worker with one end of two socket pairs. It finds what this process has found: its path is
+    handed on, without the folder that Python puts in front for `-m`."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    (channel, its_channel), (lifeline, its_lifeline) = pairs
+    path = [os.path.abspath(folder) for folder in sys.path]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+    inherited = (its_channel.fileno(), its_lifeline.fileno())
+    with its_channel, its_lifeline:
+        process = subprocess.Popen(
+            [sys.executable, "-m", WORKER_MODULE, *map(str, inherited)],
+            pass_fds=inherited,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # this process's stderr: stdout is the user's
+        )
+    return Link(rank, Channel(channel), Channel(lifeline), process)
+
+
+# -- under torchrun
+
+
+def is_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def torchrun_size(pipeline_parallel_size: int = 1) -> int:
+    """The tensor parallel size that makes use of all of torchrun's processes. Raises `ValueError`
+    if there is none."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size % pipeline_parallel_size:
+        raise ValueError(
+            f"pipeline_parallel_size is {pipeline_parallel_size}: it must divide the "
+            f"{world_size} processes that torchrun has started"
+        )
+    return world_size // pipeline_parallel_size
+
+
+def check_torchrun(tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
+    """Raises `ValueError` if torchrun has started another number of processes."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    if tensor_parallel_size * pipeline_parallel_size != world_size:
+        raise ValueError(
+            f"tensor_parallel_size x pipeline_parallel_size is {tensor_parallel_size} x "
+            f"{pipeline_parallel_size}: it must be {world_size}, the number of processes that "
+            "torchrun has started"
+        )
+
+
+def _torchrun_store() -> Any:
+    """Of the agent. Every process is its client."""
+    env, rank = os.environ, int(os.environ["RANK"])
+    is_agents = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        env["MASTER_ADDR"],
+        int(env["MASTER_PORT"]),
+        None,
+        rank == 0 and not is_agents,
+        timedelta(seconds=START_TIMEOUT_S),
+        wait_for_workers=False,
+    )
+    return dist.PrefixStore(f"vllm-from-scratch/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _launch_with_torchrun(num_ranks: int) -> Launch:
+    meeting = _torchrun_store()
+    if meeting.add("engines", 1) > 1:
+        raise ValueError("torchrun's processes are one engine's workers: this would be a second")
+    family, _, _, _, address = socket.getaddrinfo(
+        os.environ["MASTER_ADDR"], 0, type=socket.SOCK_STREAM
+    )[0]
+    host = str(address[0])
+    links = [start_process(0)]
+    with socket.create_server((host, 0), family=family) as server:
+        secret = secrets.token_hex(16)
+        where = {"host": host, "port": server.getsockname()[1], "secret": secret}
+        meeting.set("engine", json.dumps(where))
+        links += _accept(server, secret, num_ranks)
+    store = _make_store(host) if num_ranks > 1 else None
+    own_hosts = [host] + [""] * (num_ranks - 1)
+    return Launch(links, own_hosts, store, host, _torchrun_threads())
+
+
+def _torchrun_threads() -> int:
+    """torchrun sets 1, if nobody else has said how many: too few where there are more cores."""
+    told = torch.get_num_threads()
+    if os.environ.get("OMP_NUM_THREADS") != "1":
+        return told
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, (psutil.cpu_count(logical=False) or 1) // num_local)
+
+
+def _accept(server: socket.socket, secret: str, num_ranks: int) -> list[Link]:
+    """Two connections from each rank but 0. Who does not know the secret is sent away."""
+    server.settimeout(START_TIMEOUT_S)
+    found: dict[tuple[int, str], Channel] = {}
+    while len(found) < 2 * (num_ranks - 1):
+        sock, _ = server.accept()
+        sock.settimeout(10.0)
+        channel = Channel(sock)
+        try:
+            hello = json.loads(channel.receive())
+            if not hmac.compare_digest(hello["secret"], secret):
+                raise ValueError
+        except (ChannelClosed, ValueError, KeyError, TypeError):
+            channel.close()
+            continue
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        found[hello["rank"], hello["name"]] = channel
+    ranks = range(1, num_ranks)
+    return [Link(rank, found[rank, "channel"], found[rank, "lifeline"]) for rank in ranks]
+
+
+def serve_if_not_first() -> None:
+    """Under torchrun, ranks other than 0 end here: workers of rank 0's engine until it closes."""
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        return
+    from common.runner.worker import serve
+
+    where = json.loads(_torchrun_store().get("engine"))
+    ends = []
+    for name in ("channel", "lifeline"):
+        sock = socket.create_connection((where["host"], where["port"]), START_TIMEOUT_S)
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        ends.append(Channel(sock))
+        ends[-1].send(json.dumps({"secret": where["secret"], "rank": rank, "name": name}).encode())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver to answer
+    serve(ends[0], Lifeline(ends[1].sock, parent=None))
+    raise SystemExit(0)

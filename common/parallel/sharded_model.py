@@ -1,0 +1,193 @@
+"""What one rank has of a model: its stage's layers, and its part of each of their matrices.
+
+    checkpoint's tensor       on the ranks of a stage                     how
+    q, k, v                   [some heads, hidden_size]                   column-parallel
+    o                         [hidden_size, those heads]                  row-parallel, all-reduce
+    gate, up                  [a part of intermediate_size, hidden_size]  column-parallel
+    down                      [hidden_size, that part]                    row-parallel, all-reduce
+    embedding, head           [some tokens, hidden_size]                  vocabulary-parallel
+    norms                     whole
+
+Up to its row-parallel matrices, a rank's layer is a layer of a narrower model: with fewer heads and
+a smaller `intermediate_size` (`rank_config`). Its KV cache holds its own heads only.
+
+The first stage takes token ids and has the embedding. The last one gives logits and has the last
+norm and the head, and the tied matrix too. Between stages goes the residual stream; who sends it is
+not decided here.
+
+All ranks of the last stage get the same logits, bit for bit: they are gathered, not computed twice.
+So all of them sample the same tokens, and nobody has to be told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from common.linear import Linear
+from common.model import CheckpointTensor, DecoderLayer, DecoderModel, allocator
+from common.model_config import ModelConfig
+from common.parallel.collectives import Collectives
+from common.parallel.ranks import Ranks
+from common.parallel.sharded_layers import (
+    RowParallelLinear,
+    VocabParallelHead,
+    rows_per_rank,
+    vocab_parallel_embedding,
+)
+from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
+
+
+def rank_config(config: ModelConfig, ranks: Ranks) -> ModelConfig:
+    """The narrower model whose layers this rank computes. Raises `ValueError` if the model can not
+    be divided so: before any process starts, too."""
+    layers = ranks.layers(config.num_hidden_layers)
+    _check_divisible(config, ranks.tensor_parallel_size)
+    size = ranks.tensor_parallel_size
+    vocab = range(config.vocab_size)
+    return replace(
+        config,
+        vocab_size=len(vocab[_part_of_vocab(config, ranks)]),
+        intermediate_size=config.intermediate_size // size,
+        num_hidden_layers=len(layers),
+        num_attention_heads=config.num_attention_heads // size,
+        # Ranks outnumber the KV heads: several have the same one.
+        num_key_value_heads=max(1, config.num_key_value_heads // size),
+    )
+
+
+def _check_divisible(config: ModelConfig, size: int) -> None:
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    inner, vocab = config.intermediate_size, config.vocab_size
+
+    def is_possible(n: int) -> bool:
+        is_kv = kv_heads % n == 0 or n % kv_heads == 0
+        has_tokens = (n - 1) * rows_per_rank(vocab, n) < vocab  # for the last one
+        return is_kv and heads % n == 0 and inner % n == 0 and has_tokens
+
+    if not is_possible(size):
+        allowed = ", ".join(str(n) for n in range(1, heads + 1) if is_possible(n))
+        raise ValueError(
+            f"tensor_parallel_size is {size}: of {heads} attention heads, {kv_heads} KV heads and "
+            f"an intermediate_size of {inner}, each rank must have the same part; a model with "
+            f"{vocab} tokens allows {allowed}"
+        )
+
+
+def _part_of_vocab(config: ModelConfig, ranks: Ranks) -> slice:
+    num_rows = rows_per_rank(config.vocab_size, ranks.tensor_parallel_size)
+    first = ranks.tp_rank * num_rows
+    return slice(first, min(first + num_rows, config.vocab_size))
+
+
+# The dimension of a checkpoint's matrix that the ranks divide; what is not named, all have whole.
+_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+_DIVIDED = {**{kind: 0 for kind in _ROWS}, "o_proj": 1, "down_proj": 1}
+
+
+class ShardedModel(DecoderModel):
+    """`config` is the whole model's, `num_heads`, `num_kv_heads` and `num_layers` are this rank's.
+
+    A stage without the embedding has an `embed_weight` of no rows."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        collectives: Collectives,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.ranks = ranks = collectives.ranks
+        narrow, self.layer_range = (
+            rank_config(config, ranks),
+            ranks.layers(config.num_hidden_layers),
+        )
+        empty, vocab = allocator(dtype, device), (narrow.vocab_size, config.hidden_size)
+        into_stream, make_head = Linear, Linear
+        if ranks.tensor_parallel_size > 1:
+            into_stream = partial(RowParallelLinear, collectives=collectives)
+            make_head = partial(VocabParallelHead, config.vocab_size, collectives)
+        self._first_id = _part_of_vocab(config, ranks).start
+        self.embed_weight = empty(*vocab) if ranks.is_first_stage else empty(0, vocab[1])
+        if ranks.is_last_stage:
+            is_shared = config.tie_word_embeddings and ranks.is_first_stage
+            self.lm_head = make_head(self.embed_weight if is_shared else empty(*vocab))
+            self.norm_weight = empty(config.hidden_size)
+        layers = range(narrow.num_hidden_layers)
+        made = [DecoderLayer(narrow, i, dtype, device, into_stream) for i in layers]
+        self._complete(config, made, collectives)
+        if ranks.world_size > 1:
+            sizes = f"{ranks.tensor_parallel_size} x {ranks.pipeline_parallel_size}"
+            part = f"rank {ranks.rank} of {sizes}, {self.layer_range} of the layers"
+            self.namespace = (("part of the model", part),)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        inputs: torch.Tensor,  # first stage: token ids [num_tokens]; else hidden, overwritten
+        positions: torch.Tensor,
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+        logit_indices: torch.Tensor,
+        backend: AttentionBackend,
+    ) -> torch.Tensor:
+        """Logits [num_logit_rows, vocab_size] of the last stage; of the others hidden
+        [num_tokens, hidden_size], for the next one."""
+        is_last = self.ranks.is_last_stage
+        hidden = self.embed(inputs) if self.ranks.is_first_stage else inputs
+        rows = logit_indices if is_last else None
+        hidden = self.through_layers(hidden, positions, kv_cache, metadata, backend, rows)
+        return self.to_logits(hidden) if is_last else hidden
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return vocab_parallel_embedding(
+            input_ids, self.embed_weight, self._first_id, self.collectives
+        )
+
+    def blank_input(self, num_tokens: int) -> torch.Tensor:
+        if self.ranks.is_first_stage:
+            return super().blank_input(num_tokens)
+        return self.embed_weight.new_zeros(num_tokens, self.config.hidden_size)
+
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        """Every tensor of the whole checkpoint, and which part of it this rank has."""
+        whole = DecoderModel(self.config, device="meta").checkpoint_tensors()  # takes no memory
+        targets = self._targets()
+        return {
+            name: CheckpointTensor(target, tensor.shape, self._part(name, target))
+            if (target := targets.get(name)) is not None
+            else CheckpointTensor(None, tensor.shape)
+            for name, tensor in whole.items()
+        }
+
+    def _targets(self) -> dict[str, torch.Tensor | None]:
+        embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+        targets: dict[str, torch.Tensor | None] = {}
+        if self.ranks.is_last_stage:
+            is_tied = self.config.tie_word_embeddings
+            targets["model.norm.weight"] = self.norm_weight
+            targets[embedding if is_tied else head] = self.lm_head.plain_weight()
+        if self.ranks.is_first_stage:
+            targets[embedding] = self.embed_weight
+        for index, layer in zip(self.layer_range, self.layers, strict=True):
+            for name, tensor in layer.checkpoint_tensors().items():
+                targets[f"model.layers.{index}.{name}"] = tensor.target
+        return targets
+
+    def _part(self, name: str, target: torch.Tensor) -> tuple[slice, ...]:
+        """Of the checkpoint's tensor: what `target` is filled with."""
+        kind = name.split(".")[-2]
+        dim = _DIVIDED.get(kind)
+        if dim is None or dim >= target.ndim:  # whole: norms, and the biases of o and down
+            return (slice(None),)
+        length, ranks, config = target.shape[dim], self.ranks, self.config
+        first = ranks.tp_rank * length
+        if kind in ("k_proj", "v_proj"):
+            head = ranks.tp_rank * config.num_key_value_heads // ranks.tensor_parallel_size
+            first = head * config.head_dim
+        elif kind in ("embed_tokens", "lm_head"):
+            first = self._first_id  # the last rank's part may be shorter
+        return (*(slice(None),) * dim, slice(first, first + length))

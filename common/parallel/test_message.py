@@ -1,0 +1,285 @@
+"""The message: everything of a plan and of an answer arrives, nothing else does, and a runner that
+is fed what arrived is where one would be that is fed the plans themselves."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from dataclasses import fields
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.parallel import message
+from common.parallel.message import MessageError
+from common.runner.batch_state import BatchState
+from common.sampling.distributions import TokenLogprobs
+from common.sampling.sampling_columns import DrawnSeedParams
+from common.tests.engine_oracle import checked_engine, paged_runner, serve_a_crowd
+from request import SamplingParams
+from scheduler_interface import (
+    BlockMove,
+    CachedRequestData,
+    NewRequestData,
+    PlanMessage,
+    SchedulerOutput,
+    StepOutput,
+)
+
+PLAN, OUTPUT = {"plan": ("plan",)}, {"output": ("output",)}
+
+
+def through(plan: PlanMessage) -> PlanMessage:
+    data = message.pack("plan", plan=message.plan_to_map(plan))
+    assert isinstance(data, bytes)
+    kind, content = message.unpack(data, PLAN)
+    assert kind == "plan"
+    return message.plan_from_map(content["plan"])
+
+
+def message_of(plan: PlanMessage) -> PlanMessage:
+    """Without what is its scheduler's own."""
+    return PlanMessage(*(getattr(plan, f.name) for f in fields(PlanMessage)))
+
+
+NAMES = st.text(st.characters(), min_size=1, max_size=5)  # surrogates too
+IDS = st.integers(-1, 2**31 - 1)
+LISTS = st.lists(IDS, max_size=5)
+POSITIVE = st.integers(0, 2**70)
+
+
+@st.composite
+def params(draw) -> SamplingParams:
+    kind = draw(st.sampled_from([SamplingParams, DrawnSeedParams]))
+    max_tokens = draw(st.integers(1, 2**70))
+    return kind(
+        n=draw(st.integers(1, 4)),
+        temperature=draw(st.floats(0, 1e308)),
+        top_k=draw(POSITIVE),
+        top_p=draw(st.floats(5e-324, 1)),
+        min_p=draw(st.floats(0, 1)),
+        repetition_penalty=draw(st.floats(0.1, 3)),
+        presence_penalty=draw(st.floats(-2, 2)),
+        frequency_penalty=draw(st.floats(-2, 2)),
+        seed=draw(st.none() | st.integers(-(2**63), 2**63 - 1)),
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, max_tokens)),
+        stop=draw(st.lists(NAMES, max_size=2)),
+        stop_token_ids=draw(st.lists(st.integers(0, 10**6), max_size=3)),
+        ignore_eos=draw(st.booleans()),
+        logprobs=draw(st.none() | st.integers(0, 5)),
+        skip_special_tokens=draw(st.booleans()),
+    )
+
+
+@st.composite
+def plans(draw) -> PlanMessage:
+    req_ids = draw(st.lists(NAMES, max_size=4, unique=True))
+
+    def column(values) -> list:
+        return [draw(values) for _ in req_ids]
+
+    return PlanMessage(
+        draw(st.lists(st.builds(NewRequestData, NAMES, LISTS, params(), IDS, LISTS), max_size=3)),
+        CachedRequestData(
+            req_ids,
+            column(LISTS),
+            column(IDS),
+            column(IDS),
+            column(LISTS),
+            set(req_ids[: len(req_ids) // 2]),
+        ),
+        draw(st.dictionaries(NAMES, st.integers(1, 10**6), max_size=4)),
+        draw(st.sets(NAMES, max_size=3)),
+        draw(st.lists(st.builds(BlockMove, NAMES, IDS, IDS), max_size=3)),
+        draw(st.dictionaries(NAMES, LISTS, max_size=3)),
+    )
+
+
+@given(plans())
+def test_a_plan_arrives_as_it_was_sent(plan):
+    arrived = through(plan)
+    assert arrived == plan
+    for new, sent in zip(arrived.scheduled_new_reqs, plan.scheduled_new_reqs, strict=True):
+        assert type(new.sampling_params) is type(sent.sampling_params)  # who drew the seed
+
+
+@given(
+    st.builds(
+        StepOutput,
+        st.dictionaries(NAMES, LISTS, max_size=3),
+        st.dictionaries(
+            NAMES,
+            st.lists(
+                st.builds(
+                    TokenLogprobs,
+                    IDS,
+                    st.floats(allow_nan=False),
+                    IDS,
+                    st.dictionaries(IDS, st.floats(allow_nan=False), max_size=3),
+                ),
+                max_size=2,
+            ),
+            max_size=2,
+        ),
+        st.dictionaries(NAMES, NAMES, max_size=2),
+        st.dictionaries(NAMES, LISTS, max_size=3),
+        st.dictionaries(NAMES, st.floats(0, 1e9), max_size=3),
+    )
+)
+def test_an_answer_arrives_as_it_was_sent(output):
+    data = message.pack("output", output=message.output_to_map(output))
+    arrived = message.output_from_map(message.unpack(data, OUTPUT)[1]["output"])
+    assert arrived == output
+    for req_id, entries in output.logprobs.items():  # best first
+        tops = [list(entry.top) for entry in entries]
+        assert [list(entry.top) for entry in arrived.logprobs[req_id]] == tops
+
+
+def test_no_logprob_is_lost_that_is_not_a_number():
+    entry = TokenLogprobs(1, -math.inf, 3, {2: math.nan})
+    data = message.pack("output", output=message.output_to_map(StepOutput(logprobs={"a": [entry]})))
+    (arrived,) = message.output_from_map(message.unpack(data, OUTPUT)[1]["output"]).logprobs["a"]
+    assert arrived.logprob == -math.inf and math.isnan(arrived.top[2])
+
+
+def test_what_is_the_schedulers_own_does_not_travel():
+    plan = SchedulerOutput(num_scheduled_tokens={"a": 2}, start_positions=[7])
+    assert message.plan_to_map(plan).keys() == {field.name for field in fields(PlanMessage)}
+    assert through(plan) == PlanMessage(num_scheduled_tokens={"a": 2})
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        PlanMessage(num_scheduled_tokens={"a": np.int64(1)}),
+        PlanMessage([NewRequestData("a", [1, np.int32(2)], SamplingParams())]),
+        PlanMessage([NewRequestData("a", (1, 2), SamplingParams())]),
+        PlanMessage([NewRequestData("a", np.arange(2), SamplingParams())]),
+        PlanMessage(scheduled_draft_token_ids={"a": {1, 2}}),
+        PlanMessage(block_moves=[BlockMove("a", 0, np.int64(3))]),
+    ],
+)
+def test_numbers_of_numpy_tuples_sets_and_objects_do_not_slip_through(plan):
+    with pytest.raises(TypeError, match="does not travel"):
+        through(plan)
+
+
+def test_a_time_of_numpy_does_not_either():
+    with pytest.raises(TypeError, match="float64, which does not travel"):
+        message.pack("output", output=message.output_to_map(StepOutput(times={"a": np.float64()})))
+
+
+def test_a_name_of_numpy_is_a_text():
+    name = np.str_("a")
+    plan = through(PlanMessage(num_scheduled_tokens={name: 1}, finished_req_ids={name}))
+    assert plan == PlanMessage(num_scheduled_tokens={"a": 1}, finished_req_ids={"a"})
+    assert {type(r) for r in (*plan.num_scheduled_tokens, *plan.finished_req_ids)} == {str}
+
+
+def change(change_plan=None, **changes) -> bytes:
+    plan = PlanMessage([NewRequestData("a", [1], SamplingParams())])
+    content = {"version": message.VERSION, "kind": "plan", "plan": message.plan_to_map(plan)}
+    if change_plan is not None:
+        change_plan(content["plan"])
+    content |= changes
+    return msgpack.packb({name: value for name, value in content.items() if value is not ...})
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (change(version=message.VERSION + 1), "no message of version 1"),
+        (change(version=...), "no message of version 1"),
+        (change(kind="pickle"), "kind 'pickle': it must be one of plan"),
+        (change(plan=...), "lacks .'plan'."),
+        (change(more=1), "unknown .'more'."),
+        (change(lambda plan: plan.pop("block_moves")), "a plan lacks .'block_moves'."),
+        (change(lambda plan: plan.update(start_positions=[])), "unknown .'start_positions'."),
+        (change(lambda plan: plan["scheduled_new_reqs"][0].update(x=1)), "new request .* unknown"),
+        (
+            change(lambda plan: plan["scheduled_new_reqs"][0]["sampling_params"].pop("top_k")),
+            "sampling_params lacks .'top_k'.",
+        ),
+        (
+            change(lambda plan: plan["scheduled_new_reqs"][0]["sampling_params"].update(n=0)),
+            "sampling_params: n is 0",
+        ),
+        (change(lambda plan: plan.update(block_moves=[[1]])), "a plan: "),
+        (change(plan=[]), "a plan is no map"),
+        (msgpack.packb([1]), "no message of version 1"),
+        (change()[:-1], "no message"),
+        (change() + b"\0", "no message"),
+        (msgpack.packb(msgpack.ExtType(7, b"")), "no message: extension 7"),
+        (b"", "no message"),
+    ],
+)
+def test_what_is_not_a_message_of_this_version_is_refused(data, reason):
+    with pytest.raises(MessageError, match=reason):
+        message.plan_from_map(message.unpack(data, PLAN)[1]["plan"])
+
+
+# -- over whole runs
+
+
+class RoundTrip:
+    """A runner that gets what arrives. `shadow` gets the plans themselves, at the same moment."""
+
+    def __init__(self, runner, state: BatchState) -> None:
+        self.runner, self.state, self.num_plans = runner, state, 0
+        self.shadow = BatchState(
+            len(state.num_tokens), state.block_tables.shape[1], state.eos_token_ids
+        )
+        self.sent: deque[PlanMessage] = deque()
+        self._apply, state.apply = state.apply, self.apply
+
+    def execute(self, plan: SchedulerOutput):
+        arrived = through(plan)
+        assert arrived == message_of(plan)
+        assert not isinstance(arrived, SchedulerOutput)
+        self.sent.append(plan)
+        self.num_plans += 1
+        return self.runner.execute(arrived)
+
+    def apply(self, arrived: PlanMessage) -> None:
+        plan, state, shadow = self.sent.popleft(), self.state, self.shadow
+        shadow.sampled = state.sampled
+        self._apply(arrived)
+        shadow.apply(plan)
+        assert state.row_of == shadow.row_of and state.has_pending == shadow.has_pending
+        for req_id in plan.num_scheduled_tokens:
+            row = state.row_of[req_id]
+            for name in ("num_tokens", "num_prompt_tokens", "num_blocks"):
+                assert getattr(state, name)[row] == getattr(shadow, name)[row], name
+            num_tokens = state.num_tokens[row] + len(plan.scheduled_draft_token_ids.get(req_id, ()))
+            for tokens in (state.token_ids, state.block_tables):
+                other = shadow.token_ids if tokens is state.token_ids else shadow.block_tables
+                stop = num_tokens if tokens is state.token_ids else state.num_blocks[row]
+                np.testing.assert_array_equal(tokens[row, :stop], other[row, :stop])
+            for numbers in ("_numbers", "_integers"):
+                found, right = getattr(state.sampling, numbers), getattr(shadow.sampling, numbers)
+                np.testing.assert_array_equal(found[:, row], right[:, row])
+        assert state.sampling.forbidden == shadow.sampling.forbidden
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(num_blocks=30, preempt_every=3, chunked_prefill=5),
+        dict(num_blocks=40, prefix_cache="radix", scheduler="prefill_first", policy="lpm"),
+        dict(num_blocks=60, overlap_scheduling=True, shuffle_batch=True),
+        dict(num_blocks=40, speculative={"method": "ngram", "min_ngram": 1}, preempt_every=5),
+        dict(num_blocks=99, scheduler="fcfs", prefix_cache=None),
+    ],
+    ids=lambda config: "-".join(map(str, config)),
+)
+def test_a_runner_that_gets_what_arrives_is_where_it_should_be(config, oracle, loaded, seed=0):
+    engine = checked_engine(loaded, block_size=4, max_num_seqs=6, **config)
+    state = paged_runner(engine).state
+    trip = engine.core.runner = RoundTrip(engine.core.runner, state)
+    serve_a_crowd(engine, oracle, random.Random(seed), seed)
+    assert trip.num_plans > 20 and not trip.sent

@@ -1,0 +1,261 @@
+"""What a worker does about each message: one rank of the model, its KV memory, its runner."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed
+
+from common.assembly import LocalRunner, make_block_io, make_runner
+from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig
+from common.loader import LoadedModel, checkpoint_digest, load_model
+from common.parallel import message
+from common.parallel.channel import START_TIMEOUT_S, Channel
+from common.parallel.collectives import Collectives, connect
+from common.parallel.ranks import Ranks
+from common.parallel.sharded_model import ShardedModel
+from kv_block_io import PagedBlockIO
+from scheduler_interface import StepHandle, StepOutput
+from speculating_runner import DraftLength
+
+logger = logging.getLogger(__name__)
+QUESTIONS = {
+    "start": ("config", "rank", "limits", "meeting", "threads", "log_level", "has_connector"),
+    "plan": ("step", "plan", "times"),
+    "read": ("block_id",),
+    "write": ("block_id", "data"),
+    "close": (),
+}
+
+
+class Rank:
+    """Where a step goes on after `execute` has returned, answers are given in a thread, so that the
+    next step can begin."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        config: EngineConfig,
+        collectives: Collectives,
+        local: LocalRunner,
+        length: ToldLength | None,
+    ) -> None:
+        self.channel, self.collectives = channel, collectives
+        self.local, self.length = local, length
+        self.compares = config.check_invariants
+        self.blocks = PagedBlockIO(local.kv_cache)
+        self.num_plans = 0
+        self._answering: ThreadPoolExecutor | None = None
+        if local.paged.device.type != "cpu":
+            self._answering = ThreadPoolExecutor(1, thread_name_prefix="answers")
+
+    # -- the start
+
+    @classmethod
+    def start(cls, channel: Channel) -> Rank:
+        """The first message: who this is, and everything that it needs. The answer says what has
+        come of it."""
+        _, told = message.unpack(channel.receive(), {"start": QUESTIONS["start"]})
+        name = f"[rank {told['rank']}] %(message)s"
+        logging.basicConfig(level=told["log_level"], format=name, force=True)
+        torch.set_num_threads(told["threads"])
+        config = EngineConfig(**told["config"])
+        ranks = Ranks(config.tensor_parallel_size, config.pipeline_parallel_size, told["rank"])
+        device = _device_of(config, ranks)
+        meeting = _Meeting(ranks, channel, told["meeting"])
+        meeting.wait("imported")
+        collectives = meeting.connect(device, config.worker_timeout_s)
+        loaded = _load(config, device, collectives)
+        draft, how = None, config.speculation
+        if how is not None and how.method == "draft":
+            draft = load_model(how.model or SHIPPED_DRAFT, loaded.model.embed_weight.dtype, device)
+        length: ToldLength | None = None
+
+        def tell(inner: DraftLength) -> ToldLength:
+            nonlocal length
+            length = ToldLength(inner)
+            return length
+
+        max_model_len, vocab_size = told["limits"]
+        meeting.wait("loaded")
+        local = make_runner(
+            config,
+            loaded,
+            draft,
+            max_model_len,
+            vocab_size,
+            make_length=tell,
+            least=collectives.least if ranks.world_size > 1 else None,
+            num_neighbours=int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)),
+        )
+        rank = cls(channel, config, collectives, local, length)
+        facts = rank._facts(loaded)
+        if told["has_connector"]:  # reads every weight
+            _, namespace = make_block_io(config, loaded, local.kv_cache)
+            facts["namespace"] = [list(pair) for pair in namespace]
+        channel.send(message.pack("ready", facts=facts))
+        return rank
+
+    def _facts(self, loaded: LoadedModel) -> dict[str, Any]:
+        kv_cache, guesses = self.local.kv_cache, self.local.speculation
+        assert loaded.path is not None
+        return {
+            "pid": os.getpid(),
+            "device": str(self.local.paged.device),
+            "dtype": str(loaded.model.embed_weight.dtype).removeprefix("torch."),
+            "checkpoint": checkpoint_digest(loaded.path),
+            "num_blocks": kv_cache.num_blocks,
+            "kv_bytes_per_block": kv_cache.kv_bytes_per_block,
+            "num_lookahead_tokens": guesses and guesses.proposer.num_lookahead_tokens,
+        }
+
+    # -- then
+
+    def handle(self, data: bytes) -> bool:
+        """Whether it was the last message."""
+        kind, told = message.unpack(data, QUESTIONS)
+        if kind == "plan":
+            self._execute(told)
+        elif kind == "read":  # before the next step begins, which may write to the block
+            block = self.blocks.read_block(told["block_id"])
+            self._send(lambda: message.pack("block", data=block))
+        elif kind == "write":
+            self.blocks.write_block(told["block_id"], told["data"])
+        return kind == "close"
+
+    def _execute(self, told: dict[str, Any]) -> None:
+        self.num_plans += 1
+        if self.length is not None:
+            self.length.begin(told["step"], told["times"])
+        handle = self.local.outermost.execute(message.plan_from_map(told["plan"]))
+        self._send(partial(self._answer_to, told["step"], handle))
+
+    def _send(self, make: Callable[[], bytes | None]) -> None:
+        if self._answering is None:
+            _send(self.channel, make)
+        else:
+            self._answering.submit(_send_or_report, self.channel, make)
+
+    def _answer_to(self, step: int, handle: StepHandle) -> bytes | None:
+        output = handle.wait()
+        is_output_rank = self.collectives.ranks.is_output_rank
+        if not (is_output_rank or self.compares):
+            return None
+        found = message.output_to_map(output) if is_output_rank else None
+        digest = self._digest(output) if self.compares else None
+        return message.pack("output", step=step, output=found, digest=digest)
+
+    def _digest(self, output: StepOutput) -> str | None:
+        """Of what all ranks of the last stage must agree on."""
+        if not self.collectives.ranks.is_last_stage:
+            return None
+        same = [output.token_ids, output.errors, output.draft_token_ids]
+        return blake2b(repr(same).encode(), digest_size=16).hexdigest()
+
+    def close(self) -> None:
+        self.collectives.close()
+
+
+def _send(channel: Channel, make: Callable[[], bytes | None]) -> None:
+    answer = make()
+    if answer is not None:
+        channel.send(answer)
+
+
+def _send_or_report(channel: Channel, make: Callable[[], bytes | None]) -> None:
+    """In a thread, whose exceptions nobody sees."""
+    try:
+        _send(channel, make)
+    except BaseException as error:
+        logger.exception("no answer to a step")
+        channel.send(message.pack_error(error))
+
+
+def _device_of(config: EngineConfig, ranks: Ranks) -> torch.device:
+    if config.device != "cuda":
+        return torch.device(config.device)
+    index = int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else ranks.rank
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+class _Meeting:
+    """Where ranks wait for each other before there are collectives, and before those are entered:
+    one may need long to import or to read, and a collective does not wait for so long."""
+
+    def __init__(self, ranks: Ranks, channel: Channel, meeting: list) -> None:
+        """`meeting` is the store's host and port, and this machine's address for the others."""
+        host, port, own_host = meeting
+        self.ranks, self.own_host = ranks, own_host or channel.sock.getsockname()[0]
+        dist: Any = torch.distributed
+        self.store = dist.TCPStore(host, port, None, False) if ranks.world_size > 1 else None
+
+    def wait(self, place: str) -> None:
+        if self.store is not None:
+            names = [f"{place} {rank}" for rank in range(self.ranks.world_size)]
+            self.store.set(names[self.ranks.rank], "")
+            self.store.wait(names, timedelta(seconds=START_TIMEOUT_S))
+
+    def connect(self, device: torch.device, timeout_s: float) -> Collectives:
+        return connect(self.ranks, self.store, device, timeout_s, self.own_host)
+
+
+def _load(config: EngineConfig, device: torch.device, collectives: Collectives) -> LoadedModel:
+    model = config.model or SHIPPED_CHECKPOINT
+    if collectives.ranks.world_size == 1:
+        return load_model(model, config.dtype, device)
+    return load_model(model, config.dtype, device, partial(ShardedModel, collectives=collectives))
+
+
+@dataclass(frozen=True, slots=True)
+class _Unjudged:
+    step: int
+    num_requests: int
+    num_tokens: int
+    num_rounds: int
+
+
+class ToldLength(DraftLength):
+    """How much to guess, where several ranks have to guess the same: each learns from the clock of
+    the one whose times the driver tells all, a step later."""
+
+    def __init__(self, inner: DraftLength) -> None:
+        self.inner = inner
+        self._step = 0
+        self._unjudged: deque[_Unjudged] = deque()
+
+    def begin(self, step: int, times: list[list]) -> None:
+        """`times`: step, milliseconds of verifying and of guessing, of steps before this one."""
+        self._step = step
+        for number, verify_ms, draft_ms in times:
+            while self._unjudged and self._unjudged[0].step < number:
+                self._unjudged.popleft()  # the driver has never seen its end
+            if self._unjudged and self._unjudged[0].step == number:
+                seen = self._unjudged.popleft()
+                self.inner.observe_step(
+                    seen.num_requests, seen.num_tokens, seen.num_rounds, verify_ms, draft_ms
+                )
+
+    def choose(self, request_ids: Any) -> list[int]:
+        return self.inner.choose(request_ids)
+
+    def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
+        self.inner.observe(request_id, num_drafted, num_accepted)
+
+    def observe_step(
+        self, num_requests: int, num_tokens: int, num_rounds: int, verify_ms: float, draft_ms: float
+    ) -> None:
+        self._unjudged.append(_Unjudged(self._step, num_requests, num_tokens, num_rounds))
+
+    def forget(self, request_id: str) -> None:
+        self.inner.forget(request_id)

@@ -1,0 +1,344 @@
+"""The scheduler's half of an engine: who computes what, when, and in which memory.
+
+    role            chapter   part
+    KV memory         2, 3    UncachedKVCacheManager or CachedKVCacheManager over a BlockPool
+    prefix cache       3      PrefixCacheLocal or RadixCache
+    KV from elsewhere  3      TieredCache, any KVConnector, or both, by a LoadingKVCacheManager
+    scheduler        1 to 5   CachingFCFSScheduler; Scheduler or PrefillFirstScheduler, with a
+                              policy; the latter two's speculative kind
+    chunks           4, 6     WholePrompts; ChunkedPrefill or AdaptiveChunks
+    the loop           1      RecordingEngineCore, with those as observers who learn from the clock
+
+What computes is a `RunnerSide`: of this process (`assembly.py`) or of others
+(`parallel/remote.py`). Nothing here can tell."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from block_pool import BlockPool
+from common.engine_config import EngineConfig
+from common.model_config import ModelConfig
+from kv_memory import KVMemory, UncachedKVCacheManager
+from scheduler_interface import ModelRunner, SchedulerInterface
+from step_record import Observer, RecordingEngineCore, StepRecord
+
+if TYPE_CHECKING:
+    from acceptance import SpecDecodeStats
+    from cached_kv_cache_manager import CachedKVCacheManager
+    from kv_connector import KVBlockIO, KVConnector
+    from policies import SchedulePolicy
+    from prefix_cache import CacheListener
+    from whole_prompts import ChunkPolicy
+
+logger = logging.getLogger(__name__)
+Namespace = Sequence[tuple[str, str]]
+
+
+class KVCacheSize(Protocol):
+    """KV tensors, as the scheduler's side sees them."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def kv_bytes_per_block(self) -> int: ...
+
+
+class Speculation(Protocol):
+    """Who guesses, as the engine sees it."""
+
+    stats: SpecDecodeStats
+
+    def reset_stats(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of a model without having it."""
+
+    config: ModelConfig
+    eos_token_ids: tuple[int, ...]  # every id that ends a text
+    device: torch.device
+    dtype: torch.dtype
+    num_parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSide:
+    """What computes, here or elsewhere. `vocab_size` is what may be sampled: padding lanes are left
+    out. `block_io` gives access to KV blocks, and says what their bytes depend on besides tokens;
+    that takes time."""
+
+    runner: ModelRunner
+    model: ModelFacts
+    kv_cache: KVCacheSize
+    max_model_len: int
+    vocab_size: int
+    block_io: Callable[[], tuple[KVBlockIO, Namespace]]
+    is_queued: bool  # `execute` returns when a step has begun
+    speculation: Speculation | None = None
+    num_lookahead_tokens: int | None = None  # None: nobody guesses
+    close: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """The parts of one engine."""
+
+    core: RecordingEngineCore
+    side: RunnerSide
+    kv_memory: UncachedKVCacheManager | CachedKVCacheManager
+    connector: KVConnector | None
+
+
+def find_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    longest = model.max_position_embeddings
+    max_model_len = config.max_model_len or longest
+    if max_model_len > longest:
+        raise ValueError(
+            f"max_model_len is {max_model_len}: the model was made for at most {longest}"
+        )
+    return max_model_len
+
+
+def find_vocab_size(model: ModelConfig, num_tokens_in_tokenizer: int | None) -> int:
+    """Checkpoints pad the vocabulary to a round number; a lane that no token has must never win."""
+    return min(model.vocab_size, num_tokens_in_tokenizer or model.vocab_size)
+
+
+def assemble_around(config: EngineConfig, side: RunnerSide) -> EngineParts:
+    """Scheduler, memory and loop for what computes."""
+    connector, listener = make_connector(config, side)
+    kv_memory = make_kv_memory(config, side.kv_cache.num_blocks, connector, listener)
+    chunk_policy = make_chunk_policy(config)
+    overlaps = is_overlapped(config, side.model.device)
+    scheduler = make_scheduler(
+        config, side.max_model_len, kv_memory, chunk_policy, side.num_lookahead_tokens, overlaps
+    )
+    observers: list[Observer] = []
+    if connector is not None:
+        observers.append(partial(wait_for_loads, kv_memory))
+    if config.target_step_ms is not None:
+        observers.append(partial(tell_durations, chunk_policy))
+    has_loads = connector is not None
+    if config.pipeline_parallel_size > 1:
+        core = make_pipelined_core(config, scheduler, side, observers, kv_memory, has_loads)
+    elif overlaps:
+        core = make_overlapped_core(scheduler, side, observers, kv_memory, has_loads)
+    else:
+        core = RecordingEngineCore(scheduler, side.runner, observers)
+    return EngineParts(core, side, kv_memory, connector)
+
+
+# -- who computes what
+
+
+def make_scheduler(
+    config: EngineConfig,
+    max_model_len: int,
+    kv_memory: KVMemory,
+    chunk_policy: ChunkPolicy | None,
+    num_lookahead_tokens: int | None,
+    overlaps: bool = False,
+) -> SchedulerInterface:
+    """`num_lookahead_tokens` is None if nobody guesses."""
+    limits = (config.max_num_seqs, config.max_num_batched_tokens)
+    num_stages = config.pipeline_parallel_size
+    if config.scheduler == "fcfs":
+        from caching_fcfs_scheduler import CachingFCFSScheduler
+
+        return _kind(CachingFCFSScheduler, overlaps, num_stages)(kv_memory, *limits, max_model_len)
+    options: dict[str, Any] = {
+        "policy": make_policy(config, kv_memory),
+        "max_model_len": max_model_len,
+        "kv_memory": kv_memory,
+        "chunk_policy": chunk_policy,
+        "preempt_every": config.preempt_every,
+        "shuffle_waiting": config.shuffle_waiting,
+        "seed": config.seed,
+    }
+    if num_lookahead_tokens is not None:
+        options["num_lookahead_tokens"] = num_lookahead_tokens
+    if config.scheduler == "prefill_first":
+        size = config.chunk_size or config.max_num_batched_tokens
+        options["chunked_prefill_size"] = size if config.cuts_prompts else None
+        options["mixing"] = config.mixing
+        if num_lookahead_tokens is None:
+            from prefill_first_scheduler import PrefillFirstScheduler as Chosen
+        else:
+            from speculative_prefill_first_scheduler import (
+                SpeculativePrefillFirstScheduler as Chosen,
+            )
+    else:
+        options["watermark"] = config.watermark
+        if num_lookahead_tokens is None:
+            from scheduler import Scheduler as Chosen
+        else:
+            from speculative_scheduler import SpeculativeScheduler as Chosen
+    return _kind(Chosen, overlaps, num_stages)(*limits, **options)
+
+
+def _kind(scheduler: type, overlaps: bool, num_stages: int) -> Callable[..., Any]:
+    if num_stages > 1:
+        from pipelined_books import pipelined
+
+        return partial(pipelined(scheduler), num_micro_batches=num_stages)
+    if not overlaps:
+        return scheduler
+    from overlapped_books import overlapped
+
+    return overlapped(scheduler)
+
+
+def make_policy(config: EngineConfig, kv_memory: KVMemory) -> str | SchedulePolicy:
+    """Chapter 4's root knows its own two by name."""
+    if config.policy in ("fcfs", "priority"):
+        return config.policy
+    from sglang_policies import policy_over
+
+    return policy_over(kv_memory, config.policy, config.seed)
+
+
+def make_chunk_policy(config: EngineConfig) -> ChunkPolicy | None:
+    """None: whole prompts. For the prefill-first scheduler a number is a size that its adder cuts
+    to, and no limit of a single prompt."""
+    if not config.cuts_prompts:
+        return None
+    threshold = config.chunk_size if config.scheduler == "two_phase" else None
+    limits = (threshold, config.max_long_partial_prefills)
+    if config.target_step_ms is None:
+        from chunk_policy import ChunkedPrefill
+
+        return ChunkedPrefill(*limits)
+    from adaptive_chunks import AdaptiveChunks
+
+    return AdaptiveChunks(config.target_step_ms, *limits)
+
+
+def tell_durations(policy: Any, record: StepRecord) -> None:
+    """An observer for chunks that learn what steps take."""
+    starts, num_tokens = record.start_positions, record.num_scheduled_tokens
+    policy.observe_step([starts[r] for r in num_tokens], num_tokens.values(), record.step_ms)
+
+
+# -- the loop
+
+
+def is_overlapped(config: EngineConfig, device: torch.device) -> bool:
+    """Whether a step is planned while the one before it runs. Where that is not possible, each is
+    over first, which is announced."""
+    if config.pipeline_parallel_size > 1:
+        if config.overlap_scheduling is True:
+            logger.warning(
+                "overlap_scheduling has no effect with pipeline_parallel_size: a step is under way "
+                "in each stage as it is, and none is planned behind a token that is not known"
+            )
+        return False
+    if not config.wants_overlap(device):
+        return False
+    for name in ("speculative", "target_step_ms"):
+        if getattr(config, name) is not None:
+            logger.warning(
+                "overlap_scheduling has no effect with %s: each step is over before the next one "
+                "is planned",
+                name,
+            )
+            return False
+    return True
+
+
+def make_overlapped_core(
+    scheduler: Any,
+    side: RunnerSide,
+    observers: list[Observer],
+    kv_memory: Any,
+    has_loads: bool,
+) -> RecordingEngineCore:
+    from common.runner.overlap import OverlappedEngineCore, ThreadedRunner
+
+    begun = side.runner if side.is_queued else ThreadedRunner(side.runner)
+    core = OverlappedEngineCore(scheduler, begun, observers)
+    if has_loads:
+        kv_memory.wait_for_steps = core.wait_for_steps
+    return core
+
+
+def make_pipelined_core(
+    config: EngineConfig,
+    scheduler: Any,
+    side: RunnerSide,
+    observers: list[Observer],
+    kv_memory: Any,
+    has_loads: bool,
+) -> RecordingEngineCore:
+    from common.parallel.pipeline import PipelinedEngineCore
+
+    assert side.is_queued, "stages are processes"
+    num_in_flight = config.pipeline_parallel_size
+    core = PipelinedEngineCore(scheduler, side.runner, observers, num_in_flight=num_in_flight)
+    if has_loads:
+        kv_memory.wait_for_steps = core.wait_for_steps
+    return core
+
+
+# -- KV
+
+
+def make_kv_memory(
+    config: EngineConfig,
+    num_blocks: int,
+    connector: KVConnector | None,
+    listener: CacheListener | None,
+) -> UncachedKVCacheManager | CachedKVCacheManager:
+    pool, block_size = BlockPool(num_blocks), config.block_size
+    if config.prefix_cache is None:
+        return UncachedKVCacheManager(pool, block_size)
+    if config.prefix_cache == "hash":
+        from prefix_cache_local import PrefixCacheLocal
+
+        cache = PrefixCacheLocal(pool=pool, block_size=block_size, listener=listener)
+    else:
+        from radix_cache import RadixCache
+
+        cache = RadixCache(page_size=block_size, pool=pool, listener=listener)
+    if connector is None:
+        from cached_kv_cache_manager import CachedKVCacheManager
+
+        return CachedKVCacheManager(pool, block_size, cache)
+    from loading_kv_cache_manager import LoadingKVCacheManager
+
+    return LoadingKVCacheManager(pool, block_size, cache, connector)
+
+
+def make_connector(
+    config: EngineConfig, side: RunnerSide
+) -> tuple[KVConnector | None, CacheListener | None]:
+    """The tiers and the configured connector, bound to this engine's KV memory; and who is to hear
+    of what is cached."""
+    tiers = None
+    if config.kv_tiers is not None:
+        from tiered_cache import TieredCache
+
+        tiers = TieredCache(config.kv_tiers)
+    connectors = [part for part in (tiers, config.kv_connector) if part is not None]
+    if not connectors:
+        return None, None
+    from kv_connector import ConnectorChain
+
+    connector = connectors[0] if len(connectors) == 1 else ConnectorChain(connectors)
+    io, namespace = side.block_io()
+    connector.bind(io, config.block_size, namespace)
+    return connector, tiers
+
+
+def wait_for_loads(kv_memory: Any, record: StepRecord) -> None:
+    """An observer: where a step computed nothing while requests wait, their KV is on its way."""
+    if not record.num_scheduled_tokens and record.num_waiting:
+        kv_memory.wait_for_loads()
