@@ -45,8 +45,8 @@ def make_kv_cache(
     memory: MemoryReader | None = None,
     kind: type[PagedKVCache] = PagedKVCache,
 ) -> PagedKVCache:
-    """KV tensors of `config.num_blocks` blocks, or of as many as fit, those of a draft model
-    included. `memory` reads the model's device; None: CUDA's own reader, if it is a GPU."""
+    """KV tensors of `config.num_blocks` blocks, or of as many as fit, on every rank, those of a
+    draft model included. `memory` reads the model's device; None: CUDA's own reader, if it is a GPU."""
     if config.num_blocks is not None:
         return allocate_kv_cache(loaded, config.num_blocks, config.block_size, kind)
     device = loaded.model.embed_weight.device
@@ -55,7 +55,7 @@ def make_kv_cache(
     if memory is None:
         seq_lens = [min(_CPU_WARM_UP_TOKENS, max_model_len)]
         run_forward(loaded, _allocate_for(seq_lens, loaded, config), backend, seq_lens, 1)
-        available = share_of_free(free_memory_bytes())
+        available = share_of_free(free_memory_bytes() // loaded.model.collectives.ranks.world_size)
     else:
         num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
         seq_lens = _parts_of(num_tokens, max_model_len)
@@ -67,7 +67,10 @@ def make_kv_cache(
         kv_bytes_per_block, config.block_size, config.max_num_seqs, max_model_len, available
     )
     logger.info(budget.explanation)
-    return allocate_kv_cache(loaded, budget.num_blocks, config.block_size, kind)
+    num_blocks = loaded.model.collectives.least(budget.num_blocks)
+    if num_blocks < budget.num_blocks:
+        logger.info("KV cache: taking %d blocks, because another rank has no more", num_blocks)
+    return allocate_kv_cache(loaded, num_blocks, config.block_size, kind)
 
 
 def allocate_kv_cache(
@@ -105,8 +108,8 @@ def _measure(
     seq_lens: list[int],
     vocab_size: int,
 ) -> BytesForKV:
-    """Run the largest step twice: what the sampler keeps from step to step is there in the
-    second."""
+    """Run the largest step twice: what the sampler keeps from step to step is there in the second.
+    Only the last stage samples."""
     kv_cache = _allocate_for(seq_lens, loaded, config)
     num_rows = min(config.max_num_seqs * config.num_rows_per_request, sum(seq_lens))
     batch = SamplerWarmUp.of(_parts_of(num_rows, config.num_rows_per_request), vocab_size)
@@ -122,7 +125,8 @@ def _measure(
         del probs_of
     for _ in range(2):
         logits = run_forward(loaded, kv_cache, backend, seq_lens, num_rows)
-        sampler.sample(logits, batch)
+        if loaded.model.collectives.ranks.is_last_stage:
+            sampler.sample(logits, batch)
         del logits
     after = memory.read()
     kv_bytes = kv_cache.num_blocks * kv_cache.kv_bytes_per_block
@@ -188,7 +192,7 @@ def run_forward(
     backend: AttentionBackend,
     seq_lens: Sequence[int],
     num_logit_rows: int,
-) -> torch.Tensor:  # [num_logit_rows, vocab_size]
+) -> torch.Tensor:  # [num_logit_rows, vocab_size], or what a stage gives to the next
     """One step in which prompts of `seq_lens` tokens are computed whole."""
     device, block_size = loaded.model.embed_weight.device, kv_cache.block_size
     num_blocks = [-(-n // block_size) for n in seq_lens]
