@@ -46,7 +46,7 @@ def make_kv_cache(
     kind: type[PagedKVCache] = PagedKVCache,
 ) -> PagedKVCache:
     """KV tensors of `config.num_blocks` blocks, or of as many as fit, on every rank, those of a
-    draft model included. `memory` reads the model's device; None: CUDA's own reader, if it is a GPU."""
+    draft model included. `memory` reads the model's device; None: CUDA's own, if it is a GPU."""
     if config.num_blocks is not None:
         return allocate_kv_cache(loaded, config.num_blocks, config.block_size, kind)
     device = loaded.model.embed_weight.device

@@ -1,5 +1,5 @@
 """Ranks in processes of their own, over Gloo: 4, in worlds of 2 to 4. They are started once, and
-what they say and get is compared here with one process, with `transformers` and with the formula."""
+what they say and get is compared with one process, with `transformers` and with the formula."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from common.tests.paged_harness import PagedHarness
 
 NUM_PROCESSES, LIMIT_S = 4, 100
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [53, 58, 88, 0, 44], [7])
-# Two prompts; the rest of one with a decode; three requests with a decode each, one of them twice.
+# Two prompts, each in two chunks; then a new one beside a decode.
 STEPS = [
     ([(0, 0, PROMPTS[0][:5]), (1, 0, PROMPTS[1][:4])], [8]),
     ([(0, 5, PROMPTS[0][5:7]), (1, 4, PROMPTS[1][4:])], [1, 2]),
