@@ -130,6 +130,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         lowest = {"block_size": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1}
+        lowest |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
         optional = {"preempt_every": 1, "max_long_partial_prefills": 1, "num_threads": 1}
         # The null block and one more; one token in and one out.
         optional |= {"num_blocks": 2, "max_model_len": 2}
@@ -148,8 +149,6 @@ class EngineConfig:
             "attention_backend": ("auto", "torch", "triton"),
             "pack_weights": (True, False),
             "batch_invariant": (False, True),
-            "tensor_parallel_size": (1,),
-            "pipeline_parallel_size": (1,),
         }
         for name, allowed in choices.items():
             value = getattr(self, name)
@@ -180,6 +179,8 @@ class EngineConfig:
         no_long = "it needs scheduler 'two_phase' and a number as chunked_prefill: what is long"
         no_cache = "it needs a prefix_cache, which is None"
         is_fixed, tiles = self.batch_invariant, "batch_invariant=True computes in tiles of its own"
+        is_summed = is_fixed and self.tensor_parallel_size > 1
+        order = "batch_invariant=True: in which order ranks are added depends on the batch"
         refused = {  # where it is given
             "preempt_every": (not may_preempt, f"{name} never preempts"),
             "speculative": (self.speculation and not may_preempt, f"{name} does not speculate"),
@@ -190,6 +191,7 @@ class EngineConfig:
             "kv_tiers": (self.prefix_cache is None, no_cache),
             "kv_connector": (self.prefix_cache is None, no_cache),
             "attention_backend": (is_fixed and self.attention_backend == "triton", tiles),
+            "tensor_parallel_size": (is_summed, order),
             "compile": (is_fixed and self.compile is True, tiles),
             "pack_weights": (is_fixed and not self.pack_weights, f"{tiles}, of packed weights"),
         }

@@ -45,8 +45,8 @@ def make_kv_cache(
     memory: MemoryReader | None = None,
     kind: type[PagedKVCache] = PagedKVCache,
 ) -> PagedKVCache:
-    """KV tensors of `config.num_blocks` blocks, or of as many as fit, on every rank, those of a
-    draft model included. `memory` reads the model's device; None: CUDA's own, if it is a GPU."""
+    """KV tensors of `config.num_blocks` blocks, or of as many as fit, those of a draft model
+    included. `memory` reads the model's device; None: CUDA's own reader, if it is a GPU."""
     if config.num_blocks is not None:
         return allocate_kv_cache(loaded, config.num_blocks, config.block_size, kind)
     device = loaded.model.embed_weight.device
@@ -55,7 +55,7 @@ def make_kv_cache(
     if memory is None:
         seq_lens = [min(_CPU_WARM_UP_TOKENS, max_model_len)]
         run_forward(loaded, _allocate_for(seq_lens, loaded, config), backend, seq_lens, 1)
-        available = share_of_free(free_memory_bytes() // loaded.model.collectives.ranks.world_size)
+        available = share_of_free(free_memory_bytes())
     else:
         num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
         seq_lens = _parts_of(num_tokens, max_model_len)
@@ -67,10 +67,7 @@ def make_kv_cache(
         kv_bytes_per_block, config.block_size, config.max_num_seqs, max_model_len, available
     )
     logger.info(budget.explanation)
-    num_blocks = loaded.model.collectives.least(budget.num_blocks)
-    if num_blocks < budget.num_blocks:
-        logger.info("KV cache: taking %d blocks, because another rank has no more", num_blocks)
-    return allocate_kv_cache(loaded, num_blocks, config.block_size, kind)
+    return allocate_kv_cache(loaded, budget.num_blocks, config.block_size, kind)
 
 
 def allocate_kv_cache(

@@ -12,16 +12,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from batch_invariance import make_batch_invariant
 from common import loader
 from common.assembly import kv_namespace
 from common.bench.random_weights import QWEN3_0_6B
-from common.kv_sizing import allocate_kv_cache
+from common.kv_sizing import allocate_kv_cache, run_forward
+from common.linear import linear_layers
 from common.loader import load_model
 from common.model_config import ModelConfig
 from common.parallel.collectives import Alone
 from common.parallel.ranks import Ranks
 from common.parallel.sharded_model import ShardedModel, rank_config
 from common.tests.model_cases import CASES, save_case
+from common.tests.paged_harness import PagedHarness
+from invariant_attention import InvariantAttentionBackend
+from paged_attention import TorchAttentionBackend
 
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (2, 2), (4, 3)]
 WEIGHTS = "model.safetensors"
@@ -212,3 +217,41 @@ def test_one_rank_of_one_has_the_whole_model(name, tmp_path):
     ours, theirs = dict(part.named_weights()), dict(whole.named_weights())
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[n], theirs[n]) for n in ours) and not part.namespace
+
+
+# -- stages, one after the other in this process
+
+
+def run_stages(harnesses: list[PagedHarness], work: list) -> torch.Tensor:
+    hidden = None
+    for harness in harnesses:
+        hidden = harness.step(work, None, hidden)
+    return hidden
+
+
+def test_stages_keep_the_bits_of_a_batch_invariant_model(tmp_path):
+    """Each row alone and in company, in three stages: the bits of one process."""
+    save_case("qwen3-biases", tmp_path)
+    models = [load_model(tmp_path, torch.float32).model]
+    for ranks in all_ranks(1, 3):
+        make = partial(ShardedModel, collectives=Silent(ranks))
+        models.append(load_model(tmp_path, torch.float32, make=make).model)
+    for model in models:
+        assert model.pack_weights() is None
+        make_batch_invariant(linear_layers(model), model.layers, torch.float32, 8)
+    one, *stages = (PagedHarness(m, 3, backend=InvariantAttentionBackend()) for m in models)
+    prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
+    alone = torch.cat([run_stages([one], [(i, 0, p)]) for i, p in enumerate(prompts)])
+    together = run_stages(stages, [(i, 0, p) for i, p in enumerate(prompts)])
+    assert torch.equal(alone, together)
+    assert torch.equal(run_stages(stages, [(1, 2, [11])]), run_stages([one], [(1, 2, [11])]))
+
+
+def test_what_warms_up_a_stage(tmp_path):
+    """The first takes tokens, the others what the one before them gives."""
+    save_case("qwen3", tmp_path)
+    for ranks in all_ranks(1, 3):
+        loaded = load(tmp_path, ranks)
+        kv_cache = allocate_kv_cache(loaded, 5, 4)
+        output = run_forward(loaded, kv_cache, TorchAttentionBackend(), [7, 3], 2)
+        assert output.shape == ((2, 89) if ranks.is_last_stage else (10, 32))

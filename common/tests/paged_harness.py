@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from common.model import DecoderModel
-from paged_attention import AttentionMetadata, PagedKVCache, TorchAttentionBackend
+from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache, TorchAttentionBackend
 
 
 class PagedHarness:
@@ -18,8 +18,9 @@ class PagedHarness:
         max_len: int = 64,
         block_size: int = 4,
         seed: int = 0,
+        backend: AttentionBackend | None = None,
     ) -> None:
-        parameter = model.embed_weight
+        self.backend, parameter = backend or TorchAttentionBackend(), model.embed_weight
         self.model, self.block_size, self.device = model, block_size, parameter.device
         blocks_each = -(-max_len // block_size)
         self.kv_cache = PagedKVCache(
@@ -73,5 +74,5 @@ class PagedHarness:
             self.kv_cache,
             metadata,
             tensor(indices),
-            TorchAttentionBackend(),
+            self.backend,
         )
