@@ -170,5 +170,6 @@ def test_a_rank_that_does_not_come_is_an_error_and_a_pause_is_none(ranks):
     for rank, got in enumerate(ranks[:-1]):
         message, seconds = got["late"]["late"]
         assert f"rank {rank} of 4: all_reduce failed" in message and seconds < 3, message
+        assert "500ms" in message, message
         message, seconds = got["late"]["gone"]
         assert f"rank {rank} of 4: all_gather failed" in message and seconds < 3, message
