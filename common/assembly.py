@@ -97,7 +97,10 @@ def assemble(
         )
     attention = make_attention(config, loaded)
     model = loaded.model
-    set_regions(model, config.wants_compiled(model.num_parameters, model.embed_weight.device))
+    is_compiled = config.wants_compiled(model.num_parameters, model.embed_weight.device)
+    set_regions(model, is_compiled, attention.is_triton)
+    if draft is not None and draft.model is not model:
+        set_regions(draft.model, False, attention.is_triton)
     if config.pack_weights:
         for part in (loaded,) if draft is None else (loaded, draft):
             if (reason := part.model.pack_weights()) is not None:

@@ -12,7 +12,8 @@ matrix: queries, keys and values; gate and up. In the last layer, only rows that
 after attention.
 
 In every dtype the numbers follow `transformers`: norms and rotary angles are computed in float32.
-Norms and rotary embedding are in `common/kernels/regions.py`.
+What happens between the matrices is in `common/kernels/regions.py`; where attention is a kernel of
+Triton's, so is that (`kernel_regions.py`).
 
 Nothing in `forward` waits for a GPU. Parameters are uninitialised memory until `common.loader` has
 filled them; `checkpoint_tensors` tells it what goes where."""
@@ -30,7 +31,7 @@ from torch.nn import functional as F
 from common.kernels.regions import Regions
 from common.linear import Linear, linear_layers, why_not_packed
 from common.model_config import ModelConfig
-from common.rotary import rotary_factors, rotary_table
+from common.rotary import rotary_table
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 
 
@@ -98,10 +99,10 @@ class DecoderLayer(nn.Module):
         attended = self._attend(hidden, rotary, kv_cache, metadata, backend)
         if rows is not None:
             hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
-        hidden = self.o.add_to(hidden, attended)
-        x = self.regions.rms_norm(hidden, self.mlp_norm_weight, self.eps)
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down.add_to(hidden, self.silu(gate).mul_(up))
+        norm = self.mlp_norm_weight, self.eps
+        hidden, x = self.regions.add_and_norm(self.o, hidden, attended, *norm)
+        inner = self.regions.silu_and_multiply(self.gate_up(x), self.silu)
+        return self.down.add_to(hidden, inner)
 
     def _attend(
         self,
@@ -114,11 +115,9 @@ class DecoderLayer(nn.Module):
         num_tokens = hidden.shape[0]
         x = self.regions.rms_norm(hidden, self.input_norm_weight, self.eps)
         qkv = self.qkv(x).view(num_tokens, -1, self.head_dim)
-        qk, value = qkv.split((self.num_qk_heads, self.num_kv_heads), dim=1)
-        qk = self.regions.norm_and_rotate(qk, self.qk_norm_weight, self.eps, rotary)
-        query, key = qk.split(self.head_counts[:2], dim=1)
         keys, values = kv_cache.key_cache[self.index], kv_cache.value_cache[self.index]
-        backend.write_kv(key, value, keys, values, metadata.slot_mapping)
+        norm, where = (self.qk_norm_weight, self.eps), (keys, values, metadata.slot_mapping)
+        query = self.regions.rotate_and_write(qkv, *norm, rotary, *where, backend.write_kv)
         attended = backend.attend(query, keys, values, metadata, self.scale)
         return attended.reshape(num_tokens, -1)
 
@@ -192,7 +191,7 @@ class DecoderModel(nn.Module):
     ) -> torch.Tensor:  # [num_logit_rows, vocab_size]
         """One step: row r of the result are the logits of the token after `logit_indices[r]`."""
         hidden = F.embedding(input_ids, self.embed_weight)
-        rotary = rotary_factors(self.rotary_table, positions)
+        rotary = self.regions.rotary(self.rotary_table, positions)
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
             rows = logit_indices if i == last else None

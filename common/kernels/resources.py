@@ -39,13 +39,10 @@ from common.bench.bench_record import (
 )
 from common.bench.random_weights import QWEN3_0_6B
 from common.engine_config import EngineConfig
-from common.kernels.launch_configurations import (
-    attention_shape,
-    launch_configurations,
-    layer_launches,
-)
+from common.kernels.launch_configurations import attention_shape, launch_configurations
 from common.model_config import ModelConfig
 from kernel_launch import Launch
+from paged_attention_triton import write_kv_launch
 
 FOLDER = Path(__file__).parent
 RECORD = FOLDER / "records" / "resources.json"
@@ -210,13 +207,18 @@ class Wanted:
     engine: EngineConfig = CHUNKED
 
     def launches(self) -> list[Launch]:
+        """And `write_kv`, of a backend of chapter 2 or 6 by itself: the engine has another kernel
+        in its place."""
         dtype, precision = KINDS[self.kind]
         model = (FAMILIES | LARGE_HEADS)[self.family]
         launches = launch_configurations(
             model, self.engine, dtype, self.architecture, float32_precision=precision
         )
         shape = attention_shape(model, self.engine, dtype, self.architecture, precision, False)
-        return launches + layer_launches(model, shape)
+        heads = shape.num_kv_heads, shape.head_dim, shape.block_size, dtype
+        num_heads = shape.num_heads + shape.num_kv_heads
+        strides = num_heads * shape.head_dim, (num_heads + shape.num_kv_heads) * shape.head_dim
+        return [*launches, write_kv_launch(*heads, *strides, shape.cache_strides)]
 
 
 def quick() -> list[Wanted]:

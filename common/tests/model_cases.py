@@ -15,7 +15,12 @@ from transformers import (
 )
 
 from common.model import DecoderModel
-from paged_attention import AttentionMetadata, PagedKVCache, TorchAttentionBackend
+from paged_attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    PagedKVCache,
+    TorchAttentionBackend,
+)
 
 SIZES = dict(vocab_size=89, hidden_size=32, intermediate_size=40, num_hidden_layers=3)
 LIMITS = dict(num_attention_heads=4, max_position_embeddings=64)
@@ -84,11 +89,14 @@ class PagedHarness:
         max_len: int = 64,
         block_size: int = 4,
         seed: int = 0,
+        kind: type[PagedKVCache] = PagedKVCache,
+        backend: AttentionBackend | None = None,
     ) -> None:
+        self.backend = backend or TorchAttentionBackend()
         config, parameter = model.config, next(model.parameters())
         self.model, self.block_size, self.device = model, block_size, parameter.device
         blocks_each = -(-max_len // block_size)
-        self.kv_cache = PagedKVCache(
+        self.kv_cache = kind(
             config.num_hidden_layers,
             num_requests * blocks_each + 1,
             block_size,
@@ -137,5 +145,5 @@ class PagedHarness:
             self.kv_cache,
             metadata,
             tensor(indices),
-            TorchAttentionBackend(),
+            self.backend,
         )
