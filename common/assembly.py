@@ -13,6 +13,7 @@
                               TritonAttentionBackend, or the mixed ones; InvariantAttentionBackend
     runner          common    PagedModelRunner over a BatchState
     sampler         common    Sampler; in a SpeculativeSampler if somebody guesses
+    kernels         common    KernelRegions and the sampler's Rules, where attention is Triton's
     guesses            5      a SpeculatingRunner with an NgramProposer or a DraftModelProposer
     the loop           1      RecordingEngineCore, with those as observers who learn from the clock
 
@@ -47,6 +48,7 @@ from step_record import Observer, RecordingEngineCore, StepRecord
 if TYPE_CHECKING:
     from cached_kv_cache_manager import CachedKVCacheManager
     from common.outputs import OutputProcessor
+    from common.sampling.distributions import Rules
     from kv_connector import KVConnector
     from policies import SchedulePolicy
     from prefix_cache import CacheListener
@@ -78,6 +80,15 @@ class Attention:
     compose: Compose
     is_triton: bool = False
     kv_cache_kind: type[PagedKVCache] = PagedKVCache
+
+    @property
+    def rules(self) -> Rules | None:
+        """What is sampled with: kernels where attention is one."""
+        if not self.is_triton:
+            return None
+        from common.kernels.sampler_kernel import KERNELS
+
+        return KERNELS
 
 
 def assemble(
@@ -114,6 +125,8 @@ def assemble(
         make_batch_invariant(linear_layers(model), model.layers, dtype, head_dim)
     # Checkpoints pad the vocabulary to a round number; a lane that no token has must never win.
     vocab_size = min(loaded.config.vocab_size, num_tokens_in_tokenizer or loaded.config.vocab_size)
+    if attention.is_triton and model.embed_weight.is_cuda:
+        compile_kernels(config, loaded, draft, vocab_size)
     kv_cache = make_kv_cache(
         config,
         loaded,
@@ -122,6 +135,7 @@ def assemble(
         max_model_len,
         vocab_size,
         kind=attention.kv_cache_kind,
+        rules=attention.rules,
     )
     connector, listener = make_connector(config, loaded, kv_cache)
     kv_memory = make_kv_memory(config, kv_cache.num_blocks, connector, listener)
@@ -129,19 +143,20 @@ def assemble(
 
     max_blocks = -(-max_model_len // config.block_size)
     state = BatchState(config.max_num_seqs, max_blocks, loaded.generation_eos_token_ids)
-    sampler: BatchSampler = Sampler(vocab_size)
+    sampler = Sampler(vocab_size, attention.rules)
+    batch_sampler: BatchSampler = sampler
     how, proposer = config.speculation, None
     if how is not None:
         proposer = make_proposer(
-            how, loaded, draft, kv_cache, attention.backend, state, max_model_len, vocab_size
+            how, loaded, draft, kv_cache, attention, state, max_model_len, vocab_size
         )
-        sampler = make_verifier(vocab_size, proposer, attention.is_triton)
+        batch_sampler = make_verifier(sampler, proposer, attention.is_triton)
     runner = PagedModelRunner(
         loaded.model,
         kv_cache,
         attention.backend,
         state,
-        sampler,
+        batch_sampler,
         compose=attention.compose,
         shuffle_seed=config.seed if config.shuffle_batch else None,
     )
@@ -416,10 +431,30 @@ def make_compiled_attention(
     return None if backend is None else Attention(backend, compose, kv_cache_kind=HeadMajorKVCache)
 
 
+def compile_kernels(
+    config: EngineConfig, loaded: LoadedModel, draft: LoadedModel | None, vocab_size: int
+) -> None:
+    """Everything that the engine can launch on its GPU, so that no step waits for a compiler."""
+    from common.kernels.launch_configurations import launch_configurations
+    from common.kernels.warm_up import warm_up
+    from kernel_launch import architecture_of
+
+    weight = loaded.model.embed_weight
+    launches = launch_configurations(
+        loaded.config,
+        config,
+        weight.dtype,
+        architecture_of(weight.device),
+        draft=draft.config if draft is not None else None,
+        vocab_size=vocab_size,
+    )
+    warm_up(launches, weight.device)
+
+
 # -- guesses
 
 
-def make_verifier(vocab_size: int, proposer: Proposer, is_triton: bool) -> BatchSampler:
+def make_verifier(sampler: Sampler, proposer: Proposer, is_triton: bool) -> BatchSampler:
     """A sampler that verifies guesses: with kernels where attention is one."""
     from common.sampling.speculative_sampler import SpeculativeSampler
 
@@ -429,7 +464,7 @@ def make_verifier(vocab_size: int, proposer: Proposer, is_triton: bool) -> Batch
 
         rules["reject"] = kernels.rejection_sample_triton
         rules["match"] = kernels.rejection_sampling_batched_triton
-    return SpeculativeSampler(Sampler(vocab_size), proposer.draft_probs, **rules)
+    return SpeculativeSampler(sampler, proposer.draft_probs, **rules)
 
 
 def make_speculation(
@@ -455,7 +490,7 @@ def make_proposer(
     loaded: LoadedModel,
     draft: LoadedModel | None,
     kv_cache: PagedKVCache,
-    backend: AttentionBackend,
+    attention: Attention,
     state: BatchState,
     max_model_len: int,
     vocab_size: int,
@@ -477,9 +512,9 @@ def make_proposer(
     return DraftModelProposer(
         draft.model,
         allocate_kv_cache(draft, kv_cache.num_blocks, kv_cache.block_size),
-        backend,
+        attention.backend,
         state,
         how.num_spec_tokens,
         max_model_len=min(max_model_len, draft.config.max_position_embeddings),
-        sampler=ConstrainedDrafts(Sampler(vocab_size), state.sampling, state),
+        sampler=ConstrainedDrafts(Sampler(vocab_size, attention.rules), state.sampling, state),
     )

@@ -9,6 +9,7 @@ and for a GPU that is not there (`resources.py`).
     attention of chapter 2 or 6  tile size, model
     merging of splits            tile size, model
     between matrices, 3 kernels  model
+    sampling, 4 kernels          rows of the whole vocabulary, rows of the k highest
     rejection, matching          where drafts come with probabilities, where they come without
 """
 
@@ -40,6 +41,9 @@ def launch_configurations(
                 config, engine, dtype, architecture, float32_precision, is_interpreted
             )
             launches += attention_launches(engine, shape) + layer_launches(config, shape)
+        from common.kernels.sampler_kernel import sampling_launches
+
+        launches += sampling_launches(vocab_size or model.vocab_size)
     if engine.speculation is not None:
         launches += verification_launches(vocab_size or model.vocab_size, engine, dtype)
     return launches
