@@ -10,7 +10,8 @@ and not on the first GPU that somebody pays for.
     python -m common.kernels.resources --all --record    and write the record and README's table
 
 Checked: nothing is spilled to memory, but what `ALLOWED_STACK_BYTES` names; shared memory fits the
-smallest GPU of a kind; products of 16 bits and tf32x3 use the tensor cores. Not checked, because
+smallest GPU of a kind; products of 16 bits and tf32x3 use the tensor cores; kernels that promise
+the bits of their specification have no operation that could round otherwise. Not checked, because
 it needs a GPU: whether the kernel is fast. Must run without TRITON_INTERPRET.
 """
 
@@ -85,6 +86,8 @@ ARCHITECTURES = (80, 89, 90, 100, 120)
 # Of a program, the smallest GPU of a kind: sm_86 and sm_120 have what sm_89 has.
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 TENSOR_CORES = ("wgmma.mma_async", "tcgen05.mma", "mma.sync")
+# Operations that IEEE 754 does not define, or that round once where PyTorch rounds twice.
+INEXACT = re.compile(r"\b(?:(?:fma|rcp|rsqrt|ex2|lg2)\.|\w+\.(?:full|approx)\.)\S*f(?:32|64)")
 KINDS = {
     "bfloat16": (torch.bfloat16, "ieee"),
     "float16": (torch.float16, "ieee"),
@@ -119,6 +122,7 @@ class Resources:
     stack_bytes: int  # of a thread, in memory: spilled registers
     shared_bytes: int  # of a program
     tensor_cores: str  # the instruction
+    inexact: str = ""  # an operation, where none is allowed
 
     @property
     def has_product(self) -> bool:
@@ -132,6 +136,8 @@ class Resources:
             yield f"{where} wants {self.shared_bytes} bytes of shared memory"
         if self.has_product and self.kind != "float32" and not self.tensor_cores:
             yield f"{where} does not use the tensor cores"
+        if self.inexact:
+            yield f"{where} has {self.inexact}, which its specification does not have"
 
 
 def compile_launch(launch: Launch, architecture: int, family: str, kind: str) -> Resources:
@@ -169,6 +175,7 @@ def compile_launch(launch: Launch, architecture: int, family: str, kind: str) ->
         stack_bytes,
         compiled.metadata.shared,
         next((name for name in TENSOR_CORES if name in ptx), ""),
+        "" if launch.enable_fp_fusion else next(iter(INEXACT.findall(ptx)), ""),
     )
 
 

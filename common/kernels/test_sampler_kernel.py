@@ -305,8 +305,7 @@ def test_the_host_waits_once_and_the_device_has_less_to_do(monkeypatch) -> None:
     monkeypatch.undo()
     found = count_operations(KERNELS, monkeypatch)
     assert found[:2] == (reads, uploads) == (1, uploads)
-    print(num_plain, found)
-    assert found[2] < num_plain / 2
+    assert found[2] < 0.4 * num_plain
 
 
 def test_a_batch_without_rows_draws_nothing(device: torch.device, launched: list[str]) -> None:
