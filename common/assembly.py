@@ -7,6 +7,7 @@
                               TritonAttentionBackend, or the mixed ones; InvariantAttentionBackend
     runner          common    PagedModelRunner over a BatchState
     sampler         common    Sampler; in a SpeculativeSampler if somebody guesses
+    kernels         common    KernelRegions and the sampler's Rules, where attention is Triton's
     guesses            5      a SpeculatingRunner with an NgramProposer or a DraftModelProposer
     the rest         1 to 6   `scheduler_assembly.py`: memory, scheduler, the loop
 
@@ -45,6 +46,7 @@ from scheduler_interface import ModelRunner
 
 if TYPE_CHECKING:
     from common.outputs import OutputProcessor
+    from common.sampling.distributions import Rules
     from kv_connector import KVBlockIO
     from proposers import Proposer
     from speculating_runner import DraftLength, SpeculatingRunner
@@ -60,6 +62,15 @@ class Attention:
     compose: Compose
     is_triton: bool = False
     kv_cache_kind: type[PagedKVCache] = PagedKVCache
+
+    @property
+    def rules(self) -> Rules | None:
+        """What is sampled with: kernels where attention is one."""
+        if not self.is_triton:
+            return None
+        from common.kernels.sampler_kernel import KERNELS
+
+        return KERNELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +141,10 @@ def make_runner(
     the memory of this machine."""
     attention = make_attention(config, loaded)
     model = loaded.model
-    set_regions(model, config.wants_compiled(model.num_parameters, model.embed_weight.device))
+    is_compiled = config.wants_compiled(model.num_parameters, model.embed_weight.device)
+    set_regions(model, is_compiled, attention.is_triton)
+    if draft is not None and draft.model is not model:
+        set_regions(draft.model, False, attention.is_triton)
     if config.pack_weights:
         for part in (loaded,) if draft is None else (loaded, draft):
             if (reason := part.model.pack_weights()) is not None:
@@ -142,6 +156,8 @@ def make_runner(
 
         dtype, head_dim = model.embed_weight.dtype, loaded.config.head_dim
         make_batch_invariant(linear_layers(model), model.layers, dtype, head_dim)
+    if attention.is_triton and model.embed_weight.is_cuda:
+        compile_kernels(config, loaded, draft, vocab_size)
     kv_cache = make_kv_cache(
         config,
         loaded,
@@ -152,27 +168,29 @@ def make_runner(
         kind=attention.kv_cache_kind,
         least=least,
         num_neighbours=num_neighbours,
+        rules=attention.rules,
     )
     max_blocks = -(-max_model_len // config.block_size)
     state = BatchState(config.max_num_seqs, max_blocks, loaded.generation_eos_token_ids)
-    sampler: BatchSampler = Sampler(vocab_size)
+    sampler = Sampler(vocab_size, attention.rules)
+    batch_sampler: BatchSampler = sampler
     how, proposer, kind = config.speculation, None, PagedModelRunner
     if config.pipeline_parallel_size > 1:
         from common.parallel.stage import NoSampler, StageRunner as kind
 
         if not model.collectives.ranks.is_last_stage:
-            sampler, how = NoSampler(), None
+            batch_sampler, how = NoSampler(), None
     if how is not None:
         proposer = make_proposer(
-            how, loaded, draft, kv_cache, attention.backend, state, max_model_len, vocab_size
+            how, loaded, draft, kv_cache, attention, state, max_model_len, vocab_size
         )
-        sampler = make_verifier(vocab_size, proposer, attention.is_triton)
+        batch_sampler = make_verifier(sampler, proposer, attention.is_triton)
     runner = kind(
         loaded.model,
         kv_cache,
         attention.backend,
         state,
-        sampler,
+        batch_sampler,
         compose=attention.compose,
         shuffle_seed=config.seed if config.shuffle_batch else None,
     )
@@ -271,10 +289,30 @@ def make_compiled_attention(
     return None if backend is None else Attention(backend, compose, kv_cache_kind=HeadMajorKVCache)
 
 
+def compile_kernels(
+    config: EngineConfig, loaded: LoadedModel, draft: LoadedModel | None, vocab_size: int
+) -> None:
+    """Everything that the engine can launch on its GPU, so that no step waits for a compiler."""
+    from common.kernels.launch_configurations import launch_configurations
+    from common.kernels.warm_up import warm_up
+    from kernel_launch import architecture_of
+
+    weight = loaded.model.embed_weight
+    launches = launch_configurations(
+        loaded.model.part,
+        config,
+        weight.dtype,
+        architecture_of(weight.device),
+        draft=None if draft is None else draft.model.part,
+        vocab_size=vocab_size,
+    )
+    warm_up(launches, weight.device)
+
+
 # -- guesses
 
 
-def make_verifier(vocab_size: int, proposer: Proposer, is_triton: bool) -> BatchSampler:
+def make_verifier(sampler: Sampler, proposer: Proposer, is_triton: bool) -> BatchSampler:
     """A sampler that verifies guesses: with kernels where attention is one."""
     from common.sampling.speculative_sampler import SpeculativeSampler
 
@@ -284,7 +322,7 @@ def make_verifier(vocab_size: int, proposer: Proposer, is_triton: bool) -> Batch
 
         rules["reject"] = kernels.rejection_sample_triton
         rules["match"] = kernels.rejection_sampling_batched_triton
-    return SpeculativeSampler(Sampler(vocab_size), proposer.draft_probs, **rules)
+    return SpeculativeSampler(sampler, proposer.draft_probs, **rules)
 
 
 def make_draft_length(how: SpeculativeConfig) -> DraftLength:
@@ -310,7 +348,7 @@ def make_proposer(
     loaded: LoadedModel,
     draft: LoadedModel | None,
     kv_cache: PagedKVCache,
-    backend: AttentionBackend,
+    attention: Attention,
     state: BatchState,
     max_model_len: int,
     vocab_size: int,
@@ -332,9 +370,9 @@ def make_proposer(
     return DraftModelProposer(
         draft.model,
         allocate_kv_cache(draft, kv_cache.num_blocks, kv_cache.block_size),
-        backend,
+        attention.backend,
         state,
         how.num_spec_tokens,
         max_model_len=min(max_model_len, draft.config.max_position_embeddings),
-        sampler=ConstrainedDrafts(Sampler(vocab_size), state.sampling, state),
+        sampler=ConstrainedDrafts(Sampler(vocab_size, attention.rules), state.sampling, state),
     )

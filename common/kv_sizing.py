@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 from request import SamplingParams
 from scheduler_interface import NewRequestData
 
+if TYPE_CHECKING:
+    from common.sampling.distributions import Rules
+
 logger = logging.getLogger(__name__)
 _CPU_WARM_UP_TOKENS = 8
 
@@ -46,10 +50,12 @@ def make_kv_cache(
     kind: type[PagedKVCache] = PagedKVCache,
     least: Callable[[int], int] | None = None,
     num_neighbours: int = 1,
+    rules: Rules | None = None,
 ) -> PagedKVCache:
     """KV tensors of `config.num_blocks` blocks, or of as many as fit, those of a draft model
     included. `memory` reads the model's device; None: CUDA's own reader, if it is a GPU. `least` is
-    the smallest number of all ranks; of these, `num_neighbours` share a CPU's memory."""
+    the smallest number of all ranks; of these, `num_neighbours` share a CPU's memory. `rules` are
+    the sampler's."""
     if config.num_blocks is not None:
         return allocate_kv_cache(loaded, config.num_blocks, config.block_size, kind)
     device = loaded.model.embed_weight.device
@@ -62,7 +68,7 @@ def make_kv_cache(
     else:
         num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
         seq_lens = _parts_of(num_tokens, max_model_len)
-        available = _measure(memory, config, loaded, draft, backend, seq_lens, vocab_size)
+        available = _measure(memory, config, loaded, draft, backend, seq_lens, vocab_size, rules)
     kv_bytes_per_block = allocate_kv_cache(loaded, 1, config.block_size).kv_bytes_per_block
     if draft is not None:
         kv_bytes_per_block += allocate_kv_cache(draft, 1, config.block_size).kv_bytes_per_block
@@ -108,13 +114,14 @@ def _measure(
     backend: AttentionBackend,
     seq_lens: list[int],
     vocab_size: int,
+    rules: Rules | None,
 ) -> BytesForKV:
     """Run the largest step twice: what the sampler keeps from step to step is there in the second.
     Only the last stage samples."""
     kv_cache = _allocate_for(seq_lens, loaded, config)
     num_rows = min(config.max_num_seqs * config.num_rows_per_request, sum(seq_lens))
     batch = SamplerWarmUp.of(_parts_of(num_rows, config.num_rows_per_request), vocab_size)
-    sampler = Sampler(vocab_size)
+    sampler = Sampler(vocab_size, rules)
     memory.reset()
     before = memory.read()
     if draft is not None:

@@ -12,7 +12,8 @@ matrix: queries, keys and values; gate and up. In the last layer, only rows that
 after attention.
 
 In every dtype the numbers follow `transformers`: norms and rotary angles are computed in float32.
-Norms and rotary embedding are in `common/kernels/regions.py`.
+What happens between the matrices is in `common/kernels/regions.py`; where attention is a kernel of
+Triton's, so is that (`kernel_regions.py`).
 
 Nothing in `forward` waits for a GPU. Parameters are uninitialised memory until `common.loader` has
 filled them; `checkpoint_tensors` tells it what goes where.
@@ -34,7 +35,7 @@ from common.kernels.regions import Regions
 from common.linear import Linear, linear_layers, why_not_packed
 from common.model_config import ModelConfig
 from common.parallel.collectives import Alone, Collectives
-from common.rotary import rotary_factors, rotary_table
+from common.rotary import rotary_table
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 
 
@@ -113,10 +114,10 @@ class DecoderLayer(nn.Module):
         attended = self._attend(hidden, rotary, kv_cache, metadata, backend)
         if rows is not None:
             hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
-        hidden = self.o.add_to(hidden, attended)
-        x = self.regions.rms_norm(hidden, self.mlp_norm_weight, self.eps)
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down.add_to(hidden, self.silu(gate).mul_(up))
+        norm = self.mlp_norm_weight, self.eps
+        hidden, x = self.regions.add_and_norm(self.o, hidden, attended, *norm)
+        inner = self.regions.silu_and_multiply(self.gate_up(x), self.silu)
+        return self.down.add_to(hidden, inner)
 
     def _attend(
         self,
@@ -129,11 +130,9 @@ class DecoderLayer(nn.Module):
         num_tokens = hidden.shape[0]
         x = self.regions.rms_norm(hidden, self.input_norm_weight, self.eps)
         qkv = self.qkv(x).view(num_tokens, -1, self.head_dim)
-        qk, value = qkv.split((self.num_qk_heads, self.num_kv_heads), dim=1)
-        qk = self.regions.norm_and_rotate(qk, self.qk_norm_weight, self.eps, rotary)
-        query, key = qk.split(self.head_counts[:2], dim=1)
         keys, values = kv_cache.key_cache[self.index], kv_cache.value_cache[self.index]
-        backend.write_kv(key, value, keys, values, metadata.slot_mapping)
+        norm, where = (self.qk_norm_weight, self.eps), (keys, values, metadata.slot_mapping)
+        query = self.regions.rotate_and_write(qkv, *norm, rotary, *where, backend.write_kv)
         attended = backend.attend(query, keys, values, metadata, self.scale)
         return attended.reshape(num_tokens, -1)
 
@@ -197,6 +196,7 @@ class DecoderModel(nn.Module):
     ) -> None:
         """What every process has, whatever its part is."""
         self.config, self.regions, self.collectives = config, Regions(), collectives
+        self.part = config  # the shapes of the layers here, which may be a part of the model's
         self.layers = cast("list[DecoderLayer]", nn.ModuleList(layers))
         dtype, device = self.embed_weight.dtype, self.embed_weight.device
         table = rotary_table(config.rope, config.head_dim, config.max_position_embeddings, dtype)
@@ -229,7 +229,7 @@ class DecoderModel(nn.Module):
         backend: AttentionBackend,
         rows: torch.Tensor | None,  # [num_rows], those that are needed afterwards; None: all
     ) -> torch.Tensor:  # [num_tokens or num_rows, hidden_size]
-        rotary = rotary_factors(self.rotary_table, positions)
+        rotary = self.regions.rotary(self.rotary_table, positions)
         last = self.num_layers - 1
         for i, layer in enumerate(self.layers):
             needed = rows if i == last else None

@@ -29,6 +29,7 @@ TRITON_TYPES = {
     torch.float16: "fp16",
     torch.int64: "i64",
     torch.int32: "i32",
+    torch.bool: "i1",
 }
 # Where nothing is compiled, in the interpreter: tiles are those of this one.
 DEFAULT_ARCHITECTURE = 90

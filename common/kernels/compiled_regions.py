@@ -77,7 +77,8 @@ def compile_regions(model: DecoderModel, from_tokens: tuple[int, int] | None = N
     rotate = torch.compile(norm_and_rotate_region, dynamic=False, fullgraph=True)
     plain = Regions()
     least = from_tokens or FROM_TOKENS
-    compiled = Regions(*map(_from_tokens, least, (norm, rotate), plain))
+    uncompiled = plain.rms_norm, plain.norm_and_rotate
+    compiled = Regions(*map(_from_tokens, least, (norm, rotate), uncompiled))
     try:
         # There may be engines of many shapes, and the compiler gives up at the ninth.
         with torch._dynamo.config.patch(recompile_limit=256):

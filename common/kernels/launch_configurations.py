@@ -8,7 +8,8 @@ and for a GPU that is not there (`resources.py`).
     kernel                       once for each
     attention of chapter 2 or 6  tile size, model
     merging of splits            tile size, model
-    writing of keys and values   model
+    between matrices, 3 kernels  model
+    sampling, 4 kernels          rows of the whole vocabulary, rows of the k highest
     rejection, matching          where drafts come with probabilities, where they come without
 """
 
@@ -39,7 +40,10 @@ def launch_configurations(
             shape = attention_shape(
                 config, engine, dtype, architecture, float32_precision, is_interpreted
             )
-            launches += attention_launches(config, engine, shape)
+            launches += attention_launches(engine, shape) + layer_launches(config, shape)
+        from common.kernels.sampler_kernel import sampling_launches
+
+        launches += sampling_launches(vocab_size or model.vocab_size)
     if engine.speculation is not None:
         launches += verification_launches(vocab_size or model.vocab_size, engine, dtype)
     return launches
@@ -53,8 +57,8 @@ def attention_shape(
     float32_precision: str,
     is_interpreted: bool,
 ) -> AttentionShape:
-    """Queries and keys lie in one tensor, head after head, as `common/model.py` rotates them; a
-    block lies slot after slot, as `PagedKVCache` has it."""
+    """Queries lie in a tensor of their own, as `rotate_and_write` writes them; a block lies slot
+    after slot, as `PagedKVCache` has it."""
     num_heads, num_kv_heads = model.num_attention_heads, model.num_key_value_heads
     head_dim, block_size = model.head_dim, engine.block_size
     slot_stride = num_kv_heads * head_dim
@@ -63,7 +67,7 @@ def attention_shape(
         num_kv_heads,
         head_dim,
         block_size,
-        (num_heads + num_kv_heads) * head_dim,
+        num_heads * head_dim,
         (block_size * slot_stride, slot_stride, head_dim),
         dtype,
         float32_precision,
@@ -72,35 +76,23 @@ def attention_shape(
     )
 
 
-def attention_launches(
-    model: ModelConfig, engine: EngineConfig, shape: AttentionShape
-) -> list[Launch]:
-    from paged_attention_triton import attention_launch, write_kv_launch
-
-    launches = [
-        write_kv_launch(
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.block_size,
-            shape.dtype,
-            shape.query_stride,
-            (model.num_attention_heads + 2 * shape.num_kv_heads) * shape.head_dim,
-            shape.cache_strides,
-        )
-    ]
+def attention_launches(engine: EngineConfig, shape: AttentionShape) -> list[Launch]:
+    """Without `write_kv`, in whose place is `rotate_and_write`."""
+    launches = []
     for is_short in (True, False):
         if engine.cuts_prompts:
             from split_attention_triton import merge_launch, split_launch
 
             launches += split_launch(shape, is_short), merge_launch(shape, is_short)
         else:
+            from paged_attention_triton import attention_launch
+
             launches.append(attention_launch(shape, is_short))
     return launches
 
 
 def layer_launches(model: ModelConfig, shape: AttentionShape) -> list[Launch]:
-    """Of `layer_kernels.py`, which no engine launches yet. `launch_configurations` will have them
-    when `common/model.py` does."""
+    """Of `layer_kernels.py`."""
     from common.kernels.layer_kernels import (
         add_rms_norm_launch,
         rotate_and_write_launch,

@@ -12,7 +12,7 @@ any dtype; kernels are tested against that in float64.
 Everything between a load and a store is float32: a kernel rounds once where PyTorch rounds after
 each operation. That changes low bits in bfloat16, as any two implementations differ in them.
 
-The engine does not call these yet: `README.md` says what that takes.
+`kernel_regions.py` hands them to the model.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from triton_or_none import jit_for_any, tl
 
 HEADS_AT_ONCE = 8  # in a program of `rotate_and_write`
 CHANNELS_AT_ONCE = 1024  # in a program of `silu_and_multiply`
+# Small tensors that came to the GPU in one copy with others.
+UNALIGNED = ("positions", "slot_mapping")
 
 
 # -- the residual is added and normed
@@ -116,7 +118,7 @@ def rotate_and_write_in_torch(
     return query
 
 
-@jit_for_any()
+@jit_for_any(unaligned=UNALIGNED)
 def _rotate_and_write_kernel(
     query,  # [num_tokens, num_heads, head_dim], written
     qkv,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
@@ -213,8 +215,7 @@ def rotate_and_write_launch(
         "HEADS_AT_ONCE": HEADS_AT_ONCE,
         "WIDTH": next_power_of_2(head_dim // 2),
     }
-    unaligned = ("positions", "slot_mapping")
-    return Launch(_rotate_and_write_kernel, arguments, constants, 2, unaligned=unaligned)
+    return Launch(_rotate_and_write_kernel, arguments, constants, 2, unaligned=UNALIGNED)
 
 
 def rotate_and_write(

@@ -10,7 +10,8 @@ and not on the first GPU that somebody pays for.
     python -m common.kernels.resources --all --record    and write the record and README's table
 
 Checked: nothing is spilled to memory, but what `ALLOWED_STACK_BYTES` names; shared memory fits the
-smallest GPU of a kind; products of 16 bits and tf32x3 use the tensor cores. Not checked, because
+smallest GPU of a kind; products of 16 bits and tf32x3 use the tensor cores; kernels that promise
+the bits of their specification have no operation that could round otherwise. Not checked, because
 it needs a GPU: whether the kernel is fast. Must run without TRITON_INTERPRET.
 """
 
@@ -39,13 +40,10 @@ from common.bench.bench_record import (
 )
 from common.bench.random_weights import QWEN3_0_6B
 from common.engine_config import EngineConfig
-from common.kernels.launch_configurations import (
-    attention_shape,
-    launch_configurations,
-    layer_launches,
-)
+from common.kernels.launch_configurations import attention_shape, launch_configurations
 from common.model_config import ModelConfig
 from kernel_launch import Launch
+from paged_attention_triton import write_kv_launch
 
 FOLDER = Path(__file__).parent
 RECORD = FOLDER / "records" / "resources.json"
@@ -88,6 +86,8 @@ ARCHITECTURES = (80, 89, 90, 100, 120)
 # Of a program, the smallest GPU of a kind: sm_86 and sm_120 have what sm_89 has.
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 TENSOR_CORES = ("wgmma.mma_async", "tcgen05.mma", "mma.sync")
+# Operations that IEEE 754 does not define, or that round once where PyTorch rounds twice.
+INEXACT = re.compile(r"\b(?:(?:fma|rcp|rsqrt|ex2|lg2)\.|\w+\.(?:full|approx)\.)\S*f(?:32|64)")
 KINDS = {
     "bfloat16": (torch.bfloat16, "ieee"),
     "float16": (torch.float16, "ieee"),
@@ -122,6 +122,7 @@ class Resources:
     stack_bytes: int  # of a thread, in memory: spilled registers
     shared_bytes: int  # of a program
     tensor_cores: str  # the instruction
+    inexact: str = ""  # an operation, where none is allowed
 
     @property
     def has_product(self) -> bool:
@@ -135,6 +136,8 @@ class Resources:
             yield f"{where} wants {self.shared_bytes} bytes of shared memory"
         if self.has_product and self.kind != "float32" and not self.tensor_cores:
             yield f"{where} does not use the tensor cores"
+        if self.inexact:
+            yield f"{where} has {self.inexact}, which its specification does not have"
 
 
 def compile_launch(launch: Launch, architecture: int, family: str, kind: str) -> Resources:
@@ -172,6 +175,7 @@ def compile_launch(launch: Launch, architecture: int, family: str, kind: str) ->
         stack_bytes,
         compiled.metadata.shared,
         next((name for name in TENSOR_CORES if name in ptx), ""),
+        "" if launch.enable_fp_fusion else next(iter(INEXACT.findall(ptx)), ""),
     )
 
 
@@ -210,13 +214,18 @@ class Wanted:
     engine: EngineConfig = CHUNKED
 
     def launches(self) -> list[Launch]:
+        """And `write_kv`, of a backend of chapter 2 or 6 by itself: the engine has another kernel
+        in its place."""
         dtype, precision = KINDS[self.kind]
         model = (FAMILIES | LARGE_HEADS)[self.family]
         launches = launch_configurations(
             model, self.engine, dtype, self.architecture, float32_precision=precision
         )
         shape = attention_shape(model, self.engine, dtype, self.architecture, precision, False)
-        return launches + layer_launches(model, shape)
+        heads = shape.num_kv_heads, shape.head_dim, shape.block_size, dtype
+        num_heads = shape.num_heads + shape.num_kv_heads
+        strides = num_heads * shape.head_dim, (num_heads + shape.num_kv_heads) * shape.head_dim
+        return [*launches, write_kv_launch(*heads, *strides, shape.cache_strides)]
 
 
 def quick() -> list[Wanted]:

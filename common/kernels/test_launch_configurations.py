@@ -76,7 +76,11 @@ def test_an_engine_launches_nothing_else_and_says_what_the_oracle_says(name, ora
     draft = load_model(oracle.path, torch.float32, torch.device("cpu"))
     engine = LLMEngine(config, loaded=target, draft=draft if name == "draft model" else None)
     serve(engine, oracle, [0, 1, 2, 3, 4, 5], 9)
+    # A drawn seed and no `top_k`: drafts of a model have probabilities.
     engine.generate_batch(oracle.prompts[:2], SamplingParams(temperature=0.8, max_tokens=4))
+    for top_k in (0, 5):
+        params = SamplingParams(top_k=top_k, top_p=0.9, presence_penalty=0.1, max_tokens=2)
+        engine.generate_batch(oracle.prompts[:1], params)
     allowed = launch_configurations(
         target.config,
         config,
@@ -98,7 +102,7 @@ def test_an_engine_has_few_configurations(oracle):
         name: len(launch_configurations(config, EngineConfig(**options), torch.bfloat16))
         for name, options in ENGINES.items()
     }
-    assert counts == {"chunks": 5, "whole prompts": 3, "look-up": 6, "draft model": 7}
+    assert counts == {"chunks": 14, "whole prompts": 12, "look-up": 15, "draft model": 16}
     engine, draft = EngineConfig(**ENGINES["draft model"]), replace(config, num_attention_heads=2)
     launches = launch_configurations(config, engine, torch.bfloat16, draft=draft)
-    assert len(launches) == 7 + 5, "a draft model of other heads has its own"
+    assert len(launches) == 16 + 7, "a draft model of other heads has its own"

@@ -77,6 +77,7 @@ def test_nor_in_any_dtype_for_any_family_and_architecture():
         ({"tensor_cores": ""}, "does not use the tensor cores"),
         ({"tensor_cores": "", "kind": "float32"}, None),
         ({"tensor_cores": "", "tile": ""}, None),
+        ({"inexact": "div.full.f32"}, "has div.full.f32"),
     ],
 )
 def test_what_is_complained_of(change, complaint):
@@ -91,6 +92,15 @@ def test_an_exception_is_of_exactly_its_bytes(monkeypatch):
     monkeypatch.setitem(resources.ALLOWED_STACK_BYTES, where, 8)
     assert not list(replace(CLEAN, stack_bytes=8).complaints())
     assert list(replace(CLEAN, stack_bytes=16).complaints()) and list(CLEAN.complaints())
+
+
+def test_operations_that_round_in_their_own_way_are_found():
+    ptx = "add.rn.f32 \tdiv.rn.f64 mul.rn.f64 fma_of.f32\n\tdiv.full.f32 %f1;\n\tfma.rn.f64 %f2;"
+    assert resources.INEXACT.findall(ptx) == ["div.full.f32", "fma.rn.f64"]
+    assert resources.INEXACT.findall("ex2.approx.ftz.f32 rcp.approx.f32 sqrt.rn.f64") == [
+        "ex2.approx.ftz.f32",
+        "rcp.approx.f32",
+    ]
 
 
 def test_a_launch_that_lacks_a_parameter_of_its_kernel_is_refused():

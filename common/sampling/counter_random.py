@@ -13,7 +13,7 @@ from inverse_cdf import draw
 
 # What a number is for: the token of a position, a guess at it, or whether the guess stands.
 TOKEN_STREAM, DRAFT_STREAM, ACCEPT_STREAM = range(3)
-_BLOCK = 128  # tokens that are first drawn together
+BLOCK = 128  # tokens that are first drawn together
 
 
 def sample_from_probs(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
@@ -22,17 +22,22 @@ def sample_from_probs(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     `probs` [R, V] sum to about 1. Intervals are closed left and open right, so a token of
     probability 0 (or below 2**-52) is never drawn, for no `u`. First the block of tokens is found,
     then the token in it: only [R, V / 128] and [R, 128] numbers need a cumulative sum."""
-    vocab_size = probs.shape[1]
-    num_whole = vocab_size // _BLOCK
-    whole = probs[:, : num_whole * _BLOCK].unflatten(1, (num_whole, _BLOCK))
-    rest = probs[:, num_whole * _BLOCK :]
-    mass = torch.cat([whole.sum(dim=-1), rest.sum(dim=-1, keepdim=True)], dim=1).to(torch.float64)
+    vocab_size, mass = probs.shape[1], block_mass(probs)
     block, u = draw(mass, u)
-    ids = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=probs.device)
+    ids = block[:, None] * BLOCK + torch.arange(BLOCK, device=probs.device)
     inside = probs.gather(1, ids.clamp(max=vocab_size - 1)).to(torch.float64)
     inside = inside.masked_fill(ids >= vocab_size, 0.0)
-    token, _ = draw(inside / inside.sum(dim=-1, keepdim=True), u)
-    return (block * _BLOCK + token).clamp(max=vocab_size - 1)  # a row of NaN is anywhere
+    token, _ = draw(inside / mass.gather(1, block[:, None]), u)
+    return (block * BLOCK + token).clamp(max=vocab_size - 1)  # a row of NaN is anywhere
+
+
+def block_mass(probs: torch.Tensor) -> torch.Tensor:
+    """The sum of each block of probabilities, `[R, V // 128 + 1]` float64."""
+    num_whole = probs.shape[1] // BLOCK
+    whole = probs[:, : num_whole * BLOCK].unflatten(1, (num_whole, BLOCK))
+    rest = probs[:, num_whole * BLOCK :]
+    sums = whole.sum(dim=-1), rest.sum(dim=-1, keepdim=True)
+    return torch.cat(sums, dim=1).to(torch.float64)
 
 
 def uniforms(

@@ -6,7 +6,7 @@ the device, but for one thing on a CPU: how far top-p reaches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -37,16 +37,32 @@ if TYPE_CHECKING:
 _WIDTH = 1 << 8  # above the bits of `needs`
 
 
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What is computed with: PyTorch, or kernels that give the same bits."""
+
+    apply_penalties: Callable[..., torch.Tensor] = constraints.apply_penalties
+    shape: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = constraints.shape
+    apply_top_p: Callable[..., torch.Tensor] = constraints.apply_top_p
+    sample_from_probs: Callable[..., torch.Tensor] = sample_from_probs
+
+
+IN_TORCH = Rules()
+
+
 def draw(
-    raw: torch.Tensor, sampling: SamplingBatch, counts: TokenCounts | None = None
+    raw: torch.Tensor,
+    sampling: SamplingBatch,
+    counts: TokenCounts | None = None,
+    rules: Rules = IN_TORCH,
 ) -> torch.Tensor:
     """The token [R] of each row of `raw` [R, V], or `BAD`."""
-    logits = _constrain(raw, sampling, counts)
+    logits = _constrain(raw, sampling, counts, rules)
     tokens = greedy(logits)
     if sampling.asked & DRAWN:
         (u,) = upload(raw.device, row_uniforms(sampling, TOKEN_STREAM))
-        for at, probs, ids in _distributions(logits, sampling):
-            drawn = sample_from_probs(probs, u[at])
+        for at, probs, ids in _distributions(logits, sampling, rules):
+            drawn = rules.sample_from_probs(probs, u[at])
             if ids is not None:
                 drawn = ids.gather(1, drawn[:, None])[:, 0]
             tokens[at] = torch.where(tokens[at] == BAD, BAD, drawn)
@@ -54,15 +70,18 @@ def draw(
 
 
 def sampling_probs(
-    logits: torch.Tensor, sampling: SamplingBatch, counts: TokenCounts | None = None
+    logits: torch.Tensor,
+    sampling: SamplingBatch,
+    counts: TokenCounts | None = None,
+    rules: Rules = IN_TORCH,
 ) -> torch.Tensor:
     """The distribution [R, V] each row's token is drawn from, after every constraint. A greedy
     row is one-hot. A row without a finite maximum is all NaN. `logits` [R, V] without padding.
     `counts` are kept from call to call; without them the histories are counted anew."""
-    logits = _constrain(as_float(logits), sampling, counts)
+    logits = _constrain(as_float(logits), sampling, counts, rules)
     tokens = greedy(logits)[:, None]
     probs = torch.zeros_like(logits).scatter_(1, tokens.clamp(min=0), 1.0)
-    for at, row_probs, ids in _distributions(logits, sampling):
+    for at, row_probs, ids in _distributions(logits, sampling, rules):
         if ids is not None:
             empty = logits.new_zeros(len(ids), logits.shape[1])
             row_probs = empty.scatter_(1, ids, row_probs.to(logits.dtype))
@@ -90,7 +109,7 @@ def _rows(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 
 
 def _constrain(
-    logits: torch.Tensor, sampling: SamplingBatch, counts: TokenCounts | None
+    logits: torch.Tensor, sampling: SamplingBatch, counts: TokenCounts | None, rules: Rules
 ) -> torch.Tensor:
     """Without what is forbidden, and with penalties. The `logits` that are given stay as they
     are."""
@@ -99,7 +118,7 @@ def _constrain(
     if sampling.asked & PENALTIES:
         from common.sampling.token_counts import TokenCounts
 
-        logits = _penalise(logits, sampling, counts or TokenCounts())
+        logits = _penalise(logits, sampling, counts or TokenCounts(), rules)
     return logits
 
 
@@ -114,26 +133,28 @@ def _forbid_stops(logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor
     return logits.flatten().scatter(0, index, constraints.NEG_INF).view_as(logits)
 
 
-def _penalise(logits: torch.Tensor, sampling: SamplingBatch, counts: TokenCounts) -> torch.Tensor:
+def _penalise(
+    logits: torch.Tensor, sampling: SamplingBatch, counts: TokenCounts, rules: Rules
+) -> torch.Tensor:
     columns, at = sampling.columns, np.flatnonzero(sampling.needs & PENALTIES)
     part = sampling.select(at)
     is_known, counted = counts.count(part, logits.shape[1], logits.device)
     (at,) = upload(logits.device, at)
     penalties = upload(logits.device, *columns.penalties[:, part.rows])
-    changed = constraints.apply_penalties(_rows(logits, at), is_known, counted, *penalties)
+    changed = rules.apply_penalties(_rows(logits, at), is_known, counted, *penalties)
     return changed if len(at) == len(logits) else logits.index_copy(0, at, changed)
 
 
 def _distributions(
-    logits: torch.Tensor, sampling: SamplingBatch
+    logits: torch.Tensor, sampling: SamplingBatch, rules: Rules
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
     """`(at, probs [len(at), C], ids)` of the rows that draw. `ids` [len(at), C], ascending, name
     the tokens of the columns; None: the columns are the vocabulary.
 
     Rows with a small top-k leave the wide tensors at once, those with the same power of two at or
-    above it together: so what a row sums over does not depend on its batch mates. top-k goes first:
-    which tokens are the k highest does not depend on the temperature, and min-p and top-k commute,
-    since each keeps all tokens above some rank."""
+    above it together: so what a row sums over does not depend on its batch mates. Exponentials and
+    their sums, which differ in the last bits from one program to another, are PyTorch's softmax,
+    whatever the rules are."""
     if not sampling.asked & DRAWN:
         return
     columns, device, vocab_size = sampling.columns, logits.device, logits.shape[1]
@@ -146,22 +167,20 @@ def _distributions(
     temperature, top_p, min_p = upload(device, *columns.shaping[:, rows])
     kinds, starts = np.unique(asked[order], return_index=True)
     for kind, start, stop in zip(kinds, starts, np.append(starts[1:], len(order)), strict=True):
-        part, ids = slice(start, stop), None
-        x = _rows(logits, at[part])
-        if kind & TOP_K:
-            num_kept = columns.top_k[rows[part]].clip(max=vocab_size)
-            most = int(num_kept.max())
-            if kind & NARROW:
-                most = min(int(kind) // _WIDTH, vocab_size)
-                ids = constraints.top_ids(x, most)
-                x = x.gather(1, ids).to(torch.float64)
-            if num_kept.min() < x.shape[1]:
-                x = constraints.apply_top_k(x, top_k[part], most)
-        x = constraints.apply_temperature(x, temperature[part])
-        if kind & MIN_P:
-            x = constraints.apply_min_p(x, min_p[part])
+        part, is_narrow = slice(start, stop), bool(kind & NARROW)
+        num_kept = columns.top_k[rows[part]].clip(max=vocab_size)
+        most = min(int(kind) // _WIDTH, vocab_size) if is_narrow else int(num_kept.max())
+        is_cut = kind & TOP_K and num_kept.min() < (most if is_narrow else vocab_size)
+        x, ids = rules.shape(
+            _rows(logits, at[part]),
+            temperature[part],
+            top_k[part] if is_cut else None,
+            min_p[part] if kind & MIN_P else None,
+            most,
+            is_narrow,
+        )
         if kind & TOP_P:
-            x = constraints.apply_top_p(x, top_p[part])
+            x = rules.apply_top_p(x, top_p[part])
         yield at[part], x.softmax(dim=-1), ids
 
 

@@ -27,6 +27,7 @@ from common.sampling.sampling_columns import LOGPROBS, PENALTIES, SamplingBatch
 from scheduler_interface import NO_FINITE_LOGITS, StepOutput
 
 if TYPE_CHECKING:
+    from common.sampling.distributions import Rules
     from common.sampling.token_counts import TokenCounts
 
 BAD, REJECTED = -1, -2  # in place of a row's token: no finite maximum; behind a rejected draft
@@ -50,10 +51,17 @@ class BatchSampler(Protocol):
 
 class Sampler(BatchSampler):
     """Chooses each row's next token. `vocab_size`: logits beyond it are padding and never win.
-    Keeps token counts where there are penalties, which do not change what is sampled."""
+    `rules`: kernels; None: PyTorch. Keeps token counts where there are penalties. Neither changes
+    what is sampled."""
 
-    def __init__(self, vocab_size: int | None = None) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, vocab_size: int | None = None, rules: Rules | None = None) -> None:
+        self.vocab_size, self.given_rules = vocab_size, rules
+
+    @cached_property
+    def rules(self) -> Rules:
+        from common.sampling.distributions import IN_TORCH
+
+        return self.given_rules or IN_TORCH
 
     @cached_property
     def counts(self) -> TokenCounts:
@@ -76,7 +84,8 @@ class Sampler(BatchSampler):
             return greedy(raw)
         from common.sampling.distributions import draw
 
-        return draw(raw, sampling, self.counts if sampling.asked & PENALTIES else None)
+        counts = self.counts if sampling.asked & PENALTIES else None
+        return draw(raw, sampling, counts, self.rules)
 
 
 class UnreadStep:

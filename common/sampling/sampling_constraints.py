@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from inverse_cdf import SCALE
+
 NEG_INF = float("-inf")
 _BLOCK = 64  # tokens that are looked at together
 
@@ -60,21 +62,50 @@ def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor, most: int = 0) -> tor
 
 def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Keep the fewest tokens, most probable first, whose probabilities sum to `top_p` [R] or more:
-    the token that reaches it stays. Of equal logits the lower ids come first. 1 keeps all."""
+    the token that reaches it stays. Of equal logits the lower ids come first. 1 keeps all.
+
+    Probabilities are made integers, as in chapter 5's `draw`, so that their sums do not depend on
+    an order: a kernel that adds them otherwise finds the same border."""
     vocab_size, top_p = logits.shape[1], top_p[:, None]
-    probs = logits.softmax(dim=-1)
+    probs, bound = logits.softmax(dim=-1), (top_p * SCALE).clamp(min=1)
     # Few tokens usually suffice. How many, a CPU can look up; a GPU would have to be waited for.
     width = vocab_size if logits.is_cuda else min(64, vocab_size)
     while True:
         ids = ranked_ids(logits, width)
-        reached = probs.gather(1, ids).to(torch.float64).cumsum(dim=-1)
-        if width == vocab_size or ((reached[:, -1:] >= top_p) | (top_p >= 1)).numpy().all():
+        weights = probs.gather(1, ids).to(torch.float64).mul_(SCALE).add_(0.5)
+        reached = weights.to(torch.int64).cumsum(dim=-1)
+        if width == vocab_size or ((reached[:, -1:] >= bound) | (top_p >= 1)).numpy().all():
             break
         width = min(16 * width, vocab_size)
     is_kept = torch.ones_like(ids, dtype=torch.bool)
-    is_kept[:, 1:] = (reached[:, :-1] < top_p) | (top_p >= 1)
+    is_kept[:, 1:] = (reached[:, :-1] < bound) | (top_p >= 1)
     is_masked = (top_p < 1).repeat(1, vocab_size).scatter_(1, ids, ~is_kept)
     return logits.masked_fill(is_masked, NEG_INF)
+
+
+def shape(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    most: int,
+    is_narrow: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """All but top-p, `[R, C]`, and `ids` [R, C], ascending, that name the tokens of the columns.
+
+    Narrow: the `most` highest columns, in float64. Else all, in the dtype of `logits`, and no ids.
+    None of `top_k` is above `most`; 0 says nothing. None: nobody asks for it.
+
+    top-k goes first: which tokens are the k highest does not depend on the temperature, and min-p
+    and top-k commute, since each keeps all tokens above some rank."""
+    ids = None
+    if is_narrow:
+        ids = top_ids(logits, most)
+        logits = logits.gather(1, ids).to(torch.float64)
+    if top_k is not None:
+        logits = apply_top_k(logits, top_k, most)
+    logits = apply_temperature(logits, temperature)
+    return (logits if min_p is None else apply_min_p(logits, min_p)), ids
 
 
 def top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:

@@ -24,7 +24,6 @@ from common.sampling.counter_random import (
     ACCEPT_STREAM,
     DRAFT_STREAM,
     TOKEN_STREAM,
-    sample_from_probs,
 )
 from common.sampling.distributions import row_uniforms, sampling_probs, upload
 from common.sampling.sampler import (
@@ -126,7 +125,8 @@ class SpeculativeSampler(BatchSampler):
         tokens[part.at] = grid.flatten()[part.cells]
 
     def _reject(self, part: _Runs, draft_probs: torch.Tensor) -> VerifiedTokens:
-        target_probs = sampling_probs(part.raw, part.sampling, self.sampler.counts)
+        sampler = self.sampler
+        target_probs = sampling_probs(part.raw, part.sampling, sampler.counts, sampler.rules)
         accept_u = row_uniforms(part.sampling, ACCEPT_STREAM)[part.is_draft]
         verified = self.reject(
             target_probs,
@@ -170,7 +170,8 @@ class ConstrainedDrafts:
         sampling = SamplingBatch(columns, [], rows, num_outputs, state, {})
         if not sampling.asked & DRAWN:
             return self.sampler.draw(raw, sampling).clamp(min=0), None
-        probs = sampling_probs(raw, sampling, self.sampler.counts)
+        rules = self.sampler.rules
+        probs = sampling_probs(raw, sampling, self.sampler.counts, rules)
         streams = (row_uniforms(sampling, stream) for stream in (DRAFT_STREAM, TOKEN_STREAM))
         u = np.where(columns.is_seed_drawn[rows], *streams)
-        return sample_from_probs(probs, to_device(u, raw.device)), probs
+        return rules.sample_from_probs(probs, to_device(u, raw.device)), probs

@@ -1,0 +1,69 @@
+"""The small operations between the matrices of a model, as the kernels of `layer_kernels.py`.
+
+For models whose attention is Triton's. A decoder layer then launches, besides its four matrices and
+its attention:
+
+    rms_norm            PyTorch's, which is one launch on a GPU
+    rotate_and_write    heads are normed and turned; keys and values go into the cache at once
+    add_rms_norm        the residual is added and normed
+    silu_and_multiply   the MLP's gate
+    add                 the residual, at the end
+
+An addition to the residual is apart from the product before it. So it may come after a sum over
+several GPUs, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from common.kernels import layer_kernels
+from common.kernels.regions import Regions
+
+if TYPE_CHECKING:
+    from common.linear import Linear
+
+
+class KernelRegions(Regions):
+    """Every method computes what the one of `Regions` does."""
+
+    __slots__ = ()
+
+    def rotary(
+        self, table: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A kernel looks up its own rows."""
+        return table, positions
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        norm_weight: torch.Tensor | None,
+        eps: float,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        write_kv: Callable[..., None],
+    ) -> torch.Tensor:
+        """Writes by itself: `write_kv` is not called."""
+        caches = key_cache, value_cache
+        return layer_kernels.rotate_and_write(qkv, norm_weight, *rotary, *caches, slot_mapping, eps)
+
+    def add_and_norm(
+        self,
+        matrix: Linear,
+        hidden: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden, layer_kernels.add_rms_norm(hidden, matrix(x), weight, eps)
+
+    def silu_and_multiply(
+        self, gate_up: torch.Tensor, silu: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """`silu` is the kernel's own."""
+        return layer_kernels.silu_and_multiply(gate_up)

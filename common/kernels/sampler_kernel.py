@@ -1,0 +1,449 @@
+"""Sampling as Triton kernels: penalties, top-k, temperature, min-p, top-p, and the draw.
+
+PyTorch takes some sixty operations to draw from a batch, and sorts the vocabulary for top-k and for
+top-p. Here are four kernels, with PyTorch's softmax between them:
+
+    apply_penalties      one pass
+    shape                which are the k highest, by search; the temperature, min-p
+    softmax              PyTorch's
+    apply_top_p          which of the highest reach p, by the same search; then softmax once more
+    sample_from_probs    the draw
+
+The tokens are those of `common/sampling`, which is the specification, bit for bit: `Rules` takes
+either. So a kernel computes only what has one right answer: comparisons, single operations that
+IEEE 754 rounds in one way (no multiply-add in one, divisions rounded to nearest), and sums of
+integers, which any order of addition leaves as they are. What has none, exponentials and sums of
+floats, is computed by PyTorch, once, for both: the softmax, and the mass of each block of the
+vocabulary. On one device both draw the same tokens. Between devices they may differ where PyTorch's
+softmax does, in its last bit.
+
+Nothing is sorted. The k-th highest logit, or the one that reaches p, is the lowest threshold above
+which lie fewer than k tokens, or less mass than p. Logits are read as integers of the same order,
+and thresholds are tried `WAYS` at a time:
+
+    low         t1          t2          t3          t4        high      above(t) >= k | above(t) < k
+                            low        high                             after one pass over the row
+
+Of equal logits the lower ids are kept, in the last pass, which counts them.
+
+The draw is chapter 5's, by one uniform number and integer weights. Gumbel noise, which vLLM and
+others use, needs a random number and a logarithm for each token of the vocabulary, and the winner
+hangs on the last bit of each; so it draws another token on another device. It also leaves nothing
+over with which one draw could be two (a block, then a token in it).
+
+A program takes one row and walks it in tiles, so few rows leave most of a GPU idle. Logits are
+float32: a model in float64 is sampled from by PyTorch."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from common.sampling import counter_random, sampling_constraints
+from common.sampling.counter_random import BLOCK, block_mass
+from common.sampling.distributions import Rules
+from inverse_cdf import SCALE
+from kernel_launch import TRITON_TYPES, Launch
+from paged_attention_triton import next_power_of_2
+from triton_or_none import jit, jit_for_any, tl
+
+TILE = 2048  # tokens that a program loads at once
+WAYS = 4  # thresholds that a pass tries: more of them cost more than the passes that they save
+NUM_WARPS = 8
+
+
+@jit
+def _divide(a, b):
+    """Rounded to nearest, as a division in PyTorch is."""
+    if a.dtype == tl.float64:
+        return a / b
+    else:
+        return tl.div_rn(a, b)
+
+
+@jit
+def _key(x):
+    """Integers in the order of floats; of both zeros the same."""
+    x = tl.where(x == 0.0, 0.0, x)
+    if x.dtype == tl.float64:
+        bits = x.to(tl.int64, bitcast=True)
+        return tl.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@jit
+def _load_keys(row, weights_row, token, width, HAS_WEIGHTS: tl.constexpr, SCALE: tl.constexpr):
+    """Of some tokens: logits, keys, and what they weigh, int64: 1, or their probability."""
+    is_token = token < width
+    x = tl.load(row + token, mask=is_token, other=float("-inf"))
+    if HAS_WEIGHTS:
+        p = tl.load(weights_row + token, mask=is_token, other=0.0).to(tl.float64)
+        weight = tl.where(is_token, (p * SCALE + 0.5).to(tl.int64), 0)
+    else:
+        weight = is_token.to(tl.int64)
+    return x, _key(x), weight
+
+
+@jit
+def _search(
+    row,
+    weights_row,
+    width,
+    bound,
+    low,
+    high,
+    HAS_WEIGHTS: tl.constexpr,
+    SCALE: tl.constexpr,
+    TILE: tl.constexpr,
+    WAYS: tl.constexpr,
+):
+    """The lowest key above which lies less than `bound` (float64), and what lies above it.
+    It is above `low`, and less lies above `high`, int64."""
+    way = tl.arange(0, WAYS)
+    above_high = tl.zeros([], tl.int64)
+    while high - low > 1:
+        step = tl.maximum((high - low) // (WAYS + 1), 1)
+        threshold = tl.minimum(low + step * (way + 1), high - 1)
+        above = tl.zeros([WAYS], tl.int64)
+        for start in range(0, width, TILE):
+            token = start + tl.arange(0, TILE)
+            _, key, weight = _load_keys(row, weights_row, token, width, HAS_WEIGHTS, SCALE)
+            is_above = key[:, None] > threshold.to(key.dtype)[None, :]
+            above += tl.sum(tl.where(is_above, weight[:, None], 0), 0)
+        is_less = above.to(tl.float64) < bound
+        low = tl.max(tl.where(is_less, low, threshold))
+        lowest = tl.min(tl.where(is_less, threshold, high))
+        here = tl.max(tl.where(is_less & (threshold == lowest), above, 0))
+        above_high = tl.where(lowest < high, here, above_high)
+        high = lowest
+    return high, above_high
+
+
+@jit
+def _kept(key, weight, last, above, bound):
+    """Which tokens of a tile stay: those above the key `last`, and of those at it the first ones.
+    `above` is what lies above it, and before the tile at it; that of the next tile is returned."""
+    tie = tl.where(key == last, weight, 0)
+    before = above + tl.cumsum(tie) - tie
+    is_kept = (key > last) | ((key == last) & (before.to(tl.float64) < bound))
+    return is_kept, above + tl.sum(tie)
+
+
+@jit_for_any("width", "logits_stride", unaligned=("repetition", "presence", "frequency"))
+def _penalties_kernel(
+    output,  # [num_rows, width] float32, contiguous
+    logits,  # [num_rows, width] float32
+    is_known,  # [num_rows, width] bool, contiguous
+    counts,  # [num_rows, width] int32, contiguous
+    repetition,  # [num_rows] float64
+    presence,
+    frequency,
+    width,
+    logits_stride,  # from row to row
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = token < width
+    place = row * width + token
+    x = tl.load(logits + row * logits_stride + token, mask=mask, other=0.0)
+    known = tl.load(is_known + place, mask=mask, other=0) != 0
+    count = tl.load(counts + place, mask=mask, other=0)
+    factor = tl.load(repetition + row).to(tl.float32)
+    repeated = tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + factor), x * factor)
+    x = tl.where(known, repeated, x)
+    x = x - tl.load(frequency + row).to(tl.float32) * count.to(tl.float32)
+    x = x - tl.load(presence + row).to(tl.float32) * (count > 0).to(tl.float32)
+    tl.store(output + place, x, mask=mask)
+
+
+@jit_for_any(
+    "width", "most", "has_top_k", "logits_stride", unaligned=("temperature", "top_k", "lowest")
+)
+def _shape_kernel(
+    output,  # [num_rows, most], float64 if IS_NARROW, else float32
+    ids,  # [num_rows, most] int64 if IS_NARROW
+    logits,  # [num_rows, width] float32
+    temperature,  # [num_rows], like output
+    top_k,  # [num_rows] int64; 0: no limit
+    lowest,  # [num_rows], like output: what is below is improbable
+    width,
+    most,  # columns of the output
+    has_top_k,
+    logits_stride,  # from row to row
+    IS_NARROW: tl.constexpr,
+    TILE: tl.constexpr,
+    WAYS: tl.constexpr,
+):
+    LOW: tl.constexpr = -(2**31) - 1  # keys of float32 are above
+    HIGH: tl.constexpr = 2**31 - 1
+    row = tl.program_id(0).to(tl.int64)
+    source = logits + row * logits_stride
+    target = output + row * most
+    # Of the narrow, first which are the columns, and then which of them stay.
+    k = tl.load(top_k + row)
+    is_cut = (has_top_k != 0) & (k > 0) & (k < most)
+    bound = k.to(tl.float64)
+    last = tl.full([], LOW, tl.int64)
+    above = tl.zeros([], tl.int64)
+    low = tl.full([], LOW, tl.int64)
+    high = tl.full([], HIGH, tl.int64)
+    if is_cut:
+        last, above = _search(source, source, width, bound, low, high, False, 1.0, TILE, WAYS)
+    if IS_NARROW:
+        num_columns = tl.zeros([], tl.float64) + most
+        column_last, column_above = _search(
+            source, source, width, num_columns, low, high, False, 1.0, TILE, WAYS
+        )
+        num_before = tl.zeros([], tl.int64)
+
+    highest = tl.full([], float("-inf"), tl.float32)
+    for start in range(0, width, TILE):
+        token = start + tl.arange(0, TILE)
+        x = tl.load(source + token, mask=token < width, other=float("-inf"))
+        highest = tl.maximum(highest, tl.max(x))
+
+    scale = tl.load(temperature + row)
+    floor = tl.load(lowest + row)
+    for start in range(0, width, TILE):
+        token = start + tl.arange(0, TILE)
+        x, key, weight = _load_keys(source, source, token, width, False, 1.0)
+        key = key.to(tl.int64)
+        is_kept, above = _kept(key, weight, last, above, bound)
+        wide = x.to(scale.dtype)
+        wide = _divide(wide - highest.to(scale.dtype), tl.zeros_like(wide) + scale)
+        wide = tl.where(is_kept | (is_cut == 0), wide, float("-inf"))
+        wide = tl.where(wide < floor, float("-inf"), wide)
+        if IS_NARROW:
+            is_column, column_above = _kept(key, weight, column_last, column_above, num_columns)
+            is_column = is_column & (token < width)
+            column = num_before + tl.cumsum(is_column.to(tl.int64)) - 1
+            num_before += tl.sum(is_column.to(tl.int64))
+            tl.store(target + column, wide, mask=is_column)
+            tl.store(ids + row * most + column, token.to(tl.int64), mask=is_column)
+        else:
+            tl.store(target + token, wide, mask=token < width)
+
+
+@jit_for_any("width", unaligned=("top_p",))
+def _top_p_kernel(
+    logits,  # [num_rows, width], none above 0, contiguous; what is not kept becomes -inf
+    probs,  # the same, their softmax
+    top_p,  # [num_rows] float64
+    width,
+    LOW: tl.constexpr,  # below the key of -inf
+    SCALE: tl.constexpr,
+    TILE: tl.constexpr,
+    WAYS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    p = tl.load(top_p + row)
+    if p >= 1:
+        return
+    logits += row * width
+    probs += row * width
+    bound = tl.maximum(p * SCALE, 1.0)
+    low = tl.full([], LOW, tl.int64)
+    high = tl.zeros([], tl.int64)
+    last, above = _search(logits, probs, width, bound, low, high, True, SCALE, TILE, WAYS)
+    for start in range(0, width, TILE):
+        token = start + tl.arange(0, TILE)
+        x, key, weight = _load_keys(logits, probs, token, width, True, SCALE)
+        is_kept, above = _kept(key.to(tl.int64), weight, last, above, bound)
+        tl.store(logits + token, tl.where(is_kept, x, float("-inf")), mask=token < width)
+
+
+@jit
+def _draw(weights, u, num, SCALE: tl.constexpr):
+    """`inverse_cdf.draw` of one row, and the float that was drawn."""
+    lane = tl.arange(0, weights.shape[0])
+    integers = (weights * SCALE).to(tl.int64)
+    ends = tl.cumsum(integers)
+    target = (u * tl.sum(integers).to(tl.float64)).to(tl.int64)
+    index = tl.minimum(tl.sum((ends <= target).to(tl.int32)), num - 1)
+    start = tl.sum(tl.where(lane < index, integers, 0))
+    own = tl.sum(tl.where(lane == index, integers, 0))
+    within = (target - start).to(tl.float64) / own.to(tl.float64)
+    return index, within, tl.sum(tl.where(lane == index, weights, 0.0))
+
+
+@jit_for_any("width", "num_blocks", unaligned=("u",))
+def _draw_kernel(
+    tokens,  # [num_rows] int64, written
+    probs,  # [num_rows, width], contiguous
+    mass,  # [num_rows, num_blocks] float64, contiguous
+    u,  # [num_rows] float64
+    width,
+    num_blocks,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,  # tokens of which `mass` has the sum
+    MAX_BLOCKS: tl.constexpr,  # num_blocks padded to a power of two
+):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, MAX_BLOCKS)
+    masses = tl.load(mass + row * num_blocks + lane, mask=lane < num_blocks, other=0.0)
+    block, within, total = _draw(masses, tl.load(u + row), num_blocks, SCALE)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = tl.load(probs + row * width + token, mask=token < width, other=0.0)
+    own, _, _ = _draw(inside.to(tl.float64) / total, within, BLOCK, SCALE)
+    tl.store(tokens + row, tl.minimum(block * BLOCK + own, width - 1).to(tl.int64))
+
+
+# -- launches, as `kernel_launch.py` has them
+
+
+@cache
+def penalties_launch() -> Launch:
+    names = "repetition", "presence", "frequency"
+    arguments = {"output": "*fp32", "logits": "*fp32", "is_known": "*i1", "counts": "*i32"}
+    arguments |= dict.fromkeys(names, "*fp64") | {"width": "i32", "logits_stride": "i32"}
+    return Launch(_penalties_kernel, arguments, {"TILE": TILE}, unaligned=names, **_EXACT)
+
+
+@cache
+def shape_launch(is_narrow: bool) -> Launch:
+    kind = "*fp64" if is_narrow else "*fp32"
+    arguments = {"output": kind, "ids": "*i64", "logits": "*fp32", "temperature": kind}
+    arguments |= {"top_k": "*i64", "lowest": kind}
+    arguments |= dict.fromkeys(("width", "most", "has_top_k", "logits_stride"), "i32")
+    constants = {"IS_NARROW": is_narrow, "TILE": TILE, "WAYS": WAYS}
+    unaligned = "temperature", "top_k", "lowest"
+    return Launch(_shape_kernel, arguments, constants, NUM_WARPS, unaligned=unaligned, **_EXACT)
+
+
+@cache
+def top_p_launch(dtype: torch.dtype) -> Launch:
+    """float64 are the narrow rows, of one tile."""
+    is_narrow = dtype == torch.float64
+    pointer = "*" + TRITON_TYPES[dtype]
+    arguments = {"logits": pointer, "probs": pointer, "top_p": "*fp64", "width": "i32"}
+    constants = {
+        "LOW": _key_of_infinity(is_narrow),
+        "SCALE": SCALE,
+        "TILE": MOST_COLUMNS if is_narrow else TILE,
+        "WAYS": WAYS,
+    }
+    num_warps = 4 if is_narrow else NUM_WARPS
+    return Launch(_top_p_kernel, arguments, constants, num_warps, unaligned=("top_p",), **_EXACT)
+
+
+@cache
+def draw_launch(dtype: torch.dtype, num_blocks: int) -> Launch:
+    arguments = {"tokens": "*i64", "probs": "*" + TRITON_TYPES[dtype], "mass": "*fp64"}
+    arguments |= {"u": "*fp64", "width": "i32", "num_blocks": "i32"}
+    max_blocks = max(4, next_power_of_2(num_blocks))  # of the narrow there are up to three
+    constants = {"SCALE": SCALE, "BLOCK": BLOCK, "MAX_BLOCKS": max_blocks}
+    return Launch(_draw_kernel, arguments, constants, unaligned=("u",), **_EXACT)
+
+
+MOST_COLUMNS = 256  # of the narrow rows
+_EXACT = {"enable_fp_fusion": False}  # a * b + c is rounded twice, as in PyTorch
+
+
+def _key_of_infinity(is_double: bool) -> int:
+    """One less than the key of -inf."""
+    return -(0x7FF << 52) - 2 if is_double else -(0xFF << 23) - 2
+
+
+def sampling_launches(vocab_size: int) -> list[Launch]:
+    """Everything that a sampler of such a vocabulary launches."""
+    launches = [penalties_launch()]
+    for dtype, width in ((torch.float32, vocab_size), (torch.float64, MOST_COLUMNS)):
+        launches += [
+            shape_launch(dtype == torch.float64),
+            top_p_launch(dtype),
+            draw_launch(dtype, width // BLOCK + 1),
+        ]
+    return launches
+
+
+# -- and with the signatures of the specification
+
+
+def apply_penalties(
+    logits: torch.Tensor,
+    is_known: torch.Tensor,
+    output_counts: torch.Tensor,
+    repetition_penalty: torch.Tensor,
+    presence_penalty: torch.Tensor,
+    frequency_penalty: torch.Tensor,
+) -> torch.Tensor:
+    penalties = repetition_penalty, presence_penalty, frequency_penalty
+    if logits.dtype != torch.float32:
+        return sampling_constraints.apply_penalties(logits, is_known, output_counts, *penalties)
+    logits = _with_rows(logits)
+    output, (num_rows, width) = torch.empty_like(logits).contiguous(), logits.shape
+    if num_rows:
+        grid = num_rows, -(-width // TILE)
+        counted = is_known.contiguous(), output_counts.contiguous()
+        penalties_launch()(grid, output, logits, *counted, *penalties, width, logits.stride(0))
+    return output
+
+
+def shape(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    most: int,
+    is_narrow: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if logits.dtype != torch.float32:
+        return sampling_constraints.shape(logits, temperature, top_k, min_p, most, is_narrow)
+    logits, (num_rows, width) = _with_rows(logits), logits.shape
+    dtype = torch.float64 if is_narrow else torch.float32
+    limits = torch.finfo(dtype)
+    columns = most if is_narrow else width
+    output = logits.new_empty(num_rows, columns, dtype=dtype)
+    ids = logits.new_empty(output.shape if is_narrow else num_rows, dtype=torch.int64)
+    scale = temperature.clamp(limits.tiny, limits.max).to(dtype)
+    # Logarithms are PyTorch's.
+    lowest = torch.full_like(scale, -torch.inf) if min_p is None else min_p.log().to(dtype)
+    if num_rows:
+        shape_launch(is_narrow)(
+            (num_rows,),
+            output,
+            ids,
+            logits,
+            scale,
+            ids if top_k is None else top_k,  # some address: what is there does not count
+            lowest,
+            width,
+            columns,
+            int(top_k is not None),
+            logits.stride(0),
+        )
+    return output, (ids if is_narrow else None)
+
+
+def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Of what `shape` returned, which is written to."""
+    probs, (num_rows, width) = logits.softmax(dim=-1), logits.shape
+    is_narrow = logits.dtype == torch.float64
+    if is_narrow and width > MOST_COLUMNS:
+        return sampling_constraints.apply_top_p(logits, top_p)
+    if num_rows:
+        top_p_launch(logits.dtype)((num_rows,), logits, probs, top_p, width)
+    return logits
+
+
+def sample_from_probs(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    (num_rows, width), is_narrow = probs.shape, probs.dtype == torch.float64
+    if is_narrow and width > MOST_COLUMNS:
+        return counter_random.sample_from_probs(probs, u)
+    mass, tokens = block_mass(probs), torch.empty_like(u, dtype=torch.int64)
+    if num_rows:
+        launch = draw_launch(probs.dtype, mass.shape[1])
+        launch((num_rows,), tokens, probs, mass, u, width, mass.shape[1])
+    return tokens
+
+
+def _with_rows(logits: torch.Tensor) -> torch.Tensor:
+    """Rows may lie apart; the numbers of one are neighbours."""
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+KERNELS = Rules(apply_penalties, shape, apply_top_p, sample_from_probs)
