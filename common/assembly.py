@@ -11,7 +11,7 @@
     batch            2, 6     compose_in_order; compose
     attention        2, 6     TorchAttentionBackend, CompiledAttentionBackend or
                               TritonAttentionBackend, or the mixed ones; InvariantAttentionBackend
-    runner          common    PagedModelRunner over a BatchState
+    runner          common    PagedModelRunner over a BatchState; a GraphRunner, with DecodeGraphs
     sampler         common    Sampler; in a SpeculativeSampler if somebody guesses
     guesses            5      a SpeculatingRunner with an NgramProposer or a DraftModelProposer
     the loop           1      RecordingEngineCore, with those as observers who learn from the clock
@@ -46,7 +46,9 @@ from step_record import Observer, RecordingEngineCore, StepRecord
 
 if TYPE_CHECKING:
     from cached_kv_cache_manager import CachedKVCacheManager
+    from common.model import DecoderModel
     from common.outputs import OutputProcessor
+    from common.runner.graphs import DecodeGraphs
     from kv_connector import KVConnector
     from policies import SchedulePolicy
     from prefix_cache import CacheListener
@@ -119,6 +121,7 @@ def assemble(
         max_model_len,
         vocab_size,
         kind=attention.kv_cache_kind,
+        make_graphs=(make_graphs := GraphMaker.of(config, loaded, attention, max_model_len)),
     )
     connector, listener = make_connector(config, loaded, kv_cache)
     kv_memory = make_kv_memory(config, kv_cache.num_blocks, connector, listener)
@@ -133,7 +136,12 @@ def assemble(
             how, loaded, draft, kv_cache, attention.backend, state, max_model_len, vocab_size
         )
         sampler = make_verifier(vocab_size, proposer, attention.is_triton)
-    runner = PagedModelRunner(
+    runner_kind = PagedModelRunner
+    if make_graphs is not None and (graphs := make_graphs(kv_cache)) is not None:
+        from common.runner.graphs import GraphRunner
+
+        runner_kind = partial(GraphRunner, graphs=graphs)
+    runner = runner_kind(
         loaded.model,
         kv_cache,
         attention.backend,
@@ -411,6 +419,65 @@ def make_compiled_attention(
     few_blocks = allocate_kv_cache(loaded, 3, config.block_size, HeadMajorKVCache)
     backend = Backend.compiled_for(loaded.config.num_attention_heads, few_blocks)
     return None if backend is None else Attention(backend, compose, kv_cache_kind=HeadMajorKVCache)
+
+
+# -- graphs
+
+
+@dataclass(slots=True)
+class GraphMaker:
+    """Captures the decode steps over a KV cache; None, and a warning, where that is impossible."""
+
+    config: EngineConfig
+    model: DecoderModel
+    backend: AttentionBackend
+    max_model_len: int
+    is_possible: bool = True
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, loaded: LoadedModel, attention: Attention, max_model_len: int
+    ) -> GraphMaker | None:
+        model, backend = loaded.model, attention.backend
+        device = model.embed_weight.device
+        if not config.wants_graphs(device):
+            return None
+        why_not = None
+        if config.batch_invariant:
+            why_not = "batch_invariant=True computes on the host's plan"
+        elif config.wants_compiled(model.num_parameters, device):
+            why_not = "compiled code is nothing that PyTorch sees"
+        elif not attention.is_triton and device.type == "cuda":
+            why_not = "attention in PyTorch is planned on the host"
+        if why_not is not None:
+            logger.warning("decode steps run without graphs: %s", why_not)
+            return None
+        if config.speculative is not None:
+            logger.warning("steps with guesses run without graphs: they are no decode steps")
+        if not attention.is_triton:
+            from tensor_attention import TensorAttentionBackend
+
+            backend = TensorAttentionBackend()
+        return cls(config, model, backend, max_model_len)
+
+    def __call__(self, kv_cache: PagedKVCache) -> DecodeGraphs | None:
+        from common.runner.graphs import CannotCapture, CudaGraphs, DecodeGraphs
+
+        if not self.is_possible:
+            return None
+        if self.config.emulate_graphs:
+            from common.tools.graph_emulator import EmulatedGraphs
+
+            graphs = EmulatedGraphs()
+        else:
+            graphs = CudaGraphs(self.model.embed_weight.device)
+        sizes = self.config.max_num_seqs, self.max_model_len
+        try:
+            return DecodeGraphs(graphs, self.model, kv_cache, self.backend, *sizes)
+        except CannotCapture as error:
+            logger.warning("decode steps run without graphs: %s", error)
+            self.is_possible = False
+            return None
 
 
 # -- guesses

@@ -6,7 +6,7 @@ that can come, which is made up and run here; on a CPU from what is free."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -44,9 +44,11 @@ def make_kv_cache(
     vocab_size: int,
     memory: MemoryReader | None = None,
     kind: type[PagedKVCache] = PagedKVCache,
+    make_graphs: Callable[[PagedKVCache], object] | None = None,
 ) -> PagedKVCache:
     """KV tensors of `config.num_blocks` blocks, or of as many as fit, those of a draft model
-    included. `memory` reads the model's device; None: CUDA's own reader, if it is a GPU."""
+    included. `memory` reads the model's device; None: CUDA's own reader, if it is a GPU.
+    `make_graphs` captures what will be captured later: that memory is no KV's."""
     if config.num_blocks is not None:
         return allocate_kv_cache(loaded, config.num_blocks, config.block_size, kind)
     device = loaded.model.embed_weight.device
@@ -59,7 +61,9 @@ def make_kv_cache(
     else:
         num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
         seq_lens = _parts_of(num_tokens, max_model_len)
-        available = _measure(memory, config, loaded, draft, backend, seq_lens, vocab_size)
+        available = _measure(
+            memory, config, loaded, draft, backend, seq_lens, vocab_size, make_graphs
+        )
     kv_bytes_per_block = allocate_kv_cache(loaded, 1, config.block_size).kv_bytes_per_block
     if draft is not None:
         kv_bytes_per_block += allocate_kv_cache(draft, 1, config.block_size).kv_bytes_per_block
@@ -104,9 +108,10 @@ def _measure(
     backend: AttentionBackend,
     seq_lens: list[int],
     vocab_size: int,
+    make_graphs: Callable[[PagedKVCache], object] | None,
 ) -> BytesForKV:
     """Run the largest step twice: what the sampler keeps from step to step is there in the
-    second."""
+    second. The memory of graphs is theirs alone, so it comes on top of that peak."""
     kv_cache = _allocate_for(seq_lens, loaded, config)
     num_rows = min(config.max_num_seqs * config.num_rows_per_request, sum(seq_lens))
     batch = SamplerWarmUp.of(_parts_of(num_rows, config.num_rows_per_request), vocab_size)
@@ -124,9 +129,10 @@ def _measure(
         logits = run_forward(loaded, kv_cache, backend, seq_lens, num_rows)
         sampler.sample(logits, batch)
         del logits
+    graphs = None if make_graphs is None else make_graphs(kv_cache)
     after = memory.read()
     kv_bytes = kv_cache.num_blocks * kv_cache.kv_bytes_per_block
-    del sampler, kv_cache
+    del sampler, kv_cache, graphs
     memory.reset()
     return remaining_bytes(before, after, kv_bytes, config.gpu_memory_utilization)
 
