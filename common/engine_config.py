@@ -113,8 +113,8 @@ class EngineConfig:
     # Step n + 1 is planned while step n runs. "auto": on a GPU. Not with `speculative` and
     # `target_step_ms`: how far a step has come, or how long it took, shows at its end.
     overlap_scheduling: bool | str = "auto"
-    # On a GPU, a step in which each request has one token is replayed from a graph that was captured
-    # at the start. True: its kernels are launched one by one, as in all other steps.
+    # On a GPU, a step in which each request has one token is replayed from a graph that was
+    # captured at the start. True: its kernels are launched one by one, as in all other steps.
     enforce_eager: bool = False
     # On an x86 CPU, in float32 and bfloat16, matrices are reordered for the processor, once.
     pack_weights: bool = True

@@ -91,9 +91,7 @@ class StaticMemory:
     def __init__(self, max_num_rows: int, table_width: int, device: torch.device) -> None:
         size = len(COLUMNS) * column_stride(max_num_rows)
         self.columns = torch.zeros(size, dtype=torch.int64, device=device)
-        self.block_tables = torch.zeros(
-            max_num_rows, table_width, dtype=torch.int32, device=device
-        )
+        self.block_tables = torch.zeros(max_num_rows, table_width, dtype=torch.int32, device=device)
 
     def inputs(self, bucket: int) -> StaticInputs:
         rows = self.columns_of(bucket)
