@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -32,21 +33,25 @@ _TURN_OFF = torch._C.DisableTorchFunction  # of function modes too: a kernel is 
 def launch_as_op(launch: Launch, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
     """`launch(grid, *arguments)`, visible. Raises `ValueError` if on fake tensors an argument is
     not what the kernel is compiled for, or on another device than the others."""
-    names = tuple(launch.arguments.items())
-    constants, options = (tuple(d.items()) for d in (launch.constants, launch.options))
-    _op(launch.kernel, names, constants, options)(list(grid), *arguments)
+    kinds, constants, options = (
+        tuple(d.items()) for d in (launch.arguments, launch.constants, launch.options)
+    )
+    _op(launch.kernel, kinds, constants, options)(list(grid), *arguments)
 
 
 @cache
 def _op(
     kernel: Any,
-    arguments: tuple[tuple[str, str], ...],
+    kinds: tuple[tuple[str, str], ...],
     constants: tuple[tuple[str, Any], ...],
     options: tuple[tuple[str, Any], ...],
 ) -> Any:
     """Registered once in a process: a kernel has a few sets of constants."""
-    fixed = dict(constants) | dict(options)
-    name = getattr(kernel, "__name__", None) or kernel.fn.__name__
+    fixed, kind_of = dict(constants) | dict(options), dict(kinds)
+    # A launch knows them by name, a call by their order in the kernel.
+    in_order = signature(kernel.fn).parameters
+    arguments = [(argument, kind_of[argument]) for argument in in_order if argument in kind_of]
+    name = kernel.fn.__name__
     told = repr((arguments, constants, options)).encode()
     name = f"kernels::{name}_{hashlib.blake2b(told, digest_size=6).hexdigest()}"
 
@@ -73,7 +78,7 @@ def _op(
     return op
 
 
-def _schema(arguments: tuple[tuple[str, str], ...]) -> str:
+def _schema(arguments: list[tuple[str, str]]) -> str:
     parts = ["int[] grid"]
     for i, (name, kind) in enumerate(arguments):
         if kind.startswith("*"):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from batch_layout import Queries, compose_in_order
 from common.kv_sizing import allocate_kv_cache
 from common.runner.batch_state import BatchState
 from common.runner.graphs import (
     COLUMNS,
+    CannotCapture,
+    CudaGraphs,
     DecodeGraphs,
     EagerGraphs,
     StaticMemory,
@@ -21,6 +26,7 @@ from common.runner.graphs import (
     graph_buckets,
     pad_step,
 )
+from common.tools.graph_emulator import Recorder
 from paged_attention import AttentionMetadata, TorchAttentionBackend
 from request import SamplingParams
 from scheduler_interface import NewRequestData
@@ -215,3 +221,102 @@ def test_the_largest_is_captured_first_and_on_padding_alone(random_loaded) -> No
     assert order == [20, 16, 8, 4, 2, 1]
     assert len(seen) == 2 * len(order)
     assert not any(c[1:].any() for c in cache.key_cache + cache.value_cache)
+
+
+# -- CUDA graphs, on a PyTorch whose `torch.cuda` is made up
+
+
+class FakeStream:
+    def __init__(self, events: list) -> None:
+        self.events = events
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.events.append("waits")
+
+
+class FakeCuda:
+    """Records what is computed inside of `graph`, and computes it again, to the same addresses."""
+
+    def __init__(self, fails: type[Exception] | None = None) -> None:
+        self.events: list = []
+        self.fails = fails
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        current = FakeStream(self.events)
+        for name, value in {
+            "device": lambda device: nullcontext(),
+            "Stream": lambda: FakeStream(self.events),
+            "current_stream": lambda: current,
+            "stream": lambda stream: self.on(stream is not current),
+            "graph_pool_handle": lambda: "pool",
+            "CUDAGraph": Recorder,
+            "graph": self.graph,
+        }.items():
+            patch.setattr(torch.cuda, name, value)
+
+    @contextmanager
+    def on(self, is_side: bool):
+        self.events.append(("warm-up", is_side))
+        yield
+        self.events.append("warm")
+
+    @contextmanager
+    def graph(self, graph, pool, capture_error_mode):
+        self.events.append(("capture", pool, capture_error_mode))
+        with graph:
+            yield
+        if self.fails is not None:
+            raise self.fails("operation not permitted when stream is capturing\nmore")
+        graph.replay = partial(replay_in_place, graph.calls)
+
+
+def replay_in_place(calls: list) -> None:
+    for call in calls:
+        args, kwargs = tree_unflatten(call.leaves, call.spec)
+        results = tree_leaves(call.func(*args, **kwargs))
+        for old, new in zip(call.results, results, strict=True):
+            if old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+
+
+def make_cuda_graphs(random_loaded) -> DecodeGraphs:
+    kv_cache = allocate_kv_cache(random_loaded, NUM_BLOCKS, BLOCK_SIZE)
+    where = random_loaded.model, kv_cache, TensorAttentionBackend()
+    return DecodeGraphs(CudaGraphs(CPU), *where, MOST, MAX_MODEL_LEN)
+
+
+def test_cuda_graphs_are_captured_behind_a_warm_up(random_loaded, monkeypatch) -> None:
+    """In one pool, and all with their logits where the largest has its own."""
+    cuda = FakeCuda()
+    with monkeypatch.context() as patch:
+        cuda.install(patch)
+        graphs = make_cuda_graphs(random_loaded)
+    one = ["waits", ("warm-up", True), "warm", "waits", ("capture", "pool", "thread_local")]
+    assert cuda.events == one * len(graphs.buckets)
+    plain = DecodeGraphs(
+        EagerGraphs(), graphs.model, graphs.kv_cache, graphs.backend, MOST, MAX_MODEL_LEN
+    )
+    addresses = set()
+    state, rng = make_state(0), random.Random(0)
+    for n in (6, 1, 3, 2, 5, 4, 1):
+        queries, found = decode(state, n, rng), []
+        for way in (graphs, plain):
+            bucket = way.bucket_for(queries)
+            assert bucket is not None
+            num_logit_rows = len(way.compose(state, queries, BLOCK_SIZE, bucket).logit_indices)
+            found.append(way.replay(bucket, n, num_logit_rows))
+        assert torch.equal(*found)
+        addresses |= {logits.data_ptr() for logits in found[:1] if len(logits)}
+    assert len(addresses) == 1
+
+
+@pytest.mark.parametrize(
+    "error, raised",
+    [(RuntimeError, CannotCapture), (torch.OutOfMemoryError, torch.OutOfMemoryError)],
+)
+def test_a_capture_that_fails_says_why(error, raised, random_loaded, monkeypatch) -> None:
+    """Memory that does not suffice is nothing to go on from without graphs."""
+    with monkeypatch.context() as patch:
+        FakeCuda(fails=error).install(patch)
+        with pytest.raises(raised, match="operation not permitted when stream is capturing"):
+            make_cuda_graphs(random_loaded)

@@ -91,7 +91,7 @@ def test_every_kind_of_request_gets_the_same(shipped_loaded, shipped_tokenizer) 
     """Penalties, seeds, log-probabilities and stops, a step ahead too: they are sampled from logits
     that the next replay overwrites."""
     prompts, found = ["def f(x):\n", "import os", "class A", "# a", "x = [1, 2"], []
-    for graphs, overlap in ((False, False), (True, False), (True, True)):
+    for graphs, overlap in ((False, False), (True, True)):
         config = EngineConfig(
             max_num_seqs=4,
             max_model_len=64,

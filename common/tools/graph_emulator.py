@@ -67,31 +67,32 @@ class _Call:
     results: list[Any]
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[_Call] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         leaves, spec = tree_flatten((args, kwargs or {}))
-        name = func.__name__.split(".")[0]
-        has_mask = name.startswith("index") and any(is_mask(x) for x in leaves[1:])
-        if name in _WAITS or (has_mask and name in ("index", "index_put", "index_put_")):
-            raise CannotCapture(f"{func} waits for the device")
+        check_no_wait(func, leaves)
         result = func(*args, **(kwargs or {}))
         self.calls.append(_Call(func, leaves, spec, tree_leaves(result)))
         return result
 
 
-def is_mask(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.dtype == torch.bool
+def check_no_wait(func: Any, leaves: list[Any]) -> None:
+    """Of an operation and its arguments. A mask as an index says how many there are."""
+    name = func.__name__.split(".")[0]
+    masks = [x for x in leaves[1:] if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
+    if name in _WAITS or (masks and name in ("index", "index_put", "index_put_")):
+        raise CannotCapture(f"{func} waits for the device")
 
 
 class _Recording:
     """One captured function."""
 
     def __init__(self, function: Callable[[], torch.Tensor]) -> None:
-        with _Recorder() as recorder:
+        with Recorder() as recorder:
             self.output = function()
         self.calls = recorder.calls
 
@@ -160,7 +161,7 @@ def _addresses(tensors: GraphTensors) -> dict[str, int]:
     caches = {f"KV cache {i}": cache for i, cache in enumerate(tensors.caches)}
     return {
         name: tensor.data_ptr()
-        for name, tensor in (tensors.inputs | caches | tensors.weights).items()
+        for name, tensor in {**tensors.inputs, **caches, **tensors.weights}.items()
         if tensor.layout == torch.strided
     }
 
