@@ -5,7 +5,7 @@
     batch            2, 6     compose_in_order; compose
     attention        2, 6     TorchAttentionBackend, CompiledAttentionBackend or
                               TritonAttentionBackend, or the mixed ones; InvariantAttentionBackend
-    runner          common    PagedModelRunner over a BatchState
+    runner          common    PagedModelRunner over a BatchState; a GraphRunner, with DecodeGraphs
     sampler         common    Sampler; in a SpeculativeSampler if somebody guesses
     kernels         common    KernelRegions and the sampler's Rules, where attention is Triton's
     guesses            5      a SpeculatingRunner with an NgramProposer or a DraftModelProposer
@@ -46,6 +46,7 @@ from scheduler_interface import ModelRunner
 
 if TYPE_CHECKING:
     from common.outputs import OutputProcessor
+    from common.runner.graph_maker import GraphMaker
     from common.sampling.distributions import Rules
     from kv_connector import KVBlockIO
     from proposers import Proposer
@@ -169,6 +170,7 @@ def make_runner(
         least=least,
         num_neighbours=num_neighbours,
         rules=attention.rules,
+        make_graphs=(make_graphs := make_graph_maker(config, loaded, attention, max_model_len)),
     )
     max_blocks = -(-max_model_len // config.block_size)
     state = BatchState(config.max_num_seqs, max_blocks, loaded.generation_eos_token_ids)
@@ -185,6 +187,10 @@ def make_runner(
             how, loaded, draft, kv_cache, attention, state, max_model_len, vocab_size
         )
         batch_sampler = make_verifier(sampler, proposer, attention.is_triton)
+    if make_graphs is not None and (graphs := make_graphs(kv_cache)) is not None:
+        from common.runner.graphs import GraphRunner
+
+        kind = partial(GraphRunner, graphs=graphs)
     runner = kind(
         loaded.model,
         kv_cache,
@@ -307,6 +313,19 @@ def compile_kernels(
         vocab_size=vocab_size,
     )
     warm_up(launches, weight.device)
+
+
+def make_graph_maker(
+    config: EngineConfig, loaded: LoadedModel, attention: Attention, max_model_len: int
+) -> GraphMaker | None:
+    """Who captures decode steps, if they are to be and can be."""
+    if not config.wants_graphs(loaded.model.embed_weight.device):
+        return None
+    from common.runner.graph_maker import GraphMaker
+
+    return GraphMaker.of(
+        config, loaded.model, attention.backend, attention.is_triton, max_model_len
+    )
 
 
 # -- guesses

@@ -113,6 +113,9 @@ class EngineConfig:
     # Step n + 1 is planned while step n runs. "auto": on a GPU. Not with `speculative` and
     # `target_step_ms`: how far a step has come, or how long it took, shows at its end.
     overlap_scheduling: bool | str = "auto"
+    # On a GPU, a step in which each request has one token is replayed from a graph that was
+    # captured at the start. True: its kernels are launched one by one, as in all other steps.
+    enforce_eager: bool = False
     # On an x86 CPU, in float32 and bfloat16, matrices are reordered for the processor, once.
     pack_weights: bool = True
     # On a CPU, in float32 and bfloat16: a request has the same bits alone and in any batch.
@@ -130,6 +133,7 @@ class EngineConfig:
     shuffle_batch: bool = False
     shuffle_waiting: bool = False
     preempt_every: int | None = None  # every so many steps somebody is preempted
+    emulate_graphs: bool = False  # on a CPU: graphs are replayed from lists, and checked; slowly
 
     def __post_init__(self) -> None:
         lowest = {"block_size": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1}
@@ -151,6 +155,8 @@ class EngineConfig:
             "overlap_scheduling": ("auto", False, True),
             "attention_backend": ("auto", "torch", "triton"),
             "pack_weights": (True, False),
+            "enforce_eager": (False, True),
+            "emulate_graphs": (False, True),
             "batch_invariant": (False, True),
         }
         for name, allowed in choices.items():
@@ -204,6 +210,7 @@ class EngineConfig:
             "tensor_parallel_size": (is_summed, order),
             "compile": (is_fixed and self.compile is True, tiles),
             "pack_weights": (is_fixed and not self.pack_weights, f"{tiles}, of packed weights"),
+            "emulate_graphs": (self.emulate_graphs and self.enforce_eager, "enforce_eager is True"),
         }
         for field_name, (is_wrong, why) in refused.items():
             _check(self, (field_name, getattr(self, field_name) is None or not is_wrong, why))
@@ -258,6 +265,9 @@ class EngineConfig:
     def wants_overlap(self, device: torch.device) -> bool:
         wanted = self.overlap_scheduling is True
         return wanted or (self.overlap_scheduling == "auto" and device.type == "cuda")
+
+    def wants_graphs(self, device: torch.device) -> bool:
+        return self.emulate_graphs or (device.type == "cuda" and not self.enforce_eager)
 
     def resolve_device(self) -> torch.device:
         """`"auto"` is CUDA if there is one. Raises `ValueError` for a device that is not there."""

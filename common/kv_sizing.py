@@ -51,11 +51,12 @@ def make_kv_cache(
     least: Callable[[int], int] | None = None,
     num_neighbours: int = 1,
     rules: Rules | None = None,
+    make_graphs: Callable[[PagedKVCache], object] | None = None,
 ) -> PagedKVCache:
     """KV tensors of `config.num_blocks` blocks, or of as many as fit, those of a draft model
     included. `memory` reads the model's device; None: CUDA's own reader, if it is a GPU. `least` is
     the smallest number of all ranks; of these, `num_neighbours` share a CPU's memory. `rules` are
-    the sampler's."""
+    the sampler's. `make_graphs` captures what will be captured later: that memory is no KV's."""
     if config.num_blocks is not None:
         return allocate_kv_cache(loaded, config.num_blocks, config.block_size, kind)
     device = loaded.model.embed_weight.device
@@ -68,7 +69,9 @@ def make_kv_cache(
     else:
         num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
         seq_lens = _parts_of(num_tokens, max_model_len)
-        available = _measure(memory, config, loaded, draft, backend, seq_lens, vocab_size, rules)
+        available = _measure(
+            memory, config, loaded, draft, backend, seq_lens, vocab_size, rules, make_graphs
+        )
     kv_bytes_per_block = allocate_kv_cache(loaded, 1, config.block_size).kv_bytes_per_block
     if draft is not None:
         kv_bytes_per_block += allocate_kv_cache(draft, 1, config.block_size).kv_bytes_per_block
@@ -115,9 +118,10 @@ def _measure(
     seq_lens: list[int],
     vocab_size: int,
     rules: Rules | None,
+    make_graphs: Callable[[PagedKVCache], object] | None,
 ) -> BytesForKV:
     """Run the largest step twice: what the sampler keeps from step to step is there in the second.
-    Only the last stage samples."""
+    Only the last stage samples. The memory of graphs is theirs alone: it comes on top."""
     kv_cache = _allocate_for(seq_lens, loaded, config)
     num_rows = min(config.max_num_seqs * config.num_rows_per_request, sum(seq_lens))
     batch = SamplerWarmUp.of(_parts_of(num_rows, config.num_rows_per_request), vocab_size)
@@ -136,9 +140,10 @@ def _measure(
         if loaded.model.collectives.ranks.is_last_stage:
             sampler.sample(logits, batch)
         del logits
+    graphs = None if make_graphs is None else make_graphs(kv_cache)
     after = memory.read()
     kv_bytes = kv_cache.num_blocks * kv_cache.kv_bytes_per_block
-    del sampler, kv_cache
+    del sampler, kv_cache, graphs
     memory.reset()
     return remaining_bytes(before, after, kv_bytes, config.gpu_memory_utilization)
 

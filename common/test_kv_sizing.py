@@ -138,6 +138,26 @@ def test_the_peak_is_that_of_sampling_the_most_rows_there_can_be(loaded, monkeyp
     assert steps == [([90, 90, 20], 48)] * 2
 
 
+def test_graphs_are_there_when_the_memory_is_read_and_gone_later(loaded) -> None:
+    """They keep scratch memory for as long as they live, beside what a step takes."""
+    events: list = []
+
+    class Graphs:
+        def __init__(self, kv_cache) -> None:
+            events.append(kv_cache.num_blocks)
+
+        def __del__(self) -> None:
+            events.append("gone")
+
+    config = EngineConfig(max_num_seqs=48, max_num_batched_tokens=200)
+    memory = FakeMemory(7 * BLOCK_BYTES, events)
+    make(config, loaded, max_model_len=90, memory=memory, make_graphs=Graphs)
+    assert events == ["reset", "read", 6 + 6 + 2 + 1, "read", "gone", "reset"]
+    events.clear()
+    make(replace(config, num_blocks=50), loaded, memory=memory, make_graphs=Graphs)
+    assert events == []  # nothing is measured
+
+
 def test_guesses_are_part_of_the_largest_step(loaded, monkeypatch) -> None:
     """Five rows a request. What a draft model says of its guesses is in memory all the while."""
     steps, verified = spy_on_forward(monkeypatch), []

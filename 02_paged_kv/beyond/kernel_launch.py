@@ -53,7 +53,12 @@ class Launch:
         return {name: getattr(self, name) for name in names}
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
-        self.kernel[grid](*arguments, **self.constants, **self.options)
+        if torch._C._len_torch_dispatch_stack():  # somebody watches what is computed
+            from kernel_ops import launch_as_op
+
+            launch_as_op(self, grid, arguments)
+        else:
+            self.kernel[grid](*arguments, **self.constants, **self.options)
 
 
 class AttentionShape(NamedTuple):

@@ -188,3 +188,9 @@ def paged_runner(engine) -> PagedModelRunner:
             return runner
         runner = runner.runner
     raise AssertionError(f"no PagedModelRunner inside {engine.core.runner!r}")
+
+
+def num_replays(engine) -> int:
+    """Steps so far that were replayed from a graph."""
+    graphs = getattr(paged_runner(engine), "graphs", None)
+    return 0 if graphs is None else graphs.num_replays

@@ -30,6 +30,7 @@ from common.tests.engine_oracle import (
     Oracle,
     greedy_params,
     make_oracle,
+    num_replays,
     save_random_model,
     with_noise,
 )
@@ -109,6 +110,7 @@ class Summary:
     num_drafted_tokens: int
     num_cached_tokens: int
     num_overlapped: int  # steps that ended while the next one was under way
+    num_replays: int  # steps that were replayed from a graph
 
 
 def max_tokens_of(prompt_len: int) -> int:
@@ -122,12 +124,15 @@ def make_config(combination: Combination) -> EngineConfig:
     size = settings["block_size"]
     lengths = PROMPT_LENGTHS[settings.pop("model")]
     largest = max(n + max_tokens_of(n) - 1 for n in lengths)  # the last token needs no slot
+    # Replays are as wide as the longest request that there could be.
+    max_model_len = largest + 1 if settings["emulate_graphs"] else None
     num_positions = NUM_POSITIONS if settings.pop("pool") == "ample" else largest + size
     settings["speculative"] = SPECULATIVE[settings["speculative"]]
     return EngineConfig(
         **settings,
         num_blocks=1 + -(-num_positions // size),
         max_num_seqs=MAX_NUM_SEQS,
+        max_model_len=max_model_len,
         attention_backend="torch",
         check_invariants=True,
         shuffle_batch=True,
@@ -187,6 +192,7 @@ def _serve(combination: Combination, engine: LLMEngine) -> Summary:
         stats.num_drafted_tokens,
         stats.cached_tokens,
         num_overlapped,
+        num_replays(engine),
     )
 
 

@@ -33,9 +33,10 @@ AXES: dict[str, tuple[Value, ...]] = {
     "preempt_every": (None, 1, 2, 3, 5),
     "pool": ("ample", "just"),  # "just": the largest request and one block
     "overlap_scheduling": (False, True),
+    "emulate_graphs": (False, True),
 }
 # No setting of these is ever refused.
-FREE_AXES = ("model", "prefix_cache", "block_size", "pool", "overlap_scheduling")
+FREE_AXES = ("model", "prefix_cache", "block_size", "pool", "overlap_scheduling", "emulate_graphs")
 
 
 @dataclass(frozen=True)

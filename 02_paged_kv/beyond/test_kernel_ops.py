@@ -1,0 +1,91 @@
+"""Launches that are operations: the same launch, seen by whoever watches, and nobody else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paged_attention_triton import TritonAttentionBackend, write_kv_launch
+from split_attention_triton import SplitTritonAttentionBackend
+from test_paged_attention import make_case
+
+LENGTHS = [(1, 1), (5, 5), (1, 600), (7, 20)]
+
+
+class Watcher(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [TritonAttentionBackend, SplitTritonAttentionBackend])
+def test_a_watched_launch_computes_the_same(kind, device):
+    case = make_case(LENGTHS, 16, torch.float32, device=device)
+    where = case.key_cache, case.value_cache, case.metadata, case.scale
+    expected = kind().attend(case.query, *where)
+    case.metadata.plan = None
+    with Watcher() as watcher:
+        output = kind().attend(case.query, *where)
+    assert torch.equal(output, expected)
+    kernels = [name for name in watcher.seen if name.startswith("kernels.")]
+    names = {name.removeprefix("kernels.").rpartition("_")[0] for name in kernels}
+    both = {"_split_attention_kernel", "_merge_splits_kernel"}
+    is_split = kind is SplitTritonAttentionBackend
+    assert names == (both if is_split else {"_paged_attention_kernel"}), kernels
+    # What a kernel does inside is not an operation of PyTorch's: only the launch is seen.
+    assert watcher.seen[-1] == kernels[-1]
+
+
+def fake_case():
+    """A write of two tokens, on a GPU that is not there."""
+    launch = write_kv_launch(1, 16, 4, torch.float32, 16, 16, (64, 16, 16))
+    key, value = (torch.empty(2, 1, 16, device="cuda") for _ in range(2))
+    caches = [torch.empty(3, 4, 1, 16, device="cuda") for _ in range(2)]
+    return launch, [key, value, *caches, torch.empty(2, dtype=torch.int64, device="cuda")]
+
+
+def test_fake_tensors_are_launched_on():
+    with FakeTensorMode(), torch.inference_mode():
+        launch, arguments = fake_case()
+        launch((2,), *arguments)
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_a_tensor_on_another_device_is_found(at):
+    with FakeTensorMode(), torch.inference_mode():
+        launch, arguments = fake_case()
+        arguments[at] = torch.empty(arguments[at].shape, dtype=arguments[at].dtype)
+        with pytest.raises(ValueError, match=r"cpu.*cuda:0"):
+            launch((2,), *arguments)
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_a_tensor_of_another_dtype_is_found(at):
+    with FakeTensorMode(), torch.inference_mode():
+        launch, arguments = fake_case()
+        arguments[at] = torch.empty(arguments[at].shape, dtype=torch.int32, device="cuda")
+        with pytest.raises(ValueError, match=f"{list(launch.arguments)[at]} is torch.int32"):
+            launch((2,), *arguments)
+
+
+def test_nobody_else_pays_for_it():
+    """Neither the operation nor its module is there, as long as nobody watches."""
+    code = (
+        "import os, sys; os.environ['TRITON_INTERPRET'] = '1'; import torch\n"
+        "from paged_attention_triton import write_kv_launch\n"
+        "launch = write_kv_launch(1, 16, 4, torch.float32, 16, 16, (64, 16, 16))\n"
+        "cache, new = torch.zeros(3, 4, 1, 16), torch.ones(2, 1, 16)\n"
+        "launch((2,), new, new, cache, cache.clone(), torch.tensor([5, -1]))\n"
+        "print(cache.sum().item(), 'kernel_ops' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["16.0", "False"]

@@ -1,0 +1,73 @@
+"""Whether decode steps are captured, and by what; `graphs.py` does it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from common.engine_config import EngineConfig
+from common.model import DecoderModel
+from common.runner.graphs import CannotCapture, CudaGraphs, DecodeGraphs
+from paged_attention import AttentionBackend, PagedKVCache
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class GraphMaker:
+    """Captures the decode steps over a KV cache; None, and a warning, where that is impossible."""
+
+    config: EngineConfig
+    model: DecoderModel
+    backend: AttentionBackend
+    max_model_len: int
+    is_possible: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        model: DecoderModel,
+        backend: AttentionBackend,
+        is_triton: bool,
+        max_model_len: int,
+    ) -> GraphMaker | None:
+        device, ranks = model.embed_weight.device, model.collectives.ranks
+        why_not = None
+        if config.batch_invariant:
+            why_not = "batch_invariant=True computes on the host's plan"
+        elif config.wants_compiled(model.num_parameters, device):
+            why_not = "compiled code is nothing that PyTorch sees"
+        elif not is_triton and device.type == "cuda":
+            why_not = "attention in PyTorch is planned on the host"
+        elif ranks.pipeline_parallel_size > 1:
+            why_not = "a stage waits for the stage before it in the middle of its step"
+        elif config.emulate_graphs and ranks.world_size > 1:
+            why_not = "what ranks say to each other is nothing that the emulator sees"
+        if why_not is not None:
+            logger.warning("decode steps run without graphs: %s", why_not)
+            return None
+        if config.speculative is not None:
+            logger.warning("steps with guesses run without graphs: they are no decode steps")
+        if not is_triton:
+            from tensor_attention import TensorAttentionBackend
+
+            backend = TensorAttentionBackend()
+        return cls(config, model, backend, max_model_len)
+
+    def __call__(self, kv_cache: PagedKVCache) -> DecodeGraphs | None:
+        if not self.is_possible:
+            return None
+        if self.config.emulate_graphs:
+            from common.tools.graph_emulator import EmulatedGraphs
+
+            graphs = EmulatedGraphs()
+        else:
+            graphs = CudaGraphs(self.model.embed_weight.device)
+        sizes = self.config.max_num_seqs, self.max_model_len
+        try:
+            return DecodeGraphs(graphs, self.model, kv_cache, self.backend, *sizes)
+        except CannotCapture as error:
+            logger.warning("decode steps run without graphs: %s", error)
+            self.is_possible = False
+            return None

@@ -1,0 +1,338 @@
+"""Graphs: a decode step is recorded once, and replayed by one call.
+
+A decode step of a small model is over before the host has launched its kernels, some twenty to a
+layer. A graph keeps the launches of a whole step, and with them everything that the host decided:
+grids, tiles, addresses, sizes. Only what lies in its static inputs may differ from step to step:
+
+    step of 3 requests, bucket 4          rows 0-2          row 3: padding
+    input_ids, positions                  the requests'     0
+    slot_mapping                          the requests'     -1: nothing is written
+    seq_lens                              the requests'     0: nothing is read
+    query_start_loc                       0 1 2 3           3: a sequence without query tokens
+    block_tables                          the requests'     0: the null block
+    logit_indices                         rows that sample  0: computed, and cut off
+
+The inputs are gathered from the columns of `BatchState`, come in one upload, and are copied to
+where they belong. That copy is queued behind the replay that still reads them; the upload has fresh
+memory each time. So a step may be begun while the one before it runs (`overlap.py`), and a token
+that is still pending is put in place on the device, before the replay. Logits lie in memory that
+all buckets share: they are the last replay's until the next one.
+
+A step goes into the smallest bucket that holds it. What has more than one token for a request
+(chunks of prompts, guesses to be verified) is computed as without graphs.
+
+Invariants: a replay sees the static inputs, the weights and the KV cache, and nothing else of its
+step; no row of a request depends on padding; the largest bucket holds `max_num_seqs` (Trap 33).
+
+nano-vllm captures the same buckets for decodes; mini-sglang too; vLLM also captures the pieces
+between attention layers for mixed batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from batch_layout import ComposedBatch, PagedRunnerState, Queries, all_to_device
+from common.model import DecoderModel
+from common.runner.model_runner import PagedBatch, PagedModelRunner
+from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
+
+
+class CannotCapture(Exception):
+    """A step that waits for the device, or reads the host's memory, is no graph. Says where."""
+
+
+def graph_buckets(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, 8, then every 16, up to `max_num_seqs`, which is always one."""
+    sizes = {1, 2, 4, 8, *range(16, max_num_seqs, 16), max_num_seqs}
+    return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+def bucket_of(num_rows: int, buckets: Sequence[int]) -> int | None:
+    """The smallest of the ascending `buckets` that holds so many. None: none does."""
+    return next((bucket for bucket in buckets if bucket >= num_rows), None)
+
+
+# -- what a replay sees of its step
+
+COLUMNS = "input_ids", "positions", "slot_mapping", "seq_lens", "query_start_loc", "logit_indices"
+
+
+@dataclass(frozen=True, slots=True)
+class StaticInputs:
+    """The inputs of one bucket, at addresses that never change."""
+
+    input_ids: torch.Tensor  # [bucket] int64
+    positions: torch.Tensor  # [bucket] int64
+    slot_mapping: torch.Tensor  # [bucket] int64
+    seq_lens: torch.Tensor  # [bucket] int64
+    query_start_loc: torch.Tensor  # [bucket + 1] int64
+    logit_indices: torch.Tensor  # [bucket] int64
+    block_tables: torch.Tensor  # [bucket, blocks of the longest request] int32
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def column_stride(bucket: int) -> int:
+    """So that `bucket + 1` int64 fit, and each column begins at a multiple of 16 bytes."""
+    return (bucket + 2) // 2 * 2
+
+
+class StaticMemory:
+    """Memory for the largest bucket; the others begin at the same place."""
+
+    def __init__(self, max_num_rows: int, table_width: int, device: torch.device) -> None:
+        size = len(COLUMNS) * column_stride(max_num_rows)
+        self.columns = torch.zeros(size, dtype=torch.int64, device=device)
+        self.block_tables = torch.zeros(max_num_rows, table_width, dtype=torch.int32, device=device)
+
+    def inputs(self, bucket: int) -> StaticInputs:
+        rows = self.columns_of(bucket)
+        size = {"query_start_loc": bucket + 1}
+        columns = {name: row[: size.get(name, bucket)] for name, row in zip(COLUMNS, rows)}
+        return StaticInputs(**columns, block_tables=self.block_tables[:bucket])
+
+    def columns_of(self, bucket: int) -> torch.Tensor:
+        stride = column_stride(bucket)
+        return self.columns[: len(COLUMNS) * stride].view(len(COLUMNS), stride)
+
+    def fill(self, columns: np.ndarray, block_tables: np.ndarray) -> None:
+        """With what `pad_step` returns. Columns of the tables behind these stay as they are."""
+        bucket, width = block_tables.shape
+        new, tables = all_to_device(self.columns.device, columns, block_tables)
+        self.columns_of(bucket).copy_(new, non_blocking=True)
+        self.block_tables[:bucket, :width].copy_(tables, non_blocking=True)
+
+
+def pad_step(
+    state: PagedRunnerState, queries: Queries, block_size: int, bucket: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The inputs of a step of up to `bucket` queries of one token each, as the host has them:
+    `[len(COLUMNS), column_stride(bucket)]` int64, and `[bucket, blocks of the longest]` int32."""
+    rows, positions, n = queries.rows, queries.starts, len(queries.rows)
+    block_ids = state.block_tables[rows, positions // block_size].astype(np.int64)
+    sampled = np.flatnonzero(queries.num_logit_rows)
+    columns = np.zeros((len(COLUMNS), column_stride(bucket)), dtype=np.int64)
+    ids, places, slots, seq_lens, starts, logit_indices = columns
+    ids[:n] = state.token_ids[rows, positions]
+    places[:n] = positions
+    slots[:n], slots[n:] = block_ids * block_size + positions % block_size, -1
+    seq_lens[:n] = positions + 1
+    starts[:n], starts[n:] = np.arange(n), n
+    logit_indices[: len(sampled)] = sampled
+    width = -(-int(seq_lens.max()) // block_size)
+    tables = np.zeros((bucket, width), dtype=np.int32)
+    tables[:n] = state.block_tables[rows, :width]
+    return columns, tables
+
+
+# -- the three ways
+
+
+@dataclass(frozen=True, slots=True)
+class GraphTensors:
+    """All that a captured function may read, as it is to be found now. Caches are written."""
+
+    inputs: Mapping[str, torch.Tensor]
+    caches: Sequence[torch.Tensor]  # each [num_blocks, block_size, num_kv_heads, head_dim]
+    weights: Mapping[str, torch.Tensor]
+
+
+class Graphs(Protocol):
+    """Functions of tensors at fixed addresses, by their bucket."""
+
+    def capture(
+        self,
+        bucket: int,
+        function: Callable[[], torch.Tensor],
+        tensors: Callable[[], GraphTensors],
+    ) -> None:
+        """Raises `CannotCapture`. Calls `function` several times, on inputs that are padding."""
+        ...
+
+    def replay(self, bucket: int, num_rows: int) -> torch.Tensor:
+        """What `function` would return for the inputs of now, of which `num_rows` are not padding.
+        It is overwritten by the next replay, of whatever bucket."""
+        ...
+
+
+class EagerGraphs:
+    """Nothing is kept but the function: the buckets and their padding, and no more."""
+
+    def __init__(self) -> None:
+        self._functions: dict[int, Callable[[], torch.Tensor]] = {}
+
+    def capture(self, bucket, function, tensors) -> None:
+        self._functions[bucket] = function
+
+    def replay(self, bucket: int, num_rows: int) -> torch.Tensor:
+        return self._functions[bucket]()
+
+
+class CudaGraphs:
+    """CUDA graphs, whose scratch memory is one pool. All write their result where the first one,
+    which must be the largest, has its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[int, torch.cuda.CUDAGraph] = {}
+        self._output: torch.Tensor | None = None
+
+    @torch.inference_mode()
+    def capture(self, bucket, function, tensors) -> None:
+        with torch.cuda.device(self.device):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # kernels are compiled, libraries take their memory
+                for _ in range(2):
+                    function()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                # Other threads may go on with their own work.
+                with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
+                    output = function()
+                    if self._output is None:
+                        self._output = output
+                    else:
+                        self._output[:bucket].copy_(output)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise CannotCapture(str(error).partition("\n")[0]) from error
+        self._captured[bucket] = graph
+
+    def replay(self, bucket: int, num_rows: int) -> torch.Tensor:
+        assert self._output is not None
+        self._captured[bucket].replay()
+        return self._output[:bucket]
+
+
+# -- decode steps of a model
+
+
+class DecodeGraphs:
+    """One graph for each bucket, over one KV cache. Largest first: the smaller ones then find room
+    in its scratch memory. Raises `CannotCapture`."""
+
+    def __init__(
+        self,
+        graphs: Graphs,
+        model: DecoderModel,
+        kv_cache: PagedKVCache,
+        backend: AttentionBackend,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> None:
+        self.graphs, self.model, self.kv_cache, self.backend = graphs, model, kv_cache, backend
+        self.buckets = graph_buckets(max_num_seqs)
+        table_width = -(-max_model_len // kv_cache.block_size)
+        self.max_seq_len = table_width * kv_cache.block_size
+        self.memory = StaticMemory(max_num_seqs, table_width, model.embed_weight.device)
+        self.inputs = {bucket: self.memory.inputs(bucket) for bucket in self.buckets}
+        self.num_replays = 0
+        for bucket in reversed(self.buckets):
+            self._clear(bucket)
+            graphs.capture(bucket, partial(self._compute, bucket), partial(self.tensors, bucket))
+
+    def _clear(self, bucket: int) -> None:
+        """A step of nobody."""
+        columns = np.zeros((len(COLUMNS), column_stride(bucket)), dtype=np.int64)
+        columns[COLUMNS.index("slot_mapping")] = -1
+        self.memory.fill(columns, np.zeros((bucket, 1), dtype=np.int32))
+
+    def _compute(self, bucket: int) -> torch.Tensor:
+        """Logits [bucket, vocab_size]. The metadata is made anew: what a backend plans is part of
+        the graph, and none of it may be left from another call. Its numbers are bounds."""
+        x = self.inputs[bucket]
+        metadata = AttentionMetadata(
+            query_start_loc=x.query_start_loc,
+            seq_lens=x.seq_lens,
+            block_tables=x.block_tables,
+            slot_mapping=x.slot_mapping,
+            max_query_len=1,
+            max_seq_len=self.max_seq_len,
+        )
+        where = self.kv_cache, metadata, x.logit_indices, self.backend
+        return self.model(x.input_ids, x.positions, *where)
+
+    def tensors(self, bucket: int) -> GraphTensors:
+        caches = *self.kv_cache.key_cache, *self.kv_cache.value_cache
+        weights = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        return GraphTensors(self.inputs[bucket].by_name(), caches, weights)
+
+    def bucket_for(self, queries: Queries) -> int | None:
+        """None: the step is computed without a graph."""
+        if queries.num_tokens.max() > 1:
+            return None
+        return bucket_of(len(queries.rows), self.buckets)
+
+    def compose(
+        self, state: PagedRunnerState, queries: Queries, block_size: int, bucket: int
+    ) -> ComposedBatch:
+        """Lay the step out in the static inputs, in the order given."""
+        self.memory.fill(*pad_step(state, queries, block_size, bucket))
+        x, n = self.inputs[bucket], len(queries.rows)
+        num_logit_rows = np.count_nonzero(queries.num_logit_rows)
+        return ComposedBatch(
+            order=np.arange(n),
+            query_start_loc=np.arange(n + 1),
+            input_ids=x.input_ids[:n],
+            positions=x.positions[:n],
+            attention=ReplayMetadata(
+                x.query_start_loc,
+                x.seq_lens,
+                x.block_tables,
+                x.slot_mapping,
+                max_query_len=1,
+                max_seq_len=self.max_seq_len,
+                bucket=bucket,
+            ),
+            logit_indices=x.logit_indices[:num_logit_rows],
+        )
+
+    @torch.inference_mode()
+    def replay(self, bucket: int, num_rows: int, num_logit_rows: int) -> torch.Tensor:
+        """Logits `[num_logit_rows, vocab_size]` of the step that was laid out."""
+        self.num_replays += 1
+        return self.graphs.replay(bucket, num_rows)[:num_logit_rows]
+
+
+@dataclass(slots=True, eq=False)
+class ReplayMetadata(AttentionMetadata):
+    """Of a step that lies in the static inputs of a bucket, padding included."""
+
+    bucket: int = 0
+
+
+class GraphRunner(PagedModelRunner):
+    """A `PagedModelRunner` that replays a step if each request has one token in it."""
+
+    def __init__(self, *arguments, graphs: DecodeGraphs, **keywords) -> None:
+        super().__init__(*arguments, **keywords)
+        self.graphs, self._compose_eager = graphs, self.compose
+        self.compose = self._compose_for_replay
+
+    def _compose_for_replay(
+        self, state: PagedRunnerState, queries: Queries, block_size: int, device: torch.device
+    ) -> ComposedBatch:
+        bucket = self.graphs.bucket_for(queries)
+        if bucket is None:
+            return self._compose_eager(state, queries, block_size, device)
+        return self.graphs.compose(state, queries, block_size, bucket)
+
+    def forward(self, batch: PagedBatch) -> torch.Tensor:
+        if not isinstance(batch.attention, ReplayMetadata):
+            return super().forward(batch)
+        bucket, num_rows = batch.attention.bucket, len(batch.input_ids)
+        if self.state.has_pending:  # they were put in place in a copy
+            self.graphs.inputs[bucket].input_ids[:num_rows].copy_(batch.input_ids)
+        return self.graphs.replay(bucket, num_rows, len(batch.logit_indices))

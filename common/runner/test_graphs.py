@@ -1,0 +1,322 @@
+"""Buckets, their padding and what lies in them: every case that can come, up to a few rows."""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from batch_layout import Queries, compose_in_order
+from common.kv_sizing import allocate_kv_cache
+from common.runner.batch_state import BatchState
+from common.runner.graphs import (
+    COLUMNS,
+    CannotCapture,
+    CudaGraphs,
+    DecodeGraphs,
+    EagerGraphs,
+    StaticMemory,
+    bucket_of,
+    column_stride,
+    graph_buckets,
+    pad_step,
+)
+from common.tools.graph_emulator import Recorder
+from paged_attention import AttentionMetadata, TorchAttentionBackend
+from request import SamplingParams
+from scheduler_interface import NewRequestData
+from tensor_attention import TensorAttentionBackend
+
+CPU = torch.device("cpu")
+MOST = 6  # rows
+BLOCK_SIZE, NUM_BLOCKS = 4, 40
+MAX_MODEL_LEN = 30
+
+
+# -- buckets
+
+
+@pytest.mark.parametrize("max_num_seqs", [*range(1, 70), 255, 256, 257, 1000])
+def test_buckets(max_num_seqs: int) -> None:
+    """Trap 33: 17 to 20 have a bucket when `max_num_seqs` is 20."""
+    buckets = graph_buckets(max_num_seqs)
+    is_one = lambda n: n in (1, 2, 4, 8) or n % 16 == 0 or n == max_num_seqs  # noqa: E731
+    assert buckets == [n for n in range(1, max_num_seqs + 1) if is_one(n)]
+    for n in range(1, max_num_seqs + 1):
+        bucket = bucket_of(n, buckets)
+        assert bucket in buckets and bucket >= n
+        assert not any(n <= other < bucket for other in buckets)
+    assert bucket_of(max_num_seqs + 1, buckets) is None
+
+
+def test_every_column_of_every_bucket_is_aligned_and_apart() -> None:
+    """Kernels are compiled for addresses that 16 divides."""
+    memory = StaticMemory(300, 7, CPU)
+    for bucket in graph_buckets(300) + list(range(1, 300)):
+        x = memory.inputs(bucket)
+        assert column_stride(bucket) >= bucket + 1
+        assert {t.data_ptr() % 16 for t in x.by_name().values()} == {0}
+        assert {name: len(t) for name, t in x.by_name().items()} == {
+            **dict.fromkeys([*COLUMNS, "block_tables"], bucket),
+            "query_start_loc": bucket + 1,
+        }
+        for i, name in enumerate(COLUMNS):
+            memory.columns.fill_(-5)
+            getattr(x, name).fill_(i)
+            others = torch.cat([getattr(x, other) for other in COLUMNS if other != name])
+            assert (others == -5).all()
+
+
+# -- padding
+
+
+def make_state(seed: int) -> BatchState:
+    """`MOST` requests of different lengths, whose blocks lie anywhere."""
+    rng = random.Random(seed)
+    state = BatchState(MOST, -(-MAX_MODEL_LEN // BLOCK_SIZE))
+    blocks = rng.sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
+    for i in range(MOST):
+        tokens = [rng.randrange(97) for _ in range(rng.choice([1, 3, 4, 5, 8, 17, 20]))]
+        own = [blocks.pop() for _ in range(-(-len(tokens) // BLOCK_SIZE) + rng.randrange(2))]
+        params = SamplingParams(temperature=0)
+        state.admit(NewRequestData(str(i), tokens, params, 0, own))
+    return state
+
+
+def decode(state: BatchState, n: int, rng: random.Random) -> Queries:
+    """The last known token of `n` requests, or one before it that nobody samples from."""
+    rows = np.array(rng.sample(range(MOST), n), dtype=np.int64)
+    starts = np.array([rng.randrange(state.num_tokens[row]) for row in rows], dtype=np.int64)
+    is_last = starts + 1 == state.num_tokens[rows]
+    return Queries(rows, starts, np.ones_like(rows), is_last.astype(np.int64))
+
+
+def random_steps(num_each: int = 6):
+    """Steps of every number of rows for every bucket that they fit."""
+    for bucket in range(1, MOST + 1):
+        for n in range(1, bucket + 1):
+            for seed in range(num_each):
+                state = make_state(seed)
+                yield bucket, state, decode(state, n, random.Random(f"{bucket} {n} {seed}"))
+
+
+def test_rows_are_those_of_chapter_2_and_padding_is_nobodys() -> None:
+    memory = StaticMemory(MOST, -(-MAX_MODEL_LEN // BLOCK_SIZE), CPU)
+    for bucket, state, queries in random_steps():
+        memory.columns.fill_(1 << 40)  # of the step before
+        memory.block_tables.fill_(NUM_BLOCKS - 1)
+        addresses = {name: t.data_ptr() for name, t in memory.inputs(bucket).by_name().items()}
+        memory.fill(*pad_step(state, queries, BLOCK_SIZE, bucket))
+        x, n = memory.inputs(bucket), len(queries.rows)
+        assert {name: t.data_ptr() for name, t in x.by_name().items()} == addresses
+        plain = compose_in_order(state, queries, BLOCK_SIZE, CPU)
+        where, width = plain.attention, plain.attention.block_tables.shape[1]
+        for found, right in (
+            (x.input_ids, plain.input_ids),
+            (x.positions, plain.positions),
+            (x.slot_mapping, where.slot_mapping),
+            (x.seq_lens, where.seq_lens),
+            (x.query_start_loc[:-1], where.query_start_loc[:-1]),
+            (x.block_tables[:, :width], where.block_tables),
+        ):
+            assert torch.equal(found[:n], right)
+        num_logit_rows = len(plain.logit_indices)
+        assert torch.equal(x.logit_indices[:num_logit_rows], plain.logit_indices)
+        for tensor, padding in (
+            (x.input_ids[n:], 0),
+            (x.positions[n:], 0),
+            (x.slot_mapping[n:], -1),
+            (x.seq_lens[n:], 0),
+            (x.query_start_loc[n:], n),
+            (x.block_tables[n:, :width], 0),
+            (x.logit_indices[num_logit_rows:], 0),
+        ):
+            assert (tensor == padding).all()
+
+
+# -- steps of a model
+
+
+@pytest.fixture(scope="module")
+def graphs(random_loaded) -> DecodeGraphs:
+    kv_cache = allocate_kv_cache(random_loaded, NUM_BLOCKS, BLOCK_SIZE)
+    for cache in kv_cache.key_cache + kv_cache.value_cache:
+        cache.normal_(generator=torch.Generator().manual_seed(0))
+        cache[0] = torch.nan
+    backend = TensorAttentionBackend()
+    return DecodeGraphs(EagerGraphs(), random_loaded.model, kv_cache, backend, MOST, MAX_MODEL_LEN)
+
+
+def test_padding_changes_no_row(graphs: DecodeGraphs) -> None:
+    """Against the same step without padding, by chapter 2's attention."""
+    plain_cache = allocate_kv_cache_like(graphs)
+    for bucket, state, queries in random_steps(num_each=2):
+        copy_cache(graphs, plain_cache)
+        batch = compose_in_order(state, queries, BLOCK_SIZE, CPU)
+        where = plain_cache, batch.attention, batch.logit_indices, TorchAttentionBackend()
+        expected = graphs.model(batch.input_ids, batch.positions, *where)
+        if bucket not in graphs.buckets:
+            bucket = bucket_of(bucket, graphs.buckets)
+        laid_out = graphs.compose(state, queries, BLOCK_SIZE, bucket)
+        assert laid_out.order.tolist() == list(range(len(queries.rows)))
+        logits = graphs.replay(bucket, len(queries.rows), len(laid_out.logit_indices))
+        torch.testing.assert_close(logits, expected, atol=1e-9, rtol=0)
+        for cache, right in zip(graphs.kv_cache.key_cache, plain_cache.key_cache, strict=True):
+            torch.testing.assert_close(cache[1:], right[1:], atol=1e-9, rtol=0)
+
+
+def allocate_kv_cache_like(graphs: DecodeGraphs):
+    cache = graphs.kv_cache
+    return type(cache)(len(cache.key_cache), *cache.key_cache[0].shape, cache.key_cache[0].dtype)
+
+
+def copy_cache(graphs: DecodeGraphs, target) -> None:
+    for name in ("key_cache", "value_cache"):
+        for mine, other in zip(getattr(target, name), getattr(graphs.kv_cache, name)):
+            mine.copy_(other)
+
+
+def test_who_is_replayed(graphs: DecodeGraphs) -> None:
+    state, rng = make_state(0), random.Random(0)
+    buckets = [graphs.bucket_for(decode(state, n, rng)) for n in range(1, MOST + 1)]
+    assert buckets == [1, 2, 4, 4, 6, 6]
+    two = decode(state, 2, rng)
+    assert graphs.bucket_for(two._replace(num_tokens=np.array([1, 2]))) is None
+    seven = Queries(*(np.ones(7, dtype=np.int64) for _ in range(4)))
+    assert graphs.bucket_for(seven) is None
+
+
+def test_the_largest_is_captured_first_and_on_padding_alone(random_loaded) -> None:
+    """Each with metadata of its own, whose numbers are bounds of whatever comes."""
+    order: list[int] = []
+    seen: list[AttentionMetadata] = []
+
+    class Spy(EagerGraphs):
+        def capture(self, bucket, function, tensors) -> None:
+            order.append(bucket)
+            for _ in range(2):
+                assert function().shape == (bucket, 97)
+
+    class Backend(TensorAttentionBackend):
+        def write_kv(self, key, value, key_cache, value_cache, slot_mapping) -> None:
+            assert (slot_mapping == -1).all()
+            super().write_kv(key, value, key_cache, value_cache, slot_mapping)
+
+        def attend(self, query, key_cache, value_cache, metadata, scale):
+            if not seen or metadata is not seen[-1]:
+                assert metadata.plan is None
+                seen.append(metadata)
+            metadata.plan = "by the first layer"  # pyright: ignore
+            assert (metadata.max_query_len, metadata.max_seq_len) == (1, 32)
+            assert metadata.block_tables.shape == (len(query), 8)
+            return super().attend(query, key_cache, value_cache, metadata, scale)
+
+    cache = allocate_kv_cache(random_loaded, 5, BLOCK_SIZE)
+    DecodeGraphs(Spy(), random_loaded.model, cache, Backend(), 20, MAX_MODEL_LEN)
+    assert order == [20, 16, 8, 4, 2, 1]
+    assert len(seen) == 2 * len(order)
+    assert not any(c[1:].any() for c in cache.key_cache + cache.value_cache)
+
+
+# -- CUDA graphs, on a PyTorch whose `torch.cuda` is made up
+
+
+class FakeStream:
+    def __init__(self, events: list) -> None:
+        self.events = events
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.events.append("waits")
+
+
+class FakeCuda:
+    """Records what is computed inside of `graph`, and computes it again, to the same addresses."""
+
+    def __init__(self, fails: type[Exception] | None = None) -> None:
+        self.events: list = []
+        self.fails = fails
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        current = FakeStream(self.events)
+        for name, value in {
+            "device": lambda device: nullcontext(),
+            "Stream": lambda: FakeStream(self.events),
+            "current_stream": lambda: current,
+            "stream": lambda stream: self.on(stream is not current),
+            "graph_pool_handle": lambda: "pool",
+            "CUDAGraph": Recorder,
+            "graph": self.graph,
+        }.items():
+            patch.setattr(torch.cuda, name, value)
+
+    @contextmanager
+    def on(self, is_side: bool):
+        self.events.append(("warm-up", is_side))
+        yield
+        self.events.append("warm")
+
+    @contextmanager
+    def graph(self, graph, pool, capture_error_mode):
+        self.events.append(("capture", pool, capture_error_mode))
+        with graph:
+            yield
+        if self.fails is not None:
+            raise self.fails("operation not permitted when stream is capturing\nmore")
+        graph.replay = partial(replay_in_place, graph.calls)
+
+
+def replay_in_place(calls: list) -> None:
+    for call in calls:
+        args, kwargs = tree_unflatten(call.leaves, call.spec)
+        results = tree_leaves(call.func(*args, **kwargs))
+        for old, new in zip(call.results, results, strict=True):
+            if old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+
+
+def make_cuda_graphs(random_loaded) -> DecodeGraphs:
+    kv_cache = allocate_kv_cache(random_loaded, NUM_BLOCKS, BLOCK_SIZE)
+    where = random_loaded.model, kv_cache, TensorAttentionBackend()
+    return DecodeGraphs(CudaGraphs(CPU), *where, MOST, MAX_MODEL_LEN)
+
+
+def test_cuda_graphs_are_captured_behind_a_warm_up(random_loaded, monkeypatch) -> None:
+    """In one pool, and all with their logits where the largest has its own."""
+    cuda = FakeCuda()
+    with monkeypatch.context() as patch:
+        cuda.install(patch)
+        graphs = make_cuda_graphs(random_loaded)
+    one = ["waits", ("warm-up", True), "warm", "waits", ("capture", "pool", "thread_local")]
+    assert cuda.events == one * len(graphs.buckets)
+    plain = DecodeGraphs(
+        EagerGraphs(), graphs.model, graphs.kv_cache, graphs.backend, MOST, MAX_MODEL_LEN
+    )
+    addresses = set()
+    state, rng = make_state(0), random.Random(0)
+    for n in (6, 1, 3, 2, 5, 4, 1):
+        queries, found = decode(state, n, rng), []
+        for way in (graphs, plain):
+            bucket = way.bucket_for(queries)
+            assert bucket is not None
+            num_logit_rows = len(way.compose(state, queries, BLOCK_SIZE, bucket).logit_indices)
+            found.append(way.replay(bucket, n, num_logit_rows))
+        assert torch.equal(*found)
+        addresses |= {logits.data_ptr() for logits in found[:1] if len(logits)}
+    assert len(addresses) == 1
+
+
+@pytest.mark.parametrize(
+    "error, raised",
+    [(RuntimeError, CannotCapture), (torch.OutOfMemoryError, torch.OutOfMemoryError)],
+)
+def test_a_capture_that_fails_says_why(error, raised, random_loaded, monkeypatch) -> None:
+    """Memory that does not suffice is nothing to go on from without graphs."""
+    with monkeypatch.context() as patch:
+        FakeCuda(fails=error).install(patch)
+        with pytest.raises(raised, match="operation not permitted when stream is capturing"):
+            make_cuda_graphs(random_loaded)

@@ -1,0 +1,170 @@
+"""A decode step on a GPU that is not there: nothing of it waits, or is on the wrong side."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common.bench.random_weights import QWEN3_0_6B
+from common.kv_sizing import allocate_kv_cache
+from common.loader import LoadedModel
+from common.model import DecoderModel
+from common.runner.batch_state import BatchState
+from common.runner.graphs import (
+    CannotCapture,
+    DecodeGraphs,
+    EagerGraphs,
+    GraphRunner,
+    ReplayMetadata,
+)
+from common.runner.model_runner import PagedModelRunner
+from common.sampling.sampler import Sampler
+from common.sampling.test_waits import KINDS
+from common.tests.fake_gpu import CUDA, Moved, fake_gpu
+from mixed_attention import MixedAttentionBackend
+from mixed_attention_triton import MixedTritonAttentionBackend
+from mixed_batch import compose
+from paged_attention import TorchAttentionBackend
+from paged_attention_triton import TritonAttentionBackend
+from scheduler_interface import PENDING, CachedRequestData, NewRequestData, SchedulerOutput
+from split_attention_triton import SplitTritonAttentionBackend
+
+QWEN2 = replace(QWEN3_0_6B, has_qk_norm=False, qkv_bias=True, num_hidden_layers=3)
+MODELS = {"Qwen3-0.6B": replace(QWEN3_0_6B, num_hidden_layers=4), "Qwen2": QWEN2}
+BUCKETS = [1, 2, 4, 8, 16, 20]
+
+
+class CapturingOnce(EagerGraphs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple] = []
+
+    def capture(self, bucket, function, tensors) -> None:
+        super().capture(bucket, function, tensors)
+        logits = function()
+        self.shapes.append((tuple(logits.shape), logits.dtype, logits.device))
+
+
+def make_graphs(gpu, kind, config=QWEN2, dtype=torch.bfloat16) -> DecodeGraphs:
+    model = DecoderModel(config, dtype, CUDA)
+    gpu.is_serving = True
+    kv_cache = allocate_kv_cache(LoadedModel(model, config), 2000, 16)
+    backend = kind()
+    backend.is_interpreted = False
+    return DecodeGraphs(CapturingOnce(), model, kv_cache, backend, BUCKETS[-1], 4096)
+
+
+KERNELS = {
+    TritonAttentionBackend: ["_write_kv_kernel", "_paged_attention_kernel"],
+    SplitTritonAttentionBackend: [
+        "_write_kv_kernel",
+        "_split_attention_kernel",
+        "_merge_splits_kernel",
+    ],
+}
+KERNELS[MixedTritonAttentionBackend] = KERNELS[SplitTritonAttentionBackend]
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_decode_step_of_every_bucket(kind, model, monkeypatch) -> None:
+    with fake_gpu(monkeypatch) as gpu:
+        graphs = make_graphs(gpu, kind, MODELS[model])
+    config = MODELS[model]
+    expected = [((b, config.vocab_size), torch.bfloat16, CUDA) for b in reversed(BUCKETS)]
+    assert graphs.graphs.shapes == expected
+    num_launches = len(BUCKETS) * config.num_hidden_layers
+    assert gpu.launches == dict.fromkeys(KERNELS[kind], num_launches)
+
+
+def first_step() -> SchedulerOutput:
+    """Prompts of every kind of request, in chunks."""
+    new = [
+        NewRequestData(name, [7] * (5 + i), params, 0, [1 + i])
+        for i, (name, params) in enumerate(KINDS.items())
+    ]
+    scheduled = {data.req_id: len(data.prompt_token_ids) for data in new}
+    return SchedulerOutput(new, num_scheduled_tokens=scheduled)
+
+
+def next_step(first: SchedulerOutput, num_before: int) -> SchedulerOutput:
+    """A token for each, from one that no host has seen."""
+    names, n = list(first.num_scheduled_tokens), len(first.num_scheduled_tokens)
+    computed = [length + num_before for length in first.num_scheduled_tokens.values()]
+    tokens, counts = [[PENDING]] * n, [num_before + 1] * n
+    cached = CachedRequestData(names, tokens, computed, counts, [[] for _ in names])
+    return SchedulerOutput(
+        scheduled_cached_reqs=cached, num_scheduled_tokens=dict.fromkeys(names, 1)
+    )
+
+
+def test_whole_steps_that_are_begun_a_step_ahead(monkeypatch) -> None:
+    """Layout, tokens that are pending, the model and every kind of sampling: nothing is read. The
+    prompts are computed without a graph, in two launches or one."""
+    with fake_gpu(monkeypatch) as gpu:
+        graphs = make_graphs(gpu, MixedTritonAttentionBackend)
+        where = graphs.model, graphs.kv_cache, graphs.backend, BatchState(20, 256, (0,))
+        sampler = Sampler(QWEN2.vocab_size - 10)
+        runner = GraphRunner(*where, sampler, compose=compose, graphs=graphs)
+        assert isinstance(runner, PagedModelRunner) and runner.device == CUDA
+        gpu.launches.clear()
+        plan, bucket = first_step(), 16
+        batch = runner.prepare(plan)
+        assert batch is not None and not isinstance(batch.attention, ReplayMetadata)
+        runner.state.sampled = sampler.begin(runner.forward(batch), batch)
+        assert gpu.launches["_split_attention_kernel"] == QWEN2.num_hidden_layers
+        for num_before in range(2):
+            batch = runner.prepare(next_step(plan, num_before))
+            assert batch is not None and isinstance(batch.attention, ReplayMetadata)
+            assert batch.attention.bucket == bucket and runner.state.has_pending
+            logits = runner.forward(batch)
+            assert logits.shape == (len(KINDS), QWEN2.vocab_size) and logits.device == CUDA
+            unread = runner.state.sampled = sampler.begin(logits, batch)
+            assert unread.tokens.shape == (len(KINDS),) and unread.tokens.device == CUDA
+        assert graphs.num_replays == 2
+
+
+# -- what it finds
+
+
+class Wrong(MixedTritonAttentionBackend):
+    def __init__(self, what=lambda *_: None) -> None:
+        super().__init__()
+        self.what = what
+
+    def attend(self, query, key_cache, value_cache, metadata, scale):
+        self.what(query, metadata)
+        return super().attend(query, key_cache, value_cache, metadata, scale)
+
+
+FAULTS = {
+    "item": (lambda q, m: m.seq_lens.max().item(), CannotCapture, "item waits"),
+    "tolist": (lambda q, m: m.seq_lens.tolist(), CannotCapture, "(to|item).* waits"),
+    "bool": (lambda q, m: bool((m.slot_mapping >= 0).all()), CannotCapture, "__bool__ waits"),
+    "int": (lambda q, m: int(m.seq_lens[0]), CannotCapture, "__int__ waits"),
+    "cpu": (lambda q, m: m.seq_lens.cpu(), CannotCapture, "cpu waits"),
+    "to": (lambda q, m: m.seq_lens.to("cpu"), Moved, "from one device"),
+    "mask": (lambda q, m: m.seq_lens[m.seq_lens > 0], CannotCapture, "aten.index.Tensor waits"),
+    "upload": (lambda q, m: torch.arange(3).to(q.device), Moved, "from one device"),
+    "mixed": (lambda q, m: q + torch.ones(q.shape), RuntimeError, "same device"),
+    "host lengths": (lambda q, m: set_lengths(m, torch.arange(len(q))), Exception, "device|cpu"),
+}
+
+
+def set_lengths(metadata, lengths: torch.Tensor) -> None:
+    metadata.seq_lens = lengths
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_would_wait_or_is_on_the_other_side(name: str, monkeypatch) -> None:
+    what, error, message = FAULTS[name]
+    with fake_gpu(monkeypatch) as gpu, pytest.raises(error, match=message):
+        make_graphs(gpu, lambda: Wrong(what))
+
+
+@pytest.mark.parametrize("kind", [TorchAttentionBackend, MixedAttentionBackend])
+def test_attention_that_is_planned_on_the_host_is_found(kind, monkeypatch) -> None:
+    with fake_gpu(monkeypatch) as gpu, pytest.raises(CannotCapture, match="waits for the device"):
+        make_graphs(gpu, kind)

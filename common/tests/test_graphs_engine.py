@@ -1,0 +1,224 @@
+"""An engine that replays its decode steps says what a plain one says. On a CPU, by the emulator."""
+
+from __future__ import annotations
+
+import logging
+import random
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common import assembly
+from common.engine import EngineConfig, LLMEngine
+from common.engine_config import SHIPPED_CHECKPOINT
+from common.loader import load_model
+from common.runner.graphs import DecodeGraphs, GraphRunner, ReplayMetadata, graph_buckets
+from common.tests.engine_oracle import (
+    MAX_TOKENS,
+    checked_engine,
+    finish,
+    greedy_params,
+    num_replays,
+    paged_runner,
+    scarce,
+    serve,
+    serve_a_crowd,
+)
+from common.tests.test_overlap_engine import everything_said, tokens_and_reasons
+from tensor_attention import TensorAttentionBackend
+
+CPU = torch.device("cpu")
+LONGEST = 100  # of the oracle's prompts with their outputs
+
+
+def graph_engine(loaded, **config) -> LLMEngine:
+    config = {"max_model_len": LONGEST, "emulate_graphs": True} | config
+    return checked_engine(loaded, **config)
+
+
+def buckets_of(engine: LLMEngine) -> list[int]:
+    """The bucket of each replay, from now on."""
+    runner, found = paged_runner(engine), []
+    assert isinstance(runner, GraphRunner)
+    real = runner.graphs.replay
+
+    def replay(bucket: int, num_rows: int, num_logit_rows: int) -> torch.Tensor:
+        found.append(bucket)
+        return real(bucket, num_rows, num_logit_rows)
+
+    runner.graphs.replay = replay
+    return found
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("max_num_seqs", range(1, 10))
+def test_every_bucket_with_requests_that_come_and_go(max_num_seqs, overlap, oracle, loaded) -> None:
+    """And are preempted: each number of rows finds its bucket, and each bucket is replayed."""
+    engine = graph_engine(
+        loaded,
+        max_num_seqs=max_num_seqs,
+        overlap_scheduling=overlap,
+        preempt_every=7,
+        shuffle_batch=True,
+        block_size=(1, 4, 16)[max_num_seqs % 3],
+    )
+    found, rng = buckets_of(engine), random.Random(max_num_seqs)
+    indices = [rng.randrange(len(oracle.prompts)) for _ in range(max_num_seqs + 3)]
+    lengths = [min(MAX_TOKENS, 3 + 2 * i) for i in range(len(indices))]
+    for i, index in enumerate(indices):
+        engine.add_request(str(i), oracle.prompts[index], greedy_params(lengths[i]))
+    outputs = finish(engine)
+    for i, index in enumerate(indices):
+        tokens = outputs[str(i)].outputs[0].token_ids
+        assert tokens == oracle.expected(index, lengths[i]), f"request {i}"
+    assert set(found) == set(graph_buckets(max_num_seqs))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_crowd_in_scarce_memory(seed: int, oracle, loaded) -> None:
+    """Pools of hardly more than one request, forced preemption, aborts, samples."""
+    rng = random.Random(seed)
+    config = scarce(rng, oracle, (1, 3, 16)[seed % 3]) | {"max_num_seqs": (2, 5, 20, 1)[seed]}
+    engine = graph_engine(loaded, overlap_scheduling=seed % 2 == 0, **config)
+    serve_a_crowd(engine, oracle, rng, seed)
+    assert num_replays(engine) > 0
+
+
+def test_every_kind_of_request_gets_the_same(shipped_loaded, shipped_tokenizer) -> None:
+    """Penalties, seeds, log-probabilities and stops, a step ahead too: they are sampled from logits
+    that the next replay overwrites."""
+    prompts, found = ["def f(x):\n", "import os", "class A", "# a", "x = [1, 2"], []
+    for graphs, overlap in ((False, False), (True, True)):
+        config = EngineConfig(
+            max_num_seqs=4,
+            max_model_len=64,
+            emulate_graphs=graphs,
+            overlap_scheduling=overlap,
+            shuffle_batch=True,
+            block_size=4,
+            num_blocks=100,
+        )
+        engine = LLMEngine(config, loaded=shipped_loaded, tokenizer=shipped_tokenizer)
+        found.append(everything_said(engine, prompts, 0))
+        assert (num_replays(engine) > 20) is graphs
+    plain = found[0]
+    for other in found[1:]:
+        assert tokens_and_reasons(plain) == tokens_and_reasons(other)
+        for name, completions in plain.items():
+            for one, same in zip(completions, other[name], strict=True):
+                for entry, again in zip(one[4] or (), same[4] or (), strict=True):
+                    assert (entry.token_id, entry.rank) == (again.token_id, again.rank)
+                    assert entry.logprob == pytest.approx(again.logprob, abs=1e-9)
+
+
+@pytest.mark.parametrize("chunked_prefill", [False, 16], ids=["version 1", "version 3"])
+def test_interpreted_kernels(chunked_prefill, random_oracle) -> None:
+    """Of chapter 2, a step after the other, and of chapter 6, a step ahead."""
+    loaded = load_model(random_oracle.path, torch.float32, CPU)
+    engine = graph_engine(
+        loaded,
+        attention_backend="triton",
+        chunked_prefill=chunked_prefill,
+        max_num_seqs=3,
+        overlap_scheduling=chunked_prefill is not False,
+    )
+    serve(engine, random_oracle, [3, 5, 2, 7], max_tokens=6)
+    runner = paged_runner(engine)
+    assert isinstance(runner, GraphRunner)
+    assert runner.graphs.backend is runner.backend and num_replays(engine) >= 5
+
+
+def test_steps_with_guesses_are_computed_without_a_graph(oracle, loaded, caplog) -> None:
+    """They have more rows than requests. The other decode steps are replayed. Both are said."""
+    with caplog.at_level(logging.WARNING):
+        how = {"method": "ngram", "min_ngram": 1, "adaptive": False}
+        engine = graph_engine(loaded, speculative=how, max_num_seqs=2)
+    assert caplog.text.count("steps with guesses run without graphs") == 1
+    runner, rows = paged_runner(engine), {True: set(), False: set()}
+    forward = runner.forward
+
+    def spy(batch):
+        is_replayed = isinstance(batch.attention, ReplayMetadata)
+        rows[is_replayed].add(bool(batch.sampling.drafts))
+        return forward(batch)
+
+    runner.forward = spy
+    serve(engine, oracle, [4, 7, 1], max_tokens=24)
+    assert engine.stats().num_drafted_tokens > 0
+    assert rows == {True: {False}, False: {False, True}}
+
+
+# -- who has graphs
+
+
+def test_who_wants_graphs() -> None:
+    cuda = torch.device("cuda")
+    assert EngineConfig().wants_graphs(cuda) and not EngineConfig().wants_graphs(CPU)
+    assert not EngineConfig(enforce_eager=True).wants_graphs(cuda)
+    assert EngineConfig(emulate_graphs=True).wants_graphs(CPU)
+    with pytest.raises(ValueError, match="emulate_graphs is True: enforce_eager is True"):
+        EngineConfig(emulate_graphs=True, enforce_eager=True)
+    for name in ("enforce_eager", "emulate_graphs"):
+        with pytest.raises(ValueError, match=f"{name} is 1"):
+            EngineConfig(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    "config, why",
+    [
+        ({"batch_invariant": True}, "batch_invariant=True"),
+        ({"compile": True}, "compiled code"),
+        ({"attention_backend": "torch", "emulate_graphs": False}, "planned on the host"),
+    ],
+)
+def test_what_has_no_graphs_is_announced(config, why, caplog) -> None:
+    """The last one on a GPU, where attention in PyTorch is a fallback."""
+    device = torch.device("cuda" if "attention_backend" in config else "cpu")
+    model = SimpleNamespace(embed_weight=SimpleNamespace(device=device), num_parameters=9)
+    settings = EngineConfig(**{"emulate_graphs": True} | config)
+    attention = SimpleNamespace(backend=None, is_triton=False)
+    loaded = SimpleNamespace(model=model)
+    with caplog.at_level(logging.WARNING):
+        assert assembly.GraphMaker.of(settings, loaded, attention, 100) is None  # pyright: ignore
+    assert len(caplog.records) == 1 and why in caplog.text
+
+
+def test_what_cannot_be_captured_is_announced_once(oracle, loaded, monkeypatch, caplog) -> None:
+    """And served all the same, without graphs."""
+    real = TensorAttentionBackend.attend
+
+    def attend(self, query, key_cache, value_cache, metadata, scale):
+        assert metadata.seq_lens.max().item() >= 0
+        return real(self, query, key_cache, value_cache, metadata, scale)
+
+    monkeypatch.setattr(TensorAttentionBackend, "attend", attend)
+    with caplog.at_level(logging.WARNING):
+        engine = graph_engine(loaded)
+        maker = assembly.GraphMaker(engine.config, loaded.model, TensorAttentionBackend(), 100)
+        assert maker(engine.kv_cache) is None and maker(engine.kv_cache) is None
+    message = "decode steps run without graphs: item waits for the device"
+    assert caplog.text.count(message) == 2  # the engine's, and this one's
+    assert num_replays(engine) == 0
+    serve(engine, oracle, [0, 3], max_tokens=4)
+
+
+def test_who_has_none_imports_none() -> None:
+    code = (
+        "import sys\n"
+        "from common.engine import EngineConfig, LLMEngine\n"
+        f"engine = LLMEngine(EngineConfig(model={str(SHIPPED_CHECKPOINT)!r}, num_blocks=9))\n"
+        "print(sorted({'common.runner.graphs', 'common.tools.graph_emulator', 'kernel_ops',"
+        " 'tensor_attention'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stdout.strip() == "[]", found.stderr
+
+
+def test_graphs_are_part_of_an_engine_that_asks_for_them(loaded) -> None:
+    engine = graph_engine(loaded, max_num_seqs=3)
+    graphs = paged_runner(engine).graphs
+    assert isinstance(graphs, DecodeGraphs) and graphs.kv_cache is engine.kv_cache
+    assert graphs.memory.block_tables.shape == (3, -(-LONGEST // 16))

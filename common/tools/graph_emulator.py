@@ -1,0 +1,215 @@
+"""A CUDA graph on a CPU: what is captured is replayed, and every way to go wrong is looked for.
+
+A CUDA graph forgets the Python that launched its kernels. `EmulatedGraphs` does too: at capture it
+writes down each operation of PyTorch with its arguments, and a replay runs that list again, on the
+same tensors:
+
+    aten.embedding     weight, input_ids            static inputs, weights, caches: by address
+    aten.view          the result above, [4, 64]    what was computed: the result of this replay
+    aten.add           ..., 0.25                    numbers, sizes, lists: as they were at capture
+
+So a replay has no metadata, no host value and no Python of its step. Kernels are on the list if
+they are operations (`02_paged_kv/beyond/kernel_ops.py`). Around that:
+
+    at capture      what would wait for the device raises `CannotCapture`: `item`, `tolist`,
+                    `bool(tensor)`, masks as indices, numbers that come from the host
+    before each     every input, weight and cache is where it was, and padding is what it must be
+    in each         fresh memory (`empty`) and the null block are full of NaN
+    after each      only the slots of real rows were written; what was returned before is NaN;
+                    the inputs are poisoned: ids and positions out of range, the null block
+
+What it cannot show: order and races of streams, memory that is freed too early, speed. What its
+neighbours compute outside of PyTorch (compiled C++), it does not see at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from common.runner.graphs import CannotCapture, GraphTensors
+
+OUT_OF_RANGE = 1 << 40
+# Methods that read on the host, or copy there.
+_READS = {"item", "tolist", "numpy", "cpu", "nonzero", "masked_select", "unique"}
+_READS |= {f"__{name}__" for name in ("bool", "int", "float", "index", "array", "contains")}
+# Operations whose result has a size that the device knows, and uploads of single numbers.
+_WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "lift_fresh"}
+_FRESH = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
+
+
+class GraphError(AssertionError):
+    """A replay on a GPU would have gone wrong, silently or not."""
+
+
+class NoReads(TorchFunctionMode):
+    """While it is on, the host reads no tensor."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in _READS:
+            raise CannotCapture(f"{name} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(slots=True)
+class _Call:
+    func: Any
+    leaves: list[Any]  # of its arguments
+    spec: Any
+    results: list[Any]
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        leaves, spec = tree_flatten((args, kwargs or {}))
+        check_no_wait(func, leaves)
+        result = func(*args, **(kwargs or {}))
+        self.calls.append(_Call(func, leaves, spec, tree_leaves(result)))
+        return result
+
+
+def check_no_wait(func: Any, leaves: list[Any]) -> None:
+    """Of an operation and its arguments. A mask as an index says how many there are."""
+    name = func.__name__.split(".")[0]
+    masks = [x for x in leaves[1:] if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
+    if name in _WAITS or (masks and name in ("index", "index_put", "index_put_")):
+        raise CannotCapture(f"{func} waits for the device")
+
+
+class _Recording:
+    """One captured function."""
+
+    def __init__(self, function: Callable[[], torch.Tensor]) -> None:
+        with Recorder() as recorder:
+            self.output = function()
+        self.calls = recorder.calls
+
+    def run(self) -> torch.Tensor:
+        now: dict[int, Any] = {}  # what was computed at capture, by id: what is computed now
+        for call in self.calls:
+            leaves = [now.get(id(leaf), leaf) for leaf in call.leaves]
+            args, kwargs = tree_unflatten(leaves, call.spec)
+            results = tree_leaves(call.func(*args, **kwargs))
+            if call.func.__name__.split(".")[0] in _FRESH:
+                for result in results:
+                    poison(result)
+            now |= {id(old): new for old, new in zip(call.results, results, strict=True)}
+        return now.get(id(self.output), self.output)
+
+
+def poison(tensor: torch.Tensor) -> None:
+    tensor.fill_(float("nan") if tensor.is_floating_point() else _worst(tensor.dtype))
+
+
+def _worst(dtype: torch.dtype) -> int:
+    return 1 if dtype == torch.bool else min(OUT_OF_RANGE, torch.iinfo(dtype).max)
+
+
+class EmulatedGraphs:
+    """`Graphs` that raise `GraphError` where a CUDA graph would give wrong tokens or worse."""
+
+    def __init__(self) -> None:
+        self._recordings: dict[int, _Recording] = {}
+        self._tensors: dict[int, Callable[[], GraphTensors]] = {}
+        self._addresses: dict[int, dict[str, int]] = {}
+        self._outputs: torch.Tensor | None = None  # of all buckets
+
+    @torch.inference_mode()
+    def capture(
+        self,
+        bucket: int,
+        function: Callable[[], torch.Tensor],
+        tensors: Callable[[], GraphTensors],
+    ) -> None:
+        with NoReads():
+            function()  # as on a GPU: libraries take their memory
+            recording = self._recordings[bucket] = _Recording(function)
+        if self._outputs is None:  # the largest
+            self._outputs = torch.empty_like(recording.output)
+        self._tensors[bucket] = tensors
+        self._addresses[bucket] = _addresses(tensors())
+        _poison_inputs(tensors())
+
+    @torch.inference_mode()
+    def replay(self, bucket: int, num_rows: int) -> torch.Tensor:
+        tensors = self._tensors[bucket]()
+        _check_addresses(self._addresses[bucket], _addresses(tensors))
+        _check_padding(tensors, num_rows)
+        assert self._outputs is not None
+        poison(self._outputs)
+        for cache in tensors.caches:
+            poison(cache[0])
+        with _only_these_slots(tensors, num_rows):
+            outputs = self._outputs[:bucket].copy_(self._recordings[bucket].run())
+        _poison_inputs(tensors)
+        return outputs
+
+
+def _addresses(tensors: GraphTensors) -> dict[str, int]:
+    caches = {f"KV cache {i}": cache for i, cache in enumerate(tensors.caches)}
+    return {
+        name: tensor.data_ptr()
+        for name, tensor in {**tensors.inputs, **caches, **tensors.weights}.items()
+        if tensor.layout == torch.strided
+    }
+
+
+def _check_addresses(at_capture: dict[str, int], now: dict[str, int]) -> None:
+    moved = [name for name in at_capture if now.get(name) != at_capture[name]]
+    if moved:
+        raise GraphError(f"not where it was when the graph was captured: {', '.join(moved)}")
+
+
+def _check_padding(tensors: GraphTensors, num_rows: int) -> None:
+    """What `graphs.py` promises of rows that are nobody's."""
+    x = tensors.inputs
+    for name, padding in (
+        ("slot_mapping", -1),
+        ("seq_lens", 0),
+        ("block_tables", 0),
+        ("input_ids", 0),
+        ("positions", 0),
+    ):
+        found = x[name][num_rows:]
+        if bool((found != padding).any()):
+            raise GraphError(f"{name} of padding is {found.tolist()}: it must be {padding}")
+    if x["query_start_loc"].tolist() != [
+        min(i, num_rows) for i in range(len(x["query_start_loc"]))
+    ]:
+        raise GraphError(f"query_start_loc is {x['query_start_loc'].tolist()} of {num_rows} rows")
+
+
+def _poison_inputs(tensors: GraphTensors) -> None:
+    """Whatever the next step does not write is of no use to it."""
+    for name, tensor in tensors.inputs.items():
+        if name == "block_tables":
+            tensor.zero_()
+        else:
+            poison(tensor)
+
+
+@contextmanager
+def _only_these_slots(tensors: GraphTensors, num_rows: int) -> Iterator[None]:
+    """The KV of every other slot is as it was, but for the null block."""
+    before = [cache.clone() for cache in tensors.caches]
+    yield
+    allowed = set(tensors.inputs["slot_mapping"][:num_rows].tolist())
+    for cache, old in zip(tensors.caches, before, strict=True):
+        as_bytes = (tensor.contiguous().view(torch.uint8) for tensor in (cache, old))
+        is_other = torch.ne(*as_bytes).flatten(2).any(-1)
+        is_other[0] = False
+        slots = set(is_other.flatten().nonzero().flatten().tolist())
+        if slots - allowed:
+            raise GraphError(f"slots {sorted(slots - allowed)} were written: {sorted(allowed)}")
