@@ -1,4 +1,4 @@
-"""`python -m common.gpu_report`: what kernels, graphs and engine do on this GPU (`common/bench`)."""
+"""`python -m common.gpu_report`: what kernels and engine do on this GPU (`common/bench`)."""
 
 from __future__ import annotations
 

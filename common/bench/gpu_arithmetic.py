@@ -40,7 +40,6 @@ class Ceilings:
     def is_bound_by_memory(self, cost: Cost) -> bool:
         return cost.num_bytes * self.tflop_per_s * 1e3 >= cost.num_flops * self.gb_per_s
 
-
     def describe(self, cost: Cost) -> dict[str, Any]:
         """As a record has it."""
         return {

@@ -62,7 +62,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--table", action="store_true", help="only print the report of the records")
     add("--write-readme", action="store_true", help="only write it into common/bench/README.md")
     add("--page", type=Path, default=PAGE, help=argparse.SUPPRESS)
-    add("--resume", action="store_true", help=argparse.SUPPRESS)  # what --record has begun
+    add("--resume", action="store_true", help="measure what the record of --record does not have")
     args = parser.parse_args(argv)
     args.argv = [one for one in argv if one != "--resume"]
     if args.budget is not None and args.budget <= 0:
@@ -106,7 +106,9 @@ def choose_interpreter(is_rehearsal: bool) -> None:
     """Raises `RuntimeError` if Triton has been imported and decided otherwise."""
     if not is_rehearsal:
         if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-            raise RuntimeError("TRITON_INTERPRET is set: kernels would not run on the GPU; unset it")
+            raise RuntimeError(
+                "TRITON_INTERPRET is set: kernels would not run on the GPU; unset it"
+            )
         return
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("a rehearsal interprets kernels, and Triton is imported already")
@@ -157,7 +159,6 @@ def new_record(args: argparse.Namespace, device: Device, triton: str) -> dict[st
         "command": shlex.join(["python", "-m", "common.gpu_report", *args.argv]),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "is_rehearsal": device.is_rehearsal,
-        "started_at": time.time(),
         "num_restarts": 0,
         "environment": environment | {"triton": triton, "device": device.describe()},
         "config": {
@@ -195,7 +196,8 @@ def measure(args: argparse.Namespace, restart: Restart) -> int:
     lab = Lab(device, sizes, record["config"]["seed"])
     restore(lab, record)
     sections = plan_sections(lab)
-    total_s, spent_s = record["config"]["budget_s"], time.time() - record["started_at"]
+    total_s = record["config"]["budget_s"]
+    spent_s = sum(section["seconds"] for section in record["sections"].values())
     print(f"gpu_report: {path.name}, at most {total_s + PATIENCE_S:.0f} s", flush=True)
     faulthandler.dump_traceback_later(max(1.0, total_s + PATIENCE_S - spent_s), exit=True)
 
@@ -211,7 +213,8 @@ def measure(args: argparse.Namespace, restart: Restart) -> int:
         if record["num_restarts"] >= MOST_RESTARTS:
             raise RuntimeError("the device is lost again and again; see the record") from None
         print("gpu_report: the device is lost in this process; another one goes on", flush=True)
-        return restart([*args.argv, *([] if args.record else ["--record", str(path)]), "--resume"])
+        named = [] if args.record else ["--record", str(path)]
+        return restart([*args.argv, *named, "--resume"])
     finally:
         faulthandler.cancel_dump_traceback_later()
     print(f"\n{render(record)}")

@@ -69,8 +69,10 @@ FULL = Sizes(
     repeats=15,
     copy_bytes=2 << 30,
     matrix_size=8192,
-    checked=((1, 1), (1, 17), (1, 300), (1, 2049), (1, 6000), (5, 5), (70, 70), (33, 290),
-             (257, 1500)),  # fmt: skip
+    checked=(
+        *((1, n) for n in (1, 17, 300, 2049, 6000)),
+        *((5, 5), (70, 70), (33, 290), (257, 1500)),
+    ),
     checked_rows=67,
     decode_cells=grid((1, 4, 16, 64, 128, 256, 512), (256, 1024, 2048, 4096, 8192)),
     mixed=(
@@ -90,12 +92,20 @@ FULL = Sizes(
     max_num_batched_tokens=16384,
     max_model_len=8448,
 )
+TINY_MODEL = replace(
+    QWEN3_0_6B,
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=128,
+    eos_token_ids=(2,),
+)
 REHEARSAL = Sizes(
-    model=replace(
-        QWEN3_0_6B, vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=128,
-        eos_token_ids=(2,),
-    ),  # fmt: skip
+    model=TINY_MODEL,
     repeats=2,
     copy_bytes=1 << 16,
     matrix_size=32,

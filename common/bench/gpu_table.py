@@ -214,7 +214,9 @@ def workload_table(record: Record) -> str:
     for mode in MODES:
         runs, waits = runs_of(record, f"{mode}: workload"), results_of(record, f"{mode}: waits")
         num_steps = max(1, waits.get("num_steps", 0))
-        counted = [f"{waits[kind] / num_steps:.2f}" if waits else "" for kind in ("meant", "hidden")]
+        counted = [
+            f"{waits[kind] / num_steps:.2f}" if waits else "" for kind in ("meant", "hidden")
+        ]
         rows.append([mode, *speed_cells(runs), *counted])
     hf = runs_of(record, "transformers")
     rows.append(["`transformers` generate, padded batches", *speed_cells(hf), "", ""])
@@ -301,5 +303,3 @@ def readme_text(records: Sequence[Record], render: Callable[[Record], str] = ren
                 "an unknown commit: commit, and measure again"
             )
     return "\n\n".join(render(record) for record in records) or NOTHING
-
-
