@@ -199,7 +199,8 @@ def measure(args: argparse.Namespace, restart: Restart) -> int:
     total_s = record["config"]["budget_s"]
     spent_s = sum(section["seconds"] for section in record["sections"].values())
     print(f"gpu_report: {path.name}, at most {total_s + PATIENCE_S:.0f} s", flush=True)
-    faulthandler.dump_traceback_later(max(1.0, total_s + PATIENCE_S - spent_s), exit=True)
+    patience_s = max(1.0, total_s + PATIENCE_S - spent_s)
+    faulthandler.dump_traceback_later(patience_s, exit=True, file=sys.__stderr__ or 2)
 
     def write(now: dict[str, Any]) -> None:
         write_record(path, now)

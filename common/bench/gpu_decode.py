@@ -33,12 +33,12 @@ NUM_WARM_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class SkippedPrompts:
-    """A `ModelRunner` that takes in prompts, and computes nothing: their tokens are 0."""
+    """A `ModelRunner` that takes in prompts, and computes nothing. Their first tokens are 0."""
 
     runner: PagedModelRunner
 
     def execute(self, plan: SchedulerOutput) -> FinishedStep:
-        self.runner.prepare(plan)
+        self.runner.state.apply(plan)
         counts = plan.num_scheduled_tokens.values()
         planned = zip(plan.scheduled_requests, plan.start_positions, counts, strict=True)
         ended = [r.request_id for r, start, n in planned if start + n == r.num_tokens]
@@ -63,15 +63,19 @@ def take_in(
     engine.reset_prefix_cache()
     engine.add_requests((name, prompt, params) for name, prompt in zip(names, prompts))
     core: Any = engine.core
-    runner = core.runner
+    scheduler: Any = engine.scheduler
+    runner, budget = core.runner, scheduler.max_num_batched_tokens
     core.runner = SkippedPrompts(paged_runner(engine))
-    core.step = partial(RecordingEngineCore.step, core)  # one after the other, in every mode
+    core.step = partial(RecordingEngineCore.step, core)  # over before it returns, in every mode
+    scheduler.max_num_batched_tokens = len(names) * context  # all of them in one step
     try:
-        while not all(request.num_output_tokens for request in engine.scheduler.requests.values()):
-            engine.step()
+        engine.step()
     finally:
-        core.runner = runner
+        core.runner, scheduler.max_num_batched_tokens = runner, budget
         del core.step
+    num_computed = [request.num_computed_tokens for request in scheduler.running.values()]
+    if num_computed != [context - 1] * len(names):
+        raise RuntimeError(f"{len(names)} prompts of {context} tokens were not taken in at once")
 
 
 def fits(engine: LLMEngine, lab: Lab, cell: Cell, section: Section) -> bool:

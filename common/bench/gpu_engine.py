@@ -35,7 +35,6 @@ MODES: dict[str, dict[str, Any]] = {
     "overlap": {"enforce_eager": False, "overlap_scheduling": True},
 }
 TEMPERATURE = 0.6
-MOST_RUNS = 3  # of the workload
 ENDED_EARLY = "a run was ended before all requests were: its rate is of what it did"
 WORKLOAD_IDS = 10_000  # token ids are below
 
@@ -168,7 +167,7 @@ def serve(
 
 
 def measure_workload(engines: Engines, mode: str, section: Section) -> None:
-    """As often as there is time for, at most `MOST_RUNS` times."""
+    """As often as there is time for, at most `num_runs` times."""
     lab, engine = engines.lab, engines.get(mode)
     requests = requests_of(lab, 0)
     few = [BenchRequest(r.prompt_token_ids, 4) for r in requests[:16]]
@@ -185,7 +184,7 @@ def measure_workload(engines: Engines, mode: str, section: Section) -> None:
         "runs": [],
     }
     runs = section.results["runs"]
-    while len(runs) < MOST_RUNS:
+    while len(runs) < lab.sizes.num_runs:
         needed_s = runs[-1]["seconds"] if runs else 0.0
         if runs and section.seconds_left() < needed_s:
             break

@@ -53,6 +53,7 @@ class Sizes:
     forward_cells: tuple[Cell, ...]  # the model alone, and the engine
     num_decode_steps: int
     workload: tuple[int, tuple[int, int], tuple[int, int]]  # requests, tokens in, tokens out
+    num_runs: int  # of the workload, if there is time
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
@@ -88,6 +89,7 @@ FULL = Sizes(
     forward_cells=grid((1, 8, 64, 128, 256, 512), (256, 2048, 8192)),
     num_decode_steps=24,
     workload=(256, (100, 1024), (100, 1024)),
+    num_runs=3,
     max_num_seqs=512,
     max_num_batched_tokens=16384,
     max_model_len=8448,
@@ -119,6 +121,7 @@ REHEARSAL = Sizes(
     forward_cells=(Cell(2, 20), Cell(1 << 20, 20)),  # and one that does not fit
     num_decode_steps=2,
     workload=(2, (3, 6), (2, 3)),
+    num_runs=1,
     max_num_seqs=4,
     max_num_batched_tokens=64,
     max_model_len=64,

@@ -52,9 +52,11 @@ def check_nothing(lab: Lab) -> Iterator[Comparison]:
     yield from ()
 
 
+ATTENTION = ("_paged_attention_kernel", "_split_attention_kernel", "_merge_splits_kernel")
 GROUPS = [
     Group(
         "decode attention",
+        ATTENTION,
         check_attention,
         lambda sizes: sizes.decode_cells,
         lambda lab, cell: attention_works(lab, decode_lengths(cell)),
@@ -62,6 +64,7 @@ GROUPS = [
     ),
     Group(
         "attention with chunks",
+        ATTENTION,
         check_nothing,
         mixed_cells,
         lambda lab, cell: attention_works(lab, mixed_lengths(lab.sizes, cell)),
@@ -70,15 +73,37 @@ GROUPS = [
     ),
     Group(
         "merging",
+        ("_merge_splits_kernel",),
         check_nothing,
         split_cells,
         merge_works,
         lambda lab, cell: cache_bytes(lab, decode_lengths(cell)),
     ),
-    Group("write_kv", check_write_kv, row_cells, write_kv_works),
-    Group("add_rms_norm", check_add_rms_norm, row_cells, add_rms_norm_works),
-    Group("rotate_and_write", check_rotate_and_write, row_cells, rotate_and_write_works),
-    Group("silu_and_multiply", check_silu_and_multiply, row_cells, silu_and_multiply_works),
-    Group("rejection", check_rejection, request_cells, rejection_works, probs_bytes),
-    Group("matching", check_matching, request_cells, matching_works),
+    Group("write_kv", ("_write_kv_kernel",), check_write_kv, row_cells, write_kv_works),
+    Group(
+        "add_rms_norm", ("_add_rms_norm_kernel",), check_add_rms_norm, row_cells, add_rms_norm_works
+    ),
+    Group(
+        "rotate_and_write",
+        ("_rotate_and_write_kernel",),
+        check_rotate_and_write,
+        row_cells,
+        rotate_and_write_works,
+    ),
+    Group(
+        "silu_and_multiply",
+        ("_silu_and_multiply_kernel",),
+        check_silu_and_multiply,
+        row_cells,
+        silu_and_multiply_works,
+    ),
+    Group(
+        "rejection",
+        ("_rejection_kernel",),
+        check_rejection,
+        request_cells,
+        rejection_works,
+        probs_bytes,
+    ),
+    Group("matching", ("_matching_kernel",), check_matching, request_cells, matching_works),
 ]

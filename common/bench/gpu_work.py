@@ -68,6 +68,7 @@ Makes = Mapping[str, Work]
 @dataclass(frozen=True, slots=True)
 class Group:
     name: str
+    covers: tuple[str, ...]  # functions of Triton that run in it: none of the book's is forgotten
     check: Callable[[Lab], Iterator[Comparison]]
     cells: Callable[[Sizes], Sequence[Cell]]
     make: Callable[[Lab, Cell], Makes]
