@@ -22,7 +22,7 @@ from common.bench.gpu_inputs import (
     num_blocks_of,
     paged_inputs,
 )
-from common.bench.gpu_work import Comparison, Makes, Work
+from common.bench.gpu_work import Comparison, Makes, TimedCall
 from mixed_attention_triton import MixedTritonAttentionBackend
 from paged_attention_triton import TritonAttentionBackend
 from split_attention_triton import SplitPlan, SplitTritonAttentionBackend
@@ -70,7 +70,7 @@ def attention_works(lab: Lab, lengths: Sequence[tuple[int, int]]) -> Makes:
     cost = attention_cost(lab.heads, lengths, BLOCK_SIZE)
     num_first = lengths[0][0]
 
-    def work(name: str, backend: TritonAttentionBackend) -> Work:
+    def work(name: str, backend: TritonAttentionBackend) -> TimedCall:
         metadata = inputs.metadata()
         arguments = inputs.key_cache, inputs.value_cache, metadata, inputs.scale
         call = partial(backend.attend, inputs.query, *arguments)
@@ -83,7 +83,7 @@ def attention_works(lab: Lab, lengths: Sequence[tuple[int, int]]) -> Makes:
             last = inputs.in_float64(len(lengths) - 1)
             yield Comparison(name, lab.dtype, "last sequence", found[-len(last) :], last)
 
-        return Work(call, cost, check)
+        return TimedCall(call, cost, check)
 
     return {name: work(name, backend()) for name, backend in VERSIONS.items()}
 
@@ -120,7 +120,7 @@ def merge_works(lab: Lab, cell: Cell) -> Makes:
     merging = replace(items, launch=_no_launch)
     arguments = output, inputs.query, *caches, metadata, inputs.scale
     call = partial(merging.attend, *arguments)
-    return {"merging of splits": Work(call, merge_cost(lab.heads, num_splits))}
+    return {"merging of splits": TimedCall(call, merge_cost(lab.heads, num_splits))}
 
 
 def _no_launch(grid: tuple[int, ...], *arguments: Any) -> None:

@@ -104,7 +104,7 @@ def mode_options(mode: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class Run:
     seconds: float
     output_tokens: int
     is_complete: bool
@@ -152,7 +152,7 @@ def finish(engine: LLMEngine, names: Sequence[str]) -> None:
 
 def serve(
     engine: LLMEngine, device: Device, requests: Sequence[BenchRequest], deadline: float
-) -> Served:
+) -> Run:
     engine.reset_prefix_cache()
     engine.reset_stats()
     device.synchronize()
@@ -163,7 +163,7 @@ def serve(
     wanted = sum(request.max_tokens for request in requests)
     if is_complete and stats.output_tokens != wanted:
         raise AssertionError(f"{stats.output_tokens} tokens were served, and {wanted} asked for")
-    return Served(seconds, stats.output_tokens, is_complete)
+    return Run(seconds, stats.output_tokens, is_complete)
 
 
 def measure_workload(engines: Engines, mode: str, section: Section) -> None:

@@ -44,7 +44,7 @@ from common.bench.gpu_verification import (
     rejection_works,
     request_cells,
 )
-from common.bench.gpu_work import Comparison, Group
+from common.bench.gpu_work import Comparison, KernelGroup
 
 
 def check_nothing(lab: Lab) -> Iterator[Comparison]:
@@ -54,7 +54,7 @@ def check_nothing(lab: Lab) -> Iterator[Comparison]:
 
 ATTENTION = ("_paged_attention_kernel", "_split_attention_kernel", "_merge_splits_kernel")
 GROUPS = [
-    Group(
+    KernelGroup(
         "decode attention",
         ATTENTION,
         check_attention,
@@ -62,7 +62,7 @@ GROUPS = [
         lambda lab, cell: attention_works(lab, decode_lengths(cell)),
         lambda lab, cell: cache_bytes(lab, decode_lengths(cell)),
     ),
-    Group(
+    KernelGroup(
         "attention with chunks",
         ATTENTION,
         check_nothing,
@@ -71,7 +71,7 @@ GROUPS = [
         lambda lab, cell: cache_bytes(lab, mixed_lengths(lab.sizes, cell)),
         lambda sizes, cell: describe_batch(mixed_lengths(sizes, cell)),
     ),
-    Group(
+    KernelGroup(
         "merging",
         ("_merge_splits_kernel",),
         check_nothing,
@@ -79,25 +79,25 @@ GROUPS = [
         merge_works,
         lambda lab, cell: cache_bytes(lab, decode_lengths(cell)),
     ),
-    Group("write_kv", ("_write_kv_kernel",), check_write_kv, row_cells, write_kv_works),
-    Group(
+    KernelGroup("write_kv", ("_write_kv_kernel",), check_write_kv, row_cells, write_kv_works),
+    KernelGroup(
         "add_rms_norm", ("_add_rms_norm_kernel",), check_add_rms_norm, row_cells, add_rms_norm_works
     ),
-    Group(
+    KernelGroup(
         "rotate_and_write",
         ("_rotate_and_write_kernel",),
         check_rotate_and_write,
         row_cells,
         rotate_and_write_works,
     ),
-    Group(
+    KernelGroup(
         "silu_and_multiply",
         ("_silu_and_multiply_kernel",),
         check_silu_and_multiply,
         row_cells,
         silu_and_multiply_works,
     ),
-    Group(
+    KernelGroup(
         "rejection",
         ("_rejection_kernel",),
         check_rejection,
@@ -105,5 +105,5 @@ GROUPS = [
         rejection_works,
         probs_bytes,
     ),
-    Group("matching", ("_matching_kernel",), check_matching, request_cells, matching_works),
+    KernelGroup("matching", ("_matching_kernel",), check_matching, request_cells, matching_works),
 ]

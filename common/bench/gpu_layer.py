@@ -15,7 +15,7 @@ from common.bench.gpu_arithmetic import (
     write_kv_cost,
 )
 from common.bench.gpu_inputs import BLOCK_SIZE, DTYPES, Cell, Lab, Sizes, make_caches
-from common.bench.gpu_work import Comparison, Makes, Work
+from common.bench.gpu_work import Comparison, Makes, TimedCall
 from common.kernels.layer_kernels import (
     add_rms_norm,
     add_rms_norm_in_torch,
@@ -68,7 +68,7 @@ def compare_caches(
 def write_kv_works(lab: Lab, cell: Cell) -> Makes:
     _, *arguments = write_kv_inputs(lab, cell.num_seqs, lab.dtype)
     cost = write_kv_cost(lab.heads, cell.num_seqs)
-    return {"write_kv": Work(partial(TritonAttentionBackend().write_kv, *arguments), cost)}
+    return {"write_kv": TimedCall(partial(TritonAttentionBackend().write_kv, *arguments), cost)}
 
 
 def row_cells(sizes: Sizes) -> list[Cell]:
@@ -96,7 +96,7 @@ def add_rms_norm_works(lab: Lab, cell: Cell) -> Makes:
     delta, weight = torch.zeros_like(hidden), lab.normal(model.hidden_size)
     cost = add_rms_norm_cost(model.hidden_size, lab.dtype.itemsize, cell.num_seqs)
     call = partial(add_rms_norm, hidden, delta, weight, model.rms_norm_eps)
-    return {"add_rms_norm": Work(call, cost)}
+    return {"add_rms_norm": TimedCall(call, cost)}
 
 
 def rotate_inputs(lab: Lab, num_tokens: int, dtype: torch.dtype) -> list[Any]:
@@ -127,7 +127,7 @@ def check_rotate_and_write(lab: Lab) -> Iterator[Comparison]:
 
 def rotate_and_write_works(lab: Lab, cell: Cell) -> Makes:
     call = partial(rotate_and_write, *rotate_inputs(lab, cell.num_seqs, lab.dtype))
-    return {"rotate_and_write": Work(call, rotate_and_write_cost(lab.heads, cell.num_seqs))}
+    return {"rotate_and_write": TimedCall(call, rotate_and_write_cost(lab.heads, cell.num_seqs))}
 
 
 def check_silu_and_multiply(lab: Lab) -> Iterator[Comparison]:
@@ -143,4 +143,4 @@ def silu_and_multiply_works(lab: Lab, cell: Cell) -> Makes:
     inner_size = lab.sizes.model.intermediate_size
     gate_up = lab.normal(cell.num_seqs, 2 * inner_size)
     cost = silu_and_multiply_cost(inner_size, lab.dtype.itemsize, cell.num_seqs)
-    return {"silu_and_multiply": Work(partial(silu_and_multiply, gate_up), cost)}
+    return {"silu_and_multiply": TimedCall(partial(silu_and_multiply, gate_up), cost)}

@@ -28,7 +28,7 @@ from common.bench.gpu_engine import MODES, Engines, count_waits, measure_workloa
 from common.bench.gpu_inputs import Cell, Lab
 from common.bench.gpu_kernels import GROUPS
 from common.bench.gpu_transformers import measure_transformers
-from common.bench.gpu_work import Group
+from common.bench.gpu_work import KernelGroup
 
 NUM_ROUNDS_OF_CEILINGS = 15
 ROOM = 1.3  # of memory that a cell takes, for what is made on the way
@@ -151,7 +151,7 @@ def measure_kernels(lab: Lab, section: Section) -> None:
         lab.device.release()
 
 
-def measure_cell(lab: Lab, section: Section, group: Group, cell: Cell) -> None:
+def measure_cell(lab: Lab, section: Section, group: KernelGroup, cell: Cell) -> None:
     works = group.make(lab, cell)
     for work in works.values():
         for comparison in work.check() if work.check is not None else ():

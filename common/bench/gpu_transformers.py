@@ -13,7 +13,7 @@ from common.bench.bench_models import make_twin
 from common.bench.bench_work import BenchRequest
 from common.bench.gpu_arithmetic import kv_bytes_per_token
 from common.bench.gpu_budget import Section
-from common.bench.gpu_engine import ENDED_EARLY, TEMPERATURE, Engines, Served, requests_of
+from common.bench.gpu_engine import ENDED_EARLY, TEMPERATURE, Engines, Run, requests_of
 from common.bench.gpu_inputs import Lab
 from static_batching import pad_left
 
@@ -41,7 +41,7 @@ def measure_transformers(engines: Engines, section: Section) -> None:
             lab.device.release()
             continue
         is_complete = sum(counts) == sum(request.max_tokens for request in requests)
-        run = Served(seconds, sum(counts), is_complete).as_record()
+        run = Run(seconds, sum(counts), is_complete).as_record()
         section.results["runs"].append(run)
         if not is_complete:
             section.cut(ENDED_EARLY)

@@ -10,7 +10,7 @@ import torch
 
 from common.bench.gpu_arithmetic import matching_cost, rejection_cost
 from common.bench.gpu_inputs import Cell, Lab, Sizes
-from common.bench.gpu_work import Comparison, Makes, Work
+from common.bench.gpu_work import Comparison, Makes, TimedCall
 from rejection_sampler import rejection_sample, rejection_sampling_batched
 from rejection_sampler_triton import rejection_sample_triton, rejection_sampling_batched_triton
 
@@ -53,7 +53,7 @@ def rejection_works(lab: Lab, cell: Cell) -> Makes:
     num_rejecting = int((num_sampled <= lab.sizes.num_drafts).sum())
     vocab_size = lab.sizes.model.vocab_size
     cost = rejection_cost(vocab_size, 4, len(each), num_rejecting, sum(each))
-    return {"rejection": Work(partial(rejection_sample_triton, *arguments), cost)}
+    return {"rejection": TimedCall(partial(rejection_sample_triton, *arguments), cost)}
 
 
 def matching_inputs(lab: Lab, drafts_of_each: Sequence[int]) -> list[Any]:
@@ -76,7 +76,7 @@ def check_matching(lab: Lab) -> Iterator[Comparison]:
 def matching_works(lab: Lab, cell: Cell) -> Makes:
     arguments = matching_inputs(lab, [lab.sizes.num_drafts] * cell.num_seqs)
     cost = matching_cost(cell.num_seqs, cell.num_seqs * lab.sizes.num_drafts)
-    return {"matching": Work(partial(rejection_sampling_batched_triton, *arguments), cost)}
+    return {"matching": TimedCall(partial(rejection_sampling_batched_triton, *arguments), cost)}
 
 
 def request_cells(sizes: Sizes) -> list[Cell]:

@@ -54,7 +54,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TimedCall:
     """`call` reads no value on the host, and can be repeated."""
 
     call: Callable[[], Any]
@@ -62,11 +62,11 @@ class Work:
     check: Callable[[], Iterator[Comparison]] | None = None  # of a sample, before it is timed
 
 
-Makes = Mapping[str, Work]
+Makes = Mapping[str, TimedCall]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class KernelGroup:
     name: str
     covers: tuple[str, ...]  # functions of Triton that run in it: none of the book's is forgotten
     check: Callable[[Lab], Iterator[Comparison]]
