@@ -323,6 +323,7 @@ def test_a_scheduler_is_imported_without_a_tensor_library() -> None:
 
 IN_A_CHECKOUT_ONLY = (  # what measures, trains, draws or counts this repository
     "common/bench/",
+    "common/gpu_report.py",
     "common/training/",
     "common/kernels/records/",
     "common/kernels/resources.py",

@@ -1,0 +1,10 @@
+"""`python -m common.gpu_report`: what kernels and engine do on this GPU (`common/bench`)."""
+
+from __future__ import annotations
+
+import sys
+
+from common.bench.gpu_command import main
+
+if __name__ == "__main__":
+    sys.exit(main())
