@@ -400,7 +400,8 @@ def fingerprint(world: World, num_added: int) -> tuple:
         cached = tuple(sorted((p.token_ids, p.num_users) for p in cache.cached_prefixes()))
     order = (tuple(scheduler.running), tuple(r.request_id for r in scheduler.waiting))
     plans = [tuple(plan.num_scheduled_tokens.items()) for plan in world.plans]
-    return (num_added, states, order, cached, tuple(plans), *_batches(scheduler))
+    ready = tuple(getattr(scheduler, "_ready", ()))  # where several steps are under way
+    return (num_added, states, order, cached, tuple(plans), ready, *_batches(scheduler))
 
 
 def _batches(scheduler) -> tuple:

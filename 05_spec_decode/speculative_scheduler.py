@@ -103,7 +103,8 @@ class DraftBooks(SchedulerBase):
     def check_invariants(self) -> None:
         super().check_invariants()
         assert self.drafts.keys() <= self.running.keys(), "guesses of somebody who does not run"
-        assert not self._num_sent, "guesses that were sent and not judged"
+        for request_id in self._num_sent:
+            assert self.requests[request_id].num_pending_tokens, "guesses sent and not judged"
         for request_id, drafts in self.drafts.items():
             request = self.running[request_id]
             assert drafts and request.num_tokens + len(drafts) < request.max_num_tokens, request

@@ -156,13 +156,18 @@ def make_runner(
     max_blocks = -(-max_model_len // config.block_size)
     state = BatchState(config.max_num_seqs, max_blocks, loaded.generation_eos_token_ids)
     sampler: BatchSampler = Sampler(vocab_size)
-    how, proposer = config.speculation, None
+    how, proposer, kind = config.speculation, None, PagedModelRunner
+    if config.pipeline_parallel_size > 1:
+        from common.parallel.stage import NoSampler, StageRunner as kind
+
+        if not model.collectives.ranks.is_last_stage:
+            sampler, how = NoSampler(), None
     if how is not None:
         proposer = make_proposer(
             how, loaded, draft, kv_cache, attention.backend, state, max_model_len, vocab_size
         )
         sampler = make_verifier(vocab_size, proposer, attention.is_triton)
-    runner = PagedModelRunner(
+    runner = kind(
         loaded.model,
         kv_cache,
         attention.backend,

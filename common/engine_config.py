@@ -182,6 +182,10 @@ class EngineConfig:
         has_size = self.chunk_size is not None
         name = f"scheduler {kind!r}"
         no_cut = f"{name} with chunked_prefill={self.chunked_prefill!r} does not cut prompts"
+        has_stages = self.pipeline_parallel_size > 1
+        no_clock = no_cut
+        if has_stages:
+            no_clock = "in a pipeline the time of a step is not known: other steps are under way"
         no_long = "it needs scheduler 'two_phase' and a number as chunked_prefill: what is long"
         no_cache = "it needs a prefix_cache, which is None"
         is_fixed, tiles = self.batch_invariant, "batch_invariant=True computes in tiles of its own"
@@ -192,7 +196,7 @@ class EngineConfig:
             "speculative": (self.speculation and not may_preempt, f"{name} does not speculate"),
             "chunked_prefill": (has_size and kind == "fcfs", f"{name} computes prompts whole"),
             "mixing": (self.mixing and kind != "prefill_first", f"{name} has no other batches"),
-            "target_step_ms": (not self.cuts_prompts, no_cut),
+            "target_step_ms": (not self.cuts_prompts or has_stages, no_clock),
             "max_long_partial_prefills": (kind != "two_phase" or not has_size, no_long),
             "kv_tiers": (self.prefix_cache is None, no_cache),
             "kv_connector": (self.prefix_cache is None, no_cache),

@@ -127,8 +127,10 @@ def assemble_around(config: EngineConfig, side: RunnerSide) -> EngineParts:
         observers.append(partial(wait_for_loads, kv_memory))
     if config.target_step_ms is not None:
         observers.append(partial(tell_durations, chunk_policy))
-    if overlaps:
-        has_loads = connector is not None
+    has_loads = connector is not None
+    if config.pipeline_parallel_size > 1:
+        core = make_pipelined_core(config, scheduler, side, observers, kv_memory, has_loads)
+    elif overlaps:
         core = make_overlapped_core(scheduler, side, observers, kv_memory, has_loads)
     else:
         core = RecordingEngineCore(scheduler, side.runner, observers)
@@ -148,10 +150,11 @@ def make_scheduler(
 ) -> SchedulerInterface:
     """`num_lookahead_tokens` is None if nobody guesses."""
     limits = (config.max_num_seqs, config.max_num_batched_tokens)
+    num_stages = config.pipeline_parallel_size
     if config.scheduler == "fcfs":
         from caching_fcfs_scheduler import CachingFCFSScheduler
 
-        return _kind(CachingFCFSScheduler, overlaps)(kv_memory, *limits, max_model_len)
+        return _kind(CachingFCFSScheduler, overlaps, num_stages)(kv_memory, *limits, max_model_len)
     options: dict[str, Any] = {
         "policy": make_policy(config, kv_memory),
         "max_model_len": max_model_len,
@@ -179,10 +182,14 @@ def make_scheduler(
             from scheduler import Scheduler as Chosen
         else:
             from speculative_scheduler import SpeculativeScheduler as Chosen
-    return _kind(Chosen, overlaps)(*limits, **options)
+    return _kind(Chosen, overlaps, num_stages)(*limits, **options)
 
 
-def _kind(scheduler: type, overlaps: bool) -> Callable[..., Any]:
+def _kind(scheduler: type, overlaps: bool, num_stages: int) -> Callable[..., Any]:
+    if num_stages > 1:
+        from pipelined_books import pipelined
+
+        return partial(pipelined(scheduler), num_micro_batches=num_stages)
     if not overlaps:
         return scheduler
     from overlapped_books import overlapped
@@ -227,6 +234,13 @@ def tell_durations(policy: Any, record: StepRecord) -> None:
 def is_overlapped(config: EngineConfig, device: torch.device) -> bool:
     """Whether a step is planned while the one before it runs. Where that is not possible, each is
     over first, which is announced."""
+    if config.pipeline_parallel_size > 1:
+        if config.overlap_scheduling is True:
+            logger.warning(
+                "overlap_scheduling has no effect with pipeline_parallel_size: a step is under way "
+                "in each stage as it is, and none is planned behind a token that is not known"
+            )
+        return False
     if not config.wants_overlap(device):
         return False
     for name in ("speculative", "target_step_ms"):
@@ -251,6 +265,24 @@ def make_overlapped_core(
 
     begun = side.runner if side.is_queued else ThreadedRunner(side.runner)
     core = OverlappedEngineCore(scheduler, begun, observers)
+    if has_loads:
+        kv_memory.wait_for_steps = core.wait_for_steps
+    return core
+
+
+def make_pipelined_core(
+    config: EngineConfig,
+    scheduler: Any,
+    side: RunnerSide,
+    observers: list[Observer],
+    kv_memory: Any,
+    has_loads: bool,
+) -> RecordingEngineCore:
+    from common.parallel.pipeline import PipelinedEngineCore
+
+    assert side.is_queued, "stages are processes"
+    num_in_flight = config.pipeline_parallel_size
+    core = PipelinedEngineCore(scheduler, side.runner, observers, num_in_flight=num_in_flight)
     if has_loads:
         kv_memory.wait_for_steps = core.wait_for_steps
     return core

@@ -54,7 +54,7 @@ def side_of(engine: LLMEngine) -> RunnerSide:
 
 def engine_around(side: RunnerSide, tokenizer: Tokenizer, **config) -> LLMEngine:
     """Another scheduler, memory and loop, in front of the same workers."""
-    made = EngineConfig(tensor_parallel_size=2, **{**WORKERS, **config})
+    made = EngineConfig(**{"tensor_parallel_size": 2, **WORKERS, **config})
     kv_cache = side.kv_cache
     assert isinstance(kv_cache, RemoteKVCache) and made.num_blocks <= kv_cache.num_blocks
     side = replace(side, kv_cache=replace(kv_cache, num_blocks=made.num_blocks))

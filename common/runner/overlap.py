@@ -43,7 +43,7 @@ from step_record import RecordingEngineCore
 
 
 @dataclass(slots=True)
-class _Step:
+class UnderWay:
     plan: SchedulerOutput
     handle: StepHandle
     clock: Laps
@@ -57,17 +57,17 @@ class OverlappedEngineCore(RecordingEngineCore):
 
     def __init__(self, *arguments, **keywords) -> None:
         super().__init__(*arguments, **keywords)
-        self._under_way: deque[_Step] = deque()
+        self._under_way: deque[UnderWay] = deque()
 
     def step(self) -> Sequence[EngineCoreOutput]:
         """If it raises, so have all steps that were under way."""
         steps = self._under_way
         try:
             if not steps:
-                steps.append(_Step(*self.begin()))
+                steps.append(UnderWay(*self.begin()))
             # An empty step is one of waiting, and what comes of it shows in the next.
             if not steps[0].plan.is_empty and self.scheduler.has_unfinished_requests():
-                steps.append(_Step(*self.begin()))
+                steps.append(UnderWay(*self.begin()))
             step = steps.popleft()
             results = self.finish(step.plan, step.handle, step.clock)
             if steps and steps[0].plan.is_empty and not self.scheduler.has_unfinished_requests():

@@ -1,0 +1,386 @@
+"""Every scheduler of the book with several steps under way, in stages that are apart in time.
+
+The fake model reads its KV through the tables, in each stage at another time. So a block that is
+given away too early, a token that is lost with a preemption, a message that comes too soon, or
+anything that is released twice, shows as a wrong token or a broken invariant."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+
+import pytest
+
+import test_scheduler_runs as runs
+from bounded_loops import as_long_as
+from caching_fcfs_scheduler import CachingFCFSScheduler
+from fake_model import FakeModelRunner
+from pipelined_books import PipelinedBooks, pipelined
+from prefill_first_scheduler import PrefillFirstScheduler
+from request import Request, RequestStatus, SamplingParams
+from scheduler import Scheduler
+from scheduler_interface import SchedulerOutput, StepHandle
+from scheduler_steps import preempting
+from staged_runner import StagedRunner
+from whole_prompts import CutPrompts
+
+SCHEDULERS = (Scheduler, PrefillFirstScheduler, CachingFCFSScheduler)
+
+
+class PipelinedWorld(runs.World):
+    """Some steps are under way, and the invariants hold at any moment."""
+
+    is_settled = True
+
+    def __init__(
+        self,
+        memory,
+        kind: type = Scheduler,
+        num_stages: int = 2,
+        num_in_flight: int = 3,
+        num_micro_batches: int | None = None,
+        **options,
+    ) -> None:
+        options["num_micro_batches"] = num_micro_batches or num_stages
+        super().__init__(memory, pipelined(kind), **options)
+        size = memory.block_size
+        self.runner = StagedRunner(lambda: FakeModelRunner(size, runs.VOCAB), num_stages)
+        self.num_in_flight = num_in_flight
+        self.under_way: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+
+    @property
+    def plans(self) -> list[SchedulerOutput]:
+        return [plan for plan, _ in self.under_way]
+
+    @property
+    def may_schedule(self) -> bool:
+        return len(self.under_way) < self.num_in_flight
+
+    def schedule(self) -> None:
+        plan = self.plan()
+        assert 0 not in plan.num_scheduled_tokens.values()
+        for older in self.plans:
+            for request in older.scheduled_requests:
+                if request in plan.scheduled_requests:
+                    assert request.num_pending_tokens in (0, 1), "it is behind by known tokens"
+        self.under_way.append((plan, self.runner.execute(plan)))
+
+    def update(self) -> None:
+        plan, handle = self.under_way.popleft()
+        self.take(plan, handle.wait())
+
+    def advance(self) -> None:
+        while self.may_schedule and (not self.under_way or self.scheduler.has_work):
+            self.schedule()
+            if self.plans[-1].is_empty:
+                break
+        self.update()
+
+    def run(self, most: int = 300) -> None:
+        for _ in as_long_as(self.scheduler.has_unfinished_requests, most):
+            self.step()
+        while self.under_way:
+            self.update()
+        self.check_end()
+
+
+def at_most_one_step_samples(world: PipelinedWorld) -> None:
+    """Said once more, without the books: by what the plans compute."""
+    counts = Counter(
+        id(request)
+        for plan in world.plans
+        for request, start in zip(plan.scheduled_requests, plan.start_positions, strict=True)
+        if start + plan.num_scheduled_tokens[request.request_id] >= request.num_tokens
+        and not request.is_finished
+    )
+    assert max(counts.values(), default=0) <= 1
+
+
+class PipelinedMachine(runs.SchedulerMachine):
+    kind = PipelinedWorld
+
+
+class PipelinedPrefillFirstMachine(runs.SchedulerMachine):
+    @staticmethod
+    def kind(memory, **options) -> PipelinedWorld:
+        return PipelinedWorld(memory, PrefillFirstScheduler, num_stages=3, **options)
+
+
+PipelinedMachine.TestCase.settings = runs.SchedulerMachine.TestCase.settings
+PipelinedPrefillFirstMachine.TestCase.settings = runs.SchedulerMachine.TestCase.settings
+TestPipelinedMachine = PipelinedMachine.TestCase
+TestPipelinedPrefillFirstMachine = PipelinedPrefillFirstMachine.TestCase
+
+TWO = [([0, 1, 1], 2, 1), ([0, 1, 2], 1, 0)]
+THREE = [*TWO, ([0, 1], 2, 1)]
+LONGER = [([0, 1, 1], 4, 1), ([0, 1, 2, 3], 3, 0), ([0, 1], 5, 1)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "cache", "num_tokens", "num_in_flight", "prompts"),
+    [
+        (Scheduler, "fcfs", None, 5, 2, THREE),
+        (Scheduler, "fcfs", None, 2, 3, TWO),  # prompts in two chunks
+        (PrefillFirstScheduler, "fcfs", None, 5, 2, THREE),
+        (CachingFCFSScheduler, None, None, 5, 3, THREE),
+        *(
+            pytest.param(*how, marks=pytest.mark.slow)
+            for how in [
+                (Scheduler, "fcfs", None, 5, 3, LONGER),
+                (Scheduler, "priority", None, 5, 3, THREE),
+                (Scheduler, "priority", None, 2, 3, TWO),
+                (Scheduler, "fcfs", "hash", 5, 3, THREE),
+                (PrefillFirstScheduler, "fcfs", None, 5, 3, THREE),
+                (PrefillFirstScheduler, "fcfs", None, 2, 3, TWO),
+                (CachingFCFSScheduler, None, None, 5, 3, LONGER),
+            ]
+        ),
+    ],
+)
+def test_every_interleaving_of_requests_with_several_steps_under_way(
+    kind, policy, cache, num_tokens, num_in_flight, prompts
+):
+    """Add, schedule, update, preempt, abort, stop, in every order, in two stages, the second as
+    late as it can be. From every seventh state that can be reached, everybody is run to the end."""
+    num_blocks = {Scheduler: 5, PrefillFirstScheduler: 9, CachingFCFSScheduler: 6}[kind]
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": num_tokens}
+    if policy is not None:
+        options |= {"policy": policy, "max_preemptions": 2, "chunk_policy": CutPrompts()}
+    memory = runs.make_memory(cache, num_blocks, 2)
+    runs._explore(PipelinedWorld(memory, kind, num_in_flight=num_in_flight, **options), prompts)
+
+
+@pytest.mark.parametrize("cache", runs.CACHES)
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_random_run_says_what_an_uninterrupted_one_says(seed, kind, cache):
+    """Trap 51. Trickling arrivals, every policy, chunks, pools of hardly more than one request,
+    forced preemption, aborts while steps are under way, one to four stages."""
+    rng = random.Random(f"{seed} {kind} {cache}")
+    block_size = rng.choice([1, 2, 4, 7])
+    families = [[rng.randrange(runs.VOCAB) for _ in range(rng.randint(1, 10))] for _ in range(3)]
+    most = -(-(16 + 14) // block_size)
+    memory = runs.make_memory(cache, most + rng.choice([0, 1, most, 4 * most]), block_size)
+    options = runs.random_options(rng)
+    if rng.random() < 0.5:
+        options |= {"chunk_policy": CutPrompts(), "max_num_batched_tokens": rng.choice([3, 5, 9])}
+    if kind is PrefillFirstScheduler:
+        options = {k: v for k, v in options.items() if k not in ("watermark", "reserve_all")}
+        options |= {"mixing": rng.random() < 0.5}
+    if kind is CachingFCFSScheduler:
+        options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], 16)
+        options = {name: options[name] for name in ("max_num_seqs", "max_num_batched_tokens")}
+    num_stages = rng.randint(1, 4)
+    world = PipelinedWorld(memory, kind, num_stages, num_stages + rng.randint(0, 1), **options)
+    to_come = [
+        runs.random_request(rng, f"r{i}", families, min(16, memory.capacity - 1)) for i in range(14)
+    ]
+    for _ in as_long_as(lambda: to_come or world.scheduler.has_unfinished_requests(), most=3000):
+        if to_come and rng.random() < 0.4:
+            world.add(to_come.pop())
+        if seed % 3 == 0 and rng.random() < 0.05 and world.scheduler.requests:
+            world.scheduler.abort_request(rng.choice(sorted(world.scheduler.requests)))
+        world.step()
+        at_most_one_step_samples(world)
+    world.run()
+
+
+# -- case by case
+
+
+def make_world(kind=Scheduler, cache=None, num_blocks=40, block_size=4, num_stages=2, **options):
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 100} | options
+    memory = runs.make_memory(cache, num_blocks, block_size)
+    return PipelinedWorld(memory, kind, num_stages, **options)
+
+
+def make_request(name: str = "a", max_tokens: int = 6, stop_token_ids=(), num_prompt: int = 3):
+    params = SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, stop_token_ids=stop_token_ids
+    )
+    return Request(name, [(i * i) % runs.VOCAB for i in range(num_prompt)], params)
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_request_in_flight_is_not_planned_and_others_are(kind) -> None:
+    world = make_world(kind)
+    world.add(request := make_request())
+    world.schedule()
+    assert (request.num_computed_tokens, request.num_pending_tokens) == (3, 1)
+    assert not world.scheduler.has_work
+    world.add(make_request("b"))
+    assert world.scheduler.has_work
+    world.schedule()
+    assert [list(plan.num_scheduled_tokens) for plan in world.plans] == [["a"], ["b"]]
+    world.update()
+    assert request.num_pending_tokens == 0 and request.num_tokens == 4
+    world.schedule()
+    assert list(world.plans[-1].num_scheduled_tokens) == ["a"]
+    world.run()
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize(("num_requests", "num_stages"), [(8, 2), (7, 2), (7, 3), (3, 4), (8, 1)])
+def test_decodes_are_split_evenly_and_take_turns(kind, num_requests, num_stages) -> None:
+    world = make_world(kind, num_stages=num_stages, num_blocks=200)
+    world.num_in_flight = num_stages
+    for i in range(num_requests):
+        world.add(make_request(f"r{i}", max_tokens=40))
+    world.advance()
+    share, planned = -(-num_requests // num_stages), []
+    for _ in range(30):
+        while world.may_schedule and world.scheduler.has_work:
+            world.schedule()
+            planned.append(list(world.plans[-1].num_scheduled_tokens))
+        world.update()
+    assert max(map(len, planned)) == share
+    for first in range(len(planned) - num_stages + 1):
+        names = [name for plan in planned[first : first + num_stages] for name in plan]
+        assert len(names) >= num_requests, (first, planned)
+        assert len(set(names)) == num_requests, "everybody, in so many plans in a row"
+    world.run()
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_nobody_is_overtaken_by_who_was_ready_later(kind) -> None:
+    """One plan at a time: who was admitted first would always be first."""
+    world = make_world(kind, num_stages=3, num_blocks=200)
+    world.num_in_flight = 1
+    for i in range(6):
+        world.add(make_request(f"r{i}", max_tokens=30))
+    world.advance()
+    turns = []
+    for _ in range(9):
+        world.schedule()
+        turns.append(sorted(world.plans[-1].num_scheduled_tokens))
+        world.update()
+    assert turns == 3 * [["r0", "r1"], ["r2", "r3"], ["r4", "r5"]]
+    world.run()
+
+
+@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
+def test_chunks_of_one_prompt_follow_each_other(kind) -> None:
+    options = {"chunk_policy": CutPrompts()}
+    if kind is PrefillFirstScheduler:
+        options = {"chunked_prefill_size": 4}
+    world = make_world(kind, max_num_batched_tokens=4, **options)
+    world.add(request := make_request(num_prompt=11, max_tokens=2))
+    while world.may_schedule:
+        world.schedule()
+    assert [plan.start_positions for plan in world.plans] == [[0], [4], [8]]
+    assert request.num_pending_tokens == 1, "the last one samples"
+    world.update()
+    world.update()
+    assert request.num_pending_tokens == 1 and not world.scheduler.has_work
+    world.run()
+
+
+@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
+def test_a_token_under_way_is_kept_if_its_request_is_preempted(kind) -> None:
+    world = make_world(kind)
+    world.add(request := make_request())
+    world.schedule()
+    with preempting(world.scheduler):
+        world.schedule()
+    assert (request.num_computed_tokens, request.num_pending_tokens) == (0, 1)
+    assert request.status == RequestStatus.PREEMPTED
+    assert world.scheduler.kv_memory.num_blocks_in_use == 0
+    world.schedule()
+    assert world.plans[-1].is_empty, "it waits for its token"
+    world.update()
+    assert (request.num_tokens, request.num_pending_tokens) == (4, 0)
+    world.schedule()
+    resumed = world.plans[-1].scheduled_cached_reqs
+    assert resumed.new_token_ids == [request.all_token_ids] and resumed.resumed_req_ids == {"a"}
+    world.run()
+
+
+def test_what_a_step_has_written_is_not_published_as_what_its_request_computes_anew() -> None:
+    """A chunk of `a` is under way when it is preempted. Run again at once, it would have a new
+    block, which the end of that step would publish before it is written."""
+    world = make_world(cache="hash", max_num_batched_tokens=4, chunk_policy=CutPrompts())
+    world.num_in_flight = 9
+    world.add(request := make_request(num_prompt=12))
+    world.schedule()
+    world.schedule()
+    world.scheduler.preempt(request)
+    world.schedule()
+    assert world.plans[-1].is_empty
+    world.update()
+    world.update()
+    assert world.scheduler.kv_memory.cache.num_cached_blocks == 0
+    world.schedule()
+    assert world.plans[-1].start_positions == [0]
+    world.run()
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_who_is_aborted_under_way_gets_nothing_more_and_may_come_again(kind) -> None:
+    world = make_world(kind)
+    world.add(request := make_request())
+    world.schedule()
+    world.scheduler.abort_request("a")
+    assert world.scheduler.kv_memory.num_blocks_in_use == 0
+    world.add(again := make_request(max_tokens=3))
+    world.schedule()
+    assert [list(plan.num_scheduled_tokens) for plan in world.plans] == [["a"], ["a"]]
+    world.check()
+    world.run()
+    assert request.output_token_ids == [] and request.finish_reason == "abort"
+    assert again.output_token_ids == runs.continuation(again.prompt_token_ids, 3, runs.VOCAB)
+    assert world.scheduler.num_discarded_tokens == 3
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_nothing_is_planned_behind_a_stop_token(kind) -> None:
+    """Unlike an overlapped loop, which sees it one step late."""
+    right = runs.continuation(make_request().prompt_token_ids, 6, runs.VOCAB)
+    stop = next(token for i, token in enumerate(right) if i >= 2 and token not in right[:i])
+    world = make_world(kind)
+    world.add(request := make_request(stop_token_ids=[stop]))
+    for _ in as_long_as(lambda: not request.is_finished, 20):
+        world.step()
+    assert request.output_token_ids == right[: right.index(stop) + 1]
+    assert not world.under_way and world.scheduler.num_discarded_tokens == 0
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_plans_that_failed_leave_nothing_in_flight(kind) -> None:
+    """What ran is aborted, as the engine does it; what was preempted meanwhile is computed anew."""
+    world = make_world(kind)
+    world.add(request := make_request())
+    world.add(other := make_request("b", max_tokens=1))
+    world.schedule()
+    if kind is not CachingFCFSScheduler:
+        with preempting(world.scheduler):
+            world.schedule()
+    for _, handle in world.under_way:
+        handle.wait()
+    world.under_way.clear()
+    world.scheduler.forget_plans()
+    assert request.num_pending_tokens == other.num_pending_tokens == 0
+    for request_id in list(world.scheduler.running):
+        world.scheduler.abort_request(request_id)
+    world.run()
+    world.add(make_request("c"))
+    world.run()
+
+
+def test_a_chunk_leaves_budget_for_the_decodes_of_its_own_plan_only() -> None:
+    """Eight decode, four of them in the other plan."""
+    world = make_world(chunk_policy=CutPrompts(), max_num_batched_tokens=12, max_num_seqs=9)
+    for i in range(8):
+        world.add(make_request(f"r{i}", max_tokens=30, num_prompt=1))
+    world.advance()
+    world.add(make_request("long", num_prompt=40))
+    world.schedule()
+    world.schedule()
+    shares = [dict(plan.num_scheduled_tokens) for plan in world.plans]
+    assert [share.pop("long") for share in shares] == [8, 8]
+    assert [len(share) for share in shares] == [4, 4]
+    world.run()
+
+
+def test_num_micro_batches_is_checked() -> None:
+    with pytest.raises(ValueError, match="num_micro_batches is 0"):
+        make_world(num_micro_batches=0, num_stages=0)

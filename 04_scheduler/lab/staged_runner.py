@@ -1,0 +1,62 @@
+"""A runner whose stages are apart in time: what a pipeline does, where there is none.
+
+The first stage computes a plan at once, and stage s when s more plans have begun, or when somebody
+waits for the output: as late as it ever can. Each stage is a whole model with a KV memory and with
+copies of the requests of its own, so a block that is given away, or a message that comes, while a
+stage still has to compute an older plan shows as a wrong token there. All stages must say the same;
+the last one's output counts."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from scheduler_interface import PENDING, SchedulerOutput, StepOutput
+
+
+class StagedRunner:
+    """A `ModelRunner` of `num_stages` runners, each made by `make`."""
+
+    def __init__(self, make: Callable[[], Any], num_stages: int) -> None:
+        self.stages = [make() for _ in range(num_stages)]
+        self._under_way: deque[StagedStep] = deque()
+
+    @property
+    def state(self) -> Any:
+        """The first stage's: it has seen every plan."""
+        return self.stages[0].state
+
+    def execute(self, plan: SchedulerOutput) -> StagedStep:
+        tokens = plan.scheduled_cached_reqs.new_token_ids
+        assert not any(PENDING in new for new in tokens), "the first stage needs its id"
+        step = StagedStep(self, plan)
+        self._under_way.append(step)
+        num_younger = len(self._under_way)
+        for step_before in list(self._under_way):
+            num_younger -= 1
+            step_before.go_through(num_younger + 1)
+        return step
+
+    def end(self, step: StagedStep) -> StepOutput:
+        assert self._under_way.popleft() is step, "steps end in order"
+        step.go_through(len(self.stages))
+        return step.output
+
+
+class StagedStep:
+    def __init__(self, runner: StagedRunner, plan: SchedulerOutput) -> None:
+        self.runner, self.plan = runner, plan
+        self.num_stages = 0  # that it has gone through
+        self.output: StepOutput
+
+    def go_through(self, num_stages: int) -> None:
+        """The first `num_stages`; the steps before it have gone further."""
+        for stage in self.runner.stages[self.num_stages : num_stages]:
+            output = stage.execute(self.plan).wait()
+            assert self.num_stages == 0 or output.token_ids == self.output.token_ids
+            self.output = output
+            self.num_stages += 1
+
+    def wait(self) -> StepOutput:
+        return self.runner.end(self)

@@ -1,0 +1,153 @@
+"""Stages of a pipeline in threads of one process: the engine's own runners, models and messages,
+and queues in place of a network. For tests that would start too many processes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import common.engine
+from common.assembly import LocalRunner, make_runner, model_facts
+from common.engine import EngineConfig, LLMEngine
+from common.loader import LoadedModel, load_model
+from common.parallel import message
+from common.parallel.collectives import Communication
+from common.parallel.ranks import Ranks
+from common.parallel.sharded_model import ShardedModel
+from common.runner.trimming_runner import TrimmingRunner
+from common.scheduler_assembly import (
+    RunnerSide,
+    assemble_around,
+    find_max_model_len,
+    find_vocab_size,
+)
+from common.tokenizer import Tokenizer
+from scheduler_interface import PlanMessage, StepOutput
+
+PATIENCE_S = 30.0
+
+
+class Line:
+    """One stage's `Collectives`; `lines` are those of all stages."""
+
+    def __init__(self, ranks: Ranks, lines: list[Line]) -> None:
+        self.ranks, self.lines, self.counts = ranks, lines, Communication()
+        self.arrived: queue.Queue[torch.Tensor] = queue.Queue()
+        lines.append(self)
+
+    def send(self, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            self.lines[self.ranks.stage + 1].arrived.put(tensor)
+
+    def receive(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        tensor = self.arrived.get(timeout=PATIENCE_S)
+        assert tensor.shape == tuple(shape) and tensor.dtype == dtype
+        return tensor.clone()  # it is overwritten
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def least(self, value: int) -> int:
+        return value
+
+    def close(self) -> None:
+        pass
+
+
+class Stage:
+    """Computes plans in a thread, in order, each from its bytes."""
+
+    def __init__(self, local: LocalRunner) -> None:
+        self.local, self.plans = local, queue.Queue()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def execute(self, plan: bytes) -> Future[StepOutput]:
+        future: Future[StepOutput] = Future()
+        self.plans.put((plan, future))
+        return future
+
+    def _serve(self) -> None:
+        while (work := self.plans.get()) is not None:
+            plan, future = work
+            try:
+                _, content = message.unpack(plan, {"plan": ("plan",)})
+                handle = self.local.outermost.execute(message.plan_from_map(content["plan"]))
+                future.set_result(handle.wait())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+class LocalStages:
+    """A `ModelRunner`: what `RemoteRunner` is to workers."""
+
+    def __init__(self, stages: list[Stage]) -> None:
+        self.stages = stages
+
+    def execute(self, plan: PlanMessage) -> LocalStep:
+        data = message.pack("plan", plan=message.plan_to_map(plan))
+        return LocalStep([stage.execute(data) for stage in self.stages])
+
+    def close(self) -> None:
+        for stage in self.stages:
+            stage.plans.put(None)
+
+
+class LocalStep:
+    def __init__(self, futures: list[Future[StepOutput]]) -> None:
+        self.futures = futures
+
+    def wait(self) -> StepOutput:
+        outputs = [future.result(PATIENCE_S) for future in self.futures]
+        assert not any(output.token_ids for output in outputs[:-1]), "only the last one samples"
+        return outputs[-1]
+
+
+def pipelined_engine(
+    monkeypatch: pytest.MonkeyPatch,
+    path: Path,
+    draft: LoadedModel | None = None,
+    tokenizer: Tokenizer | None = None,
+    **options: Any,
+) -> LLMEngine:
+    """An engine over stages of this process, which checks itself after every step."""
+
+    def make_parts(config: EngineConfig, loaded: Any, draft: Any, tokenizer: Any, members: Any):
+        lines: list[Line] = []
+        parts: list[LocalRunner] = []
+        for stage in range(config.pipeline_parallel_size):
+            line = Line(Ranks(1, config.pipeline_parallel_size, stage), lines)
+            part = load_model(
+                path, torch.float64, torch.device("cpu"), partial(ShardedModel, collectives=line)
+            )
+            max_model_len = find_max_model_len(config, part.config)
+            vocab_size = find_vocab_size(part.config, tokenizer and tokenizer.vocab_size)
+            parts.append(make_runner(config, part, draft, max_model_len, vocab_size))
+        guesses = parts[-1].speculation
+        runner = LocalStages([Stage(local) for local in parts])
+        side = RunnerSide(
+            runner if guesses is None else TrimmingRunner(runner, members),
+            model_facts(part),
+            parts[-1].kv_cache,
+            max_model_len,
+            vocab_size,
+            block_io=lambda: pytest.fail("no connectors here"),
+            is_queued=True,
+            speculation=guesses,
+            num_lookahead_tokens=None if guesses is None else guesses.proposer.num_lookahead_tokens,
+            close=runner.close,
+        )
+        return assemble_around(config, side), tokenizer
+
+    monkeypatch.setattr(common.engine, "_make_remote_parts", make_parts)
+    config = EngineConfig(check_invariants=True, **{"pipeline_parallel_size": 2, **options})
+    return LLMEngine(config, draft=draft, tokenizer=tokenizer)

@@ -1,0 +1,164 @@
+"""An engine whose layers are in stages says what `transformers` says. The stages are threads here;
+as processes: `common/parallel/test_pipeline_processes.py`."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from common.engine import EngineConfig, LLMEngine
+from common.parallel.pipeline import PipelinedEngineCore
+from common.parallel.stage import StageRunner
+from common.tests.engine_oracle import finish, greedy_params, scarce, serve_a_crowd
+from common.tests.local_stages import LocalStages, pipelined_engine
+from common.tests.test_overlap_engine import everything_said, tokens_and_reasons
+
+SCHEDULERS = ("two_phase", "prefill_first", "fcfs")
+
+
+def settings_for(scheduler: str, config: dict) -> dict:
+    if scheduler == "fcfs":
+        config = {k: v for k, v in config.items() if k not in ("policy", "preempt_every")}
+        config["num_blocks"] += 2  # it reserves
+    return config | {"scheduler": scheduler}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))]
+)
+def test_a_crowd_is_served_in_stages(seed: int, scheduler: str, oracle, monkeypatch) -> None:
+    """Hardly any memory, forced preemption, chunks, caches, samples, aborts: exactly the oracle's
+    tokens."""
+    rng = random.Random(f"{seed} {scheduler}")
+    config = scarce(rng, oracle, block_size := rng.choice([1, 4, 16]))
+    if scheduler != "fcfs":
+        config["chunked_prefill"] = rng.choice([True, 7, 16])
+    config["prefix_cache"] = rng.choice([None, "hash", "radix"])
+    engine = pipelined_engine(monkeypatch, oracle.path, **settings_for(scheduler, config))
+    assert isinstance(engine.core, PipelinedEngineCore), block_size
+    serve_a_crowd(engine, oracle, rng, seed)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("seed", "scheduler", "method"),
+    [
+        (0, "two_phase", "draft"),
+        (1, "prefill_first", "ngram"),
+        *(
+            pytest.param(seed, scheduler, method, marks=pytest.mark.slow)
+            for seed in range(2, 6)
+            for scheduler in SCHEDULERS[:2]
+            for method in ("ngram", "draft")
+        ),
+    ],
+)
+def test_a_crowd_is_guessed_on_at_the_last_stage(
+    seed: int, scheduler: str, method: str, oracle, draft, monkeypatch
+) -> None:
+    rng = random.Random(seed)
+    config = scarce(rng, oracle, 4) | {"speculative": {"method": method, "num_spec_tokens": 3}}
+    engine = pipelined_engine(
+        monkeypatch, oracle.path, draft, **settings_for(scheduler, config)
+    )
+    serve_a_crowd(engine, oracle, rng, seed)
+    assert engine.speculation.stats.num_drafted > 0
+    first, last = stages_of(engine)
+    assert first.local.speculation is None and last.local.speculation is not None
+    engine.close()
+
+
+def stages_of(engine):
+    runner = engine.core.runner
+    while not isinstance(runner, LocalStages):
+        runner = runner.runner
+    return runner.stages
+
+
+@pytest.mark.slow  # in processes it is in the normal run
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_every_kind_of_request_gets_the_same_tokens_text_and_reasons(
+    scheduler, shipped_loaded, shipped_tokenizer, monkeypatch
+) -> None:
+    """In float64: penalties, seeds, samples, stop strings and tokens, log-probabilities."""
+    options = {"scheduler": scheduler, "max_num_seqs": 4, "block_size": 4, "num_blocks": 400}
+    prompts = ["def f(x):\n", "import os", "class A", "# a", "x = [1, 2"]
+    config = EngineConfig(**options)
+    path, tokenizer = shipped_loaded.path, shipped_tokenizer
+    engines = [
+        LLMEngine(config, loaded=shipped_loaded, tokenizer=tokenizer),
+        pipelined_engine(monkeypatch, path, None, tokenizer, shuffle_batch=True, **options),
+    ]
+    plain, staged = (everything_said(engine, prompts, 0) for engine in engines)
+    assert tokens_and_reasons(plain) == tokens_and_reasons(staged)
+    assert engines[1].stats().discarded_tokens == 0, "nothing is planned behind an end"
+    for name, completions in plain.items():
+        for one, other in zip(completions, staged[name], strict=True):
+            for entry, same in zip(one[4] or (), other[4] or (), strict=True):
+                assert (entry.token_id, entry.rank) == (same.token_id, same.rank)
+                assert entry.logprob == pytest.approx(same.logprob, abs=1e-9)
+    engines[1].close()
+
+
+def test_each_stage_has_its_layers_and_several_steps_are_under_way(oracle, monkeypatch) -> None:
+    engine = pipelined_engine(monkeypatch, oracle.path, num_blocks=100)
+    for i in range(4):
+        engine.add_request(str(i), oracle.prompts[i], greedy_params(6))
+    most = 0
+    for _ in range(60):
+        if not engine.has_unfinished_requests():
+            break
+        engine.step()
+        most = max(most, len(engine.core._under_way))
+    assert most == 1, "after a step; two while it waits"
+    stages = [stage.local for stage in stages_of(engine)]
+    assert [s.paged.model.layer_range for s in stages] == [range(0, 1), range(1, 2)]
+    assert all(isinstance(s.paged, StageRunner) for s in stages)
+    assert [len(s.kv_cache.key_cache) for s in stages] == [1, 1]
+    first, last = (s.paged.state for s in stages)
+    assert first.row_of == last.row_of and (first.block_tables == last.block_tables).all()
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("error", [MemoryError, OSError])
+def test_a_stage_that_raises_ends_who_ran_and_the_engine_does_not_hang(
+    stage, error, oracle, monkeypatch
+) -> None:
+    """Both micro-batches are lost; who waits loses nothing."""
+    engine = pipelined_engine(monkeypatch, oracle.path, num_blocks=200, max_num_seqs=2)
+    for i in range(4):
+        engine.add_request(str(i), oracle.prompts[i], greedy_params(6))
+    engine.step(), engine.step()
+    engine.core.wait_for_steps()
+    paged = stages_of(engine)[stage].local.paged
+    monkeypatch.setattr("common.tests.local_stages.PATIENCE_S", 0.5)  # for what never comes
+    failing = paged.compute
+
+    def fail(batch):
+        raise error("no more")
+
+    paged.compute = fail
+    with pytest.raises(error, match="no more"):
+        for _ in range(3):
+            engine.step()
+    paged.compute = failing
+    engine.check_invariants()
+    assert engine.kv_manager.num_blocks_in_use == 0 and not engine.core._under_way
+    assert set(engine.scheduler.requests) == {"2", "3"}
+    engine.close()
+
+
+def test_what_does_not_go_with_stages_is_said(caplog) -> None:
+    with pytest.raises(ValueError, match="target_step_ms is 5.0: in a pipeline the time of a step"):
+        EngineConfig(pipeline_parallel_size=2, target_step_ms=5.0)
+
+
+def test_overlap_is_no_part_of_a_pipeline_and_that_is_said(oracle, monkeypatch, caplog) -> None:
+    engine = pipelined_engine(monkeypatch, oracle.path, num_blocks=99, overlap_scheduling=True)
+    assert "overlap_scheduling has no effect with pipeline_parallel_size" in caplog.text
+    engine.add_request("a", oracle.prompts[1], greedy_params(5))
+    assert finish(engine)["a"].outputs[0].token_ids == oracle.expected(1, 5)
+    engine.close()
