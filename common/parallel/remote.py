@@ -183,7 +183,9 @@ def assemble_remote(
     for ranks in all_ranks:
         rank_config(checkpoint.config, ranks)  # raises if there is no such part
     device = config.resolve_device()
-    started = launch(config.num_ranks, config.num_threads, device)
+    if device.index is not None and config.num_ranks > 1:
+        raise ValueError(f"device is {config.device!r}: every rank has its own, so name none")
+    started = launch(config.num_ranks, device)
     output_rank = next(ranks.rank for ranks in all_ranks if ranks.is_output_rank)
     executor = Executor(
         started.links, output_rank, config.worker_timeout_s, compares=config.check_invariants

@@ -51,7 +51,7 @@ class Launch:
         return 0 if self.store is None else self.store.port
 
 
-def launch(num_ranks: int, num_threads: int | None, device: torch.device) -> Launch:
+def launch(num_ranks: int, device: torch.device) -> Launch:
     """Raises `ValueError` if there are not enough devices."""
     if is_torchrun():
         return _launch_with_torchrun(num_ranks)

@@ -12,6 +12,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from common import demo
 from common.engine import EngineConfig, LLMEngine
@@ -220,6 +221,22 @@ def test_what_can_not_be_is_refused_before_any_process_starts(wrong, error, reas
     monkeypatch.setattr(remote_launch, "start_process", None)
     with pytest.raises(error, match=reason):
         LLM(**wrong)
+
+
+def test_each_worker_gets_its_share_of_the_cores_unless_told(monkeypatch):
+    monkeypatch.setattr(remote_launch, "start_process", lambda rank: None)
+    monkeypatch.setattr(remote_launch.torch, "get_num_threads", lambda: 7)
+    started = [remote_launch.launch(n, torch.device("cpu")) for n in (1, 2, 3, 9)]
+    assert [launch.num_threads for launch in started] == [7, 3, 2, 1]
+
+
+def test_a_device_of_its_own_for_each_rank(monkeypatch):
+    monkeypatch.setattr(EngineConfig, "resolve_device", lambda self: torch.device("cuda", 1))
+    with pytest.raises(ValueError, match="device is 'cuda:1': every rank has its own"):
+        LLM(tensor_parallel_size=2, device="cuda:1")
+    monkeypatch.setattr(remote_launch.torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="2 ranks need a CUDA device each: there are 1"):
+        remote_launch.launch(2, torch.device("cuda"))
 
 
 def test_a_loaded_model_does_not_cross(shipped_loaded) -> None:
