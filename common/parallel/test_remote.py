@@ -16,7 +16,7 @@ import pytest
 from common.engine import EngineConfig, LLMEngine
 from common.parallel import message, remote
 from common.parallel.executor import WorkerError
-from common.parallel.remote_cases import (
+from common.tests.remote_cases import (
     BLOCK_SIZE,
     PROMPTS,
     WORKERS,

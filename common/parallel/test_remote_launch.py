@@ -19,7 +19,7 @@ from common.engine import EngineConfig, LLMEngine
 from common.llm import LLM
 from common.parallel import remote_launch
 from common.parallel.channel import Channel, ChannelClosed
-from common.parallel.remote_cases import PROMPTS, WORKERS, is_there
+from common.tests.remote_cases import PROMPTS, WORKERS, is_there
 from request import SamplingParams
 
 # It has no `if __name__ == "__main__"`, and says so if it is run again.
