@@ -178,7 +178,8 @@ def make_runner(
     batch_sampler: BatchSampler = sampler
     how, proposer, kind = config.speculation, None, PagedModelRunner
     if config.pipeline_parallel_size > 1:
-        from common.parallel.stage import NoSampler, StageRunner as kind
+        from common.parallel.stage import NoSampler
+        from common.parallel.stage import StageRunner as kind
 
         if not model.collectives.ranks.is_last_stage:
             batch_sampler, how = NoSampler(), None
@@ -305,11 +306,11 @@ def compile_kernels(
 
     weight = loaded.model.embed_weight
     launches = launch_configurations(
-        loaded.model.part,
+        loaded.model.rank_config,
         config,
         weight.dtype,
         architecture_of(weight.device),
-        draft=None if draft is None else draft.model.part,
+        draft=None if draft is None else draft.model.rank_config,
         vocab_size=vocab_size,
     )
     warm_up(launches, weight.device)

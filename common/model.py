@@ -196,12 +196,12 @@ class DecoderModel(nn.Module):
     ) -> None:
         """What every process has, whatever its part is."""
         self.config, self.regions, self.collectives = config, Regions(), collectives
-        self.part = config  # the shapes of the layers here, which may be a part of the model's
         self.layers = cast("list[DecoderLayer]", nn.ModuleList(layers))
         dtype, device = self.embed_weight.dtype, self.embed_weight.device
         table = rotary_table(config.rope, config.head_dim, config.max_position_embeddings, dtype)
         self.register_buffer("rotary_table", table.to(device), persistent=False)
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
+        self.rank_config = config  # the shapes that this process computes with
         self.num_layers = len(layers)
         self.num_heads, self.num_kv_heads, _ = layers[0].head_counts
 

@@ -254,4 +254,5 @@ def test_what_warms_up_a_stage(tmp_path):
         loaded = load(tmp_path, ranks)
         kv_cache = allocate_kv_cache(loaded, 5, 4)
         output = run_forward(loaded, kv_cache, TorchAttentionBackend(), [7, 3], 2)
+        assert loaded.model.rank_config == rank_config(loaded.config, ranks)
         assert output.shape == ((2, 89) if ranks.is_last_stage else (10, 32))

@@ -42,13 +42,17 @@ def test_a_crowd_is_served_in_stages(seed: int, scheduler: str, oracle, monkeypa
     engine.close()
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft"])
 @pytest.mark.parametrize(
-    ("seed", "scheduler"),
+    ("seed", "scheduler", "method"),
     [
-        (0, "two_phase"),
-        (1, "prefill_first"),
-        *(pytest.param(s, "two_phase", marks=pytest.mark.slow) for s in range(2, 8)),
+        (0, "two_phase", "draft"),
+        (1, "prefill_first", "ngram"),
+        *(
+            pytest.param(seed, scheduler, method, marks=pytest.mark.slow)
+            for seed in range(2, 6)
+            for scheduler in SCHEDULERS[:2]
+            for method in ("ngram", "draft")
+        ),
     ],
 )
 def test_a_crowd_is_guessed_on_at_the_last_stage(
@@ -71,9 +75,8 @@ def stages_of(engine):
     return runner.stages
 
 
-@pytest.mark.parametrize(
-    "scheduler", ["two_phase", *(pytest.param(s, marks=pytest.mark.slow) for s in SCHEDULERS[1:])]
-)
+@pytest.mark.slow  # in processes it is in the normal run
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_every_kind_of_request_gets_the_same_tokens_text_and_reasons(
     scheduler, shipped_loaded, shipped_tokenizer, monkeypatch
 ) -> None:
