@@ -24,7 +24,8 @@ and thresholds are tried `WAYS` at a time:
     low         t1          t2          t3          t4        high      above(t) >= k | above(t) < k
                             low        high                             after one pass over the row
 
-Of equal logits the lower ids are kept, in the last pass, which counts them.
+Of equal logits the lower ids are kept, in the last pass, which counts them. For up to 256 tokens,
+the vocabulary is read once, for the maxima of its blocks, and then only as many blocks as tokens.
 
 The draw is chapter 5's, by one uniform number and integer weights. Gumbel noise, which vLLM and
 others use, needs a random number and a logarithm for each token of the vocabulary, and the winner
@@ -48,6 +49,7 @@ from kernel_launch import TRITON_TYPES, Launch
 from paged_attention_triton import next_power_of_2
 from triton_or_none import jit, jit_for_any, tl
 
+PART = 64  # tokens to a block, of which the best ones are searched for a few tokens
 TILE = 2048  # tokens that a program loads at once
 WAYS = 4  # thresholds that a pass tries: more of them cost more than the passes that they save
 NUM_WARPS = 8
@@ -75,9 +77,34 @@ def _key(x):
 
 
 @jit
-def _load_keys(row, weights_row, token, width, HAS_WEIGHTS: tl.constexpr, SCALE: tl.constexpr):
-    """Of some tokens: logits, keys, and what they weigh, int64: 1, or their probability."""
-    is_token = token < width
+def _token(index, blocks, num_blocks, first_behind, PART: tl.constexpr):
+    """The token of a candidate: those of some blocks, and then those behind all blocks."""
+    is_inside = index < num_blocks * PART
+    block = tl.load(blocks + index // PART, mask=is_inside, other=0).to(tl.int32)
+    behind = first_behind + index - num_blocks * PART
+    return tl.where(is_inside, block * PART + index % PART, behind)
+
+
+@jit
+def _load_keys(
+    row,
+    weights_row,
+    index,
+    width,
+    blocks,
+    num_blocks,
+    first_behind,
+    HAS_WEIGHTS: tl.constexpr,
+    SCALE: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Of some candidates: logits, keys, and what they weigh, int64: 1, or their probability.
+    Candidates are all tokens, if PART is 0."""
+    is_token = index < width
+    if PART > 0:
+        token = _token(index, blocks, num_blocks, first_behind, PART)
+    else:
+        token = index
     x = tl.load(row + token, mask=is_token, other=float("-inf"))
     if HAS_WEIGHTS:
         p = tl.load(weights_row + token, mask=is_token, other=0.0).to(tl.float64)
@@ -95,8 +122,12 @@ def _search(
     bound,
     low,
     high,
+    blocks,
+    num_blocks,
+    first_behind,
     HAS_WEIGHTS: tl.constexpr,
     SCALE: tl.constexpr,
+    PART: tl.constexpr,
     TILE: tl.constexpr,
     WAYS: tl.constexpr,
 ):
@@ -104,21 +135,34 @@ def _search(
     It is above `low`, and less lies above `high`, int64."""
     way = tl.arange(0, WAYS)
     above_high = tl.zeros([], tl.int64)
-    while high - low > 1:
-        step = tl.maximum((high - low) // (WAYS + 1), 1)
-        threshold = tl.minimum(low + step * (way + 1), high - 1)
+    gap = high - low
+    while gap > 1:
+        step = tl.maximum(gap // (WAYS + 1), 1)
+        threshold = tl.minimum(low + step * (way + 1), low + gap - 1)
         above = tl.zeros([WAYS], tl.int64)
         for start in range(0, width, TILE):
-            token = start + tl.arange(0, TILE)
-            _, key, weight = _load_keys(row, weights_row, token, width, HAS_WEIGHTS, SCALE)
+            index = start + tl.arange(0, TILE)
+            _, key, weight = _load_keys(
+                row,
+                weights_row,
+                index,
+                width,
+                blocks,
+                num_blocks,
+                first_behind,
+                HAS_WEIGHTS,
+                SCALE,
+                PART,
+            )
             is_above = key[:, None] > threshold.to(key.dtype)[None, :]
             above += tl.sum(tl.where(is_above, weight[:, None], 0), 0)
         is_less = above.to(tl.float64) < bound
         low = tl.max(tl.where(is_less, low, threshold))
-        lowest = tl.min(tl.where(is_less, threshold, high))
-        here = tl.max(tl.where(is_less & (threshold == lowest), above, 0))
-        above_high = tl.where(lowest < high, here, above_high)
-        high = lowest
+        found = tl.min(tl.where(is_less, threshold, high))
+        here = tl.max(tl.where(is_less & (threshold == found), above, 0))
+        above_high = tl.where(found == high, above_high, here)
+        high = found
+        gap = high - low  # pyright: ignore[reportOperatorIssue]
     return high, above_high
 
 
@@ -161,56 +205,99 @@ def _penalties_kernel(
 
 
 @jit_for_any(
-    "width", "most", "has_top_k", "logits_stride", unaligned=("temperature", "top_k", "lowest")
+    "width",
+    "most",
+    "has_top_k",
+    "logits_stride",
+    "num_blocks",
+    "first_behind",
+    unaligned=("temperature", "top_k", "lowest"),
 )
 def _shape_kernel(
     output,  # [num_rows, most], float64 if IS_NARROW, else float32
     ids,  # [num_rows, most] int64 if IS_NARROW
-    logits,  # [num_rows, width] float32
+    logits,  # [num_rows, vocab_size] float32
+    blocks,  # [num_rows, num_blocks] int64 if IS_NARROW, ascending: where the candidates are
     temperature,  # [num_rows], like output
     top_k,  # [num_rows] int64; 0: no limit
     lowest,  # [num_rows], like output: what is below is improbable
-    width,
+    width,  # number of candidates
     most,  # columns of the output
     has_top_k,
     logits_stride,  # from row to row
+    num_blocks,
+    first_behind,  # token behind all blocks, from which on all are candidates
     IS_NARROW: tl.constexpr,
+    PART: tl.constexpr,  # tokens of a block; 0: all tokens are candidates
     TILE: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    LOW: tl.constexpr = -(2**31) - 1  # keys of float32 are above
-    HIGH: tl.constexpr = 2**31 - 1
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * logits_stride
+    blocks += row * num_blocks
     target = output + row * most
+    lowest_key = tl.full([], -(2**31), tl.int64)  # as int32
+    low = lowest_key - 1
+    high = -lowest_key - 1
+    num_before = tl.zeros([], tl.int64)
     # Of the narrow, first which are the columns, and then which of them stay.
-    k = tl.load(top_k + row)
-    is_cut = (has_top_k != 0) & (k > 0) & (k < most)
-    bound = k.to(tl.float64)
-    last = tl.full([], LOW, tl.int64)
-    above = tl.zeros([], tl.int64)
-    low = tl.full([], LOW, tl.int64)
-    high = tl.full([], HIGH, tl.int64)
-    if is_cut:
-        last, above = _search(source, source, width, bound, low, high, False, 1.0, TILE, WAYS)
     if IS_NARROW:
         num_columns = tl.zeros([], tl.float64) + most
         column_last, column_above = _search(
-            source, source, width, num_columns, low, high, False, 1.0, TILE, WAYS
+            source,
+            source,
+            width,
+            num_columns,
+            low,
+            high,
+            blocks,
+            num_blocks,
+            first_behind,
+            False,
+            1.0,
+            PART,
+            TILE,
+            WAYS,
         )
-        num_before = tl.zeros([], tl.int64)
+        low = column_last - 1
+    k = tl.load(top_k + row)
+    is_cut = (has_top_k != 0) & (k > 0) & (k < most)
+    bound = k.to(tl.float64)
+    last = lowest_key - 1
+    above = tl.zeros([], tl.int64)
+    if is_cut:
+        last, above = _search(
+            source,
+            source,
+            width,
+            bound,
+            low,
+            high,
+            blocks,
+            num_blocks,
+            first_behind,
+            False,
+            1.0,
+            PART,
+            TILE,
+            WAYS,
+        )
 
     highest = tl.full([], float("-inf"), tl.float32)
     for start in range(0, width, TILE):
-        token = start + tl.arange(0, TILE)
-        x = tl.load(source + token, mask=token < width, other=float("-inf"))
+        index = start + tl.arange(0, TILE)
+        x, _, _ = _load_keys(
+            source, source, index, width, blocks, num_blocks, first_behind, False, 1.0, PART
+        )
         highest = tl.maximum(highest, tl.max(x))
 
     scale = tl.load(temperature + row)
     floor = tl.load(lowest + row)
     for start in range(0, width, TILE):
-        token = start + tl.arange(0, TILE)
-        x, key, weight = _load_keys(source, source, token, width, False, 1.0)
+        index = start + tl.arange(0, TILE)
+        x, key, weight = _load_keys(
+            source, source, index, width, blocks, num_blocks, first_behind, False, 1.0, PART
+        )
         key = key.to(tl.int64)
         is_kept, above = _kept(key, weight, last, above, bound)
         wide = x.to(scale.dtype)
@@ -219,13 +306,14 @@ def _shape_kernel(
         wide = tl.where(wide < floor, float("-inf"), wide)
         if IS_NARROW:
             is_column, column_above = _kept(key, weight, column_last, column_above, num_columns)
-            is_column = is_column & (token < width)
+            is_column = is_column & (index < width)
             column = num_before + tl.cumsum(is_column.to(tl.int64)) - 1
             num_before += tl.sum(is_column.to(tl.int64))
+            token = _token(index, blocks, num_blocks, first_behind, PART).to(tl.int64)
             tl.store(target + column, wide, mask=is_column)
-            tl.store(ids + row * most + column, token.to(tl.int64), mask=is_column)
+            tl.store(ids + row * most + column, token, mask=is_column)
         else:
-            tl.store(target + token, wide, mask=token < width)
+            tl.store(target + index, wide, mask=index < width)
 
 
 @jit_for_any("width", unaligned=("top_p",))
@@ -248,10 +336,12 @@ def _top_p_kernel(
     bound = tl.maximum(p * SCALE, 1.0)
     low = tl.full([], LOW, tl.int64)
     high = tl.zeros([], tl.int64)
-    last, above = _search(logits, probs, width, bound, low, high, True, SCALE, TILE, WAYS)
+    last, above = _search(
+        logits, probs, width, bound, low, high, probs, 0, 0, True, SCALE, 0, TILE, WAYS
+    )
     for start in range(0, width, TILE):
         token = start + tl.arange(0, TILE)
-        x, key, weight = _load_keys(logits, probs, token, width, True, SCALE)
+        x, key, weight = _load_keys(logits, probs, token, width, probs, 0, 0, True, SCALE, 0)
         is_kept, above = _kept(key.to(tl.int64), weight, last, above, bound)
         tl.store(logits + token, tl.where(is_kept, x, float("-inf")), mask=token < width)
 
@@ -306,10 +396,12 @@ def penalties_launch() -> Launch:
 @cache
 def shape_launch(is_narrow: bool) -> Launch:
     kind = "*fp64" if is_narrow else "*fp32"
-    arguments = {"output": kind, "ids": "*i64", "logits": "*fp32", "temperature": kind}
-    arguments |= {"top_k": "*i64", "lowest": kind}
-    arguments |= dict.fromkeys(("width", "most", "has_top_k", "logits_stride"), "i32")
-    constants = {"IS_NARROW": is_narrow, "TILE": TILE, "WAYS": WAYS}
+    arguments = {"output": kind, "ids": "*i64", "logits": "*fp32", "blocks": "*i64"}
+    arguments |= {"temperature": kind, "top_k": "*i64", "lowest": kind}
+    lengths = "width", "most", "has_top_k", "logits_stride", "num_blocks", "first_behind"
+    arguments |= dict.fromkeys(lengths, "i32")
+    part = PART if is_narrow else 0
+    constants = {"IS_NARROW": is_narrow, "PART": part, "TILE": TILE, "WAYS": WAYS}
     unaligned = "temperature", "top_k", "lowest"
     return Launch(_shape_kernel, arguments, constants, NUM_WARPS, unaligned=unaligned, **_EXACT)
 
@@ -393,30 +485,51 @@ def shape(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if logits.dtype != torch.float32:
         return sampling_constraints.shape(logits, temperature, top_k, min_p, most, is_narrow)
-    logits, (num_rows, width) = _with_rows(logits), logits.shape
-    dtype = torch.float64 if is_narrow else torch.float32
+    logits, dtype = _with_rows(logits), torch.float64 if is_narrow else torch.float32
     limits = torch.finfo(dtype)
-    columns = most if is_narrow else width
-    output = logits.new_empty(num_rows, columns, dtype=dtype)
-    ids = logits.new_empty(output.shape if is_narrow else num_rows, dtype=torch.int64)
     scale = temperature.clamp(limits.tiny, limits.max).to(dtype)
     # Logarithms are PyTorch's.
     lowest = torch.full_like(scale, -torch.inf) if min_p is None else min_p.log().to(dtype)
+    if not is_narrow:
+        return _shape(logits, scale, top_k, lowest), None
+    return _shape_narrow(logits, scale, top_k, lowest, most)
+
+
+def _shape(
+    logits: torch.Tensor, scale: torch.Tensor, top_k: torch.Tensor | None, lowest: torch.Tensor
+) -> torch.Tensor:
+    output, (num_rows, width) = logits.new_empty(logits.shape), logits.shape
+    unused = output.new_empty(num_rows, dtype=torch.int64) if top_k is None else top_k
     if num_rows:
-        shape_launch(is_narrow)(
-            (num_rows,),
-            output,
-            ids,
-            logits,
-            scale,
-            ids if top_k is None else top_k,  # some address: what is there does not count
-            lowest,
-            width,
-            columns,
-            int(top_k is not None),
-            logits.stride(0),
-        )
-    return output, (ids if is_narrow else None)
+        tensors = output, unused, logits, unused, scale, unused, lowest
+        numbers = width, width, int(top_k is not None), logits.stride(0), 0, 0
+        shape_launch(is_narrow=False)((num_rows,), *tensors, *numbers)
+    return output
+
+
+def _shape_narrow(
+    logits: torch.Tensor,
+    scale: torch.Tensor,
+    top_k: torch.Tensor | None,
+    lowest: torch.Tensor,
+    most: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """None of the `most` highest is in a block behind the `most` best ones, as in `ranked_ids`: so
+    only those are searched, and which they are is found among the maxima of blocks."""
+    num_rows, vocab_size = logits.shape
+    output = logits.new_empty(num_rows, most, dtype=torch.float64)
+    ids = logits.new_empty(num_rows, most, dtype=torch.int64)
+    blocks, num_blocks, first_behind = ids, 0, 0
+    if vocab_size // PART > 2 * most:
+        num_blocks, first_behind = most, vocab_size // PART * PART
+        best = logits[:, :first_behind].unflatten(1, (-1, PART)).amax(dim=-1)
+        blocks = _shape_narrow(best, scale, None, lowest, most)[1]
+    if num_rows:
+        tensors = output, ids, logits, blocks, scale, ids if top_k is None else top_k, lowest
+        width = num_blocks * PART + vocab_size - first_behind
+        numbers = width, most, int(top_k is not None), logits.stride(0), num_blocks, first_behind
+        shape_launch(is_narrow=True)((num_rows,), *tensors, *numbers)
+    return output, ids
 
 
 def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,18 @@ pytest.importorskip("triton")
 
 NEG_INF = float("-inf")
 VOCABS = (1, 5, 300, TILE + 77)
+
+
+@pytest.fixture
+def more_ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of a search, which the interpreter likes better; small vocabularies have as many as ever."""
+    caches = sampler_kernel.shape_launch, sampler_kernel.top_p_launch
+    monkeypatch.setattr(sampler_kernel, "WAYS", 64)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
 
 
 def adversarial_rows(vocab_size: int, device: torch.device) -> torch.Tensor:
@@ -84,6 +96,9 @@ TEMPERATURES = [1.0, 0.7, 1.3, 1e-300, 1e300, 2.0, 0.1, 1 / 3]
         (TILE + 77, 0, False, False, True),
         (TILE + 77, TILE + 76, False, True, False),
         (TILE + 77, 32, True, True, True),
+        (TILE + 77, 16, True, True, True),  # in 16 blocks, and behind all blocks
+        (5000, 8, True, False, True),
+        (12_300, 1, True, True, False),  # and the block among blocks of blocks
     ],
 )
 def test_the_highest_are_those_of_the_specification(
@@ -93,7 +108,10 @@ def test_the_highest_are_those_of_the_specification(
     has_top_k: bool,
     has_min_p: bool,
     device: torch.device,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if vocab_size >= 300:
+        request.getfixturevalue("more_ways")
     logits = adversarial_rows(vocab_size, device)
     temperature = doubles(TEMPERATURES, device)
     k = torch.tensor([most, 1, most // 2 + 1, most, most // 3 + 1, 3, most, 2], device=device)
@@ -106,8 +124,17 @@ def test_the_highest_are_those_of_the_specification(
     assert ids is None or expected_ids is None or equal(ids, expected_ids)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("vocab_size", [1, 5, 256, TILE + 77])
+@pytest.mark.usefixtures("more_ways")
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [
+        (1, torch.float32),
+        (5, torch.float32),
+        (TILE + 77, torch.float32),
+        (256, torch.float64),
+        (257, torch.float64),
+    ],
+)
 def test_top_p_has_the_same_border(
     vocab_size: int, dtype: torch.dtype, device: torch.device, launched: list[str]
 ) -> None:
@@ -119,21 +146,33 @@ def test_top_p_has_the_same_border(
     probs = logits.softmax(-1).gather(1, order)
     weights = (probs.double() * SCALE + 0.5).long()
     reached = weights.cumsum(-1)[:, vocab_size // 3].double() / SCALE
-    for top_p in (
+    around = (
         reached,
         reached.nextafter(torch.zeros_like(reached)),
         reached.nextafter(2 * torch.ones_like(reached)),
-        doubles([1.0, 0.5, 1e-300, 0.9, 0.25, 1 - 2.0**-53, 0.75, 2.0**-30], device),
-    ):
+        doubles([1.0, 0.5, 1e-300, 0.9, 0.25, 1 - 2.0**-53, 0.75, 0.0], device),
+    )
+    row = torch.arange(len(rows), device=device)
+    for first in range(4) if vocab_size == 5 else (1, 2):  # a row at each of them in turn
+        top_p = torch.stack(around)[(row + first) % 4, row]
         expected = spec.apply_top_p(logits, top_p)
         assert equal(sampler_kernel.apply_top_p(logits.clone(), top_p), expected)
-        assert (expected > NEG_INF)[:, 0].any() and (expected > NEG_INF).any(-1).all()
+        assert (expected > NEG_INF).any(-1).all()
     is_for_pytorch = dtype == torch.float64 and vocab_size > 256
     assert bool(launched) != is_for_pytorch, "columns in float64 are few"
 
 
-@pytest.mark.parametrize("vocab_size", [1, 127, 128, 257, 5000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [
+        (1, torch.float32),
+        (127, torch.float32),
+        (128, torch.float64),
+        (256, torch.float64),
+        (257, torch.float64),  # PyTorch's
+        (5000, torch.float32),
+    ],
+)
 def test_the_draw_is_that_of_the_specification(
     vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -156,7 +195,7 @@ def test_the_draw_is_that_of_the_specification(
 
 def test_drawn_tokens_have_the_exact_probabilities(device: torch.device) -> None:
     expected = np.array([0.5, 0.0, 0.25, 0.125, 0.125])
-    n = 300
+    n = 200
     u = counter_random.uniforms(torch.full((n,), 5), torch.arange(n)).to(device)
     rows = torch.from_numpy(expected).float().expand(n, -1).contiguous().to(device)
     counts = np.bincount(sampler_kernel.sample_from_probs(rows, u).cpu().numpy(), minlength=5)
@@ -209,12 +248,13 @@ def as_plain(output: Any) -> tuple:
     return output.token_ids, output.errors, {r: list(e) for r, e in output.logprobs.items()}
 
 
+@pytest.mark.usefixtures("more_ways")
 @pytest.mark.parametrize("vocab_size", [6, 400])
 def test_a_sampler_of_kernels_says_what_the_other_says(
     vocab_size: int, device: torch.device, launched: list[str]
 ) -> None:
     torch.manual_seed(vocab_size)
-    n = 2 * len(RECIPES)
+    n = 2 * len(RECIPES) if vocab_size > 100 else 18
     logits = make_logits(n, vocab_size).to(device)
     for row, value in ((3, math.nan), (9, math.inf), (13, -math.nan), (17, NEG_INF)):
         logits[row, : None if value == NEG_INF else 3] = value
@@ -236,6 +276,7 @@ def test_a_greedy_batch_launches_nothing(device: torch.device, launched: list[st
     assert tokens == {"r0": [0], "r1": [1], "r2": [2]} and not launched
 
 
+@pytest.mark.usefixtures("more_ways")
 def test_logits_in_float64_are_sampled_from_by_pytorch(launched: list[str]) -> None:
     torch.manual_seed(0)
     n, vocab_size = len(RECIPES), 700
@@ -246,6 +287,7 @@ def test_logits_in_float64_are_sampled_from_by_pytorch(launched: list[str]) -> N
     assert "_shape_kernel" not in launched and "_penalties_kernel" not in launched
 
 
+@pytest.mark.usefixtures("more_ways")
 def test_verification_and_guesses_have_the_same_rules(device: torch.device) -> None:
     """Speculation changes no token, and neither do the kernels under it."""
     torch.manual_seed(1)
@@ -300,6 +342,7 @@ def count_operations(rules: distributions.Rules | None, monkeypatch) -> tuple[in
     return device.reads, device.uploads, count[0]
 
 
+@pytest.mark.usefixtures("more_ways")
 def test_the_host_waits_once_and_the_device_has_less_to_do(monkeypatch) -> None:
     reads, uploads, num_plain = count_operations(None, monkeypatch)
     monkeypatch.undo()
@@ -333,6 +376,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.mark.usefixtures("more_ways")
 def test_a_bad_row_stays_bad(device: torch.device) -> None:
     """And what it draws on the way is within the vocabulary: it is an index."""
     logits = torch.full((3, 40), math.nan, device=device)
