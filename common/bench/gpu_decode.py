@@ -19,7 +19,7 @@ import torch
 
 from common.bench.gpu_arithmetic import decode_cost, kv_bytes_per_token
 from common.bench.gpu_budget import Section
-from common.bench.gpu_engine import TEMPERATURE, Engines, finish
+from common.bench.gpu_engine import TEMPERATURE, Engines, finish, paged_runner
 from common.bench.gpu_inputs import BLOCK_SIZE, Cell, Lab, decode_lengths, paged_inputs
 from common.engine import LLMEngine
 from common.runner.model_runner import PagedModelRunner
@@ -46,12 +46,6 @@ class SkippedPrompts:
 
 
 _NO_TIME = {"prepare_ms": 0.0, "forward_ms": 0.0, "sample_ms": 0.0}
-
-
-def paged_runner(engine: LLMEngine) -> PagedModelRunner:
-    """Without its thread, which an overlapped engine on a CPU has."""
-    runner: Any = engine.core.runner
-    return getattr(runner, "runner", runner)
 
 
 def take_in(
@@ -91,7 +85,7 @@ def fits(engine: LLMEngine, lab: Lab, cell: Cell, section: Section) -> bool:
 
 def measure_decode(engines: Engines, mode: str, section: Section) -> None:
     """Whole steps of the engine, by the host's clock: each ends with its tokens on the host."""
-    lab, engine = engines.lab, engines.get(mode)
+    lab, engine = engines.lab, engines.get(mode, engines.lab.sizes.max_model_len)
     rows = section.results["steps"] = []
     num_steps = lab.sizes.num_decode_steps
     for cell in lab.sizes.forward_cells:
@@ -130,7 +124,7 @@ def decode_row(lab: Lab, cell: Cell, context: int, times: list[float]) -> dict[s
 def measure_forward(engines: Engines, section: Section) -> None:
     """The model and the highest logit, recorded as one graph: no host. Work items of attention,
     which a step plans once for all layers, are planned before."""
-    lab, engine = engines.lab, engines.get("eager")
+    lab, engine = engines.lab, engines.get("eager", engines.lab.sizes.max_model_len)
     runner = paged_runner(engine)
     cache = runner.kv_cache
     rows = section.results["steps"] = []

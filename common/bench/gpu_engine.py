@@ -5,8 +5,8 @@
     graphs    yes      no
     overlap   yes      yes
 
-One engine of a mode is made and used for all its sections; the KV memory of two would not fit. The
-model has the shape of Qwen3-0.6B and random weights, which take the same time as trained ones.
+There is one engine at a time: the KV memory of two would not fit. The model has the shape of
+Qwen3-0.6B and random weights, which take the same time as trained ones.
 
 **Workload**: 256 requests at once, 100 to 1,024 random tokens in and as many out, temperature 0.6,
 end of text ignored: what nano-vllm publishes its throughput with (its `bench.py`)."""
@@ -27,6 +27,7 @@ from common.bench.random_weights import random_model
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from common.loader import LoadedModel
+from common.runner.model_runner import PagedModelRunner
 from request import SamplingParams
 
 MODES: dict[str, dict[str, Any]] = {
@@ -34,6 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
     "graphs": {"enforce_eager": False, "overlap_scheduling": False},
     "overlap": {"enforce_eager": False, "overlap_scheduling": True},
 }
+OPTIONS = {f.name for f in fields(EngineConfig)}
 TEMPERATURE = 0.6
 ENDED_EARLY = "a run was ended before all requests were: its rate is of what it did"
 WORKLOAD_IDS = 10_000  # token ids are below
@@ -44,7 +46,7 @@ class Engines:
     """One model, and one engine at a time."""
 
     lab: Lab
-    mode: str | None = None
+    made: tuple[str, int] | None = None  # mode, and positions of the longest request
     _engine: LLMEngine | None = None
     _loaded: LoadedModel | None = None
 
@@ -55,30 +57,36 @@ class Engines:
             self._loaded = random_model(lab.sizes.model, lab.seed, lab.dtype, where)
         return self._loaded
 
-    def get(self, mode: str) -> LLMEngine:
-        """Raises `UnavailableError` for a mode that this version of the engine does not have."""
-        if self._engine is not None and self.mode == mode:
+    def get(self, mode: str, max_model_len: int) -> LLMEngine:
+        """Raises `UnavailableError` for a mode that this version of the engine does not have, and
+        `RuntimeError` if the engine fell back to another."""
+        if self._engine is not None and self.made == (mode, max_model_len):
             return self._engine
         self.drop()
         options = mode_options(mode)
-        sizes = self.lab.sizes
+        sizes, is_rehearsal = self.lab.sizes, self.lab.device.is_rehearsal
+        if is_rehearsal and "emulate_graphs" in OPTIONS and not options["enforce_eager"]:
+            options["emulate_graphs"] = True
         config = EngineConfig(
             attention_backend="triton",
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
-            max_model_len=sizes.max_model_len,
-            num_blocks=65 if self.lab.device.is_rehearsal else None,
+            max_model_len=max_model_len,
+            num_blocks=65 if is_rehearsal else None,
             block_size=BLOCK_SIZE,
             **options,
         )
-        self._engine, self.mode = LLMEngine(config, loaded=self.loaded), mode
-        for cache in (*self._engine.kv_cache.key_cache, *self._engine.kv_cache.value_cache):
+        engine = self._engine = LLMEngine(config, loaded=self.loaded)
+        self.made = mode, max_model_len
+        if options.get("enforce_eager") is False and not has_graphs(engine):
+            raise RuntimeError("no graphs were captured; the engine's warning says why")
+        for cache in (*engine.kv_cache.key_cache, *engine.kv_cache.value_cache):
             cache.normal_(generator=self.lab.generator)
-        return self._engine
+        return engine
 
     def drop(self) -> None:
         """Its memory is free afterwards: the next one takes all there is."""
-        engine, self._engine, self.mode = self._engine, None, None
+        engine, self._engine, self.made = self._engine, None, None
         if engine is not None:
             caches = engine.kv_cache
             try:
@@ -91,9 +99,19 @@ class Engines:
         self.lab.device.release()
 
 
+def has_graphs(engine: LLMEngine) -> bool:
+    return getattr(paged_runner(engine), "graphs", None) is not None
+
+
+def paged_runner(engine: LLMEngine) -> PagedModelRunner:
+    """Without its thread, which an overlapped engine on a CPU has."""
+    runner: Any = engine.core.runner
+    return getattr(runner, "runner", runner)
+
+
 def mode_options(mode: str) -> dict[str, Any]:
     options = dict(MODES[mode])
-    if "enforce_eager" not in {f.name for f in fields(EngineConfig)}:
+    if "enforce_eager" not in OPTIONS:
         if mode == "graphs":
             raise UnavailableError("this version of the engine has no graphs")
         del options["enforce_eager"]
@@ -168,7 +186,7 @@ def serve(
 
 def measure_workload(engines: Engines, mode: str, section: Section) -> None:
     """As often as there is time for, at most `num_runs` times."""
-    lab, engine = engines.lab, engines.get(mode)
+    lab, engine = engines.lab, engines.get(mode, engines.lab.sizes.workload_model_len)
     requests = requests_of(lab, 0)
     few = [BenchRequest(r.prompt_token_ids, 4) for r in requests[:16]]
     serve(engine, lab.device, few, section.deadline)
@@ -177,6 +195,7 @@ def measure_workload(engines: Engines, mode: str, section: Section) -> None:
             **mode_options(mode),
             "max_num_seqs": engine.config.max_num_seqs,
             "max_num_batched_tokens": engine.config.max_num_batched_tokens,
+            "max_model_len": engine.max_model_len,
             "num_blocks": engine.kv_cache.num_blocks,
         },
         "num_requests": len(requests),
@@ -204,7 +223,7 @@ def measure_workload(engines: Engines, mode: str, section: Section) -> None:
 
 def count_waits(engines: Engines, mode: str, section: Section) -> None:
     """Of a few requests, from their prompts to their ends."""
-    lab, engine = engines.lab, engines.get(mode)
+    lab, engine = engines.lab, engines.get(mode, engines.lab.sizes.workload_model_len)
     requests = [
         BenchRequest(r.prompt_token_ids, min(r.max_tokens, 32)) for r in requests_of(lab, 1)[:32]
     ]

@@ -56,7 +56,8 @@ class Sizes:
     num_runs: int  # of the workload, if there is time
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_model_len: int
+    max_model_len: int  # of decode steps
+    workload_model_len: int
 
 
 def grid(batches: Sequence[int], contexts: Sequence[int]) -> tuple[Cell, ...]:
@@ -93,6 +94,7 @@ FULL = Sizes(
     max_num_seqs=512,
     max_num_batched_tokens=16384,
     max_model_len=8448,
+    workload_model_len=4096,
 )
 TINY_MODEL = replace(
     QWEN3_0_6B,
@@ -122,9 +124,10 @@ REHEARSAL = Sizes(
     num_decode_steps=2,
     workload=(2, (3, 6), (2, 3)),
     num_runs=1,
-    max_num_seqs=4,
+    max_num_seqs=2,
     max_num_batched_tokens=64,
     max_model_len=64,
+    workload_model_len=64,
 )
 
 

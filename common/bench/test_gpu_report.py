@@ -214,11 +214,11 @@ def test_a_dropped_engine_gives_its_memory_back() -> None:
     engines = Engines(Lab(RehearsedDevice(), REHEARSAL, 0))
     config = EngineConfig(device="cpu", attention_backend="torch", num_blocks=9, max_model_len=64)
     engines._engine = LLMEngine(config, loaded=random_model(TINY_MODEL))
-    engines.mode = "eager"
+    engines.made = ("eager", 64)
     cache = weakref.ref(engines._engine.kv_cache.key_cache[0])
     engine = weakref.ref(engines._engine)
     engines.drop()
-    assert cache() is None and engine() is None and engines.mode is None
+    assert cache() is None and engine() is None and engines.made is None
 
 
 # -- the command
