@@ -221,6 +221,20 @@ def test_a_request_after_the_victim_still_gets_its_token():
     assert preempted(output) == ["b"] and set(planned(output)) == {"a", "c"}
 
 
+def test_a_victim_in_front_of_others_costs_none_of_them_its_token():
+    """Trap 20: v stands first, so everybody behind it moves up when it leaves."""
+    loop = Loop(6, policy="priority")
+    for name, priority in (("v", 9), ("u", 0), ("w", 1)):
+        loop.add(name, 5, 8, priority=priority)
+        loop.step()
+    assert list(loop.scheduler.running) == ["v", "u", "w"]
+    output = loop.step()
+    for _ in as_long_as(lambda: not preempted(output)):
+        output = loop.step()
+    assert preempted(output) == ["v"] and planned(output) == {"u": 1, "w": 1}
+    loop.run()
+
+
 def test_a_victim_that_was_planned_gives_everything_back():
     """Trap 21: budget, blocks and its entry in the plan."""
     loop = Loop(5, policy="priority", max_num_batched_tokens=12)

@@ -19,7 +19,7 @@ from bounded_loops import as_long_as
 from fake_model import FakeModelRunner, continuation
 from kv_memory import UncachedKVCacheManager
 from request import Request
-from scheduler_interface import FinishedStep, SchedulerOutput
+from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
 from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
 from speculative_scheduler import SpeculativeScheduler
 from whole_prompts import CutPrompts
@@ -116,6 +116,19 @@ def test_drafts_are_planned_trimmed_and_taken_back(kind):
     stats = loop.scheduler.get_stats()
     num_tokens = sum(r.num_tokens - 1 for r in loop.requests.values())
     assert stats.total_scheduled_tokens == num_tokens + stats.total_rejected_drafts
+
+
+def test_a_block_that_ends_in_a_rejected_guess_is_not_published():
+    """Trap 13. 7 tokens are known, 3 guesses fill the second block, and all three are wrong."""
+    scheduler = SpeculativeScheduler(num_gpu_blocks=20, block_size=4)
+    request = Request.from_tokens("r", [1, 2, 3, 4, 5, 6], 20)
+    scheduler.add_request(request)
+    output = StepOutput({"r": [7]}, draft_token_ids={"r": [50, 51, 52]})
+    scheduler.update_from_output(scheduler.schedule(), output)
+    scheduler.update_from_output(scheduler.schedule(), StepOutput({"r": [8]}))
+    assert (request.num_tokens, request.num_computed_tokens) == (8, 7)
+    (published,) = scheduler.kv_memory.cache.cached_prefixes()
+    assert published.token_ids == (1, 2, 3, 4)
 
 
 def two_of_three_guess(budget: int) -> Loop:

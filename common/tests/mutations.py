@@ -23,17 +23,15 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from common.tools.source_patch import ROOT, Patch
+
 PAGE = ROOT / "BREAK_A_LINE.md"
 _NOT_COPIED = (".git", ".venv", "build", "dist", "shared", "figures", "*.ipynb", "__pycache__")
 _SECONDS = 300  # for one test
 
 
 @dataclass(frozen=True, slots=True)
-class Mutation:
-    file: str
-    old: str  # stands in `file` exactly once
-    new: str
+class Mutation(Patch):
     test: str  # path::name
     harm: str  # what a user would see
 
@@ -433,12 +431,11 @@ def passes(copy: Path, tests: Sequence[str]) -> bool:
 def is_caught(copy: Path, mutation: Mutation) -> bool:
     """Break the line in the copy, run the test, mend the line."""
     path = copy / mutation.file
-    text = path.read_text(encoding="utf-8")
     try:
-        path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+        path.write_text(mutation.apply(), encoding="utf-8")
         return not passes(copy, [mutation.test])
     finally:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(mutation.text(), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,224 @@
+"""Exhibits of chapter 1: who runs, what is sampled, when it ends."""
+
+from __future__ import annotations
+
+from common.museum.exhibit import Exhibit
+from common.museum.props import request, steps
+from common.tools.source_patch import Patch
+
+
+def more_runners_than_seats() -> str:
+    from fcfs_scheduler import FCFSScheduler
+
+    scheduler, counts = FCFSScheduler(max_num_seqs=2), []
+    for number in range(6):
+        scheduler.add_request(request(f"r{number}", 3, max_tokens=9))
+    for _ in steps(scheduler, most=3):
+        counts.append(scheduler.get_request_counts()[0])
+    return f"2 seats, 6 requests; running after each of 3 steps: {counts}"
+
+
+def a_long_queue() -> str:
+    from fcfs_scheduler import FCFSScheduler
+
+    scheduler = FCFSScheduler(max_num_seqs=2)
+    for number in range(5):
+        scheduler.add_request(request(f"r{number}", 3, max_tokens=2))
+    computed = sum(sum(plan.values()) for plan in steps(scheduler, most=50))
+    return (
+        f"2 seats, 5 requests, 50 steps allowed: {computed} tokens computed, "
+        f"{scheduler.get_num_unfinished_requests()} requests unfinished"
+    )
+
+
+def prompts_that_never_stop_coming() -> str:
+    from fcfs_scheduler import FCFSScheduler
+
+    scheduler, first = FCFSScheduler(max_num_batched_tokens=8), request("first", 3, max_tokens=50)
+    scheduler.add_request(first)
+    for number, _ in enumerate(steps(scheduler, most=21)):
+        scheduler.add_request(request(f"r{number}", 6, max_tokens=1))
+    return f"one new prompt a step; `first` has got {first.num_output_tokens} tokens in 21 steps"
+
+
+def a_second_end() -> str:
+    from request import Request, SamplingParams
+
+    answer = Request("r", [1, 2], SamplingParams(max_tokens=6), eos_token_ids=[100, 101])
+    for token in (7, 8, 101, 9, 9, 9):  # 101: end of turn
+        if not answer.is_finished:
+            answer.append_output_token(token)
+    return f"the model says 7 8 101; the answer is {answer.output_token_ids}, {answer.finish_reason}"
+
+
+def greedy_is_asked_for() -> str:
+    from request import SamplingParams
+
+    return f"temperature=0 is greedy: {SamplingParams(temperature=0).is_greedy}"
+
+
+def behind_the_end() -> str:
+    from fcfs_scheduler import FCFSScheduler
+    from request import Request, SamplingParams
+    from scheduler_interface import StepOutput
+
+    scheduler = FCFSScheduler()
+    scheduler.add_request(Request("r", [1, 2], SamplingParams(), eos_token_ids=[5]))
+    plan = scheduler.schedule()
+    (result,) = scheduler.update_from_output(plan, StepOutput({"r": [8, 5, 8, 9]}))
+    return f"a step brings 8, the end (5), 8, 9; the user gets {result.new_token_ids}"
+
+
+def two_engines() -> str:
+    from fcfs_scheduler import FCFSScheduler
+
+    one, other = FCFSScheduler(), FCFSScheduler()
+    lines = []
+    for name, scheduler in (("first", one), ("second", other)):
+        scheduler.add_request(request("a", 5))
+        plan = scheduler.schedule()
+        prompts = [len(new.prompt_token_ids) for new in plan.scheduled_new_reqs]
+        lines.append(f"{name} engine, request `a`: prompts sent to its runner: {prompts}")
+    return "\n".join(lines)
+
+
+EXHIBITS = (
+    Exhibit(
+        trap=17,
+        origin="nano-vllm #265 #271",
+        title="More requests run than there are seats",
+        patch=Patch(
+            "01_batching/fcfs_scheduler.py",
+            "while self.waiting and len(self.running) < self.max_num_seqs:",
+            "while self.waiting and len(admitted) < self.max_num_seqs:",
+        ),
+        seen="`max_num_seqs` held for the newcomers of one step and not for all who run. Under load "
+        "the batch outgrew the buffers that were made for it; requests beyond the limit got their "
+        "first token and then starved.",
+        lesson="A limit on a state has to count the state, not the changes made to it just now.",
+        demonstrate=more_runners_than_seats,
+        wrong="2 seats, 6 requests; running after each of 3 steps: [2, 4, 6]",
+        right="2 seats, 6 requests; running after each of 3 steps: [2, 2, 2]",
+        tests=(
+            "01_batching/test_fcfs_scheduler.py::"
+            "test_running_never_exceeds_max_num_seqs_however_many_arrive_in_one_step",
+        ),
+    ),
+    Exhibit(
+        trap=23,
+        origin="vLLM #53130",
+        title="The queue counts against the seats",
+        patch=Patch(
+            "01_batching/fcfs_scheduler.py",
+            "while self.waiting and len(self.running) < self.max_num_seqs:",
+            "while self.waiting and len(self.requests) <= self.max_num_seqs:",
+        ),
+        seen="Once more requests waited than there are seats, nobody was admitted any more. The "
+        "health check stayed green, the GPU idle, and the queue grew.",
+        lesson="A server that does nothing looks healthy. Test a queue that is longer than "
+        "everything else, and look at progress, not at errors.",
+        demonstrate=a_long_queue,
+        wrong="2 seats, 5 requests, 50 steps allowed: 0 tokens computed, 5 requests unfinished",
+        right="2 seats, 5 requests, 50 steps allowed: 20 tokens computed, 0 requests unfinished",
+        tests=("01_batching/test_fcfs_scheduler.py::test_a_long_queue_does_not_stop_admission",),
+    ),
+    Exhibit(
+        trap=18,
+        origin="nano-vllm, SGLang #32549 #34058",
+        title="New prompts first, and nobody else ever",
+        patch=Patch(
+            "01_batching/fcfs_scheduler.py",
+            "return self.make_plan(admitted | dict.fromkeys(was_running, 1))",
+            "return self.make_plan(admitted or dict.fromkeys(was_running, 1))",
+        ),
+        seen="As long as prompts arrived, every step was a prefill, and whoever was in the middle "
+        "of an answer stood still: in the report, one token in 21 steps.",
+        lesson="Prefill first is a policy with a price. Mix both in a step, or bound how many "
+        "prefills may follow each other.",
+        demonstrate=prompts_that_never_stop_coming,
+        wrong="one new prompt a step; `first` has got 1 tokens in 21 steps",
+        right="one new prompt a step; `first` has got 21 tokens in 21 steps",
+        tests=(
+            "01_batching/test_fcfs_scheduler.py::"
+            "test_running_requests_get_their_token_before_anyone_is_admitted",
+        ),
+    ),
+    Exhibit(
+        trap=49,
+        origin="nano-vllm",
+        title="A model with two ends, and only one is known",
+        patch=Patch(
+            "01_batching/request.py",
+            "eos_ids = () if sampling_params.ignore_eos else eos_token_ids",
+            "eos_ids = () if sampling_params.ignore_eos else list(eos_token_ids)[:1]",
+        ),
+        seen="A chat model may end a turn with one token and a document with another. Only the "
+        "first was honoured: answers ran on behind their end, up to `max_tokens`, often into a "
+        "conversation of the model with itself.",
+        lesson="`eos_token_id` in a configuration may be a list. Read what the format allows, not "
+        "what the first model has.",
+        demonstrate=a_second_end,
+        wrong="the model says 7 8 101; the answer is [7, 8, 101, 9, 9, 9], length",
+        right="the model says 7 8 101; the answer is [7, 8, 101], stop",
+        tests=("01_batching/test_request.py::test_every_eos_id_of_the_model_stops",),
+    ),
+    Exhibit(
+        trap=45,
+        origin="nano-vllm #249, SGLang #31214",
+        title="Greedy decoding is forbidden",
+        patch=Patch(
+            "01_batching/request.py",
+            '"temperature": ("[0.0, inf)", 0.0, sys.float_info.max),',
+            '"temperature": ("(0.0, inf)", math.ulp(0.0), sys.float_info.max),',
+        ),
+        seen="`temperature=0` was refused, or silently replaced by a small number or by 1. Nobody "
+        "could compare the engine with a reference, and so nobody noticed its other bugs.",
+        lesson="Greedy decoding is how an engine is checked. It is a case of its own, not a small "
+        "temperature.",
+        demonstrate=greedy_is_asked_for,
+        wrong="ValueError: temperature is 0: it must be a finite number in (0.0, inf)",
+        right="temperature=0 is greedy: True",
+        tests=("01_batching/test_request.py::test_temperature_zero_is_greedy_and_stays_zero",),
+    ),
+    Exhibit(
+        trap=38,
+        origin="SGLang #31599 #33758, vLLM #47616",
+        title="Words behind the end",
+        patch=Patch(
+            "01_batching/scheduler_books.py",
+            "result = EngineCoreOutput(request_id, sampled[:num_new])",
+            "result = EngineCoreOutput(request_id, sampled)",
+        ),
+        seen="With speculation a step may bring several tokens, and the end may be the second of "
+        "four. The request ended, but what was sampled behind it reached the user.",
+        lesson="Whatever decides that a request is over also decides which tokens are its own: ids, "
+        "text and log-probabilities are cut together, in one place.",
+        demonstrate=behind_the_end,
+        wrong="a step brings 8, the end (5), 8, 9; the user gets [8, 5, 8, 9]",
+        right="a step brings 8, the end (5), 8, 9; the user gets [8, 5]",
+        tests=(
+            "01_batching/test_fcfs_scheduler.py::"
+            "test_several_tokens_of_one_step_are_cut_behind_the_one_that_finishes",
+        ),
+    ),
+    Exhibit(
+        trap=50,
+        origin="nano-vllm",
+        title="Two engines, one memory of who was served",
+        patch=Patch(
+            "01_batching/fcfs_scheduler.py",
+            "        delta: RunnerDelta | None = None,",
+            "        delta: RunnerDelta | None = RunnerDelta(),",
+        ),
+        seen="What should belong to an engine belonged to the process. A second engine, in a test or "
+        "a notebook, took over counters of the first, and answered for requests that it never saw.",
+        lesson="A default value is made once, when the function is defined. State lives in objects "
+        "that somebody makes, never in a class, a module or a default.",
+        demonstrate=two_engines,
+        wrong="first engine, request `a`: prompts sent to its runner: [5]\n"
+        "second engine, request `a`: prompts sent to its runner: []",
+        right="first engine, request `a`: prompts sent to its runner: [5]\n"
+        "second engine, request `a`: prompts sent to its runner: [5]",
+        tests=("01_batching/test_engine_core.py::test_two_engines_share_nothing",),
+    ),
+)

@@ -1,0 +1,44 @@
+"""Exhibits of chapter 6: a prompt in pieces."""
+
+from __future__ import annotations
+
+from common.museum.exhibit import Exhibit
+from common.museum.props import say
+from common.tools.source_patch import Patch
+
+
+def a_piece_that_sees_its_future() -> str:
+    prompt = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n"
+    whole, pieces = say([prompt]), say([prompt], chunked_prefill=8)
+    return f"whole:     {whole[0]}\nin pieces: {pieces[0]}"
+
+
+EXHIBITS = (
+    Exhibit(
+        trap=28,
+        origin="nano-vllm #212 #213",
+        title="A piece of a prompt reads what is not written yet",
+        patch=Patch(
+            "06_chunked_prefill/mixed_batch.py",
+            "host_seq_lens=(queries.starts + queries.num_tokens).tolist(),",
+            "host_seq_lens=np.minimum(\n"
+            "            state.num_tokens[queries.rows],\n"
+            "            -(-(queries.starts + queries.num_tokens) // block_size) * block_size,\n"
+            "        ).tolist(),",
+        ),
+        seen="A chunk was told the length of the whole prompt instead of its own end. Its tokens "
+        "attended to slots behind them that nobody had written: KV of an earlier tenant. Short "
+        "prompts were right, long ones fluent and wrong.",
+        lesson="A chunk ends where it ends: `start + num_tokens`. Fill unused slots with NaN in "
+        "tests, and whoever reads one is found.",
+        demonstrate=a_piece_that_sees_its_future,
+        wrong='whole:     \'"""Show a bit of X-level widget for X-level widget.\\n\\nThis is a bit of the\'\n'
+        'in pieces: \'"""Shift the height of the window in a Tkinter.\\n\\nThis is a simple text in a Tkinter\'',
+        right='whole:     \'"""Show a bit of X-level widget for X-level widget.\\n\\nThis is a bit of the\'\n'
+        'in pieces: \'"""Show a bit of X-level widget for X-level widget.\\n\\nThis is a bit of the\'',
+        tests=(
+            "06_chunked_prefill/test_mixed_batch.py::"
+            "test_every_token_stands_once_at_its_place_and_the_short_ones_in_front",
+        ),
+    ),
+)

@@ -1,0 +1,544 @@
+"""Exhibits of chapter 3: what is shared, with whom, and for how long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.museum.exhibit import Exhibit
+from common.museum.props import request, steps
+from common.tools.source_patch import Patch
+
+A, B, C, D, E = ([letter] * 4 for letter in (1, 2, 3, 4, 5))  # a block of tokens each
+
+
+def make_cache(num_blocks: int = 20) -> Any:
+    """A hash chain over blocks of four tokens."""
+    from block_pool import BlockPool
+    from prefix_cache_local import PrefixCacheLocal
+
+    return PrefixCacheLocal(pool=BlockPool(num_blocks), block_size=4)
+
+
+def make_tree(num_pages: int = 20) -> Any:
+    from radix_cache import RadixCache
+
+    return RadixCache(page_size=4, num_pages=num_pages)
+
+
+def make_scheduler(num_blocks: int = 20, **limits: int) -> Any:
+    from cached_kv_cache_manager import CachedKVCacheManager
+    from caching_fcfs_scheduler import CachingFCFSScheduler
+
+    cache = make_cache(num_blocks)
+    return CachingFCFSScheduler(CachedKVCacheManager(cache.pool, 4, cache), **limits)
+
+
+def tokens_request(name: str, token_ids: list[int], max_tokens: int = 3) -> Any:
+    from request import Request
+
+    return Request.from_tokens(name, token_ids, max_tokens)
+
+
+def same_words_another_story() -> str:
+    cache = make_cache()
+    cache.cache_computed_blocks(A + B)
+    num_cached = cache.match_prefix(C + B + D).num_cached_tokens
+    both = cache.match_prefix(B + D).num_cached_tokens
+    return f"cached: A B. Found of B D: {both} tokens; of C B D: {num_cached}; right is 0 and 0"
+
+
+def twins_in_one_step() -> str:
+    from block_pool import BlockPool
+    from cached_kv_cache_manager import CachedKVCacheManager
+    from prefix_cache_local import PrefixCacheLocal
+
+    pool = BlockPool(7)
+    manager = CachedKVCacheManager(pool, 4, PrefixCacheLocal(pool=pool, block_size=4))
+    twins = [tokens_request(name, [1, 2, 3, 4, 5]) for name in ("a", "b")]
+    for num_tokens in (3, 2):  # both compute the same block, in two pieces
+        for twin in twins:
+            manager.allocate_slots(twin, num_tokens)
+            twin.num_computed_tokens += num_tokens
+    for twin in twins:
+        manager.cache_blocks(twin, 5)
+    newcomer = tokens_request("c", [9] * 12)
+    manager.allocate_slots(newcomer, 12)
+    tables = {name: list(manager.get_block_ids(name)) for name in ("a", "b", "c")}
+    shared = sorted(set(tables["b"]) & set(tables["c"]))
+    return f"tables: {tables}\nblocks that `b` reads and the newcomer `c` overwrites: {shared}"
+
+
+def all_of_it_is_cached() -> str:
+    scheduler, lines = make_scheduler(), []
+    for name in ("first", "second"):
+        scheduler.add_request(tokens_request(name, A + B))
+        plans = list(steps(scheduler, most=50))
+        end = "no end" if scheduler.has_unfinished_requests() else "the end"
+        lines.append(f"{name}: computes {plans[0][name]} of 8 tokens; {end} after {len(plans)} steps")
+    return "\n".join(lines)
+
+
+def sized_too_early() -> str:
+    scheduler = make_scheduler(max_num_batched_tokens=40)
+    scheduler.add_request(tokens_request("first", A + B + C + [9], max_tokens=1))
+    list(steps(scheduler))
+    scheduler.add_request(tokens_request("second", A + B + C + [9], max_tokens=1))
+    plan = scheduler.schedule()
+    (start,), planned = plan.start_positions, plan.num_scheduled_tokens["second"]
+    return f"13 tokens, {start} of them cached: {planned} scheduled from position {start} on"
+
+
+def a_warm_and_full_pool() -> str:
+    scheduler, hits = make_scheduler(num_blocks=6), []
+    for number in range(4):  # a prompt and its answer fill the 5 blocks
+        again = tokens_request(f"r{number}", A + B + C + D, max_tokens=2)
+        scheduler.add_request(again)
+        list(steps(scheduler))
+        hits.append(again.num_cached_tokens)
+    return f"the same 16 tokens asked four times, cached: {hits}"
+
+
+def the_matched_half() -> str:
+    cache = make_tree()
+    cache.cache_computed_blocks(A + B + C + D)
+    cache.cache_computed_blocks(E)
+    used = cache.match_prefix(A + B).num_cached_tokens  # used last of all
+    cache.evict(3)
+    left = cache.match_prefix(A + B).num_cached_tokens
+    return f"A B was used just now ({used} tokens); after three evictions {left} of it are left"
+
+
+def a_lock_that_begins_at_the_parent() -> str:
+    cache = make_tree()
+    cache.cache_computed_blocks(A + B)
+    match = cache.match_prefix(A + B)
+    cache.touch(match.blocks)  # a request reads these pages
+    num_evicted = cache.evict(2)
+    return f"two pages are in use; asked for two, the cache evicts {num_evicted}"
+
+
+def a_split_under_a_lock() -> str:
+    cache = make_tree()
+    cache.cache_computed_blocks(A + B + C + D)
+    match = cache.match_prefix(A + B + C + D)
+    cache.touch(match.blocks)  # one request reads all four pages
+    cache.match_prefix(A + B + E)  # another's prompt parts from it in the middle
+    users = [(len(n.blocks), n.lock_ref) for n in cache.tree.nodes() if not n.is_root]
+    return "\n".join(f"node of {pages} pages: {number} user" for pages, number in users)
+
+
+def pages_for_tokens() -> str:
+    cache = make_cache()
+    cache.cache_computed_blocks(A + B)
+    match = cache.match_prefix(A + B + C)
+    return f"two blocks of 4 tokens found: {match.num_cached_tokens} tokens need no computing"
+
+
+def a_view_of_the_row() -> str:
+    cache = make_tree()
+    row = A + B  # the batch's row of the first request
+    cache.insert(row, cache.pool.allocate(2))
+    row[:] = C + D  # the next request gets the row
+    found = [cache.match_prefix(p).num_cached_tokens for p in (A + D, A + B)]
+    return f"computed: A B, then its row is written over\nfound: {found[0]} tokens of A D, {found[1]} of A B"
+
+
+def the_head_goes_first() -> str:
+    cache = make_cache()
+    cache.cache_computed_blocks(A + B + C + D)
+    cache.evict(1)
+    left = cache.match_prefix(A + B + C + D).num_cached_tokens
+    return f"of 16 cached tokens 4 are evicted; {left} can still be found"
+
+
+def crafted_prompts() -> str:
+    cache = make_cache()
+    cache.cache_computed_blocks([-1] * 8)
+    num_cached = cache.match_prefix([-2] * 8).num_cached_tokens
+    return f"a prompt that nobody has sent, made to collide: {num_cached} of 8 tokens are served"
+
+
+def an_adapter_and_a_salt() -> str:
+    cache = make_cache()
+    cache.cache_computed_blocks(A + B, (("lora", "X"),))
+    num_cached = cache.match_prefix(A + B, (("salt", "X"),)).num_cached_tokens
+    return f"computed with adapter X; found by tenant X without it: {num_cached} of 8 tokens"
+
+
+def nineteen_for_eight() -> str:
+    cache = make_tree(num_pages=30)
+    cache.cache_computed_blocks(list(range(19 * 4)))
+    num_told = cache.evict(8)
+    return f"8 of 19 pages are wanted; the cache says {num_told}, and {cache.pool.num_free_blocks} " \
+        f"of 30 are free"
+
+
+def shared_pages_counted_twice() -> str:
+    cache = make_tree()
+    found = cache.cache_computed_blocks(A + B)
+    cache.touch(found), cache.touch(found)  # two requests read them
+    cache.release(found), cache.release(found)  # and have ended
+    return f"nobody is served; pages cached: 2, of them evictable: {cache.num_evictable_blocks}"
+
+
+def two_models_alike() -> str:
+    import torch
+
+    from weights_digest import weights_digest
+
+    embedding = torch.zeros(5000, 4)
+    other = embedding.clone()
+    other[4000] = 1.0  # another checkpoint: one row of a large matrix differs
+    names = {weights_digest([("embedding", weight)]) for weight in (embedding, other)}
+    return f"two checkpoints, different in one row: {len(names)} name(s) for the KV they share"
+
+
+LOCAL, TREE, CACHE = (
+    f"03_prefix_cache/{name}.py" for name in ("prefix_cache_local", "radix_tree", "prefix_cache")
+)
+RADIX, MANAGER = "03_prefix_cache/radix_cache.py", "03_prefix_cache/cached_kv_cache_manager.py"
+
+EXHIBITS = (
+    Exhibit(
+        trap=1,
+        origin="nano-vllm #153 #163",
+        title="The same words in another story",
+        patch=Patch(
+            LOCAL,
+            "    return blake2b(parent_hash + tokens, digest_size=HASH_BYTES).digest()",
+            "    return blake2b(tokens, digest_size=HASH_BYTES).digest()",
+        ),
+        seen="A block was found by its own tokens, whatever stood before them. The KV of a block "
+        "depends on all that precedes it, so the request went on in somebody else's context: "
+        "fluent, wrong, and only when two prompts share a middle.",
+        lesson="What a block holds is a prefix, not sixteen tokens. Chain the hash, and compare "
+        "the chain.",
+        demonstrate=same_words_another_story,
+        wrong="cached: A B. Found of B D: 4 tokens; of C B D: 0; right is 0 and 0",
+        right="cached: A B. Found of B D: 0 tokens; of C B D: 0; right is 0 and 0",
+        tests=(
+            "03_prefix_cache/test_prefix_cache.py::"
+            "test_recycled_content_is_no_hit_for_another_prefix",
+        ),
+    ),
+    Exhibit(
+        trap=2,
+        origin="nano-vllm #219 #243, mini-sglang #142",
+        title="Twins in one step",
+        patch=Patch(
+            MANAGER,
+            "                table.replace(index, kept)\n",
+            "                pass\n",
+        ),
+        seen="Two requests with one prompt were computed in the same step. The cache kept one copy "
+        "and freed the other, but the second request's table still named the freed block: it went "
+        "on from the KV of whoever got that block next.",
+        lesson="Freeing a duplicate is two changes, in the pool and in the table that names it, and "
+        "the runner has to hear of the second.",
+        demonstrate=twins_in_one_step,
+        wrong="tables: {'a': [1, 3], 'b': [2, 4], 'c': [5, 6, 2]}\n"
+        'blocks that `b` reads and the newcomer `c` overwrites: [2]',
+        right="tables: {'a': [1, 3], 'b': [1, 4], 'c': [5, 6, 2]}\n"
+        'blocks that `b` reads and the newcomer `c` overwrites: []',
+        tests=(
+            "03_prefix_cache/test_cached_kv_cache_manager.py::"
+            "test_a_duplicate_is_given_back_and_the_runner_is_told",
+        ),
+    ),
+    Exhibit(
+        trap=3,
+        origin="nano-vllm #144 #199",
+        title="A prompt that is cached to the last token",
+        patch=Patch(
+            MANAGER,
+            "num_usable = (request.num_tokens - 1) // self.block_size * self.block_size",
+            "num_usable = request.num_tokens // self.block_size * self.block_size",
+        ),
+        seen="A prompt of exactly so many blocks, sent twice. The second time nothing was left to "
+        "compute: an empty query, no logits to sample from, and a crash; or a request that never "
+        "ends.",
+        lesson="A cache can give keys and values, not logits. At least the last token is computed.",
+        demonstrate=all_of_it_is_cached,
+        wrong='first: computes 8 of 8 tokens; the end after 3 steps\n'
+        'second: computes 0 of 8 tokens; no end after 50 steps',
+        right='first: computes 8 of 8 tokens; the end after 3 steps\n'
+        'second: computes 4 of 8 tokens; the end after 3 steps',
+        tests=(
+            "03_prefix_cache/test_cached_kv_cache_manager.py::"
+            "test_at_least_the_last_token_is_computed",
+        ),
+    ),
+    Exhibit(
+        trap=4,
+        origin="nano-vllm #207 #211 #233, vLLM #18957",
+        title="Work is sized before the cache is asked",
+        patch=Patch(
+            "03_prefix_cache/caching_fcfs_scheduler.py",
+            "            num_tokens = request.num_tokens - computed.num_tokens\n",
+            "            num_tokens = request.num_tokens\n",
+        ),
+        seen="12 of 13 tokens were cached, and 13 were scheduled behind them: positions that do "
+        "not exist, and a budget spent on work that nobody has.",
+        lesson="Look up, then size, and look up again at every attempt to admit: the cache has "
+        "changed meanwhile.",
+        demonstrate=sized_too_early,
+        wrong="13 tokens, 12 of them cached: 13 scheduled from position 12 on",
+        right="13 tokens, 12 of them cached: 1 scheduled from position 12 on",
+        tests=(
+            "03_prefix_cache/test_caching_fcfs_scheduler.py::"
+            "test_work_is_sized_after_the_look_up",
+        ),
+    ),
+    Exhibit(
+        trap=5,
+        origin="vLLM #42948",
+        title="A full cache that never hits",
+        patch=Patch(
+            MANAGER,
+            "        computed = self._look_up(request)\n",
+            "        num_wanted = self.num_blocks_needed(request.max_num_tokens - 1)\n"
+            "        self.cache.evict(num_wanted - self.pool.num_free_blocks)\n"
+            "        computed = self._look_up(request)\n",
+        ),
+        seen="In a warm, full pool room was made for a request before its hit was held. The oldest "
+        "blocks were evicted, and they were the very blocks that it was about to use. The hit rate "
+        "fell to 0 and stayed there; nothing else was wrong.",
+        lesson="Hold what you have found before you take anything. And watch the hit rate: a cache "
+        "that never hits gives right answers.",
+        demonstrate=a_warm_and_full_pool,
+        wrong='the same 16 tokens asked four times, cached: [0, 0, 0, 0]',
+        right='the same 16 tokens asked four times, cached: [0, 12, 12, 12]',
+        tests=(
+            "03_prefix_cache/test_cached_kv_cache_manager.py::"
+            "test_a_hit_survives_the_eviction_it_causes",
+        ),
+    ),
+    Exhibit(
+        trap=6,
+        origin="mini-sglang #124, SGLang #24892",
+        title="The half that was just used is thrown away",
+        patch=Patch(
+            RADIX,
+            "        node = self.tree.node_of[blocks[-1].block_id]\n"
+            "        while not node.is_root and node.lock_ref == 0:",
+            "        node = self.tree.node_of[blocks[-1].block_id].above\n"
+            "        while not node.is_root and node.lock_ref == 0:",
+        ),
+        seen="A match ended inside a node of the radix tree, the node was split, and the new half "
+        "kept the old time of last use. The prefix that everybody was using was evicted first.",
+        lesson="After a split ask of both halves: who uses it, and since when. The matched half is "
+        "young, the rest is as old as it was.",
+        demonstrate=the_matched_half,
+        wrong='A B was used just now (8 tokens); after three evictions 4 of it are left',
+        right='A B was used just now (8 tokens); after three evictions 8 of it are left',
+        tests=(
+            "03_prefix_cache/test_radix_cache.py::"
+            "test_only_the_matched_half_of_a_cut_node_is_refreshed",
+        ),
+    ),
+    Exhibit(
+        trap=7,
+        origin="mini-sglang #52",
+        title="A lock that begins at the parent",
+        patch=Patch(
+            RADIX,
+            "        for node in self.tree.cut_out([block.block_id for block in blocks]):\n",
+            "        for node in self.tree.cut_out([block.block_id for block in blocks])[1:]:\n",
+        ),
+        seen="A request locked the path to its node, and the walk up began one node too high: the "
+        "pages that it had just matched were free to be evicted, and were given to somebody else "
+        "while it read them.",
+        lesson="Walks up a tree go wrong at both ends. Test a lock on a node right below the root, "
+        "then on one deeper.",
+        demonstrate=a_lock_that_begins_at_the_parent,
+        wrong='two pages are in use; asked for two, the cache evicts 2',
+        right='two pages are in use; asked for two, the cache evicts 0',
+        tests=("03_prefix_cache/test_radix_cache.py::test_a_lock_covers_the_node_that_it_ends_in",),
+    ),
+    Exhibit(
+        trap=7,
+        origin="SGLang #38480",
+        title="A split that forgets the lock",
+        patch=Patch(
+            TREE,
+            "upper = TreeNode(node.parent, key, blocks, page, node.lock_ref, node.last_access)",
+            "upper = TreeNode(node.parent, key, blocks, page, 0, node.last_access)",
+        ),
+        seen="While a request used a node, another prompt cut it in two. The new upper half had no "
+        "user any more: the head of a prompt in use could be evicted.",
+        lesson="A split makes one thing two, and whatever was true of the one must be said of both.",
+        demonstrate=a_split_under_a_lock,
+        wrong='node of 2 pages: 0 user\n'
+        'node of 2 pages: 1 user',
+        right='node of 2 pages: 1 user\n'
+        'node of 2 pages: 1 user',
+        tests=(
+            "03_prefix_cache/test_radix_cache.py::"
+            "test_a_locked_node_that_is_cut_is_locked_in_both_parts",
+        ),
+    ),
+    Exhibit(
+        trap=8,
+        origin="mini-sglang #64 #80",
+        title="Pages where tokens are meant",
+        patch=Patch(
+            CACHE,
+            "        return PrefixMatch(blocks, len(blocks) * self.block_size)",
+            "        return PrefixMatch(blocks, len(blocks))",
+        ),
+        seen="One function counted in pages, its caller in tokens. A long hit looked like a short "
+        "one, and what was cached was computed again into pages that others were reading.",
+        lesson="Put the unit into the name, `num_blocks`, `num_tokens`, and test with a block size "
+        "other than 1.",
+        demonstrate=pages_for_tokens,
+        wrong="two blocks of 4 tokens found: 2 tokens need no computing",
+        right="two blocks of 4 tokens found: 8 tokens need no computing",
+        tests=("03_prefix_cache/test_radix_cache.py::test_every_page_size_matches_whole_pages_only",),
+    ),
+    Exhibit(
+        trap=9,
+        origin="mini-sglang",
+        title="The cache keeps a view of somebody's row",
+        patch=Patch(
+            TREE,
+            "        return list(token_ids[begin * self.page_size : end * self.page_size])",
+            "        begin, end = begin * self.page_size, end * self.page_size\n"
+            "        if (begin, end) == (0, len(token_ids)):\n"
+            "            return token_ids  # all of it: no copy needed\n"
+            "        return list(token_ids[begin:end])",
+        ),
+        seen="The tree stored a slice of the batch's token table, which is no copy. The next "
+        "request in that row rewrote the keys of the cache: its prompt now led to KV of the old "
+        "one.",
+        lesson="A slice of a list is a copy, a slice of a tensor, an array or a memoryview is a "
+        "window. What is kept is copied.",
+        demonstrate=a_view_of_the_row,
+        wrong='computed: A B, then its row is written over\n'
+        'found: 8 tokens of A D, 4 of A B',
+        right='computed: A B, then its row is written over\n'
+        'found: 4 tokens of A D, 8 of A B',
+        tests=(
+            "03_prefix_cache/test_prefix_cache.py::test_the_cache_keeps_a_copy_of_the_tokens",
+        ),
+    ),
+    Exhibit(
+        trap=11,
+        origin="vLLM #51482",
+        title="The head of a prompt is evicted before its tail",
+        patch=Patch(
+            LOCAL,
+            "        for cached in reversed(cached_blocks):  # the deepest first: it is evicted "
+            "before its parent\n",
+            "        for cached in cached_blocks:\n",
+        ),
+        seen="A request gave up its blocks head first, so the head was reused first. What was left "
+        "in the cache could never be found again, since every look-up begins at the head: a full "
+        "cache, and no hits.",
+        lesson="The order in which blocks are freed is part of the contract: the deepest first.",
+        demonstrate=the_head_goes_first,
+        wrong="of 16 cached tokens 4 are evicted; 0 can still be found",
+        right="of 16 cached tokens 4 are evicted; 12 can still be found",
+        tests=("03_prefix_cache/test_prefix_cache.py::test_children_are_evicted_before_their_parents",),
+    ),
+    Exhibit(
+        trap=12,
+        origin="vLLM #12621",
+        title="A prompt made to collide",
+        patch=Patch(
+            LOCAL,
+            "    return blake2b(parent_hash + tokens, digest_size=HASH_BYTES).digest()",
+            "    key = str(hash((parent_hash, *token_ids)))\n"
+            "    return blake2b(key.encode(), digest_size=HASH_BYTES).digest()",
+        ),
+        seen="Blocks were named by Python's `hash`, which is made to be quick and is easy to "
+        "foresee. A prompt could be written that had the name of another user's prefix, and was "
+        "answered from it (CVE-2025-25183).",
+        lesson="A key that strangers can choose needs a cryptographic digest. `hash(-1)` is "
+        "`hash(-2)`.",
+        demonstrate=crafted_prompts,
+        wrong="a prompt that nobody has sent, made to collide: 8 of 8 tokens are served",
+        right="a prompt that nobody has sent, made to collide: 0 of 8 tokens are served",
+        tests=(
+            "03_prefix_cache/test_prefix_cache_local.py::"
+            "test_no_two_contents_share_a_hash_because_of_pythons_hash",
+        ),
+    ),
+    Exhibit(
+        trap=12,
+        origin="vLLM #44701",
+        title="An adapter named X and a tenant named X",
+        patch=Patch(
+            CACHE,
+            '    return tuple(sorted((tag, f"{type(value).__name__}:{value}") for tag, value in keys))',
+            '    return tuple(sorted(("", f"{type(value).__name__}:{value}") for _, value in keys))',
+        ),
+        seen="What KV depends on besides the tokens went into the hash as bare values. An adapter "
+        "and a cache salt of the same name gave the same key, and KV that was computed with the "
+        "adapter was served to a tenant without it.",
+        lesson="A value without its kind is ambiguous. Tag every part of a key.",
+        demonstrate=an_adapter_and_a_salt,
+        wrong="computed with adapter X; found by tenant X without it: 8 of 8 tokens",
+        right="computed with adapter X; found by tenant X without it: 0 of 8 tokens",
+        tests=("03_prefix_cache/test_prefix_cache.py::test_extra_keys_separate_everything",),
+    ),
+    Exhibit(
+        trap=14,
+        origin="SGLang #5556 #32217",
+        title="Nineteen pages for eight",
+        patch=Patch(
+            RADIX,
+            "            victims += self.tree.trim(leaf, num_blocks - len(victims))\n",
+            "            victims += self.tree.trim(leaf, len(leaf.blocks))\n",
+        ),
+        seen="Eviction took whole nodes. For 8 pages a node of 19 went, the caller was told 8, and "
+        "under pressure the cache was emptied again and again.",
+        lesson="Evict exactly what was asked for, and say exactly what was evicted.",
+        demonstrate=nineteen_for_eight,
+        wrong='8 of 19 pages are wanted; the cache says 8, and 30 of 30 are free',
+        right='8 of 19 pages are wanted; the cache says 8, and 19 of 30 are free',
+        tests=("03_prefix_cache/test_radix_cache.py::test_a_leaf_is_trimmed_to_exactly_what_is_asked",),
+    ),
+    Exhibit(
+        trap=58,
+        origin="SGLang #35270",
+        title="Memory that leaks in the books only",
+        patch=Patch(
+            RADIX,
+            "        if node.lock_ref == 0:\n"
+            "            self._num_used += len(node.blocks)\n"
+            "        node.lock_ref += 1\n",
+            "        self._num_used += len(node.blocks)\n        node.lock_ref += 1\n",
+        ),
+        seen="Pages that two requests shared were counted twice when they were locked and once when "
+        "they were let go. An idle server reported a leak and stopped; or it believed to have less "
+        "memory after every shared prompt.",
+        lesson="Count what changes state, not who caused it. And check the books against a recount "
+        "when nobody is served.",
+        demonstrate=shared_pages_counted_twice,
+        wrong="nobody is served; pages cached: 2, of them evictable: 0",
+        right="nobody is served; pages cached: 2, of them evictable: 2",
+        tests=("03_prefix_cache/test_prefix_cache.py::test_a_block_is_used_until_its_last_user_lets_go",),
+    ),
+    Exhibit(
+        trap=59,
+        origin="ours",
+        title="Two models with one name",
+        patch=Patch(
+            "03_prefix_cache/beyond/weights_digest.py",
+            "tensor.detach().reshape(-1).view(torch.uint8).split(_DIGEST_BYTES)",
+            "tensor.detach().reshape(-1).view(torch.uint8)[:4096].split(_DIGEST_BYTES)",
+        ),
+        seen="Engines that share KV over a disk or a network have to know that they run the same "
+        "model. Ours took a digest of a sample of the weights, to be quick. Two checkpoints that "
+        "differ elsewhere, say after a little fine-tuning, answered from each other's KV.",
+        lesson="A key must depend on everything that its value depends on. A digest of a sample is "
+        "a guess.",
+        demonstrate=two_models_alike,
+        wrong="two checkpoints, different in one row: 1 name(s) for the KV they share",
+        right="two checkpoints, different in one row: 2 name(s) for the KV they share",
+        tests=(
+            "03_prefix_cache/beyond/test_weights_digest.py::"
+            "test_every_element_of_every_weight_is_in_the_digest",
+        ),
+    ),
+)

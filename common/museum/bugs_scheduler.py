@@ -1,0 +1,274 @@
+"""Exhibits of chapter 4: memory runs out, and somebody has to make room."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.museum.exhibit import Exhibit
+from common.museum.props import steps
+from common.tools.source_patch import Patch
+
+
+def make_scheduler(num_blocks: int, **options: Any) -> Any:
+    """Over blocks of four positions, so many of them to use, and nothing is cached."""
+    from block_pool import BlockPool
+    from kv_memory import KVMemory
+    from scheduler import Scheduler
+
+    return Scheduler(kv_memory=KVMemory(BlockPool(num_blocks + 1), 4), watermark=0, **options)
+
+
+def add(scheduler: Any, name: str, num_prompt: int, max_tokens: int = 8, priority: int = 0) -> Any:
+    from request import Request
+
+    request = Request.from_tokens(name, [ord(name[0])] * num_prompt, max_tokens, priority)
+    scheduler.add_request(request)
+    return request
+
+
+def a_list_that_changes_under_the_loop() -> str:
+    scheduler = make_scheduler(6, policy="priority")
+    for name, priority in (("v", 9), ("u", 0), ("w", 1)):  # v comes first, and can wait longest
+        add(scheduler, name, 5, priority=priority)
+        next(steps(scheduler))
+    plans = [plan for plan in steps(scheduler, most=4) if "v" not in plan]
+    return f"v makes room for u; in that step there are tokens for {sorted(plans[0])}"
+
+
+def a_victim_in_the_plan() -> str:
+    scheduler = make_scheduler(5, policy="priority", max_num_batched_tokens=12)
+    for name, num_prompt, priority in (("v", 3, 5), ("u", 5, 1), ("o", 4, 2)):
+        add(scheduler, name, num_prompt, priority=priority)
+        next(steps(scheduler))
+    plan = scheduler.schedule()
+    lost = [request.request_id for request in plan.preempted_requests]
+    return f"preempted in this step: {lost}; planned in this step: {plan.num_scheduled_tokens}"
+
+
+def urgent_and_not_served() -> str:
+    scheduler = make_scheduler(40, max_num_seqs=1, policy="priority")
+    add(scheduler, "patient", 4, max_tokens=30, priority=9)
+    next(steps(scheduler))
+    add(scheduler, "urgent", 4, priority=0)
+    plans = list(steps(scheduler))
+    first = next(number for number, plan in enumerate(plans, 1) if "urgent" in plan)
+    return f"one seat, taken; an urgent request comes and computes its first token in step {first}"
+
+
+def equals_in_one_seat() -> str:
+    scheduler = make_scheduler(40, max_num_seqs=1, policy="priority", max_preemptions=1000)
+    for name in ("a", "b"):
+        add(scheduler, name, 4, max_tokens=6, priority=1)
+    seats = [name for plan in steps(scheduler, most=12) for name in plan]
+    return f"two equals, one seat, 12 steps: {' '.join(seats)}"
+
+
+def what_was_said_before() -> str:
+    from scheduler_interface import StepOutput
+
+    scheduler = make_scheduler(4)
+    requests = [add(scheduler, name, 7, max_tokens=8) for name in ("a", "b")]
+    for _ in range(200):
+        if not scheduler.has_unfinished_requests():
+            break
+        plan = scheduler.schedule()
+        ready = [r for r in plan.scheduled_requests if r.num_computed_tokens == r.num_tokens]
+        # The model counts: each token says at which place it stands.
+        scheduler.update_from_output(plan, StepOutput({r.request_id: [r.num_tokens] for r in ready}))
+    return f"b was preempted, and came back; it has said: {requests[1].output_token_ids}"
+
+
+def back_and_forth() -> str:
+    scheduler = make_scheduler(8, max_preemptions=1)
+    requests = [add(scheduler, name, 4, max_tokens=24) for name in "abcdef"]
+    list(steps(scheduler))
+    most = max(request.num_preemptions for request in requests)
+    num_recomputed = scheduler.get_stats().total_recomputed_tokens
+    return (
+        f"each may be preempted once; the unluckiest was {most} times, "
+        f"and {num_recomputed} tokens were computed again"
+    )
+
+
+def a_seat_for_nobody() -> str:
+    scheduler = make_scheduler(8, max_num_seqs=2, policy="priority")
+    for name, num_prompt, priority in (("a", 13, 1), ("b", 5, 5)):
+        add(scheduler, name, num_prompt, max_tokens=4, priority=priority)
+    next(steps(scheduler))
+    add(scheduler, "urgent", 20, max_tokens=1, priority=0)
+    plan = next(steps(scheduler))
+    return f"2 seats, a and b run, urgent does not fit the memory; computed in this step: {plan}"
+
+
+SCHEDULER, BASE = "04_scheduler/scheduler.py", "04_scheduler/scheduler_base.py"
+
+EXHIBITS = (
+    Exhibit(
+        trap=20,
+        origin="vLLM #49097",
+        title="Somebody is skipped when a victim leaves the list",
+        patch=Patch(
+            SCHEDULER,
+            "        running, planned, budget = list(self.running.values()), step.num_tokens, "
+            "step.budget\n"
+            "        for index, request in enumerate(running):\n"
+            "            if budget == 0:\n"
+            "                break\n",
+            "        planned, budget, index = step.num_tokens, step.budget, -1\n"
+            "        while (index := index + 1) < len(self.running) and budget:\n"
+            "            running = list(self.running.values())\n"
+            "            request = running[index]\n",
+        ),
+        seen="The loop went through the live list of running requests by index. When a victim was "
+        "taken out, everybody behind it moved up by one, and the next was passed over: no token in "
+        "this step, though memory and budget were there.",
+        lesson="Walk over a copy, and ask of each whether it is still there. A lost step shows in "
+        "no output, only in latency: test what each request gets in each step.",
+        demonstrate=a_list_that_changes_under_the_loop,
+        wrong="v makes room for u; in that step there are tokens for ['w']",
+        right="v makes room for u; in that step there are tokens for ['u', 'w']",
+        tests=(
+            "04_scheduler/test_scheduler.py::"
+            "test_a_victim_in_front_of_others_costs_none_of_them_its_token",
+        ),
+    ),
+    Exhibit(
+        trap=21,
+        origin="vLLM",
+        title="Preempted, and computed all the same",
+        patch=Patch(
+            SCHEDULER,
+            "        step.remove(victim)\n        step.preempted.append(victim)\n",
+            "        step.preempted.append(victim)\n",
+        ),
+        seen="A victim had been given its token earlier in the same step. Its blocks went to "
+        "somebody else, its entry stayed in the plan: the model computed a request that had no "
+        "memory, into memory that was another's.",
+        lesson="Whatever planning has given, preemption takes back: budget, blocks, guesses, and "
+        "the entry in the plan.",
+        demonstrate=a_victim_in_the_plan,
+        wrong="preempted in this step: ['v']; planned in this step: {'v': 1, 'u': 1, 'o': 1}",
+        right="preempted in this step: ['v']; planned in this step: {'u': 1, 'o': 1}",
+        tests=(
+            "04_scheduler/test_scheduler.py::test_a_victim_that_was_planned_gives_everything_back",
+        ),
+    ),
+    Exhibit(
+        trap=22,
+        origin="vLLM #40004",
+        title="Urgent, and at the end of the line",
+        patch=Patch(
+            SCHEDULER,
+            "        return lowest if lowest is not None and lowest.priority > newcomer.priority "
+            "else None",
+            "        return None",
+        ),
+        seen="Priorities ordered the queue, and the queue does not move while the batch is full. "
+        "An urgent request waited until somebody unimportant had written its last word.",
+        lesson="A priority that holds only among those who wait is a wish. Say what it does to "
+        "those who run.",
+        demonstrate=urgent_and_not_served,
+        wrong='one seat, taken; an urgent request comes and computes its first token in step 30',
+        right='one seat, taken; an urgent request comes and computes its first token in step 1',
+        tests=(
+            "04_scheduler/test_scheduler.py::"
+            "test_a_strictly_more_urgent_newcomer_takes_a_seat_and_an_equal_does_not",
+        ),
+    ),
+    Exhibit(
+        trap=22,
+        origin="vLLM #41951",
+        title="Two equals in one seat",
+        patch=Patch(
+            SCHEDULER,
+            "        return lowest if lowest is not None and lowest.priority > newcomer.priority "
+            "else None",
+            "        return lowest if lowest is not None and lowest.priority >= newcomer.priority "
+            "else None",
+        ),
+        seen="A request could take the place of an equal. The equal came back and took it again: "
+        "both were computed anew and anew, the machine was busy, and nobody got on.",
+        lesson="Only a strict order ends. Wherever one thing may replace another, ask what happens "
+        "to ties.",
+        demonstrate=equals_in_one_seat,
+        wrong='two equals, one seat, 12 steps: a b a b a b a b a b a b',
+        right='two equals, one seat, 12 steps: a a a a a a b b b b b b',
+        tests=(
+            "04_scheduler/test_scheduler.py::"
+            "test_a_strictly_more_urgent_newcomer_takes_a_seat_and_an_equal_does_not",
+        ),
+    ),
+    Exhibit(
+        trap=24,
+        origin="vLLM #28787",
+        title="What was said before is forgotten",
+        patch=Patch(
+            BASE,
+            "        request.num_computed_tokens = 0\n        request.num_preemptions += 1\n",
+            "        request.num_computed_tokens = 0\n"
+            "        del request.all_token_ids[request.num_prompt_tokens :]\n"
+            "        request.num_preemptions += 1\n",
+        ),
+        seen="A request was preempted in the middle of its answer. When it came back its history "
+        "had been cut to the prompt: it began its answer again, behind what the user had already "
+        "read.",
+        lesson="Preemption takes keys and values, never tokens. Prompt and outputs are computed "
+        "again as if they were one prompt.",
+        demonstrate=what_was_said_before,
+        wrong='b was preempted, and came back; it has said: [7, 8, 7, 8, 9, 10, 11, 12, 13, 14]',
+        right='b was preempted, and came back; it has said: [7, 8, 9, 10, 11, 12, 13, 14]',
+        tests=(
+            "04_scheduler/test_scheduler.py::"
+            "test_the_last_admitted_makes_room_and_comes_back_with_its_outputs",
+        ),
+    ),
+    Exhibit(
+        trap=26,
+        origin="SGLang #26248",
+        title="Back and forth",
+        patch=Patch(
+            BASE,
+            "        return request.num_preemptions >= self.max_preemptions",
+            "        return False",
+        ),
+        seen="Under steady load one retraction led to the next: who came back found the memory as "
+        "full as before, and was thrown out again after a few tokens. Throughput fell to a "
+        "fourteenth.",
+        lesson="Recomputation is paid for by the same machine that is too small already. Bound how "
+        "often anybody makes room, and plot it over time: an average hides it.",
+        demonstrate=back_and_forth,
+        wrong='each may be preempted once; the unluckiest was 3 times, and 96 tokens were computed again',
+        right='each may be preempted once; the unluckiest was 1 times, and 40 tokens were computed again',
+        tests=("04_scheduler/test_scheduler.py::test_nobody_is_preempted_more_often_than_allowed",),
+    ),
+    Exhibit(
+        trap=60,
+        origin="ours",
+        title="A seat is cleared, and nobody sits in it",
+        patch=Patch(
+            SCHEDULER,
+            "        if not self.kv_memory.can_allocate(request, num_slots, computed, num_kept_free, "
+            "displaced):\n"
+            "            return _Admission.LINE_WAITS\n"
+            "        if displaced is not None:\n"
+            "            self._preempt(displaced, step)\n"
+            "        has_room = self.seat(request, computed, num_tokens, num_reserved)\n"
+            '        assert has_room, "the memory has changed its mind"\n',
+            "        if displaced is not None:\n"
+            "            self._preempt(displaced, step)\n"
+            "        if not self.seat(request, computed, num_tokens, num_reserved):\n"
+            "            return _Admission.LINE_WAITS\n",
+        ),
+        seen="A running request was preempted for a more urgent one, and only then was the memory "
+        "asked, which had no room for the newcomer even so. One request had lost its KV, the other "
+        "still waited, and in the next step it began again.",
+        lesson="An exchange is one change: ask for all of it before you do the first half.",
+        demonstrate=a_seat_for_nobody,
+        wrong="2 seats, a and b run, urgent does not fit the memory; computed in this step: {'a': 1}",
+        right="2 seats, a and b run, urgent does not fit the memory; computed in this step: {'a': 1, 'b': 1}",
+        tests=(
+            "04_scheduler/test_scheduler.py::"
+            "test_nobody_is_displaced_for_a_newcomer_that_does_not_fit_the_memory",
+        ),
+    ),
+)
