@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
+from common.parallel import channel as channel_module
 from common.parallel import executor as executor_module
 from common.parallel import message
 from common.parallel.channel import Channel, ChannelClosed, Lifeline, ask_where
@@ -80,6 +81,25 @@ def test_a_lifeline_says_where_the_process_is_and_who_is_silent_does_not():
     one.close()
     line.join(5)
     assert not line.is_alive()
+
+
+@pytest.mark.parametrize("what", ["the driver is gone", "it has another parent", "it is over"])
+def test_a_process_ends_with_its_driver_whatever_it_does(what, monkeypatch):
+    (driver, worker), ended = pair(), threading.Event()
+
+    def exit_process(code: int) -> None:
+        assert code == 1
+        ended.set()
+
+    monkeypatch.setattr(channel_module.os, "_exit", exit_process)
+    line = Lifeline(worker.sock, parent=-1 if what == "it has another parent" else None)
+    line.is_over = what == "it is over"
+    line.start()
+    assert not ended.wait(0.1)
+    if what != "it has another parent":
+        driver.close()
+    line.join(5)
+    assert not line.is_alive() and ended.is_set() == (what != "it is over")
 
 
 # -- the driver

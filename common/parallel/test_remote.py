@@ -222,6 +222,16 @@ def test_two_engines_at_once_one_forgotten_one_whose_ranks_differ(
     assert not any(map(is_there, pids))
 
 
+def test_guesses_are_counted_from_plans_and_outputs_as_where_they_are_made(
+    shipped_loaded, shipped_tokenizer
+) -> None:
+    engine = one_process(shipped_loaded, shipped_tokenizer, speculative=NGRAM)
+    counting = remote.CountingRunner(engine.core.runner)
+    engine.core.runner = counting
+    everything_said(engine, aborts=True)
+    assert counting.stats == engine.speculation.stats and counting.stats.num_accepted > 0
+
+
 # -- the start
 
 

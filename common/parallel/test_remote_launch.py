@@ -28,7 +28,7 @@ import os, sys, time
 print("begun", flush=True)
 from common.llm import LLM, SamplingParams
 llm = LLM(tensor_parallel_size=2, dtype="float64", block_size=4, num_blocks=100,
-          worker_timeout_s=2.0)
+          worker_timeout_s=%r)
 runner = llm.engine.core.runner
 print("pids", [link.process.pid for link in runner.executor.links], flush=True)
 for idle_s in (0.0, 2.3):  # longer than any collective may take
@@ -37,6 +37,24 @@ for idle_s in (0.0, 2.3):  # longer than any collective may take
     outputs = llm.generate(%r, params, use_tqdm=False)
     print("tokens", [output.outputs[0].token_ids for output in outputs], flush=True)
 """
+# Rank 0 waits in a collective for rank 1, which has no plan. A fork of the driver has its sockets.
+KILLED = SCRIPT.replace(
+    "    time.sleep(idle_s)\n",
+    """
+    if idle_s:
+        from common.parallel.message import pack, plan_to_map
+        from scheduler_interface import NewRequestData, PlanMessage
+        plan = PlanMessage([NewRequestData("x", [1], params, 0, [5])])
+        plan.num_scheduled_tokens = {"x": 1}
+        plan = pack("plan", step=99, plan=plan_to_map(plan), times=[])
+        runner.executor.links[0].channel.send(plan)
+        fork = os.fork()
+        if fork:
+            print("fork", [fork], flush=True)
+        time.sleep(100)
+        os._exit(0)
+""",
+)
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
@@ -71,7 +89,7 @@ def test_a_script_without_a_guard_is_not_run_again_and_its_end_ends_the_workers(
     """In a folder whose `request.py` is not ours. It never closes the engine, and idles."""
     script, folder = tmp_path / "script.py", tmp_path / "folder"
     folder.mkdir()
-    script.write_text(SCRIPT % PROMPTS)
+    script.write_text(SCRIPT % (2.0, PROMPTS))
     (folder / "request.py").write_text("raise SystemExit('this is not the module')\n")
     found = subprocess.run(
         [sys.executable, str(script)],
@@ -99,16 +117,20 @@ def test_a_driver_that_is_killed_leaves_nobody_behind(tmp_path, expected) -> Non
         text=True,
     )
     assert driver.stdin is not None and driver.stdout is not None
-    driver.stdin.write(SCRIPT % PROMPTS)
+    driver.stdin.write(KILLED % (300.0, PROMPTS))
     driver.stdin.close()
     assert driver.stdout.readline() == "begun\n"
     pids = said(driver.stdout.readline(), "pids")
     assert said(driver.stdout.readline(), "tokens") == expected
-    assert all(map(is_there, pids))
-    driver.send_signal(signal.SIGKILL)
-    driver.wait()
-    driver.stdout.close()
-    must_go(pids, within_s=5)
+    (fork,) = said(driver.stdout.readline(), "fork")
+    try:
+        assert all(map(is_there, pids))
+        driver.kill()
+        driver.wait()
+        must_go(pids, within_s=5)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        driver.stdout.close()
 
 
 # -- torchrun
