@@ -137,9 +137,8 @@ class FinishedStep:
 
 
 class ModelRunner(Protocol):
-    """Owns the model, the keys and values, and a copy of every running request. `execute` takes
-    over what changed, lays out the tokens, runs the model and samples. It is called once for every
-    plan, empty ones too."""
+    """Owns the model, keys and values, and a copy of every running request. `execute` is called
+    once for every plan, empty ones too: takes over what changed, lays out, computes, samples."""
 
     def execute(self, plan: PlanMessage) -> StepHandle: ...
 

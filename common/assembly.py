@@ -158,7 +158,8 @@ def make_runner(
     sampler: BatchSampler = Sampler(vocab_size)
     how, proposer, kind = config.speculation, None, PagedModelRunner
     if config.pipeline_parallel_size > 1:
-        from common.parallel.stage import NoSampler, StageRunner as kind
+        from common.parallel.stage import NoSampler
+        from common.parallel.stage import StageRunner as kind
 
         if not model.collectives.ranks.is_last_stage:
             sampler, how = NoSampler(), None

@@ -189,6 +189,8 @@ class EngineConfig:
         no_long = "it needs scheduler 'two_phase' and a number as chunked_prefill: what is long"
         no_cache = "it needs a prefix_cache, which is None"
         is_fixed, tiles = self.batch_invariant, "batch_invariant=True computes in tiles of its own"
+        is_summed = is_fixed and self.tensor_parallel_size > 1
+        order = "batch_invariant=True: in which order ranks are added depends on the batch"
         refused = {  # where it is given
             "preempt_every": (not may_preempt, f"{name} never preempts"),
             "speculative": (self.speculation and not may_preempt, f"{name} does not speculate"),
@@ -199,6 +201,7 @@ class EngineConfig:
             "kv_tiers": (self.prefix_cache is None, no_cache),
             "kv_connector": (self.prefix_cache is None, no_cache),
             "attention_backend": (is_fixed and self.attention_backend == "triton", tiles),
+            "tensor_parallel_size": (is_summed, order),
             "compile": (is_fixed and self.compile is True, tiles),
             "pack_weights": (is_fixed and not self.pack_weights, f"{tiles}, of packed weights"),
         }

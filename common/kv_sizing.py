@@ -109,8 +109,8 @@ def _measure(
     seq_lens: list[int],
     vocab_size: int,
 ) -> BytesForKV:
-    """Run the largest step twice: what the sampler keeps from step to step is there in the
-    second."""
+    """Run the largest step twice: what the sampler keeps from step to step is there in the second.
+    Only the last stage samples."""
     kv_cache = _allocate_for(seq_lens, loaded, config)
     num_rows = min(config.max_num_seqs * config.num_rows_per_request, sum(seq_lens))
     batch = SamplerWarmUp.of(_parts_of(num_rows, config.num_rows_per_request), vocab_size)
@@ -126,7 +126,8 @@ def _measure(
         del probs_of
     for _ in range(2):
         logits = run_forward(loaded, kv_cache, backend, seq_lens, num_rows)
-        sampler.sample(logits, batch)
+        if loaded.model.collectives.ranks.is_last_stage:
+            sampler.sample(logits, batch)
         del logits
     after = memory.read()
     kv_bytes = kv_cache.num_blocks * kv_cache.kv_bytes_per_block
@@ -192,7 +193,7 @@ def run_forward(
     backend: AttentionBackend,
     seq_lens: Sequence[int],
     num_logit_rows: int,
-) -> torch.Tensor:  # [num_logit_rows, vocab_size]
+) -> torch.Tensor:  # [num_logit_rows, vocab_size], or what a stage gives to the next
     """One step in which prompts of `seq_lens` tokens are computed whole."""
     device, block_size = loaded.model.embed_weight.device, kv_cache.block_size
     num_blocks = [-(-n // block_size) for n in seq_lens]

@@ -202,6 +202,7 @@ class DecoderModel(nn.Module):
         table = rotary_table(config.rope, config.head_dim, config.max_position_embeddings, dtype)
         self.register_buffer("rotary_table", table.to(device), persistent=False)
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
+        self.rank_config = config  # the shapes that this process computes with
         self.num_layers = len(layers)
         self.num_heads, self.num_kv_heads, _ = layers[0].head_counts
 

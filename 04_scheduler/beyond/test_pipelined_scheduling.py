@@ -15,7 +15,7 @@ import test_scheduler_runs as runs
 from bounded_loops import as_long_as
 from caching_fcfs_scheduler import CachingFCFSScheduler
 from fake_model import FakeModelRunner
-from pipelined_books import PipelinedBooks, pipelined
+from pipelined_books import pipelined
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus, SamplingParams
 from scheduler import Scheduler

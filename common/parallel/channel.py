@@ -39,7 +39,8 @@ class Channel:
         self.sock = sock
         self.is_torn = False  # somewhere in the middle of a message
         self._buffer = bytearray()
-        self._message, self._unsent = b"", memoryview(b"")
+        self._unsent = memoryview(b"")
+        self.num_put = 0
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -63,10 +64,9 @@ class Channel:
     # -- the driver's way
 
     def put(self, message: bytes) -> None:
-        """To be sent by `send_some`. Once more the same one changes nothing."""
-        if message is not self._message:
-            self._unsent = memoryview(_LENGTH.pack(len(message)) + message)
-            self._message = message
+        """To be sent by `send_some`. There must be nothing left of the one before."""
+        self._unsent = memoryview(_LENGTH.pack(len(message)) + message)
+        self.num_put += 1
 
     @property
     def is_sent(self) -> bool:

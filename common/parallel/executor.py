@@ -74,6 +74,7 @@ class Executor:
         self.compares = compares
         self.failure: str | None = None  # why all calls raise
         self._is_closed = False
+        self._num_deliveries = 0
         self._pid = os.getpid()
         self._outputs: list[dict[int, dict[str, Any]]] = [{} for _ in links]  # by step
         self._answers: list[deque[dict[str, Any]]] = [deque() for _ in links]
@@ -88,6 +89,7 @@ class Executor:
     def start(self, messages: Sequence[bytes]) -> list[dict[str, Any]]:
         """Each gets its own. What each says of itself. Raises what the user did wrong as such."""
         try:
+            self._num_deliveries += 1
             self._deliver(messages, START_TIMEOUT_S)
             return [answer["facts"] for answer in self._collect(START_TIMEOUT_S, "to start")]
         except WorkerError:
@@ -105,6 +107,7 @@ class Executor:
         for ever."""
         messages = [content] * len(self.links) if isinstance(content, bytes) else content
         interrupt = None
+        self._num_deliveries += 1
         while True:
             try:
                 self._deliver(messages, self.timeout_s)
@@ -117,7 +120,8 @@ class Executor:
     def _deliver(self, messages: Sequence[bytes], timeout_s: float) -> None:
         self._check()
         for link, content in zip(self.links, messages, strict=True):
-            link.channel.put(content)
+            if link.channel.num_put < self._num_deliveries:  # else it was interrupted after that
+                link.channel.put(content)
         left, deadline = self.links, time.monotonic() + timeout_s
         while left := [link for link in left if not self._send_some(link)]:
             if time.monotonic() > deadline:

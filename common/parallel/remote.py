@@ -29,7 +29,7 @@ from common.outputs import OutputProcessor
 from common.parallel import message
 from common.parallel.executor import Executor
 from common.parallel.ranks import Ranks
-from common.parallel.remote_launch import Launch, launch
+from common.parallel.remote_launch import StartedWorkers, launch
 from common.parallel.sharded_model import rank_config
 from common.runner.trimming_runner import TrimmingRunner
 from common.scheduler_assembly import (
@@ -120,7 +120,7 @@ class CountedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteKVCache:
+class KVSizeOfRanks:
     """The size of the KV memory. A block is a block on every rank."""
 
     num_blocks: int
@@ -137,7 +137,7 @@ class RemoteBlockIO:
     rank 1, and so on. So a store has all parts of a block under one key and one checksum, or does
     not have it."""
 
-    def __init__(self, executor: Executor, kv_cache: RemoteKVCache) -> None:
+    def __init__(self, executor: Executor, kv_cache: KVSizeOfRanks) -> None:
         self.executor, self.kv_cache = executor, kv_cache
         self.block_nbytes: int = kv_cache.kv_bytes_per_block
 
@@ -183,7 +183,9 @@ def assemble_remote(
     for ranks in all_ranks:
         rank_config(checkpoint.config, ranks)  # raises if there is no such part
     device = config.resolve_device()
-    started = launch(config.num_ranks, config.num_threads, device)
+    if device.index is not None and config.num_ranks > 1:
+        raise ValueError(f"device is {config.device!r}: every rank has its own, so name none")
+    started = launch(config.num_ranks, device)
     output_rank = next(ranks.rank for ranks in all_ranks if ranks.is_output_rank)
     executor = Executor(
         started.links, output_rank, config.worker_timeout_s, compares=config.check_invariants
@@ -202,7 +204,7 @@ def _start_messages(
     config: EngineConfig,
     checkpoint: Checkpoint,
     device: torch.device,
-    started: Launch,
+    started: StartedWorkers,
     limits: list[int],
 ) -> list[bytes]:
     told = config_to_map(config) | {"model": str(checkpoint.path.resolve()), "device": device.type}
@@ -257,7 +259,7 @@ def _make_side(
         if len(set(values)) > 1:
             raise ValueError(f"the ranks do not have the same {name}: in order of rank, {values}")
     bytes_of_ranks = tuple(fact["kv_bytes_per_block"] for fact in facts)
-    kv_cache = RemoteKVCache(facts[0]["num_blocks"], config.block_size, bytes_of_ranks)
+    kv_cache = KVSizeOfRanks(facts[0]["num_blocks"], config.block_size, bytes_of_ranks)
     runner: ModelRunner = RemoteRunner(executor, tells_times=config.speculation is not None)
     counting = None
     if config.speculation is not None:

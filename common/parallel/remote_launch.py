@@ -39,7 +39,7 @@ dist: Any = torch.distributed  # its type stubs lack what is needed here
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class StartedWorkers:
     links: list[Link]
     own_hosts: list[str]  # of each rank, its address for the others; "": it knows itself
     store: Any  # where the ranks meet, in this process; None: there is one
@@ -51,7 +51,7 @@ class Launch:
         return 0 if self.store is None else self.store.port
 
 
-def launch(num_ranks: int, num_threads: int | None, device: torch.device) -> Launch:
+def launch(num_ranks: int, device: torch.device) -> StartedWorkers:
     """Raises `ValueError` if there are not enough devices."""
     if is_torchrun():
         return _launch_with_torchrun(num_ranks)
@@ -67,7 +67,7 @@ def launch(num_ranks: int, num_threads: int | None, device: torch.device) -> Lau
             link.lifeline.close()
         raise
     store = _make_store("127.0.0.1") if num_ranks > 1 else None
-    return Launch(
+    return StartedWorkers(
         links,
         ["127.0.0.1"] * num_ranks,
         store,
@@ -144,7 +144,7 @@ def _torchrun_store() -> Any:
     return dist.PrefixStore(f"vllm-from-scratch/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def _launch_with_torchrun(num_ranks: int) -> Launch:
+def _launch_with_torchrun(num_ranks: int) -> StartedWorkers:
     meeting = _torchrun_store()
     if meeting.add("engines", 1) > 1:
         raise ValueError("torchrun's processes are one engine's workers: this would be a second")
@@ -160,7 +160,7 @@ def _launch_with_torchrun(num_ranks: int) -> Launch:
         links += _accept(server, secret, num_ranks)
     store = _make_store(host) if num_ranks > 1 else None
     own_hosts = [host] + [""] * (num_ranks - 1)
-    return Launch(links, own_hosts, store, host, _torchrun_threads())
+    return StartedWorkers(links, own_hosts, store, host, _torchrun_threads())
 
 
 def _torchrun_threads() -> int:

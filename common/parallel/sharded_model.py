@@ -101,10 +101,8 @@ class ShardedModel(DecoderModel):
     ) -> None:
         nn.Module.__init__(self)
         self.ranks = ranks = collectives.ranks
-        narrow, self.layer_range = (
-            rank_config(config, ranks),
-            ranks.layers(config.num_hidden_layers),
-        )
+        self.layer_range = ranks.layers(config.num_hidden_layers)
+        narrow = rank_config(config, ranks)
         empty, vocab = allocator(dtype, device), (narrow.vocab_size, config.hidden_size)
         into_stream, make_head = Linear, Linear
         if ranks.tensor_parallel_size > 1:
@@ -119,6 +117,7 @@ class ShardedModel(DecoderModel):
         layers = range(narrow.num_hidden_layers)
         made = [DecoderLayer(narrow, i, dtype, device, into_stream) for i in layers]
         self._complete(config, made, collectives)
+        self.rank_config = narrow
         if ranks.world_size > 1:
             sizes = f"{ranks.tensor_parallel_size} x {ranks.pipeline_parallel_size}"
             part = f"rank {ranks.rank} of {sizes}, {self.layer_range} of the layers"

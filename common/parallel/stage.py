@@ -13,11 +13,11 @@ A stage that has sent does not wait until the next one has received: it goes on 
 
 from __future__ import annotations
 
+import torch
+
 from common.runner.model_runner import PagedBatch, PagedModelRunner
 from common.sampling.sampler import BatchSampler, HasSampling, UnreadStep
 from scheduler_interface import StepOutput
-
-import torch
 
 
 class StageRunner(PagedModelRunner):

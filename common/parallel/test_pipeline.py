@@ -117,9 +117,10 @@ def test_at_most_so_many_plans_are_under_way() -> None:
         core.step()
         in_flight = sum(1 if entry[0] == "begun" else -1 for entry in log)
         assert in_flight <= 2, "after a step; 3 before it waited"
-    assert max(
-        sum(1 if entry[0] == "begun" else -1 for entry in log[:i]) for i in range(len(log))
-    ) == 3
+    assert (
+        max(sum(1 if entry[0] == "begun" else -1 for entry in log[:i]) for i in range(len(log)))
+        == 3
+    )
 
 
 def test_who_waits_for_a_seat_is_not_asked_for_in_every_step() -> None:

@@ -13,7 +13,8 @@ import pytest
 from common.engine import EngineConfig, LLMEngine
 from common.parallel import message
 from common.parallel.pipeline import PipelinedEngineCore
-from common.parallel.remote_cases import (
+from common.parallel.test_remote import GREEDY, NGRAM, must_be_dead, must_survive_an_interrupt
+from common.tests.remote_cases import (
     PROMPTS,
     WORKERS,
     engine_around,
@@ -24,7 +25,6 @@ from common.parallel.remote_cases import (
     side_of,
     signal_in_step,
 )
-from common.parallel.test_remote import GREEDY, NGRAM, must_be_dead, must_survive_an_interrupt
 from request import SamplingParams
 from scheduler_interface import NewRequestData, PlanMessage
 from tiered_cache import KVTierConfig

@@ -5,6 +5,7 @@ Starting workers takes seconds, so a test puts the same two to many uses, and to
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 import weakref
@@ -15,7 +16,8 @@ import pytest
 from common.engine import EngineConfig, LLMEngine
 from common.parallel import message, remote
 from common.parallel.executor import WorkerError
-from common.parallel.remote_cases import (
+from common.tests.remote_cases import (
+    BLOCK_SIZE,
     PROMPTS,
     WORKERS,
     engine_around,
@@ -32,10 +34,8 @@ from scheduler_interface import NewRequestData, PlanMessage
 from tiered_cache import KVTierConfig
 
 DRIVERS = {
-    "plain": dict(),
     "ahead": dict(overlap_scheduling=True, prefix_cache="radix"),
     "scarce": dict(num_blocks=26, chunked_prefill=3, preempt_every=4, shuffle_waiting=True),
-    "prefill-first": dict(scheduler="prefill_first", mixing=True, overlap_scheduling=True),
     "fcfs": dict(scheduler="fcfs", prefix_cache=None),
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -126,6 +126,8 @@ def must_bring_blocks_back(side, loaded, tokenizer, path) -> None:
 def must_survive_an_interrupt(engine: LLMEngine, alone: LLMEngine) -> None:
     """Ctrl-C while the ranks compute: what nobody waits for is thrown away, in its turn."""
     executor, wait = executor_of(engine), executor_of(engine).wait_for_output
+    for pid in pids_of(executor):  # a terminal sends it to them too
+        os.kill(pid, signal.SIGINT)
 
     def interrupted(step: int):
         executor.wait_for_output = wait
@@ -181,8 +183,17 @@ def test_ranks_guess_alike_and_one_that_is_stuck_or_raises_is_named(
 def test_two_engines_at_once_one_forgotten_one_whose_ranks_differ(
     shipped_tokenizer, monkeypatch
 ) -> None:
-    config = EngineConfig(tensor_parallel_size=2, check_invariants=True, **WORKERS)
-    engine = LLMEngine(config, tokenizer=shipped_tokenizer)
+    make, sizes = remote._start_messages, {**WORKERS, "num_blocks": None, "max_model_len": 256}
+
+    def start_messages(config, *rest) -> list[bytes]:
+        fewer = replace(config, max_num_seqs=config.max_num_seqs // 2)
+        return [make(c, *rest)[i] for i, c in enumerate((config, fewer))]
+
+    with monkeypatch.context() as patch:  # rank 1 has use for half as much memory
+        patch.setattr(remote, "_start_messages", start_messages)
+        config = EngineConfig(tensor_parallel_size=2, check_invariants=True, **sizes)
+        engine = LLMEngine(config, tokenizer=shipped_tokenizer)
+    assert engine.kv_cache.num_blocks == 1 + (config.max_num_seqs // 2) * 256 // BLOCK_SIZE
     with monkeypatch.context() as patch:  # one rank, in a process all the same
         patch.setattr(EngineConfig, "has_workers", True)
         other = LLMEngine(EngineConfig(**WORKERS), tokenizer=shipped_tokenizer)
@@ -209,6 +220,16 @@ def test_two_engines_at_once_one_forgotten_one_whose_ranks_differ(
     with pytest.raises(WorkerError, match=names):
         executor.wait_for_output(step)
     assert not any(map(is_there, pids))
+
+
+def test_guesses_are_counted_from_plans_and_outputs_as_where_they_are_made(
+    shipped_loaded, shipped_tokenizer
+) -> None:
+    engine = one_process(shipped_loaded, shipped_tokenizer, speculative=NGRAM)
+    counting = remote.CountingRunner(engine.core.runner)
+    engine.core.runner = counting
+    everything_said(engine, aborts=True)
+    assert counting.stats == engine.speculation.stats and counting.stats.num_accepted > 0
 
 
 # -- the start

@@ -77,7 +77,7 @@ class Rank:
         collectives = meeting.connect(device, config.worker_timeout_s)
         loaded = _load(config, device, collectives)
         draft, how = None, config.speculation
-        if how is not None and how.method == "draft":
+        if how is not None and how.method == "draft" and ranks.is_last_stage:
             draft = load_model(how.model or SHIPPED_DRAFT, loaded.model.embed_weight.dtype, device)
         length: ToldLength | None = None
 

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of the four families, saved by `transformers`, and how tests run them."""
+"""Tiny random checkpoints of the four families, saved by `transformers`, and its logits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
-
-from common.model import DecoderModel
-from paged_attention import AttentionMetadata, PagedKVCache, TorchAttentionBackend
 
 SIZES = dict(vocab_size=89, hidden_size=32, intermediate_size=40, num_hidden_layers=3)
 LIMITS = dict(num_attention_heads=4, max_position_embeddings=64)
@@ -72,70 +69,3 @@ def reference_logits(path: Path, dtype: torch.dtype, prompts: list[list[int]]) -
     """By `transformers`, `[len(prompt), vocab_size]` for each prompt."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     return [model(input_ids=torch.tensor([prompt])).logits[0] for prompt in prompts]
-
-
-class PagedHarness:
-    """Requests with shuffled block tables in a cache full of NaN."""
-
-    def __init__(
-        self,
-        model: DecoderModel,
-        num_requests: int,
-        max_len: int = 64,
-        block_size: int = 4,
-        seed: int = 0,
-    ) -> None:
-        config, parameter = model.config, next(model.parameters())
-        self.model, self.block_size, self.device = model, block_size, parameter.device
-        blocks_each = -(-max_len // block_size)
-        self.kv_cache = PagedKVCache(
-            config.num_hidden_layers,
-            num_requests * blocks_each + 1,
-            block_size,
-            config.num_key_value_heads,
-            config.head_dim,
-            parameter.dtype,
-            self.device,
-        )
-        for cache in (*self.kv_cache.key_cache, *self.kv_cache.value_cache):
-            cache.fill_(float("nan"))
-        generator = torch.Generator().manual_seed(seed)
-        shuffled = torch.randperm(num_requests * blocks_each, generator=generator) + 1
-        self.tables = shuffled.view(num_requests, blocks_each)
-
-    def step(
-        self,
-        work: list[tuple[int, int, list[int]]],
-        logit_indices: list[int] | None = None,
-    ) -> torch.Tensor:
-        """`work`: (request, first position, tokens). Logits of every row, or of those asked for."""
-        ids, positions, slots, starts, seq_lens = [], [], [], [0], []
-        for request, first, tokens in work:
-            for position, token in enumerate(tokens, start=first):
-                block, offset = divmod(position, self.block_size)
-                ids.append(token)
-                positions.append(position)
-                slots.append(int(self.tables[request, block]) * self.block_size + offset)
-            starts.append(len(ids))
-            seq_lens.append(first + len(tokens))
-
-        def tensor(values: list[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=self.device)
-
-        metadata = AttentionMetadata(
-            query_start_loc=tensor(starts),
-            seq_lens=tensor(seq_lens),
-            block_tables=self.tables[[request for request, _, _ in work]].to(self.device),
-            slot_mapping=tensor(slots),
-            max_query_len=max(len(tokens) for _, _, tokens in work),
-            max_seq_len=max(seq_lens),
-        )
-        indices = list(range(len(ids))) if logit_indices is None else logit_indices
-        return self.model(
-            tensor(ids),
-            tensor(positions),
-            self.kv_cache,
-            metadata,
-            tensor(indices),
-            TorchAttentionBackend(),
-        )

@@ -156,6 +156,7 @@ def test_a_large_model_is_not_compiled(monkeypatch):
         ({"pack_weights": False}, "pack_weights is False: batch_invariant=True"),
         ({"compile": True}, "compile is True: batch_invariant=True"),
         ({"attention_backend": "triton"}, "attention_backend is 'triton': batch_invariant=True"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2: batch_invariant=True"),
         ({"batch_invariant": 1}, "batch_invariant is 1: this version of the book allows"),
     ],
 )

@@ -60,9 +60,7 @@ def test_a_crowd_is_guessed_on_at_the_last_stage(
 ) -> None:
     rng = random.Random(seed)
     config = scarce(rng, oracle, 4) | {"speculative": {"method": method, "num_spec_tokens": 3}}
-    engine = pipelined_engine(
-        monkeypatch, oracle.path, draft, **settings_for(scheduler, config)
-    )
+    engine = pipelined_engine(monkeypatch, oracle.path, draft, **settings_for(scheduler, config))
     serve_a_crowd(engine, oracle, rng, seed)
     assert engine.speculation.stats.num_drafted > 0
     first, last = stages_of(engine)

@@ -13,7 +13,7 @@ import common.engine
 from common.engine import EngineConfig, LLMEngine
 from common.loader import LoadedModel
 from common.parallel.executor import Executor
-from common.parallel.remote import RemoteKVCache, RemoteRunner
+from common.parallel.remote import KVSizeOfRanks, RemoteRunner
 from common.scheduler_assembly import RunnerSide, assemble_around
 from common.tokenizer import Tokenizer
 from request import SamplingParams
@@ -56,7 +56,7 @@ def engine_around(side: RunnerSide, tokenizer: Tokenizer, **config) -> LLMEngine
     """Another scheduler, memory and loop, in front of the same workers."""
     made = EngineConfig(**{"tensor_parallel_size": 2, **WORKERS, **config})
     kv_cache = side.kv_cache
-    assert isinstance(kv_cache, RemoteKVCache) and made.num_blocks <= kv_cache.num_blocks
+    assert isinstance(kv_cache, KVSizeOfRanks) and made.num_blocks <= kv_cache.num_blocks
     side = replace(side, kv_cache=replace(kv_cache, num_blocks=made.num_blocks))
 
     def make(*_) -> tuple:

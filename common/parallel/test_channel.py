@@ -1,0 +1,313 @@
+"""Messages over a socket, lifelines, and a driver's view of workers that are played here."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from common.parallel import channel as channel_module
+from common.parallel import executor as executor_module
+from common.parallel import message
+from common.parallel.channel import Channel, ChannelClosed, Lifeline, ask_where
+from common.parallel.executor import Executor, Link, WorkerError
+
+
+def pair() -> tuple[Channel, Channel]:
+    one, other = socket.socketpair()
+    return Channel(one), Channel(other)
+
+
+def test_messages_of_every_length_arrive_whole_and_in_order():
+    rng, (driver, worker) = random.Random(0), pair()
+    lengths = [0, 1, 7, 8, 9, 2**16, 3 * 2**20, *(rng.randrange(1000) for _ in range(50))]
+    sent = [rng.randbytes(length) for length in lengths]
+
+    def answer() -> None:
+        for _ in sent:
+            worker.send(worker.receive()[::-1])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    arrived: list[bytes] = []
+    for data in sent:
+        driver.put(data)
+        while not driver.is_sent:
+            driver.send_some()
+    while len(arrived) < len(sent):
+        arrived += driver.arrived()
+    thread.join()
+    assert arrived == [data[::-1] for data in sent]
+
+
+def test_the_end_is_noticed_by_who_sends_and_by_who_receives():
+    driver, worker = pair()
+    driver.close()
+    with pytest.raises(ChannelClosed):
+        worker.receive()
+    with pytest.raises(ChannelClosed):
+        worker.send(b"x")
+
+
+def test_bytes_that_were_lost_to_an_interrupt_are_seen():
+    driver, worker = pair()
+    worker.send(b"abc")
+
+    class Interrupted:
+        def __iadd__(self, data):
+            raise KeyboardInterrupt
+
+    driver._buffer = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        driver.arrived()
+    assert driver.is_torn
+
+
+def test_a_lifeline_says_where_the_process_is_and_who_is_silent_does_not():
+    (one, its_one), (two, _its_two), (three, its_three) = pair(), pair(), pair()
+    line = Lifeline(its_one.sock, parent=None)
+    line.step = 7
+    line.start()
+    its_three.close()
+    answers = ask_where({0: one, 1: two, 2: three}, 0.3)
+    assert answers.keys() == {0} and answers[0]["step"] == 7 and not answers[0]["is_waiting"]
+    assert answers[0]["place"].startswith("channel.py:")  # of ours, the innermost line: it waits
+    line.is_over = True
+    one.close()
+    line.join(5)
+    assert not line.is_alive()
+
+
+@pytest.mark.parametrize("what", ["the driver is gone", "it has another parent", "it is over"])
+def test_a_process_ends_with_its_driver_whatever_it_does(what, monkeypatch):
+    (driver, worker), ended = pair(), threading.Event()
+
+    def exit_process(code: int) -> None:
+        assert code == 1
+        ended.set()
+
+    monkeypatch.setattr(channel_module.os, "_exit", exit_process)
+    line = Lifeline(worker.sock, parent=-1 if what == "it has another parent" else None)
+    line.is_over = what == "it is over"
+    line.start()
+    assert not ended.wait(0.1)
+    if what != "it has another parent":
+        driver.close()
+    line.join(5)
+    assert not line.is_alive() and ended.is_set() == (what != "it is over")
+
+
+# -- the driver
+
+
+class Actor:
+    """A worker that is played: `answer(step)` are its messages to a plan."""
+
+    def __init__(self, rank: int, answer: Callable[[int], list[bytes]], where: dict | None) -> None:
+        channel, self.channel = pair()
+        lifeline, self.lifeline = pair()
+        self.link = Link(rank, channel, lifeline)
+        self.answer, self.where = answer, where
+        for play in (self.work, self.live):
+            threading.Thread(target=play, daemon=True).start()
+
+    def work(self) -> None:
+        try:
+            while True:
+                kinds = {"plan": ("step",), "read": (), "close": ()}
+                kind, told = message.unpack(self.channel.receive(), kinds)
+                if kind == "close":
+                    break
+                for data in self.answer(told.get("step", -1)):
+                    if data == b"":
+                        self.channel.close()
+                        return
+                    self.channel.send(data)
+        except (ChannelClosed, OSError):
+            pass
+        self.channel.close()
+
+    def live(self) -> None:
+        try:
+            while self.where is not None:
+                self.lifeline.receive()
+                self.lifeline.send(json.dumps(self.where).encode())
+        except (ChannelClosed, OSError):
+            pass
+
+
+def output(step: int, digest: str | None = None) -> bytes:
+    return message.pack("output", step=step, output={"of": step}, digest=digest)
+
+
+def right(step: int) -> list[bytes]:
+    return [output(step)]
+
+
+def silent(step: int) -> list[bytes]:
+    return []
+
+
+def broken(kind: str, is_collective: bool) -> Callable[[int], list[bytes]]:
+    what = {"kind_of_error": kind, "sentence": "so it is"}
+    return lambda step: [message.pack("error", **what, is_collective=is_collective)]
+
+
+def where(is_waiting: bool, step: int | None = 3) -> dict:
+    return {"step": step, "is_waiting": is_waiting, "place": f"a.py:{int(is_waiting)}"}
+
+
+def played(*actors: tuple, timeout_s: float = 0.2, **kwargs) -> Executor:
+    made = [Actor(rank, *actor) for rank, actor in enumerate(actors)]
+    return Executor([actor.link for actor in made], 0, timeout_s, **kwargs)
+
+
+def step(executor: Executor, number: int = 3) -> dict:
+    executor.send(message.pack("plan", step=number))
+    return executor.wait_for_output(number)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch) -> None:
+    monkeypatch.setattr(executor_module, "GRACE_S", 0.2)
+
+
+def test_answers_that_nobody_waited_for_are_forgotten():
+    executor = played((right, where(True)), (silent, where(True)), timeout_s=5)
+    for number in range(3):
+        executor.send(message.pack("plan", step=number))
+    assert executor.wait_for_output(2)["output"] == {"of": 2}
+    assert executor._outputs == [{}, {}]
+    executor.close()
+    with pytest.raises(WorkerError, match="the engine is closed"):
+        step(executor)
+
+
+def test_two_that_talk_at_once_do_not_wait_for_each_other():
+    """A driver that writes and a worker that answers at length, with full buffers between them."""
+    block = message.pack("block", data=bytes(10**7))
+    executor = played((lambda _: [block], None), (lambda _: [block], None), timeout_s=20)
+    for _ in range(2):
+        executor.send(message.pack("read"))
+    for _ in range(2):
+        assert [len(answer["data"]) for answer in executor.collect("it")] == [10**7] * 2
+    executor.close()
+
+
+WAITS, WORKS, IS_IDLE = where(True), where(False), where(False, None)
+FAILURES = {
+    "gone": ((right, WAITS), (lambda _: [b""], WAITS), "^rank 1 is gone$"),
+    "gone, and another has noticed": (
+        (broken("CollectiveError", True), WAITS),
+        (lambda _: time.sleep(0.1) or [b""], WAITS),
+        "^rank 1 is gone$",
+    ),
+    "raises": (
+        (silent, WAITS),
+        (broken("KeyError", False), IS_IDLE),
+        "^rank 1 raised KeyError: so it is$",
+    ),
+    "raises, and another has noticed": (
+        (broken("CollectiveError", True), IS_IDLE),
+        (lambda step: time.sleep(0.1) or broken("KeyError", False)(step), WAITS),
+        "^rank 1 raised KeyError: so it is$",
+    ),
+    "is stuck": (
+        (silent, WAITS),
+        (silent, None),
+        "^rank 1 is stuck: no sign of life, and no end of step 3 in 0.2 s$",
+    ),
+    "is stuck, and another has noticed": (
+        (broken("CollectiveError", True), IS_IDLE),
+        (silent, None),
+        "^rank 1 is stuck: no sign of life",
+    ),
+    "is late": (
+        (silent, WAITS),
+        (silent, WORKS),
+        "^rank 1 at a.py:0 is late: no end of step 3 in 0.2 s$",
+    ),
+    "all wait": (
+        (silent, WAITS),
+        (silent, WAITS),
+        "^no rank has come to the end of step 3 in 0.2 s: rank 0 at a.py:1, rank 1 at a.py:1$",
+    ),
+    "a collective fails": (
+        (broken("CollectiveError", True), IS_IDLE),
+        (silent, WAITS),
+        "^rank 0 raised CollectiveError: so it is$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_the_rank_to_blame_is_named(name):
+    """Not the one that suffers from it. The rank that has the tokens may have given them."""
+    one, other, sentence = FAILURES[name]
+    executor = played(one, other)
+    with pytest.raises(WorkerError, match=sentence):
+        for number in (3, 4):
+            if number == 4:
+                time.sleep(0.1)  # what the other rank has said of the first has come
+            step(executor, number)
+    with pytest.raises(WorkerError, match="the engine is dead: "):
+        step(executor, 5)
+    executor.close()
+
+
+def test_ranks_that_have_sampled_different_tokens_are_named():
+    def answers(digest: str | None) -> tuple:
+        return (lambda step: [output(step, digest)], WAITS)
+
+    executor = played(answers("a"), answers(None), answers("a"), compares=True, timeout_s=5)
+    assert step(executor, 1)["output"] == {"of": 1}
+    executor.close()
+    executor = played(answers("a"), answers("a"), answers("b"), compares=True, timeout_s=5)
+    with pytest.raises(WorkerError, match="rank 2 has sampled other tokens in step 1 than rank 0"):
+        step(executor, 1)
+
+
+def test_a_worker_that_takes_no_message_is_named():
+    (channel, _unread), (lifeline, _silent) = pair(), pair()
+    executor = Executor([Link(0, channel, lifeline)], 0, 0.2)
+    with pytest.raises(WorkerError, match="rank 0 is stuck: no sign of life"):
+        executor.send(bytes(10**7))
+
+
+def test_an_interrupted_message_is_taken_to_its_end_by_all():
+    (one, its_one), (two, its_two) = pair(), pair()
+    executor = Executor([Link(0, one, pair()[0]), Link(1, two, pair()[0])], 0, 5.0)
+    send = one.send_some
+
+    def interrupted() -> None:
+        one.send_some = send
+        send()
+        raise KeyboardInterrupt
+
+    one.send_some = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        executor.send(b"plan")
+    assert its_one.receive() == its_two.receive() == b"plan"
+    executor.send(b"next")
+    assert its_one.receive() == its_two.receive() == b"next"
+
+
+def test_what_was_torn_is_not_read_on():
+    executor = played((right, WAITS))
+    executor.links[0].channel.is_torn = True
+    with pytest.raises(WorkerError, match="interrupted in the middle of a message"):
+        step(executor)
+
+
+def test_the_workers_of_a_fork_are_not_its_own(monkeypatch):
+    executor = played((right, WAITS))
+    monkeypatch.setattr(executor_module.os, "getpid", lambda: -1)
+    executor.close()
+    monkeypatch.undo()
+    assert step(executor)["step"] == 3
+    executor.close()

@@ -1,0 +1,272 @@
+"""Where workers come from: a script without a guard, a script that is no file, torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from common import demo
+from common.engine import EngineConfig, LLMEngine
+from common.llm import LLM
+from common.parallel import remote_launch
+from common.parallel.channel import Channel, ChannelClosed
+from common.tests.remote_cases import PROMPTS, WORKERS, is_there
+from request import SamplingParams
+
+# It has no `if __name__ == "__main__"`, and says so if it is run again.
+SCRIPT = """
+import os, sys, time
+print("begun", flush=True)
+from common.llm import LLM, SamplingParams
+llm = LLM(tensor_parallel_size=2, dtype="float64", block_size=4, num_blocks=100,
+          worker_timeout_s=%r)
+runner = llm.engine.core.runner
+print("pids", [link.process.pid for link in runner.executor.links], flush=True)
+for idle_s in (0.0, 2.3):  # longer than any collective may take
+    time.sleep(idle_s)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    outputs = llm.generate(%r, params, use_tqdm=False)
+    print("tokens", [output.outputs[0].token_ids for output in outputs], flush=True)
+"""
+# Rank 0 waits in a collective for rank 1, which has no plan. A fork of the driver has its sockets.
+KILLED = SCRIPT.replace(
+    "    time.sleep(idle_s)\n",
+    """
+    if idle_s:
+        from common.parallel.message import pack, plan_to_map
+        from scheduler_interface import NewRequestData, PlanMessage
+        plan = PlanMessage([NewRequestData("x", [1], params, 0, [5])])
+        plan.num_scheduled_tokens = {"x": 1}
+        plan = pack("plan", step=99, plan=plan_to_map(plan), times=[])
+        runner.executor.links[0].channel.send(plan)
+        fork = os.fork()
+        if fork:
+            print("fork", [fork], flush=True)
+        time.sleep(100)
+        os._exit(0)
+""",
+)
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def environment() -> dict[str, str]:
+    """Of a user who has installed this."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return env | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def said(line: str, name: str) -> list:
+    assert line.startswith(name), line
+    return json.loads(line.removeprefix(name))
+
+
+def must_go(pids: list[int], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while any(map(is_there, pids)):
+        assert time.monotonic() < deadline, "a worker stays behind"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def expected(shipped_loaded, shipped_tokenizer) -> list[list[int]]:
+    engine = LLMEngine(EngineConfig(**WORKERS), loaded=shipped_loaded, tokenizer=shipped_tokenizer)
+    outputs = engine.generate_batch(PROMPTS, PARAMS).values()
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_a_script_without_a_guard_is_not_run_again_and_its_end_ends_the_workers(
+    tmp_path, expected
+) -> None:
+    """In a folder whose `request.py` is not ours. It never closes the engine, and idles."""
+    script, folder = tmp_path / "script.py", tmp_path / "folder"
+    folder.mkdir()
+    script.write_text(SCRIPT % (2.0, PROMPTS))
+    (folder / "request.py").write_text("raise SystemExit('this is not the module')\n")
+    found = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert found.returncode == 0, found.stderr
+    begun, pids, *tokens = found.stdout.splitlines()
+    assert begun == "begun"
+    assert [said(line, "tokens") for line in tokens] == [expected] * 2
+    assert not any(map(is_there, said(pids, "pids")))
+
+
+def test_a_driver_that_is_killed_leaves_nobody_behind(tmp_path, expected) -> None:
+    """One that is read from a pipe, as a notebook's cells are: there is no file to import."""
+    driver = subprocess.Popen(
+        [sys.executable, "-"],
+        cwd=tmp_path,
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert driver.stdin is not None and driver.stdout is not None
+    driver.stdin.write(KILLED % (300.0, PROMPTS))
+    driver.stdin.close()
+    assert driver.stdout.readline() == "begun\n"
+    pids = said(driver.stdout.readline(), "pids")
+    assert said(driver.stdout.readline(), "tokens") == expected
+    (fork,) = said(driver.stdout.readline(), "fork")
+    try:
+        assert all(map(is_there, pids))
+        driver.kill()
+        driver.wait()
+        must_go(pids, within_s=5)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        driver.stdout.close()
+
+
+# -- torchrun
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+DEMO = ["--dtype=float64", "--num-prompts=2", "--max-tokens=4", "--num-threads=1"]
+
+
+def texts(printed: str) -> str:
+    return printed[printed.index("--- ") : printed.index("=== Summary")]
+
+
+def test_torchrun_runs_the_demo_on_all_its_processes(capsys) -> None:
+    """They are the ranks of one engine, whose first process speaks for all."""
+    found = subprocess.run(
+        [*TORCHRUN, "-m", "common.demo", *DEMO],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "2 ranks" in found.stdout
+    assert demo.main(DEMO) == 0
+    assert texts(found.stdout) == texts(capsys.readouterr().out)
+    assert found.stdout.count("=== Summary") == 1
+
+
+@pytest.fixture
+def under_torchrun(monkeypatch) -> None:
+    started = dict(TORCHELASTIC_RUN_ID="x", RANK="0", WORLD_SIZE="6", LOCAL_WORLD_SIZE="6")
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        (dict(tensor_parallel_size=2), "2 x 1: it must be 6, the number of processes"),
+        (dict(tensor_parallel_size=4, pipeline_parallel_size=2), "4 x 2: it must be 6"),
+        (dict(pipeline_parallel_size=4), "pipeline_parallel_size is 4: it must divide the 6"),
+    ],
+)
+@pytest.mark.parametrize("rank", range(2))
+def test_sizes_that_do_not_fit_torchruns_processes_are_refused(
+    sizes, reason, rank, under_torchrun, monkeypatch
+) -> None:
+    """By every process: none would wait for the others."""
+    monkeypatch.setenv("RANK", str(rank))
+    with pytest.raises(ValueError, match=reason):
+        LLM(**sizes)
+
+
+def test_what_torchrun_has_started_is_made_use_of(under_torchrun) -> None:
+    assert remote_launch.torchrun_size() == 6
+    assert remote_launch.torchrun_size(pipeline_parallel_size=3) == 2
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_other_settings_are_refused_by_every_process_too(rank, under_torchrun, monkeypatch):
+    monkeypatch.setenv("RANK", str(rank))
+    with pytest.raises(ValueError, match="block_size is 0"):
+        LLM(block_size=0)
+
+
+def test_who_does_not_know_the_secret_is_sent_away() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        found: list = []
+        accept = threading.Thread(
+            target=lambda: found.extend(remote_launch._accept(server, "secret", 2))
+        )
+        accept.start()
+
+        def call(hello: bytes) -> Channel:
+            channel = Channel(socket.create_connection(server.getsockname()))
+            channel.send(hello)
+            return channel
+
+        wrong = dict(secret="guess", rank=1, name="channel")
+        others = [call(json.dumps(wrong).encode()), call(b"GET / HTTP/1.1"), call(b"[]")]
+        for stranger in others:
+            with pytest.raises(ChannelClosed):
+                stranger.receive()
+        ends = [
+            call(json.dumps(dict(secret="secret", rank=1, name=name)).encode())
+            for name in ("lifeline", "channel")
+        ]
+        accept.join(10)
+        (link,) = found
+        link.lifeline.send(b"lifeline")
+        link.channel.send(b"channel")
+        assert [end.receive() for end in ends] == [b"lifeline", b"channel"]
+
+
+# -- what is wrong with the arguments
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "reason"),
+    [
+        (dict(tensor_parallel_size=0), ValueError, "tensor_parallel_size is 0"),
+        (dict(worker_timeout_s=0), ValueError, "worker_timeout_s is 0: it must be > 0"),
+        (dict(tensor_parallel_size=2, model="/nowhere"), FileNotFoundError, "/nowhere is not"),
+        (dict(tensor_parallel_size=2, max_model_len=10**6), ValueError, "max_model_len is"),
+        (dict(tensor_parallel_size=3), ValueError, "tensor_parallel_size is 3: of "),
+        (dict(pipeline_parallel_size=99), ValueError, "pipeline_parallel_size is 99: the model"),
+    ],
+)
+def test_what_can_not_be_is_refused_before_any_process_starts(wrong, error, reason, monkeypatch):
+    monkeypatch.setattr(remote_launch, "start_process", None)
+    with pytest.raises(error, match=reason):
+        LLM(**wrong)
+
+
+def test_each_worker_gets_its_share_of_the_cores_unless_told(monkeypatch):
+    monkeypatch.setattr(remote_launch, "start_process", lambda rank: None)
+    monkeypatch.setattr(remote_launch.torch, "get_num_threads", lambda: 7)
+    started = [remote_launch.launch(n, torch.device("cpu")) for n in (1, 2, 3, 9)]
+    assert [launch.num_threads for launch in started] == [7, 3, 2, 1]
+
+
+def test_a_device_of_its_own_for_each_rank(monkeypatch):
+    monkeypatch.setattr(EngineConfig, "resolve_device", lambda self: torch.device("cuda", 1))
+    with pytest.raises(ValueError, match="device is 'cuda:1': every rank has its own"):
+        LLM(tensor_parallel_size=2, device="cuda:1")
+    monkeypatch.setattr(remote_launch.torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="2 ranks need a CUDA device each: there are 1"):
+        remote_launch.launch(2, torch.device("cuda"))
+
+
+def test_a_loaded_model_does_not_cross(shipped_loaded) -> None:
+    with pytest.raises(ValueError, match="can not be handed to other processes"):
+        LLMEngine(EngineConfig(tensor_parallel_size=2), loaded=shipped_loaded)
+
+
+def test_what_only_a_worker_can_find_wrong_is_raised_as_in_one_process(monkeypatch):
+    monkeypatch.setattr(EngineConfig, "has_workers", True)
+    with pytest.raises(ValueError, match=r"^batch_invariant is True: no weights are packed"):
+        LLM(batch_invariant=True, dtype="float64", num_blocks=9)

@@ -1,0 +1,258 @@
+"""What each rank takes from a checkpoint, without processes: nobody says anything here."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from batch_invariance import make_batch_invariant
+from common import loader
+from common.assembly import kv_namespace
+from common.bench.random_weights import QWEN3_0_6B
+from common.kv_sizing import allocate_kv_cache, run_forward
+from common.linear import linear_layers
+from common.loader import load_model
+from common.model_config import ModelConfig
+from common.parallel.collectives import Alone
+from common.parallel.ranks import Ranks
+from common.parallel.sharded_model import ShardedModel, rank_config
+from common.tests.model_cases import CASES, save_case
+from common.tests.paged_harness import PagedHarness
+from invariant_attention import InvariantAttentionBackend
+from paged_attention import TorchAttentionBackend
+
+LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (2, 2), (4, 3)]
+WEIGHTS = "model.safetensors"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Silent(Alone):
+    """The collectives of a rank that is not to run."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+
+def load(path: Path, ranks: Ranks) -> loader.LoadedModel:
+    return load_model(path, torch.float64, make=partial(ShardedModel, collectives=Silent(ranks)))
+
+
+def all_ranks(tp_size: int, num_stages: int) -> list[Ranks]:
+    return [Ranks(tp_size, num_stages, rank) for rank in range(tp_size * num_stages)]
+
+
+class CountingFile:
+    """A safetensors file that says what was read from it."""
+
+    def __init__(self, file, read: Counter) -> None:
+        self.file, self.read = file, read
+
+    def keys(self):
+        return self.file.keys()
+
+    def get_slice(self, name: str):
+        return CountingSlice(self.file.get_slice(name), name, self.read)
+
+
+class CountingSlice:
+    def __init__(self, stored, name: str, read: Counter) -> None:
+        self.stored, self.name, self.read = stored, name, read
+        self.get_shape, self.get_dtype = stored.get_shape, stored.get_dtype
+
+    def __getitem__(self, part):
+        values = self.stored[part]
+        self.read[self.name] += values.numel()
+        return values
+
+
+@pytest.fixture
+def read(monkeypatch) -> Counter:
+    """Numbers read, by tensor. A file's other ways to be read are not there."""
+    read: Counter = Counter()
+    real = loader._open_file
+    monkeypatch.setattr(loader, "_open_file", lambda *where: CountingFile(real(*where), read))
+    return read
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-biases", "qwen2-untied", "llama-biases"])
+def test_the_slices_of_all_ranks_put_together_are_the_checkpoint(name, layout, tmp_path, read):
+    stored = load_file(save_case(name, tmp_path) / WEIGHTS)
+    together = {key: torch.full_like(tensor, float("nan")) for key, tensor in stored.items()}
+    holders: Counter = Counter()
+    for ranks in all_ranks(*layout):
+        read.clear()
+        model = load(tmp_path, ranks).model
+        assert read.total() <= sum(p.numel() for p in model.parameters())  # its own, and no more
+        for key, tensor in model.checkpoint_tensors().items():
+            if tensor.target is None:
+                assert key not in read
+                continue
+            values = tensor.target[0] if "_norm" in key and "self" in key else tensor.target
+            assert read[key] == values.numel()
+            part = together[key][tensor.part]
+            assert torch.equal(values, torch.where(part.isnan(), values, part))  # who agree, share
+            together[key][tensor.part] = values
+            holders[key] += values.numel()
+    assert together.keys() == stored.keys()
+    assert all(torch.equal(together[key], stored[key]) for key in stored)
+    for key in stored:
+        if key.endswith("proj.weight") and "k_proj" not in key and "v_proj" not in key:
+            assert holders[key] == stored[key].numel(), "no two ranks have the same part"
+
+
+def test_kv_heads_are_divided_or_shared():
+    """With 8 KV heads of 16: rank r of 4 has two, rank r of 16 has KV head r // 2."""
+    for size, kv_heads in ((1, 8), (2, 4), (4, 2), (8, 1), (16, 1)):
+        narrow = rank_config(QWEN3_0_6B, Ranks(size, 1, size - 1))
+        assert narrow.num_key_value_heads == kv_heads
+        assert narrow.num_attention_heads * size == 16
+        assert narrow.intermediate_size * size == 3072
+        assert narrow.vocab_size == 151936 // size
+
+
+@pytest.mark.parametrize(
+    "change, size, allowed",
+    [
+        ({}, 3, "1, 2, 4, 8, 16"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 6}, 4, "1, 2, 3, 6, 12"),
+        ({"intermediate_size": 3070}, 4, "1, 2"),
+        ({"vocab_size": 9}, 4, "1, 2$"),  # 4 ranks of 3 tokens: nothing for the last one
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_with_what_is_allowed(change, size, allowed):
+    config = replace(QWEN3_0_6B, **change)
+    with pytest.raises(ValueError, match=f"tensor_parallel_size is {size}: .* allows {allowed}"):
+        rank_config(config, Ranks(size, 1, 0))
+
+
+def test_a_stage_has_its_layers_and_the_ends_their_matrices(tmp_path):
+    for name, is_tied in (("qwen3", True), ("qwen2-untied", False)):
+        save_case(name, tmp_path)
+        first, middle, last = (load(tmp_path, Ranks(1, 3, r)).model for r in range(3))
+        names = [{n for n, _ in m.named_parameters() if "layers" not in n} for m in (first, last)]
+        assert names == [{"embed_weight"}, {"embed_weight", "lm_head.weight", "norm_weight"}]
+        assert [len(m.embed_weight) for m in (first, middle, last)] == [89, 0, 0]
+        assert torch.equal(first.embed_weight, last.lm_head.weight) == is_tied
+        assert [m.layer_range for m in (first, middle, last)] == [
+            range(1),
+            range(1, 2),
+            range(2, 3),
+        ]
+        assert [m.layers[0].index for m in (first, middle, last)] == [0, 0, 0], "of its own cache"
+
+
+def test_the_kv_cache_has_the_rank_s_heads_and_layers_and_a_name_of_its_own(tmp_path):
+    save_case("qwen2", tmp_path)  # 4 KV heads, 3 layers
+    names = set()
+    for layout in LAYOUTS[1:]:
+        for ranks in all_ranks(*layout):
+            loaded = load(tmp_path, ranks)
+            kv_cache = allocate_kv_cache(loaded, 3, 4)
+            assert len(kv_cache.key_cache) == len(ranks.layers(3))
+            assert kv_cache.key_cache[0].shape[2] == 4 // ranks.tensor_parallel_size
+            names.add(kv_namespace(loaded, kv_cache)[2:])
+    assert len(names) == sum(tp * pp for tp, pp in LAYOUTS[1:])
+    alone = load_model(tmp_path, torch.float64)
+    assert len(kv_namespace(alone, allocate_kv_cache(alone, 3, 4))) == 2
+
+
+# -- what does not fit is refused by every rank, whoever would have had it
+
+
+def edit(path: Path, change) -> None:
+    tensors = load_file(path / WEIGHTS)
+    change(tensors)
+    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda t: t.pop("model.layers.2.mlp.up_proj.weight"), "lacks .*layers.2.mlp.up_proj"),
+        (lambda t: t.update(strange=torch.zeros(3)), "has tensors that the model lacks: strange"),
+        (  # the shape that rank 0 of 2 has
+            lambda t: t.update({"model.layers.0.mlp.up_proj.weight": torch.zeros(20, 32)}),
+            r"has shape \(20, 32\) in the checkpoint and \(40, 32\) by config",
+        ),
+        (lambda t: t.update({"model.norm.weight": torch.ones(32).int()}), "has dtype I32"),
+    ],
+)
+def test_a_wrong_checkpoint_is_refused_by_every_rank(change, message, tmp_path):
+    edit(save_case("qwen2-untied", tmp_path), change)
+    for ranks in all_ranks(2, 2):
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path, ranks)
+
+
+def test_a_tied_matrix_with_two_values_is_refused_by_whoever_has_that_part(tmp_path):
+    save_case("qwen3", tmp_path)
+    edit(tmp_path, lambda t: t.update({HEAD: t[EMBEDDING].clone()}))
+    for ranks in all_ranks(2, 3):
+        load(tmp_path, ranks)
+    edit(tmp_path, lambda t: t[HEAD][60].add_(1e-9))  # of the second of two
+    for ranks in all_ranks(2, 3):
+        if ranks.tp_rank == 0 or ranks.stage == 1:
+            load(tmp_path, ranks)
+        else:
+            with pytest.raises(ValueError, match=r"tie_word_embeddings is true, but .* differ"):
+                load(tmp_path, ranks)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_rank_of_one_has_the_whole_model(name, tmp_path):
+    path = save_case(name, tmp_path)
+    fields = json.loads((path / "config.json").read_text())
+    config = ModelConfig.from_hf(fields)
+    assert rank_config(config, Ranks()) == config
+    whole, part = load_model(path, torch.float64).model, load(path, Ranks()).model
+    ours, theirs = dict(part.named_weights()), dict(whole.named_weights())
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[n], theirs[n]) for n in ours) and not part.namespace
+
+
+# -- stages, one after the other in this process
+
+
+def run_stages(harnesses: list[PagedHarness], work: list) -> torch.Tensor:
+    hidden = None
+    for harness in harnesses:
+        hidden = harness.step(work, None, hidden)
+    return hidden
+
+
+def test_stages_keep_the_bits_of_a_batch_invariant_model(tmp_path):
+    """Each row alone and in company, in three stages: the bits of one process."""
+    save_case("qwen3-biases", tmp_path)
+    models = [load_model(tmp_path, torch.float32).model]
+    for ranks in all_ranks(1, 3):
+        make = partial(ShardedModel, collectives=Silent(ranks))
+        models.append(load_model(tmp_path, torch.float32, make=make).model)
+    for model in models:
+        assert model.pack_weights() is None
+        make_batch_invariant(linear_layers(model), model.layers, torch.float32, 8)
+    one, *stages = (PagedHarness(m, 3, backend=InvariantAttentionBackend()) for m in models)
+    prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
+    alone = torch.cat([run_stages([one], [(i, 0, p)]) for i, p in enumerate(prompts)])
+    together = run_stages(stages, [(i, 0, p) for i, p in enumerate(prompts)])
+    assert torch.equal(alone, together)
+    assert torch.equal(run_stages(stages, [(1, 2, [11])]), run_stages([one], [(1, 2, [11])]))
+
+
+def test_what_warms_up_a_stage(tmp_path):
+    """The first takes tokens, the others what the one before them gives."""
+    save_case("qwen3", tmp_path)
+    for ranks in all_ranks(1, 3):
+        loaded = load(tmp_path, ranks)
+        kv_cache = allocate_kv_cache(loaded, 5, 4)
+        output = run_forward(loaded, kv_cache, TorchAttentionBackend(), [7, 3], 2)
+        assert loaded.model.rank_config == rank_config(loaded.config, ranks)
+        assert output.shape == ((2, 89) if ranks.is_last_stage else (10, 32))

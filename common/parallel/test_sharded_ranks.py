@@ -1,0 +1,179 @@
+"""Ranks in processes of their own, over Gloo: 4, in worlds of 2 to 4. They are started once, and
+what they say and get is compared with one process, with `transformers` and with the formula."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.loader import load_model
+from common.model_config import ModelConfig
+from common.parallel.collectives import Communication
+from common.parallel.communication import step_communication
+from common.parallel.ranks import Ranks
+from common.tests.model_cases import reference_logits, save_case
+from common.tests.paged_harness import PagedHarness
+
+NUM_PROCESSES, LIMIT_S = 4, 100
+PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [53, 58, 88, 0, 44], [7])
+# A chunk that needs no logits; the rest of its prompt and another's first chunk; both prompts'
+# ends; a new prompt beside a decode.
+STEPS = [
+    ([(0, 0, PROMPTS[0][:3])], []),
+    ([(0, 3, PROMPTS[0][3:5]), (1, 0, PROMPTS[1][:4])], [5]),
+    ([(0, 5, PROMPTS[0][5:7]), (1, 4, PROMPTS[1][4:])], [1, 2]),
+    ([(2, 0, PROMPTS[2]), (0, 7, PROMPTS[0][7:])], None),
+]
+CASES = ("qwen3", "qwen3-biases", "qwen2-untied", "llama3-scaling", "llama-biases")
+# First process, ranks of a stage, stages, cases. The last world has everybody.
+WORLDS = {
+    "2 ranks": (0, 2, 1, CASES),
+    "2 stages": (2, 1, 2, CASES),
+    "3 stages": (1, 1, 3, ("qwen3", "llama-biases")),
+    "2 x 2": (0, 2, 2, ("qwen3", "llama-biases", "qwen2-untied")),
+    "4 ranks": (0, 4, 1, CASES),
+}
+BOUNDS = {"torch.float64": 1e-12, "torch.float32": 2e-4, "packed": 2e-4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """With the checkpoints. 89 tokens: the last of 2 and of 4 ranks has fewer."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for seed, name in enumerate(CASES):
+        save_case(name, folder / name, seed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder) -> list[dict]:
+    """What each process has saved."""
+    plan = {"num_processes": NUM_PROCESSES, "steps": STEPS, "worlds": WORLDS}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    command = [sys.executable, "-m", "common.tests.sharded_rank", str(folder)]
+    started = [
+        subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True)
+        for rank in range(NUM_PROCESSES)
+    ]
+    try:
+        errors = [process.communicate(timeout=LIMIT_S)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    failed = [error for error, p in zip(errors, started, strict=True) if p.returncode]
+    assert not failed, "\n".join(failed)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(NUM_PROCESSES)]
+
+
+@pytest.fixture(scope="module")
+def one_process(folder) -> dict[str, list[torch.Tensor]]:
+    found = {}
+    for name in CASES:
+        harness = PagedHarness(load_model(folder / name, torch.float64).model, 3)
+        found[name] = [harness.step(*step) for step in STEPS]
+    return found
+
+
+def each_rank(ranks: list[dict]):
+    """(world, its ranks, case, what the rank got), for all of them."""
+    for world, (first, tp_size, num_stages, cases) in WORLDS.items():
+        for rank in range(tp_size * num_stages):
+            for case in cases:
+                where = Ranks(tp_size, num_stages, rank)
+                yield world, where, case, ranks[first + rank][world][case]
+
+
+def test_logits_are_those_of_one_process(ranks, one_process):
+    for world, where, case, got in each_rank(ranks):
+        for kind, bound in BOUNDS.items():
+            for step, expected in zip(got[kind], one_process[case], strict=True):
+                if where.is_last_stage:
+                    assert step["output"].shape == expected.shape
+                    is_near = ((step["output"] - expected).abs() < bound).all()
+                    assert is_near, (world, where, case, kind)
+
+
+def test_logits_are_those_of_transformers(ranks, folder):
+    for case in CASES:
+        theirs = reference_logits(folder / case, torch.float64, [list(p) for p in PROMPTS])
+        rows = [theirs[0][:0], theirs[1][3:4], torch.stack([theirs[0][6], theirs[1][4]])]
+        rows += [torch.stack([theirs[2][0], theirs[0][7]])]
+        for world, where, name, got in each_rank(ranks):
+            if name == case and where.is_last_stage:
+                for step, expected in zip(got["torch.float64"], rows, strict=True):
+                    is_near = ((step["output"] - expected).abs() < 1e-9).all()
+                    assert is_near, (world, where, case)
+
+
+def test_every_rank_of_the_last_stage_has_the_same_bits(ranks):
+    first: dict = {}
+    for world, where, case, got in each_rank(ranks):
+        for kind in (*BOUNDS, "torch.bfloat16"):
+            for i, step in enumerate(got[kind]):
+                if where.is_last_stage:
+                    expected = first.setdefault((world, case, kind, i), step["output"])
+                    assert torch.equal(step["output"], expected), (world, where, case, kind)
+
+
+def test_stages_alone_change_no_bit(ranks, folder, one_process):
+    """They compute the same numbers in the same order."""
+    for world, where, case, got in each_rank(ranks):
+        if where.tensor_parallel_size == 1 and where.is_last_stage:
+            for step, expected in zip(got["torch.float64"], one_process[case], strict=True):
+                assert torch.equal(step["output"], expected), (world, case)
+
+
+def test_what_was_said_is_what_the_formula_says(ranks, folder):
+    itemsizes = {"torch.float64": 8, "torch.float32": 4, "packed": 4, "torch.bfloat16": 2}
+    for world, where, case, got in each_rank(ranks):
+        fields = json.loads((folder / case / "config.json").read_text())
+        config = ModelConfig.from_hf(fields)
+        for kind, itemsize in itemsizes.items():
+            for (work, indices), step in zip(STEPS, got[kind], strict=True):
+                num_tokens = sum(len(ids) for _, _, ids in work)
+                num_rows = num_tokens if indices is None else len(indices)
+                expected = step_communication(config, where, num_tokens, num_rows, itemsize)
+                assert Communication(**step["said"]) == expected, (world, where, case, kind)
+
+
+def test_two_all_reduces_a_layer_one_for_the_embedding_one_gather(ranks):
+    step = ranks[0]["2 ranks"]["qwen3"]["torch.bfloat16"][1]
+    num_layers, num_tokens, num_rows, hidden, num_lanes = 3, 6, 1, 32, 45
+    # The last layer's two are of the one row that needs logits.
+    num_numbers = (1 + 2 * (num_layers - 1)) * num_tokens * hidden + 2 * num_rows * hidden
+    num_numbers += num_rows * num_lanes
+    assert step["said"] == {
+        "num_all_reduces": 1 + 2 * num_layers,
+        "num_all_gathers": 1,
+        "num_sends": 0,
+        "num_bytes": 2 * num_numbers,
+    }
+
+
+def test_the_least_is_that_of_all_stages(ranks):
+    for world, (first, tp_size, num_stages, _) in WORLDS.items():
+        for rank in range(tp_size * num_stages):
+            assert ranks[first + rank][world]["least"] == 100 - (tp_size * num_stages - 1)
+
+
+def test_tokens_123_and_6789_on_two_ranks(ranks):
+    """The example of the post on nano-vLLM: a vocabulary of 10,000, half of it on each rank."""
+    for rank in range(2):
+        example = ranks[rank]["2 ranks"]["embedding"]
+        assert torch.equal(example["found"], example["wanted"])
+
+
+def test_a_rank_that_does_not_come_is_an_error_and_a_pause_is_none(ranks):
+    for rank, got in enumerate(ranks):
+        assert got["late"]["after a pause"] == [4.0, 4.0], rank
+    for rank, got in enumerate(ranks[:-1]):
+        message, seconds = got["late"]["late"]
+        assert f"rank {rank} of 4: all_reduce failed" in message and seconds < 3, message
+        assert "500ms" in message, message
+        message, seconds = got["late"]["gone"]
+        assert f"rank {rank} of 4: all_gather failed" in message and seconds < 3, message

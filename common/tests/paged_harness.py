@@ -1,0 +1,78 @@
+"""How tests run a model over a paged cache, without an engine."""
+
+from __future__ import annotations
+
+import torch
+
+from common.model import DecoderModel
+from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache, TorchAttentionBackend
+
+
+class PagedHarness:
+    """Requests with shuffled block tables in a cache full of NaN."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        num_requests: int,
+        max_len: int = 64,
+        block_size: int = 4,
+        seed: int = 0,
+        backend: AttentionBackend | None = None,
+    ) -> None:
+        self.backend, parameter = backend or TorchAttentionBackend(), model.embed_weight
+        self.model, self.block_size, self.device = model, block_size, parameter.device
+        blocks_each = -(-max_len // block_size)
+        self.kv_cache = PagedKVCache(
+            model.num_layers,
+            num_requests * blocks_each + 1,
+            block_size,
+            model.num_kv_heads,
+            model.config.head_dim,
+            parameter.dtype,
+            self.device,
+        )
+        for cache in (*self.kv_cache.key_cache, *self.kv_cache.value_cache):
+            cache.fill_(float("nan"))
+        generator = torch.Generator().manual_seed(seed)
+        shuffled = torch.randperm(num_requests * blocks_each, generator=generator) + 1
+        self.tables = shuffled.view(num_requests, blocks_each)
+
+    def step(
+        self,
+        work: list[tuple[int, int, list[int]]],
+        logit_indices: list[int] | None = None,
+        inputs: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`work`: (request, first position, tokens). Logits of every row, or of those asked for.
+        A stage that is not the first gets `inputs` instead of the tokens."""
+        ids, positions, slots, starts, seq_lens = [], [], [], [0], []
+        for request, first, tokens in work:
+            for position, token in enumerate(tokens, start=first):
+                block, offset = divmod(position, self.block_size)
+                ids.append(token)
+                positions.append(position)
+                slots.append(int(self.tables[request, block]) * self.block_size + offset)
+            starts.append(len(ids))
+            seq_lens.append(first + len(tokens))
+
+        def tensor(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+        metadata = AttentionMetadata(
+            query_start_loc=tensor(starts),
+            seq_lens=tensor(seq_lens),
+            block_tables=self.tables[[request for request, _, _ in work]].to(self.device),
+            slot_mapping=tensor(slots),
+            max_query_len=max(len(tokens) for _, _, tokens in work),
+            max_seq_len=max(seq_lens),
+        )
+        indices = list(range(len(ids))) if logit_indices is None else logit_indices
+        return self.model(
+            tensor(ids) if inputs is None else inputs,
+            tensor(positions),
+            self.kv_cache,
+            metadata,
+            tensor(indices),
+            self.backend,
+        )

@@ -1,0 +1,119 @@
+"""One rank, in a process of its own: it runs the same steps as every other and saves what it got.
+
+    python -m common.tests.sharded_rank FOLDER RANK
+
+`FOLDER` has a `plan.json` and a checkpoint for each case. A world is a set of processes that make
+one engine; each process is in several, one after the other, and keeps the connections of all."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed import FileStore, PrefixStore
+
+from common.loader import load_model
+from common.parallel.collectives import CollectiveError, Collectives, connect
+from common.parallel.ranks import Ranks
+from common.parallel.sharded_layers import vocab_parallel_embedding
+from common.parallel.sharded_model import ShardedModel
+from common.tests.paged_harness import PagedHarness
+
+CPU, TIMEOUT_S = torch.device("cpu"), 20.0
+
+
+def run_steps(model: ShardedModel, collectives: Collectives, steps: list) -> list[dict]:
+    harness, found = PagedHarness(model, 3), []
+    for work, logit_indices in steps:
+        before, num_tokens = asdict(collectives.counts), sum(len(ids) for _, _, ids in work)
+        inputs = None
+        if not collectives.ranks.is_first_stage:
+            shape = (num_tokens, model.config.hidden_size)
+            inputs = collectives.receive(shape, model.embed_weight.dtype)
+        output = harness.step(work, logit_indices, inputs)
+        if not collectives.ranks.is_last_stage:
+            collectives.send(output)
+        after = asdict(collectives.counts)
+        said = {name: after[name] - before[name] for name in after}
+        found.append({"output": output.clone(), "said": said})
+    return found
+
+
+def run_case(folder: Path, name: str, steps: list, collectives: Collectives) -> dict:
+    make = partial(ShardedModel, collectives=collectives)
+    result: dict = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        model = load_model(folder / name, dtype, make=make).model
+        assert isinstance(model, ShardedModel)
+        result[str(dtype)] = run_steps(model, collectives, steps)
+        if dtype is torch.float32:
+            before = dict(model.named_weights())
+            assert model.pack_weights() is None
+            after = dict(model.named_weights())
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[n], after[n]) for n in before)
+            result["packed"] = run_steps(model, collectives, steps)
+    return result
+
+
+def embedding_example(collectives: Collectives) -> dict:
+    """A vocabulary of 10,000 on two ranks, and the tokens 123 and 6789."""
+    whole = torch.randn(10_000, 8, generator=torch.Generator().manual_seed(0))
+    tp_rank = collectives.ranks.tp_rank
+    part = whole[5000 * tp_rank : 5000 * (tp_rank + 1)]
+    ids = torch.tensor([123, 6789])
+    found = vocab_parallel_embedding(ids, part, 5000 * tp_rank, collectives)
+    return {"found": found, "wanted": whole[ids]}
+
+
+def main(folder: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    plan = json.loads((folder / "plan.json").read_text())
+    store = FileStore(str(folder / "store"), plan["num_processes"])
+    results, worlds = {}, {}
+    for name, (first, tp_size, num_stages, cases) in plan["worlds"].items():
+        if not first <= rank < first + tp_size * num_stages:
+            continue
+        ranks = Ranks(tp_size, num_stages, rank - first)
+        worlds[name] = connect(ranks, PrefixStore(name, store), CPU, TIMEOUT_S)
+        results[name] = {
+            case: run_case(folder, case, plan["steps"], worlds[name]) for case in cases
+        }
+        results[name]["least"] = worlds[name].least(100 - ranks.rank)
+        if (tp_size, num_stages) == (2, 1):
+            results[name]["embedding"] = embedding_example(worlds[name])
+    results["late"] = late_and_gone(store, rank, plan["num_processes"])
+    torch.save(results, folder / f"{rank}.pt")
+    worlds.popitem()[1].least(0)  # nobody leaves before everybody is done
+
+
+def late_and_gone(store: FileStore, rank: int, num_processes: int) -> dict:
+    """A pause longer than the timeout is nothing; a rank that does not come, or is gone, is."""
+    timeout_s = 0.5
+    late, gone = (
+        connect(Ranks(num_processes, 1, rank), PrefixStore(name, store), CPU, timeout_s)
+        for name in ("late", "gone")
+    )
+    late.all_reduce(torch.ones(2))
+    time.sleep(2 * timeout_s)
+    found: dict = {"after a pause": late.all_reduce(torch.ones(2)).tolist()}
+    if rank == num_processes - 1:
+        gone.close()
+        time.sleep(3 * timeout_s)
+        return found
+    for name, call in (("late", late.all_reduce), ("gone", gone.all_gather)):
+        start = time.monotonic()
+        try:
+            call(torch.ones(2))
+        except CollectiveError as error:
+            found[name] = (str(error), time.monotonic() - start)
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
