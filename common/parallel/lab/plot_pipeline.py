@@ -2,9 +2,9 @@
 
     python common/parallel/lab/plot_pipeline.py --record stages simulated --tables
 
-`stages` serves requests with a model of random weights in two processes, and notes when each of them
-computed. It is larger than the shipped one, so that a stage takes longer than a message. `simulated`
-counts the order of things on a clock of its own (`simulated_pipeline.py`).
+`stages` serves requests with a model of random weights in two processes, and notes when each of
+them computed. It is larger than the shipped one, so that a stage takes longer than a message.
+`simulated` counts the order of things on a clock of its own (`simulated_pipeline.py`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from common.parallel.lab.simulated_pipeline import (
     simulate,
     trickling,
 )
+from common.tokenizer import load_tokenizer
 from common.tools.lab_frame import Measurement, Part, run_lab
 from common.tools.palette import DECODE, INK, PAPER, PROMPT, add_key, tint
-from common.tokenizer import load_tokenizer
 from request import SamplingParams
 
 SHAPES = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
@@ -61,7 +61,7 @@ def measure_stages(measurement: Measurement) -> dict:
         "chunk": CHUNK,
         "long_prompt_after_step": LONG_AFTER,
         "dtype": "float32",
-        "clock": "time.monotonic of all processes, which Linux counts from the start of the machine",
+        "clock": "time.monotonic: one clock for all processes of a machine",
     }
     return {"config": config, "runs": runs}
 
@@ -186,7 +186,9 @@ def stages_tables(record: dict) -> dict[str, str]:
         busy = [share_busy(stage[begin:]) for stage in run["stages"]]
         took = [end - start for stage in run["stages"] for start, end, _ in stage[begin:]]
         shares = [f"{share:.0%}" for share in busy]
-        rows.append([name, str(len(run["steps"]) - begin), *shares, f"{statistics.median(took):.1f} ms"])
+        rows.append(
+            [name, str(len(run["steps"]) - begin), *shares, f"{statistics.median(took):.1f} ms"]
+        )
     head = ["a plan takes", "steps", "stage 0 busy", "stage 1 busy", "a stage's step, median"]
     return {"pipeline_stages": markdown_table(head, rows)}
 
@@ -291,9 +293,7 @@ def simulated_tables(record: dict) -> dict[str, str]:
     last = ["busy", "tokens/s", "ms between tokens"]
     alone, followed = (row["mean_ttft_ms"] for row in record["one_prompt"])
     return {
-        "pipeline_decodes": markdown_table(
-            ["a step, ms", "stages", "requests", *last], decodes
-        ),
+        "pipeline_decodes": markdown_table(["a step, ms", "stages", "requests", *last], decodes),
         "pipeline_trickling": markdown_table(
             ["stages", "decodes in a plan", "plans under way", *last], trickle
         ),
