@@ -17,8 +17,8 @@ it need not wait for the host; only work that depends on no result can be in it,
 of a prompt or a newcomer, never a decode.
 
 Invariants: steps end in the order in which they were planned; every plan is executed once, and its
-output is taken once. A plan for nobody goes through the stages too, for what else it tells them, but
-counts as no step unless it is all that is under way or somebody was preempted for it."""
+output is taken once. A plan for nobody goes through the stages too, for what else it tells them,
+but counts as no step unless it is all that is under way or somebody was preempted for it."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_at_most_so_many_plans_are_under_way() -> None:
 
 
 def test_who_waits_for_a_seat_is_not_asked_for_in_every_step() -> None:
-    core, log, runner = make_core(max_num_seqs=2)
+    core, log, _ = make_core(max_num_seqs=2)
     for name in "abcd":
         core.add_request(request(name, 5))
     assert run(core) == dict.fromkeys("abcd", 5)
@@ -193,7 +193,7 @@ def test_an_error_ends_all_steps_under_way_and_the_loop_goes_on(step, fails_when
 
 
 def test_who_is_aborted_in_flight_gets_nothing_more_and_its_name_may_come_again() -> None:
-    core, _, runner = make_core()
+    core, _, _ = make_core()
     for name in "ab":
         core.add_request(request(name, 9))
     core.step(), core.step()

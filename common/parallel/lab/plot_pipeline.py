@@ -2,8 +2,9 @@
 
     python common/parallel/lab/plot_pipeline.py --record stages simulated --tables
 
-`stages` serves requests with the shipped checkpoint in two processes, and notes when each of them
-computed. `simulated` counts the order of things on a clock of its own (`simulated_pipeline.py`).
+`stages` serves requests with a model of random weights in two processes, and notes when each of
+them computed. It is larger than the shipped one, so that a stage takes longer than a message.
+`simulated` counts the order of things on a clock of its own (`simulated_pipeline.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from matplotlib.figure import Figure
 
 from common.bench.bench_record import markdown_table
 from common.engine import LLMEngine
-from common.engine_config import EngineConfig
+from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.parallel import remote_launch
 from common.parallel.lab.logged_worker import FOLDER
 from common.parallel.lab.simulated_pipeline import (
@@ -30,10 +31,15 @@ from common.parallel.lab.simulated_pipeline import (
     simulate,
     trickling,
 )
+from common.tokenizer import load_tokenizer
 from common.tools.lab_frame import Measurement, Part, run_lab
 from common.tools.palette import DECODE, INK, PAPER, PROMPT, add_key, tint
 from request import SamplingParams
 
+SHAPES = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
+TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+HEADS = dict(num_attention_heads=8, num_key_value_heads=2, head_dim=64)
+NUM_SHOWN = 20  # steps in the picture
 NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUTS, LONG_PROMPT, CHUNK = 8, 24, 24, 240, 48
 LONG_AFTER = 8  # steps
 WAYS = {"all that are ready in one plan": 1, "a half in each plan": 2}
@@ -43,8 +49,11 @@ WAYS = {"all that are ready in one plan": 1, "a half in each plan": 2}
 
 
 def measure_stages(measurement: Measurement) -> dict:
-    runs = {name: run_stages(num, measurement.tiny) for name, num in WAYS.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), measurement.tiny)
+        runs = {name: run_stages(Path(folder), num, measurement.tiny) for name, num in WAYS.items()}
     config = {
+        "model": {**(TINY if measurement.tiny else SHAPES), **HEADS, "weights": "random"},
         "requests": NUM_REQUESTS,
         "prompt_tokens": NUM_PROMPT,
         "output_tokens": NUM_OUTPUTS,
@@ -52,19 +61,29 @@ def measure_stages(measurement: Measurement) -> dict:
         "chunk": CHUNK,
         "long_prompt_after_step": LONG_AFTER,
         "dtype": "float32",
-        "clock": "time.monotonic of all processes, which Linux counts from the start of the machine",
+        "clock": "time.monotonic: one clock for all processes of a machine",
     }
     return {"config": config, "runs": runs}
 
 
-def run_stages(num_micro_batches: int, tiny: bool) -> dict:
+def save_model(path: Path, tiny: bool) -> None:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    shapes = {**(TINY if tiny else SHAPES), **HEADS}
+    config = Qwen3Config(vocab_size=4096, max_position_embeddings=1024, **shapes)
+    Qwen3ForCausalLM(config).save_pretrained(path)
+
+
+def run_stages(model: Path, num_micro_batches: int, tiny: bool) -> dict:
     """Intervals of both stages, in milliseconds from the first: start, end, tokens, new prompts."""
     with tempfile.TemporaryDirectory() as folder:
         module, before = remote_launch.WORKER_MODULE, os.environ.get(FOLDER)
         remote_launch.WORKER_MODULE = "common.parallel.lab.logged_worker"
         os.environ[FOLDER] = folder
         try:
-            steps = serve(num_micro_batches, tiny)
+            steps, num_warm_up = serve(model, num_micro_batches, tiny)
         finally:
             remote_launch.WORKER_MODULE = module
             os.environ.pop(FOLDER) if before is None else os.environ.update({FOLDER: before})
@@ -75,11 +94,12 @@ def run_stages(num_micro_batches: int, tiny: bool) -> dict:
         for stage in stages
     ]
     assert all([n for *_, n in stage] == [step["tokens"] for step in steps] for stage in shown)
-    return {"steps": steps, "stages": shown}
+    return {"num_warm_up": num_warm_up, "steps": steps, "stages": shown}
 
 
-def serve(num_micro_batches: int, tiny: bool) -> list[dict]:
-    """Of each step that computed something: tokens, those of prompts, and who was in it."""
+def serve(model: Path, num_micro_batches: int, tiny: bool) -> tuple[list[dict], int]:
+    """Of each step that computed something: tokens, those of prompts, and who was in it. And how
+    many of them were to warm up."""
     steps: list[dict] = []
 
     def note(record) -> None:
@@ -90,6 +110,7 @@ def serve(num_micro_batches: int, tiny: bool) -> list[dict]:
             steps.append({"requests": names, "tokens": tokens, "prompt_tokens": prompts})
 
     config = EngineConfig(
+        model=model,
         pipeline_parallel_size=2,
         num_blocks=400,
         num_threads=1,
@@ -99,11 +120,11 @@ def serve(num_micro_batches: int, tiny: bool) -> list[dict]:
     )
     num_outputs = 4 if tiny else NUM_OUTPUTS
     params = SamplingParams(temperature=0, max_tokens=num_outputs, ignore_eos=True)
-    engine = LLMEngine(config)
+    engine = LLMEngine(config, tokenizer=load_tokenizer(SHIPPED_CHECKPOINT))
     try:
         engine.scheduler.num_micro_batches = num_micro_batches
         for warm_up in (True, False):
-            num_before = len(steps)
+            num_warm_up = num_before = len(steps)
             engine.on_step = note
             for i in range(NUM_REQUESTS):
                 engine.add_request(f"{i}", [5 + i] * NUM_PROMPT, params)
@@ -113,20 +134,17 @@ def serve(num_micro_batches: int, tiny: bool) -> list[dict]:
                 engine.step()
     finally:
         engine.close()
-    return steps
+    return steps, num_warm_up
 
 
 def draw_stages(record: dict) -> Figure:
-    """The last steps of prompts and the first of decodes are the picture; the warm-up is not."""
+    """The first steps behind the warm-up."""
     figure, axes = plt.subplots(2, 1, figsize=(9, 5.6), sharex=True, layout="constrained")
     for axis, (name, run) in zip(axes, record["runs"].items(), strict=True):
-        steps, stages = run["steps"], run["stages"]
-        begin = len(steps) - next(
-            n for n, step in enumerate(reversed(steps), 1) if step["tokens"] >= NUM_PROMPT * 8
-        )
+        steps, stages, begin = run["steps"], run["stages"], run["num_warm_up"]
         origin = stages[0][begin][0]
         parity: dict[str, int] = {}
-        for number, step in enumerate(steps[begin:]):
+        for number, step in enumerate(steps[begin : begin + NUM_SHOWN]):
             decodes = [r for r in step["requests"] if r != "long"] or step["requests"]
             half = parity.setdefault(decodes[0], 0 if decodes[0] in ("0", "long") else 1)
             for y, stage in enumerate(stages):
@@ -140,7 +158,7 @@ def draw_stages(record: dict) -> Figure:
                     linewidth=0.6,
                 )
         busy = [share_busy(stage[begin:]) for stage in stages]
-        axis.set_title(f"{name}: stages compute {busy[0]:.0%} and {busy[1]:.0%} of the time")
+        axis.set_title(f"{name}: busy for {busy[0]:.0%} and {busy[1]:.0%} of the run")
         axis.set(yticks=[0, 1], yticklabels=["stage 0", "stage 1"], ylim=(1.5, -0.5))
         axis.set_facecolor(PAPER)
     axes[-1].set(xlabel="ms", xlim=(0, None))
@@ -164,11 +182,13 @@ def share_busy(intervals: list[list[float]]) -> float:
 def stages_tables(record: dict) -> dict[str, str]:
     rows = []
     for name, run in record["runs"].items():
-        begin = len(run["steps"]) // 2
+        begin = run["num_warm_up"]
         busy = [share_busy(stage[begin:]) for stage in run["stages"]]
         took = [end - start for stage in run["stages"] for start, end, _ in stage[begin:]]
         shares = [f"{share:.0%}" for share in busy]
-        rows.append([name, str(len(run["steps"])), *shares, f"{statistics.median(took):.1f} ms"])
+        rows.append(
+            [name, str(len(run["steps"]) - begin), *shares, f"{statistics.median(took):.1f} ms"]
+        )
     head = ["a plan takes", "steps", "stage 0 busy", "stage 1 busy", "a stage's step, median"]
     return {"pipeline_stages": markdown_table(head, rows)}
 
@@ -273,9 +293,7 @@ def simulated_tables(record: dict) -> dict[str, str]:
     last = ["busy", "tokens/s", "ms between tokens"]
     alone, followed = (row["mean_ttft_ms"] for row in record["one_prompt"])
     return {
-        "pipeline_decodes": markdown_table(
-            ["a step, ms", "stages", "requests", *last], decodes
-        ),
+        "pipeline_decodes": markdown_table(["a step, ms", "stages", "requests", *last], decodes),
         "pipeline_trickling": markdown_table(
             ["stages", "decodes in a plan", "plans under way", *last], trickle
         ),
