@@ -197,6 +197,7 @@ def measure_workload(engines: Engines, mode: str, section: Section) -> None:
             "max_num_batched_tokens": engine.config.max_num_batched_tokens,
             "max_model_len": engine.max_model_len,
             "num_blocks": engine.kv_cache.num_blocks,
+            "has_graphs": has_graphs(engine),
         },
         "num_requests": len(requests),
         "prompt_tokens": sum(len(r.prompt_token_ids) for r in requests),

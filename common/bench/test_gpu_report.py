@@ -95,6 +95,8 @@ def test_the_engine_served_and_waited_once_a_step_in_every_mode(rehearsed) -> No
     for mode in ("eager", "overlap", *(["graphs"] if HAS_GRAPHS else [])):
         runs = sections[f"{mode}: workload"]["results"]["runs"]
         assert runs and all(run["is_complete"] and run["output_tokens"] > 0 for run in runs)
+        served_by = sections[f"{mode}: workload"]["results"]["engine"]
+        assert served_by["has_graphs"] is (HAS_GRAPHS and mode != "eager")
         waits = sections[f"{mode}: waits"]["results"]
         assert waits["meant"] == waits["num_steps"] > 0 and waits["hidden"] == 0
         steps = sections[f"{mode}: decode steps"]
