@@ -38,7 +38,7 @@ def prompts_that_never_stop_coming() -> str:
     scheduler.add_request(first)
     for number, _ in enumerate(steps(scheduler, most=21)):
         scheduler.add_request(request(f"r{number}", 6, max_tokens=1))
-    return f"one new prompt a step; `first` has got {first.num_output_tokens} tokens in 21 steps"
+    return f"one new prompt a step; tokens of `first` in 21 steps: {first.num_output_tokens}"
 
 
 def a_second_end() -> str:
@@ -138,8 +138,8 @@ EXHIBITS = (
         lesson="Prefill first is a policy with a price. Mix both in a step, or bound how many "
         "prefills may follow each other.",
         demonstrate=prompts_that_never_stop_coming,
-        wrong="one new prompt a step; `first` has got 1 tokens in 21 steps",
-        right="one new prompt a step; `first` has got 21 tokens in 21 steps",
+        wrong="one new prompt a step; tokens of `first` in 21 steps: 1",
+        right="one new prompt a step; tokens of `first` in 21 steps: 21",
         tests=(
             "01_batching/test_fcfs_scheduler.py::"
             "test_running_requests_get_their_token_before_anyone_is_admitted",
@@ -173,8 +173,8 @@ EXHIBITS = (
             '"temperature": ("[0.0, inf)", 0.0, sys.float_info.max),',
             '"temperature": ("(0.0, inf)", math.ulp(0.0), sys.float_info.max),',
         ),
-        seen="`temperature=0` was refused, or silently replaced by a small number or by 1. "
-        "Nobody could compare the engine with a reference, and so nobody noticed its other bugs.",
+        seen="`temperature=0` was refused, or silently replaced by another number. "
+        "Nobody could compare the engine with a reference any more, token by token.",
         lesson="Greedy decoding is how an engine is checked. It is a case of its own, not a "
         "small temperature.",
         demonstrate=greedy_is_asked_for,

@@ -87,7 +87,7 @@ def back_and_forth() -> str:
     most = max(request.num_preemptions for request in requests)
     num_recomputed = scheduler.get_stats().total_recomputed_tokens
     return (
-        f"each may be preempted once; most preemptions of one request: {most}; "
+        f"one preemption each is allowed; the most of any request: {most}\n"
         f"tokens computed again: {num_recomputed}"
     )
 
@@ -239,8 +239,10 @@ EXHIBITS = (
         lesson="Recomputation is paid for by the same machine that is too small already. Bound "
         "how often anybody makes room, and plot it over time: an average hides it.",
         demonstrate=back_and_forth,
-        wrong="each may be preempted once; most preemptions of one request: 3; tokens computed again: 96",
-        right="each may be preempted once; most preemptions of one request: 1; tokens computed again: 40",
+        wrong="one preemption each is allowed; the most of any request: 3\n"
+        "tokens computed again: 96",
+        right="one preemption each is allowed; the most of any request: 1\n"
+        "tokens computed again: 40",
         tests=("04_scheduler/test_scheduler.py::test_nobody_is_preempted_more_often_than_allowed",),
     ),
     Exhibit(

@@ -212,7 +212,7 @@ EXHIBITS = (
         seen="Guesses stayed with a request when their step was over, and entered the model in a "
         "later one, at places where they had never been meant: work for nothing at best, "
         "placeholder ids in the model at worst.",
-        lesson="A guess is for one step. Who takes it out of the box empties the box.",
+        lesson="A guess is for one step. Taking it out of the box empties the box.",
         demonstrate=last_steps_guesses,
         wrong="guesses that the model is fed, step by step: [[50, 51], [50, 51]]",
         right="guesses that the model is fed, step by step: [[50, 51], []]",

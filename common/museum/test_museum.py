@@ -142,3 +142,11 @@ def test_all_clues_at_once(without_processes: None, capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     with broken_copy(EXHIBITS[0]) as swap:
         assert all(clue in shown for clue in clues(EXHIBITS[0], swap))
+
+
+def test_each_chapter_leads_to_its_hall() -> None:
+    for chapter, title in TITLES.items():
+        if chapter != "common":
+            anchor = title.lower().replace(".", "").replace(" ", "-")
+            text = (ROOT / chapter / "README.md").read_text(encoding="utf-8")
+            assert f"](../MUSEUM.md#{anchor})" in text
