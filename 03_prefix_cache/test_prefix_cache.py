@@ -929,6 +929,7 @@ def test_a_used_block_is_never_evicted(rig):
 
 
 def test_a_block_is_used_until_its_last_user_lets_go(rig):
+    """Trap 58: shared, it counts once as used, and once as free to be evicted."""
     first, second, third = rig.hold("AB"), rig.hold("ABC"), rig.hold("A")
     assert [rig.cache.num_users(block) for block in second] == [3, 2, 1]
     rig.cache.release(first)

@@ -38,7 +38,7 @@ def prompts_that_never_stop_coming() -> str:
     scheduler.add_request(first)
     for number, _ in enumerate(steps(scheduler, most=21)):
         scheduler.add_request(request(f"r{number}", 6, max_tokens=1))
-    return f"one new prompt a step; `first` has got {first.num_output_tokens} tokens in 21 steps"
+    return f"one new prompt a step; tokens of `first` in 21 steps: {first.num_output_tokens}"
 
 
 def a_second_end() -> str:
@@ -48,7 +48,9 @@ def a_second_end() -> str:
     for token in (7, 8, 101, 9, 9, 9):  # 101: end of turn
         if not answer.is_finished:
             answer.append_output_token(token)
-    return f"the model says 7 8 101; the answer is {answer.output_token_ids}, {answer.finish_reason}"
+    return (
+        f"the model says 7 8 101; the answer is {answer.output_token_ids}, {answer.finish_reason}"
+    )
 
 
 def greedy_is_asked_for() -> str:
@@ -92,9 +94,9 @@ EXHIBITS = (
             "while self.waiting and len(self.running) < self.max_num_seqs:",
             "while self.waiting and len(admitted) < self.max_num_seqs:",
         ),
-        seen="`max_num_seqs` held for the newcomers of one step and not for all who run. Under load "
-        "the batch outgrew the buffers that were made for it; requests beyond the limit got their "
-        "first token and then starved.",
+        seen="`max_num_seqs` held for the newcomers of one step and not for all who run. Under "
+        "load the batch outgrew the buffers that were made for it; requests beyond the limit got "
+        "their first token and then starved.",
         lesson="A limit on a state has to count the state, not the changes made to it just now.",
         demonstrate=more_runners_than_seats,
         wrong="2 seats, 6 requests; running after each of 3 steps: [2, 4, 6]",
@@ -131,13 +133,13 @@ EXHIBITS = (
             "return self.make_plan(admitted | dict.fromkeys(was_running, 1))",
             "return self.make_plan(admitted or dict.fromkeys(was_running, 1))",
         ),
-        seen="As long as prompts arrived, every step was a prefill, and whoever was in the middle "
-        "of an answer stood still: in the report, one token in 21 steps.",
+        seen="As long as prompts arrived, every step was a prefill, and whoever was in the "
+        "middle of an answer stood still: in the report, one token in 21 steps.",
         lesson="Prefill first is a policy with a price. Mix both in a step, or bound how many "
         "prefills may follow each other.",
         demonstrate=prompts_that_never_stop_coming,
-        wrong="one new prompt a step; `first` has got 1 tokens in 21 steps",
-        right="one new prompt a step; `first` has got 21 tokens in 21 steps",
+        wrong="one new prompt a step; tokens of `first` in 21 steps: 1",
+        right="one new prompt a step; tokens of `first` in 21 steps: 21",
         tests=(
             "01_batching/test_fcfs_scheduler.py::"
             "test_running_requests_get_their_token_before_anyone_is_admitted",
@@ -155,8 +157,8 @@ EXHIBITS = (
         seen="A chat model may end a turn with one token and a document with another. Only the "
         "first was honoured: answers ran on behind their end, up to `max_tokens`, often into a "
         "conversation of the model with itself.",
-        lesson="`eos_token_id` in a configuration may be a list. Read what the format allows, not "
-        "what the first model has.",
+        lesson="`eos_token_id` in a configuration may be a list. Read what the format allows, "
+        "not what the first model has.",
         demonstrate=a_second_end,
         wrong="the model says 7 8 101; the answer is [7, 8, 101, 9, 9, 9], length",
         right="the model says 7 8 101; the answer is [7, 8, 101], stop",
@@ -171,10 +173,10 @@ EXHIBITS = (
             '"temperature": ("[0.0, inf)", 0.0, sys.float_info.max),',
             '"temperature": ("(0.0, inf)", math.ulp(0.0), sys.float_info.max),',
         ),
-        seen="`temperature=0` was refused, or silently replaced by a small number or by 1. Nobody "
-        "could compare the engine with a reference, and so nobody noticed its other bugs.",
-        lesson="Greedy decoding is how an engine is checked. It is a case of its own, not a small "
-        "temperature.",
+        seen="`temperature=0` was refused, or silently replaced by another number. "
+        "Nobody could compare the engine with a reference any more, token by token.",
+        lesson="Greedy decoding is how an engine is checked. It is a case of its own, not a "
+        "small temperature.",
         demonstrate=greedy_is_asked_for,
         wrong="ValueError: temperature is 0: it must be a finite number in (0.0, inf)",
         right="temperature=0 is greedy: True",
@@ -191,8 +193,8 @@ EXHIBITS = (
         ),
         seen="With speculation a step may bring several tokens, and the end may be the second of "
         "four. The request ended, but what was sampled behind it reached the user.",
-        lesson="Whatever decides that a request is over also decides which tokens are its own: ids, "
-        "text and log-probabilities are cut together, in one place.",
+        lesson="Whatever decides that a request is over also decides which tokens are its own: "
+        "ids, text and log-probabilities are cut together, in one place.",
         demonstrate=behind_the_end,
         wrong="a step brings 8, the end (5), 8, 9; the user gets [8, 5, 8, 9]",
         right="a step brings 8, the end (5), 8, 9; the user gets [8, 5]",
@@ -210,10 +212,11 @@ EXHIBITS = (
             "        delta: RunnerDelta | None = None,",
             "        delta: RunnerDelta | None = RunnerDelta(),",
         ),
-        seen="What should belong to an engine belonged to the process. A second engine, in a test or "
-        "a notebook, took over counters of the first, and answered for requests that it never saw.",
-        lesson="A default value is made once, when the function is defined. State lives in objects "
-        "that somebody makes, never in a class, a module or a default.",
+        seen="What should belong to an engine belonged to the process. A second engine, in a "
+        "test or a notebook, took over counters of the first, and answered for requests that it "
+        "never saw.",
+        lesson="A default value is made once, when the function is defined. State lives in "
+        "objects that somebody makes, never in a class, a module or a default.",
         demonstrate=two_engines,
         wrong="first engine, request `a`: prompts sent to its runner: [5]\n"
         "second engine, request `a`: prompts sent to its runner: []",

@@ -8,7 +8,9 @@ from common.tools.source_patch import Patch
 
 
 def a_piece_that_sees_its_future() -> str:
-    prompt = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n"
+    prompt = (
+        "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n"
+    )
     whole, pieces = say([prompt]), say([prompt], chunked_prefill=8)
     return f"whole:     {whole[0]}\nin pieces: {pieces[0]}"
 
@@ -32,10 +34,10 @@ EXHIBITS = (
         lesson="A chunk ends where it ends: `start + num_tokens`. Fill unused slots with NaN in "
         "tests, and whoever reads one is found.",
         demonstrate=a_piece_that_sees_its_future,
-        wrong='whole:     \'"""Show a bit of X-level widget for X-level widget.\\n\\nThis is a bit of the\'\n'
-        'in pieces: \'"""Shift the height of the window in a Tkinter.\\n\\nThis is a simple text in a Tkinter\'',
-        right='whole:     \'"""Show a bit of X-level widget for X-level widget.\\n\\nThis is a bit of the\'\n'
-        'in pieces: \'"""Show a bit of X-level widget for X-level widget.\\n\\nThis is a bit of the\'',
+        wrong='whole:     \'"""Show a bit of X-level widget for\'\n'
+        'in pieces: \'"""Shift the height of the window in a Tk\'',
+        right='whole:     \'"""Show a bit of X-level widget for\'\n'
+        'in pieces: \'"""Show a bit of X-level widget for\'',
         tests=(
             "06_chunked_prefill/test_mixed_batch.py::"
             "test_every_token_stands_once_at_its_place_and_the_short_ones_in_front",

@@ -7,6 +7,8 @@ from common.museum.props import say
 from common.tools.source_patch import Patch
 
 CODE = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n"
+# Always four guesses: how many pay would be learned from times, which are never the same.
+GUESS = {"method": "ngram", "num_spec_tokens": 4, "adaptive": False}
 SONG = "a = [1, 2, 3, 4]\nb = [1, 2, 3, 4]\nc = [1, 2, 3, 4]\nd = [1, 2,"
 
 
@@ -14,7 +16,7 @@ def a_token_from_the_middle() -> str:
     from common.llm import SamplingParams
 
     prompts = [CODE, "Once upon a time"]
-    params = SamplingParams(temperature=0, max_tokens=16)
+    params = SamplingParams(temperature=0, max_tokens=12)
     whole, pieces = say(prompts, params), say(prompts, params, chunked_prefill=8)
     return f"whole:     {whole[0]}\nin pieces: {pieces[0]}"
 
@@ -22,18 +24,16 @@ def a_token_from_the_middle() -> str:
 def constraints_on_the_last_row() -> str:
     from common.llm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=24, repetition_penalty=1.5)
-    guess = {"method": "ngram", "num_spec_tokens": 4}
-    plain, guessed = say([SONG], params), say([SONG], params, speculative=guess)
+    params = SamplingParams(temperature=0, max_tokens=12, presence_penalty=2.0)
+    plain, guessed = say([SONG], params), say([SONG], params, speculative=GUESS)
     return f"plain:        {plain[0]}\nwith guesses: {guessed[0]}"
 
 
 def a_seed_that_is_not_asked() -> str:
     from common.llm import SamplingParams
 
-    params = SamplingParams(temperature=0.8, seed=7, max_tokens=24)
-    guess = {"method": "ngram", "num_spec_tokens": 4}
-    plain, guessed = say([SONG], params), say([SONG], params, speculative=guess)
+    params = SamplingParams(temperature=0.8, seed=7, max_tokens=16)
+    plain, guessed = say([SONG], params), say([SONG], params, speculative=GUESS)
     return f"seed 7, plain decoding and with guesses: the same text: {plain == guessed}"
 
 
@@ -72,16 +72,22 @@ def halves_of_characters() -> str:
 
 
 def one_bad_row() -> str:
-    from types import SimpleNamespace
+    from dataclasses import dataclass
 
     import torch
 
     from common.sampling.sampler import Sampler
+    from common.sampling.sampling_columns import SamplingBatch
     from common.tests.sampling_cases import make_sampling
     from request import SamplingParams
 
     logits = torch.tensor([[0.0, 1.0], [float("nan"), 0.0], [1.0, 0.0]])
-    batch = SimpleNamespace(sampling=make_sampling([SamplingParams(temperature=0)] * 3))
+
+    @dataclass
+    class Batch:
+        sampling: SamplingBatch
+
+    batch = Batch(make_sampling([SamplingParams(temperature=0)] * 3))
     output = Sampler().sample(logits, batch)
     return f"three requests, one with NaN logits; served: {sorted(output.token_ids)}"
 
@@ -96,16 +102,16 @@ EXHIBITS = (
             "num_logit_rows = np.where(is_last, 1 + num_drafts, 0)",
             "num_logit_rows = 1 + num_drafts",
         ),
-        seen="Each piece of a prompt gave a token, as if the prompt had ended there. The token was "
-        "written behind the piece, where the prompt goes on, and the rest of the answer followed "
-        "from words that nobody had asked.",
-        lesson="Only the piece that reaches the last known token has something to predict. Let the "
-        "counters say so, not the kind of request.",
+        seen="Each piece of a prompt gave a token, as if the prompt had ended there. The token "
+        "was written behind the piece, where the prompt goes on, and the rest of the answer "
+        "followed from words that nobody had asked.",
+        lesson="Only the piece that reaches the last known token has something to predict. Let "
+        "the counters say so, not the kind of request.",
         demonstrate=a_token_from_the_middle,
-        wrong='whole:     \'"""Show a bit of X-level widget for X-level widget\'\n'
-        "in pieces: '\\n    barpth = 0\\n    for i in range(0, len(width'",
-        right='whole:     \'"""Show a bit of X-level widget for X-level widget\'\n'
-        'in pieces: \'"""Show a bit of X-level widget for X-level widget\'',
+        wrong='whole:     \'"""Show a bit of X-level widget for\'\n'
+        "in pieces: '\\n    barpth = 0\\n    for i in range(0'",
+        right='whole:     \'"""Show a bit of X-level widget for\'\n'
+        'in pieces: \'"""Show a bit of X-level widget for\'',
         tests=(
             "common/runner/test_model_runner.py::"
             "test_a_prompt_in_pieces_gives_logits_with_its_last_piece_only",
@@ -122,19 +128,17 @@ EXHIBITS = (
             "            is_draft = torch.from_numpy(part.is_draft)\n"
             "            target = torch.where(is_draft, part.raw.argmax(dim=-1), target)\n",
         ),
-        seen="Penalties, bad words and min-p were applied to the token behind the guesses, not to "
-        "the guesses. What a request had forbidden came out after all, as soon as speculation was "
-        "switched on and a guess was good.",
+        seen="Penalties, bad words and min-p were applied to the token behind the guesses, not "
+        "to the guesses. What a request had forbidden came out after all, as soon as speculation "
+        "was switched on and a guess was good.",
         lesson="Speculation may not change what can be said. Every constraint holds at every "
         "position, with the guesses before it as history.",
         demonstrate=constraints_on_the_last_row,
-        wrong="plain:        ' 5]) # May be in the range: Utility\\n\\ndef _get_length(self):\\n    '\n"
-        "with guesses: ' 5]) # May be in the range: Utility\\n\\ndef _get_length(self):\\n    '",
-        right="plain:        ' 5]) # May be in the range: Utility\\n\\ndef _get_length(self):\\n    '\n"
-        "with guesses: ' 5]) # May be in the range: Utility\\n\\ndef _get_length(self):\\n    '",
+        wrong="plain:        ' 4]\\nb = [2, 2, 3,'\nwith guesses: ' 4]\\nb = [2, 2, 4]'",
+        right="plain:        ' 4]\\nb = [2, 2, 3,'\nwith guesses: ' 4]\\nb = [2, 2, 3,'",
         tests=(
             "common/tests/test_speculation_engine.py::"
-            "test_with_a_seed_every_constraint_gives_the_tokens_of_plain_decoding",
+            "test_with_a_seed_every_constraint_gives_the_tokens_of_plain_decoding[together-ngram]",
         ),
     ),
     Exhibit(
@@ -147,16 +151,16 @@ EXHIBITS = (
             "            probs = sampling_probs(part.raw, part.sampling, self.sampler.counts)\n"
             "            target = probs.multinomial(1)[:, 0]\n",
         ),
-        seen="A request came with a seed and was answered differently every time: with speculation "
-        "the tokens were drawn from the process's own generator.",
+        seen="A request came with a seed and was answered differently every time: with "
+        "speculation the tokens were drawn from the process's own generator.",
         lesson="With a seed, every random number is a function of the request and the position, "
         "whatever is switched on, whoever else is in the batch.",
         demonstrate=a_seed_that_is_not_asked,
-        wrong='seed 7, plain decoding and with guesses: the same text: False',
-        right='seed 7, plain decoding and with guesses: the same text: True',
+        wrong="seed 7, plain decoding and with guesses: the same text: False",
+        right="seed 7, plain decoding and with guesses: the same text: True",
         tests=(
             "common/tests/test_speculation_engine.py::"
-            "test_with_a_seed_every_constraint_gives_the_tokens_of_plain_decoding",
+            "test_with_a_seed_every_constraint_gives_the_tokens_of_plain_decoding[together-ngram]",
         ),
     ),
     Exhibit(
@@ -168,14 +172,14 @@ EXHIBITS = (
             "        return as_float(logits[:, : self.vocab_size])",
             "        return as_float(logits)",
         ),
-        seen="The output matrix is padded to a round number of rows. Behind the vocabulary stands "
-        "whatever the padding holds, and now and then it was the largest: an id that the tokenizer "
-        "does not know.",
+        seen="The output matrix is padded to a round number of rows. Behind the vocabulary "
+        "stands whatever the padding holds, and now and then it was the largest: an id that the "
+        "tokenizer does not know.",
         lesson="A padded lane is not a small number, it is no number. Cut it off before anything "
         "looks for a maximum or a sum.",
         demonstrate=a_lane_that_is_no_token,
-        wrong='a vocabulary of 6 tokens in a matrix of 8 rows: token 6 wins',
-        right='a vocabulary of 6 tokens in a matrix of 8 rows: token 2 wins',
+        wrong="a vocabulary of 6 tokens in a matrix of 8 rows: token 6 wins",
+        right="a vocabulary of 6 tokens in a matrix of 8 rows: token 2 wins",
         tests=("common/sampling/test_sampler.py::test_padding_lanes_of_the_vocabulary_never_win",),
     ),
     Exhibit(
@@ -187,14 +191,16 @@ EXHIBITS = (
             "    is_kept[:, 1:] = (reached[:, :-1] < top_p) | (top_p >= 1)\n",
             "    is_kept[:, 1:] = (reached[:, 1:] < top_p) | (top_p >= 1)\n",
         ),
-        seen="The token with which the sum reaches `top_p` was cut off as well. With the usual 0.9 "
-        "the text is a little too tame; with a small value only the likeliest token is left.",
+        seen="The token with which the sum reaches `top_p` was cut off as well. With the usual "
+        "0.9 the text is a little too tame; with a small value only the likeliest token is left.",
         lesson="Top-p keeps the fewest tokens whose sum reaches p, the one that reaches it "
         "included. Test on the border, with numbers a pencil can add.",
         demonstrate=at_the_border_of_top_p,
-        wrong='probabilities 0.5, 0.3, 0.2 and top_p 0.7: tokens kept: 1',
-        right='probabilities 0.5, 0.3, 0.2 and top_p 0.7: tokens kept: 2',
-        tests=("common/sampling/test_sampler.py::test_top_p_keeps_the_token_that_reaches_it_and_no_more",),
+        wrong="probabilities 0.5, 0.3, 0.2 and top_p 0.7: tokens kept: 1",
+        right="probabilities 0.5, 0.3, 0.2 and top_p 0.7: tokens kept: 2",
+        tests=(
+            "common/sampling/test_sampler.py::test_top_p_keeps_the_token_that_reaches_it_and_no_more",
+        ),
     ),
     Exhibit(
         trap=47,
@@ -202,19 +208,21 @@ EXHIBITS = (
         title="Half a character",
         patch=Patch(
             "common/tokenizer.py",
-            "        new = self._utf8.decode(self._tokenizer.token_bytes(token_id, self._is_first))\n",
-            "        token = self._tokenizer.token_bytes(token_id, self._is_first)\n"
+            "new = self._utf8.decode(self._tokenizer.token_bytes(token_id, self._is_first))\n",
+            "token = self._tokenizer.token_bytes(token_id, self._is_first)\n"
             '        new = token.decode(errors="replace")\n',
         ),
-        seen="Each token was turned into text by itself. A character of several bytes may be spread "
-        "over several tokens, and arrived as question marks: most of Chinese, every emoji, and "
-        "nothing that an English test contains.",
+        seen="Each token was turned into text by itself. A character of several bytes may be "
+        "spread over several tokens, and arrived as question marks: most of Chinese, every emoji, "
+        "and nothing that an English test contains.",
         lesson="Tokens are bytes, text is characters. Keep the bytes of an unfinished character "
         "until it is complete, and test with text that is not English.",
         demonstrate=halves_of_characters,
-        wrong='streamed: na��ve ������ ����',
-        right='streamed: naïve 你好 👍',
-        tests=("common/test_tokenizer.py::test_characters_are_shown_whole_wherever_tokens_cut_them",),
+        wrong="streamed: na��ve ������ ����",
+        right="streamed: naïve 你好 👍",
+        tests=(
+            "common/test_tokenizer.py::test_characters_are_shown_whole_wherever_tokens_cut_them",
+        ),
     ),
     Exhibit(
         trap=61,
@@ -227,12 +235,12 @@ EXHIBITS = (
             '        raise FloatingPointError("no finite maximum")\n'
             "    return tokens\n",
         ),
-        seen="One request overflowed and its logits were NaN. The sampler raised an error, the step "
-        "failed, and with it everybody who happened to be in the same batch.",
+        seen="One request overflowed and its logits were NaN. The sampler raised an error, the "
+        "step failed, and with it everybody who happened to be in the same batch.",
         lesson="In a batch an error belongs to a row. End that request with a reason; the others "
         "have nothing to do with it.",
         demonstrate=one_bad_row,
-        wrong='FloatingPointError: no finite maximum',
+        wrong="FloatingPointError: no finite maximum",
         right="three requests, one with NaN logits; served: ['r0', 'r2']",
         tests=(
             "common/sampling/test_sampler.py::"

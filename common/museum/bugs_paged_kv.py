@@ -28,7 +28,7 @@ def freed_twice() -> str:
     from block_pool import BlockPool
 
     pool = BlockPool(5)
-    (shared,) = pool.allocate(1)
+    (shared,) = pool.allocate(1) or ()
     pool.touch([shared])  # two tables name it
     error = "accepted"
     try:
@@ -60,7 +60,7 @@ def the_last_steps_tensors() -> str:
     cpu = torch.device("cpu")
     (one,) = all_to_device(cpu, np.array([11, 12, 13]))
     before = one.tolist()
-    (two,) = all_to_device(cpu, np.array([21, 22, 23]))
+    all_to_device(cpu, np.array([21, 22, 23]))
     return f"step 1 was laid out as {before}; when step 2 is laid out it reads {one.tolist()}"
 
 
@@ -72,10 +72,10 @@ EXHIBITS = (
         patch=Patch(
             "02_paged_kv/paged_fcfs_scheduler.py",
             "        if num_positions > self.kv_memory.capacity:",
-            "        if num_positions < 0:",
+            "        if request.num_prompt_tokens > self.max_num_batched_tokens:",
         ),
-        seen="A prompt larger than the whole KV memory was queued. The engine tried again at every "
-        "step, or stopped with an assertion; everybody behind it waited too.",
+        seen="A prompt larger than the whole KV memory was queued. The engine tried again at "
+        "every step, or stopped with an assertion; everybody behind it waited too.",
         lesson="What can never be served is refused where it comes in, with the numbers in the "
         "message. A queue is for those who will get their turn.",
         demonstrate=larger_than_the_memory,
@@ -93,12 +93,13 @@ EXHIBITS = (
         patch=Patch(
             "02_paged_kv/block_pool.py",
             "        if len({block.block_id for block in blocks}) != len(blocks):",
-            "        if not all(blocks):",
+            "        if len(blocks) > self.num_usable_blocks:",
         ),
-        seen="A list of blocks to release named one of them twice. It counted as two releases, the "
-        "block was given to the next request while the first still read it, and both answers mixed.",
-        lesson="Reference counts are only as good as the discipline of those who count down. Check "
-        "the whole list before touching anything.",
+        seen="A list of blocks to release named one of them twice. It counted as two releases, "
+        "the block was given to the next request while the first still read it, and both answers "
+        "mixed.",
+        lesson="Reference counts are only as good as the discipline of those who count down. "
+        "Check the whole list before touching anything.",
         demonstrate=freed_twice,
         wrong="releasing a block twice in one call: accepted\n"
         "block 1 is still read by another request; free for others: [2, 3, 4, 1]",
@@ -115,14 +116,14 @@ EXHIBITS = (
             "        positions,\n        np.flatnonzero(",
             "        positions + (lens == 1)[owner],\n        np.flatnonzero(",
         ),
-        seen="Fluent, wrong text. Prompts were computed at their positions, and each decoded token "
-        "at the number of known tokens instead of one less. Nothing crashes, no shape is wrong, "
-        "and a small model sounds much the same.",
+        seen="Fluent, wrong text. Prompts were computed at their positions, and each decoded "
+        "token at the number of known tokens instead of one less. Nothing crashes, no shape is "
+        "wrong, and a small model sounds much the same.",
         lesson="Only an oracle sees it. Compare tokens with an implementation that nobody here "
         "wrote; never judge an engine by whether its text reads well.",
         demonstrate=one_position_too_late,
-        wrong='" and the user can\'t be used to\\n    the user to use the user to use the user to use the user"',
-        right="' and fob.  If the fob is fob, the fob is faster,'",
+        wrong='" and the user can\'t be used to\\n    the user"',
+        right="' and fob.  If the fob is'",
         tests=(
             "02_paged_kv/test_batch_layout.py::"
             "test_every_token_stands_at_its_position_and_writes_to_its_slot",
@@ -138,15 +139,15 @@ EXHIBITS = (
             "        positions,\n        np.flatnonzero(",
             "        positions - start[owner] + start[0],\n        np.flatnonzero(",
         ),
-        seen="Alone, every request was right. In a batch all of them stood where the first one did, "
-        "so what a prompt was answered with depended on who else was served.",
-        lesson="Test with requests of different lengths that arrive at different times. A batch of "
-        "equals hides every mistake about whose counter it is.",
+        seen="Alone, every request was right. In a batch all of them stood where the first one "
+        "did, so what a prompt was answered with depended on who else was served.",
+        lesson="Test with requests of different lengths that arrive at different times. A batch "
+        "of equals hides every mistake about whose counter it is.",
         demonstrate=one_counter_for_the_batch,
-        wrong='first  of the batch: \' time time.time() is called.\\n        """\\n        if time is None:\\n            time = time.time()\\n        \'\n'
-        'second of the batch: "\\n        if fj = n.find(\':\')\\n        if not n:\\n            return None\\n        if n.startswith"',
-        right='first  of the batch: \' time time.time() is called.\\n        """\\n        if time is None:\\n            time = time.time()\\n        \'\n'
-        'second of the batch: "\\n        return self.tk.call(self._w, \'get\', \'get\', \'get\', \'get\',"',
+        wrong='first  of the batch: \' time time.time() is called.\\n        """\\n        if\'\n'
+        "second of the batch: \"\\n        if fj = n.find(':')\\n        \"",
+        right='first  of the batch: \' time time.time() is called.\\n        """\\n        if\'\n'
+        "second of the batch: '\\n        return self.tk.call(self._w,'",
         tests=(
             "02_paged_kv/test_batch_layout.py::"
             "test_every_token_stands_at_its_position_and_writes_to_its_slot",
@@ -161,18 +162,21 @@ EXHIBITS = (
         patch=Patch(
             "02_paged_kv/batch_layout.py",
             "    tensor = torch.from_numpy(array)\n",
-            '    kept = to_device.__dict__.setdefault((array.shape, array.dtype.str), array.copy())\n'
+            "    key = (array.shape, array.dtype.str)\n"
+            "    kept = to_device.__dict__.setdefault(key, array.copy())\n"
             "    np.copyto(kept, array)\n"
             "    tensor = torch.from_numpy(kept)\n",
         ),
-        seen="The host kept one staging buffer for the inputs of a step. The copy to the device is "
-        "asynchronous, so the next step was written into it before the copy had ended: now and "
+        seen="The host kept one staging buffer for the inputs of a step. The copy to the device "
+        "is asynchronous, so the next step was written into it before the copy had ended: now and "
         "then, under load, a request computed another one's tokens.",
         lesson="An asynchronous copy borrows its source until it is over. Fresh memory for each "
         "step costs little; a race costs a week.",
         demonstrate=the_last_steps_tensors,
         wrong="step 1 was laid out as [11, 12, 13]; when step 2 is laid out it reads [21, 22, 23]",
         right="step 1 was laid out as [11, 12, 13]; when step 2 is laid out it reads [11, 12, 13]",
-        tests=("02_paged_kv/test_batch_layout.py::test_a_plan_does_not_change_when_the_columns_do",),
+        tests=(
+            "02_paged_kv/test_batch_layout.py::test_a_plan_does_not_change_when_the_columns_do",
+        ),
     ),
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.museum.exhibit import Exhibit
-from common.museum.props import request, steps
+from common.museum.exhibit import NEVER_ENDS, Exhibit
+from common.museum.props import steps
 from common.tools.source_patch import Patch
 
 A, B, C, D, E = ([letter] * 4 for letter in (1, 2, 3, 4, 5))  # a block of tokens each
@@ -74,7 +74,9 @@ def all_of_it_is_cached() -> str:
         scheduler.add_request(tokens_request(name, A + B))
         plans = list(steps(scheduler, most=50))
         end = "no end" if scheduler.has_unfinished_requests() else "the end"
-        lines.append(f"{name}: computes {plans[0][name]} of 8 tokens; {end} after {len(plans)} steps")
+        lines.append(
+            f"{name}: computes {plans[0][name]} of 8 tokens; {end} after {len(plans)} steps"
+        )
     return "\n".join(lines)
 
 
@@ -140,7 +142,9 @@ def a_view_of_the_row() -> str:
     cache.insert(row, cache.pool.allocate(2))
     row[:] = C + D  # the next request gets the row
     found = [cache.match_prefix(p).num_cached_tokens for p in (A + D, A + B)]
-    return f"computed: A B, then its row is written over\nfound: {found[0]} tokens of A D, {found[1]} of A B"
+    return (
+        f"computed: A B; then its row is written over; found of A D: {found[0]}, of A B: {found[1]}"
+    )
 
 
 def the_head_goes_first() -> str:
@@ -169,15 +173,24 @@ def nineteen_for_eight() -> str:
     cache = make_tree(num_pages=30)
     cache.cache_computed_blocks(list(range(19 * 4)))
     num_told = cache.evict(8)
-    return f"8 of 19 pages are wanted; the cache says {num_told}, and {cache.pool.num_free_blocks} " \
+    return (
+        f"8 of 19 pages are wanted; the cache says {num_told}, and {cache.pool.num_free_blocks} "
         f"of 30 are free"
+    )
+
+
+def eviction_without_end() -> str:
+    cache = make_tree()
+    cache.cache_computed_blocks(A + B)
+    cache.match_prefix(A + B)  # used again: its entry in the heap is out of date
+    return f"asked for one page, the cache evicts {cache.evict(1)}"
 
 
 def shared_pages_counted_twice() -> str:
     cache = make_tree()
     found = cache.cache_computed_blocks(A + B)
-    cache.touch(found), cache.touch(found)  # two requests read them
-    cache.release(found), cache.release(found)  # and have ended
+    for change in (cache.touch, cache.touch, cache.release, cache.release):
+        change(found)  # two requests read them, and have ended
     return f"nobody is served; pages cached: 2, of them evictable: {cache.num_evictable_blocks}"
 
 
@@ -230,16 +243,16 @@ EXHIBITS = (
             "                table.replace(index, kept)\n",
             "                pass\n",
         ),
-        seen="Two requests with one prompt were computed in the same step. The cache kept one copy "
-        "and freed the other, but the second request's table still named the freed block: it went "
-        "on from the KV of whoever got that block next.",
-        lesson="Freeing a duplicate is two changes, in the pool and in the table that names it, and "
-        "the runner has to hear of the second.",
+        seen="Two requests with one prompt were computed in the same step. The cache kept one "
+        "copy and freed the other, but the second request's table still named the freed block: it "
+        "went on from the KV of whoever got that block next.",
+        lesson="Freeing a duplicate is two changes, in the pool and in the table that names it, "
+        "and the runner has to hear of the second.",
         demonstrate=twins_in_one_step,
         wrong="tables: {'a': [1, 3], 'b': [2, 4], 'c': [5, 6, 2]}\n"
-        'blocks that `b` reads and the newcomer `c` overwrites: [2]',
+        "blocks that `b` reads and the newcomer `c` overwrites: [2]",
         right="tables: {'a': [1, 3], 'b': [1, 4], 'c': [5, 6, 2]}\n"
-        'blocks that `b` reads and the newcomer `c` overwrites: []',
+        "blocks that `b` reads and the newcomer `c` overwrites: []",
         tests=(
             "03_prefix_cache/test_cached_kv_cache_manager.py::"
             "test_a_duplicate_is_given_back_and_the_runner_is_told",
@@ -254,15 +267,15 @@ EXHIBITS = (
             "num_usable = (request.num_tokens - 1) // self.block_size * self.block_size",
             "num_usable = request.num_tokens // self.block_size * self.block_size",
         ),
-        seen="A prompt of exactly so many blocks, sent twice. The second time nothing was left to "
-        "compute: an empty query, no logits to sample from, and a crash; or a request that never "
-        "ends.",
+        seen="A prompt of exactly so many blocks, sent twice. The second time nothing was left "
+        "to compute: an empty query, no logits to sample from, and a crash; or a request that "
+        "never ends.",
         lesson="A cache can give keys and values, not logits. At least the last token is computed.",
         demonstrate=all_of_it_is_cached,
-        wrong='first: computes 8 of 8 tokens; the end after 3 steps\n'
-        'second: computes 0 of 8 tokens; no end after 50 steps',
-        right='first: computes 8 of 8 tokens; the end after 3 steps\n'
-        'second: computes 4 of 8 tokens; the end after 3 steps',
+        wrong="first: computes 8 of 8 tokens; the end after 3 steps\n"
+        "second: computes 0 of 8 tokens; no end after 50 steps",
+        right="first: computes 8 of 8 tokens; the end after 3 steps\n"
+        "second: computes 4 of 8 tokens; the end after 3 steps",
         tests=(
             "03_prefix_cache/test_cached_kv_cache_manager.py::"
             "test_at_least_the_last_token_is_computed",
@@ -285,8 +298,7 @@ EXHIBITS = (
         wrong="13 tokens, 12 of them cached: 13 scheduled from position 12 on",
         right="13 tokens, 12 of them cached: 1 scheduled from position 12 on",
         tests=(
-            "03_prefix_cache/test_caching_fcfs_scheduler.py::"
-            "test_work_is_sized_after_the_look_up",
+            "03_prefix_cache/test_caching_fcfs_scheduler.py::test_work_is_sized_after_the_look_up",
         ),
     ),
     Exhibit(
@@ -300,14 +312,14 @@ EXHIBITS = (
             "        self.cache.evict(num_wanted - self.pool.num_free_blocks)\n"
             "        computed = self._look_up(request)\n",
         ),
-        seen="In a warm, full pool room was made for a request before its hit was held. The oldest "
-        "blocks were evicted, and they were the very blocks that it was about to use. The hit rate "
-        "fell to 0 and stayed there; nothing else was wrong.",
-        lesson="Hold what you have found before you take anything. And watch the hit rate: a cache "
-        "that never hits gives right answers.",
+        seen="In a warm, full pool room was made for a request before its hit was held. The "
+        "oldest blocks were evicted, and they were the very blocks that it was about to use. The "
+        "hit rate fell to 0 and stayed there; nothing else was wrong.",
+        lesson="Hold what you have found before you take anything. And watch the hit rate: a "
+        "cache that never hits gives right answers.",
         demonstrate=a_warm_and_full_pool,
-        wrong='the same 16 tokens asked four times, cached: [0, 0, 0, 0]',
-        right='the same 16 tokens asked four times, cached: [0, 12, 12, 12]',
+        wrong="the same 16 tokens asked four times, cached: [0, 0, 0, 0]",
+        right="the same 16 tokens asked four times, cached: [0, 12, 12, 12]",
         tests=(
             "03_prefix_cache/test_cached_kv_cache_manager.py::"
             "test_a_hit_survives_the_eviction_it_causes",
@@ -324,13 +336,14 @@ EXHIBITS = (
             "        node = self.tree.node_of[blocks[-1].block_id].above\n"
             "        while not node.is_root and node.lock_ref == 0:",
         ),
-        seen="A match ended inside a node of the radix tree, the node was split, and the new half "
-        "kept the old time of last use. The prefix that everybody was using was evicted first.",
-        lesson="After a split ask of both halves: who uses it, and since when. The matched half is "
-        "young, the rest is as old as it was.",
+        seen="A match ended inside a node of the radix tree, the node was split, and the new "
+        "half kept the old time of last use. The prefix that everybody was using was evicted "
+        "first.",
+        lesson="After a split ask of both halves: who uses it, and since when. The matched half "
+        "is young, the rest is as old as it was.",
         demonstrate=the_matched_half,
-        wrong='A B was used just now (8 tokens); after three evictions 4 of it are left',
-        right='A B was used just now (8 tokens); after three evictions 8 of it are left',
+        wrong="A B was used just now (8 tokens); after three evictions 4 of it are left",
+        right="A B was used just now (8 tokens); after three evictions 8 of it are left",
         tests=(
             "03_prefix_cache/test_radix_cache.py::"
             "test_only_the_matched_half_of_a_cut_node_is_refreshed",
@@ -345,14 +358,14 @@ EXHIBITS = (
             "        for node in self.tree.cut_out([block.block_id for block in blocks]):\n",
             "        for node in self.tree.cut_out([block.block_id for block in blocks])[1:]:\n",
         ),
-        seen="A request locked the path to its node, and the walk up began one node too high: the "
-        "pages that it had just matched were free to be evicted, and were given to somebody else "
-        "while it read them.",
-        lesson="Walks up a tree go wrong at both ends. Test a lock on a node right below the root, "
-        "then on one deeper.",
+        seen="A request locked the path to its node, and the walk up began one node too high: "
+        "the pages that it had just matched were free to be evicted, and were given to somebody "
+        "else while it read them.",
+        lesson="Walks up a tree go wrong at both ends. Test a lock on a node right below the "
+        "root, then on one deeper.",
         demonstrate=a_lock_that_begins_at_the_parent,
-        wrong='two pages are in use; asked for two, the cache evicts 2',
-        right='two pages are in use; asked for two, the cache evicts 0',
+        wrong="two pages are in use; asked for two, the cache evicts 2",
+        right="two pages are in use; asked for two, the cache evicts 0",
         tests=("03_prefix_cache/test_radix_cache.py::test_a_lock_covers_the_node_that_it_ends_in",),
     ),
     Exhibit(
@@ -364,14 +377,13 @@ EXHIBITS = (
             "upper = TreeNode(node.parent, key, blocks, page, node.lock_ref, node.last_access)",
             "upper = TreeNode(node.parent, key, blocks, page, 0, node.last_access)",
         ),
-        seen="While a request used a node, another prompt cut it in two. The new upper half had no "
-        "user any more: the head of a prompt in use could be evicted.",
-        lesson="A split makes one thing two, and whatever was true of the one must be said of both.",
+        seen="While a request used a node, another prompt cut it in two. The new upper half had "
+        "no user any more: the head of a prompt in use could be evicted.",
+        lesson="A split makes one thing two, and whatever was true of the one must be said of "
+        "both.",
         demonstrate=a_split_under_a_lock,
-        wrong='node of 2 pages: 0 user\n'
-        'node of 2 pages: 1 user',
-        right='node of 2 pages: 1 user\n'
-        'node of 2 pages: 1 user',
+        wrong="node of 2 pages: 0 user\nnode of 2 pages: 1 user",
+        right="node of 2 pages: 1 user\nnode of 2 pages: 1 user",
         tests=(
             "03_prefix_cache/test_radix_cache.py::"
             "test_a_locked_node_that_is_cut_is_locked_in_both_parts",
@@ -386,14 +398,16 @@ EXHIBITS = (
             "        return PrefixMatch(blocks, len(blocks) * self.block_size)",
             "        return PrefixMatch(blocks, len(blocks))",
         ),
-        seen="One function counted in pages, its caller in tokens. A long hit looked like a short "
-        "one, and what was cached was computed again into pages that others were reading.",
-        lesson="Put the unit into the name, `num_blocks`, `num_tokens`, and test with a block size "
-        "other than 1.",
+        seen="One function counted in pages, its caller in tokens. A long hit looked like a "
+        "short one, and what was cached was computed again into pages that others were reading.",
+        lesson="Put the unit into the name, `num_blocks`, `num_tokens`, and test with a block "
+        "size other than 1.",
         demonstrate=pages_for_tokens,
         wrong="two blocks of 4 tokens found: 2 tokens need no computing",
         right="two blocks of 4 tokens found: 8 tokens need no computing",
-        tests=("03_prefix_cache/test_radix_cache.py::test_every_page_size_matches_whole_pages_only",),
+        tests=(
+            "03_prefix_cache/test_radix_cache.py::test_every_page_size_matches_whole_pages_only",
+        ),
     ),
     Exhibit(
         trap=9,
@@ -413,13 +427,9 @@ EXHIBITS = (
         lesson="A slice of a list is a copy, a slice of a tensor, an array or a memoryview is a "
         "window. What is kept is copied.",
         demonstrate=a_view_of_the_row,
-        wrong='computed: A B, then its row is written over\n'
-        'found: 8 tokens of A D, 4 of A B',
-        right='computed: A B, then its row is written over\n'
-        'found: 4 tokens of A D, 8 of A B',
-        tests=(
-            "03_prefix_cache/test_prefix_cache.py::test_the_cache_keeps_a_copy_of_the_tokens",
-        ),
+        wrong="computed: A B; then its row is written over; found of A D: 8, of A B: 4",
+        right="computed: A B; then its row is written over; found of A D: 4, of A B: 8",
+        tests=("03_prefix_cache/test_prefix_cache.py::test_the_cache_keeps_a_copy_of_the_tokens",),
     ),
     Exhibit(
         trap=11,
@@ -431,14 +441,16 @@ EXHIBITS = (
             "before its parent\n",
             "        for cached in cached_blocks:\n",
         ),
-        seen="A request gave up its blocks head first, so the head was reused first. What was left "
-        "in the cache could never be found again, since every look-up begins at the head: a full "
-        "cache, and no hits.",
+        seen="A request gave up its blocks head first, so the head was reused first. What was "
+        "left in the cache could never be found again, since every look-up begins at the head: a "
+        "full cache, and no hits.",
         lesson="The order in which blocks are freed is part of the contract: the deepest first.",
         demonstrate=the_head_goes_first,
         wrong="of 16 cached tokens 4 are evicted; 0 can still be found",
         right="of 16 cached tokens 4 are evicted; 12 can still be found",
-        tests=("03_prefix_cache/test_prefix_cache.py::test_children_are_evicted_before_their_parents",),
+        tests=(
+            "03_prefix_cache/test_prefix_cache.py::test_children_are_evicted_before_their_parents",
+        ),
     ),
     Exhibit(
         trap=12,
@@ -469,12 +481,12 @@ EXHIBITS = (
         title="An adapter named X and a tenant named X",
         patch=Patch(
             CACHE,
-            '    return tuple(sorted((tag, f"{type(value).__name__}:{value}") for tag, value in keys))',
-            '    return tuple(sorted(("", f"{type(value).__name__}:{value}") for _, value in keys))',
+            'sorted((tag, f"{type(value).__name__}:{value}") for tag, value in keys)',
+            'sorted(("", f"{type(value).__name__}:{value}") for _, value in keys)',
         ),
-        seen="What KV depends on besides the tokens went into the hash as bare values. An adapter "
-        "and a cache salt of the same name gave the same key, and KV that was computed with the "
-        "adapter was served to a tenant without it.",
+        seen="What KV depends on besides the tokens went into the hash as bare values. An "
+        "adapter and a cache salt of the same name gave the same key, and KV that was computed "
+        "with the adapter was served to a tenant without it.",
         lesson="A value without its kind is ambiguous. Tag every part of a key.",
         demonstrate=an_adapter_and_a_salt,
         wrong="computed with adapter X; found by tenant X without it: 8 of 8 tokens",
@@ -490,13 +502,39 @@ EXHIBITS = (
             "            victims += self.tree.trim(leaf, num_blocks - len(victims))\n",
             "            victims += self.tree.trim(leaf, len(leaf.blocks))\n",
         ),
-        seen="Eviction took whole nodes. For 8 pages a node of 19 went, the caller was told 8, and "
-        "under pressure the cache was emptied again and again.",
+        seen="Eviction took whole nodes. For 8 pages a node of 19 went, the caller was told 8, "
+        "and under pressure the cache was emptied again and again.",
         lesson="Evict exactly what was asked for, and say exactly what was evicted.",
         demonstrate=nineteen_for_eight,
-        wrong='8 of 19 pages are wanted; the cache says 8, and 30 of 30 are free',
-        right='8 of 19 pages are wanted; the cache says 8, and 19 of 30 are free',
-        tests=("03_prefix_cache/test_radix_cache.py::test_a_leaf_is_trimmed_to_exactly_what_is_asked",),
+        wrong="8 of 19 pages are wanted; the cache says 8, and 30 of 30 are free",
+        right="8 of 19 pages are wanted; the cache says 8, and 19 of 30 are free",
+        tests=(
+            "03_prefix_cache/test_radix_cache.py::test_a_leaf_is_trimmed_to_exactly_what_is_asked",
+        ),
+    ),
+    Exhibit(
+        trap=14,
+        origin="SGLang #4987",
+        title="Eviction goes round for ever",
+        patch=Patch(
+            RADIX,
+            "                return node\n            self._queue(node)\n",
+            "                return node\n"
+            "            heappush(self._heap, (time, next(self._serial), node))\n"
+            "            node.is_queued = True\n",
+        ),
+        seen="The loop that makes room looked at the oldest entry, found that it was out of "
+        "date, and put it back as it was. The variable that should have brought the end never "
+        "changed: one processor busy, no answer to anybody, no error.",
+        lesson="Of every loop ask what gets smaller with each round. And give every test a time "
+        "limit: this bug shows as silence.",
+        demonstrate=eviction_without_end,
+        wrong=NEVER_ENDS,
+        right="asked for one page, the cache evicts 1",
+        tests=(
+            "03_prefix_cache/test_prefix_cache.py::"
+            "test_the_least_recently_used_block_is_evicted_first",
+        ),
     ),
     Exhibit(
         trap=58,
@@ -509,15 +547,17 @@ EXHIBITS = (
             "        node.lock_ref += 1\n",
             "        self._num_used += len(node.blocks)\n        node.lock_ref += 1\n",
         ),
-        seen="Pages that two requests shared were counted twice when they were locked and once when "
-        "they were let go. An idle server reported a leak and stopped; or it believed to have less "
-        "memory after every shared prompt.",
-        lesson="Count what changes state, not who caused it. And check the books against a recount "
-        "when nobody is served.",
+        seen="Pages that two requests shared were counted twice when they were locked and once "
+        "when they were let go. An idle server reported a leak and stopped; or it believed to "
+        "have less memory after every shared prompt.",
+        lesson="Count what changes state, not who caused it. And check the books against a "
+        "recount when nobody is served.",
         demonstrate=shared_pages_counted_twice,
         wrong="nobody is served; pages cached: 2, of them evictable: 0",
         right="nobody is served; pages cached: 2, of them evictable: 2",
-        tests=("03_prefix_cache/test_prefix_cache.py::test_a_block_is_used_until_its_last_user_lets_go",),
+        tests=(
+            "03_prefix_cache/test_prefix_cache.py::test_a_block_is_used_until_its_last_user_lets_go",
+        ),
     ),
     Exhibit(
         trap=59,
@@ -531,8 +571,8 @@ EXHIBITS = (
         seen="Engines that share KV over a disk or a network have to know that they run the same "
         "model. Ours took a digest of a sample of the weights, to be quick. Two checkpoints that "
         "differ elsewhere, say after a little fine-tuning, answered from each other's KV.",
-        lesson="A key must depend on everything that its value depends on. A digest of a sample is "
-        "a guess.",
+        lesson="A key must depend on everything that its value depends on. A digest of a sample "
+        "is a guess.",
         demonstrate=two_models_alike,
         wrong="two checkpoints, different in one row: 1 name(s) for the KV they share",
         right="two checkpoints, different in one row: 2 name(s) for the KV they share",

@@ -74,7 +74,9 @@ def what_was_said_before() -> str:
         plan = scheduler.schedule()
         ready = [r for r in plan.scheduled_requests if r.num_computed_tokens == r.num_tokens]
         # The model counts: each token says at which place it stands.
-        scheduler.update_from_output(plan, StepOutput({r.request_id: [r.num_tokens] for r in ready}))
+        scheduler.update_from_output(
+            plan, StepOutput({r.request_id: [r.num_tokens] for r in ready})
+        )
     return f"b was preempted, and came back; it has said: {requests[1].output_token_ids}"
 
 
@@ -85,8 +87,8 @@ def back_and_forth() -> str:
     most = max(request.num_preemptions for request in requests)
     num_recomputed = scheduler.get_stats().total_recomputed_tokens
     return (
-        f"each may be preempted once; the unluckiest was {most} times, "
-        f"and {num_recomputed} tokens were computed again"
+        f"one preemption each is allowed; the most of any request: {most}\n"
+        f"tokens computed again: {num_recomputed}"
     )
 
 
@@ -97,7 +99,7 @@ def a_seat_for_nobody() -> str:
     next(steps(scheduler))
     add(scheduler, "urgent", 20, max_tokens=1, priority=0)
     plan = next(steps(scheduler))
-    return f"2 seats, a and b run, urgent does not fit the memory; computed in this step: {plan}"
+    return f"a and b run in 2 seats, urgent does not fit the memory; computed now: {plan}"
 
 
 SCHEDULER, BASE = "04_scheduler/scheduler.py", "04_scheduler/scheduler_base.py"
@@ -119,11 +121,11 @@ EXHIBITS = (
             "            running = list(self.running.values())\n"
             "            request = running[index]\n",
         ),
-        seen="The loop went through the live list of running requests by index. When a victim was "
-        "taken out, everybody behind it moved up by one, and the next was passed over: no token in "
-        "this step, though memory and budget were there.",
-        lesson="Walk over a copy, and ask of each whether it is still there. A lost step shows in "
-        "no output, only in latency: test what each request gets in each step.",
+        seen="The loop went through the live list of running requests by index. When a victim "
+        "was taken out, everybody behind it moved up by one, and the next was passed over: no "
+        "token in this step, though memory and budget were there.",
+        lesson="Walk over a copy, and ask of each whether it is still there. A lost step shows "
+        "in no output, only in latency: test what each request gets in each step.",
         demonstrate=a_list_that_changes_under_the_loop,
         wrong="v makes room for u; in that step there are tokens for ['w']",
         right="v makes room for u; in that step there are tokens for ['u', 'w']",
@@ -168,8 +170,8 @@ EXHIBITS = (
         lesson="A priority that holds only among those who wait is a wish. Say what it does to "
         "those who run.",
         demonstrate=urgent_and_not_served,
-        wrong='one seat, taken; an urgent request comes and computes its first token in step 30',
-        right='one seat, taken; an urgent request comes and computes its first token in step 1',
+        wrong="one seat, taken; an urgent request comes and computes its first token in step 30",
+        right="one seat, taken; an urgent request comes and computes its first token in step 1",
         tests=(
             "04_scheduler/test_scheduler.py::"
             "test_a_strictly_more_urgent_newcomer_takes_a_seat_and_an_equal_does_not",
@@ -188,11 +190,11 @@ EXHIBITS = (
         ),
         seen="A request could take the place of an equal. The equal came back and took it again: "
         "both were computed anew and anew, the machine was busy, and nobody got on.",
-        lesson="Only a strict order ends. Wherever one thing may replace another, ask what happens "
-        "to ties.",
+        lesson="Only a strict order ends. Wherever one thing may replace another, ask what "
+        "happens to ties.",
         demonstrate=equals_in_one_seat,
-        wrong='two equals, one seat, 12 steps: a b a b a b a b a b a b',
-        right='two equals, one seat, 12 steps: a a a a a a b b b b b b',
+        wrong="two equals, one seat, 12 steps: a b a b a b a b a b a b",
+        right="two equals, one seat, 12 steps: a a a a a a b b b b b b",
         tests=(
             "04_scheduler/test_scheduler.py::"
             "test_a_strictly_more_urgent_newcomer_takes_a_seat_and_an_equal_does_not",
@@ -215,8 +217,8 @@ EXHIBITS = (
         lesson="Preemption takes keys and values, never tokens. Prompt and outputs are computed "
         "again as if they were one prompt.",
         demonstrate=what_was_said_before,
-        wrong='b was preempted, and came back; it has said: [7, 8, 7, 8, 9, 10, 11, 12, 13, 14]',
-        right='b was preempted, and came back; it has said: [7, 8, 9, 10, 11, 12, 13, 14]',
+        wrong="b was preempted, and came back; it has said: [7, 8, 7, 8, 9, 10, 11, 12, 13, 14]",
+        right="b was preempted, and came back; it has said: [7, 8, 9, 10, 11, 12, 13, 14]",
         tests=(
             "04_scheduler/test_scheduler.py::"
             "test_the_last_admitted_makes_room_and_comes_back_with_its_outputs",
@@ -231,14 +233,16 @@ EXHIBITS = (
             "        return request.num_preemptions >= self.max_preemptions",
             "        return False",
         ),
-        seen="Under steady load one retraction led to the next: who came back found the memory as "
-        "full as before, and was thrown out again after a few tokens. Throughput fell to a "
+        seen="Under steady load one retraction led to the next: who came back found the memory "
+        "as full as before, and was thrown out again after a few tokens. Throughput fell to a "
         "fourteenth.",
-        lesson="Recomputation is paid for by the same machine that is too small already. Bound how "
-        "often anybody makes room, and plot it over time: an average hides it.",
+        lesson="Recomputation is paid for by the same machine that is too small already. Bound "
+        "how often anybody makes room, and plot it over time: an average hides it.",
         demonstrate=back_and_forth,
-        wrong='each may be preempted once; the unluckiest was 3 times, and 96 tokens were computed again',
-        right='each may be preempted once; the unluckiest was 1 times, and 40 tokens were computed again',
+        wrong="one preemption each is allowed; the most of any request: 3\n"
+        "tokens computed again: 96",
+        right="one preemption each is allowed; the most of any request: 1\n"
+        "tokens computed again: 40",
         tests=("04_scheduler/test_scheduler.py::test_nobody_is_preempted_more_often_than_allowed",),
     ),
     Exhibit(
@@ -247,8 +251,8 @@ EXHIBITS = (
         title="A seat is cleared, and nobody sits in it",
         patch=Patch(
             SCHEDULER,
-            "        if not self.kv_memory.can_allocate(request, num_slots, computed, num_kept_free, "
-            "displaced):\n"
+            "        if not self.kv_memory.can_allocate("
+            "request, num_slots, computed, num_kept_free, displaced):\n"
             "            return _Admission.LINE_WAITS\n"
             "        if displaced is not None:\n"
             "            self._preempt(displaced, step)\n"
@@ -259,13 +263,14 @@ EXHIBITS = (
             "        if not self.seat(request, computed, num_tokens, num_reserved):\n"
             "            return _Admission.LINE_WAITS\n",
         ),
-        seen="A running request was preempted for a more urgent one, and only then was the memory "
-        "asked, which had no room for the newcomer even so. One request had lost its KV, the other "
-        "still waited, and in the next step it began again.",
+        seen="A running request was preempted for a more urgent one, and only then was the "
+        "memory asked, which had no room for the newcomer even so. One request had lost its KV, "
+        "the other still waited, and in the next step it began again.",
         lesson="An exchange is one change: ask for all of it before you do the first half.",
         demonstrate=a_seat_for_nobody,
-        wrong="2 seats, a and b run, urgent does not fit the memory; computed in this step: {'a': 1}",
-        right="2 seats, a and b run, urgent does not fit the memory; computed in this step: {'a': 1, 'b': 1}",
+        wrong="a and b run in 2 seats, urgent does not fit the memory; computed now: {'a': 1}",
+        right="a and b run in 2 seats, urgent does not fit the memory; computed now: {'a': 1, "
+        "'b': 1}",
         tests=(
             "04_scheduler/test_scheduler.py::"
             "test_nobody_is_displaced_for_a_newcomer_that_does_not_fit_the_memory",

@@ -95,7 +95,7 @@ def last_steps_guesses() -> str:
 EXHIBITS = (
     Exhibit(
         trap=36,
-        origin="reported, engine not named",
+        origin="reported, without a number",
         title="The first guess is never judged",
         patch=Patch(
             "05_spec_decode/rejection_sampler.py",
@@ -105,11 +105,11 @@ EXHIBITS = (
         ),
         seen="Each run of guesses was judged from the second on; the first was taken as it came. "
         "With a good draft model the text is nearly right, and the acceptance rate is excellent.",
-        lesson="A guess is judged by the row before it. Test with guesses that are wrong at every "
-        "place, the first above all, and distrust a rate that is too good.",
+        lesson="A guess is judged by the row before it. Test with guesses that are wrong at "
+        "every place, the first above all, and distrust a rate that is too good.",
         demonstrate=unread,
-        wrong='the model says 5 6 7 8, the guesses are 1 6 7; emitted: [1, 6, 7, 8]',
-        right='the model says 5 6 7 8, the guesses are 1 6 7; emitted: [5]',
+        wrong="the model says 5 6 7 8, the guesses are 1 6 7; emitted: [1, 6, 7, 8]",
+        right="the model says 5 6 7 8, the guesses are 1 6 7; emitted: [5]",
         tests=(
             "05_spec_decode/test_spec_decode.py::"
             "test_a_draft_is_judged_by_the_row_before_it_and_not_by_its_own",
@@ -129,9 +129,11 @@ EXHIBITS = (
         lesson="Say which end of an interval is closed, and test with the numbers at the ends, "
         "which no random test will ever meet.",
         demonstrate=a_point_on_a_border,
-        wrong='weights 0, 0.5, 0.5, drawn with u = 0: token 0',
-        right='weights 0, 0.5, 0.5, drawn with u = 0: token 1',
-        tests=("common/sampling/test_sampler.py::test_impossible_tokens_are_never_drawn_at_any_edge",),
+        wrong="weights 0, 0.5, 0.5, drawn with u = 0: token 0",
+        right="weights 0, 0.5, 0.5, drawn with u = 0: token 1",
+        tests=(
+            "common/sampling/test_sampler.py::test_impossible_tokens_are_never_drawn_at_any_edge",
+        ),
     ),
     Exhibit(
         trap=44,
@@ -145,11 +147,11 @@ EXHIBITS = (
         seen="Of several places where the last words stood before, the latest was taken. In text "
         "that repeats itself that one is at the very end, and has hardly a token behind it: short "
         "guesses exactly where long ones would have come true.",
-        lesson="The longest match, and of equals the earliest: it has the most to say. Nothing is "
-        "wrong in the output, so only a test of the guesses sees it.",
+        lesson="The longest match, and of equals the earliest: it has the most to say. Nothing "
+        "is wrong in the output, so only a test of the guesses sees it.",
         demonstrate=the_latest_match,
-        wrong='nine times the same token; four guesses are wanted, made: [5]',
-        right='nine times the same token; four guesses are wanted, made: [5, 5, 5, 5]',
+        wrong="nine times the same token; four guesses are wanted, made: [5]",
+        right="nine times the same token; four guesses are wanted, made: [5, 5, 5, 5]",
         tests=(
             "05_spec_decode/test_proposers.py::test_the_longest_match_and_of_these_the_earliest",
         ),
@@ -166,13 +168,15 @@ EXHIBITS = (
         seen="The KV of guesses that were refused counted as written. If that filled a block, it "
         "was published, and the next request with this prefix was served KV of a word that was "
         "never said.",
-        lesson="Publish what is verified, not what is written. Other users' mistakes last as long "
-        "as the cache.",
+        lesson="Publish what is verified, not what is written. Other users' mistakes last as "
+        "long as the cache.",
         demonstrate=a_guess_in_the_cache,
-        wrong='the KV of 7 positions is of verified tokens; published: 8 positions',
-        right='the KV of 7 positions is of verified tokens; published: 4 positions',
-        tests=("05_spec_decode/test_speculative_scheduler.py::"
-            "test_a_block_that_ends_in_a_rejected_guess_is_not_published",),
+        wrong="the KV of 7 positions is of verified tokens; published: 8 positions",
+        right="the KV of 7 positions is of verified tokens; published: 4 positions",
+        tests=(
+            "05_spec_decode/test_speculative_scheduler.py::"
+            "test_a_block_that_ends_in_a_rejected_guess_is_not_published",
+        ),
     ),
     Exhibit(
         trap=39,
@@ -186,11 +190,11 @@ EXHIBITS = (
         seen="Guesses went on behind the last token that a request may have. Near "
         "`max_model_len` they were written to positions that have no block, or no rotation: a "
         "crash at the very end of long answers.",
-        lesson="Trim guesses by everything that limits tokens: the length, the budget, the memory. "
-        "The token behind them needs its place too.",
+        lesson="Trim guesses by everything that limits tokens: the length, the budget, the "
+        "memory. The token behind them needs its place too.",
         demonstrate=beyond_the_last_token,
-        wrong='the request can have 9 tokens; the step writes up to 11',
-        right='the request can have 9 tokens; the step writes up to 8',
+        wrong="the request can have 9 tokens; the step writes up to 11",
+        right="the request can have 9 tokens; the step writes up to 8",
         tests=(
             "05_spec_decode/test_speculative_scheduler.py::"
             "test_drafts_are_planned_trimmed_and_taken_back",
@@ -208,10 +212,10 @@ EXHIBITS = (
         seen="Guesses stayed with a request when their step was over, and entered the model in a "
         "later one, at places where they had never been meant: work for nothing at best, "
         "placeholder ids in the model at worst.",
-        lesson="A guess is for one step. Who takes it out of the box empties the box.",
+        lesson="A guess is for one step. Taking it out of the box empties the box.",
         demonstrate=last_steps_guesses,
-        wrong='guesses that the model is fed, step by step: [[50, 51], [50, 51]]',
-        right='guesses that the model is fed, step by step: [[50, 51], []]',
+        wrong="guesses that the model is fed, step by step: [[50, 51], [50, 51]]",
+        right="guesses that the model is fed, step by step: [[50, 51], []]",
         tests=(
             "05_spec_decode/test_speculative_scheduler.py::"
             "test_drafts_are_planned_trimmed_and_taken_back",

@@ -33,9 +33,7 @@ def say(prompts: Sequence[str], params: Sequence[Any] | Any = None, **config: An
     """What the shipped model answers, greedily unless `params` say otherwise."""
     from common.llm import LLM, SamplingParams
 
-    params = params or SamplingParams(temperature=0, max_tokens=24)
+    params = params or SamplingParams(temperature=0, max_tokens=12)
     llm = LLM(device="cpu", dtype="float64", num_blocks=200, compile=False, **config)
     outputs = llm.generate(list(prompts), params, use_tqdm=False)
     return [repr(output.outputs[0].text) for output in outputs]
-
-

@@ -60,7 +60,9 @@ def show(exhibit: Exhibit, swap: ModuleSwap | None = None) -> str:
     return NEVER_ENDS if answer is None else answer
 
 
-def try_tests(exhibit: Exhibit, swap: ModuleSwap | None = None, *, first_only: bool = False) -> TestRun:
+def try_tests(
+    exhibit: Exhibit, swap: ModuleSwap | None = None, *, first_only: bool = False
+) -> TestRun:
     """Run the named tests. `first_only` stops at the first failure, and tells all about it."""
     limit_s = ENDLESS_S if swap is not None and exhibit.wrong == NEVER_ENDS else LIMIT_S
     answer = _apart(_test, (exhibit.tests, swap, first_only, limit_s), 2 * limit_s + LIMIT_S)
@@ -78,10 +80,11 @@ def without_folder(text: str) -> str:
 def _apart(work: Callable, arguments: tuple, limit_s: float):
     """`work(*arguments)` in another process. None if it does not end within `limit_s`. Raises
     `RuntimeError` if the process dies."""
-    methods = multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-    if context.get_start_method() == "forkserver":
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_LIBRARIES)
+    else:
+        context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_answer, args=(theirs, work, arguments), daemon=True)
     process.start()
@@ -120,14 +123,14 @@ def _demonstrate(exhibit: Exhibit, swap: ModuleSwap | None) -> str:
 
 
 class _Failures:
-    """A plugin of pytest: which tests failed, by path::name."""
+    """A plugin of pytest: which tests failed, by path::name and by path::name[parameters]."""
 
     def __init__(self) -> None:
         self.found: dict[str, None] = {}
 
     def pytest_runtest_logreport(self, report) -> None:
         if report.failed:
-            self.found[report.nodeid.partition("[")[0]] = None
+            self.found |= {report.nodeid: None, report.nodeid.partition("[")[0]: None}
 
 
 def _test(
@@ -163,7 +166,8 @@ def _test(
 def _into(descriptor: int) -> Iterator[None]:
     """What anybody prints goes there."""
     kept = [os.dup(1), os.dup(2)]
-    os.dup2(descriptor, 1), os.dup2(descriptor, 2)
+    for number in (1, 2):
+        os.dup2(descriptor, number)
     try:
         yield
     finally:

@@ -328,10 +328,13 @@ IN_A_CHECKOUT_ONLY = (  # what measures, trains, draws or counts this repository
     "common/kernels/records/",
     "common/kernels/resources.py",
     "common/ladder.py",
+    "common/museum/",
     "common/notebooks.py",
     "common/tools/lab_frame.py",
+    "common/tools/module_swap.py",
     "common/tools/palette.py",
     "common/tools/path.py",
+    "common/tools/source_patch.py",
 )
 
 

@@ -36,7 +36,9 @@ class Patch:
         """The whole lines that go ("- ") and come ("+ "), moved to the left together."""
         lines = difflib.ndiff(self.text().splitlines(), self.apply().splitlines())
         changed = [line for line in lines if line[:2] in ("- ", "+ ")]
-        margin = min((len(x) - len(x[2:].lstrip()) - 2 for x in changed if x[2:].strip()), default=0)
+        margin = min(
+            (len(x) - len(x[2:].lstrip()) - 2 for x in changed if x[2:].strip()), default=0
+        )
         return "\n".join(line[:2] + line[2 + margin :] for line in changed)
 
     def place(self) -> str:

@@ -84,7 +84,6 @@ def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 # -- pytest
 
 
-
 def pytest_with(swap: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", PLUGIN, *arguments]
     return run(*command, **{VARIABLE: swap})

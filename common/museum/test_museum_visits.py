@@ -1,0 +1,40 @@
+"""Every exhibit, looked at: the symptom is there with the bug, and the named tests fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.museum.exhibit import NEVER_ENDS, Exhibit
+from common.museum.hall import EXHIBITS
+from common.museum.visit import _apart, broken_copy, show, try_tests
+
+MOST_CPU_S = 10  # for the tests of an exhibit
+
+
+@pytest.mark.parametrize("exhibit", EXHIBITS, ids=lambda e: e.title)
+def test_an_exhibit_shows_its_symptom_and_is_caught(exhibit: Exhibit) -> None:
+    assert show(exhibit) == exhibit.right
+    with broken_copy(exhibit) as swap:
+        assert show(exhibit, swap) == exhibit.wrong
+        run = try_tests(exhibit, swap)
+    assert [test for test in exhibit.tests if test not in run.failed] == [], run.report
+    assert run.cpu_s < MOST_CPU_S
+
+
+def test_the_named_tests_pass_without_the_bug() -> None:
+    """Of one exhibit; those of all are tests of this repository, and run as such."""
+    run = try_tests(EXHIBITS[0])
+    assert run.failed == () and "1 passed" in run.report
+
+
+def test_one_does_not_end_and_is_stopped() -> None:
+    assert [exhibit.title for exhibit in EXHIBITS if exhibit.wrong == NEVER_ENDS]
+
+
+def _die() -> None:
+    raise SystemExit(3)
+
+
+def test_a_process_that_dies_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="ended with 3"):
+        _apart(_die, (), 60)
