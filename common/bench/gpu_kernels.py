@@ -36,6 +36,7 @@ from common.bench.gpu_layer import (
     silu_and_multiply_works,
     write_kv_works,
 )
+from common.bench.gpu_sampling import COVERS, check_sampling, logits_bytes, sampling_works
 from common.bench.gpu_verification import (
     check_matching,
     check_rejection,
@@ -106,4 +107,5 @@ GROUPS = [
         probs_bytes,
     ),
     KernelGroup("matching", ("_matching_kernel",), check_matching, request_cells, matching_works),
+    KernelGroup("sampling", COVERS, check_sampling, request_cells, sampling_works, logits_bytes),
 ]
