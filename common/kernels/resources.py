@@ -101,7 +101,7 @@ ALLOWED_STACK_BYTES: dict[tuple[str, str, str, int, str], int] = {
     # Chunks on GPUs whose tensor cores read from registers: a few values.
     ("paged_attention_kernel", "bfloat16", "Qwen2.5-7B", 80, "64 x 32"): 8,
     ("paged_attention_kernel", "bfloat16", "Qwen2.5-7B", 89, "64 x 32"): 24,
-    ("split_attention_kernel", "bfloat16", "Qwen2.5-0.5B", 80, "64 x 64"): 8,
+    ("split_attention_kernel", "bfloat16", "Qwen2.5-0.5B", 80, "64 x 64"): 16,
     ("split_attention_kernel", "bfloat16", "Llama-3.2-1B", 80, "64 x 64"): 8,
 }
 CHUNKED = EngineConfig(speculative={"method": "draft"})

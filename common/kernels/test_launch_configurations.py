@@ -11,6 +11,7 @@ import torch
 
 from common.engine import EngineConfig, LLMEngine
 from common.kernels.launch_configurations import launch_configurations
+from common.kernels.sampler_kernel import sampling_launches
 from common.loader import load_model
 from common.tests.engine_oracle import make_oracle, random_prompts, save_random_model, serve
 from kernel_launch import TRITON_TYPES, Launch
@@ -77,8 +78,9 @@ def test_an_engine_launches_nothing_else_and_says_what_the_oracle_says(name, ora
     engine = LLMEngine(config, loaded=target, draft=draft if name == "draft model" else None)
     serve(engine, oracle, [0, 1, 2, 3, 4, 5], 9)
     # A drawn seed and no `top_k`: drafts of a model have probabilities.
-    engine.generate_batch(oracle.prompts[:2], SamplingParams(temperature=0.8, max_tokens=4))
-    for top_k in (0, 5):
+    engine.generate_batch(oracle.prompts[:2], SamplingParams(temperature=0.8, max_tokens=3))
+    samples_all = name == "chunks"
+    for top_k in (0, 5) if samples_all else ():
         params = SamplingParams(top_k=top_k, top_p=0.9, presence_penalty=0.1, max_tokens=2)
         engine.generate_batch(oracle.prompts[:1], params)
     allowed = launch_configurations(
@@ -92,7 +94,10 @@ def test_an_engine_launches_nothing_else_and_says_what_the_oracle_says(name, ora
     unknown = [kernel for kernel, key in launched if key not in known]
     assert not unknown, f"{set(unknown)} would be compiled while serving"
     kernels = {kernel for kernel, _ in launched}
-    assert kernels >= {launch.kernel.__name__ for launch in allowed} - {"_merge_splits_kernel"}
+    may_be_missing = {"_merge_splits_kernel"}
+    if not samples_all:
+        may_be_missing |= {launch.kernel.__name__ for launch in sampling_launches(97)}
+    assert kernels >= {launch.kernel.__name__ for launch in allowed} - may_be_missing
 
 
 def test_an_engine_has_few_configurations(oracle):
