@@ -98,7 +98,7 @@ def test_an_engine_has_few_configurations(oracle):
         name: len(launch_configurations(config, EngineConfig(**options), torch.bfloat16))
         for name, options in ENGINES.items()
     }
-    assert counts == {"chunks": 5, "whole prompts": 3, "look-up": 6, "draft model": 7}
+    assert counts == {"chunks": 6, "whole prompts": 3, "look-up": 7, "draft model": 8}
     engine, draft = EngineConfig(**ENGINES["draft model"]), replace(config, num_attention_heads=2)
     launches = launch_configurations(config, engine, torch.bfloat16, draft=draft)
-    assert len(launches) == 7 + 5, "a draft model of other heads has its own"
+    assert len(launches) == 8 + 6, "a draft model of other heads has its own"
