@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 from functools import cache
-from inspect import signature
 from typing import Any
 
 import torch
@@ -49,9 +48,8 @@ def _op(
     """Registered once in a process: a kernel has a few sets of constants."""
     fixed, kind_of = dict(constants) | dict(options), dict(kinds)
     # A launch knows them by name, a call by their order in the kernel.
-    in_order = signature(kernel.fn).parameters
-    arguments = [(argument, kind_of[argument]) for argument in in_order if argument in kind_of]
-    name = kernel.fn.__name__
+    names = [name for name in kernel.arg_names if name in kind_of]
+    arguments, name = [(name, kind_of[name]) for name in names], kernel.__name__
     told = repr((arguments, constants, options)).encode()
     name = f"kernels::{name}_{hashlib.blake2b(told, digest_size=6).hexdigest()}"
 

@@ -15,7 +15,11 @@ number of keys, and the pieces of all sequences lie end to end:
 No piece is larger than the others, however the lengths are distributed: the longest sequence has
 the most pieces. Whose an item is, is looked up: `first_item` is a prefix sum over the sequences,
 `item_seq` its inverse. Both are computed on the device, once a step for all layers, and nothing
-waits for them: the grid needs only a bound, and programs beyond the last item end at once.
+waits for them: the grid needs only a bound, and programs beyond the last item end at once. Where
+the bound may be far off, in decodes whose lengths the host does not know, there are as many
+programs as keep the GPU busy, and each takes every so many items. A graph of a step
+(`common/runner/graphs.py`) has to hold for the longest sequences that could come: without the loop,
+256 of up to 40,960 tokens are 40,960 programs for each KV head and layer, nearly all for nothing.
 
 A split yields a *partial* result: attention to its own keys alone, and the log of the sum of
 exp(score), in scratch memory. A second kernel merges those of a row, each with the weight exp(its
@@ -54,45 +58,46 @@ from triton_or_none import jit_for_any, tl
 SPLIT_KEYS = 256  # below, merging costs more than it gains
 NUM_MULTIPROCESSORS = 132  # that should have work: asking the device is not worth it
 SPLITS_AT_ONCE = 16  # that the merging kernel loads
+LOOPING_PROGRAMS = 8 * NUM_MULTIPROCESSORS  # more than run at once
 
 
-@jit_for_any("table_stride", "first_seq", "num_seqs", "split_tiles", "tile_rows")
-def _split_attention_kernel(
-    output,  # [num_tokens, num_heads, head_dim], contiguous
-    partial,  # [num_items, num_kv_heads, tile_rows, head_dim] float32
-    partial_lse,  # [num_items, num_kv_heads, tile_rows] float32
-    query,  # [num_tokens, num_heads, head_dim], heads lie end to end
-    key_cache,  # [num_blocks, block_size, num_kv_heads, head_dim]
+@jit_for_any()
+def _attend_item(
+    item,
+    kv_head,
+    output,
+    partial,
+    partial_lse,
+    query,
+    key_cache,
     value_cache,
-    query_start_loc,  # [all sequences + 1]
-    seq_lens,  # [all sequences]
-    block_tables,  # [all sequences, max_blocks]
-    first_item,  # [num_seqs + 1]
-    item_seq,  # [num_items], a sequence of this launch
+    query_start_loc,
+    seq_lens,
+    block_tables,
+    first_item,
+    item_seq,
     table_stride,
     first_seq,
     num_seqs,
-    split_tiles,  # tiles of keys to a split
-    tile_rows,  # rows of a tile that scratch has room for
+    split_tiles,
+    tile_rows,
     scale,
     NUM_KV_HEADS: tl.constexpr,
-    NUM_SHARED: tl.constexpr,  # query heads to a KV head
+    NUM_SHARED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    QUERY_STRIDE: tl.constexpr,  # from token to token
-    BLOCK_STRIDE: tl.constexpr,  # of the caches, in elements
+    QUERY_STRIDE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,  # query tokens to a tile
-    BLOCK_M: tl.constexpr,  # TILE_TOKENS * NUM_SHARED padded to a power of two
-    BLOCK_N: tl.constexpr,  # keys to a tile
-    BLOCK_D: tl.constexpr,  # HEAD_DIM padded to a power of two
-    PRECISION: tl.constexpr,  # of a product of float32: "ieee" or "tf32x3"
-    UPCAST: tl.constexpr,  # multiply in float32: the interpreter cannot in bfloat16
+    TILE_TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
-    item, kv_head = tl.program_id(0), tl.program_id(1)
-    if item >= tl.load(first_item + num_seqs):
-        return
+    """One split of the keys of one tile of queries, of one KV head."""
     row = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
     own_seq = tl.load(item_seq + item)
@@ -169,9 +174,122 @@ def _split_attention_kernel(
         target = output_row[:, None] + dim[None, :]
         tl.store(target, result.to(output.dtype.element_ty), mask=row_mask)
     else:
-        own = (item.to(tl.int64) * NUM_KV_HEADS + kv_head) * tile_rows + row
+        own = ((tl.zeros([], tl.int64) + item) * NUM_KV_HEADS + kv_head) * tile_rows + row
         tl.store(partial + own[:, None] * HEAD_DIM + dim[None, :], result, mask=row_mask)
         tl.store(partial_lse + own, highest + tl.log(weight_sum), mask=is_row)
+
+
+@jit_for_any("table_stride", "first_seq", "num_seqs", "split_tiles", "tile_rows")
+def _split_attention_kernel(
+    output,  # [num_tokens, num_heads, head_dim], contiguous
+    partial,  # [num_items, num_kv_heads, tile_rows, head_dim] float32
+    partial_lse,  # [num_items, num_kv_heads, tile_rows] float32
+    query,  # [num_tokens, num_heads, head_dim], heads lie end to end
+    key_cache,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    value_cache,
+    query_start_loc,  # [all sequences + 1]
+    seq_lens,  # [all sequences]
+    block_tables,  # [all sequences, max_blocks]
+    first_item,  # [num_seqs + 1]
+    item_seq,  # [num_items], a sequence of this launch
+    table_stride,
+    first_seq,
+    num_seqs,
+    split_tiles,  # tiles of keys to a split
+    tile_rows,  # rows of a tile that scratch has room for
+    scale,
+    NUM_KV_HEADS: tl.constexpr,
+    NUM_SHARED: tl.constexpr,  # query heads to a KV head
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    QUERY_STRIDE: tl.constexpr,  # from token to token
+    BLOCK_STRIDE: tl.constexpr,  # of the caches, in elements
+    SLOT_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,  # query tokens to a tile
+    BLOCK_M: tl.constexpr,  # TILE_TOKENS * NUM_SHARED padded to a power of two
+    BLOCK_N: tl.constexpr,  # keys to a tile
+    BLOCK_D: tl.constexpr,  # HEAD_DIM padded to a power of two
+    PRECISION: tl.constexpr,  # of a product of float32: "ieee" or "tf32x3"
+    UPCAST: tl.constexpr,  # multiply in float32: the interpreter cannot in bfloat16
+    LOOPS: tl.constexpr,  # the grid is smaller than the number of items may be
+):
+    item, kv_head, num_items = tl.program_id(0), tl.program_id(1), tl.load(first_item + num_seqs)
+    if item >= num_items:
+        return
+    if LOOPS:
+        for own in range(item, num_items, tl.num_programs(0)):
+            _attend_item(
+                own,
+                kv_head,
+                output,
+                partial,
+                partial_lse,
+                query,
+                key_cache,
+                value_cache,
+                query_start_loc,
+                seq_lens,
+                block_tables,
+                first_item,
+                item_seq,
+                table_stride,
+                first_seq,
+                num_seqs,
+                split_tiles,
+                tile_rows,
+                scale,
+                NUM_KV_HEADS,
+                NUM_SHARED,
+                HEAD_DIM,
+                BLOCK_SIZE,
+                QUERY_STRIDE,
+                BLOCK_STRIDE,
+                SLOT_STRIDE,
+                HEAD_STRIDE,
+                TILE_TOKENS,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_D,
+                PRECISION,
+                UPCAST,
+            )
+    else:
+        _attend_item(
+            item,
+            kv_head,
+            output,
+            partial,
+            partial_lse,
+            query,
+            key_cache,
+            value_cache,
+            query_start_loc,
+            seq_lens,
+            block_tables,
+            first_item,
+            item_seq,
+            table_stride,
+            first_seq,
+            num_seqs,
+            split_tiles,
+            tile_rows,
+            scale,
+            NUM_KV_HEADS,
+            NUM_SHARED,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            QUERY_STRIDE,
+            BLOCK_STRIDE,
+            SLOT_STRIDE,
+            HEAD_STRIDE,
+            TILE_TOKENS,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_D,
+            PRECISION,
+            UPCAST,
+        )
 
 
 @jit_for_any("first_seq", "num_seqs", "first_token", "split_tiles", "tile_rows")
@@ -236,14 +354,16 @@ _LENGTHS = {"query_start_loc": "*i64", "seq_lens": "*i64"}
 _SCRATCH = {"partial": "*fp32", "partial_lse": "*fp32"}
 
 
-def split_launch(shape: AttentionShape, is_short: bool) -> Launch:
+def split_launch(shape: AttentionShape, is_short: bool, loops: bool = False) -> Launch:
     pointer = "*" + TRITON_TYPES[shape.dtype]
     arguments = dict.fromkeys(("output", "query", "key_cache", "value_cache"), pointer)
     arguments |= _SCRATCH | _LENGTHS
     arguments |= dict.fromkeys(("block_tables", "first_item", "item_seq"), "*i32")
     counts = ("table_stride", "first_seq", "num_seqs", "split_tiles", "tile_rows")
     arguments |= dict.fromkeys(counts, "i32") | {"scale": "fp32"}
-    return Launch(_split_attention_kernel, arguments, *tile_constants(shape, is_short))
+    constants, num_warps = tile_constants(shape, is_short)
+    constants["LOOPS"] = loops
+    return Launch(_split_attention_kernel, arguments, constants, num_warps)
 
 
 def merge_launch(shape: AttentionShape, is_short: bool) -> Launch:
@@ -282,6 +402,7 @@ class WorkItems:
     split_tiles: int
     tile_rows: int
     num_items: int  # or more
+    num_programs: int  # for each KV head
     first_item: torch.Tensor  # [num_seqs + 1] int32
     item_seq: torch.Tensor  # [num_items] int32, num_seqs behind the last item
     token_seq: torch.Tensor | None  # [num_tokens] int32, num_seqs: padding
@@ -301,7 +422,10 @@ class WorkItems:
             num_keys = bound_items(rows, num_tiles, tile_tokens, 1) * shape.num_kv_heads
             split_tiles = -(-choose_split_len(num_keys, rows.max_seq_len) // tile_keys)
         split_len = split_tiles * tile_keys
-        num_items = bound_items(rows, num_tiles, tile_tokens, split_len)
+        num_items = num_programs = bound_items(rows, num_tiles, tile_tokens, split_len)
+        if is_short and rows.seq_lens is None:  # there may be far fewer
+            num_programs = min(num_items, -(-LOOPING_PROGRAMS // shape.num_kv_heads))
+            launch = split_launch(shape, is_short, loops=num_programs < num_items)
 
         last_seq = rows.first_seq + rows.num_seqs
         starts = metadata.query_start_loc[rows.first_seq : last_seq + 1]
@@ -324,6 +448,7 @@ class WorkItems:
             split_tiles,
             tile_rows,
             num_items,
+            num_programs,
             first_item,
             item_seq,
             token_seq,
@@ -342,7 +467,7 @@ class WorkItems:
     ) -> None:
         rows, num_heads = self.rows, query.shape[1]
         self.launch(
-            (self.num_items, key_cache.shape[2]),
+            (self.num_programs, key_cache.shape[2]),
             output,
             self.partial,
             self.partial_lse,

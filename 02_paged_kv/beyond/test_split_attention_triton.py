@@ -114,6 +114,23 @@ def test_more_splits_than_are_merged_at_once(device):
     assert case.metadata.plan.items[0].first_item.tolist()[1] > 2 * module.SPLITS_AT_ONCE
 
 
+@pytest.mark.parametrize("num_programs", [1, 3, 7])
+@pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
+def test_a_program_may_take_one_item_after_the_other(num_programs, device, monkeypatch):
+    """Where a bound says that there could be many more, as in a graph of a step. The same bits."""
+    lengths = [(1, 20), (1, 130), (0, 9), (1, 1), (1, 71)]
+    case = make_case(lengths, 4, torch.float32, num_padding_tokens=2, device=device)
+    case.metadata.max_seq_len = 1024
+    one_each = attend(case)
+    assert not case.metadata.plan.items[0].launch.constants["LOOPS"]
+    monkeypatch.setattr(module, "LOOPING_PROGRAMS", num_programs * 2)  # of two KV heads
+    case.metadata.plan = None
+    check(case)
+    (items,) = case.metadata.plan.items
+    assert items.launch.constants["LOOPS"] and items.num_programs == num_programs
+    assert torch.equal(attend(case), one_each)
+
+
 @pytest.mark.parametrize("backend", [TritonAttentionBackend, SplitTritonAttentionBackend])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.usefixtures("poisoned_scratch")

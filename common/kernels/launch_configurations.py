@@ -84,6 +84,8 @@ def attention_launches(engine: EngineConfig, shape: AttentionShape) -> list[Laun
             from split_attention_triton import merge_launch, split_launch
 
             launches += split_launch(shape, is_short), merge_launch(shape, is_short)
+            if is_short and not engine.enforce_eager:  # in graphs, which hold for any lengths
+                launches.append(split_launch(shape, is_short, loops=True))
         else:
             from paged_attention_triton import attention_launch
 

@@ -24,8 +24,8 @@ A step goes into the smallest bucket that holds it. What has more than one token
 Invariants: a replay sees the static inputs, the weights and the KV cache, and nothing else of its
 step; no row of a request depends on padding; the largest bucket holds `max_num_seqs` (Trap 33).
 
-nano-vllm captures the same buckets for decodes; mini-sglang too; vLLM also captures the pieces
-between attention layers for mixed batches.
+nano-vllm captures the same buckets, mini-sglang every 8; both for decodes only. vLLM also captures
+the pieces between attention layers, for any batch.
 """
 
 from __future__ import annotations

@@ -319,8 +319,10 @@ def test_the_null_block_may_hold_anything(random_loaded) -> None:
     assert all(x.isnan().all() for x in run(make(random_loaded, Backend())) if len(x))
 
 
-def test_kernels_are_replayed(random_loaded) -> None:
-    """Interpreted: the same logits as launched one by one."""
+def test_kernels_are_replayed(random_loaded, monkeypatch) -> None:
+    """Interpreted: the same logits as launched one by one. A program takes several items."""
+    monkeypatch.setattr("split_attention_triton.LOOPING_PROGRAMS", 4)
+    monkeypatch.setattr("split_attention_triton.SPLIT_KEYS", 32)
     loaded = load_model(random_loaded.path, torch.float32, torch.device("cpu"))
     for kind in (TritonAttentionBackend, MixedTritonAttentionBackend):
         found = run(make(loaded, kind()), 3)
