@@ -28,7 +28,7 @@ def freed_twice() -> str:
     from block_pool import BlockPool
 
     pool = BlockPool(5)
-    (shared,) = pool.allocate(1) or ()
+    shared = (pool.allocate(1) or [])[0]
     pool.touch([shared])  # two tables name it
     error = "accepted"
     try:
@@ -43,7 +43,7 @@ def freed_twice() -> str:
 
 
 def one_position_too_late() -> str:
-    return say(["The quick brown fox", "import numpy as"])[0]
+    return f"'The quick brown fox' goes on: {say(['The quick brown fox'])[0]}"
 
 
 def one_counter_for_the_batch() -> str:
@@ -122,8 +122,8 @@ EXHIBITS = (
         lesson="Only an oracle sees it. Compare tokens with an implementation that nobody here "
         "wrote; never judge an engine by whether its text reads well.",
         demonstrate=one_position_too_late,
-        wrong='" and the user can\'t be used to\\n    the user"',
-        right="' and fob.  If the fob is'",
+        wrong="'The quick brown fox' goes on: \" and the user can't be used to\\n    the user\"",
+        right="'The quick brown fox' goes on: ' and fob.  If the fob is'",
         tests=(
             "02_paged_kv/test_batch_layout.py::"
             "test_every_token_stands_at_its_position_and_writes_to_its_slot",

@@ -42,9 +42,8 @@ def tokens_request(name: str, token_ids: list[int], max_tokens: int = 3) -> Any:
 def same_words_another_story() -> str:
     cache = make_cache()
     cache.cache_computed_blocks(A + B)
-    num_cached = cache.match_prefix(C + B + D).num_cached_tokens
-    both = cache.match_prefix(B + D).num_cached_tokens
-    return f"cached: A B. Found of B D: {both} tokens; of C B D: {num_cached}; right is 0 and 0"
+    num_cached = cache.match_prefix(B + D).num_cached_tokens
+    return f"cached: A, and B behind it; a prompt that begins with B finds {num_cached} tokens"
 
 
 def twins_in_one_step() -> str:
@@ -227,8 +226,8 @@ EXHIBITS = (
         lesson="What a block holds is a prefix, not sixteen tokens. Chain the hash, and compare "
         "the chain.",
         demonstrate=same_words_another_story,
-        wrong="cached: A B. Found of B D: 4 tokens; of C B D: 0; right is 0 and 0",
-        right="cached: A B. Found of B D: 0 tokens; of C B D: 0; right is 0 and 0",
+        wrong="cached: A, and B behind it; a prompt that begins with B finds 4 tokens",
+        right="cached: A, and B behind it; a prompt that begins with B finds 0 tokens",
         tests=(
             "03_prefix_cache/test_prefix_cache.py::"
             "test_recycled_content_is_no_hit_for_another_prefix",

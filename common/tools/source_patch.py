@@ -34,8 +34,9 @@ class Patch:
 
     def diff(self) -> str:
         """The whole lines that go ("- ") and come ("+ "), moved to the left together."""
-        lines = difflib.ndiff(self.text().splitlines(), self.apply().splitlines())
-        changed = [line for line in lines if line[:2] in ("- ", "+ ")]
+        before, after = self.text().splitlines(), self.apply().splitlines()
+        lines = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]  # without the names
+        changed = [f"{line[0]} {line[1:]}" for line in lines if line[0] in "+-"]
         margin = min(
             (len(x) - len(x[2:].lstrip()) - 2 for x in changed if x[2:].strip()), default=0
         )
