@@ -96,8 +96,8 @@ KINDS = {
 }
 # Bytes a thread, by (kernel, kind, family, architecture, tile): exceptions, each with its reason.
 ALLOWED_STACK_BYTES: dict[tuple[str, str, str, int, str], int] = {
-    # With 48 registers of 255: the compiler's choice, and one value.
-    ("split_attention_kernel", "float32", "Qwen3-0.6B", 89, "16 x 32"): 8,
+    # With few registers of 255: the compiler's choice.
+    ("split_attention_kernel", "float32", "Qwen3-0.6B", 89, "16 x 32"): 16,
     # Chunks on GPUs whose tensor cores read from registers: a few values.
     ("paged_attention_kernel", "bfloat16", "Qwen2.5-7B", 80, "64 x 32"): 8,
     ("paged_attention_kernel", "bfloat16", "Qwen2.5-7B", 89, "64 x 32"): 24,
