@@ -15,6 +15,7 @@
     sampler         common    Sampler; in a SpeculativeSampler if somebody guesses
     guesses            5      a SpeculatingRunner with an NgramProposer or a DraftModelProposer
     the loop           1      RecordingEngineCore, with those as observers who learn from the clock
+    events          common    the same parts, each behind a class that notes what it does
 
 Nothing is implemented here. To turn a chapter off, a plain part takes the role; no token changes by
 it. A part that is not chosen is not imported either."""
@@ -80,6 +81,11 @@ class Attention:
     kv_cache_kind: type[PagedKVCache] = PagedKVCache
 
 
+def _unwatched(part: type) -> Any:
+    """The class of a part, as it is. If there are events to be written, its seen kind is used."""
+    return part
+
+
 def assemble(
     config: EngineConfig,
     loaded: LoadedModel,
@@ -121,7 +127,12 @@ def assemble(
         kind=attention.kv_cache_kind,
     )
     connector, listener = make_connector(config, loaded, kv_cache)
-    kv_memory = make_kv_memory(config, kv_cache.num_blocks, connector, listener)
+    overlaps, watch = is_overlapped(config, loaded.model.embed_weight.device), _unwatched
+    if config.events is not None:
+        from common.events.watched_parts import watch_run
+
+        watch = watch_run(config, loaded, kv_cache.num_blocks, overlaps, members)
+    kv_memory = make_kv_memory(config, kv_cache.num_blocks, connector, listener, watch)
     chunk_policy = make_chunk_policy(config)
 
     max_blocks = -(-max_model_len // config.block_size)
@@ -146,9 +157,8 @@ def assemble(
     if how is not None and proposer is not None:
         speculation = make_speculation(how, proposer, runner, state, members)
         num_lookahead_tokens = proposer.num_lookahead_tokens
-    overlaps = is_overlapped(config, runner.device)
     scheduler = make_scheduler(
-        config, max_model_len, kv_memory, chunk_policy, num_lookahead_tokens, overlaps
+        config, max_model_len, kv_memory, chunk_policy, num_lookahead_tokens, overlaps, watch
     )
     observers: list[Observer] = []
     if connector is not None:
@@ -157,9 +167,9 @@ def assemble(
         observers.append(partial(tell_durations, chunk_policy))
     if overlaps:
         has_loads = connector is not None
-        core = make_overlapped_core(scheduler, runner, observers, kv_memory, has_loads)
+        core = make_overlapped_core(scheduler, runner, observers, kv_memory, has_loads, watch)
     else:
-        core = RecordingEngineCore(scheduler, speculation or runner, observers)
+        core = watch(RecordingEngineCore)(scheduler, speculation or runner, observers)
     return EngineParts(core, kv_memory, kv_cache, max_model_len, vocab_size, connector, speculation)
 
 
@@ -173,13 +183,14 @@ def make_scheduler(
     chunk_policy: ChunkPolicy | None,
     num_lookahead_tokens: int | None,
     overlaps: bool = False,
+    watch: Callable[[type], Any] = _unwatched,
 ) -> SchedulerInterface:
     """`num_lookahead_tokens` is None if nobody guesses."""
     limits = (config.max_num_seqs, config.max_num_batched_tokens)
     if config.scheduler == "fcfs":
         from caching_fcfs_scheduler import CachingFCFSScheduler
 
-        return _kind(CachingFCFSScheduler, overlaps)(kv_memory, *limits, max_model_len)
+        return watch(_kind(CachingFCFSScheduler, overlaps))(kv_memory, *limits, max_model_len)
     options: dict[str, Any] = {
         "policy": make_policy(config, kv_memory),
         "max_model_len": max_model_len,
@@ -207,10 +218,10 @@ def make_scheduler(
             from scheduler import Scheduler as Chosen
         else:
             from speculative_scheduler import SpeculativeScheduler as Chosen
-    return _kind(Chosen, overlaps)(*limits, **options)
+    return watch(_kind(Chosen, overlaps))(*limits, **options)
 
 
-def _kind(scheduler: type, overlaps: bool) -> Callable[..., Any]:
+def _kind(scheduler: type, overlaps: bool) -> type:
     if not overlaps:
         return scheduler
     from overlapped_books import overlapped
@@ -274,12 +285,13 @@ def make_overlapped_core(
     observers: list[Observer],
     kv_memory: Any,
     has_loads: bool,
+    watch: Callable[[type], Any] = _unwatched,
 ) -> RecordingEngineCore:
     from common.runner.overlap import OverlappedEngineCore, ThreadedRunner
 
     is_queued = runner.device.type != "cpu"  # by itself
     begun = runner if is_queued else ThreadedRunner(runner)
-    core = OverlappedEngineCore(scheduler, begun, observers)
+    core = watch(OverlappedEngineCore)(scheduler, begun, observers)
     if has_loads:
         kv_memory.wait_for_steps = core.wait_for_steps
     return core
@@ -293,25 +305,26 @@ def make_kv_memory(
     num_blocks: int,
     connector: KVConnector | None,
     listener: CacheListener | None,
+    watch: Callable[[type], Any] = _unwatched,
 ) -> UncachedKVCacheManager | CachedKVCacheManager:
-    pool, block_size = BlockPool(num_blocks), config.block_size
+    pool, block_size = watch(BlockPool)(num_blocks), config.block_size
     if config.prefix_cache is None:
-        return UncachedKVCacheManager(pool, block_size)
+        return watch(UncachedKVCacheManager)(pool, block_size)
     if config.prefix_cache == "hash":
         from prefix_cache_local import PrefixCacheLocal
 
-        cache = PrefixCacheLocal(pool=pool, block_size=block_size, listener=listener)
+        cache = watch(PrefixCacheLocal)(pool=pool, block_size=block_size, listener=listener)
     else:
         from radix_cache import RadixCache
 
-        cache = RadixCache(page_size=block_size, pool=pool, listener=listener)
+        cache = watch(RadixCache)(page_size=block_size, pool=pool, listener=listener)
     if connector is None:
         from cached_kv_cache_manager import CachedKVCacheManager
 
-        return CachedKVCacheManager(pool, block_size, cache)
+        return watch(CachedKVCacheManager)(pool, block_size, cache)
     from loading_kv_cache_manager import LoadingKVCacheManager
 
-    return LoadingKVCacheManager(pool, block_size, cache, connector)
+    return watch(LoadingKVCacheManager)(pool, block_size, cache, connector)
 
 
 def make_connector(

@@ -121,6 +121,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9  # share that weights, activations and KV together may take
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    events: str | Path | None = None  # a file for what happens, step by step: `common/events`
     seed: int = 0  # for requests that bring no seed of their own
     # Debug switches. None of them may change any output.
     check_invariants: bool = False  # of scheduler and KV manager, after every step
@@ -157,14 +158,17 @@ class EngineConfig:
             shown = ", ".join(map(repr, allowed))
             _check(self, (name, is_one, f"this version of the book allows {shown}"))
         model, size, ms = self.model, self.chunked_prefill, self.target_step_ms
+        events = self.events
         left, share = self.watermark, self.gpu_memory_utilization
         is_model = model is None or (isinstance(model, str | Path) and str(model))
+        is_file = events is None or (isinstance(events, str | Path) and str(events))
         is_size = isinstance(size, bool) or (isinstance(size, int) and size >= 1)
         is_share = _is_number(share) and 0 < share <= 1
         is_time = ms is None or (_is_number(ms) and 0 < ms < math.inf)
         _check(
             self,
             ("model", is_model, "it must be a directory, a hub id or None"),
+            ("events", is_file, "it must be a file to be written, or None"),
             ("watermark", _is_number(left) and 0 <= left < 1, "it must be in [0, 1)"),
             ("gpu_memory_utilization", is_share, "it must be in (0, 1]"),
             ("chunked_prefill", is_size, "it must be True, False or an integer >= 1"),
