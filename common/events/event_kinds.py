@@ -393,13 +393,14 @@ def read_events(path: str | Path) -> Iterator[Event]:
     """The events of a file, its `run` line first. A last line that a crash has cut is left out.
     Raises `FileNotFoundError`, and `ValueError` that names the line, for what can not be read."""
     path = Path(path)
-    with path.open(encoding="utf-8", newline="\n") as file:
+    # A crash may cut a character; what is behind the last line break is not read.
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         yield from parse_events(file, path.name)
 
 
 def parse_events(lines: Iterable[str], name: str = "events") -> Iterator[Event]:
     """The same of lines with their breaks."""
-    number = 0
+    is_there = False
     for number, line in enumerate(lines, 1):
         if not line.endswith("\n"):
             break  # the crash came while it was written
@@ -409,6 +410,7 @@ def parse_events(lines: Iterable[str], name: str = "events") -> Iterator[Event]:
             raise ValueError(f"{name}, line {number}: the event {error}") from None
         if isinstance(event, Run) != (number == 1):
             raise ValueError(f"{name}, line {number}: the run line is the first, and the only one")
+        is_there = True
         yield event
-    if number == 0:
-        raise ValueError(f"{name} is empty: the first line is a run line")
+    if not is_there:
+        raise ValueError(f"{name}: its first line, the run line, is not there")
