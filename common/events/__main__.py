@@ -33,11 +33,11 @@ def describe(film: Film) -> str:
 
 def describe_step(film: Film, step: int) -> str:
     """Who computed what in a step, and why the others did not."""
-    state = film.state_after(step - 1)
-    events = next(s for s in film.steps() if s.number == step).events
+    film.state_after(step)  # which says if there is no such step
+    part = next(part for part in film.steps() if part.number == step)
     lines = [f"step {step}"]
-    for event in events:
-        state.apply(event)
+    for position, event in enumerate(part.events, part.first + 1):
+        state = film.state_behind(position)
         if event.kind == "planned":
             for cell in state.cells(event):  # pyright: ignore[reportArgumentType]
                 last = cell.start + cell.num_tokens - 1

@@ -159,10 +159,10 @@ class State:
     def prefix_of(self, block: int) -> tuple[int, ...]:
         """All tokens that a cached block depends on, its own last."""
         parts: list[tuple[int, ...]] = []
-        while block is not None:
-            cached = self.cached[block]
-            parts.append(cached.tokens)
-            block = cached.parent
+        place: int | None = block
+        while place is not None:
+            parts.append(self.cached[place].tokens)
+            place = self.cached[place].parent
         return tuple(token for part in reversed(parts) for token in part)
 
     def nodes(self) -> list[list[int]]:
@@ -239,6 +239,8 @@ class State:
         del self.running[name]
         self.waiting.insert(0, name)
         request = self.request(name)
+        computed, lost = request.num_computed_tokens, event.num_lost_tokens
+        self._require(lost == computed, f"{name!r} lost {lost} tokens, and {computed} are computed")
         request.num_computed_tokens = 0
         request.num_preemptions += 1
 
@@ -415,6 +417,7 @@ class StepEvents:
     ends, and is the step's number as long as none has failed."""
 
     number: int
+    first: int  # how many events stand before these
     events: list[Event]
 
     @property
@@ -450,7 +453,7 @@ class Film:
     def steps(self) -> Iterator[StepEvents]:
         start = 0
         for step, end in enumerate(self._ends):
-            yield StepEvents(step, self.events[start:end])
+            yield StepEvents(step, start, self.events[start:end])
             start = end
 
     def state_after(self, step: int) -> State:
@@ -458,13 +461,14 @@ class Film:
         alive: the next call moves it on. Raises `ValueError` for a step that is not there."""
         if not -1 <= step < self.num_steps:
             raise ValueError(f"step is {step}: the film has steps 0 to {self.num_steps - 1}")
-        return self._move_to(self._ends[step] if step >= 0 else 0)
+        return self.state_behind(self._ends[step] if step >= 0 else 0)
 
     def last_state(self) -> State:
         """After the last event."""
-        return self._move_to(len(self.events))
+        return self.state_behind(len(self.events))
 
-    def _move_to(self, position: int) -> State:
+    def state_behind(self, position: int) -> State:
+        """After that many events. It is alive, too."""
         if position < self._position:
             self._state, self._position = State(self.run), 0
         while self._position < position:

@@ -15,6 +15,7 @@ import pytest
 from common.events.event_kinds import (
     _HINTS,
     KINDS,
+    REASONS,
     VERSION,
     Freed,
     Published,
@@ -133,3 +134,19 @@ def test_reading_needs_no_tensor_library_and_no_chapter() -> None:
 def test_kinds_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         RUN.version = 2  # type: ignore[misc]
+
+
+def rows_of(table: str) -> list[list[str]]:
+    page = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    lines = page.split(f"<!-- table:{table} -->\n")[1].split(f"<!-- /table:{table}")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_the_page_lists_every_kind_with_its_fields_and_every_reason() -> None:
+    named = {row[0].strip("`"): row[1].replace("`", "").split(", ") for row in rows_of("kinds")}
+    assert named == {n: [f.name for f in dataclasses.fields(k)] for n, k in KINDS.items()}
+    assert {row[0].strip("`"): row[1] for row in rows_of("reasons")} == REASONS
+    page = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    shown = [line.strip() for line in page.splitlines() if line.startswith('    {"kind"')]
+    assert len([from_line(line) for line in shown]) == 8
+    assert f"## The schema, version {VERSION}" in page

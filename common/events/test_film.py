@@ -13,7 +13,7 @@ from tiered_cache import KVTierConfig
 
 
 @settings(
-    max_examples=15,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     database=None,

@@ -81,12 +81,9 @@ def test_a_watched_engine_takes_the_same_steps(
 
 def test_who_asks_for_no_events_has_none_of_it(random_loaded) -> None:
     engine = make_engine(random_loaded, None)
-    parts = [engine.core, engine.scheduler, engine.kv_manager, engine.prefix_cache]
-    parts += [
-        engine.kv_manager.pool,
-        engine.scheduler.waiting.policy,
-        engine.scheduler.chunk_policy,
-    ]
+    scheduler, manager = engine.scheduler, engine.kv_manager
+    parts = [engine.core, scheduler, scheduler.waiting.policy, scheduler.chunk_policy]
+    parts += [manager, manager.pool, manager.cache]
     assert not [part for part in parts if type(part).__name__.startswith("Seen")]
 
 
@@ -237,7 +234,7 @@ def reasons(path: Path) -> list[dict[str, str]]:
     film, found = Film.read(path), []
     for position, event in enumerate(film.events, 1):
         if isinstance(event, Planned):
-            state = film._move_to(position)
+            state = film.state_behind(position)
             found.append({name: state.reason_to_wait(name) or "" for name in state.waiting})
     return found
 
@@ -389,7 +386,7 @@ def test_tokens_of_a_step_are_told_apart(random_oracle, random_loaded, tmp_path:
     found: dict[str, int] = {}
     for position, event in enumerate(film.events, 1):
         if isinstance(event, Planned):
-            for cell in film._move_to(position).cells(event):
+            for cell in film.state_behind(position).cells(event):
                 found[cell.kind] = found.get(cell.kind, 0) + cell.num_tokens
     verified = [v for e in film.events if isinstance(e, Computed) for v in e.verified.values()]
     accepted, rejected = map(sum, zip(*verified, strict=True))
