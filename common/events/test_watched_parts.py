@@ -52,30 +52,36 @@ def what_it_did(record: StepRecord) -> dict:
 @pytest.mark.parametrize(
     "config",
     [
-        {"policy": "lpm", "prefix_cache": "radix", "num_blocks": 24},
-        {"policy": "dfs-weight", "kv_tiers": KVTierConfig(64), "num_blocks": 24},
+        {"policy": "lpm", "prefix_cache": "radix", "num_blocks": 30},
+        {"policy": "dfs-weight", "kv_tiers": KVTierConfig(64), "num_blocks": 30},
         {"scheduler": "prefill_first", "preempt_every": 3, "policy": "random"},
         {"scheduler": "fcfs", "chunked_prefill": False, "max_num_batched_tokens": 256},
-        {"overlap_scheduling": True, "shuffle_waiting": True, "num_blocks": 24},
+        {"overlap_scheduling": True, "shuffle_waiting": True, "num_blocks": 30},
         {"speculative": {"method": "ngram", "adaptive": False}, "chunked_prefill": 7},
     ],
     ids=lambda config: "-".join(map(str, config)),
 )
 def test_a_watched_engine_takes_the_same_steps(
-    config: dict, random_oracle: Oracle, random_loaded, tmp_path: Path
+    config: dict, family_oracle: Oracle, family_loaded, tmp_path: Path
 ) -> None:
-    """The same plans, tokens and blocks, not only the same text."""
+    """The same plans, tokens and blocks, not only the same text; and the same uses of the cache."""
     told = []
     for events in (None, tmp_path / "run.jsonl"):
-        engine, records = make_engine(random_loaded, events, **config), []
-        engine.on_step = records.append
-        for i, prompt in enumerate(short_prompts(random_oracle, 20)[:12]):
+        engine, did = make_engine(family_loaded, events, **config), []
+
+        def look(record: StepRecord, engine=engine, did=did) -> None:
+            cache, pool = engine.prefix_cache, engine.kv_manager.pool
+            uses = list(getattr(cache, "_evictable", ())), getattr(cache, "_clock", 0)
+            did.append((what_it_did(record), [b.block_id for b in pool.free_order()], uses))
+
+        engine.on_step = look
+        for i, prompt in enumerate(short_prompts(family_oracle, 50)[:12]):
             engine.add_request(str(i), prompt, replace(GREEDY, n=1 + i % 2), priority=i % 3)
             if i % 3 == 0:
                 engine.step()
         finish(engine)
         engine.close()
-        told.append([what_it_did(record) for record in records])
+        told.append(did)
     assert told[0] == told[1]
 
 
@@ -104,7 +110,7 @@ def test_llm_writes_a_film_of_text(tmp_path: Path) -> None:
 def test_the_run_line_says_what_ran_and_names_no_folder(random_loaded, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     tiers = KVTierConfig(8, 4, disk_path=tmp_path / "blocks")
-    engine = make_engine(random_loaded, path, kv_tiers=tiers, policy="lpm")
+    engine = make_engine(random_loaded, path, kv_tiers=tiers, policy="lpm", model=tmp_path)
     engine.close()
     (run,) = read_events(path)
     assert isinstance(run, Run)
