@@ -98,6 +98,7 @@ class SchedulerOutput(PlanMessage):
     scheduled_requests: list[Request] = field(default_factory=list)
     start_positions: list[int] = field(default_factory=list)  # first position that each computes
     preempted_requests: list[Request] = field(default_factory=list)  # chapter 4
+    admission_stop: tuple[str, str] | None = None  # chapter 4: what ended it, at whom ("": nobody)
     decided_req_ids: Collection[str] = ()  # chapter 4: all others take a routine step
     num_recomputed_tokens: int = 0  # chapter 4
     num_kv_blocks_in_use: int = 0  # chapter 2

@@ -36,7 +36,7 @@ vLLM's V1 scheduler has these two phases. Recomputing instead of swapping: vLLM,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum, auto
+from enum import Enum
 from typing import Any
 
 from kv_memory import ComputedBlocks, NotReady
@@ -53,9 +53,9 @@ MAX_PASSED_OVER = 128  # in one step; to look at each of a hundred thousand woul
 
 
 class _Admission(Enum):
-    ADMITTED = auto()
-    PASSED_OVER = auto()  # not yet: the next in line is asked meanwhile
-    LINE_WAITS = auto()  # not in this step, and nobody behind it either
+    ADMITTED = "admitted"
+    PASSED_OVER = "passed over"  # not yet: the next in line is asked meanwhile
+    SEAT, CONSTRAINT, BUDGET, BLOCKS = "seat", "constraint", "budget", "blocks"  # the line waits
 
 
 class Scheduler(SchedulerBase):
@@ -145,11 +145,8 @@ class Scheduler(SchedulerBase):
 
     def _choose_victim(self, spared: Sequence[Request] = ()) -> Request | None:
         """The last admitted, or the least urgent; never a pinned one."""
-        candidates = (
-            request
-            for request in reversed(self.running.values())
-            if not self.is_pinned(request) and request not in spared
-        )
+        running = reversed(self.running.values())
+        candidates = (r for r in running if not self.is_pinned(r) and r not in spared)
         if self._has_priorities:
             return max(candidates, key=lambda r: (r.priority, r.arrival_time), default=None)
         return next(candidates, None)
@@ -163,27 +160,27 @@ class Scheduler(SchedulerBase):
 
     def _admit(self, step: StepPlan) -> None:
         if len(self.running) >= self.max_num_seqs and not self._has_priorities:
+            step.stop = ("seat", "")
             return  # before the policy looks at the cache for nothing
-        num_passed_over = 0
+        num_passed_over, goes_on = 0, (_Admission.ADMITTED, _Admission.PASSED_OVER)
         for request in self.waiting:
-            if step.budget == 0 or num_passed_over == MAX_PASSED_OVER:
-                break
             outcome = self._try_to_admit(request, step)
-            if outcome is _Admission.PASSED_OVER:
-                num_passed_over += 1
-            elif outcome is _Admission.LINE_WAITS or step.preempted:
+            num_passed_over += outcome is _Admission.PASSED_OVER
+            if outcome not in goes_on or step.preempted or num_passed_over == MAX_PASSED_OVER:
+                step.stop = (outcome.value, request.request_id)
                 break  # preempted: it took somebody's seat, and the next may in the next step
         for request in step.admitted:
             self.waiting.remove_request(request)
 
     def _try_to_admit(self, request: Request, step: StepPlan) -> _Admission:
-        """A seat, the constraints, the cache, the chunk policy: asked in this order. Then the
-        budget and the memory."""
+        """Asked in this order: seat, constraints, cache, chunk policy; then budget and memory."""
+        if step.budget == 0:
+            return _Admission.BUDGET
         displaced = None
         if len(self.running) >= self.max_num_seqs:
             displaced = self._displaced_by(request, step)
             if displaced is None:
-                return _Admission.LINE_WAITS
+                return _Admission.SEAT
         if not self.may_run(request):
             return self._hold_back(request)
         computed = self.look_up(request)
@@ -194,10 +191,9 @@ class Scheduler(SchedulerBase):
         return self._fit_in(request, computed, displaced, step)
 
     def _hold_back(self, request: Request) -> _Admission:
-        """A constraint or the chunk policy is against it. The next is asked, unless this one has
-        waited too long."""
+        """Something is against it. The next is asked, unless this one has waited too long."""
         is_aged = self.waiting.is_aged(request)
-        return _Admission.LINE_WAITS if is_aged else _Admission.PASSED_OVER
+        return _Admission.CONSTRAINT if is_aged else _Admission.PASSED_OVER
 
     def _displaced_by(self, newcomer: Request, step: StepPlan) -> Request | None:
         """Whose seat a strictly more urgent newcomer may take."""
@@ -216,7 +212,7 @@ class Scheduler(SchedulerBase):
         most = self.max_num_batched_tokens
         num_tokens = self.chunk_policy.num_tokens_now(request, num_behind, rest.budget, most)
         if num_tokens == 0:
-            return _Admission.LINE_WAITS
+            return _Admission.BUDGET
         num_left = num_behind - num_tokens
         num_reserved = 0
         if self.reserve_all or self.is_pinned(request):
@@ -227,7 +223,7 @@ class Scheduler(SchedulerBase):
             num_owed = num_left + sum(rest.num_left.values())
             num_kept_free = self._num_kept_free + -(-num_owed // self.block_size)
         if not self.kv_memory.can_allocate(request, num_slots, computed, num_kept_free, displaced):
-            return _Admission.LINE_WAITS
+            return _Admission.BLOCKS
         if displaced is not None:
             self._preempt(displaced, step)
         has_room = self.seat(request, computed, num_tokens, num_reserved)

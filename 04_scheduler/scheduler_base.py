@@ -228,7 +228,7 @@ class SchedulerBase(SchedulerBooks):
         num_recomputed = self._stats.total_recomputed_tokens - self._num_recomputed_before
         plan = self.make_plan(step.num_tokens)
         plan.preempted_requests, plan.num_recomputed_tokens = step.preempted, num_recomputed
-        plan.decided_req_ids = step.decided
+        plan.decided_req_ids, plan.admission_stop = step.decided, step.stop
         plan.num_kv_blocks_in_use = self.kv_memory.num_blocks_in_use
         plan.block_moves = self.kv_memory.take_block_moves()
         self._stats.total_scheduled += len(step.num_tokens)

@@ -28,6 +28,7 @@ class StepPlan:
     preempted: list[Request] = field(default_factory=list)
     num_left: dict[str, int] = field(default_factory=dict)  # of those that got less than they need
     has_piece: bool = False  # somebody got a piece of a prompt, or was asked whether it takes one
+    stop: tuple[str, str] | None = None  # what ended admission, and at whom
     _num_decodes: list[int] = field(default_factory=list)
 
     def add(self, request: Request, num_tokens: int, num_left: int = 0) -> None:

@@ -136,6 +136,38 @@ def test_a_watermark_that_is_no_share_is_an_error(watermark):
 # -- phase 1
 
 
+@pytest.mark.parametrize(
+    ("options", "stop"),
+    [
+        ({"max_num_seqs": 1}, ("seat", "")),
+        ({"max_num_seqs": 2}, ("seat", "c")),
+        ({"max_num_batched_tokens": 12}, ("budget", "c")),
+        ({"max_num_batched_tokens": 8}, ("budget", "b")),
+        ({"num_blocks": 4}, ("blocks", "c")),
+        ({}, None),
+    ],
+)
+def test_a_plan_says_what_ended_admission_and_at_whom(options, stop):
+    """a runs; b takes 8 tokens and 2 blocks, c, behind it, as many."""
+    loop = Loop(**{"num_blocks": 100, **options})
+    loop.add("a", 2)
+    assert loop.step().admission_stop is None, "all were asked"
+    loop.add("b", 8)
+    loop.add("c", 8)
+    assert loop.step().admission_stop == stop
+
+
+def test_who_takes_a_seat_and_who_is_held_back_too_long_end_admission_too():
+    loop = full_batch(100, (4, 8), (4, 8))
+    loop.add("urgent", 4, priority=0)
+    assert loop.step().admission_stop == ("admitted", "urgent")
+    loop = Loop(100, constraints=[MaxLoRAs(1)], max_overtakes=0)
+    for name, adapter in (("a", 1), ("b", 2), ("c", 1)):
+        loop.add(name, 4, extra_keys=(("lora", adapter),))
+    output = loop.step()
+    assert output.admission_stop == ("constraint", "b") and planned(output) == {"a": 4}
+
+
 def test_who_runs_comes_first_and_who_waits_gets_the_rest():
     loop = Loop(100, max_num_batched_tokens=10)
     loop.add("a", 6)

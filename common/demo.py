@@ -5,6 +5,7 @@ python -m common.demo --prompt "class Stack:" --trace
 python -m common.demo --compare-sequential             the same work one request at a time
 python -m common.demo --compare-sequential --dtype bfloat16             why its tokens may differ
 python -m common.demo --compare-sequential --dtype bfloat16 --batch-invariant   and how they do not
+python -m common.demo --events run.jsonl               what happened, step by step, in a file
 python -m common.demo --model DIRECTORY_OR_HUB_ID --prompt "Hello"
 """
 
@@ -87,6 +88,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--compare-sequential", action="store_true", help="the same work one request at a time"
     )
     parser.add_argument("--trace", action="store_true", help="the seven stages of every step")
+    parser.add_argument("--events", type=Path, metavar="F", help="write what happens to this file")
     parser.add_argument(
         "--speculative",
         choices=("ngram", "draft"),
@@ -268,6 +270,7 @@ def _main(args: argparse.Namespace) -> int:
         speculative=speculative,
         chunked_prefill=True if args.chunked_prefill is None else args.chunked_prefill,
         **sizes,
+        events=args.events,
     )
     engine = llm.engine
     print(
@@ -276,7 +279,8 @@ def _main(args: argparse.Namespace) -> int:
         + (f", {engine.config.num_ranks} ranks" if engine.config.has_workers else "")
     )
     progress = sys.stderr.isatty() and not args.trace
-    llm.generate(prompts[:1], SamplingParams(max_tokens=2), use_tqdm=False)  # warm up
+    if args.events is None:  # nobody wants to see the warm-up
+        llm.generate(prompts[:1], SamplingParams(max_tokens=2), use_tqdm=False)
     engine.reset_prefix_cache()
     engine.reset_stats()
     if args.trace:

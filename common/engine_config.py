@@ -127,6 +127,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     worker_timeout_s: float = 300.0  # a rank that needs longer for a step is given up
+    events: str | Path | None = None  # a file for what happens, step by step: `common/events`
     seed: int = 0  # for requests that bring no seed of their own
     # Debug switches. None of them may change any output.
     check_invariants: bool = False  # of scheduler and KV manager, after every step
@@ -165,8 +166,10 @@ class EngineConfig:
             shown = ", ".join(map(repr, allowed))
             _check(self, (name, is_one, f"this version of the book allows {shown}"))
         model, size, ms = self.model, self.chunked_prefill, self.target_step_ms
+        events = self.events
         left, share = self.watermark, self.gpu_memory_utilization
         is_model = model is None or (isinstance(model, str | Path) and str(model))
+        is_file = events is None or (isinstance(events, str | Path) and str(events))
         is_size = isinstance(size, bool) or (isinstance(size, int) and size >= 1)
         is_share = _is_number(share) and 0 < share <= 1
         is_time = ms is None or (_is_number(ms) and 0 < ms < math.inf)
@@ -175,6 +178,7 @@ class EngineConfig:
         _check(
             self,
             ("model", is_model, "it must be a directory, a hub id or None"),
+            ("events", is_file, "it must be a file to be written, or None"),
             ("watermark", _is_number(left) and 0 <= left < 1, "it must be in [0, 1)"),
             ("gpu_memory_utilization", is_share, "it must be in (0, 1]"),
             ("chunked_prefill", is_size, "it must be True, False or an integer >= 1"),
@@ -210,6 +214,7 @@ class EngineConfig:
             "tensor_parallel_size": (is_summed, order),
             "compile": (is_fixed and self.compile is True, tiles),
             "pack_weights": (is_fixed and not self.pack_weights, f"{tiles}, of packed weights"),
+            "events": (has_stages, "where several stages are at work nothing is filmed"),
             "emulate_graphs": (self.emulate_graphs and self.enforce_eager, "enforce_eager is True"),
         }
         for field_name, (is_wrong, why) in refused.items():

@@ -8,6 +8,7 @@
                               policy; the latter two's speculative kind
     chunks           4, 6     WholePrompts; ChunkedPrefill or AdaptiveChunks
     the loop           1      RecordingEngineCore, with those as observers who learn from the clock
+    events          common    the same parts, each behind a class that notes what it does
 
 What computes is a `RunnerSide`: of this process (`assembly.py`) or of others
 (`parallel/remote.py`). Nothing here can tell."""
@@ -15,7 +16,7 @@ What computes is a `RunnerSide`: of this process (`assembly.py`) or of others
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,6 +33,7 @@ from step_record import Observer, RecordingEngineCore, StepRecord
 if TYPE_CHECKING:
     from acceptance import SpecDecodeStats
     from cached_kv_cache_manager import CachedKVCacheManager
+    from common.outputs import OutputProcessor
     from kv_connector import KVBlockIO, KVConnector
     from policies import SchedulePolicy
     from prefix_cache import CacheListener
@@ -113,15 +115,26 @@ def find_vocab_size(model: ModelConfig, num_tokens_in_tokenizer: int | None) -> 
     return min(model.vocab_size, num_tokens_in_tokenizer or model.vocab_size)
 
 
-def assemble_around(config: EngineConfig, side: RunnerSide) -> EngineParts:
-    """Scheduler, memory and loop for what computes."""
+def unwatched(part: type) -> Any:
+    """The class of a part, as it is. If there are events to be written, its seen kind is used."""
+    return part
+
+
+def assemble_around(
+    config: EngineConfig, side: RunnerSide, members: Mapping[str, OutputProcessor] | None = None
+) -> EngineParts:
+    """Scheduler, memory and loop for what computes. `members` are those of the engine's open
+    requests, whose texts are events."""
     connector, listener = make_connector(config, side)
-    kv_memory = make_kv_memory(config, side.kv_cache.num_blocks, connector, listener)
+    overlaps, watch = is_overlapped(config, side.model.device), unwatched
+    if config.events is not None:
+        from common.events.watched_parts import watch_run
+
+        watch = watch_run(config, side.model, side.kv_cache.num_blocks, overlaps, members or {})
+    kv_memory = make_kv_memory(config, side.kv_cache.num_blocks, connector, listener, watch)
     chunk_policy = make_chunk_policy(config)
-    overlaps = is_overlapped(config, side.model.device)
-    scheduler = make_scheduler(
-        config, side.max_model_len, kv_memory, chunk_policy, side.num_lookahead_tokens, overlaps
-    )
+    limits = side.max_model_len, side.num_lookahead_tokens
+    scheduler = make_scheduler(config, *limits, kv_memory, chunk_policy, overlaps, watch)
     observers: list[Observer] = []
     if connector is not None:
         observers.append(partial(wait_for_loads, kv_memory))
@@ -131,9 +144,9 @@ def assemble_around(config: EngineConfig, side: RunnerSide) -> EngineParts:
     if config.pipeline_parallel_size > 1:
         core = make_pipelined_core(config, scheduler, side, observers, kv_memory, has_loads)
     elif overlaps:
-        core = make_overlapped_core(scheduler, side, observers, kv_memory, has_loads)
+        core = make_overlapped_core(scheduler, side, observers, kv_memory, has_loads, watch)
     else:
-        core = RecordingEngineCore(scheduler, side.runner, observers)
+        core = watch(RecordingEngineCore)(scheduler, side.runner, observers)
     return EngineParts(core, side, kv_memory, connector)
 
 
@@ -143,10 +156,11 @@ def assemble_around(config: EngineConfig, side: RunnerSide) -> EngineParts:
 def make_scheduler(
     config: EngineConfig,
     max_model_len: int,
+    num_lookahead_tokens: int | None,
     kv_memory: KVMemory,
     chunk_policy: ChunkPolicy | None,
-    num_lookahead_tokens: int | None,
     overlaps: bool = False,
+    watch: Callable[[type], Any] = unwatched,
 ) -> SchedulerInterface:
     """`num_lookahead_tokens` is None if nobody guesses."""
     limits = (config.max_num_seqs, config.max_num_batched_tokens)
@@ -154,7 +168,8 @@ def make_scheduler(
     if config.scheduler == "fcfs":
         from caching_fcfs_scheduler import CachingFCFSScheduler
 
-        return _kind(CachingFCFSScheduler, overlaps, num_stages)(kv_memory, *limits, max_model_len)
+        kind = _kind(CachingFCFSScheduler, overlaps, num_stages, watch)
+        return kind(kv_memory, *limits, max_model_len)
     options: dict[str, Any] = {
         "policy": make_policy(config, kv_memory),
         "max_model_len": max_model_len,
@@ -182,19 +197,21 @@ def make_scheduler(
             from scheduler import Scheduler as Chosen
         else:
             from speculative_scheduler import SpeculativeScheduler as Chosen
-    return _kind(Chosen, overlaps, num_stages)(*limits, **options)
+    return _kind(Chosen, overlaps, num_stages, watch)(*limits, **options)
 
 
-def _kind(scheduler: type, overlaps: bool, num_stages: int) -> Callable[..., Any]:
+def _kind(
+    scheduler: type, overlaps: bool, num_stages: int, watch: Callable[[type], Any]
+) -> Callable[..., Any]:
     if num_stages > 1:
         from pipelined_books import pipelined
 
         return partial(pipelined(scheduler), num_micro_batches=num_stages)
     if not overlaps:
-        return scheduler
+        return watch(scheduler)
     from overlapped_books import overlapped
 
-    return overlapped(scheduler)
+    return watch(overlapped(scheduler))
 
 
 def make_policy(config: EngineConfig, kv_memory: KVMemory) -> str | SchedulePolicy:
@@ -260,11 +277,12 @@ def make_overlapped_core(
     observers: list[Observer],
     kv_memory: Any,
     has_loads: bool,
+    watch: Callable[[type], Any],
 ) -> RecordingEngineCore:
     from common.runner.overlap import OverlappedEngineCore, ThreadedRunner
 
     begun = side.runner if side.is_queued else ThreadedRunner(side.runner)
-    core = OverlappedEngineCore(scheduler, begun, observers)
+    core = watch(OverlappedEngineCore)(scheduler, begun, observers)
     if has_loads:
         kv_memory.wait_for_steps = core.wait_for_steps
     return core
@@ -296,25 +314,26 @@ def make_kv_memory(
     num_blocks: int,
     connector: KVConnector | None,
     listener: CacheListener | None,
+    watch: Callable[[type], Any] = unwatched,
 ) -> UncachedKVCacheManager | CachedKVCacheManager:
-    pool, block_size = BlockPool(num_blocks), config.block_size
+    pool, block_size = watch(BlockPool)(num_blocks), config.block_size
     if config.prefix_cache is None:
-        return UncachedKVCacheManager(pool, block_size)
+        return watch(UncachedKVCacheManager)(pool, block_size)
     if config.prefix_cache == "hash":
         from prefix_cache_local import PrefixCacheLocal
 
-        cache = PrefixCacheLocal(pool=pool, block_size=block_size, listener=listener)
+        cache = watch(PrefixCacheLocal)(pool=pool, block_size=block_size, listener=listener)
     else:
         from radix_cache import RadixCache
 
-        cache = RadixCache(page_size=block_size, pool=pool, listener=listener)
+        cache = watch(RadixCache)(page_size=block_size, pool=pool, listener=listener)
     if connector is None:
         from cached_kv_cache_manager import CachedKVCacheManager
 
-        return CachedKVCacheManager(pool, block_size, cache)
+        return watch(CachedKVCacheManager)(pool, block_size, cache)
     from loading_kv_cache_manager import LoadingKVCacheManager
 
-    return LoadingKVCacheManager(pool, block_size, cache, connector)
+    return watch(LoadingKVCacheManager)(pool, block_size, cache, connector)
 
 
 def make_connector(

@@ -120,6 +120,8 @@ class PrefillFirstScheduler(SchedulerBase):
         self._merge_last_batch()
         have_waited = self._num_prefills_in_a_row == self.max_consecutive_prefills
         is_turn_of_decodes = have_waited and bool(self.running_batch.reqs)
+        if is_turn_of_decodes and not self.mixing:
+            step.stop = ("turn", "")
         if self.mixing or step.preempted or is_turn_of_decodes:
             decodes = self.update_running_batch(step)  # in a mixed batch they come first
             if not self.mixing or step.preempted:
@@ -148,13 +150,15 @@ class PrefillFirstScheduler(SchedulerBase):
         """Put prompts into `step`, as many as fit: first the one that was cut, then those who
         wait. None: none did."""
         if self.chunked_req is None and (not self.waiting or len(self.running) >= self._num_seats):
+            step.stop = ("seat", "") if self.waiting else None
             return None
         adder = self._make_adder(step)
         if self.chunked_req is not None:
             self.chunked_req = adder.add_chunked_req(self.chunked_req)
             if not adder.can_run_list:
+                step.stop = ("blocks" if adder.rem_input_tokens > 0 else "budget", "")
                 return None  # it found no room, and nobody takes what it is waiting for
-        self._admit(adder)
+        self._admit(adder, step)
         if not adder.can_run_list:
             return None
         if adder.new_chunked_req is not None:
@@ -192,16 +196,20 @@ class PrefillFirstScheduler(SchedulerBase):
             num_reserved = request.max_num_tokens - 1 - num_known - num_new_tokens
         return self.seat(request, computed, num_new_tokens, num_reserved)
 
-    def _admit(self, adder: PrefillAdder) -> None:
+    def _admit(self, adder: PrefillAdder, step: StepPlan) -> None:
         """Ask those who wait, in order, until one does not fit. One that is not ready is passed
         over; so is one that a constraint holds back, unless it has waited too long."""
         num_passed_over = 0
         num_running = len(adder.can_run_list)
         for request in self.waiting:
+            request_id = request.request_id
             if len(self.running) >= self._num_seats or num_passed_over == MAX_PASSED_OVER:
+                is_full = len(self.running) >= self._num_seats
+                step.stop = ("seat" if is_full else "passed over", request_id)
                 break
             if not self.may_run(request):
                 if self.waiting.is_aged(request):
+                    step.stop = ("constraint", request_id)
                     break
                 num_passed_over += 1
                 continue
@@ -212,11 +220,16 @@ class PrefillFirstScheduler(SchedulerBase):
             num_behind = request.num_tokens - computed.num_tokens
             if not self.chunk_policy.may_start(request, num_behind):
                 if self.waiting.is_aged(request):
+                    step.stop = ("constraint", request_id)
                     break
                 num_passed_over += 1
                 continue
             has_chunked_req = self.chunked_req is not None
-            if adder.add_one_req(request, has_chunked_req, computed) is not AddReqResult.CONTINUE:
+            result = adder.add_one_req(request, has_chunked_req, computed)
+            if result is not AddReqResult.CONTINUE:
+                reason = "blocks" if result is AddReqResult.NO_TOKEN else "budget"
+                is_in = request_id in adder.num_tokens  # then it is for the next in line
+                step.stop = (reason, "" if is_in else request_id)
                 break
         for request in adder.can_run_list[num_running:]:
             self.waiting.remove_request(request)

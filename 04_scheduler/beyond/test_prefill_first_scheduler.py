@@ -34,6 +34,33 @@ EXTEND, DECODE, MIXED = ForwardMode
 CACHES = (None, "hash", "radix")
 
 
+STOPS = [
+    ({"max_num_seqs": 2}, ("seat", "")),
+    ({"max_num_batched_tokens": 12}, ("budget", "e")),
+    ({"max_num_batched_tokens": 8}, ("budget", "")),
+    ({"num_pages": 6}, ("blocks", "c")),
+    ({"num_pages": 12}, ("blocks", "")),
+    ({"chunked_prefill_size": 12}, ("budget", "")),
+    ({"max_consecutive_prefills": 1}, ("turn", "")),
+    ({}, None),
+]
+
+
+@pytest.mark.parametrize(("options", "stop"), STOPS, ids=lambda value: str(value))
+def test_a_plan_says_what_ended_admission(options, stop):
+    """a and b run. c wants 8 tokens, e as many. "": it was c that took the last of something."""
+    loop = Loop(**{"num_pages": 100, **options})
+    loop.add("a", 4, 4)
+    loop.add("b", 4, 4)
+    loop.step()
+    if stop == ("turn", ""):
+        loop.add("d", 4)
+        loop.step()
+    loop.add("c", 20 if "chunked_prefill_size" in options else 8)
+    loop.add("e", 8)
+    assert loop.step().admission_stop == stop
+
+
 def make_memory(
     cache: str | None, num_pages: int, page_size: int, connector: KVConnector | None = None
 ) -> KVMemory:

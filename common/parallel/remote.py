@@ -194,7 +194,7 @@ def assemble_remote(
         messages = _start_messages(config, checkpoint, device, started, [max_model_len, vocab_size])
         facts = executor.start(messages)
         side = _make_side(config, checkpoint, executor, facts, max_model_len, vocab_size, members)
-        return assemble_around(config, side), tokenizer
+        return assemble_around(config, side, members), tokenizer
     except BaseException:
         executor.close()
         raise
@@ -227,7 +227,7 @@ def _start_messages(
 def config_to_map(config: EngineConfig) -> dict[str, Any]:
     """The fields of a configuration that concern a worker. KV tiers and connectors do not."""
     values = {field.name: getattr(config, field.name) for field in fields(config)}
-    del values["kv_tiers"], values["kv_connector"]
+    del values["kv_tiers"], values["kv_connector"], values["events"]
     return _plain(values)
 
 

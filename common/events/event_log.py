@@ -1,0 +1,207 @@
+"""The file of a run while it is written: events are noted as they happen, and written once a step.
+
+What is noted during a step goes to the file in one write when the step is over, or has failed; what
+happens between two steps (arrivals, aborts), at once. So a file is whole up to the last step
+whatever ends the process, and nothing is encoded while a part of the step is timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import platform
+import time
+import weakref
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from common.events.event_kinds import VERSION, Cut, Event, Run, to_line
+from common.tokenizer import IncrementalDetokenizer
+
+if TYPE_CHECKING:
+    from common.engine_config import EngineConfig
+    from common.scheduler_assembly import ModelFacts
+    from common.outputs import OutputProcessor
+    from request import Request
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "vllm-from-scratch")
+
+
+class EventLog:
+    """Writes a run to `path`; what was there is lost. Raises `ValueError` if that is no place for a
+    file, and `FileNotFoundError` for a folder that is not there."""
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        if path.is_dir():
+            raise ValueError(f"events is {str(path)!r}: it must be a file, and is a folder")
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"events is {str(path)!r}: its folder is not there")
+        # A lone surrogate is written as JSON's escape of it.
+        self._file = path.open("w", encoding="utf-8", errors="backslashreplace", newline="\n")
+        weakref.finalize(self, self._file.close)
+        self._pending: list[Event] = []
+        self._start = time.monotonic()
+        self.in_step = False
+
+    def now(self) -> float:
+        """Seconds since the run line."""
+        return round(time.monotonic() - self._start, 6)
+
+    def since_start(self, monotonic: float) -> float:
+        return round(monotonic - self._start, 6)
+
+    def note(self, event: Event) -> None:
+        self._pending.append(event)
+        if not self.in_step:
+            self.flush()
+
+    @property
+    def position(self) -> int:
+        """Within a step: where the next event goes."""
+        return len(self._pending)
+
+    def note_at(self, position: int, event: Event) -> None:
+        """What is known only now, and led to what was noted since."""
+        self._pending.insert(position, event)
+
+    def flush(self) -> None:
+        """Everything noted is in the file, as far as this process is concerned."""
+        if self._pending:
+            self._file.write("".join([f"{to_line(event)}\n" for event in self._pending]))
+            self._pending.clear()
+            self._file.flush()
+
+
+# -- the run line
+
+
+def describe_run(config: EngineConfig, facts: ModelFacts, num_blocks: int, overlaps: bool) -> Run:
+    model = facts.config
+    return Run(
+        version=VERSION,
+        started_at=round(time.time(), 3),
+        scheduler=config.scheduler,
+        policy=config.policy,
+        prefix_cache=config.prefix_cache,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        overlaps=overlaps,
+        config={
+            f.name: _plain(f.name, getattr(config, f.name))
+            for f in dataclasses.fields(config)
+            if f.name != "events"
+        },
+        model={
+            "architecture": model.architecture,
+            "num_parameters": facts.num_parameters,
+            "num_layers": model.num_hidden_layers,
+            "vocab_size": model.vocab_size,
+            "device": str(facts.device),
+            "dtype": str(facts.dtype).removeprefix("torch."),
+        },
+        versions={"python": platform.python_version(), **_versions()},
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # a checkout that is not installed
+            continue
+    return found
+
+
+def _plain(name: str, value: Any) -> Any:
+    """As JSON has it. Of a path only the name: a film is shown to others."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if name == "model":
+        is_folder = isinstance(value, Path) or Path(value).exists()
+        return Path(value).name if is_folder else value
+    if isinstance(value, str | torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Mapping):
+        return {key: _plain(key, item) for key, item in value.items()}
+    if isinstance(value, Path):
+        return value.name
+    if dataclasses.is_dataclass(value):
+        values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {key: _plain(key, item) for key, item in values.items()}
+    return type(value).__name__
+
+
+# -- text
+
+
+class TextPieces:
+    """What each token adds to the text, for all requests. The engine makes text when somebody reads
+    it; this reads along, with decoders of its own."""
+
+    def __init__(self, members: Mapping[str, OutputProcessor]) -> None:
+        self._members = members
+        self._decoders: dict[str, IncrementalDetokenizer] = {}
+
+    def begin(self, request: Request) -> list[str]:
+        """The pieces of its prompt. Empty without a tokenizer."""
+        member = self._members.get(request.request_id)
+        known = None if member is None else member._detokenizer
+        if known is None:
+            return []
+        tokenizer, prompt = known._tokenizer, request.prompt_token_ids
+        skips = request.sampling_params.skip_special_tokens
+        self._decoders[request.request_id] = IncrementalDetokenizer(
+            tokenizer, prompt, skip_special_tokens=skips
+        )
+        decoder = IncrementalDetokenizer(tokenizer, (), skip_special_tokens=False)
+        return _pieces(decoder, prompt, is_last=True)
+
+    def add(self, request: Request, token_ids: list[int]) -> list[str]:
+        """The pieces of new outputs. A last token that stopped it has no text."""
+        decoder = self._decoders.get(request.request_id)
+        if decoder is None:
+            return []
+        shown = token_ids[:-1] if request.finish_reason == "stop" else token_ids
+        pieces = _pieces(decoder, shown, is_last=request.is_finished)
+        if request.is_finished:
+            del self._decoders[request.request_id]
+        return pieces + [""] * (len(token_ids) - len(pieces))
+
+    def end(self, request: Request) -> str:
+        """What is left of its text where no token was the last: U+FFFD, if anything."""
+        decoder = self._decoders.pop(request.request_id, None)
+        return "" if decoder is None else "".join(_pieces(decoder, [], is_last=True))
+
+    def cut_of(self, request_id: str) -> Cut | None:
+        """If the engine has just found a stop string."""
+        member = self._members.get(request_id)
+        stop_string = None if member is None else member.completion.stop_reason
+        if member is None or not isinstance(stop_string, str):
+            return None
+        return Cut(request_id, stop_string, len(member.read_text()))
+
+
+def _pieces(decoder: IncrementalDetokenizer, token_ids: list[int], is_last: bool) -> list[str]:
+    pieces = []
+    for token_id in token_ids:
+        decoder.append(token_id)
+        pieces.append(decoder.take_delta())
+    if is_last:
+        decoder.finish()
+        if rest := decoder.take_delta():
+            pieces[-1:] = ["".join([*pieces[-1:], rest])]
+    return pieces
+
+
+def label_of(extra_keys: object) -> str:
+    """A short name for what sets a tenant apart, which gives away nothing."""
+    if not extra_keys:
+        return ""
+    return hashlib.blake2b(repr(extra_keys).encode(), digest_size=4).hexdigest()

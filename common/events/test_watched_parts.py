@@ -1,0 +1,407 @@
+"""Watching changes nothing, and costs who does not ask for it nothing; the file is whole whatever
+ends the process; and the reason why a request waits is the right one, with every scheduler."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from bounded_loops import as_long_as
+from common.demo import main as demo
+from common.engine import LLMEngine
+from common.engine_config import EngineConfig
+from common.events.event_kinds import REASONS, Computed, Failed, Planned, Run, read_events
+from common.events.event_log import EventLog
+from common.events.film import Film
+from common.llm import LLM
+from common.tests.engine_oracle import Oracle, finish, paged_runner
+from common.tests.film_runs import Workshop, short_prompts
+from kv_connector import KVConnector
+from request import SamplingParams
+from step_record import StepRecord
+from tiered_cache import KVTierConfig
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make_engine(loaded, events: Path | None, **config) -> LLMEngine:
+    small = {"block_size": 4, "num_blocks": 60, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+    return LLMEngine(EngineConfig(events=events, **{**small, **config}), loaded=loaded)
+
+
+def plans(path: Path) -> list[Planned]:
+    return [event for event in read_events(path) if isinstance(event, Planned)]
+
+
+# -- invisible
+
+
+def what_it_did(record: StepRecord) -> dict:
+    """All but the clock."""
+    is_clock = lambda name: name == "start_time" or name.endswith("_ms")  # noqa: E731
+    return {name: value for name, value in asdict(record).items() if not is_clock(name)}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"policy": "lpm", "prefix_cache": "radix", "num_blocks": 30},
+        {"policy": "dfs-weight", "kv_tiers": KVTierConfig(64), "num_blocks": 30},
+        {"scheduler": "prefill_first", "preempt_every": 3, "policy": "random"},
+        {"scheduler": "fcfs", "chunked_prefill": False, "max_num_batched_tokens": 256},
+        {"overlap_scheduling": True, "shuffle_waiting": True, "num_blocks": 30},
+        {"speculative": {"method": "ngram", "adaptive": False}, "chunked_prefill": 7},
+    ],
+    ids=lambda config: "-".join(map(str, config)),
+)
+def test_a_watched_engine_takes_the_same_steps(
+    config: dict, family_oracle: Oracle, family_loaded, tmp_path: Path
+) -> None:
+    """The same plans, tokens and blocks, not only the same text; and the same uses of the cache."""
+    told = []
+    for events in (None, tmp_path / "run.jsonl"):
+        engine, did = make_engine(family_loaded, events, **config), []
+
+        def look(record: StepRecord, engine=engine, did=did) -> None:
+            cache, pool = engine.prefix_cache, engine.kv_manager.pool
+            uses = list(getattr(cache, "_evictable", ())), getattr(cache, "_clock", 0)
+            did.append((what_it_did(record), [b.block_id for b in pool.free_order()], uses))
+
+        engine.on_step = look
+        for i, prompt in enumerate(short_prompts(family_oracle, 50)[:12]):
+            engine.add_request(str(i), prompt, replace(GREEDY, n=1 + i % 2), priority=i % 3)
+            if i % 3 == 0:
+                engine.step()
+        finish(engine)
+        engine.close()
+        told.append(did)
+    assert told[0] == told[1]
+
+
+def test_who_asks_for_no_events_has_none_of_it(random_loaded) -> None:
+    engine = make_engine(random_loaded, None)
+    scheduler, manager = engine.scheduler, engine.kv_manager
+    parts = [engine.core, scheduler, scheduler.waiting.policy, scheduler.chunk_policy]
+    parts += [manager, manager.pool, manager.cache]
+    assert not [part for part in parts if type(part).__name__.startswith("Seen")]
+
+
+# -- the file
+
+
+def test_llm_writes_a_film_of_text(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    llm = LLM(events=path, num_blocks=50, dtype="float32", num_threads=1)
+    (output,) = llm.generate("def f(x):\n    return", GREEDY, use_tqdm=False)
+    request = Film.read(path).last_state().requests["request-0"]
+    assert "".join(request.prompt_pieces) == "def f(x):\n    return"
+    assert len(request.prompt_pieces) == len(request.prompt) and request.outputs
+    assert request.text == output.outputs[0].text
+    assert len(request.pieces) == len(request.outputs)
+
+
+def test_the_run_line_says_what_ran_and_names_no_folder(random_loaded, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    tiers = KVTierConfig(8, 4, disk_path=tmp_path / "blocks")
+    engine = make_engine(random_loaded, path, kv_tiers=tiers, policy="lpm", model=tmp_path)
+    engine.close()
+    (run,) = read_events(path)
+    assert isinstance(run, Run)
+    assert (run.block_size, run.num_blocks, run.policy, run.overlaps) == (4, 60, "lpm", False)
+    assert run.config["kv_tiers"]["disk_path"] == "blocks"
+    assert run.model["architecture"] == "Qwen3ForCausalLM" and "torch" in run.versions
+    assert str(tmp_path) not in path.read_text()
+
+
+@pytest.mark.parametrize("value", ["", 5, b"x"])
+def test_events_that_are_no_file_name_are_refused(value: object) -> None:
+    with pytest.raises(ValueError, match=r"events is .*: it must be a file"):
+        EngineConfig(events=value)  # type: ignore[arg-type]
+
+
+def test_a_place_for_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="it must be a file, and is a folder"):
+        EventLog(tmp_path)
+    with pytest.raises(FileNotFoundError, match="its folder is not there"):
+        EventLog(tmp_path / "none" / "run.jsonl")
+
+
+def test_the_demo_writes_a_film_of_its_prompts_only(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "run.jsonl"
+    arguments = ["--events", str(path), "--num-prompts", "2", "--max-tokens", "3"]
+    assert demo([*arguments, "--num-threads", "1"]) == 0
+    capsys.readouterr()
+    assert len(Film.read(path).last_state().requests) == 2
+
+
+def test_each_step_is_in_the_file_when_it_returns(
+    random_oracle: Oracle, random_loaded, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+    engine = make_engine(random_loaded, path)
+    engine.add_request("a", random_oracle.prompts[0], GREEDY)
+    assert [event.kind for event in read_events(path)] == ["run", "arrived"]
+    for step in range(3):
+        engine.step()
+        assert Film.read(path).num_steps == step + 1
+        assert path.read_bytes().endswith(b"\n")
+    engine.abort_request("a")
+    assert Film.read(path).last_state().requests["a"].finish_reason == "abort"
+
+
+def test_a_killed_process_leaves_a_film_of_whole_steps(tmp_path: Path) -> None:
+    """Nothing is closed, no handler runs. Before its `LLM(events=...)`, nothing of this room was
+    even imported."""
+    path = tmp_path / "run.jsonl"
+    code = (
+        "import os, signal, sys; from common.llm import LLM, SamplingParams;"
+        "LLM(num_blocks=50, num_threads=1);"
+        "print([m for m in sys.modules if m.startswith('common.events')], flush=True);"
+        "llm = LLM(events=sys.argv[1], num_blocks=50, num_threads=1); e = llm.engine;"
+        "e.add_request('a', 'def', SamplingParams(max_tokens=50, ignore_eos=True));"
+        "[e.step() for _ in range(5)]; forward = e.core.runner.forward;"
+        "e.core.runner.forward = lambda batch: os.kill(os.getpid(), signal.SIGKILL); e.step()"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (-signal.SIGKILL, "[]\n"), run.stderr
+    for line in path.read_text().splitlines():
+        json.loads(line)
+    film = Film.read(path)
+    assert film.num_steps == 5 and len(film.last_state().requests["a"].outputs) == 5
+
+
+# -- errors, and two steps under way
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_step_that_fails_is_in_the_film_and_the_engine_goes_on(
+    overlaps: bool, random_oracle: Oracle, random_loaded, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+    engine = make_engine(random_loaded, path, overlap_scheduling=overlaps, max_num_seqs=1)
+    engine.add_request("a", random_oracle.prompts[0], GREEDY)
+    engine.add_request("b", random_oracle.prompts[1], GREEDY)
+    engine.step()
+    runner = paged_runner(engine)
+    forward = runner.forward
+
+    def failing(_batch):
+        raise MemoryError("none left")
+
+    runner.forward = failing
+    with pytest.raises(MemoryError):
+        for _ in range(3):
+            engine.step()
+    runner.forward = forward
+    (output,) = (o for o in finish(engine).values() if o.request_id == "b")
+    film = Film.read(path)
+    (failed,) = (event for event in film.events if isinstance(event, Failed))
+    assert failed.error == "MemoryError: none left"
+    state = film.last_state()
+    assert state.requests["a"].finish_reason == "abort" and state.errors == [failed.error]
+    assert state.requests["b"].outputs == output.outputs[0].token_ids
+    assert not state.under_way
+
+
+def test_where_steps_overlap_the_next_plan_stands_before_what_came_of_the_last(
+    random_oracle: Oracle, random_loaded, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+    engine = make_engine(random_loaded, path, overlap_scheduling=True)
+    stop = random_oracle.expected(0, 3)[-1]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, stop_token_ids=[stop])
+    engine.add_request("a", random_oracle.prompts[0], params)
+    finish(engine)
+    engine.close()
+    film = Film.read(path)
+    marks = [
+        (event.kind, event.step) for event in film.events if isinstance(event, Planned | Computed)
+    ]
+    assert film.run.overlaps
+    assert marks[:4] == [("planned", 0), ("planned", 1), ("computed", 0), ("planned", 2)]
+    discarded = [event.discarded for event in film.events if isinstance(event, Computed)]
+    assert sum(map(len, discarded)) == 1, "a token was computed behind the stop token"
+    assert not film.last_state().under_way
+
+
+# -- why somebody waits
+
+
+def reasons(path: Path) -> list[dict[str, str]]:
+    """After each plan, of all who wait."""
+    film, found = Film.read(path), []
+    for position, event in enumerate(film.events, 1):
+        if isinstance(event, Planned):
+            state = film.state_behind(position)
+            found.append({name: state.reason_to_wait(name) or "" for name in state.waiting})
+    return found
+
+
+SCHEDULERS = [
+    {"scheduler": "two_phase"},
+    {"scheduler": "prefill_first"},
+    {"scheduler": "fcfs", "chunked_prefill": False},
+]
+
+
+def first_reasons(engine: LLMEngine, path: Path, prompts: dict[str, list[int]], **how) -> dict:
+    for name, prompt in prompts.items():
+        engine.add_request(name, prompt, replace(GREEDY, **how))
+    engine.step()
+    return reasons(path)[0]
+
+
+def tokens(num: int, seed: int = 0) -> list[int]:
+    return [(7 * i + 13 * seed) % 97 for i in range(num)]
+
+
+@pytest.mark.parametrize("config", SCHEDULERS, ids=lambda config: config["scheduler"])
+def test_seats_budget_and_blocks_are_told_apart(
+    config: dict, random_loaded, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+    three = {"a": tokens(20), "b": tokens(20, 1), "c": tokens(20, 2)}
+    engine = make_engine(random_loaded, path, max_num_seqs=1, **config)
+    assert first_reasons(engine, path, three) == {"b": "seat", "c": "seat"}
+    engine = make_engine(random_loaded, path, max_num_batched_tokens=32, **config)
+    found = first_reasons(engine, path, three)
+    assert found["c"] == "budget" and set(found) <= {"b", "c"}
+    engine = make_engine(random_loaded, path, num_blocks=1 + 8, watermark=0.0, **config)
+    assert first_reasons(engine, path, three) == {"b": "blocks", "c": "blocks"}
+
+
+@pytest.mark.parametrize("config", SCHEDULERS, ids=lambda config: config["scheduler"])
+def test_who_waits_for_another_ones_prefix_says_for_whose(
+    config: dict, random_loaded, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+    engine = make_engine(random_loaded, path, **config)
+    prompts = {"a": tokens(20), "b": [*tokens(20), 5, 6], "c": tokens(12, 3)}
+    assert first_reasons(engine, path, prompts) == {"b": "parent"}
+    (planned,) = plans(path)
+    assert planned.parents == {"b": "a"} and planned.stop is None
+    assert planned.requests == ["a", "c"], "it was passed over"
+
+
+def test_a_constraint_holds_one_back_and_not_who_is_behind_it(
+    random_loaded, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+    engine = make_engine(
+        random_loaded, path, chunked_prefill=8, max_long_partial_prefills=1, num_blocks=60
+    )
+    prompts = {"long": tokens(20), "longer": tokens(30, 1), "short": tokens(5, 2)}
+    assert first_reasons(engine, path, prompts) == {"longer": "constraint"}
+
+
+class SlowStore(KVConnector):
+    """Has the first block of everything, and is asked twice before it comes."""
+
+    asked = 0
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return (4, True) if num_computed_tokens == 0 and request.num_tokens > 4 else (0, False)
+
+    def update_state_after_alloc(self, request, block_ids, num_external_tokens) -> None:
+        self.block_ids = block_ids
+
+    def get_finished_load(self, request_id):
+        self.asked += 1
+        return None if self.asked < 3 else 0
+
+    def cancel_load(self, request_id) -> None: ...
+
+    def request_finished(self, request, block_ids) -> None: ...
+
+    def wait_for_load(self, timeout_s) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_kv_on_its_way_is_a_reason_of_its_own(random_loaded, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    engine = make_engine(random_loaded, path, kv_connector=SlowStore())
+    assert first_reasons(engine, path, {"a": tokens(9)}) == {"a": "remote_kv"}
+    finish(engine)
+    kinds = [event.kind for event in read_events(path)]
+    assert kinds.index("load_begun") < kinds.index("loaded") < kinds.index("load_ended")
+    assert Film.read(path).last_state().num_loaded == {}, "the load has failed"
+
+
+def test_the_turn_of_those_who_decode_is_a_reason(random_loaded, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    engine = make_engine(random_loaded, path, scheduler="prefill_first", max_num_seqs=30)
+    engine.add_request("first", tokens(4), replace(GREEDY, max_tokens=20))
+    for i in range(15):  # one prompt in each step
+        engine.add_request(str(i), tokens(60, i), replace(GREEDY, max_tokens=1))
+    for _ in as_long_as(engine.has_unfinished_requests):
+        engine.step()
+    stops = [planned.stop[0] for planned in plans(path) if planned.stop is not None]
+    assert "turn" in stops
+
+
+def test_a_preempted_request_waits_for_blocks_and_returns(
+    random_oracle: Oracle, random_loaded, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+    config = {"num_blocks": 1 + 8, "prefix_cache": None, "watermark": 0.0}
+    engine = make_engine(random_loaded, path, **config)
+    for name in "ab":
+        prompt = tokens(12, ord(name))
+        engine.add_request(name, prompt, replace(GREEDY, max_tokens=16))
+    finish(engine)
+    film = Film.read(path)
+    kinds = [(e.kind, getattr(e, "request", "")) for e in film.events]
+    gone, back = kinds.index(("preempted", "b")), len(kinds) - kinds[::-1].index(("admitted", "b"))
+    assert gone < back
+    at = next(i for i, found in enumerate(reasons(path)) if "b" in found)
+    assert reasons(path)[at] == {"b": "blocks"}
+    assert film.last_state().requests["b"].num_preemptions >= 1
+
+
+def test_random_runs_give_only_reasons_that_exist_and_one_to_everybody(
+    workshop: Workshop,
+) -> None:
+    for seed in (3, 13, 14):
+        for found in reasons(workshop.run(seed).path):
+            assert set(found.values()) <= REASONS.keys(), found
+
+
+def test_tokens_of_a_step_are_told_apart(random_oracle, random_loaded, tmp_path: Path) -> None:
+    """Prompt, decode, guesses, and what a preemption made worthless."""
+    path = tmp_path / "run.jsonl"
+    engine = make_engine(
+        random_loaded,
+        path,
+        speculative={"method": "ngram", "min_ngram": 1, "adaptive": False},
+        preempt_every=7,
+        prefix_cache=None,
+    )
+    engine.add_request("a", [1, 2, 3] * 5, replace(GREEDY, max_tokens=20))
+    engine.add_request("b", [4, 5, 6, 7] * 3, replace(GREEDY, max_tokens=20))
+    outputs = finish(engine)
+    film = Film.read(path)
+    found: dict[str, int] = {}
+    for position, event in enumerate(film.events, 1):
+        if isinstance(event, Planned):
+            for cell in film.state_behind(position).cells(event):
+                found[cell.kind] = found.get(cell.kind, 0) + cell.num_tokens
+    verified = [v for e in film.events if isinstance(e, Computed) for v in e.verified.values()]
+    accepted, rejected = map(sum, zip(*verified, strict=True))
+    num_outputs = sum(len(output.outputs[0].token_ids) for output in outputs.values())
+    stats = engine.stats()
+    assert (accepted, accepted + rejected) == (stats.num_accepted_tokens, stats.num_drafted_tokens)
+    assert found["guess"] == accepted + rejected and accepted > 0
+    assert found["recomputed"] == stats.recomputed_tokens > 0
+    assert found["prompt"] == 15 + 12
+    # Each token is fed back once, but for the last of each request.
+    assert found["decode"] + accepted == num_outputs - 2
+    assert sum(found.values()) == stats.scheduled_tokens
