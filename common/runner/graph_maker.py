@@ -36,7 +36,7 @@ class GraphMaker:
         why_not = None
         if config.batch_invariant:
             why_not = "batch_invariant=True computes on the host's plan"
-        elif config.wants_compiled(model.num_parameters, device):
+        elif device.type == "cpu" and config.wants_compiled(model.num_parameters, device):
             why_not = "compiled code is nothing that PyTorch sees"
         elif not is_triton and device.type == "cuda":
             why_not = "attention in PyTorch is planned on the host"

@@ -186,6 +186,17 @@ def test_what_has_no_graphs_is_announced(config, why, caplog) -> None:
     assert len(caplog.records) == 1 and why in caplog.text
 
 
+def test_a_gpu_has_graphs_whatever_is_compiled_on_a_cpu(caplog) -> None:
+    weight = SimpleNamespace(device=torch.device("cuda"))
+    loaded = SimpleNamespace(model=SimpleNamespace(embed_weight=weight, num_parameters=9))
+    kernels = SimpleNamespace(backend="kernels", is_triton=True)
+    for config in ({}, {"compile": True}, {"enforce_eager": True}):
+        maker = assembly.GraphMaker.of(EngineConfig(**config), loaded, kernels, 100)  # pyright: ignore
+        assert (maker is None) == ("enforce_eager" in config)
+        assert maker is None or maker.backend == "kernels"
+    assert not caplog.records
+
+
 def test_what_cannot_be_captured_is_announced_once(oracle, loaded, monkeypatch, caplog) -> None:
     """And served all the same, without graphs."""
     real = TensorAttentionBackend.attend
