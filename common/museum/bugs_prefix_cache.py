@@ -125,7 +125,7 @@ def a_split_under_a_lock() -> str:
     cache.touch(match.blocks)  # one request reads all four pages
     cache.match_prefix(A + B + E)  # another's prompt parts from it in the middle
     users = [(len(n.blocks), n.lock_ref) for n in cache.tree.nodes() if not n.is_root]
-    return "\n".join(f"node of {pages} pages: {number} user" for pages, number in users)
+    return "\n".join(f"node of {pages} pages, users: {number}" for pages, number in users)
 
 
 def pages_for_tokens() -> str:
@@ -202,7 +202,7 @@ def two_models_alike() -> str:
     other = embedding.clone()
     other[4000] = 1.0  # another checkpoint: one row of a large matrix differs
     names = {weights_digest([("embedding", weight)]) for weight in (embedding, other)}
-    return f"two checkpoints, different in one row: {len(names)} name(s) for the KV they share"
+    return f"two checkpoints, different in one row: names for their KV: {len(names)}"
 
 
 LOCAL, TREE, CACHE = (
@@ -381,8 +381,8 @@ EXHIBITS = (
         lesson="A split makes one thing two, and whatever was true of the one must be said of "
         "both.",
         demonstrate=a_split_under_a_lock,
-        wrong="node of 2 pages: 0 user\nnode of 2 pages: 1 user",
-        right="node of 2 pages: 1 user\nnode of 2 pages: 1 user",
+        wrong="node of 2 pages, users: 0\nnode of 2 pages, users: 1",
+        right="node of 2 pages, users: 1\nnode of 2 pages, users: 1",
         tests=(
             "03_prefix_cache/test_radix_cache.py::"
             "test_a_locked_node_that_is_cut_is_locked_in_both_parts",
@@ -573,8 +573,8 @@ EXHIBITS = (
         lesson="A key must depend on everything that its value depends on. A digest of a sample "
         "is a guess.",
         demonstrate=two_models_alike,
-        wrong="two checkpoints, different in one row: 1 name(s) for the KV they share",
-        right="two checkpoints, different in one row: 2 name(s) for the KV they share",
+        wrong="two checkpoints, different in one row: names for their KV: 1",
+        right="two checkpoints, different in one row: names for their KV: 2",
         tests=(
             "03_prefix_cache/beyond/test_weights_digest.py::"
             "test_every_element_of_every_weight_is_in_the_digest",

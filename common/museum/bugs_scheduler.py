@@ -32,7 +32,8 @@ def a_list_that_changes_under_the_loop() -> str:
         add(scheduler, name, 5, priority=priority)
         next(steps(scheduler))
     plans = [plan for plan in steps(scheduler, most=4) if "v" not in plan]
-    return f"v makes room for u; in that step there are tokens for {sorted(plans[0])}"
+    names = sorted(plans[0])
+    return f"v, the first in the list, is preempted; in that step there are tokens for {names}"
 
 
 def a_victim_in_the_plan() -> str:
@@ -127,8 +128,9 @@ EXHIBITS = (
         lesson="Walk over a copy, and ask of each whether it is still there. A lost step shows "
         "in no output, only in latency: test what each request gets in each step.",
         demonstrate=a_list_that_changes_under_the_loop,
-        wrong="v makes room for u; in that step there are tokens for ['w']",
-        right="v makes room for u; in that step there are tokens for ['u', 'w']",
+        wrong="v, the first in the list, is preempted; in that step there are tokens for ['w']",
+        right="v, the first in the list, is preempted; in that step there are tokens for ['u', "
+        "'w']",
         tests=(
             "04_scheduler/test_scheduler.py::"
             "test_a_victim_in_front_of_others_costs_none_of_them_its_token",

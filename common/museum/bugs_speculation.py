@@ -124,8 +124,8 @@ EXHIBITS = (
             "index = torch.searchsorted(ends, target[:, None], right=True)",
             "index = torch.searchsorted(ends, target[:, None])",
         ),
-        seen="Once in some million draws a random number is exactly 0. There it divided by zero; "
-        "here it would choose a token whose probability is 0: one that a constraint forbids.",
+        seen="Now and then a random number is exactly 0. There it divided by zero; here it would "
+        "choose a token whose probability is 0: one that a constraint forbids.",
         lesson="Say which end of an interval is closed, and test with the numbers at the ends, "
         "which no random test will ever meet.",
         demonstrate=a_point_on_a_border,
