@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from common.bench.random_weights import QWEN3_0_6B
+from common.kernels.regions import set_regions
+from common.kernels.sampler_kernel import KERNELS as SAMPLER_KERNELS
 from common.kv_sizing import allocate_kv_cache
 from common.loader import LoadedModel
 from common.model import DecoderModel
@@ -49,6 +51,7 @@ class CapturingOnce(EagerGraphs):
 
 def make_graphs(gpu, kind, config=QWEN2, dtype=torch.bfloat16) -> DecodeGraphs:
     model = DecoderModel(config, dtype, CUDA)
+    set_regions(model, False, is_triton=True)
     gpu.is_serving = True
     kv_cache = allocate_kv_cache(LoadedModel(model, config), 2000, 16)
     backend = kind()
@@ -56,10 +59,11 @@ def make_graphs(gpu, kind, config=QWEN2, dtype=torch.bfloat16) -> DecodeGraphs:
     return DecodeGraphs(CapturingOnce(), model, kv_cache, backend, BUCKETS[-1], 4096)
 
 
+OF_A_LAYER = ["_rotate_and_write_kernel", "_add_rms_norm_kernel", "_silu_and_multiply_kernel"]
 KERNELS = {
-    TritonAttentionBackend: ["_write_kv_kernel", "_paged_attention_kernel"],
+    TritonAttentionBackend: [*OF_A_LAYER, "_paged_attention_kernel"],
     SplitTritonAttentionBackend: [
-        "_write_kv_kernel",
+        *OF_A_LAYER,
         "_split_attention_kernel",
         "_merge_splits_kernel",
     ],
@@ -106,7 +110,7 @@ def test_whole_steps_that_are_begun_a_step_ahead(monkeypatch) -> None:
     with fake_gpu(monkeypatch) as gpu:
         graphs = make_graphs(gpu, MixedTritonAttentionBackend)
         where = graphs.model, graphs.kv_cache, graphs.backend, BatchState(20, 256, (0,))
-        sampler = Sampler(QWEN2.vocab_size - 10)
+        sampler = Sampler(QWEN2.vocab_size - 10, SAMPLER_KERNELS)
         runner = GraphRunner(*where, sampler, compose=compose, graphs=graphs)
         assert isinstance(runner, PagedModelRunner) and runner.device == CUDA
         gpu.launches.clear()
