@@ -130,7 +130,8 @@ def assemble_around(
     if config.events is not None:
         from common.events.watched_parts import watch_run
 
-        watch = watch_run(config, side.model, side.kv_cache.num_blocks, overlaps, members or {})
+        texts = {} if members is None else members
+        watch = watch_run(config, side.model, side.kv_cache.num_blocks, overlaps, texts)
     kv_memory = make_kv_memory(config, side.kv_cache.num_blocks, connector, listener, watch)
     chunk_policy = make_chunk_policy(config)
     limits = side.max_model_len, side.num_lookahead_tokens

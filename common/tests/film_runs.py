@@ -313,4 +313,5 @@ class Workshop:
 
 
 def check_film(recorded: RecordedRun) -> None:
-    assert replay(recorded) == [], recorded.what
+    found = replay(recorded)
+    assert not found, (str(found)[:3000], recorded.what)
