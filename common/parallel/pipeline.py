@@ -50,10 +50,7 @@ class PipelinedEngineCore(OverlappedEngineCore):
             while len(steps) > 1 and _is_nothing(steps[0].plan):
                 self._pass_over()
             step = steps.popleft()
-            results = self.finish(step.plan, step.handle, step.clock)
-            while steps and _is_nothing(steps[0].plan) and not self.has_unfinished_requests():
-                self._pass_over()
-            return results
+            return self.finish(step.plan, step.handle, step.clock)
         except BaseException:
             self._give_up()
             raise

@@ -144,6 +144,35 @@ def test_an_empty_plan_under_way_is_no_step_and_keeps_none_from_beginning() -> N
     assert run(core)["c"] == 3
 
 
+def test_an_empty_plan_under_way_takes_no_place() -> None:
+    """Two plans compute, though `c`, which does not fit, has brought a third about."""
+    core, log, _ = make_core(max_num_batched_tokens=4)
+    for name in "ab":
+        core.add_request(request(name, 6))
+    core.add_request(Request.from_tokens("c", [1] * 4, 3))
+    core.step()
+    assert log == [("begun", "a", "b"), ("begun",), ("ended", "a", "b")]
+    core.step()
+    assert log[3:] == [("begun", "a"), ("begun", "b"), ("ended",), ("ended", "a")]
+
+
+def test_a_plan_for_nobody_that_has_preempted_somebody_is_a_step() -> None:
+    """Whoever counts preemptions hears of it."""
+    from scheduler import Scheduler
+
+    scheduler = pipelined(Scheduler)(num_micro_batches=2, preempt_every=3)
+    records = []
+    runner = LoggingRunner([])
+    core = PipelinedEngineCore(scheduler, runner, [records.append], True, num_in_flight=2)
+    for name in "ab":
+        core.add_request(request(name, 4))
+    for _ in as_long_as(core.has_unfinished_requests, 60):
+        core.step()
+    num_preempted = sum(len(record.preempted) for record in records)
+    assert num_preempted == scheduler.get_stats().total_preempted > 0
+    assert any(record.preempted and not record.num_scheduled_tokens for record in records)
+
+
 def test_a_plan_for_nobody_that_is_alone_is_a_step() -> None:
     """What the loop waits for then (KV from elsewhere) decides what comes next."""
     core, log, _ = make_core()

@@ -14,6 +14,7 @@ import os
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
@@ -71,7 +72,7 @@ def save_model(path: Path, tiny: bool) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    shapes = {**(TINY if tiny else SHAPES), **HEADS}
+    shapes: dict[str, Any] = {**(TINY if tiny else SHAPES), **HEADS}
     config = Qwen3Config(vocab_size=4096, max_position_embeddings=1024, **shapes)
     Qwen3ForCausalLM(config).save_pretrained(path)
 
@@ -122,7 +123,8 @@ def serve(model: Path, num_micro_batches: int, tiny: bool) -> tuple[list[dict], 
     params = SamplingParams(temperature=0, max_tokens=num_outputs, ignore_eos=True)
     engine = LLMEngine(config, tokenizer=load_tokenizer(SHIPPED_CHECKPOINT))
     try:
-        engine.scheduler.num_micro_batches = num_micro_batches
+        scheduler: Any = engine.scheduler
+        scheduler.num_micro_batches = num_micro_batches
         for warm_up in (True, False):
             num_warm_up = num_before = len(steps)
             engine.on_step = note
