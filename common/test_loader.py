@@ -16,8 +16,7 @@ from common.bench.random_weights import QWEN3_0_6B, random_model
 from common.loader import load_model, resolve_checkpoint
 from common.model import DecoderModel
 from common.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
-from common.tests.model_cases import CASES, reference_logits, save_case
-from common.tests.paged_harness import PagedHarness
+from common.tests.model_cases import CASES, PagedHarness, reference_logits, save_case
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -20,10 +20,10 @@ from common.tests.model_cases import (
     CASES,
     LINEAR,
     LLAMA3,
+    PagedHarness,
     reference_logits,
     save_case,
 )
-from common.tests.paged_harness import PagedHarness
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 DTYPES = [torch.float32, torch.float64]

@@ -19,7 +19,7 @@ from common.parallel.ranks import Ranks
 from common.tests.model_cases import reference_logits, save_case
 from common.tests.paged_harness import PagedHarness
 
-NUM_PROCESSES, LIMIT_S = 4, 100
+NUM_PROCESSES, LIMIT_S = 4, 300
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [53, 58, 88, 0, 44], [7])
 # A chunk that needs no logits; the rest of its prompt and another's first chunk; both prompts'
 # ends; a new prompt beside a decode.
@@ -38,7 +38,10 @@ WORLDS = {
     "2 x 2": (0, 2, 2, ("qwen3", "llama-biases", "qwen2-untied")),
     "4 ranks": (0, 4, 1, CASES),
 }
+# In float32, packed and plain, and bfloat16 too; the others in float64 only.
+IN_EVERY_DTYPE = ("qwen3", "llama-biases")
 BOUNDS = {"torch.float64": 1e-12, "torch.float32": 2e-4, "packed": 2e-4}
+ITEMSIZES = {"torch.float64": 8, "torch.float32": 4, "packed": 4, "torch.bfloat16": 2}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,7 @@ def folder(tmp_path_factory) -> Path:
 def ranks(folder) -> list[dict]:
     """What each process has saved."""
     plan = {"num_processes": NUM_PROCESSES, "steps": STEPS, "worlds": WORLDS}
+    plan |= {"in_every_dtype": IN_EVERY_DTYPE}
     (folder / "plan.json").write_text(json.dumps(plan))
     command = [sys.executable, "-m", "common.tests.sharded_rank", str(folder)]
     started = [
@@ -80,65 +84,67 @@ def one_process(folder) -> dict[str, list[torch.Tensor]]:
 
 
 def each_rank(ranks: list[dict]):
-    """(world, its ranks, case, what the rank got), for all of them."""
+    """(world, its ranks, case, kind of numbers, what the rank got), for all of them."""
     for world, (first, tp_size, num_stages, cases) in WORLDS.items():
         for rank in range(tp_size * num_stages):
             for case in cases:
-                where = Ranks(tp_size, num_stages, rank)
-                yield world, where, case, ranks[first + rank][world][case]
+                where, got = Ranks(tp_size, num_stages, rank), ranks[first + rank][world][case]
+                assert len(got) == (len(ITEMSIZES) if case in IN_EVERY_DTYPE else 1)
+                for kind, steps in got.items():
+                    yield world, where, case, kind, steps
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor, bound: float, what: tuple) -> None:
+    assert found.shape == expected.shape, what
+    assert ((found - expected).abs() < bound).all(), what
 
 
 def test_logits_are_those_of_one_process(ranks, one_process):
-    for world, where, case, got in each_rank(ranks):
-        for kind, bound in BOUNDS.items():
-            for step, expected in zip(got[kind], one_process[case], strict=True):
-                if where.is_last_stage:
-                    assert step["output"].shape == expected.shape
-                    is_near = ((step["output"] - expected).abs() < bound).all()
-                    assert is_near, (world, where, case, kind)
+    for world, where, case, kind, steps in each_rank(ranks):
+        if where.is_last_stage and kind in BOUNDS:
+            for step, expected in zip(steps, one_process[case], strict=True):
+                assert_near(step["output"], expected, BOUNDS[kind], (world, where, case, kind))
 
 
 def test_logits_are_those_of_transformers(ranks, folder):
+    expected = {}
     for case in CASES:
-        theirs = reference_logits(folder / case, torch.float64, [list(p) for p in PROMPTS])
-        rows = [theirs[0][:0], theirs[1][3:4], torch.stack([theirs[0][6], theirs[1][4]])]
-        rows += [torch.stack([theirs[2][0], theirs[0][7]])]
-        for world, where, name, got in each_rank(ranks):
-            if name == case and where.is_last_stage:
-                for step, expected in zip(got["torch.float64"], rows, strict=True):
-                    is_near = ((step["output"] - expected).abs() < 1e-9).all()
-                    assert is_near, (world, where, case)
+        of = reference_logits(folder / case, torch.float64, [list(p) for p in PROMPTS])
+        expected[case] = [of[0][:0], of[1][3:4], torch.stack([of[0][6], of[1][4]])]
+        expected[case] += [torch.stack([of[2][0], of[0][7]])]
+    for world, where, case, kind, steps in each_rank(ranks):
+        if where.is_last_stage and kind == "torch.float64":
+            for step, rows in zip(steps, expected[case], strict=True):
+                assert_near(step["output"], rows, 1e-9, (world, where, case))
 
 
 def test_every_rank_of_the_last_stage_has_the_same_bits(ranks):
     first: dict = {}
-    for world, where, case, got in each_rank(ranks):
-        for kind in (*BOUNDS, "torch.bfloat16"):
-            for i, step in enumerate(got[kind]):
-                if where.is_last_stage:
-                    expected = first.setdefault((world, case, kind, i), step["output"])
-                    assert torch.equal(step["output"], expected), (world, where, case, kind)
+    for world, where, case, kind, steps in each_rank(ranks):
+        for i, step in enumerate(steps):
+            if where.is_last_stage:
+                expected = first.setdefault((world, case, kind, i), step["output"])
+                assert torch.equal(step["output"], expected), (world, where, case, kind)
 
 
-def test_stages_alone_change_no_bit(ranks, folder, one_process):
+def test_stages_alone_change_no_bit(ranks, one_process):
     """They compute the same numbers in the same order."""
-    for world, where, case, got in each_rank(ranks):
-        if where.tensor_parallel_size == 1 and where.is_last_stage:
-            for step, expected in zip(got["torch.float64"], one_process[case], strict=True):
+    for world, where, case, kind, steps in each_rank(ranks):
+        is_alone = where.tensor_parallel_size == 1 and where.is_last_stage
+        if is_alone and kind == "torch.float64":
+            for step, expected in zip(steps, one_process[case], strict=True):
                 assert torch.equal(step["output"], expected), (world, case)
 
 
 def test_what_was_said_is_what_the_formula_says(ranks, folder):
-    itemsizes = {"torch.float64": 8, "torch.float32": 4, "packed": 4, "torch.bfloat16": 2}
-    for world, where, case, got in each_rank(ranks):
+    for world, where, case, kind, steps in each_rank(ranks):
         fields = json.loads((folder / case / "config.json").read_text())
         config = ModelConfig.from_hf(fields)
-        for kind, itemsize in itemsizes.items():
-            for (work, indices), step in zip(STEPS, got[kind], strict=True):
-                num_tokens = sum(len(ids) for _, _, ids in work)
-                num_rows = num_tokens if indices is None else len(indices)
-                expected = step_communication(config, where, num_tokens, num_rows, itemsize)
-                assert Communication(**step["said"]) == expected, (world, where, case, kind)
+        for (work, indices), step in zip(STEPS, steps, strict=True):
+            num_tokens = sum(len(ids) for _, _, ids in work)
+            num_rows = num_tokens if indices is None else len(indices)
+            expected = step_communication(config, where, num_tokens, num_rows, ITEMSIZES[kind])
+            assert Communication(**step["said"]) == expected, (world, where, case, kind)
 
 
 def test_two_all_reduces_a_layer_one_for_the_embedding_one_gather(ranks):
@@ -173,7 +179,7 @@ def test_a_rank_that_does_not_come_is_an_error_and_a_pause_is_none(ranks):
         assert got["late"]["after a pause"] == [4.0, 4.0], rank
     for rank, got in enumerate(ranks[:-1]):
         message, seconds = got["late"]["late"]
-        assert f"rank {rank} of 4: all_reduce failed" in message and seconds < 3, message
-        assert "500ms" in message, message
+        assert f"rank {rank} of 4: all_reduce failed" in message and seconds < 10, message
+        assert "1500ms" in message, message
         message, seconds = got["late"]["gone"]
-        assert f"rank {rank} of 4: all_gather failed" in message and seconds < 3, message
+        assert f"rank {rank} of 4: all_gather failed" in message and seconds < 10, message

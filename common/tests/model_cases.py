@@ -14,6 +14,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from common.tests.paged_harness import PagedHarness as PagedHarness
+
 SIZES = dict(vocab_size=89, hidden_size=32, intermediate_size=40, num_hidden_layers=3)
 LIMITS = dict(num_attention_heads=4, max_position_embeddings=64)
 NO_TOKENS = dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"])

@@ -18,12 +18,13 @@ class PagedHarness:
         max_len: int = 64,
         block_size: int = 4,
         seed: int = 0,
+        kind: type[PagedKVCache] = PagedKVCache,
         backend: AttentionBackend | None = None,
     ) -> None:
         self.backend, parameter = backend or TorchAttentionBackend(), model.embed_weight
         self.model, self.block_size, self.device = model, block_size, parameter.device
         blocks_each = -(-max_len // block_size)
-        self.kv_cache = PagedKVCache(
+        self.kv_cache = kind(
             model.num_layers,
             num_requests * blocks_each + 1,
             block_size,

@@ -24,7 +24,7 @@ from common.parallel.sharded_layers import vocab_parallel_embedding
 from common.parallel.sharded_model import ShardedModel
 from common.tests.paged_harness import PagedHarness
 
-CPU, TIMEOUT_S = torch.device("cpu"), 20.0
+CPU, TIMEOUT_S = torch.device("cpu"), 120.0
 
 
 def run_steps(model: ShardedModel, collectives: Collectives, steps: list) -> list[dict]:
@@ -44,10 +44,11 @@ def run_steps(model: ShardedModel, collectives: Collectives, steps: list) -> lis
     return found
 
 
-def run_case(folder: Path, name: str, steps: list, collectives: Collectives) -> dict:
-    make = partial(ShardedModel, collectives=collectives)
+def run_case(folder: Path, name: str, plan: dict, collectives: Collectives) -> dict:
+    make, steps = partial(ShardedModel, collectives=collectives), plan["steps"]
+    others = [torch.float32, torch.bfloat16] if name in plan["in_every_dtype"] else []
     result: dict = {}
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+    for dtype in (torch.float64, *others):
         model = load_model(folder / name, dtype, make=make).model
         assert isinstance(model, ShardedModel)
         result[str(dtype)] = run_steps(model, collectives, steps)
@@ -81,30 +82,29 @@ def main(folder: Path, rank: int) -> None:
             continue
         ranks = Ranks(tp_size, num_stages, rank - first)
         worlds[name] = connect(ranks, PrefixStore(name, store), CPU, TIMEOUT_S)
-        results[name] = {
-            case: run_case(folder, case, plan["steps"], worlds[name]) for case in cases
-        }
+        results[name] = {case: run_case(folder, case, plan, worlds[name]) for case in cases}
         results[name]["least"] = worlds[name].least(100 - ranks.rank)
         if (tp_size, num_stages) == (2, 1):
             results[name]["embedding"] = embedding_example(worlds[name])
-    results["late"] = late_and_gone(store, rank, plan["num_processes"])
+    results["late"] = late_and_gone(store, worlds["4 ranks"])
     torch.save(results, folder / f"{rank}.pt")
-    worlds.popitem()[1].least(0)  # nobody leaves before everybody is done
+    worlds["4 ranks"].least(0)  # nobody leaves before everybody is done
 
 
-def late_and_gone(store: FileStore, rank: int, num_processes: int) -> dict:
+def late_and_gone(store: FileStore, everybody: Collectives) -> dict:
     """A pause longer than the timeout is nothing; a rank that does not come, or is gone, is."""
-    timeout_s = 0.5
+    ranks, timeout_s = everybody.ranks, 1.5
     late, gone = (
-        connect(Ranks(num_processes, 1, rank), PrefixStore(name, store), CPU, timeout_s)
-        for name in ("late", "gone")
+        connect(ranks, PrefixStore(name, store), CPU, timeout_s) for name in ("late", "gone")
     )
+    everybody.least(0)  # nobody has long to wait for the others
     late.all_reduce(torch.ones(2))
-    time.sleep(2 * timeout_s)
+    time.sleep(1.5 * timeout_s)
+    everybody.least(0)
     found: dict = {"after a pause": late.all_reduce(torch.ones(2)).tolist()}
-    if rank == num_processes - 1:
+    if ranks.rank == ranks.world_size - 1:
         gone.close()
-        time.sleep(3 * timeout_s)
+        time.sleep(2.5 * timeout_s)
         return found
     for name, call in (("late", late.all_reduce), ("gone", gone.all_gather)):
         start = time.monotonic()
