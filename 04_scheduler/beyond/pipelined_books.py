@@ -225,5 +225,7 @@ class PreemptingPipelinedBooks(PipelinedBooks, SchedulerBase):
 def pipelined(scheduler: type[SchedulerBooks]) -> type[PipelinedBooks]:
     """The class of such a scheduler with these books: `pipelined(Scheduler)(...,
     num_micro_batches=2)`."""
-    books = PreemptingPipelinedBooks if issubclass(scheduler, SchedulerBase) else PipelinedBooks
-    return type(f"Pipelined{scheduler.__name__}", (books, scheduler), {})
+    name = f"Pipelined{scheduler.__name__}"
+    if issubclass(scheduler, SchedulerBase):
+        return type(name, (PreemptingPipelinedBooks, scheduler), {})
+    return type(name, (PipelinedBooks, scheduler), {})

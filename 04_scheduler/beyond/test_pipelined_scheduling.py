@@ -331,6 +331,22 @@ def test_who_is_aborted_under_way_gets_nothing_more_and_may_come_again(kind) -> 
     assert world.scheduler.num_discarded_tokens == 3
 
 
+def test_guesses_for_who_has_ended_are_not_for_the_next_of_its_name() -> None:
+    """Trap 40. The step of the first `a` brings guesses when another `a` is there."""
+    world = make_world()
+    world.add(make_request())
+    world.schedule()
+    world.scheduler.abort_request("a")
+    world.add(make_request(max_tokens=3))
+    ((plan, handle),) = world.under_way
+    output = handle.wait()
+    output.draft_token_ids["a"] = [1, 2]
+    world.under_way.clear()
+    world.take(plan, output)
+    assert output.draft_token_ids == {}
+    world.run()
+
+
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_nothing_is_planned_behind_a_stop_token(kind) -> None:
     """Unlike an overlapped loop, which sees it one step late."""
@@ -367,17 +383,22 @@ def test_plans_that_failed_leave_nothing_in_flight(kind) -> None:
 
 
 def test_a_chunk_leaves_budget_for_the_decodes_of_its_own_plan_only() -> None:
-    """Eight decode, four of them in the other plan."""
-    world = make_world(chunk_policy=CutPrompts(), max_num_batched_tokens=12, max_num_seqs=9)
+    """Eight decode behind a long prompt, four of them in the other plan."""
+    from chunk_policy import ChunkedPrefill
+
+    policy = ChunkedPrefill(long_prefill_token_threshold=4)
+    world = make_world(chunk_policy=policy, max_num_batched_tokens=10, max_num_seqs=9)
+    world.num_in_flight = 2
+    world.add(make_request("long", num_prompt=60))
     for i in range(8):
         world.add(make_request(f"r{i}", max_tokens=30, num_prompt=1))
-    world.advance()
-    world.add(make_request("long", num_prompt=40))
-    world.schedule()
-    world.schedule()
-    shares = [dict(plan.num_scheduled_tokens) for plan in world.plans]
-    assert [share.pop("long") for share in shares] == [8, 8]
-    assert [len(share) for share in shares] == [4, 4]
+    for _ in range(4):
+        world.advance()
+    for _ in range(4):
+        world.schedule()
+        share = dict(world.plans[-1].num_scheduled_tokens)
+        assert (share.pop("long"), len(share)) == (4, 4)
+        world.update()
     world.run()
 
 

@@ -17,8 +17,8 @@ it need not wait for the host; only work that depends on no result can be in it,
 of a prompt or a newcomer, never a decode.
 
 Invariants: steps end in the order in which they were planned; every plan is executed once, and its
-output is taken once. A plan for nobody goes through the stages too, for what else it tells them, but
-counts as no step unless it is all that is under way or somebody was preempted for it."""
+output is taken once. A plan for nobody goes through the stages too, for what else it tells them,
+but counts as no step unless it is all that is under way or somebody was preempted for it."""
 
 from __future__ import annotations
 
@@ -50,10 +50,7 @@ class PipelinedEngineCore(OverlappedEngineCore):
             while len(steps) > 1 and _is_nothing(steps[0].plan):
                 self._pass_over()
             step = steps.popleft()
-            results = self.finish(step.plan, step.handle, step.clock)
-            while steps and _is_nothing(steps[0].plan) and not self.has_unfinished_requests():
-                self._pass_over()
-            return results
+            return self.finish(step.plan, step.handle, step.clock)
         except BaseException:
             self._give_up()
             raise

@@ -124,7 +124,7 @@ def test_at_most_so_many_plans_are_under_way() -> None:
 
 
 def test_who_waits_for_a_seat_is_not_asked_for_in_every_step() -> None:
-    core, log, runner = make_core(max_num_seqs=2)
+    core, log, _ = make_core(max_num_seqs=2)
     for name in "abcd":
         core.add_request(request(name, 5))
     assert run(core) == dict.fromkeys("abcd", 5)
@@ -142,6 +142,35 @@ def test_an_empty_plan_under_way_is_no_step_and_keeps_none_from_beginning() -> N
     assert all(len(result) == 1 for result in results), results
     assert ("begun",) in log
     assert run(core)["c"] == 3
+
+
+def test_an_empty_plan_under_way_takes_no_place() -> None:
+    """Two plans compute, though `c`, which does not fit, has brought a third about."""
+    core, log, _ = make_core(max_num_batched_tokens=4)
+    for name in "ab":
+        core.add_request(request(name, 6))
+    core.add_request(Request.from_tokens("c", [1] * 4, 3))
+    core.step()
+    assert log == [("begun", "a", "b"), ("begun",), ("ended", "a", "b")]
+    core.step()
+    assert log[3:] == [("begun", "a"), ("begun", "b"), ("ended",), ("ended", "a")]
+
+
+def test_a_plan_for_nobody_that_has_preempted_somebody_is_a_step() -> None:
+    """Whoever counts preemptions hears of it."""
+    from scheduler import Scheduler
+
+    scheduler = pipelined(Scheduler)(num_micro_batches=2, preempt_every=3)
+    records = []
+    runner = LoggingRunner([])
+    core = PipelinedEngineCore(scheduler, runner, [records.append], True, num_in_flight=2)
+    for name in "ab":
+        core.add_request(request(name, 4))
+    for _ in as_long_as(core.has_unfinished_requests, 60):
+        core.step()
+    num_preempted = sum(len(record.preempted) for record in records)
+    assert num_preempted == scheduler.get_stats().total_preempted > 0
+    assert any(record.preempted and not record.num_scheduled_tokens for record in records)
 
 
 def test_a_plan_for_nobody_that_is_alone_is_a_step() -> None:
@@ -193,7 +222,7 @@ def test_an_error_ends_all_steps_under_way_and_the_loop_goes_on(step, fails_when
 
 
 def test_who_is_aborted_in_flight_gets_nothing_more_and_its_name_may_come_again() -> None:
-    core, _, runner = make_core()
+    core, _, _ = make_core()
     for name in "ab":
         core.add_request(request(name, 9))
     core.step(), core.step()
