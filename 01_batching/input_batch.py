@@ -54,7 +54,7 @@ class RunnerState:
 
     def apply(self, plan: PlanMessage) -> None:
         """Take over what changed. Every plan passes through here, once and in order."""
-        for req_id in plan.finished_req_ids:
+        for req_id in sorted(plan.finished_req_ids):  # rows are a function of the plans
             if req_id in self.requests:  # else the step that was to admit it failed before this
                 self.release(req_id)
         for new in plan.scheduled_new_reqs:

@@ -11,7 +11,7 @@ from dataclasses import fields
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.parallel import message
@@ -46,7 +46,7 @@ def message_of(plan: PlanMessage) -> PlanMessage:
     return PlanMessage(*(getattr(plan, f.name) for f in fields(PlanMessage)))
 
 
-NAMES = st.text(st.characters(), min_size=1, max_size=5)  # surrogates too
+NAMES = st.text(st.characters(), min_size=1, max_size=5)
 IDS = st.integers(-1, 2**31 - 1)
 LISTS = st.lists(IDS, max_size=5)
 POSITIVE = st.integers(0, 2**70)
@@ -100,6 +100,7 @@ def plans(draw) -> PlanMessage:
     )
 
 
+@settings(deadline=None)
 @given(plans())
 def test_a_plan_arrives_as_it_was_sent(plan):
     arrived = through(plan)
@@ -108,6 +109,7 @@ def test_a_plan_arrives_as_it_was_sent(plan):
         assert type(new.sampling_params) is type(sent.sampling_params)  # who drew the seed
 
 
+@settings(deadline=None)
 @given(
     st.builds(
         StepOutput,
@@ -179,6 +181,11 @@ def test_a_name_of_numpy_is_a_text():
     plan = through(PlanMessage(num_scheduled_tokens={name: 1}, finished_req_ids={name}))
     assert plan == PlanMessage(num_scheduled_tokens={"a": 1}, finished_req_ids={"a"})
     assert {type(r) for r in (*plan.num_scheduled_tokens, *plan.finished_req_ids)} == {str}
+
+
+def test_half_a_surrogate_pair_travels():
+    plan = PlanMessage(num_scheduled_tokens={"\ud800": 1})
+    assert through(plan) == plan
 
 
 def change(change_plan=None, **changes) -> bytes:

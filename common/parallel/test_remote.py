@@ -36,7 +36,6 @@ from tiered_cache import KVTierConfig
 DRIVERS = {
     "ahead": dict(overlap_scheduling=True, prefix_cache="radix"),
     "scarce": dict(num_blocks=26, chunked_prefill=3, preempt_every=4, shuffle_waiting=True),
-    "fcfs": dict(scheduler="fcfs", prefix_cache=None),
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -83,7 +82,7 @@ def test_two_ranks_say_what_one_process_says_and_one_that_is_killed_is_named(
         for counter in ("num_steps", "num_preemptions", "cached_tokens", "discarded_tokens"):
             assert getattr(found, counter) == getattr(right, counter), (name, counter)
         assert (name == "scarce") == (right.num_preemptions > 0), name
-        assert (name == "fcfs") == (right.cached_tokens == 0), name
+        assert right.cached_tokens > 0, name
     must_bring_blocks_back(side, shipped_loaded, shipped_tokenizer, tmp_path / "kv")
     must_survive_an_interrupt(engine, alone)
 

@@ -10,9 +10,12 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
+import nbformat
 import pytest
 import torch
+from nbclient import NotebookClient
 
 from common import demo
 from common.engine import EngineConfig, LLMEngine
@@ -270,3 +273,20 @@ def test_what_only_a_worker_can_find_wrong_is_raised_as_in_one_process(monkeypat
     monkeypatch.setattr(EngineConfig, "has_workers", True)
     with pytest.raises(ValueError, match=r"^batch_invariant is True: no weights are packed"):
         LLM(batch_invariant=True, dtype="float64", num_blocks=9)
+
+
+@pytest.mark.slow
+def test_a_notebook_has_workers_too(expected) -> None:
+    """Its kernel's stderr is no file, and its cells are none."""
+    notebook = nbformat.v4.new_notebook()
+    cells = (SCRIPT % (60.0, PROMPTS)).split("for idle_s")
+    notebook.cells = [
+        nbformat.v4.new_code_cell(source) for source in (cells[0], "for idle_s" + cells[1])
+    ]
+    with mock.patch.dict(os.environ, environment()):
+        NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
+    printed = [out.text for c in notebook.cells for out in c.outputs if out.name == "stdout"]
+    _, line, *lines = "".join(printed).splitlines()
+    pids = said(line, "pids")
+    assert [said(line, "tokens") for line in lines] == [expected] * 2
+    must_go(pids, within_s=10)

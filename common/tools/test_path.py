@@ -50,6 +50,7 @@ def test_tests_demos_and_empty_modules_are_not_counted(tmp_path) -> None:
 def test_the_engine_is_its_own_files_and_those_of_its_two_rooms() -> None:
     common = path.ROOT / "common"
     text = ["llm", "engine", "engine_config", "assembly", "intake", "outputs", "tokenizer"]
+    text += ["scheduler_assembly"]
     model = ["model", "linear", "model_config", "rotary", "loader", "kv_sizing"]
     rooms = modules_in(common / "runner") + modules_in(common / "sampling")
     files = [common / f"{name}.py" for name in text + model] + [common / "__init__.py", *rooms]
