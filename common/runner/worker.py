@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from common.parallel.channel import Channel, ChannelClosed, Lifeline
 
 if TYPE_CHECKING:
-    from common.runner.worker_rank import Rank
+    from common.parallel.worker_rank import Rank
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def serve(channel: Channel, lifeline: Lifeline) -> None:
     """Until the driver says that it is over, or is gone."""
     lifeline.start()
     try:
-        from common.runner.worker_rank import Rank  # all that is heavy
+        from common.parallel.worker_rank import Rank  # all that is heavy
 
         rank = Rank.start(channel)
         while _answer(rank, channel, lifeline):

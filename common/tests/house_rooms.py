@@ -80,7 +80,7 @@ ROOM_LIMITS = {
     "05_spec_decode": Size(8, 950),
     "06_chunked_prefill": Size(8, 400),
     "all roots": Size(40, 5850),
-    "engine": Size(31, 5300),
+    "engine": Size(29, 5350),
 }
 
 
