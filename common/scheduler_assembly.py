@@ -134,8 +134,15 @@ def assemble_around(
         watch = watch_run(config, side.model, side.kv_cache.num_blocks, overlaps, texts)
     kv_memory = make_kv_memory(config, side.kv_cache.num_blocks, connector, listener, watch)
     chunk_policy = make_chunk_policy(config)
-    limits = side.max_model_len, side.num_lookahead_tokens
-    scheduler = make_scheduler(config, *limits, kv_memory, chunk_policy, overlaps, watch)
+    scheduler = make_scheduler(
+        config,
+        side.max_model_len,
+        kv_memory,
+        chunk_policy,
+        side.num_lookahead_tokens,
+        overlaps,
+        watch,
+    )
     observers: list[Observer] = []
     if connector is not None:
         observers.append(partial(wait_for_loads, kv_memory))
@@ -157,9 +164,9 @@ def assemble_around(
 def make_scheduler(
     config: EngineConfig,
     max_model_len: int,
-    num_lookahead_tokens: int | None,
     kv_memory: KVMemory,
     chunk_policy: ChunkPolicy | None,
+    num_lookahead_tokens: int | None,
     overlaps: bool = False,
     watch: Callable[[type], Any] = unwatched,
 ) -> SchedulerInterface:

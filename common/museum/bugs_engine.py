@@ -188,8 +188,8 @@ EXHIBITS = (
         title="Top-p drops the token at its border",
         patch=Patch(
             "common/sampling/sampling_constraints.py",
-            "    is_kept[:, 1:] = (reached[:, :-1] < top_p) | (top_p >= 1)\n",
-            "    is_kept[:, 1:] = (reached[:, 1:] < top_p) | (top_p >= 1)\n",
+            "    is_kept[:, 1:] = (reached[:, :-1] < bound) | (top_p >= 1)\n",
+            "    is_kept[:, 1:] = (reached[:, 1:] < bound) | (top_p >= 1)\n",
         ),
         seen="The token with which the sum reaches `top_p` was cut off as well. With the usual "
         "0.9 the text is a little too tame; with a small value only the likeliest token is left.",

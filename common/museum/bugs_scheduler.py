@@ -255,7 +255,7 @@ EXHIBITS = (
             SCHEDULER,
             "        if not self.kv_memory.can_allocate("
             "request, num_slots, computed, num_kept_free, displaced):\n"
-            "            return _Admission.LINE_WAITS\n"
+            "            return _Admission.BLOCKS\n"
             "        if displaced is not None:\n"
             "            self._preempt(displaced, step)\n"
             "        has_room = self.seat(request, computed, num_tokens, num_reserved)\n"
@@ -263,7 +263,7 @@ EXHIBITS = (
             "        if displaced is not None:\n"
             "            self._preempt(displaced, step)\n"
             "        if not self.seat(request, computed, num_tokens, num_reserved):\n"
-            "            return _Admission.LINE_WAITS\n",
+            "            return _Admission.BLOCKS\n",
         ),
         seen="A running request was preempted for a more urgent one, and only then was the "
         "memory asked, which had no room for the newcomer even so. One request had lost its KV, "

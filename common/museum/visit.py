@@ -27,7 +27,7 @@ from common.tools.source_patch import ROOT
 START_S = 120  # for a process to be there: it may import PyTorch on a busy machine
 LIMIT_S = 60
 END_S = 5  # for a process that has answered, to tidy up
-ENDLESS_S = 3  # where the symptom is that it does not end
+ENDLESS_S = 2  # where the symptom is that it does not end
 _LIBRARIES = ["common.museum.libraries"]
 _FOLDER = "museum-"
 _IN_THE_FOLDER = re.compile(rf"[^\s\"']*{_FOLDER}\w+/")

@@ -95,7 +95,11 @@ def config_of(combination: Combination, batch_invariant: bool) -> EngineConfig:
     longest = max(PROMPT_LENGTHS) + NUM_OUTPUTS
     num_positions = 1500 if settings["pool"] == "ample" else longest + size
     return replace(
-        config, num_blocks=1 + -(-num_positions // size), batch_invariant=batch_invariant
+        config,
+        num_blocks=1 + -(-num_positions // size),
+        batch_invariant=batch_invariant,
+        max_model_len=None,  # what it was for, graphs, is not to be had here
+        emulate_graphs=False,
     )
 
 

@@ -15,6 +15,8 @@ from common import assembly
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.loader import load_model
+from common.parallel.ranks import Ranks
+from common.runner.graph_maker import GraphMaker
 from common.runner.graphs import DecodeGraphs, GraphRunner, ReplayMetadata, graph_buckets
 from common.tests.engine_oracle import (
     MAX_TOKENS,
@@ -166,32 +168,39 @@ def test_who_wants_graphs() -> None:
             EngineConfig(**{name: 1})
 
 
+def model_on(device: torch.device, **sizes: int) -> SimpleNamespace:
+    """What is asked of a model."""
+    weight, collectives = SimpleNamespace(device=device), SimpleNamespace(ranks=Ranks(**sizes))
+    return SimpleNamespace(embed_weight=weight, num_parameters=9, collectives=collectives)
+
+
 @pytest.mark.parametrize(
-    "config, why",
+    "config, ranks, why",
     [
-        ({"batch_invariant": True}, "batch_invariant=True"),
-        ({"compile": True}, "compiled code"),
-        ({"attention_backend": "torch", "emulate_graphs": False}, "planned on the host"),
+        ({"batch_invariant": True}, {}, "batch_invariant=True"),
+        ({"compile": True}, {}, "compiled code"),
+        ({"attention_backend": "torch", "emulate_graphs": False}, {}, "planned on the host"),
+        ({}, {"pipeline_parallel_size": 2}, "a stage waits for the stage before it"),
+        ({}, {"tensor_parallel_size": 2}, "nothing that the emulator sees"),
     ],
 )
-def test_what_has_no_graphs_is_announced(config, why, caplog) -> None:
+def test_what_has_no_graphs_is_announced(config, ranks, why, caplog) -> None:
     """The last one on a GPU, where attention in PyTorch is a fallback."""
     device = torch.device("cuda" if "attention_backend" in config else "cpu")
-    model = SimpleNamespace(embed_weight=SimpleNamespace(device=device), num_parameters=9)
+    model = model_on(device, **ranks)
     settings = EngineConfig(**{"emulate_graphs": True} | config)
     attention = SimpleNamespace(backend=None, is_triton=False)
     loaded = SimpleNamespace(model=model)
     with caplog.at_level(logging.WARNING):
-        assert assembly.GraphMaker.of(settings, loaded, attention, 100) is None  # pyright: ignore
+        assert assembly.make_graph_maker(settings, loaded, attention, 100) is None  # pyright: ignore
     assert len(caplog.records) == 1 and why in caplog.text
 
 
 def test_a_gpu_has_graphs_whatever_is_compiled_on_a_cpu(caplog) -> None:
-    weight = SimpleNamespace(device=torch.device("cuda"))
-    loaded = SimpleNamespace(model=SimpleNamespace(embed_weight=weight, num_parameters=9))
+    loaded = SimpleNamespace(model=model_on(torch.device("cuda")))
     kernels = SimpleNamespace(backend="kernels", is_triton=True)
     for config in ({}, {"compile": True}, {"enforce_eager": True}):
-        maker = assembly.GraphMaker.of(EngineConfig(**config), loaded, kernels, 100)  # pyright: ignore
+        maker = assembly.make_graph_maker(EngineConfig(**config), loaded, kernels, 100)  # pyright: ignore
         assert (maker is None) == ("enforce_eager" in config)
         assert maker is None or maker.backend == "kernels"
     assert not caplog.records
@@ -208,7 +217,7 @@ def test_what_cannot_be_captured_is_announced_once(oracle, loaded, monkeypatch, 
     monkeypatch.setattr(TensorAttentionBackend, "attend", attend)
     with caplog.at_level(logging.WARNING):
         engine = graph_engine(loaded)
-        maker = assembly.GraphMaker(engine.config, loaded.model, TensorAttentionBackend(), 100)
+        maker = GraphMaker(engine.config, loaded.model, TensorAttentionBackend(), 100)
         assert maker(engine.kv_cache) is None and maker(engine.kv_cache) is None
     message = "decode steps run without graphs: item waits for the device"
     assert caplog.text.count(message) == 2  # the engine's, and this one's
