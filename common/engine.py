@@ -168,10 +168,13 @@ class LLMEngine:
         later steps, and their text is decoded when it is read.
 
         If a step raises (out of memory, an interrupt), nobody can say how far its requests have
-        come: they are aborted, the waiting ones stay, and the engine goes on. If `on_step` raises,
-        nobody is aborted. Either way the next step returns what this one could not.
+        come: they are aborted, the waiting ones stay, and the engine goes on. Where it can not,
+        because a rank is gone, everybody is aborted. If `on_step` raises, nobody is. In each case
+        the next step returns what this one could not.
         """
-        going_on = self._advance()
+        # Where only outputs are left, there is nothing to compute, or nobody who could.
+        has_work = self.core.has_unfinished_requests() or not self._ended
+        going_on = self._advance() if has_work else []
         ended = [copy(group) for group in self._ended]
         self._ended.clear()
         return [*ended, *going_on]
@@ -181,8 +184,8 @@ class LLMEngine:
         start_time = time.monotonic()
         try:
             results = self.core.step()
-        except BaseException:
-            self._abort_running()
+        except BaseException as error:
+            self._abort_running(everybody=getattr(error, "is_final", False))
             raise
         now = time.monotonic()
         record = None if self.on_step is None else self.core.record()
@@ -236,12 +239,12 @@ class LLMEngine:
                 f"{self._num_idle_steps} steps the scheduler has admitted none of {waiting}"
             )
 
-    def _abort_running(self) -> None:
+    def _abort_running(self, everybody: bool = False) -> None:
         """Those that the step may have changed: they run, or the scheduler has just let them go."""
         scheduler = self.scheduler
         for group in list(self._groups.values()):
             ids = [m.request_id for m in group.members if not m.is_finished]
-            if any(i in scheduler.running or i not in scheduler.requests for i in ids):
+            if everybody or any(i in scheduler.running or i not in scheduler.requests for i in ids):
                 self.abort_request(group.request_id)
 
     # -- whole calls
@@ -428,7 +431,10 @@ def _make_parts(
         torch.set_num_threads(config.num_threads)
     if loaded is None:
         model = config.model or SHIPPED_CHECKPOINT
-        loaded = load_model(model, config.dtype, config.resolve_device())
+        device = config.resolve_device()
+        if device.index is not None:
+            torch.cuda.set_device(device)  # kernels and events are the current device's
+        loaded = load_model(model, config.dtype, device)
         assert loaded.path is not None
         tokenizer = tokenizer or load_tokenizer(loaded.path)
     weight, how = loaded.model.embed_weight, config.speculation

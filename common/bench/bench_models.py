@@ -51,6 +51,7 @@ def make_twin(loaded: LoadedModel) -> Qwen3ForCausalLM:
         twin = Qwen3ForCausalLM(_hf_config(config))
     weights = {}
     for name, tensor in loaded.model.checkpoint_tensors().items():
+        assert tensor.target is not None  # nobody else has a part of this model
         # A norm that we hold once per head is one tensor there.
         is_per_head = tuple(tensor.target.shape) != tensor.shape
         weights[name] = tensor.target[0] if is_per_head else tensor.target

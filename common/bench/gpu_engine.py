@@ -17,7 +17,7 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 from common.bench.bench_work import BenchRequest, make_requests
 from common.bench.gpu_budget import Section, UnavailableError
@@ -28,6 +28,7 @@ from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from common.loader import LoadedModel
 from common.runner.model_runner import PagedModelRunner
+from paged_attention import PagedKVCache
 from request import SamplingParams
 
 MODES: dict[str, dict[str, Any]] = {
@@ -80,7 +81,8 @@ class Engines:
         self.made = mode, max_model_len
         if options.get("enforce_eager") is False and not has_graphs(engine):
             raise RuntimeError("no graphs were captured; the engine's warning says why")
-        for cache in (*engine.kv_cache.key_cache, *engine.kv_cache.value_cache):
+        kv_cache = cast(PagedKVCache, engine.kv_cache)  # of this process
+        for cache in (*kv_cache.key_cache, *kv_cache.value_cache):
             cache.normal_(generator=self.lab.generator)
         return engine
 
@@ -88,7 +90,7 @@ class Engines:
         """Its memory is free afterwards: the next one takes all there is."""
         engine, self._engine, self.made = self._engine, None, None
         if engine is not None:
-            caches = engine.kv_cache
+            caches = cast(PagedKVCache, engine.kv_cache)
             try:
                 engine.close()
             finally:

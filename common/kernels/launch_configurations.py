@@ -79,12 +79,15 @@ def attention_shape(
 def attention_launches(engine: EngineConfig, shape: AttentionShape) -> list[Launch]:
     """Without `write_kv`, in whose place is `rotate_and_write`."""
     launches = []
+    # To the host: in graphs, which hold for any, and where a draft model guesses.
+    how = engine.speculation
+    has_unknown_lengths = not engine.enforce_eager or (how is not None and how.method == "draft")
     for is_short in (True, False):
         if engine.cuts_prompts:
             from split_attention_triton import merge_launch, split_launch
 
             launches += split_launch(shape, is_short), merge_launch(shape, is_short)
-            if is_short and not engine.enforce_eager:  # in graphs, which hold for any lengths
+            if is_short and has_unknown_lengths:
                 launches.append(split_launch(shape, is_short, loops=True))
         else:
             from paged_attention_triton import attention_launch

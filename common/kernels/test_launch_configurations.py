@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from common.bench.random_weights import QWEN3_0_6B
 from common.engine import EngineConfig, LLMEngine
-from common.kernels.launch_configurations import launch_configurations
+from common.kernels.launch_configurations import attention_shape, launch_configurations
 from common.kernels.sampler_kernel import sampling_launches
 from common.loader import load_model
 from common.tests.engine_oracle import make_oracle, random_prompts, save_random_model, serve
 from kernel_launch import TRITON_TYPES, Launch
+from paged_attention import AttentionMetadata
 from request import SamplingParams
+from split_attention_triton import SequenceRange, WorkItems
 
 pytest.importorskip("triton")
 
@@ -111,3 +114,24 @@ def test_an_engine_has_few_configurations(oracle):
     engine, draft = EngineConfig(**ENGINES["draft model"]), replace(config, num_attention_heads=2)
     launches = launch_configurations(config, engine, torch.bfloat16, draft=draft)
     assert len(launches) == 17 + 8, "a draft model of other heads has its own"
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_a_large_round_of_guessing_is_foreseen(enforce_eager):
+    """Its metadata is plain: the host does not know the lengths. With and without graphs."""
+    how = {"speculative": {"method": "draft"}, "enforce_eager": enforce_eager}
+    engine = EngineConfig(attention_backend="triton", **how)
+    launches = launch_configurations(QWEN3_0_6B, engine, torch.bfloat16, draft=QWEN3_0_6B)
+    shape = attention_shape(QWEN3_0_6B, engine, torch.bfloat16, 90, "ieee", False)
+    n, num_keys = 64, 1024
+    metadata = AttentionMetadata(
+        query_start_loc=torch.arange(n + 1),
+        seq_lens=torch.full((n,), num_keys),
+        block_tables=torch.zeros(n, 64, dtype=torch.int32),
+        slot_mapping=torch.zeros(n, dtype=torch.int64),
+        max_query_len=1,
+        max_seq_len=num_keys,
+    )
+    launch = WorkItems.plan(SequenceRange(0, n, 0, n, 1, num_keys), shape, metadata).launch
+    assert launch.constants["LOOPS"]
+    assert (launch.kernel, launch.constants) in [(each.kernel, each.constants) for each in launches]

@@ -49,6 +49,8 @@ _OF_THE_USER = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError
 class WorkerError(RuntimeError):
     """A worker is gone, stuck or has raised. The message names it."""
 
+    is_final = True  # no later step can do better
+
 
 @dataclass(frozen=True, slots=True)
 class Link:

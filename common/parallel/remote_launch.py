@@ -33,6 +33,7 @@ import torch.distributed
 
 from common.parallel.channel import START_TIMEOUT_S, Channel, ChannelClosed, Lifeline
 from common.parallel.executor import Link
+from request import check_integers
 
 WORKER_MODULE = "common.runner.worker"
 dist: Any = torch.distributed  # its type stubs lack what is needed here
@@ -109,6 +110,7 @@ def is_torchrun() -> bool:
 def torchrun_size(pipeline_parallel_size: int = 1) -> int:
     """The tensor parallel size that makes use of all of torchrun's processes. Raises `ValueError`
     if there is none."""
+    check_integers(1, pipeline_parallel_size=pipeline_parallel_size)
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size % pipeline_parallel_size:
         raise ValueError(

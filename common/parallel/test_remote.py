@@ -52,6 +52,11 @@ def must_be_dead(engine: LLMEngine, pids: list[int], names: str, within_s: float
             engine.generate_batch(PROMPTS, GREEDY)
         assert str(caught.value) in str(again.value)
     assert not engine.has_unfinished_requests()
+    engine.add_request("running or waiting", [1, 2], GREEDY)  # who serves on is not held up
+    with pytest.raises(RuntimeError, match="the engine is dead: "):
+        engine.step()
+    (output,) = engine.step()
+    assert output.outputs[0].finish_reason == "abort" and not engine.has_unfinished_requests()
     engine.close()
 
 

@@ -190,6 +190,9 @@ def test_sizes_that_do_not_fit_torchruns_processes_are_refused(
 def test_what_torchrun_has_started_is_made_use_of(under_torchrun) -> None:
     assert remote_launch.torchrun_size() == 6
     assert remote_launch.torchrun_size(pipeline_parallel_size=3) == 2
+    for size in (0, "2"):
+        with pytest.raises(ValueError, match=f"pipeline_parallel_size is {size!r}"):
+            remote_launch.torchrun_size(pipeline_parallel_size=size)  # pyright: ignore
 
 
 @pytest.mark.parametrize("rank", range(2))

@@ -1,6 +1,6 @@
 """Graphs: a decode step is recorded once, and replayed by one call.
 
-A decode step of a small model is over before the host has launched its kernels, some twenty to a
+A decode step of a small model is over before the host has launched its kernels, some dozen to a
 layer. A graph keeps the launches of a whole step, and with them everything that the host decided:
 grids, tiles, addresses, sizes. Only what lies in its static inputs may differ from step to step:
 

@@ -335,3 +335,27 @@ def test_who_is_never_admitted_ends_with_an_error_and_not_in_an_endless_loop(
     # Only the scheduler was at fault: who still waits is served, and who comes.
     engine.add_request("c", [4], GREEDY)
     assert "c" in finish(engine)
+
+
+@pytest.mark.parametrize("is_final", [False, True])
+def test_after_an_error_that_is_final_nobody_waits_any_more(engine, is_final, monkeypatch) -> None:
+    """A request that was not admitted yet stays, unless there is nobody left to compute it."""
+
+    class Gone(RuntimeError):
+        pass
+
+    def step() -> None:
+        error = Gone("rank 1 is gone")
+        if is_final:
+            error.is_final = True  # pyright: ignore
+        raise error
+
+    engine.add_request("waiting", [3, 5], GREEDY)
+    monkeypatch.setattr(engine.core, "step", step)
+    with pytest.raises(Gone):
+        engine.step()
+    assert engine.core.has_unfinished_requests() != is_final
+    if is_final:
+        (output,) = engine.step()
+        assert output.outputs[0].finish_reason == "abort"
+        assert not engine.has_unfinished_requests()
