@@ -148,13 +148,14 @@ def assemble_around(
         observers.append(partial(wait_for_loads, kv_memory))
     if config.target_step_ms is not None:
         observers.append(partial(tell_durations, chunk_policy))
-    has_loads = connector is not None
     if config.pipeline_parallel_size > 1:
-        core = make_pipelined_core(config, scheduler, side, observers, kv_memory, has_loads)
+        core = make_pipelined_core(config, scheduler, side, observers)
     elif overlaps:
-        core = make_overlapped_core(scheduler, side, observers, kv_memory, has_loads, watch)
+        core = make_overlapped_core(scheduler, side, observers, watch)
     else:
         core = watch(RecordingEngineCore)(scheduler, side.runner, observers)
+    if connector is not None:
+        kv_memory.wait_for_steps = core.wait_for_steps  # pyright: ignore
     return EngineParts(core, side, kv_memory, connector)
 
 
@@ -283,35 +284,22 @@ def make_overlapped_core(
     scheduler: Any,
     side: RunnerSide,
     observers: list[Observer],
-    kv_memory: Any,
-    has_loads: bool,
     watch: Callable[[type], Any],
 ) -> RecordingEngineCore:
     from common.runner.overlap import OverlappedEngineCore, ThreadedRunner
 
     begun = side.runner if side.is_queued else ThreadedRunner(side.runner)
-    core = watch(OverlappedEngineCore)(scheduler, begun, observers)
-    if has_loads:
-        kv_memory.wait_for_steps = core.wait_for_steps
-    return core
+    return watch(OverlappedEngineCore)(scheduler, begun, observers)
 
 
 def make_pipelined_core(
-    config: EngineConfig,
-    scheduler: Any,
-    side: RunnerSide,
-    observers: list[Observer],
-    kv_memory: Any,
-    has_loads: bool,
+    config: EngineConfig, scheduler: Any, side: RunnerSide, observers: list[Observer]
 ) -> RecordingEngineCore:
     from common.parallel.pipeline import PipelinedEngineCore
 
     assert side.is_queued, "stages are processes"
     num_in_flight = config.pipeline_parallel_size
-    core = PipelinedEngineCore(scheduler, side.runner, observers, num_in_flight=num_in_flight)
-    if has_loads:
-        kv_memory.wait_for_steps = core.wait_for_steps
-    return core
+    return PipelinedEngineCore(scheduler, side.runner, observers, num_in_flight=num_in_flight)
 
 
 # -- KV

@@ -80,6 +80,9 @@ class RecordingEngineCore(EngineCore):
     def drain(self) -> None:
         """Between two steps nothing is under way."""
 
+    def wait_for_steps(self) -> None:
+        """Nor is there anything to wait for."""
+
     def begin(self) -> tuple[SchedulerOutput, StepHandle, Laps]:
         clock = Laps()
         plan = self.scheduler.schedule()
