@@ -16,11 +16,11 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, cast
 
 from common.bench.bench_work import BenchRequest, make_requests
-from common.bench.gpu_budget import Section, UnavailableError
+from common.bench.gpu_budget import Section
 from common.bench.gpu_device import Device
 from common.bench.gpu_inputs import BLOCK_SIZE, Lab
 from common.bench.random_weights import random_model
@@ -36,7 +36,6 @@ MODES: dict[str, dict[str, Any]] = {
     "graphs": {"enforce_eager": False, "overlap_scheduling": False},
     "overlap": {"enforce_eager": False, "overlap_scheduling": True},
 }
-OPTIONS = {f.name for f in fields(EngineConfig)}
 TEMPERATURE = 0.6
 ENDED_EARLY = "a run was ended before all requests were: its rate is of what it did"
 WORKLOAD_IDS = 10_000  # token ids are below
@@ -59,14 +58,13 @@ class Engines:
         return self._loaded
 
     def get(self, mode: str, max_model_len: int) -> LLMEngine:
-        """Raises `UnavailableError` for a mode that this version of the engine does not have, and
-        `RuntimeError` if the engine fell back to another."""
+        """Raises `RuntimeError` if the engine fell back to another mode."""
         if self._engine is not None and self.made == (mode, max_model_len):
             return self._engine
         self.drop()
-        options = mode_options(mode)
+        options: dict[str, Any] = dict(MODES[mode])
         sizes, is_rehearsal = self.lab.sizes, self.lab.device.is_rehearsal
-        if is_rehearsal and "emulate_graphs" in OPTIONS and not options["enforce_eager"]:
+        if is_rehearsal and not options["enforce_eager"]:
             options["emulate_graphs"] = True
         config = EngineConfig(
             attention_backend="triton",
@@ -109,15 +107,6 @@ def paged_runner(engine: LLMEngine) -> PagedModelRunner:
     """Without its thread, which an overlapped engine on a CPU has."""
     runner: Any = engine.core.runner
     return getattr(runner, "runner", runner)
-
-
-def mode_options(mode: str) -> dict[str, Any]:
-    options = dict(MODES[mode])
-    if "enforce_eager" not in OPTIONS:
-        if mode == "graphs":
-            raise UnavailableError("this version of the engine has no graphs")
-        del options["enforce_eager"]
-    return options
 
 
 # -- the workload
@@ -194,7 +183,7 @@ def measure_workload(engines: Engines, mode: str, section: Section) -> None:
     serve(engine, lab.device, few, section.deadline)
     section.results |= {
         "engine": {
-            **mode_options(mode),
+            **MODES[mode],
             "max_num_seqs": engine.config.max_num_seqs,
             "max_num_batched_tokens": engine.config.max_num_batched_tokens,
             "max_model_len": engine.max_model_len,

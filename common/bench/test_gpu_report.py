@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import fields
 
 import pytest
 import torch
@@ -30,8 +29,6 @@ from common.bench.gpu_inputs import (
 from common.bench.gpu_table import NOTHING, aims_of, readme_text, render
 from common.engine_config import EngineConfig
 from paged_attention import paged_attention
-
-HAS_GRAPHS = "enforce_eager" in {f.name for f in fields(EngineConfig)}
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +53,7 @@ def test_a_rehearsal_runs_every_section_to_its_end(rehearsed) -> None:
     sections = record["sections"]
     assert list(sections) == list(gpu_sections.plan_sections(lab))
     for name, section in sections.items():
-        is_missing = name.startswith("graphs") and not HAS_GRAPHS
-        assert section["status"] == ("unavailable" if is_missing else "done"), (name, section)
+        assert section["status"] == "done", (name, section)
         assert section["errors"] == []
     assert record["is_rehearsal"] and "A rehearsal on a CPU: these numbers say nothing" in printed
     assert len(record["environment"]["commit"]) == 40 and record["config"]["seed"] == 1
@@ -99,11 +95,11 @@ def test_no_kernel_of_the_book_is_forgotten() -> None:
 
 def test_the_engine_served_and_waited_once_a_step_in_every_mode(rehearsed) -> None:
     sections = rehearsed[0]["sections"]
-    for mode in ("eager", "overlap", *(["graphs"] if HAS_GRAPHS else [])):
+    for mode in ("eager", "overlap", "graphs"):
         runs = sections[f"{mode}: workload"]["results"]["runs"]
         assert runs and all(run["is_complete"] and run["output_tokens"] > 0 for run in runs)
         served_by = sections[f"{mode}: workload"]["results"]["engine"]
-        assert served_by["has_graphs"] is (HAS_GRAPHS and mode != "eager")
+        assert served_by["has_graphs"] is (mode != "eager")
         waits = sections[f"{mode}: waits"]["results"]
         assert waits["meant"] == waits["num_steps"] > 0 and waits["hidden"] == 0
         steps = sections[f"{mode}: decode steps"]
