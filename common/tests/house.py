@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.tools.quoted import BLOCK, find_quote
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -33,10 +35,6 @@ CHAPTER_TRADES = re.compile(r"(BlockPool|Cache|CacheManager|Scheduler|Proposer|R
 # A path of the machine on which somebody wrote or ran this; not part of a URL or of a longer path.
 MACHINE_PATH = re.compile(
     rb"(?<![\w.])(?:/(?:work|root|github/workspace)/|/(?:home|Users)/\w|/tmp/(?:scratch|ipykernel)|[A-Z]:\\Users\\)"
-)
-QUOTED_BLOCK = re.compile(
-    r"^(?P<fence>`{3,}|~{3,})python[ ]+file=(?P<file>\S+)[^\n]*\n(?P<code>.*?)^(?P=fence)[ ]*$",
-    re.MULTILINE | re.DOTALL,
 )
 
 
@@ -248,11 +246,12 @@ def law_of_quotation(house: House) -> list[str]:
     """A block that begins "```python file=NAME.py" is, line by line, part of that file.
 
     NAME.py is a path from the root or a bare file name. The block may be moved left or right as a
-    whole (a method quoted without its class); blank lines compare as blank, nothing is left out.
+    whole (a method quoted without its class); blank lines compare as blank. Docstrings may be left
+    out, and nothing else.
     """
     broken = []
     for text in (p for p in house.files if p.suffix == ".md"):
-        for match in QUOTED_BLOCK.finditer(text.read_text(encoding="utf-8")):
+        for match in BLOCK.finditer(text.read_text(encoding="utf-8")):
             sources = [
                 p for p in house.files if match["file"] in (house.name(p), p.name) and p != text
             ]
@@ -260,26 +259,9 @@ def law_of_quotation(house: House) -> list[str]:
             at = f"{house.name(text)}:{line}"
             if len(sources) != 1:
                 broken.append(f"{at} quotes {match['file']}; {len(sources)} files have that name")
-            elif not contains_verbatim(sources[0].read_text(encoding="utf-8"), match["code"]):
+            elif find_quote(sources[0].read_text(encoding="utf-8"), match["code"]) is None:
                 broken.append(f"{at} differs from {house.name(sources[0])}")
     return broken
-
-
-def contains_verbatim(source: str, block: str) -> bool:
-    """Whether `block` is a contiguous run of lines of `source`, moved sideways by one constant."""
-    wanted = _dedented([line.rstrip() for line in block.strip("\n").splitlines()])
-    lines = [line.rstrip() for line in source.splitlines()]
-    if not any(wanted):
-        return False
-    return any(
-        _dedented(lines[start : start + len(wanted)]) == wanted
-        for start in range(len(lines) - len(wanted) + 1)
-    )
-
-
-def _dedented(lines: list[str]) -> list[str]:
-    margin = min((len(x) - len(x.lstrip(" ")) for x in lines if x), default=0)
-    return [line[margin:] for line in lines]
 
 
 def law_of_no_machine(house: House) -> list[str]:
