@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import plot_batching_workloads as workloads
-from common.bench.bench_record import ROOT, markdown_table
+from common.bench.bench_record import ROOT, markdown_table, read_record
 from common.tools.lab_frame import Measurement, Part, run_lab
 from common.tools.palette import BASELINE, DECODE, INK, PAPER, PROMPT, WASTE, add_key, label_line
 
@@ -122,6 +122,7 @@ def spread_runs(record: dict) -> list[list[dict]]:
 
 def tables(record: dict) -> dict[str, str]:
     return {
+        "sharing": _sharing(read_record(ROOT / "common/bench/records/bench_qwen3-0.6b.json")),
         "headline": _headline(record),
         "real": _real_table(record),
         "spread": _spread_table(record),
@@ -130,6 +131,24 @@ def tables(record: dict) -> dict[str, str]:
         "copies": _copies(record),
         "time": _time_table(record),
     }
+
+
+def _sharing(bench: dict) -> str:
+    """What a pass costs by the number of its rows: the matrices of a whole model, from `bench`."""
+    roofline = bench["roofline"]
+    times = {int(n): statistics.median(ms) for n, ms in roofline["linear_ms"].items()}
+    rows = [
+        [f"{num} row" + "s" * (num > 1), f"{ms:.0f}", f"{ms / num:.1f}"]
+        for num, ms in times.items()
+        if num in (1, 8, 32)
+    ]
+    gigabytes, cpu = roofline["weight_bytes"] / 1e9, bench["environment"]["cpu"]
+    return (
+        f"Here are all matrices of Qwen3-0.6B in bfloat16, {gigabytes:.1f} GB, on two cores of an "
+        f"{cpu} (`common/bench/records/bench_qwen3-0.6b.json`, commit "
+        f"`{bench['environment']['commit'][:10]}`):\n\n"
+        + markdown_table(["a pass of", "milliseconds", "milliseconds a row"], rows)
+    )
 
 
 def _headline(record: dict) -> str:
