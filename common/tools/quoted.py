@@ -53,11 +53,14 @@ class Share:
         return 100 * self.num_quoted / self.num_lines if self.num_lines else 0.0
 
 
-def docstring_lines(source: str) -> set[int]:
-    """Numbers, from 1, of the lines on which docstrings stand."""
+def docstring_lines(source: str, *, whole_bodies: bool = True) -> set[int]:
+    """Numbers, from 1, of the lines on which docstrings stand; without `whole_bodies` not of those
+    that are all there is of a function."""
     lines: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, _HAS_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:
+            if len(node.body) == 1 and not whole_bodies:
+                continue
             first = node.body[0]
             lines.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
     return lines
@@ -74,7 +77,7 @@ def code_lines(source: str) -> set[int]:
 
 def without_docstrings(source: str) -> tuple[list[str], list[int]]:
     """The lines that are left, and their numbers. A blank line behind a docstring goes with it."""
-    lines, gone = source.splitlines(), docstring_lines(source)
+    lines, gone = source.splitlines(), docstring_lines(source, whole_bodies=False)
     gone |= {number + 1 for number in gone if lines[number : number + 1] == [""]} - {len(lines) + 1}
     numbers = [number for number in range(1, len(lines) + 1) if number not in gone]
     return [lines[number - 1].rstrip() for number in numbers], numbers

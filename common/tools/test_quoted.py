@@ -59,6 +59,8 @@ def test_lines_of_code_are_no_docstrings_comments_or_blank_lines() -> None:
         ),  # moved, no docstring
         ('    def text(self) -> str:  # 19\n        """What it says."""\n', {19, 20}),  # with it
         ("class Pool:  # 11\n    size: int = 0  # 16\n", {11, 16}),
+        ('def empty(self) -> None:  # 25\n    "Nothing."\n', {25, 26}),  # it is all there is
+        ("def empty(self) -> None:  # 25\n", {25}),
         ("class Pool:  # 11\n\n    size: int = 0  # 16\n", None),  # a blank line that is not there
         ("import os  # 5\nLIMIT = 3  # 8\n", None),  # what lies between is no docstring
         ("limit = 3  # 8\n", None),
