@@ -1,0 +1,177 @@
+"""The Chinese pages say what the English ones say, and each way to be out of step is found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.tools.translation import (
+    ROOT,
+    chinese_pages,
+    differences,
+    sections,
+    sections_of,
+)
+
+PAGES = chinese_pages()
+
+
+def test_there_are_chinese_pages() -> None:
+    assert PAGES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_a_chinese_page_is_in_step_with_the_english_one(page: Path) -> None:
+    found = differences(page)
+    assert not found, "\n".join(found)
+
+
+# -- each way to be out of step is found
+
+ENGLISH = """# A book
+
+[中文](A.zh.md) [part](#the-part) [other](B.md#b-one) [far](https://x.org/#a)
+
+## The `part`
+
+![a picture](figures/p.svg) Words that
+are `file.py::name`.
+
+<!-- table:t -->
+| n | what |
+| --- | --- |
+| 2,048 | 3 of 4 |
+<!-- /table:t -->
+
+```python
+x = 1
+```
+
+### The part
+
+    a block of code
+"""
+CHINESE = """# 书
+<!-- en: {0} -->
+
+[English](A.md) [部分](#部分)，[另一页](B.zh.md#乙一)和[远处](https://x.org/#a)
+
+## `部分`
+<!-- en: {1} -->
+
+一句话，`file.py::name`。![图](figures/p.svg)
+
+<!-- table:t -->
+| n | 是什么 |
+| --- | --- |
+| 2,048 | 4 个里的 3 个 |
+<!-- /table:t -->
+
+```python
+x = 1
+```
+
+### 小节
+<!-- en: {2} -->
+
+    a block of code
+"""
+
+
+def write_pair(root: Path, english: str = ENGLISH, chinese: str = CHINESE) -> Path:
+    (root / "A.md").write_text(english, encoding="utf-8")
+    (root / "B.md").write_text("# B\n\n## B one\n", encoding="utf-8")
+    (root / "B.zh.md").write_text("# 乙\n\n## 乙一\n", encoding="utf-8")
+    digests = [section.digest for section in sections(ENGLISH)]
+    page = root / "A.zh.md"
+    page.write_text(chinese.format(*digests), encoding="utf-8")
+    return page
+
+
+def test_a_pair_in_step_has_no_differences(tmp_path: Path) -> None:
+    assert differences(write_pair(tmp_path), tmp_path) == []
+    assert chinese_pages(tmp_path) == [tmp_path / "A.zh.md", tmp_path / "B.zh.md"]
+
+
+CHINESE_FAULTS = {
+    "a heading is missing": ("### 小节\n", "", "heading 3 is '### The part' in A.md and 'missing'"),
+    "a heading too many": ("### 小节", "### 一\n\n### 小节", "heading 4 is 'missing'"),
+    "another level": ("### 小节", "## 小节", "'### The part' in A.md and '## 小节' in A.zh.md"),
+    "no digest": ("<!-- en: {2} -->", "", "section '小节' (A.md, 'The part') has no digest"),
+    "another digest": ("{1}", "000000000000", "section '部分' (A.md, 'The part') renders 0000"),
+    "code": ("x = 1", "x = 2", r"other code blocks: ('python', 'x = 1\n') in English"),
+    "a language of code": ("```python", "```", "other code blocks"),
+    "indented code": ("    a block", "    b block", "other code blocks"),
+    "a number in a table": ("2,048", "2,049", "other numbers in tables: '2,048' in English"),
+    "a row of a table": ("| 2,048 | 4 个里的 3 个 |\n", "", "other numbers in tables: 2 in English"),
+    "a table": ("| --- | --- |\n", "", "other numbers in tables: 1 in English, 0 in Chinese"),
+    "a picture": ("figures/p.svg", "figures/q.svg", "other pictures"),
+    "a link": ("(https://x.org/#a)", "(https://y.org)", "other links"),
+    "an anchor": ("#乙一", "#乙", "other links"),
+    "a name of code": ("`file.py::name`", "`file.py::other`", "other names of code"),
+}
+
+
+@pytest.mark.parametrize("name", CHINESE_FAULTS)
+def test_a_fault_of_the_chinese_page_is_found(name: str, tmp_path: Path) -> None:
+    old, new, message = CHINESE_FAULTS[name]
+    assert CHINESE.count(old) == 1 or name == "indented code"
+    found = differences(write_pair(tmp_path, chinese=CHINESE.replace(old, new)), tmp_path)
+    assert len(found) == 1 and message in found[0], found
+
+
+def test_a_changed_english_section_is_named_with_its_new_digest(tmp_path: Path) -> None:
+    changed = ENGLISH.replace("Words that", "Other words that")
+    found = differences(write_pair(tmp_path, changed), tmp_path)
+    new = sections(changed)[1].digest
+    assert len(found) == 1 and "A.zh.md, section '部分' (A.md, 'The part')" in found[0]
+    assert f"<!-- en: {new} -->" in found[0]
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        ENGLISH.replace("Words that\nare", "Words\nthat are"),
+        ENGLISH.replace("\n\n## The", "\n\n\n## The"),
+        ENGLISH.replace("| 2,048 | 3 of 4 |", "| 4,096 | 3 of 4 |"),
+    ],
+    ids=["a line breaks elsewhere", "an empty line more", "a script writes another number"],
+)
+def test_what_a_digest_does_not_see(same: str) -> None:
+    assert same != ENGLISH
+    assert [s.digest for s in sections(same)] == [s.digest for s in sections(ENGLISH)]
+
+
+@pytest.mark.parametrize("old", ["Words", "x = 1", "`part`", "a picture", "block of code", "far"])
+def test_what_a_digest_sees(old: str) -> None:
+    changed = sections(ENGLISH.replace(old, "something else"))
+    assert [s.digest for s in changed] != [s.digest for s in sections(ENGLISH)]
+
+
+def test_a_page_without_its_english_one_and_text_before_a_heading(tmp_path: Path) -> None:
+    page = tmp_path / "C.zh.md"
+    page.write_text("# 丙\n", encoding="utf-8")
+    assert differences(page, tmp_path) == ["C.zh.md renders C.md, which does not exist"]
+    with pytest.raises(ValueError, match="a page begins with a heading"):
+        sections("Words.\n\n# A\n")
+
+
+def test_anchors_are_those_of_github() -> None:
+    text = "# 1. `a_b.py::C.d`: it's (x)\n\n## Two\n\n## Two\n\n## 三、读，写\n\n## A - B\n"
+    expected = ["1-a_bpycd-its-x", "two", "two-1", "三读写", "a---b"]
+    assert [section.anchor for section in sections(text)] == expected
+
+
+def test_the_command_prints_one_digest_and_writes_nothing(tmp_path: Path) -> None:
+    page = write_pair(tmp_path)
+    before = page.read_text(encoding="utf-8")
+    command = [sys.executable, "-m", "common.tools.translation", str(tmp_path / "A.md")]
+    ran = subprocess.run([*command, "The part"], capture_output=True, text=True, cwd=ROOT)
+    wanted = [s.digest for s in sections_of(tmp_path / "A.md")][1:]
+    assert ran.stdout.split("\n")[:-1] == [f"<!-- en: {digest} -->" for digest in wanted]
+    ran = subprocess.run([*command, "No part"], capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == 1 and "has no section 'No part'" in ran.stderr
+    assert page.read_text(encoding="utf-8") == before
