@@ -45,13 +45,13 @@ class Iteration:
     ended: list[str]
 
 
-def six_iterations(mixing: bool = False) -> list[Iteration]:
+def six_iterations(mixing: bool = False, num_iterations: int = 6) -> list[Iteration]:
     """a and b are there. c comes before the third iteration, too long for a chunk of 8."""
     loop = make_loop(100, max_num_batched_tokens=16, chunked_prefill_size=8, mixing=mixing)
     scheduler = loop.scheduler
     assert isinstance(scheduler, PrefillFirstScheduler)
     iterations: list[Iteration] = []
-    for number in range(6):
+    for number in range(num_iterations):
         arrived = []
         if number == 0:
             arrived = [loop.add("a", 5, 5), loop.add("b", 3, 2)]
@@ -312,3 +312,64 @@ def mode_transitions(mixing: bool, num_runs: int = 60) -> set[tuple[str, str]]:
             seen.add((before, mode))
             before = mode
     return seen
+
+
+# -- what the page says
+
+
+def parts() -> dict[str, str]:
+    """What stands on the page between `<!-- run:NAME -->` and `<!-- /run:NAME -->`."""
+    budgets = {ratio: worked_budget(ratio) for ratio in (0.5, 0.1)}
+    return {
+        "six": _iterations_table(six_iterations(), is_mixed=False),
+        "mixed": _iterations_table(six_iterations(mixing=True), is_mixed=True),
+        "running": _table(
+            ["", "computed", "pages", "generated", "may still generate"],
+            "| | ---: | ---: | ---: | ---: |",
+            [
+                [f"`{name}`", computed, -(-computed // PAGE_SIZE), generated, left]
+                for name, computed, generated, left in budgets[0.5].running
+            ],
+        ),
+        "budget": _table(
+            ["share", "asked", "in use", "expected", "left", "needs", ""],
+            "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+            [
+                [ratio, f"`{line.asked}`", line.in_use, f"{line.expected:.3g}",
+                 f"{line.free:.3g}", line.needs, line.result]
+                for ratio, budget in budgets.items()
+                for line in budget.lines
+            ],
+        ),
+        "ratio": _describe_ratio(ratio_run()),
+    }  # fmt: skip
+
+
+def _table(head: list[str], rule: str, rows: list[list[object]]) -> str:
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in [head, *rows]]
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _iterations_table(iterations: list[Iteration], *, is_mixed: bool) -> str:
+    rows = []
+    for number, now in enumerate(iterations, 1):
+        spans = ", ".join(f"{r} {a}-{b}" if a < b else f"{r} {a}" for r, (a, b) in
+                          now.computed.items())  # fmt: skip
+        batches = [] if is_mixed else [" ".join(now.joined), " ".join(now.running_batch)]
+        rows.append([number, *batches, now.mode, spans, now.chunked_req, " ".join(now.ended)])
+    batches = [] if is_mixed else ["`last_batch` joins", "`running_batch`"]
+    head = ["iteration", *batches, "the step", "computes", "`chunked_req`", "ends"]
+    return _table(head, "| " + " | ".join(["---"] * len(head)) + " |", rows)
+
+
+def _describe_ratio(run: RatioRun) -> str:
+    jumps = [(names, run.ratios[step]) for step, names in enumerate(run.retracted) if names]
+    how_often = {1: "Once", 2: "Twice", 3: "Three times"}[len(jumps)]
+    rose = ", ".join(f"{names[0]} was retracted and the share rose to {ratio:.2f}" for names, ratio
+                     in jumps)  # fmt: skip
+    return (
+        "This is a run of 30 requests on 120 pages with the fake model. Each may generate 120 "
+        f"tokens; on average they generate {run.mean_outputs:.0%} of that. The share falls from "
+        f"{run.ratios[0]:.2f} to {min(run.ratios):.2f} in 100 decode batches. {how_often} in "
+        f"{len(run.ratios)} steps it was too small: {rose}. Each time it falls again."
+    )
