@@ -6,7 +6,7 @@ follow the reader's dark mode; the palette's keep their meaning, and with it the
 What a reader would trip over is an error where it is drawn. `Drawing.svg` raises `ValueError` if
 
     a text leaves its box, or the card
-    two texts overlap
+    two texts overlap, or two boxes of which neither holds the other
     the edge of a box, or a line, runs through a text
     a text is too small to be read at half the size
 
@@ -99,10 +99,10 @@ class Box:
         return is_wide and self.y <= other.y and other.y + other.height <= self.y + self.height
 
     def meets(self, other: Box) -> bool:
-        is_beside = self.x + self.width <= other.x or other.x + other.width <= self.x
-        return not (
-            is_beside or self.y + self.height <= other.y or other.y + other.height <= self.y
-        )
+        """In more than an edge."""
+        wide = min(self.x + self.width, other.x + other.width) - max(self.x, other.x)
+        high = min(self.y + self.height, other.y + other.height) - max(self.y, other.y)
+        return min(wide, high) > 1e-6
 
     def is_crossed(self, start: Point, end: Point) -> bool:
         """By the line between the two points."""
@@ -321,6 +321,9 @@ class Drawing:
             for start, end in self.lines:
                 if placed.is_crossed(start, end):
                     raise ValueError(f"the line {start} - {end} runs through {text!r}")
+        for first, second in combinations(self.boxes, 2):
+            if first.meets(second) and not (first.holds(second) or second.holds(first)):
+                raise ValueError(f"two boxes overlap: {first}, {second}")
         for (one, first), (other, second) in combinations(self.texts, 2):
             if first.meets(second):
                 raise ValueError(f"{one!r} and {other!r} overlap")
@@ -379,6 +382,65 @@ class Axes:
         drawing.text(
             area.x + area.width, area.y + area.height + 35, xlabel, size=SMALL, anchor="end"
         )
+
+
+@dataclass(slots=True)
+class Lanes:
+    """A sequence: a lane for each part, from left to right, and calls from the top down. `x` are
+    the lanes' middles; `draw_lanes` comes last, when the length is known."""
+
+    drawing: Drawing
+    x: Mapping[str, float]
+    y: float  # of the next call
+    box_width: float = 120
+    fills: Mapping[str, str] = field(default_factory=dict)
+    stops: list[tuple[float, float, float]] = field(default_factory=list)
+
+    def call(
+        self, start: str, stop: str, text: str, *, back: str = "", mono: bool = True, at: float = 0.5
+    ) -> None:
+        """An arrow with the call above it, and `back`, what it returns, on a dashed one."""
+        x0, x1 = self.x[start], self.x[stop]
+        away = 5 if x1 > x0 else -5
+        self.drawing.text(
+            x0 + (x1 - x0) * at, self.y - 12, text, size=SMALL, anchor="middle", mono=mono
+        )
+        self.drawing.arrow((x0 + away, self.y), (x1 - away, self.y))
+        self.stops.append((min(x0, x1), max(x0, x1), self.y - 12))
+        if back:
+            self.y += 30
+            self.drawing.text((x0 + x1) / 2, self.y - 12, back, size=SMALL, anchor="middle", muted=True)
+            self.drawing.arrow((x1 - away, self.y), (x0 + away, self.y), dashed=True)
+            self.stops.append((min(x0, x1), max(x0, x1), self.y - 12))
+        self.y += 38
+
+    def note(self, lane: str, text: str, *, fill: str = SOFT, width: float = 0) -> None:
+        """A box on a lane: it does something by itself."""
+        width = width or self.box_width
+        height = 14 + 18 * len(text.split("\n"))
+        x = self.x[lane] - width / 2
+        self.drawing.box(x, self.y - 14, width, height, text, fill=fill, size=SMALL)
+        self.stops.append((x, x + width, self.y - 14 + height / 2))
+        self.y += height + 20
+
+    def draw_lanes(self, top: float, bottom: float) -> None:
+        """The heads and the dotted lines, which leave room for every text."""
+        rooms = [placed for _, placed in self.drawing.texts] + self.drawing.boxes
+        for name, x in self.x.items():
+            self.drawing.box(
+                x - self.box_width / 2, top, self.box_width, 24 + 18 * name.count("\n") + 8, name,
+                fill=self.fills.get(name, SOFT), size=SMALL, bold=True,
+            )  # fmt: skip
+            y = top + 32 + 18 * name.count("\n")
+            hit = sorted(
+                (room.y - 3, room.y + room.height + 3)
+                for room in rooms
+                if room.x - 3 < x < room.x + room.width + 3 and room.y > top
+            )
+            for begin, end in [*hit, (bottom, bottom)]:
+                if begin > y:
+                    self.drawing.line((x, y), (x, begin), dashed=True, width=1)
+                y = max(y, end)
 
 
 def ink_on(fill: str) -> str:

@@ -40,7 +40,8 @@ def test_it_is_xml_that_says_what_it_shows_and_follows_the_dark_mode() -> None:
 FAULTS: dict[str, Callable[[Drawing], object]] = {
     "leaves its box": lambda d: d.box(150, 160, 60, 30, "much too long"),
     "leaves the card": lambda d: d.text(330, 200, "out of it"),
-    "overlap": lambda d: (d.text(200, 180, "one"), d.text(215, 185, "other")),
+    "boxes overlap": lambda d: (d.box(190, 150, 60, 40), d.box(220, 160, 60, 40)),
+    "' overlap": lambda d: (d.text(200, 180, "one"), d.text(215, 185, "other")),
     "the edge of": lambda d: d.text(200, 150, "x" * 3) and d.box(190, 150, 60, 40),
     "runs through": lambda d: (d.text(200, 180, "crossed"), d.line((190, 180), (300, 180))),
     "nobody reads it": lambda d: d.text(200, 180, "small", size=9),
