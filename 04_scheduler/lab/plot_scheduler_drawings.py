@@ -1,0 +1,139 @@
+"""Drawings of chapter 4's ideas: preemption over time, and decodes that starve.
+
+python 04_scheduler/lab/plot_scheduler_drawings.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from block_pool import BlockPool
+from bounded_loops import as_long_as
+from common.tools.draw import LARGE, PAPER, SMALL, Axes, Box, Drawing, save_all
+from common.tools.palette import BASELINE, INK, PREEMPTED, PROMPT, tint
+from kv_memory import UncachedKVCacheManager
+from prefill_first_scheduler import PrefillFirstScheduler
+from scheduler import Scheduler
+from scheduler_steps import SchedulerLoop, preempted
+
+BLOCK_SIZE = 4
+SHADES = {"a": 0.75, "b": 0.5, "c": 0.3, "d": 0.15}  # of those that came first, the darkest
+
+
+def make_loop(num_blocks: int, kind: type = Scheduler, **options: Any) -> SchedulerLoop:
+    memory = UncachedKVCacheManager(BlockPool(num_blocks + 1), BLOCK_SIZE)
+    return SchedulerLoop(kind(kv_memory=memory, **options))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    owners: list[dict[int, str]]  # of each step: block id -> request
+    preempted: list[list[str]]
+
+
+def block_run(num_blocks: int = 12, **options: Any) -> BlockRun:
+    """Four requests of 6 tokens that generate 14 each."""
+    loop = make_loop(num_blocks, **options)
+    for name in SHADES:
+        loop.add(name, 6, 14)
+    run = BlockRun([], [])
+    for _ in as_long_as(loop.scheduler.has_unfinished_requests, 100):
+        plan = loop.schedule()
+        tables = {r: loop.scheduler.kv_memory.get_block_ids(r) for r in loop.scheduler.running}
+        run.owners.append({block: name for name, blocks in tables.items() for block in blocks})
+        run.preempted.append(preempted(plan))
+        loop.update(plan)
+    return run
+
+
+def draw_preemption() -> Drawing:
+    runs = {
+        "filled as needed, with preemption": block_run(watermark=0.0),
+        "everything reserved at admission": block_run(reserve_all=True),
+    }
+    longest = max(len(run.owners) for run in runs.values())
+    size, left = min(18.0, 700 / longest), 100
+    drawing = Drawing(
+        840,
+        606,
+        "Preemption over time",
+        "Twelve blocks over the steps of two runs, each block labelled with its request. Filling "
+        "starts four requests at once and preempts; reserving runs two at a time.",
+    )
+    drawing.text(24, 30, "Twelve blocks, four requests, step by step", size=LARGE, bold=True)
+    y = 74.0
+    for title, run in runs.items():
+        drawing.text(left, y, f"{title}: {len(run.owners)} steps", bold=True)
+        num_blocks, height = 12, 14
+        top = y + 34
+        for step, owners in enumerate(run.owners):
+            for block in range(1, num_blocks + 1):
+                name = owners.get(block)
+                fill = tint(PROMPT, SHADES[name]) if name else PAPER
+                drawing.box(
+                    left + step * size, top + (block - 1) * height, size, height, fill=fill,
+                    radius=0,
+                )  # fmt: skip
+            for i, name in enumerate(run.preempted[step]):
+                x = left + step * size
+                drawing.box(x + 2, top - 16 - 16 * i, size - 4, 10, fill=PREEMPTED, radius=0)
+        drawing.text(left - 10, top + 84, "12 blocks", size=SMALL, anchor="end")
+        for step in range(0, len(run.owners), 10):
+            drawing.text(left + step * size + size / 2, top + 12 * height + 14, str(step + 1),
+                         size=SMALL, anchor="middle", muted=True)  # fmt: skip
+        y = top + 12 * height + 50
+    key = {name: tint(PROMPT, share) for name, share in SHADES.items()}
+    drawing.key(left, y + 4, {**key, "free": PAPER, "somebody is preempted": PREEMPTED})
+    return drawing
+
+
+def tokens_of_the_first(kind: type, num_steps: int = 24, **options: Any) -> list[int]:
+    """One newcomer in every step. What the request that decodes has generated after each."""
+    loop = make_loop(400, kind, max_num_seqs=100, max_num_batched_tokens=100, **options)
+    first = loop.add("first", 8, 40)
+    counts = []
+    for number in range(num_steps):
+        loop.add(f"n{number}", 8, 40)
+        loop.step()
+        counts.append(first.num_output_tokens)
+    return counts
+
+
+def draw_starvation() -> Drawing:
+    curves = {
+        "two phases": (tokens_of_the_first(Scheduler), INK),
+        "prefill first,\nat most 3 in a row": (
+            tokens_of_the_first(PrefillFirstScheduler, max_consecutive_prefills=3), PROMPT),
+        "prefill first,\nno bound": (
+            tokens_of_the_first(PrefillFirstScheduler, max_consecutive_prefills=None), BASELINE),
+    }  # fmt: skip
+    drawing = Drawing(
+        840,
+        400,
+        "A decode among newcomers",
+        "Output tokens of one request while a new prompt arrives in every step: one a step with two "
+        "phases, one in four with a bound of 3, and none without a bound.",
+    )
+    drawing.text(24, 30, "One newcomer in every step", size=LARGE, bold=True)
+    num_steps = len(curves["two phases"][0])
+    axes = Axes(Box(64, 84, 570, 250), (1, num_steps), (0, num_steps))
+    ticks = {float(n): str(n) for n in (1, 8, 16, 24)}
+    axes.draw(drawing, ticks, {float(n): str(n) for n in (0, 8, 16, 24)}, "step",
+              "output tokens of the request that decodes")  # fmt: skip
+    for label, (counts, color) in curves.items():
+        points = []
+        for step, count in enumerate(counts, 1):
+            if points:
+                points.append((axes.x_of(step), points[-1][1]))
+            points.append((axes.x_of(step), axes.y_of(count)))
+        drawing.line(*points, color=color, width=2.6)
+        y = points[-1][1] - (9 if "\n" in label else 0)
+        drawing.text(points[-1][0] + 14, y, f"{label}: {counts[-1]}", size=SMALL)
+    return drawing
+
+
+DRAWINGS = {"preemption": draw_preemption, "starvation": draw_starvation}
+
+if __name__ == "__main__":
+    save_all(DRAWINGS, __file__)
