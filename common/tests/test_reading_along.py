@@ -6,7 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -19,7 +19,9 @@ from common.tools.worked_steps import worked_table
 
 PAGE = ROOT / "READING_ALONG.md"
 SECTIONS = sections_of(PAGE)
-BLOCKS = [(section, code) for section in SECTIONS for info, code in section.code() if info == "python"]
+BLOCKS = [
+    (section, code) for section in SECTIONS for info, code in section.code() if info == "python"
+]
 PLACE = re.compile(r"`([\w/]+\.py)(?:::([\w.]+))?`")
 ERRATUM = re.compile(r"\b([A-E]\d+)\b")
 
@@ -65,7 +67,7 @@ def defined_in(file: str) -> dict[int, str]:
     return _definitions(ROOT / file)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _definitions(path: Path) -> dict[int, str]:
     found: dict[int, str] = {}
 
