@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.tests.house import House
+from common.tools.translation import sections_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -27,11 +28,24 @@ def broken_links(text: Path) -> list[str]:
     return [path for path in paths if not (text.parent / path).exists()]
 
 
+def broken_anchors(text: Path) -> list[str]:
+    """Links to a heading that is not there."""
+    broken = []
+    for link in (link for section in sections_of(text) for link in section.links()):
+        path, _, anchor = link.partition("#")
+        page = (text.parent / path).resolve() if path else text
+        if not anchor or "://" in link or page.suffix != ".md" or not page.exists():
+            continue
+        if anchor not in {section.anchor for section in sections_of(page)}:
+            broken.append(link)
+    return broken
+
+
 def unknown_files(text: Path, known: list[str]) -> list[str]:
-    """Names that end no path of the repository: `runner/model_runner.py` ends one. `NAME.py`
-    stands for any."""
+    """Names that end no path of the repository: `runner/model_runner.py` ends one. `NAME.py` and
+    `NAME.md` stand for any."""
     names = set(FILE.findall(LINK.sub("](", QUOTED.sub("", text.read_text(encoding="utf-8")))))
-    names.discard("NAME.py")
+    names -= {"NAME.py", "NAME.md"}
     return sorted(n for n in names if not any(f"/{path}".endswith(f"/{n}") for path in known))
 
 
@@ -90,6 +104,11 @@ def test_every_link_leads_to_a_file() -> None:
 
 
 @EVERY_TEXT
+def test_every_anchor_is_a_heading(text: Path) -> None:
+    assert not broken_anchors(text)
+
+
+@EVERY_TEXT
 def test_every_file_that_is_named_exists(text: Path) -> None:
     assert not unknown_files(text, [HOUSE.name(path) for path in HOUSE.files])
 
@@ -132,6 +151,15 @@ def test_what_leads_nowhere_is_found(tmp_path: Path) -> None:
     assert unknown_files(text, ["room/here.py"]) == ["far.py", "far/here.py", "gone.py", "lost.py"]
     sources = {"room/here.py": "class A:\n    def f(self): ...\n\ndef test_a(): ...\n"}
     assert unknown_places(text, sources) == ["here.py::A.g", "far.py::A", "test_b"]
+
+
+def test_an_anchor_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+    text = tmp_path / "a.md"
+    text.write_text(
+        "# A b\n\n[x](#a-b) [y](#b) [z](b.md#一-二) [w](b.md#c) [v](https://a.com/b.md#d)\n"
+    )
+    (tmp_path / "b.md").write_text("# `一` 二\n")
+    assert broken_anchors(text) == ["#b", "b.md#c"]
 
 
 def test_a_sentence_that_begins_with_who_is_found() -> None:

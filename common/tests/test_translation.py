@@ -106,7 +106,11 @@ CHINESE_FAULTS = {
     "a language of code": ("```python", "```", "other code blocks"),
     "indented code": ("    a block", "    b block", "other code blocks"),
     "a number in a table": ("2,048", "2,049", "other numbers in tables: '2,048' in English"),
-    "a row of a table": ("| 2,048 | 4 个里的 3 个 |\n", "", "other numbers in tables: 2 in English"),
+    "a row of a table": (
+        "| 2,048 | 4 个里的 3 个 |\n",
+        "",
+        "other numbers in tables: 2 in English",
+    ),
     "a table": ("| --- | --- |\n", "", "other numbers in tables: 1 in English, 0 in Chinese"),
     "a picture": ("figures/p.svg", "figures/q.svg", "other pictures"),
     "a link": ("(https://x.org/#a)", "(https://y.org)", "other links"),

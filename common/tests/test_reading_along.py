@@ -1,0 +1,193 @@
+"""READING_ALONG.md says what runs: its code, its table, its classes and calls, and its errata."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from common.bench.bench_record import replace_between_markers
+from common.llm import LLM, SamplingParams
+from common.tools.translation import ROOT, Section, sections_of
+from common.tools.worked_steps import worked_table
+
+PAGE = ROOT / "READING_ALONG.md"
+SECTIONS = sections_of(PAGE)
+BLOCKS = [
+    (section, code) for section in SECTIONS for info, code in section.code() if info == "python"
+]
+PLACE = re.compile(r"`([\w/]+\.py)(?:::([\w.]+))?`")
+ERRATUM = re.compile(r"\b([A-E]\d+)\b")
+
+
+def section(title: str) -> Section:
+    (found,) = (s for s in SECTIONS if s.title == title)
+    return found
+
+
+def rows(title: str) -> Iterator[list[str]]:
+    """The cells of the tables of a section, heads left out."""
+    for line in section(title).source.splitlines():
+        if line.startswith("| ") and not line.startswith("| |"):
+            yield [cell.strip() for cell in line.strip("|").split(" | ")]
+
+
+# -- typed from the posts
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)), ids=lambda n: f"{n}-{BLOCKS[n][0].anchor}")
+def test_what_is_to_be_typed_runs(number: int) -> None:
+    exec(compile(BLOCKS[number][1], f"{PAGE.name}, block {number}", "exec"), {"__name__": "typed"})
+
+
+def test_every_post_has_something_to_type_and_something_besides() -> None:
+    for post in "ABCDE":
+        assert any(s.title == f"Typed from post {post}" and s.code() for s in SECTIONS)
+        section(f"What post {post} has besides")
+
+
+# -- the errata
+
+
+ERRATA = {
+    cells[0]: cells
+    for title in ("posts A and B", "post C", "post D", "post E")
+    for cells in rows(f"Errata of {title}")
+}
+
+
+def defined_in(file: str) -> dict[int, str]:
+    """Line of its `def`, or of its first decorator -> qualified name."""
+    return _definitions(ROOT / file)
+
+
+@cache
+def _definitions(path: Path) -> dict[int, str]:
+    found: dict[int, str] = {}
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef):
+                first = min([child.lineno, *(d.lineno for d in child.decorator_list)])
+                found[first] = prefix + child.name
+                visit(child, f"{prefix}{child.name}.")
+
+    visit(ast.parse(path.read_text(encoding="utf-8")), "")
+    return found
+
+
+@pytest.mark.parametrize("name", ERRATA)
+def test_an_erratum_names_a_line_and_a_test_that_are_there(name: str) -> None:
+    _, said, right, here, test = ERRATA[name]
+    assert said and right
+    for cell, is_test in ((here, False), (test, True)):
+        place = PLACE.fullmatch(cell)
+        assert place, f"{name}: {cell!r} must be one `path.py::name`"
+        file, symbol = place[1], place[2]
+        assert (ROOT / file).is_file(), f"{name}: {file}"
+        assert symbol is None or symbol in defined_in(file).values(), f"{name}: {cell}"
+        assert not is_test or (symbol and symbol.startswith("test_")), f"{name}: {cell}"
+
+
+def test_errata_are_numbered_and_those_that_are_referred_to_are_there() -> None:
+    counts = dict.fromkeys("ABCDE", 0)
+    for name in ERRATA:
+        counts[name[0]] += 1
+        assert name == f"{name[0]}{counts[name[0]]}"
+    assert counts["B"] == 0 and all(counts[post] >= 8 for post in "ACDE"), counts
+    assert set(ERRATUM.findall(PAGE.read_text(encoding="utf-8"))) <= ERRATA.keys()
+
+
+# -- the engine's own
+
+
+def test_the_table_of_three_steps_is_what_the_engine_does() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    right = replace_between_markers(page, "three_steps", worked_table())
+    assert page == right, "run: python -m common.tools.worked_steps"
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(device="cpu", dtype="float64", compile=False, num_threads=1)
+
+
+def test_who_holds_whom_is_so(llm: LLM) -> None:
+    ((_, block),) = section("Who holds whom").code()
+    lines = [line.split() for line in block.splitlines()]
+    found = [[path, type(eval(path, {"llm": llm})).__name__] for path, _ in lines]
+    assert found == lines
+
+
+Calls = list[tuple[str, ...]]  # each with whoever was running then, the outermost first
+
+
+def traced(llm: LLM) -> Calls:
+    calls: Calls = []
+    stack: list[str] = []
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if code.co_filename.startswith(f"{ROOT}/") and event in ("call", "return"):
+            if event == "return":
+                if stack:
+                    stack.pop()
+                return
+            path = Path(code.co_filename)
+            name = _definitions(path).get(code.co_firstlineno, code.co_name)
+            stack.append(f"{path.name}::{name}")
+            calls.append(tuple(stack))
+
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    sys.setprofile(profile)
+    try:
+        llm.generate(["def f(x):"], params, use_tqdm=False)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def as_tree(block: str) -> Iterator[tuple[str, ...]]:
+    """Each line with those above it that it stands under."""
+    stack: list[str] = []
+    for line in block.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        stack[depth:] = [line.strip()]
+        yield tuple(stack)
+
+
+def is_under(wanted: tuple[str, ...], call: tuple[str, ...]) -> bool:
+    """It is the last of `wanted`, and the others were running, in this order."""
+    running = iter(call)
+    return wanted[-1] == call[-1] and all(name in running for name in wanted)
+
+
+def first_calls(block: str, calls: Calls) -> list[int | None]:
+    return [
+        next((i for i, call in enumerate(calls) if is_under(wanted, call)), None)
+        for wanted in as_tree(block)
+    ]
+
+
+def test_who_calls_whom_is_so(llm: LLM) -> None:
+    ((_, block),) = section("Who calls whom").code()
+    firsts = first_calls(block, traced(llm))
+    missing = [line for line, at in zip(block.splitlines(), firsts, strict=True) if at is None]
+    assert not missing, "\n".join(missing)
+    assert firsts == sorted(firsts), "what stands first happens first"
+
+
+def test_a_chain_that_is_not_so_is_noticed(llm: LLM) -> None:
+    calls = traced(llm)
+    top, step = "llm.py::LLM.generate", "  step_record.py::RecordingEngineCore.step"
+    added, processed = "engine.py::LLMEngine.add_request", "outputs.py::OutputProcessor.process"
+    assert first_calls(f"{top}\n  sampler.py::Sampler.nothing", calls)[1] is None
+    assert first_calls(f"{top}\n{step}\n    {added}", calls)[2] is None
+    turned = first_calls(f"{top}\n  {processed}\n  {added}", calls)
+    assert None not in turned and turned != sorted(turned)
