@@ -38,9 +38,7 @@ def draw_counters() -> Drawing:
         "what is known, num_computed_tokens what is in the KV cache.",
     )
     drawing.text(24, 30, "Two counters, and a step lets the second catch up", size=LARGE, bold=True)
-    drawing.key(
-        24, 62, {"prompt token": PROMPT, "output token": DECODE, "not known yet": PAPER}
-    )
+    drawing.key(24, 62, {"prompt token": PROMPT, "output token": DECODE, "not known yet": PAPER})
     width, left = 58, 210
     ids = [*PROMPT_IDS, *OUTPUT_IDS]
     for row, (what, known, computed, _) in enumerate(counters()):

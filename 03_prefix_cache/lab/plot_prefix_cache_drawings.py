@@ -10,7 +10,7 @@ from block_pool import BlockPool
 from bounded_loops import as_long_as
 from common.tools.draw import LARGE, PAPER, SMALL, SOFT, Box, Drawing, Lanes, save_all
 from common.tools.palette import CACHED, DECODE, OTHER, PREEMPTED, PROMPT, tint
-from kv_memory import ComputedBlocks
+from kv_memory import ComputedBlocks, NotReady
 from loading_kv_cache_manager import LoadingKVCacheManager
 from prefix_cache import KeyedRequest
 from prefix_cache_local import PrefixCacheLocal
@@ -103,7 +103,7 @@ def _tree(
 
 def _same_node(before: str, after: str) -> bool:
     """A leaf that has lost its tail has another name."""
-    return before == after or before.startswith(after) and "." not in before[len(after) :]
+    return before == after or (before.startswith(after) and "." not in before[len(after) :])
 
 
 # -- dfs-weight
@@ -128,7 +128,9 @@ def draw_dfs() -> Drawing:
         "Five waiting requests hang on the tree of their cached prefixes. The heaviest child is "
         "visited first, so the order of service is " + ", ".join(order) + ".",
     )
-    drawing.text(24, 30, "The child with the most requests first, depth first", size=LARGE, bold=True)
+    drawing.text(
+        24, 30, "The child with the most requests first, depth first", size=LARGE, bold=True
+    )
     places = {"root": (70, 200), "A": (215, 130), "B": (360, 130), "C": (505, 130), "D": (215, 270)}
     parents = {"A": "root", "B": "A", "C": "B", "D": "root"}
     nodes = {}
@@ -190,6 +192,7 @@ def tier_run() -> dict[str, int]:
         def serve(name: str, tokens: list[int]) -> None:
             request = KeyedRequest(name, tokens, params)
             computed = manager.get_computed_blocks(request)
+            assert isinstance(computed, ComputedBlocks)
             assert manager.allocate_slots(request, len(tokens), 0, computed)
             manager.cache_blocks(request, len(tokens))
             manager.free(request)
@@ -199,10 +202,9 @@ def tier_run() -> dict[str, int]:
         evicted = [block for what, block in io.done if what == "read"]
         counts = {"evicted": len(evicted), "host": len(tiers.host), "disk": len(tiers.disk or ())}
         again = KeyedRequest("c", [1, 2, 3, 4, 5], params)
-        computed = manager.get_computed_blocks(again)
-        for _ in as_long_as(lambda: not isinstance(computed, ComputedBlocks), seconds=20):
+        for _ in as_long_as(lambda: manager.get_computed_blocks(again) is NotReady.LOADING, 2000):
             tiers.wait_for_load(0.01)
-            computed = manager.get_computed_blocks(again)
+        computed = manager.get_computed_blocks(again)
         assert isinstance(computed, ComputedBlocks)
         counts["loaded"] = computed.num_tokens
         counts["from_host"], counts["from_disk"] = (
@@ -235,19 +237,20 @@ def draw_tiers() -> Drawing:
     drawing.text(24, lanes.y + 2, "Up: the same prompt comes again", size=SMALL, bold=True)
     lanes.y += 44
     lanes.call("scheduler", "manager", "get_computed_blocks")
-    lanes.call("manager", "tiers", "get_num_new_matched_tokens", back=f"{run['loaded']} tokens")
+    lanes.call("manager", "tiers", "get_num_new_matched_tokens")
+    lanes.returns("tiers", "manager", f"{run['loaded']} tokens")
     lanes.call("manager", "tiers", "update_state_after_alloc")
     lanes.call("tiers", "reader", "submit")
-    lanes.call("manager", "scheduler", "NotReady.LOADING")
+    lanes.returns("manager", "scheduler", "NotReady.LOADING")
     lanes.call("reader", "disk", "read")
     lanes.call("scheduler", "manager", "get_computed_blocks")
     lanes.call("manager", "tiers", "get_finished_load")
     lanes.call("tiers", "device", "write_block", at=0.2)
-    lanes.call("manager", "scheduler", "ComputedBlocks")
+    lanes.returns("manager", "scheduler", "ComputedBlocks")
     drawing.text(
         24, lanes.y + 16,
-        f"{run['from_host']} block came from the host, {run['from_disk']} from disk. While it waits, "
-        "other requests run.", size=SMALL,
+        f"{run['from_host']} block came from the host, {run['from_disk']} from disk. While it "
+        "waits, other requests run.", size=SMALL,
     )  # fmt: skip
     lanes.draw_lanes(54, lanes.y - 14)
     drawing.height = lanes.y + 42
