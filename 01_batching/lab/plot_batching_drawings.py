@@ -32,7 +32,7 @@ def counters() -> list[tuple[str, int, int, int]]:
 def draw_counters() -> Drawing:
     drawing = Drawing(
         840,
-        430,
+        446,
         "Two counters on a strip of tokens",
         "The same request before any step, after its prefill and after a decode: num_tokens counts "
         "what is known, num_computed_tokens what is in the KV cache.",

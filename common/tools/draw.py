@@ -26,7 +26,7 @@ from math import hypot
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from common.tools.palette import INK, PAPER
+from common.tools.palette import INK, PAPER, PROMPT
 
 FONTS = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 MONO = 'ui-monospace, "SF Mono", Menlo, Consolas, monospace'
@@ -43,6 +43,7 @@ NEUTRAL = {
     ("muted", "fill"): (MUTED, "#9da7b3"),
     ("edge", "stroke"): (LINE, "#9da7b3"),
     ("strong", "stroke"): (INK, "#e6edf3"),
+    ("prompt", "stroke"): (PROMPT, "#3d9bd6"),  # a thin line needs more light than a fill
     ("head", "fill"): (LINE, "#9da7b3"),
     ("grid", "stroke"): ("#d8dee4", "#30363d"),
 }
@@ -264,7 +265,7 @@ class Drawing:
         """Through all points; in a palette's colour, if it has a meaning, or in INK."""
         path = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
         look = f'stroke="{color}"' if color else 'class="edge"'
-        look = 'class="strong"' if color == INK else look
+        look = {INK: 'class="strong"', PROMPT: 'class="prompt"'}.get(color or "", look)
         dashes = ' stroke-dasharray="5 4"' if dashed else ""
         self.shapes.append(
             f'<polyline points="{path}" fill="none" {look} stroke-width="{_n(width)}"{dashes}/>'
