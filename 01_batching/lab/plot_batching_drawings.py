@@ -32,15 +32,13 @@ def counters() -> list[tuple[str, int, int, int]]:
 def draw_counters() -> Drawing:
     drawing = Drawing(
         840,
-        430,
+        446,
         "Two counters on a strip of tokens",
         "The same request before any step, after its prefill and after a decode: num_tokens counts "
         "what is known, num_computed_tokens what is in the KV cache.",
     )
     drawing.text(24, 30, "Two counters, and a step lets the second catch up", size=LARGE, bold=True)
-    drawing.key(
-        24, 62, {"prompt token": PROMPT, "output token": DECODE, "not known yet": PAPER}
-    )
+    drawing.key(24, 62, {"prompt token": PROMPT, "output token": DECODE, "not known yet": PAPER})
     width, left = 58, 210
     ids = [*PROMPT_IDS, *OUTPUT_IDS]
     for row, (what, known, computed, _) in enumerate(counters()):

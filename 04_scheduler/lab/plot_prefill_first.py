@@ -45,7 +45,7 @@ def draw_states() -> Drawing:
     drawing.text(24, 30, "What a step is", size=LARGE, bold=True)
     extend = drawing.box(90, 100, 220, 64, "prompts, or chunks", title="EXTEND", fill=NEW)
     decode = drawing.box(530, 100, 220, 64, "a token for each", title="DECODE", fill=OLD)
-    idle = drawing.box(335, 240, 170, 44, "nothing to do", fill=PAPER, dashed=True)
+    drawing.box(335, 240, 170, 44, "nothing to do", fill=PAPER, dashed=True)
     for box, pair in ((extend, ("EXTEND", "EXTEND")), (decode, ("DECODE", "DECODE"))):
         left, right = box.x + 60, box.x + 160
         drawing.arrow((left, box.y), (left, box.y - 22), (right, box.y - 22), (right, box.y))
@@ -87,8 +87,8 @@ def draw_batches() -> Drawing:
         left + 6 * column + 12,
         400,
         "Last, running and new batch over six iterations",
-        "Six columns, one for each iteration: what arrives, what last_batch and running_batch hold, "
-        "which batch runs and the positions it computes.",
+        "Six columns, one for each iteration: what arrives, what last_batch and running_batch "
+        "hold, which batch runs and the positions it computes.",
     )
     drawing.text(20, 28, "Three batches over six iterations", size=LARGE, bold=True)
     rows = {"arrives": 92, "last_batch": 142, "running_batch": 202, "this step": 274, "ends": 362}

@@ -53,7 +53,7 @@ def draw_preemption() -> Drawing:
         "everything reserved at admission": block_run(reserve_all=True),
     }
     longest = max(len(run.owners) for run in runs.values())
-    size, left = min(18.0, 700 / longest), 100
+    size, left = min(24.0, 700 / longest), 100
     drawing = Drawing(
         840,
         606,
@@ -77,14 +77,15 @@ def draw_preemption() -> Drawing:
                 )  # fmt: skip
             for i, name in enumerate(run.preempted[step]):
                 x = left + step * size
-                drawing.box(x + 2, top - 16 - 16 * i, size - 4, 10, fill=PREEMPTED, radius=0)
+                drawing.box(x + 2, top - 16, 10, 10, fill=PREEMPTED, radius=5)
+                drawing.text(x + 16 + 14 * i, top - 11, name, size=SMALL)
         drawing.text(left - 10, top + 84, "12 blocks", size=SMALL, anchor="end")
         for step in range(0, len(run.owners), 10):
             drawing.text(left + step * size + size / 2, top + 12 * height + 14, str(step + 1),
                          size=SMALL, anchor="middle", muted=True)  # fmt: skip
         y = top + 12 * height + 50
     key = {name: tint(PROMPT, share) for name, share in SHADES.items()}
-    drawing.key(left, y + 4, {**key, "free": PAPER, "somebody is preempted": PREEMPTED})
+    drawing.key(left, y + 4, {**key, "free": PAPER, "preempted": PREEMPTED})
     return drawing
 
 
@@ -112,8 +113,8 @@ def draw_starvation() -> Drawing:
         840,
         400,
         "A decode among newcomers",
-        "Output tokens of one request while a new prompt arrives in every step: one a step with two "
-        "phases, one in four with a bound of 3, and none without a bound.",
+        "Output tokens of one request while a new prompt arrives in every step: one a step with "
+        "two phases, one in four with a bound of 3, and none without a bound.",
     )
     drawing.text(24, 30, "One newcomer in every step", size=LARGE, bold=True)
     num_steps = len(curves["two phases"][0])

@@ -126,9 +126,7 @@ class Budget:
 
 def worked_budget(new_token_ratio: float) -> Budget:
     """a and b have decoded once. c and d wait, and are asked in that order."""
-    loop = make_loop(
-        12, init_new_token_ratio=new_token_ratio, min_new_token_ratio=new_token_ratio
-    )
+    loop = make_loop(12, init_new_token_ratio=new_token_ratio, min_new_token_ratio=new_token_ratio)
     for name, num_prompt, max_tokens in (("a", 10, 8), ("b", 5, 10)):
         loop.add(name, num_prompt, max_tokens)
     loop.step()

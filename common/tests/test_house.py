@@ -332,6 +332,7 @@ IN_A_CHECKOUT_ONLY = (  # what measures, trains, draws or counts this repository
     "common/notebooks.py",
     "common/parallel/communication.py",
     "common/parallel/measure_communication.py",
+    "common/tools/draw.py",
     "common/tools/lab_frame.py",
     "common/tools/module_swap.py",
     "common/tools/palette.py",

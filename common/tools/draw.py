@@ -26,7 +26,7 @@ from math import hypot
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from common.tools.palette import INK, PAPER
+from common.tools.palette import INK, PAPER, PROMPT
 
 FONTS = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 MONO = 'ui-monospace, "SF Mono", Menlo, Consolas, monospace'
@@ -43,6 +43,7 @@ NEUTRAL = {
     ("muted", "fill"): (MUTED, "#9da7b3"),
     ("edge", "stroke"): (LINE, "#9da7b3"),
     ("strong", "stroke"): (INK, "#e6edf3"),
+    ("prompt", "stroke"): (PROMPT, "#3d9bd6"),  # a thin line needs more light than a fill
     ("head", "fill"): (LINE, "#9da7b3"),
     ("grid", "stroke"): ("#d8dee4", "#30363d"),
 }
@@ -264,7 +265,7 @@ class Drawing:
         """Through all points; in a palette's colour, if it has a meaning, or in INK."""
         path = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
         look = f'stroke="{color}"' if color else 'class="edge"'
-        look = 'class="strong"' if color == INK else look
+        look = {INK: 'class="strong"', PROMPT: 'class="prompt"'}.get(color or "", look)
         dashes = ' stroke-dasharray="5 4"' if dashed else ""
         self.shapes.append(
             f'<polyline points="{path}" fill="none" {look} stroke-width="{_n(width)}"{dashes}/>'
@@ -377,7 +378,9 @@ class Axes:
         for value, label in xticks.items():
             x = self.x_of(value)
             drawing.shapes.append(_grid(x, area.y, x, area.y + area.height))
-            drawing.text(x, area.y + area.height + 15, label, size=SMALL, anchor="middle", muted=True)
+            drawing.text(
+                x, area.y + area.height + 15, label, size=SMALL, anchor="middle", muted=True
+            )
         drawing.text(area.x, area.y - 16, ylabel, size=SMALL)
         drawing.text(
             area.x + area.width, area.y + area.height + 35, xlabel, size=SMALL, anchor="end"
@@ -394,25 +397,26 @@ class Lanes:
     y: float  # of the next call
     box_width: float = 120
     fills: Mapping[str, str] = field(default_factory=dict)
-    stops: list[tuple[float, float, float]] = field(default_factory=list)
+    widths: Mapping[str, float] = field(default_factory=dict)  # of heads that are not `box_width`
 
-    def call(
-        self, start: str, stop: str, text: str, *, back: str = "", mono: bool = True, at: float = 0.5
-    ) -> None:
-        """An arrow with the call above it, and `back`, what it returns, on a dashed one."""
-        x0, x1 = self.x[start], self.x[stop]
-        away = 5 if x1 > x0 else -5
-        self.drawing.text(
-            x0 + (x1 - x0) * at, self.y - 12, text, size=SMALL, anchor="middle", mono=mono
-        )
-        self.drawing.arrow((x0 + away, self.y), (x1 - away, self.y))
-        self.stops.append((min(x0, x1), max(x0, x1), self.y - 12))
-        if back:
-            self.y += 30
-            self.drawing.text((x0 + x1) / 2, self.y - 12, back, size=SMALL, anchor="middle", muted=True)
-            self.drawing.arrow((x1 - away, self.y), (x0 + away, self.y), dashed=True)
-            self.stops.append((min(x0, x1), max(x0, x1), self.y - 12))
+    def call(self, start: str, stop: str, text: str, *, at: float = 0.5) -> None:
+        """An arrow, with the call above it, at this share of its length."""
+        x0, x1 = self._ends(start, stop)
+        x = x0 + (x1 - x0) * at
+        self.drawing.text(x, self.y - 12, text, size=SMALL, anchor="middle", mono=True)
+        self.drawing.arrow((x0, self.y), (x1, self.y))
         self.y += 38
+
+    def returns(self, start: str, stop: str, text: str) -> None:
+        """A dashed arrow, with what is returned above it."""
+        x0, x1 = self._ends(start, stop)
+        self.drawing.text((x0 + x1) / 2, self.y - 12, text, size=SMALL, anchor="middle", muted=True)
+        self.drawing.arrow((x0, self.y), (x1, self.y), dashed=True)
+        self.y += 38
+
+    def _ends(self, start: str, stop: str) -> tuple[float, float]:
+        away = 5 if self.x[stop] > self.x[start] else -5
+        return self.x[start] + away, self.x[stop] - away
 
     def note(self, lane: str, text: str, *, fill: str = SOFT, width: float = 0) -> None:
         """A box on a lane: it does something by itself."""
@@ -420,15 +424,15 @@ class Lanes:
         height = 14 + 18 * len(text.split("\n"))
         x = self.x[lane] - width / 2
         self.drawing.box(x, self.y - 14, width, height, text, fill=fill, size=SMALL)
-        self.stops.append((x, x + width, self.y - 14 + height / 2))
         self.y += height + 20
 
     def draw_lanes(self, top: float, bottom: float) -> None:
         """The heads and the dotted lines, which leave room for every text."""
         rooms = [placed for _, placed in self.drawing.texts] + self.drawing.boxes
         for name, x in self.x.items():
+            width = self.widths.get(name, self.box_width)
             self.drawing.box(
-                x - self.box_width / 2, top, self.box_width, 24 + 18 * name.count("\n") + 8, name,
+                x - width / 2, top, width, 24 + 18 * name.count("\n") + 8, name,
                 fill=self.fills.get(name, SOFT), size=SMALL, bold=True,
             )  # fmt: skip
             y = top + 32 + 18 * name.count("\n")
@@ -446,7 +450,9 @@ class Lanes:
 def ink_on(fill: str) -> str:
     """The colour of text on this one: white or black, whichever stands out more."""
     red, green, blue = (int(fill[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)]
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)
+    ]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "#ffffff" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.055 else "#111111"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -18,10 +20,12 @@ SCRIPTS = sorted(
 )
 
 
+@cache
 def load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"drawn_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
     spec.loader.exec_module(module)
     return module
 
