@@ -43,21 +43,18 @@ def make_blank(
     first, stop, indent = _region(source, place, names)
     lines = source.splitlines(keepends=True)
     margin = " " * indent
-    comment = textwrap.indent(_filled(f"Task {number}: {title}.\n\n{write}", WIDTH - indent - 2), "# ")
-    comment = textwrap.indent(comment, margin)
-    stub = f'{comment}\n{margin}raise NotImplementedError("task {number}: not written yet")\n'
+    told = filled(f"Task {number}: {title}\n\n{write}", WIDTH - indent - 2)
+    comment = "".join(f"{margin}# {line}".rstrip() + "\n" for line in told.splitlines())
+    stub = f'{comment}{margin}raise NotImplementedError("task {number}: not written yet")\n'
     parts = ("".join(part) for part in (lines[:first], lines[first:stop], lines[stop:]))
     before, solution, after = parts
     return Blank(before, stub, after, solution, first + 1)
 
 
-def _filled(text: str, width: int) -> str:
-    """Paragraphs are filled. An indented line stays as it is."""
-    shown = []
-    for paragraph in text.split("\n\n"):
-        is_drawn = paragraph.startswith(" ")
-        shown.append(paragraph if is_drawn else textwrap.fill(paragraph, width))
-    return "\n".join(shown)
+def filled(text: str, width: int) -> str:
+    """Paragraphs are filled. One that is indented is a drawing and stays as it is."""
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(p if p.startswith(" ") else textwrap.fill(p, width) for p in paragraphs)
 
 
 def function_at(tree: ast.Module, place: str) -> ast.FunctionDef | None:

@@ -41,7 +41,7 @@ class Task:
     place: str  # the function in it: `BlockPool.free`
     write: str  # what to write, and what has to hold
     hints: tuple[str, ...]  # from vague to precise
-    tests: tuple[str, ...]  # names within `test_file`, from the simplest on
+    tests: tuple[str, ...]  # names within `test_file`, or path::name; the simplest first
     probe: Callable[[], str]
     mistakes: tuple[Mistake, ...]
     test_file: str
@@ -60,7 +60,7 @@ class Task:
 
     @property
     def test_ids(self) -> tuple[str, ...]:
-        return tuple(f"{self.test_file}::{name}" for name in self.tests)
+        return tuple(n if ".py::" in n else f"{self.test_file}::{n}" for n in self.tests)
 
     def source(self) -> str:
         return (ROOT / self.file).read_text(encoding="utf-8")

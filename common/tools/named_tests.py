@@ -36,6 +36,7 @@ class TestRun:
     report: str
     cpu_s: float = 0.0
     first: Failure | None = None
+    num_passed: int = 0
 
 
 class _Failures:
@@ -44,12 +45,15 @@ class _Failures:
     def __init__(self, swapped: str) -> None:
         self.found: dict[str, None] = {}
         self.first: Failure | None = None
+        self.num_passed = 0
         self._swapped = swapped
 
     def pytest_runtest_logreport(self, report) -> None:
         if report.failed:
             self.found |= {report.nodeid: None, report.nodeid.partition("[")[0]: None}
             self.first = self.first or self._told(report)
+        elif report.passed and report.when == "call":
+            self.num_passed += 1
 
     def _told(self, report) -> Failure:
         crash = getattr(report.longrepr, "reprcrash", None)
@@ -95,7 +99,8 @@ def run_tests(
             report = file.read()
     if code not in (0, 1):
         raise RuntimeError(f"pytest ended with {code}\n{report}")
-    return TestRun(tuple(failures.found), report, time.process_time(), failures.first)
+    found, first, passed = tuple(failures.found), failures.first, failures.num_passed
+    return TestRun(found, report, time.process_time(), first, passed)
 
 
 @contextlib.contextmanager
