@@ -32,6 +32,11 @@ class Blank:
         return self.before + self.stub + self.after
 
     @property
+    def line(self) -> int:
+        """Of the `raise`, in the blank; from 1."""
+        return (self.before + self.stub).count("\n")
+
+    @property
     def solved(self) -> str:
         return self.before + self.solution + self.after
 

@@ -36,6 +36,4 @@ def task_numbered(number: str) -> Task | None:
 
 
 def blank_of(task: Task) -> Blank:
-    return make_blank(
-        task.source(), task.place, task.names, task.title, task.write, task.number
-    )
+    return make_blank(task.source(), task.place, task.names, task.title, task.write, task.number)

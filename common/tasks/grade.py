@@ -14,6 +14,7 @@ What runs the reader's code is a process of its own. Nothing in the checkout is 
 from __future__ import annotations
 
 import ast
+import difflib
 import linecache
 import os
 import tempfile
@@ -31,7 +32,7 @@ from common.tools.module_swap import ModuleSwap
 from common.tools.named_tests import Failure, TestRun, into, run_tests
 from common.tools.source_patch import ROOT
 
-LIMIT_S = 20.0  # for a test, an import, a probe
+LIMIT_S = 10.0  # for a test, an import, a probe
 NEVER_ENDS = "(it does not end; stopped from outside)"
 NUM_LINES = 12  # that are shown of what a test, or the reader's code, has said
 
@@ -76,11 +77,11 @@ def _in_the_text(task: Task, file: Path) -> str:
         line = (error.text or "").strip()
         at = f"line {error.lineno} of {_name(file)}"
         return f"Python can not read {at}: {error.msg}.\n\n    {line}"
-    ours = function_at(ast.parse(task.source()), task.place)
-    yours = function_at(tree, task.place)
+    source = ast.parse(task.source())
+    ours, yours = function_at(source, task.place), function_at(tree, task.place)
     assert ours is not None
     if yours is None:
-        there = f" There is {found}." if (found := _like(tree, task.place)) else ""
+        there = f" There is `{found}`." if (found := _like(tree, source, task.place)) else ""
         return (
             f"{_name(file)} has no {task.place} any more, and that is what others call."
             f"{there} Give it its name back."
@@ -90,21 +91,26 @@ def _in_the_text(task: Task, file: Path) -> str:
             f"{task.place} takes {signature(yours)} now, and others call it with "
             f"{signature(ours)}. Put the arguments back; the task needs no others."
         )
-    if text == blank_of(task).text:
+    blank = blank_of(task)
+    if text == blank.text:
         return "It is still the blank. Write your lines in the place of `raise`."
+    if (stub := blank.stub.splitlines()[-1].strip()) in text:
+        line = text[: text.index(stub)].count("\n") + 1
+        return f"Line {line} of {_name(file)} still raises NotImplementedError. Take it out."
     return ""
 
 
-def _like(tree: ast.Module, place: str) -> str:
-    """Functions in the place's class, or module, that are not in ours: what it may be called now."""
+def _like(yours: ast.Module, ours: ast.Module, place: str) -> str:
+    """What it may be called now: a function beside it that is none of ours."""
     parent, _, name = place.rpartition(".")
-    holders = [tree] if not parent else [
-        node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == parent
-    ]
-    names = [n.name for h in holders for n in h.body if isinstance(n, ast.FunctionDef)]
-    letters = set(name.lower())
-    alike = [n for n in names if len(letters ^ set(n.lower())) <= 3 and n != name]
-    return " and ".join(f"`{n}`" for n in alike)
+    new = sorted(_names_beside(yours, parent) - _names_beside(ours, parent))
+    return next(iter(difflib.get_close_matches(name, new, 1)), "")
+
+
+def _names_beside(tree: ast.Module, parent: str) -> set[str]:
+    holders = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == parent]
+    bodies = [holder.body for holder in holders] if parent else [tree.body]
+    return {n.name for body in bodies for n in body if isinstance(n, ast.FunctionDef)}
 
 
 # -- in another process
@@ -174,12 +180,21 @@ def _explained(task: Task, swap: ModuleSwap, run: TestRun, limit_s: float) -> Ve
     mistake = None
     if said != ours:
         mistake = recognised(task, said, limit_s)
-        parts.append(
-            f"A small example, with yours:\n\n{_shown(said)}\n\nand with ours:\n\n{_shown(ours)}"
-        )
+        yours = f"With your lines it says:\n\n{_shown(said)}"
+        parts.append(f"A small example, as it should be:\n\n{_shown(ours)}\n\n{yours}")
     if mistake is not None:
         parts.append(textwrap.fill(f"This is a typical mistake. {mistake.message}", 96))
+    elif not _is_ours_elsewhere(task, swap.file):
+        parts.append(
+            f"Outside of {task.place}, {_name(swap.file)} is not as {task.file} is now. That may "
+            f"be what is wrong. (make task N={task.number} ARGS=--again begins with a new copy.)"
+        )
     return Verdict(False, "\n\n".join(parts), mistake)
+
+
+def _is_ours_elsewhere(task: Task, file: Path) -> bool:
+    blank, text = blank_of(task), file.read_text(encoding="utf-8")
+    return text.startswith(blank.before) and text.endswith(blank.after)
 
 
 def recognised(task: Task, said: str, limit_s: float = LIMIT_S) -> Mistake | None:

@@ -39,7 +39,8 @@ def admissions() -> str:
         for request_id, num_tokens in prompts.items():
             scheduler.add_request(request(request_id, num_tokens, max_tokens=9))
         (first,) = steps(scheduler, most=1)
-        lines.append(f"{name}: the first step computes {first}")
+        left = [waiting.request_id for waiting in scheduler.waiting]
+        lines.append(f"{name}: the first step computes {first}, waiting {left}")
     return "\n".join(lines)
 
 
@@ -207,6 +208,21 @@ TASKS = (
                 "A short prompt overtakes a long one that did not fit. That fills the step "
                 "better, and it starves the long one: as long as short prompts arrive, the "
                 "budget that is left is never large enough. Stop at the first that does not fit.",
+            ),
+            Mistake(
+                "            request = self.waiting.peek_request()\n"
+                "            num_tokens = request.num_tokens\n"
+                "            if num_tokens > budget or not self._has_room(request):\n"
+                "                break\n"
+                "            self._seat(self.waiting.pop_request())\n",
+                "            request = self.waiting.pop_request()\n"
+                "            num_tokens = request.num_tokens\n"
+                "            if num_tokens > budget or not self._has_room(request):\n"
+                "                break\n"
+                "            self._seat(request)\n",
+                "The request is taken out of the queue before you know that it fits. If it does "
+                "not, it is in no list any more, and its user waits for ever. `peek_request` "
+                "looks without taking.",
             ),
             Mistake(
                 "        while self.waiting and len(self.running) < self.max_num_seqs:",

@@ -12,10 +12,11 @@ def chains() -> str:
     chain = compute_hash_chain(tokens, 4)
     other = compute_hash_chain([9, *tokens[1:]], 4)
     salted = compute_hash_chain(tokens, 4, [("salt", "x")])
+    first = compute_block_hash(None, tokens[:4])
     behind = compute_block_hash(salted[0][0], tokens[4:8])
     return (
         f"10 tokens in blocks of 4: {[list(tokens) for _, tokens in chain]}\n"
-        f"the first hash is that of its block: {chain[0][0] == compute_block_hash(None, tokens[:4])}\n"
+        f"the first hash is that of its block: {chain[0][0] == first}\n"
         f"another first token, the second hash differs: {chain[1][0] != other[1][0]}\n"
         f"with a salt, the first hash differs: {chain[0][0] != salted[0][0]}\n"
         f"the second is the hash behind the first: {salted[1][0] == behind}"
@@ -246,9 +247,8 @@ TASKS = (
         probe=evictions,
         mistakes=(
             Mistake(
-                "        for cached in reversed(cached_blocks):  # the deepest first: it is evicted "
-                "before its parent\n",
-                "        for cached in cached_blocks:\n",
+                "        for cached in reversed(cached_blocks):  # the deepest first",
+                "        for cached in cached_blocks:  # the deepest first",
                 "The head goes first. A prefix is found from its head on, so what is left of "
                 "it behind is memory that nobody can use. Put the deepest in first.",
             ),

@@ -35,7 +35,11 @@ def turns() -> str:
 
 def victims() -> str:
     lines = []
-    for policy, priorities in (("fcfs", (0, 0, 0)), ("priority", (9, 1, 9)), ("priority", (9, 1, 1))):
+    for policy, priorities in (
+        ("fcfs", (0, 0, 0)),
+        ("priority", (9, 1, 9)),
+        ("priority", (9, 1, 1)),
+    ):
         scheduler = _scheduler(20, policy=policy)
         made = [
             request(name, 3, priority=priority, arrival_time=float(time))
