@@ -156,16 +156,22 @@ def probed_text(task: Task, text: str, limit_s: float = LIMIT_S) -> str:
         return probed(task, ModuleSwap(task.module, path), limit_s)
 
 
+def _try(tests: tuple[str, ...], swap: ModuleSwap, limit_s: float) -> TestRun | str:
+    try:
+        return run_tests(tests, swap, True, limit_s)
+    except RuntimeError as error:  # pytest did not come to run them
+        told = [line[1:].strip() for line in str(error).splitlines() if line.startswith("E ")]
+        return told[0] if told else str(error)
+
+
 def _tested(task: Task, swap: ModuleSwap, limit_s: float) -> TestRun | str:
     """The run of the named tests, or why there was none."""
-    most = limit_s * 2 + 60
     try:
-        run = apart(run_tests, (task.test_ids, swap, True, limit_s), most)
+        run = apart(_try, (task.test_ids, swap, limit_s), 2 * limit_s + 60)
     except RuntimeError as error:
-        said = [line.strip() for line in str(error).splitlines()]
-        told = [line[1:].strip() for line in said if line.startswith("E ")]
-        why = told[0] if told else said[-1]
-        return f"The tests could not be run with {_name(swap.file)}: {why}"
+        run = str(error)
+    if isinstance(run, str):
+        return f"The tests could not be run with {_name(swap.file)}: {run}"
     return run or f"The tests do not end with {_name(swap.file)}, and could not be stopped."
 
 
