@@ -2,11 +2,13 @@
 #
 #   make demo ARGS="--num-prompts 4 --trace"      make test ARGS="-k scheduler"
 #   make matrix ARGS="--seconds 60 --seed 1"      make museum BUG=9
+#   make task N=3.2                               make task N=3.2 ARGS=--hint
 #   make test PYTHON=python3.12                   (which Python makes .venv, when there is none yet)
 
 PYTHON ?= python3
 ARGS ?=
 BUG ?=
+N ?=
 JOBS ?= 2
 TORCH_VERSION := 2.13.0
 TRITON_VERSION := 3.9.0
@@ -23,6 +25,7 @@ WHAT_demo := serve a batch of prompts with the shipped checkpoint and print the 
 WHAT_test := run every test, notebooks included, on $(JOBS) processes
 WHAT_matrix := serve with random settings for ten minutes and compare every token with transformers
 WHAT_museum := list real bugs of real engines; with BUG=N, put one back in a copy and watch it
+WHAT_task := list the tasks of COURSE.md; with N=3.2, begin one or have your answer graded
 WHAT_lint := check the code and its layout with ruff, and its types; nothing is changed
 WHAT_format := lay out the code and repair what ruff can repair
 WHAT_notebooks := execute every NN_*/*_demo.py and write its .ipynb
@@ -31,7 +34,7 @@ WHAT_bench := measure, write a record and print a table
 WHAT_ladder := measure the engine with one chapter more at a time, and print the README's first table
 WHAT_clean := remove caches and dist/; .venv and build/ stay
 
-TARGETS := demo test matrix museum lint format notebooks figures bench ladder clean
+TARGETS := demo test matrix museum task lint format notebooks figures bench ladder clean
 
 .NOTPARALLEL:
 .PHONY: help $(TARGETS)
@@ -58,6 +61,10 @@ matrix: say-matrix $(STAMP)
 
 museum: say-museum $(STAMP)
 	@$(PY) -m common.museum $(BUG) $(ARGS)
+
+# An answer that is not right yet (1) is no error of make.
+task: say-task $(STAMP)
+	@$(PY) -m common.tasks $(N) $(ARGS) || [ $$? -eq 1 ]
 
 # Without ruff's cache: it keeps a file's verdict on import order after a neighbour that the file
 # imports was added, so what passes here could fail in a fresh clone.

@@ -53,6 +53,9 @@ def test_every_token_stands_at_its_position_and_writes_to_its_slot(block_size, s
         starts.append(rng.randint(0, stop - 1))
         lens.append(stop - starts[-1])
         requests.append(request)
+    columns = list(zip(requests, rows, starts, lens, strict=True))
+    rng.shuffle(columns)  # a query's number is not its request's row
+    requests, rows, starts, lens = zip(*columns, strict=True)
     layout = compose_in_order(state, queries(rows, starts, lens), block_size, CPU)
     tokens, positions, slots, ends = [], [], [], [0]
     for request, start, n in zip(requests, starts, lens, strict=True):

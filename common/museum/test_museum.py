@@ -14,7 +14,8 @@ from common.museum.exhibit import Exhibit
 from common.museum.hall import EXHIBITS, TITLES
 from common.museum.museum_command import clues, find, listed, main
 from common.museum.museum_page import PAGE, linked, render, side_by_side
-from common.museum.visit import TestRun, broken_copy, without_folder
+from common.museum.visit import broken_copy, without_folder
+from common.tools.named_tests import TestRun
 from common.tools.source_patch import ROOT, names_in
 
 EVERY_EXHIBIT = pytest.mark.parametrize("exhibit", EXHIBITS, ids=lambda e: e.title)

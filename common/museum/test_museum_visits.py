@@ -6,7 +6,7 @@ import pytest
 
 from common.museum.exhibit import NEVER_ENDS, Exhibit
 from common.museum.hall import EXHIBITS
-from common.museum.visit import _apart, broken_copy, show, try_tests
+from common.museum.visit import broken_copy, show, try_tests
 
 MOST_CPU_S = 10  # for the tests of an exhibit
 
@@ -29,12 +29,3 @@ def test_the_named_tests_pass_without_the_bug() -> None:
 
 def test_one_does_not_end_and_is_stopped() -> None:
     assert [exhibit.title for exhibit in EXHIBITS if exhibit.wrong == NEVER_ENDS]
-
-
-def _die() -> None:
-    raise SystemExit(3)
-
-
-def test_a_process_that_dies_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="ended with 3"):
-        _apart(_die, (), 60)

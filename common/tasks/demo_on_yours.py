@@ -1,0 +1,57 @@
+"""The engine on a reader's module: `SWAPPED_MODULE=module=file python -m common.tasks.demo_on_yours
+N`. Small, and with the settings that make the engine use task N's module."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from common.tools.module_swap import VARIABLE, swap_of
+
+NUM_PROMPTS = 2
+MAX_TOKENS = 32
+
+
+def engine_on(options: dict[str, Any], num_prompts: int, max_tokens: int) -> Any:
+    """An engine with those settings that has served some of the demo's prompts, and its run."""
+    from common.demo import FIRST_SEED, PROMPTS, run
+    from common.llm import LLM, SamplingParams
+
+    llm = LLM(device="cpu", dtype="float32", num_blocks=200, compile=False, **options)
+    params = [
+        SamplingParams(temperature=0, max_tokens=max_tokens, seed=FIRST_SEED + i)
+        for i in range(num_prompts)
+    ]
+    return llm, run(llm, list(PROMPTS[:num_prompts]), params, progress=False)
+
+
+def main() -> int:
+    from common.tasks.course import task_numbered
+
+    swap = swap_of(os.environ[VARIABLE])
+    swap.install()
+    task = task_numbered(sys.argv[1])
+    assert task is not None and task.engine is not None
+    try:
+        swap.check()
+        print(f"The engine, with {Path(swap.file).name} from {swap.file.parent.name}/:")
+        llm, run = engine_on(task.engine, NUM_PROMPTS, MAX_TOKENS)
+    except Exception as error:
+        places = [
+            f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(swap.file)
+        ]
+        at = f", at your line {places[-1].lineno}: {places[-1].line}" if places else ""
+        print(f"It stopped with {type(error).__name__}: {error}{at}")
+        return 1
+    from common.demo import print_outputs, print_summary
+
+    print_outputs(run.outputs)
+    print_summary(run, llm)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""The grader on every task: the blank, each typical mistake; and on what a reader may do wrong.
+
+The solution is the source (`test_tasks.py`), and its tests run as such: one task shows that it
+passes.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.tasks.course import TASKS, blank_of, task_numbered
+from common.tasks.demo_on_yours import engine_on
+from common.tasks.grade import NEVER_ENDS, Verdict, _say, grade, probed_text, recognised
+from common.tasks.task import Task
+from common.tools.apart import apart
+from common.tools.module_swap import ModuleSwap
+from common.tools.named_tests import TestRun, run_tests
+
+EVERY_TASK = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.number)
+MOST_CPU_S = 10  # for the tests of a task
+
+
+def _tried(task: Task, swap: ModuleSwap) -> tuple[str, TestRun]:
+    """What the probe says, and the tests: in one process, which is quicker than in two."""
+    return _say(task, swap), run_tests(task.test_ids, swap, True, 60)
+
+
+def tried(task: Task, text: str, folder: Path) -> tuple[str, TestRun]:
+    file = folder.resolve() / Path(task.file).name
+    file.write_text(text, encoding="utf-8")
+    return apart(_tried, (task, ModuleSwap(task.module, file)), 120)
+
+
+@EVERY_TASK
+def test_the_blank_fails_and_each_typical_mistake_fails_and_is_recognised(
+    task: Task, tmp_path: Path
+) -> None:
+    before = task.source()
+    said, run = tried(task, blank_of(task).text, tmp_path)
+    assert run.first is not None, "the blank passes its tests"
+    assert said == f"NotImplementedError: task {task.number}: not written yet"
+    right = probed_text(task, before)
+    answers = [tried(task, task.with_mistake(mistake), tmp_path) for mistake in task.mistakes]
+    assert len({right, *(said for said, _ in answers)}) == 1 + len(answers), "two look alike"
+    for mistake, (_, run) in zip(task.mistakes, answers, strict=True):
+        assert run.first is not None, f"no test notices: {mistake.message}"
+        assert run.cpu_s < MOST_CPU_S
+    assert task.source() == before
+
+
+def test_a_probes_words_lead_to_the_mistake_and_others_to_none() -> None:
+    task = the("1.2")
+    for mistake in task.mistakes:
+        assert recognised(task, probed_text(task, task.with_mistake(mistake))) is mistake
+    assert recognised(task, "something else") is None
+
+
+# -- what a reader may do
+
+
+def the(number: str) -> Task:
+    task = task_numbered(number)
+    assert task is not None
+    return task
+
+
+def graded(task: Task, text: str, folder: Path, limit_s: float = 20) -> Verdict:
+    file = folder / Path(task.file).name
+    file.write_text(text, encoding="utf-8")
+    return grade(task, file, limit_s)
+
+
+def answer(task: Task, *lines: str) -> str:
+    blank = blank_of(task)
+    margin = blank.stub[: len(blank.stub) - len(blank.stub.lstrip())]
+    return blank.before + "".join(f"{margin}{line}\n" for line in lines) + blank.after
+
+
+def test_the_solution_is_right_and_its_tests_are_counted(tmp_path: Path) -> None:
+    task = the("2.2")
+    verdict = graded(task, task.source(), tmp_path)
+    assert verdict == Verdict(True, "Right. 5 tests passed.")
+
+
+def test_a_typical_mistake_gets_its_message_behind_the_test_that_fails(tmp_path: Path) -> None:
+    task = the("2.2")
+    mistake = task.mistakes[1]
+    verdict = graded(task, task.with_mistake(mistake), tmp_path)
+    assert not verdict.is_right and verdict.mistake is mistake
+    first, second = (
+        'What does not hold: "blocks are reused in the order in which they were freed"',
+        "This is a typical mistake. Freed blocks go to the front",
+    )
+    assert first in " ".join(verdict.text.split()) and second in " ".join(verdict.text.split())
+    assert verdict.text.index("What does not hold") < verdict.text.index("typical mistake")
+    assert "assert " in verdict.text and "Traceback" not in verdict.text
+
+
+def test_an_exception_is_told_with_the_readers_line_and_what_was_printed(tmp_path: Path) -> None:
+    task = the("2.2")
+    verdict = graded(task, answer(task, "print('I am here')", "blocks.frobnicate()"), tmp_path)
+    line = blank_of(task).before.count("\n") + 2
+    assert f"Your code raised an exception at line {line} of block_pool.py:" in verdict.text
+    assert "blocks.frobnicate()" in verdict.text and "I am here" in verdict.text
+    assert "AttributeError: 'list' object has no attribute 'frobnicate'" in verdict.text
+
+
+def test_an_endless_loop_ends_by_the_time_limit(tmp_path: Path) -> None:
+    task = the("2.2")
+    verdict = graded(task, answer(task, "while True:", "    pass"), tmp_path, limit_s=1)
+    assert "it did not end. Does a loop never stop?" in verdict.text
+    assert NEVER_ENDS in verdict.text and "of block_pool.py" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text.replace("def free(", "def free("), "It is still the blank"),
+        (lambda text: text + "\n# mine\n", "still raises NotImplementedError. Take it out"),
+        (lambda text: text.replace("raise NotImpl", "for in x: Impl"), "Python can not read line"),
+        (lambda text: text.replace("def free(", "def fre("), "There is `fre`. Give it its name"),
+        (lambda text: text.replace("def free(self, blocks", "def free(self"), "takes (self"),
+    ],
+    ids=["blank", "the raise", "syntax", "name", "arguments"],
+)
+def test_what_is_wrong_with_the_text_is_said_before_it_is_run(change, words, tmp_path) -> None:
+    verdict = graded(the("2.2"), change(blank_of(the("2.2")).text), tmp_path)
+    assert not verdict.is_right and words in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("import nothing_of_that_name", "ModuleNotFoundError: No module named"),
+        ("1 / 0", "ZeroDivisionError: division by zero, line"),
+        ("exit()", "SystemExit"),
+        ("import os; os._exit(3)", "ended the whole process"),
+        ("while True: pass", "does not end within 2 seconds"),
+    ],
+)
+def test_what_is_wrong_at_its_import_is_said(line: str, words: str, tmp_path: Path) -> None:
+    task = the("2.2")
+    verdict = graded(task, f"{task.source()}\n{line}\n", tmp_path, limit_s=2)
+    assert "block_pool.py can not be imported" in verdict.text and words in verdict.text
+
+
+def test_a_module_that_lacks_what_others_import_is_said(tmp_path: Path) -> None:
+    task = the("1.3")
+    verdict = graded(task, task.source().replace("RunnerState", "State"), tmp_path)
+    assert "ImportError: cannot import name 'RunnerState'" in verdict.text
+
+
+def test_a_file_that_is_not_ours_any_more_is_told_so(tmp_path: Path) -> None:
+    task = the("2.2")
+    text = task.source().replace("popitem(last=False)", "popitem(last=True)")
+    assert "Outside of BlockPool.free, block_pool.py is not as" in graded(task, text, tmp_path).text
+
+
+# -- the engine on the reader's module
+
+
+def _loaded(options: dict) -> list[str]:
+    _, run = engine_on(options, num_prompts=1, max_tokens=6)
+    assert run.output_tokens == 6
+    return sorted(sys.modules)
+
+
+def _engines() -> list[tuple[dict, list[str]]]:
+    found: dict[str, tuple[dict, list[str]]] = {}
+    for task in TASKS:
+        if task.engine is not None:
+            found.setdefault(repr(task.engine), (task.engine, []))[1].append(task.module)
+    return list(found.values())
+
+
+@pytest.mark.parametrize(("options", "modules"), _engines(), ids=lambda x: str(x)[:40])
+def test_the_engine_uses_the_module_where_a_task_says_so(options: dict, modules: list[str]) -> None:
+    assert set(modules) <= set(apart(_loaded, (options,), 120))
