@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.tasks import reading
 from common.tasks.blank import filled
 from common.tasks.course import EVENINGS, TASKS, blank_of, task_numbered
 from common.tasks.grade import grade
@@ -32,7 +33,11 @@ def main(arguments: Sequence[str] | None = None, bench: Workbench | None = None)
     one.add_argument("--solution", action="store_true", help="our answer")
     one.add_argument("--demo", action="store_true", help="run the engine on your answer")
     one.add_argument("--again", action="store_true", help="begin with a blank; the old is kept")
+    one.add_argument("--write", action="store_true", help="count COURSE.md's lines anew and stop")
     options = parser.parse_args(arguments)
+    if options.write:
+        reading.write()
+        return 0
     asked = [name for name, value in vars(options).items() if value is True]
     if options.number is None and asked:
         parser.error(f"--{asked[0]} wants a task: a number of the list, such as 3.2")

@@ -46,6 +46,7 @@ def unknown_files(text: Path, known: list[str]) -> list[str]:
     `NAME.md` stand for any."""
     names = set(FILE.findall(LINK.sub("](", QUOTED.sub("", text.read_text(encoding="utf-8")))))
     names -= {"NAME.py", "NAME.md"}
+    names = {name for name in names if not name.startswith("my/")}  # the reader's own
     return sorted(n for n in names if not any(f"/{path}".endswith(f"/{n}") for path in known))
 
 
