@@ -33,7 +33,6 @@ from markdown_it.token import Token
 ROOT = Path(__file__).resolve().parents[2]
 SUFFIX = ".zh.md"
 GENERATED = re.compile(r"<!-- ((?:table|output):\w+) -->.*?<!-- /\1 -->", re.DOTALL)
-MARKER = re.compile(r"(<!-- /?(?:table|output):\w+ -->)")
 DIGEST = re.compile(r"<!-- en: (\S*) -->")
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 IMAGE_TAG = re.compile(r'<img[^>]*\ssrc="([^"]+)"')
@@ -120,7 +119,6 @@ def _normal(tokens: list[Token]) -> Iterator[str]:
 
 def sections(page: str) -> list[Section]:
     """Of the text of a page. Raises `ValueError` if something stands before its first heading."""
-    page = MARKER.sub(r"\n\1\n", page)  # so that a table ends where its marker stands
     lines, tokens = page.splitlines(), _MARKDOWN.parse(page)
     starts = [t.map[0] for t in tokens if t.type == "heading_open" and t.level == 0 and t.map]
     ends = [*starts[1:], len(lines)]
