@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SUFFIX = ".zh.md"
 GENERATED = re.compile(r"<!-- ((?:table|output):\w+) -->.*?<!-- /\1 -->", re.DOTALL)
 DIGEST = re.compile(r"<!-- en: (\S*) -->")
+NAME = re.compile(r"::|\.py$|^test_")
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 IMAGE_TAG = re.compile(r'<img[^>]*\ssrc="([^"]+)"')
 OWN_OTHER = "the same page in the other language"
@@ -76,9 +77,9 @@ class Section:
         return [unquote(str(t.attrs["href"])) for t in self._inline() if t.type == "link_open"]
 
     def names(self) -> list[str]:
-        """Of files, functions and tests, as they stand in backticks: `file.py::name`."""
+        """Of files, functions and tests, as they stand in backticks."""
         codes = (t.content for t in self._inline() if t.type == "code_inline")
-        return sorted(code for code in codes if "::" in code or code.endswith(".py"))
+        return sorted(code for code in codes if NAME.search(code))
 
     def tables(self) -> list[Cells]:
         found: list[Cells] = []
