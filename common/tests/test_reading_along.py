@@ -17,12 +17,14 @@ from common.llm import LLM, SamplingParams
 from common.tools.translation import ROOT, Section, sections_of
 from common.tools.worked_steps import worked_table
 
-PAGE = ROOT / "READING_ALONG.md"
+PAGE, CHINESE = ROOT / "READING_ALONG.md", ROOT / "READING_ALONG.zh.md"
 SECTIONS = sections_of(PAGE)
 BLOCKS = [
     (section, code) for section in SECTIONS for info, code in section.code() if info == "python"
 ]
-PLACE = re.compile(r"`([\w/]+\.py)(?:::([\w.]+))?`")
+# [`file.py`](room/file.py) and, behind it, `::name`; [`test_name`](room/test_file.py)
+PLACE = re.compile(r"\[`(\w+\.py)`\]\(([\w/]+\.py)\)(?:<br>| )`::([\w.]+)`")
+TEST = re.compile(r"\[`(test_\w+)`\]\(([\w/]+\.py)\)")
 ERRATUM = re.compile(r"\b([A-E]\d+)\b")
 
 
@@ -62,13 +64,9 @@ ERRATA = {
 }
 
 
-def defined_in(file: str) -> dict[int, str]:
-    """Line of its `def`, or of its first decorator -> qualified name."""
-    return _definitions(ROOT / file)
-
-
 @cache
 def _definitions(path: Path) -> dict[int, str]:
+    """Line of its `def`, or of its first decorator -> qualified name."""
     found: dict[int, str] = {}
 
     def visit(node: ast.AST, prefix: str) -> None:
@@ -83,16 +81,21 @@ def _definitions(path: Path) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("name", ERRATA)
-def test_an_erratum_names_a_line_and_a_test_that_are_there(name: str) -> None:
-    _, said, right, here, test = ERRATA[name]
-    assert said and right
-    for cell, is_test in ((here, False), (test, True)):
-        place = PLACE.fullmatch(cell)
-        assert place, f"{name}: {cell!r} must be one `path.py::name`"
-        file, symbol = place[1], place[2]
-        assert (ROOT / file).is_file(), f"{name}: {file}"
-        assert symbol is None or symbol in defined_in(file).values(), f"{name}: {cell}"
-        assert not is_test or (symbol and symbol.startswith("test_")), f"{name}: {cell}"
+def test_an_erratum_names_a_function_and_a_test(name: str) -> None:
+    _, said, right = ERRATA[name]
+    worked_out, here, test = right.split("<br>")
+    assert said and worked_out
+    assert here.startswith("*Here:* ") and PLACE.fullmatch(here.removeprefix("*Here:* "))
+    assert test.startswith("*Test:* ") and TEST.fullmatch(test.removeprefix("*Test:* "))
+
+
+@pytest.mark.parametrize("page", [PAGE, CHINESE], ids=lambda page: page.name)
+def test_every_function_and_test_that_is_linked_stands_in_its_file(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    places = [(path, name) for file, path, name in PLACE.findall(text) if path.endswith(f"/{file}")]
+    tests = [(path, name) for name, path in TEST.findall(text)]
+    assert len(places) == text.count("`::") > 100 and len(tests) >= len(ERRATA)
+    assert not [(p, n) for p, n in places + tests if n not in _definitions(ROOT / p).values()]
 
 
 def test_errata_are_numbered_and_those_that_are_referred_to_are_there() -> None:

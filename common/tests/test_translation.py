@@ -114,6 +114,7 @@ CHINESE_FAULTS = {
     "a table": ("| --- | --- |\n", "", "other numbers in tables: 1 in English, 0 in Chinese"),
     "a picture": ("figures/p.svg", "figures/q.svg", "other pictures"),
     "a link": ("(https://x.org/#a)", "(https://y.org)", "other links"),
+    "the way to the other page": ("[English](A.md)", "[English](A.zh.md)", "other links"),
     "an anchor": ("#乙一", "#乙", "other links"),
     "a name of code": ("`file.py::name`", "`file.py::other`", "other names of code"),
 }

@@ -33,8 +33,8 @@ from markdown_it.token import Token
 ROOT = Path(__file__).resolve().parents[2]
 SUFFIX = ".zh.md"
 GENERATED = re.compile(r"<!-- ((?:table|output):\w+) -->.*?<!-- /\1 -->", re.DOTALL)
-MARKER = re.compile(r"(<!-- /?(?:table|output):\w+ -->)")
 DIGEST = re.compile(r"<!-- en: (\S*) -->")
+NAME = re.compile(r"::|\.py$|^test_")
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 IMAGE_TAG = re.compile(r'<img[^>]*\ssrc="([^"]+)"')
 OWN_OTHER = "the same page in the other language"
@@ -77,9 +77,9 @@ class Section:
         return [unquote(str(t.attrs["href"])) for t in self._inline() if t.type == "link_open"]
 
     def names(self) -> list[str]:
-        """Of files, functions and tests, as they stand in backticks: `file.py::name`."""
+        """Of files, functions and tests, as they stand in backticks."""
         codes = (t.content for t in self._inline() if t.type == "code_inline")
-        return sorted(code for code in codes if "::" in code or code.endswith(".py"))
+        return sorted(code for code in codes if NAME.search(code))
 
     def tables(self) -> list[Cells]:
         found: list[Cells] = []
@@ -120,7 +120,6 @@ def _normal(tokens: list[Token]) -> Iterator[str]:
 
 def sections(page: str) -> list[Section]:
     """Of the text of a page. Raises `ValueError` if something stands before its first heading."""
-    page = MARKER.sub(r"\n\1\n", page)  # so that a table ends where its marker stands
     lines, tokens = page.splitlines(), _MARKDOWN.parse(page)
     starts = [t.map[0] for t in tokens if t.type == "heading_open" and t.level == 0 and t.map]
     ends = [*starts[1:], len(lines)]
