@@ -362,7 +362,7 @@ def _iterations_table(iterations: list[Iteration], *, is_mixed: bool) -> str:
 
 def _describe_ratio(run: RatioRun) -> str:
     jumps = [(names, run.ratios[step]) for step, names in enumerate(run.retracted) if names]
-    how_often = {1: "Once", 2: "Twice", 3: "Three times"}[len(jumps)]
+    how_often = {1: "Once", 2: "Twice"}.get(len(jumps), f"{len(jumps)} times")
     rose = ", ".join(f"{names[0]} was retracted and the share rose to {ratio:.2f}" for names, ratio
                      in jumps)  # fmt: skip
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,14 @@ from prefill_first_runs import (
 PAGE = Path(__file__).parents[1] / "beyond" / "PREFILL_FIRST.md"
 
 
-@pytest.mark.parametrize(("name", "text"), parts().items(), ids=list(parts()))
-def test_the_page_says_what_the_run_did(name: str, text: str) -> None:
+@pytest.mark.parametrize("name", ["six", "running", "budget", "ratio", "mixed"])
+def test_the_page_says_what_the_run_did(name: str) -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert f"<!-- run:{name} -->\n{text}\n<!-- /run:{name} -->" in page
+    assert f"<!-- run:{name} -->\n{parts()[name]}\n<!-- /run:{name} -->" in page
+
+
+def test_every_place_on_the_page_is_filled_from_a_run() -> None:
+    assert set(re.findall(r"<!-- run:(\w+) -->", PAGE.read_text(encoding="utf-8"))) == set(parts())
 
 
 def test_every_transition_that_is_drawn_happens_and_no_other() -> None:
