@@ -11,10 +11,11 @@ from typing import Any
 from block_pool import BlockPool
 from bounded_loops import as_long_as
 from common.tools.draw import LARGE, PAPER, SMALL, Axes, Box, Drawing, save_all
-from common.tools.palette import BASELINE, INK, PREEMPTED, PROMPT, tint
+from common.tools.palette import BASELINE, DECODE, INK, PREEMPTED, PROMPT, tint
 from kv_memory import UncachedKVCacheManager
 from prefill_first_scheduler import PrefillFirstScheduler
 from scheduler import Scheduler
+from scheduler_interface import SchedulerOutput
 from scheduler_steps import SchedulerLoop, preempted
 
 BLOCK_SIZE = 4
@@ -134,7 +135,54 @@ def draw_starvation() -> Drawing:
     return drawing
 
 
-DRAWINGS = {"preemption": draw_preemption, "starvation": draw_starvation}
+def budget_step() -> tuple[SchedulerOutput, int]:
+    """A step of 16 tokens in which three requests decode, one comes in, and one does not fit."""
+    loop = make_loop(40, max_num_seqs=8, max_num_batched_tokens=16)
+    for name in "abc":
+        loop.add(name, 5, 9)
+        loop.step()
+    loop.add("d", 7, 9)
+    loop.add("e", 9, 9)
+    return loop.schedule(), loop.scheduler.max_num_batched_tokens
+
+
+def draw_step_budget() -> Drawing:
+    plan, budget = budget_step()
+    drawing = Drawing(
+        760,
+        212,
+        "The budget of a step",
+        "A step of 16 tokens. Three running requests get one each, a new one 7 for its prompt, and "
+        "6 are left: too few for the next in line.",
+    )
+    drawing.text(24, 30, f"A step of {budget} tokens", size=LARGE, bold=True)
+    width, x, top = 43, 36.0, 84
+    ends: list[float] = []
+    for name, num_tokens in sorted(plan.num_scheduled_tokens.items()):
+        fill = DECODE if num_tokens == 1 else PROMPT
+        drawing.cells(x, top, [name] * num_tokens, fill, width=width)
+        x += num_tokens * width
+        ends.append(x)
+    num_left = budget - plan.total_num_scheduled_tokens
+    drawing.cells(x, top, [""] * num_left, PAPER, width=width)
+    num_running = sum(num == 1 for num in plan.num_scheduled_tokens.values())
+    border = ends[num_running - 1]
+    drawing.bracket(36, border, top - 4, "phase 1: they run")
+    drawing.bracket(border + 4, ends[-1], top - 4, "phase 2: d comes in")
+    assert plan.admission_stop is not None
+    reason, name = plan.admission_stop
+    drawing.bracket(x + 4, x + num_left * width, top - 4, f"left over: {num_left}")
+    drawing.text(x + 4, top + 54, f"{name} needs 9: it ends the step", size=SMALL)
+    drawing.text(x + 4, top + 74, f'admission_stop = ("{reason}", "{name}")', size=SMALL, mono=True)
+    drawing.key(36, top + 94, {"decode": DECODE, "prompt": PROMPT, "not used": PAPER})
+    return drawing
+
+
+DRAWINGS = {
+    "preemption": draw_preemption,
+    "starvation": draw_starvation,
+    "step_budget": draw_step_budget,
+}
 
 if __name__ == "__main__":
     save_all(DRAWINGS, __file__)
