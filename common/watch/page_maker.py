@@ -1,10 +1,10 @@
-"""One HTML file from one or two films: styles, scripts and the events themselves, with no address in
-it that a browser would fetch.
+"""One HTML file from one or two films: styles, scripts and the events themselves, with no address
+in it that a browser would fetch.
 
     make_page([Reel("with chunks", text), Reel("without", other)], title=("...", "..."))
 
-The scripts are those in `page/`, one behind the other in the order of `SCRIPTS`. Events stand in the
-page as the lines that they are, `<` written as `\\u003c`, which in JSON is the same; from
+The scripts are those in `page/`, one behind the other in the order of `SCRIPTS`. Events stand in
+the page as the lines that they are, `<` written as `\\u003c`, which in JSON is the same; from
 `PACKED_FROM` bytes on they are packed, as 2,000 steps of 200 requests are some 20 MB."""
 
 from __future__ import annotations

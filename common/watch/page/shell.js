@@ -58,9 +58,8 @@
     );
   }
 
-  // New films: every scene is made anew.
-  Watch.show = (films, labels) => {
-    Watch.play(false);
+  // New films, and where to stand in them: every scene is made anew.
+  Watch.show = (films, labels, changes = {}) => {
     parts.scenes.replaceChildren();
     parts.scenes.classList.toggle("comparing", films.length > 1);
     store.films = films;
@@ -69,7 +68,8 @@
     drawnScenes = Watch.scenes.flatMap((scene) => makeScene(scene, views));
     parts.scrub.max = Math.max(0, Watch.numSteps() - 1);
     makeChoices();
-    Watch.set({});
+    Watch.set(changes);
+    Watch.play(false);
   };
 
   function makeScene(scene, views) {

@@ -14,8 +14,7 @@
     const texts = await Promise.all(scripts.map(textOf));
     const films = texts.map((text) => new Watch.Film(Watch.parseEvents(text)));
     const hash = location.hash.length > 1 ? location.hash : Watch.settings.start;
-    Object.assign(Watch.store, Watch.readHash(hash));
-    Watch.show(films, scripts.map((script) => script.dataset.label));
+    Watch.show(films, scripts.map((script) => script.dataset.label), Watch.readHash(hash));
     document.documentElement.dataset.ready = "true"; // for tests: there is something to look at
   }
 
