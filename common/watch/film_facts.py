@@ -6,6 +6,7 @@ not show what the chapter is about, it raises `NotShown`: then there is no capti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 from common.events.event_kinds import (
@@ -127,7 +128,7 @@ def growing_tables(film: Film) -> Facts:
     state = film.state_after(step)
     tables = [state.requests[name].table for name in names]
     turns = [block in tables[0] for block in sorted(tables[0] + tables[1])]
-    _require(sum(a != b for a, b in zip(turns, turns[1:])) >= 4, "two tables that interleave")
+    _require(sum(a != b for a, b in pairwise(turns)) >= 4, "two tables that interleave")
     return {
         "a": names[0],
         "b": names[1],

@@ -113,25 +113,27 @@ _ALL = (
         labels=(("static", "静态"), ("continuous", "连续")),
         facts=film_facts.static_and_continuous,
         caption=(
-            "{num_requests} requests, {num_seats} seats. {ended} ends in step {end}. In the static "
-            "batch its seat stays empty until {longest}, the longest, has ended too: {newcomer} "
-            "begins in step {late}. In the continuous batch {newcomer} begins in step {joined}, "
-            "and all is over after {continuous_steps} steps instead of {static_steps}.",
-            "{num_requests} 个请求，{num_seats} 个席位。{ended} 在第 {end} 步结束。静态批处理中，它的席位"
-            "一直空着，要等最长的 {longest} 也结束，{newcomer} 到第 {late} 步才开始。连续批处理中，"
-            "{newcomer} 在第 {joined} 步就开始，全部只用 {continuous_steps} 步，而不是 {static_steps} 步。",
+            "{num_requests} requests, {num_seats} seats. {ended} ends in step {end}. In the "
+            "static batch its seat stays empty until {longest}, the longest, has ended too: "
+            "{newcomer} begins in step {late}. In the continuous batch {newcomer} begins in step "
+            "{joined}, and all is over after {continuous_steps} steps instead of {static_steps}.",
+            "{num_requests} 个请求，{num_seats} 个席位。{ended} 在第 {end} 步结束。静态批处理中，"
+            "它的席位一直空着，要等最长的 {longest} 也结束，{newcomer} 到第 {late} 步才开始。连续"
+            "批处理中，{newcomer} 在第 {joined} 步就开始，全部只用 {continuous_steps} 步，而不是 "
+            "{static_steps} 步。",
         ),
         note=(
-            "The static run is this engine with one rule more: nobody joins those who run. Rows of "
-            "requests that have ended are not computed here; a padded batch computes them too.",
-            "静态的一边是同一个引擎加上一条规则：有请求在运行时，谁也不能加入。已结束请求的行在这里不再计算；"
-            "补齐的批处理连它们也要计算。",
+            "The static run is this engine with one rule more: nobody joins those who run. Rows "
+            "of requests that have ended are not computed here; a padded batch computes them too.",
+            "静态的一边是同一个引擎加上一条规则：有请求在运行时，谁也不能加入。已结束请求的行在这"
+            "里不再计算；补齐的批处理连它们也要计算。",
         ),
         moments=(
             Moment(
                 "joined",
                 (
-                    "one seat is free: on the one side nobody may join, on the other {newcomer} does",
+                    "one seat is free: on the one side nobody may join, on the other {newcomer} "
+                    "does",
                     "空出一个席位：一边谁也不能加入，另一边 {newcomer} 加入了",
                 ),
                 ("grid",),
@@ -159,9 +161,9 @@ _ALL = (
             "their blocks lie between each other: in step {step} the table of {a} is [{table_a}], "
             "that of {b} [{table_b}]. Block {block}, which {taker} takes in this step, was {c}'s "
             "until step {gone}: any free block will do.",
-            "{a} 和 {b} 的最后一个块（{block_size} 个 token）一满，就各取一个新块，所以两者的块互相穿插："
-            "第 {step} 步时 {a} 的块表是 [{table_a}]，{b} 的是 [{table_b}]。{taker} 这一步取到的块 {block} "
-            "在第 {gone} 步之前属于 {c}：任何空闲块都可以用。",
+            "{a} 和 {b} 的最后一个块（{block_size} 个 token）一满，就各取一个新块，所以两者的块互"
+            "相穿插：第 {step} 步时 {a} 的块表是 [{table_a}]，{b} 的是 [{table_b}]。{taker} 这一步"
+            "取到的块 {block} 在第 {gone} 步之前属于 {c}：任何空闲块都可以用。",
         ),
         moments=(
             Moment(
@@ -193,10 +195,10 @@ _ALL = (
             "two differ, and there the node is split. In step {late} memory is short: blocks "
             "{evicted}, which only {a} had, are evicted, and {c} still finds the shared "
             "{num_trunk}.",
-            "{b} 的开头和 {a} 一样。第 {step} 步，它在缓存里找到 {a} 的 {num_trunk} 个块，只需计算 "
-            "{num_computed} 个 token，而不是 {num_prompt} 个；两者在块 {last} 之后不同，节点就在那里分裂。"
-            "第 {late} 步显存不够了：只属于 {a} 的块 {evicted_zh} 被驱逐，而 {c} 仍然找到共享的 "
-            "{num_trunk} 个块。",
+            "{b} 的开头和 {a} 一样。第 {step} 步，它在缓存里找到 {a} 的 {num_trunk} 个块，只需计算"
+            " {num_computed} 个 token，而不是 {num_prompt} 个；两者在块 {last} 之后不同，节点就在"
+            "那里分裂。第 {late} 步显存不够了：只属于 {a} 的块 {evicted_zh} 被驱逐，而 {c} 仍然找"
+            "到共享的 {num_trunk} 个块。",
         ),
         moments=(
             Moment(
@@ -230,9 +232,9 @@ _ALL = (
             "which was admitted last, is preempted: its {num_blocks} blocks are freed, its tokens "
             "are kept. It waits {num_waited} steps. In step {late} it returns, computes the "
             "{num_lost} lost tokens again in one go, and goes on where it was.",
-            "第 {step} 步，{num_all} 个块全部用完，而 {taker} 还要一个。最后进入的 {victim} 被抢占：它的 "
-            "{num_blocks} 个块被释放，token 保留。它等了 {num_waited} 步，第 {late} 步恢复运行，一次重算"
-            "丢失的 {num_lost} 个 token，然后从原处继续。",
+            "第 {step} 步，{num_all} 个块全部用完，而 {taker} 还要一个。最后进入的 {victim} 被"
+            "抢占：它的 {num_blocks} 个块被释放，token 保留。它等了 {num_waited} 步，第 {late} 步恢复"
+            "运行，一次重算丢失的 {num_lost} 个 token，然后从原处继续。",
         ),
         moments=(
             Moment(
@@ -268,8 +270,8 @@ _ALL = (
             "{num_wrong} for {wrong} are wrong: they are thrown away, and it gains one token, as "
             "without them. {guessing_steps} steps do the work of {plain_steps}.",
             "同样的请求，不猜与猜：每个 token 都相同。第 {step} 步，{right} 的猜测全对，一步得到 "
-            "{num_gained} 个 token；{wrong} 的 {num_wrong} 个全错：丢掉它们，得到一个 token，和不猜时"
-            "一样。{guessing_steps} 步做完了 {plain_steps} 步的工作。",
+            "{num_gained} 个 token；{wrong} 的 {num_wrong} 个全错：丢掉它们，得到一个 token，和不"
+            "猜时一样。{guessing_steps} 步做完了 {plain_steps} 步的工作。",
         ),
         moments=(
             Moment(
@@ -292,13 +294,13 @@ _ALL = (
         caption=(
             "{name} comes with {num_prompt} tokens in step {step}. Whole, they are one step of "
             "{num_whole} tokens, and {others} get their next token when all of it is computed. In "
-            "pieces of {size} they are {num_pieces} steps of at most {num_most} tokens, and {others} "
-            "get a token in each. The price: {name} has its own first token in step {last} "
-            "instead of {step}.",
-            "{name} 在第 {step} 步带着 {num_prompt} 个 token 到来。整段计算时，这一步有 {num_whole} 个 "
-            "token，{others_zh} 要等它全部算完才有下一个 token。按 {size} 分块，变成 {num_pieces} 步，每步"
-            "至多 {num_most} 个 token，{others_zh} 每步都有新 token。代价：{name} 的第一个 token 在第 "
-            "{last} 步才出现，而不是第 {step} 步。",
+            "pieces of {size} they are {num_pieces} steps of at most {num_most} tokens, and "
+            "{others} get a token in each. The price: {name} has its own first token in step "
+            "{last} instead of {step}.",
+            "{name} 在第 {step} 步带着 {num_prompt} 个 token 到来。整段计算时，这一步有 "
+            "{num_whole} 个 token，{others_zh} 要等它全部算完才有下一个 token。按 {size} 分块，变"
+            "成 {num_pieces} 步，每步至多 {num_most} 个 token，{others_zh} 每步都有新 token。代价："
+            "{name} 的第一个 token 在第 {last} 步才出现，而不是第 {step} 步。",
         ),
         moments=(
             Moment(

@@ -28,8 +28,10 @@ PACKED_FROM = 1_000_000  # bytes of events
 # Each adds to the one global, `Watch`, and uses what stands before it. Scenes: in reading order.
 SCRIPTS = (
     *("language.js", "settings.js", "events.js", "state.js", "on_event.js", "film.js"),
-    *("store.js", "colours.js", "shell.js", "caption.js", "keys.js"),
-    *("grid.js", "words.js", "pool.js", "cache.js", "queue.js", "clock.js"),
+    *("store.js", "colours.js", "canvas.js", "reasons.js"),
+    *("shell.js", "moments.js", "files.js", "compare.js", "caption.js", "help.js", "keys.js"),
+    *("grid_marks.js", "grid_words.js", "grid.js"),
+    *("words.js", "pool.js", "cache.js", "queue.js", "clock.js"),
     "start.js",
 )
 
@@ -64,7 +66,7 @@ def make_page(
     data += [_reel(reel) for reel in reels]
     parts = {
         "title": html.escape(title[0] if title else "Watch the engine run"),
-        "style": f"{palette_rules()}\n{_read('watch.css')}",
+        "style": f"{palette_rules()}\n{_read('watch.css')}\n{_read('caption.css')}",
         "data": "\n".join(data),
         "script": "\n".join(_read(name) for name in SCRIPTS if (PAGE / name).exists()),
     }

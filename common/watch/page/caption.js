@@ -25,7 +25,6 @@
     // Gone when another run was dropped on the page: then these are no words about it.
     const isOwn = store.films.length && (Watch.ownFilms ??= store.films) === store.films;
     box.hidden = !isOwn;
-    document.body.classList.toggle("has-caption", Boolean(isOwn));
     if (!isOwn) return;
     if (!box.isConnected) document.querySelector(".transport").after(box);
     const language = store.language === "zh" ? 1 : 0;

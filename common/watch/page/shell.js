@@ -39,7 +39,6 @@
   function makeFrame() {
     parts.title = h("h1");
     parts.about = h("p", {class: "about quiet"});
-    parts.tools = h("div", {class: "tools"});
     parts.language = h("button", {onclick: () => Watch.set({language: store.language === "en" ? "zh" : "en"})});
     parts.back = h("button", {onclick: () => Watch.set({step: store.step - 1})}, "◀");
     parts.play = h("button", {class: "play", onclick: () => Watch.play(!store.playing)});
@@ -50,11 +49,13 @@
     parts.speed = h("select", {onchange: () => Watch.set({speed: Number(parts.speed.value)})});
     parts.request = h("select", {onchange: () => Watch.set({request: parts.request.value || null})});
     parts.scenes = h("main", {class: "scenes"});
+    parts.spoken = h("p", {class: "unseen", "aria-live": "polite"});
+    const {files, help, compare, momentTicks} = Watch;
     document.body.append(
-      h("header", {class: "head"}, parts.title, parts.about, parts.tools, parts.language),
-      h("div", {class: "transport"}, parts.back, parts.play, parts.on,
-        h("div", {class: "scrub"}, parts.scrub), parts.now, parts.speed, parts.request),
-      parts.scenes,
+      h("header", {class: "head"}, parts.title, parts.about, files.button, help.button, parts.language),
+      h("div", {class: "transport", role: "group"}, parts.back, parts.play, parts.on,
+        h("div", {class: "scrub"}, parts.scrub, momentTicks.canvas), parts.now, parts.speed, parts.request),
+      files.notice, compare.bar, parts.scenes, files.choose, files.curtain, help.dialog, parts.spoken,
     );
   }
 
@@ -113,10 +114,29 @@
     parts.request.value = store.request ?? "";
     for (const option of parts.speed.options) option.textContent = t("shell.per_second", {n: option.value});
     parts.speed.value = store.speed;
+    for (const part of [Watch.files, Watch.help, Watch.compare, Watch.momentTicks]) part.draw();
+    drawScenes();
+    speak(now);
+  }
+
+  // Milliseconds of the last drawing, by scene: for tests, and for whoever finds the page slow.
+  Watch.drawn = {};
+
+  function drawScenes() {
+    Watch.drawn = {};
     for (const {scene, title, drawing} of drawnScenes) {
-      title.textContent = scene.title[language === "zh" ? 1 : 0];
+      const begun = performance.now();
+      title.textContent = scene.title[store.language === "zh" ? 1 : 0];
       drawing.draw();
+      Watch.drawn[scene.name] = (Watch.drawn[scene.name] ?? 0) + performance.now() - begun;
     }
+  }
+
+  // A film that plays would talk without end.
+  function speak(now) {
+    if (store.playing || parts.spoken.dataset.step === String(store.step)) return;
+    parts.spoken.dataset.step = store.step;
+    parts.spoken.textContent = [now, Watch.momentWords()].filter(Boolean).join(": ");
   }
 
   const label = (element, text) => {
