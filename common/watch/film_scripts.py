@@ -27,6 +27,7 @@ CONTINUOUS = Script(
     ),
     {
         "max_num_seqs": 3,
+        "max_num_batched_tokens": 32,
         "block_size": 4,
         "num_blocks": 40,
         "prefix_cache": None,
@@ -43,7 +44,13 @@ TABLES = Script(
         Visit("c", 4, _RUN_AS, 6),
         Visit("d", 12, _MEAN, 8),
     ),
-    {"block_size": 4, "num_blocks": 17, "max_num_seqs": 3, "prefix_cache": None},
+    {
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 16,
+        "block_size": 4,
+        "num_blocks": 17,
+        "prefix_cache": None,
+    },
 )
 
 # Three that begin alike (a, b, e), and two between them that need the memory.
@@ -55,7 +62,14 @@ PREFIXES = Script(
         Visit("d", 12, _MAIN, 14),
         Visit("e", 19, f"{_STACK}    def clear(self):", 8),
     ),
-    {"block_size": 4, "num_blocks": 20, "max_num_seqs": 4, "prefix_cache": "radix", "watermark": 0},
+    {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "block_size": 4,
+        "num_blocks": 20,
+        "prefix_cache": "radix",
+        "watermark": 0,
+    },
 )
 
 # Fifteen blocks for four that grow.
@@ -66,7 +80,14 @@ SCARCE = Script(
         Visit("c", 2, _MAIN, 9),
         Visit("d", 3, _LINES, 12),
     ),
-    {"block_size": 4, "num_blocks": 16, "max_num_seqs": 4, "prefix_cache": None, "watermark": 0},
+    {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "block_size": 4,
+        "num_blocks": 16,
+        "prefix_cache": None,
+        "watermark": 0,
+    },
 )
 
 # Texts that repeat themselves, more or less.
@@ -77,7 +98,13 @@ PLAIN = Script(
         Visit("c", 2, f"{_STACK}    def pop(self):\n        return", 20),
         Visit("d", 3, _LINES, 24),
     ),
-    {"block_size": 4, "num_blocks": 60, "max_num_seqs": 4, "prefix_cache": None},
+    {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 40,
+        "block_size": 4,
+        "num_blocks": 49,
+        "prefix_cache": None,
+    },
 )
 GUESSING = PLAIN.but(speculative={"method": "ngram", "num_spec_tokens": 3, "adaptive": False})
 
@@ -95,9 +122,9 @@ WHOLE = Script(
     ),
     {
         "block_size": 8,
-        "num_blocks": 40,
-        "max_num_seqs": 6,
-        "max_num_batched_tokens": 256,
+        "num_blocks": 33,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 160,
         "prefix_cache": None,
         "chunked_prefill": False,
     },

@@ -233,8 +233,8 @@ _ALL = (
             "are kept. It waits {num_waited} steps. In step {late} it returns, computes the "
             "{num_lost} lost tokens again in one go, and goes on where it was.",
             "第 {step} 步，{num_all} 个块全部用完，而 {taker} 还要一个。最后进入的 {victim} 被"
-            "抢占：它的 {num_blocks} 个块被释放，token 保留。它等了 {num_waited} 步，第 {late} 步恢复"
-            "运行，一次重算丢失的 {num_lost} 个 token，然后从原处继续。",
+            "抢占：它的 {num_blocks} 个块被释放，token 保留。它等了 {num_waited} 步，第 {late} 步"
+            "恢复运行，一次重算丢失的 {num_lost} 个 token，然后从原处继续。",
         ),
         moments=(
             Moment(
