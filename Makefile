@@ -24,7 +24,7 @@ WHAT_demo := serve a batch of prompts with the shipped checkpoint and print the 
 WHAT_test := run every test, notebooks included, on $(JOBS) processes
 WHAT_matrix := serve with random settings for ten minutes and compare every token with transformers
 WHAT_museum := list real bugs of real engines; with BUG=N, put one back in a copy and watch it
-WHAT_watch := write a page that steps through a run of the engine; ARGS="--film 3": of chapter 3
+WHAT_watch := write a page that steps through a run of the engine; with ARGS='--film 3', of chapter 3
 WHAT_lint := check the code and its layout with ruff, and its types; nothing is changed
 WHAT_format := lay out the code and repair what ruff can repair
 WHAT_notebooks := execute every NN_*/*_demo.py and write its .ipynb
@@ -44,7 +44,7 @@ say-%:
 	@echo "make $*: $(WHAT_$*)"
 
 help: say-help
-	@$(foreach t,$(TARGETS),printf '  make %-10s %s\n' '$(t)' '$(WHAT_$(t))';)
+	@$(foreach t,$(TARGETS),printf '  make %-10s %s\n' '$(t)' "$(WHAT_$(t))";)
 
 demo: say-demo $(STAMP)
 	@$(PY) -m common.demo $(ARGS)
