@@ -345,7 +345,7 @@ IN_A_CHECKOUT_ONLY = (  # what measures, trains, draws or counts this repository
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_says_what_it_can_make() -> None:
     """Each target with its line: a quote in one of them is not one of the shell's."""
-    run = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(["make", "help", "JOBS=2"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (targets,) = re.findall(r"^TARGETS := (.*)", makefile, re.MULTILINE)
