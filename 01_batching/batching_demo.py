@@ -226,3 +226,6 @@ while engine.has_unfinished_requests():
         f"step {engine.num_steps:2}: {new:6,} bytes of new KV, {copied:7,} written, {times}"
     )
 print(*(lines[step - 1] for step in (1, 2, 16, 32, 64)), sep="\n")
+
+# %% [markdown]
+# ## Watch it run

@@ -167,3 +167,6 @@ axis.set_yticks([row + 0.5 for row in range(9)], range(9))
 axis.invert_yaxis()
 held = sum(-(-seq_len // block_size) for seq_len in seq_lens) * block_size
 print(f"{held} slots held, {sum(seq_lens)} written, {1 - sum(seq_lens) / held:.0%} empty")
+
+# %% [markdown]
+# ## Watch it run

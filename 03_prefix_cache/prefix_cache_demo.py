@@ -176,3 +176,6 @@ axes.barh(list(seconds), list(seconds.values()))
 axes.set_xlabel("seconds for 16 requests")
 axes.set_ylabel("prefix_cache")
 figure.tight_layout()
+
+# %% [markdown]
+# ## Watch it run

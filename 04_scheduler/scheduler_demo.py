@@ -175,3 +175,6 @@ for policy in ("fcfs", "priority", "lof", "random"):
         request = Request.from_tokens(name, [1, 2, 3], max_tokens, priority=priority)
         scheduler.add_request(request)
     print(f"{policy:10}", [request.request_id for request in scheduler.waiting])
+
+# %% [markdown]
+# ## Watch it run

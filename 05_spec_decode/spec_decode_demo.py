@@ -129,3 +129,6 @@ drafts = NgramProposer(num_spec_tokens=3, max_ngram=3, min_ngram=1).propose(foll
 names = list(ids)
 print(text, "->", " ".join(names[i] for i in drafts["a"]))
 assert [names[i] for i in drafts["a"]] == ["the", "mat", "and"]
+
+# %% [markdown]
+# ## Watch it run

@@ -166,3 +166,6 @@ for size in (1000, 64, 17):
         f"chunks of {size:4d}: {[n for n in lens if n > 1]}, then {lens.count(1)} tokens one by one"
     )
 print("one text:", len(texts) == 1)
+
+# %% [markdown]
+# ## Watch it run

@@ -28,8 +28,8 @@ class Moment:
 
     step: str
     words: Both
-    scenes: tuple[str, ...]  # in which it is seen best: those of the still picture
     request: str | None = None  # whom to select there, the name of a fact
+    still: tuple[tuple[str, int], ...] = ()  # scenes of the still picture, and how high they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,11 @@ def shoot(film: ChapterFilm, folder: Path, cast: Cast | None = None) -> Shot:
     return Shot(film, paths, film.facts(*map(Film.read, paths)))
 
 
-def page_of(shot: Shot) -> str:
-    """The watch page of it, as text. It opens at the first moment."""
+def page_of(shot: Shot, language: int | None = None) -> str:
+    """The watch page of it, as text. It opens at the first moment. `language` is that of the labels
+    of two runs: 0 is English, 1 Chinese, None both."""
     film = shot.film
-    labels = [" · ".join(both) for both in film.labels]
+    labels = [" · ".join(both) if language is None else both[language] for both in film.labels]
     reels = [
         Reel(label, path.read_text(encoding="utf-8")) for label, path in zip(labels, shot.paths)
     ]
@@ -136,8 +137,8 @@ _ALL = (
                     "does",
                     "空出一个席位：一边谁也不能加入，另一边 {newcomer} 加入了",
                 ),
-                ("grid",),
                 "newcomer",
+                (("grid", 200),),
             ),
             Moment(
                 "late",
@@ -145,7 +146,6 @@ _ALL = (
                     "the static batch is over at last, and {newcomer} begins",
                     "静态的一批终于结束，{newcomer} 开始",
                 ),
-                ("grid",),
                 "newcomer",
             ),
         ),
@@ -172,13 +172,15 @@ _ALL = (
                     "the blocks of {a} and {b}, and block {block} in its second table",
                     "{a} 与 {b} 的块，以及换了主人的块 {block}",
                 ),
-                ("grid", "pool"),
                 "a",
+                (
+                    ("grid", 200),
+                    ("pool", 300),
+                ),
             ),
             Moment(
                 "gone",
                 ("{c} ends, and its blocks are free again", "{c} 结束，它的块重新空闲"),
-                ("pool",),
                 "c",
             ),
         ),
@@ -207,8 +209,8 @@ _ALL = (
                     "{b} finds {num_trunk} blocks; the node is split in front of block {cut}",
                     "{b} 找到 {num_trunk} 个块；节点在块 {cut} 之前分裂",
                 ),
-                ("cache",),
                 "b",
+                (("cache", 260),),
             ),
             Moment(
                 "late",
@@ -216,8 +218,8 @@ _ALL = (
                     "blocks {evicted} are evicted, the trunk stays for {c}",
                     "块 {evicted_zh} 被驱逐，公共的主干留给 {c}",
                 ),
-                ("cache",),
                 "c",
+                (("cache", 260),),
             ),
         ),
     ),
@@ -243,8 +245,11 @@ _ALL = (
                     "no block is free: {victim} gives up its own for {taker}",
                     "没有空闲块：{victim} 让出自己的块给 {taker}",
                 ),
-                ("grid", "pool"),
                 "victim",
+                (
+                    ("grid", 200),
+                    ("pool", 300),
+                ),
             ),
             Moment(
                 "late",
@@ -252,7 +257,6 @@ _ALL = (
                     "{victim} returns, and computes {num_lost} tokens again",
                     "{victim} 恢复，重算 {num_lost} 个 token",
                 ),
-                ("grid",),
                 "victim",
             ),
         ),
@@ -280,7 +284,11 @@ _ALL = (
                     "right guesses for {right}, wrong ones for {wrong}",
                     "{right} 的猜测对了，{wrong} 的错了",
                 ),
-                ("grid", "words"),
+                None,
+                (
+                    ("grid", 200),
+                    ("words", 260),
+                ),
             ),
         ),
     ),
@@ -309,13 +317,15 @@ _ALL = (
                     "{num_whole} tokens in one step, or a piece of {size} beside {others}",
                     "一步 {num_whole} 个 token，或与 {others_zh} 并行的一块 {size}",
                 ),
-                ("grid", "queue"),
                 "name",
+                (
+                    ("grid", 200),
+                    ("queue", 190),
+                ),
             ),
             Moment(
                 "last",
                 ("the last piece: {name} has its first token", "最后一块：{name} 有了第一个 token"),
-                ("grid",),
                 "name",
             ),
         ),
