@@ -2,7 +2,7 @@
 // What there is to say of every block after a step: whose it is, which place of a table, what
 // happened to it. The pool and the prefix cache show the same facts.
 (() => {
-  const NUM_NEXT = 9; // blocks of the free order and of the order of eviction that get a number
+  const NUM_NEXT = 6; // blocks of the free order and of the order of eviction that get a number
 
   // Of one block several things may happen in a step; the last of these is what its outline says.
   const CHANGES = ["freed", "evicted", "published", "shared", "taken", "loaded"];

@@ -15,22 +15,19 @@
     "cache.no_match": ["no look-up of this step found anything", "本步没有查到任何缓存"],
     "cache.boxes": ["Cached blocks. Left goes to the parent, right to a child, up and down to the next chain, Escape lets go.",
       "缓存的块。左键到父节点，右键到子节点，上下键到相邻的链，Esc 放开。"],
-    "cache.new": ["published", "发布"],
-    "cache.split": ["split", "分裂"],
-    "cache.gone": ["evicted", "淘汰"],
-    "cache.hit": ["match", "命中"],
-    "cache.users": ["×{n}", "×{n}"],
+    "cache.did_split": ["split before {blocks}", "在{blocks}前分裂"],
+    "cache.did_evict": ["evicted {blocks}", "淘汰{blocks}"],
+    "cache.did_publish": ["published {blocks}", "发布{blocks}"],
     "cache.node": ["Node of {n} blocks: {blocks}", "节点含 {n} 块：{blocks}"],
     "cache.node.one": ["Node of 1 block: {blocks}", "节点含 1 块：{blocks}"],
-    "cache.hint": ["Point at a box: its tokens, who uses it, and what comes before it.",
-      "指向一个方框：看它的 token、谁在用它、它接在什么后面。"],
+    "cache.hint": ["Point at a box: its tokens, who uses it, and what comes before it. Filled: in use. Dark: matched in this step. + published, ‖ split, × evicted.",
+      "指向一个方框：看它的 token、谁在用它、接在什么后面。浅色底：使用中；深色底：本步命中。＋ 发布，‖ 分裂，× 淘汰。"],
     "cache.tenant": ["tenant {tenant}", "租户 {tenant}"],
   });
 
   const {h} = Watch;
-  const HEIGHT = 44; // of a lane, px
-  const WIDTH = {hash: 78, radix: 54}; // of a column: one block
-  const GAP = 10; // between two columns, for the lines
+  const HEIGHT = Watch.CACHE_LANE;
+  const WIDTH = {hash: 78, radix: 46}; // of a column, px: one block
 
   class Cache {
     constructor(root, view) {
@@ -50,6 +47,7 @@
       this.scroll = h("div", {class: "cache-scroll", role: "listbox", tabindex: 0}, this.plane);
       this.details = h("div", {class: "cache-details", tabindex: 0});
       root.append(this.about, this.matches, this.scroll, this.details);
+      new ResizeObserver(() => Watch.redraw()).observe(this.scroll);
       this.scroll.addEventListener("scroll", () => this.drawBoxes());
       this.scroll.addEventListener("pointermove", (event) => this.onPointer(event));
       this.scroll.addEventListener("pointerleave", () => this.point(null));
@@ -123,6 +121,7 @@
       const isOff = this.kind === null;
       for (const part of [this.matches, this.scroll, this.details]) part.hidden = isOff;
       if (isOff) {
+        this.about.classList.add("is-whole");
         this.about.textContent = Watch.t("cache.none");
         return;
       }
@@ -178,6 +177,18 @@
       this.matches.replaceChildren(h("span", {class: "quiet"}, text), ...matches);
     }
 
+    // In words, too: the map may be scrolled elsewhere, and a place may have a new owner already.
+    eventsOfStep() {
+      const of = (name) => (this.view.facts?.events ?? []).filter(({kind}) => kind === name);
+      const blocks = {
+        publish: of("published").flatMap(({kept, given}) => kept.filter((block, i) => block === given[i])),
+        split: of("split").map(({block}) => block),
+        evict: of("evicted").flatMap((event) => event.blocks),
+      };
+      return Object.entries(blocks).filter(([, found]) => found.length).map(([name, found]) =>
+        h("p", {class: "cache-did", "data-did": name}, Watch.t(`cache.did_${name}`, {blocks: Watch.sayBlocks(found)})));
+    }
+
     drawBoxes() {
       if (this.kind === null) return;
       const keys = new Set();
@@ -185,8 +196,8 @@
         if (!this.isVisible(box) && !this.crosses(box)) continue;
         const key = `${box.isGone ? "-" : ""}${box.blocks[0]}`;
         keys.add(key);
-        if (!this.shown.has(key)) this.shown.set(key, this.addBox(key));
-        this.drawBox(this.shown.get(key), box);
+        if (!this.shown.has(key)) this.shown.set(key, Watch.addCacheBox(this.plane, `cache-${this.view.index}-${key}`));
+        Watch.drawCacheBox(this, this.shown.get(key), box);
       }
       for (const [key, element] of this.shown) {
         if (keys.has(key)) continue;
@@ -204,79 +215,12 @@
         || parent !== null && this.isVisible({lane, column: column - 1, blocks});
     }
 
-    addBox(key) {
-      const part = (name) => h("span", {class: `cache-${name}`});
-      const parts = {name: part("name"), users: part("users"), text: part("text"), mark: part("mark")};
-      const element = h("div", {class: "cache-box", role: "option", id: `cache-${this.view.index}-${key}`},
-        h("span", {class: "cache-top"}, parts.name, parts.users, parts.mark), parts.text);
-      element.parts = parts;
-      element.line = h("span", {class: "cache-line", "aria-hidden": "true"});
-      this.plane.append(element.line, element);
-      return element;
-    }
-
-    drawBox(element, box) {
-      const {state} = this.view;
-      const {blocks, lane, column} = box;
-      element.box = box;
-      element.dataset.blocks = blocks.join(" ");
-      element.style.left = `${column * this.width + GAP}px`;
-      element.style.top = `${lane * HEIGHT + 4}px`;
-      element.style.width = `${blocks.length * this.width - GAP}px`;
-      const users = box.isGone ? 0 : state.refCnt[blocks[0]] - 1;
-      const isLit = !box.isGone && blocks.some((block) => this.lit.has(block));
-      const classes = ["cache-box"];
-      if (box.isGone) classes.push("is-gone");
-      if (box.matched.length) classes.push("is-match");
-      if (box.numNew) classes.push("is-new");
-      if (box.isSplit) classes.push("is-split");
-      if (users > 0) classes.push("is-used");
-      if (isLit) classes.push("is-lit");
-      element.className = classes.join(" ");
-      element.ariaSelected = !box.isGone && blocks.includes(Watch.store.block) ? "true" : "false";
-      element.parts.name.textContent = Watch.blockRanges(blocks);
-      element.parts.users.textContent = users > 0 ? Watch.t("cache.users", {n: users}) : "";
-      element.parts.mark.textContent = this.markOf(box);
-      element.parts.text.textContent = box.isGone ? "" : this.textOf(blocks);
-      element.setAttribute("aria-label", this.nameOf(box));
-      this.drawLine(element.line, box);
-    }
-
-    markOf(box) {
-      const mark = box.isGone ? "gone" : box.isSplit ? "split" : box.numNew ? "new" : box.matched.length ? "hit" : "";
-      return mark && Watch.t(`cache.${mark}`);
-    }
-
-    textOf(blocks) {
-      const {cached} = this.view.state;
-      return blocks.flatMap((block) => cached.get(block).tokens).map((token) => Watch.pieceOf(this.view.film, token)).join("");
-    }
-
-    nameOf(box) {
-      const what = Watch.t("pool.block", {block: Watch.blockRanges(box.blocks)});
-      if (box.isGone) return `${what} · ${Watch.t("cache.gone")}`;
-      return [what, Watch.describeBlock(this.view, this.facts, box.blocks[0]), this.markOf(box)].filter(Boolean).join(" · ");
-    }
-
-    // From the parent's box to this one: straight on, or down (up) to another lane.
-    drawLine(line, {lane, column, parent}) {
-      line.hidden = parent === null;
-      if (parent === null) return;
-      const middle = (at) => at * HEIGHT + HEIGHT / 2;
-      const [from, to] = [middle(parent.lane), middle(lane)];
-      line.className = `cache-line ${to < from ? "is-up" : ""}`;
-      line.style.left = `${column * this.width + (from === to ? 0 : GAP / 2)}px`;
-      line.style.width = `${from === to ? GAP : GAP / 2}px`;
-      line.style.top = `${Math.min(from, to)}px`;
-      line.style.height = `${Math.max(1, Math.abs(to - from))}px`;
-    }
-
     drawDetails() {
       const {block} = this.looked;
       const {state} = this.view;
       const box = this.boxes.find((one) => !one.isGone && one.blocks.includes(block));
       if (!box) {
-        this.details.replaceChildren(h("p", {class: "quiet"}, Watch.t("cache.hint")));
+        this.details.replaceChildren(...this.eventsOfStep(), h("p", {class: "quiet"}, Watch.t("cache.hint")));
         return;
       }
       const {blocks} = box;

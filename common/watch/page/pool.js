@@ -7,8 +7,8 @@
       "块池中的块。方向键逐块移动，Esc 放开。"],
     "pool.counts": ["{held} in use · {idle} cached, unused · {free} free · of {all}",
       "使用中 {held} · 已缓存未用 {idle} · 空闲 {free} · 共 {all}"],
-    "pool.next_taken": ["next to be taken", "下一个取用"],
-    "pool.next_evicted": ["next to be evicted", "下一个淘汰"],
+    "pool.next_taken": ["next taken", "将取用"],
+    "pool.next_evicted": ["next evicted", "将淘汰"],
     "pool.none": ["none", "无"],
     "pool.was.taken": ["taken", "取用"],
     "pool.was.shared": ["shared", "共享"],
@@ -36,7 +36,10 @@
       this.root = root;
       this.view = view;
       this.grid = null;
-      this.cursor = null;
+      // Nothing can be loaded where there is nothing below.
+      const {kv_tiers: tiers, kv_connector: connector} = view.film.run.config;
+      const isLoading = Boolean(tiers || connector) || view.film.events.some(({kind}) => kind === "loaded");
+      this.legend = ["taken", "shared", "published", "freed", "evicted", ...(isLoading ? ["loaded"] : [])];
       this.build();
     }
 
@@ -47,7 +50,7 @@
       this.cells.id = `pool-cells-${this.view.index}`;
       this.cells.tabIndex = 0;
       this.cells.setAttribute("role", "listbox");
-      this.changes = h("p", {class: "pool-changes"});
+      this.changes = h("p", {class: `pool-changes of-${this.legend.length}`, role: "group"});
       this.orders = h("div", {class: "pool-orders"});
       this.details = h("div", {class: "pool-details"});
       this.details.setAttribute("aria-live", "polite");
@@ -55,6 +58,7 @@
       this.root.append(this.counts, this.cells, this.changes, this.orders, this.details);
       this.painter = Watch.poolPainter(this.cells, this.view.film.run.num_blocks);
       this.listen();
+      new ResizeObserver(() => Watch.redraw()).observe(this.cells);
     }
 
     listen() {
@@ -132,15 +136,16 @@
       const load = facts.loading.get(block);
       const owners = users.length ? users.slice(0, MOST_OWNERS) : load ? [load[0]] : [];
       const changes = facts.changes.get(block);
+      const isDim = lit !== null && !lit.has(block);
       return {
         state: Watch.blockStateOf(this.view, facts, block),
         owners,
-        label: this.labelOf(block, owners, lit),
-        refs: state.refCnt[block],
-        order: order.get(block) ?? "",
+        label: isDim ? "" : this.labelOf(block, owners, lit), // no words in a pale cell
+        refs: isDim ? 0 : state.refCnt[block],
+        order: isDim ? "" : order.get(block) ?? "",
         change: changes ? changes.at(-1) : null,
         isPublished: state.cached.has(block) && state.refCnt[block] > 1,
-        isDim: lit !== null && !lit.has(block),
+        isDim,
         isLit: lit !== null ? lit.has(block) : looked.block === block,
         isCursor: Watch.store.block === block,
       };
@@ -150,7 +155,7 @@
     labelOf(block, owners, lit) {
       if (!this.grid.hasLabels) return "";
       if (block === 0) return "∅";
-      if (lit !== null) return lit.has(block) ? lit.get(block) : "";
+      if (lit !== null) return lit.get(block);
       return owners.length ? Watch.label(owners[0]) : "";
     }
 
@@ -169,12 +174,13 @@
     drawChanges(facts) {
       const counts = new Map(Watch.blockChanges.map((change) => [change, 0]));
       for (const kinds of facts.changes.values()) for (const kind of kinds) counts.set(kind, counts.get(kind) + 1);
-      const parts = ["taken", "shared", "published", "freed", "evicted", "loaded"].map((change) => {
+      const parts = this.legend.map((change) => {
         const n = counts.get(change);
-        return h("span", {class: n ? "pool-change" : "pool-change is-none", "data-change": change},
-          h("span", {class: `pool-sample was-${change}`}), `${Watch.t(`pool.was.${change}`)} ${n}`);
+        return h("span", {class: n ? "pool-change" : "pool-change is-none", "data-change": change, "data-count": n},
+          h("span", {class: `pool-sample was-${change}`}), `${Watch.t(`pool.was.${change}`)}${n ? ` ${n}` : ""}`);
       });
-      this.changes.replaceChildren(h("b", {}, Watch.t("pool.this_step")), ...parts);
+      this.changes.setAttribute("aria-label", Watch.t("pool.this_step"));
+      this.changes.replaceChildren(...parts);
     }
 
     drawOrders(facts) {

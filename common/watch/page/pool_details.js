@@ -62,7 +62,7 @@
       Watch.t(`pool.is.${kind}`),
       place >= 0 && Watch.t("pool.positions", {first: place * size, last: (place + 1) * size - 1}),
       users.length || cached || facts.loading.has(block) ? holders(view, facts, block) : "",
-      cached && Watch.t("pool.published"),
+      cached && kind !== "idle" && Watch.t("pool.published"),
       cached?.blockHash && Watch.t("pool.hash", {hash: cached.blockHash}),
       cached && (cached.parent === null ? Watch.t("pool.no_parent") : Watch.t("pool.parent", {parent: cached.parent})),
       taken && Watch.t("pool.nth_taken", {n: taken}),

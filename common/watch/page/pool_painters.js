@@ -6,15 +6,24 @@
 //   state is "null", "free", "held", "loading" or "idle" (cached, and nobody uses it)
 (() => {
   const MOST_ELEMENTS = 400;
-  const LARGEST_CELL = 46;
-  const SMALLEST_LABEL = 20; // px; below, a cell has no text
+  const [WIDEST, HIGHEST] = [64, 40]; // px
+  const [LEAST_WIDTH, LEAST_HEIGHT] = [22, 15]; // below, a cell has no text
+  const WIDE = 40; // from here on there is room for the reference count, too
 
-  // The largest square cells that fit: the area is fixed, the cells shrink.
+  // The largest cells that fit: the area is fixed, the cells shrink. A little wider than high, since
+  // they hold words.
   Watch.poolGrid = (width, height, num) => {
-    let size = LARGEST_CELL;
-    while (size > 2 && Math.floor(width / size) * Math.floor(height / size) < num) size -= 1;
-    const columns = Math.max(1, Math.floor(width / size));
-    return {size, columns, rows: Math.ceil(num / columns), num, hasLabels: size >= SMALLEST_LABEL};
+    let best = null;
+    for (let rows = 1; rows <= num; rows++) {
+      const columns = Math.ceil(num / rows);
+      const [w, h] = [Math.min(WIDEST, width / columns), Math.min(HIGHEST, height / rows)];
+      const score = Math.min(w, 1.3 * h);
+      if (best === null || score > best.score) best = {score, w, h, columns, rows};
+      if (h < 1.3 * w && score < best.score) break; // more rows only make it worse
+    }
+    const round = (length) => length > 8 ? Math.floor(length) : Math.max(1, Math.floor(4 * length) / 4);
+    const [w, h] = [round(best.w), round(best.h)];
+    return {...best, w, h, num, hasLabels: w >= LEAST_WIDTH && h >= LEAST_HEIGHT};
   };
 
   Watch.poolPainter = (host, num) => num <= MOST_ELEMENTS ? new Elements(host) : new Canvas(host);
@@ -32,10 +41,11 @@
     }
 
     resize(grid) {
-      this.host.style.setProperty("--cell", `${grid.size}px`);
+      this.host.style.setProperty("--cell-width", `${grid.w}px`);
+      this.host.style.setProperty("--cell-height", `${grid.h}px`);
       this.host.style.setProperty("--columns", grid.columns);
       this.host.classList.toggle("pool-tiny", !grid.hasLabels);
-      this.host.classList.toggle("pool-small", grid.size < 32);
+      this.host.classList.toggle("pool-narrow", grid.w < WIDE);
       while (this.cells.length < grid.num) this.add(this.cells.length);
     }
 
@@ -110,7 +120,7 @@
 
     resize(grid) {
       const scale = globalThis.devicePixelRatio || 1;
-      const [width, height] = [grid.columns * grid.size, grid.rows * grid.size];
+      const [width, height] = [grid.columns * grid.w, grid.rows * grid.h];
       this.grid = grid;
       this.canvas.width = Math.round(width * scale);
       this.canvas.height = Math.round(height * scale);
@@ -125,76 +135,75 @@
       if (look.isCursor) this.spoken.textContent = name();
       if (this.signatures[block] === signature) return;
       this.signatures[block] = signature;
-      const {size, columns} = this.grid;
-      const gap = size > 6 ? 1 : 0.5;
-      const [x, y] = [(block % columns) * size, Math.floor(block / columns) * size];
-      const side = size - 2 * gap;
+      const {w, h, columns} = this.grid;
+      const gap = Math.min(w, h) > 6 ? 1 : 0.5;
+      const [x, y] = [(block % columns) * w, Math.floor(block / columns) * h];
       const context = this.context;
-      context.clearRect(x, y, size, size);
+      context.clearRect(x, y, w, h);
       context.globalAlpha = look.isDim ? 0.3 : 1;
-      this.fill(look, x + gap, y + gap, side);
-      this.marks(look, x + gap, y + gap, side);
+      this.fill(look, x + gap, y + gap, w - 2 * gap, h - 2 * gap);
+      this.marks(look, x + gap, y + gap, w - 2 * gap, h - 2 * gap);
       context.globalAlpha = 1;
     }
 
-    fill(look, x, y, side) {
+    fill(look, x, y, w, h) {
       const context = this.context;
       const alpha = context.globalAlpha;
       context.fillStyle = Watch.plain("var(--paper)");
-      context.fillRect(x, y, side, side);
+      context.fillRect(x, y, w, h);
       look.owners.forEach((id, i) => {
-        const width = side / look.owners.length;
+        const width = w / look.owners.length;
         context.globalAlpha = 0.6 * alpha;
         context.fillStyle = Watch.plain(Watch.colour(id));
-        context.fillRect(x + i * width, y, width, side);
+        context.fillRect(x + i * width, y, width, h);
       });
       context.globalAlpha = alpha;
       const edges = {free: "var(--pool-edge)", idle: "var(--cached)", null: "var(--ink)", loading: "var(--ink)"};
       context.lineWidth = 1;
       context.strokeStyle = Watch.plain(edges[look.state] ?? "var(--pool-edge)");
-      if (side > 4) context.strokeRect(x + 0.5, y + 0.5, side - 1, side - 1);
+      if (h > 4) context.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
       if (look.state === "idle") { // a filled corner: cached, and free to be evicted
         context.fillStyle = Watch.plain("var(--cached)");
         context.beginPath();
-        context.moveTo(x, y + side);
-        context.lineTo(x + side, y + side);
+        context.moveTo(x, y + h);
+        context.lineTo(x + w, y + h);
         context.lineTo(x, y);
         context.fill();
       }
       if (look.state === "null" || look.state === "loading") {
         context.beginPath();
-        context.moveTo(x, y + side);
-        context.lineTo(x + side, y);
+        context.moveTo(x, y + h);
+        context.lineTo(x + w, y);
         context.stroke();
       }
     }
 
-    marks(look, x, y, side) {
+    marks(look, x, y, w, h) {
       const context = this.context;
       if (look.isPublished) {
         context.fillStyle = Watch.plain("var(--cached)");
-        context.fillRect(x, y + side - Math.max(1, side / 5), side, Math.max(1, side / 5));
+        context.fillRect(x, y + h - Math.max(1, h / 5), w, Math.max(1, h / 5));
       }
       if (look.change || look.isLit) {
         const isGone = look.change === "freed" || look.change === "evicted";
         context.setLineDash(isGone && !look.isLit ? [2, 1] : []);
-        context.lineWidth = side > 8 ? 2 : 1;
+        context.lineWidth = h > 8 ? 2 : 1;
         context.strokeStyle = Watch.plain("var(--ink)");
-        context.strokeRect(x + 0.5, y + 0.5, side - 1, side - 1);
+        context.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
         context.setLineDash([]);
       }
       if (look.isCursor) {
         context.lineWidth = 2;
         context.strokeStyle = Watch.plain("var(--focus)");
-        context.strokeRect(x, y, side, side);
+        context.strokeRect(x, y, w, h);
       }
     }
 
     at(event) {
-      const {size, columns, num} = this.grid;
+      const {w, h, columns, num} = this.grid;
       const box = this.canvas.getBoundingClientRect();
-      const column = Math.floor((event.clientX - box.left) / size);
-      const block = Math.floor((event.clientY - box.top) / size) * columns + column;
+      const column = Math.floor((event.clientX - box.left) / w);
+      const block = Math.floor((event.clientY - box.top) / h) * columns + column;
       return column >= 0 && column < columns && block >= 0 && block < num ? block : null;
     }
 
