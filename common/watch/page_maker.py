@@ -29,7 +29,7 @@ PACKED_FROM = 1_000_000  # bytes of events
 SCRIPTS = (
     *("language.js", "settings.js", "events.js", "state.js", "on_event.js", "film.js"),
     *("store.js", "colours.js", "canvas.js", "reasons.js"),
-    *("shell.js", "moments.js", "files.js", "compare.js", "help.js", "keys.js"),
+    *("shell.js", "moments.js", "files.js", "event_words.js", "compare.js", "help.js", "keys.js"),
     *("grid_marks.js", "grid_words.js", "grid.js"),
     *("words.js", "pool.js", "cache.js", "queue.js", "clock.js"),
     "start.js",

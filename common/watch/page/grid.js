@@ -10,11 +10,17 @@
     "grid.name": ["Requests by steps. Left and right: the step; up and down: the request.",
       "请求与步的网格。左右键换步，上下键换请求。"],
     "grid.waits": ["waiting:", "等待："],
+    "grid.step": ["step", "步"],
+    "grid.preempted": ["preempted", "被抢占"],
+    "grid.returned": ["returned", "恢复"],
+    "grid.finished": ["ended", "结束"],
   });
 
   const HEAD = 17; // pixels above the cells: numbers of steps
   const [CELL_MIN, CELL_MAX] = [13, 30]; // width
   const [ROW_MIN, ROW_MAX] = [17, 24]; // height
+
+  const SIGNS = {preempted: "▼", returned: "▲", finished: "▐"}; // as grid_marks.js draws them
 
   // Rows are the same in both films of a comparison: those of the first, then what only the other has.
   const rowsOf = () => [...new Set(store.films.flatMap((film) => film.requests.map(({id}) => id)))];
@@ -55,7 +61,7 @@
       this.width = this.box.clientWidth;
       this.height = this.box.clientHeight;
       this.gutter = Math.min(110, 34 + 8 * Math.max(3, ...this.rows.map((id) => Watch.label(id).length)));
-      const fit = (room, num, least, most) => Math.max(least, Math.min(most, Math.floor(room / num) || most));
+      const fit = (room, num, least, most) => Math.max(least, Math.min(most, Math.floor(room / Math.max(1, num))));
       this.cell = fit(this.width - this.gutter - 4, Watch.numSteps(), CELL_MIN, CELL_MAX);
       this.row = fit(this.height - HEAD - 2, this.rows.length, ROW_MIN, ROW_MAX);
       this.space.style.width = `${this.gutter + this.cell * Watch.numSteps() + 4}px`;
@@ -148,6 +154,10 @@
         pen.fillText(step, at, HEAD - 4);
       };
       for (let step = Math.ceil(first / every) * every; step < end; step += every) number(step, 400);
+      pen.textAlign = "left";
+      pen.font = "400 12px system-ui, sans-serif";
+      pen.fillText(t("grid.step"), 3, HEAD - 4);
+      pen.textAlign = "center";
       if (store.step < 0) return;
       number(store.step, 700);
       pen.strokeStyle = Watch.plain("var(--ink)");
@@ -241,23 +251,26 @@
     drawLegend() {
       if (this.legendFor === store.language) return;
       this.legendFor = store.language;
-      const {kinds, reasons} = this.occurring();
-      const letters = (reason) => Watch.reasonLetters[reason] ?? "?";
+      const {kinds, reasons, marks} = this.occurring();
+      const item = (name, sign, words) => h("span", {}, h("i", {class: `key key-${name}`}, sign), words);
       this.legend.replaceChildren(
-        ...kinds.map((kind) => h("span", {}, h("i", {class: `key key-${kind}`}, Watch.letters[kind]), t(`kind.${kind}`))),
+        ...kinds.map((kind) => item(kind, Watch.letters[kind], t(`kind.${kind}`))),
+        ...marks.map((mark) => item("mark", SIGNS[mark], t(`grid.${mark}`))),
         ...(reasons.length ? [h("span", {class: "quiet"}, t("grid.waits"))] : []),
-        ...reasons.map((reason) => h("span", {}, h("i", {class: "key key-waits"}, letters(reason)), t(`short.${reason}`))),
+        ...reasons.map((reason) => item("waits", Watch.reasonLetters[reason] ?? "?", t(`short.${reason}`))),
       );
     }
 
     occurring() {
-      const [kinds, reasons] = [new Set(), new Set()];
+      const [kinds, reasons, marks] = [new Set(), new Set(), new Set()];
       for (const facts of this.view.film.steps) {
         for (const id of facts.cells.keys()) for (const {kind} of Watch.verdicts(facts, id)) kinds.add(kind);
+        for (const names of facts.marks.values()) for (const mark of names) marks.add(mark);
         for (const reason of this.view.film.waits(facts.number).values()) reasons.add(reason);
       }
-      return {kinds: Object.keys(Watch.letters).filter((kind) => kinds.has(kind)),
-        reasons: Object.keys(Watch.reasonLetters).filter((reason) => reasons.has(reason))};
+      const inOrder = (table, found) => Object.keys(table).filter((name) => found.has(name));
+      return {kinds: inOrder(Watch.letters, kinds), reasons: inOrder(Watch.reasonLetters, reasons),
+        marks: inOrder(SIGNS, marks)};
     }
   }
 
