@@ -30,10 +30,15 @@ SCRIPTS = (
     *("language.js", "settings.js", "events.js", "state.js", "on_event.js", "film.js"),
     *("store.js", "colours.js", "canvas.js", "reasons.js"),
     *("shell.js", "moments.js", "files.js", "event_words.js", "compare.js", "help.js", "keys.js"),
-    *("grid_marks.js", "grid_words.js", "grid.js"),
-    *("words.js", "pool.js", "cache.js", "queue.js", "clock.js"),
+    *("token_text.js", "block_facts.js", "source_view.js"),
+    *("grid_marks.js", "grid_words.js", "grid_paint.js", "grid_legend.js", "grid.js"),
+    *("words_sentences.js", "words_tokens.js", "words.js"),
+    *("pool_details.js", "pool_painters.js", "pool.js"),
+    *("cache_layout.js", "cache_boxes.js", "cache.js"),
+    *("queue.js", "clock.js"),
     "start.js",
 )
+STYLES = ("watch.css", "scenes.css")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +71,9 @@ def make_page(
     data += [_reel(reel) for reel in reels]
     parts = {
         "title": html.escape(title[0] if title else "Watch the engine run"),
-        "style": f"{palette_rules()}\n{_read('watch.css')}",
+        "style": "\n".join([palette_rules(), *_read_all(STYLES)]),
         "data": "\n".join(data),
-        "script": "\n".join(_read(name) for name in SCRIPTS if (PAGE / name).exists()),
+        "script": "\n".join(_read_all(SCRIPTS)),
     }
     page = _read("watch.html")
     for name, text in parts.items():
@@ -115,6 +120,10 @@ def palette_rules() -> str:
             if isinstance(value, str) and value.startswith("#"):
                 rules.append(f"--{name.lower().replace('_', '-')}: {value};")
     return f":root {{ {' '.join(rules)} }}"
+
+
+def _read_all(names: Sequence[str]) -> list[str]:
+    return [_read(name) for name in names if (PAGE / name).exists()]
 
 
 def _read(name: str) -> str:
