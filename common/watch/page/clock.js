@@ -19,7 +19,7 @@
     "clock.failed": ["The step failed: {error}", "这一步失败：{error}"],
     "clock.strip": ["Time of each step; the highest is {ms} ms. Click to go there.",
       "每一步的时间，最高 {ms} 毫秒。点击可跳转。"],
-    "clock.top": ["{ms} ms", "{ms} 毫秒"],
+    "clock.top": ["below: all steps, up to {ms} ms", "下方：所有步，最高 {ms} 毫秒"],
   });
   const PARTS = ["schedule", "prepare", "forward", "sample", "propose", "update"];
   // Shares of ink: neighbours differ, and the palest is still 3 : 1 on white.
@@ -58,7 +58,8 @@
         Watch.set({step: Math.floor(share * Watch.numSteps())});
       });
       root.classList.add("clock-body");
-      root.append(h("ul", {class: "clock-parts"}, ...this.items.map(({item}) => item)), this.lanes,
+      this.top = h("li", {class: "quiet"});
+      root.append(h("ul", {class: "clock-parts"}, ...this.items.map(({item}) => item), this.top), this.lanes,
         h("div", {class: "strip-frame"}, this.strip));
       new ResizeObserver(() => Watch.redraw()).observe(this.strip.parentNode);
     }
@@ -140,6 +141,7 @@
       pen.lineWidth = 2;
       if (store.step >= 0) pen.strokeRect(store.step * column, 1, Math.max(column, 3), height - 2);
       this.strip.setAttribute("aria-label", t("clock.strip", {ms: round(top)}));
+      this.top.textContent = t("clock.top", {ms: round(top)});
       this.strip.title = t("clock.strip", {ms: round(top)});
     }
 
@@ -175,7 +177,7 @@
   }
 
   Watch.scene({
-    name: "clock", title: ["The clock", "时间"],
+    name: "clock", title: ["The clock", "耗时"],
     make: (root, view) => new Clock(root, view),
   });
 })();

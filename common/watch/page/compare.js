@@ -7,13 +7,12 @@
     "compare.from": ["The films are alike up to step {before}, and differ from step {step} on: {left} beside {right}.",
       "到第 {before} 步两次运行都相同，从第 {step} 步起不同：{left} 对 {right}。"],
     "compare.at_once": ["The films differ from step 0 on: {left} beside {right}.", "从第 0 步起就不同：{left} 对 {right}。"],
-    "compare.text": ["Text: {request} differs at its token {n}: “{left}” beside “{right}”.",
-      "文本：{request} 的第 {n} 个 token 不同：“{left}”对“{right}”。"],
+    "compare.text": ["The text of {request} differs from its token {n} on: “{left}” beside “{right}”.",
+      "{request} 的文本从第 {n} 个 token 起不同：“{left}”对“{right}”。"],
     "compare.same_text": ["Every text is the same.", "生成的文本全都相同。"],
     "compare.go": ["Go there", "跳到那里"],
     "compare.end": ["(its end)", "（结束）"],
     "compare.over": ["{label} (ended at step {last})", "{label}（到第 {last} 步结束）"],
-    "event.says.nothing": ["nothing", "无"],
   });
 
   const TIMED = new Set(["time", "schedule_ms", "times", "update_ms", "started_at"]);
@@ -52,14 +51,6 @@
   const tokenWords = (request, n) =>
     n < request.outputs.length ? request.pieces[n] ?? String(request.outputs[n]) : null;
 
-  // An event in a few words: its kind, whom it concerns, and what.
-  function eventWords(event) {
-    if (event === undefined) return t("event.says.nothing");
-    const of = event.request == null ? "" : ` ${Watch.label(event.request)}`;
-    const blocks = event.blocks === undefined ? "" : ` [${event.blocks.join(", ")}]`;
-    return `${event.kind}${of}${blocks}`;
-  }
-
   const line = h("span");
   const text = h("span");
   const go = h("button", {onclick: () => Watch.set({step: found.difference.step})});
@@ -79,10 +70,10 @@
     line.textContent = difference === null ? t("compare.same", {n: Watch.numSteps()})
       : t(difference.step ? "compare.from" : "compare.at_once", {
         before: difference.step - 1, step: difference.step,
-        left: eventWords(difference.left), right: eventWords(difference.right)});
+        left: Watch.eventWords(difference.left), right: Watch.eventWords(difference.right)});
     const end = t("compare.end");
     text.textContent = token === null ? t("compare.same_text") : t("compare.text", {
-      request: Watch.label(token.request), n: token.n, left: token.left ?? end, right: token.right ?? end});
+      request: Watch.label(token.request), n: token.n + 1, left: token.left ?? end, right: token.right ?? end});
   }
 
   Watch.compare = {bar, draw, firstDifference, firstOtherToken};

@@ -4,6 +4,7 @@
   const FILLS = {
     prompt: Watch.kinds.prompt, decode: Watch.kinds.decode, recomputed: Watch.kinds.recomputed,
     guess: Watch.kinds.guess, accepted: Watch.kinds.accepted, rejected: Watch.kinds.rejected,
+    discarded: Watch.kinds.waste,
   };
   const HATCHED = new Set(["recomputed", "rejected"]);
   const LETTER_ROOM = 9; // pixels: a smaller part has its colour and pattern only

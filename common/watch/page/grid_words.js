@@ -14,7 +14,7 @@
     "cell.after": ["has ended", "已经结束"],
     "cell.nothing": ["nothing", "无"],
     "cell.arrived": ["arrives", "到达"],
-    "cell.admitted": ["is admitted", "被接纳"],
+    "cell.admitted": ["is admitted", "准入"],
     "cell.preempted": ["is preempted", "被抢占"],
     "cell.returned": ["returns", "恢复运行"],
     "cell.finished": ["ends here", "到此结束"],
@@ -29,7 +29,9 @@
     if (parts.length) return {look: "computed", parts, marks};
     const waits = film.waits(step);
     if (waits.has(id)) return {look: "waiting", reason: waits.get(id), marks, facts};
-    if (facts?.idle.includes(id)) return {look: "idle", marks};
+    const end = film.byId.get(id)?.endStep ?? null;
+    // With overlap, a plan is older than the end of who has ended meanwhile.
+    if (facts?.idle.includes(id) && !(end < step && end !== null)) return {look: "idle", marks};
     return {look: "empty", marks};
   };
 

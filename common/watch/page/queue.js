@@ -6,7 +6,7 @@
   const MOST_ROWS = 60; // a longer queue is counted, not listed
   Watch.words({
     "queue.waiting": ["Waiting: {n} (policy {policy})", "等待：{n}（策略 {policy}）"],
-    "queue.running": ["Running: {n} of {seats} seats", "运行：{n}，席位 {seats}"],
+    "queue.running": ["Running: {n} of {seats} seats", "运行：{n}（上限 {seats}）"],
     "queue.nobody": ["nobody", "无"],
     "queue.more": ["and {n} more", "还有 {n} 个"],
     "queue.priority": ["priority {n}", "优先级 {n}"],
@@ -16,10 +16,10 @@
     "queue.none": ["0 tokens", "0 个 token"],
     "queue.budget": ["{used} of {budget} tokens used", "预算 {budget} 个 token，用了 {used} 个"],
     "queue.left": ["left over", "剩余"],
-    "queue.all": ["Everybody who waited was asked.", "等待的请求都询问过了。"],
+    "queue.all": ["Everybody who waited was asked.", "等待的请求都考虑过了。"],
     "queue.empty": ["Nobody waited.", "没有请求等待。"],
-    "queue.stop": ["Admission stopped at {request}: {reason}.", "接纳在 {request} 处停止：{reason}。"],
-    "queue.stop_all": ["Nobody was admitted: {reason}.", "没有接纳任何请求：{reason}。"],
+    "queue.stop": ["Admission stopped at {request}: {reason}.", "准入到 {request} 为止：{reason}。"],
+    "queue.stop_all": ["Nobody was admitted: {reason}.", "这一步没有准入：{reason}。"],
     "queue.no_plan": ["This step computed no plan.", "这一步没有执行计划。"],
   });
   const KINDS = ["decode", "prompt", "recomputed", "guess"]; // as the bar shows them, left to right

@@ -3,13 +3,13 @@
 (() => {
   const {store, t} = Watch;
   Watch.words({
-    "shell.title": ["Watch the engine run", "看引擎运行"],
+    "shell.title": ["Watch the engine run", "逐步看引擎运行"],
     "shell.play": ["Play", "播放"],
     "shell.pause": ["Pause", "暂停"],
     "shell.back": ["Step back", "后退一步"],
     "shell.on": ["Step on", "前进一步"],
     "shell.scrub": ["Step of the run", "当前步"],
-    "shell.now": ["step {step} of {last}", "第 {step} 步，共到 {last}"],
+    "shell.now": ["step {step} of {last}", "第 {step} 步（末步 {last}）"],
     "shell.no_step": ["no steps", "没有步"],
     "shell.request": ["Request", "请求"],
     "shell.all": ["all requests", "全部请求"],
@@ -82,7 +82,7 @@
       const body = h("div", {class: "body"});
       const of = h("p", {class: "of", hidden: views.length === 1}, store.labels[view.index] ?? "");
       roots.append(h("div", {class: "root", "data-film": view.index}, of, body));
-      return {scene, view, title, drawing: scene.make(body, view)};
+      return {scene, view, title, of, drawing: scene.make(body, view)};
     });
   }
 
@@ -97,6 +97,7 @@
     document.documentElement.lang = language === "zh" ? "zh-CN" : "en";
     parts.title.textContent = Watch.settings.title?.[language === "zh" ? 1 : 0] ?? t("shell.title");
     parts.about.textContent = store.films.length ? about(store.films[0].run) : "";
+    parts.about.title = parts.about.textContent;
     parts.language.textContent = t("shell.language");
     parts.language.lang = language === "zh" ? "en" : "zh-CN";
     label(parts.back, t("shell.back"));
@@ -124,13 +125,17 @@
 
   function drawScenes() {
     Watch.drawn = {};
-    for (const {scene, title, drawing} of drawnScenes) {
+    for (const {scene, title, of, view, drawing} of drawnScenes) {
       const begun = performance.now();
       title.textContent = scene.title[store.language === "zh" ? 1 : 0];
+      of.textContent = labelOf(view);
       drawing.draw();
       Watch.drawn[scene.name] = (Watch.drawn[scene.name] ?? 0) + performance.now() - begun;
     }
   }
+
+  const labelOf = ({index, isOver, film}) => (isOver
+    ? t("compare.over", {label: store.labels[index], last: film.numSteps - 1}) : store.labels[index]);
 
   // A film that plays would talk without end.
   function speak(now) {
