@@ -133,12 +133,11 @@ _ALL = (
             Moment(
                 "joined",
                 (
-                    "one seat is free: on the one side nobody may join, on the other {newcomer} "
-                    "does",
-                    "空出一个席位：一边谁也不能加入，另一边 {newcomer} 加入了",
+                    "a seat is free; static: nobody may join, continuous: {newcomer} joins",
+                    "空出一个席位；静态：谁也不能加入，连续：{newcomer} 加入",
                 ),
                 "newcomer",
-                (("grid", 200),),
+                (("grid", 232),),
             ),
             Moment(
                 "late",
@@ -174,8 +173,8 @@ _ALL = (
                 ),
                 "a",
                 (
-                    ("grid", 200),
-                    ("pool", 300),
+                    ("grid", 175),
+                    ("pool", 235),
                 ),
             ),
             Moment(
@@ -194,13 +193,13 @@ _ALL = (
         caption=(
             "{b} begins like {a}. In step {step} it finds {num_trunk} blocks of {a} in the cache "
             "and computes {num_computed} tokens instead of {num_prompt}; behind block {last} the "
-            "two differ, and there the node is split. In step {late} memory is short: blocks "
-            "{evicted}, which only {a} had, are evicted, and {c} still finds the shared "
-            "{num_trunk}.",
-            "{b} 的开头和 {a} 一样。第 {step} 步，它在缓存里找到 {a} 的 {num_trunk} 个块，只需计算"
-            " {num_computed} 个 token，而不是 {num_prompt} 个；两者在块 {last} 之后不同，节点就在"
-            "那里分裂。第 {late} 步显存不够了：只属于 {a} 的块 {evicted_zh} 被驱逐，而 {c} 仍然找"
-            "到共享的 {num_trunk} 个块。",
+            "two differ, and there the node is split. When memory runs short, the end that only "
+            "{a} had is evicted, {gone}. The shared blocks stay, and {c} finds all {num_trunk} in "
+            "step {back}.",
+            "{b} 的开头和 {a} 一样。第 {step} 步，它在缓存里找到 {a} 的 {num_trunk} 个块，只需计算 "
+            "{num_computed} 个 token，而不是 {num_prompt} 个；两者在块 {last} 之后不同，节点就在"
+            "那里分裂。显存不够时，被驱逐的是只属于 {a} 的末尾：{gone_zh}。共享的块留了下来，{c} "
+            "在第 {back} 步找到全部 {num_trunk} 个。",
         ),
         moments=(
             Moment(
@@ -210,16 +209,21 @@ _ALL = (
                     "{b} 找到 {num_trunk} 个块；节点在块 {cut} 之前分裂",
                 ),
                 "b",
-                (("cache", 260),),
+                (("cache", 250),),
             ),
             Moment(
                 "late",
                 (
-                    "blocks {evicted} are evicted, the trunk stays for {c}",
-                    "块 {evicted_zh} 被驱逐，公共的主干留给 {c}",
+                    "the last block that only {a} had is evicted, the shared ones stay",
+                    "只属于 {a} 的最后一个块被驱逐，共享的块留下",
                 ),
+                None,
+                (("cache", 330),),
+            ),
+            Moment(
+                "back",
+                ("{c} finds the shared {num_trunk} blocks", "{c} 找到共享的 {num_trunk} 个块"),
                 "c",
-                (("cache", 260),),
             ),
         ),
     ),
@@ -247,8 +251,8 @@ _ALL = (
                 ),
                 "victim",
                 (
-                    ("grid", 200),
-                    ("pool", 300),
+                    ("grid", 175),
+                    ("pool", 235),
                 ),
             ),
             Moment(
@@ -286,8 +290,8 @@ _ALL = (
                 ),
                 None,
                 (
-                    ("grid", 200),
-                    ("words", 260),
+                    ("grid", 215),
+                    ("words", 420),
                 ),
             ),
         ),
@@ -314,13 +318,13 @@ _ALL = (
             Moment(
                 "step",
                 (
-                    "{num_whole} tokens in one step, or a piece of {size} beside {others}",
-                    "一步 {num_whole} 个 token，或与 {others_zh} 并行的一块 {size}",
+                    "{name} computes {num_prompt} tokens at once, or a piece of {size}",
+                    "{name} 一次算 {num_prompt} 个 token，或只算一块 {size} 个",
                 ),
                 "name",
                 (
-                    ("grid", 200),
-                    ("queue", 190),
+                    ("grid", 205),
+                    ("queue", 110),
                 ),
             ),
             Moment(

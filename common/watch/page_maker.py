@@ -29,22 +29,13 @@ PACKED_FROM = 1_000_000  # bytes of events
 SCRIPTS = (
     *("language.js", "settings.js", "events.js", "state.js", "on_event.js", "film.js"),
     *("store.js", "colours.js", "canvas.js", "reasons.js"),
-    *(
-        "shell.js",
-        "moments.js",
-        "files.js",
-        "event_words.js",
-        "compare.js",
-        "caption.js",
-        "help.js",
-        "keys.js",
-    ),
+    *("shell.js", "moments.js", "files.js", "event_words.js", "compare.js", "help.js", "keys.js"),
     *("token_text.js", "block_facts.js", "source_view.js"),
     *("grid_marks.js", "grid_words.js", "grid_paint.js", "grid_legend.js", "grid.js"),
     *("words_sentences.js", "words_tokens.js", "words.js"),
     *("pool_details.js", "pool_painters.js", "pool.js"),
     *("cache_layout.js", "cache_boxes.js", "cache.js"),
-    *("queue.js", "clock.js"),
+    *("queue.js", "clock.js", "caption.js"),
     "start.js",
 )
 STYLES = ("watch.css", "scenes.css", "caption.css")

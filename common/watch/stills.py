@@ -31,8 +31,8 @@ _STYLE = """
 .head, .transport, .compare, .notice, .film-caption { display: none !important; }
 html, body { height: auto; overflow: visible; }
 .scenes, .scenes.comparing { display: block; overflow: visible; padding: 4px 12px 8px; }
-.scene { display: none !important; }
-.scene.is-wanted { display: flex !important; margin-bottom: 8px; }
+.scene { position: absolute; left: -3000px; width: 600px; height: 300px; }
+.scene.is-wanted { position: static; width: auto; margin-bottom: 8px; }
 .scene > h2 { font-size: 15px; }
 """
 _PREPARE = """([wanted, heading]) => {
