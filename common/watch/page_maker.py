@@ -28,8 +28,10 @@ PACKED_FROM = 1_000_000  # bytes of events
 # Each adds to the one global, `Watch`, and uses what stands before it. Scenes: in reading order.
 SCRIPTS = (
     *("language.js", "settings.js", "events.js", "state.js", "on_event.js", "film.js"),
-    *("store.js", "colours.js", "shell.js", "keys.js"),
-    *("grid.js", "words.js", "pool.js", "cache.js", "queue.js", "clock.js"),
+    *("store.js", "colours.js", "canvas.js", "reasons.js"),
+    *("shell.js", "moments.js", "files.js", "event_words.js", "compare.js", "help.js", "keys.js"),
+    *("grid_marks.js", "grid_words.js", "grid.js"),
+    *("words.js", "pool.js", "cache.js", "queue.js", "clock.js"),
     "start.js",
 )
 
