@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common.events.event_kinds import KINDS, REASONS, VERSION
+from common.watch.source_lines import source_lines
 
 PAGE = Path(__file__).parent / "page"
 PALETTE = Path(__file__).parents[1] / "tools" / "palette.py"
@@ -29,11 +30,16 @@ PACKED_FROM = 1_000_000  # bytes of events
 SCRIPTS = (
     *("language.js", "settings.js", "events.js", "state.js", "on_event.js", "film.js"),
     *("store.js", "colours.js", "canvas.js", "reasons.js"),
+    *("token_text.js", "block_facts.js", "source_view.js"),
     *("shell.js", "moments.js", "files.js", "event_words.js", "compare.js", "help.js", "keys.js"),
     *("grid_marks.js", "grid_words.js", "grid.js"),
-    *("words.js", "pool.js", "cache.js", "queue.js", "clock.js"),
+    *("words_sentences.js", "words_tokens.js", "words.js"),
+    *("pool_details.js", "pool_painters.js", "pool.js"),
+    *("cache_layout.js", "cache_boxes.js", "cache.js"),
+    *("queue.js", "clock.js"),
     "start.js",
 )
+STYLES = ("watch.css", "scenes.css")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ def make_page(
         "reasons": REASONS,
         "title": title,
         "start": start,
+        "sources": source_lines(),
         **settings,
     }
     data = [
@@ -66,7 +73,7 @@ def make_page(
     data += [_reel(reel) for reel in reels]
     parts = {
         "title": html.escape(title[0] if title else "Watch the engine run"),
-        "style": f"{palette_rules()}\n{_read('watch.css')}",
+        "style": "\n".join([palette_rules(), *map(_read, STYLES)]),
         "data": "\n".join(data),
         "script": "\n".join(_read(name) for name in SCRIPTS if (PAGE / name).exists()),
     }
