@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common.events.event_kinds import KINDS, REASONS, VERSION
+from common.watch.source_lines import source_lines
 
 PAGE = Path(__file__).parent / "page"
 PALETTE = Path(__file__).parents[1] / "tools" / "palette.py"
@@ -29,13 +30,13 @@ PACKED_FROM = 1_000_000  # bytes of events
 SCRIPTS = (
     *("language.js", "settings.js", "events.js", "state.js", "on_event.js", "film.js"),
     *("store.js", "colours.js", "canvas.js", "reasons.js"),
-    *("shell.js", "moments.js", "files.js", "event_words.js", "compare.js", "help.js", "keys.js"),
-    *("token_text.js", "block_facts.js", "source_view.js"),
+    *("shell.js", "moments.js", "files.js", "event_words.js", "compare.js", "caption.js"),
+    *("help.js", "keys.js", "token_text.js", "block_facts.js", "source_view.js"),
     *("grid_marks.js", "grid_words.js", "grid_paint.js", "grid_legend.js", "grid.js"),
     *("words_sentences.js", "words_tokens.js", "words.js"),
     *("pool_details.js", "pool_painters.js", "pool.js"),
     *("cache_layout.js", "cache_boxes.js", "cache.js"),
-    *("queue.js", "clock.js", "caption.js"),
+    *("queue.js", "clock.js"),
     "start.js",
 )
 STYLES = ("watch.css", "scenes.css", "caption.css")
@@ -63,6 +64,7 @@ def make_page(
         "reasons": REASONS,
         "title": title,
         "start": start,
+        "sources": source_lines(),
         **settings,
     }
     data = [
@@ -71,9 +73,9 @@ def make_page(
     data += [_reel(reel) for reel in reels]
     parts = {
         "title": html.escape(title[0] if title else "Watch the engine run"),
-        "style": "\n".join([palette_rules(), *_read_all(STYLES)]),
+        "style": "\n".join([palette_rules(), *map(_read, STYLES)]),
         "data": "\n".join(data),
-        "script": "\n".join(_read_all(SCRIPTS)),
+        "script": "\n".join(map(_read, SCRIPTS)),
     }
     page = _read("watch.html")
     for name, text in parts.items():
@@ -120,10 +122,6 @@ def palette_rules() -> str:
             if isinstance(value, str) and value.startswith("#"):
                 rules.append(f"--{name.lower().replace('_', '-')}: {value};")
     return f":root {{ {' '.join(rules)} }}"
-
-
-def _read_all(names: Sequence[str]) -> list[str]:
-    return [_read(name) for name in names if (PAGE / name).exists()]
 
 
 def _read(name: str) -> str:

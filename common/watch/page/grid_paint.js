@@ -70,6 +70,7 @@
     pen.fillStyle = Watch.plain("var(--ink)");
     pen.fillText(t("grid.step"), 3, HEAD - 4);
     for (let step = Math.ceil(first / every) * every; step < end; step += every) {
+      if (Math.abs(step - store.step) * grid.cell < 30) continue; // the number of the step shown
       paintNumber(pen, grid, step, x(step) + grid.cell / 2, 400);
     }
     if (store.step < 0) return;
@@ -85,8 +86,6 @@
     if (middle < grid.gutter - 2 || middle > grid.width - 4) return;
     pen.font = `${weight} 12px system-ui, sans-serif`;
     pen.textAlign = "center";
-    pen.fillStyle = Watch.plain("var(--paper)");
-    if (weight > 400) pen.fillRect(middle - 14, 0, 28, HEAD - 2); // over a number beside it
     pen.fillStyle = Watch.plain("var(--ink)");
     pen.fillText(step, middle, HEAD - 4);
   }
