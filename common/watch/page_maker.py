@@ -29,9 +29,10 @@ PACKED_FROM = 1_000_000  # bytes of events
 # Each adds to the one global, `Watch`, and uses what stands before it. Scenes: in reading order.
 SCRIPTS = (
     *("language.js", "settings.js", "events.js", "state.js", "on_event.js", "film.js"),
-    *("store.js", "colours.js", "shell.js", "keys.js"),
+    *("store.js", "colours.js", "canvas.js", "reasons.js"),
+    *("shell.js", "moments.js", "files.js", "event_words.js", "compare.js", "help.js", "keys.js"),
     *("token_text.js", "block_facts.js", "source_view.js"),
-    "grid.js",
+    *("grid_marks.js", "grid_words.js", "grid.js"),
     *("words_sentences.js", "words_tokens.js", "words.js"),
     *("pool_details.js", "pool_painters.js", "pool.js"),
     *("cache_layout.js", "cache_boxes.js", "cache.js"),

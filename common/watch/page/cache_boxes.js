@@ -3,7 +3,7 @@
 (() => {
   Watch.words({
     "cache.new": ["published", "发布"],
-    "cache.split": ["split", "分裂"],
+    "cache.split": ["split", "拆分"],
     "cache.gone": ["evicted", "淘汰"],
     "cache.hit": ["matched", "命中"],
   });

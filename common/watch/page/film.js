@@ -155,8 +155,11 @@
       const planned = this.steps[i]?.planned;
       const seen = this.seen.get(planned);
       if (seen === undefined) return new Map();
-      const stop = planned.stop === null ? "" : planned.stop[0];
-      return new Map(seen.waiting.map((id) => [id, planned.passed_over[id] ?? stop]));
+      if (seen.waits === undefined) {
+        const stop = planned.stop === null ? "" : planned.stop[0];
+        seen.waits = new Map(seen.waiting.map((id) => [id, planned.passed_over[id] ?? stop]));
+      }
+      return seen.waits;
     }
   }
 

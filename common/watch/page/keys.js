@@ -10,6 +10,9 @@
     Home: () => Watch.set({step: 0}),
     End: () => Watch.set({step: last()}),
     " ": () => Watch.play(!store.playing),
+    "[": () => Watch.nextMoment(-1),
+    "]": () => Watch.nextMoment(1),
+    "?": () => Watch.help.toggle(),
     "/": () => Watch.frame.parts.request.focus(),
     Escape: () => Watch.set({request: null, block: null}),
   };
@@ -18,6 +21,7 @@
 
   document.addEventListener("keydown", (event) => {
     if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (Watch.help.dialog.open && event.key !== "?") return; // it has keys of its own
     const act = keys[event.key];
     if (act === undefined || isTyping(event.target)) return;
     if (event.key === " " && event.target.closest("button, a, summary")) return; // it presses these

@@ -3,13 +3,13 @@
 (() => {
   const {store, t} = Watch;
   Watch.words({
-    "shell.title": ["Watch the engine run", "看引擎运行"],
+    "shell.title": ["Watch the engine run", "逐步看引擎运行"],
     "shell.play": ["Play", "播放"],
     "shell.pause": ["Pause", "暂停"],
     "shell.back": ["Step back", "后退一步"],
     "shell.on": ["Step on", "前进一步"],
     "shell.scrub": ["Step of the run", "当前步"],
-    "shell.now": ["step {step} of {last}", "第 {step} 步，共到 {last}"],
+    "shell.now": ["step {step} of {last}", "第 {step} 步（末步 {last}）"],
     "shell.no_step": ["no steps", "没有步"],
     "shell.request": ["Request", "请求"],
     "shell.all": ["all requests", "全部请求"],
@@ -39,7 +39,6 @@
   function makeFrame() {
     parts.title = h("h1");
     parts.about = h("p", {class: "about quiet"});
-    parts.tools = h("div", {class: "tools"});
     parts.language = h("button", {onclick: () => Watch.set({language: store.language === "en" ? "zh" : "en"})});
     parts.back = h("button", {onclick: () => Watch.set({step: store.step - 1})}, "◀");
     parts.play = h("button", {class: "play", onclick: () => Watch.play(!store.playing)});
@@ -50,11 +49,13 @@
     parts.speed = h("select", {onchange: () => Watch.set({speed: Number(parts.speed.value)})});
     parts.request = h("select", {onchange: () => Watch.set({request: parts.request.value || null})});
     parts.scenes = h("main", {class: "scenes"});
+    parts.spoken = h("p", {class: "unseen", "aria-live": "polite"});
+    const {files, help, compare, momentTicks} = Watch;
     document.body.append(
-      h("header", {class: "head"}, parts.title, parts.about, parts.tools, parts.language),
-      h("div", {class: "transport"}, parts.back, parts.play, parts.on,
-        h("div", {class: "scrub"}, parts.scrub), parts.now, parts.speed, parts.request),
-      parts.scenes,
+      h("header", {class: "head"}, parts.title, parts.about, files.button, help.button, parts.language),
+      h("div", {class: "transport", role: "group"}, parts.back, parts.play, parts.on,
+        h("div", {class: "scrub"}, parts.scrub, momentTicks.canvas), parts.now, parts.speed, parts.request),
+      files.notice, compare.bar, parts.scenes, files.choose, files.curtain, help.dialog, parts.spoken,
     );
   }
 
@@ -81,7 +82,7 @@
       const body = h("div", {class: "body"});
       const of = h("p", {class: "of", hidden: views.length === 1}, store.labels[view.index] ?? "");
       roots.append(h("div", {class: "root", "data-film": view.index}, of, body));
-      return {scene, view, title, drawing: scene.make(body, view)};
+      return {scene, view, title, of, drawing: scene.make(body, view)};
     });
   }
 
@@ -96,6 +97,7 @@
     document.documentElement.lang = language === "zh" ? "zh-CN" : "en";
     parts.title.textContent = Watch.settings.title?.[language === "zh" ? 1 : 0] ?? t("shell.title");
     parts.about.textContent = store.films.length ? about(store.films[0].run) : "";
+    parts.about.title = parts.about.textContent;
     parts.language.textContent = t("shell.language");
     parts.language.lang = language === "zh" ? "en" : "zh-CN";
     label(parts.back, t("shell.back"));
@@ -113,10 +115,33 @@
     parts.request.value = store.request ?? "";
     for (const option of parts.speed.options) option.textContent = t("shell.per_second", {n: option.value});
     parts.speed.value = store.speed;
-    for (const {scene, title, drawing} of drawnScenes) {
-      title.textContent = scene.title[language === "zh" ? 1 : 0];
+    for (const part of [Watch.files, Watch.help, Watch.compare, Watch.momentTicks]) part.draw();
+    drawScenes();
+    speak(now);
+  }
+
+  // Milliseconds of the last drawing, by scene: for tests, and for whoever finds the page slow.
+  Watch.drawn = {};
+
+  function drawScenes() {
+    Watch.drawn = {};
+    for (const {scene, title, of, view, drawing} of drawnScenes) {
+      const begun = performance.now();
+      title.textContent = scene.title[store.language === "zh" ? 1 : 0];
+      of.textContent = labelOf(view);
       drawing.draw();
+      Watch.drawn[scene.name] = (Watch.drawn[scene.name] ?? 0) + performance.now() - begun;
     }
+  }
+
+  const labelOf = ({index, isOver, film}) => (isOver
+    ? t("compare.over", {label: store.labels[index], last: film.numSteps - 1}) : store.labels[index]);
+
+  // A film that plays would talk without end.
+  function speak(now) {
+    if (store.playing || parts.spoken.dataset.step === String(store.step)) return;
+    parts.spoken.dataset.step = store.step;
+    parts.spoken.textContent = [now, Watch.momentWords()].filter(Boolean).join(": ");
   }
 
   const label = (element, text) => {

@@ -8,7 +8,7 @@
     "wrong.never": ["request “{request}” has never arrived", "请求“{request}”从未到达"],
     "wrong.twice": ["request “{request}” arrived, and has not ended", "请求“{request}”还没结束又到达了一次"],
     "wrong.queue": ["the queue is {order}, and {waiting} wait", "队列是 {order}，而等待的是 {waiting}"],
-    "wrong.admitted": ["request “{request}” was admitted, and did not wait", "请求“{request}”没有排队却被接纳"],
+    "wrong.admitted": ["request “{request}” was admitted, and did not wait", "请求“{request}”没有排队却被准入"],
     "wrong.preempted": ["request “{request}” was preempted, and did not run", "请求“{request}”没有运行却被抢占"],
     "wrong.lost": ["“{request}” lost {lost} tokens, and {computed} are computed",
       "“{request}”丢了 {lost} 个 token，而算好的有 {computed} 个"],

@@ -3,17 +3,16 @@
 // guesses: underlined if they were accepted, struck out if they were rejected.
 (() => {
   Watch.words({
-    "tokens.title": ["{request}: prompt {prompt}, outputs {outputs}", "{request}：提示 {prompt}，输出 {outputs}"],
+    "tokens.title": ["{request}: prompt {prompt}, outputs {outputs}", "{request}：提示词 {prompt}，输出 {outputs}"],
     "tokens.later": ["{request} has not arrived yet.", "{request} 还没有到达。"],
     "tokens.all": ["Tokens of this step; choose a request to see all of its text.", "本步的 token；选定一个请求可看全文。"],
     "tokens.more": ["and {n} more requests", "另有 {n} 个请求"],
     "tokens.gap": ["{n} more", "略 {n} 个"],
-    "tokens.prompt": ["prompt", "提示"],
+    "tokens.prompt": ["prompt", "提示词"],
     "tokens.output": ["output", "输出"],
     "tokens.now": ["this step", "本步"],
-    "tokens.accepted": ["guess accepted", "猜测被接受"],
-    "tokens.rejected": ["guess rejected", "猜测被拒绝"],
-    "tokens.cached": ["cached when admitted", "接纳时已缓存"],
+    "tokens.accepted": ["guess accepted", "草稿被接受"],
+    "tokens.rejected": ["guess rejected", "草稿被拒绝"],
   });
 
   const {h, t} = Watch;
