@@ -139,7 +139,8 @@
       this.scroll.setAttribute("aria-label", Watch.t("cache.boxes"));
       this.lookThrough();
       if (this.step !== view.step) this.follow();
-      this.step = view.step;
+      else if (this.chosen !== Watch.store.block) this.followChoice();
+      [this.step, this.chosen] = [view.step, Watch.store.block];
       this.drawBoxes();
       this.drawDetails();
     }
@@ -149,6 +150,14 @@
       const marked = this.boxes.filter((box) => box.isGone || box.numNew || box.isSplit || box.matched.length);
       if (!marked.length || marked.some((box) => this.isVisible(box))) return;
       this.reveal(marked.slice(-1));
+      this.lookThrough();
+    }
+
+    // A block that was chosen elsewhere comes into sight.
+    followChoice() {
+      const box = this.boxes.find((one) => !one.isGone && one.blocks.includes(Watch.store.block));
+      if (!box || this.isVisible(box)) return;
+      this.reveal([box]);
       this.lookThrough();
     }
 

@@ -134,7 +134,8 @@
       this.signatures[block] = signature;
       const [x, y, w, h] = this.place(block);
       const gap = Math.min(w, h) > 6 ? 1 : 0.5;
-      this.context.clearRect(x, y, w, h);
+      this.context.fillStyle = Watch.plain("var(--line)"); // what shows between two cells
+      this.context.fillRect(x, y, w, h);
       this.fill(look, x + gap, y + gap, w - 2 * gap, h - 2 * gap);
       this.marks(look, x + gap, y + gap, w - 2 * gap, h - 2 * gap);
     }
@@ -144,7 +145,7 @@
       const {columns, rows, w, h} = this.grid;
       const pen = Watch.sized(this.upper, columns * w, rows * h);
       if (lit !== null) {
-        pen.globalAlpha = 0.75;
+        pen.globalAlpha = 0.65;
         pen.fillStyle = Watch.plain("var(--paper)");
         pen.fillRect(0, 0, columns * w, rows * h);
         pen.globalAlpha = 1;

@@ -109,11 +109,16 @@
     return chip;
   }
 
-  // The legend is made of the marks themselves.
-  const legend = () => h("p", {class: "tokens-legend"},
-    h("span", {class: "token is-prompt"}, t("tokens.prompt")), h("span", {class: "token is-output"}, t("tokens.output")),
-    h("span", {class: "token is-now is-decode"}, t("tokens.now")), h("ins", {class: "token is-output is-accepted"}, t("tokens.accepted")),
-    h("del", {class: "token is-rejected"}, t("tokens.rejected")));
+  // The legend is made of the marks themselves; of guesses only where there are some.
+  function legend(film) {
+    const guesses = film.events.some(({kind, verified}) => kind === "computed" && Object.keys(verified).length);
+    return h("p", {class: "tokens-legend"},
+      h("span", {class: "token is-prompt"}, t("tokens.prompt")),
+      h("span", {class: "token is-output"}, t("tokens.output")),
+      h("span", {class: "token is-now is-decode"}, t("tokens.now")),
+      ...(guesses ? [h("ins", {class: "token is-output is-accepted"}, t("tokens.accepted")),
+        h("del", {class: "token is-rejected"}, t("tokens.rejected"))] : []));
+  }
 
   Watch.drawTokens = (view) => {
     const id = Watch.store.hover?.request ?? Watch.store.request;
@@ -126,7 +131,7 @@
     const title = t("tokens.title",
       {request: Watch.label(id), prompt: request.prompt.length, outputs: request.outputs.length});
     const limits = {head: HEAD, tail: TAIL, around: AROUND, lit: MOST_LIT};
-    return [legend(), h("p", {class: "tokens-row", "data-request": id},
+    return [legend(view.film), h("p", {class: "tokens-row", "data-request": id},
       h("b", {}, title), " ", ...Watch.tokensOf(view, id, limits))];
   }
 
@@ -136,6 +141,6 @@
     const rows = ids.slice(0, MOST_ROWS).map((id) => h("p", {class: "tokens-row is-short", "data-request": id},
       Watch.requestChip(id), " ", ...Watch.tokensOf(view, id, limits)));
     const more = ids.length > MOST_ROWS ? [h("p", {class: "quiet"}, t("tokens.more", {n: ids.length - MOST_ROWS}))] : [];
-    return [legend(), h("p", {class: "quiet"}, t("tokens.all")), ...rows, ...more];
+    return [legend(view.film), h("p", {class: "quiet"}, t("tokens.all")), ...rows, ...more];
   }
 })();
