@@ -6,7 +6,7 @@ import pytest
 
 from common.museum.exhibit import NEVER_ENDS, Exhibit
 from common.museum.hall import EXHIBITS
-from common.museum.visit import _apart, broken_copy, show, try_tests
+from common.museum.visit import apart, broken_copy, show, try_tests
 
 MOST_CPU_S = 10  # for the tests of an exhibit
 
@@ -37,4 +37,4 @@ def _die() -> None:
 
 def test_a_process_that_dies_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="ended with 3"):
-        _apart(_die, (), 60)
+        apart(_die, (), 60)

@@ -56,7 +56,7 @@ def broken_copy(exhibit: Exhibit) -> Iterator[ModuleSwap]:
 def show(exhibit: Exhibit, swap: ModuleSwap | None = None) -> str:
     """What the demonstration says, with the bug if `swap` has it. An exception is its last line."""
     limit_s = ENDLESS_S if swap is not None and exhibit.wrong == NEVER_ENDS else LIMIT_S
-    answer = _apart(_demonstrate, (exhibit, swap), limit_s)
+    answer = apart(_demonstrate, (exhibit, swap), limit_s)
     return NEVER_ENDS if answer is None else answer
 
 
@@ -65,7 +65,7 @@ def try_tests(
 ) -> TestRun:
     """Run the named tests. `first_only` stops at the first failure, and tells all about it."""
     limit_s = ENDLESS_S if swap is not None and exhibit.wrong == NEVER_ENDS else LIMIT_S
-    answer = _apart(_test, (exhibit.tests, swap, first_only, limit_s), 2 * limit_s + LIMIT_S)
+    answer = apart(_test, (exhibit.tests, swap, first_only, limit_s), 2 * limit_s + LIMIT_S)
     return TestRun((), "pytest did not end") if answer is None else answer
 
 
@@ -77,7 +77,7 @@ def without_folder(text: str) -> str:
 # -- in a process of its own
 
 
-def _apart(work: Callable, arguments: tuple, limit_s: float):
+def apart(work: Callable, arguments: tuple, limit_s: float):
     """`work(*arguments)` in another process. None if it does not end within `limit_s`. Raises
     `RuntimeError` if the process dies."""
     if "forkserver" in multiprocessing.get_all_start_methods():

@@ -30,8 +30,8 @@ PACKED_FROM = 1_000_000  # bytes of events
 SCRIPTS = (
     *("language.js", "settings.js", "events.js", "state.js", "on_event.js", "film.js"),
     *("store.js", "colours.js", "canvas.js", "reasons.js"),
-    *("shell.js", "moments.js", "files.js", "event_words.js", "compare.js", "help.js", "keys.js"),
-    *("token_text.js", "block_facts.js", "source_view.js"),
+    *("shell.js", "token_text.js", "block_facts.js", "source_view.js", "moments.js"),
+    *("files.js", "event_words.js", "compare.js", "caption.js", "help.js", "keys.js"),
     *("grid_marks.js", "grid_words.js", "grid.js"),
     *("words_sentences.js", "words_tokens.js", "words.js"),
     *("pool_details.js", "pool_painters.js", "pool.js"),
@@ -39,7 +39,7 @@ SCRIPTS = (
     *("queue.js", "clock.js"),
     "start.js",
 )
-STYLES = ("watch.css", "scenes.css")
+STYLES = ("watch.css", "scenes.css", "caption.css")
 
 
 @dataclass(frozen=True, slots=True)

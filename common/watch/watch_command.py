@@ -3,6 +3,7 @@
 python -m common.watch                                 a small run, made now
 python -m common.watch run.jsonl --open                what LLM(events=...) or the demo wrote
 python -m common.watch run.jsonl --beside other.jsonl  two runs on one axis of steps
+python -m common.watch --film 3 --open                 the film of chapter 3; --films: of all six
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import webbrowser
 from pathlib import Path
 
 from common.events.film import Film
+from common.watch.film_command import add_films, is_about_films, make_films
 from common.watch.page_maker import Reel, make_page
 
 
@@ -23,17 +25,21 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("run", nargs="?", type=Path, help="events of a run (default: make one)")
     parser.add_argument("--beside", type=Path, metavar="F", help="another run, to compare with")
-    parser.add_argument("--out", type=Path, default=Path("watch.html"), metavar="F")
+    parser.add_argument("--out", type=Path, metavar="F", help="default: watch.html")
     parser.add_argument("--open", action="store_true", help="show it in the browser")
+    add_films(parser)
     args = parser.parse_args(argv)
     if args.beside is not None and args.run is None:
         parser.error("--beside wants a run to stand beside")
     try:
+        if is_about_films(args):
+            make_films(args)
+            return 0
         if args.run is None:
             reels = [_made_now()]
         else:
             reels = [read_reel(path) for path in (args.run, args.beside) if path is not None]
-        write_page(args.out, make_page(reels), args.open)
+        write_page(args.out or Path("watch.html"), make_page(reels), args.open)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -61,13 +67,6 @@ def _made_now() -> Reel:
 
 
 def _default_run(path: Path) -> None:
-    from common.demo import PROMPTS  # torch: not needed to show a run that is there
-    from common.llm import LLM, SamplingParams
+    from common.watch.workloads import default_run  # torch: not needed to show a run that is there
 
-    llm = LLM(
-        **{"events": path, "block_size": 8, "num_blocks": 40, "max_num_seqs": 4},
-        **{"max_num_batched_tokens": 40, "prefix_cache": "radix"},
-    )
-    params = [SamplingParams(max_tokens=24, temperature=0.7, seed=n) for n in range(len(PROMPTS))]
-    llm.generate(list(PROMPTS), params)
-    llm.engine.close()
+    default_run(path)

@@ -1,0 +1,89 @@
+"""The page in a real browser. A test opens it and drives it; what goes wrong behind its back (an
+error on the console, an exception, a look at the network) fails the test that it happened in.
+
+Without a browser these tests are skipped, except in a CI, where it has to be there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+
+from common.watch.chromium import BrowserUnavailableError, started_browser
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+OpenPage = Callable[..., "Page"]
+LIMIT_MS = 10_000  # for anything that a test waits for
+LOCALES = {"en": "en-US", "zh": "zh-CN"}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One for the tests of a module. (For longer, it would keep other tests from using asyncio.)"""
+    try:
+        with started_browser() as started:
+            yield started
+    except BrowserUnavailableError as failure:
+        if os.environ.get("VLLM_FS_REQUIRE_BROWSER") or os.environ.get("CI"):
+            pytest.fail(f"the CI has to test the page in a browser: {failure}")
+        pytest.skip(str(failure))
+
+
+@pytest.fixture
+def complaints() -> list[str]:
+    """What went wrong behind the test's back, so far. A test that means it clears the list."""
+    return []
+
+
+@pytest.fixture
+def open_page(browser: Browser, complaints: list[str]) -> Iterator[OpenPage]:
+    """`open_page(path, at="step=3")`: the page of an HTML file, once it is loaded."""
+    contexts = []
+
+    def _open(
+        path: Path,
+        width: int = 1280,
+        height: int = 800,
+        *,
+        at: str = "",
+        language: str = "en",
+        colours: Literal["light", "dark"] = "light",
+        **options: Any,
+    ) -> Page:
+        context = browser.new_context(
+            viewport={"width": width, "height": height},
+            locale=LOCALES[language],
+            color_scheme=colours,
+            reduced_motion="reduce",
+            offline=True,
+            **options,
+        )
+        contexts.append(context)
+        context.set_default_timeout(LIMIT_MS)
+        page = context.new_page()
+        page.on("console", lambda message: _note_console(message, complaints))
+        page.on("pageerror", lambda error: complaints.append(f"exception: {error}"))
+        page.on("request", lambda request: _note_request(request.url, path, complaints))
+        page.goto(f"{path.resolve().as_uri()}#{at}" if at else path.resolve().as_uri())
+        return page
+
+    yield _open
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+def _note_console(message: Any, complaints: list[str]) -> None:
+    if message.type in ("error", "warning"):
+        complaints.append(f"console, {message.type}: {message.text}")
+
+
+def _note_request(url: str, path: Path, complaints: list[str]) -> None:
+    own = path.resolve().as_uri()
+    if not (url.partition("#")[0] == own or url.startswith(("data:", "blob:"))):
+        complaints.append(f"request: {url}")
