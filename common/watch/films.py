@@ -115,14 +115,15 @@ _ALL = (
         labels=(("static", "静态"), ("continuous", "连续")),
         facts=film_facts.static_and_continuous,
         caption=(
-            "{num_requests} requests, {num_seats} seats (max_num_seqs). {ended} ends in step {end}. In the "
-            "static batch its seat stays empty until {longest}, the longest, has ended too: "
-            "{newcomer} begins in step {late}. In the continuous batch {newcomer} begins in step "
-            "{joined}, and all is over after {continuous_steps} steps instead of {static_steps}.",
-            "{num_requests} 个请求，{num_seats} 个席位（max_num_seqs）。{ended} 在第 {end} 步结束。静态批处理中，"
-            "它的席位一直空着，要等最长的 {longest} 也结束，{newcomer} 到第 {late} 步才开始。连续"
-            "批处理中，{newcomer} 在第 {joined} 步就开始，全部只用 {continuous_steps} 步，而不是 "
-            "{static_steps} 步。",
+            "{num_requests} requests, {num_seats} seats (max_num_seqs). {ended} ends in step "
+            "{end}. In the static batch its seat stays empty until {longest}, the longest, has "
+            "ended too: {newcomer} begins in step {late}. In the continuous batch {newcomer} "
+            "begins in step {joined}, and all is over after {continuous_steps} steps instead of "
+            "{static_steps}.",
+            "{num_requests} 个请求，{num_seats} 个席位（max_num_seqs）。{ended} 在第 {end} 步结束。"
+            "静态批处理中，它的席位一直空着，要等最长的 {longest} 也结束，{newcomer} 到第 {late} 步"
+            "才开始。连续批处理中，{newcomer} 在第 {joined} 步就开始，全部只用 {continuous_steps} "
+            "步，而不是 {static_steps} 步。",
         ),
         note=(
             "The static run is this engine with one rule more: nobody joins those who run. Rows "

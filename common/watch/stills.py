@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.watch.chromium import BrowserUnavailableError, started_browser
+from common.watch.film_captions import write_captions
+from common.watch.films import FILMS, Shot, page_of, shoot
+from common.watch.workloads import Cast, load_cast
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -105,30 +108,31 @@ def _shot(page: Page, path: Path, view: View) -> bytes:
     return picture
 
 
-def make_stills() -> None:
-    """Of every chapter. Raises `ValueError` with what to install where there is no browser."""
-    from common.watch.film_captions import write_captions
-    from common.watch.films import FILMS, page_of, shoot
-    from common.watch.workloads import load_cast
+def take_still(browser: Browser, shot: Shot, folder: Path) -> Any:
+    """The picture of a film, by its moments that are for one. The page is left in `folder`."""
+    page = folder / f"film_{shot.film.chapter}.html"
+    page.write_text(page_of(shot, language=0), encoding="utf-8")
+    views = [
+        View(
+            shot.address(moment),
+            f"Step {shot.step(moment)}: {shot.say(moment.words)[0]}",
+            moment.still,
+        )
+        for moment in shot.film.moments
+        if moment.still
+    ]
+    return photograph(browser, page, views)
 
-    cast = load_cast()
+
+def make_stills(cast: Cast | None = None) -> None:
+    """Of every chapter. Raises `ValueError` with what to install where there is no browser."""
     try:
         with started_browser() as browser, tempfile.TemporaryDirectory() as folder:
+            cast = cast or load_cast()
             for film in FILMS.values():
                 shot = shoot(film, Path(folder), cast)
-                page = Path(folder) / f"film_{film.chapter}.html"
-                page.write_text(page_of(shot, language=0), encoding="utf-8")
-                views = [
-                    View(
-                        shot.address(moment),
-                        f"Step {shot.step(moment)}: {shot.say(moment.words)[0]}",
-                        moment.still,
-                    )
-                    for moment in film.moments
-                    if moment.still
-                ]
                 target = ROOT / film.folder / "figures" / "film.png"
-                photograph(browser, page, views).save(target, optimize=True)
+                take_still(browser, shot, Path(folder)).save(target, optimize=True)
                 write_captions(shot, ROOT)
                 print(f"{target.relative_to(ROOT)}: {target.stat().st_size / 1e3:.0f} kB")
     except BrowserUnavailableError as error:
