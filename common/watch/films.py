@@ -94,6 +94,7 @@ def page_of(shot: Shot, language: int | None = None) -> str:
         {
             "address": shot.address(moment),
             "step": shot.step(moment),
+            "request": shot.facts[moment.request] if moment.request else None,
             "words": shot.say(moment.words),
         }
         for moment in film.moments
@@ -114,11 +115,11 @@ _ALL = (
         labels=(("static", "静态"), ("continuous", "连续")),
         facts=film_facts.static_and_continuous,
         caption=(
-            "{num_requests} requests, {num_seats} seats. {ended} ends in step {end}. In the "
+            "{num_requests} requests, {num_seats} seats (max_num_seqs). {ended} ends in step {end}. In the "
             "static batch its seat stays empty until {longest}, the longest, has ended too: "
             "{newcomer} begins in step {late}. In the continuous batch {newcomer} begins in step "
             "{joined}, and all is over after {continuous_steps} steps instead of {static_steps}.",
-            "{num_requests} 个请求，{num_seats} 个席位。{ended} 在第 {end} 步结束。静态批处理中，"
+            "{num_requests} 个请求，{num_seats} 个席位（max_num_seqs）。{ended} 在第 {end} 步结束。静态批处理中，"
             "它的席位一直空着，要等最长的 {longest} 也结束，{newcomer} 到第 {late} 步才开始。连续"
             "批处理中，{newcomer} 在第 {joined} 步就开始，全部只用 {continuous_steps} 步，而不是 "
             "{static_steps} 步。",
@@ -137,7 +138,7 @@ _ALL = (
                     "空出一个席位；静态：谁也不能加入，连续：{newcomer} 加入",
                 ),
                 "newcomer",
-                (("grid", 232),),
+                (("grid", 252),),
             ),
             Moment(
                 "late",
@@ -168,15 +169,13 @@ _ALL = (
             Moment(
                 "step",
                 (
-                    "the blocks of {a} and {b}, and block {block} in its second table",
-                    "{a} 与 {b} 的块，以及换了主人的块 {block}",
+                    "the blocks of {a} and {b} lie between each other; {taker} takes block {block}",
+                    "{a} 与 {b} 的块互相穿插；{taker} 取走块 {block}",
                 ),
-                "a",
-                (
-                    ("grid", 175),
-                    ("pool", 235),
-                ),
+                None,
+                (("grid", 175), ("pool", 165)),
             ),
+            Moment("step", ("the block table of {a}", "{a} 的块表"), "a"),
             Moment(
                 "gone",
                 ("{c} ends, and its blocks are free again", "{c} 结束，它的块重新空闲"),
@@ -209,7 +208,7 @@ _ALL = (
                     "{b} 找到 {num_trunk} 个块；节点在块 {cut} 之前分裂",
                 ),
                 "b",
-                (("cache", 250),),
+                (("cache", 255),),
             ),
             Moment(
                 "late",
@@ -218,7 +217,7 @@ _ALL = (
                     "只属于 {a} 的最后一个块被驱逐，共享的块留下",
                 ),
                 None,
-                (("cache", 330),),
+                (("cache", 320),),
             ),
             Moment(
                 "back",
@@ -249,11 +248,8 @@ _ALL = (
                     "no block is free: {victim} gives up its own for {taker}",
                     "没有空闲块：{victim} 让出自己的块给 {taker}",
                 ),
-                "victim",
-                (
-                    ("grid", 175),
-                    ("pool", 235),
-                ),
+                None,
+                (("grid", 175), ("pool", 142)),
             ),
             Moment(
                 "late",
@@ -290,8 +286,8 @@ _ALL = (
                 ),
                 None,
                 (
-                    ("grid", 215),
-                    ("words", 420),
+                    ("grid", 222),
+                    ("words", 185),
                 ),
             ),
         ),

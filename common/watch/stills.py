@@ -26,7 +26,8 @@ HIGHEST = 1400
 NUM_COLOURS = 128
 GAP = 12  # between two moments, in pixels of the page
 
-# Nothing but the scenes that are wanted, one below the other, each as high as it is told.
+# Nothing but the scenes that are wanted, one below the other, each as high as it is told; of the
+# words only the tokens, and no hints what to point at.
 _STYLE = """
 .head, .transport, .compare, .notice, .film-caption { display: none !important; }
 html, body { height: auto; overflow: visible; }
@@ -34,6 +35,8 @@ html, body { height: auto; overflow: visible; }
 .scene { position: absolute; left: -3000px; width: 600px; height: 300px; }
 .scene.is-wanted { position: static; width: auto; margin-bottom: 8px; }
 .scene > h2 { font-size: 15px; }
+.words-list, .pool-details, .pool-orders, .queue-lists { display: none !important; }
+.cache-details { flex: none !important; height: auto !important; max-height: none !important; }
 """
 _PREPARE = """([wanted, heading]) => {
   for (const [name, height] of wanted) {
