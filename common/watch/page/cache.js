@@ -4,7 +4,7 @@
 (() => {
   Watch.words({
     "cache.none": ["This run has no prefix cache (prefix_cache is None): each request computes its whole prompt, and its blocks are free as soon as it ends.",
-      "本次运行没有前缀缓存（prefix_cache 为 None）：每个请求都要计算完整的提示，结束后它的块立即空闲。"],
+      "本次运行没有前缀缓存（prefix_cache 为 None）：每个请求都要计算完整的提示词，结束后它的块立即空闲。"],
     "cache.hash": ["Hash chains: {n} blocks cached, {used} of them in use", "哈希链：缓存了 {n} 块，其中 {used} 块在使用"],
     "cache.radix": ["Radix tree: {n} blocks cached in {nodes} nodes, {used} of them in use",
       "基数树：{nodes} 个节点，缓存了 {n} 块，其中 {used} 块在使用"],
@@ -15,13 +15,13 @@
     "cache.no_match": ["no look-up of this step found anything", "本步没有查到任何缓存"],
     "cache.boxes": ["Cached blocks. Left goes to the parent, right to a child, up and down to the next chain, Escape lets go.",
       "缓存的块。左键到父节点，右键到子节点，上下键到相邻的链，Esc 放开。"],
-    "cache.did_split": ["split before {blocks}", "在{blocks}前分裂"],
+    "cache.did_split": ["split before {blocks}", "在{blocks}前拆分"],
     "cache.did_evict": ["evicted {blocks}", "淘汰{blocks}"],
     "cache.did_publish": ["published {blocks}", "发布{blocks}"],
     "cache.node": ["Node of {n} blocks: {blocks}", "节点含 {n} 块：{blocks}"],
     "cache.node.one": ["Node of 1 block: {blocks}", "节点含 1 块：{blocks}"],
     "cache.hint": ["Point at a box: its tokens, who uses it, and what comes before it. Filled: in use. Dark: matched in this step. + published, ‖ split, × evicted.",
-      "指向一个方框：看它的 token、谁在用它、接在什么后面。浅色底：使用中；深色底：本步命中。＋ 发布，‖ 分裂，× 淘汰。"],
+      "指向一个方框：看它的 token、谁在用它、接在什么后面。浅色底：使用中；深色底：本步命中。＋ 发布，‖ 拆分，× 淘汰。"],
     "cache.tenant": ["tenant {tenant}", "租户 {tenant}"],
   });
 
@@ -44,11 +44,17 @@
       this.about = h("p", {class: "cache-about"});
       this.matches = h("p", {class: "cache-matches"});
       this.plane = h("div", {class: "cache-plane", role: "presentation"});
+      const layout = Watch.cacheLayout(this.view.film); // as large as the film will ever need
+      this.plane.style.width = `${layout.numColumns * this.width}px`;
+      this.plane.style.height = `${layout.lanes.length * HEIGHT}px`;
       this.scroll = h("div", {class: "cache-scroll", role: "listbox", tabindex: 0}, this.plane);
       this.details = h("div", {class: "cache-details", tabindex: 0});
       root.append(this.about, this.matches, this.scroll, this.details);
       new ResizeObserver(() => Watch.redraw()).observe(this.scroll);
-      this.scroll.addEventListener("scroll", () => this.drawBoxes());
+      this.scroll.addEventListener("scroll", () => {
+        this.lookThrough();
+        this.drawBoxes();
+      });
       this.scroll.addEventListener("pointermove", (event) => this.onPointer(event));
       this.scroll.addEventListener("pointerleave", () => this.point(null));
       this.scroll.addEventListener("click", (event) => {
@@ -130,12 +136,11 @@
       this.lit = this.litBlocks();
       if (this.step !== view.step) this.boxes = Watch.cacheBoxes(view);
       this.drawAbout();
-      const layout = Watch.cacheLayout(view.film);
-      this.plane.style.width = `${layout.numColumns * this.width}px`;
-      this.plane.style.height = `${layout.lanes.length * HEIGHT}px`;
       this.scroll.setAttribute("aria-label", Watch.t("cache.boxes"));
+      this.lookThrough();
       if (this.step !== view.step) this.follow();
-      this.step = view.step;
+      else if (this.chosen !== Watch.store.block) this.followChoice();
+      [this.step, this.chosen] = [view.step, Watch.store.block];
       this.drawBoxes();
       this.drawDetails();
     }
@@ -143,14 +148,29 @@
     // What happens in a step should be seen: nothing moves if some of it is in sight already.
     follow() {
       const marked = this.boxes.filter((box) => box.isGone || box.numNew || box.isSplit || box.matched.length);
-      if (marked.length && !marked.some((box) => this.isVisible(box))) this.reveal(marked.slice(-1));
+      if (!marked.length || marked.some((box) => this.isVisible(box))) return;
+      this.reveal(marked.slice(-1));
+      this.lookThrough();
+    }
+
+    // A block that was chosen elsewhere comes into sight.
+    followChoice() {
+      const box = this.boxes.find((one) => !one.isGone && one.blocks.includes(Watch.store.block));
+      if (!box || this.isVisible(box)) return;
+      this.reveal([box]);
+      this.lookThrough();
     }
 
     isVisible({lane, column, blocks}) {
-      const {scrollLeft, scrollTop, clientWidth, clientHeight} = this.scroll;
-      const [left, top] = [column * this.width, lane * HEIGHT];
-      return left < scrollLeft + clientWidth && left + blocks.length * this.width > scrollLeft
-        && top < scrollTop + clientHeight && top + HEIGHT > scrollTop;
+      const {left, top, right, bottom} = this.window;
+      const [x, y] = [column * this.width, lane * HEIGHT];
+      return x < right && x + blocks.length * this.width > left && y < bottom && y + HEIGHT > top;
+    }
+
+    // Asked once a drawing: the browser lays out the page to answer.
+    lookThrough() {
+      const {scrollLeft: left, scrollTop: top, clientWidth, clientHeight} = this.scroll;
+      this.window = {left, top, right: left + clientWidth, bottom: top + clientHeight};
     }
 
     // The path to what is looked at: of a block its prefix, of a request the cached part of its table.

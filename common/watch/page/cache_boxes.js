@@ -3,7 +3,7 @@
 (() => {
   Watch.words({
     "cache.new": ["published", "发布"],
-    "cache.split": ["split", "分裂"],
+    "cache.split": ["split", "拆分"],
     "cache.gone": ["evicted", "淘汰"],
     "cache.hit": ["matched", "命中"],
   });
@@ -11,7 +11,7 @@
   const {h} = Watch;
   const HEIGHT = (Watch.CACHE_LANE = 42); // of a lane, px
   const GAP = 10; // between two columns, for the lines
-  const NARROW = 60; // px; a box below has no room for the number of users
+  const [DIGIT, BESIDE] = [8, 48]; // px: of a name, and what its users and a mark need beside it
   const SIGNS = {gone: "×", split: "‖", new: "+", hit: "", "": ""};
 
   Watch.addCacheBox = (plane, id) => {
@@ -41,12 +41,13 @@
     element.style.width = `${blocks.length * width - GAP}px`;
     element.className = ["cache-box", ...Object.keys(flags).filter((flag) => flags[flag]).map((flag) => `is-${flag}`)].join(" ");
     element.ariaSelected = !box.isGone && blocks.includes(Watch.store.block) ? "true" : "false";
-    element.parts.name.textContent = Watch.blockRanges(blocks);
-    element.parts.users.textContent = users > 0 && blocks.length * width - GAP >= NARROW ? `×${users}` : "";
+    const name = Watch.blockRanges(blocks);
+    const hasRoom = blocks.length * width - GAP >= name.length * DIGIT + BESIDE;
+    element.parts.name.textContent = name;
+    element.parts.users.textContent = users > 0 && hasRoom ? `×${users}` : "";
     element.parts.mark.textContent = SIGNS[markOf(box)];
     element.parts.text.textContent = box.isGone ? "" : textOf(view, blocks);
-    const name = nameOf(scene, box);
-    element.setAttribute("aria-label", name);
+    element.setAttribute("aria-label", nameOf(scene, box));
     drawLine(element.line, box, width);
   };
 

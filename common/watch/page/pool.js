@@ -105,7 +105,7 @@
       const details = Watch.poolDetails(view, facts, looked);
       this.details.replaceChildren(...details);
       this.cells.setAttribute("aria-label", Watch.t("pool.cells"));
-      const active = Watch.store.block === null ? "" : this.painter.active(Watch.store.block);
+      const active = this.cursor() === null ? "" : this.painter.active(this.cursor());
       this.cells.setAttribute("aria-activedescendant", active);
     }
 
@@ -115,22 +115,39 @@
       const grid = Watch.poolGrid(width, height, this.view.film.run.num_blocks);
       this.grid = {...grid, width, height};
       this.painter.resize(this.grid);
+      this.drawn = null;
     }
 
     drawCells(facts, looked) {
       const {view} = this;
       const table = looked.request === null ? null : view.state.requests.get(looked.request)?.table ?? [];
       const lit = table && new Map(table.map((block, place) => [block, place]));
+      const cursor = this.cursor();
+      // A canvas shows what is looked at in a layer of its own.
+      const isDue = !this.painter.isLayered || this.drawn !== facts;
+      if (isDue) this.drawLooks(facts, this.painter.isLayered ? {lit: null, block: null, cursor: null}
+        : {lit, block: looked.block, cursor});
+      this.drawn = facts;
+      this.painter.point(lit, looked.block, cursor, () => this.nameOf(facts, cursor));
+    }
+
+    drawLooks(facts, looked) {
       const order = new Map();
       facts.nextTaken.forEach((block, i) => order.set(block, i + 1));
       facts.nextEvicted.forEach((block, i) => order.set(block, i + 1));
       for (let block = 0; block < this.grid.num; block++) {
-        const look = this.lookOf(facts, block, lit, order, looked);
+        const look = this.lookOf(facts, block, order, looked);
         this.painter.paint(block, look, () => this.nameOf(facts, block));
       }
     }
 
-    lookOf(facts, block, lit, order, looked) {
+    // The other film of a comparison may have more blocks.
+    cursor() {
+      const {block} = Watch.store;
+      return block !== null && block < this.view.film.run.num_blocks ? block : null;
+    }
+
+    lookOf(facts, block, order, {lit, block: pointed, cursor}) {
       const {state} = this.view;
       const users = facts.users[block] ?? [];
       const load = facts.loading.get(block);
@@ -146,8 +163,8 @@
         change: changes ? changes.at(-1) : null,
         isPublished: state.cached.has(block) && state.refCnt[block] > 1,
         isDim,
-        isLit: lit !== null ? lit.has(block) : looked.block === block,
-        isCursor: Watch.store.block === block,
+        isLit: lit !== null ? !isDim : pointed === block,
+        isCursor: cursor === block,
       };
     }
 

@@ -91,6 +91,8 @@
       return `linear-gradient(to right, ${stops.join(", ")})`;
     }
 
+    point() {} // its cells say it themselves
+
     at(event) {
       const cell = event.target.closest?.(".pool-cell");
       return cell ? Number(cell.dataset.block) : null;
@@ -101,63 +103,78 @@
     }
   }
 
+  // Two layers: below what the step made of each block, above what is looked at. Pointing at
+  // something then repaints a few cells of the upper one, and none of the lower.
   class Canvas {
     constructor(host) {
+      this.isLayered = true;
       this.host = host;
-      this.canvas = document.createElement("canvas");
-      this.canvas.className = "pool-canvas";
-      this.canvas.setAttribute("aria-hidden", "true");
+      [this.canvas, this.upper] = ["lower", "upper"].map((layer) =>
+        Watch.h("canvas", {class: `pool-canvas is-${layer}`, "aria-hidden": "true"}));
       // What a screen reader hears of the block under the cursor.
-      this.spoken = document.createElement("div");
-      this.spoken.id = `${host.id}-spoken`;
-      this.spoken.className = "unseen";
-      this.spoken.setAttribute("role", "option");
-      this.spoken.setAttribute("aria-selected", "true");
-      host.append(this.canvas, this.spoken);
-      this.context = this.canvas.getContext("2d");
+      this.spoken = Watch.h("div", {id: `${host.id}-spoken`, class: "unseen", role: "option", "aria-selected": "true"});
+      host.append(Watch.h("div", {class: "pool-layers"}, this.canvas, this.upper), this.spoken);
       this.signatures = [];
     }
 
     resize(grid) {
-      const scale = globalThis.devicePixelRatio || 1;
-      const [width, height] = [grid.columns * grid.w, grid.rows * grid.h];
       this.grid = grid;
-      this.canvas.width = Math.round(width * scale);
-      this.canvas.height = Math.round(height * scale);
-      this.canvas.style.width = `${width}px`;
-      this.canvas.style.height = `${height}px`;
-      this.context.setTransform(scale, 0, 0, scale, 0, 0);
+      this.context = Watch.sized(this.canvas, grid.columns * grid.w, grid.rows * grid.h);
       this.signatures = [];
     }
 
-    paint(block, look, name) {
+    place(block) {
+      const {w, h, columns} = this.grid;
+      return [(block % columns) * w, Math.floor(block / columns) * h, w, h];
+    }
+
+    paint(block, look) {
       const signature = signatureOf(look);
-      if (look.isCursor) this.spoken.textContent = name();
       if (this.signatures[block] === signature) return;
       this.signatures[block] = signature;
-      const {w, h, columns} = this.grid;
+      const [x, y, w, h] = this.place(block);
       const gap = Math.min(w, h) > 6 ? 1 : 0.5;
-      const [x, y] = [(block % columns) * w, Math.floor(block / columns) * h];
-      const context = this.context;
-      context.clearRect(x, y, w, h);
-      context.globalAlpha = look.isDim ? 0.3 : 1;
+      this.context.fillStyle = Watch.plain("var(--line)"); // what shows between two cells
+      this.context.fillRect(x, y, w, h);
       this.fill(look, x + gap, y + gap, w - 2 * gap, h - 2 * gap);
       this.marks(look, x + gap, y + gap, w - 2 * gap, h - 2 * gap);
-      context.globalAlpha = 1;
+    }
+
+    // `lit`: of a request that is looked at, its blocks; null if none is.
+    point(lit, pointed, cursor, name) {
+      const {columns, rows, w, h} = this.grid;
+      const pen = Watch.sized(this.upper, columns * w, rows * h);
+      if (lit !== null) {
+        pen.globalAlpha = 0.65;
+        pen.fillStyle = Watch.plain("var(--paper)");
+        pen.fillRect(0, 0, columns * w, rows * h);
+        pen.globalAlpha = 1;
+      }
+      pen.strokeStyle = Watch.plain("var(--ink)");
+      pen.lineWidth = Math.min(2, w / 3);
+      for (const block of lit?.keys() ?? [pointed].filter((one) => one !== null)) {
+        const place = this.place(block);
+        pen.clearRect(...place);
+        pen.strokeRect(...place);
+      }
+      this.spoken.textContent = cursor === null ? "" : name();
+      if (cursor === null) return;
+      pen.strokeStyle = Watch.plain("var(--focus)");
+      pen.lineWidth = 3;
+      pen.strokeRect(...this.place(cursor));
     }
 
     fill(look, x, y, w, h) {
       const context = this.context;
-      const alpha = context.globalAlpha;
       context.fillStyle = Watch.plain("var(--paper)");
       context.fillRect(x, y, w, h);
       look.owners.forEach((id, i) => {
         const width = w / look.owners.length;
-        context.globalAlpha = 0.6 * alpha;
+        context.globalAlpha = 0.6;
         context.fillStyle = Watch.plain(Watch.colour(id));
         context.fillRect(x + i * width, y, width, h);
       });
-      context.globalAlpha = alpha;
+      context.globalAlpha = 1;
       const edges = {free: "var(--pool-edge)", idle: "var(--cached)", null: "var(--ink)", loading: "var(--ink)"};
       context.lineWidth = 1;
       context.strokeStyle = Watch.plain(edges[look.state] ?? "var(--pool-edge)");
@@ -184,18 +201,13 @@
         context.fillStyle = Watch.plain("var(--cached)");
         context.fillRect(x, y + h - Math.max(1, h / 5), w, Math.max(1, h / 5));
       }
-      if (look.change || look.isLit) {
+      if (look.change) {
         const isGone = look.change === "freed" || look.change === "evicted";
-        context.setLineDash(isGone && !look.isLit ? [2, 1] : []);
+        context.setLineDash(isGone ? [2, 1] : []);
         context.lineWidth = h > 8 ? 2 : 1;
         context.strokeStyle = Watch.plain("var(--ink)");
         context.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
         context.setLineDash([]);
-      }
-      if (look.isCursor) {
-        context.lineWidth = 2;
-        context.strokeStyle = Watch.plain("var(--focus)");
-        context.strokeRect(x, y, w, h);
       }
     }
 

@@ -4,10 +4,10 @@
 (() => {
   Watch.words({
     "say.run": ["the run begins: scheduler {scheduler}, policy {policy}", "运行开始：调度器 {scheduler}，策略 {policy}"],
-    "say.arrived": ["arrives: {n} prompt tokens, at most {most} outputs", "到达：提示 {n} 个 token，最多输出 {most} 个"],
+    "say.arrived": ["arrives: {n} prompt tokens, at most {most} outputs", "到达：提示词 {n} 个 token，最多输出 {most} 个"],
     "say.queue": ["the queue stands in the order {order} (policy {policy})", "队列顺序变为 {order}（策略 {policy}）"],
-    "say.admitted": ["is admitted; nothing of it was cached", "被接纳；缓存里没有它的内容"],
-    "say.admitted.cached": ["is admitted with {n} cached tokens: {blocks}", "被接纳，其中 {n} 个 token 命中缓存：{blocks}"],
+    "say.admitted": ["is admitted; nothing of it was cached", "准入；缓存里没有它的内容"],
+    "say.admitted.cached": ["is admitted with {n} cached tokens: {blocks}", "准入，其中 {n} 个 token 命中缓存：{blocks}"],
     "say.returned": ["returns, to be computed again", "恢复运行，需要重新计算"],
     "say.returned.cached": ["returns; {n} tokens are still cached: {blocks}", "恢复运行，有 {n} 个 token 仍在缓存：{blocks}"],
     "say.preempted": ["is preempted: no block is free, and it is itself the next to give way; {lost} computed tokens are lost",
@@ -26,16 +26,16 @@
     "say.taken": ["takes {blocks} from the free list", "从空闲表取用{blocks}"],
     "say.taken.table": ["takes {blocks} from the free list; its table has {n} now", "从空闲表取用{blocks}，块表现有 {n} 块"],
     "say.shared": ["shares {blocks}", "共享{blocks}"],
-    "say.freed": ["gives up {blocks}", "放弃{blocks}"],
-    "say.freed.free": ["{blocks} free", "{blocks}空闲"],
-    "say.freed.cached": ["{blocks} cached still", "{blocks}仍在缓存"],
-    "say.freed.used": ["{blocks} used by others", "{blocks}仍被共用"],
+    "say.freed": ["gives up {blocks}", "释放{blocks}"],
+    "say.freed.free": ["{blocks} (free now)", "{blocks}（变为空闲）"],
+    "say.freed.cached": ["{blocks} (still cached)", "{blocks}（仍在缓存）"],
+    "say.freed.used": ["{blocks} (still in use)", "{blocks}（仍有人用）"],
     "say.moved": ["its table points to {blocks} from here on: the same content", "块表改为指向{blocks}：内容相同"],
     "say.matched": ["finds {n} tokens of its prefix in the cache: {blocks}", "前缀有 {n} 个 token 命中缓存：{blocks}"],
     "say.published": ["publishes {blocks}", "发布{blocks}"],
     "say.published.hash": ["publishes {blocks}, hash {hash}", "发布{blocks}，哈希 {hash}"],
     "say.known": ["{given} held what {kept} has already: it uses that one", "{given}的内容与{kept}相同：改用后者"],
-    "say.split": ["a node is cut in two in front of {blocks}", "节点在{blocks}之前一分为二"],
+    "say.split": ["a node is cut in two in front of {blocks}", "节点在{blocks}之前拆分为二"],
     "say.evicted": ["{blocks} evicted: unused for longest", "{blocks}被淘汰：闲置最久"],
     "say.evicted.for": ["{blocks} evicted, so that {who} gets room: unused for longest",
       "{blocks}被淘汰，给 {who} 腾地方：闲置最久"],
@@ -43,19 +43,19 @@
     "say.loaded": ["its KV has arrived in {blocks} ({sources}), and is cached", "KV 已加载到{blocks}（{sources}），并进入缓存"],
     "say.loaded.nothing": ["its load brought nothing", "加载没有带来任何内容"],
     "say.load_ended": ["its load holds no block any more", "加载不再占用任何块"],
-    "say.chunk": ["computes a piece of its prompt: {n} tokens, {left} are left", "计算提示的一段：{n} 个 token，还剩 {left} 个"],
-    "say.prompt": ["computes {n} prompt tokens, and has its whole prompt now", "计算 {n} 个提示 token，提示全部算完"],
+    "say.chunk": ["computes a piece of its prompt: {n} tokens, {left} are left", "计算提示词的一段：{n} 个 token，还剩 {left} 个"],
+    "say.prompt": ["computes {n} prompt tokens, and has its whole prompt now", "计算 {n} 个提示词 token，提示词全部算完"],
     "say.again": ["computes {n} tokens again, lost by its preemption", "重算 {n} 个因抢占丢失的 token"],
     "say.decode": ["one new token", "一个新 token"],
-    "say.guesses": ["{accepted} of {n} guesses accepted", "{n} 个猜测中接受 {accepted} 个"],
+    "say.guesses": ["{accepted} of {n} guesses accepted", "{n} 个草稿 token 接受了 {accepted} 个"],
     "say.rejected": ["{n} rejected; their KV is taken back", "拒绝 {n} 个，其 KV 作废"],
     "say.passed_over": ["is passed over: {reason}", "被跳过：{reason}"],
     "say.parent": ["is passed over: {who} computes the very block that it could share",
       "被跳过：{who} 正在计算它可以共享的块"],
-    "say.stop": ["admission stops at {who}: {reason}", "接纳止于 {who}：{reason}"],
+    "say.stop": ["admission stops at {who}: {reason}", "准入止于 {who}：{reason}"],
     "say.stop.behind": ["admission stops at {who}: {reason}; {n} behind it were not asked",
-      "接纳止于 {who}：{reason}；后面 {n} 个没有问到"],
-    "say.stop.nobody": ["nobody is admitted, {n} wait: {reason}", "本步不接纳，{n} 个在等：{reason}"],
+      "准入止于 {who}：{reason}；后面 {n} 个没有问到"],
+    "say.stop.nobody": ["nobody is admitted, {n} wait: {reason}", "本步没有准入，{n} 个在等：{reason}"],
     "say.discarded": ["a token was computed for nobody: it had ended", "白算了一个 token：请求已经结束"],
     "say.failed": ["the step failed: {error}", "本步失败：{error}"],
     "say.empty": ["nothing was computed", "没有计算任何 token"],
@@ -65,15 +65,6 @@
     "say.host": ["{n} from host memory", "主机内存 {n} 块"],
     "say.disk": ["{n} from disk", "磁盘 {n} 块"],
     "say.store": ["{n} from a store", "外部存储 {n} 块"],
-    "why.budget": ["the tokens of this step were spent", "本步的 token 预算已用完"],
-    "why.blocks": ["the KV memory had no room, or it was kept for those who run", "KV 显存不够，或已留给运行中的请求"],
-    "why.seat": ["as many run as may (max_num_seqs)", "运行数已达上限（max_num_seqs）"],
-    "why.constraint": ["something else holds it back, such as too many long prompts under way", "受其他限制，例如同时进行的长提示太多"],
-    "why.parent": ["another request computes the very block that it could share", "另一个请求正在计算它可以共享的块"],
-    "why.remote_kv": ["its KV is on its way from a tier or a store", "它的 KV 正从下级存储加载"],
-    "why.pending": ["a token of it was still under way when it was preempted", "被抢占时还有一个 token 没算完"],
-    "why.turn": ["it was the turn of those who decode", "这一步轮到解码"],
-    "why.enough": ["so many were passed over before it that nobody else was asked", "前面跳过的太多，没有再问"],
   });
 
   const {t} = Watch;
@@ -208,13 +199,13 @@
     for (const [id, reason] of Object.entries(event.passed_over)) {
       const who = event.parents[id];
       if (who !== undefined) say(id, "say.parent", {who: Watch.label(who)}, ["reason:parent"]);
-      else say(id, "say.passed_over", {reason: t(`why.${reason}`)}, [`reason:${reason}`]);
+      else say(id, "say.passed_over", {reason: t(`reason.${reason}`)}, [`reason:${reason}`]);
     }
     if (event.stop === null) return;
     const [reason, at] = event.stop;
     const others = state.waiting.filter((id) => id !== at && !(id in event.passed_over)).length;
     const key = at === "" ? "say.stop.nobody" : others ? "say.stop.behind" : "say.stop";
-    const values = {who: Watch.label(at), n: others, reason: t(`why.${reason}`)};
+    const values = {who: Watch.label(at), n: others, reason: t(`reason.${reason}`)};
     const source = `reason:${reason}`;
     say("", key, values, [at === "" && Watch.sourceOf(state.run, `${source}:nobody`) ? `${source}:nobody` : source]);
   }

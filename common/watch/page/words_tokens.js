@@ -3,17 +3,16 @@
 // guesses: underlined if they were accepted, struck out if they were rejected.
 (() => {
   Watch.words({
-    "tokens.title": ["{request}: prompt {prompt}, outputs {outputs}", "{request}：提示 {prompt}，输出 {outputs}"],
+    "tokens.title": ["{request}: prompt {prompt}, outputs {outputs}", "{request}：提示词 {prompt}，输出 {outputs}"],
     "tokens.later": ["{request} has not arrived yet.", "{request} 还没有到达。"],
     "tokens.all": ["Tokens of this step; choose a request to see all of its text.", "本步的 token；选定一个请求可看全文。"],
     "tokens.more": ["and {n} more requests", "另有 {n} 个请求"],
     "tokens.gap": ["{n} more", "略 {n} 个"],
-    "tokens.prompt": ["prompt", "提示"],
+    "tokens.prompt": ["prompt", "提示词"],
     "tokens.output": ["output", "输出"],
     "tokens.now": ["this step", "本步"],
-    "tokens.accepted": ["guess accepted", "猜测被接受"],
-    "tokens.rejected": ["guess rejected", "猜测被拒绝"],
-    "tokens.cached": ["cached when admitted", "接纳时已缓存"],
+    "tokens.accepted": ["guess accepted", "草稿被接受"],
+    "tokens.rejected": ["guess rejected", "草稿被拒绝"],
   });
 
   const {h, t} = Watch;
@@ -110,11 +109,16 @@
     return chip;
   }
 
-  // The legend is made of the marks themselves.
-  const legend = () => h("p", {class: "tokens-legend"},
-    h("span", {class: "token is-prompt"}, t("tokens.prompt")), h("span", {class: "token is-output"}, t("tokens.output")),
-    h("span", {class: "token is-now is-decode"}, t("tokens.now")), h("ins", {class: "token is-output is-accepted"}, t("tokens.accepted")),
-    h("del", {class: "token is-rejected"}, t("tokens.rejected")));
+  // The legend is made of the marks themselves; of guesses only where there are some.
+  function legend(film) {
+    const guesses = film.events.some(({kind, verified}) => kind === "computed" && Object.keys(verified).length);
+    return h("p", {class: "tokens-legend"},
+      h("span", {class: "token is-prompt"}, t("tokens.prompt")),
+      h("span", {class: "token is-output"}, t("tokens.output")),
+      h("span", {class: "token is-now is-decode"}, t("tokens.now")),
+      ...(guesses ? [h("ins", {class: "token is-output is-accepted"}, t("tokens.accepted")),
+        h("del", {class: "token is-rejected"}, t("tokens.rejected"))] : []));
+  }
 
   Watch.drawTokens = (view) => {
     const id = Watch.store.hover?.request ?? Watch.store.request;
@@ -127,7 +131,7 @@
     const title = t("tokens.title",
       {request: Watch.label(id), prompt: request.prompt.length, outputs: request.outputs.length});
     const limits = {head: HEAD, tail: TAIL, around: AROUND, lit: MOST_LIT};
-    return [legend(), h("p", {class: "tokens-row", "data-request": id},
+    return [legend(view.film), h("p", {class: "tokens-row", "data-request": id},
       h("b", {}, title), " ", ...Watch.tokensOf(view, id, limits))];
   }
 
@@ -137,6 +141,6 @@
     const rows = ids.slice(0, MOST_ROWS).map((id) => h("p", {class: "tokens-row is-short", "data-request": id},
       Watch.requestChip(id), " ", ...Watch.tokensOf(view, id, limits)));
     const more = ids.length > MOST_ROWS ? [h("p", {class: "quiet"}, t("tokens.more", {n: ids.length - MOST_ROWS}))] : [];
-    return [legend(), h("p", {class: "quiet"}, t("tokens.all")), ...rows, ...more];
+    return [legend(view.film), h("p", {class: "quiet"}, t("tokens.all")), ...rows, ...more];
   }
 })();
