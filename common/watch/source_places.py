@@ -93,7 +93,9 @@ REASONS_TO_WAIT = [
     *_each(
         "reason:budget:nobody",
         two_phase=Place(_TWO_PHASE, "Scheduler._try_to_admit", "if step.budget == 0"),
-        prefill_first=Place(_PREFILL, "PrefillFirstScheduler.get_new_batch_prefill", "step.stop = ('blocks'"),
+        prefill_first=Place(
+            _PREFILL, "PrefillFirstScheduler.get_new_batch_prefill", "step.stop = ('blocks'"
+        ),
         fcfs=_NO_ROOM,
     ),
     *_each(
@@ -115,7 +117,9 @@ REASONS_TO_WAIT = [
         "reason:seat",
         two_phase=Place(_TWO_PHASE, "Scheduler._admit", "if len(self.running) >= self.max_num"),
         prefill_first=Place(
-            _PREFILL, "PrefillFirstScheduler.get_new_batch_prefill", "if self.chunked_req is None and"
+            _PREFILL,
+            "PrefillFirstScheduler.get_new_batch_prefill",
+            "if self.chunked_req is None and",
         ),
         fcfs=Place(_FCFS, "CachingFCFSScheduler._admit", "if len(self.running) =="),
     ),
@@ -153,10 +157,14 @@ BLOCKS = [
     Rule("freed", Place(_POOL, "BlockPool.free", "for block in blocks")),
     Rule("table", Place(_TABLES, "KVCacheManager._reach", "self._tables[request_id].append")),
     Rule("table:moved", Place(_MANAGER, "CachedKVCacheManager.cache_blocks", "for index, kept")),
-    Rule("matched", Place(_RADIX, "RadixCache._find", "node = self.tree.cut"), prefix_cache="radix"),
+    Rule(
+        "matched", Place(_RADIX, "RadixCache._find", "node = self.tree.cut"), prefix_cache="radix"
+    ),
     Rule("matched", Place(_HASH, "PrefixCacheLocal._find", "for index in"), prefix_cache="hash"),
     Rule("published", Place(_RADIX, "RadixCache._add", "for ref_cnt, run"), prefix_cache="radix"),
-    Rule("published", Place(_HASH, "PrefixCacheLocal._add", "for index, block"), prefix_cache="hash"),
+    Rule(
+        "published", Place(_HASH, "PrefixCacheLocal._add", "for index, block"), prefix_cache="hash"
+    ),
     Rule("published:known", Place(_CACHE, "PrefixCache.insert", "if known")),
     Rule("split", Place(_TREE, "RadixTree.cut", "upper = TreeNode"), prefix_cache="radix"),
     Rule(
