@@ -56,7 +56,11 @@ SCRIPTS = {
         | {"chunked_prefill": False, "max_num_seqs": 2},
     ),
     "guesses": Script(
-        (Visit("a", 0, _REPEATED * 2, 30), Visit("b", 1, CODE, 30), Visit("c", 2, "1 2 3 1 2 3 1", 20)),
+        (
+            Visit("a", 0, _REPEATED * 2, 30),
+            Visit("b", 1, CODE, 30),
+            Visit("c", 2, "1 2 3 1 2 3 1", 20),
+        ),
         {**_SMALL, "num_blocks": 60, "speculative": {"method": "ngram"}},
     ),
     "tiers": Script(

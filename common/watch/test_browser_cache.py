@@ -135,7 +135,9 @@ def test_boxes_are_the_film_in_whatever_order_one_looks(
         go(page, step=number)
         broken += differences(page, film, number)
     assert not broken, "\n".join(broken[:4])
-    done = {kind for n in steps for kind in ("matched", "split", "evicted") if events_of(film, n, kind)}
+    done = {
+        kind for n in steps for kind in ("matched", "split", "evicted") if events_of(film, n, kind)
+    }
     assert done >= {"matched", "evicted"} | ({"split"} if name == "radix" else set())
 
 

@@ -55,7 +55,9 @@ def expected_cells(shown: Shown, number: int) -> list[dict[str, Any]]:
     for block, refs in enumerate(state.ref_cnt):
         users = [name for name in state.running if block in state.requests[name].table]
         whose = users[0] if users else arrived.get(block, "")
-        kind = "null" if block == 0 else "free" if refs == 0 else "idle" if block in idle else "held"
+        kind = (
+            "null" if block == 0 else "free" if refs == 0 else "idle" if block in idle else "held"
+        )
         cells.append(
             {
                 "block": block,
@@ -149,7 +151,9 @@ def test_the_legend_counts_what_happened(shown: dict[str, Shown], open_page: Ope
         taken = [b for e in film.step(number).events if e.kind == "taken" for b in e.blocks]
         loaded = [b for e in film.step(number).events if e.kind == "loaded" for b in e.blocks]
         for change, blocks in (("taken", taken), ("loaded", loaded)):
-            part = page.locator(f".pool-change[data-change={change}], .is-none[data-change={change}]")
+            part = page.locator(
+                f".pool-change[data-change={change}], .is-none[data-change={change}]"
+            )
             assert part.get_attribute("data-count") == str(len(set(blocks)))
             seen |= {change} if blocks else set()
     assert seen == {"taken", "loaded"}
@@ -224,8 +228,10 @@ def test_the_keyboard_goes_from_block_to_block_and_steps_nothing(
 ) -> None:
     page = ready(open_page(shown["hash"].page, at="step=6"))
     page.focus(".pool-cells")
-    columns = page.evaluate("getComputedStyle(document.querySelector('.pool-cells'))"
-                            ".gridTemplateColumns.split(' ').length")
+    columns = page.evaluate(
+        "getComputedStyle(document.querySelector('.pool-cells'))"
+        ".gridTemplateColumns.split(' ').length"
+    )
     for key, block in [
         ("ArrowRight", 1),
         ("ArrowRight", 2),
