@@ -30,9 +30,9 @@ PACKED_FROM = 1_000_000  # bytes of events
 SCRIPTS = (
     *("language.js", "settings.js", "events.js", "state.js", "on_event.js", "film.js"),
     *("store.js", "colours.js", "canvas.js", "reasons.js"),
-    *("shell.js", "token_text.js", "block_facts.js", "source_view.js", "moments.js"),
-    *("files.js", "event_words.js", "compare.js", "caption.js", "help.js", "keys.js"),
-    *("grid_marks.js", "grid_words.js", "grid.js"),
+    *("shell.js", "moments.js", "files.js", "event_words.js", "compare.js", "caption.js"),
+    *("help.js", "keys.js", "token_text.js", "block_facts.js", "source_view.js"),
+    *("grid_marks.js", "grid_words.js", "grid_paint.js", "grid_legend.js", "grid.js"),
     *("words_sentences.js", "words_tokens.js", "words.js"),
     *("pool_details.js", "pool_painters.js", "pool.js"),
     *("cache_layout.js", "cache_boxes.js", "cache.js"),
@@ -75,7 +75,7 @@ def make_page(
         "title": html.escape(title[0] if title else "Watch the engine run"),
         "style": "\n".join([palette_rules(), *map(_read, STYLES)]),
         "data": "\n".join(data),
-        "script": "\n".join(_read(name) for name in SCRIPTS if (PAGE / name).exists()),
+        "script": "\n".join(map(_read, SCRIPTS)),
     }
     page = _read("watch.html")
     for name, text in parts.items():

@@ -73,7 +73,7 @@
         left: Watch.eventWords(difference.left), right: Watch.eventWords(difference.right)});
     const end = t("compare.end");
     text.textContent = token === null ? t("compare.same_text") : t("compare.text", {
-      request: Watch.label(token.request), n: token.n, left: token.left ?? end, right: token.right ?? end});
+      request: Watch.label(token.request), n: token.n + 1, left: token.left ?? end, right: token.right ?? end});
   }
 
   Watch.compare = {bar, draw, firstDifference, firstOtherToken};

@@ -64,12 +64,14 @@
       fail(line, "version", {version: event.version, known: Watch.version});
     }
     for (const [field, [type, ...fallback]] of Object.entries(known)) {
-      if (!(field in event)) {
+      if (!Object.hasOwn(event, field)) {
         if (!fallback.length) fail(line, "missing", {kind, field});
         event[field] = structuredClone(fallback[0]);
       } else if (!fits(event[field], type)) fail(line, "type", {kind, field});
+      // By request: one may be called "constructor", and must not be found where it is not.
+      if (type.startsWith("dict")) Object.setPrototypeOf(event[field], null);
     }
-    const unknown = Object.keys(event).find((field) => field !== "kind" && !(field in known));
+    const unknown = Object.keys(event).find((field) => field !== "kind" && !Object.hasOwn(known, field));
     if (unknown !== undefined) fail(line, "unknown", {kind, field: unknown});
     return event;
   }

@@ -76,5 +76,5 @@
     openFiles([...event.dataTransfer.files]);
   });
 
-  Watch.files = {notice, curtain, button, choose, draw, open: openFiles};
+  Watch.files = {notice, curtain, button, choose, draw, tell};
 })();

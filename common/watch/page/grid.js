@@ -5,22 +5,15 @@
 // The canvas is as large as what is seen of it: it stays in the corner of a scrolling box, whose
 // content is as large as the whole run, and draws the cells that the box shows.
 (() => {
-  const {store, t, h, gridMarks} = Watch;
+  const {store, t, h} = Watch;
+  const HEAD = Watch.gridHead;
   Watch.words({
     "grid.name": ["Requests by steps. Left and right: the step; up and down: the request.",
       "请求与步的网格。左右键换步，上下键换请求。"],
-    "grid.waits": ["waiting:", "等待："],
-    "grid.step": ["step", "步"],
-    "grid.preempted": ["preempted", "被抢占"],
-    "grid.returned": ["returned", "恢复"],
-    "grid.finished": ["ended", "结束"],
   });
 
-  const HEAD = 17; // pixels above the cells: numbers of steps
   const [CELL_MIN, CELL_MAX] = [13, 30]; // width
   const [ROW_MIN, ROW_MAX] = [17, 24]; // height
-
-  const SIGNS = {preempted: "▼", returned: "▲", finished: "▐"}; // as grid_marks.js draws them
 
   // Rows are the same in both films of a comparison: those of the first, then what only the other has.
   const rowsOf = () => [...new Set(store.films.flatMap((film) => film.requests.map(({id}) => id)))];
@@ -86,93 +79,15 @@
       this.follow();
       this.box.setAttribute("aria-label", t("grid.name"));
       this.paint();
-      this.drawLegend();
+      if (this.legendFor !== store.language) {
+        this.legendFor = store.language;
+        this.legend.replaceChildren(...Watch.gridLegend(this.view.film));
+      }
       this.speak();
     }
 
     paint() {
-      const pen = Watch.sized(this.canvas, this.width, this.height);
-      const {columns, rows} = this.shown();
-      const {scrollLeft, scrollTop} = this.box;
-      const x = (step) => this.gutter + step * this.cell - scrollLeft;
-      const y = (row) => HEAD + row * this.row - scrollTop;
-      const chosen = this.rows.indexOf(store.request ?? store.hover?.request);
-      pen.save();
-      pen.beginPath();
-      pen.rect(0, HEAD, this.width, this.height);
-      pen.clip();
-      if (chosen >= 0) {
-        pen.fillStyle = Watch.plain("var(--soft)");
-        pen.fillRect(0, y(chosen), this.width, this.row);
-      }
-      pen.beginPath();
-      pen.rect(this.gutter - 1, HEAD, this.width, this.height);
-      pen.save();
-      pen.clip();
-      for (let row = rows[0]; row < rows[1]; row++) {
-        for (let step = columns[0]; step < columns[1]; step++) this.paintCell(pen, row, step, x(step), y(row));
-      }
-      pen.restore();
-      for (let row = rows[0]; row < rows[1]; row++) this.paintLabel(pen, this.rows[row], y(row), row === chosen);
-      pen.restore();
-      this.paintHead(pen, columns, x);
-      this.paintCursor(pen, x, y);
-    }
-
-    paintCell(pen, row, step, x, y) {
-      const cell = Watch.cellOf(this.view.film, this.rows[row], step);
-      const box = [x + 1, y + 1, this.cell - 2, this.row - 2];
-      if (cell.look === "computed") gridMarks.computed(pen, ...box, cell.parts);
-      else if (cell.look === "waiting") gridMarks.waiting(pen, ...box, cell.reason);
-      else if (cell.look === "idle") gridMarks.idle(pen, ...box);
-      if (cell.marks.length) gridMarks.events(pen, ...box, cell.marks);
-    }
-
-    paintLabel(pen, id, y, isChosen) {
-      pen.fillStyle = Watch.colour(id);
-      pen.fillRect(2, y + 3, 9, this.row - 6);
-      pen.fillStyle = Watch.plain("var(--ink)");
-      pen.font = `${isChosen ? "700" : "400"} 13px system-ui, sans-serif`;
-      pen.textAlign = "left";
-      pen.textBaseline = "middle";
-      pen.fillText(Watch.label(id), 16, y + this.row / 2 + 0.5, this.gutter - 20);
-    }
-
-    // Every so many steps a number, and the step shown in a frame from top to bottom.
-    paintHead(pen, [first, end], x) {
-      const every = [1, 2, 5, 10, 20, 50, 100].find((n) => n * this.cell >= 38) ?? 200;
-      pen.font = "12px system-ui, sans-serif";
-      pen.textAlign = "center";
-      pen.textBaseline = "alphabetic";
-      const number = (step, weight) => {
-        pen.font = `${weight} 12px system-ui, sans-serif`;
-        const at = x(step) + this.cell / 2;
-        if (at < this.gutter - 2 || at > this.width - 4) return;
-        pen.fillStyle = Watch.plain("var(--paper)");
-        if (weight > 400) pen.fillRect(at - 14, 0, 28, HEAD - 2);
-        pen.fillStyle = Watch.plain("var(--ink)");
-        pen.fillText(step, at, HEAD - 4);
-      };
-      for (let step = Math.ceil(first / every) * every; step < end; step += every) number(step, 400);
-      pen.textAlign = "left";
-      pen.font = "400 12px system-ui, sans-serif";
-      pen.fillText(t("grid.step"), 3, HEAD - 4);
-      pen.textAlign = "center";
-      if (store.step < 0) return;
-      number(store.step, 700);
-      pen.strokeStyle = Watch.plain("var(--ink)");
-      pen.lineWidth = 2;
-      const bottom = Math.min(this.height - 1, HEAD + this.row * this.rows.length + 1 - this.box.scrollTop);
-      if (x(store.step) >= this.gutter - 1) pen.strokeRect(x(store.step), HEAD - 1, this.cell, bottom - HEAD + 1);
-    }
-
-    // Where the arrow keys are: only while the grid has the focus.
-    paintCursor(pen, x, y) {
-      const row = this.cursorRow();
-      if (document.activeElement !== this.box || row < 0 || store.step < 0) return;
-      pen.strokeStyle = Watch.plain("var(--focus)");
-      pen.lineWidth = 3;
-      pen.strokeRect(x(store.step) - 0.5, y(row) - 0.5, this.cell + 1, this.row + 1);
+      Watch.paintGrid(this);
     }
 
     // -- following: what moved is scrolled into sight, what did not is left where the reader put it.
@@ -187,7 +102,7 @@
       }
       if (y >= 0 && (this.seen.step !== store.step || this.seen.request !== store.request)) {
         const {scrollTop} = this.box;
-        if (y < scrollTop || y + this.row > scrollTop + height) this.box.scrollTop = y - height * 0.3;
+        if (y < scrollTop || y + this.row > scrollTop + height) this.box.scrollTop = y - this.row;
       }
       this.seen = {step: store.step, request: store.request, width: this.width};
     }
@@ -245,32 +160,6 @@
       const isHere = document.activeElement === this.box && !store.playing && store.step >= 0;
       const words = isHere ? Watch.cellWords(this.view.film, this.rows[this.cursorRow()], store.step) : "";
       if (this.spoken.textContent !== words) this.spoken.textContent = words;
-    }
-
-    // The kinds and reasons that occur in this film, each with its mark.
-    drawLegend() {
-      if (this.legendFor === store.language) return;
-      this.legendFor = store.language;
-      const {kinds, reasons, marks} = this.occurring();
-      const item = (name, sign, words) => h("span", {}, h("i", {class: `key key-${name}`}, sign), words);
-      this.legend.replaceChildren(
-        ...kinds.map((kind) => item(kind, Watch.letters[kind], t(`kind.${kind}`))),
-        ...marks.map((mark) => item("mark", SIGNS[mark], t(`grid.${mark}`))),
-        ...(reasons.length ? [h("span", {class: "quiet"}, t("grid.waits"))] : []),
-        ...reasons.map((reason) => item("waits", Watch.reasonLetters[reason] ?? "?", t(`short.${reason}`))),
-      );
-    }
-
-    occurring() {
-      const [kinds, reasons, marks] = [new Set(), new Set(), new Set()];
-      for (const facts of this.view.film.steps) {
-        for (const id of facts.cells.keys()) for (const {kind} of Watch.verdicts(facts, id)) kinds.add(kind);
-        for (const names of facts.marks.values()) for (const mark of names) marks.add(mark);
-        for (const reason of this.view.film.waits(facts.number).values()) reasons.add(reason);
-      }
-      const inOrder = (table, found) => Object.keys(table).filter((name) => found.has(name));
-      return {kinds: inOrder(Watch.letters, kinds), reasons: inOrder(Watch.reasonLetters, reasons),
-        marks: inOrder(SIGNS, marks)};
     }
   }
 

@@ -33,8 +33,14 @@
     pen.lineWidth = 1;
     pen.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
     if (height < LETTER_ROOM || width < LETTER_ROOM) return;
-    const text = kind === "prompt" && numTokens && width >= 22 ? String(numTokens) : Watch.letters[kind];
-    write(pen, text, x + width / 2, y + height / 2, ink, height >= 13 ? 12 : 10);
+    const isCounted = kind === "prompt" && numTokens > 0 && numTokens < 100 && width >= 24;
+    const text = isCounted ? `P${numTokens}` : Watch.letters[kind];
+    const size = height >= 13 ? 12 : 10;
+    if (HATCHED.has(kind)) { // a letter on lines can not be read
+      pen.fillStyle = colour;
+      pen.fillRect(x + width / 2 - size / 2, y + height / 2 - size / 2, size, size);
+    }
+    write(pen, text, x + width / 2, y + height / 2, ink, size);
   }
 
   function write(pen, text, x, y, colour, size) {

@@ -15,13 +15,27 @@
     "moment.wrong": ["the events contradict themselves", "事件自相矛盾"],
   });
 
+  // What happens in more than a fifth of all steps is the daily course. A small cache evicts at
+  // every turn, and a key that stops at each of them would be the right arrow.
+  const COMMON = 0.2;
+  const FEW = 5; // unless there are no more than so many
+
+  function withoutCommon(moments, numSteps) {
+    const counts = new Map();
+    for (const {says} of moments) {
+      for (const key of new Set(says.map(([key]) => key))) counts.set(key, (counts.get(key) ?? 0) + 1);
+    }
+    const isRare = ([key]) => counts.get(key) <= Math.max(FEW, COMMON * numSteps);
+    return moments.map(({step, says}) => ({step, says: says.filter(isRare)}));
+  }
+
   // [{step, says: [[key, values]]}], in order.
   function momentsOf(film) {
     const preempted = new Set();
     const found = film.steps.map((step) => ({step: step.number, says: step.events.flatMap(
       (event) => sayings(event, preempted))}));
     if (film.contradiction) found[film.contradiction.step].says.push(["wrong", {}]);
-    return found.filter(({says}) => says.length > 0);
+    return withoutCommon(found, film.numSteps).filter(({says}) => says.length > 0);
   }
 
   function sayings(event, preempted) {

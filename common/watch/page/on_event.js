@@ -73,7 +73,8 @@
   on.taken = (state, event) => {
     for (const block of event.blocks) {
       const first = state.free.values().next().value;
-      require(block === first, "taken", {block, first: first ?? "-"});
+      require(first !== undefined, "none_free", {block});
+      require(block === first, "taken", {block, first});
       state.free.delete(block);
       state.refCnt[block] = 1;
     }

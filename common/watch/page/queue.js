@@ -14,8 +14,8 @@
     "queue.tokens": ["{n} tokens", "{n} 个 token"],
     "queue.token": ["1 token", "1 个 token"],
     "queue.none": ["0 tokens", "0 个 token"],
-    "queue.budget": ["{used} of {budget} tokens used", "预算 {budget} 个 token，用了 {used} 个"],
-    "queue.left": ["left over", "剩余"],
+    "queue.budget": ["{used} of {budget} tokens used, {left} left over",
+      "预算 {budget} 个 token，用了 {used} 个，剩 {left} 个"],
     "queue.all": ["Everybody who waited was asked.", "等待的请求都考虑过了。"],
     "queue.empty": ["Nobody waited.", "没有请求等待。"],
     "queue.stop": ["Admission stopped at {request}: {reason}.", "准入到 {request} 为止：{reason}。"],
@@ -28,12 +28,13 @@
     constructor(root, view) {
       this.view = view;
       this.bar = h("div", {class: "bar", role: "img"});
+      this.sum = h("p", {class: "bar-sum"});
       this.key = h("p", {class: "bar-key"});
       this.stop = h("p", {class: "stop"});
       this.waiting = makeList();
       this.running = makeList();
       root.classList.add("queue-body");
-      root.append(this.bar, this.key, this.stop,
+      root.append(this.bar, this.sum, this.key, this.stop,
         h("div", {class: "queue-lists"}, this.waiting.root, this.running.root));
     }
 
@@ -63,15 +64,15 @@
       const used = KINDS.reduce((sum, kind) => sum + sums[kind], 0);
       const budget = this.view.film.run.max_num_batched_tokens;
       const left = Math.max(0, budget - used);
-      const shown = [...KINDS.filter((kind) => sums[kind]).map((kind) => [kind, sums[kind]]), ["left", left]];
-      const name = (kind) => (kind === "left" ? t("queue.left") : t(`kind.${kind}`));
-      this.bar.replaceChildren(...shown.filter(([, n]) => n).map(([kind, n]) => h("span",
-        {class: `fill-${kind}`, style: `flex: ${n} 1 0`}, n * 12 > budget ? String(n) : "")));
-      this.key.replaceChildren(...shown.map(([kind, n]) => h("span", {},
-        h("i", {class: `key key-${kind}`}, Watch.letters[kind] ?? ""), `${name(kind)} ${n}`)));
-      const words = shown.map(([kind, n]) => `${name(kind)} ${n}`).join(", ");
-      this.bar.setAttribute("aria-label", `${t("queue.budget", {used, budget})}: ${words}`);
-      this.key.prepend(h("b", {}, t("queue.budget", {used, budget})));
+      const shown = KINDS.filter((kind) => sums[kind]).map((kind) => [kind, sums[kind], t(`kind.${kind}`)]);
+      const segment = (kind, n) => h("span", {class: `fill-${kind}`, style: `flex: ${n} 1 0`},
+        n * 12 > budget ? String(n) : "");
+      this.bar.replaceChildren(...shown.map(([kind, n]) => segment(kind, n)), ...(left ? [segment("left", left)] : []));
+      this.key.replaceChildren(...shown.map(([kind, n, name]) => h("span", {},
+        h("i", {class: `key key-${kind}`}, Watch.letters[kind]), `${name} ${n}`)));
+      this.sum.textContent = t("queue.budget", {used, budget, left});
+      const words = shown.map(([, n, name]) => `${name} ${n}`).join(", ");
+      this.bar.setAttribute("aria-label", `${this.sum.textContent}: ${words}`);
     }
   }
 

@@ -10,11 +10,18 @@
 
   async function start() {
     Watch.frame.make();
+    Object.assign(Watch.store, Watch.readHash(location.hash)); // its language: there may be no film
     const scripts = [...document.querySelectorAll('script[type="application/x-ndjson"]')];
     const texts = await Promise.all(scripts.map(textOf));
-    const films = texts.map((text) => new Watch.Film(Watch.parseEvents(text)));
     const hash = location.hash.length > 1 ? location.hash : Watch.settings.start;
-    Watch.show(films, scripts.map((script) => script.dataset.label), Watch.readHash(hash));
+    try {
+      const films = texts.map((text) => new Watch.Film(Watch.parseEvents(text)));
+      Watch.show(films, scripts.map((script) => script.dataset.label), Watch.readHash(hash));
+    } catch (error) {
+      if (!(error instanceof Watch.EventError)) throw error;
+      Watch.show([], []);
+      Watch.files.tell(() => error.message);
+    }
     document.documentElement.dataset.ready = "true"; // for tests: there is something to look at
   }
 

@@ -15,6 +15,7 @@
     "wrong.ended": ["request “{request}” ended twice", "请求“{request}”结束了两次"],
     "wrong.cut": ["request “{request}” was cut, and goes on", "请求“{request}”被截断，却还在继续"],
     "wrong.taken": ["block {block} was taken, and {first} is the next", "取走的是块 {block}，而轮到的是 {first}"],
+    "wrong.none_free": ["block {block} was taken, and no block is free", "取走的是块 {block}，但已经没有空闲块"],
     "wrong.shared": ["block {block} was shared, and is free", "块 {block} 是空闲的，却被共享"],
     "wrong.freed": ["block {block} was freed, and is free", "块 {block} 本来就空闲，却又被释放"],
     "wrong.table": ["the table of “{request}” is shorter than the {keep} entries that it keeps",

@@ -4,8 +4,9 @@
 //
 // The part that a link should keep stands in the address: #step=37&request=b&block=5&lang=zh
 (() => {
+  const READERS = navigator.language.startsWith("zh") ? "zh" : "en"; // until a link says another
   const store = (Watch.store = {
-    films: [], labels: [], step: -1, request: null, block: null, hover: {}, language: "en",
+    films: [], labels: [], step: -1, request: null, block: null, hover: {}, language: READERS,
     playing: false, speed: 4,
   });
   const drawers = [];
@@ -32,7 +33,7 @@
     const last = Watch.numSteps() - 1;
     store.step = Math.min(Math.max(Math.round(store.step) || 0, Math.min(0, last)), last);
     if (store.request !== null && !isKnown(store.request)) store.request = null;
-    if (!["en", "zh"].includes(store.language)) store.language = "en";
+    if (!["en", "zh"].includes(store.language)) store.language = READERS;
     if (!("hover" in changes && Object.keys(changes).length === 1)) writeHash();
     Watch.redraw();
   };
@@ -44,7 +45,7 @@
     const parts = [["step", store.step]];
     if (store.request !== null) parts.push(["request", store.request]);
     if (store.block !== null) parts.push(["block", store.block]);
-    if (store.language !== "en") parts.push(["lang", store.language]);
+    if (store.language !== READERS) parts.push(["lang", store.language]);
     const hash = `#${parts.map(([name, value]) => `${name}=${encodeURIComponent(value)}`).join("&")}`;
     if (hash !== location.hash) history.replaceState(null, "", hash);
   }
@@ -61,7 +62,7 @@
   };
 
   addEventListener("hashchange", () => {
-    Watch.set({request: null, block: null, ...Watch.readHash(location.hash)});
+    Watch.set({request: null, block: null, language: READERS, ...Watch.readHash(location.hash)});
   });
 
   // -- scenes
