@@ -21,7 +21,7 @@
       if (best === null || score > best.score) best = {score, w, h, columns, rows};
       if (h < 1.3 * w && score < best.score) break; // more rows only make it worse
     }
-    const round = (length) => length > 8 ? Math.floor(length) : Math.max(1, Math.floor(4 * length) / 4);
+    const round = (length) => length >= 3 ? Math.floor(length) : Math.max(1, Math.floor(4 * length) / 4);
     const [w, h] = [round(best.w), round(best.h)];
     return {...best, w, h, num, hasLabels: w >= LEAST_WIDTH && h >= LEAST_HEIGHT};
   };
