@@ -22,6 +22,7 @@
     "cache.node.one": ["Node of 1 block: {blocks}", "节点含 1 块：{blocks}"],
     "cache.hint": ["Point at a box: its tokens, who uses it, and what comes before it. Filled: in use. Dark: matched in this step. + published, ‖ split, × evicted.",
       "指向一个方框：看它的 token、谁在用它、接在什么后面。浅色底：使用中；深色底：本步命中。＋ 发布，‖ 拆分，× 淘汰。"],
+    "cache.details": ["What is pointed at in the cache", "缓存中所指之处的详情"],
     "cache.tenant": ["tenant {tenant}", "租户 {tenant}"],
   });
 
@@ -48,10 +49,12 @@
       this.plane.style.width = `${layout.numColumns * this.width}px`;
       this.plane.style.height = `${layout.lanes.length * HEIGHT}px`;
       this.scroll = h("div", {class: "cache-scroll", role: "listbox", tabindex: 0}, this.plane);
-      this.details = h("div", {class: "cache-details", tabindex: 0});
+      this.details = h("div", {class: "cache-details", tabindex: 0, role: "group"});
       root.append(this.about, this.matches, this.scroll, this.details);
       new ResizeObserver(() => Watch.redraw()).observe(this.scroll);
       this.scroll.addEventListener("scroll", () => {
+        // A box that shrinks scrolls, too, before it is drawn: its boxes are those of another step.
+        if (this.step !== this.view.step) return;
         this.lookThrough();
         this.drawBoxes();
       });
@@ -137,6 +140,7 @@
       if (this.step !== view.step) this.boxes = Watch.cacheBoxes(view);
       this.drawAbout();
       this.scroll.setAttribute("aria-label", Watch.t("cache.boxes"));
+      this.details.setAttribute("aria-label", Watch.t("cache.details"));
       this.lookThrough();
       if (this.step !== view.step) this.follow();
       else if (this.chosen !== Watch.store.block) this.followChoice();

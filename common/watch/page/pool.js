@@ -16,6 +16,7 @@
     "pool.was.freed": ["freed", "释放"],
     "pool.was.evicted": ["evicted", "淘汰"],
     "pool.was.loaded": ["loaded", "加载"],
+    "pool.details": ["What is pointed at", "所指之处的详情"],
     "pool.this_step": ["This step", "本步"],
   });
 
@@ -55,6 +56,7 @@
       this.details = h("div", {class: "pool-details"});
       this.details.setAttribute("aria-live", "polite");
       this.details.tabIndex = 0; // it scrolls
+      this.details.setAttribute("role", "group");
       this.root.append(this.counts, this.cells, this.changes, this.orders, this.details);
       this.painter = Watch.poolPainter(this.cells, this.view.film.run.num_blocks);
       this.listen();
@@ -105,6 +107,7 @@
       const details = Watch.poolDetails(view, facts, looked);
       this.details.replaceChildren(...details);
       this.cells.setAttribute("aria-label", Watch.t("pool.cells"));
+      this.details.setAttribute("aria-label", Watch.t("pool.details"));
       const active = this.cursor() === null ? "" : this.painter.active(this.cursor());
       this.cells.setAttribute("aria-activedescendant", active);
     }
