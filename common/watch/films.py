@@ -121,9 +121,9 @@ _ALL = (
             "begins in step {joined}, and all is over after {continuous_steps} steps instead of "
             "{static_steps}.",
             "{num_requests} 个请求，至多 {num_seats} 个同时运行（max_num_seqs）。{ended} 在第 "
-            "{end} 步结束。静态批处理中，它的位置一直空着，要等最长的 {longest} 也结束，{newcomer} 到第 "
-            "{late} 步才开始。连续批处理中，{newcomer} 在第 {joined} 步就开始，全部只用 "
-            "{continuous_steps} 步，而不是 {static_steps} 步。",
+            "{end} 步结束。静态批处理中，它的位置一直空着，要等最长的 {longest} 也结束，"
+            "{newcomer} 到第 {late} 步才开始。连续批处理中，{newcomer} 在第 {joined} 步就开始，"
+            "全部只用 {continuous_steps} 步，而不是 {static_steps} 步。",
         ),
         note=(
             "The static run is this engine with one rule more: nobody joins those who run (“held "

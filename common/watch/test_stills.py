@@ -10,6 +10,10 @@ import pytest
 from PIL import Image, ImageChops
 
 from common.bench.bench_record import replace_between_markers
+from common.museum import museum_page
+from common.museum.hall import EXHIBITS
+from common.museum.pictures import FOLDER as PICTURES
+from common.museum.pictures import SCENES, picture_of
 from common.watch import chromium, film_command
 from common.watch.film_captions import MARKER, cell_caption, page_caption, parted, script_of
 from common.watch.film_command import index_page
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
 CHAPTERS = pytest.mark.parametrize("chapter", FILMS)
 
 
-def picture_of(chapter: int) -> Path:
+def still_of(chapter: int) -> Path:
     return ROOT / FILMS[chapter].folder / "figures" / "film.png"
 
 
@@ -53,8 +57,8 @@ def test_a_cell_is_found_between_others() -> None:
 
 @CHAPTERS
 def test_a_picture_is_small_and_sharp(chapter: int) -> None:
-    assert picture_of(chapter).stat().st_size < 150_000
-    with Image.open(picture_of(chapter)) as picture:
+    assert still_of(chapter).stat().st_size < 150_000
+    with Image.open(still_of(chapter)) as picture:
         assert picture.width == 1800  # 900 of the page's pixels, twice
 
 
@@ -64,12 +68,21 @@ def test_a_picture_is_what_the_browser_draws(
 ) -> None:
     """Up to the fonts of a machine: the same size, and nearly the same marks."""
     drawn = take_still(browser, shots[chapter], tmp_path).convert("RGB")
-    with Image.open(picture_of(chapter)) as kept:
+    with Image.open(still_of(chapter)) as kept:
         assert drawn.size == kept.size
         small = [image.convert("L").resize((90, 60)) for image in (drawn, kept)]
     different = ImageChops.difference(*small).histogram()
     mean = sum(value * number for value, number in enumerate(different)) / (90 * 60)
     assert mean < 1.5, "draw it again: python -m common.watch --stills"
+
+
+def test_exhibits_with_pictures_are_exhibits_and_have_them() -> None:
+    exhibits = {exhibit.title: exhibit for exhibit in EXHIBITS}
+    for title in SCENES:
+        assert picture_of(exhibits[title]).stat().st_size < 150_000
+        assert picture_of(exhibits[title]).name in museum_page.render()
+    kept = {path.name for path in PICTURES.glob("*.png")}
+    assert kept == {picture_of(exhibits[title]).name for title in SCENES}
 
 
 # -- commands
