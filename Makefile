@@ -3,6 +3,7 @@
 #   make demo ARGS="--num-prompts 4 --trace"      make test ARGS="-k scheduler"
 #   make matrix ARGS="--seconds 60 --seed 1"      make museum BUG=9
 #   make task N=3.2                               make task N=3.2 ARGS=--hint
+#   make watch ARGS="--film 3"
 #   make test PYTHON=python3.12                   (which Python makes .venv, when there is none yet)
 
 PYTHON ?= python3
@@ -26,6 +27,7 @@ WHAT_test := run every test, notebooks included, on $(JOBS) processes
 WHAT_matrix := serve with random settings for ten minutes and compare every token with transformers
 WHAT_museum := list real bugs of real engines; with BUG=N, put one back in a copy and watch it
 WHAT_task := list the tasks of COURSE.md; with N=3.2, begin one or have your answer graded
+WHAT_watch := write a page that steps through a run of the engine; with ARGS='--film 3', of chapter 3
 WHAT_lint := check the code and its layout with ruff, and its types; nothing is changed
 WHAT_format := lay out the code and repair what ruff can repair
 WHAT_notebooks := execute every NN_*/*_demo.py and write its .ipynb
@@ -34,7 +36,7 @@ WHAT_bench := measure, write a record and print a table
 WHAT_ladder := measure the engine with one chapter more at a time, and print the README's first table
 WHAT_clean := remove caches and dist/; .venv and build/ stay
 
-TARGETS := demo test matrix museum task lint format notebooks figures bench ladder clean
+TARGETS := demo test matrix museum watch task lint format notebooks figures bench ladder clean
 
 .NOTPARALLEL:
 .PHONY: help $(TARGETS)
@@ -45,7 +47,7 @@ say-%:
 	@echo "make $*: $(WHAT_$*)"
 
 help: say-help
-	@$(foreach t,$(TARGETS),printf '  make %-10s %s\n' '$(t)' '$(WHAT_$(t))';)
+	@$(foreach t,$(TARGETS),printf '  make %-10s %s\n' '$(t)' "$(WHAT_$(t))";)
 
 demo: say-demo $(STAMP)
 	@$(PY) -m common.demo $(ARGS)
@@ -65,6 +67,9 @@ museum: say-museum $(STAMP)
 # An answer that is not right yet (1) is no error of make.
 task: say-task $(STAMP)
 	@$(PY) -m common.tasks $(N) $(ARGS) || [ $$? -eq 1 ]
+
+watch: say-watch $(STAMP)
+	@$(PY) -m common.watch $(ARGS)
 
 # Without ruff's cache: it keeps a file's verdict on import order after a neighbour that the file
 # imports was added, so what passes here could fail in a fresh clone.
@@ -149,6 +154,13 @@ $(STAMP): pyproject.toml
 	    echo "make: the Mooncake store does not load, so its tests will be skipped. On Debian and Ubuntu it wants:"; \
 	    echo "      sudo apt-get install libibverbs1 libnuma1 libcurl4"; }; \
 	fi
+	@echo "make: installing playwright (optional: it tests the page of 'make watch' in a browser)"
+	@$(PIP) -e '.[browser]' || \
+	  echo "make: it could not be installed; see pip's message above. Its tests will be skipped."
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+	  command -v google-chrome >/dev/null || { \
+	  echo "make: there is no Chromium, so the page of 'make watch' is not tested in a browser (optional)."; \
+	  echo "      On Debian and Ubuntu: sudo apt-get install chromium"; }
 	@command -v g++ >/dev/null || command -v clang++ >/dev/null || { \
 	  echo "make: there is no C++ compiler, so decode attention is not compiled and its tests are skipped (optional)."; \
 	  echo "      On Debian and Ubuntu: sudo apt-get install g++"; }

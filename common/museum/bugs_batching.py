@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.museum.exhibit import Exhibit
-from common.museum.props import request, steps
+from common.museum.exhibit import Exhibit, Guest, Workload
+from common.museum.props import GUESS, SONG, request, steps
 from common.tools.source_patch import Patch
 
 
@@ -105,6 +105,23 @@ EXHIBITS = (
             "01_batching/test_fcfs_scheduler.py::"
             "test_running_never_exceeds_max_num_seqs_however_many_arrive_in_one_step",
         ),
+        watch=Workload(
+            look="Two seats: count the requests that run in step 2.",
+            parts="step 2, taken, c",
+            guests=(
+                Guest("a", "def f(x):", 6),
+                Guest("b", "def f(x):", 6, 1),
+                Guest("c", "def f(x):", 6, 2),
+                Guest("d", "def f(x):", 6, 3),
+            ),
+            config={
+                "scheduler": "fcfs",
+                "prefix_cache": None,
+                "max_num_seqs": 2,
+                "chunked_prefill": False,
+            },
+            has_chapter_2s_scheduler=True,
+        ),
     ),
     Exhibit(
         trap=23,
@@ -123,6 +140,24 @@ EXHIBITS = (
         wrong="2 seats, 5 requests, 50 steps allowed: 0 tokens computed, 5 requests unfinished",
         right="2 seats, 5 requests, 50 steps allowed: 20 tokens computed, 0 requests unfinished",
         tests=("01_batching/test_fcfs_scheduler.py::test_a_long_queue_does_not_stop_admission",),
+        watch=Workload(
+            look="Five wait and two seats are free; look at what each step computes.",
+            parts="step 0, planned, a",
+            guests=(
+                Guest("a", "def f(x):", 4),
+                Guest("b", "def f(x):", 4),
+                Guest("c", "def f(x):", 4),
+                Guest("d", "def f(x):", 4),
+                Guest("e", "def f(x):", 4),
+            ),
+            config={
+                "scheduler": "fcfs",
+                "prefix_cache": None,
+                "max_num_seqs": 2,
+                "chunked_prefill": False,
+            },
+            has_chapter_2s_scheduler=True,
+        ),
     ),
     Exhibit(
         trap=18,
@@ -144,6 +179,21 @@ EXHIBITS = (
             "01_batching/test_fcfs_scheduler.py::"
             "test_running_requests_get_their_token_before_anyone_is_admitted",
         ),
+        watch=Workload(
+            look="Follow the row of a: it gets a token in each step, or only when no prompt is "
+            "there.",
+            parts="step 1, planned, a",
+            guests=(
+                Guest("a", "import os\n", 12),
+                Guest("b", "def f(x):", 2, 1),
+                Guest("c", "def f(x):", 2, 2),
+                Guest("d", "def f(x):", 2, 3),
+                Guest("e", "def f(x):", 2, 4),
+                Guest("f", "def f(x):", 2, 5),
+                Guest("g", "def f(x):", 2, 6),
+            ),
+            config={"scheduler": "fcfs", "chunked_prefill": False},
+        ),
     ),
     Exhibit(
         trap=49,
@@ -163,6 +213,7 @@ EXHIBITS = (
         wrong="the model says 7 8 101; the answer is [7, 8, 101, 9, 9, 9], length",
         right="the model says 7 8 101; the answer is [7, 8, 101], stop",
         tests=("01_batching/test_request.py::test_every_eos_id_of_the_model_stops",),
+        watch="The model that ships with the repository knows one end only.",
     ),
     Exhibit(
         trap=45,
@@ -181,6 +232,7 @@ EXHIBITS = (
         wrong="ValueError: temperature is 0: it must be a finite number in (0.0, inf)",
         right="temperature=0 is greedy: True",
         tests=("01_batching/test_request.py::test_temperature_zero_is_greedy_and_stays_zero",),
+        watch="The request is refused before it reaches an engine.",
     ),
     Exhibit(
         trap=38,
@@ -201,6 +253,13 @@ EXHIBITS = (
         tests=(
             "01_batching/test_fcfs_scheduler.py::"
             "test_several_tokens_of_one_step_are_cut_behind_the_one_that_finishes",
+        ),
+        watch=Workload(
+            look="Four guesses of a are right in step 1, and the second of them is its end: which "
+            "tokens are its own?",
+            parts="step 1, computed, a",
+            guests=(Guest("a", SONG, 14, sampling={"stop_token_ids": (200,)}),),
+            config={"speculative": GUESS},
         ),
     ),
     Exhibit(
@@ -223,5 +282,7 @@ EXHIBITS = (
         right="first engine, request `a`: prompts sent to its runner: [5]\n"
         "second engine, request `a`: prompts sent to its runner: [5]",
         tests=("01_batching/test_engine_core.py::test_two_engines_share_nothing",),
+        watch="It takes two engines, and a film is of one. The engine's scheduler brings a memory "
+        "of its own.",
     ),
 )

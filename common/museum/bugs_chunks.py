@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.museum.exhibit import Exhibit
-from common.museum.props import say
+from common.museum.exhibit import Exhibit, Guest, Workload
+from common.museum.props import CODE, say
 from common.tools.source_patch import Patch
 
 
@@ -41,6 +41,12 @@ EXHIBITS = (
         tests=(
             "06_chunked_prefill/test_mixed_batch.py::"
             "test_every_token_stands_once_at_its_place_and_the_short_ones_in_front",
+        ),
+        watch=Workload(
+            look="The prompt comes in pieces of six. Read the tokens of step 11.",
+            parts="step 11, computed, a",
+            guests=(Guest("a", CODE, 12),),
+            config={"chunked_prefill": 6},
         ),
     ),
 )

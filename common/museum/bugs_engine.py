@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from common.museum.exhibit import Exhibit
-from common.museum.props import say
+from common.museum.exhibit import Exhibit, Guest, Workload
+from common.museum.props import CODE, GUESS, SONG, say
 from common.tools.source_patch import Patch
-
-CODE = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n"
-# Always four guesses: how many pay would be learned from times, which are never the same.
-GUESS = {"method": "ngram", "num_spec_tokens": 4, "adaptive": False}
-SONG = "a = [1, 2, 3, 4]\nb = [1, 2, 3, 4]\nc = [1, 2, 3, 4]\nd = [1, 2,"
 
 
 def a_token_from_the_middle() -> str:
@@ -116,6 +111,12 @@ EXHIBITS = (
             "common/runner/test_model_runner.py::"
             "test_a_prompt_in_pieces_gives_logits_with_its_last_piece_only",
         ),
+        watch=Workload(
+            look="The prompt comes in pieces of eight. Look at what the first piece says.",
+            parts="step 0, computed, a",
+            guests=(Guest("a", CODE, 12),),
+            config={"chunked_prefill": 8},
+        ),
     ),
     Exhibit(
         trap=37,
@@ -140,6 +141,13 @@ EXHIBITS = (
             "common/tests/test_speculation_engine.py::"
             "test_with_a_seed_every_constraint_gives_the_tokens_of_plain_decoding[together-ngram]",
         ),
+        watch=Workload(
+            look="What was said already is made unlikely. Compare the tokens that are accepted in "
+            "step 5.",
+            parts="step 5, computed, a",
+            guests=(Guest("a", SONG, 12, sampling={"presence_penalty": 2.0}),),
+            config={"speculative": GUESS},
+        ),
     ),
     Exhibit(
         trap=42,
@@ -162,6 +170,15 @@ EXHIBITS = (
             "common/tests/test_speculation_engine.py::"
             "test_with_a_seed_every_constraint_gives_the_tokens_of_plain_decoding[together-ngram]",
         ),
+        watch=Workload(
+            look="Each comes with a seed of its own. Their tokens are others from step 1 on, "
+            "and others again when the film is made once more.",
+            parts="step 1, computed",  # of whom is left to chance
+            guests=tuple(
+                Guest(f"s{n}", SONG, sampling={"temperature": 1.0, "seed": n}) for n in range(8)
+            ),
+            config={"speculative": GUESS, "num_blocks": 100},
+        ),
     ),
     Exhibit(
         trap=43,
@@ -181,6 +198,7 @@ EXHIBITS = (
         wrong="a vocabulary of 6 tokens in a matrix of 8 rows: token 6 wins",
         right="a vocabulary of 6 tokens in a matrix of 8 rows: token 2 wins",
         tests=("common/sampling/test_sampler.py::test_padding_lanes_of_the_vocabulary_never_win",),
+        watch="The shipped model's matrix has no row behind its vocabulary.",
     ),
     Exhibit(
         trap=43,
@@ -200,6 +218,11 @@ EXHIBITS = (
         right="probabilities 0.5, 0.3, 0.2 and top_p 0.7: tokens kept: 2",
         tests=(
             "common/sampling/test_sampler.py::test_top_p_keeps_the_token_that_reaches_it_and_no_more",
+        ),
+        watch=Workload(
+            look="Drawn with a seed and top_p 0.3. Compare the tokens of step 1.",
+            parts="step 1, computed, a",
+            guests=(Guest("a", CODE, 12, sampling={"temperature": 1.0, "seed": 3, "top_p": 0.3}),),
         ),
     ),
     Exhibit(
@@ -222,6 +245,11 @@ EXHIBITS = (
         right="streamed: naïve 你好 👍",
         tests=(
             "common/test_tokenizer.py::test_characters_are_shown_whole_wherever_tokens_cut_them",
+        ),
+        watch=Workload(
+            look="Read the prompt: the pieces of a character.",
+            parts="step 0, arrived, a",
+            guests=(Guest("a", "naïve 你好 👍", 8),),
         ),
     ),
     Exhibit(
@@ -246,5 +274,6 @@ EXHIBITS = (
             "common/sampling/test_sampler.py::"
             "test_a_row_without_a_finite_maximum_is_an_error_of_its_request_alone",
         ),
+        watch="The shipped model has no bad rows.",
     ),
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.museum.exhibit import Exhibit
-from common.museum.props import request, say, steps
+from common.museum.exhibit import Exhibit, Guest, Workload
+from common.museum.props import blocks, request, say, steps
 from common.tools.source_patch import Patch
 
 
@@ -85,6 +85,16 @@ EXHIBITS = (
             "02_paged_kv/test_paged_fcfs_scheduler.py::"
             "test_a_request_that_the_whole_memory_could_not_hold_is_refused_at_once",
         ),
+        watch=Workload(
+            look="Request b is larger than all the memory there is. Look at who waits behind it.",
+            parts="step 1, arrived, b",
+            guests=(
+                Guest("a", "def f(x):", 12),
+                Guest("b", blocks("abcdefghil"), 8, 1),
+                Guest("c", "import os\n", 8, 3),
+            ),
+            config={"num_blocks": 10, "scheduler": "fcfs", "chunked_prefill": False},
+        ),
     ),
     Exhibit(
         trap=10,
@@ -106,6 +116,7 @@ EXHIBITS = (
         right="releasing a block twice in one call: refused\n"
         "block 1 is still read by another request; free for others: [2, 3, 4]",
         tests=("02_paged_kv/test_block_pool.py::test_a_block_named_twice_in_one_call_is_an_error",),
+        watch="No caller in this engine names a block twice; the check is for the one that will.",
     ),
     Exhibit(
         trap=29,
@@ -128,6 +139,14 @@ EXHIBITS = (
             "02_paged_kv/test_batch_layout.py::"
             "test_every_token_stands_at_its_position_and_writes_to_its_slot",
             "common/runner/test_model_runner.py::test_decode_slots_of_the_worked_example",
+        ),
+        watch=Workload(
+            look="The books are the same to the last block. Read the tokens from step 1 on.",
+            parts="step 1, computed, a",
+            guests=(
+                Guest("a", "The quick brown fox", 12),
+                Guest("b", "def f(x):", 10),
+            ),
         ),
     ),
     Exhibit(
@@ -154,6 +173,14 @@ EXHIBITS = (
             "06_chunked_prefill/test_mixed_batch.py::"
             "test_every_token_stands_once_at_its_place_and_the_short_ones_in_front",
         ),
+        watch=Workload(
+            look="Request b comes when a is on its way. Read its tokens.",
+            parts="step 6, computed, b",
+            guests=(
+                Guest("a", "Once upon a time", 12),
+                Guest("b", "def fibonacci(n):", 12, 2),
+            ),
+        ),
     ),
     Exhibit(
         trap=34,
@@ -177,6 +204,14 @@ EXHIBITS = (
         right="step 1 was laid out as [11, 12, 13]; when step 2 is laid out it reads [11, 12, 13]",
         tests=(
             "02_paged_kv/test_batch_layout.py::test_a_plan_does_not_change_when_the_columns_do",
+        ),
+        watch=Workload(
+            look="The first step already reads what was laid out behind it.",
+            parts="step 0, failed",
+            guests=(
+                Guest("a", "def f(x):", 6),
+                Guest("b", "import os\n", 6, 1),
+            ),
         ),
     ),
 )

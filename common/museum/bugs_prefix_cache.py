@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.museum.exhibit import NEVER_ENDS, Exhibit
-from common.museum.props import steps
+from common.museum.exhibit import NEVER_ENDS, Exhibit, Guest, Workload
+from common.museum.props import blocks, steps
 from common.tools.source_patch import Patch
 
 A, B, C, D, E = ([letter] * 4 for letter in (1, 2, 3, 4, 5))  # a block of tokens each
@@ -232,6 +232,15 @@ EXHIBITS = (
             "03_prefix_cache/test_prefix_cache.py::"
             "test_recycled_content_is_no_hit_for_another_prefix",
         ),
+        watch=Workload(
+            look="The prompt of b begins with what stands in the middle of a. Look at what it "
+            "matches in step 3.",
+            parts="step 3, matched, b",
+            guests=(
+                Guest("a", blocks("abc", " the"), 8),
+                Guest("b", blocks("bc", " the"), 8, 3),
+            ),
+        ),
     ),
     Exhibit(
         trap=2,
@@ -256,6 +265,16 @@ EXHIBITS = (
             "03_prefix_cache/test_cached_kv_cache_manager.py::"
             "test_a_duplicate_is_given_back_and_the_runner_is_told",
         ),
+        watch=Workload(
+            look="Two equal prompts are computed in one step. Follow the table of b when its copy "
+            "is given back.",
+            parts="step 4, updated, b",
+            guests=(
+                Guest("a", blocks("ab", " the"), 6),
+                Guest("b", blocks("ab", " the"), 6),
+                Guest("c", blocks("ef"), 6, 2),
+            ),
+        ),
     ),
     Exhibit(
         trap=3,
@@ -279,6 +298,14 @@ EXHIBITS = (
             "03_prefix_cache/test_cached_kv_cache_manager.py::"
             "test_at_least_the_last_token_is_computed",
         ),
+        watch=Workload(
+            look="The prompt of b is cached to its last token. Look at what step 3 computes of it.",
+            parts="step 3, matched, b",
+            guests=(
+                Guest("a", blocks("ab"), 8),
+                Guest("b", blocks("ab"), 8, 3),
+            ),
+        ),
     ),
     Exhibit(
         trap=4,
@@ -298,6 +325,16 @@ EXHIBITS = (
         right="13 tokens, 12 of them cached: 1 scheduled from position 12 on",
         tests=(
             "03_prefix_cache/test_caching_fcfs_scheduler.py::test_work_is_sized_after_the_look_up",
+        ),
+        watch=Workload(
+            look="12 of the 13 tokens of b are cached. Look at how many are planned behind them "
+            "in step 3.",
+            parts="step 3, taken, b",
+            guests=(
+                Guest("a", blocks("abc", " the"), 8),
+                Guest("b", blocks("abc", " the"), 8, 3),
+            ),
+            config={"scheduler": "fcfs", "chunked_prefill": False},
         ),
     ),
     Exhibit(
@@ -323,6 +360,18 @@ EXHIBITS = (
             "03_prefix_cache/test_cached_kv_cache_manager.py::"
             "test_a_hit_survives_the_eviction_it_causes",
         ),
+        watch=Workload(
+            look="The same prompt comes four times to a memory that it fills. Look at the match "
+            "of each, and at what is evicted before it.",
+            parts="step 2, evicted, r2",
+            guests=(
+                Guest("r1", blocks("abcd"), 2),
+                Guest("r2", blocks("abcd"), 2, 3),
+                Guest("r3", blocks("abcd"), 2, 6),
+                Guest("r4", blocks("abcd"), 2, 9),
+            ),
+            config={"num_blocks": 6},
+        ),
     ),
     Exhibit(
         trap=6,
@@ -347,6 +396,18 @@ EXHIBITS = (
             "03_prefix_cache/test_radix_cache.py::"
             "test_only_the_matched_half_of_a_cut_node_is_refreshed",
         ),
+        watch=Workload(
+            look="Request d waits for memory, and asks for a b in each step. Look at the eviction "
+            "order, and at what is evicted in step 6.",
+            parts="step 6, evicted",
+            guests=(
+                Guest("a", blocks("ab"), 1),
+                Guest("b", blocks("ef"), 1, 1),
+                Guest("c", blocks("ghi", " the"), 12, 3),
+                Guest("d", blocks("abcdmn"), 4, 4),
+            ),
+            config={"prefix_cache": "radix", "num_blocks": 9},
+        ),
     ),
     Exhibit(
         trap=7,
@@ -366,6 +427,17 @@ EXHIBITS = (
         wrong="two pages are in use; asked for two, the cache evicts 2",
         right="two pages are in use; asked for two, the cache evicts 0",
         tests=("03_prefix_cache/test_radix_cache.py::test_a_lock_covers_the_node_that_it_ends_in",),
+        watch=Workload(
+            look="Request b shares two blocks with a from step 1 on. Look at their reference "
+            "counts.",
+            parts="step 1, taken, b",
+            guests=(
+                Guest("a", blocks("ab", " the"), 10),
+                Guest("b", blocks("ab", " that"), 10, 1),
+                Guest("c", blocks("defgh"), 4, 3),
+            ),
+            config={"prefix_cache": "radix", "num_blocks": 12},
+        ),
     ),
     Exhibit(
         trap=7,
@@ -387,6 +459,17 @@ EXHIBITS = (
             "03_prefix_cache/test_radix_cache.py::"
             "test_a_locked_node_that_is_cut_is_locked_in_both_parts",
         ),
+        watch=Workload(
+            look="Request b cuts the node that a reads. Later c wants all the memory: look at "
+            "what cannot be evicted.",
+            parts="step 11, preempted, c",
+            guests=(
+                Guest("a", blocks("abcd", " the"), 10),
+                Guest("b", blocks("abe", " that"), 3, 2),
+                Guest("c", blocks("fghilmnoprs"), 4, 14),
+            ),
+            config={"prefix_cache": "radix", "num_blocks": 14},
+        ),
     ),
     Exhibit(
         trap=8,
@@ -406,6 +489,15 @@ EXHIBITS = (
         right="two blocks of 4 tokens found: 8 tokens need no computing",
         tests=(
             "03_prefix_cache/test_radix_cache.py::test_every_page_size_matches_whole_pages_only",
+        ),
+        watch=Workload(
+            look="Three blocks are found for b in step 3. Look at how many tokens it need not "
+            "compute.",
+            parts="step 3, admitted, b",
+            guests=(
+                Guest("a", blocks("abc", " the"), 8),
+                Guest("b", blocks("abc", " the"), 8, 3),
+            ),
         ),
     ),
     Exhibit(
@@ -429,6 +521,8 @@ EXHIBITS = (
         wrong="computed: A B; then its row is written over; found of A D: 8, of A B: 4",
         right="computed: A B; then its row is written over; found of A D: 4, of A B: 8",
         tests=("03_prefix_cache/test_prefix_cache.py::test_the_cache_keeps_a_copy_of_the_tokens",),
+        watch="The engine publishes a request when a token more is known than is cached, so the "
+        "list is never handed over whole.",
     ),
     Exhibit(
         trap=11,
@@ -449,6 +543,17 @@ EXHIBITS = (
         right="of 16 cached tokens 4 are evicted; 12 can still be found",
         tests=(
             "03_prefix_cache/test_prefix_cache.py::test_children_are_evicted_before_their_parents",
+        ),
+        watch=Workload(
+            look="In step 2 one block of a makes room. Look at how much of the prompt c finds of "
+            "it.",
+            parts="step 2, evicted",
+            guests=(
+                Guest("a", blocks("abcd"), 1),
+                Guest("b", blocks("efgh"), 3, 2),
+                Guest("c", blocks("abcd"), 3, 6),
+            ),
+            config={"num_blocks": 9},
         ),
     ),
     Exhibit(
@@ -473,6 +578,7 @@ EXHIBITS = (
             "03_prefix_cache/test_prefix_cache_local.py::"
             "test_no_two_contents_share_a_hash_because_of_pythons_hash",
         ),
+        watch="It takes tokens below 0, and an engine refuses those at the door.",
     ),
     Exhibit(
         trap=12,
@@ -491,6 +597,7 @@ EXHIBITS = (
         wrong="computed with adapter X; found by tenant X without it: 8 of 8 tokens",
         right="computed with adapter X; found by tenant X without it: 0 of 8 tokens",
         tests=("03_prefix_cache/test_prefix_cache.py::test_extra_keys_separate_everything",),
+        watch="No adapters are served here; the cache alone knows them.",
     ),
     Exhibit(
         trap=14,
@@ -509,6 +616,17 @@ EXHIBITS = (
         right="8 of 19 pages are wanted; the cache says 8, and 19 of 30 are free",
         tests=(
             "03_prefix_cache/test_radix_cache.py::test_a_leaf_is_trimmed_to_exactly_what_is_asked",
+        ),
+        watch=Workload(
+            look="One block is missing for b in step 1. Count those that are evicted, and look at "
+            "what c finds afterwards.",
+            parts="step 1, evicted",
+            guests=(
+                Guest("a", blocks("abcdefgh"), 1),
+                Guest("b", blocks("ilmn"), 3, 2),
+                Guest("c", blocks("abcdefgh"), 3, 6),
+            ),
+            config={"prefix_cache": "radix", "num_blocks": 12},
         ),
     ),
     Exhibit(
@@ -534,6 +652,16 @@ EXHIBITS = (
             "03_prefix_cache/test_prefix_cache.py::"
             "test_the_least_recently_used_block_is_evicted_first",
         ),
+        watch=Workload(
+            look="In step 3 somebody has to be evicted. The film ends there.",
+            parts="step 3, failed",
+            guests=(
+                Guest("a", blocks("ab"), 1),
+                Guest("b", blocks("ab", " the"), 1, 2),
+                Guest("c", blocks("defg"), 3, 4),
+            ),
+            config={"prefix_cache": "radix", "num_blocks": 7},
+        ),
     ),
     Exhibit(
         trap=58,
@@ -557,6 +685,17 @@ EXHIBITS = (
         tests=(
             "03_prefix_cache/test_prefix_cache.py::test_a_block_is_used_until_its_last_user_lets_go",
         ),
+        watch=Workload(
+            look="Blocks that a and b have read are free in the pool and in use in the books: "
+            "from step 5 on b comes and goes.",
+            parts="step 5, preempted, b",
+            guests=(
+                Guest("a", blocks("ab", " the"), 6),
+                Guest("b", blocks("ab", " that"), 6, 1),
+                Guest("c", blocks("defgh"), 4, 9),
+            ),
+            config={"prefix_cache": "radix", "num_blocks": 8},
+        ),
     ),
     Exhibit(
         trap=59,
@@ -579,5 +718,6 @@ EXHIBITS = (
             "03_prefix_cache/beyond/test_weights_digest.py::"
             "test_every_element_of_every_weight_is_in_the_digest",
         ),
+        watch="It takes two checkpoints and a store between two engines.",
     ),
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.museum.exhibit import Exhibit
-from common.museum.props import steps
+from common.museum.exhibit import Exhibit, Guest, Workload
+from common.museum.props import blocks, steps
 from common.tools.source_patch import Patch
 
 
@@ -135,6 +135,17 @@ EXHIBITS = (
             "04_scheduler/test_scheduler.py::"
             "test_a_victim_in_front_of_others_costs_none_of_them_its_token",
         ),
+        watch=Workload(
+            look="In step 4 v makes room. Look at what u, who stands behind it, computes in that "
+            "step.",
+            parts="step 4, planned, u",
+            guests=(
+                Guest("v", blocks("a", " the"), 12, 0, 9),
+                Guest("u", blocks("b", " the"), 12, 1, 0),
+                Guest("w", blocks("c", " the"), 12, 2, 1),
+            ),
+            config={"policy": "priority", "num_blocks": 7, "prefix_cache": None},
+        ),
     ),
     Exhibit(
         trap=21,
@@ -155,6 +166,16 @@ EXHIBITS = (
         right="preempted in this step: ['v']; planned in this step: {'u': 1, 'o': 1}",
         tests=(
             "04_scheduler/test_scheduler.py::test_a_victim_that_was_planned_gives_everything_back",
+        ),
+        watch=Workload(
+            look="In step 3 v is preempted, and stands in the plan of the same step.",
+            parts="step 3, planned, v",
+            guests=(
+                Guest("v", " and are all", 12, 0, 5),
+                Guest("u", blocks("b", " the"), 12, 1, 1),
+                Guest("o", blocks("c"), 12, 2, 2),
+            ),
+            config={"policy": "priority", "num_blocks": 6, "max_num_batched_tokens": 12},
         ),
     ),
     Exhibit(
@@ -178,6 +199,16 @@ EXHIBITS = (
             "04_scheduler/test_scheduler.py::"
             "test_a_strictly_more_urgent_newcomer_takes_a_seat_and_an_equal_does_not",
         ),
+        watch=Workload(
+            look="One seat. An urgent request comes in step 2: look at when it computes its first "
+            "token.",
+            parts="step 2, planned, patient",
+            guests=(
+                Guest("patient", "def f(x):", 16, 0, 9),
+                Guest("urgent", "import os\n", 4, 2, 0),
+            ),
+            config={"policy": "priority", "max_num_seqs": 1},
+        ),
     ),
     Exhibit(
         trap=22,
@@ -200,6 +231,15 @@ EXHIBITS = (
         tests=(
             "04_scheduler/test_scheduler.py::"
             "test_a_strictly_more_urgent_newcomer_takes_a_seat_and_an_equal_does_not",
+        ),
+        watch=Workload(
+            look="One seat and two equals: count the preemptions.",
+            parts="step 1, preempted, a",
+            guests=(
+                Guest("a", "def f(x):", 6, 0, 1),
+                Guest("b", "import os\n", 6, 0, 1),
+            ),
+            config={"policy": "priority", "max_num_seqs": 1},
         ),
     ),
     Exhibit(
@@ -225,6 +265,15 @@ EXHIBITS = (
             "04_scheduler/test_scheduler.py::"
             "test_the_last_admitted_makes_room_and_comes_back_with_its_outputs",
         ),
+        watch=Workload(
+            look="Memory runs out and b is preempted. Look at its tokens when it comes back.",
+            parts="step 11, taken, b",
+            guests=(
+                Guest("a", "def f(x):", 16),
+                Guest("b", "import os\n", 16),
+            ),
+            config={"num_blocks": 8, "prefix_cache": None},
+        ),
     ),
     Exhibit(
         trap=26,
@@ -246,6 +295,21 @@ EXHIBITS = (
         right="one preemption each is allowed; the most of any request: 1\n"
         "tokens computed again: 40",
         tests=("04_scheduler/test_scheduler.py::test_nobody_is_preempted_more_often_than_allowed",),
+        watch=Workload(
+            look="One seat, and a makes room for whoever is more urgent, again and again. Look at "
+            "what it reserves when it has made room three times.",
+            parts="step 15, taken, a",
+            guests=(
+                Guest("a", "def f(x):", 30, 0, 9),
+                Guest("b", "import os\n", 3, 2, 0),
+                Guest("c", "import os\n", 3, 7, 0),
+                Guest("d", "import os\n", 3, 12, 0),
+                Guest("e", "import os\n", 3, 17, 0),
+                Guest("f", "import os\n", 3, 22, 0),
+                Guest("g", "import os\n", 3, 27, 0),
+            ),
+            config={"policy": "priority", "max_num_seqs": 1},
+        ),
     ),
     Exhibit(
         trap=60,
@@ -276,6 +340,17 @@ EXHIBITS = (
         tests=(
             "04_scheduler/test_scheduler.py::"
             "test_nobody_is_displaced_for_a_newcomer_that_does_not_fit_the_memory",
+        ),
+        watch=Workload(
+            look="Two seats. An urgent prompt that does not fit the memory comes in step 1: look "
+            "at whether b has made room, and for whom.",
+            parts="step 1, preempted, b",
+            guests=(
+                Guest("a", blocks("abc", " the"), 4, 0, 1),
+                Guest("b", blocks("d", " the"), 4, 0, 5),
+                Guest("urgent", blocks("efghi"), 1, 1, 0),
+            ),
+            config={"policy": "priority", "num_blocks": 9, "max_num_seqs": 2},
         ),
     ),
 )

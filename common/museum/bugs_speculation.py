@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.museum.exhibit import Exhibit
+from common.museum.exhibit import Exhibit, Guest, Workload
+from common.museum.props import GUESS, SONG
 from common.tools.source_patch import Patch
 
 
@@ -114,6 +115,12 @@ EXHIBITS = (
             "05_spec_decode/test_spec_decode.py::"
             "test_a_draft_is_judged_by_the_row_before_it_and_not_by_its_own",
         ),
+        watch=Workload(
+            look="Read the guesses of step 2: the first is wrong, and stands in the text.",
+            parts="step 2, computed, a",
+            guests=(Guest("a", SONG, 14),),
+            config={"speculative": GUESS},
+        ),
     ),
     Exhibit(
         trap=43,
@@ -134,6 +141,7 @@ EXHIBITS = (
         tests=(
             "common/sampling/test_sampler.py::test_impossible_tokens_are_never_drawn_at_any_edge",
         ),
+        watch="A random number falls on such a border once in many millions of draws.",
     ),
     Exhibit(
         trap=44,
@@ -154,6 +162,13 @@ EXHIBITS = (
         right="nine times the same token; four guesses are wanted, made: [5, 5, 5, 5]",
         tests=(
             "05_spec_decode/test_proposers.py::test_the_longest_match_and_of_these_the_earliest",
+        ),
+        watch=Workload(
+            look="Look at the guesses of step 1: they come from the first place where these words "
+            "stand, or from the latest.",
+            parts="step 1, planned, a",
+            guests=(Guest("a", SONG, 14),),
+            config={"speculative": GUESS},
         ),
     ),
     Exhibit(
@@ -177,6 +192,16 @@ EXHIBITS = (
             "05_spec_decode/test_speculative_scheduler.py::"
             "test_a_block_that_ends_in_a_rejected_guess_is_not_published",
         ),
+        watch=Workload(
+            look="Look at what is published in step 9: a block whose last token is a guess that "
+            "was refused.",
+            parts="step 9, published, b",
+            guests=(
+                Guest("a", SONG, 14),
+                Guest("b", f"{SONG} 3, 4]\ne = [1, 2, 3", 10, 8),
+            ),
+            config={"speculative": GUESS},
+        ),
     ),
     Exhibit(
         trap=39,
@@ -199,6 +224,12 @@ EXHIBITS = (
             "05_spec_decode/test_speculative_scheduler.py::"
             "test_drafts_are_planned_trimmed_and_taken_back",
         ),
+        watch=Workload(
+            look="The request may have three tokens more. Count the guesses of step 1.",
+            parts="step 1, planned, a",
+            guests=(Guest("a", SONG, 20),),
+            config={"speculative": GUESS, "max_model_len": 46},
+        ),
     ),
     Exhibit(
         trap=40,
@@ -219,6 +250,12 @@ EXHIBITS = (
         tests=(
             "05_spec_decode/test_speculative_scheduler.py::"
             "test_drafts_are_planned_trimmed_and_taken_back",
+        ),
+        watch=Workload(
+            look="Look at the guesses of step 3: they are those of a step before.",
+            parts="step 3, planned, a",
+            guests=(Guest("a", SONG, 14),),
+            config={"speculative": GUESS},
         ),
     ),
 )

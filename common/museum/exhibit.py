@@ -8,17 +8,43 @@ it needs when it is called, so that it gets the module with the bug where that i
     as it is                 ours          `right`          pass
     with the bug             a copy        `wrong`          fail, each of them
 
-All four are checked for every exhibit (`test_museum_visits.py`).
+All four are checked for every exhibit (`test_museum_visits.py`). Most can be watched as well: an
+engine serves a few requests with the bug and without, and the two films are compared
+(`watched_run.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from common.tools.source_patch import Patch
 
 NEVER_ENDS = "(it does not end; stopped from outside)"
+
+
+@dataclass(frozen=True, slots=True)
+class Guest:
+    """A request, and the step before which it comes. `sampling` is greedy but for what it says."""
+
+    name: str
+    prompt: str
+    max_tokens: int = 8
+    step: int = 0
+    priority: int = 0
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`guests`, in order of arrival, come to an engine with the settings of `config`."""
+
+    look: str  # what to look at
+    parts: str  # where the film with the bug parts from the other: "step 3, planned, b"
+    guests: tuple[Guest, ...]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    has_chapter_2s_scheduler: bool = False  # instead of the one that `config` names, "fcfs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +59,7 @@ class Exhibit:
     wrong: str  # what it says with the bug in; `NEVER_ENDS` if that is the bug
     right: str
     tests: tuple[str, ...]  # path::name of those that notice
+    watch: Workload | str  # a sentence: why there is nothing to watch
 
     @property
     def chapter(self) -> str:

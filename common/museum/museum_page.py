@@ -6,8 +6,9 @@ import re
 from itertools import groupby
 from pathlib import Path
 
-from common.museum.exhibit import Exhibit
+from common.museum.exhibit import Exhibit, Workload
 from common.museum.hall import EXHIBITS, TITLES
+from common.museum.pictures import shown_in
 from common.tools.source_patch import ROOT
 
 PAGE = ROOT / "MUSEUM.md"
@@ -28,6 +29,7 @@ looks at shapes and lengths.
     make museum                     the list
     make museum BUG=8               the story, the patch, what it does, the first test that fails
     make museum BUG=8 ARGS=--find   look for it yourself: the symptom first, then clues
+    make museum BUG=8 ARGS=--watch  a page to step through: an engine with the bug, and one without
 
 The bug is put into a copy of the one module, and an import hook
 ([`common/tools/module_swap.py`](common/tools/module_swap.py)) gives that copy to whoever imports
@@ -58,8 +60,16 @@ def _entry(number: int, exhibit: Exhibit) -> str:
         f"In [`{file}`]({file}):\n\n"
         f"```diff\n{exhibit.patch.diff()}\n```\n\n"
         f"```text\n{side_by_side(exhibit.wrong, exhibit.right)}\n```\n\n"
+        f"{_to_watch(number, exhibit.watch)}\n\n"
+        f"{shown_in(exhibit)}"
         f"Caught by {tests}.\n"
     )
+
+
+def _to_watch(number: int, watch: Workload | str) -> str:
+    if isinstance(watch, str):
+        return f"**To watch.** Nothing. {watch}"
+    return f"**To watch.** {watch.look} (`make museum BUG={number} ARGS=--watch`)"
 
 
 def _test_link(test: str) -> str:

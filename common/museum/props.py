@@ -6,6 +6,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+CODE = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n"
+# Always four guesses: how many pay would be learned from times, which are never the same.
+GUESS = {"method": "ngram", "num_spec_tokens": 4, "adaptive": False}
+SONG = "a = [1, 2, 3, 4]\nb = [1, 2, 3, 4]\nc = [1, 2, 3, 4]\nd = [1, 2,"
+_WORDS = """and are all add|but bytes base block|can class call code|data default does doc|error end
+event exec|for file from first|get given getattr group|has have header handle|import index into
+item|line list last log|method module must may|not name new number|object other out one|path prefix
+process package|return read result run|self string set size|the that this time|used use using
+user|value version values valid|with will which when"""
+
+
+def blocks(letters: str, behind: str = "") -> str:
+    """A prompt of the shipped model: for each letter a block of four tokens, which are words that
+    begin with it."""
+    by_letter = {words[0]: " " + " ".join(words.split()) for words in _WORDS.split("|")}
+    return "".join(by_letter[letter] for letter in letters) + behind
+
 
 def request(name: str, num_prompt: int, max_tokens: int = 4, **options: Any) -> Any:
     """A greedy request of `num_prompt` tokens, all of them 1."""

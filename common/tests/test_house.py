@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -345,6 +347,18 @@ IN_A_CHECKOUT_ONLY = (  # what measures, trains, draws or counts this repository
     "common/tools/translation.py",
     "common/tools/worked_steps.py",
 )
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_says_what_it_can_make() -> None:
+    """Each target with its line: a quote in one of them is not one of the shell's."""
+    run = subprocess.run(["make", "help", "JOBS=2"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (targets,) = re.findall(r"^TARGETS := (.*)", makefile, re.MULTILINE)
+    for target in targets.split():
+        (what,) = re.findall(rf"^WHAT_{target} := (.*)", makefile, re.MULTILINE)
+        assert f"{target:10} {what.replace('$(JOBS)', '2')}\n" in run.stdout
 
 
 def test_wheel_holds_flat_modules_and_nothing_else(tmp_path: Path) -> None:

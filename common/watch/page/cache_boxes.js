@@ -1,0 +1,78 @@
+"use strict";
+// One box of the prefix cache: a block of a chain, or a node of a radix tree; and its line.
+(() => {
+  Watch.words({
+    "cache.new": ["published", "发布"],
+    "cache.split": ["split", "拆分"],
+    "cache.gone": ["evicted", "淘汰"],
+    "cache.hit": ["matched", "命中"],
+  });
+
+  const {h} = Watch;
+  const HEIGHT = (Watch.CACHE_LANE = 42); // of a lane, px
+  const GAP = 10; // between two columns, for the lines
+  const [DIGIT, BESIDE] = [8, 48]; // px: of a name, and what its users and a mark need beside it
+  const SIGNS = {gone: "×", split: "‖", new: "+", hit: "", "": ""};
+
+  Watch.addCacheBox = (plane, id) => {
+    const part = (name) => h("span", {class: `cache-${name}`});
+    const parts = {name: part("name"), users: part("users"), text: part("text"), mark: part("mark")};
+    const element = h("div", {class: "cache-box", role: "option", id},
+      h("span", {class: "cache-top"}, parts.name, parts.users, parts.mark), parts.text);
+    element.parts = parts;
+    element.line = h("span", {class: "cache-line", "aria-hidden": "true"});
+    plane.append(element.line, element);
+    return element;
+  };
+
+  // `scene` has the view, the facts, the width of a column, and what is lit.
+  Watch.drawCacheBox = (scene, element, box) => {
+    const {view, width, lit} = scene;
+    const {blocks, lane, column} = box;
+    const users = box.isGone ? 0 : view.state.refCnt[blocks[0]] - 1;
+    const flags = {
+      gone: box.isGone, match: box.matched.length, new: box.numNew, split: box.isSplit, used: users > 0,
+      lit: !box.isGone && blocks.some((block) => lit.has(block)),
+    };
+    element.box = box;
+    element.dataset.blocks = blocks.join(" ");
+    element.style.left = `${column * width + GAP}px`;
+    element.style.top = `${lane * HEIGHT + 4}px`;
+    element.style.width = `${blocks.length * width - GAP}px`;
+    element.className = ["cache-box", ...Object.keys(flags).filter((flag) => flags[flag]).map((flag) => `is-${flag}`)].join(" ");
+    element.ariaSelected = !box.isGone && blocks.includes(Watch.store.block) ? "true" : "false";
+    const name = Watch.blockRanges(blocks);
+    const hasRoom = blocks.length * width - GAP >= name.length * DIGIT + BESIDE;
+    element.parts.name.textContent = name;
+    element.parts.users.textContent = users > 0 && hasRoom ? `×${users}` : "";
+    element.parts.mark.textContent = SIGNS[markOf(box)];
+    element.parts.text.textContent = box.isGone ? "" : textOf(view, blocks);
+    element.setAttribute("aria-label", nameOf(scene, box));
+    drawLine(element.line, box, width);
+  };
+
+  const markOf = (box) => box.isGone ? "gone" : box.isSplit ? "split" : box.numNew ? "new" : box.matched.length ? "hit" : "";
+
+  const textOf = ({film, state}, blocks) => blocks.flatMap((block) => state.cached.get(block).tokens)
+    .map((token) => Watch.pieceOf(film, token)).join("");
+
+  function nameOf({view, facts}, box) {
+    const what = Watch.t("pool.block", {block: Watch.blockRanges(box.blocks)});
+    const mark = markOf(box);
+    const about = box.isGone ? "" : Watch.describeBlock(view, facts, box.blocks[0]);
+    return [what, about, mark && Watch.t(`cache.${mark}`)].filter(Boolean).join(" · ");
+  }
+
+  // From the parent's box to this one: straight on, or down (up) to another lane.
+  function drawLine(line, {lane, column, parent}, width) {
+    line.hidden = parent === null;
+    if (parent === null) return;
+    const middle = (at) => at * HEIGHT + HEIGHT / 2;
+    const [from, to] = [middle(parent.lane), middle(lane)];
+    line.className = `cache-line ${to < from ? "is-up" : from === to ? "is-straight" : ""}`;
+    line.style.left = `${column * width + (from === to ? 0 : GAP / 2)}px`;
+    line.style.width = `${from === to ? GAP : GAP / 2}px`;
+    line.style.top = `${Math.min(from, to)}px`;
+    line.style.height = `${Math.max(1, Math.abs(to - from))}px`;
+  }
+})();

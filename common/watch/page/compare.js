@@ -1,0 +1,81 @@
+"use strict";
+// Two films side by side: where they differ first. What they do is compared, and not how long it took.
+(() => {
+  const {store, t, h} = Watch;
+  Watch.words({
+    "compare.same": ["Both films show the same, in all {n} steps.", "两次运行的 {n} 步完全相同。"],
+    "compare.from": ["The films are alike up to step {before}, and differ from step {step} on: {left} beside {right}.",
+      "到第 {before} 步两次运行都相同，从第 {step} 步起不同：{left} 对 {right}。"],
+    "compare.at_once": ["The films differ from step 0 on: {left} beside {right}.", "从第 0 步起就不同：{left} 对 {right}。"],
+    "compare.text": ["The text of {request} differs from its token {n} on: “{left}” beside “{right}”.",
+      "{request} 的文本从第 {n} 个 token 起不同：“{left}”对“{right}”。"],
+    "compare.same_text": ["Every text is the same.", "生成的文本全都相同。"],
+    "compare.go": ["Go there", "跳到那里"],
+    "compare.end": ["(its end)", "（结束）"],
+    "compare.over": ["{label} (ended at step {last})", "{label}（到第 {last} 步结束）"],
+  });
+
+  // And what is made of times (a key of the queue) or says nothing about what happens (a hash).
+  const TIMED = new Set(["time", "schedule_ms", "times", "update_ms", "started_at", "order_key", "hashes"]);
+  const untimed = (event) => JSON.stringify(event, (key, value) => (TIMED.has(key) ? undefined : value));
+
+  // {step, left, right}: the first pair of events that differ; null if no step has such a pair.
+  function firstDifference(left, right) {
+    const num = Math.max(left.numSteps, right.numSteps);
+    for (let step = 0; step < num; step++) {
+      const [a, b] = [left.steps[step]?.events ?? [], right.steps[step]?.events ?? []];
+      for (let i = 0; i < Math.max(a.length, b.length); i++) {
+        if (a[i] === undefined || b[i] === undefined || untimed(a[i]) !== untimed(b[i])) {
+          return {step, left: a[i], right: b[i]};
+        }
+      }
+    }
+    return null;
+  }
+
+  // {request, n, left, right}: the first token, in order of arrival, that is another one.
+  function firstOtherToken(left, right) {
+    const [a, b] = [left, right].map((film) => film.stateAfter(film.numSteps - 1).requests);
+    for (const [id, one] of a) {
+      const other = b.get(id);
+      if (other === undefined) continue;
+      const num = Math.max(one.outputs.length, other.outputs.length);
+      for (let n = 0; n < num; n++) {
+        if (one.outputs[n] !== other.outputs[n]) {
+          return {request: id, n, left: tokenWords(one, n), right: tokenWords(other, n)};
+        }
+      }
+    }
+    return null;
+  }
+
+  const tokenWords = (request, n) =>
+    n < request.outputs.length ? request.pieces[n] ?? String(request.outputs[n]) : null;
+
+  const line = h("span");
+  const text = h("span");
+  const go = h("button", {onclick: () => Watch.set({step: found.difference.step})});
+  const bar = h("p", {class: "compare", hidden: true, role: "status"}, line, " ", go, " ", text);
+  let found = {};
+
+  function draw() {
+    bar.hidden = store.films.length < 2;
+    if (bar.hidden) return;
+    if (found.films !== store.films) {
+      const [left, right] = store.films;
+      found = {films: store.films, difference: firstDifference(left, right), token: firstOtherToken(left, right)};
+    }
+    const {difference, token} = found;
+    go.hidden = difference === null;
+    go.textContent = t("compare.go");
+    line.textContent = difference === null ? t("compare.same", {n: Watch.numSteps()})
+      : t(difference.step ? "compare.from" : "compare.at_once", {
+        before: difference.step - 1, step: difference.step,
+        left: Watch.eventWords(difference.left), right: Watch.eventWords(difference.right)});
+    const end = t("compare.end");
+    text.textContent = token === null ? t("compare.same_text") : t("compare.text", {
+      request: Watch.label(token.request), n: token.n + 1, left: token.left ?? end, right: token.right ?? end});
+  }
+
+  Watch.compare = {bar, draw, firstDifference, firstOtherToken};
+})();

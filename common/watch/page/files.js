@@ -1,0 +1,79 @@
+"use strict";
+// Runs from outside: one or two files, dropped on the page or chosen with a button.
+(() => {
+  const {t, h} = Watch;
+  Watch.words({
+    "files.open": ["Open a run", "打开运行记录"],
+    "files.drop": ["Drop one or two runs (.jsonl)", "拖入一个或两个运行记录（.jsonl）"],
+    "files.bad": ["{name} can not be shown. {why}", "无法显示 {name}。{why}"],
+    "files.many": ["These are {n} files. The page shows one run, or two side by side.",
+      "拖入了 {n} 个文件。本页只显示一个运行记录，或并排显示两个。"],
+    "files.empty": ["No run is here yet. Open a file that LLM(events=...) wrote.",
+      "还没有运行记录。请打开 LLM(events=...) 写出的文件。"],
+    "files.wrong": ["{label} ends in step {step}, where its events contradict themselves: {message}.",
+      "{label} 到第 {step} 步为止，因为那里的事件自相矛盾：{message}。"],
+    "files.close": ["Close", "关闭"],
+  });
+
+  const words = h("span");
+  const close = h("button", {onclick: () => tell(null)});
+  const notice = h("p", {class: "notice", role: "alert", hidden: true}, words, " ", close);
+  const curtain = h("div", {class: "curtain", hidden: true});
+  const choose = h("input", {type: "file", multiple: true, accept: ".jsonl,.ndjson", hidden: true,
+    onchange: () => openFiles([...choose.files]).then(() => (choose.value = ""))});
+  const button = h("button", {onclick: () => choose.click()});
+  let told = null; // a function that says it, so that it can be said in the other language, too
+
+  function tell(say) {
+    told = say;
+    Watch.redraw();
+  }
+
+  async function openFiles(files) {
+    if (files.length === 0) return;
+    if (files.length > 2) return tell(() => t("files.many", {n: files.length}));
+    const films = [];
+    for (const file of files) {
+      try {
+        films.push(new Watch.Film(Watch.parseEvents(await file.text())));
+      } catch (error) {
+        return tell(() => t("files.bad", {name: file.name, why: error.message}));
+      }
+    }
+    tell(null);
+    Watch.show(films, files.map(({name}) => name.replace(/\.(jsonl|ndjson)$/, "")), {step: 0, request: null, block: null});
+  }
+
+  function draw() {
+    const broken = Watch.store.films.find((film) => film.contradiction);
+    const say = told ?? (broken && (() => brokenWords(broken))) ?? (Watch.store.films.length ? null : () => t("files.empty"));
+    notice.hidden = say === null || say === undefined;
+    words.textContent = say ? say() : "";
+    close.hidden = told === null;
+    close.textContent = t("files.close");
+    button.textContent = t("files.open");
+    curtain.textContent = t("files.drop");
+  }
+
+  const brokenWords = (film) => t("files.wrong", {
+    label: Watch.store.labels[Watch.store.films.indexOf(film)], ...film.contradiction});
+
+  // A drag passes over many elements: it has left when it left them all.
+  let depth = 0;
+  const hasFiles = (event) => event.dataTransfer?.types.includes("Files") ?? false;
+  const veil = (change) => {
+    depth = Math.max(0, depth + change);
+    curtain.hidden = depth === 0;
+  };
+  addEventListener("dragenter", (event) => hasFiles(event) && veil(1));
+  addEventListener("dragleave", (event) => hasFiles(event) && veil(-1));
+  addEventListener("dragover", (event) => hasFiles(event) && event.preventDefault());
+  addEventListener("drop", (event) => {
+    if (!hasFiles(event)) return;
+    event.preventDefault();
+    veil(-depth);
+    openFiles([...event.dataTransfer.files]);
+  });
+
+  Watch.files = {notice, curtain, button, choose, draw, tell};
+})();

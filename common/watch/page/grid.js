@@ -1,0 +1,170 @@
+"use strict";
+// Scene 1: requests x steps. Rows stand in order of arrival and stay put. A cell is what a request
+// computed in a step, or why it waited.
+//
+// The canvas is as large as what is seen of it: it stays in the corner of a scrolling box, whose
+// content is as large as the whole run, and draws the cells that the box shows.
+(() => {
+  const {store, t, h} = Watch;
+  const HEAD = Watch.gridHead;
+  Watch.words({
+    "grid.name": ["Requests by steps. Left and right: the step; up and down: the request.",
+      "请求与步的网格。左右键换步，上下键换请求。"],
+  });
+
+  const [CELL_MIN, CELL_MAX] = [13, 30]; // width
+  const [ROW_MIN, ROW_MAX] = [17, 24]; // height
+
+  // Rows are the same in both films of a comparison: those of the first, then what only the other has.
+  const rowsOf = () => [...new Set(store.films.flatMap((film) => film.requests.map(({id}) => id)))];
+
+  class Grid {
+    constructor(root, view) {
+      this.view = view;
+      this.rows = rowsOf();
+      this.seen = {}; // what was drawn last: step and request, to know which of them moved
+      this.canvas = h("canvas");
+      this.space = h("div", {class: "grid-space"}, this.canvas);
+      this.box = h("div", {class: "grid-box", tabindex: 0, role: "application"}, this.space);
+      this.tip = h("p", {class: "grid-tip", hidden: true});
+      this.spoken = h("p", {class: "unseen", "aria-live": "polite"});
+      this.legend = h("p", {class: "grid-legend"});
+      root.classList.add("grid-body");
+      root.append(this.box, this.legend, this.tip, this.spoken);
+      this.listen();
+    }
+
+    listen() {
+      this.box.addEventListener("scroll", () => this.paint(), {passive: true});
+      this.box.addEventListener("pointermove", (event) => this.point(event));
+      this.box.addEventListener("pointerleave", () => this.point(null));
+      this.box.addEventListener("click", (event) => {
+        const at = this.placeOf(event);
+        if (at !== null) Watch.set({step: at.step, request: at.id});
+      });
+      this.box.addEventListener("keydown", (event) => this.move(event));
+      this.box.addEventListener("focus", () => Watch.redraw());
+      this.box.addEventListener("blur", () => Watch.redraw());
+      new ResizeObserver(() => Watch.redraw()).observe(this.box);
+    }
+
+    // -- sizes
+
+    measure() {
+      this.width = this.box.clientWidth;
+      this.height = this.box.clientHeight;
+      this.gutter = Math.min(110, 34 + 8 * Math.max(3, ...this.rows.map((id) => Watch.label(id).length)));
+      const fit = (room, num, least, most) => Math.max(least, Math.min(most, Math.floor(room / Math.max(1, num))));
+      this.cell = fit(this.width - this.gutter - 4, Watch.numSteps(), CELL_MIN, CELL_MAX);
+      this.row = fit(this.height - HEAD - 2, this.rows.length, ROW_MIN, ROW_MAX);
+      this.space.style.width = `${this.gutter + this.cell * Watch.numSteps() + 4}px`;
+      this.space.style.height = `${HEAD + this.row * this.rows.length + 2}px`;
+    }
+
+    // Columns and rows that the box shows, whole or in part: [first, behind the last].
+    shown() {
+      const {scrollLeft, scrollTop} = this.box;
+      const columns = [Math.floor(scrollLeft / this.cell),
+        Math.ceil((scrollLeft + this.width - this.gutter) / this.cell)];
+      const rows = [Math.floor(scrollTop / this.row),
+        Math.ceil((scrollTop + this.height - HEAD) / this.row)];
+      return {columns: [columns[0], Math.min(columns[1], Watch.numSteps())],
+        rows: [rows[0], Math.min(rows[1], this.rows.length)]};
+    }
+
+    // -- drawing
+
+    draw() {
+      this.measure();
+      this.follow();
+      this.box.setAttribute("aria-label", t("grid.name"));
+      this.paint();
+      if (this.legendFor !== store.language) {
+        this.legendFor = store.language;
+        this.legend.replaceChildren(...Watch.gridLegend(this.view.film));
+      }
+      this.speak();
+    }
+
+    paint() {
+      Watch.paintGrid(this);
+    }
+
+    // -- following: what moved is scrolled into sight, what did not is left where the reader put it.
+
+    follow() {
+      const [x, y] = [store.step * this.cell, this.followedRow() * this.row];
+      const [width, height] = [this.width - this.gutter, this.height - HEAD];
+      if (this.seen.step !== store.step || this.seen.width !== this.width) {
+        const {scrollLeft} = this.box;
+        if (x < scrollLeft) this.box.scrollLeft = x - width * 0.7;
+        else if (x + this.cell > scrollLeft + width) this.box.scrollLeft = x - width * 0.3;
+      }
+      if (y >= 0 && (this.seen.step !== store.step || this.seen.request !== store.request)) {
+        const {scrollTop} = this.box;
+        if (y < scrollTop || y + this.row > scrollTop + height) this.box.scrollTop = y - this.row;
+      }
+      this.seen = {step: store.step, request: store.request, width: this.width};
+    }
+
+    // The request that was chosen, or one that computes, if none of those can be seen.
+    followedRow() {
+      if (store.request !== null) return this.rows.indexOf(store.request);
+      const active = [...(this.view.facts?.cells.keys() ?? [])].map((id) => this.rows.indexOf(id));
+      const {rows} = this.shown();
+      if (!active.length || active.some((row) => row >= rows[0] && row < rows[1] - 1)) return -1;
+      return Math.min(...active);
+    }
+
+    // -- pointer, keys, words
+
+    placeOf(event) {
+      const box = this.canvas.getBoundingClientRect();
+      const [x, y] = [event.clientX - box.left, event.clientY - box.top];
+      const step = Math.floor((x - this.gutter + this.box.scrollLeft) / this.cell);
+      const row = Math.floor((y - HEAD + this.box.scrollTop) / this.row);
+      if (y < HEAD || row >= this.rows.length || step >= Watch.numSteps()) return null;
+      return {id: this.rows[row], step: x < this.gutter ? store.step : step, x, y};
+    }
+
+    point(event) {
+      const at = event && this.placeOf(event);
+      this.tip.hidden = at === null;
+      if (at === null) {
+        if (store.hover?.request) Watch.set({hover: {}});
+        return;
+      }
+      this.tip.textContent = Watch.cellWords(this.view.film, at.id, at.step);
+      const left = Math.min(at.x + 12, this.width - this.tip.offsetWidth - 4);
+      const below = at.y + 18 + this.tip.offsetHeight < this.height;
+      this.tip.style.left = `${Math.max(0, left)}px`;
+      this.tip.style.top = `${below ? at.y + 18 : at.y - this.tip.offsetHeight - 8}px`;
+      if (store.hover?.request !== at.id) Watch.set({hover: {request: at.id, film: this.view.index}});
+    }
+
+    cursorRow() {
+      return store.request === null ? 0 : this.rows.indexOf(store.request);
+    }
+
+    // Left and right are the page's own keys, too; here they move the cursor's cell.
+    move(event) {
+      const down = {ArrowDown: 1, ArrowUp: -1, PageDown: 10, PageUp: -10}[event.key];
+      if (down === undefined || event.ctrlKey || event.altKey || event.metaKey) return;
+      event.preventDefault();
+      const from = store.request === null ? -Math.sign(down) * (down > 0 ? 1 : 0) : this.cursorRow();
+      const row = Math.min(this.rows.length - 1, Math.max(0, from + down));
+      Watch.set({request: this.rows[row]});
+    }
+
+    speak() {
+      const isHere = document.activeElement === this.box && !store.playing && store.step >= 0;
+      const words = isHere ? Watch.cellWords(this.view.film, this.rows[this.cursorRow()], store.step) : "";
+      if (this.spoken.textContent !== words) this.spoken.textContent = words;
+    }
+  }
+
+  Watch.scene({
+    name: "grid", title: ["Requests and steps", "请求与步"],
+    make: (root, view) => new Grid(root, view),
+  });
+})();

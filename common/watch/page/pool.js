@@ -1,0 +1,225 @@
+"use strict";
+// Scene 2, the block pool: every block a cell. Whose it is, how many hold it, what is published,
+// what is free, and who is next in line to be taken or evicted.
+(() => {
+  Watch.words({
+    "pool.cells": ["Blocks of the pool. Arrow keys go from block to block, Escape lets go.",
+      "块池中的块。方向键逐块移动，Esc 放开。"],
+    "pool.counts": ["{held} in use · {idle} cached, unused · {free} free · of {all}",
+      "使用中 {held} · 已缓存未用 {idle} · 空闲 {free} · 共 {all}"],
+    "pool.next_taken": ["next taken", "将取用"],
+    "pool.next_evicted": ["next evicted", "将淘汰"],
+    "pool.none": ["none", "无"],
+    "pool.was.taken": ["taken", "取用"],
+    "pool.was.shared": ["shared", "共享"],
+    "pool.was.published": ["published", "发布"],
+    "pool.was.freed": ["freed", "释放"],
+    "pool.was.evicted": ["evicted", "淘汰"],
+    "pool.was.loaded": ["loaded", "加载"],
+    "pool.details": ["What is pointed at", "所指之处的详情"],
+    "pool.this_step": ["This step", "本步"],
+  });
+
+  const {h} = Watch;
+  const MOST_OWNERS = 3;
+
+  // What is looked at: the pointer goes before the selection, a block before a request.
+  Watch.lookedAt = (view) => {
+    const {hover = {}, block = null, request = null} = Watch.store;
+    const isHere = hover.film === undefined || hover.film === null || hover.film === view.index;
+    if (isHere && (hover.block ?? null) !== null) return {block: hover.block, request: null};
+    if ((hover.request ?? null) !== null) return {block: null, request: hover.request};
+    return block !== null ? {block, request: null} : {block: null, request};
+  };
+
+  class Pool {
+    constructor(root, view) {
+      this.root = root;
+      this.view = view;
+      this.grid = null;
+      // Nothing can be loaded where there is nothing below.
+      const {kv_tiers: tiers, kv_connector: connector} = view.film.run.config;
+      const isLoading = Boolean(tiers || connector) || view.film.events.some(({kind}) => kind === "loaded");
+      this.legend = ["taken", "shared", "published", "freed", "evicted", ...(isLoading ? ["loaded"] : [])];
+      this.build();
+    }
+
+    build() {
+      this.root.classList.add("pool");
+      this.counts = h("p", {class: "pool-counts"});
+      this.cells = h("div", {class: "pool-cells"});
+      this.cells.id = `pool-cells-${this.view.index}`;
+      this.cells.tabIndex = 0;
+      this.cells.setAttribute("role", "listbox");
+      this.changes = h("p", {class: `pool-changes of-${this.legend.length}`, role: "group"});
+      this.orders = h("div", {class: "pool-orders"});
+      this.details = h("div", {class: "pool-details"});
+      this.details.setAttribute("aria-live", "polite");
+      this.details.tabIndex = 0; // it scrolls
+      this.details.setAttribute("role", "group");
+      this.root.append(this.counts, this.cells, this.changes, this.orders, this.details);
+      this.painter = Watch.poolPainter(this.cells, this.view.film.run.num_blocks);
+      this.listen();
+      new ResizeObserver(() => Watch.redraw()).observe(this.cells);
+    }
+
+    listen() {
+      const look = (block) => {
+        const {hover} = Watch.store;
+        const film = block === null ? null : this.view.index;
+        if ((hover?.block ?? null) !== block) Watch.set({hover: {request: null, block, film}});
+      };
+      this.cells.addEventListener("pointermove", (event) => look(this.painter.at(event)));
+      this.cells.addEventListener("pointerleave", () => look(null));
+      this.cells.addEventListener("click", (event) => this.choose(this.painter.at(event)));
+      this.cells.addEventListener("keydown", (event) => this.onKey(event));
+    }
+
+    choose(block) {
+      Watch.set({block: block === Watch.store.block ? null : block});
+    }
+
+    onKey(event) {
+      const {columns, num} = this.grid;
+      const at = Watch.store.block ?? 0;
+      const moves = {ArrowLeft: at - 1, ArrowRight: at + 1, ArrowUp: at - columns, ArrowDown: at + columns,
+        Home: 0, End: num - 1};
+      if (event.key in moves) {
+        Watch.set({block: Math.min(Math.max(moves[event.key], 0), num - 1)});
+      } else if (event.key === "Escape" && Watch.store.block !== null) {
+        Watch.set({block: null});
+      } else {
+        return;
+      }
+      event.preventDefault();
+      event.stopPropagation(); // else the page would step
+    }
+
+    draw() {
+      const {view} = this;
+      const facts = Watch.blockFacts(view);
+      this.fit();
+      const looked = Watch.lookedAt(view);
+      this.drawCells(facts, looked);
+      this.drawCounts(facts);
+      this.drawChanges(facts);
+      this.drawOrders(facts);
+      const details = Watch.poolDetails(view, facts, looked);
+      this.details.replaceChildren(...details);
+      this.cells.setAttribute("aria-label", Watch.t("pool.cells"));
+      this.details.setAttribute("aria-label", Watch.t("pool.details"));
+      const active = this.cursor() === null ? "" : this.painter.active(this.cursor());
+      this.cells.setAttribute("aria-activedescendant", active);
+    }
+
+    fit() {
+      const {clientWidth: width, clientHeight: height} = this.cells;
+      if (this.grid?.width === width && this.grid?.height === height) return;
+      const grid = Watch.poolGrid(width, height, this.view.film.run.num_blocks);
+      this.grid = {...grid, width, height};
+      this.painter.resize(this.grid);
+      this.drawn = null;
+    }
+
+    drawCells(facts, looked) {
+      const {view} = this;
+      const table = looked.request === null ? null : view.state.requests.get(looked.request)?.table ?? [];
+      const lit = table && new Map(table.map((block, place) => [block, place]));
+      const cursor = this.cursor();
+      // A canvas shows what is looked at in a layer of its own.
+      const isDue = !this.painter.isLayered || this.drawn !== facts;
+      if (isDue) this.drawLooks(facts, this.painter.isLayered ? {lit: null, block: null, cursor: null}
+        : {lit, block: looked.block, cursor});
+      this.drawn = facts;
+      this.painter.point(lit, looked.block, cursor, () => this.nameOf(facts, cursor));
+    }
+
+    drawLooks(facts, looked) {
+      const order = new Map();
+      facts.nextTaken.forEach((block, i) => order.set(block, i + 1));
+      facts.nextEvicted.forEach((block, i) => order.set(block, i + 1));
+      for (let block = 0; block < this.grid.num; block++) {
+        const look = this.lookOf(facts, block, order, looked);
+        this.painter.paint(block, look, () => this.nameOf(facts, block));
+      }
+    }
+
+    // The other film of a comparison may have more blocks.
+    cursor() {
+      const {block} = Watch.store;
+      return block !== null && block < this.view.film.run.num_blocks ? block : null;
+    }
+
+    lookOf(facts, block, order, {lit, block: pointed, cursor}) {
+      const {state} = this.view;
+      const users = facts.users[block] ?? [];
+      const load = facts.loading.get(block);
+      const owners = users.length ? users.slice(0, MOST_OWNERS) : load ? [load[0]] : [];
+      const changes = facts.changes.get(block);
+      const isDim = lit !== null && !lit.has(block);
+      return {
+        state: Watch.blockStateOf(this.view, facts, block),
+        owners,
+        label: isDim ? "" : this.labelOf(block, owners, lit), // no words in a pale cell
+        refs: isDim ? 0 : state.refCnt[block],
+        order: isDim ? "" : order.get(block) ?? "",
+        change: changes ? changes.at(-1) : null,
+        isPublished: state.cached.has(block) && state.refCnt[block] > 1,
+        isDim,
+        isLit: lit !== null ? !isDim : pointed === block,
+        isCursor: cursor === block,
+      };
+    }
+
+    // Of a request that is looked at, the place in its table; else whose it is.
+    labelOf(block, owners, lit) {
+      if (!this.grid.hasLabels) return "";
+      if (block === 0) return "∅";
+      if (lit !== null) return lit.get(block);
+      return owners.length ? Watch.label(owners[0]) : "";
+    }
+
+    nameOf(facts, block) {
+      return `${Watch.t("pool.block", {block})} · ${Watch.describeBlock(this.view, facts, block)}`;
+    }
+
+    drawCounts(facts) {
+      const all = this.grid.num - 1;
+      const [idle, free] = [facts.evictable.length, facts.numFree];
+      const text = Watch.t("pool.counts", {held: all - idle - free, idle, free, all});
+      if (this.counts.textContent !== text) this.counts.textContent = text;
+    }
+
+    // The legend of the outlines is at once what happened: a sample, a word and how many blocks.
+    drawChanges(facts) {
+      const counts = new Map(Watch.blockChanges.map((change) => [change, 0]));
+      for (const kinds of facts.changes.values()) for (const kind of kinds) counts.set(kind, counts.get(kind) + 1);
+      const parts = this.legend.map((change) => {
+        const n = counts.get(change);
+        return h("span", {class: n ? "pool-change" : "pool-change is-none", "data-change": change, "data-count": n},
+          h("span", {class: `pool-sample was-${change}`}), `${Watch.t(`pool.was.${change}`)}${n ? ` ${n}` : ""}`);
+      });
+      this.changes.setAttribute("aria-label", Watch.t("pool.this_step"));
+      this.changes.replaceChildren(...parts);
+    }
+
+    drawOrders(facts) {
+      const rows = [["next_taken", facts.nextTaken], ["next_evicted", facts.nextEvicted]];
+      this.orders.replaceChildren(...rows.map(([name, blocks]) => {
+        const next = blocks.map((block) => h("span", {class: "pool-next", "data-block": block}, String(block)));
+        return h("p", {class: "pool-order-row", "data-order": name},
+          h("span", {class: "pool-order-name"}, Watch.t(`pool.${name}`)),
+          ...(next.length ? next : [Watch.t("pool.none")]));
+      }));
+    }
+  }
+
+  Watch.scene({
+    name: "pool",
+    title: ["The block pool", "块池"],
+    make(root, view) {
+      const pool = new Pool(root, view);
+      return {draw: () => pool.draw()};
+    },
+  });
+})();

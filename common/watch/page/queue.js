@@ -1,0 +1,141 @@
+"use strict";
+// Scene 4: who waits, in the order of service, and what the tokens of this step went to. All of it is
+// as the plan of the step saw it.
+(() => {
+  const {store, t, h} = Watch;
+  const MOST_ROWS = 60; // a longer queue is counted, not listed
+  Watch.words({
+    "queue.waiting": ["Waiting: {n} (policy {policy})", "等待：{n}（策略 {policy}）"],
+    "queue.running": ["Running: {n} of {seats} seats", "运行：{n}（上限 {seats}）"],
+    "queue.nobody": ["nobody", "无"],
+    "queue.more": ["and {n} more", "还有 {n} 个"],
+    "queue.priority": ["priority {n}", "优先级 {n}"],
+    "queue.key": ["key {key}", "排序键 {key}"],
+    "queue.tokens": ["{n} tokens", "{n} 个 token"],
+    "queue.token": ["1 token", "1 个 token"],
+    "queue.none": ["0 tokens", "0 个 token"],
+    "queue.budget": ["{used} of {budget} tokens used, {left} left over",
+      "预算 {budget} 个 token，用了 {used} 个，剩 {left} 个"],
+    "queue.all": ["Everybody who waited was asked.", "等待的请求都考虑过了。"],
+    "queue.empty": ["Nobody waited.", "没有请求等待。"],
+    "queue.stop": ["Admission stopped at {request}: {reason}.", "准入到 {request} 为止：{reason}。"],
+    "queue.stop_all": ["Nobody was admitted: {reason}.", "这一步没有准入：{reason}。"],
+    "queue.no_plan": ["This step computed no plan.", "这一步没有执行计划。"],
+  });
+  const KINDS = ["decode", "prompt", "recomputed", "guess"]; // as the bar shows them, left to right
+
+  class Queue {
+    constructor(root, view) {
+      this.view = view;
+      this.bar = h("div", {class: "bar", role: "img"});
+      this.sum = h("p", {class: "bar-sum"});
+      this.key = h("p", {class: "bar-key"});
+      this.stop = h("p", {class: "stop"});
+      this.waiting = makeList();
+      this.running = makeList();
+      root.classList.add("queue-body");
+      root.append(this.bar, this.sum, this.key, this.stop,
+        h("div", {class: "queue-lists"}, this.waiting.root, this.running.root));
+    }
+
+    draw() {
+      const {facts, film} = this.view;
+      const waits = film.waits(this.view.step);
+      this.drawBar(facts);
+      this.stop.textContent = stopWords(facts, waits);
+      this.stop.title = this.stop.textContent;
+      fill(this.waiting, t("queue.waiting", {n: waits.size, policy: film.run.policy}),
+        [...waits].map(([id, reason]) => this.waitingRow(id, reason)));
+      const running = [...(facts?.cells.keys() ?? []), ...(facts?.idle ?? [])];
+      fill(this.running, t("queue.running", {n: running.length, seats: film.run.max_num_seqs}),
+        running.map((id) => ({id, note: tokenWords(facts.cells.get(id) ?? []), says: ""})));
+    }
+
+    waitingRow(id, reason) {
+      const request = this.view.state.requests.get(id);
+      let note = t(`short.${reason}`);
+      if (request?.orderKey) note = `${t("queue.key", {key: request.orderKey})} · ${note}`;
+      else if (request?.priority) note = `${t("queue.priority", {n: request.priority})} · ${note}`;
+      return {id, note, says: t(`reason.${reason}`)};
+    }
+
+    drawBar(facts) {
+      const sums = sumsOf(facts);
+      const used = KINDS.reduce((sum, kind) => sum + sums[kind], 0);
+      const budget = this.view.film.run.max_num_batched_tokens;
+      const left = Math.max(0, budget - used);
+      const shown = KINDS.filter((kind) => sums[kind]).map((kind) => [kind, sums[kind], t(`kind.${kind}`)]);
+      const segment = (kind, n) => h("span", {class: `fill-${kind}`, style: `flex: ${n} 1 0`},
+        ...(n * 12 > budget ? [h("b", {}, String(n))] : []));
+      this.bar.replaceChildren(...shown.map(([kind, n]) => segment(kind, n)), ...(left ? [segment("left", left)] : []));
+      this.key.replaceChildren(...shown.map(([kind, n, name]) => h("span", {},
+        h("i", {class: `key key-${kind}`}, h("b", {}, Watch.letters[kind])), `${name} ${n}`)));
+      this.sum.textContent = t("queue.budget", {used, budget, left});
+      const words = shown.map(([, n, name]) => `${name} ${n}`).join(", ");
+      this.bar.setAttribute("aria-label", `${this.sum.textContent}: ${words}`);
+    }
+  }
+
+  function sumsOf(facts) {
+    const sums = {decode: 0, prompt: 0, recomputed: 0, guess: 0};
+    for (const cells of facts?.cells.values() ?? []) {
+      for (const {kind, numTokens} of cells) sums[kind] += numTokens;
+    }
+    return sums;
+  }
+
+  function stopWords(facts, waits) {
+    const planned = facts?.planned;
+    if (!planned) return t("queue.no_plan");
+    if (planned.stop === null) return t(waits.size ? "queue.all" : "queue.empty");
+    const [reason, request] = planned.stop;
+    const key = request ? "queue.stop" : "queue.stop_all";
+    return t(key, {request: Watch.label(request), reason: t(`reason.${reason}`)});
+  }
+
+  const tokenWords = (cells) => {
+    const n = cells.reduce((sum, cell) => sum + cell.numTokens, 0);
+    return t(n === 0 ? "queue.none" : n === 1 ? "queue.token" : "queue.tokens", {n});
+  };
+
+  // -- a titled list of requests, whose rows are kept and filled anew
+
+  function makeList() {
+    const [title, rows, more] = [h("h3"), h("ol"), h("p", {class: "quiet"})];
+    return {root: h("div", {class: "queue-list"}, title, rows, more), title, rows, more};
+  }
+
+  function fill(list, title, items) {
+    list.title.textContent = title;
+    const shown = items.slice(0, MOST_ROWS);
+    while (list.rows.childElementCount > shown.length) list.rows.lastChild.remove();
+    while (list.rows.childElementCount < shown.length) list.rows.append(makeRow());
+    shown.forEach((item, i) => fillRow(list.rows.children[i], item));
+    const rest = items.length - shown.length;
+    list.more.textContent = rest ? t("queue.more", {n: rest}) : items.length ? "" : t("queue.nobody");
+  }
+
+  function makeRow() {
+    const button = h("button", {class: "chip"}, h("i"), h("b"), h("span", {class: "quiet"}));
+    button.addEventListener("click", () => Watch.set({request: button.dataset.request}));
+    button.addEventListener("pointerenter", () => Watch.set({hover: {request: button.dataset.request}}));
+    button.addEventListener("pointerleave", () => Watch.set({hover: {}}));
+    return h("li", {}, button);
+  }
+
+  function fillRow(row, {id, note, says}) {
+    const button = row.firstChild;
+    const [swatch, name, words] = button.children;
+    button.dataset.request = id;
+    button.title = says ? `${id}: ${says}` : id;
+    button.setAttribute("aria-pressed", String(store.request === id));
+    swatch.style.background = Watch.colour(id);
+    name.textContent = Watch.label(id);
+    words.textContent = note;
+  }
+
+  Watch.scene({
+    name: "queue", title: ["The queue and the budget", "队列与预算"],
+    make: (root, view) => new Queue(root, view),
+  });
+})();

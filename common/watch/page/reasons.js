@@ -1,0 +1,61 @@
+"use strict";
+// Words that several scenes share: why somebody waits (English: REASONS of event_kinds.py, checked by
+// a test), and the kinds of what a step computes. Letters are the second mark beside the colour.
+(() => {
+  Watch.words({
+    "reason.budget": ["the tokens of this step were spent", "这一步的 token 预算用完了"],
+    "reason.blocks": ["the KV memory had no room, or was kept for those who run",
+      "没有空闲的 KV 块，或要留给正在运行的请求"],
+    "reason.seat": ["as many run as may (max_num_seqs)", "运行中的请求数已到上限（max_num_seqs）"],
+    "reason.constraint": [
+      "something else held it back: too many long prompts under way, an adapter",
+      "受其他限制：正在处理的长提示太多，或适配器不匹配"],
+    "reason.parent": ["another request computes the very block that it could share",
+      "另一个请求正在计算它可以共享的那个块"],
+    "reason.remote_kv": ["its KV is on its way from a tier or a store", "它的 KV 正从其他存储层传来"],
+    "reason.pending": ["a token of it was still under way when it was preempted",
+      "被抢占时它还有一个 token 在计算途中"],
+    "reason.turn": ["it was the turn of those who decode", "这一步轮到解码的请求"],
+    "reason.enough": ["so many were passed over before it that nobody else was asked",
+      "前面跳过的请求太多，后面的不再询问"],
+    "reason.": ["it was not asked in this step", "这一步没有轮到询问它"],
+    "short.budget": ["no tokens left", "预算用完"],
+    "short.blocks": ["no blocks", "没有空闲块"],
+    "short.seat": ["no seat", "并发已满"],
+    "short.constraint": ["held back", "受限"],
+    "short.parent": ["waits to share", "等待共享"],
+    "short.remote_kv": ["KV on its way", "KV 传输中"],
+    "short.pending": ["token under way", "token 在途"],
+    "short.turn": ["decodes' turn", "轮到解码"],
+    "short.enough": ["not asked", "未询问"],
+    "short.": ["not asked", "未询问"],
+    "kind.prompt": ["prompt", "提示词"],
+    "kind.decode": ["decode", "解码"],
+    "kind.recomputed": ["recomputed", "重算"],
+    "kind.guess": ["guess", "草稿"],
+    "kind.accepted": ["guess accepted", "草稿被接受"],
+    "kind.rejected": ["guess rejected", "草稿被拒绝"],
+    "kind.discarded": ["computed for nobody", "白算"],
+  });
+
+  Watch.letters = {prompt: "P", decode: "·", recomputed: "R", guess: "G", accepted: "+", rejected: "×", discarded: "–"};
+  Watch.reasonLetters = {
+    budget: "t", blocks: "b", seat: "s", constraint: "c", parent: "p", remote_kv: "k", pending: "u",
+    turn: "d", enough: "n", "": "w",
+  };
+
+  // The cells of a request in a step by what came of them: guesses accepted and rejected, and a
+  // token that was computed for a request which had ended meanwhile.
+  Watch.verdicts = (facts, id) => {
+    const cells = facts?.cells.get(id) ?? [];
+    const [accepted, rejected] = facts?.computed?.verified[id] ?? [0, 0];
+    const isForNobody = Object.hasOwn(facts?.computed?.discarded ?? {}, id);
+    if (isForNobody) return cells.map((cell) => ({...cell, kind: "discarded"}));
+    return cells.flatMap((cell) => {
+      if (cell.kind !== "guess" || accepted + rejected === 0) return [cell];
+      const parts = [["accepted", cell.start, accepted], ["rejected", cell.start + accepted, rejected]];
+      return parts.filter(([, , n]) => n > 0)
+        .map(([kind, start, numTokens]) => ({request: id, kind, start, numTokens}));
+    });
+  };
+})();

@@ -1,0 +1,177 @@
+"use strict";
+// The frame around the scenes: two bars, six titled places, and what makes the page go.
+(() => {
+  const {store, t} = Watch;
+  Watch.words({
+    "shell.title": ["Watch the engine run", "逐步看引擎运行"],
+    "shell.play": ["Play", "播放"],
+    "shell.pause": ["Pause", "暂停"],
+    "shell.back": ["Step back", "后退一步"],
+    "shell.on": ["Step on", "前进一步"],
+    "shell.scrub": ["Step of the run", "当前步"],
+    "shell.now": ["step {step} of {last}", "第 {step} 步（末步 {last}）"],
+    "shell.no_step": ["no steps", "没有步"],
+    "shell.request": ["Request", "请求"],
+    "shell.all": ["all requests", "全部请求"],
+    "shell.speed": ["Speed", "速度"],
+    "shell.per_second": ["{n} steps a second", "每秒 {n} 步"],
+    "shell.language": ["中文", "English"],
+    "shell.about": ["{model}, scheduler {scheduler}, policy {policy}, prefix cache {cache}, {blocks} blocks of {size}",
+      "{model}，调度器 {scheduler}，策略 {policy}，前缀缓存 {cache}，{blocks} 个块，每块 {size} 个 token"],
+    "shell.transport": ["Steps", "步进与播放"],
+    "shell.none": ["none", "无"],
+  });
+
+  // h("button", {class: "play"}, "text", child): an element. Text is text, never markup.
+  const h = (Watch.h = (name, attributes = {}, ...children) => {
+    const element = document.createElement(name);
+    for (const [key, value] of Object.entries(attributes)) {
+      if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+      else if (value !== null && value !== false) element.setAttribute(key, value === true ? "" : value);
+    }
+    element.append(...children);
+    return element;
+  });
+
+  const SPEEDS = [1, 2, 4, 8, 16, 32];
+  const parts = {};
+  let drawnScenes = []; // {scene, view, drawing} of what is on the page
+
+  function makeFrame() {
+    parts.title = h("h1");
+    parts.about = h("p", {class: "about quiet"});
+    parts.language = h("button", {onclick: () => Watch.set({language: store.language === "en" ? "zh" : "en"})});
+    parts.back = h("button", {onclick: () => Watch.set({step: store.step - 1})}, "◀");
+    parts.play = h("button", {class: "play", onclick: () => Watch.play(!store.playing)});
+    parts.on = h("button", {onclick: () => Watch.set({step: store.step + 1})}, "▶");
+    parts.scrub = h("input", {type: "range", min: 0, step: 1,
+      oninput: () => Watch.set({step: Number(parts.scrub.value)})});
+    parts.now = h("output", {class: "now"});
+    parts.speed = h("select", {onchange: () => Watch.set({speed: Number(parts.speed.value)})});
+    parts.request = h("select", {onchange: () => Watch.set({request: parts.request.value || null})});
+    parts.scenes = h("main", {class: "scenes"});
+    parts.spoken = h("p", {class: "unseen", "aria-live": "polite"});
+    const {files, help, compare, momentTicks} = Watch;
+    document.body.append(
+      h("header", {class: "head"}, parts.title, parts.about, files.button, help.button, parts.language),
+      parts.transport = h("div", {class: "transport", role: "group"}, parts.back, parts.play, parts.on,
+        h("div", {class: "scrub"}, parts.scrub, momentTicks.canvas), parts.now, parts.speed, parts.request),
+      files.notice, compare.bar, parts.scenes, files.choose, files.curtain, help.dialog, parts.spoken,
+    );
+  }
+
+  // New films, and where to stand in them: every scene is made anew.
+  Watch.show = (films, labels, changes = {}) => {
+    parts.scenes.replaceChildren();
+    parts.scenes.classList.toggle("comparing", films.length > 1);
+    store.films = films;
+    store.labels = labels;
+    const views = films.map((film, index) => new Watch.View(film, index));
+    drawnScenes = Watch.scenes.flatMap((scene) => makeScene(scene, views));
+    parts.scrub.max = Math.max(0, Watch.numSteps() - 1);
+    makeChoices();
+    Watch.set(changes);
+    Watch.play(false);
+  };
+
+  function makeScene(scene, views) {
+    const title = h("h2", {id: `title-${scene.name}`});
+    const roots = h("div", {class: "roots"});
+    parts.scenes.append(h("section", {class: `scene scene-${scene.name}`, "data-scene": scene.name,
+      "aria-labelledby": `title-${scene.name}`}, title, roots));
+    return views.map((view) => {
+      const body = h("div", {class: "body"});
+      const of = h("p", {class: "of", hidden: views.length === 1}, store.labels[view.index] ?? "");
+      roots.append(h("div", {class: "root", "data-film": view.index}, of, body));
+      return {scene, view, title, of, drawing: scene.make(body, view)};
+    });
+  }
+
+  function makeChoices() {
+    const ids = [...new Set(store.films.flatMap((film) => film.requests.map(({id}) => id)))];
+    parts.request.replaceChildren(h("option", {value: ""}), ...ids.map((id) => h("option", {value: id}, id)));
+    parts.speed.replaceChildren(...SPEEDS.map((n) => h("option", {value: n})));
+  }
+
+  function drawFrame() {
+    const {step, language} = store;
+    document.documentElement.lang = language === "zh" ? "zh-CN" : "en";
+    parts.title.textContent = Watch.settings.title?.[language === "zh" ? 1 : 0] ?? t("shell.title");
+    parts.about.textContent = store.films.length ? about(store.films[0].run) : "";
+    parts.about.title = parts.about.textContent;
+    parts.language.textContent = t("shell.language");
+    parts.language.lang = language === "zh" ? "en" : "zh-CN";
+    label(parts.back, t("shell.back"));
+    label(parts.on, t("shell.on"));
+    label(parts.scrub, t("shell.scrub"));
+    label(parts.request, t("shell.request"));
+    label(parts.speed, t("shell.speed"));
+    parts.transport.setAttribute("aria-label", t("shell.transport"));
+    parts.play.textContent = t(store.playing ? "shell.pause" : "shell.play");
+    const last = Watch.numSteps() - 1;
+    const now = last < 0 ? t("shell.no_step") : t("shell.now", {step, last});
+    parts.now.textContent = now;
+    parts.scrub.value = Math.max(step, 0);
+    parts.scrub.setAttribute("aria-valuetext", now);
+    parts.request.firstChild.textContent = t("shell.all");
+    parts.request.value = store.request ?? "";
+    for (const option of parts.speed.options) option.textContent = t("shell.per_second", {n: option.value});
+    parts.speed.value = store.speed;
+    for (const part of [Watch.files, Watch.help, Watch.compare, Watch.momentTicks]) part.draw();
+    drawScenes();
+    speak(now);
+  }
+
+  // Milliseconds of the last drawing, by scene: for tests, and for whoever finds the page slow.
+  Watch.drawn = {};
+
+  function drawScenes() {
+    Watch.drawn = {};
+    for (const {scene, title, of, view, drawing} of drawnScenes) {
+      const begun = performance.now();
+      title.textContent = scene.title[store.language === "zh" ? 1 : 0];
+      of.textContent = labelOf(view);
+      drawing.draw();
+      Watch.drawn[scene.name] = (Watch.drawn[scene.name] ?? 0) + performance.now() - begun;
+    }
+  }
+
+  const labelOf = ({index, isOver, film}) => (isOver
+    ? t("compare.over", {label: store.labels[index], last: film.numSteps - 1}) : store.labels[index]);
+
+  // A film that plays would talk without end.
+  function speak(now) {
+    if (store.playing || parts.spoken.dataset.step === String(store.step)) return;
+    parts.spoken.dataset.step = store.step;
+    parts.spoken.textContent = [now, Watch.momentWords()].filter(Boolean).join(": ");
+  }
+
+  const label = (element, text) => {
+    element.setAttribute("aria-label", text);
+    element.title = text;
+  };
+
+  const about = (run) => t("shell.about", {
+    model: run.model.architecture ?? "?", scheduler: run.scheduler, policy: run.policy,
+    cache: run.prefix_cache ?? t("shell.none"), blocks: run.num_blocks - 1, size: run.block_size,
+  });
+
+  // -- play
+
+  let timer = null;
+  Watch.play = (isPlaying) => {
+    clearTimeout(timer);
+    if (isPlaying && store.step >= Watch.numSteps() - 1) Watch.set({step: 0});
+    Watch.set({playing: isPlaying});
+    if (isPlaying) timer = setTimeout(tick, 1000 / store.speed);
+  };
+
+  function tick() {
+    Watch.set({step: store.step + 1});
+    if (store.step >= Watch.numSteps() - 1) Watch.play(false);
+    else timer = setTimeout(tick, 1000 / store.speed);
+  }
+
+  Watch.frame = {parts, make: makeFrame};
+  Watch.onDraw(drawFrame);
+})();

@@ -1,0 +1,29 @@
+"use strict";
+// The last of the scripts: reads the films that stand in the page and shows them.
+(() => {
+  async function textOf(script) {
+    if (script.dataset.encoding !== "gzip") return script.textContent;
+    const bytes = Uint8Array.from(atob(script.textContent), (char) => char.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    return new Response(stream).text();
+  }
+
+  async function start() {
+    Watch.frame.make();
+    Object.assign(Watch.store, Watch.readHash(location.hash)); // its language: there may be no film
+    const scripts = [...document.querySelectorAll('script[type="application/x-ndjson"]')];
+    const texts = await Promise.all(scripts.map(textOf));
+    const hash = location.hash.length > 1 ? location.hash : Watch.settings.start;
+    try {
+      const films = texts.map((text) => new Watch.Film(Watch.parseEvents(text)));
+      Watch.show(films, scripts.map((script) => script.dataset.label), Watch.readHash(hash));
+    } catch (error) {
+      if (!(error instanceof Watch.EventError)) throw error;
+      Watch.show([], []);
+      Watch.files.tell(() => error.message);
+    }
+    document.documentElement.dataset.ready = "true"; // for tests: there is something to look at
+  }
+
+  start();
+})();

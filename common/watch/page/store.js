@@ -1,0 +1,94 @@
+"use strict";
+// What the page shows now, in one place. Whoever changes it calls `Watch.set`, and whoever draws it
+// registers with `Watch.onDraw` or as a scene; drawing happens once per animation frame.
+//
+// The part that a link should keep stands in the address: #step=37&request=b&block=5&lang=zh
+(() => {
+  const READERS = navigator.language.startsWith("zh") ? "zh" : "en"; // until a link says another
+  const store = (Watch.store = {
+    films: [], labels: [], step: -1, request: null, block: null, hover: {}, language: READERS,
+    playing: false, speed: 4,
+  });
+  const drawers = [];
+  let isAsked = false;
+
+  Watch.onDraw = (draw) => drawers.push(draw);
+
+  Watch.redraw = () => {
+    if (isAsked) return;
+    isAsked = true;
+    requestAnimationFrame(() => {
+      isAsked = false;
+      for (const draw of drawers) draw();
+    });
+  };
+
+  // The time axis is that of the longer film.
+  Watch.numSteps = () => Math.max(0, ...store.films.map((film) => film.numSteps));
+
+  const isKnown = (id) => store.films.some((film) => film.byId.has(id));
+
+  Watch.set = (changes) => {
+    Object.assign(store, changes);
+    const last = Watch.numSteps() - 1;
+    store.step = Math.min(Math.max(Math.round(store.step) || 0, Math.min(0, last)), last);
+    if (store.request !== null && !isKnown(store.request)) store.request = null;
+    if (!["en", "zh"].includes(store.language)) store.language = READERS;
+    if (!("hover" in changes && Object.keys(changes).length === 1)) writeHash();
+    Watch.redraw();
+  };
+
+  // -- the address
+
+  function writeHash() {
+    if (!store.films.length) return;
+    const parts = [["step", store.step]];
+    if (store.request !== null) parts.push(["request", store.request]);
+    if (store.block !== null) parts.push(["block", store.block]);
+    if (store.language !== READERS) parts.push(["lang", store.language]);
+    const hash = `#${parts.map(([name, value]) => `${name}=${encodeURIComponent(value)}`).join("&")}`;
+    if (hash !== location.hash) history.replaceState(null, "", hash);
+  }
+
+  // What an address says, as changes of the store. What it does not say is left alone.
+  Watch.readHash = (hash) => {
+    const said = new URLSearchParams(hash.replace(/^#/, ""));
+    const changes = {};
+    if (/^\d+$/.test(said.get("step") ?? "")) changes.step = Number(said.get("step"));
+    if (said.has("request")) changes.request = said.get("request");
+    if (/^\d+$/.test(said.get("block") ?? "")) changes.block = Number(said.get("block"));
+    if (said.has("lang")) changes.language = said.get("lang");
+    return changes;
+  };
+
+  addEventListener("hashchange", () => {
+    Watch.set({request: null, block: null, language: READERS, ...Watch.readHash(location.hash)});
+  });
+
+  // -- scenes
+
+  Watch.scenes = [];
+  Watch.scene = (scene) => Watch.scenes.push(scene);
+
+  // One film as a scene sees it. In compare mode a shorter film stays at its last step.
+  Watch.View = class {
+    constructor(film, index) {
+      Object.assign(this, {film, index});
+    }
+    get step() {
+      return Math.min(store.step, this.film.numSteps - 1);
+    }
+    get isOver() {
+      return store.step > this.film.numSteps - 1;
+    }
+    get state() {
+      return this.film.stateAfter(this.step);
+    }
+    get before() {
+      return this.film.stateAfter(Math.max(this.step - 1, -1));
+    }
+    get facts() {
+      return this.film.steps[this.step] ?? null; // null: a film without steps
+    }
+  };
+})();

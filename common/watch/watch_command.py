@@ -1,0 +1,72 @@
+"""`python -m common.watch`, `make watch`: one HTML file in which a run can be stepped through.
+
+python -m common.watch                                 a small run, made now
+python -m common.watch run.jsonl --open                what LLM(events=...) or the demo wrote
+python -m common.watch run.jsonl --beside other.jsonl  two runs on one axis of steps
+python -m common.watch --film 3 --open                 the film of chapter 3; --films: of all six
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import webbrowser
+from pathlib import Path
+
+from common.events.film import Film
+from common.watch.film_command import add_films, is_about_films, make_films
+from common.watch.page_maker import Reel, make_page
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m common.watch", description="Make a page on which a run can be watched."
+    )
+    parser.add_argument("run", nargs="?", type=Path, help="events of a run (default: make one)")
+    parser.add_argument("--beside", type=Path, metavar="F", help="another run, to compare with")
+    parser.add_argument("--out", type=Path, metavar="F", help="default: watch.html")
+    parser.add_argument("--open", action="store_true", help="show it in the browser")
+    add_films(parser)
+    args = parser.parse_args(argv)
+    if args.beside is not None and args.run is None:
+        parser.error("--beside wants a run to stand beside")
+    try:
+        if is_about_films(args):
+            make_films(args)
+            return 0
+        if args.run is None:
+            reels = [_made_now()]
+        else:
+            reels = [read_reel(path) for path in (args.run, args.beside) if path is not None]
+        write_page(args.out or Path("watch.html"), make_page(reels), args.open)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def read_reel(path: Path, label: str | None = None) -> Reel:
+    """Raises `FileNotFoundError`, and `ValueError` with a sentence for what is no run."""
+    Film.read(path)
+    return Reel(label or path.stem, path.read_bytes().decode("utf-8", errors="replace"))
+
+
+def write_page(path: Path, page: str, is_opened: bool = False) -> None:
+    path.write_text(page, encoding="utf-8", newline="\n")
+    print(f"{path}: {len(page) / 1e6:.1f} MB. It needs nothing else, and no network.")
+    if is_opened:
+        webbrowser.open(path.resolve().as_uri())
+
+
+def _made_now() -> Reel:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.jsonl"
+        _default_run(path)
+        return read_reel(path)
+
+
+def _default_run(path: Path) -> None:
+    from common.watch.workloads import default_run  # torch: not needed to show a run that is there
+
+    default_run(path)

@@ -1,0 +1,150 @@
+"""Small scripted workloads: which request comes when, and an engine that serves them on film.
+
+    script = Script((Visit("a", 0, "def f(x):", 8), ...), {"num_blocks": 20, ...})
+    perform(script, "run.jsonl", load_cast())
+
+The model is the shipped checkpoint, the text is real, and every token is the likeliest one. It
+computes in float64, where neither a neighbour in the batch nor another machine rounds a token to
+another one. So two films of one script differ in their times and in nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.engine import LLMEngine
+from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
+from common.loader import LoadedModel, load_model
+from common.tokenizer import Tokenizer, load_tokenizer
+from request import Request, SamplingParams
+from scheduler import Scheduler
+from step_plan import StepPlan
+
+MAX_STEPS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A request that comes before step `step` is planned."""
+
+    name: str
+    step: int
+    prompt: str
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """`visits` in order of arrival, and the engine's settings. `is_static`: a batch begins when
+    nobody runs, with as many as have come and have a seat, and nobody joins it until its last
+    request has ended."""
+
+    visits: tuple[Visit, ...]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    is_static: bool = False
+
+    def but(self, **changes: Any) -> Script:
+        """The same visits, with other settings."""
+        return replace(self, config={**self.config, **changes})
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """What every film is made with, loaded once."""
+
+    loaded: LoadedModel
+    tokenizer: Tokenizer
+
+
+def load_cast() -> Cast:
+    """The shipped checkpoint."""
+    loaded = load_model(SHIPPED_CHECKPOINT, torch.float64, torch.device("cpu"))
+    return Cast(loaded, load_tokenizer(SHIPPED_CHECKPOINT))
+
+
+def perform(script: Script, path: str | Path, cast: Cast | None = None) -> dict[str, str]:
+    """Serve a script, and write what happens to `path`. The answers, by request. Raises
+    `ValueError` or `FileNotFoundError` for a path that is no place for a file."""
+    cast = cast or load_cast()
+    config = EngineConfig(**script.config, device="cpu", dtype="float64", events=path)
+    engine = LLMEngine(config, loaded=cast.loaded, tokenizer=cast.tokenizer)
+    if script.is_static:  # no setting of the engine: it is what chapter 1 does away with
+        scheduler: Any = engine.scheduler
+        scheduler.__class__ = scheduler.watch(StaticBatches)
+    to_come, answers = list(script.visits), dict[str, str]()
+    for step in range(MAX_STEPS):
+        while to_come and to_come[0].step <= step:
+            _let_in(engine, to_come.pop(0))
+        if engine.has_unfinished_requests():
+            answers |= {o.request_id: o.outputs[0].text for o in engine.step() if o.finished}
+        elif not to_come:
+            engine.close()
+            return answers
+    raise RuntimeError(f"the script has not ended after {MAX_STEPS} steps")
+
+
+class StaticBatches(Scheduler):
+    """Chapter 4's, but for one rule: nobody joins those who run."""
+
+    is_open = True  # a batch is being put together
+
+    def begin_step(self) -> StepPlan:
+        self.is_open = not self.running
+        return super().begin_step()
+
+    def may_run(self, request: Request) -> bool:
+        return self.is_open and super().may_run(request)
+
+
+def _let_in(engine: LLMEngine, visit: Visit) -> None:
+    params = SamplingParams(temperature=0, max_tokens=visit.max_tokens, stop=visit.stop)
+    engine.add_request(visit.name, visit.prompt, params)
+
+
+# -- the run that is shown where nobody brings one
+
+_STACK = """class Stack:
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
+        return self.items.pop()
+
+"""
+_IMPORTS = "import os\nimport sys\nimport re\n"
+
+DEFAULT = Script(
+    (
+        Visit("a", 0, "def is_prime(n):\n    for", 40),
+        Visit("b", 1, _IMPORTS + "import", 24),
+        Visit("c", 3, _STACK + "    def peek(self):\n        return", 12),
+        Visit("d", 4, "def mean(values):\n    return", 36),
+        Visit("e", 10, _STACK + "    def size(self):\n        return", 16, stop=("\n\n",)),
+        Visit("f", 12, _STACK + "    def clear(self):", 12),
+        Visit("g", 14, "def read_lines(path):\n    with open(path) as", 24),
+        Visit("h", 15, _IMPORTS + "\n\ndef main():", 24),
+    ),
+    {
+        "block_size": 4,
+        "num_blocks": 31,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 20,
+        "chunked_prefill": 16,
+        "watermark": 0.0,
+        "speculative": {"method": "ngram", "num_spec_tokens": 2, "adaptive": False},
+    },
+)
+
+
+def default_run(path: str | Path, cast: Cast | None = None) -> dict[str, str]:
+    """Eight requests, and a little of everything: a shared prefix, a prompt in pieces, a queue, a
+    preemption, evictions, guesses, a stop string."""
+    return perform(DEFAULT, path, cast)
