@@ -9,6 +9,7 @@
   const [WIDEST, HIGHEST] = [64, 40]; // px
   const [LEAST_WIDTH, LEAST_HEIGHT] = [22, 15]; // below, a cell has no text
   const WIDE = 40; // from here on there is room for the reference count, too
+  const HIGH = 32; // from here on there is room for the block's number above it
 
   // The largest cells that fit: the area is fixed, the cells shrink. A little wider than high, since
   // they hold words.
@@ -46,6 +47,7 @@
       this.host.style.setProperty("--columns", grid.columns);
       this.host.classList.toggle("pool-tiny", !grid.hasLabels);
       this.host.classList.toggle("pool-narrow", grid.w < WIDE);
+      this.host.classList.toggle("pool-low", grid.h < HIGH);
       while (this.cells.length < grid.num) this.add(this.cells.length);
     }
 
