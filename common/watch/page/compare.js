@@ -67,14 +67,14 @@
     }
     const {difference, token} = found;
     go.hidden = difference === null;
-    go.textContent = t("compare.go");
-    line.textContent = difference === null ? t("compare.same", {n: Watch.numSteps()})
+    Watch.say(go, t("compare.go"));
+    Watch.say(line, difference === null ? t("compare.same", {n: Watch.numSteps()})
       : t(difference.step ? "compare.from" : "compare.at_once", {
         before: difference.step - 1, step: difference.step,
-        left: Watch.eventWords(difference.left), right: Watch.eventWords(difference.right)});
+        left: Watch.eventWords(difference.left), right: Watch.eventWords(difference.right)}));
     const end = t("compare.end");
-    text.textContent = token === null ? t("compare.same_text") : t("compare.text", {
-      request: Watch.label(token.request), n: token.n + 1, left: token.left ?? end, right: token.right ?? end});
+    Watch.say(text, token === null ? t("compare.same_text") : t("compare.text", {
+      request: Watch.name(token.request), n: token.n + 1, left: token.left ?? end, right: token.right ?? end}));
   }
 
   Watch.compare = {bar, draw, firstDifference, firstOtherToken};
