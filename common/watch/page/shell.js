@@ -16,7 +16,6 @@
     "shell.speed": ["Speed", "速度"],
     "shell.per_second": ["{n} steps a second", "每秒 {n} 步"],
     "shell.language": ["中文", "English"],
-    "shell.other": ["zh-CN", "en"],
     "shell.about": ["{model}, scheduler {scheduler}, policy {policy}, prefix cache {cache}, {blocks} blocks of {size}",
       "{model}，调度器 {scheduler}，策略 {policy}，前缀缓存 {cache}，{blocks} 个块，每块 {size} 个 token"],
     "shell.none": ["none", "无"],
@@ -48,6 +47,7 @@
     return size;
   };
 
+  const OTHER = {en: "zh-CN", zh: "en"}; // the language that the button offers
   const SPEEDS = [1, 2, 4, 8, 16, 32];
   const parts = {};
   let drawnScenes = []; // {scene, view, drawing} of what is on the page
@@ -113,7 +113,7 @@
     if (parts.request?.firstChild == null) return; // nothing has been shown yet
     const last = Watch.numSteps() - 1;
     const now = last < 0 ? t("shell.no_step") : t("shell.now", {step: store.step, last});
-    if (parts.language.lang !== t("shell.other")) drawWords();
+    if (parts.language.lang !== OTHER[store.language]) drawWords();
     say(parts.about, store.films.length ? about(store.films[0].run) : "");
     parts.about.title = parts.about.textContent;
     say(parts.play, t(store.playing ? "shell.pause" : "shell.play"));
@@ -133,7 +133,7 @@
     document.documentElement.lang = inLanguage(["en", "zh-CN"]);
     say(parts.title, inLanguage(Watch.settings.title ?? [t("shell.title"), t("shell.title")]));
     say(parts.language, t("shell.language"));
-    parts.language.lang = t("shell.other");
+    parts.language.lang = OTHER[store.language];
     label(parts.back, t("shell.back"));
     label(parts.on, t("shell.on"));
     label(parts.scrub, t("shell.scrub"));
