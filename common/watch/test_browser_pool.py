@@ -4,7 +4,6 @@ what is free and in which order, what a step did; and what lights up is what is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -291,12 +290,13 @@ def middle_of(page: Page, block: int) -> tuple[float, float]:
     x, y = page.evaluate(
         """(block) => {
             const cell = document.querySelector(`.pool-cell[data-block="${block}"]`);
-            const canvas = document.querySelector(".pool-canvas");
-            const box = (cell ?? canvas).getBoundingClientRect();
+            const host = document.querySelector(".pool-cells");
+            const box = (cell ?? host.querySelector(".pool-canvas")).getBoundingClientRect();
             if (cell) return [box.left + box.width / 2, box.top + box.height / 2];
-            const {w, h, columns} = Watch.poolGrid(canvas.closest(".pool-cells").clientWidth,
-                canvas.closest(".pool-cells").clientHeight, Watch.store.films[0].run.num_blocks);
-            return [box.left + (block % columns + 0.5) * w, box.top + (Math.floor(block / columns) + 0.5) * h];
+            const num = Watch.store.films[0].run.num_blocks;
+            const {w, h, columns} = Watch.poolGrid(host.clientWidth, host.clientHeight, num);
+            const [column, row] = [block % columns, Math.floor(block / columns)];
+            return [box.left + (column + 0.5) * w, box.top + (row + 0.5) * h];
         }""",
         block,
     )
@@ -317,7 +317,8 @@ def test_a_painted_pool_has_the_colours_of_its_owners(
             const host = canvas.closest(".pool-cells");
             const num = Watch.store.films[0].run.num_blocks;
             const {w, h, columns} = Watch.poolGrid(host.clientWidth, host.clientHeight, num);
-            const {data, width} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            const pen = canvas.getContext("2d");
+            const {data, width} = pen.getImageData(0, 0, canvas.width, canvas.height);
             return Array.from({length: num}, (_, block) => {
                 const x = Math.floor((block % columns + 0.5) * w);
                 const y = Math.floor((Math.floor(block / columns) + 0.4) * h);

@@ -15,7 +15,7 @@
     "cache.no_match": ["no look-up of this step found anything", "本步没有查到任何缓存"],
     "cache.boxes": ["Cached blocks. Left goes to the parent, right to a child, up and down to the next chain, Escape lets go.",
       "缓存的块。左键到父节点，右键到子节点，上下键到相邻的链，Esc 放开。"],
-    "cache.did_split": ["split before {blocks}", "在{blocks}前拆分"],
+    "cache.did_split": ["split before {blocks}", "在{blocks} 之前拆分"],
     "cache.did_evict": ["evicted {blocks}", "淘汰{blocks}"],
     "cache.did_publish": ["published {blocks}", "发布{blocks}"],
     "cache.node": ["Node of {n} blocks: {blocks}", "节点含 {n} 块：{blocks}"],
@@ -27,7 +27,7 @@
 
   const {h} = Watch;
   const HEIGHT = Watch.CACHE_LANE;
-  const WIDTH = {hash: 78, radix: 46}; // of a column, px: one block
+  const WIDTH = {hash: 78, radix: 52}; // of a column, px: one block
 
   class Cache {
     constructor(root, view) {

@@ -39,7 +39,14 @@
     return chip;
   };
 
-  // [group, its sentences]: the step first, requests in the order in which they come up, the cache.
+  // What nobody should miss goes before what happens all the time.
+  const RANKS = [/^say\.preempted/, /^say\.(returned|admitted|finished|cut|passed_over|parent|rejected)/];
+  const rankOf = (sentences) => {
+    const rank = RANKS.findIndex((keys) => sentences.some(({key}) => keys.test(key)));
+    return rank < 0 ? RANKS.length : rank;
+  };
+
+  // [group, its sentences]: the step first, then requests, the cache last.
   Watch.groupSentences = (sentences) => {
     const groups = new Map([["", []]]);
     const routine = [];
@@ -53,7 +60,8 @@
     for (const sentence of routine) if (groups.has(sentence.group)) groups.get(sentence.group).push(sentence);
     const cache = groups.get("cache");
     groups.delete("cache");
-    const ordered = [...groups].filter(([, told]) => told.length).map(([group, told]) => [group, distinct(told)]);
+    const ordered = [...groups].filter(([, told]) => told.length).map(([group, told]) => [group, distinct(told)])
+      .sort(([a, told], [b, others]) => (a !== "") - (b !== "") || rankOf(told) - rankOf(others));
     if (cache) ordered.push(["cache", distinct(cache)]);
     return {groups: ordered, routine: alone};
   };

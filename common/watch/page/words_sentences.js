@@ -24,21 +24,21 @@
     "say.finished.error": ["ends with an error", "因错误结束"],
     "say.cut": ["ends at the stop string “{text}”", "遇到停止串“{text}”而结束"],
     "say.taken": ["takes {blocks} from the free list", "从空闲表取用{blocks}"],
-    "say.taken.table": ["takes {blocks} from the free list; its table has {n} now", "从空闲表取用{blocks}，块表现有 {n} 块"],
+    "say.taken.table": ["takes {blocks} from the free list; its table has {n} now", "从空闲表取用{blocks}；块表现有 {n} 块"],
     "say.shared": ["shares {blocks}", "共享{blocks}"],
     "say.freed": ["gives up {blocks}", "释放{blocks}"],
     "say.freed.free": ["{blocks} (free now)", "{blocks}（变为空闲）"],
     "say.freed.cached": ["{blocks} (still cached)", "{blocks}（仍在缓存）"],
     "say.freed.used": ["{blocks} (still in use)", "{blocks}（仍有人用）"],
-    "say.moved": ["its table points to {blocks} from here on: the same content", "块表改为指向{blocks}：内容相同"],
+    "say.moved": ["its table points to {blocks} from here on: the same content", "块表改为指向{blocks}，内容相同"],
     "say.matched": ["finds {n} tokens of its prefix in the cache: {blocks}", "前缀有 {n} 个 token 命中缓存：{blocks}"],
     "say.published": ["publishes {blocks}", "发布{blocks}"],
     "say.published.hash": ["publishes {blocks}, hash {hash}", "发布{blocks}，哈希 {hash}"],
-    "say.known": ["{given} held what {kept} has already: it uses that one", "{given}的内容与{kept}相同：改用后者"],
-    "say.split": ["a node is cut in two in front of {blocks}", "节点在{blocks}之前拆分为二"],
-    "say.evicted": ["{blocks} evicted: unused for longest", "{blocks}被淘汰：闲置最久"],
+    "say.known": ["{given} held what {kept} has already: it uses that one", "{given} 的内容与{kept} 相同：改用后者"],
+    "say.split": ["a node is cut in two in front of {blocks}", "节点在{blocks} 之前拆分为二"],
+    "say.evicted": ["{blocks} evicted: unused for longest", "{blocks} 被淘汰：闲置最久"],
     "say.evicted.for": ["{blocks} evicted, so that {who} gets room: unused for longest",
-      "{blocks}被淘汰，给 {who} 腾地方：闲置最久"],
+      "{blocks} 被淘汰，给 {who} 腾地方：闲置最久"],
     "say.load_begun": ["its KV is on its way into {blocks}, from a tier or a store", "它的 KV 正从下级存储加载到{blocks}"],
     "say.loaded": ["its KV has arrived in {blocks} ({sources}), and is cached", "KV 已加载到{blocks}（{sources}），并进入缓存"],
     "say.loaded.nothing": ["its load brought nothing", "加载没有带来任何内容"],
@@ -48,7 +48,7 @@
     "say.again": ["computes {n} tokens again, lost by its preemption", "重算 {n} 个因抢占丢失的 token"],
     "say.decode": ["one new token", "一个新 token"],
     "say.guesses": ["{accepted} of {n} guesses accepted", "{n} 个草稿 token 接受了 {accepted} 个"],
-    "say.rejected": ["{n} rejected; their KV is taken back", "拒绝 {n} 个，其 KV 作废"],
+    "say.rejected": ["{n} rejected, and that KV is taken back", "拒绝 {n} 个，对应的 KV 作废"],
     "say.passed_over": ["is passed over: {reason}", "被跳过：{reason}"],
     "say.parent": ["is passed over: {who} computes the very block that it could share",
       "被跳过：{who} 正在计算它可以共享的块"],
@@ -56,12 +56,14 @@
     "say.stop.behind": ["admission stops at {who}: {reason}; {n} behind it were not asked",
       "准入止于 {who}：{reason}；后面 {n} 个没有问到"],
     "say.stop.nobody": ["nobody is admitted, {n} wait: {reason}", "本步没有准入，{n} 个在等：{reason}"],
+    "say.stop.others": ["nobody else is admitted, {n} wait: {reason}", "没有再准入别的请求，{n} 个在等：{reason}"],
     "say.discarded": ["a token was computed for nobody: it had ended", "白算了一个 token：请求已经结束"],
     "say.failed": ["the step failed: {error}", "本步失败：{error}"],
     "say.empty": ["nothing was computed", "没有计算任何 token"],
+    "say.and": [", ", "、"],
     "say.block": ["block {blocks}", "块 {blocks}"],
     "say.blocks": ["blocks {blocks}", "块 {blocks}"],
-    "say.many": ["{n} blocks ({blocks}, …)", "{n} 块（{blocks}…）"],
+    "say.many": ["{n} blocks ({blocks}, …)", "{n} 块（{blocks} 等）"],
     "say.host": ["{n} from host memory", "主机内存 {n} 块"],
     "say.disk": ["{n} from disk", "磁盘 {n} 块"],
     "say.store": ["{n} from a store", "外部存储 {n} 块"],
@@ -73,9 +75,9 @@
   Watch.sayBlocks = (blocks) => {
     const ranges = Watch.blockRanges(blocks).split(", ");
     if (ranges.length > MOST_RANGES) {
-      return t("say.many", {n: blocks.length, blocks: ranges.slice(0, MOST_RANGES).join(", ")});
+      return t("say.many", {n: blocks.length, blocks: ranges.slice(0, MOST_RANGES).join(t("say.and"))});
     }
-    return t(blocks.length === 1 ? "say.block" : "say.blocks", {blocks: ranges.join(", ")});
+    return t(blocks.length === 1 ? "say.block" : "say.blocks", {blocks: ranges.join(t("say.and"))});
   };
 
   // Whoever takes blocks next: for it the ones before were evicted, or somebody was preempted.
@@ -195,7 +197,7 @@
   };
 
   // Why the others wait: each that was passed over, and the stop for all who stand behind it.
-  function tellWaiting(event, {say, state}) {
+  function tellWaiting(event, {say, state, events, at: now, run}) {
     for (const [id, reason] of Object.entries(event.passed_over)) {
       const who = event.parents[id];
       if (who !== undefined) say(id, "say.parent", {who: Watch.label(who)}, ["reason:parent"]);
@@ -204,10 +206,13 @@
     if (event.stop === null) return;
     const [reason, at] = event.stop;
     const others = state.waiting.filter((id) => id !== at && !(id in event.passed_over)).length;
-    const key = at === "" ? "say.stop.nobody" : others ? "say.stop.behind" : "say.stop";
-    const values = {who: Watch.label(at), n: others, reason: t(`reason.${reason}`)};
-    const source = `reason:${reason}`;
-    say("", key, values, [at === "" && Watch.sourceOf(state.run, `${source}:nobody`) ? `${source}:nobody` : source]);
+    // At nobody: admission ended behind the last who was admitted, or never began.
+    const isLate = events.slice(0, now).some(({kind}) => kind === "admitted");
+    const how = at !== "" ? "" : isLate ? "others" : "nobody";
+    const key = how ? `say.stop.${how}` : others ? "say.stop.behind" : "say.stop";
+    const special = `reason:${reason}:${how}`;
+    const source = how && Watch.sourceOf(run, special) ? special : `reason:${reason}`;
+    say("", key, {who: Watch.label(at), n: others, reason: t(`reason.${reason}`)}, [source]);
   }
 
   // What the step computed of each request, by kinds of tokens.
@@ -246,13 +251,27 @@
       tell[event.kind]?.(event, {say, events: facts.events, at, state, run, facts});
       at += 1;
     });
-    return withoutRepeats(sentences);
+    return inOrder(withoutRepeats(sentences));
   };
 
   // Whoever is admitted with cached tokens says how many, and in which blocks: that they were looked
   // up and shared is the same once more.
   function withoutRepeats(sentences) {
-    const told = new Set(sentences.filter(({key}) => /^say\.(admitted|returned)\.cached$/.test(key)).map(({group}) => group));
-    return sentences.filter(({key, group}) => !(told.has(group) && (key === "say.matched" || key === "say.shared")));
+    const isHit = ({key}) => /^say\.(admitted|returned)\.cached$/.test(key);
+    const told = new Set(sentences.filter(isHit).map(({group}) => group));
+    const isRepeat = ({key}) => key === "say.matched" || key === "say.shared";
+    return sentences.filter((sentence) => !(told.has(sentence.group) && isRepeat(sentence)));
+  }
+
+  // A request gets its blocks and then its place among those who run; a reader wants to hear of the
+  // place first.
+  function inOrder(sentences) {
+    const ordered = [];
+    for (const sentence of sentences) {
+      const isPlace = /^say\.(admitted|returned)/.test(sentence.key);
+      const first = isPlace ? ordered.findIndex(({group, key}) => group === sentence.group && key === "say.taken.table") : -1;
+      ordered.splice(first < 0 ? ordered.length : first, 0, sentence);
+    }
+    return ordered;
   }
 })();
