@@ -1,4 +1,4 @@
-"""Runs for the browser tests of the pool, the prefix cache and the step in words: small, and with all
+"""Runs for the browser tests of the pool, the prefix cache and the step in words: small, with all
 that these have to show. And what such a test does with a page."""
 
 from __future__ import annotations

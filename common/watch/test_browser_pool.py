@@ -49,11 +49,12 @@ def expected_cells(shown: Shown, number: int) -> list[dict[str, Any]]:
     idle, free = state.eviction_order(), list(state.free)
     order = {block: i for some in (free, idle) for i, block in enumerate(some[:NUM_NEXT], 1)}
     loading = {b for load in state.loads.values() if not load.has_arrived for b in load.blocks}
-    arrived = {b: n for n, x in state.loads.items() for b in x.blocks}
+    loads = {b: name for name, load in state.loads.items() for b in load.blocks}
     cells = []
     for block, refs in enumerate(state.ref_cnt):
         users = [name for name in state.running if block in state.requests[name].table]
-        whose = users[0] if users else arrived.get(block, "")
+        others = f"+{len(users) - 1}" if len(users) > 1 else ""
+        whose = f"{users[0]}{others}" if users else loads.get(block, "")
         kind = (
             "null" if block == 0 else "free" if refs == 0 else "idle" if block in idle else "held"
         )
