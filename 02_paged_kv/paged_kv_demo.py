@@ -167,3 +167,15 @@ axis.set_yticks([row + 0.5 for row in range(9)], range(9))
 axis.invert_yaxis()
 held = sum(-(-seq_len // block_size) for seq_len in seq_lens) * block_size
 print(f"{held} slots held, {sum(seq_lens)} written, {1 - sum(seq_lens) / held:.0%} empty")
+
+# %% [markdown]
+# ## Watch it run
+#
+# ![Film 2: two block tables that grow](figures/film.png)
+#
+# a and b take a block of 4 tokens whenever their last one is full, so their blocks lie between each
+# other: in step 15 the table of a is [1, 2, 3, 6, 10, 13, 9], that of b [4, 5, 7, 11, 14]. Block 9,
+# which a takes in this step, was c's until step 9: any free block will do.
+#
+# The film itself takes seconds to make: `make watch ARGS="--film 2 --open"`
+# in the root of the repository. Step through it with the arrow keys.

@@ -166,3 +166,15 @@ for size in (1000, 64, 17):
         f"chunks of {size:4d}: {[n for n in lens if n > 1]}, then {lens.count(1)} tokens one by one"
     )
 print("one text:", len(texts) == 1)
+
+# %% [markdown]
+# ## Watch it run
+#
+# ![Film 6: a long prompt, whole and in pieces](figures/film.png)
+#
+# c comes with 152 tokens in step 5. Whole, they are one step of 154 tokens, and a and b get their
+# next token when all of it is computed. In pieces of 32 they are 5 steps of at most 39 tokens, and
+# a and b get a token in each. The price: c has its own first token in step 9 instead of 5.
+#
+# The film itself takes seconds to make: `make watch ARGS="--film 6 --open"`
+# in the root of the repository. Step through it with the arrow keys.

@@ -7,19 +7,64 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
 from common.watch.chromium import BrowserUnavailableError, started_browser
+from common.watch.page_maker import Reel, make_page
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 OpenPage = Callable[..., "Page"]
+OpenRun = Callable[..., "RunPage"]
 LIMIT_MS = 10_000  # for anything that a test waits for
 LOCALES = {"en": "en-US", "zh": "zh-CN"}
+
+
+class RunPage:
+    """A page with a run on it, and how a reader uses it."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        page.wait_for_selector("html[data-ready]", state="attached")
+        self.settle()
+
+    def settle(self) -> None:
+        """What was asked for is drawn."""
+        self.ask("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+
+    def ask(self, script: str, argument: Any = None) -> Any:
+        return self.page.evaluate(script, argument)
+
+    def press(self, *keys: str) -> None:
+        for key in keys:
+            self.page.keyboard.press(key)
+        self.settle()
+
+    def show(self, **changes: Any) -> None:
+        """As a link or a click would: `show(step=3, request="b")`."""
+        self.ask("(changes) => Watch.set(changes)", changes)
+        self.settle()
+
+    def text(self, selector: str) -> str:
+        """What can be seen of it."""
+        return self.page.locator(selector).first.inner_text()
+
+    def texts(self, selector: str) -> list[str]:
+        return self.page.locator(selector).all_inner_texts()
+
+    @property
+    def step(self) -> int:
+        """As the page says it."""
+        return int(self.text("output.now").split()[1])
+
+    @property
+    def hash(self) -> str:
+        return self.ask("() => location.hash")
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +121,30 @@ def open_page(browser: Browser, complaints: list[str]) -> Iterator[OpenPage]:
     for context in contexts:
         context.close()
     assert complaints == []
+
+
+@pytest.fixture
+def open_run(open_page: OpenPage, tmp_path: Path) -> OpenRun:
+    """`open_run(text, other)`: the page of one run or of two, each the text of a file of events."""
+    numbers = count()
+
+    def _open(*texts: str, settings: dict[str, Any] | None = None, **how: Any) -> RunPage:
+        reels = [Reel(label, text) for label, text in zip(("this run", "the other"), texts)]
+        path = tmp_path / f"{next(numbers)}.html"
+        path.write_text(make_page(reels, **settings or {}), encoding="utf-8", newline="\n")
+        return RunPage(open_page(path, **how))
+
+    return _open
+
+
+@pytest.fixture(scope="session")
+def default_run_text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The small run that `make watch` shows: a real engine, and a little of everything."""
+    from common.watch.workloads import default_run
+
+    path = tmp_path_factory.mktemp("default") / "run.jsonl"
+    default_run(path)
+    return path.read_text(encoding="utf-8")
 
 
 def _note_console(message: Any, complaints: list[str]) -> None:

@@ -155,11 +155,13 @@ def shared_prefix(film: Film) -> Facts:
     own = film.state_after(_end_of(film, owner) - 1).requests[owner].table[len(trunk) :]
     _require(split.block == own[0], f"a split at the first block of {owner!r} alone")
     late, _ = _first(film, Evicted, "an eviction")
-    gone = [block for at, event in happened(film, Evicted) if at == late for block in event.blocks]
-    _require(set(gone) <= set(own), f"that what {owner!r} had alone is evicted")
-    _, again = first(
-        film, Matched, lambda at, e: at == late and e.blocks == trunk, "a match of what is left"
+    back, again = first(
+        film, Matched, lambda at, e: at > late and e.blocks == trunk, "a match of what is left"
     )
+    kept = film.state_after(_end_of(film, owner)).cached
+    own = [block for block in own if block in kept]  # full ones
+    gone = [(at, block) for at, e in happened(film, Evicted) for block in e.blocks if at < back]
+    _require([block for _, block in gone] == own[::-1], f"that {owner!r}'s end goes, last first")
     prompt = len(film.last_state().requests[name].prompt)
     num_cached = film.last_state().requests[name].num_cached_tokens
     return {
@@ -171,9 +173,10 @@ def shared_prefix(film: Film) -> Facts:
         "num_prompt": prompt,
         "num_computed": prompt - num_cached,
         "cut": split.block,
-        "late": late,
-        "evicted": " and ".join(map(str, gone)),
-        "evicted_zh": "、".join(map(str, gone)),
+        "late": gone[-1][0],
+        "gone": " and ".join(f"block {block} in step {at}" for at, block in gone),
+        "gone_zh": "，".join(f"第 {at} 步的块 {block}" for at, block in gone),
+        "back": back,
         "c": str(again.request),
     }
 

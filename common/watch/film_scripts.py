@@ -60,7 +60,7 @@ PREFIXES = Script(
         Visit("b", 4, f"{_STACK}    def size(self):", 6),
         Visit("c", 8, _PRIME, 14),
         Visit("d", 12, _MAIN, 14),
-        Visit("e", 19, f"{_STACK}    def clear(self):", 8),
+        Visit("e", 22, f"{_STACK}    def clear(self):", 8),
     ),
     {
         "max_num_seqs": 4,

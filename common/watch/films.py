@@ -28,8 +28,8 @@ class Moment:
 
     step: str
     words: Both
-    scenes: tuple[str, ...]  # in which it is seen best: those of the still picture
     request: str | None = None  # whom to select there, the name of a fact
+    still: tuple[tuple[str, int], ...] = ()  # scenes of the still picture, and how high they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,11 @@ def shoot(film: ChapterFilm, folder: Path, cast: Cast | None = None) -> Shot:
     return Shot(film, paths, film.facts(*map(Film.read, paths)))
 
 
-def page_of(shot: Shot) -> str:
-    """The watch page of it, as text. It opens at the first moment."""
+def page_of(shot: Shot, language: int | None = None) -> str:
+    """The watch page of it, as text. It opens at the first moment. `language` is that of the labels
+    of two runs: 0 is English, 1 Chinese, None both."""
     film = shot.film
-    labels = [" · ".join(both) for both in film.labels]
+    labels = [" · ".join(both) if language is None else both[language] for both in film.labels]
     reels = [
         Reel(label, path.read_text(encoding="utf-8")) for label, path in zip(labels, shot.paths)
     ]
@@ -93,6 +94,7 @@ def page_of(shot: Shot) -> str:
         {
             "address": shot.address(moment),
             "step": shot.step(moment),
+            "request": shot.facts[moment.request] if moment.request else None,
             "words": shot.say(moment.words),
         }
         for moment in film.moments
@@ -113,11 +115,11 @@ _ALL = (
         labels=(("static", "静态"), ("continuous", "连续")),
         facts=film_facts.static_and_continuous,
         caption=(
-            "{num_requests} requests, {num_seats} seats. {ended} ends in step {end}. In the "
+            "{num_requests} requests, {num_seats} seats (max_num_seqs). {ended} ends in step {end}. In the "
             "static batch its seat stays empty until {longest}, the longest, has ended too: "
             "{newcomer} begins in step {late}. In the continuous batch {newcomer} begins in step "
             "{joined}, and all is over after {continuous_steps} steps instead of {static_steps}.",
-            "{num_requests} 个请求，{num_seats} 个席位。{ended} 在第 {end} 步结束。静态批处理中，"
+            "{num_requests} 个请求，{num_seats} 个席位（max_num_seqs）。{ended} 在第 {end} 步结束。静态批处理中，"
             "它的席位一直空着，要等最长的 {longest} 也结束，{newcomer} 到第 {late} 步才开始。连续"
             "批处理中，{newcomer} 在第 {joined} 步就开始，全部只用 {continuous_steps} 步，而不是 "
             "{static_steps} 步。",
@@ -132,12 +134,11 @@ _ALL = (
             Moment(
                 "joined",
                 (
-                    "one seat is free: on the one side nobody may join, on the other {newcomer} "
-                    "does",
-                    "空出一个席位：一边谁也不能加入，另一边 {newcomer} 加入了",
+                    "a seat is free; static: nobody may join, continuous: {newcomer} joins",
+                    "空出一个席位；静态：谁也不能加入，连续：{newcomer} 加入",
                 ),
-                ("grid",),
                 "newcomer",
+                (("grid", 252),),
             ),
             Moment(
                 "late",
@@ -145,7 +146,6 @@ _ALL = (
                     "the static batch is over at last, and {newcomer} begins",
                     "静态的一批终于结束，{newcomer} 开始",
                 ),
-                ("grid",),
                 "newcomer",
             ),
         ),
@@ -169,16 +169,16 @@ _ALL = (
             Moment(
                 "step",
                 (
-                    "the blocks of {a} and {b}, and block {block} in its second table",
-                    "{a} 与 {b} 的块，以及换了主人的块 {block}",
+                    "the blocks of {a} and {b} lie between each other; {taker} takes block {block}",
+                    "{a} 与 {b} 的块互相穿插；{taker} 取走块 {block}",
                 ),
-                ("grid", "pool"),
-                "a",
+                None,
+                (("grid", 175), ("pool", 165)),
             ),
+            Moment("step", ("the block table of {a}", "{a} 的块表"), "a"),
             Moment(
                 "gone",
                 ("{c} ends, and its blocks are free again", "{c} 结束，它的块重新空闲"),
-                ("pool",),
                 "c",
             ),
         ),
@@ -192,13 +192,13 @@ _ALL = (
         caption=(
             "{b} begins like {a}. In step {step} it finds {num_trunk} blocks of {a} in the cache "
             "and computes {num_computed} tokens instead of {num_prompt}; behind block {last} the "
-            "two differ, and there the node is split. In step {late} memory is short: blocks "
-            "{evicted}, which only {a} had, are evicted, and {c} still finds the shared "
-            "{num_trunk}.",
-            "{b} 的开头和 {a} 一样。第 {step} 步，它在缓存里找到 {a} 的 {num_trunk} 个块，只需计算"
-            " {num_computed} 个 token，而不是 {num_prompt} 个；两者在块 {last} 之后不同，节点就在"
-            "那里分裂。第 {late} 步显存不够了：只属于 {a} 的块 {evicted_zh} 被驱逐，而 {c} 仍然找"
-            "到共享的 {num_trunk} 个块。",
+            "two differ, and there the node is split. When memory runs short, the end that only "
+            "{a} had is evicted, {gone}. The shared blocks stay, and {c} finds all {num_trunk} in "
+            "step {back}.",
+            "{b} 的开头和 {a} 一样。第 {step} 步，它在缓存里找到 {a} 的 {num_trunk} 个块，只需计算 "
+            "{num_computed} 个 token，而不是 {num_prompt} 个；两者在块 {last} 之后不同，节点就在"
+            "那里分裂。显存不够时，被驱逐的是只属于 {a} 的末尾：{gone_zh}。共享的块留了下来，{c} "
+            "在第 {back} 步找到全部 {num_trunk} 个。",
         ),
         moments=(
             Moment(
@@ -207,16 +207,21 @@ _ALL = (
                     "{b} finds {num_trunk} blocks; the node is split in front of block {cut}",
                     "{b} 找到 {num_trunk} 个块；节点在块 {cut} 之前分裂",
                 ),
-                ("cache",),
                 "b",
+                (("cache", 255),),
             ),
             Moment(
                 "late",
                 (
-                    "blocks {evicted} are evicted, the trunk stays for {c}",
-                    "块 {evicted_zh} 被驱逐，公共的主干留给 {c}",
+                    "the last block that only {a} had is evicted, the shared ones stay",
+                    "只属于 {a} 的最后一个块被驱逐，共享的块留下",
                 ),
-                ("cache",),
+                None,
+                (("cache", 320),),
+            ),
+            Moment(
+                "back",
+                ("{c} finds the shared {num_trunk} blocks", "{c} 找到共享的 {num_trunk} 个块"),
                 "c",
             ),
         ),
@@ -243,8 +248,8 @@ _ALL = (
                     "no block is free: {victim} gives up its own for {taker}",
                     "没有空闲块：{victim} 让出自己的块给 {taker}",
                 ),
-                ("grid", "pool"),
-                "victim",
+                None,
+                (("grid", 175), ("pool", 142)),
             ),
             Moment(
                 "late",
@@ -252,7 +257,6 @@ _ALL = (
                     "{victim} returns, and computes {num_lost} tokens again",
                     "{victim} 恢复，重算 {num_lost} 个 token",
                 ),
-                ("grid",),
                 "victim",
             ),
         ),
@@ -280,7 +284,11 @@ _ALL = (
                     "right guesses for {right}, wrong ones for {wrong}",
                     "{right} 的猜测对了，{wrong} 的错了",
                 ),
-                ("grid", "words"),
+                None,
+                (
+                    ("grid", 222),
+                    ("words", 185),
+                ),
             ),
         ),
     ),
@@ -306,16 +314,18 @@ _ALL = (
             Moment(
                 "step",
                 (
-                    "{num_whole} tokens in one step, or a piece of {size} beside {others}",
-                    "一步 {num_whole} 个 token，或与 {others_zh} 并行的一块 {size}",
+                    "{name} computes {num_prompt} tokens at once, or a piece of {size}",
+                    "{name} 一次算 {num_prompt} 个 token，或只算一块 {size} 个",
                 ),
-                ("grid", "queue"),
                 "name",
+                (
+                    ("grid", 205),
+                    ("queue", 110),
+                ),
             ),
             Moment(
                 "last",
                 ("the last piece: {name} has its first token", "最后一块：{name} 有了第一个 token"),
-                ("grid",),
                 "name",
             ),
         ),

@@ -1,5 +1,5 @@
-"""The page's film and Python's: the same state after every step of real runs, the same cells and the
-same reasons to wait; and both refuse the same lines."""
+"""The page's film and Python's: the same state after every step of real runs, the same cells and
+the same reasons to wait; and both refuse the same lines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ STATE = """(state) => ({
   requests: [...state.requests.values()].map((r) => [r.id, r.table, r.numComputedTokens,
     r.numCachedTokens, r.numPreemptions, r.highest, r.outputs, r.text, r.finishReason,
     r.stopReason, r.detail, r.priority, r.tenant, r.maxTokens]),
-  cached: [...state.cached].map(([b, c]) => [b, state.prefixOf(b), c.parent, c.tenant, c.blockHash]),
+  cached: [...state.cached].map(
+    ([b, c]) => [b, state.prefixOf(b), c.parent, c.tenant, c.blockHash]),
   evictionOrder: state.evictionOrder(), nodes: state.nodes(),
   lastMatch: state.lastMatch && [state.lastMatch.request, state.lastMatch.blocks],
   loads: [...state.loads].map(([id, l]) => [id, l.prefix, l.blocks, l.hasArrived]),
@@ -64,7 +65,7 @@ def cast() -> Cast:
 
 
 @pytest.fixture
-def shown(open_page: OpenPage, tmp_path: Path) -> Callable[[Path], "Page"]:
+def shown(open_page: OpenPage, tmp_path: Path) -> Callable[[Path], Page]:
     def show(run: Path) -> Page:
         path = tmp_path / "page.html"
         path.write_text(make_page([Reel("run", run.read_text(encoding="utf-8"))]), encoding="utf-8")
@@ -162,7 +163,7 @@ def compare(page: Page, run: Path, seed: int = 0) -> Film:
     ids=["pieces and preemption", "speculation", "a radix tree that evicts"],
 )
 def test_the_page_has_the_state_that_python_has(
-    script: Script, kinds: set[str], cast: Cast, shown: Callable[[Path], "Page"], tmp_path: Path
+    script: Script, kinds: set[str], cast: Cast, shown: Callable[[Path], Page], tmp_path: Path
 ) -> None:
     run = tmp_path / "run.jsonl"
     perform(script, run, cast)
@@ -172,19 +173,19 @@ def test_the_page_has_the_state_that_python_has(
     assert kinds <= there, "the run shows nothing of what this test is about"
 
 
-@pytest.mark.parametrize("seed", [3, 8, 17])
+@pytest.mark.parametrize("seed", [3, 8, 11, 14])
 def test_so_it_is_of_engines_of_all_kinds(
     seed: int,
     workshop: Workshop,  # noqa: F811
-    shown: Callable[[Path], "Page"],
+    shown: Callable[[Path], Page],
 ) -> None:
-    """Tiers, aborts, steps that fail, overlap, names that come again: what the dice say."""
+    """Overlap, aborts, steps that fail (3, 8), tiers (11), names that come again (11, 14)."""
     recorded = workshop.run(seed)
     compare(shown(recorded.path), recorded.path, seed)
 
 
 def test_the_film_ends_where_events_contradict_themselves(
-    cast: Cast, shown: Callable[[Path], "Page"], tmp_path: Path
+    cast: Cast, shown: Callable[[Path], Page], tmp_path: Path
 ) -> None:
     run = tmp_path / "run.jsonl"
     perform(PIECES, run, cast)
@@ -231,7 +232,7 @@ def broken_lines(text: str, seed: int) -> str:
 
 
 def test_both_read_and_refuse_the_same_lines(
-    cast: Cast, shown: Callable[[Path], "Page"], tmp_path: Path
+    cast: Cast, shown: Callable[[Path], Page], tmp_path: Path
 ) -> None:
     run = tmp_path / "run.jsonl"
     perform(SPECULATION, run, cast)

@@ -35,7 +35,7 @@
     look.textContent = t("caption.look");
     about.moments.forEach((moment, at) => {
       buttons[at].textContent = t("caption.step", {n: moment.step, words: moment.words[language]});
-      buttons[at].setAttribute("aria-pressed", String(store.step === moment.step));
+      buttons[at].setAttribute("aria-pressed", String(store.step === moment.step && store.request === moment.request));
     });
   });
 })();

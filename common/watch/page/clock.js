@@ -96,7 +96,7 @@
       const width = this.lanes.clientWidth;
       const boxes = PARTS.filter((part) => times[part] > 0).map((part) => {
         const room = (width * times[part]) / whole;
-        return box(`flex: ${times[part]} 1 0; ${look(part)}`, room > 90 ? t(`clock.${part}`) : "");
+        return box(`flex: ${times[part]} 1 0; ${look(part)}`, room > 66 ? t(`clock.${part}`) : "");
       });
       this.lanes.replaceChildren(h("div", {class: "lane"}, ...boxes));
     }

@@ -15,7 +15,8 @@
     "compare.over": ["{label} (ended at step {last})", "{label}（到第 {last} 步结束）"],
   });
 
-  const TIMED = new Set(["time", "schedule_ms", "times", "update_ms", "started_at"]);
+  // And what is made of times (a key of the queue) or says nothing about what happens (a hash).
+  const TIMED = new Set(["time", "schedule_ms", "times", "update_ms", "started_at", "order_key", "hashes"]);
   const untimed = (event) => JSON.stringify(event, (key, value) => (TIMED.has(key) ? undefined : value));
 
   // {step, left, right}: the first pair of events that differ; null if no step has such a pair.

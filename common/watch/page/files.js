@@ -19,8 +19,8 @@
   const close = h("button", {onclick: () => tell(null)});
   const notice = h("p", {class: "notice", role: "alert", hidden: true}, words, " ", close);
   const curtain = h("div", {class: "curtain", hidden: true});
-  const choose = h("input", {type: "file", multiple: true, accept: ".jsonl,.ndjson", class: "unseen",
-    tabindex: -1, onchange: () => openFiles([...choose.files]).then(() => (choose.value = ""))});
+  const choose = h("input", {type: "file", multiple: true, accept: ".jsonl,.ndjson", hidden: true,
+    onchange: () => openFiles([...choose.files]).then(() => (choose.value = ""))});
   const button = h("button", {onclick: () => choose.click()});
   let told = null; // a function that says it, so that it can be said in the other language, too
 
@@ -52,7 +52,6 @@
     close.hidden = told === null;
     close.textContent = t("files.close");
     button.textContent = t("files.open");
-    choose.setAttribute("aria-label", t("files.open"));
     curtain.textContent = t("files.drop");
   }
 
