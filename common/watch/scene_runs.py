@@ -43,8 +43,8 @@ _SMALL: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 48}
 _CROWDED: dict[str, Any] = {"block_size": 4, "num_blocks": 36, "max_num_batched_tokens": 40}
 
 SCRIPTS = {
-    "radix": Script(_SHARED, {**_SMALL, "num_blocks": 44, "prefix_cache": "radix"}),
-    "hash": Script(_SHARED, {**_SMALL, "num_blocks": 44, "max_num_seqs": 2}),
+    "radix": Script(_SHARED, {**_SMALL, "num_blocks": 34, "prefix_cache": "radix"}),
+    "hash": Script(_SHARED, {**_SMALL, "num_blocks": 34, "max_num_seqs": 2}),
     "lpm": Script(_SHARED, {**_SMALL, "num_blocks": 40, "policy": "lpm", "max_num_seqs": 2}),
     "preempted": Script(
         _CROWD, {**_CROWDED, "prefix_cache": None, "chunked_prefill": 16, "watermark": 0.0}

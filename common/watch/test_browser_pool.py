@@ -226,7 +226,7 @@ def test_a_block_says_who_shares_it_and_what_it_holds(
 def test_the_keyboard_goes_from_block_to_block_and_steps_nothing(
     shown: dict[str, Shown], open_page: OpenPage
 ) -> None:
-    page = ready(open_page(shown["hash"].page, at="step=6"))
+    page = ready(open_page(shown["hash"].page, at="step=6&request=a"))
     page.focus(".pool-cells")
     columns = page.evaluate(
         "getComputedStyle(document.querySelector('.pool-cells'))"
@@ -238,8 +238,8 @@ def test_the_keyboard_goes_from_block_to_block_and_steps_nothing(
         ("ArrowDown", 2 + columns),
         ("ArrowLeft", 1 + columns),
         ("ArrowUp", 1),
-        ("End", 43),
-        ("ArrowRight", 43),
+        ("End", 33),
+        ("ArrowRight", 33),
         ("Home", 0),
     ]:
         page.keyboard.press(key)
@@ -249,7 +249,7 @@ def test_the_keyboard_goes_from_block_to_block_and_steps_nothing(
         assert page.get_attribute(f"#{active}", "aria-label").startswith(f"Block {block} ·")
     page.keyboard.press("Escape")
     page.wait_for_selector(".pool-cell.is-cursor", state="detached")
-    assert page.evaluate("Watch.store.step") == 6
+    assert page.evaluate("[Watch.store.step, Watch.store.request]") == [6, "a"]
 
 
 # -- few blocks and many

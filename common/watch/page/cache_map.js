@@ -61,8 +61,7 @@
       } else {
         return;
       }
-      event.preventDefault();
-      event.stopPropagation(); // else the page would step
+      event.preventDefault(); // else the page would step
     }
 
     neighbour(living, at, key) {

@@ -108,8 +108,7 @@
       } else {
         return;
       }
-      event.preventDefault();
-      event.stopPropagation(); // else the page would step
+      event.preventDefault(); // else the page would step
     }
 
     draw() {
