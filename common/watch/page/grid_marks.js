@@ -33,9 +33,9 @@
     pen.lineWidth = 1;
     pen.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
     if (height < LETTER_ROOM || width < LETTER_ROOM) return;
-    const isCounted = kind === "prompt" && numTokens > 0 && numTokens < 100 && width >= 24;
+    const isCounted = kind === "prompt" && numTokens > 0 && width >= 12 + 8 * String(numTokens).length;
     const text = isCounted ? `P${numTokens}` : Watch.letters[kind];
-    const size = height >= 13 ? 12 : 10;
+    const size = height >= 26 && width >= 26 ? 14 : height >= 13 ? 12 : 10;
     if (HATCHED.has(kind)) { // a letter on lines can not be read
       pen.fillStyle = colour;
       pen.fillRect(x + width / 2 - size / 2, y + height / 2 - size / 2, size, size);

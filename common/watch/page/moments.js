@@ -39,7 +39,7 @@
   }
 
   function sayings(event, preempted) {
-    const request = Watch.label(event.request ?? "");
+    const request = Watch.name(event.request ?? "");
     switch (event.kind) {
       case "preempted":
         preempted.add(event.request);
@@ -83,20 +83,23 @@
   // -- the ticks. A thumb's middle is half a thumb away from the ends of a range input.
 
   const HALF_THUMB = 8;
-  const canvas = h("canvas", {class: "moments", "aria-hidden": "true"});
+  const canvas = h("canvas", {"aria-hidden": "true"});
+  const HEIGHT = 8;
+  const frame = h("div", {class: "moments"}, canvas);
+  const size = Watch.sizeOf(frame);
   let drawn = null; // for which films, and how wide
 
   function draw() {
-    const width = canvas.clientWidth;
+    const {width} = size;
     if (drawn?.films === store.films && drawn.width === width) return;
     drawn = {films: store.films, width};
-    const pen = Watch.sized(canvas, width, canvas.clientHeight);
+    const pen = Watch.sized(canvas, width, HEIGHT);
     pen.fillStyle = Watch.plain("var(--ink)");
     const last = Math.max(1, Watch.numSteps() - 1);
     for (const {step} of Watch.moments()) {
-      pen.fillRect(HALF_THUMB + ((width - 2 * HALF_THUMB) * step) / last - 1, 0, 2, 8);
+      pen.fillRect(HALF_THUMB + ((width - 2 * HALF_THUMB) * step) / last - 1, 0, 2, HEIGHT);
     }
   }
 
-  Watch.momentTicks = {canvas, draw};
+  Watch.momentTicks = {frame, draw};
 })();
