@@ -117,7 +117,7 @@ def test_whole_steps_that_are_begun_a_step_ahead(monkeypatch) -> None:
         plan, bucket = first_step(), 16
         batch = runner.prepare(plan)
         assert batch is not None and not isinstance(batch.attention, ReplayMetadata)
-        runner.state.sampled = sampler.begin(runner.forward(batch), batch)
+        runner.state.sampled = batch.unread.begin(runner.forward(batch))
         assert gpu.launches["_split_attention_kernel"] == QWEN2.num_hidden_layers
         for num_before in range(2):
             batch = runner.prepare(next_step(plan, num_before))
@@ -125,7 +125,7 @@ def test_whole_steps_that_are_begun_a_step_ahead(monkeypatch) -> None:
             assert batch.attention.bucket == bucket and runner.state.has_pending
             logits = runner.forward(batch)
             assert logits.shape == (len(KINDS), QWEN2.vocab_size) and logits.device == CUDA
-            unread = runner.state.sampled = sampler.begin(logits, batch)
+            unread = runner.state.sampled = batch.unread.begin(logits)
             assert unread.tokens.shape == (len(KINDS),) and unread.tokens.device == CUDA
         assert graphs.num_replays == 2
 
