@@ -149,10 +149,7 @@ class Graphs(Protocol):
     """Functions of tensors at fixed addresses, by their bucket."""
 
     def capture(
-        self,
-        bucket: int,
-        function: Callable[[], torch.Tensor],
-        tensors: Callable[[], GraphTensors],
+        self, bucket: int, function: Callable[[], torch.Tensor], tensors: Callable[[], GraphTensors]
     ) -> None:
         """Raises `CannotCapture`. Calls `function` several times, on inputs that are padding."""
         ...

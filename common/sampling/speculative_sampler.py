@@ -18,20 +18,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from common.sampling.counter_random import (
-    ACCEPT_STREAM,
-    DRAFT_STREAM,
-    TOKEN_STREAM,
-)
+from common.sampling.counter_random import ACCEPT_STREAM, DRAFT_STREAM, TOKEN_STREAM
 from common.sampling.distributions import StagedRows, row_uniforms
-from common.sampling.sampler import (
-    BAD,
-    REJECTED,
-    BatchSampler,
-    Draw,
-    Sampler,
-    UnreadStep,
-)
+from common.sampling.sampler import BAD, REJECTED, BatchSampler, Draw, Sampler, UnreadStep
 from common.sampling.sampling_columns import (
     DRAWN,
     Cargo,

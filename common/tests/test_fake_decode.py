@@ -98,7 +98,7 @@ def next_step(first: SchedulerOutput, num_before: int) -> SchedulerOutput:
     names, n = list(first.num_scheduled_tokens), len(first.num_scheduled_tokens)
     computed = [length + num_before for length in first.num_scheduled_tokens.values()]
     tokens, counts = [[PENDING]] * n, [num_before + 1] * n
-    cached = CachedRequestData(names, tokens, computed, counts, [[] for _ in names])
+    cached = CachedRequestData(names, tokens, computed, counts, [[] for _ in names], set(), names)
     return SchedulerOutput(
         scheduled_cached_reqs=cached, num_scheduled_tokens=dict.fromkeys(names, 1)
     )

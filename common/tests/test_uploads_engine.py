@@ -16,7 +16,7 @@ from common.tests.pretend_device import PretendDevice, pretend_device
 from request import SamplingParams
 from scheduler_interface import FinishedStep, PlanMessage, StepHandle
 
-LONG = dict(max_tokens=12, ignore_eos=True)
+LONG = dict(max_tokens=7, ignore_eos=True)
 KINDS = {
     "greedy": SamplingParams(temperature=0, **LONG),
     "plain": SamplingParams(**LONG),
@@ -27,7 +27,7 @@ KINDS = {
     "min-p": SamplingParams(min_p=0.1, seed=2, **LONG),
     "penalties": SamplingParams(temperature=0, repetition_penalty=1.3, **LONG),
     "more penalties": SamplingParams(frequency_penalty=0.3, presence_penalty=0.1, **LONG),
-    "min_tokens": SamplingParams(min_tokens=9, stop_token_ids=[3, 4], **LONG),
+    "min_tokens": SamplingParams(min_tokens=5, stop_token_ids=[3, 4], **LONG),
     "log-probabilities": SamplingParams(logprobs=3, **LONG),
 }
 BATCHES = {name: [params] for name, params in KINDS.items()} | {"mixed": list(KINDS.values())}
@@ -83,7 +83,7 @@ class Counted:
 
 def said(engine: LLMEngine, kinds: list[SamplingParams]) -> dict[str, list[int]]:
     """Requests that come one after another."""
-    outputs, coming = {}, list(enumerate(kinds * (6 // len(kinds) or 1)))
+    outputs, coming = {}, list(enumerate(kinds * (3 // len(kinds) or 1)))
     while coming or engine.has_unfinished_requests():
         if coming:
             i, params = coming.pop(0)
