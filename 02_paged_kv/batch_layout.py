@@ -34,7 +34,7 @@ class Queries(NamedTuple):
     num_logit_rows: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ComposedBatch:
     """A step on the device."""
 
@@ -76,7 +76,8 @@ def compose_in_order(state: PagedRunnerState, queries: Queries, block_size: int)
     )
 
     def compose(input_ids, positions, logit_indices, *where) -> ComposedBatch:
-        attention = AttentionMetadata(*where, max_query_len, max_seq_len)
+        sizes = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}
+        attention = AttentionMetadata(*where, **sizes)
         return ComposedBatch(input_ids, positions, attention, logit_indices)
 
     return Layout(order, arrays, compose)

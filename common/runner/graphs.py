@@ -246,19 +246,17 @@ class DecodeGraphs:
         self.memory.block_tables[:bucket, :1] = 0
 
     def _compute(self, bucket: int) -> torch.Tensor:
-        """Logits [bucket, vocab_size]. The metadata is made anew: what a backend plans is part of
-        the graph, and none of it may be left from another call. Its numbers are bounds."""
+        """Logits [bucket, vocab_size]."""
         x = self.inputs[bucket]
-        metadata = AttentionMetadata(
-            query_start_loc=x.query_start_loc,
-            seq_lens=x.seq_lens,
-            block_tables=x.block_tables,
-            slot_mapping=x.slot_mapping,
-            max_query_len=1,
-            max_seq_len=self.max_seq_len,
-        )
-        where = self.kv_cache, metadata, x.logit_indices, self.backend
+        where = self.kv_cache, self._metadata(bucket), x.logit_indices, self.backend
         return self.model(x.input_ids, x.positions, *where)
+
+    def _metadata(self, bucket: int) -> ReplayMetadata:
+        """Made anew: what a backend plans is part of the graph, and none of it may be left from
+        another call. Its numbers are bounds."""
+        x = self.inputs[bucket]
+        where = x.query_start_loc, x.seq_lens, x.block_tables, x.slot_mapping
+        return ReplayMetadata(*where, max_query_len=1, max_seq_len=self.max_seq_len, bucket=bucket)
 
     def tensors(self, bucket: int) -> GraphTensors:
         caches = *self.kv_cache.key_cache, *self.kv_cache.value_cache
@@ -280,10 +278,8 @@ class DecodeGraphs:
 
         def compose(columns: torch.Tensor, block_tables: torch.Tensor) -> ComposedBatch:
             self.memory.fill(columns, block_tables)
-            where = x.query_start_loc, x.seq_lens, x.block_tables, x.slot_mapping
-            attention = ReplayMetadata(*where, 1, self.max_seq_len, bucket=bucket)
-            indices = x.logit_indices[:num_logit_rows]
-            return ComposedBatch(x.input_ids[:n], x.positions[:n], attention, indices)
+            where = self._metadata(bucket), x.logit_indices[:num_logit_rows]
+            return ComposedBatch(x.input_ids[:n], x.positions[:n], *where)
 
         return Layout(np.arange(n), pad_step(state, queries, block_size, bucket), compose)
 

@@ -17,25 +17,21 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from batch_layout import Layout, PagedRunnerState, Queries, compose_in_order
+from batch_layout import ComposedBatch, Layout, PagedRunnerState, Queries, compose_in_order
 from common.model import DecoderModel
 from common.runner.batch_state import BatchState
 from common.sampling.sampler import BatchSampler, UnreadStep
 from common.sampling.sampling_columns import Cargo, SamplingBatch
-from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
+from paged_attention import AttentionBackend, PagedKVCache
 from scheduler_interface import FinishedStep, Laps, PlanMessage, StepHandle, StepOutput
 
 Compose = Callable[[PagedRunnerState, Queries, int], Layout]
 
 
 @dataclass(slots=True)
-class PagedBatch:
-    """One step's input. Tensors are on the model's device."""
+class PagedBatch(ComposedBatch):
+    """One step's input."""
 
-    input_ids: torch.Tensor  # [num_tokens] int64
-    positions: torch.Tensor  # [num_tokens] int64
-    attention: AttentionMetadata
-    logit_indices: torch.Tensor  # [num_logit_rows] int64, into the tokens
     sampling: SamplingBatch = field(repr=False)  # a row for each of logits
     unread: UnreadStep = field(repr=False)  # the tokens, once there are logits
 

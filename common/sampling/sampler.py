@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from common.sampling.token_counts import TokenCounts
 
 BAD, REJECTED = -1, -2  # in place of a row's token: no finite maximum; behind a rejected draft
-
-
 Draw = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -123,8 +121,8 @@ class UnreadStep:
             _sort_out(output, req_ids, ids.tolist())
         if self._logprobs is not None:
             self._logprobs.add_to(output, req_ids, ids, read[len(req_ids) :])
-        clock.lap("wait_ms")
-        self.times["sample_ms"] = self.times.get("sample_ms", 0.0) + clock.ms["wait_ms"]
+        clock.lap("sample_ms")
+        self.times["sample_ms"] = self.times.get("sample_ms", 0.0) + clock.ms["sample_ms"]
         return output
 
 

@@ -87,7 +87,7 @@ class Cargo:
     def add(self, array: np.ndarray) -> Callable[[], torch.Tensor]:
         """Its tensor, for whoever asks when it is there."""
         index = len(self.arrays)
-        self.arrays.append(array)
+        self.arrays.append(np.ascontiguousarray(array))  # as kernels like it
         return lambda: self.tensors[index]
 
     def send(self) -> None:

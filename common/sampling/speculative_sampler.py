@@ -32,6 +32,8 @@ from common.sampling.sampling_columns import (
 from input_batch import RunnerRequest
 from rejection_sampler import VerifiedTokens, rejection_sample, rejection_sampling_batched
 
+Rule = Callable[[torch.Tensor], VerifiedTokens]
+
 
 class _Runs:
     """Requests that one rule decides: those whose rows are the `lens` from `first` on, one for each
@@ -59,9 +61,6 @@ class _Runs:
         is_behind = columns >= verified.num_sampled[:, None]
         grid = verified.token_ids.masked_fill(is_behind, REJECTED)
         tokens[at] = grid.flatten()[self.cells()]
-
-
-Rule = Callable[[torch.Tensor], VerifiedTokens]
 
 
 class SpeculativeSampler(BatchSampler):
@@ -182,8 +181,8 @@ class ConstrainedDrafts:
         rows = np.array([state.row_of[request.req_id] for request in requests], dtype=np.int64)
         num_outputs = state.num_tokens[rows] - state.num_prompt_tokens[rows] + num_drafted
         streams = np.where(columns.is_seed_drawn[rows], DRAFT_STREAM, TOKEN_STREAM)
-        known = {"streams": streams, "are_counted": num_drafted > 0}
-        sampling = SamplingBatch(columns, [], rows, num_outputs, state, {}, **known)
+        columns_and_rows = columns, [], rows, num_outputs, state, {}
+        sampling = SamplingBatch(*columns_and_rows, streams, are_counted=num_drafted > 0)
         if sampling.asked & DRAWN:
             return StagedRows(self.sampler, sampling, self._cargo)
         return self.sampler.stage_draw(sampling, self._cargo)
