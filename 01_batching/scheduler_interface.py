@@ -37,12 +37,13 @@ class CachedRequestData:
     """What changed about requests that the runner knows. All lists run parallel to `req_ids`."""
 
     req_ids: list[str] = field(default_factory=list)
-    # Since it was last sent: mostly 1. A last one that is `PENDING` the runner has sampled itself.
-    new_token_ids: list[list[int]] = field(default_factory=list)
+    new_token_ids: list[list[int]] = field(default_factory=list)  # since last sent: mostly 1
     num_computed_tokens: list[int] = field(default_factory=list)  # before this step
     num_output_tokens: list[int] = field(default_factory=list)
     new_block_ids: list[list[int]] = field(default_factory=list)  # chapter 2
     resumed_req_ids: set[str] = field(default_factory=set)  # chapter 4: these are sent whole
+    # Whose last new token is `PENDING`: the runner has sampled it itself.
+    pending_req_ids: list[str] = field(default_factory=list)
 
     @classmethod
     def make_empty(cls) -> CachedRequestData:

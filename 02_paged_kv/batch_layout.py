@@ -13,7 +13,7 @@ the columns in which the runner keeps them (`block_delta.py`); no list is walked
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,21 +34,28 @@ class Queries(NamedTuple):
     num_logit_rows: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ComposedBatch:
-    """Tensors on the device, and what the host still has to know of them."""
+    """A step on the device."""
 
-    order: np.ndarray  # [num_queries] the queries as they were given, in the order of the batch
-    query_start_loc: np.ndarray  # [num_queries + 1] int64
     input_ids: torch.Tensor  # [num_tokens] int64
     positions: torch.Tensor  # [num_tokens] int64
     attention: AttentionMetadata
     logit_indices: torch.Tensor  # [num_logit_rows] int64, into the tokens
 
 
-def compose_in_order(
-    state: PagedRunnerState, queries: Queries, block_size: int, device: torch.device
-) -> ComposedBatch:
+class Layout(NamedTuple):
+    """A step on the host: `arrays` that go to the device, and what they become there."""
+
+    order: np.ndarray  # [num_queries] the queries as they were given, in the order of the batch
+    arrays: Sequence[np.ndarray]
+    compose: Callable[..., ComposedBatch]  # of a tensor for each array
+
+    def on(self, device: torch.device) -> ComposedBatch:
+        return self.compose(*all_to_device(device, *self.arrays))
+
+
+def compose_in_order(state: PagedRunnerState, queries: Queries, block_size: int) -> Layout:
     """Lay out a step of at least one query, in the order given."""
     row, start, lens, num_logit_rows = queries
     stop = start + lens
@@ -57,8 +64,7 @@ def compose_in_order(
     positions = np.arange(query_start_loc[-1]) - query_start_loc[owner] + start[owner]
     block_ids = state.block_tables[row[owner], positions // block_size].astype(np.int64)
     max_query_len, max_seq_len = int(lens.max()), int(stop.max())
-    input_ids, positions, logit_indices, *where = all_to_device(
-        device,
+    arrays = (
         state.token_ids[row[owner], positions].astype(np.int64),
         positions,
         np.flatnonzero(positions >= (stop - num_logit_rows)[owner]),
@@ -68,8 +74,13 @@ def compose_in_order(
         state.block_tables[row, : -(-max_seq_len // block_size)],
         block_ids * block_size + positions % block_size,
     )
-    attention = AttentionMetadata(*where, max_query_len=max_query_len, max_seq_len=max_seq_len)
-    return ComposedBatch(order, query_start_loc, input_ids, positions, attention, logit_indices)
+
+    def compose(input_ids, positions, logit_indices, *where) -> ComposedBatch:
+        sizes = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}
+        attention = AttentionMetadata(*where, **sizes)
+        return ComposedBatch(input_ids, positions, attention, logit_indices)
+
+    return Layout(order, arrays, compose)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -77,23 +88,6 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     asynchronous copy still reads it."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def from_device(tensor: torch.Tensor) -> Callable[[], np.ndarray]:
-    """A copy that begins now, behind the work that is under way and no later. Called, it waits for
-    its end."""
-    if not tensor.is_cuda:
-        return tensor.numpy
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    copy.copy_(tensor, non_blocking=True)
-    is_over = torch.cuda.Event()
-    is_over.record()
-
-    def read() -> np.ndarray:
-        is_over.synchronize()
-        return copy.numpy()
-
-    return read
 
 
 def all_to_device(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:

@@ -56,7 +56,7 @@ def test_every_token_stands_at_its_position_and_writes_to_its_slot(block_size, s
     columns = list(zip(requests, rows, starts, lens, strict=True))
     rng.shuffle(columns)  # a query's number is not its request's row
     requests, rows, starts, lens = zip(*columns, strict=True)
-    layout = compose_in_order(state, queries(rows, starts, lens), block_size, CPU)
+    layout = compose_in_order(state, queries(rows, starts, lens), block_size).on(CPU)
     tokens, positions, slots, ends = [], [], [], [0]
     for request, start, n in zip(requests, starts, lens, strict=True):
         tokens += request.all_token_ids[start : start + n]
@@ -67,7 +67,7 @@ def test_every_token_stands_at_its_position_and_writes_to_its_slot(block_size, s
     assert layout.input_ids.tolist() == tokens
     assert layout.positions.tolist() == positions
     assert attention.slot_mapping.tolist() == slots
-    assert attention.query_start_loc.tolist() == layout.query_start_loc.tolist() == ends
+    assert attention.query_start_loc.tolist() == ends
     stops = [start + n for start, n in zip(starts, lens, strict=True)]
     assert attention.seq_lens.tolist() == stops
     assert (attention.max_query_len, attention.max_seq_len) == (max(lens), max(stops))
@@ -97,7 +97,7 @@ def test_a_plan_does_not_change_when_the_columns_do():
     """Trap 34: what was handed out is a copy."""
     state = PagedRunnerState(1, 2)
     state.admit(NewRequestData("a", [1, 2, 3, 4, 5], PARAMS, 0, [3, 4]))
-    layout = compose_in_order(state, queries([0], [0], [5]), 4, CPU)
+    layout = compose_in_order(state, queries([0], [0], [5]), 4).on(CPU)
     for column in (state.token_ids, state.block_tables, state.num_tokens):
         column[:] = 6
     assert layout.input_ids.tolist() == [1, 2, 3, 4, 5]
@@ -111,14 +111,15 @@ def test_logits_are_wanted_of_the_last_tokens_of_each_query():
     for name, block_ids in {"a": [5, 6], "b": [7], "c": [8, 9]}.items():
         state.admit(NewRequestData(name, [1] * 7, PARAMS, 0, block_ids))
     asked = queries([0, 1, 2], [2, 0, 4], [4, 3, 3], [1, 0, 2])
-    batch = compose_in_order(state, asked, 4, CPU)
-    assert batch.order.tolist() == [0, 1, 2]
+    layout = compose_in_order(state, asked, 4)
+    batch = layout.on(CPU)
+    assert layout.order.tolist() == [0, 1, 2]
     assert batch.positions.tolist() == [2, 3, 4, 5, 0, 1, 2, 4, 5, 6]
     assert batch.attention.slot_mapping.tolist() == [22, 23, 24, 25, 28, 29, 30, 36, 37, 38]
-    assert batch.query_start_loc.tolist() == [0, 4, 7, 10]
+    assert batch.attention.query_start_loc.tolist() == [0, 4, 7, 10]
     assert batch.logit_indices.tolist() == [3, 8, 9]
     of_b = queries([1], [0], [3], [0])
-    assert compose_in_order(state, of_b, 4, CPU).logit_indices.tolist() == []
+    assert compose_in_order(state, of_b, 4).on(CPU).logit_indices.tolist() == []
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from scipy import stats
 
 from bounded_loops import as_long_as
-from common.sampling.distributions import sampling_probs
-from common.tests.sampling_cases import make_sampling
+from common.tests.sampling_cases import make_sampling, sampling_probs
 from exact_law import (
     LAST,
     Cases,

@@ -28,7 +28,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
-from batch_layout import ComposedBatch, PagedRunnerState, Queries, compose_in_order
+from batch_layout import ComposedBatch, Layout, PagedRunnerState, Queries, compose_in_order
 from paged_attention import AttentionMetadata
 
 
@@ -49,22 +49,25 @@ def short_first(query_lens: np.ndarray, decode_threshold: int = 1) -> tuple[np.n
 
 
 def compose(
-    state: PagedRunnerState,
-    queries: Queries,
-    block_size: int,
-    device: torch.device,
-    decode_threshold: int = 1,
-) -> ComposedBatch:
+    state: PagedRunnerState, queries: Queries, block_size: int, decode_threshold: int = 1
+) -> Layout:
     """Lay out a step of at least one query, each of at least one token. The batch's `attention` is
     a `MixedMetadata`."""
     order, num_short = short_first(queries.num_tokens, decode_threshold)
     queries = Queries(*(column[order] for column in queries))
-    batch = compose_in_order(state, queries, block_size, device)
-    given = {f.name: getattr(batch.attention, f.name) for f in fields(AttentionMetadata) if f.init}
-    attention = MixedMetadata(
-        **given,
-        num_short=num_short,
-        query_starts=batch.query_start_loc.tolist(),
-        host_seq_lens=(queries.starts + queries.num_tokens).tolist(),
-    )
-    return replace(batch, order=order, attention=attention)
+    layout = compose_in_order(state, queries, block_size)
+
+    def compose_mixed(*tensors: torch.Tensor) -> ComposedBatch:
+        batch = layout.compose(*tensors)
+        given = {
+            f.name: getattr(batch.attention, f.name) for f in fields(AttentionMetadata) if f.init
+        }
+        attention = MixedMetadata(
+            **given,
+            num_short=num_short,
+            query_starts=np.append(0, queries.num_tokens.cumsum()).tolist(),
+            host_seq_lens=(queries.starts + queries.num_tokens).tolist(),
+        )
+        return replace(batch, attention=attention)
+
+    return Layout(order, layout.arrays, compose_mixed)

@@ -357,20 +357,21 @@ def test_the_backend_takes_a_composed_batch():
         state.admit(NewRequestData(str(row), prompt, params, 0, block_ids))
     starts, lens = np.array([2, 9, 5]), np.array([4, 1, 1])
     queries = Queries(np.arange(3), starts, lens, np.array([0, 1, 1]))
-    batch = compose(state, queries, 4, torch.device("cpu"))
-    assert batch.order.tolist() == [1, 2, 0]
+    layout = compose(state, queries, 4)
+    batch = layout.on(torch.device("cpu"))
+    assert layout.order.tolist() == [1, 2, 0]
     key_cache, value_cache = torch.full((2, 8, 4, 2, 8), math.nan).double()
     past = [torch.randn(2, stop, 2, 8).double() for stop in starts + lens]
     for row, start in enumerate(starts):
         for position in range(start):
             slot = state.block_tables[row, position // 4], position % 4
             key_cache[slot], value_cache[slot] = past[row][:, position]
-    new = torch.cat([past[row][:, starts[row] :] for row in batch.order], dim=1)
+    new = torch.cat([past[row][:, starts[row] :] for row in layout.order], dim=1)
     backend = MixedAttentionBackend()
     backend.write_kv(*new, key_cache, value_cache, batch.attention.slot_mapping)
     query = torch.randn(6, 4, 8).double()
     output = backend.attend(query, key_cache, value_cache, batch.attention, 0.3)
-    parts = zip(query.split(lens[batch.order].tolist()), batch.order, strict=True)
+    parts = zip(query.split(lens[layout.order].tolist()), layout.order, strict=True)
     dense = torch.cat([dense_attention(rows, *past[row], 0.3) for rows, row in parts])
     torch.testing.assert_close(output, dense, atol=1e-12, rtol=0)
 

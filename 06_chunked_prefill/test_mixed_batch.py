@@ -55,13 +55,14 @@ def test_every_token_stands_once_at_its_place_and_the_short_ones_in_front(step):
     """Each request has positions of its own, not one counter for the batch (Trap 32)."""
     block_size, queries, threshold = step
     state = make_state(len(queries), block_size)
-    batch = compose(state, in_columns(queries), block_size, CPU, threshold)
+    layout = compose(state, in_columns(queries), block_size, threshold)
+    batch = layout.on(CPU)
     short = [i for i in range(len(queries)) if queries[i].num_tokens <= threshold]
     long = [i for i in range(len(queries)) if queries[i].num_tokens > threshold]
-    assert batch.order.tolist() == short + long  # each side in the order it was given
+    assert layout.order.tolist() == short + long  # each side in the order it was given
 
     ids, positions, slots, rows_with_logits, starts = [], [], [], [], [0]
-    for i in batch.order:
+    for i in layout.order:
         query = queries[i]
         for position in range(query.start, query.start + query.num_tokens):
             num_behind = query.start + query.num_tokens - 1 - position
@@ -78,16 +79,15 @@ def test_every_token_stands_once_at_its_place_and_the_short_ones_in_front(step):
     meta = batch.attention
     assert meta.slot_mapping.tolist() == slots
     assert meta.query_start_loc.tolist() == starts == list(meta.query_starts)
-    assert batch.query_start_loc.tolist() == starts
-    lens = [queries[i].start + queries[i].num_tokens for i in batch.order]
+    lens = [queries[i].start + queries[i].num_tokens for i in layout.order]
     assert meta.seq_lens.tolist() == lens == list(meta.host_seq_lens)
     assert (meta.max_seq_len, meta.max_query_len) == (
         max(lens),
         max(query.num_tokens for query in queries),
     )
     assert meta.num_short == len(short)
-    short_and_long = batch.order.tolist()
-    for row, i in zip(meta.block_tables.tolist(), batch.order, strict=True):
+    short_and_long = layout.order.tolist()
+    for row, i in zip(meta.block_tables.tolist(), layout.order, strict=True):
         num_blocks = -(-lens[short_and_long.index(i)] // block_size)
         assert row[:num_blocks] == state.block_tables[queries[i].row, :num_blocks].tolist()
 
@@ -103,13 +103,13 @@ def test_the_batch_of_the_docstring():
         Query(3, 5, 3, num_logit_rows=3),  # a token and two guesses
         Query(4, 0, 4, num_logit_rows=0),  # its prompt goes on
     ]
-    batch = compose(make_state(5, 4), in_columns(queries), 4, CPU, 3)
+    batch = compose(make_state(5, 4), in_columns(queries), 4, 3).on(CPU)
     assert isinstance(batch.attention, MixedMetadata)
     assert batch.logit_indices.tolist() == [0, 1, 2, 3, 4, 10]
 
 
 def test_a_step_of_chunks_that_go_on_has_no_logits():
     queries = in_columns([Query(0, 0, 4, 0), Query(1, 4, 4, 0)])
-    batch = compose(make_state(2, 4), queries, 4, CPU)
+    batch = compose(make_state(2, 4), queries, 4).on(CPU)
     assert batch.logit_indices.tolist() == []
     assert batch.attention.num_short == 0

@@ -84,10 +84,7 @@ def make_kv_cache(
 
 
 def allocate_kv_cache(
-    loaded: LoadedModel,
-    num_blocks: int,
-    block_size: int,
-    kind: type[PagedKVCache] = PagedKVCache,
+    loaded: LoadedModel, num_blocks: int, block_size: int, kind: type[PagedKVCache] = PagedKVCache
 ) -> PagedKVCache:
     model, weight = loaded.model, loaded.model.embed_weight
     return kind(

@@ -53,6 +53,7 @@ class OverlappedBooks(SchedulerBooks):
         for i, request_id in enumerate(cached.req_ids):
             if requests[request_id].num_pending_tokens:
                 cached.new_token_ids[i].append(PENDING)
+                cached.pending_req_ids.append(request_id)
                 cached.num_output_tokens[i] += 1
         sampling: list[Request] = []
         for request in plan.scheduled_requests:

@@ -33,6 +33,7 @@ def test_a_pending_token_is_counted_planned_on_and_sent_when_it_is_known(schedul
     assert request.num_pending_tokens == 2 and request.output_token_ids == []
     cached = plans[1].scheduled_cached_reqs
     assert (cached.new_token_ids, cached.num_output_tokens) == ([[PENDING]], [1])
+    assert cached.pending_req_ids == cached.req_ids
     assert plans[1].start_positions == [3]
     for token in (11, 12, 13):
         scheduler.check_invariants()

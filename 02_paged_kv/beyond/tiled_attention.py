@@ -4,9 +4,9 @@ PyTorch's fused attention does not use the processor's bfloat16 multiplication w
 matrix product does. So the scores of a tile of queries are written down, which a GPU would avoid:
 
     query tile     keys seen by it
-     0-127         |  0 ... 127 |                            the last square of a tile is masked,
-    128-255        |  0 ............. 255 |                  what lies behind it is not multiplied
-    256-299        |  0 ...................... 299 |
+     0-63          |  0 ... 63 |                             the last square of a tile is masked,
+    64-127         |  0 ............ 127 |                   what lies behind it is not multiplied
+    128-150        |  0 ...................... 150 |
 
 Query heads that share keys are rows of one product. Scores, and weights after the softmax, are
 rounded to bfloat16, as in the "eager" attention of `transformers`; sums are in float32.
@@ -19,7 +19,7 @@ import math
 
 import torch
 
-QUERY_TILE = 128
+QUERY_TILE = 64
 MAX_KEYS = 4096  # the scores of a tile and 8 KV heads are then 16 MiB
 # Multiplied in bfloat16; elsewhere PyTorch's fused attention is as fast.
 DTYPE = torch.bfloat16
@@ -38,15 +38,15 @@ def attend_in_tiles(
     """The query's tokens are the last ones of the sequence."""
     num_kv_heads, num_shared, query_len, head_dim = query.shape
     history = len(keys) - query_len
-    keys = keys.permute(1, 2, 0).contiguous()  # [num_kv_heads, head_dim, seq_len]
-    values = values.transpose(0, 1)
+    keys, values = keys.transpose(0, 1), values.transpose(0, 1)
     hidden = torch.ones(QUERY_TILE, QUERY_TILE, dtype=torch.bool).triu_(1)
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for start in range(0, query_len, QUERY_TILE):
         stop = min(start + QUERY_TILE, query_len)
         num_keys, size = history + stop, stop - start
         tile = query[:, :, start:stop].reshape(num_kv_heads, -1, head_dim)
-        scores = torch.bmm(tile, keys[:, :, :num_keys]).mul_(scale)
+        seen = keys[:, :num_keys].contiguous()  # the product would copy them too, more slowly
+        scores = torch.bmm(tile, seen.transpose(1, 2)).mul_(scale)
         scores = scores.view(num_kv_heads, num_shared, size, num_keys)
         scores[..., -size:].masked_fill_(hidden[:size, :size], -math.inf)
         weights = scores.softmax(-1).view(num_kv_heads, -1, num_keys)

@@ -29,12 +29,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from batch_layout import Queries, compose_in_order
+from batch_layout import ComposedBatch, Queries, all_to_device, compose_in_order
 from input_batch import RunnerRequest
 from kv_memory import SharingRunnerState
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
@@ -58,6 +59,16 @@ class DraftModel(Protocol):
 
 
 class DraftSampler(Protocol):
+    def stage(
+        self, rounds: Sequence[Sequence[RunnerRequest]], device: torch.device
+    ) -> Sequence[np.ndarray]:
+        """Arrays that it wants on the device for rounds of guessing: those of `rounds[n]` have `n`
+        drafts already, and were in the rounds before."""
+        ...
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> None:
+        """These, where they have come."""
+
     def sample_drafts(
         self, logits: torch.Tensor, requests: Sequence[RunnerRequest], num_drafted: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -73,6 +84,14 @@ class DraftSampler(Protocol):
 
 class MostLikely:
     """The likeliest token: drafts without probabilities."""
+
+    def stage(
+        self, rounds: Sequence[Sequence[RunnerRequest]], device: torch.device
+    ) -> Sequence[np.ndarray]:
+        return ()
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> None:
+        pass
 
     def sample_drafts(
         self, logits: torch.Tensor, requests: Sequence[RunnerRequest], num_drafted: int
@@ -141,13 +160,18 @@ class DraftModelProposer:
         drafting = [w for w in work if w.num_drafts]
         if not work:
             return {}
-        logits = self._catch_up(work)
-        columns = self._guess(drafting, logits[: len(drafting)])
-        tokens = [column.tolist() for column in columns]  # the host waits here, once
-        drafts = {
-            w.request.req_id: [tokens[i][index] for i in range(w.num_drafts)]
-            for index, w in enumerate(drafting)
-        }
+        for w in work:
+            self._unfill(w, w.follower.num_computed)
+        rounds = [
+            [w for w in drafting if w.num_drafts > num_drafted]
+            for num_drafted in range(max((w.num_drafts for w in drafting), default=0))
+        ]
+        columns = self._guess(rounds, self._compose(work, rounds))
+        read = iter(torch.cat(columns).tolist() if columns else ())  # the host waits here, once
+        drafts = {w.request.req_id: [] for w in drafting}
+        for active in rounds:
+            for w, token in zip(active, read):
+                drafts[w.request.req_id].append(token)
         for w in work:
             w.follower.guesses = drafts.get(w.request.req_id, [])[:-1]  # the last is not fed
             w.follower.num_computed = w.stop + len(w.follower.guesses)
@@ -226,59 +250,52 @@ class DraftModelProposer:
 
     # -- the model
 
-    def _catch_up(self, work: list[_Work]) -> torch.Tensor:
-        """Feed all known tokens that are missing. Logits [num_drafting, vocab_size] behind the last
-        token of those who want drafts."""
-        for w in work:
-            self._unfill(w, w.follower.num_computed)
+    def _compose(self, work: list[_Work], rounds: list[list[_Work]]) -> list[ComposedBatch]:
+        """What the model is fed in each round. The first one catches up with all known tokens that
+        are missing, and says what is behind the last of those who want drafts. The others have a
+        guess of each for input, which is on the device and nowhere else. One copy for all."""
         starts = np.array([w.follower.num_computed for w in work])
         lens = np.array([w.stop for w in work]) - starts
         is_drafting = np.array([w.num_drafts > 0 for w in work], dtype=np.int64)
-        return self._forward(work, starts, lens, is_drafting)
+        parts = [Queries(self._rows_of(work), starts, lens, is_drafting)]
+        for num_drafted, active in enumerate(rounds[1:], 1):
+            starts = np.array([w.stop + num_drafted - 1 for w in active])
+            one = np.ones_like(starts)
+            parts.append(Queries(self._rows_of(active), starts, one, one))
+        self.state.widen(max(int((part.starts + part.num_tokens).max()) for part in parts))
+        layouts = [compose_in_order(self.state, part, self.block_size) for part in parts]
+        more = self.sampler.stage([[w.request for w in active] for active in rounds], self.device)
+        every = chain(*(layout.arrays for layout in layouts), more)
+        sent = iter(all_to_device(self.device, *every))
+        batches = [layout.compose(*islice(sent, len(layout.arrays))) for layout in layouts]
+        self.sampler.take(list(sent))
+        return batches
 
-    def _guess(self, drafting: list[_Work], logits: torch.Tensor) -> list[torch.Tensor]:
-        """Drafts, one column [num_requests that want so many] for each position."""
+    def _rows_of(self, work: list[_Work]) -> np.ndarray:
+        return self.state.rows_of([w.request.req_id for w in work])
+
+    def _guess(self, rounds: list[list[_Work]], batches: list[ComposedBatch]) -> list[torch.Tensor]:
+        """Drafts, one column [num_requests that want so many] for each round."""
         columns: list[torch.Tensor] = []
         probs: list[torch.Tensor | None] = []
-        num_rounds = max((w.num_drafts for w in drafting), default=0)
-        for num_drafted in range(num_rounds):
-            active = [w for w in drafting if w.num_drafts > num_drafted]
+        logits = self._forward(batches[0], batches[0].input_ids)
+        for num_drafted, active in enumerate(rounds):
             if num_drafted:
-                starts = np.array([w.stop + num_drafted - 1 for w in active])
-                one = np.ones_like(starts)
-                logits = self._forward(active, starts, one, one, columns[-1][: len(active)])
+                logits = self._forward(batches[num_drafted], columns[-1][: len(active)])
             requests = [w.request for w in active]
             column, column_probs = self.sampler.sample_drafts(logits, requests, num_drafted)
             columns.append(column)
             probs.append(column_probs)
-        for index, w in enumerate(drafting):
+        for index, w in enumerate(rounds[0] if rounds else ()):
             if self.sampler.needs_probs(w.request):
                 rows = [p[index] for p in probs[: w.num_drafts] if p is not None]
                 self._probs[w.request.req_id] = torch.stack(rows)
         return columns
 
-    def _forward(
-        self,
-        work: list[_Work],
-        starts: np.ndarray,
-        lens: np.ndarray,
-        num_logit_rows: np.ndarray,
-        input_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """`input_ids`: guesses, which are on the device and nowhere else. None: known tokens."""
-        rows = self.state.rows_of([w.request.req_id for w in work])
-        self.state.widen(int((starts + lens).max()))
-        queries = Queries(rows, starts, lens, num_logit_rows)
-        batch = compose_in_order(self.state, queries, self.block_size, self.device)
-        self.num_computed_tokens += len(batch.positions)
-        return self.model(
-            batch.input_ids if input_ids is None else input_ids,
-            batch.positions,
-            self.kv_cache,
-            batch.attention,
-            batch.logit_indices,
-            self.backend,
-        )
+    def _forward(self, batch: ComposedBatch, input_ids: torch.Tensor) -> torch.Tensor:
+        self.num_computed_tokens += len(input_ids)
+        where = self.kv_cache, batch.attention, batch.logit_indices, self.backend
+        return self.model(input_ids, batch.positions, *where)
 
     def _unfill(self, w: _Work, start: int) -> None:
         """Blocks that are about to be written hold what they held no more."""

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from bounded_loops import as_long_as
-from draft_model_proposer import DraftModelProposer
+from draft_model_proposer import DraftModelProposer, MostLikely
 from fake_model import FakeModelRunner, _mix, continuation
 from input_batch import RunnerRequest
 from kv_memory import SharingRunnerState
@@ -102,7 +102,7 @@ class ScriptedModel:
         return torch.nn.functional.one_hot(torch.tensor(wanted, dtype=torch.int64), VOCAB).double()
 
 
-class ErringSampler:
+class ErringSampler(MostLikely):
     """The likeliest token, or the one behind it. Probabilities that name request and draft."""
 
     def __init__(self, errs: Errs) -> None:

@@ -242,7 +242,7 @@ def measure_attention(*, tiny: bool) -> dict:
         query = torch.randn(sum(n for _, n in spans), num_heads, head_dim, generator=generator)
         times: dict[str, list[float]] = {backend: [] for backend in backends}
         for backend in in_turn(backends, num_rounds + 1):
-            batch = compose(state, queries, block_size, torch.device("cpu"))
+            batch = compose(state, queries, block_size).on(torch.device("cpu"))
             begin = time.perf_counter()
             for _ in range(6):  # layers: what they share is planned once
                 backends[backend].attend(query, keys, values, batch.attention, head_dim**-0.5)

@@ -21,7 +21,7 @@ from common.sampling.sampler import BAD, Sampler
 from common.sampling.sampling_columns import SamplingBatch
 from common.sampling.speculative_sampler import SpeculativeSampler
 from common.tests.pretend_device import pretend_device
-from common.tests.sampling_cases import make_sampling
+from common.tests.sampling_cases import make_sampling, staged
 from inverse_cdf import SCALE
 from kernel_launch import Launch
 from request import SamplingParams
@@ -382,7 +382,8 @@ def test_a_bad_row_stays_bad(device: torch.device) -> None:
     logits = torch.full((3, 40), math.nan, device=device)
     logits[1], logits[2, 5] = NEG_INF, math.inf
     batch = make_sampling([SamplingParams(top_k=3, top_p=0.5)] * 3, seeds=[1, 2, 3])
-    assert distributions.draw(logits, batch, None, KERNELS).tolist() == [BAD] * 3
+    rows = staged(Sampler(40, KERNELS), batch, device)
+    assert rows.draw(logits).tolist() == [BAD] * 3
     _, ids = sampler_kernel.shape(logits, doubles([1.0] * 3, device), None, None, 4, True)
     assert ids is not None and ((ids >= 0) & (ids < 40)).all()
     for rows in (logits, torch.zeros_like(logits), logits.double()):

@@ -83,7 +83,7 @@ def one_bad_row() -> str:
         sampling: SamplingBatch
 
     batch = Batch(make_sampling([SamplingParams(temperature=0)] * 3))
-    output = Sampler().sample(logits, batch)
+    output = Sampler(2).sample(logits, batch)
     return f"three requests, one with NaN logits; served: {sorted(output.token_ids)}"
 
 
@@ -124,10 +124,10 @@ EXHIBITS = (
         title="Constraints that hold for the last token only",
         patch=Patch(
             "common/sampling/speculative_sampler.py",
-            "            target = self.sampler.draw(part.raw, part.sampling)\n",
-            "            target = self.sampler.draw(part.raw, part.sampling)\n"
+            "            target = draw(raw)\n",
+            "            target = draw(raw)\n"
             "            is_draft = torch.from_numpy(part.is_draft)\n"
-            "            target = torch.where(is_draft, part.raw.argmax(dim=-1), target)\n",
+            "            target = torch.where(is_draft, raw.argmax(dim=-1), target)\n",
         ),
         seen="Penalties, bad words and min-p were applied to the token behind the guesses, not "
         "to the guesses. What a request had forbidden came out after all, as soon as speculation "
@@ -155,9 +155,8 @@ EXHIBITS = (
         title="The seed is not asked",
         patch=Patch(
             "common/sampling/speculative_sampler.py",
-            "            target = self.sampler.draw(part.raw, part.sampling)\n",
-            "            probs = sampling_probs(part.raw, part.sampling, self.sampler.counts)\n"
-            "            target = probs.multinomial(1)[:, 0]\n",
+            "            target = draw(raw)\n",
+            "            target = StagedRows.probs(draw.__self__, raw).multinomial(1)[:, 0]\n",
         ),
         seen="A request came with a seed and was answered differently every time: with "
         "speculation the tokens were drawn from the process's own generator.",

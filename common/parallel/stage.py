@@ -16,7 +16,8 @@ from __future__ import annotations
 import torch
 
 from common.runner.model_runner import PagedBatch, PagedModelRunner
-from common.sampling.sampler import BatchSampler, HasSampling, UnreadStep
+from common.sampling.sampler import BatchSampler, UnreadStep
+from common.sampling.sampling_columns import Cargo, SamplingBatch
 from scheduler_interface import StepOutput
 
 
@@ -43,13 +44,16 @@ class StageRunner(PagedModelRunner):
 class NoSampler(BatchSampler):
     """Of a stage that is not the last."""
 
-    def begin(self, logits: torch.Tensor, batch: HasSampling) -> UnreadStep:
+    def stage(self, sampling: SamplingBatch, cargo: Cargo) -> UnreadStep:
         return _NotSampled()
 
 
 class _NotSampled(UnreadStep):
     def __init__(self) -> None:
-        self.tokens, self.req_ids = torch.empty(0, dtype=torch.int64), []
+        self.tokens, self.req_ids, self.times = torch.empty(0, dtype=torch.int64), [], {}
+
+    def begin(self, logits: torch.Tensor) -> UnreadStep:
+        return self
 
     def wait(self) -> StepOutput:
-        return StepOutput()
+        return StepOutput(times=self.times)

@@ -92,6 +92,7 @@ def plans(draw) -> PlanMessage:
             column(IDS),
             column(LISTS),
             set(req_ids[: len(req_ids) // 2]),
+            req_ids[len(req_ids) // 3 :],
         ),
         draw(st.dictionaries(NAMES, st.integers(1, 10**6), max_size=4)),
         draw(st.sets(NAMES, max_size=3)),

@@ -17,7 +17,7 @@ import torch
 from common.sampling.sampler import UnreadStep
 from common.sampling.sampling_columns import SamplingColumns
 from kv_memory import SharingRunnerState
-from scheduler_interface import PENDING, CachedRequestData, NewRequestData, PlanMessage
+from scheduler_interface import NewRequestData, PlanMessage
 
 
 class BatchState(SharingRunnerState):
@@ -32,20 +32,18 @@ class BatchState(SharingRunnerState):
 
     def apply(self, plan: PlanMessage) -> None:
         super().apply(plan)
-        self._place_pending(plan.scheduled_cached_reqs)
+        self._place_pending(plan.scheduled_cached_reqs.pending_req_ids)
         if drafts := plan.scheduled_draft_token_ids:
             rows = self.rows_of(drafts)
             self.write_tokens(rows, self.num_tokens[rows], list(drafts.values()))
 
-    def _place_pending(self, changes: CachedRequestData) -> None:
-        columns = zip(changes.req_ids, changes.new_token_ids)
-        pending = [req_id for req_id, new in columns if new and new[-1] == PENDING]
-        self.has_pending = bool(pending)
-        if pending:
+    def _place_pending(self, req_ids: list[str]) -> None:
+        self.has_pending = bool(req_ids)
+        if req_ids:
             assert self.sampled is not None
             row_of_sample = {req_id: i for i, req_id in enumerate(self.sampled.req_ids)}
-            rows = self.rows_of(pending)
-            places = np.fromiter(map(row_of_sample.__getitem__, pending), np.int64, len(rows))
+            rows = self.rows_of(req_ids)
+            places = np.fromiter(map(row_of_sample.__getitem__, req_ids), np.int64, len(rows))
             self.token_ids[rows, self.num_tokens[rows] - 1] = -1 - places
 
     def fill_in(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from batch_layout import ComposedBatch, PagedRunnerState, Queries, all_to_device
+from batch_layout import ComposedBatch, Layout, PagedRunnerState, Queries
 from common.model import DecoderModel
 from common.runner.model_runner import PagedBatch, PagedModelRunner
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
@@ -103,12 +103,12 @@ class StaticMemory:
         stride = column_stride(bucket)
         return self.columns[: len(COLUMNS) * stride].view(len(COLUMNS), stride)
 
-    def fill(self, columns: np.ndarray, block_tables: np.ndarray) -> None:
-        """With what `pad_step` returns. Columns of the tables behind these stay as they are."""
+    def fill(self, columns: torch.Tensor, block_tables: torch.Tensor) -> None:
+        """With what `pad_step` returns, on the device. Columns of the tables behind these stay as
+        they are."""
         bucket, width = block_tables.shape
-        new, tables = all_to_device(self.columns.device, columns, block_tables)
-        self.columns_of(bucket).copy_(new, non_blocking=True)
-        self.block_tables[:bucket, :width].copy_(tables, non_blocking=True)
+        self.columns_of(bucket).copy_(columns)
+        self.block_tables[:bucket, :width].copy_(block_tables)
 
 
 def pad_step(
@@ -149,10 +149,7 @@ class Graphs(Protocol):
     """Functions of tensors at fixed addresses, by their bucket."""
 
     def capture(
-        self,
-        bucket: int,
-        function: Callable[[], torch.Tensor],
-        tensors: Callable[[], GraphTensors],
+        self, bucket: int, function: Callable[[], torch.Tensor], tensors: Callable[[], GraphTensors]
     ) -> None:
         """Raises `CannotCapture`. Calls `function` several times, on inputs that are padding."""
         ...
@@ -245,24 +242,21 @@ class DecodeGraphs:
 
     def _clear(self, bucket: int) -> None:
         """A step of nobody."""
-        columns = np.zeros((len(COLUMNS), column_stride(bucket)), dtype=np.int64)
-        columns[COLUMNS.index("slot_mapping")] = -1
-        self.memory.fill(columns, np.zeros((bucket, 1), dtype=np.int32))
+        self.memory.columns_of(bucket).zero_()[COLUMNS.index("slot_mapping")] = -1
+        self.memory.block_tables[:bucket, :1] = 0
 
     def _compute(self, bucket: int) -> torch.Tensor:
-        """Logits [bucket, vocab_size]. The metadata is made anew: what a backend plans is part of
-        the graph, and none of it may be left from another call. Its numbers are bounds."""
+        """Logits [bucket, vocab_size]."""
         x = self.inputs[bucket]
-        metadata = AttentionMetadata(
-            query_start_loc=x.query_start_loc,
-            seq_lens=x.seq_lens,
-            block_tables=x.block_tables,
-            slot_mapping=x.slot_mapping,
-            max_query_len=1,
-            max_seq_len=self.max_seq_len,
-        )
-        where = self.kv_cache, metadata, x.logit_indices, self.backend
+        where = self.kv_cache, self._metadata(bucket), x.logit_indices, self.backend
         return self.model(x.input_ids, x.positions, *where)
+
+    def _metadata(self, bucket: int) -> ReplayMetadata:
+        """Made anew: what a backend plans is part of the graph, and none of it may be left from
+        another call. Its numbers are bounds."""
+        x = self.inputs[bucket]
+        where = x.query_start_loc, x.seq_lens, x.block_tables, x.slot_mapping
+        return ReplayMetadata(*where, max_query_len=1, max_seq_len=self.max_seq_len, bucket=bucket)
 
     def tensors(self, bucket: int) -> GraphTensors:
         caches = *self.kv_cache.key_cache, *self.kv_cache.value_cache
@@ -277,27 +271,17 @@ class DecodeGraphs:
 
     def compose(
         self, state: PagedRunnerState, queries: Queries, block_size: int, bucket: int
-    ) -> ComposedBatch:
-        """Lay the step out in the static inputs, in the order given."""
-        self.memory.fill(*pad_step(state, queries, block_size, bucket))
+    ) -> Layout:
+        """Lay the step out for the static inputs, in the order given."""
         x, n = self.inputs[bucket], len(queries.rows)
         num_logit_rows = np.count_nonzero(queries.num_logit_rows)
-        return ComposedBatch(
-            order=np.arange(n),
-            query_start_loc=np.arange(n + 1),
-            input_ids=x.input_ids[:n],
-            positions=x.positions[:n],
-            attention=ReplayMetadata(
-                x.query_start_loc,
-                x.seq_lens,
-                x.block_tables,
-                x.slot_mapping,
-                max_query_len=1,
-                max_seq_len=self.max_seq_len,
-                bucket=bucket,
-            ),
-            logit_indices=x.logit_indices[:num_logit_rows],
-        )
+
+        def compose(columns: torch.Tensor, block_tables: torch.Tensor) -> ComposedBatch:
+            self.memory.fill(columns, block_tables)
+            where = self._metadata(bucket), x.logit_indices[:num_logit_rows]
+            return ComposedBatch(x.input_ids[:n], x.positions[:n], *where)
+
+        return Layout(np.arange(n), pad_step(state, queries, block_size, bucket), compose)
 
     @torch.inference_mode()
     def replay(self, bucket: int, num_rows: int, num_logit_rows: int) -> torch.Tensor:
@@ -322,11 +306,11 @@ class GraphRunner(PagedModelRunner):
         self.compose = self._compose_for_replay
 
     def _compose_for_replay(
-        self, state: PagedRunnerState, queries: Queries, block_size: int, device: torch.device
-    ) -> ComposedBatch:
+        self, state: PagedRunnerState, queries: Queries, block_size: int
+    ) -> Layout:
         bucket = self.graphs.bucket_for(queries)
         if bucket is None:
-            return self._compose_eager(state, queries, block_size, device)
+            return self._compose_eager(state, queries, block_size)
         return self.graphs.compose(state, queries, block_size, bucket)
 
     def forward(self, batch: PagedBatch) -> torch.Tensor:

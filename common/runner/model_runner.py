@@ -17,43 +17,23 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from batch_layout import ComposedBatch, PagedRunnerState, Queries, compose_in_order
+from batch_layout import ComposedBatch, Layout, PagedRunnerState, Queries, compose_in_order
 from common.model import DecoderModel
 from common.runner.batch_state import BatchState
 from common.sampling.sampler import BatchSampler, UnreadStep
-from common.sampling.sampling_columns import SamplingBatch
-from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
+from common.sampling.sampling_columns import Cargo, SamplingBatch
+from paged_attention import AttentionBackend, PagedKVCache
 from scheduler_interface import FinishedStep, Laps, PlanMessage, StepHandle, StepOutput
 
-Compose = Callable[[PagedRunnerState, Queries, int, torch.device], ComposedBatch]
+Compose = Callable[[PagedRunnerState, Queries, int], Layout]
 
 
 @dataclass(slots=True)
-class PagedBatch:
-    """One step's input. Tensors are on the model's device."""
+class PagedBatch(ComposedBatch):
+    """One step's input."""
 
-    input_ids: torch.Tensor  # [num_tokens] int64
-    positions: torch.Tensor  # [num_tokens] int64
-    attention: AttentionMetadata
-    logit_indices: torch.Tensor  # [num_logit_rows] int64, into the tokens
     sampling: SamplingBatch = field(repr=False)  # a row for each of logits
-
-
-@dataclass(frozen=True, slots=True)
-class BegunStep:
-    """The `StepHandle` of a step whose tokens nobody on the host has seen yet. On a GPU its kernels
-    are queued, and it may not even have begun."""
-
-    unread: UnreadStep
-    times: dict[str, float]
-
-    def wait(self) -> StepOutput:
-        clock = Laps()
-        output = self.unread.wait()
-        clock.lap("wait_ms")
-        self.times["sample_ms"] += clock.ms["wait_ms"]
-        output.times = self.times
-        return output
+    unread: UnreadStep = field(repr=False)  # the tokens, once there are logits
 
 
 class PagedModelRunner:
@@ -87,10 +67,10 @@ class PagedModelRunner:
             return FinishedStep(StepOutput(times=clock.ms))
         logits = self.forward(batch)
         clock.lap("forward_ms")
-        unread = self.sampler.begin(logits, batch)
+        unread = self.state.sampled = batch.unread.begin(logits)
         clock.lap("sample_ms")
-        self.state.sampled = unread
-        return BegunStep(unread, clock.ms)
+        unread.times = clock.ms
+        return unread
 
     def prepare(self, plan: PlanMessage) -> PagedBatch | None:
         """Bring the requests up to date and lay out the step's tokens, if there are any."""
@@ -119,14 +99,14 @@ class PagedModelRunner:
         is_last = starts + num_tokens - num_drafts == self.state.num_tokens[rows]
         num_logit_rows = np.where(is_last, 1 + num_drafts, 0)
         queries = Queries(rows, starts, num_tokens, num_logit_rows)
-        batch = self.compose(self.state, queries, self.kv_cache.block_size, self.device)
-        return PagedBatch(
-            input_ids=self.state.fill_in(batch.input_ids),
-            positions=batch.positions,
-            attention=batch.attention,
-            logit_indices=batch.logit_indices,
-            sampling=self._sampling_batch(req_ids, queries, batch.order, drafts),
-        )
+        layout = self.compose(self.state, queries, self.kv_cache.block_size)
+        cargo = Cargo(self.device, layout.arrays)
+        sampling = self._sampling_batch(req_ids, queries, layout.order, drafts)
+        unread = self.sampler.stage(sampling, cargo)
+        cargo.send()
+        batch = layout.compose(*cargo.tensors[: len(layout.arrays)])
+        ids, where = self.state.fill_in(batch.input_ids), batch.attention
+        return PagedBatch(ids, batch.positions, where, batch.logit_indices, sampling, unread)
 
     def _sampling_batch(
         self, req_ids: list[str], queries: Queries, order: np.ndarray, drafts: dict[str, list[int]]

@@ -13,6 +13,7 @@ import torch
 from batch_layout import compose_in_order
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import PagedModelRunner
+from common.sampling.sampler import Sampler
 from input_batch import RunnerState
 from mixed_batch import compose
 from paged_attention import PagedKVCache
@@ -207,7 +208,7 @@ def test_whatever_is_planned_rows_are_what_lists_would_be(layout: str, first_see
         shuffles = random.Random(seed)
         cache = PagedKVCache(1, 1, plans.block_size, 1, 1)
         runner = PagedModelRunner(
-            MODEL, cache, None, BatchState(2, 400), None,
+            MODEL, cache, None, BatchState(2, 400), Sampler(30),
             compose=layout_of, shuffle_seed=shuffle_seed,
         )  # fmt: skip
         for step in range(25):

@@ -111,10 +111,10 @@ def test_rows_are_those_of_chapter_2_and_padding_is_nobodys() -> None:
         memory.columns.fill_(1 << 40)  # of the step before
         memory.block_tables.fill_(NUM_BLOCKS - 1)
         addresses = {name: t.data_ptr() for name, t in memory.inputs(bucket).by_name().items()}
-        memory.fill(*pad_step(state, queries, BLOCK_SIZE, bucket))
+        memory.fill(*map(torch.from_numpy, pad_step(state, queries, BLOCK_SIZE, bucket)))
         x, n = memory.inputs(bucket), len(queries.rows)
         assert {name: t.data_ptr() for name, t in x.by_name().items()} == addresses
-        plain = compose_in_order(state, queries, BLOCK_SIZE, CPU)
+        plain = compose_in_order(state, queries, BLOCK_SIZE).on(CPU)
         where, width = plain.attention, plain.attention.block_tables.shape[1]
         for found, right in (
             (x.input_ids, plain.input_ids),
@@ -157,13 +157,14 @@ def test_padding_changes_no_row(graphs: DecodeGraphs) -> None:
     plain_cache = allocate_kv_cache_like(graphs)
     for bucket, state, queries in random_steps(num_each=2):
         copy_cache(graphs, plain_cache)
-        batch = compose_in_order(state, queries, BLOCK_SIZE, CPU)
+        batch = compose_in_order(state, queries, BLOCK_SIZE).on(CPU)
         where = plain_cache, batch.attention, batch.logit_indices, TorchAttentionBackend()
         expected = graphs.model(batch.input_ids, batch.positions, *where)
         if bucket not in graphs.buckets:
             bucket = bucket_of(bucket, graphs.buckets)
-        laid_out = graphs.compose(state, queries, BLOCK_SIZE, bucket)
-        assert laid_out.order.tolist() == list(range(len(queries.rows)))
+        layout = graphs.compose(state, queries, BLOCK_SIZE, bucket)
+        laid_out = layout.on(CPU)
+        assert layout.order.tolist() == list(range(len(queries.rows)))
         logits = graphs.replay(bucket, len(queries.rows), len(laid_out.logit_indices))
         torch.testing.assert_close(logits, expected, atol=1e-9, rtol=0)
         for cache, right in zip(graphs.kv_cache.key_cache, plain_cache.key_cache, strict=True):
@@ -303,7 +304,8 @@ def test_cuda_graphs_are_captured_behind_a_warm_up(random_loaded, monkeypatch) -
         for way in (graphs, plain):
             bucket = way.bucket_for(queries)
             assert bucket is not None
-            num_logit_rows = len(way.compose(state, queries, BLOCK_SIZE, bucket).logit_indices)
+            batch = way.compose(state, queries, BLOCK_SIZE, bucket).on(CPU)
+            num_logit_rows = len(batch.logit_indices)
             found.append(way.replay(bucket, n, num_logit_rows))
         assert torch.equal(*found)
         addresses |= {logits.data_ptr() for logits in found[:1] if len(logits)}

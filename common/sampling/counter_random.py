@@ -41,13 +41,13 @@ def block_mass(probs: torch.Tensor) -> torch.Tensor:
 
 
 def uniforms(
-    seeds: torch.Tensor, positions: torch.Tensor, stream: int = TOKEN_STREAM
+    seeds: torch.Tensor, positions: torch.Tensor, stream: int | torch.Tensor = TOKEN_STREAM
 ) -> torch.Tensor:
     """Uniform numbers in [0, 1), float64 [R]: a pure function of (seed, position, stream), the same
-    on every device. `seeds`, `positions` [R] int64."""
+    on every device. `seeds`, `positions`, and streams if there are several, [R] int64."""
     state = _mix(seeds + _GOLDEN)
     state = _mix(state + (positions + 1) * _GOLDEN)
-    state = _mix(state ^ _mix(torch.full_like(state, stream + 1)))
+    state = _mix(state ^ _mix(torch.zeros_like(state) + (stream + 1)))
     return _shift_right(state, 11).to(torch.float64) * 2.0**-53
 
 

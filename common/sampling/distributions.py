@@ -1,23 +1,21 @@
 """The rows that want more than their highest logit: constraints, draws, log-probabilities.
 
 Rows that ask for the same are worked on together, and each gets what it would get alone. What the
-host knows goes to the device in a few copies, however many rows there are. Nothing here waits for
-the device, but for one thing on a CPU: how far top-p reaches."""
+host knows goes to the device in one copy, before there are logits. Nothing here waits for the
+device, but for one thing on a CPU: how far top-p reaches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from batch_layout import to_device
 from common.sampling import sampling_constraints as constraints
-from common.sampling.counter_random import TOKEN_STREAM, sample_from_probs, uniforms
-from common.sampling.sampler import BAD, as_float, greedy
+from common.sampling.counter_random import sample_from_probs, uniforms
+from common.sampling.sampler import BAD, Sampler, greedy
 from common.sampling.sampling_columns import (
     DRAWN,
     LOGPROBS,
@@ -27,12 +25,10 @@ from common.sampling.sampling_columns import (
     PENALTIES,
     TOP_K,
     TOP_P,
+    Cargo,
     SamplingBatch,
 )
 from scheduler_interface import StepOutput
-
-if TYPE_CHECKING:
-    from common.sampling.token_counts import TokenCounts
 
 _WIDTH = 1 << 8  # above the bits of `needs`
 
@@ -50,138 +46,129 @@ class Rules:
 IN_TORCH = Rules()
 
 
-def draw(
-    raw: torch.Tensor,
-    sampling: SamplingBatch,
-    counts: TokenCounts | None = None,
-    rules: Rules = IN_TORCH,
-) -> torch.Tensor:
-    """The token [R] of each row of `raw` [R, V], or `BAD`."""
-    logits = _constrain(raw, sampling, counts, rules)
-    tokens = greedy(logits)
-    if sampling.asked & DRAWN:
-        (u,) = upload(raw.device, row_uniforms(sampling, TOKEN_STREAM))
-        for at, probs, ids in _distributions(logits, sampling, rules):
-            drawn = rules.sample_from_probs(probs, u[at])
+def row_uniforms(sampling: SamplingBatch, streams: np.ndarray | int) -> np.ndarray:
+    """A uniform number [R] for each of the rows."""
+    columns = sampling.columns.seed[sampling.rows], sampling.num_outputs, np.array(streams)
+    return uniforms(*map(torch.from_numpy, columns)).numpy()
+
+
+def _forbidden(sampling: SamplingBatch, vocab_size: int) -> np.ndarray:
+    """Which of the logits, laid end to end: EOS and stop tokens, before `min_tokens`."""
+    columns, rows = sampling.columns, sampling.rows
+    at = np.flatnonzero(sampling.num_outputs < columns.min_tokens[rows])
+    forbidden = [columns.forbidden[row] for row in rows[at].tolist()]
+    ids = np.fromiter(chain.from_iterable(forbidden), dtype=np.int64)
+    starts = np.repeat(at * vocab_size, list(map(len, forbidden)))
+    return (starts + ids)[ids < vocab_size]
+
+
+class StagedRows:
+    """What is done with the rows of a batch. All arrays that it takes are made here."""
+
+    def __init__(self, sampler: Sampler, sampling: SamplingBatch, cargo: Cargo) -> None:
+        columns, vocab_size = sampling.columns, sampler.vocab_size
+        self.asked, self.rules = sampling.asked, sampler.rules or IN_TORCH
+        self.u = cargo.add(row_uniforms(sampling, sampling.streams))
+        if self.asked & MIN_TOKENS:
+            self.forbidden = cargo.add(_forbidden(sampling, vocab_size))
+        if self.asked & PENALTIES:
+            at = np.flatnonzero(sampling.needs & PENALTIES)
+            part = sampling.select(at)
+            self.penalised = cargo.add(at)
+            self.penalties = cargo.add(columns.penalties[:, part.rows])
+            self.count = sampler.counts.stage(part, cargo, vocab_size)
+        if self.asked & DRAWN:
+            order, self.groups = _groups(sampling, vocab_size)
+            rows = sampling.rows[order]
+            self.order, self.top_k = cargo.add(order), cargo.add(columns.top_k[rows])
+            self.shaping = cargo.add(columns.shaping[:, rows])
+
+    def draw(self, raw: torch.Tensor) -> torch.Tensor:
+        """The token [R] of each row of `raw` [R, V], or `BAD`."""
+        logits = self._constrain(raw)
+        tokens = greedy(logits)
+        for at, probs, ids in self._distributions(logits):
+            drawn = self.rules.sample_from_probs(probs, self.u()[at])
             if ids is not None:
                 drawn = ids.gather(1, drawn[:, None])[:, 0]
             tokens[at] = torch.where(tokens[at] == BAD, BAD, drawn)
-    return tokens
+        return tokens
+
+    def probs(self, raw: torch.Tensor) -> torch.Tensor:
+        """The distribution [R, V] each row's token is drawn from, after every constraint. A greedy
+        row is one-hot. A row without a finite maximum is all NaN."""
+        logits = self._constrain(raw)
+        tokens = greedy(logits)[:, None]
+        probs = torch.zeros_like(logits).scatter_(1, tokens.clamp(min=0), 1.0)
+        for at, row_probs, ids in self._distributions(logits):
+            if ids is not None:
+                empty = logits.new_zeros(len(ids), logits.shape[1])
+                row_probs = empty.scatter_(1, ids, row_probs.to(logits.dtype))
+            probs[at] = row_probs
+        return probs.masked_fill(tokens == BAD, float("nan"))
+
+    def _constrain(self, logits: torch.Tensor) -> torch.Tensor:
+        """Without what is forbidden, and with penalties. The `logits` that are given stay as they
+        are."""
+        if self.asked & MIN_TOKENS:
+            flat = logits.flatten().scatter(0, self.forbidden(), constraints.NEG_INF)
+            logits = flat.view_as(logits)
+        if self.asked & PENALTIES:
+            at, (is_known, counted) = self.penalised(), self.count()
+            penalties = self.penalties().unbind()
+            changed = self.rules.apply_penalties(_rows(logits, at), is_known, counted, *penalties)
+            logits = changed if len(at) == len(logits) else logits.index_copy(0, at, changed)
+        return logits
+
+    def _distributions(
+        self, logits: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """`(at, probs [len(at), C], ids)` of the rows that draw. `ids` [len(at), C], ascending,
+        name the tokens of the columns; None: the columns are the vocabulary.
+
+        Exponentials and their sums, which differ in the last bits from one program to another, are
+        PyTorch's softmax, whatever the rules are."""
+        if not self.asked & DRAWN:
+            return
+        order, top_k, (temperature, top_p, min_p) = self.order(), self.top_k(), self.shaping()
+        for part, kind, most, is_cut in self.groups:
+            x, ids = self.rules.shape(
+                _rows(logits, order[part]),
+                temperature[part],
+                top_k[part] if is_cut else None,
+                min_p[part] if kind & MIN_P else None,
+                most,
+                bool(kind & NARROW),
+            )
+            if kind & TOP_P:
+                x = self.rules.apply_top_p(x, top_p[part])
+            yield order[part], x.softmax(dim=-1), ids
 
 
-def sampling_probs(
-    logits: torch.Tensor,
-    sampling: SamplingBatch,
-    counts: TokenCounts | None = None,
-    rules: Rules = IN_TORCH,
-) -> torch.Tensor:
-    """The distribution [R, V] each row's token is drawn from, after every constraint. A greedy
-    row is one-hot. A row without a finite maximum is all NaN. `logits` [R, V] without padding.
-    `counts` are kept from call to call; without them the histories are counted anew."""
-    logits = _constrain(as_float(logits), sampling, counts, rules)
-    tokens = greedy(logits)[:, None]
-    probs = torch.zeros_like(logits).scatter_(1, tokens.clamp(min=0), 1.0)
-    for at, row_probs, ids in _distributions(logits, sampling, rules):
-        if ids is not None:
-            empty = logits.new_zeros(len(ids), logits.shape[1])
-            row_probs = empty.scatter_(1, ids, row_probs.to(logits.dtype))
-        probs[at] = row_probs
-    return probs.masked_fill(tokens == BAD, float("nan"))
+def _groups(sampling: SamplingBatch, vocab_size: int) -> tuple[np.ndarray, list[tuple]]:
+    """The rows that draw, in an order in which those of a group stand together. Groups: where, what
+    they ask for, a number that none of their top-k is above (0 says nothing), whether one cuts.
 
-
-def row_uniforms(sampling: SamplingBatch, stream: int) -> np.ndarray:
-    """The uniform number [R] of each of the rows' tokens."""
-    seeds = torch.from_numpy(sampling.columns.seed[sampling.rows])
-    return uniforms(seeds, torch.from_numpy(sampling.num_outputs), stream).numpy()
-
-
-def upload(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
-    """Arrays of one dtype, in one copy."""
-    return to_device(np.concatenate(arrays), device).split([len(array) for array in arrays])
+    Rows with a small top-k leave the wide tensors at once, those with the same power of two at or
+    above it together: so what a row sums over does not depend on its batch mates."""
+    top_k = sampling.columns.top_k[sampling.rows]
+    asked = sampling.needs & (DRAWN | TOP_K | MIN_P | TOP_P)
+    narrow = np.flatnonzero(asked & NARROW)
+    asked[narrow] += _WIDTH << np.ceil(np.log2(top_k[narrow])).astype(int)
+    order = np.argsort(asked, kind="stable")[np.count_nonzero(asked == 0) :]
+    kinds, starts = np.unique(asked[order], return_index=True)
+    groups = []
+    for kind, start, stop in zip(kinds.tolist(), starts, [*starts[1:], len(order)]):
+        num_kept, is_narrow = top_k[order[start:stop]].clip(max=vocab_size), kind & NARROW
+        most = min(kind // _WIDTH, vocab_size) if is_narrow else int(num_kept.max())
+        is_cut = bool(kind & TOP_K) and num_kept.min() < (most if is_narrow else vocab_size)
+        groups.append((slice(start, stop), kind, most, is_cut))
+    return order, groups
 
 
 def _rows(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """The rows `at`, each once: no copy if these are all."""
     return x if len(at) == len(x) else x[at]
-
-
-# -- what becomes of the logits
-
-
-def _constrain(
-    logits: torch.Tensor, sampling: SamplingBatch, counts: TokenCounts | None, rules: Rules
-) -> torch.Tensor:
-    """Without what is forbidden, and with penalties. The `logits` that are given stay as they
-    are."""
-    if sampling.asked & MIN_TOKENS:
-        logits = _forbid_stops(logits, sampling)
-    if sampling.asked & PENALTIES:
-        from common.sampling.token_counts import TokenCounts
-
-        logits = _penalise(logits, sampling, counts or TokenCounts(), rules)
-    return logits
-
-
-def _forbid_stops(logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
-    """EOS and stop tokens are impossible before `min_tokens`."""
-    columns, rows, vocab_size = sampling.columns, sampling.rows, logits.shape[1]
-    at = np.flatnonzero(sampling.num_outputs < columns.min_tokens[rows])
-    forbidden = [columns.forbidden[row] for row in rows[at].tolist()]
-    ids = np.fromiter(chain.from_iterable(forbidden), dtype=np.int64)
-    starts = np.repeat(at * vocab_size, list(map(len, forbidden)))
-    (index,) = upload(logits.device, (starts + ids)[ids < vocab_size])
-    return logits.flatten().scatter(0, index, constraints.NEG_INF).view_as(logits)
-
-
-def _penalise(
-    logits: torch.Tensor, sampling: SamplingBatch, counts: TokenCounts, rules: Rules
-) -> torch.Tensor:
-    columns, at = sampling.columns, np.flatnonzero(sampling.needs & PENALTIES)
-    part = sampling.select(at)
-    is_known, counted = counts.count(part, logits.shape[1], logits.device)
-    (at,) = upload(logits.device, at)
-    penalties = upload(logits.device, *columns.penalties[:, part.rows])
-    changed = rules.apply_penalties(_rows(logits, at), is_known, counted, *penalties)
-    return changed if len(at) == len(logits) else logits.index_copy(0, at, changed)
-
-
-def _distributions(
-    logits: torch.Tensor, sampling: SamplingBatch, rules: Rules
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """`(at, probs [len(at), C], ids)` of the rows that draw. `ids` [len(at), C], ascending, name
-    the tokens of the columns; None: the columns are the vocabulary.
-
-    Rows with a small top-k leave the wide tensors at once, those with the same power of two at or
-    above it together: so what a row sums over does not depend on its batch mates. Exponentials and
-    their sums, which differ in the last bits from one program to another, are PyTorch's softmax,
-    whatever the rules are."""
-    if not sampling.asked & DRAWN:
-        return
-    columns, device, vocab_size = sampling.columns, logits.device, logits.shape[1]
-    asked = sampling.needs & (DRAWN | TOP_K | MIN_P | TOP_P)
-    narrow = np.flatnonzero(asked & NARROW)
-    asked[narrow] += _WIDTH << np.ceil(np.log2(columns.top_k[sampling.rows[narrow]])).astype(int)
-    order = np.argsort(asked, kind="stable")[np.count_nonzero(asked == 0) :]
-    rows = sampling.rows[order]
-    at, top_k = upload(device, order, columns.top_k[rows])
-    temperature, top_p, min_p = upload(device, *columns.shaping[:, rows])
-    kinds, starts = np.unique(asked[order], return_index=True)
-    for kind, start, stop in zip(kinds, starts, np.append(starts[1:], len(order)), strict=True):
-        part, is_narrow = slice(start, stop), bool(kind & NARROW)
-        num_kept = columns.top_k[rows[part]].clip(max=vocab_size)
-        most = min(int(kind) // _WIDTH, vocab_size) if is_narrow else int(num_kept.max())
-        is_cut = kind & TOP_K and num_kept.min() < (most if is_narrow else vocab_size)
-        x, ids = rules.shape(
-            _rows(logits, at[part]),
-            temperature[part],
-            top_k[part] if is_cut else None,
-            min_p[part] if kind & MIN_P else None,
-            most,
-            is_narrow,
-        )
-        if kind & TOP_P:
-            x = rules.apply_top_p(x, top_p[part])
-        yield at[part], x.softmax(dim=-1), ids
 
 
 # -- log-probabilities
@@ -199,21 +186,24 @@ class TokenLogprobs:
 
 
 class Logprobs:
-    """Of the rows that ask for them. `numbers` [rows, 2 + 2 * width] float64, in which integers are
-    exact: of the token its log-probability and rank, then the likeliest ids, then theirs."""
+    """Of the rows that ask for them."""
 
-    def __init__(self, raw: torch.Tensor, sampling: SamplingBatch, tokens: torch.Tensor) -> None:
+    def __init__(self, sampling: SamplingBatch, cargo: Cargo) -> None:
         self.rows = np.flatnonzero(sampling.needs & LOGPROBS)
         self.num_top = sampling.columns.num_logprobs[sampling.rows[self.rows]].tolist()
-        (at,) = upload(raw.device, self.rows)
+        self.width, self.at = max(self.num_top), cargo.add(self.rows)
+
+    def numbers(self, raw: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """`[rows, 2 + 2 * width]` float64, in which integers are exact: of the token its
+        log-probability and rank, then the likeliest ids, then theirs."""
+        at, self.width = self.at(), min(self.width, raw.shape[1])
         raw = _rows(raw, at)
         logprobs = raw.log_softmax(dim=-1)
         chosen = logprobs.gather(1, tokens[at].clamp(min=0)[:, None])
         ranks = 1 + (logprobs > chosen).sum(dim=-1, keepdim=True)
-        self.width = min(max(self.num_top), raw.shape[1])
         ids = constraints.ranked_ids(raw, self.width)
         columns = (chosen, ranks, ids, logprobs.gather(1, ids))
-        self.numbers = torch.cat([column.to(torch.float64) for column in columns], dim=1)
+        return torch.cat([column.to(torch.float64) for column in columns], dim=1)
 
     def add_to(
         self, output: StepOutput, req_ids: list[str], tokens: np.ndarray, read: np.ndarray

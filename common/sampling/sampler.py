@@ -4,11 +4,12 @@
         | min_tokens: EOS and stop tokens impossible; repetition, presence, frequency penalties
         +--> greedy rows: the highest; of equals, the lowest id
         | temperature, min-p, top-k, top-p
-        | softmax                                    `sampling_probs` ends here (for chapter 5)
+        | softmax                                    `StagedRows.probs` (for chapter 5)
         +--> inverse of the cumulative distribution at a uniform number
 
-A batch of greedy rows needs what is in this file; `distributions.py` has the rest. What the host
-wants to know of a step, it reads at once.
+A batch of greedy rows needs what is in this file; `distributions.py` has the rest. What the device
+has to know of a batch is put together before the forward pass (`stage`), and goes there in the one
+copy of the step; what the host wants to know of the step, it reads at once.
 
 A logit row is used as float64 if it is float64, otherwise as float32; cumulative sums are float64
 or integers. A row without a finite maximum (NaN, +inf, or no token allowed) is an error of its
@@ -16,21 +17,22 @@ request and of no other."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from batch_layout import from_device
-from common.sampling.sampling_columns import LOGPROBS, PENALTIES, SamplingBatch
-from scheduler_interface import NO_FINITE_LOGITS, StepOutput
+from common.sampling.sampling_columns import LOGPROBS, Cargo, SamplingBatch
+from scheduler_interface import NO_FINITE_LOGITS, Laps, StepOutput
 
 if TYPE_CHECKING:
     from common.sampling.distributions import Rules
     from common.sampling.token_counts import TokenCounts
 
 BAD, REJECTED = -1, -2  # in place of a row's token: no finite maximum; behind a rejected draft
+Draw = Callable[[torch.Tensor], torch.Tensor]
 
 
 class HasSampling(Protocol):
@@ -40,13 +42,16 @@ class HasSampling(Protocol):
 
 
 class BatchSampler(Protocol):
-    def begin(self, logits: torch.Tensor, batch: HasSampling) -> UnreadStep:
-        """Choose tokens for the rows of `logits` [R, vocab_size or wider]; R may be 0."""
+    def stage(self, sampling: SamplingBatch, cargo: Cargo) -> UnreadStep:
+        """Put into `cargo` whatever the device has to know of the rows."""
         ...
 
     def sample(self, logits: torch.Tensor, batch: HasSampling) -> StepOutput:
-        """And wait: the tokens, log-probabilities and errors of the batch's requests."""
-        return self.begin(logits, batch).wait()
+        """All at once: the tokens, log-probabilities and errors of the batch's requests."""
+        cargo = Cargo(logits.device)
+        step = self.stage(batch.sampling, cargo)
+        cargo.send()
+        return step.begin(logits).wait()
 
 
 class Sampler(BatchSampler):
@@ -54,14 +59,8 @@ class Sampler(BatchSampler):
     `rules`: kernels; None: PyTorch. Keeps token counts where there are penalties. Neither changes
     what is sampled."""
 
-    def __init__(self, vocab_size: int | None = None, rules: Rules | None = None) -> None:
-        self.vocab_size, self.given_rules = vocab_size, rules
-
-    @cached_property
-    def rules(self) -> Rules:
-        from common.sampling.distributions import IN_TORCH
-
-        return self.given_rules or IN_TORCH
+    def __init__(self, vocab_size: int, rules: Rules | None = None) -> None:
+        self.vocab_size, self.rules = vocab_size, rules
 
     @cached_property
     def counts(self) -> TokenCounts:
@@ -69,46 +68,61 @@ class Sampler(BatchSampler):
 
         return TokenCounts()
 
-    def begin(self, logits: torch.Tensor, batch: HasSampling) -> UnreadStep:
+    def stage(self, sampling: SamplingBatch, cargo: Cargo) -> UnreadStep:
         """One token for each row."""
-        raw = self.raw_logits(logits)
-        return UnreadStep(raw, batch.sampling, self.draw(raw, batch.sampling))
+        return UnreadStep(sampling, cargo, self.raw_logits, self.stage_draw(sampling, cargo))
 
     def raw_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Without padding lanes, in the dtype that is computed in."""
         return as_float(logits[:, : self.vocab_size])
 
-    def draw(self, raw: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
-        """The token [R] of each row of `raw_logits`, or `BAD`."""
+    def stage_draw(self, sampling: SamplingBatch, cargo: Cargo) -> Draw:
+        """From raw logits to the token [R] of each row, or `BAD`."""
         if sampling.asked | LOGPROBS == LOGPROBS:
-            return greedy(raw)
-        from common.sampling.distributions import draw
+            return greedy
+        from common.sampling.distributions import StagedRows
 
-        counts = self.counts if sampling.asked & PENALTIES else None
-        return draw(raw, sampling, counts, self.rules)
+        return StagedRows(self, sampling, cargo).draw
 
 
 class UnreadStep:
-    """Sampled `tokens` [R] int64 that are on their way to the host; `raw` [R, V] are the logits."""
+    """The `StepHandle` of a step whose tokens nobody on the host has seen yet. On a GPU its kernels
+    are queued, and it may not even have begun. `draw` gets what `raw_logits` makes of logits."""
 
-    def __init__(self, raw: torch.Tensor, sampling: SamplingBatch, tokens: torch.Tensor) -> None:
-        self.tokens, self.req_ids, self._logprobs = tokens, sampling.req_ids, None
+    tokens: torch.Tensor  # [R] int64
+
+    def __init__(self, sampling: SamplingBatch, cargo: Cargo, raw_logits: Draw, draw: Draw) -> None:
+        self.req_ids, self._raw_logits, self._draw = sampling.req_ids, raw_logits, draw
+        self.times: dict[str, float] = {}
+        self._logprobs = None
         if sampling.asked & LOGPROBS:
             from common.sampling.distributions import Logprobs
 
-            self._logprobs = Logprobs(raw, sampling, tokens)
-            tokens = torch.cat([tokens.to(torch.float64), self._logprobs.numbers.flatten()])
+            self._logprobs = Logprobs(sampling, cargo)
+
+    def begin(self, logits: torch.Tensor) -> UnreadStep:
+        """`logits` [R, vocab_size or wider]; R may be 0. The cargo has come."""
+        raw = self._raw_logits(logits)
+        tokens = self.tokens = self._draw(raw)
+        del self._draw  # and all that it holds
+        if self._logprobs is not None:
+            numbers = self._logprobs.numbers(raw, tokens).flatten()
+            tokens = torch.cat([tokens.to(torch.float64), numbers])
         self._read = from_device(tokens)
+        return self
 
     def wait(self) -> StepOutput:
         """What became of them. The host waits here, and only here."""
-        output, req_ids, read = StepOutput(), self.req_ids, self._read()
+        clock = Laps()
+        output, req_ids, read = StepOutput(times=self.times), self.req_ids, self._read()
         ids = read[: len(req_ids)].astype(np.int64, copy=False)
         output.token_ids = dict(zip(req_ids, ids[:, None].tolist()))
         if len(output.token_ids) < len(ids) or ids.min(initial=0) < 0:
             _sort_out(output, req_ids, ids.tolist())
         if self._logprobs is not None:
             self._logprobs.add_to(output, req_ids, ids, read[len(req_ids) :])
+        clock.lap("sample_ms")
+        self.times["sample_ms"] = self.times.get("sample_ms", 0.0) + clock.ms["sample_ms"]
         return output
 
 
@@ -135,3 +149,20 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 def as_float(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.dtype == torch.float64 else logits.to(torch.float32)
+
+
+def from_device(tensor: torch.Tensor) -> Callable[[], np.ndarray]:
+    """A copy that begins now, behind the work that is under way and no later. Called, it waits for
+    its end."""
+    if not tensor.is_cuda:
+        return tensor.numpy
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    is_over = torch.cuda.Event()
+    is_over.record()
+
+    def read() -> np.ndarray:
+        is_over.synchronize()
+        return copy.numpy()
+
+    return read

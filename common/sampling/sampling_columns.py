@@ -5,13 +5,14 @@ with one byte or two what a row asks for at all: a batch in which it is 0 everyw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from batch_layout import all_to_device
 from request import SamplingParams
 
 # Bits of `needs`. A drawn row is narrow, among the `MOST_NARROW` highest or fewer, or wide.
@@ -76,6 +77,23 @@ def _needs(p: SamplingParams) -> int:
     return needs | TOP_K * (p.top_k > 0) | MIN_P * (p.min_p > 0) | TOP_P * (p.top_p < 1)
 
 
+class Cargo:
+    """Arrays that go to a device in one copy."""
+
+    def __init__(self, device: torch.device, arrays: Iterable[np.ndarray] = ()) -> None:
+        self.device, self.arrays = device, list(arrays)
+        self.tensors: Sequence[torch.Tensor] = ()  # the same, where they have been sent
+
+    def add(self, array: np.ndarray) -> Callable[[], torch.Tensor]:
+        """Its tensor, for whoever asks when it is there."""
+        index = len(self.arrays)
+        self.arrays.append(np.ascontiguousarray(array))  # as kernels like it
+        return lambda: self.tensors[index]
+
+    def send(self) -> None:
+        self.tensors = all_to_device(self.device, *self.arrays)
+
+
 class HasTokens(Protocol):
     """Columns of the runner's state, a row for each request."""
 
@@ -99,6 +117,8 @@ class SamplingBatch:
     num_outputs: np.ndarray  # [R] int64: the output position of the row's token
     state: HasTokens  # for penalties, and for nothing else
     drafts: dict[str, list[int]]  # as the plan has them; none: no token is a draft
+    streams: np.ndarray | int = 0  # [R], of random numbers: 0 (`TOKEN_STREAM`) for tokens
+    are_counted: bool = False  # what is new for penalties was staged before, in the same cargo
     needs: np.ndarray = field(init=False)  # [R]
     asked: int = field(init=False)  # the needs of all rows; 0: each wants the highest logit
 

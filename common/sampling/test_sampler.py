@@ -26,7 +26,6 @@ from transformers import (
 )
 
 from common.sampling.counter_random import sample_from_probs, uniforms
-from common.sampling.distributions import sampling_probs
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_constraints import (
     apply_min_p,
@@ -37,7 +36,7 @@ from common.sampling.sampling_constraints import (
     ranked_ids,
     top_ids,
 )
-from common.tests.sampling_cases import make_sampling
+from common.tests.sampling_cases import make_sampling, sampling_probs
 from request import SamplingParams
 from scheduler_interface import NO_FINITE_LOGITS
 
@@ -60,7 +59,7 @@ def make_batch(
 
 
 def sample(logits: torch.Tensor, batch: SimpleNamespace, vocab_size: int | None = None) -> list:
-    tokens = Sampler(vocab_size).sample(logits, batch).token_ids
+    tokens = Sampler(vocab_size or logits.shape[1]).sample(logits, batch).token_ids
     return [tokens[r][0] for r in batch.sampling.req_ids]
 
 
@@ -135,7 +134,7 @@ def test_drawn_tokens_have_the_exact_probabilities(params: SamplingParams) -> No
     prompt, output = [0, 1], [1, 2, 2]
     expected = naive_probs(logits, params, prompt, output, (3,))
     counts = np.zeros(vocab_size)
-    sampler, rows = Sampler(), 20_000
+    sampler, rows = Sampler(vocab_size), 20_000
     for start in range(0, num_draws, rows):
         seeds = list(range(seed + start, seed + start + rows))
         batch = make_batch(
@@ -325,10 +324,11 @@ def test_a_row_has_the_same_distribution_to_the_last_bit_in_any_company(seed: in
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(70, vocab_size, generator=generator, dtype=torch.float64)
     together = sampling_probs(logits, make_batch(params).sampling)
-    logprobs = Sampler().sample(logits, make_batch(params, list(range(70)))).logprobs
+    logprobs = Sampler(vocab_size).sample(logits, make_batch(params, list(range(70)))).logprobs
     for i, (row, own) in enumerate(zip(logits[:, None], params, strict=True)):
         assert torch.equal(sampling_probs(row, make_batch([own]).sampling)[0], together[i]), own
-        assert Sampler().sample(row, make_batch([own], [i])).logprobs["r0"] == logprobs[f"r{i}"]
+        alone = Sampler(vocab_size).sample(row, make_batch([own], [i])).logprobs["r0"]
+        assert alone == logprobs[f"r{i}"]
 
 
 def test_another_seed_or_position_draws_another_token() -> None:
@@ -462,7 +462,7 @@ def test_logprobs_are_raw_ranked_and_only_where_asked() -> None:
     ask = SamplingParams(temperature=0, repetition_penalty=5.0, logprobs=3)
     params = [ask, GREEDY, SamplingParams(logprobs=2, top_k=4), SamplingParams(logprobs=0)]
     batch = make_batch(params, prompts=[[int(logits[0].argmax())], [0], [0], [0]])
-    output = Sampler().sample(logits, batch)
+    output = Sampler(50).sample(logits, batch)
     assert set(output.logprobs) == {"r0", "r2", "r3"}
     for i in (0, 2, 3):
         (entry,) = output.logprobs[f"r{i}"]
@@ -489,9 +489,9 @@ def test_a_row_without_a_finite_maximum_is_an_error_of_its_request_alone(
         logits[1] = NEG_INF
     else:
         logits[1, 33] = bad
-    output = Sampler().sample(logits, make_batch([params] * 3))
+    output = Sampler(600).sample(logits, make_batch([params] * 3))
     assert output.errors == {"r1": NO_FINITE_LOGITS}
-    clean = Sampler().sample(torch.zeros(3, 600), make_batch([params] * 3))
+    clean = Sampler(600).sample(torch.zeros(3, 600), make_batch([params] * 3))
     assert output.token_ids == {r: clean.token_ids[r] for r in ("r0", "r2")}
     assert output.logprobs == {r: clean.logprobs[r] for r in output.logprobs}
     probs = sampling_probs(logits, make_batch([params] * 3).sampling)
@@ -522,7 +522,7 @@ def test_every_dtype_of_logits_works_and_greedy_agrees(dtype: torch.dtype) -> No
 
 
 def test_a_sampler_follows_a_batch_that_changes_under_it() -> None:
-    sampler = Sampler()
+    sampler = Sampler(4)
     logits = torch.tensor([[0.0, 5.0, 1.0, 2.0]] * 2)
     first, second = GREEDY, SamplingParams(temperature=0, repetition_penalty=100.0)
     for params in ([first, second], [second, first], [first, first], [second], [second, second]):
@@ -540,7 +540,7 @@ from common.tests.sampling_cases import make_sampling
 from request import SamplingParams
 for params in ({"temperature": 0}, {"seed": 1, "top_p": 0.5}, {"presence_penalty": 1}):
     batch = SimpleNamespace(sampling=make_sampling([SamplingParams(**params)]))
-    Sampler().sample(torch.zeros(1, 9), batch)
+    Sampler(9).sample(torch.zeros(1, 9), batch)
     parts = ("distributions", "sampling_constraints", "counter_random", "token_counts")
     print(*(int(f"common.sampling.{part}" in sys.modules) for part in parts))
 """

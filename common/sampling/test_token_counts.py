@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.sampling.distributions import sampling_probs
 from common.sampling.sampler import Sampler
-from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
+from common.sampling.sampling_columns import Cargo, SamplingBatch, SamplingColumns
 from common.sampling.token_counts import TokenCounts
-from common.tests.sampling_cases import ListedTokens
+from common.tests.sampling_cases import ListedTokens, sampling_probs, staged
 from request import SamplingParams
 
 VOCAB = 11
@@ -61,6 +60,15 @@ class Rows:
         )
 
 
+def count(
+    counts: TokenCounts, batch: SamplingBatch, vocab_size: int = VOCAB
+) -> tuple[torch.Tensor, torch.Tensor]:
+    cargo = Cargo(CPU)
+    counted = counts.stage(batch, cargo, vocab_size)
+    cargo.send()
+    return counted()
+
+
 def check(
     counts: TokenCounts,
     rows: Rows,
@@ -69,7 +77,7 @@ def check(
     pending: Collection[int] = (),
 ) -> None:
     batch = rows.batch(asked, drafts, pending)
-    is_known, output_counts = counts.count(batch, VOCAB, CPU)
+    is_known, output_counts = count(counts, batch)
     expected, known = [], []
     for row, num_outputs in zip(batch.rows.tolist(), batch.num_outputs.tolist(), strict=True):
         output = (rows.outputs[row] + drafts.get(row, []))[:num_outputs]
@@ -125,7 +133,7 @@ def test_another_vocabulary_begins_anew() -> None:
     counts, rows = TokenCounts(), Rows(1)
     rows.admit(0, [1, 2], [2, 5])
     check(counts, rows, [0], {})
-    _, narrow = counts.count(rows.batch([0], {}), 3, CPU)
+    _, narrow = count(counts, rows.batch([0], {}), 3)
     assert narrow.tolist() == [[0, 0, 1]]
     check(counts, rows, [0], {})
 
@@ -135,9 +143,9 @@ def test_guesses_behind_the_known_tokens_count_only_where_they_are_drafts_of_the
     counts, rows = TokenCounts(), Rows(1)
     rows.admit(0, [1], [2])
     batch = rows.batch([0], {0: [3, 3]})
-    assert counts.count(batch, VOCAB, CPU)[1][:, 3].tolist() == [0, 1, 2]
+    assert count(counts, batch)[1][:, 3].tolist() == [0, 1, 2]
     batch.drafts = {}
-    assert counts.count(batch, VOCAB, CPU)[1][:, 3].tolist() == [0, 0, 0]
+    assert count(counts, batch)[1][:, 3].tolist() == [0, 0, 0]
 
 
 def test_counts_made_in_inference_mode_are_brought_up_to_date_outside_of_it() -> None:
@@ -171,13 +179,13 @@ def test_a_step_reads_the_new_tokens_of_a_history_and_no_others() -> None:
         batch.state.token_ids = batch.state.token_ids.view(Watched)
         return batch
 
-    sampler.draw(logits, watched())
+    staged(sampler, watched(), CPU).draw(logits)
     assert Watched.num_read >= 4500, "the watch works"
     for history in rows.outputs:
         history.append(7)
     before, batch = Watched.num_read, watched()
-    sampler.draw(logits, batch)
-    probs = sampling_probs(logits, batch, sampler.counts)
+    staged(sampler, batch, CPU).draw(logits)
+    probs = staged(sampler, batch, CPU).probs(logits)
     num_drafts = 1 + 1 + 2  # each at each of its rows, in both calls
     num_last = 3 + 6  # and of each request and row the last token: it may be pending
     assert Watched.num_read - before == 3 + 2 * (num_drafts + num_last)

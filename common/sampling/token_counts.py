@@ -11,11 +11,12 @@ table; so is a last token that is still pending (`BatchState`)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
-from common.sampling.distributions import upload
-from common.sampling.sampling_columns import HasTokens, SamplingBatch
+from common.sampling.sampling_columns import Cargo, HasTokens, SamplingBatch
 
 
 class TokenCounts:
@@ -26,20 +27,22 @@ class TokenCounts:
         self._num_writes = np.zeros(0, dtype=np.int64)  # of the row, when it was counted; 0: never
         self._num_counted = np.zeros(0, dtype=np.int64)  # tokens of it
 
-    def count(
-        self, batch: SamplingBatch, vocab_size: int, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which tokens are in each row's prompt, output or drafts, bool [R, vocab_size], and how
-        often in its output and drafts, int32 [R, vocab_size]. Ids beyond the vocabulary are left
-        out. O(new tokens), and R rows are copied."""
+    def stage(
+        self, batch: SamplingBatch, cargo: Cargo, vocab_size: int
+    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """What is to be called when the arrays are there, once: which tokens are in each row's
+        prompt, output or drafts, bool [R, vocab_size], and how often in its output and drafts,
+        int32 [R, vocab_size]. Ids beyond the vocabulary are left out. O(new tokens), and R rows are
+        copied. Only then is anything new counted: a step that fails before that is none."""
         columns, state, rows = batch.columns, batch.state, np.unique(batch.rows)
-        self._make_room(int(rows.max(initial=0)) + 1, vocab_size, device)
+        self._make_room(int(rows.max(initial=0)) + 1, vocab_size, cargo.device)
         num_prompt, is_pending = state.num_prompt_tokens[rows], _last_ids(state, rows) < 0
-        num_tokens = state.num_tokens[rows] - is_pending
-        is_new = self._num_writes[rows] != columns.num_writes[rows]
+        num_tokens, num_writes = state.num_tokens[rows] - is_pending, columns.num_writes[rows]
+        is_new = self._num_writes[rows] != num_writes
         is_new |= num_tokens < self._num_counted[rows]
         counted = np.where(is_new, 0, self._num_counted[rows])
-        self._num_writes[rows], self._num_counted[rows] = columns.num_writes[rows], num_tokens
+        if batch.are_counted:
+            is_new, counted = np.zeros_like(is_new), num_tokens
 
         def flat(into: np.ndarray, rows: np.ndarray, start: np.ndarray, stop: np.ndarray):
             """Where tokens `[start, stop)` of `rows` are counted in rows `into` of a table."""
@@ -47,39 +50,45 @@ class TokenCounts:
             index = np.repeat(np.arange(len(rows)), lens)
             positions = np.arange(len(index)) + (start - np.cumsum(lens) + lens)[index]
             ids = state.token_ids[rows[index], positions].astype(np.int64)
-            return (into[index] * vocab_size + ids)[ids < vocab_size]
+            return cargo.add((into[index] * vocab_size + ids)[ids < vocab_size])
 
         known, first_output = state.num_tokens[batch.rows], np.where(is_new, num_prompt, counted)
         behind = state.num_prompt_tokens[batch.rows] + batch.num_outputs if batch.drafts else known
         last_ids = _last_ids(state, batch.rows)
         pending = np.flatnonzero(last_ids < 0)
-        new, prompts, outputs, lanes, drafts, pending_lanes, pending_ids = upload(
-            device,
-            rows[is_new],
-            flat(rows, rows, counted, first_output),
-            flat(rows, rows, first_output, num_tokens),
-            batch.rows,
-            flat(np.arange(len(batch.rows)), batch.rows, known, behind),
-            pending * vocab_size,
-            last_ids[pending].astype(np.int64),
-        )
-        self._table.index_fill_(0, new, 0)
-        self._table.view(-1).index_fill_(0, prompts, 1)
-        _add(self._table, outputs)
-        counts = self._table[lanes]
-        _add(counts, drafts)
-        if len(pending):
-            _add(counts, pending_lanes + state.fill_in(pending_ids))
-        return counts > 0, counts >> 1
+        new, lanes = cargo.add(rows[is_new]), cargo.add(batch.rows)
+        prompts = flat(rows, rows, counted, first_output)
+        outputs = flat(rows, rows, first_output, num_tokens)
+        drafts = flat(np.arange(len(batch.rows)), batch.rows, known, behind)
+        pending_lanes = cargo.add(pending * vocab_size)
+        pending_ids = cargo.add(last_ids[pending].astype(np.int64))
+
+        def count() -> tuple[torch.Tensor, torch.Tensor]:
+            self._num_writes[rows], self._num_counted[rows] = num_writes, num_tokens
+            self._table.index_fill_(0, new(), 0)
+            self._table.view(-1).index_fill_(0, prompts(), 1)
+            _add(self._table, outputs())
+            counts = self._table[lanes()]
+            _add(counts, drafts())
+            if len(pending):
+                _add(counts, pending_lanes() + state.fill_in(pending_ids()))
+            return counts > 0, counts >> 1
+
+        return count
 
     def _make_room(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        """A larger table is filled anew, which doubling makes rare."""
-        most, width = self._table.shape
-        if most < num_rows or width != vocab_size or self._table.device != device:
-            most = max(num_rows, 2 * most)
+        """A larger table keeps what is in it: it is staged for by several, one after the other."""
+        is_other = self._table.shape[1] != vocab_size or self._table.device != device
+        num_kept = 0 if is_other else len(self._table)
+        if num_kept < num_rows:
+            most, table = max(num_rows, 2 * num_kept), self._table
+            known = self._num_writes[:num_kept], self._num_counted[:num_kept]
             self._num_writes, self._num_counted = np.zeros((2, most), dtype=np.int64)
+            self._num_writes[:num_kept], self._num_counted[:num_kept] = known
             with torch.inference_mode(False):  # in which it could not be written to outside of it
                 self._table = torch.zeros(most, vocab_size, dtype=torch.int32, device=device)
+                if num_kept:
+                    self._table[:num_kept] = table
 
 
 def _last_ids(state: HasTokens, rows: np.ndarray) -> np.ndarray:

@@ -44,6 +44,7 @@ class _Watcher(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.launches: dict[str, int] = {}
+        self.uploads = 0
         self.is_serving = False  # before that, tables are made on the host
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -100,10 +101,11 @@ def _index(x: torch.Tensor, key: Any) -> torch.Tensor:
 @contextmanager
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Watcher]:
     """While it lasts, new tensors are fake, and `to_device` brings arrays to the GPU. Whoever is
-    yielded counts launches, by kernel."""
+    yielded counts uploads, and launches by kernel."""
     watcher = _Watcher()
 
     def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+        watcher.uploads += 1
         return torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device=device)
 
     def from_device(tensor: torch.Tensor):

@@ -58,18 +58,18 @@ def place_of(tensor: torch.Tensor) -> str:
 
 @contextmanager
 def pretend_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
-    """While it lasts, `to_device` copies to this device."""
+    """While it lasts, `all_to_device` copies to this device."""
     device = PretendDevice()
 
-    def to_device(array: np.ndarray, _: torch.device) -> torch.Tensor:
-        device.uploads += 1
-        return device.put(torch.from_numpy(array))
+    def all_to_device(_: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
+        device.uploads += any(array.size for array in arrays)
+        return [device.put(torch.from_numpy(array)) for array in arrays]
 
     def from_device(tensor: torch.Tensor):
         return lambda: tensor.cpu().numpy()  # a read, when somebody waits for it
 
     with monkeypatch.context() as patch:
-        for function in (to_device, from_device):
+        for function in (all_to_device, from_device):
             name = function.__name__
             for module in [m for m in sys.modules.values() if hasattr(m, name)]:
                 patch.setattr(module, name, function)

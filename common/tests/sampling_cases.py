@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
+from common.sampling.sampler import Sampler, as_float
+from common.sampling.sampling_columns import Cargo, SamplingBatch, SamplingColumns
 from request import SamplingParams
+
+if TYPE_CHECKING:
+    from common.sampling.distributions import Rules, StagedRows
 
 
 @dataclass
@@ -77,3 +82,21 @@ def make_sampling(
         ListedTokens.of(prompts, outputs, before),
         dict(zip(req_ids, before)) if any(before) else {},
     )
+
+
+def sampling_probs(
+    logits: torch.Tensor, sampling: SamplingBatch, rules: Rules | None = None
+) -> torch.Tensor:
+    """The distribution [R, V] of each row of `logits` without padding; histories are counted
+    anew."""
+    return staged(Sampler(logits.shape[1], rules), sampling, logits.device).probs(as_float(logits))
+
+
+def staged(sampler: Sampler, sampling: SamplingBatch, device: torch.device) -> StagedRows:
+    """Rows whose arrays are where they are needed."""
+    from common.sampling.distributions import StagedRows
+
+    cargo = Cargo(device)
+    rows = StagedRows(sampler, sampling, cargo)
+    cargo.send()
+    return rows

@@ -98,7 +98,7 @@ def next_step(first: SchedulerOutput, num_before: int) -> SchedulerOutput:
     names, n = list(first.num_scheduled_tokens), len(first.num_scheduled_tokens)
     computed = [length + num_before for length in first.num_scheduled_tokens.values()]
     tokens, counts = [[PENDING]] * n, [num_before + 1] * n
-    cached = CachedRequestData(names, tokens, computed, counts, [[] for _ in names])
+    cached = CachedRequestData(names, tokens, computed, counts, [[] for _ in names], set(), names)
     return SchedulerOutput(
         scheduled_cached_reqs=cached, num_scheduled_tokens=dict.fromkeys(names, 1)
     )
@@ -114,20 +114,22 @@ def test_whole_steps_that_are_begun_a_step_ahead(monkeypatch) -> None:
         runner = GraphRunner(*where, sampler, compose=compose, graphs=graphs)
         assert isinstance(runner, PagedModelRunner) and runner.device == CUDA
         gpu.launches.clear()
-        plan, bucket = first_step(), 16
+        plan, bucket, num_before = first_step(), 16, gpu.uploads
         batch = runner.prepare(plan)
         assert batch is not None and not isinstance(batch.attention, ReplayMetadata)
-        runner.state.sampled = sampler.begin(runner.forward(batch), batch)
+        runner.state.sampled = batch.unread.begin(runner.forward(batch))
         assert gpu.launches["_split_attention_kernel"] == QWEN2.num_hidden_layers
-        for num_before in range(2):
-            batch = runner.prepare(next_step(plan, num_before))
+        assert gpu.uploads == num_before + 1
+        for num_outputs in range(2):
+            batch = runner.prepare(next_step(plan, num_outputs))
             assert batch is not None and isinstance(batch.attention, ReplayMetadata)
             assert batch.attention.bucket == bucket and runner.state.has_pending
             logits = runner.forward(batch)
             assert logits.shape == (len(KINDS), QWEN2.vocab_size) and logits.device == CUDA
-            unread = runner.state.sampled = sampler.begin(logits, batch)
+            unread = runner.state.sampled = batch.unread.begin(logits)
             assert unread.tokens.shape == (len(KINDS),) and unread.tokens.device == CUDA
         assert graphs.num_replays == 2
+        assert gpu.uploads == num_before + 3, "one copy a step, whatever is sampled"
 
 
 # -- what it finds

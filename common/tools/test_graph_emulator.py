@@ -54,7 +54,7 @@ def run(graphs: DecodeGraphs, num_steps: int = 8) -> list[torch.Tensor]:
     for state, queries in steps(num_steps):
         bucket = graphs.bucket_for(queries)
         assert bucket is not None
-        step = graphs.compose(state, queries, BLOCK_SIZE, bucket)
+        step = graphs.compose(state, queries, BLOCK_SIZE, bucket).on(torch.device("cpu"))
         found.append(graphs.replay(bucket, len(queries.rows), len(step.logit_indices)).clone())
     return found
 
@@ -300,7 +300,7 @@ def test_logits_last_until_the_next_replay(random_loaded) -> None:
         queries = decode(state, n, rng)
         bucket = graphs.bucket_for(queries)
         assert bucket is not None
-        graphs.compose(state, queries, BLOCK_SIZE, bucket)
+        graphs.compose(state, queries, BLOCK_SIZE, bucket).on(torch.device("cpu"))
         kept.append(graphs.replay(bucket, n, n))
         assert kept[-1].isfinite().all()
     assert len({logits.data_ptr() for logits in kept}) == 1
