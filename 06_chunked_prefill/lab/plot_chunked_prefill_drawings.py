@@ -38,11 +38,12 @@ def mixed_mask() -> Mask:
     columns = (np.array(column) for column in zip(*STEP.values(), strict=True))
     state = PagedRunnerState(len(names), 4)
     state.widen(16)
-    batch = compose(state, Queries(np.arange(len(names)), *columns), 4, torch.device("cpu"))
+    layout = compose(state, Queries(np.arange(len(names)), *columns), 4)
+    batch = layout.on(torch.device("cpu"))
     metadata = batch.attention
     assert isinstance(metadata, MixedMetadata)
     return Mask(
-        [names[i] for i in batch.order],
+        [names[i] for i in layout.order],
         metadata.num_short,
         list(metadata.query_starts),
         list(metadata.host_seq_lens),

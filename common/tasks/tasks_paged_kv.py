@@ -76,7 +76,7 @@ def layout() -> str:
         state.admit(NewRequestData(name, tokens, SamplingParams(), 0, table))
     rows = np.array([state.row_of["a"], state.row_of["b"]])
     columns = rows, np.array([1, 0]), np.array([3, 1]), np.array([1, 1])
-    batch = compose_in_order(state, Queries(*columns), 2, torch.device("cpu"))
+    batch = compose_in_order(state, Queries(*columns), 2).on(torch.device("cpu"))
     return (
         "blocks of 2; a computes 1 to 3, table [3, 6]; b computes 0, table [5]\n"
         f"positions {batch.positions.tolist()}\n"

@@ -179,7 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     chapters = sorted(path for path in ROOT.glob("[0-9][0-9]_*") if path.is_dir())
     if options.fill:
-        for page in options.pages or [chapter / "README.md" for chapter in chapters]:
+        both = [page for chapter in chapters for page in sorted(chapter.glob("README*.md"))]
+        for page in options.pages or both:
             text = page.read_text(encoding="utf-8")
             page.write_text(filled(text, page.resolve().parent), encoding="utf-8")
         return
