@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from code import InteractiveConsole
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -43,9 +44,32 @@ def rows(title: str) -> Iterator[list[str]]:
 # -- typed from the posts
 
 
+class Typing(InteractiveConsole):
+    """As `python` takes what is pasted into it: a block ends with an empty line. Errors are
+    raised."""
+
+    def showtraceback(self) -> None:
+        raise
+
+    def showsyntaxerror(self, *_, **__) -> None:
+        raise
+
+
+def type_in(code: str) -> None:
+    console = Typing({"__name__": "typed"})
+    for line in [*code.splitlines(), ""]:
+        console.push(line)
+
+
 @pytest.mark.parametrize("number", range(len(BLOCKS)), ids=lambda n: f"{n}-{BLOCKS[n][0].anchor}")
 def test_what_is_to_be_typed_runs(number: int) -> None:
-    exec(compile(BLOCKS[number][1], f"{PAGE.name}, block {number}", "exec"), {"__name__": "typed"})
+    type_in(BLOCKS[number][1])
+
+
+@pytest.mark.parametrize("code", ["x = y", "assert False", "for x in (): pass\nx = 1", "x ="])
+def test_what_does_not_run_when_it_is_typed_is_noticed(code: str) -> None:
+    with pytest.raises((NameError, AssertionError, SyntaxError)):
+        type_in(code)
 
 
 def test_every_post_has_something_to_type_and_something_besides() -> None:

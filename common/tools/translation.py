@@ -19,6 +19,7 @@ it is no matter of trust: headings, code, numbers in tables, pictures, links, na
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -144,9 +145,11 @@ def sections_of(page: Path) -> list[Section]:
 
 
 def chinese_pages(root: Path = ROOT) -> list[Path]:
-    hidden = (".venv", ".git", "node_modules", "build", "dist")
-    pages = sorted(root.rglob(f"*{SUFFIX}"))
-    return [p for p in pages if not set(p.relative_to(root).parts) & set(hidden)]
+    found: list[Path] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name[0] != "." and name not in ("build", "dist")]
+        found += [Path(folder, name) for name in files if name.endswith(SUFFIX)]
+    return sorted(found)
 
 
 def english_of(page: Path) -> Path:
