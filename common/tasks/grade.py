@@ -256,9 +256,7 @@ def _place(file: Path, failure: Failure) -> str:
 
 
 def _shown(text: str) -> str:
-    lines = [
-        x for x in text.strip().splitlines() if x.strip() not in ("", "Use -v to get more diff")
-    ]
+    lines = [x for x in text.strip().splitlines() if x.strip() and "Use -v to get more" not in x]
     if len(lines) > NUM_LINES:
         lines = [*lines[:NUM_LINES], "..."]
     return textwrap.indent("\n".join(line[:160] for line in lines), "    ")
