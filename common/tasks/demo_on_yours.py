@@ -13,19 +13,20 @@ from common.tools.module_swap import VARIABLE, swap_of
 
 NUM_PROMPTS = 2
 MAX_TOKENS = 32
+TEMPERATURE = 0.7  # and no seeds: greedy and seeded requests are verified by matching alone
 
 
-def engine_on(options: dict[str, Any], num_prompts: int, max_tokens: int) -> Any:
+def engine_on(options: dict[str, Any]) -> Any:
     """An engine with those settings that has served some of the demo's prompts, and its run."""
-    from common.demo import FIRST_SEED, PROMPTS, run
+    from common.demo import PROMPTS, run
     from common.llm import LLM, SamplingParams
 
-    llm = LLM(device="cpu", dtype="float32", num_blocks=200, compile=False, **options)
+    usual: dict[str, Any] = {"dtype": "float32", "num_blocks": 200}
+    llm = LLM(device="cpu", compile=False, **(usual | options))
     params = [
-        SamplingParams(temperature=0, max_tokens=max_tokens, seed=FIRST_SEED + i)
-        for i in range(num_prompts)
-    ]
-    return llm, run(llm, list(PROMPTS[:num_prompts]), params, progress=False)
+        SamplingParams(temperature=TEMPERATURE, max_tokens=MAX_TOKENS, ignore_eos=True)
+    ] * NUM_PROMPTS
+    return llm, run(llm, list(PROMPTS[:NUM_PROMPTS]), params, progress=False)
 
 
 def main() -> int:
@@ -38,7 +39,7 @@ def main() -> int:
     try:
         swap.check()
         print(f"The engine, with {Path(swap.file).name} from {swap.file.parent.name}/:")
-        llm, run = engine_on(task.engine, NUM_PROMPTS, MAX_TOKENS)
+        llm, run = engine_on(task.engine)
     except Exception as error:
         places = [
             f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(swap.file)

@@ -22,6 +22,7 @@ import textwrap
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from common.tasks.blank import function_at, signature
@@ -185,11 +186,11 @@ def _explained(task: Task, swap: ModuleSwap, run: TestRun, limit_s: float) -> Ve
     ours = probed_text(task, task.source())
     mistake = None
     if said != ours:
-        mistake = recognised(task, said, limit_s)
+        mistake = recognised(task, said, ours, limit_s)
         yours = f"With your lines it says:\n\n{_shown(said)}"
         parts.append(f"A small example, as it should be:\n\n{_shown(ours)}\n\n{yours}")
     if mistake is not None:
-        parts.append(textwrap.fill(f"This is a typical mistake. {mistake.message}", 96))
+        parts.append(textwrap.fill(f"This looks like a common mistake. {mistake.message}", 96))
     elif not _is_ours_elsewhere(task, swap.file):
         parts.append(
             f"Outside of {task.place}, {_name(swap.file)} is not as {task.file} is now. That may "
@@ -198,19 +199,31 @@ def _explained(task: Task, swap: ModuleSwap, run: TestRun, limit_s: float) -> Ve
     return Verdict(False, "\n\n".join(parts), mistake)
 
 
+def recognised(task: Task, said: str, ours: str, limit_s: float = LIMIT_S) -> Mistake | None:
+    """The typical mistake with which the probe says this. Else the only one with which it says the
+    same in the first line that is not as ours."""
+    if said == NEVER_ENDS:  # to see it of the others would take as long again
+        limit_s = min(limit_s, 2.0)
+    others = [probed_text(task, task.with_mistake(m), limit_s) for m in task.mistakes]
+    same = [m for m, other in zip(task.mistakes, others, strict=True) if other == said]
+    alike = [
+        mistake
+        for mistake, other in zip(task.mistakes, others, strict=True)
+        if _first_difference(other, ours) == _first_difference(said, ours)
+    ]
+    found = same or alike
+    return found[0] if len(found) == 1 else None
+
+
+def _first_difference(said: str, ours: str) -> tuple[int, str]:
+    """Which line, and what it says."""
+    pairs = enumerate(zip_longest(said.splitlines(), ours.splitlines(), fillvalue=""))
+    return next(((number, line) for number, (line, our) in pairs if line != our), (-1, ""))
+
+
 def _is_ours_elsewhere(task: Task, file: Path) -> bool:
     blank, text = blank_of(task), file.read_text(encoding="utf-8")
     return text.startswith(blank.before) and text.endswith(blank.after)
-
-
-def recognised(task: Task, said: str, limit_s: float = LIMIT_S) -> Mistake | None:
-    """The typical mistake with which the probe says this."""
-    if said == NEVER_ENDS:  # to see it of the others would take as long again
-        limit_s = min(limit_s, 2.0)
-    for mistake in task.mistakes:
-        if probed_text(task, task.with_mistake(mistake), limit_s) == said:
-            return mistake
-    return None
 
 
 def _told(failure: Failure, file: Path) -> str:
@@ -243,7 +256,7 @@ def _place(file: Path, failure: Failure) -> str:
 
 
 def _shown(text: str) -> str:
-    lines = text.strip().splitlines()
+    lines = [x for x in text.strip().splitlines() if x.strip() and "Use -v to get more" not in x]
     if len(lines) > NUM_LINES:
         lines = [*lines[:NUM_LINES], "..."]
     return textwrap.indent("\n".join(line[:160] for line in lines), "    ")

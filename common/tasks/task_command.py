@@ -66,9 +66,15 @@ def listed(bench: Workbench) -> str:
             mark = "x" if task.number in bench.progress.passed else " "
             level = DIFFICULTIES[task.difficulty]
             lines.append(f" [{mark}] {task.number}  {task.title:52} {task.minutes:2} min  {level}")
-    num_passed = sum(task.number in bench.progress.passed for task in TASKS)
-    lines.append(f"\n{num_passed} of {len(TASKS)} done. Begin one: make task N=1.1")
+    left = _open_tasks(bench, TASKS)
+    lines.append(f"\n{len(TASKS) - len(left)} of {len(TASKS)} done.")
+    if left:
+        lines[-1] += f" The first of the others: make task N={left[0].number}"
     return "\n".join(lines)
+
+
+def _open_tasks(bench: Workbench, tasks: Sequence[Task]) -> list[Task]:
+    return [task for task in tasks if task.number not in bench.progress.passed]
 
 
 def _go_on(task: Task, bench: Workbench) -> int:
@@ -114,7 +120,8 @@ def _grade(task: Task, bench: Workbench) -> int:
     _say(f"Compare it with ours: {again} ARGS=--solution")
     if task.engine is not None:
         _say(f"Run the engine on your lines: {again} ARGS=--demo")
-    following = [other for other in TASKS if other.number not in bench.progress.passed]
+    here = TASKS.index(task)
+    following = _open_tasks(bench, (*TASKS[here:], *TASKS[:here]))
     if following:
         _say(f"The next: make task N={following[0].number}    ({following[0].title})")
     return 0

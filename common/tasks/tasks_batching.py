@@ -11,17 +11,19 @@ def endings() -> str:
 
     cases = (
         ("three tokens, and 3 are allowed", [5, 6, 7], 1),
-        ("a stop token", [5, 9], 1),
+        ("the model's end of text", [5, 8], 1),
+        ("a stop token", [9], 1),
         ("a stop token in the last place", [5, 6, 9], 1),
         ("a stop token, and min_tokens is 2", [9, 5], 2),
     )
     lines = []
     for name, tokens, least in cases:
         params = SamplingParams(max_tokens=3, min_tokens=least, stop_token_ids=[9])
-        one = Request("r", [1, 2], params)
+        one = Request("r", [1, 2], params, eos_token_ids=[8])
         for token in tokens:
             one.append_output_token(token)
-        lines.append(f"{name}: {one.finish_reason}, {one.num_tokens} tokens known")
+        ended = f"{one.finish_reason} (stop_reason {one.stop_reason})"
+        lines.append(f"{name}: {ended}, {one.num_tokens} tokens known")
     return "\n".join(lines)
 
 
@@ -130,6 +132,18 @@ TASKS = (
                 "`min_tokens` is forgotten: a stop token ends the request although the user "
                 "wanted more tokens than that. Before `min_tokens` outputs, a stop token is a "
                 "token like any other.",
+            ),
+            Mistake(
+                "num_outputs >= self.sampling_params.min_tokens:",
+                "num_outputs > self.sampling_params.min_tokens:",
+                "With `min_tokens=1`, the first output may be the last. Compare with `>=`, and "
+                "count the outputs after the token was appended.",
+            ),
+            Mistake(
+                "            self.stop_reason = token_id if is_stop_token else None\n",
+                "            self.stop_reason = token_id\n",
+                "`stop_reason` names the token at the model's own end of text, too. It is for "
+                "the tokens that the user asked to stop at; the model's end is None.",
             ),
             Mistake(
                 "        self.all_token_ids.append(token_id)\n",
@@ -246,7 +260,8 @@ TASKS = (
         "position of the first of them. Make three tensors of int64 on `device`, each "
         "`[batch_size, max_len]`: the token ids, with `pad_token_id` behind them; a mask, 1 "
         "for a token and 0 for padding; the positions, with 0 in the padding. A batch of no "
-        "requests makes three tensors of shape `[0, 0]`.\n\n"
+        "requests makes three tensors of shape `[0, 0]`. Begin with `import torch`: this file "
+        "does without it elsewhere.\n\n"
         "Keep this: a row counts on from where its request stands, not from 0. The batch "
         "itself stays as it is, so that calling this twice gives the same.",
         hints=(

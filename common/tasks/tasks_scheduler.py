@@ -7,6 +7,9 @@ from typing import Any
 from common.museum.props import request, steps
 from common.tasks.task import Mistake, Task
 
+# Two of the demo's prompts and their answers do not fit into it: somebody has to make room.
+SMALL_MEMORY = {"num_blocks": 15, "block_size": 4}
+
 
 def _scheduler(num_blocks: int, **options: Any) -> Any:
     from block_pool import BlockPool
@@ -67,7 +70,7 @@ def room() -> str:
         for name, num_tokens in prompts.items():
             scheduler.add_request(request(name, num_tokens, max_tokens=8))
         lines.append(f"{num_blocks} blocks of 4, prompts {prompts}")
-        for number, plan in enumerate(steps(scheduler, most=6), 1):
+        for number, plan in enumerate(steps(scheduler, most=4), 1):
             lines.append(f"  step {number}: {plan}, running {list(scheduler.running)}")
             try:
                 scheduler.check_invariants()
@@ -125,8 +128,8 @@ TASKS = (
             Mistake(
                 '        tenant = dict(extra_keys_of(request)).get("salt", "")\n',
                 '        tenant = ""\n',
-                "There is one counter for all, so the key is the order of arrival: first come, "
-                "first served. Count each tenant for itself.",
+                "They are served in the order of arrival: first come, first served. Is each "
+                "request counted, and for its own tenant?",
             ),
             Mistake(
                 "        return self._num_requests[tenant]",
@@ -198,6 +201,7 @@ TASKS = (
                 "limit, one request can be thrown out for ever.",
             ),
         ),
+        engine=SMALL_MEMORY,
     ),
     Task(
         number="4.3",
@@ -237,6 +241,17 @@ TASKS = (
         probe=room,
         mistakes=(
             Mistake(
+                "            self._preempt(victim, step)\n"
+                "            if victim is request:\n"
+                "                return 0\n",
+                "            if victim is request:\n"
+                "                return 0\n"
+                "            self._preempt(victim, step)\n",
+                "The request gets nothing and keeps its blocks: it was chosen and not "
+                "preempted. Nobody can use what it holds, and it asks again in the next step. "
+                "Preempt it first, then return 0.",
+            ),
+            Mistake(
                 "            if victim is request:\n                return 0\n",
                 "",
                 "The request is its own victim, and you go on asking for it. It waits now; "
@@ -267,6 +282,7 @@ TASKS = (
                 "then be thrown out although later ones hold blocks: nobody keeps what it has.",
             ),
         ),
+        engine=SMALL_MEMORY,
     ),
     Task(
         number="4.4",
@@ -321,6 +337,13 @@ TASKS = (
                 "say that preemption costs nothing.",
             ),
             Mistake(
+                "        del self.running[request.request_id]\n"
+                "        self.delta.request_preempted(request.request_id)\n",
+                "        self.delta.request_preempted(request.request_id)\n",
+                "It waits, and it is still among those that run. It would be planned without "
+                "any memory, and be a victim a second time. Take it out of `self.running`.",
+            ),
+            Mistake(
                 "        self.kv_memory.free(request)\n"
                 "        self._num_lost[request.request_id] = request.num_computed_tokens\n",
                 "        self._num_lost[request.request_id] = request.num_computed_tokens\n",
@@ -328,5 +351,6 @@ TASKS = (
                 "the memory again, is refused again, and throws out one after the other.",
             ),
         ),
+        engine=SMALL_MEMORY,
     ),
 )

@@ -6,11 +6,13 @@ passes.
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 
 import pytest
 
+from common.tasks.blank import function_at
 from common.tasks.course import TASKS, blank_of, task_numbered
 from common.tasks.demo_on_yours import engine_on
 from common.tasks.grade import NEVER_ENDS, Verdict, _say, grade, probed_text, recognised
@@ -18,6 +20,7 @@ from common.tasks.task import Task
 from common.tools.apart import apart
 from common.tools.module_swap import ModuleSwap
 from common.tools.named_tests import TestRun, run_tests
+from common.tools.source_patch import ROOT
 
 EVERY_TASK = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.number)
 MOST_CPU_S = 10  # for the tests of a task
@@ -53,9 +56,14 @@ def test_the_blank_fails_and_each_typical_mistake_fails_and_is_recognised(
 
 def test_a_probes_words_lead_to_the_mistake_and_others_to_none() -> None:
     task = the("1.2")
-    for mistake in task.mistakes:
-        assert recognised(task, probed_text(task, task.with_mistake(mistake))) is mistake
-    assert recognised(task, "something else") is None
+    ours = probed_text(task, task.source())
+    said = [probed_text(task, task.with_mistake(mistake)) for mistake in task.mistakes]
+    for words, mistake in zip(said, task.mistakes, strict=True):
+        assert recognised(task, words, ours) is mistake
+    assert recognised(task, "something else", ours) is None
+    # Two mistakes at once: the first line that differs is one's alone.
+    first, *rest = said[0].splitlines()
+    assert recognised(task, "\n".join([first, *["x" for _ in rest]]), ours) is task.mistakes[0]
 
 
 # -- what a reader may do
@@ -92,10 +100,10 @@ def test_a_typical_mistake_gets_its_message_behind_the_test_that_fails(tmp_path:
     assert not verdict.is_right and verdict.mistake is mistake
     first, second = (
         'What does not hold: "blocks are reused in the order in which they were freed"',
-        "This is a typical mistake. Freed blocks go to the front",
+        "This looks like a common mistake. Freed blocks go to the front",
     )
     assert first in " ".join(verdict.text.split()) and second in " ".join(verdict.text.split())
-    assert verdict.text.index("What does not hold") < verdict.text.index("typical mistake")
+    assert verdict.text.index("What does not hold") < verdict.text.index("common mistake")
     assert "assert " in verdict.text and "Traceback" not in verdict.text
 
 
@@ -162,20 +170,35 @@ def test_a_file_that_is_not_ours_any_more_is_told_so(tmp_path: Path) -> None:
 # -- the engine on the reader's module
 
 
-def _loaded(options: dict) -> list[str]:
-    _, run = engine_on(options, num_prompts=1, max_tokens=6)
-    assert run.output_tokens == 6
-    return sorted(sys.modules)
+def _run(options: dict, functions: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Which of the functions, by file and line, the engine has called."""
+    called: set[tuple[str, int]] = set()
+
+    def note(frame, event, arg) -> None:
+        if event == "call":
+            called.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+
+    sys.setprofile(note)
+    engine_on(options)
+    sys.setprofile(None)
+    return [function for function in functions if function in called]
 
 
 def _engines() -> list[tuple[dict, list[str]]]:
     found: dict[str, tuple[dict, list[str]]] = {}
     for task in TASKS:
         if task.engine is not None:
-            found.setdefault(repr(task.engine), (task.engine, []))[1].append(task.module)
+            found.setdefault(repr(task.engine), (task.engine, []))[1].append(task.number)
     return list(found.values())
 
 
-@pytest.mark.parametrize(("options", "modules"), _engines(), ids=lambda x: str(x)[:40])
-def test_the_engine_uses_the_module_where_a_task_says_so(options: dict, modules: list[str]) -> None:
-    assert set(modules) <= set(apart(_loaded, (options,), 120))
+@pytest.mark.parametrize(("options", "numbers"), _engines(), ids=lambda x: str(x)[:50])
+def test_the_engine_calls_the_function_where_a_task_says_so(
+    options: dict, numbers: list[str]
+) -> None:
+    functions = []
+    for task in map(the, numbers):
+        function = function_at(ast.parse(task.source()), task.place)
+        assert function is not None
+        functions.append((str(ROOT / task.file), function.lineno))
+    assert apart(_run, (options, functions), 120) == functions
