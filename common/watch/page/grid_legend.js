@@ -12,7 +12,7 @@
 
   Watch.gridLegend = (film) => {
     const {kinds, reasons, marks} = occurring(film);
-    const item = (name, sign, words) => h("span", {}, h("i", {class: `key key-${name}`}, sign), words);
+    const item = (name, sign, words) => h("span", {}, h("i", {class: `key key-${name}`}, h("b", {}, sign)), words);
     return [
       ...kinds.map((kind) => item(kind, Watch.letters[kind], t(`kind.${kind}`))),
       ...marks.map((mark) => item("mark", SIGNS[mark], t(`grid.${mark}`))),

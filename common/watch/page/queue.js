@@ -65,10 +65,10 @@
       const left = Math.max(0, budget - used);
       const shown = KINDS.filter((kind) => sums[kind]).map((kind) => [kind, sums[kind], t(`kind.${kind}`)]);
       const segment = (kind, n) => h("span", {class: `fill-${kind}`, style: `flex: ${n} 1 0`},
-        n * 12 > budget ? String(n) : "");
+        ...(n * 12 > budget ? [h("b", {}, String(n))] : []));
       this.bar.replaceChildren(...shown.map(([kind, n]) => segment(kind, n)), ...(left ? [segment("left", left)] : []));
       this.key.replaceChildren(...shown.map(([kind, n, name]) => h("span", {},
-        h("i", {class: `key key-${kind}`}, Watch.letters[kind]), `${name} ${n}`)));
+        h("i", {class: `key key-${kind}`}, h("b", {}, Watch.letters[kind])), `${name} ${n}`)));
       this.sum.textContent = t("queue.budget", {used, budget, left});
       const words = shown.map(([, n, name]) => `${name} ${n}`).join(", ");
       this.bar.setAttribute("aria-label", `${this.sum.textContent}: ${words}`);

@@ -18,6 +18,7 @@
     "shell.language": ["中文", "English"],
     "shell.about": ["{model}, scheduler {scheduler}, policy {policy}, prefix cache {cache}, {blocks} blocks of {size}",
       "{model}，调度器 {scheduler}，策略 {policy}，前缀缓存 {cache}，{blocks} 个块，每块 {size} 个 token"],
+    "shell.transport": ["Steps", "步进与播放"],
     "shell.none": ["none", "无"],
   });
 
@@ -69,7 +70,7 @@
     const {files, help, compare, momentTicks} = Watch;
     document.body.append(
       h("header", {class: "head"}, parts.title, parts.about, files.button, help.button, parts.language),
-      h("div", {class: "transport", role: "group"}, parts.back, parts.play, parts.on,
+      parts.transport = h("div", {class: "transport", role: "group"}, parts.back, parts.play, parts.on,
         h("div", {class: "scrub"}, parts.scrub, momentTicks.frame), parts.now, parts.speed, parts.request),
       files.notice, compare.bar, parts.scenes, files.choose, files.curtain, help.dialog, parts.spoken,
     );
@@ -139,6 +140,7 @@
     label(parts.scrub, t("shell.scrub"));
     label(parts.request, t("shell.request"));
     label(parts.speed, t("shell.speed"));
+    parts.transport.setAttribute("aria-label", t("shell.transport"));
     say(parts.request.firstChild, t("shell.all"));
     for (const option of parts.speed.options) say(option, t("shell.per_second", {n: option.value}));
     for (const {scene, title} of drawnScenes) say(title, inLanguage(scene.title));
