@@ -38,7 +38,9 @@
 
     listen() {
       this.box.addEventListener("scroll", () => {
-        this.scroll = {left: this.box.scrollLeft, top: this.box.scrollTop};
+        const {scrollLeft: left, scrollTop: top} = this.box;
+        if (left === this.scroll.left && top === this.scroll.top) return; // drawn by who scrolled
+        this.scroll = {left, top};
         this.paint();
       }, {passive: true});
       this.box.addEventListener("pointermove", (event) => this.point(event));

@@ -129,6 +129,7 @@
     Watch.say(words, note);
     const title = says ? `${id}: ${says}` : id;
     if (button.title !== title) button.title = title;
+    button.setAttribute("aria-label", `${id}: ${note}`);
     if (button.dataset.request === id) return;
     button.dataset.request = id;
     swatch.style.background = Watch.colour(id);
