@@ -280,7 +280,8 @@ def draw_retraction() -> Drawing:
         455,
         "A retraction",
         f"Ten pages are full and a decode needs one more. {now.retracted[0]}, which has "
-        "the longest input of three with as many outputs, gives its pages back; the share is raised.",
+        "the longest input of three with as many outputs, gives its pages back; the share "
+        "is raised.",
     )
     victim = now.retracted[0]
     asks = [h for h in now.before if h.num_computed % PAGE_SIZE == 0]
