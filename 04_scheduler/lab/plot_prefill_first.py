@@ -80,6 +80,77 @@ def draw_states() -> Drawing:
     return drawing
 
 
+def draw_next() -> Drawing:
+    """`get_next_batch_to_run` without `mixing`."""
+    drawing = Drawing(
+        840,
+        420,
+        "Which batch runs next",
+        "After the last batch has joined, decodes run if they have waited for enough prefills; "
+        "else a prefill if one can be made; else decodes, and if their pages are not there, a "
+        "retraction.",
+    )
+    drawing.text(24, 30, "Which batch runs next", size=LARGE, bold=True)
+    merge = drawing.box(
+        24, 74, 190, 60, "prompts that are done\njoin those that decode", size=SMALL
+    )
+    turn = drawing.box(290, 74, 200, 60, "have decodes waited\n8 prefills in a row?", size=SMALL)
+    fits = drawing.box(290, 204, 200, 60, "does a chunk, or a prompt\nthat waits, fit?", size=SMALL)
+    extend = drawing.box(24, 210, 190, 48, "new batch", title="EXTEND", fill=NEW, size=SMALL)
+    pages = drawing.box(580, 140, 220, 60, "are there pages for\nall next tokens?", size=SMALL)
+    decode = drawing.box(580, 254, 220, 48, "the share falls", title="DECODE", fill=OLD, size=SMALL)
+    drawing.box(
+        580, 346, 220, 48, "some go, the share rises", title="retraction, DECODE",
+        fill=tint(PREEMPTED, 0.6), size=SMALL,
+    )  # fmt: skip
+    drawing.arrow(merge.right, turn.left)
+    drawing.arrow(turn.bottom, fits.top)
+    drawing.text(400, 168, "no", size=SMALL)
+    drawing.arrow(turn.right, (690, 104), pages.top)
+    drawing.text(530, 90, "yes", size=SMALL, anchor="middle")
+    drawing.arrow(fits.left, extend.right)
+    drawing.text(252, 220, "yes", size=SMALL, anchor="middle")
+    drawing.arrow(fits.right, (536, 234), (536, 170), pages.left)
+    drawing.text(512, 220, "no", size=SMALL, anchor="middle")
+    drawing.arrow(pages.bottom, decode.top)
+    drawing.text(702, 227, "yes", size=SMALL)
+    drawing.arrow((580, 186), (556, 186), (556, 370), (580, 370))
+    drawing.text(545, 330, "no", size=SMALL, anchor="end")
+    return drawing
+
+
+def draw_chunks() -> Drawing:
+    runs = {"chunks of 8": six_iterations(), "mixed: 8 - 1": six_iterations(mixing=True)}
+    left, width = 170, 45
+    drawing = Drawing(
+        840,
+        320,
+        "Chunks end where a page ends",
+        "A prompt of 14 tokens on pages of 4. In chunks of 8 it takes two steps; where a decode "
+        "has one of the 8 tokens, 7 are left, a page of 4 is cut off, and it takes three.",
+    )
+    drawing.text(24, 30, "A chunk ends where a page ends", size=LARGE, bold=True)
+    drawing.text(24, 105, "prompt of c", size=SMALL)
+    drawing.cells(left, 88, [str(i) for i in range(14)], SOFT, width=width)
+    for page in range(4):
+        x = left + page * PAGE_SIZE * width
+        for top, bottom in ((80, 138), (184, 204), (248, 262)):  # between the chunks
+            drawing.line((x, top), (x, bottom), dashed=True)
+        end = left + min((page + 1) * PAGE_SIZE, 14) * width
+        drawing.text((x + end) / 2, 68, f"page {page}", size=SMALL, anchor="middle", muted=True)
+    for row, (name, iterations) in enumerate(runs.items()):
+        y = 142 + row * 64
+        drawing.text(24, y + 20, name, size=SMALL)
+        spans = [now.computed["c"] for now in iterations if "c" in now.computed]
+        for number, (first, last) in enumerate((a, b) for a, b in spans if b < 14):
+            size = last - first + 1
+            drawing.box(left + first * width + 3, y, size * width - 6, 40,
+                        f"chunk {number + 1}: {size}", fill=NEW)  # fmt: skip
+    drawing.text(24, 292, "Every page that a chunk fills is full, and can be cached at once. The "
+                 "last chunk ends with the prompt.", size=SMALL)  # fmt: skip
+    return drawing
+
+
 def draw_batches() -> Drawing:
     iterations = six_iterations()
     left, column = 132, 114
@@ -208,8 +279,9 @@ def draw_retraction() -> Drawing:
         840,
         455,
         "A retraction",
-        f"Ten pages are full and a decode needs one more. {now.retracted[0]}, with the fewest "
-        "outputs and the longest input, gives its pages back; the share is raised.",
+        f"Ten pages are full and a decode needs one more. {now.retracted[0]}, which has "
+        "the longest input of three with as many outputs, gives its pages back; the share "
+        "is raised.",
     )
     victim = now.retracted[0]
     asks = [h for h in now.before if h.num_computed % PAGE_SIZE == 0]
@@ -260,6 +332,8 @@ def draw_retraction() -> Drawing:
 DRAWINGS = {
     "prefill_first_states": draw_states,
     "three_batches": draw_batches,
+    "next_batch": draw_next,
+    "page_chunks": draw_chunks,
     "budget_bar": draw_budget,
     "new_token_ratio": draw_ratio,
     "retraction": draw_retraction,

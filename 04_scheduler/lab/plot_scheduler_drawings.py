@@ -59,7 +59,7 @@ def draw_preemption() -> Drawing:
         840,
         606,
         "Preemption over time",
-        "Twelve blocks over the steps of two runs, each block labelled with its request. Filling "
+        "Twelve blocks over the steps of two runs, each block in the shade of its request. Filling "
         "starts four requests at once and preempts; reserving runs two at a time.",
     )
     drawing.text(24, 30, "Twelve blocks, four requests, step by step", size=LARGE, bold=True)
@@ -115,7 +115,7 @@ def draw_starvation() -> Drawing:
         400,
         "A decode among newcomers",
         "Output tokens of one request while a new prompt arrives in every step: one a step with "
-        "two phases, one in four with a bound of 3, and none without a bound.",
+        "two phases, one in four with a bound of 3, and only its first without a bound.",
     )
     drawing.text(24, 30, "One newcomer in every step", size=LARGE, bold=True)
     num_steps = len(curves["two phases"][0])

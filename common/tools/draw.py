@@ -60,10 +60,12 @@ Point = tuple[float, float]
 
 
 def text_width(text: str, size: float = SIZE, *, bold: bool = False, mono: bool = False) -> float:
-    """Pixels that a line takes, rather too many than too few."""
+    """Pixels that a line takes, rather too many than too few. A Chinese character is as wide as
+    high."""
     if mono:
         return 0.602 * size * len(text)
-    return sum(_WIDTH.get(char, 0.84) for char in text) * size * (1.13 if bold else 1)
+    widths = (_WIDTH.get(char, 1.0 if char > "\u2e80" else 0.84) for char in text)
+    return sum(widths) * size * (1.13 if bold else 1)
 
 
 @dataclass(frozen=True, slots=True)
