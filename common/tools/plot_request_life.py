@@ -28,7 +28,7 @@ CALLS = [
     ("EngineCore", "Runner", "execute(plan)", "PagedModelRunner.execute"),
     ("Runner", "Runner", "lays out", "compose"),
     ("Runner", "Model", "forward", "DecoderModel.forward"),
-    ("Runner", "Sampler", "begin", "Sampler.begin"),
+    ("Runner", "Sampler", "begin", "UnreadStep.begin"),
     ("EngineCore", "Runner", "handle.wait()", "BegunStep.wait"),
     ("Runner", "EngineCore", "token ids", ""),
     ("EngineCore", "Scheduler", "update_from_output", "SchedulerBase.update_from_output"),
