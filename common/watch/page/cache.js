@@ -33,6 +33,7 @@
       "Point at a box: its tokens, who uses it, and what comes before it. Filled: in use. Dark: matched in this step. + published, ‖ split, × evicted.",
       "指向一个方框：看它的 token、谁在用它、接在什么后面。浅色底：使用中；深色底：本步命中。＋ 发布，‖ 拆分，× 淘汰。",
     ],
+    "cache.details": ["About the block that is looked at", "所看的块"],
     "cache.tenant": ["tenant {tenant}", "租户 {tenant}"],
   });
 
@@ -45,7 +46,7 @@
       this.map = new Watch.CacheMap(view);
       this.about = h("p", {class: "cache-about"});
       this.matches = h("p", {class: "cache-matches"});
-      this.details = h("div", {class: "cache-details", tabindex: 0});
+      this.details = h("div", {class: "cache-details", tabindex: 0, role: "region"});
       root.classList.add("cache");
       root.append(this.about, this.matches, this.map.root, this.details);
     }
@@ -129,6 +130,7 @@
     }
 
     drawDetails() {
+      this.details.setAttribute("aria-label", Watch.t("cache.details"));
       const {block} = this.looked;
       const {state} = this.view;
       const box = this.map.boxOf(block);
