@@ -8,6 +8,7 @@ from pathlib import Path
 
 from common.museum.exhibit import Exhibit, Workload
 from common.museum.hall import EXHIBITS, TITLES
+from common.museum.pictures import shown_in
 from common.tools.source_patch import ROOT
 
 PAGE = ROOT / "MUSEUM.md"
@@ -60,6 +61,7 @@ def _entry(number: int, exhibit: Exhibit) -> str:
         f"```diff\n{exhibit.patch.diff()}\n```\n\n"
         f"```text\n{side_by_side(exhibit.wrong, exhibit.right)}\n```\n\n"
         f"{_to_watch(number, exhibit.watch)}\n\n"
+        f"{shown_in(exhibit)}"
         f"Caught by {tests}.\n"
     )
 

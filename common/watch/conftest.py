@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from common.watch.chromium import BrowserUnavailableError, started_browser
+from common.watch.films import FILMS, Shot, shoot
 from common.watch.page_maker import Reel, make_page
+from common.watch.workloads import Cast, load_cast
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 OpenPage = Callable[..., "Page"]
 OpenRun = Callable[..., "RunPage"]
+_CHECKS = (Path(__file__).parent / "page_checks.js").read_text(encoding="utf-8").strip()
 LIMIT_MS = 10_000  # for anything that a test waits for
 LOCALES = {"en": "en-US", "zh": "zh-CN"}
 
@@ -39,6 +42,10 @@ class RunPage:
 
     def ask(self, script: str, argument: Any = None) -> Any:
         return self.page.evaluate(script, argument)
+
+    def check(self, name: str, argument: Any = None) -> Any:
+        """What a function of `page_checks.js` finds."""
+        return self.ask(f"(argument) => ({_CHECKS})[{name!r}](argument)", argument)
 
     def press(self, *keys: str) -> None:
         for key in keys:
@@ -156,3 +163,19 @@ def _note_request(url: str, path: Path, complaints: list[str]) -> None:
     own = path.resolve().as_uri()
     if not (url.partition("#")[0] == own or url.startswith(("data:", "blob:"))):
         complaints.append(f"request: {url}")
+
+
+# -- the chapters' films
+
+
+@pytest.fixture(scope="session")
+def cast() -> Cast:
+    """What films are made with."""
+    return load_cast()
+
+
+@pytest.fixture(scope="session")
+def shots(tmp_path_factory: pytest.TempPathFactory, cast: Cast) -> dict[int, Shot]:
+    """Each chapter's film, made once."""
+    folder = tmp_path_factory.mktemp("films")
+    return {chapter: shoot(film, folder, cast) for chapter, film in FILMS.items()}

@@ -115,27 +115,29 @@ _ALL = (
         labels=(("static", "静态"), ("continuous", "连续")),
         facts=film_facts.static_and_continuous,
         caption=(
-            "{num_requests} requests, {num_seats} seats (max_num_seqs). {ended} ends in step {end}. In the "
-            "static batch its seat stays empty until {longest}, the longest, has ended too: "
-            "{newcomer} begins in step {late}. In the continuous batch {newcomer} begins in step "
-            "{joined}, and all is over after {continuous_steps} steps instead of {static_steps}.",
-            "{num_requests} 个请求，{num_seats} 个席位（max_num_seqs）。{ended} 在第 {end} 步结束。静态批处理中，"
-            "它的席位一直空着，要等最长的 {longest} 也结束，{newcomer} 到第 {late} 步才开始。连续"
-            "批处理中，{newcomer} 在第 {joined} 步就开始，全部只用 {continuous_steps} 步，而不是 "
-            "{static_steps} 步。",
+            "{num_requests} requests, {num_seats} seats (max_num_seqs). {ended} ends in step "
+            "{end}. In the static batch its seat stays empty until {longest}, the longest, has "
+            "ended too: {newcomer} begins in step {late}. In the continuous batch {newcomer} "
+            "begins in step {joined}, and all is over after {continuous_steps} steps instead of "
+            "{static_steps}.",
+            "{num_requests} 个请求，至多 {num_seats} 个同时运行（max_num_seqs）。{ended} 在第 "
+            "{end} 步结束。静态批处理中，它的位置一直空着，要等最长的 {longest} 也结束，"
+            "{newcomer} 到第 {late} 步才开始。连续批处理中，{newcomer} 在第 {joined} 步就开始，"
+            "全部只用 {continuous_steps} 步，而不是 {static_steps} 步。",
         ),
         note=(
-            "The static run is this engine with one rule more: nobody joins those who run. Rows "
-            "of requests that have ended are not computed here; a padded batch computes them too.",
-            "静态的一边是同一个引擎加上一条规则：有请求在运行时，谁也不能加入。已结束请求的行在这"
-            "里不再计算；补齐的批处理连它们也要计算。",
+            "The static run is this engine with one rule more: nobody joins those who run (“held "
+            "back” in the picture). Rows of requests that have ended are not computed here; a "
+            "padded batch computes them too.",
+            "静态的一边是同一个引擎加上一条规则：有请求在运行时，谁也不能加入（图中的“受限”）。已结束"
+            "请求的行在这里不再计算；补齐的批处理连它们也要计算。",
         ),
         moments=(
             Moment(
                 "joined",
                 (
                     "a seat is free; static: nobody may join, continuous: {newcomer} joins",
-                    "空出一个席位；静态：谁也不能加入，连续：{newcomer} 加入",
+                    "空出一个位置；静态：谁也不能加入，连续：{newcomer} 加入",
                 ),
                 "newcomer",
                 (("grid", 252),),
@@ -186,7 +188,7 @@ _ALL = (
     ChapterFilm(
         chapter=3,
         folder="03_prefix_cache",
-        title=("a shared beginning, a split, an eviction", "共享前缀、节点分裂与驱逐"),
+        title=("a shared beginning, a split, an eviction", "共享前缀、节点拆分与淘汰"),
         scripts=(film_scripts.PREFIXES,),
         facts=film_facts.shared_prefix,
         caption=(
@@ -197,7 +199,7 @@ _ALL = (
             "step {back}.",
             "{b} 的开头和 {a} 一样。第 {step} 步，它在缓存里找到 {a} 的 {num_trunk} 个块，只需计算 "
             "{num_computed} 个 token，而不是 {num_prompt} 个；两者在块 {last} 之后不同，节点就在"
-            "那里分裂。显存不够时，被驱逐的是只属于 {a} 的末尾：{gone_zh}。共享的块留了下来，{c} "
+            "那里拆分。内存不够时，被淘汰的是只属于 {a} 的末尾：{gone_zh}。共享的块留了下来，{c} "
             "在第 {back} 步找到全部 {num_trunk} 个。",
         ),
         moments=(
@@ -205,7 +207,7 @@ _ALL = (
                 "step",
                 (
                     "{b} finds {num_trunk} blocks; the node is split in front of block {cut}",
-                    "{b} 找到 {num_trunk} 个块；节点在块 {cut} 之前分裂",
+                    "{b} 找到 {num_trunk} 个块；节点在块 {cut} 之前拆分",
                 ),
                 "b",
                 (("cache", 255),),
@@ -214,7 +216,7 @@ _ALL = (
                 "late",
                 (
                     "the last block that only {a} had is evicted, the shared ones stay",
-                    "只属于 {a} 的最后一个块被驱逐，共享的块留下",
+                    "只属于 {a} 的最后一个块被淘汰，共享的块留下",
                 ),
                 None,
                 (("cache", 320),),
@@ -229,7 +231,7 @@ _ALL = (
     ChapterFilm(
         chapter=4,
         folder="04_scheduler",
-        title=("memory runs out: preemption and return", "显存用完：抢占与恢复"),
+        title=("memory runs out: preemption and return", "内存用完：抢占与恢复"),
         scripts=(film_scripts.SCARCE,),
         facts=film_facts.preemption_and_return,
         caption=(
@@ -295,7 +297,7 @@ _ALL = (
     ChapterFilm(
         chapter=6,
         folder="06_chunked_prefill",
-        title=("a long prompt, whole and in pieces", "长提示：整段与分块"),
+        title=("a long prompt, whole and in pieces", "长提示词：整段与分块"),
         scripts=(film_scripts.WHOLE, film_scripts.PIECES),
         labels=(("whole", "整段"), ("in pieces", "分块")),
         facts=film_facts.long_prompt,

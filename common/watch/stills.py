@@ -1,13 +1,15 @@
 """Still pictures of the films, for the chapters' texts: the scenes of a decisive step, cut out of
 the page as the browser draws it.
 
-    python -m common.watch --stills        all six: NN_*/figures/film.png, and the captions
+    python -m common.watch --stills        all six: NN_*/figures/film.png, and the captions; and
+                                           some exhibits of the museum: common/museum/figures
 
 The caption in a chapter's text, and in its notebook's script, is written with the picture, from the
 same film (`film_captions.py`). What varies from run to run, the clock, is in no picture."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import tempfile
 from collections.abc import Sequence
@@ -16,6 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.watch.chromium import BrowserUnavailableError, started_browser
+from common.watch.film_captions import write_captions
+from common.watch.films import FILMS, Shot, page_of, shoot
+from common.watch.workloads import Cast, load_cast
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -58,7 +63,8 @@ _TITLE = """() => {
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A place in a page, and the scenes to be seen there, each with its height in pixels."""
+    """A place in a page ("": where it opens), and the scenes to be seen there, each with its height
+    in pixels."""
 
     address: str
     heading: str
@@ -93,7 +99,7 @@ def photograph(browser: Browser, page_path: Path, views: Sequence[View], width: 
 def _shot(page: Page, path: Path, view: View) -> bytes:
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
-    page.goto(f"{path.resolve().as_uri()}#{view.address}")
+    page.goto(path.resolve().as_uri() + (f"#{view.address}" if view.address else ""))
     page.wait_for_selector("html[data-ready]", state="attached")
     page.add_style_tag(content=_STYLE)
     page.evaluate(_PREPARE, [list(view.scenes), view.heading])
@@ -105,31 +111,54 @@ def _shot(page: Page, path: Path, view: View) -> bytes:
     return picture
 
 
-def make_stills() -> None:
-    """Of every chapter. Raises `ValueError` with what to install where there is no browser."""
-    from common.watch.film_captions import write_captions
-    from common.watch.films import FILMS, page_of, shoot
-    from common.watch.workloads import load_cast
+def take_still(browser: Browser, shot: Shot, folder: Path) -> Any:
+    """The picture of a film, by its moments that are for one. The page is left in `folder`."""
+    page = folder / f"film_{shot.film.chapter}.html"
+    page.write_text(page_of(shot, language=0), encoding="utf-8")
+    views = [
+        View(
+            shot.address(moment),
+            f"Step {shot.step(moment)}: {shot.say(moment.words)[0]}",
+            moment.still,
+        )
+        for moment in shot.film.moments
+        if moment.still
+    ]
+    return photograph(browser, page, views)
 
-    cast = load_cast()
+
+def make_stills(cast: Cast | None = None) -> None:
+    """Of every chapter. Raises `ValueError` with what to install where there is no browser."""
     try:
         with started_browser() as browser, tempfile.TemporaryDirectory() as folder:
+            cast = cast or load_cast()
             for film in FILMS.values():
                 shot = shoot(film, Path(folder), cast)
-                page = Path(folder) / f"film_{film.chapter}.html"
-                page.write_text(page_of(shot, language=0), encoding="utf-8")
-                views = [
-                    View(
-                        shot.address(moment),
-                        f"Step {shot.step(moment)}: {shot.say(moment.words)[0]}",
-                        moment.still,
-                    )
-                    for moment in film.moments
-                    if moment.still
-                ]
                 target = ROOT / film.folder / "figures" / "film.png"
-                photograph(browser, page, views).save(target, optimize=True)
+                take_still(browser, shot, Path(folder)).save(target, optimize=True)
                 write_captions(shot, ROOT)
                 print(f"{target.relative_to(ROOT)}: {target.stat().st_size / 1e3:.0f} kB")
+            for path in take_exhibits(browser, Path(folder)):
+                print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1e3:.0f} kB")
     except BrowserUnavailableError as error:
         raise ValueError(f"stills are drawn by a browser: {error}") from None
+
+
+def take_exhibits(browser: Browser, folder: Path) -> list[Path]:
+    """Of the museum: a run with the bug beside one without, where they part. What was drawn."""
+    from common.museum import pictures
+    from common.museum.hall import EXHIBITS
+    from common.museum.museum_command import watch
+
+    drawn = []
+    for number, exhibit in enumerate(EXHIBITS, 1):
+        if (scenes := pictures.SCENES.get(exhibit.title)) is None:
+            continue
+        page = folder / f"exhibit_{number}.html"
+        with contextlib.redirect_stdout(io.StringIO()):
+            watch(number, exhibit, page)
+        path = pictures.picture_of(exhibit)
+        path.parent.mkdir(exist_ok=True)
+        photograph(browser, page, [View("", exhibit.title, scenes)]).save(path, optimize=True)
+        drawn.append(path)
+    return drawn

@@ -12,26 +12,15 @@ from common.events.film import Film
 from common.tests.film_answers import Answers
 from common.watch import film_facts, film_scripts
 from common.watch.film_facts import NotShown
-from common.watch.films import FILMS, Shot, page_of, shoot
-from common.watch.workloads import Cast, Script, load_cast, perform
+from common.watch.films import FILMS, Shot, page_of
+from common.watch.workloads import Cast, Script, perform
 
 CHAPTERS = pytest.mark.parametrize("chapter", FILMS)
 
 
 @pytest.fixture(scope="module")
-def cast() -> Cast:
-    return load_cast()
-
-
-@pytest.fixture(scope="module")
 def answers(cast: Cast) -> Answers:
     return Answers(cast.tokenizer)
-
-
-@pytest.fixture(scope="module")
-def shots(tmp_path_factory: pytest.TempPathFactory, cast: Cast) -> dict[int, Shot]:
-    folder = tmp_path_factory.mktemp("films")
-    return {chapter: shoot(film, folder, cast) for chapter, film in FILMS.items()}
 
 
 def films_of(shot: Shot) -> list[Film]:

@@ -13,12 +13,7 @@ from common.events.event_kinds import Cut, Evicted, Matched, Planned, Preempted,
 from common.events.film import Film
 from common.tests.film_answers import Answers
 from common.watch import workloads
-from common.watch.workloads import DEFAULT, Cast, Script, Visit, default_run, load_cast, perform
-
-
-@pytest.fixture(scope="module")
-def cast() -> Cast:
-    return load_cast()
+from common.watch.workloads import DEFAULT, Cast, Script, Visit, default_run, perform
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +126,8 @@ def test_two_films_differ_in_times_only(path: Path, cast: Cast, tmp_path: Path) 
 
 # -- scripts
 
+SMALL = {"num_blocks": 9}
+
 
 @pytest.fixture
 def play(cast: Cast, tmp_path: Path) -> Callable[[Script], Film]:
@@ -145,7 +142,7 @@ def test_nobody_joins_a_static_batch(play: Callable[[Script], Film]) -> None:
     visits = tuple(
         Visit(name, 0, "def f(x):", length) for name, length in zip("abcd", (2, 6, 3, 4))
     )
-    film = play(Script(visits, {"max_num_seqs": 2}, is_static=True))
+    film = play(Script(visits, {"max_num_seqs": 2, "num_blocks": 9}, is_static=True))
     admitted = [
         (part.number, event.request)
         for part in film.steps()
@@ -159,7 +156,7 @@ def test_nobody_joins_a_static_batch(play: Callable[[Script], Film]) -> None:
 
 
 def test_somebody_may_come_when_nobody_is_there(play: Callable[[Script], Film]) -> None:
-    film = play(Script((Visit("a", 0, "def", 2), Visit("b", 9, "class", 2))))
+    film = play(Script((Visit("a", 0, "def", 2), Visit("b", 9, "class", 2)), SMALL))
     assert film.num_steps == 4
     assert {r.finish_reason for r in film.last_state().requests.values()} == {"length"}
 
@@ -169,4 +166,4 @@ def test_a_script_that_does_not_end_is_an_error(
 ) -> None:
     monkeypatch.setattr(workloads, "MAX_STEPS", 3)
     with pytest.raises(RuntimeError, match="has not ended after 3 steps"):
-        play(Script((Visit("a", 0, "def", 9),)))
+        play(Script((Visit("a", 0, "def", 9),), SMALL))

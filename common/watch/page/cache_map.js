@@ -21,7 +21,8 @@
     listen() {
       const {root} = this;
       new ResizeObserver(() => Watch.redraw()).observe(root);
-      root.addEventListener("scroll", () => this.paint());
+      // A window that shrinks scrolls, too, before it is drawn: its boxes are those of another step.
+      root.addEventListener("scroll", () => this.step === this.view.step && this.paint());
       root.addEventListener("pointermove", (event) => this.point(this.blockAt(event)));
       root.addEventListener("pointerleave", () => this.point(null));
       root.addEventListener("click", (event) => {

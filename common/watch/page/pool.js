@@ -11,7 +11,6 @@
       "{held} in use · {idle} cached, unused · {free} free · of {all}",
       "使用中 {held} · 已缓存未用 {idle} · 空闲 {free} · 共 {all}",
     ],
-    "pool.about": ["About the block or request that is looked at", "所看的块或请求"],
     "pool.next_taken": ["next taken", "将取用"],
     "pool.next_evicted": ["next evicted", "将淘汰"],
     "pool.none": ["none", "无"],
@@ -21,6 +20,7 @@
     "pool.was.freed": ["freed", "释放"],
     "pool.was.evicted": ["evicted", "淘汰"],
     "pool.was.loaded": ["loaded", "加载"],
+    "pool.details": ["What is pointed at", "所指之处的详情"],
     "pool.this_step": ["This step", "本步"],
   });
 
@@ -68,7 +68,7 @@
       this.orders = h("div", {class: "pool-orders"});
       this.details = h("div", {class: "pool-details"});
       this.details.tabIndex = 0; // it scrolls
-      this.details.setAttribute("role", "region");
+      this.details.setAttribute("role", "group");
       this.root.append(this.counts, this.cells, this.changes, this.orders, this.details);
       this.painter = Watch.poolPainter(this.cells, this.view.film.run.num_blocks);
       this.listen();
@@ -124,7 +124,7 @@
       const details = Watch.poolDetails(view, facts, looked);
       this.details.replaceChildren(...details);
       this.cells.setAttribute("aria-label", Watch.t("pool.cells"));
-      this.details.setAttribute("aria-label", Watch.t("pool.about"));
+      this.details.setAttribute("aria-label", Watch.t("pool.details"));
       const active = this.cursor() === null ? "" : this.painter.active(this.cursor());
       this.cells.setAttribute("aria-activedescendant", active);
     }

@@ -99,8 +99,8 @@
     constructor(root, view) {
       this.view = view;
       this.unfolded = new Set(); // groups, and "all" for the list of them
-      this.list = h("div", {class: "words-list", tabindex: 0, role: "region"});
-      this.tokens = h("div", {class: "words-tokens", tabindex: 0, role: "region"});
+      this.list = h("div", {class: "words-list", tabindex: 0, role: "group"});
+      this.tokens = h("div", {class: "words-tokens", tabindex: 0, role: "group"});
       root.classList.add("words");
       root.append(this.list, this.tokens);
     }
