@@ -346,6 +346,7 @@ IN_A_CHECKOUT_ONLY = (  # what measures, trains, draws or counts this repository
     "common/tools/source_patch.py",
     "common/tools/translation.py",
     "common/tools/worked_steps.py",
+    "common/watch/",
 )
 
 

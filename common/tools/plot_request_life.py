@@ -29,7 +29,7 @@ CALLS = [
     ("Runner", "Runner", "lays out", "compose"),
     ("Runner", "Model", "forward", "DecoderModel.forward"),
     ("Runner", "Sampler", "begin", "UnreadStep.begin"),
-    ("EngineCore", "Runner", "handle.wait()", "BegunStep.wait"),
+    ("EngineCore", "Runner", "handle.wait()", "UnreadStep.wait"),
     ("Runner", "EngineCore", "token ids", ""),
     ("EngineCore", "Scheduler", "update_from_output", "SchedulerBase.update_from_output"),
     ("LLMEngine", "LLMEngine", "process", "OutputProcessor.process"),

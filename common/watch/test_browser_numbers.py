@@ -1,5 +1,5 @@
-"""What the page says is what the film says: the bars, the queue, the clock, the cells of the grid. And
-a run of 200 requests and 2,000 steps is shown by a page that does not grow with it."""
+"""What the page says is what the film says: bars, queue, clock, cells of the grid. And a page does
+not grow with its run: 200 requests and 2,000 steps."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ def check_queue(run: RunPage, film: Film, facts: dict[str, Any]) -> None:
     sums = {kind: sum(c.num_tokens for c in facts["cells"] if c.kind == kind) for kind in KINDS}
     used, budget = sum(sums.values()), film.run.max_num_batched_tokens
     assert numbers(run.text(".bar-sum")) == [used, budget, budget - used]
-    said = dict(
-        re.fullmatch(r"\S?\s*(\D+?) (\d+)", text).groups() for text in run.texts(".bar-key span")
-    )
+    keys = (re.fullmatch(r"\S?\s*(\D+?) (\d+)", text) for text in run.texts(".bar-key span"))
+    said = {key[1]: key[2] for key in keys if key is not None}
     assert said == {kind: str(num) for kind, num in sums.items() if num}
     waiting, running = run.texts(".queue-list h3")
     assert numbers(waiting)[0] == len(facts["waits"])
@@ -54,7 +53,8 @@ def check_queue(run: RunPage, film: Film, facts: dict[str, Any]) -> None:
     ]
     rows = run.ask(
         """() => [...document.querySelectorAll(".queue-list")].map((list) =>
-            [...list.querySelectorAll("button")].map((b) => [b.dataset.request, b.title, b.innerText]))"""
+            [...list.querySelectorAll("button")].map(
+                (button) => [button.dataset.request, button.title, button.innerText]))"""
     )
     assert [row[0] for row in rows[0]] == list(facts["waits"])
     for name, title, _ in rows[0]:
@@ -95,35 +95,10 @@ def test_bars_queue_and_clock_say_what_the_film_says(
         assert numbers(run.text(".pool-counts"))[:3] == [held, idle, free]
 
 
-# How much of each cell at (row, step) has a colour: read from the canvas. What is measured here as
-# in grid.js: the head, the gutter with the labels, cells of one size.
-_SHARES = """(cells) => {
-    const [canvas, box, space] = [".grid-box canvas", ".grid-box", ".grid-space"]
-        .map((name) => document.querySelector(name));
-    const copy = new OffscreenCanvas(canvas.width, canvas.height);
-    const pen = copy.getContext("2d", {willReadFrequently: true});
-    pen.drawImage(canvas, 0, 0);
-    const ids = Watch.store.films[0].requests.map(({id}) => id);
-    const gutter = Math.min(110, 34 + 8 * Math.max(3, ...ids.map((id) => Watch.label(id).length)));
-    const height = (parseFloat(space.style.height) - 19) / ids.length;
-    const width = (parseFloat(space.style.width) - gutter - 4) / Watch.numSteps();
-    return cells.map(([row, step, colour]) => {
-        const [x, y] = [gutter + step * width - box.scrollLeft, 17 + row * height - box.scrollTop];
-        const {data} = pen.getImageData(...[x, y, width, height].map((n) => n * devicePixelRatio));
-        const want = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
-        let same = 0;
-        for (let i = 0; i < data.length; i += 4) {
-            same += want.every((part, channel) => Math.abs(part - data[i + channel]) < 12);
-        }
-        return same / (data.length / 4);
-    });
-}"""
-
-
 def test_the_cells_of_the_grid_have_the_colours_of_their_kinds(
     open_run: OpenRun, default_run_text: str
 ) -> None:
-    """Much of a cell that is all of one kind has its colour, and next to nothing of one that waits."""
+    """Much of a cell of one kind has its colour, and next to nothing of one that waits."""
     film, run = film_of(default_run_text), open_run(default_run_text)
     colour = "(name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim()"
     variables = {"prompt": "--prompt", "decode": "--decode", "recomputed": "--preempted"}
@@ -143,8 +118,8 @@ def test_the_cells_of_the_grid_have_the_colours_of_their_kinds(
             empty += [(names.index(name), step, c) for c in wanted.values()]
     assert {cell[2] for cell in filled} == set(wanted.values())
     assert len(filled) > 50 and len(empty) > 50
-    assert min(run.ask(_SHARES, filled)) > 0.2
-    assert max(run.ask(_SHARES, empty)) < 0.05
+    assert min(run.check("shares", filled)) > 0.2
+    assert max(run.check("shares", empty)) < 0.05
 
 
 # -- a run of the size that the page is made for

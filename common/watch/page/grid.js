@@ -140,17 +140,22 @@
 
     point(event) {
       const at = event && this.placeOf(event);
-      this.tip.hidden = at === null;
-      if (at === null) {
-        if (store.hover?.request) Watch.set({hover: {}});
-        return;
+      this.isPointed = at !== null;
+      if (at !== null) this.showTip(Watch.cellWords(this.view.film, at.id, at.step), at.x, at.y);
+      else this.tip.hidden = true;
+      if (at === null && store.hover?.request) Watch.set({hover: {}});
+      if (at !== null && store.hover?.request !== at.id) {
+        Watch.set({hover: {request: at.id, film: this.view.index}});
       }
-      this.tip.textContent = Watch.cellWords(this.view.film, at.id, at.step);
-      const left = Math.min(at.x + 12, this.width - this.tip.offsetWidth - 4);
-      const below = at.y + 18 + this.tip.offsetHeight < this.height;
-      this.tip.style.left = `${Math.max(0, left)}px`;
-      this.tip.style.top = `${below ? at.y + 18 : at.y - this.tip.offsetHeight - 8}px`;
-      if (store.hover?.request !== at.id) Watch.set({hover: {request: at.id, film: this.view.index}});
+    }
+
+    // Beside a place of the box, and always inside of the scene.
+    showTip(words, x, y) {
+      this.tip.hidden = false;
+      Watch.say(this.tip, words);
+      const {offsetWidth: width, offsetHeight: height} = this.tip;
+      this.tip.style.left = `${Math.max(0, Math.min(x + 12, this.width - width - 4))}px`;
+      this.tip.style.top = `${y + 18 + height < this.height ? y + 18 : y - height - 8}px`;
     }
 
     cursorRow() {
@@ -162,7 +167,7 @@
       const down = {ArrowDown: 1, ArrowUp: -1, PageDown: 10, PageUp: -10}[event.key];
       if (down === undefined || event.ctrlKey || event.altKey || event.metaKey) return;
       event.preventDefault();
-      const from = store.request === null ? -Math.sign(down) * (down > 0 ? 1 : 0) : this.cursorRow();
+      const from = store.request === null && down > 0 ? -1 : this.cursorRow(); // the first, at first
       const row = Math.min(this.rows.length - 1, Math.max(0, from + down));
       Watch.set({request: this.rows[row]});
     }
@@ -171,6 +176,15 @@
       const isHere = document.activeElement === this.box && !store.playing && store.step >= 0;
       const words = isHere ? Watch.cellWords(this.view.film, this.rows[this.cursorRow()], store.step) : "";
       Watch.say(this.spoken, words);
+      if (this.isPointed) return;
+      if (!isHere || !this.box.matches(":focus-visible")) this.tip.hidden = true;
+      else this.showTip(words, ...this.cursorPlace());
+    }
+
+    // The middle of the cursor's cell, in the box.
+    cursorPlace() {
+      return [this.gutter + (store.step + 0.5) * this.cell - this.scroll.left,
+        HEAD + (this.cursorRow() + 0.5) * this.row - this.scroll.top];
     }
   }
 

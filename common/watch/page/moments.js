@@ -4,6 +4,7 @@
 (() => {
   const {store, h} = Watch;
   Watch.words({
+    "moment.begun": ["{request} begins", "{request} 开始运行"],
     "moment.preempted": ["{request} was preempted", "{request} 被抢占"],
     "moment.returned": ["{request} came back", "{request} 回来了"],
     "moment.evicted": ["blocks were evicted", "有块被淘汰"],
@@ -29,13 +30,23 @@
     return moments.map(({step, says}) => ({step, says: says.filter(isRare)}));
   }
 
-  // [{step, says: [[key, values]]}], in order.
+  // [{step, says: [[key, values]]}], in order. Where nothing else happens, somebody comes or goes.
   function momentsOf(film) {
     const preempted = new Set();
-    const found = film.steps.map((step) => ({step: step.number, says: step.events.flatMap(
-      (event) => sayings(event, preempted))}));
+    const rare = find(film, (event) => sayings(event, preempted));
+    return rare.length ? rare : find(film, comings);
+  }
+
+  function find(film, say) {
+    const found = film.steps.map(({number, events}) => ({step: number, says: events.flatMap(say)}));
     if (film.contradiction) found[film.contradiction.step].says.push(["wrong", {}]);
     return withoutCommon(found, film.numSteps).filter(({says}) => says.length > 0);
+  }
+
+  function comings(event) {
+    const request = Watch.name(event.request ?? "");
+    if (event.kind === "admitted") return [["begun", {request}]];
+    return event.kind === "finished" ? [["ended", {request, reason: event.reason}]] : [];
   }
 
   function sayings(event, preempted) {
