@@ -20,7 +20,7 @@ import os
 import tempfile
 import textwrap
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -186,7 +186,10 @@ def _explained(task: Task, swap: ModuleSwap, run: TestRun, limit_s: float) -> Ve
     ours = probed_text(task, task.source())
     mistake = None
     if said != ours:
-        mistake = recognised(task, said, ours, limit_s)
+        # If it does not end: to see that of the others would take as long again.
+        others_s = min(limit_s, 2.0) if said == NEVER_ENDS else limit_s
+        others = [probed_text(task, task.with_mistake(m), others_s) for m in task.mistakes]
+        mistake = recognised(task, said, ours, others)
         yours = f"With your lines it says:\n\n{_shown(said)}"
         parts.append(f"A small example, as it should be:\n\n{_shown(ours)}\n\n{yours}")
     if mistake is not None:
@@ -199,12 +202,9 @@ def _explained(task: Task, swap: ModuleSwap, run: TestRun, limit_s: float) -> Ve
     return Verdict(False, "\n\n".join(parts), mistake)
 
 
-def recognised(task: Task, said: str, ours: str, limit_s: float = LIMIT_S) -> Mistake | None:
-    """The typical mistake with which the probe says this. Else the only one with which it says the
-    same in the first line that is not as ours."""
-    if said == NEVER_ENDS:  # to see it of the others would take as long again
-        limit_s = min(limit_s, 2.0)
-    others = [probed_text(task, task.with_mistake(m), limit_s) for m in task.mistakes]
+def recognised(task: Task, said: str, ours: str, others: Sequence[str]) -> Mistake | None:
+    """The typical mistake with which the probe says this; `others` is what it says with each. Else
+    the only one with which it says the same in the first line that is not as ours."""
     same = [m for m, other in zip(task.mistakes, others, strict=True) if other == said]
     alike = [
         mistake

@@ -59,11 +59,11 @@ def test_a_probes_words_lead_to_the_mistake_and_others_to_none() -> None:
     ours = probed_text(task, task.source())
     said = [probed_text(task, task.with_mistake(mistake)) for mistake in task.mistakes]
     for words, mistake in zip(said, task.mistakes, strict=True):
-        assert recognised(task, words, ours) is mistake
-    assert recognised(task, "something else", ours) is None
+        assert recognised(task, words, ours, said) is mistake
+    assert recognised(task, "something else", ours, said) is None
     # Two mistakes at once: the first line that differs is one's alone.
-    first, *rest = said[0].splitlines()
-    assert recognised(task, "\n".join([first, *["x" for _ in rest]]), ours) is task.mistakes[0]
+    both = "\n".join([said[0].splitlines()[0], "and all else is another's"])
+    assert recognised(task, both, ours, said) is task.mistakes[0]
 
 
 # -- what a reader may do
