@@ -4,9 +4,9 @@ PyTorch's fused attention does not use the processor's bfloat16 multiplication w
 matrix product does. So the scores of a tile of queries are written down, which a GPU would avoid:
 
     query tile     keys seen by it
-     0-63          |  0 ... 63 |                             the last square of a tile is masked,
-    64-127         |  0 ............ 127 |                   what lies behind it is not multiplied
-    128-150        |  0 ...................... 150 |
+     0-95          |  0 ... 95 |                             the last square of a tile is masked,
+    96-191         |  0 ............ 191 |                   what lies behind it is not multiplied
+    192-250        |  0 ...................... 250 |
 
 Query heads that share keys are rows of one product. Scores, and weights after the softmax, are
 rounded to bfloat16, as in the "eager" attention of `transformers`; sums are in float32.
@@ -19,7 +19,7 @@ import math
 
 import torch
 
-QUERY_TILE = 64
+QUERY_TILE = 96
 MAX_KEYS = 4096  # the scores of a tile and 8 KV heads are then 16 MiB
 # Multiplied in bfloat16; elsewhere PyTorch's fused attention is as fast.
 DTYPE = torch.bfloat16

@@ -157,6 +157,29 @@ def test_counts_made_in_inference_mode_are_brought_up_to_date_outside_of_it() ->
     check(counts, rows, [0], {0: [3]})
 
 
+def test_a_step_that_was_staged_and_never_computed_has_counted_nothing() -> None:
+    counts, rows = TokenCounts(), Rows(2)
+    rows.admit(0, [1], [2])
+    check(counts, rows, [0], {})
+    rows.outputs[0].append(3)
+    counts.stage(rows.batch([0], {}), Cargo(CPU), VOCAB)
+    check(counts, rows, [0], {})
+
+
+def test_what_was_staged_first_stays_right_when_the_table_grows() -> None:
+    """Two parts of a batch, one with rows that nobody has asked for so far."""
+    counts, rows, cargo = TokenCounts(), Rows(3), Cargo(CPU)
+    for row in range(3):
+        rows.admit(row, [row], [5, row])
+    check(counts, rows, [0], {})
+    rows.outputs[0].append(7)
+    parts = [rows.batch([0], {}), rows.batch([1, 2], {})]
+    staged = [counts.stage(part, cargo, VOCAB) for part in parts]
+    cargo.send()
+    found = [count()[1].tolist() for count in staged]
+    assert found == [[recount([5, 0, 7])], [recount([5, 1]), recount([5, 2])]]
+
+
 class Watched(np.ndarray):
     """Counts the tokens that are read of it."""
 

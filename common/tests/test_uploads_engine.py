@@ -67,7 +67,7 @@ class Counted:
     to the device, and whether guesses were made."""
 
     def __init__(self, runner: Any, device: PretendDevice) -> None:
-        self.runner, self.device, self.steps = runner, device, []
+        self.runner, self.device, self.steps, self.num_drafts = runner, device, [], 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
@@ -78,6 +78,7 @@ class Counted:
         if not plan.is_empty:
             has_guessed = isinstance(handle, FinishedStep) and bool(handle.output.draft_token_ids)
             self.steps.append((self.device.uploads - before, has_guessed))
+            self.num_drafts += sum(map(len, plan.scheduled_draft_token_ids.values()))
         return handle
 
 
@@ -97,7 +98,7 @@ WAYS: dict[str, dict] = {
     "plain": {},
     "in chunks": {"chunked_prefill": 3},
     "overlap": {"overlap_scheduling": True},
-    "n-gram": {"speculative": {"method": "ngram", **GUESSES}},
+    "n-gram": {"speculative": {"method": "ngram", "min_ngram": 1, **GUESSES}},
     "draft model": {"speculative": {"method": "draft", **GUESSES}},
 }
 
@@ -121,6 +122,8 @@ def test_one_copy_a_step(way: str, kind: str, random_loaded, monkeypatch) -> Non
             proposer.model = OnDevice(proposer.model, device)
         counted = engine.core.runner = Counted(engine.core.runner, device)
         assert said(engine, BATCHES[kind]) == expected
+    if way == "draft model" or (way, kind) == ("n-gram", "mixed"):
+        assert counted.num_drafts > 0, "the test is of verification"
     drafting = sum(has_guessed for _, has_guessed in counted.steps) if draft is not None else 0
     assert (drafting > 0) == (draft is not None)
     for uploads, has_guessed in counted.steps:
