@@ -339,6 +339,7 @@ IN_A_CHECKOUT_ONLY = (  # what measures, trains, draws or counts this repository
     "common/tools/palette.py",
     "common/tools/path.py",
     "common/tools/source_patch.py",
+    "common/watch/",
 )
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 OpenPage = Callable[..., "Page"]
 OpenRun = Callable[..., "RunPage"]
+_CHECKS = (Path(__file__).parent / "page_checks.js").read_text(encoding="utf-8").strip()
 LIMIT_MS = 10_000  # for anything that a test waits for
 LOCALES = {"en": "en-US", "zh": "zh-CN"}
 
@@ -41,6 +42,10 @@ class RunPage:
 
     def ask(self, script: str, argument: Any = None) -> Any:
         return self.page.evaluate(script, argument)
+
+    def check(self, name: str, argument: Any = None) -> Any:
+        """What a function of `page_checks.js` finds."""
+        return self.ask(f"(argument) => ({_CHECKS})[{name!r}](argument)", argument)
 
     def press(self, *keys: str) -> None:
         for key in keys:

@@ -33,9 +33,9 @@ SCRIPTS = (
     *("shell.js", "moments.js", "files.js", "event_words.js", "compare.js", "caption.js"),
     *("help.js", "keys.js", "token_text.js", "block_facts.js", "source_view.js"),
     *("grid_marks.js", "grid_words.js", "grid_paint.js", "grid_legend.js", "grid.js"),
-    *("words_sentences.js", "words_tokens.js", "words.js"),
-    *("pool_details.js", "pool_painters.js", "pool.js"),
-    *("cache_layout.js", "cache_boxes.js", "cache.js"),
+    *("sentence_words.js", "words_sentences.js", "words_tokens.js", "words.js"),
+    *("pool_details.js", "pool_looks.js", "pool_painters.js", "pool.js"),
+    *("cache_layout.js", "cache_boxes.js", "cache_map.js", "cache.js"),
     *("queue.js", "clock.js"),
     "start.js",
 )

@@ -1,5 +1,5 @@
-"""Runs for the browser tests of the pool, the prefix cache and the step in words: small, with one of
-everything that these have to show. And what a test reads off a page."""
+"""Runs for the browser tests of the pool, the prefix cache and the step in words: small, with all
+that these have to show. And what such a test does with a page."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.engine import LLMEngine
+from common.engine_config import EngineConfig
 from common.events.film import Film, State, StepEvents
 from common.watch.page_maker import make_page
 from common.watch.watch_command import read_reel
 from common.watch.workloads import Cast, Script, Visit, load_cast, perform
+from request import SamplingParams
 from tiered_cache import KVTierConfig
 
 if TYPE_CHECKING:
@@ -40,8 +43,8 @@ _SMALL: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 48}
 _CROWDED: dict[str, Any] = {"block_size": 4, "num_blocks": 36, "max_num_batched_tokens": 40}
 
 SCRIPTS = {
-    "radix": Script(_SHARED, {**_SMALL, "num_blocks": 44, "prefix_cache": "radix"}),
-    "hash": Script(_SHARED, {**_SMALL, "num_blocks": 44, "max_num_seqs": 2}),
+    "radix": Script(_SHARED, {**_SMALL, "num_blocks": 34, "prefix_cache": "radix"}),
+    "hash": Script(_SHARED, {**_SMALL, "num_blocks": 34, "max_num_seqs": 2}),
     "lpm": Script(_SHARED, {**_SMALL, "num_blocks": 40, "policy": "lpm", "max_num_seqs": 2}),
     "preempted": Script(
         _CROWD, {**_CROWDED, "prefix_cache": None, "chunked_prefill": 16, "watermark": 0.0}
@@ -104,6 +107,30 @@ def make_pages(
 def make_one(folder: Path, name: str, script: Script, cast: Cast) -> Shown:
     events, page = folder / f"{name}.jsonl", folder / f"{name}.html"
     perform(script, events, cast)
+    page.write_text(make_page([read_reel(events)]), encoding="utf-8")
+    return Shown(page, Film.read(events))
+
+
+def make_urgent(folder: Path) -> Shown:
+    """Two seats are taken, and two who are more urgent come. (A `Visit` knows no priorities.)"""
+    events, page, cast = folder / "urgent.jsonl", folder / "urgent.html", load_cast()
+    settings = {"block_size": 4, "num_blocks": 30, "max_num_seqs": 2, "policy": "priority"}
+    config = EngineConfig(**settings, device="cpu", dtype="float64", events=events)
+    engine = LLMEngine(config, loaded=cast.loaded, tokenizer=cast.tokenizer)
+
+    def come(name: str, prompt: str, priority: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=8)
+        engine.add_request(name, prompt, params, priority=priority)
+
+    come("a", CODE, 2)
+    come("b", "Hello there", 3)
+    for _ in range(3):
+        engine.step()
+    come("c", "The answer", 0)
+    come("d", "Once", 1)
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.close()
     page.write_text(make_page([read_reel(events)]), encoding="utf-8")
     return Shown(page, Film.read(events))
 

@@ -43,6 +43,9 @@ def _each(sentence: str, **places: Place) -> list[Rule]:
 
 
 _NO_ROOM = Place(_FCFS, "CachingFCFSScheduler._admit", "if num_tokens > budget or")
+_FULL = Place(_FCFS, "CachingFCFSScheduler._admit", "if len(self.running) ==")
+_NO_SEAT = Place(_PREFILL, "PrefillFirstScheduler._admit", "if len(self.running) >=")
+_ENOUGH_ADDED = Place(_PREFILL, "PrefillFirstScheduler._admit", "if result is not AddReqResult")
 _TURNED_AWAY = Place(_TWO_PHASE, "Scheduler._admit", "if outcome not in goes_on")
 
 REQUESTS = [
@@ -115,14 +118,24 @@ REASONS_TO_WAIT = [
     ),
     *_each(
         "reason:seat",
+        two_phase=Place(_TWO_PHASE, "Scheduler._try_to_admit", "if len(self.running) >="),
+        prefill_first=_NO_SEAT,
+        fcfs=_FULL,
+    ),
+    *_each(
+        "reason:seat:nobody",
         two_phase=Place(_TWO_PHASE, "Scheduler._admit", "if len(self.running) >= self.max_num"),
         prefill_first=Place(
             _PREFILL,
             "PrefillFirstScheduler.get_new_batch_prefill",
             "if self.chunked_req is None and",
         ),
-        fcfs=Place(_FCFS, "CachingFCFSScheduler._admit", "if len(self.running) =="),
+        fcfs=_FULL,
     ),
+    # Somebody was admitted, and with that it ended: it took the last seat, or somebody else's.
+    *_each("reason:seat:others", two_phase=_TURNED_AWAY, prefill_first=_NO_SEAT, fcfs=_FULL),
+    *_each("reason:budget:others", prefill_first=_ENOUGH_ADDED),
+    *_each("reason:blocks:others", prefill_first=_ENOUGH_ADDED),
     Rule(
         "reason:constraint",
         Place(_CHUNKS, "ChunkedPrefill.may_start", "if self._num_long >="),
@@ -147,7 +160,7 @@ REASONS_TO_WAIT = [
     *_each(
         "reason:enough",
         two_phase=_TURNED_AWAY,
-        prefill_first=Place(_PREFILL, "PrefillFirstScheduler._admit", "if len(self.running) >="),
+        prefill_first=_NO_SEAT,
     ),
 ]
 

@@ -3,6 +3,7 @@ matched, cut, published and evicted; and nothing moves while it lives."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 NAMES = ("hash", "radix")
+FIRST_LEFT = 10  # px: where the first column begins
 LARGE = {"width": 3600, "height": 1800}  # so that all boxes are in sight, and none is left out
 
 
@@ -188,18 +190,23 @@ def test_what_lives_stays_where_it_is(
         assert len(set(after.values())) == len(after), f"two blocks in one place, step {number}"
 
 
-def test_a_child_stands_behind_its_parent(shown: dict[str, Shown], open_page: OpenPage) -> None:
+def test_a_block_stands_as_deep_as_its_prefix_is_long(
+    shown: dict[str, Shown], open_page: OpenPage
+) -> None:
     film = shown["hash"]
     page = ready(open_page(film.page, **LARGE))
-    number = film.film.num_steps - 1
-    go(page, step=number)
-    boxes = {box["blocks"][0]: box for box in read_boxes(page) if not box["isGone"]}
-    assert len({box["top"] for box in boxes.values()}) > 2, "one lane: this proves nothing"
-    column = min(box["left"] for box in boxes.values())
-    width = next(b["left"] for b in boxes.values() if b["left"] > column) - column
-    for block in film.state(number).cached:
-        depth = len(film.state(number).prefix_of(block)) // film.run.block_size - 1
-        assert boxes[block]["left"] == column + depth * width
+    width, born = 0, Counter[int]()
+    for number in range(film.film.num_steps):
+        born.update(b for e in events_of(film, number, "published") for b in own_of(e))
+        go(page, step=number)
+        state = film.state(number)
+        boxes = {box["blocks"][0]: box for box in read_boxes(page) if not box["isGone"]}
+        for block in state.cached:
+            depth = len(state.prefix_of(block)) // film.run.block_size - 1
+            left = boxes[block]["left"] - FIRST_LEFT
+            width = width or (left if depth == 1 else 0)
+            assert left == depth * width, f"block {block} in step {number}"
+    assert max(born.values()) > 1, "no block was cached twice: this proves little"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -218,8 +225,9 @@ def test_matches_and_what_happened_are_told(
             said = page.inner_text(".cache-did[data-did=split]")
             assert str(event.block) in said
             told.add("split")
-        if events_of(film, number, "evicted"):
-            assert page.inner_text(".cache-did[data-did=evict]").startswith("evicted block")
+        if gone := [b for e in events_of(film, number, "evicted") for b in e.blocks]:
+            said = page.inner_text(".cache-did[data-did=evict]")
+            assert said.startswith("evicted") and str(gone[0]) in said
             told.add("evict")
     assert told == ({"split", "evict"} if name == "radix" else {"evict"})
 
@@ -245,7 +253,7 @@ def test_a_chosen_request_is_followed_through_the_cache(
 def test_the_keyboard_goes_along_a_chain(shown: dict[str, Shown], open_page: OpenPage) -> None:
     film = shown["hash"]
     number = 8
-    page = ready(open_page(film.page, at=f"step={number}"))
+    page = ready(open_page(film.page, at=f"step={number}&request=a"))
     cached = film.state(number).cached
     roots = [block for block, one in cached.items() if one.parent is None]
     page.focus(".cache-scroll")
@@ -268,7 +276,8 @@ def test_the_keyboard_goes_along_a_chain(shown: dict[str, Shown], open_page: Ope
     page.wait_for_timeout(50)
     assert page.evaluate("Watch.store.block") != root
     page.keyboard.press("Escape")
-    assert page.evaluate("[Watch.store.block, Watch.store.step]") == [None, number]
+    state = page.evaluate("[Watch.store.block, Watch.store.step, Watch.store.request]")
+    assert state == [None, number, "a"]
 
 
 def test_without_a_cache_a_sentence_says_so(shown: dict[str, Shown], open_page: OpenPage) -> None:

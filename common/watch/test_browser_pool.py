@@ -4,7 +4,6 @@ what is free and in which order, what a step did; and what lights up is what is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -50,11 +49,12 @@ def expected_cells(shown: Shown, number: int) -> list[dict[str, Any]]:
     idle, free = state.eviction_order(), list(state.free)
     order = {block: i for some in (free, idle) for i, block in enumerate(some[:NUM_NEXT], 1)}
     loading = {b for load in state.loads.values() if not load.has_arrived for b in load.blocks}
-    arrived = {b: n for n, x in state.loads.items() for b in x.blocks}
+    loads = {b: name for name, load in state.loads.items() for b in load.blocks}
     cells = []
     for block, refs in enumerate(state.ref_cnt):
         users = [name for name in state.running if block in state.requests[name].table]
-        whose = users[0] if users else arrived.get(block, "")
+        others = f"+{len(users) - 1}" if len(users) > 1 else ""
+        whose = f"{users[0]}{others}" if users else loads.get(block, "")
         kind = (
             "null" if block == 0 else "free" if refs == 0 else "idle" if block in idle else "held"
         )
@@ -226,7 +226,7 @@ def test_a_block_says_who_shares_it_and_what_it_holds(
 def test_the_keyboard_goes_from_block_to_block_and_steps_nothing(
     shown: dict[str, Shown], open_page: OpenPage
 ) -> None:
-    page = ready(open_page(shown["hash"].page, at="step=6"))
+    page = ready(open_page(shown["hash"].page, at="step=6&request=a"))
     page.focus(".pool-cells")
     columns = page.evaluate(
         "getComputedStyle(document.querySelector('.pool-cells'))"
@@ -238,8 +238,8 @@ def test_the_keyboard_goes_from_block_to_block_and_steps_nothing(
         ("ArrowDown", 2 + columns),
         ("ArrowLeft", 1 + columns),
         ("ArrowUp", 1),
-        ("End", 43),
-        ("ArrowRight", 43),
+        ("End", 33),
+        ("ArrowRight", 33),
         ("Home", 0),
     ]:
         page.keyboard.press(key)
@@ -249,7 +249,7 @@ def test_the_keyboard_goes_from_block_to_block_and_steps_nothing(
         assert page.get_attribute(f"#{active}", "aria-label").startswith(f"Block {block} ·")
     page.keyboard.press("Escape")
     page.wait_for_selector(".pool-cell.is-cursor", state="detached")
-    assert page.evaluate("Watch.store.step") == 6
+    assert page.evaluate("[Watch.store.step, Watch.store.request]") == [6, "a"]
 
 
 # -- few blocks and many
@@ -291,12 +291,13 @@ def middle_of(page: Page, block: int) -> tuple[float, float]:
     x, y = page.evaluate(
         """(block) => {
             const cell = document.querySelector(`.pool-cell[data-block="${block}"]`);
-            const canvas = document.querySelector(".pool-canvas");
-            const box = (cell ?? canvas).getBoundingClientRect();
+            const host = document.querySelector(".pool-cells");
+            const box = (cell ?? host.querySelector(".pool-canvas")).getBoundingClientRect();
             if (cell) return [box.left + box.width / 2, box.top + box.height / 2];
-            const {w, h, columns} = Watch.poolGrid(canvas.closest(".pool-cells").clientWidth,
-                canvas.closest(".pool-cells").clientHeight, Watch.store.films[0].run.num_blocks);
-            return [box.left + (block % columns + 0.5) * w, box.top + (Math.floor(block / columns) + 0.5) * h];
+            const num = Watch.store.films[0].run.num_blocks;
+            const {w, h, columns} = Watch.poolGrid(host.clientWidth, host.clientHeight, num);
+            const [column, row] = [block % columns, Math.floor(block / columns)];
+            return [box.left + (column + 0.5) * w, box.top + (row + 0.5) * h];
         }""",
         block,
     )
@@ -317,7 +318,8 @@ def test_a_painted_pool_has_the_colours_of_its_owners(
             const host = canvas.closest(".pool-cells");
             const num = Watch.store.films[0].run.num_blocks;
             const {w, h, columns} = Watch.poolGrid(host.clientWidth, host.clientHeight, num);
-            const {data, width} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            const pen = canvas.getContext("2d");
+            const {data, width} = pen.getImageData(0, 0, canvas.width, canvas.height);
             return Array.from({length: num}, (_, block) => {
                 const x = Math.floor((block % columns + 0.5) * w);
                 const y = Math.floor((Math.floor(block / columns) + 0.4) * h);

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from common.events.event_kinds import KINDS, REASONS
 from common.watch.conftest import OpenPage
-from common.watch.scene_runs import Shown, go, make_pages, ready, visible
+from common.watch.scene_runs import Shown, go, make_pages, make_urgent, ready, visible
 from common.watch.source_lines import ROOT
 
 if TYPE_CHECKING:
@@ -31,14 +32,19 @@ def read_sentences(page: Page, unfold: bool = True) -> list[dict[str, Any]]:
         button.click()
         page.wait_for_timeout(40)
     return page.evaluate(
-        """() => [...document.querySelectorAll(".words-list .words-group")].flatMap((group) =>
-            [...(group.querySelector("ul")?.children ?? [group])].map((item) => ({
-                group: group.dataset.group,
-                key: item.dataset.key ?? "routine",
-                text: item.textContent,
-                sources: [...item.querySelectorAll(".source-link")].map((one) => one.dataset.sentence),
-                requests: [...item.querySelectorAll(".request-chip")].map((one) => one.dataset.request),
-            })))"""
+        """() => {
+            const all = (host, selector, name) =>
+                [...host.querySelectorAll(selector)].map((one) => one.dataset[name]);
+            const groups = [...document.querySelectorAll(".words-list .words-group")];
+            return groups.flatMap((group) =>
+                [...(group.querySelector("ul")?.children ?? [group])].map((item) => ({
+                    group: group.dataset.group,
+                    key: item.dataset.key ?? "routine",
+                    text: item.textContent,
+                    sources: all(item, ".source-link", "sentence"),
+                    requests: all(item, ".request-chip", "request"),
+                })));
+        }"""
     )
 
 
@@ -118,7 +124,8 @@ def test_a_planted_lie_is_seen(shown: dict[str, Shown], open_page: OpenPage) -> 
     go(page, step=number)
     assert not differences(page, film, number)
     page.evaluate(
-        "(n) => { Watch.store.films[0].steps[n].events.find((e) => e.kind === 'planned').stop = null; }",
+        "(n) => { const {events} = Watch.store.films[0].steps[n];"
+        " events.find(({kind}) => kind === 'planned').stop = null; }",
         number,
     )
     go(page, step=number - 1)
@@ -184,6 +191,19 @@ def test_who_gets_the_blocks_of_a_preempted_request(
             else:
                 assert key == ("say.preempted.for" if takers else "say.preempted")
     assert len(seen) > 1, seen
+
+
+def test_the_urgent_take_the_seats_of_others(tmp_path: Path, open_page: OpenPage) -> None:
+    film = make_urgent(tmp_path)
+    page = ready(open_page(film.page))
+    go(page, step=3)
+    assert not differences(page, film, 3)
+    told = {(one["group"], one["key"]): one for one in read_sentences(page)}
+    lost = told["b", "say.preempted.seat"]
+    assert "c is more urgent" in lost["text"]
+    assert lost["sources"] == ["preempted:seat"]
+    assert told["", "say.queue"]["text"].startswith("the queue stands in the order d, b")
+    assert told["", "say.stop.others"]["text"].startswith("nobody else is admitted, 2 wait")
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
@@ -263,12 +283,12 @@ def check_window(page: Page, name: str) -> None:
     source = (ROOT / file).read_text(encoding="utf-8").splitlines()
     lines = page.evaluate(
         """() => [...document.querySelectorAll(".source-line")].map((one) =>
-            [Number(one.dataset.line), one.lastChild.textContent, one.classList.contains("is-it")])"""
+            [+one.dataset.line, one.lastChild.textContent, one.classList.contains("is-it")])"""
     )
     assert 5 <= len(lines) <= 15
     for number, text, _ in lines:
         assert source[number - 1].strip() == text.strip()
-    assert [number for number, _, is_it in lines if is_it][0] == line
+    assert next(number for number, _, is_it in lines if is_it) == line
 
 
 def test_the_window_is_opened_and_closed_by_keys_alone(
@@ -377,7 +397,8 @@ def test_a_piece_of_a_prompt_is_lit_where_it_was_computed(
                 continue
             go(page, step=number, request=name)
             lit = page.evaluate(
-                "[...document.querySelectorAll('.tokens-row .is-now.is-prompt')].map((t) => +t.dataset.position)"
+                "[...document.querySelectorAll('.tokens-row .is-now.is-prompt')]"
+                ".map((token) => Number(token.dataset.position))"
             )
             assert lit == list(range(start, start + num))
             num_pieces += 1

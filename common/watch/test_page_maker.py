@@ -72,7 +72,7 @@ def test_many_events_are_packed_and_the_same(monkeypatch: pytest.MonkeyPatch) ->
     [(attributes, text)] = reels_of(page)
     assert attributes["data-encoding"] == "gzip"
     assert gzip.decompress(base64.b64decode(text)).decode() == RUN
-    assert make_page([Reel("run", RUN)]) == page, "the same bytes for the same run"
+    assert base64.b64decode(text)[4:8] == bytes(4), "no time: the same bytes for the same run"
 
 
 def test_the_page_asks_nobody_for_anything() -> None:

@@ -20,15 +20,27 @@
     };
     for (const event of events) {
       if (event.kind === "published") {
-        note("published", event.kept.filter((kept, i) => kept === event.given[i]));
-        note("shared", event.kept.filter((kept, i) => kept !== event.given[i]));
-        note("freed", event.given.filter((given, i) => given !== event.kept[i]));
+        note(
+          "published",
+          event.kept.filter((kept, i) => kept === event.given[i]),
+        );
+        note(
+          "shared",
+          event.kept.filter((kept, i) => kept !== event.given[i]),
+        );
+        note(
+          "freed",
+          event.given.filter((given, i) => given !== event.kept[i]),
+        );
       } else if (CHANGES.includes(event.kind)) {
         note(event.kind, event.blocks);
       }
     }
     for (const [block, kinds] of changes) {
-      changes.set(block, CHANGES.filter((kind) => kinds.has(kind)));
+      changes.set(
+        block,
+        CHANGES.filter((kind) => kinds.has(kind)),
+      );
     }
     return changes;
   }
@@ -38,7 +50,8 @@
     const num = state.refCnt.length;
     const users = new Array(num).fill(null);
     const places = new Array(num).fill(-1); // the same in every table: a block stands for a prefix
-    for (const id of state.running) { // only who runs has a table
+    for (const id of state.running) {
+      // only who runs has a table
       state.request(id).table.forEach((block, place) => {
         (users[block] ??= []).push(id);
         places[block] = place;
@@ -56,7 +69,11 @@
     const evictable = state.evictionOrder();
     const events = view.facts?.events ?? [];
     return {
-      users, places, loading, nextTaken, evictable,
+      users,
+      places,
+      loading,
+      nextTaken,
+      evictable,
       nextEvicted: evictable.slice(0, NUM_NEXT),
       changes: changesOf(events),
       numFree: state.free.size,

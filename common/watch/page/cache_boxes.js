@@ -16,9 +16,18 @@
 
   Watch.addCacheBox = (plane, id) => {
     const part = (name) => h("span", {class: `cache-${name}`});
-    const parts = {name: part("name"), users: part("users"), text: part("text"), mark: part("mark")};
-    const element = h("div", {class: "cache-box", role: "option", id},
-      h("span", {class: "cache-top"}, parts.name, parts.users, parts.mark), parts.text);
+    const parts = {
+      name: part("name"),
+      users: part("users"),
+      text: part("text"),
+      mark: part("mark"),
+    };
+    const element = h(
+      "div",
+      {class: "cache-box", role: "option", id},
+      h("span", {class: "cache-top"}, parts.name, parts.users, parts.mark),
+      parts.text,
+    );
     element.parts = parts;
     element.line = h("span", {class: "cache-line", "aria-hidden": "true"});
     plane.append(element.line, element);
@@ -31,7 +40,11 @@
     const {blocks, lane, column} = box;
     const users = box.isGone ? 0 : view.state.refCnt[blocks[0]] - 1;
     const flags = {
-      gone: box.isGone, match: box.matched.length, new: box.numNew, split: box.isSplit, used: users > 0,
+      gone: box.isGone,
+      match: box.matched.length,
+      new: box.numNew,
+      split: box.isSplit,
+      used: users > 0,
       lit: !box.isGone && blocks.some((block) => lit.has(block)),
     };
     element.box = box;
@@ -39,7 +52,12 @@
     element.style.left = `${column * width + GAP}px`;
     element.style.top = `${lane * HEIGHT + 4}px`;
     element.style.width = `${blocks.length * width - GAP}px`;
-    element.className = ["cache-box", ...Object.keys(flags).filter((flag) => flags[flag]).map((flag) => `is-${flag}`)].join(" ");
+    element.className = [
+      "cache-box",
+      ...Object.keys(flags)
+        .filter((flag) => flags[flag])
+        .map((flag) => `is-${flag}`),
+    ].join(" ");
     element.ariaSelected = !box.isGone && blocks.includes(Watch.store.block) ? "true" : "false";
     const name = Watch.blockRanges(blocks);
     const hasRoom = blocks.length * width - GAP >= name.length * DIGIT + BESIDE;
@@ -51,10 +69,22 @@
     drawLine(element.line, box, width);
   };
 
-  const markOf = (box) => box.isGone ? "gone" : box.isSplit ? "split" : box.numNew ? "new" : box.matched.length ? "hit" : "";
+  const markOf = (box) =>
+    box.isGone
+      ? "gone"
+      : box.isSplit
+        ? "split"
+        : box.numNew
+          ? "new"
+          : box.matched.length
+            ? "hit"
+            : "";
 
-  const textOf = ({film, state}, blocks) => blocks.flatMap((block) => state.cached.get(block).tokens)
-    .map((token) => Watch.pieceOf(film, token)).join("");
+  const textOf = ({film, state}, blocks) =>
+    blocks
+      .flatMap((block) => state.cached.get(block).tokens)
+      .map((token) => Watch.pieceOf(film, token))
+      .join("");
 
   function nameOf({view, facts}, box) {
     const what = Watch.t("pool.block", {block: Watch.blockRanges(box.blocks)});

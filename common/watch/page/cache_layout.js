@@ -47,7 +47,14 @@
     begin(block, parent, number) {
       const goesOn = parent !== null && this.lanes[parent.lane].at(-1) === parent;
       const lane = goesOn ? parent.lane : this.emptyLane();
-      const life = {block, parent, lane, column: parent === null ? 0 : parent.column + 1, born: number, died: null};
+      const life = {
+        block,
+        parent,
+        lane,
+        column: parent === null ? 0 : parent.column + 1,
+        born: number,
+        died: null,
+      };
       this.lanes[lane].push(life);
       this.living.set(block, life);
       if (!this.livesOf.has(block)) this.livesOf.set(block, []);
@@ -75,7 +82,10 @@
     // The life of a block that is cached after a step.
     lifeAt(block, step) {
       const lives = this.livesOf.get(block) ?? [];
-      return lives.findLast((life) => life.born <= step && (life.died === null || life.died > step)) ?? null;
+      return (
+        lives.findLast((life) => life.born <= step && (life.died === null || life.died > step)) ??
+        null
+      );
     }
   }
 
@@ -100,13 +110,25 @@
       if (life === null) return null;
       const by = [...matched].filter(([, found]) => found.has(blocks[0])).map(([id]) => id);
       return {
-        blocks, lane: life.lane, column: life.column, parent: life.parent, isGone: false, matched: by,
+        blocks,
+        lane: life.lane,
+        column: life.column,
+        parent: life.parent,
+        isGone: false,
+        matched: by,
         numNew: blocks.filter((block) => layout.lifeAt(block, step)?.born === step).length,
         isSplit: splits.has(blocks[0]),
       };
     });
     const gone = (layout.diedIn.get(step) ?? []).map(({block, lane, column, parent}) => ({
-      blocks: [block], lane, column, parent, isGone: true, matched: [], numNew: 0, isSplit: false,
+      blocks: [block],
+      lane,
+      column,
+      parent,
+      isGone: true,
+      matched: [],
+      numNew: 0,
+      isSplit: false,
     }));
     return [...boxes.filter(Boolean), ...gone];
   };
@@ -115,7 +137,8 @@
   Watch.matchesOf = (view) => {
     const matches = new Map();
     for (const event of view.facts?.events ?? []) {
-      if (event.kind === "matched" && event.request !== null) matches.set(event.request, new Set(event.blocks));
+      if (event.kind === "matched" && event.request !== null)
+        matches.set(event.request, new Set(event.blocks));
     }
     return matches;
   };

@@ -61,15 +61,15 @@
       this.top = h("li", {class: "quiet"});
       root.append(h("ul", {class: "clock-parts"}, ...this.items.map(({item}) => item), this.top), this.lanes,
         h("div", {class: "strip-frame"}, this.strip));
-      new ResizeObserver(() => Watch.redraw()).observe(this.strip.parentNode);
+      this.size = Watch.sizeOf(this.strip.parentNode); // as wide as the bar
     }
 
     draw() {
       const {facts} = this.view;
       const times = timesOf(facts);
       for (const {part, name, value} of this.items) {
-        name.textContent = t(`clock.${part}`);
-        value.textContent = t("clock.ms", {ms: round(times[part])});
+        Watch.say(name, t(`clock.${part}`));
+        Watch.say(value, t("clock.ms", {ms: round(times[part])}));
       }
       if (facts?.failed) this.drawFailed(facts);
       else if (this.view.film.run.overlaps) this.drawLanes(facts, times);
@@ -93,7 +93,7 @@
     drawBar(facts, times) {
       this.describe(facts, times);
       const whole = total(times);
-      const width = this.lanes.clientWidth;
+      const {width} = this.size;
       const boxes = PARTS.filter((part) => times[part] > 0).map((part) => {
         const room = (width * times[part]) / whole;
         return box(`flex: ${times[part]} 1 0; ${look(part)}`, room > 66 ? t(`clock.${part}`) : "");
@@ -130,8 +130,8 @@
 
     // All steps as columns of one height for the slowest twentieth: one slow step hides no others.
     drawStrip() {
-      const frame = this.strip.parentNode;
-      const [width, height] = [frame.clientWidth, frame.clientHeight];
+      const {width, height} = this.size;
+      if (width === 0) return; // not laid out yet
       const top = stripTop();
       if (this.painted?.width !== width || this.painted.top !== top) this.paintStrip(width, height, top);
       const pen = Watch.sized(this.strip, width, height);
@@ -140,9 +140,12 @@
       pen.strokeStyle = Watch.plain("var(--ink)");
       pen.lineWidth = 2;
       if (store.step >= 0) pen.strokeRect(store.step * column, 1, Math.max(column, 3), height - 2);
-      this.strip.setAttribute("aria-label", t("clock.strip", {ms: round(top)}));
-      this.top.textContent = t("clock.top", {ms: round(top)});
-      this.strip.title = t("clock.strip", {ms: round(top)});
+      const words = t("clock.strip", {ms: round(top)});
+      if (this.strip.title !== words) {
+        this.strip.setAttribute("aria-label", words);
+        this.strip.title = words;
+      }
+      Watch.say(this.top, t("clock.top", {ms: round(top)}));
     }
 
     paintStrip(width, height, top) {

@@ -44,6 +44,9 @@
     return labels.get(id) ?? id;
   };
 
+  // In a sentence, "request-12" can be read better than "12".
+  Watch.name = (id) => (id.length <= 16 ? id : Watch.label(id));
+
   function makeLabels() {
     const ids = [...new Set(Watch.store.films.flatMap((film) => film.requests.map(({id}) => id)))];
     let shared = ids.length > 1 && ids.some((id) => id.length > 4) ? ids[0].length : 0;

@@ -4,11 +4,12 @@
   const {store, t, h} = Watch;
   Watch.words({
     "compare.same": ["Both films show the same, in all {n} steps.", "两次运行的 {n} 步完全相同。"],
-    "compare.from": ["The films are alike up to step {before}, and differ from step {step} on: {left} beside {right}.",
-      "到第 {before} 步两次运行都相同，从第 {step} 步起不同：{left} 对 {right}。"],
-    "compare.at_once": ["The films differ from step 0 on: {left} beside {right}.", "从第 0 步起就不同：{left} 对 {right}。"],
-    "compare.text": ["The text of {request} differs from its token {n} on: “{left}” beside “{right}”.",
-      "{request} 的文本从第 {n} 个 token 起不同：“{left}”对“{right}”。"],
+    "compare.from": ["The films are alike up to step {before}. In step {step}, left: {left}; right: {right}.",
+      "到第 {before} 步，两次运行完全相同。第 {step} 步，左：{left}；右：{right}。"],
+    "compare.at_once": ["The films differ from step 0 on. Left: {left}; right: {right}.",
+      "两次运行从第 0 步起就不同。左：{left}；右：{right}。"],
+    "compare.text": ["The text of {request} differs from its token {n} on. Left: “{left}”; right: “{right}”.",
+      "{request} 的文本从第 {n} 个 token 起不同。左：“{left}”；右：“{right}”。"],
     "compare.same_text": ["Every text is the same.", "生成的文本全都相同。"],
     "compare.go": ["Go there", "跳到那里"],
     "compare.end": ["(its end)", "（结束）"],
@@ -67,14 +68,14 @@
     }
     const {difference, token} = found;
     go.hidden = difference === null;
-    go.textContent = t("compare.go");
-    line.textContent = difference === null ? t("compare.same", {n: Watch.numSteps()})
+    Watch.say(go, t("compare.go"));
+    Watch.say(line, difference === null ? t("compare.same", {n: Watch.numSteps()})
       : t(difference.step ? "compare.from" : "compare.at_once", {
-        before: difference.step - 1, step: difference.step,
-        left: Watch.eventWords(difference.left), right: Watch.eventWords(difference.right)});
+        step: difference.step, before: difference.step - 1,
+        left: Watch.eventWords(difference.left), right: Watch.eventWords(difference.right)}));
     const end = t("compare.end");
-    text.textContent = token === null ? t("compare.same_text") : t("compare.text", {
-      request: Watch.label(token.request), n: token.n + 1, left: token.left ?? end, right: token.right ?? end});
+    Watch.say(text, token === null ? t("compare.same_text") : t("compare.text", {
+      request: Watch.name(token.request), n: token.n + 1, left: token.left ?? end, right: token.right ?? end}));
   }
 
   Watch.compare = {bar, draw, firstDifference, firstOtherToken};

@@ -37,7 +37,7 @@
     if (event === undefined) return t("said.none");
     const values = {...event};
     for (const [name, value] of Object.entries(event)) if (Array.isArray(value)) values[name] = list(value);
-    values.request = event.request == null ? "?" : Watch.label(event.request);
+    values.request = event.request == null ? "?" : Watch.name(event.request);
     if (event.kind === "planned") values.plan = list(plan(event));
     if (event.kind === "computed") values.tokens = list(tokens(event));
     return t(`said.${event.kind}`, values);

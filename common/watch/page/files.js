@@ -48,11 +48,11 @@
     const broken = Watch.store.films.find((film) => film.contradiction);
     const say = told ?? (broken && (() => brokenWords(broken))) ?? (Watch.store.films.length ? null : () => t("files.empty"));
     notice.hidden = say === null || say === undefined;
-    words.textContent = say ? say() : "";
+    Watch.say(words, say ? say() : "");
     close.hidden = told === null;
-    close.textContent = t("files.close");
-    button.textContent = t("files.open");
-    curtain.textContent = t("files.drop");
+    Watch.say(close, t("files.close"));
+    Watch.say(button, t("files.open"));
+    Watch.say(curtain, t("files.drop"));
   }
 
   const brokenWords = (film) => t("files.wrong", {

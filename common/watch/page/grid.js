@@ -12,8 +12,8 @@
       "请求与步的网格。左右键换步，上下键换请求。"],
   });
 
-  const [CELL_MIN, CELL_MAX] = [13, 30]; // width
-  const [ROW_MIN, ROW_MAX] = [17, 24]; // height
+  const [CELL_MIN, CELL_MAX] = [13, 34]; // width
+  const [ROW_MIN, ROW_MAX] = [17, 34]; // height
 
   // Rows are the same in both films of a comparison: those of the first, then what only the other has.
   const rowsOf = () => [...new Set(store.films.flatMap((film) => film.requests.map(({id}) => id)))];
@@ -31,11 +31,18 @@
       this.legend = h("p", {class: "grid-legend"});
       root.classList.add("grid-body");
       root.append(this.box, this.legend, this.tip, this.spoken);
+      this.size = Watch.sizeOf(this.box);
+      this.scroll = {left: 0, top: 0}; // of the box: asking it would make a layout
       this.listen();
     }
 
     listen() {
-      this.box.addEventListener("scroll", () => this.paint(), {passive: true});
+      this.box.addEventListener("scroll", () => {
+        const {scrollLeft: left, scrollTop: top} = this.box;
+        if (left === this.scroll.left && top === this.scroll.top) return; // drawn by who scrolled
+        this.scroll = {left, top};
+        this.paint();
+      }, {passive: true});
       this.box.addEventListener("pointermove", (event) => this.point(event));
       this.box.addEventListener("pointerleave", () => this.point(null));
       this.box.addEventListener("click", (event) => {
@@ -45,29 +52,27 @@
       this.box.addEventListener("keydown", (event) => this.move(event));
       this.box.addEventListener("focus", () => Watch.redraw());
       this.box.addEventListener("blur", () => Watch.redraw());
-      new ResizeObserver(() => Watch.redraw()).observe(this.box);
     }
 
     // -- sizes
 
     measure() {
-      this.width = this.box.clientWidth;
-      this.height = this.box.clientHeight;
+      Object.assign(this, this.size); // width, height
       this.gutter = Math.min(110, 34 + 8 * Math.max(3, ...this.rows.map((id) => Watch.label(id).length)));
       const fit = (room, num, least, most) => Math.max(least, Math.min(most, Math.floor(room / Math.max(1, num))));
       this.cell = fit(this.width - this.gutter - 4, Watch.numSteps(), CELL_MIN, CELL_MAX);
       this.row = fit(this.height - HEAD - 2, this.rows.length, ROW_MIN, ROW_MAX);
-      this.space.style.width = `${this.gutter + this.cell * Watch.numSteps() + 4}px`;
-      this.space.style.height = `${HEAD + this.row * this.rows.length + 2}px`;
+      const {style} = this.space;
+      const [width, height] = [this.gutter + this.cell * Watch.numSteps() + 4, HEAD + this.row * this.rows.length + 2];
+      if (style.width !== `${width}px`) style.width = `${width}px`;
+      if (style.height !== `${height}px`) style.height = `${height}px`;
     }
 
     // Columns and rows that the box shows, whole or in part: [first, behind the last].
     shown() {
-      const {scrollLeft, scrollTop} = this.box;
-      const columns = [Math.floor(scrollLeft / this.cell),
-        Math.ceil((scrollLeft + this.width - this.gutter) / this.cell)];
-      const rows = [Math.floor(scrollTop / this.row),
-        Math.ceil((scrollTop + this.height - HEAD) / this.row)];
+      const {left, top} = this.scroll;
+      const columns = [Math.floor(left / this.cell), Math.ceil((left + this.width - this.gutter) / this.cell)];
+      const rows = [Math.floor(top / this.row), Math.ceil((top + this.height - HEAD) / this.row)];
       return {columns: [columns[0], Math.min(columns[1], Watch.numSteps())],
         rows: [rows[0], Math.min(rows[1], this.rows.length)]};
     }
@@ -75,12 +80,13 @@
     // -- drawing
 
     draw() {
+      if (this.size.width === 0) return; // not laid out yet: its size comes, and asks again
       this.measure();
       this.follow();
-      this.box.setAttribute("aria-label", t("grid.name"));
       this.paint();
       if (this.legendFor !== store.language) {
         this.legendFor = store.language;
+        this.box.setAttribute("aria-label", t("grid.name"));
         this.legend.replaceChildren(...Watch.gridLegend(this.view.film));
       }
       this.speak();
@@ -96,15 +102,20 @@
       const [x, y] = [store.step * this.cell, this.followedRow() * this.row];
       const [width, height] = [this.width - this.gutter, this.height - HEAD];
       if (this.seen.step !== store.step || this.seen.width !== this.width) {
-        const {scrollLeft} = this.box;
-        if (x < scrollLeft) this.box.scrollLeft = x - width * 0.7;
-        else if (x + this.cell > scrollLeft + width) this.box.scrollLeft = x - width * 0.3;
+        const {left} = this.scroll;
+        if (x < left) this.scrollTo({left: x - width * 0.7});
+        else if (x + this.cell > left + width) this.scrollTo({left: x - width * 0.3});
       }
       if (y >= 0 && (this.seen.step !== store.step || this.seen.request !== store.request)) {
-        const {scrollTop} = this.box;
-        if (y < scrollTop || y + this.row > scrollTop + height) this.box.scrollTop = y - this.row;
+        const {top} = this.scroll;
+        if (y < top || y + this.row > top + height) this.scrollTo({top: y - this.row});
       }
       this.seen = {step: store.step, request: store.request, width: this.width};
+    }
+
+    scrollTo(place) {
+      this.box.scrollTo(place);
+      this.scroll = {left: this.box.scrollLeft, top: this.box.scrollTop};
     }
 
     // The request that was chosen, or one that computes, if none of those can be seen.
@@ -121,25 +132,30 @@
     placeOf(event) {
       const box = this.canvas.getBoundingClientRect();
       const [x, y] = [event.clientX - box.left, event.clientY - box.top];
-      const step = Math.floor((x - this.gutter + this.box.scrollLeft) / this.cell);
-      const row = Math.floor((y - HEAD + this.box.scrollTop) / this.row);
+      const step = Math.floor((x - this.gutter + this.scroll.left) / this.cell);
+      const row = Math.floor((y - HEAD + this.scroll.top) / this.row);
       if (y < HEAD || row >= this.rows.length || step >= Watch.numSteps()) return null;
       return {id: this.rows[row], step: x < this.gutter ? store.step : step, x, y};
     }
 
     point(event) {
       const at = event && this.placeOf(event);
-      this.tip.hidden = at === null;
-      if (at === null) {
-        if (store.hover?.request) Watch.set({hover: {}});
-        return;
+      this.isPointed = at !== null;
+      if (at !== null) this.showTip(Watch.cellWords(this.view.film, at.id, at.step), at.x, at.y);
+      else this.tip.hidden = true;
+      if (at === null && store.hover?.request) Watch.set({hover: {}});
+      if (at !== null && store.hover?.request !== at.id) {
+        Watch.set({hover: {request: at.id, film: this.view.index}});
       }
-      this.tip.textContent = Watch.cellWords(this.view.film, at.id, at.step);
-      const left = Math.min(at.x + 12, this.width - this.tip.offsetWidth - 4);
-      const below = at.y + 18 + this.tip.offsetHeight < this.height;
-      this.tip.style.left = `${Math.max(0, left)}px`;
-      this.tip.style.top = `${below ? at.y + 18 : at.y - this.tip.offsetHeight - 8}px`;
-      if (store.hover?.request !== at.id) Watch.set({hover: {request: at.id, film: this.view.index}});
+    }
+
+    // Beside a place of the box, and always inside of the scene.
+    showTip(words, x, y) {
+      this.tip.hidden = false;
+      Watch.say(this.tip, words);
+      const {offsetWidth: width, offsetHeight: height} = this.tip;
+      this.tip.style.left = `${Math.max(0, Math.min(x + 12, this.width - width - 4))}px`;
+      this.tip.style.top = `${y + 18 + height < this.height ? y + 18 : y - height - 8}px`;
     }
 
     cursorRow() {
@@ -151,7 +167,7 @@
       const down = {ArrowDown: 1, ArrowUp: -1, PageDown: 10, PageUp: -10}[event.key];
       if (down === undefined || event.ctrlKey || event.altKey || event.metaKey) return;
       event.preventDefault();
-      const from = store.request === null ? -Math.sign(down) * (down > 0 ? 1 : 0) : this.cursorRow();
+      const from = store.request === null && down > 0 ? -1 : this.cursorRow(); // the first, at first
       const row = Math.min(this.rows.length - 1, Math.max(0, from + down));
       Watch.set({request: this.rows[row]});
     }
@@ -159,7 +175,16 @@
     speak() {
       const isHere = document.activeElement === this.box && !store.playing && store.step >= 0;
       const words = isHere ? Watch.cellWords(this.view.film, this.rows[this.cursorRow()], store.step) : "";
-      if (this.spoken.textContent !== words) this.spoken.textContent = words;
+      Watch.say(this.spoken, words);
+      if (this.isPointed) return;
+      if (!isHere || !this.box.matches(":focus-visible")) this.tip.hidden = true;
+      else this.showTip(words, ...this.cursorPlace());
+    }
+
+    // The middle of the cursor's cell, in the box.
+    cursorPlace() {
+      return [this.gutter + (store.step + 0.5) * this.cell - this.scroll.left,
+        HEAD + (this.cursorRow() + 0.5) * this.row - this.scroll.top];
     }
   }
 

@@ -3,7 +3,7 @@
 (() => {
   const {t, h} = Watch;
   Watch.words({
-    "grid.waits": ["waiting:", "等待："],
+    "grid.waits": ["waits: {reason}", "等待：{reason}"],
     "grid.preempted": ["preempted", "被抢占"],
     "grid.returned": ["returned", "恢复"],
     "grid.finished": ["ended", "结束"],
@@ -16,8 +16,8 @@
     return [
       ...kinds.map((kind) => item(kind, Watch.letters[kind], t(`kind.${kind}`))),
       ...marks.map((mark) => item("mark", SIGNS[mark], t(`grid.${mark}`))),
-      ...(reasons.length ? [h("span", {class: "quiet"}, t("grid.waits"))] : []),
-      ...reasons.map((reason) => item("waits", Watch.reasonLetters[reason] ?? "?", t(`short.${reason}`))),
+      ...reasons.map((reason) => item("waits", Watch.reasonLetters[reason] ?? "?",
+        t("grid.waits", {reason: t(`short.${reason}`)}))),
     ];
   };
 

@@ -33,9 +33,15 @@
     pen.lineWidth = 1;
     pen.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
     if (height < LETTER_ROOM || width < LETTER_ROOM) return;
-    const isCounted = kind === "prompt" && numTokens > 0 && numTokens < 100 && width >= 24;
-    const text = isCounted ? `P${numTokens}` : Watch.letters[kind];
-    const size = height >= 13 ? 12 : 10;
+    const digits = kind === "prompt" && numTokens > 0 ? String(numTokens) : "";
+    if (digits && height >= 26 && width >= 2 + 7 * digits.length) { // the letter above, how many below
+      write(pen, Watch.letters[kind], x + width / 2, y + height * 0.3, ink, 12);
+      write(pen, digits, x + width / 2, y + height * 0.72, ink, 11);
+      return;
+    }
+    const isCounted = digits && width >= 12 + 8 * digits.length;
+    const text = isCounted ? Watch.letters[kind] + digits : Watch.letters[kind];
+    const size = height >= 26 && width >= 26 ? 14 : height >= 13 ? 12 : 10;
     if (HATCHED.has(kind)) { // a letter on lines can not be read
       pen.fillStyle = colour;
       pen.fillRect(x + width / 2 - size / 2, y + height / 2 - size / 2, size, size);

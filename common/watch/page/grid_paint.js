@@ -11,9 +11,9 @@
   Watch.paintGrid = (grid) => {
     const pen = Watch.sized(grid.canvas, grid.width, grid.height);
     const {columns, rows} = grid.shown();
-    const {scrollLeft, scrollTop} = grid.box;
-    const x = (step) => grid.gutter + step * grid.cell - scrollLeft;
-    const y = (row) => HEAD + row * grid.row - scrollTop;
+    const {left, top} = grid.scroll;
+    const x = (step) => grid.gutter + step * grid.cell - left;
+    const y = (row) => HEAD + row * grid.row - top;
     const chosen = grid.rows.indexOf(store.request ?? store.hover?.request);
     within(pen, [0, HEAD, grid.width, grid.height], () => {
       if (chosen >= 0) {
@@ -76,7 +76,7 @@
     if (store.step < 0) return;
     paintNumber(pen, grid, store.step, x(store.step) + grid.cell / 2, 700);
     if (x(store.step) < grid.gutter - 1) return;
-    const below = HEAD + grid.row * grid.rows.length + 1 - grid.box.scrollTop;
+    const below = HEAD + grid.row * grid.rows.length + 1 - grid.scroll.top;
     pen.strokeStyle = Watch.plain("var(--ink)");
     pen.lineWidth = 2;
     pen.strokeRect(x(store.step), HEAD - 1, grid.cell, Math.min(grid.height - 1, below) - HEAD + 1);

@@ -4,6 +4,7 @@
 (() => {
   const {store, h} = Watch;
   Watch.words({
+    "moment.begun": ["{request} begins", "{request} 开始运行"],
     "moment.preempted": ["{request} was preempted", "{request} 被抢占"],
     "moment.returned": ["{request} came back", "{request} 回来了"],
     "moment.evicted": ["blocks were evicted", "有块被淘汰"],
@@ -29,17 +30,27 @@
     return moments.map(({step, says}) => ({step, says: says.filter(isRare)}));
   }
 
-  // [{step, says: [[key, values]]}], in order.
+  // [{step, says: [[key, values]]}], in order. Where nothing else happens, somebody comes or goes.
   function momentsOf(film) {
     const preempted = new Set();
-    const found = film.steps.map((step) => ({step: step.number, says: step.events.flatMap(
-      (event) => sayings(event, preempted))}));
+    const rare = find(film, (event) => sayings(event, preempted));
+    return rare.length ? rare : find(film, comings);
+  }
+
+  function find(film, say) {
+    const found = film.steps.map(({number, events}) => ({step: number, says: events.flatMap(say)}));
     if (film.contradiction) found[film.contradiction.step].says.push(["wrong", {}]);
     return withoutCommon(found, film.numSteps).filter(({says}) => says.length > 0);
   }
 
+  function comings(event) {
+    const request = Watch.name(event.request ?? "");
+    if (event.kind === "admitted") return [["begun", {request}]];
+    return event.kind === "finished" ? [["ended", {request, reason: event.reason}]] : [];
+  }
+
   function sayings(event, preempted) {
-    const request = Watch.label(event.request ?? "");
+    const request = Watch.name(event.request ?? "");
     switch (event.kind) {
       case "preempted":
         preempted.add(event.request);
@@ -83,20 +94,23 @@
   // -- the ticks. A thumb's middle is half a thumb away from the ends of a range input.
 
   const HALF_THUMB = 8;
-  const canvas = h("canvas", {class: "moments", "aria-hidden": "true"});
+  const canvas = h("canvas", {"aria-hidden": "true"});
+  const HEIGHT = 8;
+  const frame = h("div", {class: "moments"}, canvas);
+  const size = Watch.sizeOf(frame);
   let drawn = null; // for which films, and how wide
 
   function draw() {
-    const width = canvas.clientWidth;
+    const {width} = size;
     if (drawn?.films === store.films && drawn.width === width) return;
     drawn = {films: store.films, width};
-    const pen = Watch.sized(canvas, width, canvas.clientHeight);
+    const pen = Watch.sized(canvas, width, HEIGHT);
     pen.fillStyle = Watch.plain("var(--ink)");
     const last = Math.max(1, Watch.numSteps() - 1);
     for (const {step} of Watch.moments()) {
-      pen.fillRect(HALF_THUMB + ((width - 2 * HALF_THUMB) * step) / last - 1, 0, 2, 8);
+      pen.fillRect(HALF_THUMB + ((width - 2 * HALF_THUMB) * step) / last - 1, 0, 2, HEIGHT);
     }
   }
 
-  Watch.momentTicks = {canvas, draw};
+  Watch.momentTicks = {frame, draw};
 })();

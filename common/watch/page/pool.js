@@ -3,10 +3,14 @@
 // what is free, and who is next in line to be taken or evicted.
 (() => {
   Watch.words({
-    "pool.cells": ["Blocks of the pool. Arrow keys go from block to block, Escape lets go.",
-      "块池中的块。方向键逐块移动，Esc 放开。"],
-    "pool.counts": ["{held} in use · {idle} cached, unused · {free} free · of {all}",
-      "使用中 {held} · 已缓存未用 {idle} · 空闲 {free} · 共 {all}"],
+    "pool.cells": [
+      "Blocks of the pool. Arrow keys go from block to block, Escape lets go.",
+      "块池中的块。方向键逐块移动，Esc 放开。",
+    ],
+    "pool.counts": [
+      "{held} in use · {idle} cached, unused · {free} free · of {all}",
+      "使用中 {held} · 已缓存未用 {idle} · 空闲 {free} · 共 {all}",
+    ],
     "pool.next_taken": ["next taken", "将取用"],
     "pool.next_evicted": ["next evicted", "将淘汰"],
     "pool.none": ["none", "无"],
@@ -21,7 +25,8 @@
   });
 
   const {h} = Watch;
-  const MOST_OWNERS = 3;
+
+  const NOTHING = {lit: null, block: null, cursor: null}; // is looked at
 
   // What is looked at: the pointer goes before the selection, a block before a request.
   Watch.lookedAt = (view) => {
@@ -39,8 +44,16 @@
       this.grid = null;
       // Nothing can be loaded where there is nothing below.
       const {kv_tiers: tiers, kv_connector: connector} = view.film.run.config;
-      const isLoading = Boolean(tiers || connector) || view.film.events.some(({kind}) => kind === "loaded");
-      this.legend = ["taken", "shared", "published", "freed", "evicted", ...(isLoading ? ["loaded"] : [])];
+      const isLoading =
+        Boolean(tiers || connector) || view.film.events.some(({kind}) => kind === "loaded");
+      this.legend = [
+        "taken",
+        "shared",
+        "published",
+        "freed",
+        "evicted",
+        ...(isLoading ? ["loaded"] : []),
+      ];
       this.build();
     }
 
@@ -82,8 +95,14 @@
     onKey(event) {
       const {columns, num} = this.grid;
       const at = Watch.store.block ?? 0;
-      const moves = {ArrowLeft: at - 1, ArrowRight: at + 1, ArrowUp: at - columns, ArrowDown: at + columns,
-        Home: 0, End: num - 1};
+      const moves = {
+        ArrowLeft: at - 1,
+        ArrowRight: at + 1,
+        ArrowUp: at - columns,
+        ArrowDown: at + columns,
+        Home: 0,
+        End: num - 1,
+      };
       if (event.key in moves) {
         Watch.set({block: Math.min(Math.max(moves[event.key], 0), num - 1)});
       } else if (event.key === "Escape" && Watch.store.block !== null) {
@@ -91,8 +110,7 @@
       } else {
         return;
       }
-      event.preventDefault();
-      event.stopPropagation(); // else the page would step
+      event.preventDefault(); // else the page would step
     }
 
     draw() {
@@ -123,13 +141,17 @@
 
     drawCells(facts, looked) {
       const {view} = this;
-      const table = looked.request === null ? null : view.state.requests.get(looked.request)?.table ?? [];
+      const table =
+        looked.request === null ? null : (view.state.requests.get(looked.request)?.table ?? []);
       const lit = table && new Map(table.map((block, place) => [block, place]));
       const cursor = this.cursor();
       // A canvas shows what is looked at in a layer of its own.
       const isDue = !this.painter.isLayered || this.drawn !== facts;
-      if (isDue) this.drawLooks(facts, this.painter.isLayered ? {lit: null, block: null, cursor: null}
-        : {lit, block: looked.block, cursor});
+      if (isDue)
+        this.drawLooks(
+          facts,
+          this.painter.isLayered ? NOTHING : {lit, block: looked.block, cursor},
+        );
       this.drawn = facts;
       this.painter.point(lit, looked.block, cursor, () => this.nameOf(facts, cursor));
     }
@@ -138,8 +160,9 @@
       const order = new Map();
       facts.nextTaken.forEach((block, i) => order.set(block, i + 1));
       facts.nextEvicted.forEach((block, i) => order.set(block, i + 1));
+      const how = {...looked, order, hasLabels: this.grid.hasLabels};
       for (let block = 0; block < this.grid.num; block++) {
-        const look = this.lookOf(facts, block, order, looked);
+        const look = Watch.poolLook(this.view, facts, block, how);
         this.painter.paint(block, look, () => this.nameOf(facts, block));
       }
     }
@@ -148,35 +171,6 @@
     cursor() {
       const {block} = Watch.store;
       return block !== null && block < this.view.film.run.num_blocks ? block : null;
-    }
-
-    lookOf(facts, block, order, {lit, block: pointed, cursor}) {
-      const {state} = this.view;
-      const users = facts.users[block] ?? [];
-      const load = facts.loading.get(block);
-      const owners = users.length ? users.slice(0, MOST_OWNERS) : load ? [load[0]] : [];
-      const changes = facts.changes.get(block);
-      const isDim = lit !== null && !lit.has(block);
-      return {
-        state: Watch.blockStateOf(this.view, facts, block),
-        owners,
-        label: isDim ? "" : this.labelOf(block, owners, lit), // no words in a pale cell
-        refs: isDim ? 0 : state.refCnt[block],
-        order: isDim ? "" : order.get(block) ?? "",
-        change: changes ? changes.at(-1) : null,
-        isPublished: state.cached.has(block) && state.refCnt[block] > 1,
-        isDim,
-        isLit: lit !== null ? !isDim : pointed === block,
-        isCursor: cursor === block,
-      };
-    }
-
-    // Of a request that is looked at, the place in its table; else whose it is.
-    labelOf(block, owners, lit) {
-      if (!this.grid.hasLabels) return "";
-      if (block === 0) return "∅";
-      if (lit !== null) return lit.get(block);
-      return owners.length ? Watch.label(owners[0]) : "";
     }
 
     nameOf(facts, block) {
@@ -193,24 +187,43 @@
     // The legend of the outlines is at once what happened: a sample, a word and how many blocks.
     drawChanges(facts) {
       const counts = new Map(Watch.blockChanges.map((change) => [change, 0]));
-      for (const kinds of facts.changes.values()) for (const kind of kinds) counts.set(kind, counts.get(kind) + 1);
+      for (const kinds of facts.changes.values())
+        for (const kind of kinds) counts.set(kind, counts.get(kind) + 1);
       const parts = this.legend.map((change) => {
         const n = counts.get(change);
-        return h("span", {class: n ? "pool-change" : "pool-change is-none", "data-change": change, "data-count": n},
-          h("span", {class: `pool-sample was-${change}`}), `${Watch.t(`pool.was.${change}`)}${n ? ` ${n}` : ""}`);
+        return h(
+          "span",
+          {
+            class: n ? "pool-change" : "pool-change is-none",
+            "data-change": change,
+            "data-count": n,
+          },
+          h("span", {class: `pool-sample was-${change}`}),
+          `${Watch.t(`pool.was.${change}`)}${n ? ` ${n}` : ""}`,
+        );
       });
       this.changes.setAttribute("aria-label", Watch.t("pool.this_step"));
       this.changes.replaceChildren(...parts);
     }
 
     drawOrders(facts) {
-      const rows = [["next_taken", facts.nextTaken], ["next_evicted", facts.nextEvicted]];
-      this.orders.replaceChildren(...rows.map(([name, blocks]) => {
-        const next = blocks.map((block) => h("span", {class: "pool-next", "data-block": block}, String(block)));
-        return h("p", {class: "pool-order-row", "data-order": name},
-          h("span", {class: "pool-order-name"}, Watch.t(`pool.${name}`)),
-          ...(next.length ? next : [Watch.t("pool.none")]));
-      }));
+      const rows = [
+        ["next_taken", facts.nextTaken],
+        ["next_evicted", facts.nextEvicted],
+      ];
+      this.orders.replaceChildren(
+        ...rows.map(([name, blocks]) => {
+          const next = blocks.map((block) =>
+            h("span", {class: "pool-next", "data-block": block}, String(block)),
+          );
+          return h(
+            "p",
+            {class: "pool-order-row", "data-order": name},
+            h("span", {class: "pool-order-name"}, Watch.t(`pool.${name}`)),
+            ...(next.length ? next : [Watch.t("pool.none")]),
+          );
+        }),
+      );
     }
   }
 

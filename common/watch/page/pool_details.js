@@ -4,8 +4,10 @@
   const {h} = Watch;
   Watch.words({
     "pool.block": ["Block {block}", "块 {block}"],
-    "pool.is.null": ["the null block: never handed out, where padding points",
-      "空块：从不分配，填充位置都指向它"],
+    "pool.is.null": [
+      "the null block: never handed out, where padding points",
+      "空块：从不分配，填充位置都指向它",
+    ],
     "pool.is.free": ["free", "空闲"],
     "pool.is.held": ["in use", "使用中"],
     "pool.is.idle": ["cached, and nobody uses it", "在缓存里，无人使用"],
@@ -32,8 +34,10 @@
     "pool.position": ["position", "位置"],
     "pool.in_block": ["block", "块"],
     "pool.shared_by": ["also {who}", "同用：{who}"],
-    "pool.hint": ["Point at a block: who holds it, and what it holds. Point at a request, in any panel: its block table.",
-      "指向一个块：看谁持有它、里面是什么。指向任一面板里的请求：看它的块表。"],
+    "pool.hint": [
+      "Point at a block: who holds it, and what it holds. Point at a request, in any panel: its block table.",
+      "指向一个块：看谁持有它、里面是什么。指向任一面板里的请求：看它的块表。",
+    ],
   });
 
   const join = (parts) => parts.filter(Boolean).join(" · ");
@@ -64,7 +68,10 @@
       users.length || cached || facts.loading.has(block) ? holders(view, facts, block) : "",
       cached && kind !== "idle" && Watch.t("pool.published"),
       cached?.blockHash && Watch.t("pool.hash", {hash: cached.blockHash}),
-      cached && (cached.parent === null ? Watch.t("pool.no_parent") : Watch.t("pool.parent", {parent: cached.parent})),
+      cached &&
+        (cached.parent === null
+          ? Watch.t("pool.no_parent")
+          : Watch.t("pool.parent", {parent: cached.parent})),
       taken && Watch.t("pool.nth_taken", {n: taken}),
       evicted && Watch.t("pool.nth_evicted", {n: evicted}),
       changes.length && Watch.t("pool.now", {what: changes.join(", ")}),
@@ -84,10 +91,16 @@
   function blockDetails(view, facts, block) {
     const size = view.film.run.block_size;
     const tokens = Watch.blockTokens(view, block);
-    const line = h("p", {class: "pool-about"}, h("b", {}, Watch.t("pool.block", {block})), " · ",
-      Watch.describeBlock(view, facts, block));
+    const line = h(
+      "p",
+      {class: "pool-about"},
+      h("b", {}, Watch.t("pool.block", {block})),
+      " · ",
+      Watch.describeBlock(view, facts, block),
+    );
     const text = h("p", {class: "pool-tokens"});
-    for (const token of tokens) text.append(Watch.tokenChip(token.text, token.isWritten ? "" : "is-pending"));
+    for (const token of tokens)
+      text.append(Watch.tokenChip(token.text, token.isWritten ? "" : "is-pending"));
     const numWritten = tokens.filter((token) => token.isWritten).length;
     if (facts.users[block] && numWritten < size) {
       text.append(" ", h("i", {}, Watch.t("pool.written", {n: numWritten, size})));
@@ -100,13 +113,17 @@
     const request = view.state.requests.get(id);
     const name = Watch.label(id);
     if (request === undefined || request.table.length === 0) {
-      const why = request === undefined ? "later" : request.finishReason === null ? "waits" : "ended";
+      const why =
+        request === undefined ? "later" : request.finishReason === null ? "waits" : "ended";
       const values = {request: name, why: Watch.t(`pool.table.${why}`)};
       return [h("p", {class: "pool-about"}, Watch.t("pool.table.none", values))];
     }
     const n = request.table.length;
-    const title = h("p", {class: "pool-about"},
-      h("b", {}, Watch.t(n === 1 ? "pool.table.one" : "pool.table", {request: name, n})));
+    const title = h(
+      "p",
+      {class: "pool-about"},
+      h("b", {}, Watch.t(n === 1 ? "pool.table.one" : "pool.table", {request: name, n})),
+    );
     const size = view.film.run.block_size;
     const positions = h("tr", {}, h("th", {scope: "row"}, Watch.t("pool.position")));
     const blocks = h("tr", {}, h("th", {scope: "row"}, Watch.t("pool.in_block")));
@@ -114,7 +131,9 @@
       const others = (facts.users[block] ?? []).filter((other) => other !== id).map(Watch.label);
       const shared = others.length ? Watch.t("pool.shared_by", {who: others.join(", ")}) : null;
       positions.append(h("td", {}, `${place * size}–${(place + 1) * size - 1}`));
-      blocks.append(h("td", {"data-block": block, class: shared && "is-shared", title: shared}, String(block)));
+      blocks.append(
+        h("td", {"data-block": block, class: shared && "is-shared", title: shared}, String(block)),
+      );
     });
     return [title, h("table", {class: "pool-table"}, positions, blocks)];
   }

@@ -9,6 +9,7 @@
   const [WIDEST, HIGHEST] = [64, 40]; // px
   const [LEAST_WIDTH, LEAST_HEIGHT] = [22, 15]; // below, a cell has no text
   const WIDE = 40; // from here on there is room for the reference count, too
+  const HIGH = 32; // from here on there is room for the block's number above it
 
   // The largest cells that fit: the area is fixed, the cells shrink. A little wider than high, since
   // they hold words.
@@ -21,12 +22,13 @@
       if (best === null || score > best.score) best = {score, w, h, columns, rows};
       if (h < 1.3 * w && score < best.score) break; // more rows only make it worse
     }
-    const round = (length) => length >= 3 ? Math.floor(length) : Math.max(1, Math.floor(4 * length) / 4);
+    const round = (length) =>
+      length >= 3 ? Math.floor(length) : Math.max(1, Math.floor(4 * length) / 4);
     const [w, h] = [round(best.w), round(best.h)];
     return {...best, w, h, num, hasLabels: w >= LEAST_WIDTH && h >= LEAST_HEIGHT};
   };
 
-  Watch.poolPainter = (host, num) => num <= MOST_ELEMENTS ? new Elements(host) : new Canvas(host);
+  Watch.poolPainter = (host, num) => (num <= MOST_ELEMENTS ? new Elements(host) : new Canvas(host));
 
   // What a look says, as one string: cheaper to compare than to paint.
   const signatureOf = (look) =>
@@ -46,6 +48,7 @@
       this.host.style.setProperty("--columns", grid.columns);
       this.host.classList.toggle("pool-tiny", !grid.hasLabels);
       this.host.classList.toggle("pool-narrow", grid.w < WIDE);
+      this.host.classList.toggle("pool-low", grid.h < HIGH);
       while (this.cells.length < grid.num) this.add(this.cells.length);
     }
 
@@ -71,7 +74,11 @@
       this.signatures[block] = signature;
       const {cell, label, refs, order} = this.cells[block];
       const flags = ["Published", "Dim", "Lit", "Cursor"].filter((flag) => look[`is${flag}`]);
-      const classes = ["pool-cell", `is-${look.state}`, ...flags.map((flag) => `is-${flag.toLowerCase()}`)];
+      const classes = [
+        "pool-cell",
+        `is-${look.state}`,
+        ...flags.map((flag) => `is-${flag.toLowerCase()}`),
+      ];
       if (look.change) classes.push(`was-${look.change}`);
       cell.className = classes.join(" ");
       cell.style.background = this.fill(look);
@@ -84,7 +91,9 @@
 
     // Stripes in the colours of all who share it, three at most.
     fill(look) {
-      const colours = look.owners.map((id) => `color-mix(in srgb, ${Watch.colour(id)} 45%, var(--paper))`);
+      const colours = look.owners.map(
+        (id) => `color-mix(in srgb, ${Watch.colour(id)} 45%, var(--paper))`,
+      );
       if (colours.length < 2) return colours[0] ?? "";
       const share = 100 / colours.length;
       const stops = colours.map((colour, i) => `${colour} ${i * share}% ${(i + 1) * share}%`);
@@ -110,9 +119,15 @@
       this.isLayered = true;
       this.host = host;
       [this.canvas, this.upper] = ["lower", "upper"].map((layer) =>
-        Watch.h("canvas", {class: `pool-canvas is-${layer}`, "aria-hidden": "true"}));
+        Watch.h("canvas", {class: `pool-canvas is-${layer}`, "aria-hidden": "true"}),
+      );
       // What a screen reader hears of the block under the cursor.
-      this.spoken = Watch.h("div", {id: `${host.id}-spoken`, class: "unseen", role: "option", "aria-selected": "true"});
+      this.spoken = Watch.h("div", {
+        id: `${host.id}-spoken`,
+        class: "unseen",
+        role: "option",
+        "aria-selected": "true",
+      });
       host.append(Watch.h("div", {class: "pool-layers"}, this.canvas, this.upper), this.spoken);
       this.signatures = [];
     }
@@ -175,11 +190,17 @@
         context.fillRect(x + i * width, y, width, h);
       });
       context.globalAlpha = 1;
-      const edges = {free: "var(--pool-edge)", idle: "var(--cached)", null: "var(--ink)", loading: "var(--ink)"};
+      const edges = {
+        free: "var(--pool-edge)",
+        idle: "var(--cached)",
+        null: "var(--ink)",
+        loading: "var(--ink)",
+      };
       context.lineWidth = 1;
       context.strokeStyle = Watch.plain(edges[look.state] ?? "var(--pool-edge)");
       if (h > 4) context.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
-      if (look.state === "idle") { // a filled corner: cached, and free to be evicted
+      if (look.state === "idle") {
+        // a filled corner: cached, and free to be evicted
         context.fillStyle = Watch.plain("var(--cached)");
         context.beginPath();
         context.moveTo(x, y + h);

@@ -42,8 +42,7 @@
       const {facts, film} = this.view;
       const waits = film.waits(this.view.step);
       this.drawBar(facts);
-      this.stop.textContent = stopWords(facts, waits);
-      this.stop.title = this.stop.textContent;
+      Watch.say(this.stop, stopWords(facts, waits));
       fill(this.waiting, t("queue.waiting", {n: waits.size, policy: film.run.policy}),
         [...waits].map(([id, reason]) => this.waitingRow(id, reason)));
       const running = [...(facts?.cells.keys() ?? []), ...(facts?.idle ?? [])];
@@ -90,7 +89,7 @@
     if (planned.stop === null) return t(waits.size ? "queue.all" : "queue.empty");
     const [reason, request] = planned.stop;
     const key = request ? "queue.stop" : "queue.stop_all";
-    return t(key, {request: Watch.label(request), reason: t(`reason.${reason}`)});
+    return t(key, {request: Watch.name(request), reason: t(`reason.${reason}`)});
   }
 
   const tokenWords = (cells) => {
@@ -106,13 +105,13 @@
   }
 
   function fill(list, title, items) {
-    list.title.textContent = title;
+    Watch.say(list.title, title);
     const shown = items.slice(0, MOST_ROWS);
     while (list.rows.childElementCount > shown.length) list.rows.lastChild.remove();
     while (list.rows.childElementCount < shown.length) list.rows.append(makeRow());
     shown.forEach((item, i) => fillRow(list.rows.children[i], item));
     const rest = items.length - shown.length;
-    list.more.textContent = rest ? t("queue.more", {n: rest}) : items.length ? "" : t("queue.nobody");
+    Watch.say(list.more, rest ? t("queue.more", {n: rest}) : items.length ? "" : t("queue.nobody"));
   }
 
   function makeRow() {
@@ -126,12 +125,15 @@
   function fillRow(row, {id, note, says}) {
     const button = row.firstChild;
     const [swatch, name, words] = button.children;
-    button.dataset.request = id;
-    button.title = says ? `${id}: ${says}` : id;
     button.setAttribute("aria-pressed", String(store.request === id));
+    Watch.say(words, note);
+    const title = says ? `${id}: ${says}` : id;
+    if (button.title !== title) button.title = title;
+    button.setAttribute("aria-label", `${id}: ${note}`);
+    if (button.dataset.request === id) return;
+    button.dataset.request = id;
     swatch.style.background = Watch.colour(id);
-    name.textContent = Watch.label(id);
-    words.textContent = note;
+    Watch.say(name, Watch.label(id));
   }
 
   Watch.scene({

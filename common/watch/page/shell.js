@@ -33,6 +33,22 @@
     return element;
   });
 
+  // Writes a text only where it is another: each writing costs the browser a layout.
+  const say = (Watch.say = (element, text) => {
+    if (element.textContent !== text) element.textContent = text;
+  });
+
+  // The size of an element as its last layout had it. Asking the element itself would make one.
+  Watch.sizeOf = (element) => {
+    const size = {width: 0, height: 0};
+    new ResizeObserver(([entry]) => {
+      Object.assign(size, {width: entry.contentRect.width, height: entry.contentRect.height});
+      Watch.redraw();
+    }).observe(element);
+    return size;
+  };
+
+  const OTHER = {en: "zh-CN", zh: "en"}; // the language that the button offers
   const SPEEDS = [1, 2, 4, 8, 16, 32];
   const parts = {};
   let drawnScenes = []; // {scene, view, drawing} of what is on the page
@@ -55,7 +71,7 @@
     document.body.append(
       h("header", {class: "head"}, parts.title, parts.about, files.button, help.button, parts.language),
       parts.transport = h("div", {class: "transport", role: "group"}, parts.back, parts.play, parts.on,
-        h("div", {class: "scrub"}, parts.scrub, momentTicks.canvas), parts.now, parts.speed, parts.request),
+        h("div", {class: "scrub"}, parts.scrub, momentTicks.frame), parts.now, parts.speed, parts.request),
       files.notice, compare.bar, parts.scenes, files.choose, files.curtain, help.dialog, parts.spoken,
     );
   }
@@ -70,6 +86,7 @@
     drawnScenes = Watch.scenes.flatMap((scene) => makeScene(scene, views));
     parts.scrub.max = Math.max(0, Watch.numSteps() - 1);
     makeChoices();
+    parts.language.lang = ""; // its words are to be written
     Watch.set(changes);
     Watch.play(false);
   };
@@ -94,32 +111,40 @@
   }
 
   function drawFrame() {
-    const {step, language} = store;
-    document.documentElement.lang = language === "zh" ? "zh-CN" : "en";
-    parts.title.textContent = Watch.settings.title?.[language === "zh" ? 1 : 0] ?? t("shell.title");
-    parts.about.textContent = store.films.length ? about(store.films[0].run) : "";
+    if (parts.request?.firstChild == null) return; // nothing has been shown yet
+    const last = Watch.numSteps() - 1;
+    const now = last < 0 ? t("shell.no_step") : t("shell.now", {step: store.step, last});
+    if (parts.language.lang !== OTHER[store.language]) drawWords();
+    say(parts.about, store.films.length ? about(store.films[0].run) : "");
     parts.about.title = parts.about.textContent;
-    parts.language.textContent = t("shell.language");
-    parts.language.lang = language === "zh" ? "en" : "zh-CN";
+    say(parts.play, t(store.playing ? "shell.pause" : "shell.play"));
+    say(parts.now, now);
+    parts.scrub.value = Math.max(store.step, 0);
+    parts.scrub.setAttribute("aria-valuetext", now);
+    parts.request.value = store.request ?? "";
+    parts.speed.value = store.speed;
+    for (const part of [Watch.files, Watch.compare, Watch.momentTicks]) part.draw();
+    drawScenes();
+    speak(now);
+  }
+
+  // What changes with the language only.
+  function drawWords() {
+    const inLanguage = (both) => both[store.language === "zh" ? 1 : 0];
+    document.documentElement.lang = inLanguage(["en", "zh-CN"]);
+    say(parts.title, inLanguage(Watch.settings.title ?? [t("shell.title"), t("shell.title")]));
+    say(parts.language, t("shell.language"));
+    parts.language.lang = OTHER[store.language];
     label(parts.back, t("shell.back"));
     label(parts.on, t("shell.on"));
     label(parts.scrub, t("shell.scrub"));
     label(parts.request, t("shell.request"));
     label(parts.speed, t("shell.speed"));
     parts.transport.setAttribute("aria-label", t("shell.transport"));
-    parts.play.textContent = t(store.playing ? "shell.pause" : "shell.play");
-    const last = Watch.numSteps() - 1;
-    const now = last < 0 ? t("shell.no_step") : t("shell.now", {step, last});
-    parts.now.textContent = now;
-    parts.scrub.value = Math.max(step, 0);
-    parts.scrub.setAttribute("aria-valuetext", now);
-    parts.request.firstChild.textContent = t("shell.all");
-    parts.request.value = store.request ?? "";
-    for (const option of parts.speed.options) option.textContent = t("shell.per_second", {n: option.value});
-    parts.speed.value = store.speed;
-    for (const part of [Watch.files, Watch.help, Watch.compare, Watch.momentTicks]) part.draw();
-    drawScenes();
-    speak(now);
+    say(parts.request.firstChild, t("shell.all"));
+    for (const option of parts.speed.options) say(option, t("shell.per_second", {n: option.value}));
+    for (const {scene, title} of drawnScenes) say(title, inLanguage(scene.title));
+    Watch.help.draw();
   }
 
   // Milliseconds of the last drawing, by scene: for tests, and for whoever finds the page slow.
@@ -127,10 +152,9 @@
 
   function drawScenes() {
     Watch.drawn = {};
-    for (const {scene, title, of, view, drawing} of drawnScenes) {
+    for (const {scene, of, view, drawing} of drawnScenes) {
       const begun = performance.now();
-      title.textContent = scene.title[store.language === "zh" ? 1 : 0];
-      of.textContent = labelOf(view);
+      say(of, labelOf(view));
       drawing.draw();
       Watch.drawn[scene.name] = (Watch.drawn[scene.name] ?? 0) + performance.now() - begun;
     }

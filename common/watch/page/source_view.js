@@ -3,8 +3,10 @@
 // common/watch/source_lines.py: places with their text, and rules that say which one a run means.
 (() => {
   Watch.words({
-    "source.open": ["Show the lines that decided this: {file}, line {line}",
-      "查看决定这件事的代码：{file} 第 {line} 行"],
+    "source.open": [
+      "Show the lines that decided this: {file}, line {line}",
+      "查看决定这件事的代码：{file} 第 {line} 行",
+    ],
     "source.close": ["Close", "关闭"],
     "source.of": ["{file}, line {line}, in {name}", "{file}，第 {line} 行，位于 {name}"],
   });
@@ -12,8 +14,10 @@
   const {h} = Watch;
   const {places, rules} = Watch.settings.sources ?? {places: [], rules: []};
 
-  const fits = (run, when) => Object.entries(when).every(([name, value]) =>
-    name === "setting" ? Boolean(run.config[value]) : run[name] === value);
+  const fits = (run, when) =>
+    Object.entries(when).every(([name, value]) =>
+      name === "setting" ? Boolean(run.config[value]) : run[name] === value,
+    );
 
   // The first rule that fits what ran; null for an engine that nobody has rules for.
   Watch.sourceOf = (run, sentence) => {
@@ -26,8 +30,12 @@
   const title = h("h3", {id: "source-title"});
   const close = h("button", {class: "source-close", onclick: () => shut()});
   const code = h("pre", {class: "source-code", tabindex: 0});
-  const panel = h("div", {class: "source", popover: "auto", role: "dialog", "aria-labelledby": "source-title"},
-    h("div", {class: "source-head"}, title, close), code);
+  const panel = h(
+    "div",
+    {class: "source", popover: "auto", role: "dialog", "aria-labelledby": "source-title"},
+    h("div", {class: "source-head"}, title, close),
+    code,
+  );
 
   panel.addEventListener("keydown", (event) => {
     event.stopPropagation(); // the page's keys rest while it is open
@@ -42,7 +50,11 @@
   function show(place, button) {
     if (!panel.isConnected) document.body.append(panel);
     opened = button;
-    title.textContent = Watch.t("source.of", {file: place.file, line: place.line, name: place.function});
+    title.textContent = Watch.t("source.of", {
+      file: place.file,
+      line: place.line,
+      name: place.function,
+    });
     close.textContent = Watch.t("source.close");
     code.setAttribute("aria-label", title.textContent);
     code.replaceChildren(...place.lines.map((text, i) => lineOf(place, text, place.first + i)));
@@ -53,8 +65,12 @@
 
   function lineOf(place, text, number) {
     const isIt = number >= place.line && number <= place.end;
-    return h("span", {class: isIt ? "source-line is-it" : "source-line", "data-line": number},
-      h("span", {class: "source-number"}, `${isIt ? "▸" : " "}${String(number).padStart(4)} `), `${text}\n`);
+    return h(
+      "span",
+      {class: isIt ? "source-line is-it" : "source-line", "data-line": number},
+      h("span", {class: "source-number"}, `${isIt ? "▸" : " "}${String(number).padStart(4)} `),
+      `${text}\n`,
+    );
   }
 
   // Below the button, or above it where there is no room; never outside of the window.
@@ -72,8 +88,17 @@
     if (place === null) return null;
     const name = place.file.split("/").at(-1);
     const label = Watch.t("source.open", {file: place.file, line: place.line});
-    const button = h("button", {class: "source-link", "data-sentence": sentence, "aria-label": label, title: label,
-      "aria-haspopup": "dialog"}, `${name}:${place.line}`);
+    const button = h(
+      "button",
+      {
+        class: "source-link",
+        "data-sentence": sentence,
+        "aria-label": label,
+        title: label,
+        "aria-haspopup": "dialog",
+      },
+      `${name}:${place.line}`,
+    );
     button.addEventListener("click", () => show(place, button));
     return button;
   };

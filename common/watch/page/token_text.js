@@ -14,13 +14,15 @@
   function dictionary(film) {
     if (!dictionaries.has(film)) {
       const known = new Map();
-      const note = (ids, pieces) => ids.forEach((id, i) => {
-        if (pieces[i] && !known.has(id)) known.set(id, pieces[i]);
-      });
+      const note = (ids, pieces) =>
+        ids.forEach((id, i) => {
+          if (pieces[i] && !known.has(id)) known.set(id, pieces[i]);
+        });
       for (const event of film.events) {
         if (event.kind === "arrived") note(event.prompt, event.pieces);
         if (event.kind !== "computed") continue;
-        for (const [id, tokens] of Object.entries(event.tokens)) note(tokens, event.pieces[id] ?? []);
+        for (const [id, tokens] of Object.entries(event.tokens))
+          note(tokens, event.pieces[id] ?? []);
       }
       dictionaries.set(film, known);
     }

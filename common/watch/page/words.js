@@ -22,7 +22,11 @@
 
   // English says "1 token", and texts with a number in them are written for several.
   const inNumber = (text) =>
-    text.replace(/\b1 ((?:computed |prompt |cached |more )*(?:token|output|block|node|request))s\b/g, "1 $1")
+    text
+      .replace(
+        /\b1 ((?:computed |prompt |cached |more )*(?:token|output|block|node|request))s\b/g,
+        "1 $1",
+      )
       .replace(/\b1 guesses\b/g, "1 guess");
 
   Watch.saySentence = ({key, values}) => inNumber(t(key, values));
@@ -30,16 +34,37 @@
   // A request by its label and its colour; pressing it chooses the request.
   Watch.requestChip = (id) => {
     const isChosen = Watch.store.request === id;
-    const chip = h("button", {class: "request-chip", "data-request": id, "aria-pressed": isChosen ? "true" : "false",
-      "aria-label": t("words.choose", {request: id}), title: id,
-      onclick: () => Watch.set({request: Watch.store.request === id ? null : id})}, Watch.label(id));
+    const chip = h(
+      "button",
+      {
+        class: "request-chip",
+        "data-request": id,
+        "aria-pressed": isChosen ? "true" : "false",
+        "aria-label": t("words.choose", {request: id}),
+        title: id,
+        onclick: () => Watch.set({request: Watch.store.request === id ? null : id}),
+      },
+      Watch.label(id),
+    );
     chip.style.setProperty("--owner", Watch.colour(id));
-    chip.addEventListener("pointerenter", () => Watch.set({hover: {request: id, block: null, film: null}}));
+    chip.addEventListener("pointerenter", () =>
+      Watch.set({hover: {request: id, block: null, film: null}}),
+    );
     chip.addEventListener("pointerleave", () => Watch.set({hover: {}}));
     return chip;
   };
 
-  // [group, its sentences]: the step first, requests in the order in which they come up, the cache.
+  // What nobody should miss goes before what happens all the time.
+  const RANKS = [
+    /^say\.preempted/,
+    /^say\.(returned|admitted|finished|cut|passed_over|parent|rejected)/,
+  ];
+  const rankOf = (sentences) => {
+    const rank = RANKS.findIndex((keys) => sentences.some(({key}) => keys.test(key)));
+    return rank < 0 ? RANKS.length : rank;
+  };
+
+  // [group, its sentences]: the step first, then requests, the cache last.
   Watch.groupSentences = (sentences) => {
     const groups = new Map([["", []]]);
     const routine = [];
@@ -50,10 +75,14 @@
     }
     // Whoever has a story already does not get its token told beside the others'.
     const alone = routine.filter(({group}) => !groups.has(group));
-    for (const sentence of routine) if (groups.has(sentence.group)) groups.get(sentence.group).push(sentence);
+    for (const sentence of routine)
+      if (groups.has(sentence.group)) groups.get(sentence.group).push(sentence);
     const cache = groups.get("cache");
     groups.delete("cache");
-    const ordered = [...groups].filter(([, told]) => told.length).map(([group, told]) => [group, distinct(told)]);
+    const ordered = [...groups]
+      .filter(([, told]) => told.length)
+      .map(([group, told]) => [group, distinct(told)])
+      .sort(([a, told], [b, others]) => (a !== "") - (b !== "") || rankOf(told) - rankOf(others));
     if (cache) ordered.push(["cache", distinct(cache)]);
     return {groups: ordered, routine: alone};
   };
@@ -61,7 +90,8 @@
   // A policy may look up the same request twice in a step.
   function distinct(sentences) {
     const seen = new Map();
-    for (const sentence of sentences) seen.set(`${sentence.key} ${JSON.stringify(sentence.values)}`, sentence);
+    for (const sentence of sentences)
+      seen.set(`${sentence.key} ${JSON.stringify(sentence.values)}`, sentence);
     return [...seen.values()];
   }
 
@@ -95,7 +125,8 @@
       const isCut = ordered.length > MOST_GROUPS && !this.unfolded.has("all");
       const shown = isCut ? ordered.slice(0, MOST_GROUPS) : ordered;
       const parts = shown.map(([group, sentences]) => this.group(group, sentences));
-      if (isCut) parts.push(this.unfolder("all", t("words.groups", {n: ordered.length - MOST_GROUPS})));
+      if (isCut)
+        parts.push(this.unfolder("all", t("words.groups", {n: ordered.length - MOST_GROUPS})));
       if (routine.length) parts.push(this.routine(routine));
       if (!parts.length) parts.push(h("p", {class: "quiet"}, t("words.nothing")));
       this.list.replaceChildren(...parts);
@@ -104,31 +135,67 @@
     }
 
     group(group, sentences) {
-      const name = group === "" ? h("b", {}, t("words.step")) : group === "cache" ? h("b", {}, t("words.cache"))
-        : Watch.requestChip(group);
+      const name =
+        group === ""
+          ? h("b", {}, t("words.step"))
+          : group === "cache"
+            ? h("b", {}, t("words.cache"))
+            : Watch.requestChip(group);
       const isCut = sentences.length > MOST_SENTENCES && !this.unfolded.has(group);
       const shown = isCut ? sentences.slice(0, MOST_SENTENCES) : sentences;
-      const items = shown.map((sentence) => h("li", {"data-key": sentence.key}, Watch.saySentence(sentence), " ",
-        ...sentence.sources.map((source) => Watch.sourceButton(this.view.film.run, source)).filter(Boolean)));
-      if (isCut) items.push(h("li", {}, this.unfolder(group, t("words.more", {n: sentences.length - shown.length}))));
+      const items = shown.map((sentence) =>
+        h(
+          "li",
+          {"data-key": sentence.key},
+          Watch.saySentence(sentence),
+          " ",
+          ...sentence.sources
+            .map((source) => Watch.sourceButton(this.view.film.run, source))
+            .filter(Boolean),
+        ),
+      );
+      if (isCut)
+        items.push(
+          h("li", {}, this.unfolder(group, t("words.more", {n: sentences.length - shown.length}))),
+        );
       return h("div", {class: "words-group", "data-group": group}, name, h("ul", {}, ...items));
     }
 
     // Who got one token and has no other story: all in one line.
     routine(sentences) {
       const isCut = sentences.length > 20 && !this.unfolded.has("routine");
-      const chips = sentences.slice(0, isCut ? 20 : undefined).map(({group}) => Watch.requestChip(group));
-      const more = isCut ? [this.unfolder("routine", t("words.groups", {n: sentences.length - 20}))] : [];
+      const chips = sentences
+        .slice(0, isCut ? 20 : undefined)
+        .map(({group}) => Watch.requestChip(group));
+      const more = isCut
+        ? [this.unfolder("routine", t("words.groups", {n: sentences.length - 20}))]
+        : [];
       const [source] = sentences[0].sources;
-      return h("div", {class: "words-group words-routine", "data-group": "routine"}, ...chips, ...more, " ",
-        t("words.routine"), " ", Watch.sourceButton(this.view.film.run, source) ?? "");
+      return h(
+        "div",
+        {class: "words-group words-routine", "data-group": "routine"},
+        ...chips,
+        ...more,
+        " ",
+        t("words.routine"),
+        " ",
+        Watch.sourceButton(this.view.film.run, source) ?? "",
+      );
     }
 
     unfolder(group, text) {
-      return h("button", {class: "words-unfold", "data-unfold": group, onclick: () => {
-        this.unfolded.add(group);
-        Watch.redraw();
-      }}, text);
+      return h(
+        "button",
+        {
+          class: "words-unfold",
+          "data-unfold": group,
+          onclick: () => {
+            this.unfolded.add(group);
+            Watch.redraw();
+          },
+        },
+        text,
+      );
     }
 
     // What is made anew gives the focus back to what has the same meaning.
@@ -141,7 +208,9 @@
 
     focusAgain(key) {
       if (key === null) return;
-      const same = [...this.list.querySelectorAll("button")].find((button) => this.keyOf(button) === key);
+      const same = [...this.list.querySelectorAll("button")].find(
+        (button) => this.keyOf(button) === key,
+      );
       (same ?? this.list).focus({preventScroll: true});
     }
   }

@@ -3,9 +3,15 @@
 // guesses: underlined if they were accepted, struck out if they were rejected.
 (() => {
   Watch.words({
-    "tokens.title": ["{request}: prompt {prompt}, outputs {outputs}", "{request}：提示词 {prompt}，输出 {outputs}"],
+    "tokens.title": [
+      "{request}: prompt {prompt}, outputs {outputs}",
+      "{request}：提示词 {prompt}，输出 {outputs}",
+    ],
     "tokens.later": ["{request} has not arrived yet.", "{request} 还没有到达。"],
-    "tokens.all": ["Tokens of this step; choose a request to see all of its text.", "本步的 token；选定一个请求可看全文。"],
+    "tokens.all": [
+      "Tokens of this step; choose a request to see all of its text.",
+      "本步的 token；选定一个请求可看全文。",
+    ],
     "tokens.more": ["and {n} more requests", "另有 {n} 个请求"],
     "tokens.gap": ["{n} more", "略 {n} 个"],
     "tokens.prompt": ["prompt", "提示词"],
@@ -94,8 +100,14 @@
 
   const gap = (n) => h("span", {class: "token-gap"}, `… ${t("tokens.gap", {n})} …`);
 
-  const struckOut = (view, tokens) => tokens.map((token) =>
-    h("del", {class: "token is-rejected", title: t("tokens.rejected")}, Watch.pieceOf(view.film, token)));
+  const struckOut = (view, tokens) =>
+    tokens.map((token) =>
+      h(
+        "del",
+        {class: "token is-rejected", title: t("tokens.rejected")},
+        Watch.pieceOf(view.film, token),
+      ),
+    );
 
   function chipAt(view, request, position, ranges, wasGuess) {
     const numPrompt = request.prompt.length;
@@ -104,20 +116,32 @@
     const classes = ["token", position < numPrompt ? "is-prompt" : "is-output"];
     if (range) classes.push("is-now", `is-${range.kind}`);
     if (isGuess) classes.push("is-accepted");
-    const chip = h(isGuess ? "ins" : "span", {class: classes.join(" "), "data-position": position},
-      Watch.pieceAt(view.film, request, position));
+    const chip = h(
+      isGuess ? "ins" : "span",
+      {class: classes.join(" "), "data-position": position},
+      Watch.pieceAt(view.film, request, position),
+    );
     return chip;
   }
 
   // The legend is made of the marks themselves; of guesses only where there are some.
   function legend(film) {
-    const guesses = film.events.some(({kind, verified}) => kind === "computed" && Object.keys(verified).length);
-    return h("p", {class: "tokens-legend"},
+    const guesses = film.events.some(
+      ({kind, verified}) => kind === "computed" && Object.keys(verified).length,
+    );
+    return h(
+      "p",
+      {class: "tokens-legend"},
       h("span", {class: "token is-prompt"}, t("tokens.prompt")),
       h("span", {class: "token is-output"}, t("tokens.output")),
       h("span", {class: "token is-now is-decode"}, t("tokens.now")),
-      ...(guesses ? [h("ins", {class: "token is-output is-accepted"}, t("tokens.accepted")),
-        h("del", {class: "token is-rejected"}, t("tokens.rejected"))] : []));
+      ...(guesses
+        ? [
+            h("ins", {class: "token is-output is-accepted"}, t("tokens.accepted")),
+            h("del", {class: "token is-rejected"}, t("tokens.rejected")),
+          ]
+        : []),
+    );
   }
 
   Watch.drawTokens = (view) => {
@@ -127,20 +151,44 @@
 
   function tokensOfOne(view, id) {
     const request = view.state.requests.get(id);
-    if (request === undefined) return [h("p", {class: "quiet"}, t("tokens.later", {request: Watch.label(id)}))];
-    const title = t("tokens.title",
-      {request: Watch.label(id), prompt: request.prompt.length, outputs: request.outputs.length});
+    if (request === undefined)
+      return [h("p", {class: "quiet"}, t("tokens.later", {request: Watch.label(id)}))];
+    const title = t("tokens.title", {
+      request: Watch.label(id),
+      prompt: request.prompt.length,
+      outputs: request.outputs.length,
+    });
     const limits = {head: HEAD, tail: TAIL, around: AROUND, lit: MOST_LIT};
-    return [legend(view.film), h("p", {class: "tokens-row", "data-request": id},
-      h("b", {}, title), " ", ...Watch.tokensOf(view, id, limits))];
+    return [
+      legend(view.film),
+      h(
+        "p",
+        {class: "tokens-row", "data-request": id},
+        h("b", {}, title),
+        " ",
+        ...Watch.tokensOf(view, id, limits),
+      ),
+    ];
   }
 
   function tokensOfAll(view) {
     const ids = [...(view.facts?.cells.keys() ?? [])];
     const limits = {head: 0, tail: 6, around: 2, lit: 8};
-    const rows = ids.slice(0, MOST_ROWS).map((id) => h("p", {class: "tokens-row is-short", "data-request": id},
-      Watch.requestChip(id), " ", ...Watch.tokensOf(view, id, limits)));
-    const more = ids.length > MOST_ROWS ? [h("p", {class: "quiet"}, t("tokens.more", {n: ids.length - MOST_ROWS}))] : [];
+    const rows = ids
+      .slice(0, MOST_ROWS)
+      .map((id) =>
+        h(
+          "p",
+          {class: "tokens-row is-short", "data-request": id},
+          Watch.requestChip(id),
+          " ",
+          ...Watch.tokensOf(view, id, limits),
+        ),
+      );
+    const more =
+      ids.length > MOST_ROWS
+        ? [h("p", {class: "quiet"}, t("tokens.more", {n: ids.length - MOST_ROWS}))]
+        : [];
     return [legend(view.film), h("p", {class: "quiet"}, t("tokens.all")), ...rows, ...more];
   }
 })();

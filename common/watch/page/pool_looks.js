@@ -1,0 +1,37 @@
+"use strict";
+// What a cell of the pool says, before anything is drawn: whose it is, how often it is held, its
+// place in the orders, and what the step did to it.
+(() => {
+  const MOST_OWNERS = 3; // colours in a cell
+
+  // `looked`: `lit`, the places of the request's table that is looked at, or null; the `block` that
+  // is; the `cursor` of the keyboard; the `order` numbers; and whether cells have room for labels.
+  Watch.poolLook = (view, facts, block, looked) => {
+    const {state} = view;
+    const {lit, order, cursor} = looked;
+    const users = facts.users[block] ?? [];
+    const load = facts.loading.get(block);
+    const isDim = lit !== null && !lit.has(block);
+    return {
+      state: Watch.blockStateOf(view, facts, block),
+      owners: users.length ? users.slice(0, MOST_OWNERS) : load ? [load[0]] : [],
+      label: isDim || !looked.hasLabels ? "" : labelOf(block, users, load, lit),
+      refs: isDim ? 0 : state.refCnt[block], // no words in a pale cell
+      order: isDim ? "" : (order.get(block) ?? ""),
+      change: facts.changes.get(block)?.at(-1) ?? null,
+      isPublished: state.cached.has(block) && state.refCnt[block] > 1,
+      isDim,
+      isLit: lit !== null ? !isDim : looked.block === block,
+      isCursor: cursor === block,
+    };
+  };
+
+  // Of a request that is looked at, the place in its table; else whose it is: "a", or "a+2".
+  function labelOf(block, users, load, lit) {
+    if (block === 0) return "∅";
+    if (lit !== null) return lit.get(block);
+    if (users.length > 1) return `${Watch.label(users[0])}+${users.length - 1}`;
+    const owner = users[0] ?? load?.[0];
+    return owner === undefined ? "" : Watch.label(owner);
+  }
+})();

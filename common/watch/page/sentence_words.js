@@ -1,0 +1,138 @@
+"use strict";
+// The sentences of scene 5. English has the noun in the plural: `Watch.saySentence` sees to the 1.
+(() => {
+  Watch.words({
+    "say.run": [
+      "the run begins: scheduler {scheduler}, policy {policy}",
+      "运行开始：调度器 {scheduler}，策略 {policy}",
+    ],
+    "say.arrived": [
+      "arrives: {n} prompt tokens, at most {most} outputs",
+      "到达：提示词 {n} 个 token，最多输出 {most} 个",
+    ],
+    "say.queue": [
+      "the queue stands in the order {order} (policy {policy})",
+      "队列顺序变为 {order}（策略 {policy}）",
+    ],
+    "say.admitted": ["is admitted; nothing of it was cached", "准入；缓存里没有它的内容"],
+    "say.admitted.cached": [
+      "is admitted with {n} cached tokens: {blocks}",
+      "准入，其中 {n} 个 token 命中缓存：{blocks}",
+    ],
+    "say.returned": ["returns, to be computed again", "恢复运行，需要重新计算"],
+    "say.returned.cached": [
+      "returns; {n} tokens are still cached: {blocks}",
+      "恢复运行，有 {n} 个 token 仍在缓存：{blocks}",
+    ],
+    "say.preempted": [
+      "is preempted: no block is free, and it is itself the next to give way; {lost} computed tokens are lost",
+      "被抢占：没有空闲块，而轮到让位的正是它自己；已算的 {lost} 个 token 作废",
+    ],
+    "say.preempted.for": [
+      "is preempted, so that {who} gets blocks; {lost} computed tokens are lost",
+      "被抢占，好让 {who} 拿到块；已算的 {lost} 个 token 作废",
+    ],
+    "say.preempted.seat": [
+      "is preempted: {who} is more urgent and takes its seat; {lost} computed tokens are lost",
+      "被抢占：{who} 更紧急，占了它的席位；已算的 {lost} 个 token 作废",
+    ],
+    "say.preempted.forced": [
+      "is preempted by the debug switch preempt_every; {lost} computed tokens are lost",
+      "被调试开关 preempt_every 强制抢占；已算的 {lost} 个 token 作废",
+    ],
+    "say.finished.stop": ["ends: it sampled an end token", "结束：采样到结束 token"],
+    "say.finished.length": [
+      "ends: it has the {n} outputs that it may have",
+      "结束：已输出允许的 {n} 个 token",
+    ],
+    "say.finished.abort": ["is aborted", "被中止"],
+    "say.finished.error": ["ends with an error", "因错误结束"],
+    "say.cut": ["ends at the stop string “{text}”", "遇到停止串“{text}”而结束"],
+    "say.taken": ["takes {blocks} from the free list", "从空闲表取用{blocks}"],
+    "say.taken.table": [
+      "takes {blocks} from the free list; its table has {n} now",
+      "从空闲表取用{blocks}；块表现有 {n} 块",
+    ],
+    "say.shared": ["shares {blocks}", "共享{blocks}"],
+    "say.freed": ["gives up {blocks}", "释放{blocks}"],
+    "say.freed.free": ["{blocks} (free now)", "{blocks}（变为空闲）"],
+    "say.freed.cached": ["{blocks} (still cached)", "{blocks}（仍在缓存）"],
+    "say.freed.used": ["{blocks} (still in use)", "{blocks}（仍有人用）"],
+    "say.moved": [
+      "its table points to {blocks} from here on: the same content",
+      "块表改为指向{blocks}，内容相同",
+    ],
+    "say.matched": [
+      "finds {n} tokens of its prefix in the cache: {blocks}",
+      "前缀有 {n} 个 token 命中缓存：{blocks}",
+    ],
+    "say.published": ["publishes {blocks}", "发布{blocks}"],
+    "say.published.hash": ["publishes {blocks}, hash {hash}", "发布{blocks}，哈希 {hash}"],
+    "say.known": [
+      "{given} held what {kept} has already: it uses that one",
+      "{given} 的内容与{kept} 相同：改用后者",
+    ],
+    "say.split": ["a node is cut in two in front of {blocks}", "节点在{blocks} 之前拆分为二"],
+    "say.evicted": ["{blocks} evicted: unused for longest", "{blocks} 被淘汰：闲置最久"],
+    "say.evicted.for": [
+      "{blocks} evicted, so that {who} gets room: unused for longest",
+      "{blocks} 被淘汰，给 {who} 腾地方：闲置最久",
+    ],
+    "say.load_begun": [
+      "its KV is on its way into {blocks}, from a tier or a store",
+      "它的 KV 正从下级存储加载到{blocks}",
+    ],
+    "say.loaded": [
+      "its KV has arrived in {blocks} ({sources}), and is cached",
+      "KV 已加载到{blocks}（{sources}），并进入缓存",
+    ],
+    "say.loaded.nothing": ["its load brought nothing", "加载没有带来任何内容"],
+    "say.load_ended": ["its load holds no block any more", "加载不再占用任何块"],
+    "say.chunk": [
+      "computes a piece of its prompt: {n} tokens, {left} are left",
+      "计算提示词的一段：{n} 个 token，还剩 {left} 个",
+    ],
+    "say.prompt": [
+      "computes {n} prompt tokens, and has its whole prompt now",
+      "计算 {n} 个提示词 token，提示词全部算完",
+    ],
+    "say.again": [
+      "computes {n} tokens again, lost by its preemption",
+      "重算 {n} 个因抢占丢失的 token",
+    ],
+    "say.decode": ["one new token", "一个新 token"],
+    "say.guesses": ["{accepted} of {n} guesses accepted", "{n} 个草稿 token 接受了 {accepted} 个"],
+    "say.rejected": ["{n} rejected, and that KV is taken back", "拒绝 {n} 个，对应的 KV 作废"],
+    "say.passed_over": ["is passed over: {reason}", "被跳过：{reason}"],
+    "say.parent": [
+      "is passed over: {who} computes the very block that it could share",
+      "被跳过：{who} 正在计算它可以共享的块",
+    ],
+    "say.stop": ["admission stops at {who}: {reason}", "准入止于 {who}：{reason}"],
+    "say.stop.behind": [
+      "admission stops at {who}: {reason}; {n} behind it were not asked",
+      "准入止于 {who}：{reason}；后面 {n} 个没有问到",
+    ],
+    "say.stop.nobody": [
+      "nobody is admitted, {n} wait: {reason}",
+      "本步没有准入，{n} 个在等：{reason}",
+    ],
+    "say.stop.others": [
+      "nobody else is admitted, {n} wait: {reason}",
+      "没有再准入别的请求，{n} 个在等：{reason}",
+    ],
+    "say.discarded": [
+      "a token was computed for nobody: it had ended",
+      "白算了一个 token：请求已经结束",
+    ],
+    "say.failed": ["the step failed: {error}", "本步失败：{error}"],
+    "say.empty": ["nothing was computed", "没有计算任何 token"],
+    "say.and": [", ", "、"],
+    "say.block": ["block {blocks}", "块 {blocks}"],
+    "say.blocks": ["blocks {blocks}", "块 {blocks}"],
+    "say.many": ["{n} blocks ({blocks}, …)", "{n} 块（{blocks} 等）"],
+    "say.host": ["{n} from host memory", "主机内存 {n} 块"],
+    "say.disk": ["{n} from disk", "磁盘 {n} 块"],
+    "say.store": ["{n} from a store", "外部存储 {n} 块"],
+  });
+})();
