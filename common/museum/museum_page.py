@@ -21,6 +21,8 @@ _REPOSITORIES = {
 }
 _HEAD = """# A museum of bugs
 
+[中文](MUSEUM.zh.md)
+
 {count} bugs that shipped in engines people use, or in this one, each put back into our code as a
 small patch: what a user saw, what it teaches, what our engine says with the bug and without, and
 the test that notices. None of them is stupid. Most are one line, and most pass every test that
