@@ -58,7 +58,7 @@ class Excerpt:
 
 def find(place: Place, root: Path = ROOT) -> Excerpt:
     """Raises `LookupError` unless there is exactly one such statement."""
-    source, tree = _parse(root / place.file)
+    source, tree = _parse(_path_of(place.file, root))
     functions = [node for name, node in _functions(tree) if name == place.function]
     if len(functions) != 1:
         raise LookupError(f"{place.file} has {len(functions)} functions {place.function}")
@@ -69,6 +69,12 @@ def find(place: Place, root: Path = ROOT) -> Excerpt:
             f"{place.statement!r}: there must be one"
         )
     return _excerpt(source, functions[0], found[0])
+
+
+def _path_of(file: str, root: Path) -> Path:
+    """In a wheel the chapters' modules lie side by side, next to `common`."""
+    path = root / file
+    return path if path.exists() else root / path.name
 
 
 @cache

@@ -28,7 +28,9 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Shown]:
 
 def read_sentences(page: Page, unfold: bool = True) -> list[dict[str, Any]]:
     """Of all groups: `{group, key, text, sources}`."""
-    while unfold and (button := page.query_selector(".words-list .words-unfold")):
+    for _ in range(20 if unfold else 0):
+        if (button := page.query_selector(".words-list .words-unfold")) is None:
+            break
         button.click()
         page.wait_for_timeout(40)
     return page.evaluate(
@@ -354,13 +356,15 @@ def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
 ) -> None:
     film = shown["guesses"]
     page = ready(open_page(film.page))
-    accepted: Counter[str] = Counter()
+    accepted: dict[str, list[int]] = {name: [] for name in "abc"}  # positions, since the beginning
     judged: Counter[str] = Counter()
     for number in range(film.film.num_steps):
         step = film.step(number)
         computed = next(e for e in step.events if e.kind == "computed")
         for name, (num_accepted, num_rejected) in computed.verified.items():
-            accepted[name] += num_accepted
+            before = film.state(number - 1).requests[name]
+            first = len(before.prompt) + len(before.outputs)
+            accepted[name] += range(first, first + num_accepted)
             judged["accepted"] += num_accepted
             judged["rejected"] += num_rejected
             go(page, step=number, request=name)
@@ -377,7 +381,10 @@ def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
             }
             for text, draft in zip(rejected, drafts):
                 assert text == visible(pieces.get(draft, text))
-            underlined = sum("is-accepted" in look for _, look in tokens)
+            underlined = page.evaluate(
+                "[...document.querySelectorAll('.tokens-row .token.is-accepted')]"
+                ".map((token) => Number(token.dataset.position))"
+            )
             assert underlined == accepted[name], f"step {number}, {name}"
             new = [text for text, look in tokens if "is-now" in look and "is-output" in look]
             assert new == [visible(piece) for piece in computed.pieces[name]]

@@ -113,3 +113,12 @@ def test_a_place_is_found_wherever_its_function_has_moved(tmp_path: Path) -> Non
         excerpt = find(Place(f"m{shift}.py", "C.f", "if a"), tmp_path)
         assert (excerpt.line, excerpt.end) == (3 + shift, 4 + shift)
         assert "if a:" in excerpt.lines[excerpt.line - excerpt.first]
+
+
+def test_places_are_found_in_a_wheel_where_modules_lie_side_by_side(tmp_path: Path) -> None:
+    for place in PLACES:
+        in_common = place.file.startswith("common/")
+        path = tmp_path / (place.file if in_common else Path(place.file).name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text((ROOT / place.file).read_text(encoding="utf-8"), encoding="utf-8")
+    assert source_lines(tmp_path) == source_lines()

@@ -61,7 +61,6 @@
       }
       this.facts = Watch.blockFacts(this.view);
       this.looked = Watch.lookedAt(this.view);
-      this.details.setAttribute("aria-label", Watch.t("cache.details"));
       this.drawAbout();
       this.map.draw(this.facts, this.litBlocks());
       this.drawDetails();
@@ -131,6 +130,7 @@
     }
 
     drawDetails() {
+      this.details.setAttribute("aria-label", Watch.t("cache.details"));
       const {block} = this.looked;
       const {state} = this.view;
       const box = this.map.boxOf(block);

@@ -67,7 +67,6 @@
       this.changes = h("p", {class: `pool-changes of-${this.legend.length}`, role: "group"});
       this.orders = h("div", {class: "pool-orders"});
       this.details = h("div", {class: "pool-details"});
-      this.details.setAttribute("aria-live", "polite");
       this.details.tabIndex = 0; // it scrolls
       this.details.setAttribute("role", "group");
       this.root.append(this.counts, this.cells, this.changes, this.orders, this.details);

@@ -6,10 +6,10 @@
 //   state is "null", "free", "held", "loading" or "idle" (cached, and nobody uses it)
 (() => {
   const MOST_ELEMENTS = 400;
-  const [WIDEST, HIGHEST] = [64, 40]; // px
+  const [WIDEST, HIGHEST] = [76, 48]; // px
   const [LEAST_WIDTH, LEAST_HEIGHT] = [22, 15]; // below, a cell has no text
   const WIDE = 40; // from here on there is room for the reference count, too
-  const HIGH = 32; // from here on there is room for the block's number above it
+  const ROOMY = 31; // px of height: and for the block's number in a line of its own
 
   // The largest cells that fit: the area is fixed, the cells shrink. A little wider than high, since
   // they hold words.
@@ -48,7 +48,7 @@
       this.host.style.setProperty("--columns", grid.columns);
       this.host.classList.toggle("pool-tiny", !grid.hasLabels);
       this.host.classList.toggle("pool-narrow", grid.w < WIDE);
-      this.host.classList.toggle("pool-low", grid.h < HIGH);
+      this.host.classList.toggle("pool-roomy", grid.w >= WIDE && grid.h >= ROOMY);
       while (this.cells.length < grid.num) this.add(this.cells.length);
     }
 

@@ -177,7 +177,7 @@
         ...chips,
         ...more,
         " ",
-        t("words.routine"),
+        t(sentences.length === 1 ? "say.decode" : "words.routine"),
         " ",
         Watch.sourceButton(this.view.film.run, source) ?? "",
       );
