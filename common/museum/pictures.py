@@ -15,7 +15,7 @@ FOLDER = ROOT / "common" / "museum" / "figures"
 SCENES: dict[str, tuple[tuple[str, int], ...]] = {
     "New prompts first, and nobody else ever": (("grid", 225),),
     "The head of a prompt is evicted before its tail": (("grid", 150), ("cache", 250)),
-    "Two equals in two seats": (("grid", 165),),
+    "Two equals in one seat": (("grid", 165),),
 }
 
 
