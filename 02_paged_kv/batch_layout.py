@@ -44,7 +44,7 @@ class ComposedBatch:
     logit_indices: torch.Tensor  # [num_logit_rows] int64, into the tokens
 
 
-class Layout(NamedTuple):
+class StepLayout(NamedTuple):
     """A step on the host: `arrays` that go to the device, and what they become there."""
 
     order: np.ndarray  # [num_queries] the queries as they were given, in the order of the batch
@@ -55,7 +55,7 @@ class Layout(NamedTuple):
         return self.compose(*all_to_device(device, *self.arrays))
 
 
-def compose_in_order(state: PagedRunnerState, queries: Queries, block_size: int) -> Layout:
+def compose_in_order(state: PagedRunnerState, queries: Queries, block_size: int) -> StepLayout:
     """Lay out a step of at least one query, in the order given."""
     row, start, lens, num_logit_rows = queries
     stop = start + lens
@@ -80,7 +80,7 @@ def compose_in_order(state: PagedRunnerState, queries: Queries, block_size: int)
         attention = AttentionMetadata(*where, **sizes)
         return ComposedBatch(input_ids, positions, attention, logit_indices)
 
-    return Layout(order, arrays, compose)
+    return StepLayout(order, arrays, compose)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

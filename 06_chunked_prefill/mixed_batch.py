@@ -28,7 +28,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
-from batch_layout import ComposedBatch, Layout, PagedRunnerState, Queries, compose_in_order
+from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout, compose_in_order
 from paged_attention import AttentionMetadata
 
 
@@ -50,7 +50,7 @@ def short_first(query_lens: np.ndarray, decode_threshold: int = 1) -> tuple[np.n
 
 def compose(
     state: PagedRunnerState, queries: Queries, block_size: int, decode_threshold: int = 1
-) -> Layout:
+) -> StepLayout:
     """Lay out a step of at least one query, each of at least one token. The batch's `attention` is
     a `MixedMetadata`."""
     order, num_short = short_first(queries.num_tokens, decode_threshold)
@@ -70,4 +70,4 @@ def compose(
         )
         return replace(batch, attention=attention)
 
-    return Layout(order, layout.arrays, compose_mixed)
+    return StepLayout(order, layout.arrays, compose_mixed)

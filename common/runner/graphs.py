@@ -38,7 +38,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from batch_layout import ComposedBatch, Layout, PagedRunnerState, Queries
+from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout
 from common.model import DecoderModel
 from common.runner.model_runner import PagedBatch, PagedModelRunner
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
@@ -271,7 +271,7 @@ class DecodeGraphs:
 
     def compose(
         self, state: PagedRunnerState, queries: Queries, block_size: int, bucket: int
-    ) -> Layout:
+    ) -> StepLayout:
         """Lay the step out for the static inputs, in the order given."""
         x, n = self.inputs[bucket], len(queries.rows)
         num_logit_rows = np.count_nonzero(queries.num_logit_rows)
@@ -281,7 +281,7 @@ class DecodeGraphs:
             where = self._metadata(bucket), x.logit_indices[:num_logit_rows]
             return ComposedBatch(x.input_ids[:n], x.positions[:n], *where)
 
-        return Layout(np.arange(n), pad_step(state, queries, block_size, bucket), compose)
+        return StepLayout(np.arange(n), pad_step(state, queries, block_size, bucket), compose)
 
     @torch.inference_mode()
     def replay(self, bucket: int, num_rows: int, num_logit_rows: int) -> torch.Tensor:
@@ -307,7 +307,7 @@ class GraphRunner(PagedModelRunner):
 
     def _compose_for_replay(
         self, state: PagedRunnerState, queries: Queries, block_size: int
-    ) -> Layout:
+    ) -> StepLayout:
         bucket = self.graphs.bucket_for(queries)
         if bucket is None:
             return self._compose_eager(state, queries, block_size)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from batch_layout import ComposedBatch, Layout, PagedRunnerState, Queries, compose_in_order
+from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout, compose_in_order
 from common.model import DecoderModel
 from common.runner.batch_state import BatchState
 from common.sampling.sampler import BatchSampler, UnreadStep
@@ -25,7 +25,7 @@ from common.sampling.sampling_columns import Cargo, SamplingBatch
 from paged_attention import AttentionBackend, PagedKVCache
 from scheduler_interface import FinishedStep, Laps, PlanMessage, StepHandle, StepOutput
 
-Compose = Callable[[PagedRunnerState, Queries, int], Layout]
+Compose = Callable[[PagedRunnerState, Queries, int], StepLayout]
 
 
 @dataclass(slots=True)
