@@ -266,8 +266,8 @@ EXHIBITS = (
             "test_a_duplicate_is_given_back_and_the_runner_is_told",
         ),
         watch=Workload(
-            look="Two equal prompts are computed in one step. Follow the table of b when its copy "
-            "is given back.",
+            look="Requests a and b say the same. In step 4 both fill a block with the same tokens, "
+            "and b is given a's: follow its table, and the block that it had.",
             parts="step 4, updated, b",
             guests=(
                 Guest("a", blocks("ab", " the"), 6),
@@ -397,8 +397,8 @@ EXHIBITS = (
             "test_only_the_matched_half_of_a_cut_node_is_refreshed",
         ),
         watch=Workload(
-            look="Request d waits for memory, and asks for a b in each step. Look at the eviction "
-            "order, and at what is evicted in step 6.",
+            look="Request d waits for memory. Its prompt begins with that of a, and is looked up "
+            "in each step. Look at the eviction order, and at what is evicted in step 6.",
             parts="step 6, evicted",
             guests=(
                 Guest("a", blocks("ab"), 1),

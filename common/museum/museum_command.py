@@ -102,7 +102,7 @@ def watch(
     with tempfile.TemporaryDirectory() as folder, broken_copy(exhibit) as swap:
         wrong, right = films(exhibit.watch, swap, Path(folder))
         texts = [(Path(folder) / name).read_text(encoding="utf-8") for name in _REELS]
-    labels = ("with the bug", "without")
+    labels = ("The run with the bug", "The run without it")
     name = "" if is_hidden else exhibit.title
     title = (f"Exhibit {number}. {name}".strip(), f"展品 {number} {name}".strip())
     where = parting(right, wrong)

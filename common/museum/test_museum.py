@@ -181,7 +181,7 @@ def test_a_page_has_the_run_with_the_bug_and_beside_it_the_right_one(
     assert main(["1", "--watch", "--out", str(page)]) == 0
     text, shown = page.read_text(encoding="utf-8"), capsys.readouterr().out
     labels = re.findall(r'data-label="(.*?)"', text)
-    assert labels == ["with the bug", "without"]
+    assert labels == ["The run with the bug", "The run without it"]
     assert text.index("[8,7]") < text.index('"blocks":[8]')
     assert f"Exhibit 1. {exhibit.title}" in text and '"step=0"' in text
     assert exhibit.title in shown and str(page) in shown and "part in step 0" in shown
