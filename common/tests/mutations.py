@@ -293,8 +293,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "common/sampling/speculative_sampler.py",
-        "part = batch.select(rows)",
-        "part = batch.select(first[run])",
+        "self.sampling, self.most_drafts = batch.select(rows), width - 1",
+        "self.sampling, self.most_drafts = batch.select(first[run]), width - 1",
         ""
         "common/tests/test_speculation_engine.py::test_with_a_seed_every_constraint_gives_the_tokens_of_plain_decoding",
         "A seeded request says something else as soon as speculation is switched on.",
