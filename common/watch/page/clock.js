@@ -23,7 +23,9 @@
   });
   const PARTS = ["schedule", "prepare", "forward", "sample", "propose", "update"];
   // Shares of ink: neighbours differ, and the palest is still 3 : 1 on white.
-  const SHADES = {schedule: 0.95, prepare: 0.7, forward: 0.48, sample: 0.8, propose: 0.6, update: 0.95};
+  const SHADES = {
+    schedule: 0.95, prepare: 0.7, forward: 0.48, sample: 0.8, propose: 0.6, update: 0.95,
+  };
   const shadeOf = (part) => grey(SHADES[part]);
   const grey = (share) => {
     const level = Math.round(255 - share * (255 - 34)).toString(16).padStart(2, "0");
@@ -36,8 +38,10 @@
   const timesOf = (facts) => {
     const times = facts?.computed?.times ?? {};
     const ms = (part) => times[`${part}_ms`] ?? 0;
-    return {schedule: facts?.planned?.schedule_ms ?? 0, prepare: ms("prepare"), forward: ms("forward"),
-      sample: ms("sample"), propose: ms("propose"), update: facts?.updated?.update_ms ?? 0};
+    return {
+      schedule: facts?.planned?.schedule_ms ?? 0, prepare: ms("prepare"), forward: ms("forward"),
+      sample: ms("sample"), propose: ms("propose"), update: facts?.updated?.update_ms ?? 0,
+    };
   };
   const total = (times) => PARTS.reduce((sum, part) => sum + times[part], 0);
 
@@ -48,7 +52,8 @@
       this.items = PARTS.map((part) => {
         const value = h("b");
         const name = h("span");
-        const item = h("li", {}, h("i", {class: "key", style: `background: ${shadeOf(part)}`}), name, value);
+        const key = h("i", {class: "key", style: `background: ${shadeOf(part)}`});
+        const item = h("li", {}, key, name, value);
         return {part, item, name, value};
       });
       this.lanes = h("div", {class: "lanes", role: "img"});
@@ -59,7 +64,8 @@
       });
       root.classList.add("clock-body");
       this.top = h("li", {class: "quiet"});
-      root.append(h("ul", {class: "clock-parts"}, ...this.items.map(({item}) => item), this.top), this.lanes,
+      const items = this.items.map(({item}) => item);
+      root.append(h("ul", {class: "clock-parts"}, ...items, this.top), this.lanes,
         h("div", {class: "strip-frame"}, this.strip));
       this.size = Watch.sizeOf(this.strip.parentNode); // as wide as the bar
     }
@@ -124,7 +130,9 @@
       const name = `${t("clock.step", {n: planned.step})}: ${t("clock.under_way")}`;
       lane.append(box(place(planned.time, planEnd) + look("schedule"), ""),
         box(place(planEnd, until) + look("forward"), name));
-      if (facts?.updated) lane.append(box(place(facts.computed.time, facts.updated.time) + look("update"), ""));
+      if (facts?.updated) {
+        lane.append(box(place(facts.computed.time, facts.updated.time) + look("update"), ""));
+      }
       return lane;
     }
 
@@ -133,7 +141,9 @@
       const {width, height} = this.size;
       if (width === 0) return; // not laid out yet
       const top = stripTop();
-      if (this.painted?.width !== width || this.painted.top !== top) this.paintStrip(width, height, top);
+      if (this.painted?.width !== width || this.painted.top !== top) {
+        this.paintStrip(width, height, top);
+      }
       const pen = Watch.sized(this.strip, width, height);
       pen.drawImage(this.painted.canvas, 0, 0, width, height);
       const column = width / Math.max(1, Watch.numSteps());
@@ -155,10 +165,11 @@
       this.times.forEach((times, step) => {
         let bottom = height;
         for (const part of PARTS) {
-          const part_height = (times[part] / top) * (height - 2);
+          const tall = (times[part] / top) * (height - 2);
+          const wide = column > 4 ? column - 1 : Math.max(1, column);
           pen.fillStyle = shadeOf(part);
-          pen.fillRect(step * column, bottom - part_height, Math.max(1, column - (column > 4 ? 1 : 0)), part_height);
-          bottom -= part_height;
+          pen.fillRect(step * column, bottom - tall, wide, tall);
+          bottom -= tall;
         }
       });
       this.painted = {canvas, width, top};

@@ -1,10 +1,11 @@
 "use strict";
 // Two families of colours that do not meet in one mark: what was computed has the book's colours
-// (common/tools/palette.py, as CSS variables), and a request has one of nine others, with its label.
-// The nine are Paul Tol's "muted" scheme, which colour-blind readers can tell apart.
+// (common/tools/palette.py, as CSS variables), and a request has one of nine others, with its
+// label. The nine are Paul Tol's "muted" scheme, which colour-blind readers can tell apart.
 (() => {
   const REQUESTS = [
-    "#332288", "#88ccee", "#117733", "#ddcc77", "#cc6677", "#44aa99", "#882255", "#999933", "#aa4499",
+    "#332288", "#88ccee", "#117733", "#ddcc77", "#cc6677", "#44aa99", "#882255", "#999933",
+    "#aa4499",
   ];
 
   Watch.kinds = {
@@ -32,7 +33,8 @@
 
   // Black or white, whichever can be read on a colour.
   Watch.inkOn = (colour) => {
-    const [r, g, b] = [1, 3, 5].map((at) => parseInt(Watch.plain(colour).slice(at, at + 2), 16) / 255)
+    const plainly = Watch.plain(colour);
+    const [r, g, b] = [1, 3, 5].map((at) => parseInt(plainly.slice(at, at + 2), 16) / 255)
       .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000000" : "#ffffff";
   };

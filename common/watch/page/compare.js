@@ -1,14 +1,17 @@
 "use strict";
-// Two films side by side: where they differ first. What they do is compared, and not how long it took.
+// Two films side by side: where they differ first. What they do is compared, and not how long it
+// took.
 (() => {
   const {store, t, h} = Watch;
   Watch.words({
     "compare.same": ["Both films show the same, in all {n} steps.", "两次运行的 {n} 步完全相同。"],
-    "compare.from": ["The films are alike up to step {before}. In step {step}, left: {left}; right: {right}.",
+    "compare.from": [
+      "The films are alike up to step {before}. In step {step}, left: {left}; right: {right}.",
       "到第 {before} 步，两次运行完全相同。第 {step} 步，左：{left}；右：{right}。"],
     "compare.at_once": ["The films differ from step 0 on. Left: {left}; right: {right}.",
       "两次运行从第 0 步起就不同。左：{left}；右：{right}。"],
-    "compare.text": ["The text of {request} differs from its token {n} on. Left: “{left}”; right: “{right}”.",
+    "compare.text": [
+      "The text of {request} differs from its token {n} on. Left: “{left}”; right: “{right}”.",
       "{request} 的文本从第 {n} 个 token 起不同。左：“{left}”；右：“{right}”。"],
     "compare.same_text": ["Every text is the same.", "生成的文本全都相同。"],
     "compare.go": ["Go there", "跳到那里"],
@@ -17,8 +20,11 @@
   });
 
   // And what is made of times (a key of the queue) or says nothing about what happens (a hash).
-  const TIMED = new Set(["time", "schedule_ms", "times", "update_ms", "started_at", "order_key", "hashes"]);
-  const untimed = (event) => JSON.stringify(event, (key, value) => (TIMED.has(key) ? undefined : value));
+  const TIMED = new Set([
+    "time", "schedule_ms", "times", "update_ms", "started_at", "order_key", "hashes",
+  ]);
+  const untimed = (event) =>
+    JSON.stringify(event, (key, value) => (TIMED.has(key) ? undefined : value));
 
   // {step, left, right}: the first pair of events that differ; null if no step has such a pair.
   function firstDifference(left, right) {
@@ -64,7 +70,8 @@
     if (bar.hidden) return;
     if (found.films !== store.films) {
       const [left, right] = store.films;
-      found = {films: store.films, difference: firstDifference(left, right), token: firstOtherToken(left, right)};
+      const difference = firstDifference(left, right);
+      found = {films: store.films, difference, token: firstOtherToken(left, right)};
     }
     const {difference, token} = found;
     go.hidden = difference === null;
@@ -75,7 +82,8 @@
         left: Watch.eventWords(difference.left), right: Watch.eventWords(difference.right)}));
     const end = t("compare.end");
     Watch.say(text, token === null ? t("compare.same_text") : t("compare.text", {
-      request: Watch.name(token.request), n: token.n + 1, left: token.left ?? end, right: token.right ?? end}));
+      request: Watch.name(token.request), n: token.n + 1,
+      left: token.left ?? end, right: token.right ?? end}));
   }
 
   Watch.compare = {bar, draw, firstDifference, firstOtherToken};

@@ -7,7 +7,8 @@
     "said.run": ["a run", "运行记录"],
     "said.arrived": ["{request} arrives", "{request} 到达"],
     "said.queue": ["the queue is {order}", "队列为 {order}"],
-    "said.admitted": ["{request} is admitted with {num_cached_tokens} tokens found", "{request} 准入，命中 {num_cached_tokens} 个 token"],
+    "said.admitted": ["{request} is admitted with {num_cached_tokens} tokens found",
+      "{request} 准入，命中 {num_cached_tokens} 个 token"],
     "said.preempted": ["{request} is preempted", "{request} 被抢占"],
     "said.finished": ["{request} ends ({reason})", "{request} 结束（{reason}）"],
     "said.cut": ["{request} is cut at a stop string", "{request} 在停止串处截断"],
@@ -28,15 +29,19 @@
     "said.failed": ["the step fails", "这一步失败"],
   });
 
-  const list = (items) => (items.length > 6 ? `${items.slice(0, 6).join(", ")}, …` : items.join(", "));
+  const MOST = 6; // items of a list
+  const list = (items) => items.slice(0, MOST).join(", ") + (items.length > MOST ? ", …" : "");
   const tokens = (event) => Object.entries(event.tokens).map(
-    ([id, ids]) => `${Watch.label(id)}: ${(event.pieces[id] ?? ids).map((piece) => `“${piece}”`).join(" ")}`);
-  const plan = (event) => event.requests.map((id, i) => `${Watch.label(id)} ${event.num_tokens[i]}`);
+    ([id, ids]) => `${Watch.label(id)}: “${(event.pieces[id] ?? ids).join("”, “")}”`);
+  const plan = (event) => event.requests.map(
+    (id, i) => `${Watch.label(id)} ${event.num_tokens[i]}`);
 
   Watch.eventWords = (event) => {
     if (event === undefined) return t("said.none");
     const values = {...event};
-    for (const [name, value] of Object.entries(event)) if (Array.isArray(value)) values[name] = list(value);
+    for (const [name, value] of Object.entries(event)) {
+      if (Array.isArray(value)) values[name] = list(value);
+    }
     values.request = event.request == null ? "?" : Watch.name(event.request);
     if (event.kind === "planned") values.plan = list(plan(event));
     if (event.kind === "computed") values.tokens = list(tokens(event));

@@ -59,7 +59,8 @@
     }
     if (!isObject(event)) fail(line, "no_json");
     const kind = event.kind;
-    const known = Object.hasOwn(Watch.schema, kind) ? Watch.schema[kind] : fail(line, "kind", {kind});
+    if (!Object.hasOwn(Watch.schema, kind)) fail(line, "kind", {kind});
+    const known = Watch.schema[kind];
     if (kind === "run" && event.version !== Watch.version) {
       fail(line, "version", {version: event.version, known: Watch.version});
     }
@@ -71,7 +72,8 @@
       // By request: one may be called "constructor", and must not be found where it is not.
       if (type.startsWith("dict")) Object.setPrototypeOf(event[field], null);
     }
-    const unknown = Object.keys(event).find((field) => field !== "kind" && !Object.hasOwn(known, field));
+    const isKnown = (field) => field === "kind" || Object.hasOwn(known, field);
+    const unknown = Object.keys(event).find((field) => !isKnown(field));
     if (unknown !== undefined) fail(line, "unknown", {kind, field: unknown});
     return event;
   }

@@ -10,7 +10,8 @@
       "拖入了 {n} 个文件。本页只显示一个运行记录，或并排显示两个。"],
     "files.empty": ["No run is here yet. Open a file that LLM(events=...) wrote.",
       "还没有运行记录。请打开 LLM(events=...) 写出的文件。"],
-    "files.wrong": ["{label} ends in step {step}, where its events contradict themselves: {message}.",
+    "files.wrong": [
+      "{label} ends in step {step}, where its events contradict themselves: {message}.",
       "{label} 到第 {step} 步为止，因为那里的事件自相矛盾：{message}。"],
     "files.close": ["Close", "关闭"],
   });
@@ -41,13 +42,16 @@
       }
     }
     tell(null);
-    Watch.show(films, files.map(({name}) => name.replace(/\.(jsonl|ndjson)$/, "")), {step: 0, request: null, block: null});
+    const labels = files.map(({name}) => name.replace(/\.(jsonl|ndjson)$/, ""));
+    Watch.show(films, labels, {step: 0, request: null, block: null});
   }
 
   function draw() {
     const broken = Watch.store.films.find((film) => film.contradiction);
-    const say = told ?? (broken && (() => brokenWords(broken))) ?? (Watch.store.films.length ? null : () => t("files.empty"));
-    notice.hidden = say === null || say === undefined;
+    let say = told;
+    if (say === null && broken) say = () => brokenWords(broken);
+    if (say === null && !Watch.store.films.length) say = () => t("files.empty");
+    notice.hidden = say === null;
     Watch.say(words, say ? say() : "");
     close.hidden = told === null;
     Watch.say(close, t("files.close"));

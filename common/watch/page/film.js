@@ -2,15 +2,15 @@
 // The film of a run: what each step did, and the engine's state after any of them. The mirror of
 // `Film` in common/events/film.py; test_film_in_browser.py compares the two after every step.
 //
-// A film whose events contradict themselves (a broken engine may write such) ends there, and says so:
-// `film.contradiction` is null or {step, message}, and its last step is the one that it broke.
+// A film whose events contradict themselves (a broken engine may write such) ends there, and says
+// so: `film.contradiction` is null or {step, message}, and the last step is the one that it broke.
 (() => {
   const CHECKPOINT_EVERY = 32; // steps; a jump replays at most so many
   const NUM_RECENT = 16; // states that were asked for last, kept
 
   const newStep = (number, first) => ({
-    number, first, events: [], planned: null, plans: [], computed: null, updated: null, failed: null,
-    cells: new Map(), idle: [], marks: new Map(),
+    number, first, events: [], planned: null, plans: [], computed: null, updated: null,
+    failed: null, cells: new Map(), idle: [], marks: new Map(),
   });
 
   class Film {
@@ -124,7 +124,10 @@
       if (state === undefined) {
         const [from, nearest] = this.nearest(i);
         state = nearest.copy();
-        for (let p = from < 0 ? 0 : this.ends[from]; p < this.ends[i]; p++) state.apply(this.events[p]);
+        const start = from < 0 ? 0 : this.ends[from];
+        for (let position = start; position < this.ends[i]; position++) {
+          state.apply(this.events[position]);
+        }
       }
       this.recent.set(i, state);
       if (this.recent.size > NUM_RECENT) this.recent.delete(this.recent.keys().next().value);
@@ -134,9 +137,11 @@
     // The last state at or before step i that is at hand: [its step, it].
     nearest(i) {
       const whole = Math.floor((i + 1) / CHECKPOINT_EVERY);
-      const checkpoint = Math.min(whole, this.checkpoints.length - 1); // a broken last step has none
+      const checkpoint = Math.min(whole, this.checkpoints.length - 1); // a broken one has none
       let [from, state] = [checkpoint * CHECKPOINT_EVERY - 1, this.checkpoints[checkpoint]];
-      for (const [step, recent] of this.recent) if (step > from && step <= i) [from, state] = [step, recent];
+      for (const [step, recent] of this.recent) {
+        if (step > from && step <= i) [from, state] = [step, recent];
+      }
       return [from, state];
     }
 

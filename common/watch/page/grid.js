@@ -15,7 +15,7 @@
   const [CELL_MIN, CELL_MAX] = [13, 34]; // width
   const [ROW_MIN, ROW_MAX] = [17, 34]; // height
 
-  // Rows are the same in both films of a comparison: those of the first, then what only the other has.
+  // Rows are the same in both films of a comparison: those of the first, then the other's own.
   const rowsOf = () => [...new Set(store.films.flatMap((film) => film.requests.map(({id}) => id)))];
 
   class Grid {
@@ -58,12 +58,15 @@
 
     measure() {
       Object.assign(this, this.size); // width, height
-      this.gutter = Math.min(110, 34 + 8 * Math.max(3, ...this.rows.map((id) => Watch.label(id).length)));
-      const fit = (room, num, least, most) => Math.max(least, Math.min(most, Math.floor(room / Math.max(1, num))));
+      const longest = Math.max(3, ...this.rows.map((id) => Watch.label(id).length));
+      this.gutter = Math.min(110, 34 + 8 * longest);
+      const fit = (room, num, least, most) =>
+        Math.max(least, Math.min(most, Math.floor(room / Math.max(1, num))));
       this.cell = fit(this.width - this.gutter - 4, Watch.numSteps(), CELL_MIN, CELL_MAX);
       this.row = fit(this.height - HEAD - 2, this.rows.length, ROW_MIN, ROW_MAX);
       const {style} = this.space;
-      const [width, height] = [this.gutter + this.cell * Watch.numSteps() + 4, HEAD + this.row * this.rows.length + 2];
+      const width = this.gutter + this.cell * Watch.numSteps() + 4;
+      const height = HEAD + this.row * this.rows.length + 2;
       if (style.width !== `${width}px`) style.width = `${width}px`;
       if (style.height !== `${height}px`) style.height = `${height}px`;
     }
@@ -71,7 +74,8 @@
     // Columns and rows that the box shows, whole or in part: [first, behind the last].
     shown() {
       const {left, top} = this.scroll;
-      const columns = [Math.floor(left / this.cell), Math.ceil((left + this.width - this.gutter) / this.cell)];
+      const right = left + this.width - this.gutter;
+      const columns = [Math.floor(left / this.cell), Math.ceil(right / this.cell)];
       const rows = [Math.floor(top / this.row), Math.ceil((top + this.height - HEAD) / this.row)];
       return {columns: [columns[0], Math.min(columns[1], Watch.numSteps())],
         rows: [rows[0], Math.min(rows[1], this.rows.length)]};
@@ -96,7 +100,7 @@
       Watch.paintGrid(this);
     }
 
-    // -- following: what moved is scrolled into sight, what did not is left where the reader put it.
+    // -- following: what moved is scrolled into sight, the rest is left where the reader put it.
 
     follow() {
       const [x, y] = [store.step * this.cell, this.followedRow() * this.row];
@@ -167,14 +171,16 @@
       const down = {ArrowDown: 1, ArrowUp: -1, PageDown: 10, PageUp: -10}[event.key];
       if (down === undefined || event.ctrlKey || event.altKey || event.metaKey) return;
       event.preventDefault();
-      const from = store.request === null && down > 0 ? -1 : this.cursorRow(); // the first, at first
+      const isFirst = store.request === null && down > 0; // then it leads to the first row
+      const from = isFirst ? -1 : this.cursorRow();
       const row = Math.min(this.rows.length - 1, Math.max(0, from + down));
       Watch.set({request: this.rows[row]});
     }
 
     speak() {
       const isHere = document.activeElement === this.box && !store.playing && store.step >= 0;
-      const words = isHere ? Watch.cellWords(this.view.film, this.rows[this.cursorRow()], store.step) : "";
+      const id = this.rows[this.cursorRow()];
+      const words = isHere ? Watch.cellWords(this.view.film, id, store.step) : "";
       Watch.say(this.spoken, words);
       if (this.isPointed) return;
       if (!isHere || !this.box.matches(":focus-visible")) this.tip.hidden = true;

@@ -12,7 +12,8 @@
 
   Watch.gridLegend = (film) => {
     const {kinds, reasons, marks} = occurring(film);
-    const item = (name, sign, words) => h("span", {}, h("i", {class: `key key-${name}`}, h("b", {}, sign)), words);
+    const item = (name, sign, words) =>
+      h("span", {}, h("i", {class: `key key-${name}`}, h("b", {}, sign)), words);
     return [
       ...kinds.map((kind) => item(kind, Watch.letters[kind], t(`kind.${kind}`))),
       ...marks.map((mark) => item("mark", SIGNS[mark], t(`grid.${mark}`))),
@@ -24,7 +25,9 @@
   function occurring(film) {
     const [kinds, reasons, marks] = [new Set(), new Set(), new Set()];
     for (const facts of film.steps) {
-      for (const id of facts.cells.keys()) for (const {kind} of Watch.verdicts(facts, id)) kinds.add(kind);
+      for (const id of facts.cells.keys()) {
+        for (const {kind} of Watch.verdicts(facts, id)) kinds.add(kind);
+      }
       for (const names of facts.marks.values()) for (const mark of names) marks.add(mark);
       for (const reason of film.waits(facts.number).values()) reasons.add(reason);
     }

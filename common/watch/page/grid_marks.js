@@ -34,7 +34,7 @@
     pen.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
     if (height < LETTER_ROOM || width < LETTER_ROOM) return;
     const digits = kind === "prompt" && numTokens > 0 ? String(numTokens) : "";
-    if (digits && height >= 26 && width >= 2 + 7 * digits.length) { // the letter above, how many below
+    if (digits && height >= 26 && width >= 2 + 7 * digits.length) { // the letter above them
       write(pen, Watch.letters[kind], x + width / 2, y + height * 0.3, ink, 12);
       write(pen, digits, x + width / 2, y + height * 0.72, ink, 11);
       return;

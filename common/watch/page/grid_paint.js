@@ -20,11 +20,15 @@
         pen.fillStyle = Watch.plain("var(--soft)");
         pen.fillRect(0, y(chosen), grid.width, grid.row);
       }
-      for (let row = rows[0]; row < rows[1]; row++) paintLabel(pen, grid, row, y(row), row === chosen);
+      for (let row = rows[0]; row < rows[1]; row++) {
+        paintLabel(pen, grid, row, y(row), row === chosen);
+      }
     });
     within(pen, [grid.gutter - 1, HEAD, grid.width, grid.height], () => {
       for (let row = rows[0]; row < rows[1]; row++) {
-        for (let step = columns[0]; step < columns[1]; step++) paintCell(pen, grid, row, step, x(step), y(row));
+        for (let step = columns[0]; step < columns[1]; step++) {
+          paintCell(pen, grid, row, step, x(step), y(row));
+        }
       }
     });
     paintHead(pen, grid, columns, x);

@@ -9,7 +9,8 @@
     "help.step": ["one step back, one step on", "后退一步、前进一步"],
     "help.ends": ["the first step, the last step", "第一步、最后一步"],
     "help.play": ["play, pause", "播放、暂停"],
-    "help.moments": ["the event before, the next event that matters: a preemption, an eviction, a split, a cache hit",
+    "help.moments": [
+      "the last and the next event that matters: a preemption, an eviction, a cache hit",
       "上一个、下一个重要事件：抢占、淘汰、节点拆分、缓存命中"],
     "help.request": ["choose a request", "选择请求"],
     "help.rows": ["in the grid: the request above, the one below", "在网格中：上一个、下一个请求"],
@@ -17,20 +18,22 @@
     "help.tab": ["the next thing that can be used", "移到下一个可操作的元素"],
     "help.this": ["this page of keys", "显示本说明"],
     "help.about": [
-      "The page shows what an engine did, from its own record. Nothing on it is simulated. Drop another run, or two, on it.",
-      "本页按引擎自己的记录展示它做过的事，没有任何模拟。可以再拖入一个或两个运行记录。"],
+      "Nothing here is simulated: it is the record of an engine. Drop one or two others on it.",
+      "本页展示的是引擎自己的记录，没有任何模拟。可以拖入另外一个或两个运行记录。"],
   });
 
   const KEYS = [
     [["←", "→"], "step"], [["Home", "End"], "ends"], [["Space"], "play"], [["[", "]"], "moments"],
-    [["/"], "request"], [["↑", "↓"], "rows"], [["Esc"], "escape"], [["Tab"], "tab"], [["?"], "this"],
+    [["/"], "request"], [["↑", "↓"], "rows"], [["Esc"], "escape"], [["Tab"], "tab"],
+    [["?"], "this"],
   ];
 
   const title = h("h2", {id: "help-title"});
   const about = h("p");
   const list = h("dl");
   const close = h("button", {autofocus: true, onclick: () => dialog.close()});
-  const dialog = h("dialog", {class: "help", "aria-labelledby": "help-title"}, title, list, about, close);
+  const dialog = h("dialog", {class: "help", "aria-labelledby": "help-title"},
+    title, list, about, close);
   const button = h("button", {onclick: () => dialog.showModal()});
 
   function draw() {
@@ -39,8 +42,11 @@
     about.textContent = t("help.about");
     close.textContent = t("help.close");
     list.replaceChildren(...KEYS.flatMap(([names, key]) => [
-      h("dt", {}, ...names.flatMap((name) => [h("kbd", {}, name), " "])), h("dd", {}, t(`help.${key}`))]));
+      h("dt", {}, ...names.flatMap((name) => [h("kbd", {}, name), " "])),
+      h("dd", {}, t(`help.${key}`)),
+    ]));
   }
 
-  Watch.help = {button, dialog, draw, toggle: () => (dialog.open ? dialog.close() : dialog.showModal())};
+  const toggle = () => (dialog.open ? dialog.close() : dialog.showModal());
+  Watch.help = {button, dialog, draw, toggle};
 })();

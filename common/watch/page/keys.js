@@ -17,7 +17,7 @@
     Escape: () => Watch.set({request: null, block: null}),
   };
 
-  const isTyping = (element) => element.closest("input, select, textarea, [contenteditable]") !== null;
+  const isTyping = (element) => element.closest("input, select, textarea") !== null;
 
   document.addEventListener("keydown", (event) => {
     if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;

@@ -20,7 +20,8 @@ globalThis.Watch = globalThis.Watch || {};
     const both = table.get(key);
     if (both === undefined) return key;
     const text = both[Math.max(0, languages.indexOf(Watch.store?.language ?? "en"))];
-    return text.replace(/\{(\w+)\}/g, (hole, name) => (name in values ? String(values[name]) : hole));
+    return text.replace(/\{(\w+)\}/g, (hole, name) =>
+      (name in values ? String(values[name]) : hole));
   };
 
   Watch.hasWords = (key) => table.has(key);

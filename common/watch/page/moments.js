@@ -24,7 +24,8 @@
   function withoutCommon(moments, numSteps) {
     const counts = new Map();
     for (const {says} of moments) {
-      for (const key of new Set(says.map(([key]) => key))) counts.set(key, (counts.get(key) ?? 0) + 1);
+      const keys = new Set(says.map(([key]) => key));
+      for (const key of keys) counts.set(key, (counts.get(key) ?? 0) + 1);
     }
     const isRare = ([key]) => counts.get(key) <= Math.max(FEW, COMMON * numSteps);
     return moments.map(({step, says}) => ({step, says: says.filter(isRare)}));
@@ -59,7 +60,8 @@
         if (preempted.delete(event.request)) return [["returned", {request}]];
         return event.num_cached_tokens ? [["found", {request, n: event.num_cached_tokens}]] : [];
       case "finished":
-        return ["abort", "error"].includes(event.reason) ? [["ended", {request, reason: event.reason}]] : [];
+        if (!["abort", "error"].includes(event.reason)) return [];
+        return [["ended", {request, reason: event.reason}]];
       case "evicted": case "split": case "loaded": case "failed":
         return [[event.kind, {}]];
       default:

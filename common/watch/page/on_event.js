@@ -1,5 +1,6 @@
 "use strict";
-// What each kind of event does to a state: the methods `_on_...` of `State` in common/events/film.py.
+// What each kind of event does to a state: the methods `_on_...` of `State` in
+// common/events/film.py.
 (() => {
   const require = Watch.requireThat;
   const same = (a, b) => a.length === b.length && a.every((item, i) => item === b[i]);
@@ -93,7 +94,8 @@
 
   on.table = (state, event) => {
     const request = state.own(event.request);
-    require(event.keep <= request.table.length, "table", {request: event.request, keep: event.keep});
+    const {request: id, keep} = event;
+    require(keep <= request.table.length, "table", {request: id, keep});
     request.table = request.table.slice(0, event.keep).concat(event.blocks);
   };
 
@@ -178,9 +180,9 @@
     event.requests.forEach((id, i) => {
       const request = state.own(id);
       require(state.running.has(id), "not_running", {step: event.step, request: id});
-      const computed = request.numComputedTokens;
-      require(event.starts[i] === computed, "start", {request: id, start: event.starts[i], computed});
-      request.numComputedTokens = event.starts[i] + event.num_tokens[i];
+      const [start, computed] = [event.starts[i], request.numComputedTokens];
+      require(start === computed, "start", {request: id, start, computed});
+      request.numComputedTokens = start + event.num_tokens[i];
     });
     state.underWay.push(event);
     state.plannedFor.push(event.requests.map((id) => state.requests.get(id).life));
@@ -190,10 +192,12 @@
   on.computed = (state, event) => {
     const planned = state.oldest(event.step);
     planned.requests.forEach((id, i) => {
-      if (state.request(id).life !== state.plannedFor[0][i]) return; // a new one has its name by now
+      // A new request may have the name of one by now.
+      if (state.request(id).life !== state.plannedFor[0][i]) return;
       const request = state.own(id);
       const numRejected = event.verified[id]?.[1] ?? 0;
-      request.highest = Math.max(request.highest, planned.starts[i] + planned.num_tokens[i] - numRejected);
+      const end = planned.starts[i] + planned.num_tokens[i] - numRejected;
+      request.highest = Math.max(request.highest, end);
     });
     for (const [id, tokens] of Object.entries(event.tokens)) {
       const request = state.own(id);

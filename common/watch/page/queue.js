@@ -1,6 +1,6 @@
 "use strict";
-// Scene 4: who waits, in the order of service, and what the tokens of this step went to. All of it is
-// as the plan of the step saw it.
+// Scene 4: who waits, in the order of service, and what the tokens of this step went to. All of it
+// is as the plan of the step saw it.
 (() => {
   const {store, t, h} = Watch;
   const MOST_ROWS = 60; // a longer queue is counted, not listed
@@ -63,10 +63,12 @@
       const used = KINDS.reduce((sum, kind) => sum + sums[kind], 0);
       const budget = this.view.film.run.max_num_batched_tokens;
       const left = Math.max(0, budget - used);
-      const shown = KINDS.filter((kind) => sums[kind]).map((kind) => [kind, sums[kind], t(`kind.${kind}`)]);
+      const there = KINDS.filter((kind) => sums[kind]);
+      const shown = there.map((kind) => [kind, sums[kind], t(`kind.${kind}`)]);
       const segment = (kind, n) => h("span", {class: `fill-${kind}`, style: `flex: ${n} 1 0`},
         ...(n * 12 > budget ? [h("b", {}, String(n))] : []));
-      this.bar.replaceChildren(...shown.map(([kind, n]) => segment(kind, n)), ...(left ? [segment("left", left)] : []));
+      this.bar.replaceChildren(...shown.map(([kind, n]) => segment(kind, n)));
+      if (left) this.bar.append(segment("left", left));
       this.key.replaceChildren(...shown.map(([kind, n, name]) => h("span", {},
         h("i", {class: `key key-${kind}`}, h("b", {}, Watch.letters[kind])), `${name} ${n}`)));
       this.sum.textContent = t("queue.budget", {used, budget, left});
@@ -117,7 +119,8 @@
   function makeRow() {
     const button = h("button", {class: "chip"}, h("i"), h("b"), h("span", {class: "quiet"}));
     button.addEventListener("click", () => Watch.set({request: button.dataset.request}));
-    button.addEventListener("pointerenter", () => Watch.set({hover: {request: button.dataset.request}}));
+    button.addEventListener("pointerenter",
+      () => Watch.set({hover: {request: button.dataset.request}}));
     button.addEventListener("pointerleave", () => Watch.set({hover: {}}));
     return h("li", {}, button);
   }

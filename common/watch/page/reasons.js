@@ -1,6 +1,6 @@
 "use strict";
-// Words that several scenes share: why somebody waits (English: REASONS of event_kinds.py, checked by
-// a test), and the kinds of what a step computes. Letters are the second mark beside the colour.
+// Words that several scenes share: why somebody waits (English: REASONS of event_kinds.py, checked
+// by a test), and the kinds of what a step computes. Letters are the second mark beside the colour.
 (() => {
   Watch.words({
     "reason.budget": ["the tokens of this step were spent", "这一步的 token 预算用完了"],
@@ -38,7 +38,10 @@
     "kind.discarded": ["computed for nobody", "白算"],
   });
 
-  Watch.letters = {prompt: "P", decode: "·", recomputed: "R", guess: "G", accepted: "+", rejected: "×", discarded: "–"};
+  Watch.letters = {
+    prompt: "P", decode: "·", recomputed: "R", guess: "G", accepted: "+", rejected: "×",
+    discarded: "–",
+  };
   Watch.reasonLetters = {
     budget: "t", blocks: "b", seat: "s", constraint: "c", parent: "p", remote_kv: "k", pending: "u",
     turn: "d", enough: "n", "": "w",
@@ -53,7 +56,9 @@
     if (isForNobody) return cells.map((cell) => ({...cell, kind: "discarded"}));
     return cells.flatMap((cell) => {
       if (cell.kind !== "guess" || accepted + rejected === 0) return [cell];
-      const parts = [["accepted", cell.start, accepted], ["rejected", cell.start + accepted, rejected]];
+      const parts = [
+        ["accepted", cell.start, accepted], ["rejected", cell.start + accepted, rejected],
+      ];
       return parts.filter(([, , n]) => n > 0)
         .map(([kind, start, numTokens]) => ({request: id, kind, start, numTokens}));
     });

@@ -16,7 +16,8 @@
     "shell.speed": ["Speed", "速度"],
     "shell.per_second": ["{n} steps a second", "每秒 {n} 步"],
     "shell.language": ["中文", "English"],
-    "shell.about": ["{model}, scheduler {scheduler}, policy {policy}, prefix cache {cache}, {blocks} blocks of {size}",
+    "shell.about": [
+      "{model}: scheduler {scheduler}, policy {policy}, cache {cache}, {blocks} blocks of {size}",
       "{model}，调度器 {scheduler}，策略 {policy}，前缀缓存 {cache}，{blocks} 个块，每块 {size} 个 token"],
     "shell.transport": ["Steps", "步进与播放"],
     "shell.none": ["none", "无"],
@@ -27,7 +28,8 @@
     const element = document.createElement(name);
     for (const [key, value] of Object.entries(attributes)) {
       if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
-      else if (value !== null && value !== false) element.setAttribute(key, value === true ? "" : value);
+      else if (value === true) element.setAttribute(key, "");
+      else if (value !== null && value !== false) element.setAttribute(key, value);
     }
     element.append(...children);
     return element;
@@ -56,7 +58,8 @@
   function makeFrame() {
     parts.title = h("h1");
     parts.about = h("p", {class: "about quiet"});
-    parts.language = h("button", {onclick: () => Watch.set({language: store.language === "en" ? "zh" : "en"})});
+    parts.language = h("button", {
+      onclick: () => Watch.set({language: store.language === "en" ? "zh" : "en"})});
     parts.back = h("button", {onclick: () => Watch.set({step: store.step - 1})}, "◀");
     parts.play = h("button", {class: "play", onclick: () => Watch.play(!store.playing)});
     parts.on = h("button", {onclick: () => Watch.set({step: store.step + 1})}, "▶");
@@ -64,15 +67,20 @@
       oninput: () => Watch.set({step: Number(parts.scrub.value)})});
     parts.now = h("output", {class: "now"});
     parts.speed = h("select", {onchange: () => Watch.set({speed: Number(parts.speed.value)})});
-    parts.request = h("select", {onchange: () => Watch.set({request: parts.request.value || null})});
+    parts.request = h("select", {
+      onchange: () => Watch.set({request: parts.request.value || null})});
     parts.scenes = h("main", {class: "scenes"});
     parts.spoken = h("p", {class: "unseen", "aria-live": "polite"});
     const {files, help, compare, momentTicks} = Watch;
     document.body.append(
-      h("header", {class: "head"}, parts.title, parts.about, files.button, help.button, parts.language),
-      parts.transport = h("div", {class: "transport", role: "group"}, parts.back, parts.play, parts.on,
-        h("div", {class: "scrub"}, parts.scrub, momentTicks.frame), parts.now, parts.speed, parts.request),
-      files.notice, compare.bar, parts.scenes, files.choose, files.curtain, help.dialog, parts.spoken,
+      h("header", {class: "head"}, parts.title, parts.about, files.button, help.button,
+        parts.language),
+      parts.transport = h("div", {class: "transport", role: "group"},
+        parts.back, parts.play, parts.on,
+        h("div", {class: "scrub"}, parts.scrub, momentTicks.frame),
+        parts.now, parts.speed, parts.request),
+      files.notice, compare.bar, parts.scenes, files.choose, files.curtain, help.dialog,
+      parts.spoken,
     );
   }
 
@@ -106,7 +114,8 @@
 
   function makeChoices() {
     const ids = [...new Set(store.films.flatMap((film) => film.requests.map(({id}) => id)))];
-    parts.request.replaceChildren(h("option", {value: ""}), ...ids.map((id) => h("option", {value: id}, id)));
+    const options = ids.map((id) => h("option", {value: id}, id));
+    parts.request.replaceChildren(h("option", {value: ""}), ...options);
     parts.speed.replaceChildren(...SPEEDS.map((n) => h("option", {value: n})));
   }
 
@@ -161,7 +170,8 @@
   }
 
   const labelOf = ({index, isOver, film}) => (isOver
-    ? t("compare.over", {label: store.labels[index], last: film.numSteps - 1}) : store.labels[index]);
+    ? t("compare.over", {label: store.labels[index], last: film.numSteps - 1})
+    : store.labels[index]);
 
   // A film that plays would talk without end.
   function speak(now) {

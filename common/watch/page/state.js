@@ -1,20 +1,23 @@
 "use strict";
 // An engine after some events: the mirror of `State` in common/events/film.py, name by name.
 //
-// A state can be copied cheaply, and that is what makes scrubbing quick: copies share their requests,
-// and a state makes a request its own before it changes it (`own`).
+// A state can be copied cheaply, and that is what makes scrubbing quick: copies share their
+// requests, and a state makes a request its own before it changes it (`own`).
 (() => {
   Watch.words({
     "wrong.never": ["request “{request}” has never arrived", "请求“{request}”从未到达"],
     "wrong.twice": ["request “{request}” arrived, and has not ended", "请求“{request}”还没结束又到达了一次"],
     "wrong.queue": ["the queue is {order}, and {waiting} wait", "队列是 {order}，而等待的是 {waiting}"],
-    "wrong.admitted": ["request “{request}” was admitted, and did not wait", "请求“{request}”没有排队却被准入"],
-    "wrong.preempted": ["request “{request}” was preempted, and did not run", "请求“{request}”没有运行却被抢占"],
+    "wrong.admitted": ["request “{request}” was admitted, and did not wait",
+      "请求“{request}”没有排队却被准入"],
+    "wrong.preempted": ["request “{request}” was preempted, and did not run",
+      "请求“{request}”没有运行却被抢占"],
     "wrong.lost": ["“{request}” lost {lost} tokens, and {computed} are computed",
       "“{request}”丢了 {lost} 个 token，而算好的有 {computed} 个"],
     "wrong.ended": ["request “{request}” ended twice", "请求“{request}”结束了两次"],
     "wrong.cut": ["request “{request}” was cut, and goes on", "请求“{request}”被截断，却还在继续"],
-    "wrong.taken": ["block {block} was taken, and {first} is the next", "取走的是块 {block}，而轮到的是 {first}"],
+    "wrong.taken": ["block {block} was taken, and {first} is the next",
+      "取走的是块 {block}，而轮到的是 {first}"],
     "wrong.none_free": ["block {block} was taken, and no block is free", "取走的是块 {block}，但已经没有空闲块"],
     "wrong.shared": ["block {block} was shared, and is free", "块 {block} 是空闲的，却被共享"],
     "wrong.freed": ["block {block} was freed, and is free", "块 {block} 本来就空闲，却又被释放"],
@@ -195,12 +198,16 @@
         const request = this.request(name);
         const numDrafts = planned.drafts[name]?.length ?? 0;
         const end = planned.starts[i] + planned.num_tokens[i] - numDrafts;
-        const bounds = [["recomputed", request.highest], ["prompt", request.prompt.length], ["decode", end]];
+        const bounds = [
+          ["recomputed", request.highest], ["prompt", request.prompt.length], ["decode", end],
+        ];
         let first = planned.starts[i];
         for (const [kind, bound] of bounds) {
           const stop = Math.min(Math.max(bound, first), end);
-          if (stop > first) cells.push({request: name, kind, start: first, numTokens: stop - first});
-          first = Math.max(first, stop);
+          const numTokens = stop - first;
+          if (numTokens <= 0) continue;
+          cells.push({request: name, kind, start: first, numTokens});
+          first = stop;
         }
         if (numDrafts) cells.push({request: name, kind: "guess", start: end, numTokens: numDrafts});
       });

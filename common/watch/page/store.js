@@ -46,7 +46,8 @@
     if (store.request !== null) parts.push(["request", store.request]);
     if (store.block !== null) parts.push(["block", store.block]);
     if (store.language !== READERS) parts.push(["lang", store.language]);
-    const hash = `#${parts.map(([name, value]) => `${name}=${encodeURIComponent(value)}`).join("&")}`;
+    const said = parts.map(([name, value]) => `${name}=${encodeURIComponent(value)}`);
+    const hash = `#${said.join("&")}`;
     if (hash !== location.hash) history.replaceState(null, "", hash);
   }
 
