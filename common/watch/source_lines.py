@@ -3,7 +3,7 @@
 A place is a function and a statement in it, both named by their text. It is found in the syntax
 tree, so it survives whatever moves lines, and is missed, loudly, when the statement is rewritten:
 
-    Place("04_scheduler/scheduler.py", "Scheduler._fit_in", "if num_tokens == 0")
+    SourcePlace("04_scheduler/scheduler.py", "Scheduler._fit_in", "if num_tokens == 0")
 
 Which place a sentence means depends on what ran: three schedulers admit in three ways. `RULES` in
 `source_places.py` has them; the page picks by the header of the run, so that a file that is dropped
@@ -24,7 +24,7 @@ LINES_BEFORE = 4  # of the statement, where its function begins further up
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourcePlace:
     """The statement of `function` whose first line, as `ast.unparse` writes it, begins with
     `statement`. `function` is `Class.method` or a name."""
 
@@ -39,7 +39,7 @@ class Rule:
     rules that fit the first one counts."""
 
     sentence: str
-    place: Place
+    place: SourcePlace
     scheduler: str | None = None
     prefix_cache: str | None = None
     policy: str | None = None
@@ -56,7 +56,7 @@ class Excerpt:
     lines: list[str]
 
 
-def find(place: Place, root: Path = ROOT) -> Excerpt:
+def find(place: SourcePlace, root: Path = ROOT) -> Excerpt:
     """Raises `LookupError` unless there is exactly one such statement."""
     source, tree = _parse(_path_of(place.file, root))
     functions = [node for name, node in _functions(tree) if name == place.function]
@@ -130,7 +130,7 @@ def source_lines(root: Path = ROOT) -> dict[str, Any]:
     }
 
 
-def _as_json(place: Place, excerpt: Excerpt) -> dict[str, Any]:
+def _as_json(place: SourcePlace, excerpt: Excerpt) -> dict[str, Any]:
     return {
         "file": place.file,
         "function": place.function,

@@ -6,7 +6,7 @@ rule for every scheduler that can bring it up: a test sees to that."""
 
 from __future__ import annotations
 
-from common.watch.source_lines import Place, Rule
+from common.watch.source_lines import Rule, SourcePlace
 
 _BOOKS = "01_batching/scheduler_books.py"
 _LOOP = "01_batching/engine_core.py"
@@ -37,95 +37,120 @@ _OVERLAPPED = "01_batching/beyond/overlapped_books.py"
 _TWO, _FIRST, _OLD = "two_phase", "prefill_first", "fcfs"  # the schedulers' names in a header
 
 
-def _each(sentence: str, **places: Place) -> list[Rule]:
+def _each(sentence: str, **places: SourcePlace) -> list[Rule]:
     """One place for each scheduler."""
     return [Rule(sentence, place, scheduler=name) for name, place in places.items()]
 
 
-_NO_ROOM = Place(_FCFS, "CachingFCFSScheduler._admit", "if num_tokens > budget or")
-_FULL = Place(_FCFS, "CachingFCFSScheduler._admit", "if len(self.running) ==")
-_NO_SEAT = Place(_PREFILL, "PrefillFirstScheduler._admit", "if len(self.running) >=")
-_ENOUGH_ADDED = Place(_PREFILL, "PrefillFirstScheduler._admit", "if result is not AddReqResult")
-_TURNED_AWAY = Place(_TWO_PHASE, "Scheduler._admit", "if outcome not in goes_on")
+_NO_ROOM = SourcePlace(_FCFS, "CachingFCFSScheduler._admit", "if num_tokens > budget or")
+_FULL = SourcePlace(_FCFS, "CachingFCFSScheduler._admit", "if len(self.running) ==")
+_NO_SEAT = SourcePlace(_PREFILL, "PrefillFirstScheduler._admit", "if len(self.running) >=")
+_ENOUGH_ADDED = SourcePlace(
+    _PREFILL, "PrefillFirstScheduler._admit", "if result is not AddReqResult"
+)
+_TURNED_AWAY = SourcePlace(_TWO_PHASE, "Scheduler._admit", "if outcome not in goes_on")
 
 REQUESTS = [
-    Rule("arrived", Place(_BOOKS, "SchedulerBooks.add_request", "self.waiting.add_request")),
-    Rule("queue", Place(_POLICIES, "PriorityPolicy.key", "return"), policy="priority"),
-    Rule("queue", Place(_OTHERS, "LongestOutputFirst.key", "return"), policy="lof"),
-    Rule("queue", Place(_OTHERS, "RandomPolicy.key", "return"), policy="random"),
-    Rule("queue", Place(_OTHERS, "LongestPrefixMatch.arrange", "return"), policy="lpm"),
+    Rule("arrived", SourcePlace(_BOOKS, "SchedulerBooks.add_request", "self.waiting.add_request")),
+    Rule("queue", SourcePlace(_POLICIES, "PriorityPolicy.key", "return"), policy="priority"),
+    Rule("queue", SourcePlace(_OTHERS, "LongestOutputFirst.key", "return"), policy="lof"),
+    Rule("queue", SourcePlace(_OTHERS, "RandomPolicy.key", "return"), policy="random"),
+    Rule("queue", SourcePlace(_OTHERS, "LongestPrefixMatch.arrange", "return"), policy="lpm"),
     Rule(
         "queue",
-        Place(_OTHERS, "DFSWeight.arrange", "return sorted(requests"),
+        SourcePlace(_OTHERS, "DFSWeight.arrange", "return sorted(requests"),
         policy="dfs-weight",
     ),
-    Rule("queue", Place(_QUEUE, "PolicyQueue._in_order", "request = oldest.request if has_aged")),
+    Rule(
+        "queue",
+        SourcePlace(_QUEUE, "PolicyQueue._in_order", "request = oldest.request if has_aged"),
+    ),
     *_each(
         "admitted",
-        two_phase=Place(_TWO_PHASE, "Scheduler._fit_in", "step.admitted.append(request)"),
-        prefill_first=Place(_ADDER, "PrefillAdder.add_one_req", "self._add(req, num_tokens)"),
-        fcfs=Place(_FCFS, "CachingFCFSScheduler._admit", "self._seat(request)"),
+        two_phase=SourcePlace(_TWO_PHASE, "Scheduler._fit_in", "step.admitted.append(request)"),
+        prefill_first=SourcePlace(_ADDER, "PrefillAdder.add_one_req", "self._add(req, num_tokens)"),
+        fcfs=SourcePlace(_FCFS, "CachingFCFSScheduler._admit", "self._seat(request)"),
     ),
     *_each(
         "preempted",
-        two_phase=Place(_TWO_PHASE, "Scheduler._get_room", "while not self.kv_memory.allocate"),
-        prefill_first=Place(_BATCH, "ScheduleBatch.retract_decode", "while candidates and"),
+        two_phase=SourcePlace(
+            _TWO_PHASE, "Scheduler._get_room", "while not self.kv_memory.allocate"
+        ),
+        prefill_first=SourcePlace(_BATCH, "ScheduleBatch.retract_decode", "while candidates and"),
     ),
     *_each(
         "preempted:seat",
-        two_phase=Place(_TWO_PHASE, "Scheduler._displaced_by", "return lowest if lowest"),
+        two_phase=SourcePlace(_TWO_PHASE, "Scheduler._displaced_by", "return lowest if lowest"),
     ),
-    Rule("preempted:forced", Place(_BASE, "SchedulerBase.force_preemption", "for request in")),
-    Rule("finished:stop", Place("01_batching/request.py", "Request.append_output_token", "if tok")),
     Rule(
-        "finished:length", Place("01_batching/request.py", "Request.append_output_token", "if tok")
+        "preempted:forced", SourcePlace(_BASE, "SchedulerBase.force_preemption", "for request in")
     ),
-    Rule("finished:abort", Place(_BOOKS, "SchedulerBooks.finish_requests", "for request_id in")),
-    Rule("finished:error", Place(_BOOKS, "SchedulerBooks.take_tokens", "request.status = Req")),
-    Rule("cut", Place("common/outputs.py", "OutputProcessor.process", "if stop_string is not")),
+    Rule(
+        "finished:stop",
+        SourcePlace("01_batching/request.py", "Request.append_output_token", "if tok"),
+    ),
+    Rule(
+        "finished:length",
+        SourcePlace("01_batching/request.py", "Request.append_output_token", "if tok"),
+    ),
+    Rule(
+        "finished:abort", SourcePlace(_BOOKS, "SchedulerBooks.finish_requests", "for request_id in")
+    ),
+    Rule(
+        "finished:error", SourcePlace(_BOOKS, "SchedulerBooks.take_tokens", "request.status = Req")
+    ),
+    Rule(
+        "cut", SourcePlace("common/outputs.py", "OutputProcessor.process", "if stop_string is not")
+    ),
 ]
 
 REASONS_TO_WAIT = [
     *_each(
         "reason:budget",
-        two_phase=Place(_TWO_PHASE, "Scheduler._fit_in", "if num_tokens == 0"),
-        prefill_first=Place(_ADDER, "PrefillAdder.add_one_req", "if num_tokens == 0 or"),
+        two_phase=SourcePlace(_TWO_PHASE, "Scheduler._fit_in", "if num_tokens == 0"),
+        prefill_first=SourcePlace(_ADDER, "PrefillAdder.add_one_req", "if num_tokens == 0 or"),
         fcfs=_NO_ROOM,
     ),
     # Nobody was asked, since the step began with nothing left.
     *_each(
         "reason:budget:nobody",
-        two_phase=Place(_TWO_PHASE, "Scheduler._try_to_admit", "if step.budget == 0"),
-        prefill_first=Place(
+        two_phase=SourcePlace(_TWO_PHASE, "Scheduler._try_to_admit", "if step.budget == 0"),
+        prefill_first=SourcePlace(
             _PREFILL, "PrefillFirstScheduler.get_new_batch_prefill", "step.stop = ('blocks'"
         ),
         fcfs=_NO_ROOM,
     ),
     *_each(
         "reason:blocks",
-        two_phase=Place(_TWO_PHASE, "Scheduler._fit_in", "if not self.kv_memory.can_allocate"),
-        prefill_first=Place(_ADDER, "PrefillAdder.add_one_req", "if num_needed > self.rem_total"),
+        two_phase=SourcePlace(
+            _TWO_PHASE, "Scheduler._fit_in", "if not self.kv_memory.can_allocate"
+        ),
+        prefill_first=SourcePlace(
+            _ADDER, "PrefillAdder.add_one_req", "if num_needed > self.rem_total"
+        ),
         fcfs=_NO_ROOM,
     ),
     # Somebody was preempted in this very step.
     *_each(
         "reason:blocks:nobody",
-        two_phase=Place(_TWO_PHASE, "Scheduler.schedule", "if not step.preempted"),
-        prefill_first=Place(
+        two_phase=SourcePlace(_TWO_PHASE, "Scheduler.schedule", "if not step.preempted"),
+        prefill_first=SourcePlace(
             _PREFILL, "PrefillFirstScheduler.get_next_batch_to_run", "if self.mixing or step.pre"
         ),
         fcfs=_NO_ROOM,
     ),
     *_each(
         "reason:seat",
-        two_phase=Place(_TWO_PHASE, "Scheduler._try_to_admit", "if len(self.running) >="),
+        two_phase=SourcePlace(_TWO_PHASE, "Scheduler._try_to_admit", "if len(self.running) >="),
         prefill_first=_NO_SEAT,
         fcfs=_FULL,
     ),
     *_each(
         "reason:seat:nobody",
-        two_phase=Place(_TWO_PHASE, "Scheduler._admit", "if len(self.running) >= self.max_num"),
-        prefill_first=Place(
+        two_phase=SourcePlace(
+            _TWO_PHASE, "Scheduler._admit", "if len(self.running) >= self.max_num"
+        ),
+        prefill_first=SourcePlace(
             _PREFILL,
             "PrefillFirstScheduler.get_new_batch_prefill",
             "if self.chunked_req is None and",
@@ -138,22 +163,26 @@ REASONS_TO_WAIT = [
     *_each("reason:blocks:others", prefill_first=_ENOUGH_ADDED),
     Rule(
         "reason:constraint",
-        Place(_CHUNKS, "ChunkedPrefill.may_start", "if self._num_long >="),
+        SourcePlace(_CHUNKS, "ChunkedPrefill.may_start", "if self._num_long >="),
         setting="max_long_partial_prefills",
     ),
-    Rule("reason:constraint", Place(_BASE, "SchedulerBase.may_run", "return True")),
+    Rule("reason:constraint", SourcePlace(_BASE, "SchedulerBase.may_run", "return True")),
     Rule(
         "reason:parent",
-        Place(_MANAGER, "CachedKVCacheManager.get_computed_blocks", "return NotReady"),
+        SourcePlace(_MANAGER, "CachedKVCacheManager.get_computed_blocks", "return NotReady"),
     ),
     Rule(
         "reason:remote_kv",
-        Place(_LOADING, "LoadingKVCacheManager.get_computed_blocks", "if request.request_id not"),
+        SourcePlace(
+            _LOADING, "LoadingKVCacheManager.get_computed_blocks", "if request.request_id not"
+        ),
     ),
-    Rule("reason:pending", Place(_OVERLAPPED, "OverlappedBooks.may_run", "return not request")),
+    Rule(
+        "reason:pending", SourcePlace(_OVERLAPPED, "OverlappedBooks.may_run", "return not request")
+    ),
     *_each(
         "reason:turn",
-        prefill_first=Place(
+        prefill_first=SourcePlace(
             _PREFILL, "PrefillFirstScheduler.get_next_batch_to_run", "if is_turn_of_decodes"
         ),
     ),
@@ -165,72 +194,90 @@ REASONS_TO_WAIT = [
 ]
 
 BLOCKS = [
-    Rule("taken", Place(_POOL, "BlockPool.allocate", "blocks = [")),
-    Rule("shared", Place(_MANAGER, "CachedKVCacheManager.allocate_slots", "self.cache.touch(")),
-    Rule("freed", Place(_POOL, "BlockPool.free", "for block in blocks")),
-    Rule("table", Place(_TABLES, "KVCacheManager._reach", "self._tables[request_id].append")),
-    Rule("table:moved", Place(_MANAGER, "CachedKVCacheManager.cache_blocks", "for index, kept")),
+    Rule("taken", SourcePlace(_POOL, "BlockPool.allocate", "blocks = [")),
     Rule(
-        "matched", Place(_RADIX, "RadixCache._find", "node = self.tree.cut"), prefix_cache="radix"
+        "shared", SourcePlace(_MANAGER, "CachedKVCacheManager.allocate_slots", "self.cache.touch(")
     ),
-    Rule("matched", Place(_HASH, "PrefixCacheLocal._find", "for index in"), prefix_cache="hash"),
-    Rule("published", Place(_RADIX, "RadixCache._add", "for ref_cnt, run"), prefix_cache="radix"),
+    Rule("freed", SourcePlace(_POOL, "BlockPool.free", "for block in blocks")),
+    Rule("table", SourcePlace(_TABLES, "KVCacheManager._reach", "self._tables[request_id].append")),
     Rule(
-        "published", Place(_HASH, "PrefixCacheLocal._add", "for index, block"), prefix_cache="hash"
+        "table:moved", SourcePlace(_MANAGER, "CachedKVCacheManager.cache_blocks", "for index, kept")
     ),
-    Rule("published:known", Place(_CACHE, "PrefixCache.insert", "if known")),
-    Rule("split", Place(_TREE, "RadixTree.cut", "upper = TreeNode"), prefix_cache="radix"),
+    Rule(
+        "matched",
+        SourcePlace(_RADIX, "RadixCache._find", "node = self.tree.cut"),
+        prefix_cache="radix",
+    ),
+    Rule(
+        "matched", SourcePlace(_HASH, "PrefixCacheLocal._find", "for index in"), prefix_cache="hash"
+    ),
+    Rule(
+        "published",
+        SourcePlace(_RADIX, "RadixCache._add", "for ref_cnt, run"),
+        prefix_cache="radix",
+    ),
+    Rule(
+        "published",
+        SourcePlace(_HASH, "PrefixCacheLocal._add", "for index, block"),
+        prefix_cache="hash",
+    ),
+    Rule("published:known", SourcePlace(_CACHE, "PrefixCache.insert", "if known")),
+    Rule("split", SourcePlace(_TREE, "RadixTree.cut", "upper = TreeNode"), prefix_cache="radix"),
     Rule(
         "evicted",
-        Place(_RADIX, "RadixCache._pop_oldest", "while len(victims)"),
+        SourcePlace(_RADIX, "RadixCache._pop_oldest", "while len(victims)"),
         prefix_cache="radix",
     ),
     Rule(
         "evicted",
-        Place(_HASH, "PrefixCacheLocal._pop_oldest", "victims = ["),
+        SourcePlace(_HASH, "PrefixCacheLocal._pop_oldest", "victims = ["),
         prefix_cache="hash",
     ),
-    Rule("load_begun", Place(_LOADS, "KVLoads.start", "blocks = self._take_blocks")),
-    Rule("loaded", Place(_LOADS, "KVLoads._has_arrived", "result = self.cache.insert")),
-    Rule("load_ended", Place(_LOADS, "KVLoads.drop", "if load.has_arrived")),
+    Rule("load_begun", SourcePlace(_LOADS, "KVLoads.start", "blocks = self._take_blocks")),
+    Rule("loaded", SourcePlace(_LOADS, "KVLoads._has_arrived", "result = self.cache.insert")),
+    Rule("load_ended", SourcePlace(_LOADS, "KVLoads.drop", "if load.has_arrived")),
 ]
 
 STEPS = [
-    Rule("run", Place("common/scheduler_assembly.py", "assemble_around", "scheduler = make")),
+    Rule("run", SourcePlace("common/scheduler_assembly.py", "assemble_around", "scheduler = make")),
     *_each(
         "planned",
-        two_phase=Place(_TWO_PHASE, "Scheduler.schedule", "self._plan_running(step)"),
-        prefill_first=Place(
+        two_phase=SourcePlace(_TWO_PHASE, "Scheduler.schedule", "self._plan_running(step)"),
+        prefill_first=SourcePlace(
             _PREFILL, "PrefillFirstScheduler.get_next_batch_to_run", "new_batch = self.get_new"
         ),
-        fcfs=Place("01_batching/fcfs_scheduler.py", "FCFSScheduler.schedule", "admitted ="),
+        fcfs=SourcePlace("01_batching/fcfs_scheduler.py", "FCFSScheduler.schedule", "admitted ="),
     ),
     # A prompt that was cut: by the adder, by what a step may take, or by the chunks' own size.
     Rule(
         "chunk",
-        Place(_ADDER, "PrefillAdder._num_tokens_now", "end = (start"),
+        SourcePlace(_ADDER, "PrefillAdder._num_tokens_now", "end = (start"),
         scheduler=_FIRST,
     ),
     Rule(
         "chunk",
-        Place(_ADAPTIVE, "AdaptiveChunks.num_tokens_now", "num_tokens = min"),
+        SourcePlace(_ADAPTIVE, "AdaptiveChunks.num_tokens_now", "num_tokens = min"),
         setting="target_step_ms",
     ),
     Rule(
         "chunk",
-        Place(_CHUNKS, "ChunkedPrefill.num_tokens_now", "return min"),
+        SourcePlace(_CHUNKS, "ChunkedPrefill.num_tokens_now", "return min"),
         setting="chunked_prefill",
     ),
-    Rule("chunk", Place(_WHOLE, "WholePrompts.num_tokens_now", "return budget if")),
-    Rule("computed", Place(_LOOP, "EngineCore.step", "handle = self.runner.execute")),
-    Rule("guesses", Place(_VERIFY, "_Layout.count_leading", "return (self.is_draft")),
-    Rule("guesses:rejected", Place(_GUESSES, "DraftBooks.take_tokens", "if num_drafts")),
+    Rule("chunk", SourcePlace(_WHOLE, "WholePrompts.num_tokens_now", "return budget if")),
+    Rule("computed", SourcePlace(_LOOP, "EngineCore.step", "handle = self.runner.execute")),
+    Rule("guesses", SourcePlace(_VERIFY, "_Layout.count_leading", "return (self.is_draft")),
+    Rule("guesses:rejected", SourcePlace(_GUESSES, "DraftBooks.take_tokens", "if num_drafts")),
     Rule(
-        "discarded", Place(_BOOKS, "SchedulerBooks.update_from_output", "return ["), scheduler=_OLD
+        "discarded",
+        SourcePlace(_BOOKS, "SchedulerBooks.update_from_output", "return ["),
+        scheduler=_OLD,
     ),
-    Rule("discarded", Place(_BASE, "SchedulerBase.update_from_output", "if request.status <")),
-    Rule("updated", Place(_LOOP, "EngineCore.step", "return self.scheduler.update")),
-    Rule("failed", Place("common/engine.py", "LLMEngine._advance", "try")),
+    Rule(
+        "discarded", SourcePlace(_BASE, "SchedulerBase.update_from_output", "if request.status <")
+    ),
+    Rule("updated", SourcePlace(_LOOP, "EngineCore.step", "return self.scheduler.update")),
+    Rule("failed", SourcePlace("common/engine.py", "LLMEngine._advance", "try")),
 ]
 
 RULES = [*REQUESTS, *REASONS_TO_WAIT, *BLOCKS, *STEPS]

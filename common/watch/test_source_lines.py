@@ -10,7 +10,7 @@ import pytest
 
 from common.engine_config import POLICIES, SCHEDULERS
 from common.events.event_kinds import KINDS, REASONS
-from common.watch.source_lines import LEAST_LINES, MOST_LINES, ROOT, Place, find, source_lines
+from common.watch.source_lines import LEAST_LINES, MOST_LINES, ROOT, SourcePlace, find, source_lines
 from common.watch.source_places import RULES
 
 PLACES = sorted({rule.place for rule in RULES}, key=lambda p: (p.file, p.function, p.statement))
@@ -27,7 +27,7 @@ CASES = {"finished": ("stop", "length", "abort", "error")}  # one sentence each
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda p: f"{p.function}: {p.statement}")
-def test_each_place_is_there_once_and_its_excerpt_is_the_file(place: Place) -> None:
+def test_each_place_is_there_once_and_its_excerpt_is_the_file(place: SourcePlace) -> None:
     excerpt = find(place)
     assert LEAST_LINES <= len(excerpt.lines) <= MOST_LINES
     source = (ROOT / place.file).read_text(encoding="utf-8").splitlines()
@@ -103,14 +103,14 @@ def test_a_place_that_is_gone_or_not_the_only_one_is_refused(
     text += "class C:\n    def h(self): pass\n    def h(self): pass\n"
     (tmp_path / "m.py").write_text(text)
     with pytest.raises(LookupError, match=re.escape(said)):
-        find(Place(*place), tmp_path)
+        find(SourcePlace(*place), tmp_path)
 
 
 def test_a_place_is_found_wherever_its_function_has_moved(tmp_path: Path) -> None:
     text = "class C:\n    def f(self, a):\n        if a:\n            return 1\n        return 2\n"
     for shift in (0, 7):
         (tmp_path / f"m{shift}.py").write_text("# a line\n" * shift + text)
-        excerpt = find(Place(f"m{shift}.py", "C.f", "if a"), tmp_path)
+        excerpt = find(SourcePlace(f"m{shift}.py", "C.f", "if a"), tmp_path)
         assert (excerpt.line, excerpt.end) == (3 + shift, 4 + shift)
         assert "if a:" in excerpt.lines[excerpt.line - excerpt.first]
 

@@ -4,7 +4,8 @@
 (() => {
   Watch.words({
     "cache.none": [
-      "This run has no prefix cache (prefix_cache is None): each request computes its whole prompt, and its blocks are free as soon as it ends.",
+      "This run has no prefix cache (prefix_cache is None): each request computes its " +
+        "whole prompt, and its blocks are free as soon as it ends.",
       "本次运行没有前缀缓存（prefix_cache 为 None）：每个请求都要计算完整的提示词，结束后它的块立即空闲。",
     ],
     "cache.hash": [
@@ -21,7 +22,8 @@
     "cache.match.one": ["{request}: 1 block", "{request}：1 块"],
     "cache.no_match": ["no look-up of this step found anything", "本步没有查到任何缓存"],
     "cache.boxes": [
-      "Cached blocks. Left goes to the parent, right to a child, up and down to the next chain, Escape lets go.",
+      "Cached blocks. Left goes to the parent, right to a child, up and down to the next " +
+        "chain, Escape lets go.",
       "缓存的块。左键到父节点，右键到子节点，上下键到相邻的链，Esc 放开。",
     ],
     "cache.did_split": ["split before {blocks}", "在{blocks} 之前拆分"],
@@ -30,7 +32,8 @@
     "cache.node": ["Node of {n} blocks: {blocks}", "节点含 {n} 块：{blocks}"],
     "cache.node.one": ["Node of 1 block: {blocks}", "节点含 1 块：{blocks}"],
     "cache.hint": [
-      "Point at a box: its tokens, who uses it, and what comes before it. Filled: in use. Dark: matched in this step. + published, ‖ split, × evicted.",
+      "Point at a box: its tokens, who uses it, and what comes before it. Filled: in " +
+        "use. Dark: matched in this step. + published, ‖ split, × evicted.",
       "指向一个方框：看它的 token、谁在用它、接在什么后面。浅色底：使用中；深色底：本步命中。＋ 发布，‖ 拆分，× 淘汰。",
     ],
     "cache.details": ["What is pointed at in the cache", "缓存中所指之处的详情"],

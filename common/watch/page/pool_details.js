@@ -35,7 +35,8 @@
     "pool.in_block": ["block", "块"],
     "pool.shared_by": ["also {who}", "同用：{who}"],
     "pool.hint": [
-      "Point at a block: who holds it, and what it holds. Point at a request, in any panel: its block table.",
+      "Point at a block: who holds it, and what it holds. Point at a request, in any " +
+        "panel: its block table.",
       "指向一个块：看谁持有它、里面是什么。指向任一面板里的请求：看它的块表。",
     ],
   });

@@ -25,7 +25,8 @@
       "恢复运行，有 {n} 个 token 仍在缓存：{blocks}",
     ],
     "say.preempted": [
-      "is preempted: no block is free, and it is itself the next to give way; {lost} computed tokens are lost",
+      "is preempted: no block is free, and it is itself the next to give way; {lost} " +
+        "computed tokens are lost",
       "被抢占：没有空闲块，而轮到让位的正是它自己；已算的 {lost} 个 token 作废",
     ],
     "say.preempted.for": [
