@@ -15,14 +15,13 @@ CELL = "# %% [markdown]\n# ## Watch it run\n"  # begins the cell of a script
 
 def page_caption(shot: Shot) -> str:
     """Of a README.md: the picture, and what it shows."""
-    note = f" {shot.film.note[0]}" if shot.film.note[0] else ""
-    caption = textwrap.fill(f"*{shot.caption[0]}{note}*", 112, break_on_hyphens=False)
+    caption = textwrap.fill(f"*{_words(shot)}*", 112, break_on_hyphens=False)
     return f"![{_alt(shot)}](figures/film.png)\n\n{caption}"
 
 
 def cell_caption(shot: Shot) -> str:
     """The cell of a notebook's script, without the blank line behind it."""
-    words = textwrap.fill(shot.caption[0], 98, break_on_hyphens=False).splitlines()
+    words = textwrap.fill(_words(shot), 98, break_on_hyphens=False).splitlines()
     how = [
         'The film itself takes seconds to make: `make watch ARGS="--film '
         f'{shot.film.chapter} --open"`',
@@ -30,6 +29,10 @@ def cell_caption(shot: Shot) -> str:
     ]
     lines = ["", f"![{_alt(shot)}](figures/film.png)", "", *words, "", *how]
     return CELL + "".join(f"# {line}".rstrip() + "\n" for line in lines)
+
+
+def _words(shot: Shot) -> str:
+    return f"{shot.caption[0]} {shot.film.note[0]}".strip()
 
 
 def _alt(shot: Shot) -> str:
