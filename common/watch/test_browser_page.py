@@ -106,7 +106,7 @@ def test_the_scrubber_goes_anywhere(open_default: OpenDefault, film: Film) -> No
 
 def test_play_goes_on_to_the_end_and_stops(open_default: OpenDefault, film: Film) -> None:
     run, last = open_default(at=f"step={film.num_steps - 4}"), film.num_steps - 1
-    run.page.select_option("select[aria-label=Speed]", "32")
+    run.page.select_option("select[aria-label=Speed]", "8")
     run.ask("""() => {
         globalThis.seen = [];
         const button = document.querySelector("button.play");
@@ -118,7 +118,8 @@ def test_play_goes_on_to_the_end_and_stops(open_default: OpenDefault, film: Film
     run.page.wait_for_timeout(100)
     seen = [tuple(pair) for pair in run.ask("() => globalThis.seen")]
     assert seen == sorted(seen, key=lambda pair: pair[0])
-    assert seen[0] == (last - 3, "Pause") and seen[-1] == (last, "Play")
+    assert "Pause" in {word for step, word in seen if step < last}
+    assert seen[-1] == (last, "Play")
 
 
 def test_space_plays_and_stops(open_default: OpenDefault) -> None:
