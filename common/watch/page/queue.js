@@ -19,7 +19,7 @@
     "queue.all": ["Everybody who waited was asked.", "等待的请求都考虑过了。"],
     "queue.empty": ["Nobody waited.", "没有请求等待。"],
     "queue.stop": ["Admission stopped at {request}: {reason}.", "准入到 {request} 为止：{reason}。"],
-    "queue.stop_all": ["Nobody was admitted: {reason}.", "这一步没有准入：{reason}。"],
+    "queue.stop_all": ["Nobody else is admitted: {reason}.", "这一步不再准入：{reason}。"],
     "queue.no_plan": ["This step computed no plan.", "这一步没有执行计划。"],
   });
   const KINDS = ["decode", "prompt", "recomputed", "guess"]; // as the bar shows them, left to right
