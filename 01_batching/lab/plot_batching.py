@@ -58,7 +58,7 @@ def draw_timeline(record: dict) -> Figure:
         num_steps = len(slots[0])
         used = num_tokens / (len(slots) * num_steps)
         axis.set_title(f"{name} batching: {num_steps} steps, {used:.0%} of slot-steps used")
-        axis.set(ylabel="slot", ylim=(len(slots) - 0.5, -0.5), yticks=range(len(slots)))
+        axis.set(ylabel="slot", ylim=(len(slots) - 0.6, -0.8), yticks=range(len(slots)))
         axis.axvline(num_steps, color=INK, linewidth=1)
     axes[0].set_xlim(0, max(len(timeline[name][0]) for name in ("static", "continuous")))
     axes[1].set_xlabel("step")
@@ -68,7 +68,7 @@ def draw_timeline(record: dict) -> Figure:
 
 
 def draw_row(axis: Axes, slot: int, row: list[list[str] | None]) -> None:
-    """One bar for each run of steps with one use; the number of the request at its first step."""
+    """One bar for each run of steps with one use; the number of the request above its first step."""
     start = 0
     for step in range(1, len(row) + 1):
         if step < len(row) and row[step] == row[start]:
@@ -76,10 +76,10 @@ def draw_row(axis: Axes, slot: int, row: list[list[str] | None]) -> None:
         mark = row[start]
         if mark is not None:
             req_id, use = mark
-            axis.barh(slot, step - start, 0.8, left=start, color=COLORS[use], edgecolor=PAPER)
+            axis.barh(slot, step - start, 0.6, left=start, color=COLORS[use], edgecolor=PAPER)
             if use == "P":
-                center = (start + 0.5, slot)
-                axis.annotate(req_id[1:], center, color=PAPER, ha="center", va="center", size=10)
+                above = (start + 0.5, slot - 0.3)
+                axis.annotate(req_id[1:], above, color=INK, ha="center", va="bottom", size=10)
         start = step
 
 

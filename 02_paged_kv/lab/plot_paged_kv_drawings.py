@@ -19,10 +19,12 @@ def example() -> tuple[list[int], list[int], dict[int, str]]:
     """A's block table, the slots of its positions, and the owner of each block, after others have
     come and gone."""
     manager = KVCacheManager(BlockPool(NUM_BLOCKS), BLOCK_SIZE)
-    requests = {name: Request.from_tokens(name, [0] * 40) for name in "ABCD"}
-    for name, num_tokens in (("B", 8), ("C", 4), ("D", 12)):
+    requests = {name: Request.from_tokens(name, [0] * 40) for name in "ABCDEFG"}
+    sizes = ("C", 4), ("B", 4), ("D", 8), ("E", 4), ("D", 12), ("F", 4), ("G", 4)
+    for name, num_tokens in sizes:
         assert manager.allocate_slots(requests[name], num_tokens)
-    manager.free(requests["B"])
+    for name in "FBEG":
+        manager.free(requests[name])
     requests["A"].num_computed_tokens = 0
     assert manager.allocate_slots(requests["A"], NUM_TOKENS)
     owners = {block: n for n in "ACD" for block in manager.get_block_ids(n)}
