@@ -141,7 +141,7 @@ assert said["d"] == continuation([ord("d"), *range(5)], 14)
 
 # %%
 def tokens_of_the_first(kind, **options):
-    scheduler, runner = make(400, kind, max_num_seqs=100, max_num_batched_tokens=16, **options)
+    scheduler, runner = make(400, kind, max_num_seqs=100, max_num_batched_tokens=100, **options)
     first = Request.from_tokens("first", list(range(8)), max_new_tokens=40)
     scheduler.add_request(first)
     counts = []

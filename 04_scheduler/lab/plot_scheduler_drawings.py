@@ -172,7 +172,7 @@ def draw_step_budget() -> Drawing:
     assert plan.admission_stop is not None
     reason, name = plan.admission_stop
     drawing.bracket(x + 4, x + num_left * width, top - 4, f"left over: {num_left}")
-    drawing.text(x + 4, top + 54, f"{name} needs 9: it ends the step", size=SMALL)
+    drawing.text(x + 4, top + 54, f"{name} needs 9: admission ends", size=SMALL)
     drawing.text(x + 4, top + 74, f'admission_stop = ("{reason}", "{name}")', size=SMALL, mono=True)
     drawing.key(36, top + 94, {"decode": DECODE, "prompt": PROMPT, "not used": PAPER})
     return drawing
