@@ -95,7 +95,7 @@ def test_an_evening_reads_its_chapter_and_watches_its_film(number: int) -> None:
 
 def test_every_target_of_make_that_is_named_is_there() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    named = set(re.findall(r"make (\w+)(?: [A-Z]+=|`|  )", COURSE)) 
+    named = set(re.findall(r"make (\w+)(?: [A-Z]+=|`|  )", COURSE))
     assert {"demo", "task", "museum"} <= named
     for target in named:
         assert f"\n{target}: " in makefile
