@@ -68,7 +68,7 @@ def draw_timeline(record: dict) -> Figure:
 
 
 def draw_row(axis: Axes, slot: int, row: list[list[str] | None]) -> None:
-    """One bar for each run of steps with one use; the number of the request above its first step."""
+    """One bar for each run of steps with one use; the request's number above its first step."""
     start = 0
     for step in range(1, len(row) + 1):
         if step < len(row) and row[step] == row[start]:
