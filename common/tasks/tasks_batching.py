@@ -193,6 +193,16 @@ TASKS = (
         probe=admissions,
         mistakes=(
             Mistake(
+                "        while self.waiting and len(self.running) < self.max_num_seqs:\n"
+                "            request = self.waiting.peek_request()\n",
+                "        for request in self.waiting:\n"
+                "            if len(self.running) >= self.max_num_seqs:\n"
+                "                break\n",
+                "You walk over the queue with `for` and take requests out of it at the same time. "
+                "Python does not allow that. Use `while self.waiting`, and look at the first "
+                "request each time round.",
+            ),
+            Mistake(
                 "            budget -= num_tokens\n",
                 "",
                 "The budget does not shrink. Each prompt is compared with the whole step, so "

@@ -110,9 +110,10 @@ TASKS = (
         write="One tenant sends a hundred requests, another sends one. First come, first served "
         "would let the second wait for all hundred. Let the tenants take turns instead.\n\n"
         "A policy gives each request a `key` when it arrives, and the smallest is served "
-        "first. Among equals, the one that came first is served first. The tenant of a request "
-        "is `dict(extra_keys_of(request)).get('salt', '')`, and `self._num_requests` is a "
-        "Counter.\n\n"
+        "first. Among equals, the one that came first is served first. A request names its "
+        "tenant in its cache salt (chapter 3: only requests with the same salt share a cache). "
+        "Get it with `dict(extra_keys_of(request)).get('salt', '')`. `self._num_requests` is "
+        "a Counter, and empty at the start.\n\n"
         "Keep this: the first request of every tenant comes before the second of any tenant. "
         "A key is asked for once, so this is the place to count.",
         hints=(
@@ -156,7 +157,7 @@ TASKS = (
         write="The memory is full, and somebody has to give up its blocks. Choose who.\n\n"
         "`self.running` is a dictionary of the running requests in order of admission. Never "
         "choose one that is pinned (`self.is_pinned(request)`: it made room often enough), nor "
-        "one of `spared`. Without priorities, it is the one that was admitted last. With "
+        "one of `spared` (requests that the caller wants to keep). Without priorities, it is the one that was admitted last. With "
         "priorities (`self._has_priorities`), it is the least urgent, which is the one with "
         "the largest `priority`; of several, the one that arrived last (`arrival_time`). "
         "Return None if there is nobody to choose.\n\n"
@@ -199,6 +200,32 @@ TASKS = (
                 "(r for r in running if r not in spared)",
                 "A pinned request is chosen. It has made room as often as it may; without that "
                 "limit, one request can be thrown out for ever.",
+            ),
+            Mistake(
+                "        running = reversed(self.running.values())\n"
+                "        candidates = (r for r in running if not self.is_pinned(r) and r not in "
+                "spared)\n"
+                "        if self._has_priorities:\n"
+                "            return max(candidates, key=lambda r: (r.priority, r.arrival_time), "
+                "default=None)\n"
+                "        return next(candidates, None)\n",
+                "        return next(reversed(self.running.values()), None)\n",
+                "Without priorities, and with nobody pinned or spared, this is right: the last "
+                "admitted. Now leave out those that may not be chosen, and then ask for "
+                "priorities.",
+            ),
+            Mistake(
+                "        running = reversed(self.running.values())\n"
+                "        candidates = (r for r in running if not self.is_pinned(r) and r not in "
+                "spared)\n"
+                "        if self._has_priorities:\n"
+                "            return max(candidates, key=lambda r: (r.priority, r.arrival_time), "
+                "default=None)\n"
+                "        return next(candidates, None)\n",
+                "        return next(iter(self.running.values()), None)\n",
+                "You choose the request that was admitted first, whatever else is asked. It has "
+                "the most to lose. Go through the requests from the last admitted on, and leave "
+                "out those that are pinned or spared.",
             ),
         ),
         engine=SMALL_MEMORY,

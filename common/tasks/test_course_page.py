@@ -87,10 +87,10 @@ def test_an_evening_reads_its_chapter_and_watches_its_film(number: int) -> None:
     text = evenings()[number]
     (film,) = re.findall(r'make watch ARGS="--film (\d)"', text)
     assert int(film) == number
-    (link,) = re.findall(r"\]\((\w+)/README\.md#1-the-problem\)", text)
+    (link,) = re.findall(r"\]\((\w+)/README\.md#1-a-question-and-a-number\)", text)
     assert link.startswith(f"0{number}_")
     chapter = (ROOT / link / "README.md").read_text(encoding="utf-8")
-    assert "\n## 1. The problem\n" in chapter and "\n## 3. " in chapter
+    assert "\n## 1. A question, and a number\n" in chapter and "\n## 3. " in chapter
 
 
 def test_every_target_of_make_that_is_named_is_there() -> None:

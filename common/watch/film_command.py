@@ -54,7 +54,7 @@ def make_films(args: argparse.Namespace) -> None:
 def _write(path: Path, page: str, is_opened: bool = False) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8", newline="\n")
-    print(path)
+    print(path if is_opened else f"{path}: open it in a browser, or add --open")
     if is_opened:
         webbrowser.open(path.resolve().as_uri())
 
