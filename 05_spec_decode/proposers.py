@@ -7,8 +7,8 @@ of speed: a bad guess costs a little work and changes no token.
 text that is quoted, names), so it looks up the last few tokens in what was said before, and
 proposes what followed them there:
 
-    ... d e f = a b c ; x = a b        the suffix "a b" stood here before: ^ propose  c ; x
-              ^ ^ ^ ^ ^
+    ... d e f = a b c ; x = a b        ~ the suffix "= a b" has stood here before
+              ~~~~~ +++++ ~~~~~        + so what followed it there is proposed: c ; x
 
 The longest suffix wins, from `max_ngram` tokens down to `min_ngram`; of its places the earliest,
 which has the most behind it. Every n-gram is put in a dictionary once, when a token follows it (so
