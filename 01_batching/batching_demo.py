@@ -13,6 +13,11 @@
 #
 # This notebook runs the code of chapter 1. It defines nothing of its own beyond a few lines that
 # print and draw. The model is a small random one: its text is noise, its steps are real.
+#
+# **中文提要**：六个请求，先按静态批跑，再按连续批跑，画出两者的时间轴：静态批要等最长的一个，
+# 连续批有人结束就有人补上。然后打开一步的计划（plan），看 runner 收到的只是增量（delta）；
+# 再看 padding 让一个批多算了什么。最后是引擎自己录下的影片。模型是随机的小模型，文字没有意义，
+# 步骤是真的。
 
 # %%
 # ruff: noqa: E402

@@ -13,6 +13,10 @@
 #
 # This notebook plays with the code of chapter 2. It defines nothing of its own beyond a few lines
 # that print and draw. It needs no model: the keys and values are random numbers.
+#
+# **中文提要**：块池怎样取块、还块；一个 token 的位置怎样经过块表（block table）变成槽位（slot）；
+# 什么时候才需要新块；注意力怎样隔着块表读 KV，结果和连续存放时相同；最后画出一张内存图。
+# 不需要模型，key 和 value 是随机数。
 
 # %%
 import matplotlib.pyplot as plt

@@ -13,6 +13,10 @@
 #
 # This notebook plays with the code of chapter 3. It defines nothing of its own beyond a few lines
 # that print and draw.
+#
+# **中文提要**：一条哈希链；匹配、占用、释放、淘汰各做什么；token 相同、前文不同的两个块，
+# 为什么不会被当成同一个（Trap 1）；一棵基数树（radix tree）怎样长出来；两种设计守同一份约定；
+# 最后在引擎里看，命中以后首 token 快了多少，换一个 salt 又怎样。
 
 # %%
 import random

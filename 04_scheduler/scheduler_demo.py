@@ -14,6 +14,10 @@
 # Everything here is imported from the chapter. The model is `fake_model.py`: one line of arithmetic
 # that reads its KV through the block tables, so a wrong table gives wrong tokens. No tensor is in
 # sight, and every cell takes milliseconds.
+#
+# **中文提要**：手动一步一步推动调度器。两个请求，四个块：内存用完，后来者被抢占（preemption），
+# 又回来。把它画成时间轴；再看另一派（prefill 优先，SGLang）怎样处理同样的请求，
+# 以及几种策略给出的顺序。模型是 `fake_model.py`：一行算术，隔着块表读 KV，块表错了，token 就错。
 
 # %%
 import matplotlib.pyplot as plt

@@ -13,6 +13,10 @@
 #
 # Everything here is imported from the chapter. Eight tokens, a target distribution p, a draft
 # distribution q that is off, and the chapter's own verification function.
+#
+# **中文提要**：八个 token，目标分布 p，草稿分布 q。草稿 token 以 min(1, p/q) 的概率接受，
+# 被拒时从残差里重抽，抽出来的分布恰好是 p：先算，再画，再数。然后是另一条规则（先抽目标 token，
+# 再和草稿比较）、猜几个才划算，以及怎样从文中查找（n-gram）。
 
 # %%
 import matplotlib.pyplot as plt

@@ -13,6 +13,10 @@
 #
 # This notebook plays with the code of chapter 6. It defines nothing of its own beyond a few lines
 # that print and draw.
+#
+# **中文提要**：同样的请求，三种分段策略各跑一遍，看谁在等谁；每个 token 的代价；
+# 按时间定大小的分段；一次注意力调用怎样同时算解码和分段；
+# 最后在引擎里用三种大小的分段算同一个 prompt，得到的文字相同。
 
 # %%
 import warnings
