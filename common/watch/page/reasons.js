@@ -1,6 +1,7 @@
 "use strict";
 // Words that several scenes share: why somebody waits (English: REASONS of event_kinds.py, checked
-// by a test), and the kinds of what a step computes. Letters are the second mark beside the colour.
+// by a test), and the kinds of what a step computes. Letters are the second mark beside the colour;
+// those of reasons are none of a to f, as the requests of the films are named.
 (() => {
   Watch.words({
     "reason.budget": ["the tokens of this step were spent", "这一步的 token 预算用完了"],
@@ -43,8 +44,8 @@
     discarded: "–",
   };
   Watch.reasonLetters = {
-    budget: "t", blocks: "b", seat: "s", constraint: "c", parent: "p", remote_kv: "k", pending: "u",
-    turn: "d", enough: "n", "": "w",
+    budget: "t", blocks: "m", seat: "s", constraint: "h", parent: "p", remote_kv: "k", pending: "u",
+    turn: "o", enough: "n", "": "w",
   };
 
   // The cells of a request in a step by what came of them: guesses accepted and rejected, and a
