@@ -9,7 +9,7 @@
       "没有空闲的 KV 块，或要留给正在运行的请求"],
     "reason.seat": ["as many run as may (max_num_seqs)", "运行中的请求数已到上限（max_num_seqs）"],
     "reason.constraint": [
-      "a rule held it back: as a static batch, too many long prompts, an adapter",
+      "a rule held it back: a static batch, too many long prompts, an adapter",
       "受规则限制：例如静态批处理、长提示太多、适配器不匹配"],
     "reason.parent": ["another request computes the very block that it could share",
       "另一个请求正在计算它可以共享的那个块"],
