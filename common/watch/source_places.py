@@ -199,7 +199,7 @@ STEPS = [
     Rule("run", Place("common/scheduler_assembly.py", "assemble_around", "scheduler = make")),
     *_each(
         "planned",
-        two_phase=Place(_TWO_PHASE, "Scheduler.schedule", "self._plan_running(step)"),
+        two_phase=Place(_TWO_PHASE, "Scheduler.schedule", "return self.finish_step(step)"),
         prefill_first=Place(
             _PREFILL, "PrefillFirstScheduler.get_next_batch_to_run", "new_batch = self.get_new"
         ),
