@@ -35,7 +35,7 @@ REASONS = {
     "budget": "the tokens of this step were spent",
     "blocks": "the KV memory had no room, or was kept for those who run",
     "seat": "as many run as may (max_num_seqs)",
-    "constraint": "a rule held it back: as a static batch, too many long prompts, an adapter",
+    "constraint": "a rule held it back: a static batch, too many long prompts, an adapter",
     "parent": "another request computes the very block that it could share",
     "remote_kv": "its KV is on its way from a tier or a store",
     "pending": "a token of it was still under way when it was preempted",

@@ -242,7 +242,7 @@ STEPS = [
     Rule("run", SourcePlace("common/scheduler_assembly.py", "assemble_around", "scheduler = make")),
     *_each(
         "planned",
-        two_phase=SourcePlace(_TWO_PHASE, "Scheduler.schedule", "self._plan_running(step)"),
+        two_phase=SourcePlace(_TWO_PHASE, "Scheduler.schedule", "return self.finish_step(step)"),
         prefill_first=SourcePlace(
             _PREFILL, "PrefillFirstScheduler.get_next_batch_to_run", "new_batch = self.get_new"
         ),

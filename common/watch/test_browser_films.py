@@ -42,6 +42,14 @@ def test_a_film_opens_at_its_first_moment_with_its_caption(
     assert page.is_visible(".film-caption .note") == bool(shot.film.note[0])
 
 
+def test_an_address_that_names_only_a_language_opens_at_the_first_moment_too(
+    opened: Opened, shots: dict[int, Shot]
+) -> None:
+    shot, page = shots[4], opened(4, at="lang=zh")
+    assert page.inner_text(".film-caption .text") == shot.caption[1]
+    assert page.evaluate("Watch.store.step") == shot.step(shot.film.moments[0]) > 0
+
+
 @CHAPTERS
 def test_its_buttons_lead_to_its_moments(
     chapter: int, opened: Opened, shots: dict[int, Shot]

@@ -38,7 +38,7 @@ def test_a_chapter_shows_its_film(chapter: int, shots: dict[int, Shot]) -> None:
     shot = shots[chapter]
     text = (ROOT / shot.film.folder / "README.md").read_text(encoding="utf-8")
     assert text == replace_between_markers(text, MARKER, page_caption(shot))
-    assert f"python -m common.watch --film {chapter} --open" in text
+    assert f'make watch ARGS="--film {chapter} --open"' in text
 
 
 @CHAPTERS

@@ -1,6 +1,7 @@
 "use strict";
 // Words that several scenes share: why somebody waits (English: REASONS of event_kinds.py, checked
-// by a test), and the kinds of what a step computes. Letters are the second mark beside the colour.
+// by a test), and the kinds of what a step computes. Letters are the second mark beside the colour;
+// those of reasons are none of a to f, as the requests of the films are named.
 (() => {
   Watch.words({
     "reason.budget": ["the tokens of this step were spent", "这一步的 token 预算用完了"],
@@ -8,7 +9,7 @@
       "没有空闲的 KV 块，或要留给正在运行的请求"],
     "reason.seat": ["as many run as may (max_num_seqs)", "运行中的请求数已到上限（max_num_seqs）"],
     "reason.constraint": [
-      "a rule held it back: as a static batch, too many long prompts, an adapter",
+      "a rule held it back: a static batch, too many long prompts, an adapter",
       "受规则限制：例如静态批处理、长提示太多、适配器不匹配"],
     "reason.parent": ["another request computes the very block that it could share",
       "另一个请求正在计算它可以共享的那个块"],
@@ -43,8 +44,8 @@
     discarded: "–",
   };
   Watch.reasonLetters = {
-    budget: "t", blocks: "b", seat: "s", constraint: "c", parent: "p", remote_kv: "k", pending: "u",
-    turn: "d", enough: "n", "": "w",
+    budget: "t", blocks: "m", seat: "s", constraint: "h", parent: "p", remote_kv: "k", pending: "u",
+    turn: "o", enough: "n", "": "w",
   };
 
   // The cells of a request in a step by what came of them: guesses accepted and rejected, and a

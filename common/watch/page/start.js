@@ -13,10 +13,12 @@
     Object.assign(Watch.store, Watch.readHash(location.hash)); // its language: there may be no film
     const scripts = [...document.querySelectorAll('script[type="application/x-ndjson"]')];
     const texts = await Promise.all(scripts.map(textOf));
-    const hash = location.hash.length > 1 ? location.hash : Watch.settings.start;
+    const said = Watch.readHash(location.hash);
+    // A hash that names a language only still begins where the film begins.
+    const begin = "step" in said ? said : {...Watch.readHash(Watch.settings.start), ...said};
     try {
       const films = texts.map((text) => new Watch.Film(Watch.parseEvents(text)));
-      Watch.show(films, scripts.map((script) => script.dataset.label), Watch.readHash(hash));
+      Watch.show(films, scripts.map((script) => script.dataset.label), begin);
     } catch (error) {
       if (!(error instanceof Watch.EventError)) throw error;
       Watch.show([], []);
