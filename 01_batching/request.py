@@ -211,7 +211,7 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
 
-    # The posts' names. Chapter 2: blocks of 16 positions.
+    # The posts' names for the same (READING_ALONG.md). Chapter 2: blocks of 16 positions.
     seq_len = num_tokens
     remaining_tokens = property(lambda self: self.num_tokens - self.num_computed_tokens)
     num_blocks_needed = property(lambda self: -(-self.num_tokens // 16))

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from request import Request, RequestStatus, SamplingParams
 
-PENDING = -1  # in place of a token that is sampled in a step that is under way
+PENDING = -1  # a token that a step under way samples (`beyond/overlapped_books.py`)
 
 
 @dataclass(slots=True)
