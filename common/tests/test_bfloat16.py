@@ -12,9 +12,27 @@ from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.loader import load_model
 from common.tests.engine_oracle import Oracle, greedy_params, paged_runner
-from scheduler_interface import FinishedStep, StepOutput
+from scheduler_interface import StepOutput
 
 NUM_TOKENS = 24  # of each continuation
+
+
+class Taught:
+    """A step of `Teacher`: the runner begins it with the logits and waits for its answer."""
+
+    def __init__(self, teacher: Teacher, req_ids: list[str]) -> None:
+        self.teacher, self.req_ids, self.times = teacher, req_ids, {}
+
+    def begin(self, logits: torch.Tensor) -> Taught:
+        self.output = StepOutput(times=self.times)
+        for request_id, row in zip(self.req_ids, logits.double(), strict=True):
+            seen = self.teacher.logits[request_id]
+            self.output.token_ids[request_id] = [self.teacher.tokens[request_id][len(seen)]]
+            seen.append(row)
+        return self
+
+    def wait(self) -> StepOutput:
+        return self.output
 
 
 class Teacher:
@@ -24,13 +42,8 @@ class Teacher:
         self.tokens = tokens
         self.logits: dict[str, list[torch.Tensor]] = {request_id: [] for request_id in tokens}
 
-    def begin(self, logits, batch) -> FinishedStep:
-        output = StepOutput()
-        for request_id, row in zip(batch.sampling.req_ids, logits.double(), strict=True):
-            seen = self.logits[request_id]
-            output.token_ids[request_id] = [self.tokens[request_id][len(seen)]]
-            seen.append(row)
-        return FinishedStep(output)
+    def stage(self, sampling, cargo) -> Taught:
+        return Taught(self, sampling.req_ids)
 
 
 def teacher_forced(loaded, oracle: Oracle, max_num_seqs: int, **config: object) -> torch.Tensor:

@@ -19,6 +19,7 @@ from common.engine import EngineConfig, LLMEngine
 from common.llm import as_list_of_prompts
 from common.loader import load_model
 from common.outputs import RequestOutput
+from common.sampling.sampler import UnreadStep
 from common.tests.engine_oracle import Oracle, checked_engine, finish, paged_runner
 from common.tests.model_cases import tiny_config
 from common.tokenizer import IncrementalDetokenizer
@@ -413,7 +414,7 @@ def test_a_step_that_raises_ends_its_requests_and_nothing_else(
         engine.add_request(str(i), random_oracle.prompts[i], greedy)
     engine.step()
     runner = paged_runner(engine)
-    part, stage = (runner.sampler, "begin") if stage == "sample" else (runner, stage)
+    part, stage = (UnreadStep, "begin") if stage == "sample" else (runner, stage)
     works = getattr(part, stage)
 
     def fail(*_: object) -> None:

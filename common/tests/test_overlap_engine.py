@@ -11,6 +11,7 @@ import pytest
 
 from common.engine import EngineConfig, LLMEngine
 from common.runner.overlap import OverlappedEngineCore
+from common.sampling.sampler import UnreadStep
 from common.tests.engine_oracle import (
     checked_engine,
     finish,
@@ -170,7 +171,7 @@ def test_a_load_waits_for_the_steps_under_way(oracle, loaded, tmp_path) -> None:
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_step_that_raises_ends_who_ran_and_nobody_else(
-    scheduler, stage, error, random_oracle, random_loaded
+    scheduler, stage, error, random_oracle, random_loaded, monkeypatch
 ) -> None:
     """Two steps were under way; the tokens of both are lost, and those who wait lose nothing."""
     engine = overlapped_engine(random_loaded, num_blocks=200, max_num_seqs=2, scheduler=scheduler)
@@ -178,17 +179,17 @@ def test_a_step_that_raises_ends_who_ran_and_nobody_else(
         engine.add_request(str(i), random_oracle.prompts[i], greedy_params(6))
     engine.step()
     runner = paged_runner(engine)
-    part, name = (runner.sampler, "begin") if stage == "sample" else (runner, stage)
+    part, name = (UnreadStep, "begin") if stage == "sample" else (runner, stage)
 
     def fail(*_: object) -> None:
         raise error
 
     engine.core.wait_for_steps()
-    setattr(part, name, fail)
+    monkeypatch.setattr(part, name, fail)
     with pytest.raises(error):
         for _ in range(2):
             engine.step()
-    delattr(part, name)
+    monkeypatch.undo()
     engine.check_invariants()
     assert engine.kv_manager.num_blocks_in_use == 0
     outputs = {r: o.outputs[0] for r, o in finish(engine).items()}
