@@ -20,7 +20,7 @@ import math
 import torch
 
 QUERY_TILE = 96
-MAX_KEYS = 4096  # the scores of a tile and 8 KV heads are then 16 MiB
+MAX_KEYS = 4096  # the scores of a tile and 8 KV heads are then 12 MiB
 # Multiplied in bfloat16; elsewhere PyTorch's fused attention is as fast.
 DTYPE = torch.bfloat16
 

@@ -32,7 +32,7 @@ class DelayedRunner:
                 tokens = [*tokens[:-1], *self._sampled[req_id]]
                 self.num_pending += 1
             new_token_ids.append(tokens)
-        known = replace(cached, new_token_ids=new_token_ids)
+        known = replace(cached, new_token_ids=new_token_ids, pending_req_ids=[])
         output = self.runner.execute(replace(plan, scheduled_cached_reqs=known)).wait()
         self._sampled = {req_id: list(tokens) for req_id, tokens in output.token_ids.items()}
         return FinishedStep(output)
