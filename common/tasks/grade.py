@@ -71,7 +71,10 @@ def grade(task: Task, file: Path, limit_s: float = LIMIT_S) -> Verdict:
 
 def _in_the_text(task: Task, file: Path) -> str:
     """What is wrong with it before it is run, or nothing."""
-    text = file.read_text(encoding="utf-8")
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        return f"{_name(file)} is not UTF-8 ({error.reason}). Save it in that encoding."
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
@@ -95,8 +98,10 @@ def _in_the_text(task: Task, file: Path) -> str:
     blank = blank_of(task)
     if text == blank.text:
         return "It is still the blank. Write your lines in the place of `raise`."
-    if (stub := blank.stub.splitlines()[-1].strip()) in text:
-        line = text[: text.index(stub)].count("\n") + 1
+    stub = blank.stub.splitlines()[-1].strip()
+    lines = [line.strip() for line in text.split("\n")]
+    if stub in lines:
+        line = lines.index(stub) + 1
         return f"Line {line} of {_name(file)} still raises NotImplementedError. Take it out."
     return ""
 
@@ -222,7 +227,7 @@ def _first_difference(said: str, ours: str) -> tuple[int, str]:
 
 
 def _is_ours_elsewhere(task: Task, file: Path) -> bool:
-    blank, text = blank_of(task), file.read_text(encoding="utf-8")
+    blank, text = blank_of(task), file.read_text(encoding="utf-8-sig")
     return text.startswith(blank.before) and text.endswith(blank.after)
 
 
@@ -244,6 +249,8 @@ def _told(failure: Failure, file: Path) -> str:
         else:
             source = linecache.getline(str(raised_in), failure.line).strip()
             lines.append(f"{_name(raised_in)}:{failure.line}\n    {source}")
+            if failure.swapped_line is not None:
+                lines.append(f"On the way there: {_place(file, failure)}")
         lines.append(_shown(failure.message))
     if failure.printed:
         lines.append(f"What was printed:\n\n{_shown(failure.printed)}")
@@ -268,7 +275,7 @@ def _line_in(file: Path, frames: Iterable[traceback.FrameSummary]) -> int | None
 
 
 def _source_line(file: Path, line: int) -> str:
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = file.read_text(encoding="utf-8-sig").splitlines()
     return lines[line - 1].strip() if 0 < line <= len(lines) else ""
 
 

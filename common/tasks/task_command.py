@@ -19,10 +19,11 @@ from common.tasks.workbench import Workbench
 from common.tools.module_swap import VARIABLE
 
 WIDTH = 96
+STOPPED = 130  # as a shell says it of Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None, bench: Workbench | None = None) -> int:
-    """0: well, 1: the answer is not right yet, 2: the arguments make no sense."""
+    """0: well, 1: the answer is not right yet, 2: the arguments make no sense, 130: Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m common.tasks", description="Write parts of the engine yourself."
     )
@@ -108,8 +109,11 @@ def _begin(task: Task, told: list[str]) -> int:
 
 def _grade(task: Task, bench: Workbench) -> int:
     if not bench.is_open(task):
-        _say(f"There is no answer to task {task.number} in {bench.name(bench.file(task))}.")
-        return _begin(task, bench.open(task))
+        told = bench.open(task)
+        if bench.is_blank(task):
+            _say(f"There is no answer to task {task.number} in {bench.name(bench.file(task))}.")
+            return _begin(task, told)
+        _say("\n".join(told))
     verdict = grade(task, bench.file(task))
     _say(verdict.text)
     again = f"make task N={task.number}"
@@ -160,7 +164,11 @@ def _demo(task: Task, bench: Workbench) -> int:
         return 1
     swap = f"{task.module}={bench.file(task).resolve()}"
     command = [sys.executable, "-m", "common.tasks.demo_on_yours", task.number]
-    return subprocess.run(command, env={**os.environ, VARIABLE: swap}).returncode
+    try:
+        return subprocess.run(command, env={**os.environ, VARIABLE: swap}).returncode
+    except KeyboardInterrupt:
+        _say("The demo was stopped.")
+        return STOPPED
 
 
 def _say(text: str) -> None:

@@ -15,11 +15,20 @@ import pytest
 from common.tasks.blank import function_at
 from common.tasks.course import TASKS, blank_of, task_numbered
 from common.tasks.demo_on_yours import engine_on
-from common.tasks.grade import NEVER_ENDS, Verdict, _say, grade, probed_text, recognised
+from common.tasks.grade import (
+    NEVER_ENDS,
+    Verdict,
+    _in_the_text,
+    _say,
+    _told,
+    grade,
+    probed_text,
+    recognised,
+)
 from common.tasks.task import Task
 from common.tools.apart import apart
 from common.tools.module_swap import ModuleSwap
-from common.tools.named_tests import TestRun, run_tests
+from common.tools.named_tests import Failure, TestRun, run_tests
 from common.tools.source_patch import ROOT
 
 EVERY_TASK = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.number)
@@ -137,6 +146,36 @@ def test_an_endless_loop_ends_by_the_time_limit(tmp_path: Path) -> None:
 def test_what_is_wrong_with_the_text_is_said_before_it_is_run(change, words, tmp_path) -> None:
     verdict = graded(the("2.2"), change(blank_of(the("2.2")).text), tmp_path)
     assert not verdict.is_right and words in verdict.text
+
+
+def test_a_raise_in_a_comment_is_none(tmp_path: Path) -> None:
+    task = the("2.2")
+    stub = blank_of(task).stub.splitlines()[-1].strip()
+    text = task.source() + f"# {stub}\n"
+    assert _in_the_text(task, _written(text.encode(), tmp_path)) == ""
+    raised = _in_the_text(task, _written(f"{text}\nif 0:\n    {stub}\n".encode(), tmp_path))
+    line = text.count("\n") + 3
+    assert raised.startswith(f"Line {line} of block_pool.py still raises")
+
+
+def test_a_mark_of_utf_8_is_no_error_and_another_encoding_is_said(tmp_path: Path) -> None:
+    task = the("2.2")
+    assert _in_the_text(task, _written(task.source().encode("utf-8-sig"), tmp_path)) == ""
+    text = f"{task.source()}# caf\u00e9\n"
+    assert "is not UTF-8" in _in_the_text(task, _written(text.encode("latin-1"), tmp_path))
+
+
+def _written(text: bytes, folder: Path) -> Path:
+    file = folder / "block_pool.py"
+    file.write_bytes(text)
+    return file
+
+
+def test_the_readers_line_is_shown_where_it_makes_our_code_raise() -> None:
+    file = ROOT / "02_paged_kv" / "block_pool.py"
+    failure = Failure("a.py::test_b", "TypeError: no", "common/llm.py", 1, 7, "")
+    shown = _told(failure, file)
+    assert "common/llm.py:1\n" in shown and "line 7 of 02_paged_kv/block_pool.py:" in shown
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,9 @@ def test_a_signature_is_without_its_types() -> None:
 
 
 def test_the_readers_folder_is_none_of_gits_business() -> None:
-    path = FOLDER / "block_pool.py"
-    asked = subprocess.run(["git", "check-ignore", "-q", str(path)], cwd=ROOT)
-    if (ROOT / ".git").exists():
+    if (ROOT / ".git").exists():  # else an unpacked source archive, and there may be no git
+        path = FOLDER / "block_pool.py"
+        asked = subprocess.run(["git", "check-ignore", "-q", str(path)], cwd=ROOT)
         assert asked.returncode == 0
     assert FOLDER == ROOT / "my"
 
@@ -170,10 +170,34 @@ def test_nothing_that_was_written_is_lost(bench: Workbench) -> None:
     names = ["5.3_rejection_sampler.py", "5.3_rejection_sampler_2.py", "5.3_rejection_sampler_3.py"]
     assert kept == names
     assert [(bench.folder / "answers" / name).read_text() for name in names] == [
+        "third",
         "first",
         "second",
-        "third",
     ]
+
+
+def test_the_answer_that_comes_back_is_the_last_and_not_the_one_given_up(bench: Workbench) -> None:
+    one, other = two_of_one_file()
+    bench.open(one)
+    bench.file(one).write_text("given up")
+    bench.open(one, anew=True)
+    bench.file(one).write_text("better")
+    told = bench.open(other)
+    assert "5.3_rejection_sampler.py is now my/answers/5.3_rejection_sampler_2.py" in told[0]
+    bench.open(one)
+    assert bench.file(one).read_text() == "better"
+    kept = bench.folder / "answers" / "5.3_rejection_sampler_2.py"
+    assert kept.read_text() == "given up"
+
+
+def test_a_file_in_another_encoding_is_an_answer_and_can_be_set_aside(bench: Workbench) -> None:
+    bench.open(ONE)
+    bench.file(ONE).write_bytes("caf\u00e9".encode("latin-1"))
+    assert not bench.is_blank(ONE)
+    bench.open(ONE, anew=True)
+    assert (bench.folder / "answers" / "1.1_request.py").read_bytes() == b"caf\xe9"
+    bench.file(ONE).write_text(blank_of(ONE).text, encoding="utf-8-sig")
+    assert bench.is_blank(ONE)
 
 
 def test_a_file_that_this_command_did_not_write_is_kept_too(bench: Workbench) -> None:
@@ -227,6 +251,21 @@ def test_an_answer_is_graded_and_what_passed_is_remembered(
     assert "RIGHT" in shown and "make task N=1.2" in shown
     assert Workbench(bench.folder).progress.passed == ["1.1"]
     assert bench.file(ONE).read_text() == "mine"
+
+
+def test_an_answer_that_was_set_aside_is_graded_when_asked(
+    bench: Workbench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_command, "grade", lambda task, file: Verdict(False, file.read_text()))
+    one, other = two_of_one_file()
+    assert main([one.number, "--grade"], bench) == 0
+    assert "There is no answer to task 5.3" in capsys.readouterr().out
+    bench.file(one).write_text("MINE")
+    bench.open(other)
+    assert main([one.number, "--grade"], bench) == 1
+    shown = capsys.readouterr().out
+    assert "Your answer to task 5.3 is back" in shown and "MINE" in shown
+    assert "There is no answer" not in shown
 
 
 def test_hints_come_one_at_a_time(bench: Workbench, capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,3 +331,16 @@ def test_nothing_is_run_where_there_is_no_answer_or_no_engine_for_it(
     assert "no answer to run yet" in capsys.readouterr().out
     assert main(["4.1", "--demo"], bench) == 0
     assert "nothing to show here" in capsys.readouterr().out
+
+
+def test_a_demo_that_is_stopped_ends_with_a_sentence(
+    bench: Workbench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments, **options) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(task_command.subprocess, "run", interrupted)
+    main(["1.1"], bench)
+    bench.file(ONE).write_text("mine")
+    assert main(["1.1", "--demo"], bench) == 130
+    assert "The demo was stopped." in capsys.readouterr().out

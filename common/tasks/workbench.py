@@ -56,7 +56,10 @@ class Workbench:
         return file.is_file() and self.progress.open.get(file.name) == task.number
 
     def is_blank(self, task: Task) -> bool:
-        return self.file(task).read_text(encoding="utf-8") == blank_of(task).text
+        try:
+            return self.file(task).read_text(encoding="utf-8-sig") == blank_of(task).text
+        except UnicodeDecodeError:
+            return False
 
     def open(self, task: Task, anew: bool = False) -> list[str]:
         """Make the file be for this task: the answer that was set aside, or the blank. `anew`: the
@@ -67,7 +70,7 @@ class Workbench:
             told += self._set_aside(file)
         answer = self._answer(task)
         if answer.is_file() and not anew:
-            answer.rename(file)
+            answer.replace(file)
             told.append(f"Your answer to task {task.number} is back in {self.name(file)}.")
         else:
             self.folder.mkdir(exist_ok=True)
@@ -86,11 +89,16 @@ class Workbench:
         if task is not None and self.file(task) == file and self.is_blank(task):
             return []  # nothing was written into it
         wanted = self.folder / "answers" / f"{number}_{file.name}"
-        places = (wanted.with_stem(f"{wanted.stem}_{n}") for n in count(2))
-        target = wanted if not wanted.exists() else next(p for p in places if not p.exists())
-        target.parent.mkdir(parents=True, exist_ok=True)
-        file.rename(target)
-        return [f"What was in {self.name(file)} (task {number}) is now {self.name(target)}."]
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        told = []
+        if wanted.exists():  # an older answer: the one that comes back is the newest
+            places = (wanted.with_stem(f"{wanted.stem}_{n}") for n in count(2))
+            older = next(p for p in places if not p.exists())
+            wanted.rename(older)
+            told.append(f"The older {self.name(wanted)} is now {self.name(older)}.")
+        file.rename(wanted)
+        told.append(f"What was in {self.name(file)} (task {number}) is now {self.name(wanted)}.")
+        return told
 
     def next_hint(self, task: Task) -> tuple[int, str] | None:
         """Its number, from 1, and its text. None: there are no more."""

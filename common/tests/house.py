@@ -108,7 +108,8 @@ def _files(root: Path) -> Iterator[Path]:
 
 
 def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+    ignored = {"__pycache__", "build", "my"}
+    return any(part.startswith(".") or part in ignored for part in path.parts)
 
 
 def parse(path: Path) -> ast.Module:

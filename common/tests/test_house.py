@@ -94,6 +94,13 @@ def build(tmp_path: Path) -> Callable[[dict[str, str]], House]:
     return _build
 
 
+def test_an_unpacked_archive_is_read_without_what_git_would_ignore(build: Callable) -> None:
+    house = build({"my/low.py": "raise\n", "build/lib/high.py": "", "02_b/my_own.py": ""})
+    names = {house.name(path) for path in house.files}
+    assert "02_b/my_own.py" in names and "01_a/low.py" in names
+    assert not any(name.startswith(("my/", "build/")) for name in names)
+
+
 def lists_of_the_small_tree(house: House) -> list[str]:
     return laws.law_of_lists(house, planned=("01_a", "02_b"))
 
