@@ -26,6 +26,8 @@ BLOCKS = [
 # [`file.py`](room/file.py) and, behind it, `::name`; [`test_name`](room/test_file.py)
 PLACE = re.compile(r"\[`(\w+\.py)`\]\(([\w/]+\.py)\)(?:<br>| )`::([\w.]+)`")
 TEST = re.compile(r"\[`(test_\w+)`\]\(([\w/]+\.py)\)")
+# [Ch. 1, §2: The picture](01_batching/README.md#2-the-picture), and so in Chinese
+PLACE_IN_A_CHAPTER = re.compile(r"\[[^\]]*§(\d+):? ([^\]]+)\]\(([\w/.]+)#([^)]+)\)")
 ERRATUM = re.compile(r"\b([A-E]\d+)\b")
 
 
@@ -120,6 +122,15 @@ def test_every_function_and_test_that_is_linked_stands_in_its_file(page: Path) -
     tests = [(path, name) for name, path in TEST.findall(text)]
     assert len(places) == text.count("`::") > 100 and len(tests) >= len(ERRATA)
     assert not [(p, n) for p, n in places + tests if n not in _definitions(ROOT / p).values()]
+
+
+@pytest.mark.parametrize("page", [PAGE, CHINESE], ids=lambda page: page.name)
+def test_a_section_of_a_chapter_is_called_as_the_chapter_calls_it(page: Path) -> None:
+    places = PLACE_IN_A_CHAPTER.findall(page.read_text(encoding="utf-8"))
+    assert len(places) == page.read_text(encoding="utf-8").count("§") > 30
+    for number, title, chapter, anchor in places:
+        headings = {section.anchor: section.title for section in sections_of(ROOT / chapter)}
+        assert headings[anchor] == f"{number}. {title}"
 
 
 def test_errata_are_numbered_and_those_that_are_referred_to_are_there() -> None:

@@ -1,6 +1,6 @@
 """One module from another file, for one process: nothing in the checkout changes.
 
-    SWAPPED_MODULE=radix_cache=/tmp/mine/radix_cache.py \\
+    SWAPPED_MODULE=radix_cache=mine/radix_cache.py \\
         python -m pytest -p common.tools.module_swap 03_prefix_cache/test_radix_cache.py
 
 A folder in front of `sys.path` does not do it: pytest puts its own folders in front of that. So an
