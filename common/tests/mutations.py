@@ -332,7 +332,7 @@ _TABLE: tuple[Mutation, ...] = (
         "                pass",
         ""
         "01_batching/beyond/test_overlapped_books.py::test_a_pending_token_is_counted_planned_on_and_sent_when_it_is_known",
-        "With overlap the runner keeps -1 for a token that it sampled itself: no model has that id.",
+        "With overlap the runner keeps -1 for a token that it sampled itself: no model has it.",
     ),
     Mutation(
         "04_scheduler/scheduler_base.py",
