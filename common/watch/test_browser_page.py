@@ -163,6 +163,25 @@ def test_the_address_follows_what_is_shown(open_default: OpenDefault) -> None:
     assert run.ask("() => Watch.store.request") is None
 
 
+def test_a_browser_that_refuses_to_write_the_address_stops_nothing(
+    open_default: OpenDefault,
+) -> None:
+    """Safari does, past 100 times in 30 s. And so the page writes seldom while much changes."""
+    run = open_default()
+    run.ask("""() => {
+        globalThis.calls = 0;
+        history.replaceState = () => {
+            globalThis.calls += 1;
+            throw new DOMException("too often", "SecurityError");
+        };
+    }""")
+    for step in range(1, 13):
+        run.ask("(step) => { try { Watch.set({step}); } catch { /* seen below */ } }", step)
+    run.settle()
+    assert run.step == 12
+    assert run.ask("() => globalThis.calls") < 12
+
+
 def test_an_address_that_makes_no_sense_does_no_harm(open_default: OpenDefault, film: Film) -> None:
     run, last = open_default(at="step=9999&request=nobody"), film.num_steps - 1
     assert run.step == last
