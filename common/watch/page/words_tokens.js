@@ -145,7 +145,7 @@
   }
 
   Watch.drawTokens = (view) => {
-    const id = Watch.store.hover?.request ?? Watch.store.request;
+    const id = Watch.store.request; // what is only pointed at may be a chip of these very rows
     return id === null ? tokensOfAll(view) : tokensOfOne(view, id);
   };
 
