@@ -102,6 +102,8 @@ def test_the_scrubber_goes_anywhere(open_default: OpenDefault, film: Film) -> No
     assert run.step == film.num_steps - 1
     run.press("ArrowLeft")
     assert run.step == film.num_steps - 2
+    run.press("[")
+    assert run.step < film.num_steps - 2, "it leaves the page's own keys alone"
 
 
 def test_play_goes_on_to_the_end_and_stops(open_default: OpenDefault, film: Film) -> None:
