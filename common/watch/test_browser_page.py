@@ -461,3 +461,15 @@ def test_two_equal_runs_are_said_to_be_equal(
     other = "".join(f"{json.dumps(event)}\n" for event in events)
     run = open_run(default_run_text, other)
     assert f"the same, in all {film.num_steps} steps" in run.text(".compare")
+
+
+def test_it_says_which_requests_one_run_lacks(open_run: OpenRun, default_run_text: str) -> None:
+    other = default_run_text.replace('"b"', '"other b"')
+    run = open_run(default_run_text, other, at="step=10&request=b")
+    said = run.text(".compare")
+    assert "Only the left film has b. Only the right film has other b." in said
+    assert "The texts of all that both have are the same." in said
+    assert "b is not in this run." in run.texts(".words-tokens")[1]
+    assert "it is not in this run." in run.texts(".pool-about")[-1]
+    words = run.ask("Watch.store.films.map((film) => Watch.cellWords(film, 'b', 10))")
+    assert ["not in this run" in text for text in words] == [False, True]
