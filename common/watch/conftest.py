@@ -71,6 +71,8 @@ class RunPage:
 
     @property
     def hash(self) -> str:
+        """The address, when what was shown last had the time to be written there."""
+        self.page.wait_for_timeout(450)
         return self.ask("() => location.hash")
 
 

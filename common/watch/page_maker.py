@@ -14,6 +14,7 @@ import base64
 import gzip
 import html
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -77,11 +78,8 @@ def make_page(
         "data": "\n".join(data),
         "script": "\n".join(map(_read, SCRIPTS)),
     }
-    page = _read("watch.html")
-    for name, text in parts.items():
-        before, _, after = page.partition(f"{{{{{name}}}}}")
-        page = before + text + after
-    return page
+    # In one pass: a text that is put in may say {{script}} itself.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _read("watch.html"))
 
 
 def in_script(text: str) -> str:

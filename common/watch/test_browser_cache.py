@@ -250,6 +250,26 @@ def test_a_chosen_request_is_followed_through_the_cache(
     assert sorted(int(b) for blocks in lit for b in blocks.split()) == sorted(on_path)
 
 
+def test_a_block_whose_parent_was_evicted_is_lit_alone(
+    shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    """An engine with a fault may evict the head of a prompt before its tail."""
+    film, number = shown["hash"], 8
+    page = ready(open_page(film.page, **LARGE))
+    go(page, step=number)
+    child = next(block for block, one in film.state(number).cached.items() if one.parent)
+    page.evaluate(
+        "([step, b]) => { Watch.store.films[0].stateAfter(step).cached.get(b).parent = 0; }",
+        [number, child],
+    )
+    go(page, block=child)
+    lit = page.evaluate(
+        "[...document.querySelectorAll('.cache-box.is-lit')].map((box) => box.dataset.blocks)"
+    )
+    assert lit == [str(child)]
+    assert f"Block {child}" in page.inner_text(".cache-details")
+
+
 def test_the_keyboard_goes_along_a_chain(shown: dict[str, Shown], open_page: OpenPage) -> None:
     film = shown["hash"]
     number = 8

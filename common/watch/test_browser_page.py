@@ -102,6 +102,8 @@ def test_the_scrubber_goes_anywhere(open_default: OpenDefault, film: Film) -> No
     assert run.step == film.num_steps - 1
     run.press("ArrowLeft")
     assert run.step == film.num_steps - 2
+    run.press("[")
+    assert run.step < film.num_steps - 2, "it leaves the page's own keys alone"
 
 
 def test_play_goes_on_to_the_end_and_stops(open_default: OpenDefault, film: Film) -> None:
@@ -161,6 +163,25 @@ def test_the_address_follows_what_is_shown(open_default: OpenDefault) -> None:
     run.settle()
     assert run.step == 5
     assert run.ask("() => Watch.store.request") is None
+
+
+def test_a_browser_that_refuses_to_write_the_address_stops_nothing(
+    open_default: OpenDefault,
+) -> None:
+    """Safari does, past 100 times in 30 s. And so the page writes seldom while much changes."""
+    run = open_default()
+    run.ask("""() => {
+        globalThis.calls = 0;
+        history.replaceState = () => {
+            globalThis.calls += 1;
+            throw new DOMException("too often", "SecurityError");
+        };
+    }""")
+    for step in range(1, 13):
+        run.ask("(step) => { try { Watch.set({step}); } catch { /* seen below */ } }", step)
+    run.settle()
+    assert run.step == 12
+    assert run.ask("() => globalThis.calls") < 12
 
 
 def test_an_address_that_makes_no_sense_does_no_harm(open_default: OpenDefault, film: Film) -> None:
@@ -440,3 +461,15 @@ def test_two_equal_runs_are_said_to_be_equal(
     other = "".join(f"{json.dumps(event)}\n" for event in events)
     run = open_run(default_run_text, other)
     assert f"the same, in all {film.num_steps} steps" in run.text(".compare")
+
+
+def test_it_says_which_requests_one_run_lacks(open_run: OpenRun, default_run_text: str) -> None:
+    other = default_run_text.replace('"b"', '"other b"')
+    run = open_run(default_run_text, other, at="step=10&request=b")
+    said = run.text(".compare")
+    assert "Only the left film has b. Only the right film has other b." in said
+    assert "The texts of all that both have are the same." in said
+    assert "b is not in this run." in run.texts(".words-tokens")[1]
+    assert "it is not in this run." in run.texts(".pool-about")[-1]
+    words = run.ask("Watch.store.films.map((film) => Watch.cellWords(film, 'b', 10))")
+    assert ["not in this run" in text for text in words] == [False, True]

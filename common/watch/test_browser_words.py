@@ -351,6 +351,22 @@ def test_the_tokens_of_a_request_are_its_text(shown: dict[str, Shown], open_page
         assert sides == [True] * len(request.prompt) + [False] * len(request.outputs)
 
 
+def test_a_chip_among_the_tokens_can_be_clicked(
+    shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    page = ready(open_page(shown["hash"].page, at="step=6"))
+    chip = page.locator(".words-tokens .request-chip").first
+    name = chip.get_attribute("data-request")
+    box = chip.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.wait_for_timeout(100)
+    page.mouse.down()
+    page.mouse.up()
+    assert page.evaluate("Watch.store.request") == name
+    page.wait_for_selector(f".words-tokens .tokens-row:not(.is-short)[data-request={name}]")
+
+
 def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
     shown: dict[str, Shown], open_page: OpenPage
 ) -> None:

@@ -204,6 +204,22 @@ def test_the_film_ends_where_events_contradict_themselves(
     assert broken["message"] in page.locator(".notice").inner_text()
 
 
+def test_both_refuse_what_is_published_beyond_the_table(
+    cast: Cast, shown: Callable[[Path], Page], tmp_path: Path
+) -> None:
+    run = tmp_path / "run.jsonl"
+    perform(TREE, run, cast)
+    lines = run.read_text(encoding="utf-8").splitlines(keepends=True)
+    place = next(i for i, line in enumerate(lines) if '"published"' in line)
+    beyond = {**json.loads(lines[place]), "start": 99, "given": [], "kept": []}
+    lines[place] = json.dumps({**beyond, "hashes": [], "node_heads": []}) + "\n"
+    run.write_text("".join(lines), encoding="utf-8")
+    with pytest.raises((ValueError, IndexError)):
+        Film.read(run).last_state()
+    broken = shown(run).evaluate("Watch.store.films[0].contradiction")
+    assert "is shorter than the 99 entries" in broken["message"]
+
+
 EXTRA = ["", "[1]\n", "{\n", "null\n", "\n"]
 
 

@@ -66,6 +66,13 @@ def test_events_stand_in_the_page_as_they_are() -> None:
     assert len(Scripts(page).found) == 4, "settings, two films, the scripts: no text ended one"
 
 
+def test_a_prompt_may_name_a_placeholder_of_the_page() -> None:
+    """Every text is put in where the page names it, and never inside another text."""
+    run = RUN.replace("&amp; 中", "{{script}} {{style}} {{data}}")
+    [(_, text)] = reels_of(make_page([Reel("run", run)], title=("{{data}}", "")))
+    assert text.replace("\\u003c", "<") == run
+
+
 def test_many_events_are_packed_and_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_maker, "PACKED_FROM", 100)
     page = make_page([Reel("run", RUN)])
@@ -138,6 +145,12 @@ def test_the_command_says_what_is_no_run(
     assert main([str(tmp_path / "none.jsonl"), "--out", out]) == 2
     assert "none.jsonl" in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
+
+
+def test_a_film_takes_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run.jsonl", "--film", "3"])
+    assert "it wants no run" in capsys.readouterr().err
 
 
 # -- the words

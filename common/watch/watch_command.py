@@ -31,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.beside is not None and args.run is None:
         parser.error("--beside wants a run to stand beside")
+    if args.run is not None and is_about_films(args):
+        parser.error("a film is performed now: it wants no run")
     try:
         if is_about_films(args):
             make_films(args)

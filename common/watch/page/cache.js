@@ -71,7 +71,8 @@
       const {cached, requests} = this.view.state;
       const {block, request} = this.looked;
       const lit = new Set();
-      for (let at = cached.has(block) ? block : null; at !== null; at = cached.get(at).parent)
+      // A parent may be gone, and its place have a new owner: then the path ends, and never circles.
+      for (let at = block; cached.has(at) && !lit.has(at); at = cached.get(at).parent)
         lit.add(at);
       for (const at of requests.get(request)?.table ?? []) if (cached.has(at)) lit.add(at);
       return lit;

@@ -52,6 +52,7 @@
     }
 
     onKey(event) {
+      if (event.ctrlKey || event.altKey || event.metaKey) return;
       if (event.key === "Escape" && Watch.store.block !== null) {
         Watch.set({block: null});
       } else if (event.key.startsWith("Arrow")) {

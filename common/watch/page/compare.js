@@ -14,6 +14,11 @@
       "The text of {request} differs from its token {n} on. Left: “{left}”; right: “{right}”.",
       "{request} 的文本从第 {n} 个 token 起不同。左：“{left}”；右：“{right}”。"],
     "compare.same_text": ["Every text is the same.", "生成的文本全都相同。"],
+    "compare.same_of_both": ["The texts of all that both have are the same.",
+      "两边都有的请求，生成的文本全都相同。"],
+    "compare.only_left": ["Only the left film has {requests}.", "只有左边的运行有 {requests}。"],
+    "compare.only_right": ["Only the right film has {requests}.", "只有右边的运行有 {requests}。"],
+    "compare.none_shared": ["No request is in both.", "没有两边都有的请求。"],
     "compare.go": ["Go there", "跳到那里"],
     "compare.end": ["(its end)", "（结束）"],
     "compare.over": ["{label} (ended at step {last})", "{label}（到第 {last} 步结束）"],
@@ -56,6 +61,26 @@
     return null;
   }
 
+  const MOST_NAMES = 6;
+  const idsBeside = (film, other) => [...film.byId.keys()].filter((id) => !other.byId.has(id));
+  const names = (ids) => ids.slice(0, MOST_NAMES).map(Watch.name).join(", ")
+    + (ids.length > MOST_NAMES ? ", …" : "");
+
+  // What can be said of the texts: first, who has none to be compared with.
+  function textWords({token, onlyLeft, onlyRight, numShared}) {
+    const said = [];
+    if (onlyLeft.length) said.push(t("compare.only_left", {requests: names(onlyLeft)}));
+    if (onlyRight.length) said.push(t("compare.only_right", {requests: names(onlyRight)}));
+    const isWhole = said.length === 0;
+    const end = t("compare.end");
+    if (token !== null) {
+      said.push(t("compare.text", {request: Watch.name(token.request), n: token.n + 1,
+        left: token.left ?? end, right: token.right ?? end}));
+    } else if (isWhole) said.push(t("compare.same_text"));
+    else said.push(t(numShared ? "compare.same_of_both" : "compare.none_shared"));
+    return said.join(" ");
+  }
+
   const tokenWords = (request, n) =>
     n < request.outputs.length ? request.pieces[n] ?? String(request.outputs[n]) : null;
 
@@ -71,19 +96,18 @@
     if (found.films !== store.films) {
       const [left, right] = store.films;
       const difference = firstDifference(left, right);
-      found = {films: store.films, difference, token: firstOtherToken(left, right)};
+      const [onlyLeft, onlyRight] = [idsBeside(left, right), idsBeside(right, left)];
+      found = {films: store.films, difference, token: firstOtherToken(left, right),
+        onlyLeft, onlyRight, numShared: left.byId.size - onlyLeft.length};
     }
-    const {difference, token} = found;
+    const {difference} = found;
     go.hidden = difference === null;
     Watch.say(go, t("compare.go"));
     Watch.say(line, difference === null ? t("compare.same", {n: Watch.numSteps()})
       : t(difference.step ? "compare.from" : "compare.at_once", {
         step: difference.step, before: difference.step - 1,
         left: Watch.eventWords(difference.left), right: Watch.eventWords(difference.right)}));
-    const end = t("compare.end");
-    Watch.say(text, token === null ? t("compare.same_text") : t("compare.text", {
-      request: Watch.name(token.request), n: token.n + 1,
-      left: token.left ?? end, right: token.right ?? end}));
+    Watch.say(text, textWords(found));
   }
 
   Watch.compare = {bar, draw, firstDifference, firstOtherToken};

@@ -11,6 +11,7 @@
       "等待：{parent} 正在计算它可以共享的那个块"],
     "cell.idle": ["runs, and has nothing in this step", "在运行，但这一步没有它的计算"],
     "cell.before": ["has not arrived", "还没到达"],
+    "cell.elsewhere": ["is not in this run", "不在本次运行中"],
     "cell.after": ["has ended", "已经结束"],
     "cell.nothing": ["nothing", "无"],
     "cell.arrived": ["arrives", "到达"],
@@ -52,7 +53,8 @@
     }
     if (cell.look === "idle") return t("cell.idle");
     const entry = film.byId.get(id);
-    if (entry === undefined || step < entry.arrivedStep) return t("cell.before");
+    if (entry === undefined) return t("cell.elsewhere");
+    if (step < entry.arrivedStep) return t("cell.before");
     return t(entry.endStep !== null && step > entry.endStep ? "cell.after" : "cell.nothing");
   }
 

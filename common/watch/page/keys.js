@@ -17,7 +17,8 @@
     Escape: () => Watch.set({request: null, block: null}),
   };
 
-  const isTyping = (element) => element.closest("input, select, textarea") !== null;
+  const isTyping = (element) =>
+    element.closest("input:not([type=range]), select, textarea") !== null;
 
   document.addEventListener("keydown", (event) => {
     if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;

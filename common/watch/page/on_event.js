@@ -116,6 +116,7 @@
     const size = state.run.block_size;
     const load = state.loads.get(event.request);
     const before = load === undefined ? request.table : load.prefix;
+    require(start <= before.length, "table", {request: event.request, keep: start});
     let parent = start ? before.at(start - 1) : null;
     const tokens = request.tokens;
     kept.forEach((block, i) => {

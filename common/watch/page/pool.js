@@ -92,6 +92,7 @@
     }
 
     onKey(event) {
+      if (event.ctrlKey || event.altKey || event.metaKey) return;
       const {columns, num} = this.grid;
       const at = Watch.store.block ?? 0;
       const moves = {

@@ -31,6 +31,7 @@
     "pool.table.waits": ["waits", "在排队"],
     "pool.table.ended": ["has ended", "已结束"],
     "pool.table.later": ["has not arrived", "还没到达"],
+    "pool.table.elsewhere": ["is not in this run", "不在本次运行中"],
     "pool.position": ["position", "位置"],
     "pool.in_block": ["block", "块"],
     "pool.shared_by": ["also {who}", "同用：{who}"],
@@ -113,8 +114,9 @@
     const request = view.state.requests.get(id);
     const name = Watch.label(id);
     if (request === undefined || request.table.length === 0) {
+      const absent = view.film.byId.has(id) ? "later" : "elsewhere";
       const why =
-        request === undefined ? "later" : request.finishReason === null ? "waits" : "ended";
+        request === undefined ? absent : request.finishReason === null ? "waits" : "ended";
       const values = {request: name, why: Watch.t(`pool.table.${why}`)};
       return [h("p", {class: "pool-about"}, Watch.t("pool.table.none", values))];
     }

@@ -34,11 +34,21 @@
     store.step = Math.min(Math.max(Math.round(store.step) || 0, Math.min(0, last)), last);
     if (store.request !== null && !isKnown(store.request)) store.request = null;
     if (!["en", "zh"].includes(store.language)) store.language = READERS;
-    if (!("hover" in changes && Object.keys(changes).length === 1)) writeHash();
     Watch.redraw();
+    if (!("hover" in changes && Object.keys(changes).length === 1)) writeHashSoon();
   };
 
   // -- the address
+
+  const WRITE_MS = 400; // at the least, between two: Safari refuses more than 100 in 30 s
+  let [wroteAt, timer] = [-Infinity, null];
+
+  function writeHashSoon() {
+    clearTimeout(timer);
+    const wait = wroteAt + WRITE_MS - performance.now();
+    if (wait > 0) timer = setTimeout(writeHash, wait);
+    else writeHash();
+  }
 
   function writeHash() {
     if (!store.films.length) return;
@@ -48,7 +58,13 @@
     if (store.language !== READERS) parts.push(["lang", store.language]);
     const said = parts.map(([name, value]) => `${name}=${encodeURIComponent(value)}`);
     const hash = `#${said.join("&")}`;
-    if (hash !== location.hash) history.replaceState(null, "", hash);
+    if (hash === location.hash) return;
+    wroteAt = performance.now();
+    try {
+      history.replaceState(null, "", hash);
+    } catch {
+      // A browser may refuse. Then the address is old, and the page goes on.
+    }
   }
 
   // What an address says, as changes of the store. What it does not say is left alone.
@@ -62,8 +78,10 @@
     return changes;
   };
 
-  addEventListener("hashchange", () => {
-    Watch.set({request: null, block: null, language: READERS, ...Watch.readHash(location.hash)});
+  // Not `location.hash`: what was still to be written may stand there by now.
+  addEventListener("hashchange", ({newURL}) => {
+    const {hash} = new URL(newURL);
+    Watch.set({request: null, block: null, language: READERS, ...Watch.readHash(hash)});
   });
 
   // -- scenes

@@ -111,10 +111,11 @@
       this.tokens.setAttribute("aria-label", t("words.tokens"));
       if (this.step !== this.view.step) this.unfolded.clear();
       const told = `${this.view.step} ${store.language} ${store.request} ${[...this.unfolded]}`;
-      if (told !== this.told) this.drawList();
-      const shown = `${told} ${store.hover?.request}`;
-      if (shown !== this.shown) this.tokens.replaceChildren(...Watch.drawTokens(this.view));
-      [this.step, this.told, this.shown] = [this.view.step, told, shown];
+      if (told !== this.told) {
+        this.drawList();
+        this.tokens.replaceChildren(...Watch.drawTokens(this.view));
+      }
+      [this.step, this.told] = [this.view.step, told];
     }
 
     drawList() {

@@ -8,6 +8,7 @@
       "{request}：提示词 {prompt}，输出 {outputs}",
     ],
     "tokens.later": ["{request} has not arrived yet.", "{request} 还没有到达。"],
+    "tokens.elsewhere": ["{request} is not in this run.", "{request} 不在本次运行中。"],
     "tokens.all": [
       "Tokens of this step; choose a request to see all of its text.",
       "本步的 token；选定一个请求可看全文。",
@@ -145,14 +146,16 @@
   }
 
   Watch.drawTokens = (view) => {
-    const id = Watch.store.hover?.request ?? Watch.store.request;
+    const id = Watch.store.request; // what is only pointed at may be a chip of these very rows
     return id === null ? tokensOfAll(view) : tokensOfOne(view, id);
   };
 
   function tokensOfOne(view, id) {
     const request = view.state.requests.get(id);
-    if (request === undefined)
-      return [h("p", {class: "quiet"}, t("tokens.later", {request: Watch.label(id)}))];
+    if (request === undefined) {
+      const key = view.film.byId.has(id) ? "tokens.later" : "tokens.elsewhere";
+      return [h("p", {class: "quiet"}, t(key, {request: Watch.label(id)}))];
+    }
     const title = t("tokens.title", {
       request: Watch.label(id),
       prompt: request.prompt.length,
