@@ -60,7 +60,10 @@ def test_its_buttons_lead_to_its_moments(
     page.keyboard.press("End")
     for number, moment in enumerate(shot.film.moments):
         buttons.nth(number).click()
-        page.wait_for_function("() => document.querySelector('[aria-pressed=true]') !== null")
+        page.wait_for_function(
+            "n => document.querySelectorAll('.film-caption button')[n].ariaPressed === 'true'",
+            arg=number,
+        )
         request = None if moment.request is None else shot.facts[moment.request]
         there = page.evaluate("[Watch.store.step, Watch.store.request]")
         assert there == [shot.step(moment), request]

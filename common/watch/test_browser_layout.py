@@ -67,8 +67,9 @@ def test_the_page_is_never_wider_than_the_window(open_run: OpenRun, default_run_
     run = open_run(default_run_text, default_run_text, at="step=20")
     for width in (1920, 1280, 1024, 800):
         run.page.set_viewport_size({"width": width, "height": 800})
-        run.settle()
-        assert run.ask("() => document.documentElement.scrollWidth") <= width
+        run.page.wait_for_function(
+            "width => document.documentElement.scrollWidth <= width", arg=width, timeout=10_000
+        )
 
 
 # -- labels are inside their boxes
