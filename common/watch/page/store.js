@@ -103,9 +103,6 @@
     get state() {
       return this.film.stateAfter(this.step);
     }
-    get before() {
-      return this.film.stateAfter(Math.max(this.step - 1, -1));
-    }
     get facts() {
       return this.film.steps[this.step] ?? null; // null: a film without steps
     }
