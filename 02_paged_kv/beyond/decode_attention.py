@@ -1,27 +1,30 @@
 """Decode attention on a CPU that reads keys and values where they lie, by `torch.compile`.
 
 `paged_attention.py` gathers what each sequence holds and then attends to it, so keys travel through
-the memory three times. Here nothing is gathered. The blocks of all sequences form one flat list,
-cut into *splits* of `SPLIT_BLOCKS` blocks that never hold two sequences:
+the memory three times. Here nothing is gathered. Each block yields a *partial* result: the highest
+score, the sum of exp(score - highest), and the values weighted with these. Partial results are
+merged, each scaled to the highest score of all: first those of up to `SPLIT_BLOCKS` neighbours, a
+*split* of the sequence, then all splits.
 
-    sequence A, 5 blocks     | a0 a1 a2 a3 | a4  .  .  . |         splits of 4 blocks:
-    sequence B, 2 blocks                                 | b0 b1  .  . |    3, whoever they are of
-    num_keys left            |    73       |     9       |     30      |
+    sequence A  7 2 8 | 3        blocks as a table has them, splits of 3 blocks
+    sequence B  6 5
+    memory      2 3 5 6 7 8      the order in which they are read, whoever they are of
+    of_split    4 0 5 | 1 . .    where a split's partial results are in that list, in the order
+                3 2 .            of positions
 
-Each split yields a *partial* result: the highest score, the sum of exp(score - highest), and the
-values weighted with these. A sequence merges the partials of its splits, each scaled to the highest
-score of all. Long and short sequences side by side cost what they hold, rounded up to a split.
+A processor fetches ahead along ascending addresses, so the tables of all sequences are read as one
+sorted list, which takes a quarter less time where tables are in disorder.
 
 `attend_splits` is plain PyTorch and the specification: as it stands, `key_cache[block_ids]` is a
-gather. Compiled, indexing, multiplication and sum become one loop that reads each block once, in
-the order in which it lies in the memory. Therefore memory is head-major, `[num_blocks,
-num_kv_heads, block_size, head_dim]`: a head's keys of a block are one run. Callers see the
-transposed view, in which nothing changes for them. A call takes at most `MAX_SPLITS` splits: with
-fewer, short sequences pay for several calls; with more, the sums of long ones leave the cache.
+gather. Compiled, indexing, multiplication and sum become one loop that reads each block once.
+Therefore memory is head-major, `[num_blocks, num_kv_heads, block_size, head_dim]`: a head's keys of
+a block are one run. Callers see the transposed view, in which nothing changes for them. A call
+takes some `MAX_BLOCKS` blocks: with more, the sums of long ones leave the cache.
 
-Invariants: what is not a sequence's own does not reach its output, not even NaN; a result does not
-depend on the batch mates, bit for bit: splits begin at position 0, have one size and are merged in
-their order. Source: FlashDecoding; the merge is that of FlashAttention-2, arXiv 2307.08691.
+Invariants: what is not a sequence's own does not reach its output, not even NaN; a result depends
+neither on the batch mates nor on which blocks a sequence has, bit for bit: partial results begin at
+position 0, have one size and are merged in the order of positions. Source: FlashDecoding; the merge
+is that of FlashAttention-2, arXiv 2307.08691.
 """
 
 from __future__ import annotations
@@ -31,25 +34,36 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import torch
 
 logger = logging.getLogger(__name__)
 
 SPLIT_BLOCKS = 8
-MAX_SPLITS = 64
+MAX_BLOCKS = 512
 VECTOR_BYTES = 64  # values are summed in pieces that fill a vector register
+
+Result = TypeVar("Result")
+Partials = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class BlockList(NamedTuple):
+    """What one call reads."""
+
+    block_ids: torch.Tensor  # [num_blocks] int64, ascending
+    owners: torch.Tensor  # [num_blocks] int64, the sequence
+    num_keys: torch.Tensor  # [num_blocks] int64, of the sequence, from the block's first slot on
+    of_split: torch.Tensor  # [num_splits, SPLIT_BLOCKS] int64, places in this list, -1: none
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSplits:
-    """The flat list of a step, the same for all its layers. There are two of everything at least:
-    a size of one would be compiled anew. A lonely sequence gets a mate of one token."""
+    """The work of a step, the same for all its layers. There are two of everything at least: a
+    size of one would be compiled anew. A lonely sequence gets a mate of one token."""
 
-    block_ids: torch.Tensor  # [num_splits, SPLIT_BLOCKS] int64, its last block again beyond its own
-    owners: torch.Tensor  # [num_splits] int64, the sequence
-    num_keys: torch.Tensor  # [num_splits] int64, from its first one to the end of the sequence
-    of_sequence: torch.Tensor  # [num_seqs, most splits] int64, -1 beyond its own
+    calls: list[BlockList]
+    of_sequence: torch.Tensor  # [num_seqs, most splits] int64, places in all lists' splits, or -1
 
 
 # The compiler takes tensors made in inference mode and others for two kinds: make one kind only.
@@ -62,31 +76,47 @@ def split_sequences(
     if len(seq_lens) == 1:  # a second one, of one token
         seq_lens = torch.cat([seq_lens, torch.ones_like(seq_lens)])
         block_tables = torch.cat([block_tables, block_tables])
-    num_blocks = (seq_lens + block_size - 1) // block_size
-    num_splits = (num_blocks + SPLIT_BLOCKS - 1) // SPLIT_BLOCKS
-    owners = torch.repeat_interleave(num_splits)
-    first = num_splits.cumsum(0) - num_splits
-    index = torch.arange(len(owners)) - first[owners]  # of a split in its sequence
-    columns = index[:, None] * SPLIT_BLOCKS + torch.arange(SPLIT_BLOCKS)
-    columns = columns.minimum(num_blocks[owners, None] - 1)
-    places = torch.arange(max(int(num_splits.max()), 2))
-    of_sequence = (first[:, None] + places).masked_fill_(places >= num_splits[:, None], -1)
-    return DecodeSplits(
-        block_ids=block_tables[owners[:, None], columns].long(),
-        owners=owners,
-        num_keys=seq_lens[owners] - index * (SPLIT_BLOCKS * block_size),
-        of_sequence=of_sequence,
-    )
+    num_blocks = -(-seq_lens // block_size)
+    owners, index = _enumerate(num_blocks)
+    block_ids = block_tables[owners, index].long()
+    num_keys = seq_lens[owners] - index * block_size
+    num_splits = -(-num_blocks // SPLIT_BLOCKS)
+    split_owners, index = _enumerate(num_splits)
+    sizes = (num_blocks[split_owners] - index * SPLIT_BLOCKS).clamp(max=SPLIT_BLOCKS)
+    of_split, calls = _places(sizes, SPLIT_BLOCKS), []
+    for rows in of_split.tensor_split(-(-len(owners) // MAX_BLOCKS)):
+        start, stop = int(rows[0, 0]), int(rows.max()) + 1
+        in_memory, order = block_ids[start:stop].sort()
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order))
+        of_call = torch.where(rows >= 0, place[(rows - start).clamp(min=0)], -1)
+        order += start
+        calls.append(BlockList(in_memory, owners[order], num_keys[order], of_call))
+    return DecodeSplits(calls, _places(num_splits, max(int(num_splits.max()), 2)))
+
+
+def _enumerate(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[2, 3] -> [0, 0, 1, 1, 1] and [0, 1, 0, 1, 2]."""
+    owners = torch.repeat_interleave(counts)
+    return owners, torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
+
+
+def _places(counts: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """[2, 3] -> [[0, 1, -1], [2, 3, 4]]."""
+    columns = torch.arange(num_columns)
+    places = (counts.cumsum(0) - counts)[:, None] + columns
+    return places.masked_fill_(columns >= counts[:, None], -1)
 
 
 def attend_splits(
     query: torch.Tensor,  # [num_seqs, num_heads, head_dim] float32 or float64, scaled
     key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
     value_cache: torch.Tensor,  # the same
-    block_ids: torch.Tensor,  # [num_splits, SPLIT_BLOCKS], as the next ones of `DecodeSplits`
-    owners: torch.Tensor,  # [num_splits]
-    num_keys: torch.Tensor,  # [num_splits]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    block_ids: torch.Tensor,  # as the next ones of `BlockList`
+    owners: torch.Tensor,
+    num_keys: torch.Tensor,
+    of_split: torch.Tensor,
+) -> Partials:
     """The partial result of each split and head: the highest score and the sum of exp(score -
     highest), `[num_splits, num_heads, 1]`, and the values weighted with these, `[num_splits,
     num_heads, head_dim]`."""
@@ -94,42 +124,50 @@ def attend_splits(
     _, block_size, num_kv_heads, _ = key_cache.shape
     keys = key_cache.transpose(1, 2)[block_ids]
     values = value_cache.transpose(1, 2)[block_ids]
-    # [num_splits, SPLIT_BLOCKS, num_kv_heads, block_size, head_dim]; scores are without head_dim
-    positions = torch.arange(SPLIT_BLOCKS * block_size, device=query.device)
-    is_own = positions.view(SPLIT_BLOCKS, 1, block_size) < num_keys[:, None, None, None]
+    # [blocks of the list, num_kv_heads, block_size, head_dim]; scores are without head_dim
+    is_own = torch.arange(block_size, device=query.device) < num_keys[:, None, None]
     pieces = values.split(VECTOR_BYTES // values.itemsize, dim=-1)
     highest, total, weighted = [], [], []
     # The query heads that share keys are written out one by one: so they share a loop, and loads.
     for shared in query.view(num_seqs, num_kv_heads, -1, head_dim).unbind(2):
-        scores = (shared[owners][:, None, :, None] * keys).sum(-1)
+        scores = (shared[owners][:, :, None] * keys).sum(-1)
         scores = torch.where(is_own, scores, -math.inf)
-        highest.append(scores.amax((1, 3)))
-        weights = torch.exp(scores - highest[-1][:, None, :, None])
-        total.append(weights.sum((1, 3)))
-        # First within each block, as it lies in the memory. A weight of 0 does not hide NaN.
+        highest.append(scores.amax(2))
+        weights = torch.exp(scores - highest[-1][:, :, None])
+        total.append(weights.sum(2))
+        # A weight of 0 does not hide NaN.
         sums = [
-            (weights[..., None] * torch.where(is_own[..., None], piece, 0)).sum(3)
+            (weights[..., None] * torch.where(is_own[..., None], piece, 0)).sum(2)
             for piece in pieces
         ]
         weighted.append(torch.cat(sums, dim=-1))
-    return (
-        torch.stack(highest, 2).view(-1, num_heads, 1),
-        torch.stack(total, 2).view(-1, num_heads, 1),
-        torch.stack(weighted, 3).view(-1, SPLIT_BLOCKS, num_heads, head_dim).sum(1),
-    )
+    partials = (torch.stack(parts, 2) for parts in (highest, total, weighted))
+    return merge(of_split, *(part.view(len(owners), num_heads, -1) for part in partials))
+
+
+def merge(
+    places: torch.Tensor,  # [num_results, most of them] int64, each row's own; -1: none
+    highest: torch.Tensor,  # the partial results of blocks, or of splits
+    total: torch.Tensor,
+    weighted: torch.Tensor,
+) -> Partials:  # of all that is in a row
+    is_real = (places >= 0)[..., None, None]
+    places = places.clamp(min=0)
+    of_each = torch.where(is_real, highest[places], -math.inf)
+    together = of_each.amax(1)
+    shares = torch.exp(of_each - together[:, None])
+    totals, sums = (torch.where(is_real, part[places], 0) for part in (total, weighted))
+    return together, (shares * totals).sum(1), (shares * sums).sum(1)
 
 
 def merge_splits(
     highest: torch.Tensor,  # the partial results of all splits
     total: torch.Tensor,
     weighted: torch.Tensor,
-    of_sequence: torch.Tensor,  # [num_seqs, most splits], -1 beyond its own
+    of_sequence: torch.Tensor,  # as in `DecodeSplits`
 ) -> torch.Tensor:  # [num_seqs, num_heads, head_dim]
-    is_real = (of_sequence >= 0)[..., None, None]
-    splits = of_sequence.clamp(min=0)
-    highest = torch.where(is_real, highest[splits], -math.inf)  # [num_seqs, most splits, heads, 1]
-    shares = torch.exp(highest - highest.amax(1, keepdim=True))
-    return (shares * weighted[splits]).sum(1) / (shares * total[splits]).sum(1)
+    _, total, weighted = merge(of_sequence, highest, total, weighted)
+    return weighted / total
 
 
 DecodeAttention = Callable[
@@ -143,7 +181,7 @@ def decode_attention(
     value_cache: torch.Tensor,  # the same
     splits: DecodeSplits,
     scale: float,
-    attend_splits: Callable[..., tuple[torch.Tensor, ...]] = attend_splits,
+    attend_splits: Callable[..., Partials] = attend_splits,
     merge_splits: Callable[..., torch.Tensor] = merge_splits,
 ) -> torch.Tensor:  # [num_seqs, num_heads, head_dim]
     """Attention of one query token of each sequence to all its keys. The two functions are those
@@ -152,14 +190,19 @@ def decode_attention(
     scaled = query.to(wide) * scale
     if len(scaled) == 1:
         scaled = torch.cat([scaled, scaled])
-    num_calls = -(-len(splits.owners) // MAX_SPLITS)
-    flat = (splits.block_ids, splits.owners, splits.num_keys)
-    partials = [
-        attend_splits(scaled, key_cache, value_cache, *some)
-        for some in zip(*(field.tensor_split(num_calls) for field in flat), strict=True)
-    ]
-    joined = (torch.cat(parts) if num_calls > 1 else parts[0] for parts in zip(*partials))
+    partials = [attend_splits(scaled, key_cache, value_cache, *call) for call in splits.calls]
+    joined = map(torch.cat, zip(*partials)) if len(partials) > 1 else partials[0]
     return merge_splits(*joined, splits.of_sequence)[: len(query)].to(query.dtype)
+
+
+def _compiled(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Multiplying and adding in one instruction: some 7 % less time."""
+    return torch.compile(
+        function,
+        dynamic=False,
+        fullgraph=True,
+        options={"cpp.enable_floating_point_contract_flag": "fast"},
+    )
 
 
 def compile_decode_attention(
@@ -174,8 +217,8 @@ def compile_decode_attention(
     # A warning, because the wait is long: those are shown where nobody has set up logging.
     logger.warning("compiling decode attention (some 20 s the first time, then a few) ...")
     start = time.perf_counter()
-    attend_compiled = torch.compile(attend_splits, dynamic=False, fullgraph=True)
-    merge_compiled = torch.compile(merge_splits, dynamic=False, fullgraph=True)
+    attend_compiled = _compiled(attend_splits)
+    merge_compiled = _compiled(merge_splits)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -200,18 +243,17 @@ def compile_decode_attention(
 @torch.no_grad()
 def _first_call(attend_compiled, merge_compiled, num_heads, key_cache, value_cache) -> None:
     """Show the compiler typical sizes, and which of them vary."""
-    num_seqs, num_splits = 16, 32
-    block_size, head_dim = key_cache.shape[1], key_cache.shape[3]
-    per_sequence = num_splits // num_seqs * SPLIT_BLOCKS
+    num_seqs, (_, block_size, _, head_dim) = 16, key_cache.shape
+    num_keys = 2 * SPLIT_BLOCKS * block_size
     splits = split_sequences(
-        torch.full((num_seqs,), per_sequence * block_size),
-        torch.zeros(num_seqs, per_sequence, dtype=torch.int64),
+        torch.full((num_seqs,), num_keys),
+        torch.zeros(num_seqs, num_keys // block_size, dtype=torch.int64),
         block_size,
     )
+    (call,) = splits.calls
     wide = torch.promote_types(key_cache.dtype, torch.float32)
     query = torch.zeros(num_seqs, num_heads, head_dim, dtype=wide)
-    caches = key_cache.detach(), value_cache.detach()
-    arguments = (query, *caches, splits.block_ids, splits.owners, splits.num_keys)
+    arguments = query, key_cache.detach(), value_cache.detach(), *call
     for tensor in (*arguments, splits.of_sequence):
         torch._dynamo.mark_dynamic(tensor, 0)
     torch._dynamo.mark_dynamic(splits.of_sequence, 1)

@@ -4,6 +4,7 @@ float64, every slot that nobody owns NaN. Once as plain PyTorch, once compiled."
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import shutil
@@ -13,7 +14,7 @@ import torch
 
 import decode_attention as module
 from decode_attention import (
-    MAX_SPLITS,
+    DecodeSplits,
     compile_decode_attention,
     decode_attention,
     split_sequences,
@@ -36,12 +37,14 @@ def head_major(cache: torch.Tensor) -> torch.Tensor:
     return cache.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def split(case: Case) -> DecodeSplits:
+    where = case.metadata
+    return split_sequences(where.seq_lens, where.block_tables, case.key_cache.shape[1])
+
+
 def run(case: Case, function=decode_attention) -> torch.Tensor:
-    splits = split_sequences(
-        case.metadata.seq_lens, case.metadata.block_tables, case.key_cache.shape[1]
-    )
     caches = head_major(case.key_cache), head_major(case.value_cache)
-    return function(case.query, *caches, splits, case.scale)
+    return function(case.query, *caches, split(case), case.scale)
 
 
 def check(case: Case, function=decode_attention) -> None:
@@ -94,22 +97,48 @@ def test_random_lengths():
         check(make_case(decodes(*lengths), rng.randint(1, 5), seed=seed))
 
 
-@pytest.mark.parametrize("num_seqs", [MAX_SPLITS, MAX_SPLITS + 1, 2 * MAX_SPLITS + 1])
-def test_more_splits_than_one_call_takes(num_seqs):
-    check(make_case(decodes(*[3, 40] * (num_seqs // 2), 9), 4, seed=num_seqs))
+@pytest.mark.parametrize("num_seqs", [64, 94, 95, 200])
+def test_more_blocks_than_one_call_takes(num_seqs):
+    case = make_case(decodes(*[3, 40] * (num_seqs // 2), 9), 4, seed=num_seqs)
+    num_calls = {64: 1, 94: 2, 95: 2, 200: 3}[num_seqs]  # of 512 blocks, 11 for two sequences
+    assert len(split(case).calls) == num_calls
+    check(case)
 
 
-def test_what_splits_hold(monkeypatch):
-    monkeypatch.setattr(module, "SPLIT_BLOCKS", 2)
-    tables = torch.tensor([[7, 2, 9, 0], [5, 4, 1, 6]])
-    splits = split_sequences(torch.tensor([9, 13]), tables, block_size=4)
-    assert splits.owners.tolist() == [0, 0, 1, 1]
-    assert splits.block_ids.tolist() == [[7, 2], [9, 9], [5, 4], [1, 6]]
-    assert splits.num_keys.tolist() == [9, 1, 13, 5]
-    assert splits.of_sequence.tolist() == [[0, 1], [2, 3]]
-    alone = split_sequences(torch.tensor([4]), tables[:1], block_size=4)
-    assert alone.num_keys.tolist() == [4, 1], "nobody is alone"
-    assert alone.of_sequence.tolist() == [[0, -1], [1, -1]]
+def test_what_is_read_and_who_merges_what(monkeypatch):
+    """The picture at the head of the module, cut into two calls."""
+    monkeypatch.setattr(module, "SPLIT_BLOCKS", 3)
+    tables = torch.tensor([[7, 2, 8, 3], [6, 5, 0, 0]])
+    splits = split_sequences(torch.tensor([14, 8]), tables, block_size=4)
+    (call,) = splits.calls
+    assert call.block_ids.tolist() == [2, 3, 5, 6, 7, 8]
+    assert call.owners.tolist() == [0, 0, 1, 1, 0, 0]
+    assert call.num_keys.tolist() == [10, 2, 4, 8, 14, 6]
+    assert call.of_split.tolist() == [[4, 0, 5], [1, -1, -1], [3, 2, -1]]
+    assert splits.of_sequence.tolist() == [[0, 1], [2, -1]]
+    monkeypatch.setattr(module, "MAX_BLOCKS", 3)
+    first, second = split_sequences(torch.tensor([14, 8]), tables, block_size=4).calls
+    assert first.block_ids.tolist() == [2, 3, 7, 8] and second.block_ids.tolist() == [5, 6]
+    assert first.of_split.tolist() == [[2, 0, 3], [1, -1, -1]]
+    assert second.owners.tolist() == [1, 1] and second.of_split.tolist() == [[1, 0, -1]]
+
+
+def test_nobody_is_alone():
+    tables = torch.tensor([[7, 2, 9, 0]])
+    splits = split_sequences(torch.tensor([4]), tables, block_size=4)
+    (call,) = splits.calls
+    assert call.block_ids.tolist() == [7, 7] and call.num_keys.tolist() == [4, 1]
+    assert splits.of_sequence.tolist() == [[0, -1], [1, -1]]
+
+
+def test_numbers_of_one_sequence_that_are_not_finite_stay_its_own():
+    """The first sequence of a call: what others do not have is looked up where its results are."""
+    case = make_case(decodes(3, 90, 40), 4, torch.float32)
+    expected = run(case)
+    case.value_cache[case.metadata.block_tables[0, 0]] = math.nan
+    output = run(case)
+    assert output[0].isnan().all()
+    assert torch.equal(output[1:], expected[1:])
 
 
 # -- compiled
