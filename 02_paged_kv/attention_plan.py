@@ -61,7 +61,7 @@ def split_by_length(
 
 
 class DecodeGroup:
-    """Sequences of similar length with a few query tokens each. Who has fewer than `query_len` of
+    """Sequences of similar length with a few query tokens each. One with fewer than `query_len` of
     them has its first one several times. Worked out on the host: nobody waits for the device."""
 
     def __init__(

@@ -3,14 +3,16 @@
 `paged_attention.py` gathers what each sequence holds and then attends to it, so keys travel through
 the memory three times. Here nothing is gathered. Each block yields a *partial* result: the highest
 score, the sum of exp(score - highest), and the values weighted with these. Partial results are
-merged, each scaled to the highest score of all: first those of up to `SPLIT_BLOCKS` neighbours, a
-*split* of the sequence, then all splits.
+merged, each scaled to the highest score of all: those of up to `FAN_IN` neighbouring blocks are a
+*split* of the sequence, those of so many splits a larger one, until there is one for the sequence.
 
     sequence A  7 2 8 | 3        blocks as a table has them, splits of 3 blocks
     sequence B  6 5
     memory      2 3 5 6 7 8      the order in which they are read, whoever they are of
     of_split    4 0 5 | 1 . .    where a split's partial results are in that list, in the order
                 3 2 .            of positions
+    merges      0 1 .            and where those of a sequence are, in the list of splits
+                2 . .
 
 A processor fetches ahead along ascending addresses, so the tables of all sequences are read as one
 sorted list, which takes a quarter less time where tables are in disorder.
@@ -34,17 +36,16 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
 logger = logging.getLogger(__name__)
 
-SPLIT_BLOCKS = 8
+FAN_IN = 8
 MAX_BLOCKS = 512
 VECTOR_BYTES = 64  # values are summed in pieces that fill a vector register
 
-Result = TypeVar("Result")
 Partials = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -54,7 +55,7 @@ class BlockList(NamedTuple):
     block_ids: torch.Tensor  # [num_blocks] int64, ascending
     owners: torch.Tensor  # [num_blocks] int64, the sequence
     num_keys: torch.Tensor  # [num_blocks] int64, of the sequence, from the block's first slot on
-    of_split: torch.Tensor  # [num_splits, SPLIT_BLOCKS] int64, places in this list, -1: none
+    of_split: torch.Tensor  # [num_splits, FAN_IN] int64, places in this list, -1: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,9 @@ class DecodeSplits:
     size of one would be compiled anew. A lonely sequence gets a mate of one token."""
 
     calls: list[BlockList]
-    of_sequence: torch.Tensor  # [num_seqs, most splits] int64, places in all lists' splits, or -1
+    # [num_results, FAN_IN] int64, of each merge, places in the results of the one before, or -1.
+    # Those of the first are the splits of all calls; those of the last, the sequences.
+    merges: list[torch.Tensor]
 
 
 # The compiler takes tensors made in inference mode and others for two kinds: make one kind only.
@@ -80,10 +83,8 @@ def split_sequences(
     owners, index = _enumerate(num_blocks)
     block_ids = block_tables[owners, index].long()
     num_keys = seq_lens[owners] - index * block_size
-    num_splits = -(-num_blocks // SPLIT_BLOCKS)
-    split_owners, index = _enumerate(num_splits)
-    sizes = (num_blocks[split_owners] - index * SPLIT_BLOCKS).clamp(max=SPLIT_BLOCKS)
-    of_split, calls = _places(sizes, SPLIT_BLOCKS), []
+    of_split, num_splits = _neighbours(num_blocks)
+    calls, merges = [], []
     for rows in of_split.tensor_split(-(-len(owners) // MAX_BLOCKS)):
         start, stop = int(rows[0, 0]), int(rows.max()) + 1
         in_memory, order = block_ids[start:stop].sort()
@@ -92,7 +93,10 @@ def split_sequences(
         of_call = torch.where(rows >= 0, place[(rows - start).clamp(min=0)], -1)
         order += start
         calls.append(BlockList(in_memory, owners[order], num_keys[order], of_call))
-    return DecodeSplits(calls, _places(num_splits, max(int(num_splits.max()), 2)))
+    while num_splits.max() > 1:
+        places, num_splits = _neighbours(num_splits)
+        merges.append(places)
+    return DecodeSplits(calls, merges)
 
 
 def _enumerate(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,11 +105,13 @@ def _enumerate(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return owners, torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
 
 
-def _places(counts: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """[2, 3] -> [[0, 1, -1], [2, 3, 4]]."""
-    columns = torch.arange(num_columns)
-    places = (counts.cumsum(0) - counts)[:, None] + columns
-    return places.masked_fill_(columns >= counts[:, None], -1)
+def _neighbours(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """By threes, [4, 2] -> [[0, 1, 2], [3, -1, -1], [4, 5, -1]], and their rows' counts, [2, 1]."""
+    num_rows = -(-counts // FAN_IN)
+    owners, index = _enumerate(num_rows)
+    places = index[:, None] * FAN_IN + torch.arange(FAN_IN)
+    is_own, first = places < counts[owners, None], (counts.cumsum(0) - counts)[owners, None]
+    return torch.where(is_own, first + places, -1), num_rows
 
 
 def attend_splits(
@@ -146,8 +152,8 @@ def attend_splits(
 
 
 def merge(
-    places: torch.Tensor,  # [num_results, most of them] int64, each row's own; -1: none
-    highest: torch.Tensor,  # the partial results of blocks, or of splits
+    places: torch.Tensor,  # [num_results, FAN_IN] int64; -1: none
+    highest: torch.Tensor,  # partial results
     total: torch.Tensor,
     weighted: torch.Tensor,
 ) -> Partials:  # of all that is in a row
@@ -158,16 +164,6 @@ def merge(
     shares = torch.exp(of_each - together[:, None])
     totals, sums = (torch.where(is_real, part[places], 0) for part in (total, weighted))
     return together, (shares * totals).sum(1), (shares * sums).sum(1)
-
-
-def merge_splits(
-    highest: torch.Tensor,  # the partial results of all splits
-    total: torch.Tensor,
-    weighted: torch.Tensor,
-    of_sequence: torch.Tensor,  # as in `DecodeSplits`
-) -> torch.Tensor:  # [num_seqs, num_heads, head_dim]
-    _, total, weighted = merge(of_sequence, highest, total, weighted)
-    return weighted / total
 
 
 DecodeAttention = Callable[
@@ -182,7 +178,7 @@ def decode_attention(
     splits: DecodeSplits,
     scale: float,
     attend_splits: Callable[..., Partials] = attend_splits,
-    merge_splits: Callable[..., torch.Tensor] = merge_splits,
+    merge: Callable[..., Partials] = merge,
 ) -> torch.Tensor:  # [num_seqs, num_heads, head_dim]
     """Attention of one query token of each sequence to all its keys. The two functions are those
     above, or what they were compiled to."""
@@ -190,12 +186,15 @@ def decode_attention(
     scaled = query.to(wide) * scale
     if len(scaled) == 1:
         scaled = torch.cat([scaled, scaled])
-    partials = [attend_splits(scaled, key_cache, value_cache, *call) for call in splits.calls]
-    joined = map(torch.cat, zip(*partials)) if len(partials) > 1 else partials[0]
-    return merge_splits(*joined, splits.of_sequence)[: len(query)].to(query.dtype)
+    of_calls = [attend_splits(scaled, key_cache, value_cache, *call) for call in splits.calls]
+    partials = map(torch.cat, zip(*of_calls)) if len(of_calls) > 1 else of_calls[0]
+    for places in splits.merges:
+        partials = merge(places, *partials)
+    _, total, weighted = partials
+    return (weighted / total)[: len(query)].to(query.dtype)
 
 
-def _compiled(function: Callable[..., Result]) -> Callable[..., Result]:
+def _compiled(function: Callable[..., Partials]) -> Callable[..., Partials]:
     """Multiplying and adding in one instruction: some 7 % less time."""
     return torch.compile(
         function,
@@ -218,7 +217,7 @@ def compile_decode_attention(
     logger.warning("compiling decode attention (some 20 s the first time, then a few) ...")
     start = time.perf_counter()
     attend_compiled = _compiled(attend_splits)
-    merge_compiled = _compiled(merge_splits)
+    merge_compiled = _compiled(merge)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -244,7 +243,7 @@ def compile_decode_attention(
 def _first_call(attend_compiled, merge_compiled, num_heads, key_cache, value_cache) -> None:
     """Show the compiler typical sizes, and which of them vary."""
     num_seqs, (_, block_size, _, head_dim) = 16, key_cache.shape
-    num_keys = 2 * SPLIT_BLOCKS * block_size
+    num_keys = 2 * FAN_IN * block_size
     splits = split_sequences(
         torch.full((num_seqs,), num_keys),
         torch.zeros(num_seqs, num_keys // block_size, dtype=torch.int64),
@@ -254,10 +253,9 @@ def _first_call(attend_compiled, merge_compiled, num_heads, key_cache, value_cac
     wide = torch.promote_types(key_cache.dtype, torch.float32)
     query = torch.zeros(num_seqs, num_heads, head_dim, dtype=wide)
     arguments = query, key_cache.detach(), value_cache.detach(), *call
-    for tensor in (*arguments, splits.of_sequence):
+    for tensor in (*arguments, *splits.merges):
         torch._dynamo.mark_dynamic(tensor, 0)
-    torch._dynamo.mark_dynamic(splits.of_sequence, 1)
     partials = attend_compiled(*arguments)
     for tensor in partials:
         torch._dynamo.mark_dynamic(tensor, 0)
-    merge_compiled(*partials, splits.of_sequence)
+    merge_compiled(*splits.merges, *partials)

@@ -107,7 +107,7 @@ def test_more_blocks_than_one_call_takes(num_seqs):
 
 def test_what_is_read_and_who_merges_what(monkeypatch):
     """The picture at the head of the module, cut into two calls."""
-    monkeypatch.setattr(module, "SPLIT_BLOCKS", 3)
+    monkeypatch.setattr(module, "FAN_IN", 3)
     tables = torch.tensor([[7, 2, 8, 3], [6, 5, 0, 0]])
     splits = split_sequences(torch.tensor([14, 8]), tables, block_size=4)
     (call,) = splits.calls
@@ -115,7 +115,7 @@ def test_what_is_read_and_who_merges_what(monkeypatch):
     assert call.owners.tolist() == [0, 0, 1, 1, 0, 0]
     assert call.num_keys.tolist() == [10, 2, 4, 8, 14, 6]
     assert call.of_split.tolist() == [[4, 0, 5], [1, -1, -1], [3, 2, -1]]
-    assert splits.of_sequence.tolist() == [[0, 1], [2, -1]]
+    assert [places.tolist() for places in splits.merges] == [[[0, 1, -1], [2, -1, -1]]]
     monkeypatch.setattr(module, "MAX_BLOCKS", 3)
     first, second = split_sequences(torch.tensor([14, 8]), tables, block_size=4).calls
     assert first.block_ids.tolist() == [2, 3, 7, 8] and second.block_ids.tolist() == [5, 6]
@@ -123,12 +123,24 @@ def test_what_is_read_and_who_merges_what(monkeypatch):
     assert second.owners.tolist() == [1, 1] and second.of_split.tolist() == [[1, 0, -1]]
 
 
+def test_splits_are_merged_until_there_is_one_for_each_sequence(monkeypatch):
+    """One long sequence does not make many merges for short ones."""
+    monkeypatch.setattr(module, "FAN_IN", 2)
+    tables = torch.arange(14).view(2, 7)
+    splits = split_sequences(torch.tensor([1, 7]), tables, block_size=1)
+    assert [places.tolist() for places in splits.merges] == [
+        [[0, -1], [1, 2], [3, 4]],
+        [[0, -1], [1, 2]],
+    ]
+    check(make_case(decodes(3, 75, 40, 1, 200), 3))
+
+
 def test_nobody_is_alone():
     tables = torch.tensor([[7, 2, 9, 0]])
     splits = split_sequences(torch.tensor([4]), tables, block_size=4)
     (call,) = splits.calls
     assert call.block_ids.tolist() == [7, 7] and call.num_keys.tolist() == [4, 1]
-    assert splits.of_sequence.tolist() == [[0, -1], [1, -1]]
+    assert not splits.merges, "one split is the sequence"
 
 
 def test_numbers_of_one_sequence_that_are_not_finite_stay_its_own():
@@ -181,7 +193,7 @@ def test_a_result_does_not_depend_on_the_batch_mates_bit_for_bit(compiled):
     """Alone, in any company, in any row, in other blocks: the same bits."""
     rng = random.Random(0)
     for seed in range(10):
-        lengths = [rng.choice([1, 5, 33, 64, 200]) for _ in range(rng.randint(2, 12))]
+        lengths = [rng.choice([1, 5, 33, 64, 300]) for _ in range(rng.randint(2, 12))]
         case = small_case(*lengths, seed=seed)
         together = run(case, compiled)
         for row in rng.sample(range(len(lengths)), 2):

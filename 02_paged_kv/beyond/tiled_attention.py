@@ -39,17 +39,17 @@ def attend_in_tiles(
     num_kv_heads, num_shared, query_len, head_dim = query.shape
     history = len(keys) - query_len
     keys, values = keys.transpose(0, 1), values.transpose(0, 1)
-    hidden = torch.ones(QUERY_TILE, QUERY_TILE, dtype=torch.bool).triu_(1)
+    causal = query.new_full((QUERY_TILE, QUERY_TILE), -math.inf).triu_(1)
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for start in range(0, query_len, QUERY_TILE):
         stop = min(start + QUERY_TILE, query_len)
         num_keys, size = history + stop, stop - start
         tile = query[:, :, start:stop].reshape(num_kv_heads, -1, head_dim)
         seen = keys[:, :num_keys].contiguous()  # the product would copy them too, more slowly
-        scores = torch.bmm(tile, seen.transpose(1, 2)).mul_(scale)
-        scores = scores.view(num_kv_heads, num_shared, size, num_keys)
-        scores[..., -size:].masked_fill_(hidden[:size, :size], -math.inf)
-        weights = scores.softmax(-1).view(num_kv_heads, -1, num_keys)
-        attended = torch.bmm(weights, values[:, :num_keys])
+        mask = query.new_zeros(size, num_keys)
+        mask[:, -size:] = causal[:size, :size]
+        mask = mask.repeat(num_shared, 1)
+        scores = torch.baddbmm(mask, tile, seen.transpose(1, 2), alpha=scale)  # the mask is added
+        attended = torch.bmm(scores.softmax(-1), values[:, :num_keys])
         output[:, :, start:stop] = attended.view(num_kv_heads, num_shared, size, head_dim)
     return output

@@ -23,7 +23,7 @@ of `num_micro_batches` plans in a row.
 
 Whoever ends, is aborted or is preempted while steps of it are under way gives up its memory at
 once, and only once: each stage computes the plans in order, so the next owner's step comes after
-these. A token that is under way is kept. Who was preempted runs again when no step of it is under
+these. A token that is under way is kept. A preempted one runs again when no step of it is under
 way: what such a step has written is not in its new blocks.
 
 Invariants: a request has at most one step under way that samples; whoever runs is in a prompt, is

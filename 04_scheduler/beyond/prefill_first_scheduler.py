@@ -115,7 +115,7 @@ class PrefillFirstScheduler(SchedulerBase):
     # -- which batch
 
     def get_next_batch_to_run(self, step: StepPlan) -> ScheduleBatch:
-        """The batch of this step, put into `step`. Who is retracted for it stands there too, and
+        """The batch of this step, put into `step`. Requests retracted for it stand there too, and
         then nobody is admitted: it would be for the memory that was just missing."""
         self._merge_last_batch()
         have_waited = self._num_prefills_in_a_row == self.max_consecutive_prefills

@@ -159,7 +159,7 @@ class Lifeline(threading.Thread):
 
 
 def ask_where(lifelines: dict[int, Channel], timeout_s: float) -> dict[int, dict[str, Any]]:
-    """What each process answers at the other end, by rank. Who is gone or stopped does not."""
+    """What each process answers at the other end, by rank. One that is gone or stopped does not."""
     answers: dict[int, dict[str, Any]] = {}
     deadline = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:

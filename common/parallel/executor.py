@@ -226,8 +226,8 @@ class Executor:
         late_for: str | None = None,
         timeout_s: float | None = None,
     ) -> NoReturn:
-        """Find out whose fault it is, and end everybody. Who has failed in a collective suffers
-        from somebody else, who may be about to say so."""
+        """Find out whose fault it is, and end everybody. A rank that has failed in a collective
+        suffers from another, which may be about to say so."""
         deadline = time.monotonic() + GRACE_S
         while self._errors and not self._culprits() and time.monotonic() < deadline:
             for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):

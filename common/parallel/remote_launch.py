@@ -175,7 +175,7 @@ def _torchrun_threads() -> int:
 
 
 def _accept(server: socket.socket, secret: str, num_ranks: int) -> list[Link]:
-    """Two connections from each rank but 0. Who does not know the secret is sent away."""
+    """Two connections from each rank but 0. A caller without the secret is sent away."""
     server.settimeout(START_TIMEOUT_S)
     found: dict[tuple[int, str], Channel] = {}
     while len(found) < 2 * (num_ranks - 1):
