@@ -349,6 +349,7 @@ IN_A_CHECKOUT_ONLY = (  # what measures, trains, draws or counts this repository
     "common/tools/module_swap.py",
     "common/tools/named_tests.py",
     "common/tools/palette.py",
+    "common/tools/quoted.py",
     "common/tools/path.py",
     "common/tools/source_patch.py",
     "common/tools/translation.py",
