@@ -6,25 +6,24 @@ score, the sum of exp(score - highest), and the values weighted with these. Part
 merged, each scaled to the highest score of all: those of up to `FAN_IN` neighbouring blocks are a
 *split* of the sequence, those of so many splits a larger one, until there is one for the sequence.
 
-    sequence A  7 2 8 | 3        blocks as a table has them, splits of 3 blocks
-    sequence B  6 5
-    memory      2 3 5 6 7 8      the order in which they are read, whoever they are of
-    of_split    4 0 5 | 1 . .    where a split's partial results are in that list, in the order
-                3 2 .            of positions
-    merges      0 1 .            and where those of a sequence are, in the list of splits
-                2 . .
+With splits of 3 blocks, and two sequences whose tables are A: 7 2 8 3 and B: 6 5:
 
-A processor fetches ahead along ascending addresses, so the tables of all sequences are read as one
-sorted list, which takes a quarter less time where tables are in disorder.
+    place in the list    0    1    2    3    4    5
+    block, and whose     2 A  3 A  5 B  6 B  7 A  8 A    ascending, as they lie in the memory
+    of_split             4 0 5 | 1 . . | 3 2 .           of A, A and B, in the order of positions
+    merges               0 1 . | 2 . .                   of A and B: places among those three
+
+A processor fetches ahead along ascending addresses, so the tables of many sequences are read as one
+sorted list, which takes less time where tables are in disorder.
 
 `attend_splits` is plain PyTorch and the specification: as it stands, `key_cache[block_ids]` is a
 gather. Compiled, indexing, multiplication and sum become one loop that reads each block once.
 Therefore memory is head-major, `[num_blocks, num_kv_heads, block_size, head_dim]`: a head's keys of
-a block are one run. Callers see the transposed view, in which nothing changes for them. A call
-takes some `MAX_BLOCKS` blocks: with more, the sums of long ones leave the cache.
+a block are one run. Callers see the transposed view, in which nothing changes for them. A list has
+`MAX_BLOCKS` blocks on average at most: the partial results of more do not fit the cache.
 
 Invariants: what is not a sequence's own does not reach its output, not even NaN; a result depends
-neither on the batch mates nor on which blocks a sequence has, bit for bit: partial results begin at
+neither on the batch mates nor on which blocks a sequence has, bit for bit: splits are counted from
 position 0, have one size and are merged in the order of positions. Source: FlashDecoding; the merge
 is that of FlashAttention-2, arXiv 2307.08691.
 """
@@ -64,8 +63,8 @@ class DecodeSplits:
     size of one would be compiled anew. A lonely sequence gets a mate of one token."""
 
     calls: list[BlockList]
-    # [num_results, FAN_IN] int64, of each merge, places in the results of the one before, or -1.
-    # Those of the first are the splits of all calls; those of the last, the sequences.
+    # [num_results, FAN_IN] int64, of each merge: places in the results of the one before, of the
+    # first among the splits of all calls; -1: none. The last one's results are the sequences'.
     merges: list[torch.Tensor]
 
 
@@ -76,6 +75,7 @@ def split_sequences(
     block_tables: torch.Tensor,  # [num_seqs, max_blocks] int
     block_size: int,
 ) -> DecodeSplits:
+    seq_lens = seq_lens.long()
     if len(seq_lens) == 1:  # a second one, of one token
         seq_lens = torch.cat([seq_lens, torch.ones_like(seq_lens)])
         block_tables = torch.cat([block_tables, block_tables])
@@ -195,7 +195,7 @@ def decode_attention(
 
 
 def _compiled(function: Callable[..., Partials]) -> Callable[..., Partials]:
-    """Multiplying and adding in one instruction: some 7 % less time."""
+    """Multiplying and adding are one instruction."""
     return torch.compile(
         function,
         dynamic=False,

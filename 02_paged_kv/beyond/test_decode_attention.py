@@ -14,6 +14,7 @@ import torch
 
 import decode_attention as module
 from decode_attention import (
+    MAX_BLOCKS,
     DecodeSplits,
     compile_decode_attention,
     decode_attention,
@@ -97,10 +98,10 @@ def test_random_lengths():
         check(make_case(decodes(*lengths), rng.randint(1, 5), seed=seed))
 
 
-@pytest.mark.parametrize("num_seqs", [64, 94, 95, 200])
-def test_more_blocks_than_one_call_takes(num_seqs):
-    case = make_case(decodes(*[3, 40] * (num_seqs // 2), 9), 4, seed=num_seqs)
-    num_calls = {64: 1, 94: 2, 95: 2, 200: 3}[num_seqs]  # of 512 blocks, 11 for two sequences
+@pytest.mark.parametrize("num_more, num_calls", [(0, 1), (1, 2), (513, 3)])
+def test_more_blocks_than_one_call_takes(num_more, num_calls):
+    lengths = [3, 40] * 40 + [4] * (MAX_BLOCKS - 440 + num_more)  # 440 blocks, and one each
+    case = make_case(decodes(*lengths), 4, seed=num_more)
     assert len(split(case).calls) == num_calls
     check(case)
 
@@ -143,14 +144,30 @@ def test_nobody_is_alone():
     assert not splits.merges, "one split is the sequence"
 
 
-def test_numbers_of_one_sequence_that_are_not_finite_stay_its_own():
-    """The first sequence of a call: what others do not have is looked up where its results are."""
+@pytest.mark.parametrize("row", [0, 1, 2])
+@pytest.mark.parametrize("name", ["key_cache", "value_cache"])
+def test_numbers_of_one_sequence_that_are_not_finite_stay_its_own(row, name):
+    """What others do not have is looked up where its partial results may be."""
     case = make_case(decodes(3, 90, 40), 4, torch.float32)
-    expected = run(case)
-    case.value_cache[case.metadata.block_tables[0, 0]] = math.nan
-    output = run(case)
-    assert output[0].isnan().all()
-    assert torch.equal(output[1:], expected[1:])
+    own, expected = case.metadata.block_tables[row, : -(-[3, 90, 40][row] // 4)], run(case)
+    getattr(case, name)[own] = math.nan
+    output, others = run(case), [i for i in range(3) if i != row]
+    assert output[row].isnan().all()
+    assert torch.equal(output[others], expected[others])
+
+
+def test_sequences_that_share_blocks():
+    """A cached prefix, in tables of different length, and at other places of them."""
+    case = make_case(decodes(40, 7, 30), 4, torch.float32)
+    tables = case.metadata.block_tables
+    tables[1, :2] = tables[0, 3:5]
+    tables[2, :7] = tables[0, :7]
+    together = run(case)
+    for row in range(3):
+        alone = split_sequences(case.metadata.seq_lens[row : row + 1], tables[row : row + 1], 4)
+        caches = head_major(case.key_cache), head_major(case.value_cache)
+        own = decode_attention(case.query[row : row + 1], *caches, alone, case.scale)
+        assert torch.equal(own[0], together[row])
 
 
 # -- compiled
@@ -180,7 +197,9 @@ def small_case(*seq_lens: int, seed: int = 0) -> Case:
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("seq_lens", [[1], [40], [1, 1], [7, 100, 31, 32, 33], [5] * 129])
+@pytest.mark.parametrize(
+    "seq_lens", [[1], [40], [1, 1], [7, 100, 31, 32, 33], [5] * 300, [40] * 60]
+)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_compiled_once_for_any_number_of_sequences_splits_and_blocks(compiled, seq_lens, mode):
     """Caches are made outside of inference mode, as the engine makes them."""
@@ -197,14 +216,19 @@ def test_a_result_does_not_depend_on_the_batch_mates_bit_for_bit(compiled):
         case = small_case(*lengths, seed=seed)
         together = run(case, compiled)
         for row in rng.sample(range(len(lengths)), 2):
-            alone = small_case(lengths[row])
-            alone.query = case.query[row : row + 1]
-            for position in range(lengths[row]):
-                block, offset = divmod(position, BLOCK_SIZE)
-                place = int(alone.metadata.block_tables[0, block])
-                alone.key_cache[place, offset] = case.keys[row][position]
-                alone.value_cache[place, offset] = case.values[row][position]
+            alone = moved(case, row, small_case(lengths[row]))
             assert torch.equal(run(alone, compiled)[0], together[row])
+
+
+def moved(case: Case, row: int, alone: Case) -> Case:
+    """`alone`, with what one sequence of `case` has, in blocks of its own."""
+    alone.query, block_size = case.query[row : row + 1], alone.key_cache.shape[1]
+    for position in range(int(alone.metadata.seq_lens[0])):
+        block, offset = divmod(position, block_size)
+        place = int(alone.metadata.block_tables[0, block])
+        alone.key_cache[place, offset] = case.keys[row][position]
+        alone.value_cache[place, offset] = case.values[row][position]
+    return alone
 
 
 @pytest.mark.slow
@@ -214,8 +238,14 @@ def test_compiled_for_bfloat16_in_the_shape_of_a_real_model():
     caches = [torch.zeros(shape, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2)]
     function = compile_decode_attention(16, *caches)
     assert function is not None
+    function = torch._dynamo.config.patch(error_on_recompile=True)(function)
     heads = dict(num_kv_heads=8, num_shared=2, head_dim=128)
-    check(make_case(decodes(300, 17, 129, 1), 16, torch.bfloat16, **heads), function)
+    case = make_case(decodes(300, 17, 129, 1), 16, torch.bfloat16, **heads)
+    check(case, function)
+    together = run(case, function)
+    for row, seq_len in enumerate([300, 17, 129, 1]):
+        alone = moved(case, row, make_case(decodes(seq_len), 16, torch.bfloat16, **heads))
+        assert torch.equal(run(alone, function)[0], together[row])
 
 
 def test_without_a_compiler_it_says_so(monkeypatch, caplog):

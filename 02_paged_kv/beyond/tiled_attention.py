@@ -11,7 +11,8 @@ matrix product does. So the scores of a tile of queries are written down, which 
 Query heads that share keys are rows of one product. Scores, and weights after the softmax, are
 rounded to bfloat16, as in the "eager" attention of `transformers`; sums are in float32.
 
-Invariant: nothing beyond a query's own position reaches its output."""
+Invariant: nothing beyond a query's own position reaches its output, if a sequence's keys and values
+are finite."""
 
 from __future__ import annotations
 
