@@ -137,10 +137,11 @@ def test_splits_are_merged_until_there_is_one_for_each_sequence(monkeypatch):
 
 
 def test_nobody_is_alone():
-    tables = torch.tensor([[7, 2, 9, 0]])
-    splits = split_sequences(torch.tensor([4]), tables, block_size=4)
+    tables = torch.tensor([[7, 2, 9, 0]], dtype=torch.int32)
+    splits = split_sequences(torch.tensor([4], dtype=torch.int32), tables, block_size=4)
     (call,) = splits.calls
     assert call.block_ids.tolist() == [7, 7] and call.num_keys.tolist() == [4, 1]
+    assert {tensor.dtype for tensor in call} == {torch.int64}, "another dtype is compiled anew"
     assert not splits.merges, "one split is the sequence"
 
 
