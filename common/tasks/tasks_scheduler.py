@@ -99,6 +99,16 @@ def a_preempted_one() -> str:
     )
 
 
+_CHOICE_OF_A_VICTIM = (  # the whole body of the function of task 4.2
+    "        running = reversed(self.running.values())\n"
+    "        candidates = (r for r in running if not self.is_pinned(r) and r not in "
+    "spared)\n"
+    "        if self._has_priorities:\n"
+    "            return max(candidates, key=lambda r: (r.priority, r.arrival_time), "
+    "default=None)\n"
+    "        return next(candidates, None)\n"
+)
+
 TASKS = (
     Task(
         number="4.1",
@@ -203,26 +213,14 @@ TASKS = (
                 "limit, one request can be thrown out for ever.",
             ),
             Mistake(
-                "        running = reversed(self.running.values())\n"
-                "        candidates = (r for r in running if not self.is_pinned(r) and r not in "
-                "spared)\n"
-                "        if self._has_priorities:\n"
-                "            return max(candidates, key=lambda r: (r.priority, r.arrival_time), "
-                "default=None)\n"
-                "        return next(candidates, None)\n",
+                _CHOICE_OF_A_VICTIM,
                 "        return next(reversed(self.running.values()), None)\n",
                 "Without priorities, and with nobody pinned or spared, this is right: the last "
                 "admitted. Now leave out those that may not be chosen, and then ask for "
                 "priorities.",
             ),
             Mistake(
-                "        running = reversed(self.running.values())\n"
-                "        candidates = (r for r in running if not self.is_pinned(r) and r not in "
-                "spared)\n"
-                "        if self._has_priorities:\n"
-                "            return max(candidates, key=lambda r: (r.priority, r.arrival_time), "
-                "default=None)\n"
-                "        return next(candidates, None)\n",
+                _CHOICE_OF_A_VICTIM,
                 "        return next(iter(self.running.values()), None)\n",
                 "You choose the request that was admitted first, whatever else is asked. It has "
                 "the most to lose. Go through the requests from the last admitted on, and leave "
