@@ -73,13 +73,13 @@ def _identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
 # A reader's evening: at most so many modules and lines in each root, and in the engine's files in
 # `common`. `python -m common.tools.path` counts; README's table of rooms has the numbers of today.
 ROOM_LIMITS = {
-    "01_batching": Size(8, 1250),
-    "02_paged_kv": Size(8, 1050),
-    "03_prefix_cache": Size(8, 1350),
-    "04_scheduler": Size(8, 1020),
-    "05_spec_decode": Size(8, 950),
-    "06_chunked_prefill": Size(8, 400),
-    "all roots": Size(40, 5850),
+    "01_batching": Size(9, 1350),
+    "02_paged_kv": Size(9, 1150),
+    "03_prefix_cache": Size(9, 1450),
+    "04_scheduler": Size(9, 1120),
+    "05_spec_decode": Size(9, 1050),
+    "06_chunked_prefill": Size(9, 500),
+    "all roots": Size(46, 6450),
     "engine": Size(29, 5350),
 }
 
