@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import psutil
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ import paged_attention as module
 from block_pool import BlockPool
 from kv_cache_manager import KVCacheManager
 from paged_attention import (
+    ALIGNMENT,
     AttentionMetadata,
     PagedKVCache,
     TorchAttentionBackend,
@@ -362,6 +364,20 @@ def test_kv_bytes():
     assert total == cache.num_blocks * cache.kv_bytes_per_block
     assert cache.key_cache[2].shape == cache.value_cache[0].shape == (5, 4, 2, 8)
     assert cache.key_cache[0].data_ptr() != cache.value_cache[0].data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_memory_is_the_systems_until_it_is_written(dtype):
+    """Half a GiB of zeros. Zeroed by hand, all of it would be in this process from the start."""
+    process = psutil.Process()
+    before = process.memory_info().rss
+    cache = PagedKVCache(2, (1 << 24) // dtype.itemsize, 1, 2, 4, dtype)
+    caches = (*cache.key_cache, *cache.value_cache)
+    assert all(t.dtype == dtype and t.is_contiguous() for t in caches)
+    assert all(t.data_ptr() % ALIGNMENT == 0 and not t[::4099].any() for t in caches)
+    assert process.memory_info().rss - before < 1 << 27
+    cache.key_cache[1][7] = 1
+    assert [t.count_nonzero() for t in (c[:100] for c in caches)] == [0, 8, 0, 0]
 
 
 # -- all of chapter 2 together

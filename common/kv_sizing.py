@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
+import psutil
 import torch
 
 from common.engine_config import EngineConfig
@@ -80,7 +81,15 @@ def make_kv_cache(
     )
     logger.info(budget.explanation)
     num_blocks = budget.num_blocks if least is None else least(budget.num_blocks)
-    return allocate_kv_cache(loaded, num_blocks, config.block_size, kind)
+    kv_cache = allocate_kv_cache(loaded, num_blocks, config.block_size, kind)
+    if device.type == "cpu":
+        logger.info(
+            "KV cache: %.2f GiB are reserved, and in use as they are written; all of this process "
+            "uses %.2f GiB now",
+            num_blocks * kv_cache.kv_bytes_per_block / 2**30,
+            psutil.Process().memory_info().rss / 2**30,
+        )
+    return kv_cache
 
 
 def allocate_kv_cache(
