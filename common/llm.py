@@ -32,7 +32,10 @@ class LLM:
     `model` is a directory in Hugging Face format, a hub id, or None for the shipped checkpoint. All
     other arguments are the fields of `common.engine_config.EngineConfig`, where they are explained.
     Raises `ValueError` for arguments that make no sense and `FileNotFoundError` for a model that is
-    not there."""
+    not there.
+
+    One thread at a time: while one is in `generate`, or `stream` computes its next piece, another
+    gets a `RuntimeError`, and may only `close` or abort requests. So does a forked process."""
 
     def __init__(self, model: str | Path | None = None, **config: Any) -> None:
         from common.engine import LLMEngine
