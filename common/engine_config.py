@@ -96,7 +96,7 @@ class EngineConfig:
     watermark: float = 0.01  # share of the blocks that "two_phase" leaves to those who run
     prefix_cache: str | None = "hash"  # or "radix"; None keeps no computed prefixes
     kv_tiers: KVTierConfig | None = None  # evicted blocks go to host memory and disk
-    kv_connector: KVConnector | None = None  # shares them with other engines
+    kv_connector: KVConnector | None = None  # shares them over a pool; one for each engine
     # Long prompts are computed in several steps: as much as a step has room for (True), or at most
     # so many tokens of a prompt in a step (an integer; with "prefill_first", of all prompts
     # together). False: whole, and a prompt must fit one step; so it is with "fcfs" always.
