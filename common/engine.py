@@ -10,8 +10,6 @@ it was; every unfinished `Request` is in one group; two engines in a process sha
 
 from __future__ import annotations
 
-import atexit
-import gc
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +33,6 @@ from scheduler_interface import EngineCoreOutput, SchedulerOutput
 from step_plan import StepResults
 from step_record import StepRecord
 
-GC_THRESHOLD = 50_000  # new objects between two looks for cycles
 CLOSE_TIMEOUT_S = 5.0  # for a step of another thread, when an engine is closed
 MAX_IDLE_STEPS = 100  # a forced preemption takes one; a wait for KV from elsewhere does not count
 
@@ -87,16 +84,6 @@ class LLMEngine:
         self._num_idle_steps = 0  # in a row, up to the last one
         self._num_named = 0  # requests whose names are ours
         self.reset_stats()
-        if gc.get_freeze_count() == 0:  # the first engine of the process
-            # What was imported and made so far stays: Python's collector need not go through all of
-            # it again and again, for a quarter of a step's time on the host.
-            gc.collect()
-            gc.freeze()
-            # And what a step makes is next to never in a cycle: looking after every 700 objects
-            # finds nothing, and now and then goes through all there are, in the middle of a step.
-            if 0 < gc.get_threshold()[0] < GC_THRESHOLD:
-                gc.set_threshold(GC_THRESHOLD)
-            atexit.register(gc.unfreeze)
 
     # -- requests
 

@@ -79,7 +79,8 @@ class SpeculativeConfig:
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything the engine can be told. Raises `ValueError` that names field, value and what is
-    allowed."""
+    allowed. Python's collector is its process's: a program that serves sets it as the demo does
+    (`common/tools/collector.py`), before it makes an engine."""
 
     model: str | Path | None = None  # a directory or hub id; None: the shipped checkpoint
     device: str = "auto"

@@ -263,12 +263,14 @@ def test_an_engine_takes_the_memory_that_it_writes_and_no_more() -> None:
     """A default one reserves room for 256 of the longest requests: 3 GiB. Nothing at its start may
     read or write that. What the process imports is 0.2 GiB."""
     script = """if True:
+        import gc
         import psutil
         from common.llm import LLM, SamplingParams
         llm = LLM()
         llm.generate("def f(x):", SamplingParams(max_tokens=3), use_tqdm=False)
         kv_cache = llm.engine.kv_cache
         reserved = kv_cache.num_blocks * kv_cache.kv_bytes_per_block
+        assert gc.get_freeze_count() == 0 and gc.get_threshold() == (700, 10, 10), "not ours"
         print(reserved, psutil.Process().memory_info().rss)"""
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
