@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -75,7 +75,10 @@ class SamplingParams:
             put("top_k", 0)
         for name in ("stop", "stop_token_ids"):
             values = () if getattr(self, name) is None else getattr(self, name)
-            require(isinstance(values, Iterable), name, values, "a sequence")
+            is_other = isinstance(
+                values, bytes | bytearray | Mapping
+            )  # their items are numbers, keys
+            require(isinstance(values, Iterable) and not is_other, name, values, "a sequence")
             put(name, tuple(values))
         stop, ids = self.stop, self.stop_token_ids
         require(all(isinstance(s, str) and s for s in stop), "stop", stop, "non-empty str")

@@ -125,15 +125,14 @@ class LLMEngine:
         requests: Iterable[tuple[str, Prompt, SamplingParams]],
         priority: int = 0,
         cache_salt: str | None = None,
+        arrival_time: float | None = None,
     ) -> None:
         """Queue all of `(request_id, prompt, sampling_params)` or, if one is refused, none."""
         added: list[RequestGroup] = []
         num_seeds_drawn = self._intake.num_seeds_drawn
         try:
             for request_id, prompt, params in requests:
-                self.add_request(
-                    request_id, prompt, params, priority=priority, cache_salt=cache_salt
-                )
+                self.add_request(request_id, prompt, params, arrival_time, priority, cache_salt)
                 added.append(self._groups[request_id])
         except BaseException:
             for group in added:
@@ -266,16 +265,20 @@ class LLMEngine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         cache_salt: str | None = None,
         on_finished: Callable[[int], object] | None = None,
+        priority: int = 0,
+        arrival_time: float | None = None,
     ) -> dict[str, RequestOutput]:
         """Run prompts to their end. The outputs by request id, in the order of the prompts.
-        `on_finished` is told after each step how many of them ended in it.
+        `on_finished` is told after each step how many of them ended in it. The other options are
+        those of `add_request`.
 
         Other requests in the engine advance with them, and if they end, the next `step` returns
         them. Raises `ValueError` if one of the prompts can not be served; none of them is queued
         then. Interrupting the call aborts its requests."""
         per_prompt = spread_params(params, len(prompts))
         ids = [self._new_id() for _ in prompts]
-        self.add_requests(zip(ids, prompts, per_prompt, strict=True), cache_salt=cache_salt)
+        requests = zip(ids, prompts, per_prompt, strict=True)
+        self.add_requests(requests, priority, cache_salt, arrival_time)
         own = dict.fromkeys(self._groups[request_id] for request_id in ids)
         try:
             for group in own:
@@ -289,14 +292,25 @@ class LLMEngine:
         return {group.request_id: copy(group) for group in own}
 
     def _new_id(self) -> str:
-        self._num_named += 1
-        return f"request-{self._num_named - 1}"
+        """Not one that an unfinished request of the user's has."""
+        while True:
+            name = f"request-{self._num_named}"
+            self._num_named += 1
+            if name not in self._groups and name not in self._members:
+                return name
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> Iterator[str]:
         """Run one prompt, and yield its text as it becomes final. However the request ends, the
         rest of its text is yielded. Leaving the loop early aborts it."""
         request_id = self._new_id()
-        self.add_request(request_id, prompt, params)
+        self.add_request(request_id, prompt, params, arrival_time, priority, cache_salt)
         group = self._groups[request_id]
         member = group.members[0]
         try:

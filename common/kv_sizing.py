@@ -95,7 +95,16 @@ def make_kv_cache(
 def allocate_kv_cache(
     loaded: LoadedModel, num_blocks: int, block_size: int, kind: type[PagedKVCache] = PagedKVCache
 ) -> PagedKVCache:
+    """Raises `ValueError` if a CPU has no room for it: what is only reserved would end the process
+    when it is written."""
     model, weight = loaded.model, loaded.model.embed_weight
+    num_values = 2 * model.num_layers * num_blocks * block_size * model.num_kv_heads
+    num_bytes = num_values * model.config.head_dim * weight.dtype.itemsize
+    if weight.device.type == "cpu" and num_bytes > (free := free_memory_bytes()):
+        raise ValueError(
+            f"num_blocks is {num_blocks}, block_size {block_size}: KV of {num_bytes / 2**30:,.2f} "
+            f"GiB, and {free / 2**30:,.2f} GiB are free"
+        )
     return kind(
         num_layers=model.num_layers,
         num_blocks=num_blocks,
