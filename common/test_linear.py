@@ -110,7 +110,7 @@ def test_the_engine_packs_unless_it_is_told_not_to():
 
 
 def test_a_bfloat16_model_runs_on_every_processor(caplog):
-    """Also on one that cannot pack it (Trap 77): most laptops, and CI's sample (`.ci/held_down`)."""
+    """Also on one that cannot pack it (Trap 77): see `.ci/held_down`."""
     caplog.set_level(logging.INFO)
     engine, tokens = run(torch.bfloat16)
     reason = UNPACKED[torch.bfloat16]
