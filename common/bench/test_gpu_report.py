@@ -31,7 +31,6 @@ from common.bench.gpu_table import NOTHING, aims_of, readme_text, render
 from common.engine_config import EngineConfig
 from paged_attention import paged_attention
 
-
 SAMPLE = ["ceilings", "overlap: workload", "transformers", "ceilings again"]
 SAMPLED = f"""
 from common.bench import gpu_command, gpu_sections
