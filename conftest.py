@@ -70,7 +70,9 @@ def keep_samples(items: list[pytest.Item]) -> None:
     occurs, always the same ones; the others are slow. `sample(seed=2)`: of `seed` two values."""
     grids: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
+        if not hasattr(item, "callspec") or item.get_closest_marker("slow"):
+            continue
+        if item.get_closest_marker("sample"):
             assert isinstance(item, pytest.Function)
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in grids.values():

@@ -42,8 +42,7 @@ def compile_in_another_process(*arguments: str) -> list[Resources]:
 
 
 def check_what_was_compiled(found: list[Resources]) -> None:
-    kernels = {one.kernel for one in found}
-    assert len(kernels) >= 13 and {one.kind for one in found} == set(resources.KINDS)
+    assert len({one.kernel for one in found}) >= 11 and len({one.kind for one in found}) >= 3
     assert resources.FAMILIES.keys() <= {one.family for one in found}
     for one in found:
         assert 8 <= one.registers <= 255 and (one.registers >= 40 or not one.has_product), one
@@ -54,8 +53,8 @@ def check_what_was_compiled(found: list[Resources]) -> None:
 
 @pytest.mark.timeout(900)  # seconds of one core, which may be busy with other tests
 def test_no_kernel_spills_and_all_fit_and_use_the_tensor_cores():
-    """A sample: every kernel, family, dtype, and three architectures occur."""
-    found = compile_in_another_process("--every", "4")
+    """A sample, in which nearly every kernel and dtype occurs, and every family."""
+    found = compile_in_another_process("--every", "8")
     check_what_was_compiled(found)
     assert {one.architecture for one in found} == {80, 90, 100}
 
@@ -64,6 +63,7 @@ def test_no_kernel_spills_and_all_fit_and_use_the_tensor_cores():
 def test_nor_in_any_dtype_for_any_family_and_architecture():
     found = compile_in_another_process("--all")
     check_what_was_compiled(found)
+    assert {one.kind for one in found} == set(resources.KINDS)
     for architecture in resources.ARCHITECTURES:
         kernels = {one.kernel for one in found if one.architecture == architecture}
         assert kernels == {one.kernel for one in found}
