@@ -103,6 +103,7 @@ WAYS: dict[str, dict] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("way", WAYS)
 def test_one_copy_a_step(way: str, kind: str, random_loaded, monkeypatch) -> None:
