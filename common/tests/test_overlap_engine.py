@@ -20,8 +20,8 @@ from common.tests.engine_oracle import (
     scarce,
     serve_a_crowd,
 )
+from engine_core import EngineCore
 from request import SamplingParams
-from step_record import RecordingEngineCore
 from tiered_cache import KVTierConfig
 
 SCHEDULERS = ("two_phase", "prefill_first", "fcfs")
@@ -184,7 +184,7 @@ def test_a_step_that_raises_ends_who_ran_and_nobody_else(
     def fail(*_: object) -> None:
         raise error
 
-    engine.core.wait_for_steps()
+    engine.core.runner.wait_for_steps()
     monkeypatch.setattr(part, name, fail)
     with pytest.raises(error):
         for _ in range(2):
@@ -237,7 +237,7 @@ def test_what_must_know_how_a_step_ended_runs_step_by_step_and_says_so(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         engine = overlapped_engine(random_loaded, **option)
-    assert type(engine.core) is RecordingEngineCore
+    assert type(engine.core) is EngineCore
     assert f"overlap_scheduling has no effect with {next(iter(option))}" in caplog.text
     (output,) = engine.generate_batch([random_oracle.prompts[1]], greedy_params(5)).values()
     assert output.outputs[0].token_ids == random_oracle.expected(1, 5)

@@ -130,7 +130,7 @@ def test_a_stage_that_raises_ends_who_ran_and_the_engine_does_not_hang(
     for i in range(4):
         engine.add_request(str(i), oracle.prompts[i], greedy_params(6))
     engine.step(), engine.step()
-    engine.core.wait_for_steps()
+    engine.core.runner.wait_for_steps()
     paged = stages_of(engine)[stage].local.paged
     monkeypatch.setattr("common.tests.local_stages.PATIENCE_S", 0.5)  # for what never comes
     failing = paged.compute
