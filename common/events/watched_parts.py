@@ -624,6 +624,10 @@ class SeenLoop(_Part):
         with self._written():
             return super().step()
 
+    def close(self) -> None:
+        with self._written():
+            super().close()
+
     @contextmanager
     def _written(self) -> Iterator[None]:
         log = self.watch.log

@@ -49,8 +49,8 @@ class PipelinedEngineCore(OverlappedEngineCore):
         try:
             self._begin_all()
             while True:
-                plan, handle = steps.popleft()
-                results = self.scheduler.update_from_output(plan, handle.wait())
+                plan, _ = steps[0]
+                results = self._finish()
                 if not plan.is_empty or plan.preempted_requests or not steps:
                     return results
         except BaseException:

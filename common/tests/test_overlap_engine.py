@@ -270,6 +270,27 @@ def test_tokens_are_accounted_for_and_nothing_runs_behind_a_close(
     assert not engine.core._under_way and engine.kv_manager.num_blocks_in_use == 0
 
 
+def test_a_close_ends_all_and_says_nothing_of_a_step_that_is_nobodys(
+    random_oracle, random_loaded
+) -> None:
+    engine = overlapped_engine(random_loaded, num_blocks=200)
+    engine.add_request("a", random_oracle.prompts[1], greedy_params(9))
+    engine.step()
+    engine.core.runner.wait_for_steps()
+    (thread,) = engine.core.runner._thread._threads
+
+    def fail(_):
+        raise MemoryError
+
+    paged_runner(engine).forward = fail
+    engine.step()  # another one is begun
+    engine.close()
+    assert not engine.core._under_way and not thread.is_alive()
+    assert engine.kv_manager.num_blocks_in_use == 0
+    engine.check_invariants()
+    engine.close()
+
+
 def test_who_is_aborted_before_its_first_step_is_over(random_oracle, random_loaded) -> None:
     engine = overlapped_engine(random_loaded, num_blocks=200)
     engine.add_request("a", random_oracle.prompts[1], greedy_params(9))
