@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 import threading
@@ -16,6 +17,7 @@ from common.tests.engine_oracle import (
     checked_engine,
     finish,
     greedy_params,
+    lines_run,
     paged_runner,
     scarce,
     serve_a_crowd,
@@ -70,6 +72,23 @@ def everything_said(engine: LLMEngine, prompts: list, seed: int, aborts: bool = 
 
 def tokens_and_reasons(said: dict) -> dict:
     return {name: [completion[:4] for completion in found] for name, found in said.items()}
+
+
+def test_the_lines_of_chapter_1_run_once_a_step_unless_steps_overlap(
+    random_oracle, random_loaded
+) -> None:
+    """The book says so: of the loop, and of who runs instead."""
+    source = inspect.getsource(EngineCore.step).split('"""')[-1]
+    three_lines = [line.strip() for line in source.splitlines() if line.strip()]
+    engine = LLMEngine(EngineConfig(num_blocks=50), loaded=random_loaded)
+    prompts, params = random_oracle.prompts[:3], greedy_params(5)
+    ran = lines_run(EngineCore.step, engine, prompts, params)
+    assert ran == dict.fromkeys(three_lines, engine.stats().num_steps) and len(three_lines) == 3
+    engine = overlapped_engine(random_loaded, num_blocks=50)
+    assert not lines_run(EngineCore.step, engine, prompts, params)
+    engine.reset_stats()
+    ran = lines_run(OverlappedEngineCore.step, engine, prompts, params)
+    assert ran["return self._finish()"] == engine.stats().num_steps > 0
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
