@@ -179,7 +179,7 @@ def test_names_are_those_of_the_top_level() -> None:
 def test_the_command_lists_what_does_not_apply_and_breaks_what_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = SAMPLE[0]
+    good = replace(SAMPLE[0], task="")
     bugs = [good, replace(good, old="nothing of ours"), replace(good, named_tests=("test_x::y",))]
     bugs += [replace(good, named_tests=("test_block_pool::test_y",)), replace(good, new="(")]
     monkeypatch.setattr(patches, "all_bugs", lambda: bugs)
