@@ -32,6 +32,7 @@ from common.loader import LoadedModel
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import Compose, PagedModelRunner
 from common.sampling.sampler import BatchSampler, Sampler
+from common.sampling.sampling_columns import SamplingColumns
 from common.scheduler_assembly import (
     EngineParts,
     ModelFacts,
@@ -173,7 +174,8 @@ def make_runner(
         make_graphs=(make_graphs := make_graph_maker(config, loaded, attention, max_model_len)),
     )
     max_blocks = -(-max_model_len // config.block_size)
-    state = BatchState(config.max_num_seqs, max_blocks, loaded.generation_eos_token_ids)
+    sampling = SamplingColumns(eos_token_ids=loaded.generation_eos_token_ids)
+    state = BatchState(config.max_num_seqs, max_blocks, sampling)
     sampler = Sampler(vocab_size, attention.rules)
     batch_sampler: BatchSampler = sampler
     how, proposer, kind = config.speculation, None, PagedModelRunner

@@ -18,7 +18,7 @@ from common.engine_config import EngineConfig
 from common.loader import LoadedModel
 from common.runner.batch_state import BatchState
 from common.sampling.sampler import Sampler
-from common.sampling.sampling_columns import SamplingBatch
+from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
 from kv_budget import (
     BytesForKV,
     CudaMemory,
@@ -174,7 +174,7 @@ class SamplerWarmUp:
             logprobs=min(20, vocab_size),
         )
         lens = np.array(rows_per_request)
-        state = BatchState(len(lens), 0)
+        state = BatchState(len(lens), 0, SamplingColumns())
         for i in range(len(lens)):
             state.admit(NewRequestData(str(i), [0], params))
         state.num_tokens += 1  # an output

@@ -26,6 +26,7 @@ from common.runner.graphs import (
     graph_buckets,
     pad_step,
 )
+from common.sampling.sampling_columns import SamplingColumns
 from common.tools.graph_emulator import Recorder
 from paged_attention import AttentionMetadata, TorchAttentionBackend
 from request import SamplingParams
@@ -78,7 +79,7 @@ def test_every_column_of_every_bucket_is_aligned_and_apart() -> None:
 def make_state(seed: int) -> BatchState:
     """`MOST` requests of different lengths, whose blocks lie anywhere."""
     rng = random.Random(seed)
-    state = BatchState(MOST, -(-MAX_MODEL_LEN // BLOCK_SIZE))
+    state = BatchState(MOST, -(-MAX_MODEL_LEN // BLOCK_SIZE), SamplingColumns())
     blocks = rng.sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
     for i in range(MOST):
         tokens = [rng.randrange(97) for _ in range(rng.choice([1, 3, 4, 5, 8, 17, 20]))]

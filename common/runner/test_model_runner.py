@@ -13,6 +13,7 @@ from common.runner.batch_state import BatchState
 from common.runner.model_runner import PagedModelRunner
 from common.runner.trimming_runner import TrimmingRunner
 from common.sampling.sampler import Sampler
+from common.sampling.sampling_columns import SamplingColumns
 from mixed_attention import MixedAttentionBackend
 from mixed_batch import MixedMetadata, compose
 from paged_attention import PagedKVCache, TorchAttentionBackend
@@ -41,7 +42,7 @@ def make_runner(random_loaded, layout=compose_in_order, **options) -> PagedModel
         torch.device("cpu"),
     )
     backend = MixedAttentionBackend() if layout is compose else TorchAttentionBackend()
-    state = BatchState(4, 4)
+    state = BatchState(4, 4, SamplingColumns())
     return PagedModelRunner(
         random_loaded.model, cache, backend, state, Sampler(97), compose=layout, **options
     )
