@@ -7,13 +7,14 @@ import random
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from batch_layout import compose_in_order
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import PagedModelRunner
-from common.sampling.runner_plugin import RunnerPlugin
+from common.sampling.runner_plugin import Cargo, RunnerPlugin, StepRows
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingColumns
 from input_batch import RunnerState
@@ -152,6 +153,9 @@ class Told(RunnerPlugin):
             self.rows[row][1][first:] = state.token_ids[row, first:stop].tolist()
         self.log.append("appended")
 
+    def stage(self, step: StepRows, cargo: Cargo):
+        return cargo.add(np.repeat(step.queries.rows, step.queries.num_tokens))
+
     def check(self, state: BatchState, plans: Plans) -> None:
         """It is told of a step's tokens once, after who came and went, and not of what the runner
         has sampled itself: the next plan brings that."""
@@ -218,6 +222,13 @@ def check_batch(runner: PagedModelRunner, plan: SchedulerOutput, plans: Plans, o
     for name, stop, table in zip(order(starts), stops, attention.block_tables.tolist()):
         num_blocks = -(-stop // size)
         assert table[:num_blocks] == plans.tables[name][:num_blocks]
+    row_of, step = runner.state.row_of, batch.step
+    owners = [name for name in order(starts) for _ in range(plan.num_scheduled_tokens[name])]
+    assert batch.staged["told"].tolist() == [row_of[name] for name in owners]
+    assert list(step.req_ids) == order(starts) and step.drafts == plan.scheduled_draft_token_ids
+    assert step.queries.starts.tolist() == [starts[name] for name in step.req_ids]
+    logit_owners = np.repeat(step.req_ids, step.queries.num_logit_rows).tolist()
+    assert logit_owners == [name for name, _, _ in rows]
     sampling = batch.sampling
     found = sampling.req_ids, sampling.rows.tolist(), sampling.num_outputs.tolist()
     assert list(zip(*found, strict=True)) == rows
