@@ -54,7 +54,6 @@ class PagedModelRunner:
         backend: AttentionBackend,
         state: BatchState,
         sampler: BatchSampler,
-        *,
         compose: Compose = compose_in_order,
         shuffle_seed: int | None = None,
     ) -> None:
