@@ -343,6 +343,7 @@ POLICY_MAKERS: dict[str, Callable[[random.Random], ChunkedPrefill]] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", GUESSING)
 @pytest.mark.parametrize("cache", [None, "hash", "radix"])
 @pytest.mark.parametrize("maker", POLICY_MAKERS)
