@@ -89,7 +89,8 @@ def commands_for(changed: Sequence[str], is_all: bool) -> list[list[str]]:
     for script in sorted(ROOT.glob("[0-9][0-9]_*/lab/plot_*.py")):
         lab = script.parent.relative_to(ROOT).as_posix() + "/"
         made_of = [name for name in changed if name.startswith(lab)]
-        if is_all or any(name.endswith(".json") or "/plot_" in name for name in made_of):
+        is_new = is_all or any(name.endswith(".json") or "/plot_" in name for name in made_of)
+        if is_new and "lab_frame" in script.read_text(encoding="utf-8"):  # else a drawing alone
             found.append([script.relative_to(ROOT).as_posix(), "--tables"])
     for folder, commands in _TABLES.items():
         if is_all or any(n.startswith(folder) and n.endswith(".json") for n in changed):
@@ -139,6 +140,8 @@ def _words(section: Section) -> list[str]:
 
 def _with_code(english: Section, chinese: Section) -> str:
     """The Chinese section with the English one's fenced blocks, if it has as many of each kind."""
+    if english.code() == chinese.code():
+        return chinese.source
     lines = chinese.source.split("\n")
     ours, theirs = (
         [t for t in MarkdownIt("commonmark").parse(s.source) if t.type == "fence" and not t.level]
@@ -195,18 +198,17 @@ def _cell(cell: str, wanted: str) -> str:
 # -- all of it
 
 
-def sync(commit: str = "HEAD", is_all: bool = False, is_quick: bool = False) -> list[str]:
-    """What wants a reader. `is_quick` executes nothing: no tables, no notebooks."""
+def sync(commit: str = "HEAD", is_all: bool = False) -> list[str]:
+    """What wants a reader."""
     before = {p: english_of(p).read_text(encoding="utf-8") for p in chinese_pages()}
     complaints = list(renew_pages())
-    if not is_quick:
-        for command in commands_for(changed_since(commit), is_all):
-            print(f"  {' '.join(command)}", flush=True)
-            subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
-        for script in notebooks.demo_scripts():
-            if notebooks.notebook_problems(script):
-                print(f"  {script.relative_to(ROOT)}", flush=True)
-                notebooks.write_twin(script)
+    for command in commands_for(changed_since(commit), is_all):
+        print(f"  {' '.join(command)}", flush=True)
+        subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
+    for script in notebooks.demo_scripts():
+        if notebooks.notebook_problems(script):
+            print(f"  {script.relative_to(ROOT)}", flush=True)
+            notebooks.write_twin(script)
     for page, old in before.items():
         english = english_of(page).read_text(encoding="utf-8")
         _write(page, in_step(old, english, page.read_text(encoding="utf-8")))

@@ -126,10 +126,16 @@ def shares(chapter: Path) -> dict[str, Share]:
     return {path.name: share_of(path, text) for path in modules_in(chapter)}
 
 
+@cache
+def _parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@cache
 def symbol_source(source: str, symbol: str) -> str:
     """The text of a function, class, method or assigned name, "Class.method" being within a class.
     Without docstrings, not indented. Raises `KeyError` if it is not there."""
-    body: list[ast.stmt] = ast.parse(source).body
+    body: list[ast.stmt] = _parsed(source).body
     node: ast.stmt | None = None
     for name in symbol.split("."):
         node = next((node for node in body if name in _names(node)), None)
