@@ -186,6 +186,7 @@ def test_a_load_waits_for_the_steps_under_way(oracle, loaded, tmp_path) -> None:
     engine.close()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("stage", ["prepare", "forward", "sample"])
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
