@@ -152,6 +152,13 @@ class KVLoads:
             self.cache.pool.free(load.blocks[::-1])
             self.cache.release(load.prefix)
 
+    def withdraw(self, first: Block) -> None:
+        """This cached block and all behind it are about to leave the cache: drop what has arrived
+        there, and what is on its way to a place behind it."""
+        for request_id, load in list(self._loads.items()):
+            if first in load.prefix + load.blocks:
+                self.drop(request_id)
+
     def forget(self, request_id: str) -> None:
         """The request gives up its memory: drop its load. The connector, if it was asked about the
         request, forgets what it found, or that it found nothing."""
