@@ -109,4 +109,5 @@ class LoadingKVCacheManager(CachedKVCacheManager):
 
     def check_invariants(self, requests: Iterable[Request] = ()) -> None:
         super().check_invariants(requests)
+        self._loads.check_invariants()
         assert self._loads.request_ids().isdisjoint(self._tables), "loading, and running"
