@@ -156,7 +156,8 @@ def make_runner(
         from batch_invariance import make_batch_invariant
 
         dtype, head_dim = model.embed_weight.dtype, loaded.config.head_dim
-        make_batch_invariant(linear_layers(model), model.layers, dtype, head_dim)
+        mlps = [layer.mlp for layer in model.layers]
+        make_batch_invariant(linear_layers(model), mlps, dtype, head_dim)
     if attention.is_triton and model.embed_weight.is_cuda:
         compile_kernels(config, loaded, draft, vocab_size)
     kv_cache = make_kv_cache(

@@ -52,8 +52,9 @@ def _logits(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
         max_query_len=len(ids),
         max_seq_len=len(ids),
     )
-    tokens = torch.tensor(ids)
-    return loaded.model(tokens, positions, cache, metadata, positions, TorchAttentionBackend())
+    batch = ComposedBatch(torch.tensor(ids), positions, (metadata,), positions)
+    batch.plan_attention(TorchAttentionBackend(), loaded.model.num_heads, cache)
+    return loaded.model(batch, cache)
 
 
 def measure_rules(*, tiny: bool) -> dict:

@@ -32,8 +32,8 @@ Compose = Callable[[PagedRunnerState, Queries, int], StepLayout]
 class PagedBatch(ComposedBatch):
     """One step's input."""
 
-    sampling: SamplingBatch = field(repr=False)  # a row for each of logits
-    unread: UnreadStep = field(repr=False)  # the tokens, once there are logits
+    sampling: SamplingBatch = field(repr=False, kw_only=True)  # a row for each of logits
+    unread: UnreadStep = field(repr=False, kw_only=True)  # the tokens, once there are logits
 
 
 class PagedModelRunner:
@@ -80,8 +80,8 @@ class PagedModelRunner:
     @torch.inference_mode()
     def forward(self, batch: PagedBatch) -> torch.Tensor:
         """Logits `[num_logit_rows, vocab_size]`. Writes keys and values into the cache."""
-        ids, positions, rows = batch.input_ids, batch.positions, batch.logit_indices
-        return self.model(ids, positions, self.kv_cache, batch.attention, rows, self.backend)
+        batch.plan_attention(self.backend, self.model.num_heads, self.kv_cache)
+        return self.model(batch, self.kv_cache)
 
     def _lay_out(self, plan: PlanMessage) -> PagedBatch:
         start_of, drafts = plan.starts(), plan.scheduled_draft_token_ids
@@ -105,8 +105,8 @@ class PagedModelRunner:
         unread = self.sampler.stage(sampling, cargo)
         cargo.send()
         batch = layout.compose(*cargo.tensors[: len(layout.arrays)])
-        ids, where = self.state.fill_in(batch.input_ids), batch.attention
-        return PagedBatch(ids, batch.positions, where, batch.logit_indices, sampling, unread)
+        ids, where = self.state.fill_in(batch.input_ids), (batch.attention, batch.logit_indices)
+        return PagedBatch(ids, batch.positions, *where, sampling=sampling, unread=unread)
 
     def _sampling_batch(
         self, req_ids: list[str], queries: Queries, order: np.ndarray, drafts: dict[str, list[int]]
