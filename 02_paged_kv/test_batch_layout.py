@@ -63,7 +63,7 @@ def test_every_token_stands_at_its_position_and_writes_to_its_slot(block_size, s
         positions += range(start, start + n)
         slots += manager.slot_mapping(request.request_id, start, start + n)
         ends.append(len(positions))
-    attention = layout.attention
+    (attention,) = layout.attention
     assert layout.input_ids.tolist() == tokens
     assert layout.positions.tolist() == positions
     assert attention.slot_mapping.tolist() == slots

@@ -76,7 +76,7 @@ def test_every_token_stands_once_at_its_place_and_the_short_ones_in_front(step):
     assert batch.input_ids.tolist() == ids
     assert batch.positions.tolist() == positions
     assert batch.logit_indices.tolist() == rows_with_logits
-    meta = batch.attention
+    (meta,) = batch.attention
     assert meta.slot_mapping.tolist() == slots
     assert meta.query_start_loc.tolist() == starts == list(meta.query_starts)
     lens = [queries[i].start + queries[i].num_tokens for i in layout.order]

@@ -12,6 +12,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from batch_layout import ComposedBatch
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT
 from common.kv_sizing import allocate_kv_cache
 from common.loader import LoadedModel, load_model
