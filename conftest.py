@@ -23,7 +23,44 @@ settings.register_profile(
 settings.load_profile("quick")
 
 
+@pytest.hookimpl(tryfirst=True)  # before cases are deselected for their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    keep_samples(items)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+
+
+def keep_samples(items: list[pytest.Item]) -> None:
+    """Of a test that is marked `sample`, the fewest cases in which each value of each parameter
+    occurs, always the same ones; the others are slow. `sample(seed=2)`: of `seed` two values."""
+    grids: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
+            assert isinstance(item, pytest.Function)
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in grids.values():
+        kept = sample_of(cases, cases[0].get_closest_marker("sample").kwargs)
+        for case in cases:
+            if case not in kept:
+                case.add_marker(pytest.mark.slow)
+
+
+def sample_of(cases: list[pytest.Function], limits: dict[str, int]) -> list[pytest.Function]:
+    orders: dict[str, list[int]] = {}  # of each parameter the ids of its values, as they come
+    places: dict[pytest.Function, set[tuple[str, int]]] = {}
+    for case in cases:
+        places[case] = set()
+        for name, value in case.callspec.params.items():
+            order = orders.setdefault(name, [])
+            if id(value) not in order:
+                order.append(id(value))
+            places[case].add((name, order.index(id(value))))
+        if any(index >= limits.get(name, len(cases)) for name, index in places[case]):
+            del places[case]
+    kept: list[pytest.Function] = []
+    missing = set[tuple[str, int]]().union(*places.values())
+    while missing:
+        kept.append(max(places, key=lambda case: len(places[case] & missing)))
+        missing -= places[kept[-1]]
+    return kept

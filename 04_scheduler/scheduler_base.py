@@ -64,9 +64,11 @@ class SchedulerStats:
 class SchedulerBase(SchedulerBooks):
     """A subclass has `schedule`, built of `begin_step`, `look_up`, `seat`, `preempt` and
     `finish_step`. It has a pool of `num_gpu_blocks` blocks and a prefix cache of its own;
-    `kv_memory` replaces them. At most `max_overtakes` requests leave the queue before one that came
-    earlier. Debug switches: every `preempt_every`-th step preempts somebody, `shuffle_waiting` asks
-    the queue in a random order. Raises `ValueError` that names the field."""
+    `kv_memory` replaces them. A prefix that another request is computing is waited for, or computed
+    again at once (`wait_for_prefix=False`, vLLM's way). At most `max_overtakes` requests leave the
+    queue before one that came earlier. Debug switches: every `preempt_every`-th step preempts
+    somebody, `shuffle_waiting` asks the queue in a random order. Raises `ValueError` that names the
+    field."""
 
     def __init__(
         self,
@@ -79,6 +81,7 @@ class SchedulerBase(SchedulerBooks):
         max_model_len: int | None = None,
         kv_memory: KVMemory | None = None,
         chunk_policy: ChunkPolicy | None = None,
+        wait_for_prefix: bool = True,
         max_preemptions: int = 3,
         max_overtakes: int | None = 1000,
         preempt_every: int | None = None,
@@ -98,7 +101,7 @@ class SchedulerBase(SchedulerBooks):
         limits = (max_num_seqs, max_num_batched_tokens, max_model_len)
         super().__init__(waiting, PreemptionDelta(kv_memory), *limits)
         self.waiting: PolicyQueue = waiting
-        self.max_preemptions = max_preemptions
+        self.max_preemptions, self.wait_for_prefix = max_preemptions, wait_for_prefix
         self.kv_memory = kv_memory
         self.block_size = kv_memory.block_size
         self.chunk_policy = chunk_policy or WholePrompts()
@@ -154,7 +157,7 @@ class SchedulerBase(SchedulerBooks):
     def look_up(self, request: Request) -> ComputedBlocks | NotReady:
         """What of a waiting request need not be computed. Nothing keeps it: look up again before
         the next attempt."""
-        computed = self.kv_memory.get_computed_blocks(request)
+        computed = self.kv_memory.get_computed_blocks(request, self.wait_for_prefix)
         request.status = RequestStatus.WAITING
         if computed is NotReady.LOADING:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS

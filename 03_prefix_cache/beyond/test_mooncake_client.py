@@ -155,6 +155,7 @@ def test_a_hanging_call_delays_others_by_no_more_than_its_own_limit(
 def test_a_client_process_that_does_not_read_is_given_up(client: MooncakeClient) -> None:
     """The socket's buffer is full long before the value has been sent."""
     os.kill(client.process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, client.process.pid, os.WSTOPPED)
     client.timeout_s = LIMIT_S
     start = time.monotonic()
     with pytest.raises(StoreDownError, match="timed out"):
