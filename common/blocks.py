@@ -43,17 +43,13 @@ def allocator(dtype: torch.dtype, device: torch.device | str) -> Callable[..., n
 MakeLinear = Callable[[nn.Parameter, nn.Parameter | None], Linear]  # of weight and bias
 
 
-class Block(nn.Module):
-    """`into_stream` makes the matrix whose product is added to the residual stream."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().__init__()
-        self.eps, self.empty = config.rms_norm_eps, allocator(dtype, device)
-
-    def linear(
-        self, num_out: int, num_in: int, has_bias: bool, make: MakeLinear = Linear
-    ) -> Linear:
-        return make(self.empty(num_out, num_in), self.empty(num_out) if has_bias else None)
+def linear(
+    empty: Callable[..., nn.Parameter],
+    shape: tuple[int, int],  # out, in
+    has_bias: bool,
+    make: MakeLinear = Linear,
+) -> Linear:
+    return make(empty(*shape), empty(shape[0]) if has_bias else None)
 
 
 def parts_of(
@@ -72,8 +68,9 @@ def whole(tensors: dict[str, torch.Tensor]) -> dict[str, CheckpointTensor]:
     return {name: CheckpointTensor(t, tuple(t.shape)) for name, t in tensors.items()}
 
 
-class AttentionBlock(Block):
-    """Up to `o`, by which a layer multiplies what comes out."""
+class AttentionBlock(nn.Module):
+    """Up to `o`, by which a layer multiplies what comes out. `into_stream` makes the matrix whose
+    product is added to the residual stream."""
 
     group = 0  # of layers that have block tables, and a plan, in common
 
@@ -85,7 +82,8 @@ class AttentionBlock(Block):
         device: torch.device | str,
         into_stream: MakeLinear = Linear,
     ) -> None:
-        super().__init__(config, dtype, device)
+        super().__init__()
+        empty, self.eps = allocator(dtype, device), config.rms_norm_eps
         self.index, self.head_dim = index, config.head_dim
         self.scale = config.head_dim**-0.5
         num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -94,13 +92,12 @@ class AttentionBlock(Block):
         self.head_counts = (num_heads, self.num_kv_heads, self.num_kv_heads)
         hidden, q_size = config.hidden_size, num_heads * self.head_dim
         qkv_size = sum(self.head_counts) * self.head_dim
-        self.input_norm_weight = self.empty(hidden)
-        self.qkv = self.linear(qkv_size, hidden, config.qkv_bias)
+        self.input_norm_weight = empty(hidden)
+        self.qkv = linear(empty, (qkv_size, hidden), config.qkv_bias)
         # One row a head: q_norm's weight for each query head, k_norm's for each key head.
-        self.qk_norm_weight = (
-            self.empty(self.num_qk_heads, self.head_dim) if config.has_qk_norm else None
-        )
-        self.o = self.linear(hidden, q_size, config.o_bias, into_stream)
+        heads = self.num_qk_heads, self.head_dim
+        self.qk_norm_weight = empty(*heads) if config.has_qk_norm else None
+        self.o = linear(empty, (hidden, q_size), config.o_bias, into_stream)
 
     def attend(
         self,
@@ -131,7 +128,7 @@ class AttentionBlock(Block):
         return parts
 
 
-class MLPBlock(Block):
+class MLPBlock(nn.Module):
     """From its norm, which a layer computes, to the residual stream."""
 
     def __init__(
@@ -141,12 +138,13 @@ class MLPBlock(Block):
         device: torch.device | str,
         into_stream: MakeLinear = Linear,
     ) -> None:
-        super().__init__(config, dtype, device)
+        super().__init__()
+        empty, self.eps = allocator(dtype, device), config.rms_norm_eps
         hidden, inner = config.hidden_size, config.intermediate_size
         self.silu: Callable[[torch.Tensor], torch.Tensor] = F.silu
-        self.mlp_norm_weight = self.empty(hidden)
-        self.gate_up = self.linear(2 * inner, hidden, config.mlp_bias)
-        self.down = self.linear(hidden, inner, config.mlp_bias, into_stream)
+        self.mlp_norm_weight = empty(hidden)
+        self.gate_up = linear(empty, (2 * inner, hidden), config.mlp_bias)
+        self.down = linear(empty, (hidden, inner), config.mlp_bias, into_stream)
 
     def add_to(
         self,
