@@ -161,6 +161,7 @@ def short_query(request, monkeypatch):
     monkeypatch.setattr(attention_plan, "SHORT_QUERIES", request.param)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.usefixtures("short_query")
@@ -170,6 +171,7 @@ def test_any_mix_of_query_lengths_through_shuffled_tables(block_size, dtype):
     case.check(case.attend())
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("num_kv_heads, num_shared", [(1, 1), (1, 8), (4, 1), (2, 3), (3, 2)])
 @pytest.mark.usefixtures("short_query")
 def test_grouped_query_heads(num_kv_heads, num_shared):
@@ -177,6 +179,7 @@ def test_grouped_query_heads(num_kv_heads, num_shared):
     case.check(case.attend())
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.usefixtures("short_query")
 def test_chunks_that_end_at_and_around_block_ends(block_size):
@@ -365,6 +368,7 @@ def test_kv_bytes():
 # -- all of chapter 2 together
 
 
+@pytest.mark.sample(seed=1)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_paged_equals_contiguous_while_requests_come_and_go(block_size, seed):

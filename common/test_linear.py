@@ -114,7 +114,7 @@ def test_a_bfloat16_model_runs_on_every_processor(caplog):
     caplog.set_level(logging.INFO)
     engine, tokens = run(torch.bfloat16)
     reason = UNPACKED[torch.bfloat16]
-    assert engine.core.runner.model.layers[0].qkv.is_packed == (reason is None)
+    assert engine.core.runner.model.layers[0].attention.qkv.is_packed == (reason is None)
     assert (f"weights are not packed: {reason}" in caplog.text) == (reason is not None)
     assert len(tokens) == 5
 

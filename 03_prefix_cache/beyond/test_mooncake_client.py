@@ -109,6 +109,7 @@ def test_a_full_store_is_not_a_failed_one(client: MooncakeClient) -> None:
     assert client.down_reason is None and client.put("a", b"value")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("trouble", ["hang", "crash", "raise", "rpc"])
 @pytest.mark.parametrize("operation", ["locate", "get", "put"])
 def test_after_a_failure_the_client_answers_at_once(
