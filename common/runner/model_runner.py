@@ -34,10 +34,10 @@ Compose = Callable[[PagedRunnerState, Queries, int], StepLayout]
 class PagedBatch(ComposedBatch):
     """One step's input."""
 
-    sampling: SamplingBatch = field(repr=False)  # a row for each of logits
-    unread: UnreadStep = field(repr=False)  # the tokens, once there are logits
-    step: StepRows | None = field(repr=False)  # if a plugin asks
-    staged: dict[str, Any] = field(repr=False)  # by plugins, under their names
+    sampling: SamplingBatch = field(repr=False, kw_only=True)  # a row for each of logits
+    unread: UnreadStep = field(repr=False, kw_only=True)  # the tokens, once there are logits
+    step: StepRows | None = field(repr=False, kw_only=True)  # if a plugin asks
+    staged: dict[str, Any] = field(repr=False, kw_only=True)  # by plugins, under their names
 
 
 class PagedModelRunner:
@@ -83,8 +83,8 @@ class PagedModelRunner:
     @torch.inference_mode()
     def forward(self, batch: PagedBatch) -> torch.Tensor:
         """Logits `[num_logit_rows, vocab_size]`. Writes keys and values into the cache."""
-        ids, positions, rows = batch.input_ids, batch.positions, batch.logit_indices
-        return self.model(ids, positions, self.kv_cache, batch.attention, rows, self.backend)
+        batch.plan_attention(self.backend, self.model.num_heads, self.kv_cache)
+        return self.model(batch, self.kv_cache)
 
     def sample(self, batch: PagedBatch, logits: torch.Tensor) -> UnreadStep:
         """Begun, like the forward pass. Plugins work while the device computes that."""
@@ -119,9 +119,9 @@ class PagedModelRunner:
         cargo.send()
         arrived = {name: found() for name, found in staged.items()}
         batch = layout.compose(*cargo.tensors[: len(layout.arrays)])
-        ids, where = self.state.fill_in(batch.input_ids), batch.attention
-        rows = batch.logit_indices
-        return PagedBatch(ids, batch.positions, where, rows, sampling, unread, step, arrived)
+        where = batch.positions, batch.attention, batch.logit_indices
+        for_sampling = {"sampling": sampling, "unread": unread, "step": step, "staged": arrived}
+        return PagedBatch(self.state.fill_in(batch.input_ids), *where, **for_sampling)
 
     def _step_rows(
         self, req_ids: list[str], queries: Queries, order: np.ndarray, drafts: dict[str, list[int]]
