@@ -30,13 +30,14 @@ import torch
 from matplotlib.colors import ListedColormap
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from engine_core import EngineCore
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
 from input_batch import RunnerState, prepare_inputs_from_scheduler_output
 from request import Request
 from scheduler_interface import StepOutput
 from static_batching import SlotUse, generate_static
-from step_record import RecordingEngineCore
+from step_record import RecordedScheduler
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -92,13 +93,13 @@ print(f"{report.slot_utilisation:.0%} in {report.num_steps} steps")
 # ## Continuous batching
 #
 # The same requests and the same model, but the scheduler decides before every step.
-# `RecordingEngineCore` is the chapter's loop, with a record of each step. Watch the column "joins":
+# `RecordedScheduler` looks at it: after each step, a record. Watch the column "joins":
 # a request joins in the step after another one left.
 
 # %%
 records = []
 runner = HFModelRunner(model, batched=True)
-engine = RecordingEngineCore(FCFSScheduler(max_num_seqs=3), runner, [records.append])
+engine = EngineCore(RecordedScheduler(FCFSScheduler(max_num_seqs=3), [records.append]), runner)
 requests = make_requests()
 for request in requests:
     engine.add_request(request)
@@ -218,7 +219,7 @@ print(positions)
 
 # %%
 runner = HFModelRunner(model, batched=True)
-engine = RecordingEngineCore(FCFSScheduler(max_num_seqs=8), runner)
+engine = EngineCore(FCFSScheduler(max_num_seqs=8), runner)
 for i in range(8):
     engine.add_request(Request.from_tokens(f"r{i}", [i + 1] * 8, 64))
 lines = []
@@ -227,9 +228,7 @@ while engine.has_unfinished_requests():
     engine.step()
     copied, new = runner.num_bytes_copied - copied, runner.num_bytes_new - new
     times = f"{copied / new:.0f} times"
-    lines.append(
-        f"step {engine.num_steps:2}: {new:6,} bytes of new KV, {copied:7,} written, {times}"
-    )
+    lines.append(f"step {len(lines) + 1:2}: {new:6,} bytes of new KV, {copied:7,} written, {times}")
 print(*(lines[step - 1] for step in (1, 2, 16, 32, 64)), sep="\n")
 
 # %% [markdown]

@@ -12,7 +12,7 @@ from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
 from request import Request, SamplingParams
 from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
-from step_record import RecordingEngineCore, StepRecord
+from step_record import RecordedScheduler, StepRecord
 
 VOCAB_SIZE = 61
 
@@ -48,7 +48,7 @@ def test_random_workloads_end_in_the_tokens_of_generate(qwen3, oracle, seed):
         expected[str(i)] = tokens[: ends[0]] if ends else tokens
     scheduler = FCFSScheduler(rng.choice([1, 3, 64]), rng.choice([9, 11, 100]))
     runner = HFModelRunner(qwen3)
-    engine = RecordingEngineCore(scheduler, runner, check_invariants=True)
+    engine = EngineCore(RecordedScheduler(scheduler, check_invariants=True), runner)
     coming, aborted = list(requests), set()
     for _ in as_long_as(lambda: coming or engine.has_unfinished_requests()):
         for _ in range(min(len(coming), rng.randint(0, 3))):
@@ -115,7 +115,9 @@ SCRIPT = [20, 30, 21, 31, 22, 9, 23, 24, 25, 26, 27, 28]  # 30 and 31 are EOS, 9
 )
 def test_what_stops_a_request(params, num_tokens, reason, stop_reason):
     request = make("r", [1, 2], [30, 31], **{"max_tokens": 10, **params})
-    engine = RecordingEngineCore(FCFSScheduler(), ScriptedRunner(SCRIPT), check_invariants=True)
+    engine = EngineCore(
+        RecordedScheduler(FCFSScheduler(), check_invariants=True), ScriptedRunner(SCRIPT)
+    )
     engine.add_request(request)
     results = []
     for _ in as_long_as(engine.has_unfinished_requests):
@@ -124,7 +126,7 @@ def test_what_stops_a_request(params, num_tokens, reason, stop_reason):
     assert [token for result in results for token in result.new_token_ids] == SCRIPT[:num_tokens]
     assert (results[-1].finish_reason, results[-1].stop_reason) == (reason, stop_reason)
     assert all(result.finish_reason is None for result in results[:-1])
-    assert engine.num_steps == num_tokens
+    assert engine.scheduler.num_steps == num_tokens
 
 
 def test_an_empty_step_computes_nothing_and_still_tells_the_runner():
@@ -141,7 +143,9 @@ def test_an_empty_step_computes_nothing_and_still_tells_the_runner():
 
 def test_an_aborted_request_ends_at_once_and_others_do_not_notice():
     runner = ScriptedRunner(SCRIPT)
-    engine = RecordingEngineCore(FCFSScheduler(max_num_seqs=2), runner, check_invariants=True)
+    engine = EngineCore(
+        RecordedScheduler(FCFSScheduler(max_num_seqs=2), check_invariants=True), runner
+    )
     a, b, c = (make(name, [1, 2], max_tokens=4) for name in "abc")
     for request in (a, b, c):
         engine.add_request(request)
@@ -167,7 +171,7 @@ def test_an_abort_from_within_a_step_drops_its_token():
             return handle
 
     runner = AbortingRunner(SCRIPT)
-    engine = RecordingEngineCore(FCFSScheduler(), runner, check_invariants=True)
+    engine = EngineCore(RecordedScheduler(FCFSScheduler(), check_invariants=True), runner)
     a, b = make("a", [1], max_tokens=5), make("b", [1], max_tokens=5)
     run(engine, a, b)
     assert (a.output_token_ids, a.finish_reason) == (SCRIPT[:1], "abort")
@@ -240,8 +244,8 @@ def test_a_request_that_cannot_be_sampled_ends_and_the_others_go_on():
             return FinishedStep(output)
 
     steps: list[StepRecord] = []
-    engine = RecordingEngineCore(
-        FCFSScheduler(), BadForA(SCRIPT), [steps.append], check_invariants=True
+    engine = EngineCore(
+        RecordedScheduler(FCFSScheduler(), [steps.append], check_invariants=True), BadForA(SCRIPT)
     )
     a, b = make("a", [1], max_tokens=4), make("b", [1], max_tokens=4)
     engine.add_request(a)

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from bounded_loops import as_long_as
+from engine_core import EngineCore
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import GreedySampler, HFModelRunner, make_mask
 from input_batch import InputBatch
@@ -26,7 +27,7 @@ from scheduler_interface import (
     SchedulerOutput,
     StepOutput,
 )
-from step_record import RecordingEngineCore
+from step_record import RecordedScheduler
 
 BOTH_WAYS = pytest.mark.parametrize("batched", [True, False], ids=["batched", "one by one"])
 VOCAB_SIZE = 61
@@ -110,7 +111,7 @@ def test_tokens_equal_those_of_generate_under_random_arrivals(model, oracle, bat
     scheduler = FCFSScheduler(
         max_num_seqs=rng.choice([1, 3, 64]), max_num_batched_tokens=rng.choice([12, 20, 200])
     )
-    engine = RecordingEngineCore(scheduler, runner, check_invariants=True)
+    engine = EngineCore(RecordedScheduler(scheduler, check_invariants=True), runner)
     waiting = list(requests)
     for _ in as_long_as(lambda: waiting or engine.has_unfinished_requests()):
         for _ in range(min(len(waiting), rng.randint(0, 3))):
@@ -305,7 +306,7 @@ def test_a_past_of_another_kind_is_refused_batched_and_right_one_by_one(oracle, 
     with pytest.raises(ValueError, match=rf"batched is True.*{layer}"):
         HFModelRunner(model)
     requests = [Request.from_tokens("a", [1, 2, 3], 12), Request.from_tokens("b", [4] * 7, 12)]
-    engine = RecordingEngineCore(FCFSScheduler(), HFModelRunner(model, batched=False))
+    engine = EngineCore(FCFSScheduler(), HFModelRunner(model, batched=False))
     for request in requests:
         engine.add_request(request)
     for _ in as_long_as(engine.has_unfinished_requests):

@@ -14,6 +14,7 @@ import torch
 
 from adaptive_length import AdaptiveLength
 from draft_model_proposer import DraftModelProposer
+from engine_core import EngineCore
 from fake_model import FakeModelRunner, continuation
 from input_batch import RunnerRequest
 from kv_memory import KVMemory, SharingRunnerState
@@ -30,7 +31,7 @@ from scheduler_interface import (
 from speculating_runner import DraftLength, FixedLength, SpeculatingRunner
 from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
 from speculative_scheduler import SpeculativeScheduler
-from step_record import RecordingEngineCore
+from step_record import RecordedScheduler
 from test_scheduler_runs import make_memory
 
 VOCAB = 6  # few tokens, so that guesses come true by chance too
@@ -405,7 +406,7 @@ class Engine:
                 runner, self.proposer, draft_length or FixedLength(K), state
             )
         self.scheduler = kind(kv_memory=memory, **options)
-        self.core = RecordingEngineCore(self.scheduler, runner, check_invariants=True)
+        self.core = EngineCore(RecordedScheduler(self.scheduler, check_invariants=True), runner)
         self.said: dict[str, list[int]] = {}
         self.finished: list[Request] = []
 

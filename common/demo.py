@@ -304,7 +304,7 @@ def _main(args: argparse.Namespace) -> int:
 def _tracer(engine) -> Callable:
     from common.tools.step_trace import describe_step
 
-    num_warm_up = engine.core.num_steps
+    num_warm_up = engine.recorder.num_steps
 
     def show(record) -> None:
         record.step += 1 - num_warm_up  # the reader's first step is step 1

@@ -58,7 +58,8 @@ class LLMEngine:
         self._members: dict[str, OutputProcessor] = {}
         make = _make_remote_parts if config.has_workers else _make_parts
         parts, self.tokenizer = make(config, loaded, draft, tokenizer, self._members)
-        self.core, self.scheduler = parts.core, parts.core.scheduler
+        self.core, self.scheduler = parts.core, parts.recorder.scheduler
+        self.recorder, self._close_loop = parts.recorder, parts.close_loop
         self.kv_manager, self._connector = parts.kv_memory, parts.connector
         self._side = side = parts.side
         self.kv_cache, self.speculation = side.kv_cache, side.speculation
@@ -185,12 +186,13 @@ class LLMEngine:
         try:
             results = self.core.step()
         except BaseException as error:
+            self.recorder.forget_plans()
             self._abort_running(everybody=getattr(error, "is_final", False))
             raise
         now = time.monotonic()
-        record = None if self.on_step is None else self.core.record()
-        self._count(self.core.plan, now - start_time)
-        self._check_progress(self.core.plan)
+        record = None if self.on_step is None else self.recorder.record()
+        self._count(self.recorder.plan, now - start_time)
+        self._check_progress(self.recorder.plan)
         touched = self._take(results, now)
         if self.config.check_invariants:
             self.check_invariants()
@@ -348,7 +350,8 @@ class LLMEngine:
         for request_id in list(self._groups):
             self.abort_request(request_id)
         try:
-            self.core.drain()
+            if self._close_loop is not None:
+                self._close_loop()
         finally:
             if self._connector is not None:
                 self._connector.close()
@@ -386,7 +389,7 @@ class LLMEngine:
         for new in plan.scheduled_new_reqs:
             stats.prompt_tokens += len(new.prompt_token_ids)
             if (member := self._members.get(new.req_id)) is not None:  # else aborted meanwhile
-                member.metrics.first_scheduled_time = self.core.start_time
+                member.metrics.first_scheduled_time = self.recorder.start_time
         stats.num_preemptions += len(plan.preempted_requests)
         stats.recomputed_tokens += plan.num_recomputed_tokens
         stats.kv_blocks_peak = max(stats.kv_blocks_peak, plan.num_kv_blocks_in_use)

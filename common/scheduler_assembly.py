@@ -7,7 +7,9 @@
     scheduler        1 to 5   CachingFCFSScheduler; Scheduler or PrefillFirstScheduler, with a
                               policy; the latter two's speculative kind
     chunks           4, 6     WholePrompts; ChunkedPrefill or AdaptiveChunks
-    the loop           1      RecordingEngineCore, with those as observers who learn from the clock
+    records            1      a RecordedScheduler around it: who learns from the clock observes
+    the loop           1      EngineCore; where several steps are under way an OverlappedEngineCore
+                              or a PipelinedEngineCore, over a QueuedRunner
     events          common    the same parts, each behind a class that notes what it does
 
 What computes is a `RunnerSide`: of this process (`assembly.py`) or of others
@@ -26,14 +28,16 @@ import torch
 from block_pool import BlockPool
 from common.engine_config import EngineConfig
 from common.model_config import ModelConfig
+from engine_core import EngineCore
 from kv_memory import KVMemory, UncachedKVCacheManager
 from scheduler_interface import ModelRunner, SchedulerInterface
-from step_record import Observer, RecordingEngineCore, StepRecord
+from step_record import Observer, RecordedScheduler, StepRecord
 
 if TYPE_CHECKING:
     from acceptance import SpecDecodeStats
     from cached_kv_cache_manager import CachedKVCacheManager
     from common.outputs import OutputProcessor
+    from common.runner.overlap import OverlappedEngineCore, QueuedRunner
     from kv_connector import KVBlockIO, KVConnector
     from policies import SchedulePolicy
     from prefix_cache import CacheListener
@@ -94,10 +98,12 @@ class RunnerSide:
 class EngineParts:
     """The parts of one engine."""
 
-    core: RecordingEngineCore
+    core: EngineCore
+    recorder: RecordedScheduler  # what the loop knows as its scheduler
     side: RunnerSide
     kv_memory: UncachedKVCacheManager | CachedKVCacheManager
     connector: KVConnector | None
+    close_loop: Callable[[], None] | None = None  # where steps may be under way
 
 
 def find_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -132,7 +138,11 @@ def assemble_around(
 
         texts = {} if members is None else members
         watch = watch_run(config, side.model, side.kv_cache.num_blocks, overlaps, texts)
-    kv_memory = make_kv_memory(config, side.kv_cache.num_blocks, connector, listener, watch)
+    queued = make_queued_runner(side) if overlaps or config.pipeline_parallel_size > 1 else None
+    wait_for_steps = None if queued is None else queued.wait_for_steps
+    kv_memory = make_kv_memory(
+        config, side.kv_cache.num_blocks, connector, listener, watch, wait_for_steps
+    )
     chunk_policy = make_chunk_policy(config)
     scheduler = make_scheduler(
         config,
@@ -148,15 +158,12 @@ def assemble_around(
         observers.append(partial(wait_for_loads, kv_memory))
     if config.target_step_ms is not None:
         observers.append(partial(tell_durations, chunk_policy))
-    if config.pipeline_parallel_size > 1:
-        core = make_pipelined_core(config, scheduler, side, observers)
-    elif overlaps:
-        core = make_overlapped_core(scheduler, side, observers, watch)
-    else:
-        core = watch(RecordingEngineCore)(scheduler, side.runner, observers)
-    if connector is not None:
-        kv_memory.wait_for_steps = core.wait_for_steps  # pyright: ignore
-    return EngineParts(core, side, kv_memory, connector)
+    recorder = RecordedScheduler(scheduler, observers)
+    if queued is None:
+        core = watch(EngineCore)(recorder, side.runner)
+        return EngineParts(core, recorder, side, kv_memory, connector)
+    core = make_core_of_several(config, recorder, queued, scheduler, watch)
+    return EngineParts(core, recorder, side, kv_memory, connector, core.close)
 
 
 # -- who computes what
@@ -280,26 +287,28 @@ def is_overlapped(config: EngineConfig, device: torch.device) -> bool:
     return True
 
 
-def make_overlapped_core(
-    scheduler: Any,
-    side: RunnerSide,
-    observers: list[Observer],
+def make_queued_runner(side: RunnerSide) -> QueuedRunner:
+    """For a loop that begins a step while another one is under way."""
+    from common.runner.overlap import QueuedRunner, ThreadedRunner
+
+    return (QueuedRunner if side.is_queued else ThreadedRunner)(side.runner)
+
+
+def make_core_of_several(
+    config: EngineConfig,
+    recorder: RecordedScheduler,
+    runner: QueuedRunner,
+    books: Any,
     watch: Callable[[type], Any],
-) -> RecordingEngineCore:
-    from common.runner.overlap import OverlappedEngineCore, ThreadedRunner
+) -> OverlappedEngineCore:
+    """The loop where several steps are under way. `books` keeps their plans."""
+    if config.pipeline_parallel_size > 1:
+        from common.parallel.pipeline import PipelinedEngineCore
 
-    begun = side.runner if side.is_queued else ThreadedRunner(side.runner)
-    return watch(OverlappedEngineCore)(scheduler, begun, observers)
+        return PipelinedEngineCore(recorder, runner, books, config.pipeline_parallel_size)
+    from common.runner.overlap import OverlappedEngineCore
 
-
-def make_pipelined_core(
-    config: EngineConfig, scheduler: Any, side: RunnerSide, observers: list[Observer]
-) -> RecordingEngineCore:
-    from common.parallel.pipeline import PipelinedEngineCore
-
-    assert side.is_queued, "stages are processes"
-    num_in_flight = config.pipeline_parallel_size
-    return PipelinedEngineCore(scheduler, side.runner, observers, num_in_flight=num_in_flight)
+    return watch(OverlappedEngineCore)(recorder, runner, books)
 
 
 # -- KV
@@ -311,7 +320,9 @@ def make_kv_memory(
     connector: KVConnector | None,
     listener: CacheListener | None,
     watch: Callable[[type], Any] = unwatched,
+    wait_for_steps: Callable[[], object] | None = None,
 ) -> UncachedKVCacheManager | CachedKVCacheManager:
+    """`wait_for_steps`: the runner's, if steps may be under way while another one is planned."""
     pool, block_size = watch(BlockPool)(num_blocks), config.block_size
     if config.prefix_cache is None:
         return watch(UncachedKVCacheManager)(pool, block_size)
@@ -329,7 +340,7 @@ def make_kv_memory(
         return watch(CachedKVCacheManager)(pool, block_size, cache)
     from loading_kv_cache_manager import LoadingKVCacheManager
 
-    return watch(LoadingKVCacheManager)(pool, block_size, cache, connector)
+    return watch(LoadingKVCacheManager)(pool, block_size, cache, connector, wait_for_steps)
 
 
 def make_connector(

@@ -44,6 +44,11 @@ class OverlappedBooks(SchedulerBooks):
         self._ending: dict[str, Request] = {}  # the last token allowed is pending
         self.num_discarded_tokens = 0
 
+    @property
+    def has_work(self) -> bool:
+        """Somebody could be planned now. (A plan may still be empty: the memory decides.)"""
+        return len(self._ending) < len(self.requests)
+
     def make_plan(self, num_tokens: dict[str, int]) -> SchedulerOutput:
         if self._ending:  # a scheduler may have planned everybody who runs
             ending = self._ending.keys()

@@ -1,22 +1,24 @@
-"""The loop with an observer around it: what each step did, and how long its parts took.
+"""What each step did, and how long its parts took: a scheduler with a clock around it.
 
-`RecordingEngineCore` is chapter 1's loop; after every step it calls each of its observers with a
+    EngineCore(RecordedScheduler(scheduler, observers), runner)
+
+The loop sees a scheduler like any other. After every step each observer is called with a
 `StepRecord`. The demo's trace, the benchmarks, the pictures of this book, and chapter 6's chunks,
-which learn from the clock, read nothing else."""
+which learn from the clock, read nothing else. (How long a runner's parts take it says itself, in
+its output: it may compute while others are planned.)"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
-from engine_core import EngineCore
+from request import Request, RequestStatus
 from scheduler_interface import (
     EngineCoreOutput,
     Laps,
-    ModelRunner,
     SchedulerInterface,
     SchedulerOutput,
-    StepHandle,
     StepOutput,
 )
 
@@ -54,57 +56,66 @@ class StepRecord:
 Observer = Callable[[StepRecord], None]
 
 
-class RecordingEngineCore(EngineCore):
-    """Calls each of `observers` after every step; without any, no record is made.
-    `check_invariants=True` makes the scheduler check itself before that: slow, meant for tests."""
+class RecordedScheduler:
+    """`scheduler`, which calls each of `observers` after every step; without any, no record is
+    made. `check_invariants=True` makes it check itself before that: slow, meant for tests.
+
+    Where a loop has several plans under way, each has a clock of its own. They end in the order in
+    which they were made; whoever's step failed never does. A plan for nobody that ends while others
+    are under way is no step, unless somebody was preempted for it."""
 
     def __init__(
         self,
         scheduler: SchedulerInterface,
-        runner: ModelRunner,
         observers: Sequence[Observer] = (),
         check_invariants: bool = False,
     ) -> None:
-        super().__init__(scheduler, runner)
+        self.scheduler = scheduler
+        self.requests, self.running = scheduler.requests, scheduler.running
         self.observers = tuple(observers)
-        self.check_invariants = check_invariants
+        self.checks_itself = check_invariants
         self.num_steps = 0
         self.plan: SchedulerOutput  # of the last step, as the next three
         self._clock: Laps
         self._output: StepOutput
         self._results: Sequence[EngineCoreOutput]
+        self._under_way: deque[tuple[SchedulerOutput, Laps]] = deque()
 
-    def step(self) -> Sequence[EngineCoreOutput]:
-        return self.finish(*self.begin())
-
-    def drain(self) -> None:
-        """Between two steps nothing is under way."""
-
-    def wait_for_steps(self) -> None:
-        """Nor is there anything to wait for."""
-
-    def begin(self) -> tuple[SchedulerOutput, StepHandle, Laps]:
+    def schedule(self) -> SchedulerOutput:
         clock = Laps()
         plan = self.scheduler.schedule()
         clock.lap("schedule_ms")
-        return plan, self.runner.execute(plan), clock
+        self._under_way.append((plan, clock))
+        return plan
 
-    def finish(
-        self, plan: SchedulerOutput, handle: StepHandle, clock: Laps
+    def update_from_output(
+        self, plan: SchedulerOutput, output: StepOutput
     ) -> Sequence[EngineCoreOutput]:
-        self.plan, self._clock = plan, clock
-        output = self._output = handle.wait()
+        clock = self._take_clock(plan)
         clock.lap("execute_ms")
-        results = self._results = self.scheduler.update_from_output(plan, output)
+        results = self.scheduler.update_from_output(plan, output)
         clock.lap("update_ms")
-        if self.check_invariants:
+        if self.checks_itself:
             self.scheduler.check_invariants()
+        if plan.is_empty and self._under_way and not plan.preempted_requests:
+            return results
+        self.plan, self._clock, self._output, self._results = plan, clock, output, results
         self.num_steps += 1
         if self.observers:
             record = self.record()
             for observer in self.observers:
                 observer(record)
         return results
+
+    def forget_plans(self) -> None:
+        """The steps under way have failed. (Unsaid, it shows when a younger one ends.)"""
+        self._under_way.clear()
+
+    def _take_clock(self, plan: SchedulerOutput) -> Laps:
+        made, clock = self._under_way.popleft()
+        while made is not plan:  # its step failed
+            made, clock = self._under_way.popleft()
+        return clock
 
     @property
     def start_time(self) -> float:
@@ -137,3 +148,24 @@ class RecordingEngineCore(EngineCore):
             update_ms=clock.ms["update_ms"],
             **output.times,
         )
+
+    def add_request(self, request: Request) -> None:
+        self.scheduler.add_request(request)
+
+    def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None:
+        self.scheduler.finish_requests(request_ids, status)
+
+    def abort_request(self, request_id: str) -> None:
+        self.scheduler.abort_request(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.has_unfinished_requests()
+
+    def get_num_unfinished_requests(self) -> int:
+        return self.scheduler.get_num_unfinished_requests()
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return self.scheduler.get_request_counts()
+
+    def check_invariants(self) -> None:
+        self.scheduler.check_invariants()

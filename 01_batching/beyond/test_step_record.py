@@ -1,4 +1,4 @@
-"""The record against what really happened, and the loop that keeps it against chapter 1's."""
+"""The record against what really happened, and a scheduler with a clock against one without."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from bounded_loops import as_long_as
 from engine_core import EngineCore
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
-from scheduler_interface import SchedulerOutput, StepOutput
-from step_record import RecordingEngineCore, StepRecord
+from scheduler_interface import SchedulerInterface, SchedulerOutput, StepOutput
+from step_record import RecordedScheduler, StepRecord
 from test_engine_core import SCRIPT, Answers, ScriptedRunner, make, run
 
 
@@ -19,7 +19,7 @@ def test_the_record_of_a_run_by_hand():
     """Two slots and three requests: c takes the slot of b in the step after b's last."""
     records: list[StepRecord] = []
     runner = ScriptedRunner(SCRIPT)
-    engine = RecordingEngineCore(FCFSScheduler(max_num_seqs=2), runner, [records.append])
+    engine = EngineCore(RecordedScheduler(FCFSScheduler(max_num_seqs=2), [records.append]), runner)
     run(
         engine,
         make("a", [1, 2, 3], max_tokens=3),
@@ -38,7 +38,7 @@ def test_the_record_of_a_run_by_hand():
         {"a": [21], "c": [30]},
     ]
     assert [(r.num_running, r.num_waiting) for r in records] == [(1, 1), (2, 0), (0, 0)]
-    assert [r.step for r in records] == [0, 1, 2] and engine.num_steps == 3
+    assert [r.step for r in records] == [0, 1, 2] and engine.scheduler.num_steps == 3
     assert [r.kv_tokens_written for r in records] == [3 + 1, 2 + 4, 5 + 3]
     assert all(r.preempted == [] for r in records)
 
@@ -47,7 +47,7 @@ def test_the_records_add_up_to_what_every_request_did():
     rng = random.Random(0)
     records: list[StepRecord] = []
     runner = ScriptedRunner(SCRIPT)
-    engine = RecordingEngineCore(FCFSScheduler(3, 12), runner, [records.append])
+    engine = EngineCore(RecordedScheduler(FCFSScheduler(3, 12), [records.append]), runner)
     requests = [
         make(
             str(i),
@@ -90,12 +90,12 @@ def test_the_times_are_those_of_the_five_parts(qwen3, monkeypatch):
         setattr(owner, name, method)
 
     records: list[StepRecord] = []
-    engine = RecordingEngineCore(FCFSScheduler(), HFModelRunner(qwen3), [records.append])
-    slow(engine.scheduler, "schedule", 1)
+    engine = EngineCore(RecordedScheduler(FCFSScheduler(), [records.append]), HFModelRunner(qwen3))
+    slow(engine.scheduler.scheduler, "schedule", 1)
     slow(engine.runner, "prepare", 2)
     slow(engine.runner, "forward", 4)
     slow(engine.runner.sampler, "sample", 8)
-    slow(engine.scheduler, "update_from_output", 16)
+    slow(engine.scheduler.scheduler, "update_from_output", 16)
     engine.add_request(make("a", [1], max_tokens=1))
     engine.step()
     engine.step()  # an empty one
@@ -108,8 +108,8 @@ def test_the_times_are_those_of_the_five_parts(qwen3, monkeypatch):
 
 
 def test_keeping_a_record_changes_nothing():
-    def results_of(kind: type[EngineCore]) -> list:
-        engine = kind(FCFSScheduler(2, 12), ScriptedRunner(SCRIPT))
+    def results_of(scheduler: SchedulerInterface) -> list:
+        engine = EngineCore(scheduler, ScriptedRunner(SCRIPT))
         for i in range(5):
             engine.add_request(make(str(i), [1] * (i + 1), [30], max_tokens=3, ignore_eos=i > 2))
         results = []
@@ -117,7 +117,8 @@ def test_keeping_a_record_changes_nothing():
             results.append(engine.step())
         return results
 
-    assert results_of(RecordingEngineCore) == results_of(EngineCore)
+    recorded = RecordedScheduler(FCFSScheduler(2, 12))
+    assert results_of(recorded) == results_of(FCFSScheduler(2, 12))
 
 
 def test_observers_are_called_in_turn_with_the_same_record_after_the_scheduler_is_checked():
@@ -125,7 +126,7 @@ def test_observers_are_called_in_turn_with_the_same_record_after_the_scheduler_i
     scheduler = FCFSScheduler()
     scheduler.check_invariants = lambda: seen.append("checked")
     observers = [lambda record: seen.append((1, record)), lambda record: seen.append((2, record))]
-    engine = RecordingEngineCore(scheduler, ScriptedRunner(SCRIPT), observers, True)
+    engine = EngineCore(RecordedScheduler(scheduler, observers, True), ScriptedRunner(SCRIPT))
     engine.add_request(make("a", [1], max_tokens=1))
     engine.step()
     checked, (first, record), (second, same) = seen
@@ -135,7 +136,7 @@ def test_observers_are_called_in_turn_with_the_same_record_after_the_scheduler_i
 
 def test_a_scheduler_that_contradicts_itself_is_noticed_in_that_step():
     scheduler = FCFSScheduler()
-    engine = RecordingEngineCore(scheduler, ScriptedRunner(SCRIPT), check_invariants=True)
+    engine = EngineCore(RecordedScheduler(scheduler, check_invariants=True), ScriptedRunner(SCRIPT))
     engine.add_request(make("a", [1], max_tokens=9))
     engine.step()
     scheduler.running["a"].all_token_ids.append(5)
@@ -167,7 +168,7 @@ def test_what_later_chapters_put_in_a_plan_is_in_the_record():
     )
     records: list[StepRecord] = []
     output = StepOutput({"a": [5, 6, 1], "b": [4]}, times={"forward_ms": 2.0, "propose_ms": 3.0})
-    engine = RecordingEngineCore(OnePlan(plan), Answers(output), [records.append])
+    engine = EngineCore(RecordedScheduler(OnePlan(plan), [records.append]), Answers(output))
     engine.step()
     (record,) = records
     assert record.drafts == {"a": (3, 2), "b": (2, 0), "c": (1, 0)}

@@ -21,11 +21,12 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from engine_core import EngineCore
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
 from request import Request
 from static_batching import StaticBatchingReport, generate_static
-from step_record import RecordingEngineCore, StepRecord
+from step_record import RecordedScheduler, StepRecord
 
 SEED = 0
 NUM_REQUESTS, MAX_PROMPT, MAX_OUTPUT = 128, 256, 256  # the real workload; longer ones are cut
@@ -125,7 +126,7 @@ def serve(
     records: list[StepRecord] = []
     runner = HFModelRunner(model, batched=batched)
     scheduler = FCFSScheduler(max_num_seqs, MAX_NUM_BATCHED_TOKENS)
-    engine = RecordingEngineCore(scheduler, runner, [records.append])
+    engine = EngineCore(RecordedScheduler(scheduler, [records.append]), runner)
     requests = make_requests(lengths)
     for request in requests:
         engine.add_request(request)

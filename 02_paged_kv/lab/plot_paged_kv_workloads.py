@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from block_pool import Block, BlockPool
+from engine_core import EngineCore
 from forking_kv_cache_manager import ForkingKVCacheManager
 from kv_cache_manager import KVCacheManager
 from paged_attention import PagedKVCache
@@ -25,7 +26,6 @@ from paged_fcfs_scheduler import PagedFCFSScheduler
 from plot_batching_workloads import stdlib_functions
 from request import Request, SamplingParams
 from scheduler_interface import FinishedStep, PlanMessage, SchedulerOutput, StepOutput
-from step_record import RecordingEngineCore
 
 SEED = 0
 NUM_REQUESTS = 256
@@ -193,15 +193,17 @@ def serve(
         for i, x in enumerate(jobs)
         for j in range(n)
     }
-    core = RecordingEngineCore(scheduler, ScriptedRunner(lens))
+    core = EngineCore(scheduler, ScriptedRunner(lens))
     for request in requests:
         core.add_request(request)
     total = memory.pool.num_usable_blocks * memory.block_size
     names = "held written peak_held crowded_steps crowded_held crowded_written crowded_running"
     sums = dict.fromkeys(names.split(), 0)
     snapshots: list[dict] = []
+    num_steps = 0
     while core.has_unfinished_requests():
         core.step()
+        num_steps += 1
         running = list(scheduler.running.values())
         held = total - memory.pool.num_free_blocks * memory.block_size
         written = sum(request.num_computed_tokens for request in running)
@@ -210,7 +212,7 @@ def serve(
         sums["peak_held"] = max(sums["peak_held"], held)
         if scheduler.waiting and with_snapshot:
             held_by = [_snapshot_of(request, memory) for request in running]
-            snapshots.append({"step": core.num_steps, "written": written, "requests": held_by})
+            snapshots.append({"step": num_steps, "written": written, "requests": held_by})
         if scheduler.waiting:
             sums["crowded_steps"] += 1
             sums["crowded_held"] += held
@@ -218,7 +220,7 @@ def serve(
             sums["crowded_running"] += len(running)
     memory.check_invariants()
     num_copies = scheduler.num_block_copies if isinstance(scheduler, ForkingScheduler) else 0
-    counts = {"steps": core.num_steps, "num_block_copies": num_copies, **sums}
+    counts = {"steps": num_steps, "num_block_copies": num_copies, **sums}
     result: dict[str, Any] = {"block_size": memory.block_size, "total_slots": total, **counts}
     if with_snapshot:  # the last of the crowded steps with as much written as the median, to 1 %
         median = statistics.median(snapshot["written"] for snapshot in snapshots)

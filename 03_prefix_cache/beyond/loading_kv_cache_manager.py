@@ -36,12 +36,17 @@ class LoadingKVCacheManager(CachedKVCacheManager):
     """A `KVMemory` that asks `connector`, which is bound already, for what its cache has not."""
 
     def __init__(
-        self, pool: BlockPool, block_size: int, cache: PrefixCache, connector: KVConnector
+        self,
+        pool: BlockPool,
+        block_size: int,
+        cache: PrefixCache,
+        connector: KVConnector,
+        wait_for_steps: Callable[[], object] | None = None,
     ) -> None:
         super().__init__(pool, block_size, cache)
         self.connector = connector
         self._loads = KVLoads(connector, cache, self._take_blocks_to_load)
-        self.wait_for_steps: Callable[[], object] = lambda: None
+        self.wait_for_steps = wait_for_steps or (lambda: None)
 
     def get_computed_blocks(
         self, request: Request, wait_for_others: bool = True

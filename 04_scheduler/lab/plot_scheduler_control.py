@@ -112,7 +112,7 @@ def host_step(engine: LLMEngine) -> dict[str, float]:
     start = time.perf_counter()
     engine.step()
     total = (time.perf_counter() - start) * 1e3
-    record = engine.core.record()
+    record = engine.recorder.record()
     parts = {part: getattr(record, f"{part}_ms") for part in ("schedule", "prepare", "sample")}
     parts["update"] = record.update_ms
     whole = total - record.forward_ms

@@ -34,11 +34,12 @@ from common.bench.bench_models import BenchModels
 from common.bench.bench_work import BenchRequest, CannotRunError, Limits, Serve, Served, greedy
 from common.bench.vllm_system import vllm
 from common.engine import LLMEngine
+from engine_core import EngineCore
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
 from request import Request
 from static_batching import generate_static, pad_left
-from step_record import RecordingEngineCore, StepRecord
+from step_record import RecordedScheduler, StepRecord
 
 System = Callable[[BenchModels, Limits], AbstractContextManager[Serve]]
 
@@ -85,10 +86,10 @@ def one_at_a_time(models: BenchModels, limits: Limits) -> Iterator[Serve]:
 
 def padded_core(
     runner: HFModelRunner, max_num_seqs: int, max_num_batched_tokens: int, steps: list[StepRecord]
-) -> RecordingEngineCore:
+) -> EngineCore:
     """Chapter 1's engine; `steps` grows by a record a step."""
     scheduler = FCFSScheduler(max_num_seqs, max_num_batched_tokens)
-    return RecordingEngineCore(scheduler, runner, [steps.append])
+    return EngineCore(RecordedScheduler(scheduler, [steps.append]), runner)
 
 
 @contextmanager

@@ -24,9 +24,9 @@ from common.bench.gpu_inputs import BLOCK_SIZE, Cell, Lab, decode_lengths, paged
 from common.engine import LLMEngine
 from common.runner.model_runner import PagedModelRunner
 from common.sampling.sampler import as_float, greedy
+from engine_core import EngineCore
 from request import SamplingParams
 from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
-from step_record import RecordingEngineCore
 
 NUM_WARM_STEPS = 3
 
@@ -60,7 +60,7 @@ def take_in(
     scheduler: Any = engine.scheduler
     runner, budget = core.runner, scheduler.max_num_batched_tokens
     core.runner = SkippedPrompts(paged_runner(engine))
-    core.step = partial(RecordingEngineCore.step, core)  # over before it returns, in every mode
+    core.step = partial(EngineCore.step, core)  # over before it returns, in every mode
     scheduler.max_num_batched_tokens = len(names) * context  # all of them in one step
     try:
         engine.step()

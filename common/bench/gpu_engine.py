@@ -154,9 +154,9 @@ def finish(engine: LLMEngine, names: Sequence[str]) -> None:
     """Whatever of them is unfinished is aborted, and nothing is under way any more."""
     for name in names:
         engine.abort_request(name)
-    engine.core.drain()
     while engine.has_unfinished_requests():
         engine.step()
+    engine.step()
 
 
 def serve(

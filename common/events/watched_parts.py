@@ -43,11 +43,11 @@ from common.events.event_kinds import (
     Updated,
 )
 from common.events.event_log import EventLog, TextPieces, describe_run, label_of
+from engine_core import EngineCore
 from kv_memory import ComputedBlocks, NotReady
 from prefix_cache import extra_keys_of, normalise_extra_keys
 from request import Request, RequestStatus
 from scheduler_interface import EngineCoreOutput, SchedulerOutput, StepOutput
-from step_record import RecordingEngineCore
 
 if TYPE_CHECKING:
     from common.engine_config import EngineConfig
@@ -100,7 +100,7 @@ def _seen_kind_of(kind: type) -> type:
     """By what a class can do, so that none is imported that was not chosen."""
     if issubclass(kind, BlockPool):
         return SeenPool
-    if issubclass(kind, RecordingEngineCore):
+    if issubclass(kind, EngineCore):
         return SeenLoop
     for method, seen in (
         ("cut_out", SeenTree),
@@ -624,9 +624,9 @@ class SeenLoop(_Part):
         with self._written():
             return super().step()
 
-    def drain(self) -> None:
+    def close(self) -> None:
         with self._written():
-            super().drain()
+            super().close()
 
     @contextmanager
     def _written(self) -> Iterator[None]:
@@ -635,7 +635,7 @@ class SeenLoop(_Part):
         try:
             yield
         except BaseException as error:
-            self.scheduler._under_way_steps.clear()
+            self.scheduler.scheduler._under_way_steps.clear()
             log.note(Failed(log.now(), f"{type(error).__name__}: {error}"[:500]))
             raise
         finally:

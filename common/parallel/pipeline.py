@@ -4,10 +4,10 @@
     stage 1       | A | B  | A' | B' | A''   B, B'        for the other half
     host              ^plan A' when A has come out, before anybody waits for B
 
-The three lines of chapter 1's loop run here too, the third some plans behind the first. What that
-asks of a scheduler is in chapter 4's `beyond/pipelined_books.py`: nobody is planned on behind a
-token that is under way, so an overlapped loop's `PENDING` has no place here; the first stage needs
-the id.
+This loop runs instead of chapter 1's where `pipeline_parallel_size` is more than one: the same
+three lines, the third some plans behind the first. What that asks of a scheduler is in chapter 4's
+`beyond/pipelined_books.py`: nobody is planned on behind a token that is under way, so an overlapped
+loop's `PENDING` has no place here; the first stage needs the id.
 
     begin    as long as fewer than `num_in_flight` plans are under way and somebody is behind
     finish   the oldest; its requests are behind again, and the next call begins with them
@@ -23,23 +23,24 @@ but counts as no step unless it is all that is under way or somebody was preempt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from common.runner.overlap import OverlappedEngineCore, UnderWay
-from pipelined_books import PipelinedBooks
+from common.runner.overlap import OverlappedEngineCore, PlansUnderWay, QueuedRunner
 from request import check_integers
-from scheduler_interface import EngineCoreOutput, SchedulerOutput
+from scheduler_interface import EngineCoreOutput, SchedulerInterface
 
 
 class PipelinedEngineCore(OverlappedEngineCore):
-    """A step returns what one plan brought, the oldest. `scheduler` is a `pipelined` one, and the
-    runner's `execute` returns before the step is over."""
+    """A step returns what one plan brought, the oldest."""
 
-    scheduler: PipelinedBooks
-
-    def __init__(self, *arguments: Any, num_in_flight: int, **keywords: Any) -> None:
+    def __init__(
+        self,
+        scheduler: SchedulerInterface,
+        runner: QueuedRunner,
+        books: PlansUnderWay,
+        num_in_flight: int,
+    ) -> None:
         check_integers(1, num_in_flight=num_in_flight)
-        super().__init__(*arguments, **keywords)
+        super().__init__(scheduler, runner, books)
         self.num_in_flight = num_in_flight
 
     def step(self) -> Sequence[EngineCoreOutput]:
@@ -47,10 +48,11 @@ class PipelinedEngineCore(OverlappedEngineCore):
         steps = self._under_way
         try:
             self._begin_all()
-            while len(steps) > 1 and _is_nothing(steps[0].plan):
-                self._pass_over()
-            step = steps.popleft()
-            return self.finish(step.plan, step.handle, step.clock)
+            while True:
+                plan, _ = steps[0]
+                results = self._finish()
+                if not plan.is_empty or plan.preempted_requests or not steps:
+                    return results
         except BaseException:
             self._give_up()
             raise
@@ -58,17 +60,9 @@ class PipelinedEngineCore(OverlappedEngineCore):
     def _begin_all(self) -> None:
         """Behind a plan for nobody, nothing is planned: what lets somebody in is a result."""
         steps = self._under_way
-        num_busy = sum(not step.plan.is_empty for step in steps)
-        while not steps or (num_busy < self.num_in_flight and self.scheduler.has_work):
-            steps.append(UnderWay(*self.begin()))
-            if steps[-1].plan.is_empty:
+        num_busy = sum(not plan.is_empty for plan, _ in steps)
+        while not steps or (num_busy < self.num_in_flight and self.books.has_work):
+            self._begin()
+            if steps[-1][0].is_empty:
                 break
             num_busy += 1
-
-    def _pass_over(self) -> None:
-        step = self._under_way.popleft()
-        self.scheduler.update_from_output(step.plan, step.handle.wait())
-
-
-def _is_nothing(plan: SchedulerOutput) -> bool:
-    return plan.is_empty and not plan.preempted_requests

@@ -8,10 +8,12 @@ import pytest
 
 from bounded_loops import as_long_as
 from common.parallel.pipeline import PipelinedEngineCore
+from common.runner.overlap import QueuedRunner
 from fcfs_scheduler import FCFSScheduler
 from pipelined_books import pipelined
 from request import Request
 from scheduler_interface import SchedulerOutput, StepOutput
+from step_record import RecordedScheduler
 
 
 class LoggingRunner:
@@ -45,10 +47,10 @@ def make_core(num_stages: int = 2, num_in_flight: int | None = None, **options):
     log: list = []
     scheduler = pipelined(FCFSScheduler)(num_micro_batches=num_stages, **options)
     core = PipelinedEngineCore(
+        RecordedScheduler(scheduler, check_invariants=True),
+        QueuedRunner(runner := LoggingRunner(log)),
         scheduler,
-        runner := LoggingRunner(log),
-        check_invariants=True,
-        num_in_flight=num_in_flight or num_stages,
+        num_in_flight or num_stages,
     )
     return core, log, runner
 
@@ -104,7 +106,7 @@ def test_every_plan_is_executed_and_taken_once_and_nothing_is_left(num_stages, n
     assert runner.said == expected
     begun = [entry[1:] for entry in log if entry[0] == "begun"]
     assert begun == [entry[1:] for entry in log if entry[0] == "ended"]
-    assert not core._under_way and not core.scheduler._under_way
+    assert not core._under_way and not core.books._under_way
     assert most <= 2 * num_in_flight
 
 
@@ -162,8 +164,8 @@ def test_a_plan_for_nobody_that_has_preempted_somebody_is_a_step() -> None:
 
     scheduler = pipelined(Scheduler)(num_micro_batches=2, preempt_every=3)
     records = []
-    runner = LoggingRunner([])
-    core = PipelinedEngineCore(scheduler, runner, [records.append], True, num_in_flight=2)
+    recorder = RecordedScheduler(scheduler, [records.append], check_invariants=True)
+    core = PipelinedEngineCore(recorder, QueuedRunner(LoggingRunner([])), scheduler, 2)
     for name in "ab":
         core.add_request(request(name, 4))
     for _ in as_long_as(core.has_unfinished_requests, 60):
@@ -177,9 +179,9 @@ def test_a_plan_for_nobody_that_is_alone_is_a_step() -> None:
     """What the loop waits for then (KV from elsewhere) decides what comes next."""
     core, log, _ = make_core()
     core.add_request(request("a"))
-    core.scheduler._admit = lambda budget: {}
+    core.books._admit = lambda budget: {}
     records = []
-    core.observers = (records.append,)
+    core.scheduler.observers = (records.append,)
     assert list(core.step()) == []
     assert log == [("begun",), ("ended",)] and len(records) == 1
 
@@ -189,9 +191,9 @@ def test_waiting_for_what_is_under_way_takes_nothing() -> None:
     for name in "ab":
         core.add_request(request(name, 9))
     core.step(), core.step()
-    core.wait_for_steps()
-    assert log[-1] == ("ended", "b") and core.num_steps == 2
-    core.wait_for_steps()
+    core.runner.wait_for_steps()
+    assert log[-1] == ("ended", "b") and core.scheduler.num_steps == 2
+    core.runner.wait_for_steps()
     assert log.count(("ended", "b")) == 1, "once"
     results = [core.step() for _ in range(2)]
     assert [[(r.request_id, r.new_token_ids) for r in step] for step in results] == [
@@ -230,4 +232,4 @@ def test_who_is_aborted_in_flight_gets_nothing_more_and_its_name_may_come_again(
     core.add_request(again := request("b", 2))
     assert run(core) == {"b": 2}
     assert again.output_token_ids == [3, 4], "the step under way was the old one's"
-    assert core.scheduler.num_discarded_tokens == 1
+    assert core.books.num_discarded_tokens == 1

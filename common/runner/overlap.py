@@ -3,10 +3,11 @@
     device   |      step n       |     step n + 1      |     step n + 2 ...
     host      plan n+1, begin n+1   read n, update n, outputs, plan n+2, begin n+2   read n+1 ...
 
-The loop of chapter 1 makes the device wait while the host plans, lays out and writes down, and the
-host while the device computes. Here the same three lines run, one step apart. What that asks of the
-scheduler is in `01_batching/beyond/overlapped_books.py`: it plans on from a token that it does not
-know. The runner knows where that token lies (`BatchState.fill_in`).
+The loop of chapter 1, which runs in an engine by default, makes the device wait while the host
+plans, lays out and writes down, and the host while the device computes. This one runs instead where
+`overlap_scheduling` says so: the same three lines, one step apart. What that asks of the scheduler
+is in `01_batching/beyond/overlapped_books.py`: it plans on from a token that it does not know. The
+runner knows where that token lies (`BatchState.fill_in`).
 
 What it costs: a newcomer is planned for one step later; so is the end at EOS or a stop string seen,
 and one token computed for nobody.
@@ -25,86 +26,131 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from typing import Protocol
 
-from overlapped_books import OverlappedBooks
+from engine_core import EngineCore
 from scheduler_interface import (
     EngineCoreOutput,
-    FinishedStep,
-    Laps,
     ModelRunner,
     PlanMessage,
+    SchedulerInterface,
     SchedulerOutput,
     StepHandle,
     StepOutput,
 )
-from step_record import RecordingEngineCore
 
 
-@dataclass(slots=True)
-class UnderWay:
-    plan: SchedulerOutput
-    handle: StepHandle
-    clock: Laps
+class PlansUnderWay(Protocol):
+    """Who keeps the books of plans whose results nobody has seen."""
+
+    @property
+    def has_work(self) -> bool: ...  # somebody could be planned now
+
+    def forget_plans(self) -> None: ...  # they have failed
 
 
-class OverlappedEngineCore(RecordingEngineCore):
-    """A step returns what one plan brought, the oldest, as in the plain loop. `scheduler` is an
-    `overlapped` one."""
+class OverlappedEngineCore(EngineCore):
+    """A step returns what one plan brought, the oldest, as in the plain loop."""
 
-    scheduler: OverlappedBooks
-
-    def __init__(self, *arguments, **keywords) -> None:
-        super().__init__(*arguments, **keywords)
-        self._under_way: deque[UnderWay] = deque()
+    def __init__(
+        self, scheduler: SchedulerInterface, runner: QueuedRunner, books: PlansUnderWay
+    ) -> None:
+        self.scheduler, self.runner, self.books = scheduler, runner, books
+        self._under_way: deque[tuple[SchedulerOutput, StepHandle]] = deque()
 
     def step(self) -> Sequence[EngineCoreOutput]:
         """If it raises, so have all steps that were under way."""
         steps = self._under_way
         try:
             if not steps:
-                steps.append(UnderWay(*self.begin()))
+                self._begin()
             # An empty step is one of waiting, and what comes of it shows in the next.
-            if not steps[0].plan.is_empty and self.scheduler.has_unfinished_requests():
-                steps.append(UnderWay(*self.begin()))
-            step = steps.popleft()
-            results = self.finish(step.plan, step.handle, step.clock)
-            if steps and steps[0].plan.is_empty and not self.scheduler.has_unfinished_requests():
-                step = steps.popleft()  # the last tokens were pending when it was planned
-                self.scheduler.update_from_output(step.plan, step.handle.wait())
-            return results
+            if not steps[0][0].is_empty and self.books.has_work:
+                self._begin()
+            return self._finish()
         except BaseException:
             self._give_up()
             raise
 
-    def drain(self) -> None:
-        """End what is under way. When nobody is unfinished, that is of nobody."""
-        while self._under_way:
-            step = self._under_way.popleft()
-            self.finish(step.plan, step.handle, step.clock)
+    def _begin(self) -> None:
+        plan = self.scheduler.schedule()
+        self._under_way.append((plan, self.runner.execute(plan)))
 
-    def wait_for_steps(self) -> None:
-        """Until what has begun is over. What it brought is taken in its turn."""
-        for step in self._under_way:
-            step.handle = FinishedStep(step.handle.wait())
+    def _finish(self) -> Sequence[EngineCoreOutput]:
+        plan, handle = self._under_way.popleft()
+        return self.scheduler.update_from_output(plan, handle.wait())
 
     def _give_up(self) -> None:
         while self._under_way:
             with suppress(BaseException):  # of several errors the first one counts
-                self._under_way.popleft().handle.wait()
-        self.scheduler.forget_plans()
+                self._under_way.popleft()[1].wait()
+        self.books.forget_plans()
+
+    def close(self) -> None:
+        """When nobody is unfinished: what is under way is nobody's, its errors too."""
+        with closing(self.runner), suppress(Exception):
+            while self._under_way:
+                self._finish()
+        self._give_up()
 
 
-class ThreadedRunner:
-    """A `ModelRunner` for a CPU: `runner` computes one step after another in a thread."""
+class QueuedRunner:
+    """A `ModelRunner` whose `execute` returns when a step has begun, as that of `runner` does. It
+    knows which steps are under way."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
+        self._under_way: list[QueuedStep] = []
+
+    def execute(self, plan: PlanMessage) -> QueuedStep:
+        step = QueuedStep(self.begin(plan), self._under_way)
+        self._under_way.append(step)
+        return step
+
+    def begin(self, plan: PlanMessage) -> StepHandle:
+        return self.runner.execute(plan)
+
+    def wait_for_steps(self) -> None:
+        """Until what has begun is over. What it brought is taken in its turn."""
+        for step in self._under_way:
+            step.end()
+
+    def close(self) -> None:
+        """When nothing is under way. What queued the steps is another's."""
+
+
+@dataclass(slots=True, eq=False)
+class QueuedStep:
+    handle: StepHandle
+    under_way: list[QueuedStep]
+    output: StepOutput | None = None
+
+    def end(self) -> StepOutput:
+        if self.output is None:
+            self.output = self.handle.wait()
+        return self.output
+
+    def wait(self) -> StepOutput:
+        try:
+            return self.end()
+        finally:
+            self.under_way.remove(self)
+
+
+class ThreadedRunner(QueuedRunner):
+    """For a CPU: `runner` computes one step after another in a thread."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="step")
 
-    def execute(self, plan: PlanMessage) -> ThreadedStep:
+    def begin(self, plan: PlanMessage) -> ThreadedStep:
         return ThreadedStep(self._thread.submit(self.runner.execute, plan))
+
+    def close(self) -> None:
+        self._thread.shutdown()
 
 
 @dataclass(frozen=True, slots=True)

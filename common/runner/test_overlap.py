@@ -7,11 +7,12 @@ from collections import Counter
 
 import pytest
 
-from common.runner.overlap import OverlappedEngineCore, ThreadedRunner
+from common.runner.overlap import OverlappedEngineCore, QueuedRunner, ThreadedRunner
 from fcfs_scheduler import FCFSScheduler
 from overlapped_books import overlapped
 from request import Request
 from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
+from step_record import RecordedScheduler
 
 
 class LoggingRunner:
@@ -57,7 +58,8 @@ def make_core() -> tuple[OverlappedEngineCore, list, LoggingRunner]:
     log: list = []
     scheduler, runner = overlapped(LoggingScheduler)(), LoggingRunner(log)
     scheduler.log = log
-    return OverlappedEngineCore(scheduler, runner, check_invariants=True), log, runner
+    recorder = RecordedScheduler(scheduler, check_invariants=True)
+    return OverlappedEngineCore(recorder, QueuedRunner(runner), books=scheduler), log, runner
 
 
 def request(name: str, max_tokens: int = 3) -> Request:
@@ -86,7 +88,7 @@ def test_each_step_of_the_loop_returns_one_plans_results_and_the_last_leaves_not
         num_steps += 1
         assert num_steps < 20
     assert outputs == {"a": 1, "b": 4, "c": 2}
-    assert runner.num_steps == 1 + num_steps, "an empty step, begun when the last token was pending"
+    assert runner.num_steps == num_steps, "nothing is begun behind a last token that is pending"
     assert runner.num_steps == log.count("planned") == log.count("updated")
     assert not core._under_way
 
@@ -95,7 +97,7 @@ def test_an_empty_step_is_not_planned_ahead_of() -> None:
     """What the loop waits for then (KV from elsewhere) decides what comes next."""
     core, log, _ = make_core()
     core.add_request(request("a"))
-    core.scheduler._admit = lambda budget: {}
+    core.books._admit = lambda budget: {}
     assert list(core.step()) == []
     assert log == ["planned", ("begun", 1), ("waited for", 1), "updated"]
 
@@ -104,9 +106,9 @@ def test_waiting_for_what_is_under_way_takes_nothing() -> None:
     core, log, _ = make_core()
     core.add_request(request("a", 9))
     core.step()
-    core.wait_for_steps()
+    core.runner.wait_for_steps()
     assert log[-1] == ("waited for", 2) and log.count("updated") == 1
-    core.wait_for_steps()
+    core.runner.wait_for_steps()
     assert log.count(("waited for", 2)) == 1, "once"
     (result,) = core.step()
     assert result.new_token_ids == [2]
@@ -132,7 +134,7 @@ def test_an_error_ends_all_steps_under_way_and_the_loop_goes_on(step, fails_when
 def test_a_record_is_of_the_step_that_ended() -> None:
     core, _, _ = make_core()
     records = []
-    core.observers = (records.append,)
+    core.scheduler.observers = (records.append,)
     core.add_request(request("a"))
     while core.has_unfinished_requests():
         core.step()

@@ -107,6 +107,7 @@ class RunnerPlugins:
         self.appended = [p.appended for p in self._with("appended")]
         self._stage = [(p.name, p.stage) for p in self._with("stage")]
         self._before_sampling = [p.before_sampling for p in self._with("before_sampling")]
+        self.stage_arrays = bool(self._stage)
         self.see_steps = bool(self._stage or self._before_sampling)
 
     def _with(self, hook: str) -> list[RunnerPlugin]:

@@ -24,7 +24,7 @@ from common.tests.engine_oracle import Oracle, checked_engine, finish, paged_run
 from common.tests.model_cases import tiny_config
 from common.tokenizer import IncrementalDetokenizer
 from request import SamplingParams
-from step_record import RecordingEngineCore
+from step_record import RecordedScheduler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -460,7 +460,7 @@ def test_a_step_makes_no_record_and_no_text_for_who_asks_for_none(
         return append(self, token_id)
 
     monkeypatch.setattr(IncrementalDetokenizer, "append", watched)
-    monkeypatch.setattr(RecordingEngineCore, "record", None)  # it would be called
+    monkeypatch.setattr(RecordedScheduler, "record", None)  # it would be called
     engine.add_request("a", "def f(", GREEDY)
     outputs = [output for _ in range(9) for output in engine.step()]
     assert outputs[-1].finished and read == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 import threading
@@ -16,12 +17,13 @@ from common.tests.engine_oracle import (
     checked_engine,
     finish,
     greedy_params,
+    lines_run,
     paged_runner,
     scarce,
     serve_a_crowd,
 )
+from engine_core import EngineCore
 from request import SamplingParams
-from step_record import RecordingEngineCore
 from tiered_cache import KVTierConfig
 
 SCHEDULERS = ("two_phase", "prefill_first", "fcfs")
@@ -70,6 +72,23 @@ def everything_said(engine: LLMEngine, prompts: list, seed: int, aborts: bool = 
 
 def tokens_and_reasons(said: dict) -> dict:
     return {name: [completion[:4] for completion in found] for name, found in said.items()}
+
+
+def test_the_lines_of_chapter_1_run_once_a_step_unless_steps_overlap(
+    random_oracle, random_loaded
+) -> None:
+    """The book says so: of the loop, and of who runs instead."""
+    source = inspect.getsource(EngineCore.step).split('"""')[-1]
+    three_lines = [line.strip() for line in source.splitlines() if line.strip()]
+    engine = LLMEngine(EngineConfig(num_blocks=50), loaded=random_loaded)
+    prompts, params = random_oracle.prompts[:3], greedy_params(5)
+    ran = lines_run(EngineCore.step, engine, prompts, params)
+    assert ran == dict.fromkeys(three_lines, engine.stats().num_steps) and len(three_lines) == 3
+    engine = overlapped_engine(random_loaded, num_blocks=50)
+    assert not lines_run(EngineCore.step, engine, prompts, params)
+    engine.reset_stats()
+    ran = lines_run(OverlappedEngineCore.step, engine, prompts, params)
+    assert ran["return self._finish()"] == engine.stats().num_steps > 0
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -184,7 +203,7 @@ def test_a_step_that_raises_ends_who_ran_and_nobody_else(
     def fail(*_: object) -> None:
         raise error
 
-    engine.core.wait_for_steps()
+    engine.core.runner.wait_for_steps()
     monkeypatch.setattr(part, name, fail)
     with pytest.raises(error):
         for _ in range(2):
@@ -237,7 +256,7 @@ def test_what_must_know_how_a_step_ended_runs_step_by_step_and_says_so(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         engine = overlapped_engine(random_loaded, **option)
-    assert type(engine.core) is RecordingEngineCore
+    assert type(engine.core) is EngineCore
     assert f"overlap_scheduling has no effect with {next(iter(option))}" in caplog.text
     (output,) = engine.generate_batch([random_oracle.prompts[1]], greedy_params(5)).values()
     assert output.outputs[0].token_ids == random_oracle.expected(1, 5)
@@ -268,6 +287,27 @@ def test_tokens_are_accounted_for_and_nothing_runs_behind_a_close(
     engine.step()
     engine.close()
     assert not engine.core._under_way and engine.kv_manager.num_blocks_in_use == 0
+
+
+def test_a_close_ends_all_and_says_nothing_of_a_step_that_is_nobodys(
+    random_oracle, random_loaded
+) -> None:
+    engine = overlapped_engine(random_loaded, num_blocks=200)
+    engine.add_request("a", random_oracle.prompts[1], greedy_params(9))
+    engine.step()
+    engine.core.runner.wait_for_steps()
+    (thread,) = engine.core.runner._thread._threads
+
+    def fail(_):
+        raise MemoryError
+
+    paged_runner(engine).forward = fail
+    engine.step()  # another one is begun
+    engine.close()
+    assert not engine.core._under_way and not thread.is_alive()
+    assert engine.kv_manager.num_blocks_in_use == 0
+    engine.check_invariants()
+    engine.close()
 
 
 def test_who_is_aborted_before_its_first_step_is_over(random_oracle, random_loaded) -> None:

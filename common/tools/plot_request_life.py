@@ -20,7 +20,7 @@ GROUPS = {
 # From lane, to lane, what is called, and the function as a step of the engine runs it. No function:
 # what is returned. The same lane twice: what it does by itself.
 CALLS = [
-    ("LLMEngine", "EngineCore", "step", "RecordingEngineCore.step"),
+    ("LLMEngine", "EngineCore", "step", "EngineCore.step"),
     ("EngineCore", "Scheduler", "schedule", "Scheduler.schedule"),
     ("Scheduler", "KV memory", "get_computed_blocks", "CachedKVCacheManager.get_computed_blocks"),
     ("Scheduler", "KV memory", "allocate_slots", "CachedKVCacheManager.allocate_slots"),

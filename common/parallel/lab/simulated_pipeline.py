@@ -14,6 +14,7 @@ from typing import Any
 
 from bounded_loops import as_long_as
 from common.parallel.pipeline import PipelinedEngineCore
+from common.runner.overlap import QueuedRunner
 from pipelined_books import pipelined
 from request import Request
 from scheduler import Scheduler
@@ -138,8 +139,9 @@ def simulate(
     options = {"max_num_seqs": 256, "max_num_batched_tokens": 512} | options
     options |= {"chunk_policy": CutPrompts(), "kv_memory": make_kv_memory(20_000)}
     scheduler = pipelined(kind)(num_micro_batches=num_micro_batches or num_stages, **options)
-    stages = SimulatedStages(num_stages, costs or Costs())
-    core = PipelinedEngineCore(scheduler, stages, num_in_flight=num_in_flight or num_stages)
+    stages: Any = SimulatedStages(num_stages, costs or Costs())
+    runner = QueuedRunner(stages)
+    core = PipelinedEngineCore(scheduler, runner, scheduler, num_in_flight or num_stages)
     to_come = sorted(enumerate(arrivals), key=lambda pair: -pair[1].at_ms)
     arrived: dict[str, float] = {}
     last: dict[str, float] = {}
