@@ -14,8 +14,8 @@ gathers from the columns in which the runner keeps them (`block_delta.py`); no l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ class ComposedBatch:
     plans: tuple[AttentionPlan, ...] = ()  # of each group
     # [num_tokens, hidden_size], where other layers, in another process, computed before these.
     hidden: torch.Tensor | None = None
+    staged: dict[str, Any] = field(default_factory=dict)  # by plugins of the runner, by name
 
     def plan_attention(
         self, backend: AttentionBackend, num_heads: int, kv_cache: PagedKVCache

@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +36,6 @@ class PagedBatch(ComposedBatch):
     sampling: SamplingBatch = field(repr=False, kw_only=True)  # a row for each of logits
     unread: UnreadStep = field(repr=False, kw_only=True)  # the tokens, once there are logits
     step: StepRows | None = field(repr=False, kw_only=True)  # if a plugin asks
-    staged: dict[str, Any] = field(repr=False, kw_only=True)  # by plugins, under their names
 
 
 class PagedModelRunner:
@@ -117,11 +115,17 @@ class PagedModelRunner:
             staged = self.state.plugins.stage(step, cargo)
         unread = self.sampler.stage(sampling, cargo)
         cargo.send()
-        arrived = {name: found() for name, found in staged.items()}
         batch = layout.compose(*cargo.tensors[: len(layout.arrays)])
-        where = batch.positions, batch.attention, batch.logit_indices
-        for_sampling = {"sampling": sampling, "unread": unread, "step": step, "staged": arrived}
-        return PagedBatch(self.state.fill_in(batch.input_ids), *where, **for_sampling)
+        ids, where = self.state.fill_in(batch.input_ids), (batch.attention, batch.logit_indices)
+        return PagedBatch(
+            ids,
+            batch.positions,
+            *where,
+            staged={name: found() for name, found in staged.items()},
+            sampling=sampling,
+            unread=unread,
+            step=step,
+        )
 
     def _step_rows(
         self, req_ids: list[str], queries: Queries, order: np.ndarray, drafts: dict[str, list[int]]
