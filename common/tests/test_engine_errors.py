@@ -302,11 +302,11 @@ def test_a_plan_that_raises_leaves_nobody_both_seated_and_in_line(
     engine = checked_engine(random_loaded, scheduler=scheduler, num_blocks=20)
     look_up = engine.kv_manager.get_computed_blocks
 
-    def fail_for_b(request):
+    def fail_for_b(request, *how):
         if request.request_id == "b":
             monkeypatch.undo()
             raise OSError("the pool is away")
-        return look_up(request)
+        return look_up(request, *how)
 
     monkeypatch.setattr(engine.kv_manager, "get_computed_blocks", fail_for_b)
     _two_requests(engine)
