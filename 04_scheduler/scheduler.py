@@ -47,7 +47,7 @@ from simple_block_manager import SimpleBlockManager
 from step_plan import PreemptingPlan, StepPlan
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing import Unpack
 
 __all__ = ["Request", "RequestStatus", "Scheduler", "SimpleBlockManager", "make_kv_memory"]
 
@@ -115,7 +115,9 @@ class Scheduler(SchedulerBase):
         num_behind = num_tokens = self.num_behind(request)
         if num_tokens > 1:
             num_tokens = self._num_tokens_for(request, running, index, step)
-        num_more = self._num_optional_for(request, running, index, step)
+        num_more = 0
+        if num_behind == 1 and self._asked_for_tokens:
+            num_more = self._num_optional_for(request, running, index, step)
         if num_tokens and (num_tokens := self._get_room(request, num_tokens, num_more, step)):
             step.add(request, num_tokens)
             if num_behind == 1:
@@ -154,12 +156,12 @@ class Scheduler(SchedulerBase):
         """How many of the tokens have got memory, `num_more` optional ones included if there is
         room for all of them. For the others somebody is preempted. 0: the request was itself."""
         block_size, with_more, num_slots = self.block_size, num_tokens + num_more, 0
-        if self._asked_for_more:
+        if self._asked_for_slots:
             num_slots = self.num_optional_slots(request, request.num_computed_tokens + with_more)
         # Inside a block there is nothing to ask: it was taken when its first slot was written.
         if 0 < request.num_computed_tokens % block_size <= block_size - with_more - num_slots:
             return with_more
-        if self._asked_for_more and self.kv_memory.allocate_slots(request, with_more, num_slots):
+        if (num_more or num_slots) and self.kv_memory.allocate_slots(request, with_more, num_slots):
             return with_more
         while not self.kv_memory.allocate_slots(request, num_tokens):
             victim = self._choose_victim()

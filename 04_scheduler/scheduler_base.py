@@ -152,7 +152,9 @@ class SchedulerBase(SchedulerBooks):
         super().set_plugins(plugins)
         own = self._own_plugins = [p for p in self.plugins if isinstance(p, PreemptionPlugin)]
         plain = PreemptionPlugin.num_optional_tokens
-        self._asked_for_more = [p for p in own if type(p).num_optional_tokens is not plain]
+        asked = [p for p in own if type(p).num_optional_tokens is not plain]
+        self._asked_for_tokens = [plugin.num_optional_tokens for plugin in asked]
+        self._asked_for_slots = [plugin.num_optional_slots for plugin in asked]
         self._has_routine = all(plugin.allows_routine for plugin in own)
 
     # -- requests come and go
@@ -195,13 +197,11 @@ class SchedulerBase(SchedulerBooks):
         return num_known - request.num_computed_tokens
 
     def num_optional_tokens(self, request: Request) -> int:
-        """Tokens that a running request could compute behind its last one."""
-        if not self._asked_for_more or self.num_behind(request) != 1:
-            return 0
-        return sum(plugin.num_optional_tokens(request) for plugin in self._asked_for_more)
+        """Tokens that a request could compute behind its last one, if it is one behind."""
+        return sum([num_tokens(request) for num_tokens in self._asked_for_tokens])
 
     def num_optional_slots(self, request: Request, end: int) -> int:
-        return max((p.num_optional_slots(request, end) for p in self._asked_for_more), default=0)
+        return max([num_slots(request, end) for num_slots in self._asked_for_slots], default=0)
 
     def take_back(self, request: Request, num_tokens: int) -> None:
         """The last positions computed of it hold nothing: their tokens did not come true."""
@@ -267,14 +267,17 @@ class SchedulerBase(SchedulerBooks):
         for plugin in self.plugins:
             plugin.begin_step()
         self._num_recomputed_before = self._stats.total_recomputed_tokens
-        num_wanted = lambda r: self.num_behind(r) + self.num_optional_tokens(r)  # noqa: E731
-        self.chunk_policy.begin_step(self.beside_chunks(), num_wanted)
+        self.chunk_policy.begin_step(self.beside_chunks(), self._num_wanted)
         step = StepPlan(self.max_num_batched_tokens, self.num_behind)
         for plugin in self._own_plugins:
             if (victim := plugin.victim()) is not None:
                 step.preempted.append(victim)
                 self.preempt(victim)
         return step
+
+    def _num_wanted(self, request: Request) -> int:
+        num_behind = self.num_behind(request)
+        return num_behind + self.num_optional_tokens(request) if num_behind == 1 else num_behind
 
     def finish_step(self, step: StepPlan) -> PreemptingPlan:
         """The delta for the runner. The planned tokens count as computed from here on."""

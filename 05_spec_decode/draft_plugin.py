@@ -40,6 +40,8 @@ class DraftPlugin(PreemptionPlugin):
 
     def num_optional_slots(self, request: Request, end: int) -> int:
         """In which a proposer may write, if there can be tokens."""
+        if self.num_lookahead_tokens == 0:
+            return 0
         return max(0, min(self.num_lookahead_tokens, request.max_num_tokens - 1 - end))
 
     def planned(self, plan: SchedulerOutput) -> None:
@@ -57,21 +59,20 @@ class DraftPlugin(PreemptionPlugin):
         """Of a request that was planned with guesses, the KV of those that did not come true is
         taken back. Whoever runs and is about to reach its last token has new ones."""
         sent, brought = plan.scheduled_draft_token_ids, output.draft_token_ids
+        running = self.books.running
         for request in plan.scheduled_requests if sent or brought else ():
-            request_id = request.request_id
-            if request.is_finished:
+            request_id, is_running = request.request_id, running.get(request.request_id) is request
+            if not is_running and request.is_finished:
                 continue  # its name may be another's
             num_new = len(output.token_ids.get(request_id, ()))
-            if request_id in sent:
-                num_rejected = len(sent[request_id]) + 1 - num_new
+            if request_id in sent and (num_rejected := len(sent[request_id]) + 1 - num_new):
                 self.books.take_back(request, num_rejected)
                 self.num_rejected_drafts += num_rejected
-            num_tokens = request.num_tokens + num_new
-            is_there = num_tokens - request.num_computed_tokens == 1
-            if is_there and self.books.running.get(request_id) is request:
-                num_useful = max(0, request.max_num_tokens - num_tokens - 1)
-                if useful := brought.get(request_id, [])[:num_useful]:
-                    self.drafts[request_id] = list(useful)
+            if is_running and (drafts := brought.get(request_id)):
+                num_tokens = len(request.all_token_ids) + num_new
+                num_useful = request.max_num_tokens - num_tokens - 1
+                if num_useful > 0 and num_tokens - request.num_computed_tokens == 1:
+                    self.drafts[request_id] = drafts[:num_useful]
 
     def preempted(self, request: Request) -> None:
         self.drafts.pop(request.request_id, None)

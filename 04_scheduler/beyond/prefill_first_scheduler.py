@@ -50,7 +50,7 @@ from step_plan import PreemptingPlan, StepPlan
 from whole_prompts import CutPrompts
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing import Unpack
 
 __all__ = ["ForwardMode", "PrefillFirstScheduler", "ScheduleBatch"]
 
@@ -250,7 +250,7 @@ class PrefillFirstScheduler(SchedulerBase):
         if not batch.reqs:
             self._new_token_ratio.reset()
             return batch
-        num_optional = self._get_optional_room(step) if self._asked_for_more else {}
+        num_optional = self._get_optional_room(step) if self._asked_for_tokens else {}
         if batch.check_decode_mem():
             self._new_token_ratio.decay()
         else:
@@ -267,21 +267,23 @@ class PrefillFirstScheduler(SchedulerBase):
         """Optional tokens of those who decode. A second token for anybody comes after a first for
         all, and in a mixed batch after a page for a prompt. None, if there is not memory for all of
         them: nobody is retracted for these. Whoever got some keeps it."""
-        reqs, allocate_slots = self.running_batch.reqs, self.kv_memory.allocate_slots
-        num_spare = step.budget - len(reqs)
+        decodes = [r for r in self.running_batch.reqs if self.num_behind(r) == 1]
+        num_spare = step.budget - len(self.running_batch.reqs)
         if self.mixing and (self.waiting or self.chunked_req is not None):
             num_spare -= self.block_size
         num_optional: dict[str, int] = {}
-        for request in reqs:
+        for request in decodes:
             num = max(0, min(self.num_optional_tokens(request), num_spare))
             num_optional[request.request_id], num_spare = num, num_spare - num
-        for request in reqs:
-            if num_tokens := self.num_behind(request):
-                num_tokens += num_optional[request.request_id]
-                if not allocate_slots(request, num_tokens):
-                    return {}
-                end = request.num_computed_tokens + num_tokens
-                allocate_slots(request, num_tokens, self.num_optional_slots(request, end))
+        size, allocate_slots = self.block_size, self.kv_memory.allocate_slots
+        for request in decodes:
+            num_tokens, start = 1 + num_optional[request.request_id], request.num_computed_tokens
+            num_left_in_page, end = -start % size, start + num_tokens
+            if num_tokens > num_left_in_page and not allocate_slots(request, num_tokens):
+                return {}
+            num_slots = self.num_optional_slots(request, end)
+            if num_tokens + num_slots > num_left_in_page:
+                allocate_slots(request, num_tokens, num_slots)
         return num_optional
 
     def preempt(self, request: Request) -> None:

@@ -167,7 +167,7 @@ REASONS_TO_WAIT = [
         SourcePlace(_CHUNKS, "ChunkedPrefill.may_start", "if self._num_long >="),
         setting="max_long_partial_prefills",
     ),
-    Rule("reason:constraint", SourcePlace(_BASE, "SchedulerBase.may_run", "return True")),
+    Rule("reason:constraint", SourcePlace(_BOOKS, "SchedulerBooks.may_start", "return all")),
     Rule(
         "reason:parent",
         SourcePlace(_MANAGER, "CachedKVCacheManager.get_computed_blocks", "return NotReady"),
