@@ -1,9 +1,9 @@
 # Every target makes .venv by itself. The first start installs (a few minutes), later ones start at once.
 #
-#   make demo ARGS="--num-prompts 4 --trace"      make test ARGS="-k scheduler"
+#   make demo ARGS="--num-prompts 4 --trace"      make check
 #   make matrix ARGS="--seconds 60 --seed 1"      make museum BUG=9
 #   make task N=3.2                               make task N=3.2 ARGS=--hint
-#   make watch ARGS="--film 3"
+#   make watch ARGS="--film 3"                    make test ARGS="-k scheduler"
 #   make test PYTHON=python3.12                   (which Python makes .venv, when there is none yet)
 
 PYTHON ?= python3
@@ -23,6 +23,7 @@ PIP = $(PY) -m pip --disable-pip-version-check install $$([ -t 2 ] || echo -q)
 
 WHAT_help := list what can be made
 WHAT_demo := serve a batch of prompts with the shipped checkpoint and print the text
+WHAT_check := run the tests of the chapters' roots and of the engine in one process, before each commit
 WHAT_test := run every test, notebooks included, on $(JOBS) processes
 WHAT_matrix := serve with random settings for ten minutes and compare every token with transformers
 WHAT_museum := list real bugs of real engines; with BUG=N, put one back in a copy and watch it
@@ -36,7 +37,7 @@ WHAT_bench := measure, write a record and print a table
 WHAT_ladder := measure the engine with one chapter more at a time, and print the README's first table
 WHAT_clean := remove caches and dist/; .venv and build/ stay
 
-TARGETS := demo test matrix museum watch task lint format notebooks figures bench ladder clean
+TARGETS := demo check test matrix museum watch task lint format notebooks figures bench ladder clean
 
 .NOTPARALLEL:
 .PHONY: help $(TARGETS)
@@ -51,6 +52,11 @@ help: say-help
 
 demo: say-demo $(STAMP)
 	@$(PY) -m common.demo $(ARGS)
+
+# Which tests: conftest.py.
+check: say-check $(STAMP)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(JOBS) -m check $(ARGS) || \
+	  { echo "make check: failed. Repeat one alone with: $(PY) -m pytest PATH::TEST"; exit 1; }
 
 test: say-test $(STAMP)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(JOBS) $(ARGS) || \

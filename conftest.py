@@ -11,10 +11,18 @@ chosen here, before any test module is imported.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import Phase, settings
 
 SLOW_TIMEOUT_S = 3600  # of a test marked slow; the others': `timeout` in pyproject.toml
+# `make check`: the chapters' roots and the engine in one process. Whoever starts another process, a
+# compiler, a browser or a rank, is skipped when it does so.
+CHECKED = ("[0-9][0-9]_*/test_*.py", "common/test_*.py", "common/runner/*", "common/sampling/*")
+CHECKED += ("common/tests/*",)
+PROCESSES = ("subprocess.Popen", "os.fork", "os.posix_spawn")  # their names as audit events
 
 settings.register_profile("shrink", print_blob=True)
 settings.register_profile(
@@ -23,7 +31,72 @@ settings.register_profile(
 settings.load_profile("quick")
 
 
+@pytest.hookimpl(tryfirst=True)  # before cases are deselected for their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    keep_samples(items)
     for item in items:
+        if is_checked(item.path) and not item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.check)
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+
+
+def is_checked(path: Path) -> bool:
+    return any(path.match(each) for each in CHECKED)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """To collect what is left out would take longer than some of the tests."""
+    is_test = collection_path.match("test_*.py")
+    return True if only_checks(config) and is_test and not is_checked(collection_path) else None
+
+
+def only_checks(config: pytest.Config) -> bool:
+    return config.option.markexpr == "check"
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if only_checks(session.config):
+        sys.addaudithook(skip_who_starts_a_process)
+
+
+def skip_who_starts_a_process(event: str, _: tuple[object, ...]) -> None:
+    if event in PROCESSES:
+        pytest.skip("it starts another process, so it is left to `make test`")
+
+
+def keep_samples(items: list[pytest.Item]) -> None:
+    """Of a test that is marked `sample`, the fewest cases in which each value of each parameter
+    occurs, always the same ones; the others are slow. `sample(seed=2)`: of `seed` two values."""
+    grids: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if not hasattr(item, "callspec") or item.get_closest_marker("slow"):
+            continue
+        if item.get_closest_marker("sample"):
+            assert isinstance(item, pytest.Function)
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in grids.values():
+        kept = sample_of(cases, cases[0].get_closest_marker("sample").kwargs)
+        for case in cases:
+            if case not in kept:
+                case.add_marker(pytest.mark.slow)
+
+
+def sample_of(cases: list[pytest.Function], limits: dict[str, int]) -> list[pytest.Function]:
+    orders: dict[str, list[int]] = {}  # of each parameter the ids of its values, as they come
+    places: dict[pytest.Function, set[tuple[str, int]]] = {}
+    for case in cases:
+        places[case] = set()
+        for name, value in case.callspec.params.items():
+            order = orders.setdefault(name, [])
+            if id(value) not in order:
+                order.append(id(value))
+            places[case].add((name, order.index(id(value))))
+        if any(index >= limits.get(name, len(cases)) for name, index in places[case]):
+            del places[case]
+    kept: list[pytest.Function] = []
+    missing = set[tuple[str, int]]().union(*places.values())
+    while missing:
+        kept.append(max(places, key=lambda case: len(places[case] & missing)))
+        missing -= places[kept[-1]]
+    return kept

@@ -23,12 +23,12 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from numbers import Integral, Real
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 # What `SamplingParams` allows: the lowest integer; the interval of numbers, its lowest and highest.
 _INTEGERS = {"n": 1, "top_k": 0, "max_tokens": 1, "min_tokens": 0, "logprobs": 0, "seed": None}
@@ -75,7 +75,10 @@ class SamplingParams:
             put("top_k", 0)
         for name in ("stop", "stop_token_ids"):
             values = () if getattr(self, name) is None else getattr(self, name)
-            require(isinstance(values, Iterable), name, values, "a sequence")
+            is_other = isinstance(
+                values, bytes | bytearray | Mapping
+            )  # their items are numbers, keys
+            require(isinstance(values, Iterable) and not is_other, name, values, "a sequence")
             put(name, tuple(values))
         stop, ids = self.stop, self.stop_token_ids
         require(all(isinstance(s, str) and s for s in stop), "stop", stop, "non-empty str")
@@ -150,7 +153,8 @@ _FINISH_REASONS = {
 
 class Request:
     """One sequence to be continued, as the scheduler sees it. `priority` (chapter 4): a lower
-    number is more urgent. Times are seconds of `time.monotonic()`."""
+    number is more urgent. `features`: what the runner's plugins are told of it, plain data by the
+    plugin's name. Times are seconds of `time.monotonic()`."""
 
     def __init__(
         self,
@@ -160,6 +164,7 @@ class Request:
         eos_token_ids: Iterable[int] = (),
         arrival_time: float | None = None,
         priority: int = 0,
+        features: dict[str, Any] | None = None,
     ) -> None:
         allowed = "a SamplingParams; Request.from_tokens(id, token_ids, n) makes a greedy request"
         is_right = isinstance(sampling_params, SamplingParams)
@@ -171,6 +176,7 @@ class Request:
         self.sampling_params = sampling_params
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self.priority = priority
+        self.features = {} if features is None else features
         # A scheduler lowers it where the model ends sooner, and says so in `length_limit`.
         self.max_tokens = sampling_params.max_tokens
         self.output_token_ids: list[int] = []

@@ -60,7 +60,8 @@ class RunnerDelta:
 
     def describe(self, request: Request) -> NewRequestData:
         prompt, params = request.prompt_token_ids, request.sampling_params
-        return NewRequestData(request.request_id, prompt, params, request.num_computed_tokens)
+        computed, features = request.num_computed_tokens, request.features
+        return NewRequestData(request.request_id, prompt, params, computed, features=features)
 
 
 class SchedulerPlugin:

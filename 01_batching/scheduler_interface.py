@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from request import Request, RequestStatus, SamplingParams
 
@@ -30,6 +30,7 @@ class NewRequestData:
     sampling_params: SamplingParams
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)  # chapter 2: its whole block table
+    features: dict[str, Any] = field(default_factory=dict)  # for the runner's plugins, by name
 
 
 @dataclass(slots=True)

@@ -436,12 +436,14 @@ def test_an_id_can_be_used_again_even_while_its_last_step_is_under_way():
     plan = scheduler.schedule()
     scheduler.abort_request("a")
     again = make("a", 3)
+    again.features = {"colour": "red"}
     scheduler.add_request(again)
     assert scheduler.update_from_output(plan, StepOutput({"a": [7]})) == []
     assert again.output_token_ids == []
     plan = scheduler.schedule()
     assert plan.finished_req_ids == {"a"}  # a runner forgets first, and then takes the new one
-    assert [new.prompt_token_ids for new in plan.scheduled_new_reqs] == [again.prompt_token_ids]
+    told = [(new.prompt_token_ids, new.features) for new in plan.scheduled_new_reqs]
+    assert told == [(again.prompt_token_ids, {"colour": "red"})]
     runner = MirrorRunner()
     runner.token_ids = {"a": [1]}
     runner.num_computed, runner.num_prompt = {"a": 1}, {"a": 1}

@@ -69,6 +69,7 @@ def random_tokens(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(VOCAB_SIZE) for _ in range(length)]
 
 
+@pytest.mark.sample
 @BOTH_WAYS
 @pytest.mark.parametrize("seed", range(4))
 def test_logits_equal_those_of_full_recomputation(model, batched, seed):
@@ -100,6 +101,7 @@ def test_logits_equal_those_of_full_recomputation(model, batched, seed):
 PROMPTS = [random_tokens(random.Random(length), length) for length in (1, 2, 3, 5, 8, 12)]
 
 
+@pytest.mark.sample
 @BOTH_WAYS
 @pytest.mark.parametrize("seed", range(5))
 def test_tokens_equal_those_of_generate_under_random_arrivals(model, oracle, batched, seed):

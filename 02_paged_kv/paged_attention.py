@@ -30,6 +30,7 @@ from functools import cached_property, partial
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -39,6 +40,7 @@ from attention_plan import DecodeGroup, group_short_queries, is_short_query, max
 # Query rows attended at a time in a long query that has history, so that a mask is [QUERY_TILE,
 # seq_len] and not [query_len, seq_len].
 QUERY_TILE = 256
+ALIGNMENT = 64  # bytes: a line of the processor's cache, and PyTorch's own
 
 
 class PagedKVCache:
@@ -56,11 +58,24 @@ class PagedKVCache:
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        self.key_cache = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.value_cache = [torch.zeros_like(key_cache) for key_cache in self.key_cache]
+        self.key_cache = [reserve_zeros(shape, dtype, device) for _ in range(num_layers)]
+        self.value_cache = [reserve_zeros(shape, dtype, device) for _ in range(num_layers)]
         # Keys and values, in all layers.
         num_bytes = dtype.itemsize * block_size * num_kv_heads * head_dim
         self.kv_bytes_per_block = 2 * num_layers * num_bytes
+
+
+def reserve_zeros(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+) -> Tensor:  # [*shape], contiguous
+    """On a CPU, of memory that the system commits when it is first written, a page at a time: KV
+    memory costs what it has held, and not what it could hold."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(num_bytes + ALIGNMENT, np.uint8)  # torch.zeros would write every byte
+    start = -raw.__array_interface__["data"][0] % ALIGNMENT
+    return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(*shape)
 
 
 @dataclass(slots=True, eq=False)

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import psutil
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ import paged_attention as module
 from block_pool import BlockPool
 from kv_cache_manager import KVCacheManager
 from paged_attention import (
+    ALIGNMENT,
     AttentionMetadata,
     PagedKVCache,
     TorchAttentionBackend,
@@ -155,6 +157,7 @@ def short_query(request, monkeypatch):
     monkeypatch.setattr(attention_plan, "SHORT_QUERIES", request.param)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.usefixtures("short_query")
@@ -164,6 +167,7 @@ def test_any_mix_of_query_lengths_through_shuffled_tables(block_size, dtype):
     case.check(case.attend())
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("num_kv_heads, num_shared", [(1, 1), (1, 8), (4, 1), (2, 3), (3, 2)])
 @pytest.mark.usefixtures("short_query")
 def test_grouped_query_heads(num_kv_heads, num_shared):
@@ -171,6 +175,7 @@ def test_grouped_query_heads(num_kv_heads, num_shared):
     case.check(case.attend())
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.usefixtures("short_query")
 def test_chunks_that_end_at_and_around_block_ends(block_size):
@@ -364,9 +369,24 @@ def test_kv_bytes():
     assert cache.key_cache[0].data_ptr() != cache.value_cache[0].data_ptr()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_memory_is_the_systems_until_it_is_written(dtype):
+    """Half a GiB of zeros. Zeroed by hand, all of it would be in this process from the start."""
+    process = psutil.Process()
+    before = process.memory_info().rss
+    cache = PagedKVCache(2, (1 << 24) // dtype.itemsize, 1, 2, 4, dtype)
+    caches = (*cache.key_cache, *cache.value_cache)
+    assert all(t.dtype == dtype and t.is_contiguous() for t in caches)
+    assert all(t.data_ptr() % ALIGNMENT == 0 and not t[::4099].any() for t in caches)
+    assert process.memory_info().rss - before < 1 << 27
+    cache.key_cache[1][7] = 1
+    assert [t.count_nonzero() for t in (c[:100] for c in caches)] == [0, 8, 0, 0]
+
+
 # -- all of chapter 2 together
 
 
+@pytest.mark.sample(seed=1)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_paged_equals_contiguous_while_requests_come_and_go(block_size, seed):

@@ -61,12 +61,16 @@ class CachedKVCacheManager(KVMemory):
         """Blocks that a request holds. What is only cached is as good as free."""
         return super().num_blocks_in_use - self.cache.num_evictable_blocks
 
-    def get_computed_blocks(self, request: Request) -> ComputedBlocks | NotReady:
+    def get_computed_blocks(
+        self, request: Request, wait_for_others: bool = True
+    ) -> ComputedBlocks | NotReady:
         """The longest cached prefix, short of the last token: its logits are wanted, so it has to
         be computed. Not ready: a running request computes the very block that comes behind it."""
         if request.request_id in self._tables:
             raise ValueError(f"request {request.request_id!r} has a block table already")
         computed = self._look_up(request)
+        if not wait_for_others:
+            return computed
         key = self._key(request, computed.blocks, len(computed.blocks))
         has_next = computed.num_tokens + self.block_size < request.num_tokens
         return NotReady.COMPUTED_NOW if has_next and key in self._in_flight else computed

@@ -47,9 +47,12 @@ class KVMemory(KVCacheManager):
 
     cache: PrefixCache | None = None
 
-    def get_computed_blocks(self, request: Request) -> ComputedBlocks | NotReady:
+    def get_computed_blocks(
+        self, request: Request, wait_for_others: bool = True
+    ) -> ComputedBlocks | NotReady:
         """What need not be computed of a request without memory. At least its last token is left.
-        Nothing keeps the blocks: ask again before every attempt to admit it."""
+        Nothing keeps the blocks: ask again before every attempt to admit it. With
+        `wait_for_others` it is not ready while another request computes more of the same prefix."""
         return ComputedBlocks()
 
     def find_cached_blocks(self, request: Request) -> Sequence[int]:

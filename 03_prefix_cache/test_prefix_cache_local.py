@@ -1,6 +1,6 @@
 """What only the hash chain has: the hashes themselves, its own pool, and its dictionaries.
 
-All that it shares with the radix tree is in `test_prefix_cache.py`; mutations: `MUTATIONS.md`.
+All that it shares with the radix tree is in `test_prefix_cache.py`.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING
 
 from kv_memory import ComputedBlocks, NotReady
 from policies import PriorityPolicy, SchedulePolicy
-from request import Request, RequestStatus
+from request import Request, RequestStatus, require
 from scheduler_base import SchedulerBase, SchedulerOptions, make_kv_memory
 from simple_block_manager import SimpleBlockManager
 from step_plan import PreemptingPlan, StepPlan
@@ -62,8 +62,10 @@ class _Admission(Enum):
 
 class Scheduler(SchedulerBase):
     """A `SchedulerInterface` with preemption. All other options are those of `SchedulerBase`.
-    `watermark` is the share of the blocks that an admission leaves free for those who run already;
-    `reserve_all` is chapter 2's way: everything at admission."""
+    `watermark` is the share of the blocks that an admission leaves free for those who run already.
+    `keep_for_prompts` is what it leaves besides: room for the rest of `"every"` prompt that is cut,
+    or of its `"own"` only, as vLLM does (`scheduler_reserve_full_isl`). `reserve_all` is chapter
+    2's way: everything at admission."""
 
     def __init__(
         self,
@@ -73,12 +75,16 @@ class Scheduler(SchedulerBase):
         policy: str | SchedulePolicy = "fcfs",
         *,
         watermark: float = 0.01,
+        keep_for_prompts: str = "every",
         reserve_all: bool = False,
         **options: Unpack[SchedulerOptions],
     ) -> None:
         if not 0 <= watermark < 1:
             raise ValueError(f"watermark is {watermark!r}: it must be in [0, 1)")
+        is_known = keep_for_prompts in ("every", "own")
+        require(is_known, "keep_for_prompts", keep_for_prompts, "'every' or 'own'")
         super().__init__(max_num_seqs, max_num_batched_tokens, num_gpu_blocks, policy, **options)
+        self._keeps_for_every = keep_for_prompts == "every"
         self.reserve_all = reserve_all
         self._has_priorities = isinstance(self.waiting.policy, PriorityPolicy)
         self._num_kept_free = int(watermark * (self.kv_memory.capacity // self.block_size))
@@ -247,8 +253,9 @@ class Scheduler(SchedulerBase):
             num_reserved = request.max_num_tokens - 1 - request.num_tokens + num_left
         num_slots, num_kept_free = num_tokens + num_reserved, 0
         if len(self.running) > (0 if displaced is None else 1):
-            # Something stays for the others, and for the rest of all prompts that are cut.
-            num_owed = num_left + sum(rest.num_left.values())
+            # Room for the rest of its own prompt, and something for the others.
+            num_slots = max(num_slots, num_behind)
+            num_owed = sum(rest.num_left.values()) if self._keeps_for_every else 0
             num_kept_free = self._num_kept_free + -(-num_owed // self.block_size)
         if not self.kv_memory.can_allocate(request, num_slots, computed, num_kept_free, displaced):
             return _Admission.BLOCKS

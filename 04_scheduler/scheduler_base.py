@@ -93,12 +93,11 @@ class PreemptionPlugin(SchedulerPlugin):
 
 
 class SchedulerOptions(TypedDict, total=False):
-    """What every `SchedulerBase` takes by name."""
-
     block_size: int
     max_model_len: int | None
     kv_memory: KVMemory | None
     chunk_policy: ChunkPolicy | None
+    wait_for_prefix: bool
     max_preemptions: int
     max_overtakes: int | None
     shuffle_waiting: bool
@@ -109,9 +108,10 @@ class SchedulerOptions(TypedDict, total=False):
 class SchedulerBase(SchedulerBooks):
     """A subclass has `schedule`, built of `begin_step`, `look_up`, `seat`, `preempt` and
     `finish_step`. It has a pool of `num_gpu_blocks` blocks and a prefix cache of its own;
-    `kv_memory` replaces them. At most `max_overtakes` requests leave the queue before one that came
-    earlier. `shuffle_waiting` (a debug switch) asks the queue in a random order. Raises
-    `ValueError` that names the field."""
+    `kv_memory` replaces them. A prefix that another request is computing is waited for, or computed
+    again at once (`wait_for_prefix=False`, vLLM's way). At most `max_overtakes` requests leave the
+    queue before one that came earlier. `shuffle_waiting` (a debug switch) asks the queue in a
+    random order. Raises `ValueError` that names the field."""
 
     def __init__(
         self,
@@ -124,6 +124,7 @@ class SchedulerBase(SchedulerBooks):
         max_model_len: int | None = None,
         kv_memory: KVMemory | None = None,
         chunk_policy: ChunkPolicy | None = None,
+        wait_for_prefix: bool = True,
         max_preemptions: int = 3,
         max_overtakes: int | None = 1000,
         shuffle_waiting: bool = False,
@@ -141,7 +142,7 @@ class SchedulerBase(SchedulerBooks):
         limits = (max_num_seqs, max_num_batched_tokens, max_model_len)
         super().__init__(waiting, PreemptionDelta(kv_memory), *limits, plugins)
         self.waiting: PolicyQueue = waiting
-        self.max_preemptions = max_preemptions
+        self.max_preemptions, self.wait_for_prefix = max_preemptions, wait_for_prefix
         self.kv_memory = kv_memory
         self.block_size = kv_memory.block_size
         self.chunk_policy = chunk_policy or WholePrompts()
@@ -213,7 +214,7 @@ class SchedulerBase(SchedulerBooks):
     def look_up(self, request: Request) -> ComputedBlocks | NotReady:
         """What of a waiting request need not be computed. Nothing keeps it: look up again before
         the next attempt."""
-        computed = self.kv_memory.get_computed_blocks(request)
+        computed = self.kv_memory.get_computed_blocks(request, self.wait_for_prefix)
         request.status = RequestStatus.WAITING
         if computed is NotReady.LOADING:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -267,17 +268,14 @@ class SchedulerBase(SchedulerBooks):
         for plugin in self.plugins:
             plugin.begin_step()
         self._num_recomputed_before = self._stats.total_recomputed_tokens
-        self.chunk_policy.begin_step(self.beside_chunks(), self._num_wanted)
+        num_wanted = lambda r: self.num_behind(r) + self.num_optional_tokens(r)  # noqa: E731
+        self.chunk_policy.begin_step(self.beside_chunks(), num_wanted)
         step = StepPlan(self.max_num_batched_tokens, self.num_behind)
         for plugin in self._own_plugins:
             if (victim := plugin.victim()) is not None:
                 step.preempted.append(victim)
                 self.preempt(victim)
         return step
-
-    def _num_wanted(self, request: Request) -> int:
-        num_behind = self.num_behind(request)
-        return num_behind + self.num_optional_tokens(request) if num_behind == 1 else num_behind
 
     def finish_step(self, step: StepPlan) -> PreemptingPlan:
         """The delta for the runner. The planned tokens count as computed from here on."""

@@ -12,7 +12,7 @@ from block_pool import BlockPool
 from bounded_loops import as_long_as
 from fake_model import continuation
 from forced_preemption import ForcedPreemption
-from kv_memory import UncachedKVCacheManager
+from kv_memory import KeyedRequest, UncachedKVCacheManager
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus
 from scheduler import MAX_PASSED_OVER, Scheduler, SimpleBlockManager, make_kv_memory
@@ -20,6 +20,7 @@ from scheduler_books import SchedulerPlugin
 from scheduler_interface import StepOutput
 from scheduler_steps import SchedulerLoop, make_scheduler, planned, preempted, preempting
 from sglang_policies import policy_over
+from whole_prompts import CutPrompts
 
 
 class Loop(SchedulerLoop):
@@ -396,6 +397,42 @@ def test_the_watermark_is_left_free_for_those_who_run():
     loop.add("b", 16)  # 4 + 4 blocks: 2 are left
     loop.add("c", 4)  # 1 would be left
     assert list(planned(loop.step())) == ["a", "b"]
+
+
+@pytest.mark.parametrize("rule, admitted", [("every", ["a", "b"]), ("own", ["a", "b", "c"])])
+def test_room_is_kept_for_the_rest_of_every_prompt_that_is_cut_or_of_its_own(rule, admitted):
+    """a has 2 of 4 blocks, b 1 of 4; c wants 2 of the 9. For b and c there is room only as long as
+    nobody counts what a and b still need."""
+    chunks = CutPrompts()
+    chunks.num_tokens_now = lambda request, num_behind, budget, most: min(num_behind, budget, 8)
+    loop = Loop(9, max_num_batched_tokens=20, chunk_policy=chunks, keep_for_prompts=rule)
+    for name, length in (("a", 16), ("b", 16), ("c", 8)):
+        loop.add(name, length)
+    assert list(loop.schedule().num_scheduled_tokens) == admitted
+    with pytest.raises(ValueError, match="keep_for_prompts is 'all'"):
+        Scheduler(keep_for_prompts="all")
+
+
+def test_a_prompt_that_is_cut_needs_no_more_blocks_than_it_has():
+    """10 positions in 3 blocks of 4, 5 of them now: 2 blocks and 2 for the other 5 would be 4."""
+    loop = Loop(5, max_num_batched_tokens=6, chunk_policy=CutPrompts())
+    loop.add("a", 5)
+    loop.step()
+    loop.add("b", 10)
+    assert loop.schedule().num_scheduled_tokens == {"a": 1, "b": 5}
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_prefix_that_is_being_computed_is_waited_for_or_computed_again(waits):
+    loop = Loop(20, cached=True, wait_for_prefix=waits)
+    prompt = list(range(10))
+    for name in "ab":
+        loop.take(KeyedRequest.from_tokens(name, prompt, 4))
+    assert loop.step().num_scheduled_tokens == ({"a": 10} if waits else {"a": 10, "b": 10})
+    loop.step()
+    assert loop.requests["b"].num_cached_tokens == (8 if waits else 0)
+    loop.run()
+    assert loop.outputs["a"] == loop.outputs["b"] == continuation(prompt, 4)
 
 
 def test_the_watermark_is_nothing_to_wait_for_when_nobody_runs():

@@ -205,6 +205,7 @@ def random_options(rng: random.Random) -> dict:
     }
 
 
+@pytest.mark.sample(seed=20)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_random_run_says_what_an_uninterrupted_one_says(seed, cache):
@@ -464,7 +465,7 @@ def _preempt(world: World) -> None:
         (None, Scheduler, "fcfs"),
         (None, Scheduler, "priority"),
         (None, PrefillFirstScheduler, "fcfs"),
-        ("hash", Scheduler, "fcfs"),
+        pytest.param("hash", Scheduler, "fcfs", marks=pytest.mark.slow),
     ],
 )
 def test_every_interleaving_of_three_requests_in_five_blocks(cache, kind, policy):

@@ -370,6 +370,7 @@ def random_options(rng: random.Random, kind: type) -> dict:
     }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.parametrize("cache", runs.CACHES)
 @pytest.mark.parametrize("seed", range(24))

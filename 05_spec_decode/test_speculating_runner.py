@@ -452,6 +452,7 @@ def family(seed: int, num_requests: int) -> list[Request]:
     return requests
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", PROPOSERS)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("kind", SCHEDULERS)

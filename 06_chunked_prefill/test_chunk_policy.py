@@ -346,6 +346,7 @@ POLICY_MAKERS: dict[str, Callable[[random.Random], ChunkedPrefill]] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.parametrize("cache", [None, "hash", "radix"])
 @pytest.mark.parametrize("maker", POLICY_MAKERS)

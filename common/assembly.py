@@ -21,17 +21,20 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from batch_layout import compose_in_order
 from common.engine_config import EngineConfig, SpeculativeConfig
 from common.kernels.regions import set_regions
-from common.kv_sizing import allocate_kv_cache, make_kv_cache
+from common.kv_sizing import ALONE, KVDemand, Neighbours, allocate_kv_cache, make_kv_cache
 from common.linear import linear_layers
 from common.loader import LoadedModel
+from common.model import DecoderModel
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import Compose, PagedModelRunner
+from common.sampling.runner_plugin import RunnerPlugin
 from common.sampling.sampler import BatchSampler, Sampler
+from common.sampling.sampling_columns import SamplingColumns
 from common.scheduler_assembly import (
     EngineParts,
     ModelFacts,
@@ -47,6 +50,7 @@ from scheduler_interface import ModelRunner
 if TYPE_CHECKING:
     from common.outputs import OutputProcessor
     from common.runner.graph_maker import GraphMaker
+    from common.runner.graphs import DecodeGraphs
     from common.sampling.distributions import Rules
     from kv_connector import KVBlockIO
     from proposers import Proposer
@@ -72,6 +76,32 @@ class Attention:
         from common.kernels.sampler_kernel import KERNELS
 
         return KERNELS
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the parts of a runner are made of."""
+
+    config: EngineConfig
+    loaded: LoadedModel
+    draft: LoadedModel | None
+    attention: Attention
+    max_model_len: int
+    vocab_size: int
+
+    def kv_demand(self, make_graphs: GraphMaker | None) -> KVDemand:
+        attention = self.attention
+        return KVDemand(
+            self.config,
+            self.loaded,
+            self.draft,
+            attention.backend,
+            self.max_model_len,
+            self.vocab_size,
+            attention.kv_cache_kind,
+            attention.rules,
+            make_graphs,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,84 +163,105 @@ def make_runner(
     max_model_len: int,
     vocab_size: int,
     trim: Callable[[ModelRunner], ModelRunner] | None = None,
-    make_length: Callable[[DraftLength], DraftLength] | None = None,
-    least: Callable[[int], int] | None = None,
-    num_neighbours: int = 1,
+    make_length: Callable[[SpeculativeConfig], DraftLength] | None = None,
+    neighbours: Neighbours = ALONE,
 ) -> LocalRunner:
-    """What computes. `trim` wraps a runner that verifies guesses, `make_length` the choice of their
-    number; `least` agrees with other ranks on a number of blocks, of which `num_neighbours` share
-    the memory of this machine."""
+    """What computes. `trim` wraps a runner that verifies guesses, `make_length` chooses their
+    number."""
     attention = make_attention(config, loaded)
-    model = loaded.model
+    given = Given(config, loaded, draft, attention, max_model_len, vocab_size)
+    prepare_models(given)
+    make_graphs = make_graph_maker(config, loaded, attention, max_model_len)
+    kv_cache = make_kv_cache(given.kv_demand(make_graphs), neighbours)
+    state = make_state(given)
+    proposer = make_proposer(given, kv_cache, state)
+    sampler = make_sampler(given, proposer)
+    graphs = None if make_graphs is None else make_graphs(kv_cache)
+    paged = make_paged_runner(given, kv_cache, state, sampler, graphs)
+    if proposer is None or config.speculation is None:
+        return LocalRunner(paged, kv_cache, None)
+    from speculating_runner import SpeculatingRunner
+
+    length = (make_length or make_draft_length)(config.speculation)
+    verifying = paged if trim is None else trim(paged)
+    return LocalRunner(paged, kv_cache, SpeculatingRunner(verifying, proposer, length, state))
+
+
+def make_state(given: Given) -> BatchState:
+    """The runner's copy of the requests. Its plugins stand here, in their order."""
+    config = given.config
+    sampling = SamplingColumns(eos_token_ids=given.loaded.generation_eos_token_ids)
+    plugins: list[RunnerPlugin] = []
+    max_blocks = -(-given.max_model_len // config.block_size)
+    return BatchState(config.max_num_seqs, max_blocks, sampling, plugins)
+
+
+def make_paged_runner(
+    given: Given,
+    kv_cache: PagedKVCache,
+    state: BatchState,
+    sampler: BatchSampler,
+    graphs: DecodeGraphs | None,
+) -> PagedModelRunner:
+    config, model, attention = given.config, given.loaded.model, given.attention
+    parts = model, kv_cache, attention.backend, state, sampler, attention.compose
+    shuffle_seed = config.seed if config.shuffle_batch else None
+    if config.pipeline_parallel_size > 1:
+        from common.parallel.stage import StageRunner
+
+        return StageRunner(*parts, shuffle_seed)
+    if graphs is not None:
+        from common.runner.graphs import GraphRunner
+
+        return GraphRunner(*parts, shuffle_seed, graphs=graphs)
+    return PagedModelRunner(*parts, shuffle_seed)
+
+
+# -- the model, before it is used
+
+
+def prepare_models(given: Given) -> None:
+    """Bring the models into the form in which they are computed: everything that changes them."""
+    config, model, draft = given.config, given.loaded.model, given.draft
     is_compiled = config.wants_compiled(model.num_parameters, model.embed_weight.device)
-    set_regions(model, is_compiled, attention.is_triton)
+    set_regions(model, is_compiled, given.attention.is_triton)
     if draft is not None and draft.model is not model:
-        set_regions(draft.model, False, attention.is_triton)
+        set_regions(draft.model, False, given.attention.is_triton)
     if config.pack_weights:
-        for part in (loaded,) if draft is None else (loaded, draft):
-            if (reason := part.model.pack_weights()) is not None:
-                if config.batch_invariant:
-                    raise ValueError(f"batch_invariant is True: no weights are packed, {reason}")
-                logger.info("weights are not packed: %s", reason)
+        for decoder in (model,) if draft is None else (model, draft.model):
+            pack_weights(config, decoder)
     if config.batch_invariant:
         from batch_invariance import make_batch_invariant
 
-        dtype, head_dim = model.embed_weight.dtype, loaded.config.head_dim
+        dtype, head_dim = model.embed_weight.dtype, given.loaded.config.head_dim
         make_batch_invariant(linear_layers(model), model.layers, dtype, head_dim)
-    if attention.is_triton and model.embed_weight.is_cuda:
-        compile_kernels(config, loaded, draft, vocab_size)
-    kv_cache = make_kv_cache(
-        config,
-        loaded,
-        draft,
-        attention.backend,
-        max_model_len,
-        vocab_size,
-        kind=attention.kv_cache_kind,
-        least=least,
-        num_neighbours=num_neighbours,
-        rules=attention.rules,
-        make_graphs=(make_graphs := make_graph_maker(config, loaded, attention, max_model_len)),
-    )
-    max_blocks = -(-max_model_len // config.block_size)
-    state = BatchState(config.max_num_seqs, max_blocks, loaded.generation_eos_token_ids)
-    sampler = Sampler(vocab_size, attention.rules)
-    batch_sampler: BatchSampler = sampler
-    how, proposer, kind = config.speculation, None, PagedModelRunner
-    if config.pipeline_parallel_size > 1:
-        from common.parallel.stage import NoSampler
-        from common.parallel.stage import StageRunner as kind
+    if given.attention.is_triton and model.embed_weight.is_cuda:
+        compile_kernels(given)
 
-        if not model.collectives.ranks.is_last_stage:
-            batch_sampler, how = NoSampler(), None
-    if how is not None:
-        proposer = make_proposer(
-            how, loaded, draft, kv_cache, attention, state, max_model_len, vocab_size
-        )
-        batch_sampler = make_verifier(sampler, proposer, attention.is_triton)
-    if make_graphs is not None and (graphs := make_graphs(kv_cache)) is not None:
-        from common.runner.graphs import GraphRunner
 
-        kind = partial(GraphRunner, graphs=graphs)
-    runner = kind(
-        loaded.model,
-        kv_cache,
-        attention.backend,
-        state,
-        batch_sampler,
-        compose=attention.compose,
-        shuffle_seed=config.seed if config.shuffle_batch else None,
+def pack_weights(config: EngineConfig, model: DecoderModel) -> None:
+    if (reason := model.pack_weights()) is not None:
+        if config.batch_invariant:
+            raise ValueError(f"batch_invariant is True: no weights are packed, {reason}")
+        logger.info("weights are not packed: %s", reason)
+
+
+def compile_kernels(given: Given) -> None:
+    """Everything that the engine can launch on its GPU, so that no step waits for a compiler."""
+    from common.kernels.launch_configurations import launch_configurations
+    from common.kernels.warm_up import warm_up
+    from kernel_launch import architecture_of
+
+    model, draft = given.loaded.model, given.draft
+    launches = launch_configurations(
+        model.rank_config,
+        given.config,
+        model.embed_weight.dtype,
+        architecture_of(model.embed_weight.device),
+        draft=None if draft is None else draft.model.rank_config,
+        vocab_size=given.vocab_size,
     )
-    speculation = None
-    if how is not None and proposer is not None:
-        length = make_draft_length(how)
-        speculation = make_speculation(
-            proposer,
-            runner if trim is None else trim(runner),
-            state,
-            length if make_length is None else make_length(length),
-        )
-    return LocalRunner(runner, kv_cache, speculation)
+    warm_up(launches, model.embed_weight.device)
 
 
 # -- KV blocks on their way
@@ -296,26 +347,6 @@ def make_compiled_attention(
     return None if backend is None else Attention(backend, compose, kv_cache_kind=HeadMajorKVCache)
 
 
-def compile_kernels(
-    config: EngineConfig, loaded: LoadedModel, draft: LoadedModel | None, vocab_size: int
-) -> None:
-    """Everything that the engine can launch on its GPU, so that no step waits for a compiler."""
-    from common.kernels.launch_configurations import launch_configurations
-    from common.kernels.warm_up import warm_up
-    from kernel_launch import architecture_of
-
-    weight = loaded.model.embed_weight
-    launches = launch_configurations(
-        loaded.model.rank_config,
-        config,
-        weight.dtype,
-        architecture_of(weight.device),
-        draft=None if draft is None else draft.model.rank_config,
-        vocab_size=vocab_size,
-    )
-    warm_up(launches, weight.device)
-
-
 def make_graph_maker(
     config: EngineConfig, loaded: LoadedModel, attention: Attention, max_model_len: int
 ) -> GraphMaker | None:
@@ -329,20 +360,30 @@ def make_graph_maker(
     )
 
 
-# -- guesses
+# -- tokens, and guesses
+
+
+def make_sampler(given: Given, proposer: Proposer | None) -> BatchSampler:
+    if not given.loaded.model.collectives.ranks.is_last_stage:
+        from common.parallel.stage import NoSampler
+
+        return NoSampler()
+    sampler = Sampler(given.vocab_size, given.attention.rules)
+    if proposer is None:
+        return sampler
+    return make_verifier(sampler, proposer, given.attention.is_triton)
 
 
 def make_verifier(sampler: Sampler, proposer: Proposer, is_triton: bool) -> BatchSampler:
     """A sampler that verifies guesses: with kernels where attention is one."""
     from common.sampling.speculative_sampler import SpeculativeSampler
 
-    rules: dict[str, Any] = {}
-    if is_triton:
-        import rejection_sampler_triton as kernels
+    if not is_triton:
+        return SpeculativeSampler(sampler, proposer.draft_probs)
+    import rejection_sampler_triton as kernels
 
-        rules["reject"] = kernels.rejection_sample_triton
-        rules["match"] = kernels.rejection_sampling_batched_triton
-    return SpeculativeSampler(sampler, proposer.draft_probs, **rules)
+    rules = kernels.rejection_sample_triton, kernels.rejection_sampling_batched_triton
+    return SpeculativeSampler(sampler, proposer.draft_probs, *rules)
 
 
 def make_draft_length(how: SpeculativeConfig) -> DraftLength:
@@ -355,25 +396,12 @@ def make_draft_length(how: SpeculativeConfig) -> DraftLength:
     return AdaptiveLength(how.num_spec_tokens)
 
 
-def make_speculation(
-    proposer: Proposer, runner: ModelRunner, state: BatchState, length: DraftLength
-) -> SpeculatingRunner:
-    from speculating_runner import SpeculatingRunner
-
-    return SpeculatingRunner(runner, proposer, length, state)
-
-
-def make_proposer(
-    how: SpeculativeConfig,
-    loaded: LoadedModel,
-    draft: LoadedModel | None,
-    kv_cache: PagedKVCache,
-    attention: Attention,
-    state: BatchState,
-    max_model_len: int,
-    vocab_size: int,
-) -> Proposer:
-    """Who guesses. Raises `ValueError` if the draft model has other tokens."""
+def make_proposer(given: Given, kv_cache: PagedKVCache, state: BatchState) -> Proposer | None:
+    """Who guesses, if anybody does here. Raises `ValueError` if the draft model has other
+    tokens."""
+    how, loaded, draft = given.config.speculation, given.loaded, given.draft
+    if how is None or not loaded.model.collectives.ranks.is_last_stage:
+        return None
     if how.method == "ngram":
         from ngram_index import BulkNgramProposer
 
@@ -387,12 +415,13 @@ def make_proposer(
             f"model of speculative has a vocabulary of {draft.config.vocab_size} tokens: it "
             f"must be the target's, {loaded.config.vocab_size}"
         )
+    sampler = Sampler(given.vocab_size, given.attention.rules)
     return DraftModelProposer(
         draft.model,
         allocate_kv_cache(draft, kv_cache.num_blocks, kv_cache.block_size),
-        attention.backend,
+        given.attention.backend,
         state,
         how.num_spec_tokens,
-        max_model_len=min(max_model_len, draft.config.max_position_embeddings),
-        sampler=ConstrainedDrafts(Sampler(vocab_size, attention.rules), state.sampling, state),
+        max_model_len=min(given.max_model_len, draft.config.max_position_embeddings),
+        sampler=ConstrainedDrafts(sampler, state.sampling, state),
     )

@@ -244,7 +244,9 @@ def _main(args: argparse.Namespace) -> int:
     prompts = load_prompts(args)
     print("Loading the model ...", file=sys.stderr)
     from common.llm import LLM, SamplingParams
+    from common.tools.collector import spare_what_is_loaded
 
+    spare_what_is_loaded()
     # Each prompt has a seed of its own, so that every run and every order gives the same text.
     params = [
         SamplingParams(

@@ -10,13 +10,12 @@ it was; every unfinished `Request` is in one group; two engines in a process sha
 
 from __future__ import annotations
 
-import atexit
-import gc
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -27,13 +26,14 @@ from common.loader import LoadedModel, load_model
 from common.outputs import OutputProcessor, RequestGroup, RequestOutput, spread_params
 from common.scheduler_assembly import EngineParts
 from common.tokenizer import Tokenizer, load_tokenizer
+from common.turn import Turn, one_at_a_time
 from prefix_cache import CacheStats, PrefixCache
 from request import RequestStatus, SamplingParams
 from scheduler_interface import EngineCoreOutput, SchedulerOutput
 from step_plan import StepResults
 from step_record import StepRecord, preemptions_of
 
-GC_THRESHOLD = 50_000  # new objects between two looks for cycles
+CLOSE_TIMEOUT_S = 5.0  # for a step of another thread, when an engine is closed
 MAX_IDLE_STEPS = 100  # a forced preemption takes one; a wait for KV from elsewhere does not count
 
 
@@ -41,8 +41,10 @@ class LLMEngine:
     """Requests in at any time, outputs out of every `step()`.
 
     `on_step` is called with each step's `StepRecord`, when the step is complete: it may add and
-    abort requests, but not call `step()`. `loaded`, `draft` and `tokenizer` replace what `config`
-    names; without a tokenizer, prompts are token ids and texts are empty."""
+    abort requests, but not call `step()`. One thread at a time may use it, and no forked process
+    (`common/turn.py`); `abort_request` and `close` may come from any thread. `loaded`, `draft` and
+    `tokenizer` replace what `config` names; without a tokenizer, prompts are token ids and texts
+    are empty."""
 
     def __init__(
         self,
@@ -54,6 +56,8 @@ class LLMEngine:
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
+        self.turn = Turn()
+        self._is_closed = False
         # By Request.request_id: all members of open groups, those that have finished included.
         self._members: dict[str, OutputProcessor] = {}
         make = _make_remote_parts if config.has_workers else _make_parts
@@ -82,19 +86,10 @@ class LLMEngine:
         self._num_idle_steps = 0  # in a row, up to the last one
         self._num_named = 0  # requests whose names are ours
         self.reset_stats()
-        if gc.get_freeze_count() == 0:  # the first engine of the process
-            # What was imported and made so far stays: Python's collector need not go through all of
-            # it again and again, for a quarter of a step's time on the host.
-            gc.collect()
-            gc.freeze()
-            # And what a step makes is next to never in a cycle: looking after every 700 objects
-            # finds nothing, and now and then goes through all there are, in the middle of a step.
-            if 0 < gc.get_threshold()[0] < GC_THRESHOLD:
-                gc.set_threshold(GC_THRESHOLD)
-            atexit.register(gc.unfreeze)
 
     # -- requests
 
+    @one_at_a_time
     def add_request(
         self,
         request_id: str,
@@ -108,6 +103,7 @@ class LLMEngine:
         `time.monotonic()`, now if None. Only requests with an equal `cache_salt` share cached
         prefixes: one for each tenant keeps them from probing each other's. Raises `ValueError` for
         anything that can not be served; nothing has changed then."""
+        self._check_is_open()
         self._check_id(request_id)
         params = SamplingParams() if sampling_params is None else sampling_params
         group = self._intake.make_group(
@@ -125,20 +121,20 @@ class LLMEngine:
             raise
         self._intake.num_seeds_drawn += params.seed is None
 
+    @one_at_a_time
     def add_requests(
         self,
         requests: Iterable[tuple[str, Prompt, SamplingParams]],
         priority: int = 0,
         cache_salt: str | None = None,
+        arrival_time: float | None = None,
     ) -> None:
         """Queue all of `(request_id, prompt, sampling_params)` or, if one is refused, none."""
         added: list[RequestGroup] = []
         num_seeds_drawn = self._intake.num_seeds_drawn
         try:
             for request_id, prompt, params in requests:
-                self.add_request(
-                    request_id, prompt, params, priority=priority, cache_salt=cache_salt
-                )
+                self.add_request(request_id, prompt, params, arrival_time, priority, cache_salt)
                 added.append(self._groups[request_id])
         except BaseException:
             for group in added:
@@ -148,22 +144,29 @@ class LLMEngine:
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request at any moment. Its output so far, which the next `step` returns too, or
-        None if there is no such request."""
+        None if there is no such request. While another thread is in a step, it ends after that."""
+        self.turn.check_process()
         group = self._groups.get(request_id)
         if group is None:
             return None
+        self.turn.ask(partial(self._abort, group))
+        return copy(group)
+
+    def _abort(self, group: RequestGroup) -> None:
+        if self._groups.get(group.request_id) is not group:
+            return
         for member in group.members:
             if not member.is_finished:
                 self.scheduler.abort_request(member.request_id)
                 member.abort()
         self._stats.num_aborted += 1
         self._end(group)
-        return copy(group)
 
     def has_unfinished_requests(self) -> bool:
         """Is there anything to do for `step`, if only to return the output of an aborted one?"""
         return self.core.has_unfinished_requests() or bool(self._ended)
 
+    @one_at_a_time
     def step(self) -> list[RequestOutput]:
         """One iteration for everybody. The outputs of the requests that have ended since the last
         one, aborted ones included, and of those that made progress. These are alive: they grow with
@@ -176,6 +179,8 @@ class LLMEngine:
         """
         # Where only outputs are left, there is nothing to compute, or nobody who could.
         has_work = self.core.has_unfinished_requests() or not self._ended
+        if has_work:
+            self._check_is_open()
         going_on = self._advance() if has_work else []
         ended = [copy(group) for group in self._ended]
         self._ended.clear()
@@ -183,6 +188,9 @@ class LLMEngine:
 
     def _advance(self) -> list[RequestGroup]:
         """One iteration. The unfinished groups that made progress; the others are in `_ended`."""
+        if self._is_closed:  # by another thread, which waits for this one
+            self._abort_running(everybody=True)
+            return []
         start_time = time.monotonic()
         try:
             results = self.core.step()
@@ -199,6 +207,7 @@ class LLMEngine:
             self.check_invariants()
         if self.on_step is not None and record is not None:
             self.on_step(record)
+        self.turn.do_what_was_asked()
         return [group for group in touched if group not in self._ended]
 
     def _take(self, results: Sequence[EngineCoreOutput], now: float) -> Collection[RequestGroup]:
@@ -248,26 +257,31 @@ class LLMEngine:
         for group in list(self._groups.values()):
             ids = [m.request_id for m in group.members if not m.is_finished]
             if everybody or any(i in scheduler.running or i not in scheduler.requests for i in ids):
-                self.abort_request(group.request_id)
+                self._abort(group)
 
     # -- whole calls
 
+    @one_at_a_time
     def generate_batch(
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         cache_salt: str | None = None,
         on_finished: Callable[[int], object] | None = None,
+        priority: int = 0,
+        arrival_time: float | None = None,
     ) -> dict[str, RequestOutput]:
         """Run prompts to their end. The outputs by request id, in the order of the prompts.
-        `on_finished` is told after each step how many of them ended in it.
+        `on_finished` is told after each step how many of them ended in it. The other options are
+        those of `add_request`.
 
         Other requests in the engine advance with them, and if they end, the next `step` returns
         them. Raises `ValueError` if one of the prompts can not be served; none of them is queued
         then. Interrupting the call aborts its requests."""
         per_prompt = spread_params(params, len(prompts))
         ids = [self._new_id() for _ in prompts]
-        self.add_requests(zip(ids, prompts, per_prompt, strict=True), cache_salt=cache_salt)
+        requests = zip(ids, prompts, per_prompt, strict=True)
+        self.add_requests(requests, priority, cache_salt, arrival_time)
         own = dict.fromkeys(self._groups[request_id] for request_id in ids)
         try:
             for group in own:
@@ -281,14 +295,25 @@ class LLMEngine:
         return {group.request_id: copy(group) for group in own}
 
     def _new_id(self) -> str:
-        self._num_named += 1
-        return f"request-{self._num_named - 1}"
+        """Not one that an unfinished request of the user's has."""
+        while True:
+            name = f"request-{self._num_named}"
+            self._num_named += 1
+            if name not in self._groups and name not in self._members:
+                return name
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> Iterator[str]:
         """Run one prompt, and yield its text as it becomes final. However the request ends, the
         rest of its text is yielded. Leaving the loop early aborts it."""
         request_id = self._new_id()
-        self.add_request(request_id, prompt, params)
+        self.add_request(request_id, prompt, params, arrival_time, priority, cache_salt)
         group = self._groups[request_id]
         member = group.members[0]
         try:
@@ -296,7 +321,8 @@ class LLMEngine:
                 if delta := member.take_delta():
                     yield delta
                 else:
-                    self._advance()
+                    with self.turn:
+                        self._advance()
             if rest := member.take_delta():
                 yield rest
         finally:
@@ -310,10 +336,12 @@ class LLMEngine:
         return len(ended)
 
     def _withdraw(self, groups: Collection[RequestGroup]) -> None:
-        for group in groups:
-            if not group.finished:
-                self.abort_request(group.request_id)
-        self._forget_ended(groups)
+        def withdraw() -> None:
+            for group in groups:
+                self._abort(group)
+            self._forget_ended(groups)
+
+        self.turn.ask(withdraw)
 
     # -- what it is doing
 
@@ -341,24 +369,31 @@ class LLMEngine:
     def prefix_cache(self) -> PrefixCache | None:
         return self.kv_manager.cache
 
+    @one_at_a_time
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix. False, and nothing has changed, while requests use some."""
         return self.kv_manager.reset_prefix_cache()
 
     def close(self) -> None:
         """Stop the connector's threads, close its files, end the workers. The engine computes
-        nothing after."""
+        nothing after. A step of another thread is waited for, but not for long."""
+        self.turn.check_process()
+        self._is_closed = True
         for request_id in list(self._groups):
             self.abort_request(request_id)
+        has_turn = self.turn.take(CLOSE_TIMEOUT_S)
         try:
-            if self._close_loop is not None:
+            if has_turn and self._close_loop is not None:
                 self._close_loop()
         finally:
+            if has_turn:
+                self.turn.release()
             if self._connector is not None:
                 self._connector.close()
             if self._close_side is not None:
                 self._close_side()
 
+    @one_at_a_time
     def reset_stats(self) -> None:
         """Start counting anew, after a warm-up for instance. What is cached stays cached."""
         if self.prefix_cache is not None:
@@ -368,6 +403,7 @@ class LLMEngine:
         self._num_discarded_before = self._num_discarded_tokens()
         self._stats = EngineStats(kv_blocks_total=self.kv_manager.pool.num_usable_blocks)
 
+    @one_at_a_time
     def check_invariants(self) -> None:
         """Raise `AssertionError` if a part contradicts itself or another."""
         self.scheduler.check_invariants()
@@ -403,6 +439,10 @@ class LLMEngine:
 
     def _num_discarded_tokens(self) -> int:
         return 0 if self._plans_under_way is None else self._plans_under_way.num_discarded_tokens
+
+    def _check_is_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this engine is closed: it computes nothing more; make another one")
 
     def _check_id(self, request_id: str) -> None:
         if not isinstance(request_id, str) or not request_id:

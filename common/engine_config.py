@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -25,6 +26,7 @@ SHIPPED_DRAFT = CHECKPOINTS / "tiny-draft"
 # Smaller models win their longer start back after several thousand tokens only. Measured:
 # `python 02_paged_kv/lab/plot_compile_border.py --record compile_border`
 COMPILE_FROM_PARAMETERS = 100_000_000
+MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))  # whoever cannot have them ends the process
 
 
 def _check(config: object, *rules: tuple[str, object, str]) -> None:
@@ -66,7 +68,8 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         for name in ("num_spec_tokens", "min_ngram", "max_ngram"):
             check_integers(1, **{name: getattr(self, name)})
-        is_model = self.model is None or (self.method == "draft" and str(self.model))
+        is_path = isinstance(self.model, str | Path) and str(self.model)
+        is_model = self.model is None or (self.method == "draft" and is_path)
         _check(
             self,
             ("method", self.method in ("ngram", "draft"), "it must be 'ngram' or 'draft'"),
@@ -79,7 +82,8 @@ class SpeculativeConfig:
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything the engine can be told. Raises `ValueError` that names field, value and what is
-    allowed."""
+    allowed. Python's collector is its process's: a program that serves sets it as the demo does
+    (`common/tools/collector.py`), before it makes an engine."""
 
     model: str | Path | None = None  # a directory or hub id; None: the shipped checkpoint
     device: str = "auto"
@@ -96,7 +100,7 @@ class EngineConfig:
     watermark: float = 0.01  # share of the blocks that "two_phase" leaves to those who run
     prefix_cache: str | None = "hash"  # or "radix"; None keeps no computed prefixes
     kv_tiers: KVTierConfig | None = None  # evicted blocks go to host memory and disk
-    kv_connector: KVConnector | None = None  # shares them with other engines
+    kv_connector: KVConnector | None = None  # shares them over a pool; one for each engine
     # Long prompts are computed in several steps: as much as a step has room for (True), or at most
     # so many tokens of a prompt in a step (an integer; with "prefill_first", of all prompts
     # together). False: whole, and a prompt must fit one step; so it is with "fcfs" always.
@@ -147,6 +151,9 @@ class EngineConfig:
             if value is not None or name not in optional:
                 check_integers(low, **{name: value})
         check_integers(seed=self.seed)
+        _check(self, ("max_num_seqs", self.max_num_seqs <= 1 << 20, "it must be from 1 to 2**20"))
+        few = self.num_threads is None or self.num_threads <= MAX_THREADS
+        _check(self, ("num_threads", few, f"it must be None or from 1 to {MAX_THREADS}"))
         choices = {
             "scheduler": tuple(SCHEDULERS),
             "policy": POLICIES if SCHEDULERS.get(self.scheduler) else ("fcfs",),
@@ -159,6 +166,9 @@ class EngineConfig:
             "enforce_eager": (False, True),
             "emulate_graphs": (False, True),
             "batch_invariant": (False, True),
+            "check_invariants": (False, True),
+            "shuffle_batch": (False, True),
+            "shuffle_waiting": (False, True),
         }
         for name, allowed in choices.items():
             value = getattr(self, name)

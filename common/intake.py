@@ -84,10 +84,12 @@ class Intake:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("prompt is text: this engine has no tokenizer; give token ids")
+            if lone := [c for c in prompt if "\ud800" <= c <= "\udfff"]:
+                raise ValueError(f"prompt holds {lone[0]!r}: half of a surrogate pair is no text")
             token_ids = self.tokenizer.encode(prompt)
         else:
             token_ids = plain(prompt)
-        if not isinstance(token_ids, Sequence):
+        if not isinstance(token_ids, Sequence) or isinstance(token_ids, bytes | bytearray):
             raise ValueError(f"prompt is a {type(prompt).__name__}: it must be a str or token ids")
         if not token_ids:
             raise ValueError(f"prompt is {prompt!r}: it must hold at least one token")

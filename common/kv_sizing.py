@@ -12,13 +12,14 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
+import psutil
 import torch
 
 from common.engine_config import EngineConfig
 from common.loader import LoadedModel
 from common.runner.batch_state import BatchState
 from common.sampling.sampler import Sampler
-from common.sampling.sampling_columns import SamplingBatch
+from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
 from kv_budget import (
     BytesForKV,
     CudaMemory,
@@ -39,54 +40,81 @@ logger = logging.getLogger(__name__)
 _CPU_WARM_UP_TOKENS = 8
 
 
+@dataclass(frozen=True, slots=True)
+class KVDemand:
+    """What KV is for, and what has to have room beside it."""
+
+    config: EngineConfig
+    loaded: LoadedModel
+    draft: LoadedModel | None
+    backend: AttentionBackend
+    max_model_len: int
+    vocab_size: int
+    kind: type[PagedKVCache] = PagedKVCache
+    rules: Rules | None = None  # the sampler's
+    # Captures what will be captured later: that memory is no KV's.
+    make_graphs: Callable[[PagedKVCache], object] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """Other ranks. `least` is the smallest number of all of them; `num_here` of them, this one
+    included, share this machine's memory."""
+
+    least: Callable[[int], int] = int
+    num_here: int = 1
+
+
+ALONE = Neighbours()
+
+
 def make_kv_cache(
-    config: EngineConfig,
-    loaded: LoadedModel,
-    draft: LoadedModel | None,
-    backend: AttentionBackend,
-    max_model_len: int,
-    vocab_size: int,
-    memory: MemoryReader | None = None,
-    kind: type[PagedKVCache] = PagedKVCache,
-    least: Callable[[int], int] | None = None,
-    num_neighbours: int = 1,
-    rules: Rules | None = None,
-    make_graphs: Callable[[PagedKVCache], object] | None = None,
+    demand: KVDemand, neighbours: Neighbours = ALONE, memory: MemoryReader | None = None
 ) -> PagedKVCache:
     """KV tensors of `config.num_blocks` blocks, or of as many as fit, those of a draft model
-    included. `memory` reads the model's device; None: CUDA's own reader, if it is a GPU. `least` is
-    the smallest number of all ranks; of these, `num_neighbours` share a CPU's memory. `rules` are
-    the sampler's. `make_graphs` captures what will be captured later: that memory is no KV's."""
+    included. `memory` reads the model's device; None: CUDA's own reader, if it is a GPU."""
+    config, loaded, draft = demand.config, demand.loaded, demand.draft
     if config.num_blocks is not None:
-        return allocate_kv_cache(loaded, config.num_blocks, config.block_size, kind)
-    device = loaded.model.embed_weight.device
-    if memory is None and device.type == "cuda":
+        return allocate_kv_cache(loaded, config.num_blocks, config.block_size, demand.kind)
+    if memory is None and (device := loaded.model.embed_weight.device).type == "cuda":
         memory = CudaMemory(device)
     if memory is None:
-        seq_lens = [min(_CPU_WARM_UP_TOKENS, max_model_len)]
-        run_forward(loaded, _allocate_for(seq_lens, loaded, config), backend, seq_lens, 1)
-        available = share_of_free(free_memory_bytes() // num_neighbours)
+        seq_lens = [min(_CPU_WARM_UP_TOKENS, demand.max_model_len)]
+        run_forward(loaded, _allocate_for(seq_lens, demand), demand.backend, seq_lens, 1)
+        available = share_of_free(free_memory_bytes() // neighbours.num_here)
     else:
-        num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
-        seq_lens = _parts_of(num_tokens, max_model_len)
-        available = _measure(
-            memory, config, loaded, draft, backend, seq_lens, vocab_size, rules, make_graphs
-        )
+        available = _measure(memory, demand)
     kv_bytes_per_block = allocate_kv_cache(loaded, 1, config.block_size).kv_bytes_per_block
     if draft is not None:
         kv_bytes_per_block += allocate_kv_cache(draft, 1, config.block_size).kv_bytes_per_block
-    budget = size_kv_cache(
-        kv_bytes_per_block, config.block_size, config.max_num_seqs, max_model_len, available
-    )
+    sizes = config.block_size, config.max_num_seqs, demand.max_model_len
+    budget = size_kv_cache(kv_bytes_per_block, *sizes, available)
     logger.info(budget.explanation)
-    num_blocks = budget.num_blocks if least is None else least(budget.num_blocks)
-    return allocate_kv_cache(loaded, num_blocks, config.block_size, kind)
+    num_blocks = neighbours.least(budget.num_blocks)
+    kv_cache = allocate_kv_cache(loaded, num_blocks, config.block_size, demand.kind)
+    if loaded.model.embed_weight.device.type == "cpu":
+        logger.info(
+            "KV cache: %.2f GiB are reserved, and in use as they are written; all of this process "
+            "uses %.2f GiB now",
+            num_blocks * kv_cache.kv_bytes_per_block / 2**30,
+            psutil.Process().memory_info().rss / 2**30,
+        )
+    return kv_cache
 
 
 def allocate_kv_cache(
     loaded: LoadedModel, num_blocks: int, block_size: int, kind: type[PagedKVCache] = PagedKVCache
 ) -> PagedKVCache:
+    """Raises `ValueError` if a CPU has no room for it: what is only reserved would end the process
+    when it is written."""
     model, weight = loaded.model, loaded.model.embed_weight
+    num_values = 2 * model.num_layers * num_blocks * block_size * model.num_kv_heads
+    num_bytes = num_values * model.config.head_dim * weight.dtype.itemsize
+    if weight.device.type == "cpu" and num_bytes > (free := free_memory_bytes()):
+        raise ValueError(
+            f"num_blocks is {num_blocks}, block_size {block_size}: KV of {num_bytes / 2**30:,.2f} "
+            f"GiB, and {free / 2**30:,.2f} GiB are free"
+        )
     return kind(
         num_layers=model.num_layers,
         num_blocks=num_blocks,
@@ -98,34 +126,28 @@ def allocate_kv_cache(
     )
 
 
-def _allocate_for(seq_lens: list[int], loaded: LoadedModel, config: EngineConfig) -> PagedKVCache:
-    num_blocks = sum(-(-n // config.block_size) for n in seq_lens) + 1
-    return allocate_kv_cache(loaded, num_blocks, config.block_size)
+def _allocate_for(seq_lens: list[int], demand: KVDemand) -> PagedKVCache:
+    block_size = demand.config.block_size
+    num_blocks = sum(-(-n // block_size) for n in seq_lens) + 1
+    return allocate_kv_cache(demand.loaded, num_blocks, block_size)
 
 
 # -- the largest step
 
 
-def _measure(
-    memory: MemoryReader,
-    config: EngineConfig,
-    loaded: LoadedModel,
-    draft: LoadedModel | None,
-    backend: AttentionBackend,
-    seq_lens: list[int],
-    vocab_size: int,
-    rules: Rules | None,
-    make_graphs: Callable[[PagedKVCache], object] | None,
-) -> BytesForKV:
+def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
     """Run the largest step twice: what the sampler keeps from step to step is there in the second.
     Only the last stage samples. The memory of graphs is theirs alone: it comes on top."""
-    kv_cache = _allocate_for(seq_lens, loaded, config)
+    config, loaded, vocab_size = demand.config, demand.loaded, demand.vocab_size
+    most = min(config.max_num_batched_tokens, config.max_num_seqs * demand.max_model_len)
+    seq_lens = _parts_of(most, demand.max_model_len)
+    kv_cache = _allocate_for(seq_lens, demand)
     num_rows = min(config.max_num_seqs * config.num_rows_per_request, sum(seq_lens))
     batch = SamplerWarmUp.of(_parts_of(num_rows, config.num_rows_per_request), vocab_size)
-    sampler = Sampler(vocab_size, rules)
+    sampler = Sampler(vocab_size, demand.rules)
     memory.reset()
     before = memory.read()
-    if draft is not None:
+    if demand.draft is not None:
         from common.sampling.speculative_sampler import SpeculativeSampler
 
         weight = loaded.model.embed_weight  # the sampler alone holds what it is given here
@@ -133,11 +155,11 @@ def _measure(
         sampler = SpeculativeSampler(sampler, probs_of)
         del probs_of
     for _ in range(2):
-        logits = run_forward(loaded, kv_cache, backend, seq_lens, num_rows)
+        logits = run_forward(loaded, kv_cache, demand.backend, seq_lens, num_rows)
         if loaded.model.collectives.ranks.is_last_stage:
             sampler.sample(logits, batch)
         del logits
-    graphs = None if make_graphs is None else make_graphs(kv_cache)
+    graphs = None if demand.make_graphs is None else demand.make_graphs(kv_cache)
     after = memory.read()
     kv_bytes = kv_cache.num_blocks * kv_cache.kv_bytes_per_block
     del sampler, kv_cache, graphs
@@ -174,7 +196,7 @@ class SamplerWarmUp:
             logprobs=min(20, vocab_size),
         )
         lens = np.array(rows_per_request)
-        state = BatchState(len(lens), 0)
+        state = BatchState(len(lens), 0, SamplingColumns())
         for i in range(len(lens)):
             state.admit(NewRequestData(str(i), [0], params))
         state.num_tokens += 1  # an output

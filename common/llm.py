@@ -32,7 +32,10 @@ class LLM:
     `model` is a directory in Hugging Face format, a hub id, or None for the shipped checkpoint. All
     other arguments are the fields of `common.engine_config.EngineConfig`, where they are explained.
     Raises `ValueError` for arguments that make no sense and `FileNotFoundError` for a model that is
-    not there."""
+    not there.
+
+    One thread at a time: while one is in `generate`, or `stream` computes its next piece, another
+    gets a `RuntimeError`, and may only `close` or abort requests. So does a forked process."""
 
     def __init__(self, model: str | Path | None = None, **config: Any) -> None:
         from common.engine import LLMEngine
@@ -57,32 +60,42 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         cache_salt: str | None = None,
+        priority: int = 0,
+        arrival_time: float | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt: text, token ids (an array will do), or a list of either. Outputs
         are in the order given.
 
         `sampling_params` is one for all or one for each. Only prompts with an equal `cache_salt`
-        share cached prefixes. Raises `ValueError` if any prompt can not be served; nothing is
-        generated then. Interrupting the call aborts its requests."""
+        share cached prefixes; `priority` and `arrival_time` are those of `LLMEngine.add_request`.
+        Raises `ValueError` if any prompt can not be served; nothing is generated then. Interrupting
+        the call aborts its requests."""
         from tqdm import tqdm
 
         prompts = as_list_of_prompts(prompts)
         with tqdm(total=len(prompts), desc="Requests", unit="req", disable=not use_tqdm) as bar:
-            outputs = self.engine.generate_batch(prompts, sampling_params, cache_salt, bar.update)
+            outputs = self.engine.generate_batch(
+                prompts, sampling_params, cache_salt, bar.update, priority, arrival_time
+            )
         return list(outputs.values())
 
     def stream(
-        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None
+        self,
+        prompt: str | Sequence[int],
+        sampling_params: SamplingParams | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        arrival_time: float | None = None,
     ) -> Iterator[str]:
         """Yield the continuation piece by piece. Joined, the pieces are `generate`'s text.
 
         A piece is never taken back: incomplete characters and what may become a stop string are
         held until they are decided. If the request is aborted, the stream ends with what it has.
         Leaving the loop early aborts the request."""
-        params = sampling_params or SamplingParams()
-        if params.n != 1:
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if isinstance(params, SamplingParams) and params.n != 1:
             raise ValueError(f"n is {params.n}: a stream has one continuation; use generate")
-        yield from self.engine.stream(prompt, params)
+        yield from self.engine.stream(prompt, params, cache_salt, priority, arrival_time)
 
     def close(self) -> None:
         """Abort what is unfinished, stop what `kv_tiers` or `kv_connector` started, and end the

@@ -251,10 +251,13 @@ def spread_params(
     """One `SamplingParams` for each prompt. Raises `ValueError` if there are more or fewer."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
-    params = list(params)
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
+        raise ValueError(
+            f"sampling_params is {params!r}: it must be a SamplingParams, or one for each prompt"
+        )
     if len(params) != num_prompts:
         raise ValueError(
             f"sampling_params holds {len(params)} entries: give one, or one for each of the "
             f"{num_prompts} prompts"
         )
-    return params
+    return list(params)

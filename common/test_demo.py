@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections import Counter
 from pathlib import Path
@@ -20,6 +21,7 @@ def test_default_demo_prints_every_text_and_a_summary(capsys: pytest.CaptureFixt
     for line in ("requests             8", "output throughput", "inter-token latency", "KV memory"):
         assert line in out
     assert "nan" not in out
+    assert gc.get_freeze_count() > 0, "it is a program, and may"
 
 
 def test_trace_tells_seven_stages_of_each_step(capsys: pytest.CaptureFixture[str]) -> None:

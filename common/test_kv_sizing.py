@@ -11,7 +11,7 @@ import torch
 from common import kv_sizing
 from common.bench.random_weights import QWEN3_0_6B, random_model
 from common.engine_config import EngineConfig
-from common.kv_sizing import make_kv_cache
+from common.kv_sizing import KVDemand, make_kv_cache
 from common.loader import LoadedModel
 from common.sampling import speculative_sampler
 from common.sampling.sampler import Sampler
@@ -83,10 +83,13 @@ def loaded() -> LoadedModel:
     return random_model(TINY)
 
 
-def make(config: EngineConfig, loaded: LoadedModel, max_model_len: int = 4096, **kind):
-    draft = kind.pop("draft", None)
+def demand_of(config: EngineConfig, loaded: LoadedModel, max_model_len=4096, draft=None, **rest):
     backend = TorchAttentionBackend()
-    return make_kv_cache(config, loaded, draft, backend, max_model_len, VOCAB_SIZE, **kind)
+    return KVDemand(config, loaded, draft, backend, max_model_len, VOCAB_SIZE, **rest)
+
+
+def make(config: EngineConfig, loaded: LoadedModel, max_model_len=4096, memory=None, **rest):
+    return make_kv_cache(demand_of(config, loaded, max_model_len, **rest), memory=memory)
 
 
 def spy_on_forward(monkeypatch: pytest.MonkeyPatch) -> list:
@@ -188,7 +191,7 @@ def test_the_largest_step_leaves_the_numbers_of_a_short_one(loaded) -> None:
     """Several prompts in one step, each in blocks of its own: logits are those of one alone."""
     seq_lens, backend = [33, 33, 7], TorchAttentionBackend()
     config = EngineConfig()
-    kv_cache = kv_sizing._allocate_for(seq_lens, loaded, config)
+    kv_cache = kv_sizing._allocate_for(seq_lens, demand_of(config, loaded))
     for cache in kv_cache.key_cache + kv_cache.value_cache:
         cache.fill_(float("nan"))
     logits = kv_sizing.run_forward(loaded, kv_cache, backend, seq_lens, 1)

@@ -3,6 +3,9 @@ process."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from common.llm import LLM, SamplingParams
@@ -124,6 +127,8 @@ def test_leaving_a_stream_aborts_its_request_and_two_calls_may_interleave(llm: L
 def test_stream_whose_request_is_ended_from_outside_ends_with_what_it_has(
     llm: LLM, ends: str
 ) -> None:
+    if ends == "close":
+        llm = LLM(dtype="float32", num_blocks=400, block_size=4, check_invariants=True)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     (whole,) = generate(llm, "def a(", params)
     stream = llm.stream("def a(", params)
@@ -239,6 +244,10 @@ def test_two_engines_in_one_process_share_nothing() -> None:
 def test_unknown_argument_and_wrong_number_of_params_are_named(llm: LLM) -> None:
     with pytest.raises(ValueError, match="blocksize"):
         LLM(blocksize=16)
+    with pytest.raises(ValueError, match=r"prompt holds '\\ud800'"):
+        generate(llm, "a\ud800b", SamplingParams())
+    with pytest.raises(ValueError, match="sampling_params is 5"):
+        next(llm.stream("a", 5))  # pyright: ignore
     with pytest.raises(ValueError, match="2 entries"):
         generate(llm, ["a", "b", "c"], [SamplingParams(), SamplingParams()])
     assert generate(llm, [], SamplingParams()) == []
@@ -252,3 +261,24 @@ def test_metrics_are_in_order_and_complete(llm: LLM) -> None:
         assert len(m.inter_token_latencies) == 8
         assert sum(m.inter_token_latencies) == pytest.approx(m.last_token_time - m.first_token_time)
         assert m.time_to_first_token >= m.queue_time >= 0
+
+
+def test_an_engine_takes_the_memory_that_it_writes_and_no_more() -> None:
+    """A default one reserves room for 256 of the longest requests: 3 GiB. Nothing at its start may
+    read or write that. What the process imports is 0.2 GiB."""
+    script = """if True:
+        import gc
+        import psutil
+        from common.llm import LLM, SamplingParams
+        llm = LLM()
+        llm.generate("def f(x):", SamplingParams(max_tokens=3), use_tqdm=False)
+        kv_cache = llm.engine.kv_cache
+        reserved = kv_cache.num_blocks * kv_cache.kv_bytes_per_block
+        assert gc.get_freeze_count() == 0 and gc.get_threshold() == (700, 10, 10), "not ours"
+        print(reserved, psutil.Process().memory_info().rss)"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    reserved, resident = map(int, done.stdout.split())
+    assert resident < 1 << 30, f"{resident:,} bytes are in memory, {reserved:,} reserved"

@@ -45,10 +45,19 @@ class KVConnector(ABC):
 
     def bind(self, io: KVBlockIO, block_size: int, namespace: Sequence[tuple[str, str]]) -> None:
         """Called once, by the engine. `namespace` names model, dtype and layout: KV of another
-        namespace is not ours, however equal the tokens are."""
+        namespace is not ours, however equal the tokens are. Raises `ValueError` the second time:
+        what the first engine loads and saves would be the second one's."""
+        if self.is_bound:
+            raise ValueError(
+                f"kv_connector is {self!r}: it belongs to another engine; make one for each engine"
+            )
         self.io = io
         self.block_size = block_size
         self.namespace = tuple(namespace)
+
+    @property
+    def is_bound(self) -> bool:
+        return hasattr(self, "io")
 
     @abstractmethod
     def get_num_new_matched_tokens(
@@ -95,6 +104,10 @@ class ConnectorChain(KVConnector):
     def __init__(self, connectors: Sequence[KVConnector]) -> None:
         self.connectors = list(connectors)
         self._chosen: dict[str, KVConnector] = {}  # by request id, from lookup to end of load
+
+    @property
+    def is_bound(self) -> bool:
+        return super().is_bound or any(connector.is_bound for connector in self.connectors)
 
     def bind(self, io: KVBlockIO, block_size: int, namespace: Sequence[tuple[str, str]]) -> None:
         super().bind(io, block_size, namespace)

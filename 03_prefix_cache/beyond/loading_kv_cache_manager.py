@@ -48,10 +48,12 @@ class LoadingKVCacheManager(CachedKVCacheManager):
         self._loads = KVLoads(connector, cache, self._take_blocks_to_load)
         self.wait_for_steps = wait_for_steps or (lambda: None)
 
-    def get_computed_blocks(self, request: Request) -> ComputedBlocks | NotReady:
+    def get_computed_blocks(
+        self, request: Request, wait_for_others: bool = True
+    ) -> ComputedBlocks | NotReady:
         if request.request_id not in self._tables and self._is_loading(request):
             return NotReady.LOADING
-        return super().get_computed_blocks(request)
+        return super().get_computed_blocks(request, wait_for_others)
 
     def _is_loading(self, request: Request) -> bool:
         """And a load is started, if there is something to load."""

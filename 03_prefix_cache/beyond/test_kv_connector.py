@@ -6,6 +6,7 @@ import pytest
 
 from kv_connector import ConnectorChain, KVConnector
 from request import Request
+from tiered_cache import KVTierConfig, TieredCache
 
 
 class Recorder(KVConnector):
@@ -151,6 +152,19 @@ def test_all_are_bound_to_one_memory():
     for connector in (chain, *members):
         assert connector.io is io and connector.block_size == 4
         assert connector.namespace == (("model", "m"),)
+
+
+def test_nobody_is_bound_to_two_memories():
+    """The first engine would load into the second's, and save what is there: wrong tokens."""
+    (chain, members), (other, (free, _)) = make(0, 8), make(0, 8)
+    chain.bind(object(), 4, [])
+    tiers = TieredCache(KVTierConfig(host_blocks=1))
+    tiers.bind(io := object(), 4, [])
+    other.connectors[1] = members[1]
+    for connector in (chain, *members, tiers, other):
+        with pytest.raises(ValueError, match="belongs to another engine"):
+            connector.bind(object(), 4, [])
+    assert tiers.io is io and not free.is_bound, "all of a chain, or none"
 
 
 def test_those_who_load_share_the_time_to_wait():

@@ -109,6 +109,7 @@ def test_a_full_store_is_not_a_failed_one(client: MooncakeClient) -> None:
     assert client.down_reason is None and client.put("a", b"value")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("trouble", ["hang", "crash", "raise", "rpc"])
 @pytest.mark.parametrize("operation", ["locate", "get", "put"])
 def test_after_a_failure_the_client_answers_at_once(
@@ -155,6 +156,7 @@ def test_a_hanging_call_delays_others_by_no_more_than_its_own_limit(
 def test_a_client_process_that_does_not_read_is_given_up(client: MooncakeClient) -> None:
     """The socket's buffer is full long before the value has been sent."""
     os.kill(client.process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, client.process.pid, os.WSTOPPED)
     client.timeout_s = LIMIT_S
     start = time.monotonic()
     with pytest.raises(StoreDownError, match="timed out"):

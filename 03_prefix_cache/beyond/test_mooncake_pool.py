@@ -368,13 +368,15 @@ def test_a_killed_store_is_an_empty_one(
 def test_a_store_that_stops_answering_costs_one_time_limit(
     master: MooncakeMaster, near: MooncakePool
 ) -> None:
-    """Not killed, which the kernel would tell, but silent."""
+    """Not killed, which the kernel would tell, but silent. A signal only asks: threads that are at
+    work answer for a while, so the test waits until the last one has stopped."""
     chain = make_chain("silent", 2)
     assert publish(near, chain) == [True, True]
     pool = MooncakePool(master.address, segment_nbytes=0, timeout_s=WAIT_S)
     assert pool.query(hashes(chain))[0] == 2 * SIZE
     pool._client.timeout_s = 0.2
     master.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, master.process.pid, os.WSTOPPED)
     try:
         assert pool.total_cached_blocks == 0
         assert 0.15 < elapsed_s(lambda: pool.query(hashes(chain))) < WAIT_S

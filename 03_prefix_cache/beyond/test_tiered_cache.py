@@ -44,6 +44,11 @@ def kv_of(token_ids: tuple[int, ...], extra_keys=()) -> bytes:
     return random.Random(repr((token_ids, extra_keys))).randbytes(FakeIO.block_nbytes)
 
 
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(ValueError, match=r"disk_path is .*: it must be a file"):
+        KVTierConfig(host_blocks=1, disk_path=tmp_path)
+
+
 class Engine:
     """A manager, a cache, tiers and a memory of bytes, without a model."""
 
@@ -116,6 +121,7 @@ def test_without_a_tier_they_are_computed_again(kind):
     engine.tiers.close()
 
 
+@pytest.mark.sample(seed=4)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_prompts_never_see_the_kv_of_another(seed, kind, tmp_path):
     rng = random.Random(seed)

@@ -16,6 +16,7 @@ TINY = dataclasses.replace(
 )
 
 
+@pytest.mark.sample(dtype=2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("piece", [2048, module._DIGEST_BYTES])
 def test_every_element_of_every_weight_is_in_the_digest(piece, dtype, monkeypatch):

@@ -65,6 +65,8 @@ class KVTierConfig:
             raise ValueError("host_blocks and disk_blocks are 0: one of them must be > 0")
         if self.disk_path is not None and not isinstance(self.disk_path, str | Path):
             raise ValueError(f"disk_path is {self.disk_path!r}: it must be a path or None")
+        if self.disk_path is not None and Path(self.disk_path).is_dir():
+            raise ValueError(f"disk_path is {self.disk_path!r}: it must be a file, not a folder")
         if self.write_policy not in ("write_back", "write_through"):
             raise ValueError(
                 f"write_policy is {self.write_policy!r}: it must be 'write_back' or 'write_through'"

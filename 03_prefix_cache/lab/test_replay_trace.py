@@ -75,6 +75,7 @@ def test_a_trace_by_hand_hits_tokens_not_whole_blocks(cache: str) -> None:
     assert result.num_cached_at_end == num_distinct_blocks(make_trace(BY_HAND)) == 6
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("capacity", [1, 3, 10, 40, 1000])

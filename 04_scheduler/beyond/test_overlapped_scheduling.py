@@ -92,9 +92,9 @@ TestOverlappedPrefillFirstMachine = OverlappedPrefillFirstMachine.TestCase
     ("cache", "kind", "policy"),
     [
         (None, Scheduler, "fcfs"),
-        (None, Scheduler, "priority"),
-        (None, PrefillFirstScheduler, "fcfs"),
-        (None, CachingFCFSScheduler, None),
+        pytest.param(None, Scheduler, "priority", marks=pytest.mark.slow),
+        pytest.param(None, PrefillFirstScheduler, "fcfs", marks=pytest.mark.slow),
+        pytest.param(None, CachingFCFSScheduler, None, marks=pytest.mark.slow),
         pytest.param("hash", Scheduler, "fcfs", marks=pytest.mark.slow),
     ],
 )
@@ -109,6 +109,7 @@ def test_every_interleaving_of_three_requests_with_a_step_under_way(cache, kind,
     runs._explore(OverlappedWorld(runs.make_memory(cache, num_blocks, 2), kind, **options), prompts)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("cache", runs.CACHES)
 @pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.parametrize("seed", range(12))

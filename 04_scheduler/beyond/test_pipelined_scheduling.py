@@ -126,12 +126,12 @@ LONGER = [([0, 1, 1], 4, 1), ([0, 1, 2, 3], 3, 0), ([0, 1], 5, 1)]
     ("kind", "policy", "cache", "num_tokens", "num_in_flight", "prompts"),
     [
         (Scheduler, "fcfs", None, 5, 2, THREE),
-        (Scheduler, "fcfs", None, 2, 3, TWO),  # prompts in two chunks
-        (PrefillFirstScheduler, "fcfs", None, 5, 2, THREE),
-        (CachingFCFSScheduler, None, None, 5, 3, THREE),
         *(
             pytest.param(*how, marks=pytest.mark.slow)
             for how in [
+                (Scheduler, "fcfs", None, 2, 3, TWO),  # prompts in two chunks
+                (PrefillFirstScheduler, "fcfs", None, 5, 2, THREE),
+                (CachingFCFSScheduler, None, None, 5, 3, THREE),
                 (Scheduler, "fcfs", None, 5, 3, LONGER),
                 (Scheduler, "priority", None, 5, 3, THREE),
                 (Scheduler, "priority", None, 2, 3, TWO),
@@ -156,6 +156,7 @@ def test_every_interleaving_of_requests_with_several_steps_under_way(
     runs._explore(PipelinedWorld(memory, kind, num_in_flight=num_in_flight, **options), prompts)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("cache", runs.CACHES)
 @pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.parametrize("seed", range(8))

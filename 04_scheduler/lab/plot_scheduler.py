@@ -1,8 +1,8 @@
 """The figures and tables of chapter 4, drawn from its records.
 
-`lab`, `memory` and `thrash` are simulated on a cost model that `lab` fits to the shipped checkpoint
-on this machine; `control` times the schedulers themselves and wants a quiet one. What is measured
-stands in `plot_scheduler_lab.py` and `plot_scheduler_control.py`, the tables in
+`lab`, `memory`, `thrash` and `rules` are simulated on a cost model that `lab` fits to the shipped
+checkpoint on this machine; `control` times the schedulers themselves and wants a quiet one. What is
+measured stands in `plot_scheduler_lab.py` and `plot_scheduler_control.py`, the tables in
 `plot_scheduler_tables.py`; how this script is called, in `common/tools/lab_frame.py`.
 """
 
@@ -29,12 +29,13 @@ from common.tools.palette import (
     tint,
 )
 from plot_scheduler_control import measure_control
-from plot_scheduler_lab import measure_lab, measure_memory, measure_thrash
+from plot_scheduler_lab import measure_lab, measure_memory, measure_rules, measure_thrash
 from plot_scheduler_tables import (
     percentile_ms,
     tables_of_control,
     tables_of_lab,
     tables_of_memory,
+    tables_of_rules,
     tables_of_thrash,
 )
 
@@ -191,6 +192,7 @@ PARTS = {
     "thrash": Part(
         lambda m: measure_thrash(fit_of(m), tiny=m.tiny), {"thrash": draw_thrash}, tables_of_thrash
     ),
+    "rules": Part(lambda m: measure_rules(fit_of(m), tiny=m.tiny), tables=tables_of_rules),
     "control": Part(
         lambda m: measure_control(tiny=m.tiny), {"control": draw_control}, tables_of_control
     ),

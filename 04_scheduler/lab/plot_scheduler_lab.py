@@ -7,6 +7,7 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
+from chunk_policy import ChunkedPrefill
 from prefill_first_scheduler import PrefillFirstScheduler
 from scheduler import Scheduler, make_kv_memory
 from scheduler_base import SchedulerBase
@@ -209,3 +210,30 @@ def measure_thrash(fit: dict, *, tiny: bool) -> dict:
             ),
         }
     return {"config": config(len(requests)) | {"num_blocks": NUM_BLOCKS // 3}, "runs": runs}
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "room for every cut prompt; waits for a prefix (ours)": {},
+    "room for its own prompt": {"keep_for_prompts": "own"},
+    "computes a shared prefix again": {"wait_for_prefix": False},
+    "both (vLLM, across steps)": {"keep_for_prompts": "own", "wait_for_prefix": False},
+}
+LONGEST_CHUNK = 128  # so that several prompts are cut at one time
+
+
+def measure_rules(fit: dict, *, tiny: bool) -> dict:
+    """Two rules of admission, each as it is here and as vLLM has it. Prompts are cut."""
+    cost_model = CostModel(**fit["cost_model"])
+    num_requests = 12 if tiny else NUM_REQUESTS
+    workloads: dict[str, dict] = {}
+    for name, make in WORKLOADS.items():
+        rate = LOAD * most_per_second(make(num_requests, rate=1e6), cost_model)
+        workloads[name] = {}
+        for rules, options in RULES.items():
+            chunks = ChunkedPrefill(LONGEST_CHUNK)
+            memory = make_kv_memory(NUM_BLOCKS // 2)
+            scheduler = Scheduler(kv_memory=memory, chunk_policy=chunks, **LIMITS, **options)
+            run = simulate(scheduler, make(num_requests, rate), cost_model)
+            workloads[name][rules] = summarise(run, scheduler)
+    settings = {"num_blocks": NUM_BLOCKS // 2, "longest_chunk": LONGEST_CHUNK}
+    return {"config": config(num_requests) | settings, "workloads": workloads}

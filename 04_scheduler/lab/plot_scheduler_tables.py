@@ -51,6 +51,24 @@ def tables_of_lab(record: dict) -> dict[str, str]:
     return {"lab": markdown_table(head, rows), "lab_note": note}
 
 
+def tables_of_rules(record: dict) -> dict[str, str]:
+    rows = [
+        [
+            f"{workload}: {name}",
+            f"{run['throughput']:,.0f}",
+            "{:.2f} / {:.2f}".format(*(percentile_ms(run["ttft_s"], p) / 1e3 for p in (50, 99))),
+            run["num_preemptions"],
+            f"{run['num_recomputed_tokens']:,}",
+            f"{run['num_cached_tokens']:,}",
+        ]
+        for workload, ways in record["workloads"].items()
+        if workload in ("long", "shared")  # the others' prompts are never cut, and share nothing
+        for name, run in ways.items()
+    ]
+    head = ["simulated", "tok/s", "TTFT s p50 / p99", "preempted", "tokens again", "tokens cached"]
+    return {"rules": markdown_table(head, rows)}
+
+
 def tables_of_memory(record: dict) -> dict[str, str]:
     rows = [
         [

@@ -36,6 +36,7 @@ from common.bench.bench_floor import floor_of_record
 from common.bench.bench_record import ROOT, describe_environment, write_record
 from common.bench.bench_table import render, tables_of
 from common.bench.vllm_install import install, is_installed
+from common.tools.collector import spare_what_is_loaded
 
 if TYPE_CHECKING:  # torch comes late: malloc has to be chosen before the process that uses it
     from common.bench.bench_rounds import Bench
@@ -192,6 +193,7 @@ def measure(args: argparse.Namespace) -> int:
     from common.bench.bench_systems import SYSTEMS
 
     assert set(SYSTEMS) == set(SYSTEM_NAMES)
+    spare_what_is_loaded()
     logging.set_verbosity_error()
     if args.threads is not None:
         torch.set_num_threads(args.threads)

@@ -32,6 +32,7 @@ from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.loader import LoadedModel, load_model
 from common.tokenizer import Tokenizer, load_tokenizer
+from common.tools.collector import spare_what_is_loaded
 from request import SamplingParams
 
 RECORD = Path(__file__).parent / "records" / "events.json"
@@ -100,6 +101,7 @@ def compare(
 
 
 def measure(rounds: int) -> dict:
+    spare_what_is_loaded()
     shipped = load_model(SHIPPED_CHECKPOINT, "auto", torch.device("cpu"))
     tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
     return {

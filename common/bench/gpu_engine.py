@@ -28,6 +28,7 @@ from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from common.loader import LoadedModel
 from common.runner.model_runner import PagedModelRunner
+from common.tools.collector import spare_what_is_loaded
 from paged_attention import PagedKVCache
 from request import SamplingParams
 
@@ -75,6 +76,7 @@ class Engines:
             block_size=BLOCK_SIZE,
             **options,
         )
+        spare_what_is_loaded()
         engine = self._engine = LLMEngine(config, loaded=self.loaded)
         self.made = mode, max_model_len
         if options.get("enforce_eager") is False and not has_graphs(engine):

@@ -41,7 +41,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from common.bench.ladder_workload import MAX_TOKENS, REGIMES, make_workload
     from common.engine_config import SHIPPED_CHECKPOINT
     from common.tokenizer import load_tokenizer
+    from common.tools.collector import spare_what_is_loaded
 
+    spare_what_is_loaded()
     dtype = choose_dtype("auto")
     models = load_models("tiny", dtype)
     tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)

@@ -32,6 +32,7 @@ from common.bench.stub_model import VOCAB_SIZE, stub_model
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.loader import LoadedModel, load_model
+from common.tools.collector import spare_what_is_loaded
 from request import SamplingParams
 from scheduler_interface import ModelRunner, PlanMessage, StepHandle, StepOutput
 
@@ -130,6 +131,7 @@ def compare(
 
 
 def measure(rounds: int) -> dict:
+    spare_what_is_loaded()
     greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     threads_before = torch.get_num_threads()
     device: dict[str, dict] = {}

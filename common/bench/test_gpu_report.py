@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,35 +31,67 @@ from common.bench.gpu_table import NOTHING, aims_of, readme_text, render
 from common.engine_config import EngineConfig
 from paged_attention import paged_attention
 
+SAMPLE = ["ceilings", "overlap: workload", "transformers", "ceilings again"]
+SAMPLED = f"""
+from common.bench import gpu_command, gpu_sections
 
-@pytest.fixture(scope="module")
-def rehearsed(tmp_path_factory) -> tuple[dict, str]:
+every = gpu_sections.plan_sections
+gpu_sections.plan_sections = lambda lab: {{name: every(lab)[name] for name in {SAMPLE}}}
+raise SystemExit(gpu_command.main())
+"""
+
+
+def rehearse(folder: Path, *program: str, **environment: str) -> tuple[dict, str]:
     """The record of `--rehearse`, and what it printed."""
-    path = tmp_path_factory.mktemp("report") / "record.json"
-    environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+    path = folder / "record.json"
+    environment |= {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-m", "common.gpu_report", "--rehearse", "--budget", "900"]
+    command = [sys.executable, *program, "--rehearse", "--budget", "900"]
     done = subprocess.run(
         [*command, "--seed", "1", "--record", str(path)],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280,
+        env=environment, cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return read_record(path), done.stdout
 
 
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory) -> tuple[dict, str]:
+    return rehearse(tmp_path_factory.mktemp("report"), "-m", "common.gpu_report")
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory) -> tuple[dict, str]:
+    """Some sections only; the interpreter is chosen before they are imported."""
+    return rehearse(tmp_path_factory.mktemp("sample"), "-c", SAMPLED, TRITON_INTERPRET="1")
+
+
+def test_a_rehearsal_of_some_sections_runs_to_its_end(sampled) -> None:
+    record, printed = sampled
+    assert list(record["sections"]) == SAMPLE
+    for name, section in record["sections"].items():
+        assert section["status"] == "done" and section["errors"] == [], (name, section)
+    (served,) = record["sections"]["overlap: workload"]["results"]["runs"]
+    (run,) = record["sections"]["transformers"]["results"]["runs"]
+    assert served["is_complete"] and run["is_complete"]
+    assert run["output_tokens"] == served["output_tokens"] > 0
+    assert record["is_rehearsal"] and "A rehearsal on a CPU: these numbers say nothing" in printed
+    assert len(record["environment"]["commit"]) == 40 and record["config"]["seed"] == 1
+
+
+@pytest.mark.slow
 def test_a_rehearsal_runs_every_section_to_its_end(rehearsed) -> None:
-    record, printed = rehearsed
+    record, _ = rehearsed
     lab = Lab(RehearsedDevice(), REHEARSAL, 0)
     sections = record["sections"]
     assert list(sections) == list(gpu_sections.plan_sections(lab))
     for name, section in sections.items():
         assert section["status"] == "done", (name, section)
         assert section["errors"] == []
-    assert record["is_rehearsal"] and "A rehearsal on a CPU: these numbers say nothing" in printed
-    assert len(record["environment"]["commit"]) == 40 and record["config"]["seed"] == 1
 
 
+@pytest.mark.slow
 def test_every_kernel_was_compared_and_timed(rehearsed) -> None:
     sections = rehearsed[0]["sections"]
     checks, results = sections["numbers"]["results"]["checks"], sections["kernels"]["results"]
@@ -93,6 +126,7 @@ def test_no_kernel_of_the_book_is_forgotten() -> None:
     assert written == {name for group in GROUPS for name in group.covers}
 
 
+@pytest.mark.slow
 def test_the_engine_served_and_waited_once_a_step_in_every_mode(rehearsed) -> None:
     sections = rehearsed[0]["sections"]
     for mode in ("eager", "overlap", "graphs"):
@@ -229,8 +263,8 @@ def test_a_dropped_engine_gives_its_memory_back() -> None:
 # -- the command
 
 
-def test_a_rehearsal_is_never_a_result(rehearsed, tmp_path) -> None:
-    record, _ = rehearsed
+def test_a_rehearsal_is_never_a_result(sampled, tmp_path) -> None:
+    record, _ = sampled
     with pytest.raises(ValueError, match="a rehearsal is no result"):
         readme_text([record])
     args = parse(["--rehearse", "--record", str(RECORDS / "gpu_report_x.json")])
@@ -252,8 +286,8 @@ def test_the_text_shows_the_records_that_are_there() -> None:
     assert records or shown == NOTHING
 
 
-def test_a_record_of_uncommitted_code_is_not_written_into_the_text(rehearsed) -> None:
-    record = rehearsed[0] | {"is_rehearsal": False}
+def test_a_record_of_uncommitted_code_is_not_written_into_the_text(sampled) -> None:
+    record = sampled[0] | {"is_rehearsal": False}
     clean = record["environment"] | {"is_dirty": False}
     assert "say nothing" not in readme_text([record | {"environment": clean}])
     for change in ({"is_dirty": True}, {"commit": None}):

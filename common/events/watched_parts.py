@@ -221,10 +221,10 @@ class SeenMemory(_Part):
 
     watch: Watch
 
-    def get_computed_blocks(self, request: Request) -> ComputedBlocks | NotReady:
+    def get_computed_blocks(self, request: Request, *arguments: Any) -> ComputedBlocks | NotReady:
         request_id, watch = request.request_id, self.watch
         with watch.acting_for(request_id):
-            computed = super().get_computed_blocks(request)
+            computed = super().get_computed_blocks(request, *arguments)
             if computed is NotReady.LOADING:
                 watch.passed_over[request_id] = "remote_kv"
             elif computed is NotReady.COMPUTED_NOW:
@@ -623,6 +623,10 @@ class SeenLoop(_Part):
     def step(self) -> Sequence[EngineCoreOutput]:
         with self._written():
             return super().step()
+
+    def close(self) -> None:
+        with self._written():
+            super().close()
 
     @contextmanager
     def _written(self) -> Iterator[None]:

@@ -264,16 +264,17 @@ def everything() -> list[Wanted]:
     ]
 
 
-def compile_all(wanted: list[Wanted]) -> list[Resources]:
-    """Each machine code once, though several engines launch it."""
-    done: dict[str, Resources] = {}
+def compile_all(wanted: list[Wanted], every: int = 1) -> list[Resources]:
+    """Each machine code once, though several engines launch it; of them one in `every`."""
+    launches: dict[str, tuple[Wanted, Launch]] = {}
     for one in wanted:
         for launch in one.launches():
             key = f"{launch.kernel.__name__} {one.architecture} {launch.arguments} "
-            key += f"{launch.constants} {launch.options}"
-            if key not in done:
-                done[key] = compile_launch(launch, one.architecture, one.family, one.kind)
-    return list(done.values())
+            launches.setdefault(key + f"{launch.constants} {launch.options}", (one, launch))
+    return [
+        compile_launch(launch, one.architecture, one.family, one.kind)
+        for one, launch in list(launches.values())[::every]
+    ]
 
 
 def table(found: list[Resources]) -> str:
@@ -329,10 +330,11 @@ def write_table() -> None:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description="What the kernels take of a GPU")
     parser.add_argument("--all", action="store_true", help="ten minutes of one core")
+    parser.add_argument("--every", type=int, default=1, help="a sample: one in so many")
     parser.add_argument("--record", action="store_true", help="write the record and the table")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
     options = parser.parse_args(arguments)
-    found = compile_all(everything() if options.all else quick())
+    found = compile_all(everything() if options.all else quick(), options.every)
     complaints = [complaint for one in found for complaint in one.complaints()]
     if options.record:
         write_record(RECORD, make_record(found, arguments))

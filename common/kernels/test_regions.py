@@ -71,6 +71,7 @@ def test_what_is_compiled_computes_the_same(has_qk_norm: bool, dtype: torch.dtyp
 
 
 @needs_compiler
+@pytest.mark.sample(dtype=1)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_compiled_once_for_any_number_of_tokens(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

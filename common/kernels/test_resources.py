@@ -41,11 +41,9 @@ def compile_in_another_process(*arguments: str) -> list[Resources]:
     return [Resources(**one) for one in json.loads(result.stdout.splitlines()[-1])]
 
 
-def check_everything_was_compiled(found: list[Resources], kinds: set[str]) -> None:
-    kernels = {one.kernel for one in found}
-    for architecture in (80, 90, 100):
-        assert {one.kernel for one in found if one.architecture == architecture} == kernels
-    assert len(kernels) >= 6 and {one.kind for one in found} == kinds
+def check_what_was_compiled(found: list[Resources]) -> None:
+    assert len({one.kernel for one in found}) >= 11 and len({one.kind for one in found}) >= 3
+    assert resources.FAMILIES.keys() <= {one.family for one in found}
     for one in found:
         assert 8 <= one.registers <= 255 and (one.registers >= 40 or not one.has_product), one
         if one.architecture == 90 and one.has_product and one.kind in ("bfloat16", "float16"):
@@ -53,18 +51,22 @@ def check_everything_was_compiled(found: list[Resources], kinds: set[str]) -> No
             assert (one.tensor_cores == "wgmma.mma_async") == is_long, one
 
 
-@pytest.mark.timeout(900)  # under a minute of one core, which may be busy with other tests
+@pytest.mark.timeout(900)  # seconds of one core, which may be busy with other tests
 def test_no_kernel_spills_and_all_fit_and_use_the_tensor_cores():
-    found = compile_in_another_process()
-    check_everything_was_compiled(found, set(resources.KINDS))
-    assert {one.family for one in found if one.architecture == 90} == set(resources.FAMILIES)
+    """A sample, in which nearly every kernel and dtype occurs, and every family."""
+    found = compile_in_another_process("--every", "8")
+    check_what_was_compiled(found)
+    assert {one.architecture for one in found} == {80, 90, 100}
 
 
 @pytest.mark.slow
 def test_nor_in_any_dtype_for_any_family_and_architecture():
     found = compile_in_another_process("--all")
-    check_everything_was_compiled(found, set(resources.KINDS))
-    assert {one.architecture for one in found} == set(resources.ARCHITECTURES)
+    check_what_was_compiled(found)
+    assert {one.kind for one in found} == set(resources.KINDS)
+    for architecture in resources.ARCHITECTURES:
+        kernels = {one.kernel for one in found if one.architecture == architecture}
+        assert kernels == {one.kernel for one in found}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from common.museum.exhibit import Exhibit, Guest, Workload
 from common.museum.props import GUESS, SONG, request, steps
-from common.tools.source_patch import Patch
 
 
 def more_runners_than_seats() -> str:
@@ -89,11 +88,6 @@ EXHIBITS = (
         trap=17,
         origin="nano-vllm #265 #271",
         title="More requests run than there are seats",
-        patch=Patch(
-            "01_batching/fcfs_scheduler.py",
-            "while self.waiting and len(self.running) < self.max_num_seqs:",
-            "while self.waiting and len(admitted) < self.max_num_seqs:",
-        ),
         seen="`max_num_seqs` held for the newcomers of one step and not for all who run. Under "
         "load the batch outgrew the buffers that were made for it; requests beyond the limit got "
         "their first token and then starved.",
@@ -101,10 +95,6 @@ EXHIBITS = (
         demonstrate=more_runners_than_seats,
         wrong="2 seats, 6 requests; running after each of 3 steps: [2, 4, 6]",
         right="2 seats, 6 requests; running after each of 3 steps: [2, 2, 2]",
-        tests=(
-            "01_batching/test_fcfs_scheduler.py::"
-            "test_running_never_exceeds_max_num_seqs_however_many_arrive_in_one_step",
-        ),
         watch=Workload(
             look="Two seats: count the requests that run in step 2.",
             parts="step 2, taken, c",
@@ -127,11 +117,6 @@ EXHIBITS = (
         trap=23,
         origin="vLLM #53130",
         title="The queue counts against the seats",
-        patch=Patch(
-            "01_batching/fcfs_scheduler.py",
-            "while self.waiting and len(self.running) < self.max_num_seqs:",
-            "while self.waiting and len(self.requests) <= self.max_num_seqs:",
-        ),
         seen="Once more requests waited than there are seats, nobody was admitted any more. The "
         "health check stayed green, the GPU idle, and the queue grew.",
         lesson="A server that does nothing looks healthy. Test a queue that is longer than "
@@ -139,7 +124,6 @@ EXHIBITS = (
         demonstrate=a_long_queue,
         wrong="2 seats, 5 requests, 50 steps allowed: 0 tokens computed, 5 requests unfinished",
         right="2 seats, 5 requests, 50 steps allowed: 20 tokens computed, 0 requests unfinished",
-        tests=("01_batching/test_fcfs_scheduler.py::test_a_long_queue_does_not_stop_admission",),
         watch=Workload(
             look="Five wait and two seats are free; look at what each step computes.",
             parts="step 0, planned, a",
@@ -163,11 +147,6 @@ EXHIBITS = (
         trap=18,
         origin="nano-vllm, SGLang #32549 #34058",
         title="New prompts first, and nobody else ever",
-        patch=Patch(
-            "01_batching/fcfs_scheduler.py",
-            "return self.make_plan(admitted | dict.fromkeys(was_running, 1))",
-            "return self.make_plan(admitted or dict.fromkeys(was_running, 1))",
-        ),
         seen="As long as prompts arrived, every step was a prefill, and whoever was in the "
         "middle of an answer stood still: in the report, one token in 21 steps.",
         lesson="Prefill first is a policy with a price. Mix both in a step, or bound how many "
@@ -175,10 +154,6 @@ EXHIBITS = (
         demonstrate=prompts_that_never_stop_coming,
         wrong="one new prompt a step; tokens of `first` in 21 steps: 1",
         right="one new prompt a step; tokens of `first` in 21 steps: 21",
-        tests=(
-            "01_batching/test_fcfs_scheduler.py::"
-            "test_running_requests_get_their_token_before_anyone_is_admitted",
-        ),
         watch=Workload(
             look="Follow the row of a: it gets a token in each step, or only when no prompt is "
             "there.",
@@ -199,11 +174,6 @@ EXHIBITS = (
         trap=49,
         origin="nano-vllm",
         title="A model with two ends, and only one is known",
-        patch=Patch(
-            "01_batching/request.py",
-            "eos_ids = () if sampling_params.ignore_eos else eos_token_ids",
-            "eos_ids = () if sampling_params.ignore_eos else list(eos_token_ids)[:1]",
-        ),
         seen="A chat model may end a turn with one token and a document with another. Only the "
         "first was honoured: answers ran on behind their end, up to `max_tokens`, often into a "
         "conversation of the model with itself.",
@@ -212,18 +182,12 @@ EXHIBITS = (
         demonstrate=a_second_end,
         wrong="the model says 7 8 101; the answer is [7, 8, 101, 9, 9, 9], length",
         right="the model says 7 8 101; the answer is [7, 8, 101], stop",
-        tests=("01_batching/test_request.py::test_every_eos_id_of_the_model_stops",),
         watch="The model that ships with the repository knows one end only.",
     ),
     Exhibit(
         trap=45,
         origin="nano-vllm #249, SGLang #31214",
         title="Greedy decoding is forbidden",
-        patch=Patch(
-            "01_batching/request.py",
-            '"temperature": ("[0.0, inf)", 0.0, sys.float_info.max),',
-            '"temperature": ("(0.0, inf)", math.ulp(0.0), sys.float_info.max),',
-        ),
         seen="`temperature=0` was refused, or silently replaced by another number. "
         "Nobody could compare the engine with a reference any more, token by token.",
         lesson="Greedy decoding is how an engine is checked. It is a case of its own, not a "
@@ -231,18 +195,12 @@ EXHIBITS = (
         demonstrate=greedy_is_asked_for,
         wrong="ValueError: temperature is 0: it must be a finite number in (0.0, inf)",
         right="temperature=0 is greedy: True",
-        tests=("01_batching/test_request.py::test_temperature_zero_is_greedy_and_stays_zero",),
         watch="The request is refused before it reaches an engine.",
     ),
     Exhibit(
         trap=38,
         origin="SGLang #31599 #33758, vLLM #47616",
         title="Words behind the end",
-        patch=Patch(
-            "01_batching/scheduler_books.py",
-            "result = EngineCoreOutput(request_id, sampled[:num_new])",
-            "result = EngineCoreOutput(request_id, sampled)",
-        ),
         seen="With speculation a step may bring several tokens, and the end may be the second of "
         "four. The request ended, but what was sampled behind it reached the user.",
         lesson="Whatever decides that a request is over also decides which tokens are its own: "
@@ -250,10 +208,6 @@ EXHIBITS = (
         demonstrate=behind_the_end,
         wrong="a step brings 8, the end (5), 8, 9; the user gets [8, 5, 8, 9]",
         right="a step brings 8, the end (5), 8, 9; the user gets [8, 5]",
-        tests=(
-            "01_batching/test_fcfs_scheduler.py::"
-            "test_several_tokens_of_one_step_are_cut_behind_the_one_that_finishes",
-        ),
         watch=Workload(
             look="Four guesses of a are right in step 1, and the second of them is its end: which "
             "tokens are its own?",
@@ -266,11 +220,6 @@ EXHIBITS = (
         trap=50,
         origin="nano-vllm",
         title="Two engines, one memory of who was served",
-        patch=Patch(
-            "01_batching/fcfs_scheduler.py",
-            "        delta: RunnerDelta | None = None,",
-            "        delta: RunnerDelta | None = RunnerDelta(),",
-        ),
         seen="What should belong to an engine belonged to the process. A second engine, in a "
         "test or a notebook, took over counters of the first, and answered for requests that it "
         "never saw.",
@@ -281,7 +230,6 @@ EXHIBITS = (
         "second engine, request `a`: prompts sent to its runner: []",
         right="first engine, request `a`: prompts sent to its runner: [5]\n"
         "second engine, request `a`: prompts sent to its runner: [5]",
-        tests=("01_batching/test_engine_core.py::test_two_engines_share_nothing",),
         watch="It takes two engines, and a film is of one. The engine's scheduler brings a memory "
         "of its own.",
     ),

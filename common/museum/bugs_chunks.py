@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from common.museum.exhibit import Exhibit, Guest, Workload
 from common.museum.props import CODE, say
-from common.tools.source_patch import Patch
 
 
 def a_piece_that_sees_its_future() -> str:
@@ -20,14 +19,6 @@ EXHIBITS = (
         trap=28,
         origin="nano-vllm #212 #213",
         title="A piece of a prompt reads what is not written yet",
-        patch=Patch(
-            "06_chunked_prefill/mixed_batch.py",
-            "host_seq_lens=(queries.starts + queries.num_tokens).tolist(),",
-            "host_seq_lens=np.minimum(\n"
-            "            state.num_tokens[queries.rows],\n"
-            "            -(-(queries.starts + queries.num_tokens) // block_size) * block_size,\n"
-            "        ).tolist(),",
-        ),
         seen="A chunk was told the length of the whole prompt instead of its own end. Its tokens "
         "attended to slots behind them that nobody had written: KV of an earlier tenant. Short "
         "prompts were right, long ones fluent and wrong.",
@@ -38,10 +29,6 @@ EXHIBITS = (
         'in pieces: \'"""Shift the height of the window in a Tk\'',
         right='whole:     \'"""Show a bit of X-level widget for\'\n'
         'in pieces: \'"""Show a bit of X-level widget for\'',
-        tests=(
-            "06_chunked_prefill/test_mixed_batch.py::"
-            "test_every_token_stands_once_at_its_place_and_the_short_ones_in_front",
-        ),
         watch=Workload(
             look="The prompt comes in pieces of six. Read the tokens of step 11.",
             parts="step 11, computed, a",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from common.museum.exhibit import Exhibit, Guest, Workload
 from common.museum.props import CODE, GUESS, SONG, say
-from common.tools.source_patch import Patch
 
 
 def a_token_from_the_middle() -> str:
@@ -92,11 +91,6 @@ EXHIBITS = (
         trap=31,
         origin="mini-sglang",
         title="A token is sampled in the middle of a prompt",
-        patch=Patch(
-            "common/runner/model_runner.py",
-            "num_logit_rows = np.where(is_last, 1 + num_drafts, 0)",
-            "num_logit_rows = 1 + num_drafts",
-        ),
         seen="Each piece of a prompt gave a token, as if the prompt had ended there. The token "
         "was written behind the piece, where the prompt goes on, and the rest of the answer "
         "followed from words that nobody had asked.",
@@ -107,10 +101,6 @@ EXHIBITS = (
         "in pieces: '\\n    barpth = 0\\n    for i in range(0'",
         right='whole:     \'"""Show a bit of X-level widget for\'\n'
         'in pieces: \'"""Show a bit of X-level widget for\'',
-        tests=(
-            "common/runner/test_model_runner.py::"
-            "test_a_prompt_in_pieces_gives_logits_with_its_last_piece_only",
-        ),
         watch=Workload(
             look="The prompt comes in pieces of eight. Look at what the first piece says.",
             parts="step 0, computed, a",
@@ -122,13 +112,6 @@ EXHIBITS = (
         trap=37,
         origin="vLLM #42744 #42802",
         title="Constraints that hold for the last token only",
-        patch=Patch(
-            "common/sampling/speculative_sampler.py",
-            "            target = draw(raw)\n",
-            "            target = draw(raw)\n"
-            "            is_draft = torch.from_numpy(part.is_draft)\n"
-            "            target = torch.where(is_draft, raw.argmax(dim=-1), target)\n",
-        ),
         seen="Penalties, bad words and min-p were applied to the token behind the guesses, not "
         "to the guesses. What a request had forbidden came out after all, as soon as speculation "
         "was switched on and a guess was good.",
@@ -137,10 +120,6 @@ EXHIBITS = (
         demonstrate=constraints_on_the_last_row,
         wrong="plain:        ' 4]\\nb = [2, 2, 3,'\nwith guesses: ' 4]\\nb = [2, 2, 4]'",
         right="plain:        ' 4]\\nb = [2, 2, 3,'\nwith guesses: ' 4]\\nb = [2, 2, 3,'",
-        tests=(
-            "common/tests/test_speculation_engine.py::"
-            "test_with_a_seed_every_constraint_gives_the_tokens_of_plain_decoding[together-ngram]",
-        ),
         watch=Workload(
             look="What was said already is made unlikely. Compare the tokens that are accepted in "
             "step 5.",
@@ -153,11 +132,6 @@ EXHIBITS = (
         trap=42,
         origin="vLLM #6038",
         title="The seed is not asked",
-        patch=Patch(
-            "common/sampling/speculative_sampler.py",
-            "            target = draw(raw)\n",
-            "            target = StagedRows.probs(draw.__self__, raw).multinomial(1)[:, 0]\n",
-        ),
         seen="A request came with a seed and was answered differently every time: with "
         "speculation the tokens were drawn from the process's own generator.",
         lesson="With a seed, every random number is a function of the request and the position, "
@@ -165,10 +139,6 @@ EXHIBITS = (
         demonstrate=a_seed_that_is_not_asked,
         wrong="seed 7, plain decoding and with guesses: the same text: False",
         right="seed 7, plain decoding and with guesses: the same text: True",
-        tests=(
-            "common/tests/test_speculation_engine.py::"
-            "test_with_a_seed_every_constraint_gives_the_tokens_of_plain_decoding[together-ngram]",
-        ),
         watch=Workload(
             look="Each comes with a seed of its own. Their tokens are others from step 1 on, "
             "and others again when the film is made once more.",
@@ -183,11 +153,6 @@ EXHIBITS = (
         trap=43,
         origin="vLLM #50379",
         title="A token that does not exist wins",
-        patch=Patch(
-            "common/sampling/sampler.py",
-            "        return as_float(logits[:, : self.vocab_size])",
-            "        return as_float(logits)",
-        ),
         seen="The output matrix is padded to a round number of rows. Behind the vocabulary "
         "stands whatever the padding holds, and now and then it was the largest: an id that the "
         "tokenizer does not know.",
@@ -196,18 +161,12 @@ EXHIBITS = (
         demonstrate=a_lane_that_is_no_token,
         wrong="a vocabulary of 6 tokens in a matrix of 8 rows: token 6 wins",
         right="a vocabulary of 6 tokens in a matrix of 8 rows: token 2 wins",
-        tests=("common/sampling/test_sampler.py::test_padding_lanes_of_the_vocabulary_never_win",),
         watch="The shipped model's matrix has no row behind its vocabulary.",
     ),
     Exhibit(
         trap=43,
         origin="nano-vllm #260",
         title="Top-p drops the token at its border",
-        patch=Patch(
-            "common/sampling/sampling_constraints.py",
-            "    is_kept[:, 1:] = (reached[:, :-1] < bound) | (top_p >= 1)\n",
-            "    is_kept[:, 1:] = (reached[:, 1:] < bound) | (top_p >= 1)\n",
-        ),
         seen="The token with which the sum reaches `top_p` was cut off as well. With the usual "
         "0.9 the text is a little too tame; with a small value only the likeliest token is left.",
         lesson="Top-p keeps the fewest tokens whose sum reaches p, the one that reaches it "
@@ -215,9 +174,6 @@ EXHIBITS = (
         demonstrate=at_the_border_of_top_p,
         wrong="probabilities 0.5, 0.3, 0.2 and top_p 0.7: tokens kept: 1",
         right="probabilities 0.5, 0.3, 0.2 and top_p 0.7: tokens kept: 2",
-        tests=(
-            "common/sampling/test_sampler.py::test_top_p_keeps_the_token_that_reaches_it_and_no_more",
-        ),
         watch=Workload(
             look="Drawn with a seed and top_p 0.3. Compare the tokens of step 1.",
             parts="step 1, computed, a",
@@ -228,12 +184,6 @@ EXHIBITS = (
         trap=47,
         origin="vLLM #48853 #44620",
         title="Half a character",
-        patch=Patch(
-            "common/tokenizer.py",
-            "new = self._utf8.decode(self._tokenizer.token_bytes(token_id, self._is_first))\n",
-            "token = self._tokenizer.token_bytes(token_id, self._is_first)\n"
-            '        new = token.decode(errors="replace")\n',
-        ),
         seen="Each token was turned into text by itself. A character of several bytes may be "
         "spread over several tokens, and arrived as question marks: most of Chinese, every emoji, "
         "and nothing that an English test contains.",
@@ -242,9 +192,6 @@ EXHIBITS = (
         demonstrate=halves_of_characters,
         wrong="streamed: na��ve ������ ����",
         right="streamed: naïve 你好 👍",
-        tests=(
-            "common/test_tokenizer.py::test_characters_are_shown_whole_wherever_tokens_cut_them",
-        ),
         watch=Workload(
             look="Read the prompt: the pieces of a character.",
             parts="step 0, arrived, a",
@@ -255,13 +202,6 @@ EXHIBITS = (
         trap=61,
         origin="ours",
         title="One bad row ends them all",
-        patch=Patch(
-            "common/sampling/sampler.py",
-            "    return torch.where(highest.isfinite(), tokens, BAD)\n",
-            "    if not highest.isfinite().all():\n"
-            '        raise FloatingPointError("no finite maximum")\n'
-            "    return tokens\n",
-        ),
         seen="One request overflowed and its logits were NaN. The sampler raised an error, the "
         "step failed, and with it everybody who happened to be in the same batch.",
         lesson="In a batch an error belongs to a row. End that request with a reason; the others "
@@ -269,10 +209,6 @@ EXHIBITS = (
         demonstrate=one_bad_row,
         wrong="FloatingPointError: no finite maximum",
         right="three requests, one with NaN logits; served: ['r0', 'r2']",
-        tests=(
-            "common/sampling/test_sampler.py::"
-            "test_a_row_without_a_finite_maximum_is_an_error_of_its_request_alone",
-        ),
         watch="The shipped model has no bad rows.",
     ),
 )

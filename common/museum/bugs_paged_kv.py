@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from common.museum.exhibit import Exhibit, Guest, Workload
 from common.museum.props import blocks, request, say, steps
-from common.tools.source_patch import Patch
 
 
 def larger_than_the_memory() -> str:
@@ -69,11 +68,6 @@ EXHIBITS = (
         trap=16,
         origin="nano-vllm #274 #277",
         title="A request that can never fit waits for ever",
-        patch=Patch(
-            "02_paged_kv/paged_fcfs_scheduler.py",
-            "        if num_positions > self.kv_memory.capacity:",
-            "        if request.num_prompt_tokens > self.max_num_batched_tokens:",
-        ),
         seen="A prompt larger than the whole KV memory was queued. The engine tried again at "
         "every step, or stopped with an assertion; everybody behind it waited too.",
         lesson="What can never be served is refused where it comes in, with the numbers in the "
@@ -81,10 +75,6 @@ EXHIBITS = (
         demonstrate=larger_than_the_memory,
         wrong="large: waits after 200 steps\nsmall: waits after 200 steps",
         right="large: refused at once, with a reason",
-        tests=(
-            "02_paged_kv/test_paged_fcfs_scheduler.py::"
-            "test_a_request_that_the_whole_memory_could_not_hold_is_refused_at_once",
-        ),
         watch=Workload(
             look="Request b is larger than all the memory there is. Look at who waits behind it.",
             parts="step 1, arrived, b",
@@ -100,11 +90,6 @@ EXHIBITS = (
         trap=10,
         origin="vLLM #42571",
         title="A block released twice in one call",
-        patch=Patch(
-            "02_paged_kv/block_pool.py",
-            "        if len({block.block_id for block in blocks}) != len(blocks):",
-            "        if len(blocks) > self.num_usable_blocks:",
-        ),
         seen="A list of blocks to release named one of them twice. It counted as two releases, "
         "the block was given to the next request while the first still read it, and both answers "
         "mixed.",
@@ -115,18 +100,12 @@ EXHIBITS = (
         "block 1 is still read by another request; free for others: [2, 3, 4, 1]",
         right="releasing a block twice in one call: refused\n"
         "block 1 is still read by another request; free for others: [2, 3, 4]",
-        tests=("02_paged_kv/test_block_pool.py::test_a_block_named_twice_in_one_call_is_an_error",),
         watch="No caller in this engine names a block twice; the check is for the one that will.",
     ),
     Exhibit(
         trap=29,
         origin="nano-vllm #67",
         title="Every new token stands one place too late",
-        patch=Patch(
-            "02_paged_kv/batch_layout.py",
-            "        positions,\n        np.flatnonzero(",
-            "        positions + (lens == 1)[owner],\n        np.flatnonzero(",
-        ),
         seen="Fluent, wrong text. Prompts were computed at their positions, and each decoded "
         "token at the number of known tokens instead of one less. Nothing crashes, no shape is "
         "wrong, and a small model sounds much the same.",
@@ -135,11 +114,6 @@ EXHIBITS = (
         demonstrate=one_position_too_late,
         wrong="'The quick brown fox' goes on: \" and the user can't be used to\\n    the user\"",
         right="'The quick brown fox' goes on: ' and fob.  If the fob is'",
-        tests=(
-            "02_paged_kv/test_batch_layout.py::"
-            "test_every_token_stands_at_its_position_and_writes_to_its_slot",
-            "common/runner/test_model_runner.py::test_decode_slots_of_the_worked_example",
-        ),
         watch=Workload(
             look="The books are the same to the last block. Read the tokens from step 1 on.",
             parts="step 1, computed, a",
@@ -153,11 +127,6 @@ EXHIBITS = (
         trap=32,
         origin="mlx-lm #1805",
         title="One position counter for the whole batch",
-        patch=Patch(
-            "02_paged_kv/batch_layout.py",
-            "        positions,\n        np.flatnonzero(",
-            "        positions - start[owner] + start[0],\n        np.flatnonzero(",
-        ),
         seen="Alone, every request was right. In a batch all of them stood where the first one "
         "did, so what a prompt was answered with depended on who else was served.",
         lesson="Test with requests of different lengths that arrive at different times. A batch "
@@ -167,12 +136,6 @@ EXHIBITS = (
         "second of the batch: \"\\n        if fj = n.find(':')\\n        \"",
         right='first  of the batch: \' time time.time() is called.\\n        """\\n        if\'\n'
         "second of the batch: '\\n        return self.tk.call(self._w,'",
-        tests=(
-            "02_paged_kv/test_batch_layout.py::"
-            "test_every_token_stands_at_its_position_and_writes_to_its_slot",
-            "06_chunked_prefill/test_mixed_batch.py::"
-            "test_every_token_stands_once_at_its_place_and_the_short_ones_in_front",
-        ),
         watch=Workload(
             look="Request b comes when a is on its way. Read its tokens.",
             parts="step 6, computed, b",
@@ -186,14 +149,6 @@ EXHIBITS = (
         trap=34,
         origin="mini-sglang #58 #67 #103, vLLM #32799",
         title="A buffer is used again while it is still read",
-        patch=Patch(
-            "02_paged_kv/batch_layout.py",
-            "    tensor = torch.from_numpy(array)\n",
-            "    key = (array.shape, array.dtype.str)\n"
-            "    kept = to_device.__dict__.setdefault(key, array.copy())\n"
-            "    np.copyto(kept, array)\n"
-            "    tensor = torch.from_numpy(kept)\n",
-        ),
         seen="The host kept one staging buffer for the inputs of a step. The copy to the device "
         "is asynchronous, so the next step was written into it before the copy had ended: now and "
         "then, under load, a request computed another one's tokens.",
@@ -202,9 +157,6 @@ EXHIBITS = (
         demonstrate=the_last_steps_tensors,
         wrong="step 1 was laid out as [11, 12, 13]; when step 2 is laid out it reads [21, 22, 23]",
         right="step 1 was laid out as [11, 12, 13]; when step 2 is laid out it reads [11, 12, 13]",
-        tests=(
-            "02_paged_kv/test_batch_layout.py::test_a_plan_does_not_change_when_the_columns_do",
-        ),
         watch=Workload(
             look="The first step already reads what was laid out behind it.",
             parts="step 0, failed",

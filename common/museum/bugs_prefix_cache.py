@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.museum.exhibit import NEVER_ENDS, Exhibit, Guest, Workload
+from common.museum.exhibit import Exhibit, Guest, Workload
 from common.museum.props import blocks, steps
-from common.tools.source_patch import Patch
+from common.tools.trial import NEVER_ENDS
 
 A, B, C, D, E = ([letter] * 4 for letter in (1, 2, 3, 4, 5))  # a block of tokens each
 
@@ -215,11 +215,6 @@ EXHIBITS = (
         trap=1,
         origin="nano-vllm #153 #163",
         title="The same words in another story",
-        patch=Patch(
-            LOCAL,
-            "    return blake2b(parent_hash + tokens, digest_size=HASH_BYTES).digest()",
-            "    return blake2b(tokens, digest_size=HASH_BYTES).digest()",
-        ),
         seen="A block was found by its own tokens, whatever stood before them. The KV of a block "
         "depends on all that precedes it, so the request went on in somebody else's context: "
         "fluent, wrong, and only when two prompts share a middle.",
@@ -228,10 +223,6 @@ EXHIBITS = (
         demonstrate=same_words_another_story,
         wrong="cached: A, and B behind it; a prompt that begins with B finds 4 tokens",
         right="cached: A, and B behind it; a prompt that begins with B finds 0 tokens",
-        tests=(
-            "03_prefix_cache/test_prefix_cache.py::"
-            "test_recycled_content_is_no_hit_for_another_prefix",
-        ),
         watch=Workload(
             look="The prompt of b begins with what stands in the middle of a. Look at what it "
             "matches in step 3.",
@@ -246,11 +237,6 @@ EXHIBITS = (
         trap=2,
         origin="nano-vllm #219 #243, mini-sglang #142",
         title="Twins in one step",
-        patch=Patch(
-            MANAGER,
-            "                table.replace(index, kept)\n",
-            "                pass\n",
-        ),
         seen="Two requests with one prompt were computed in the same step. The cache kept one "
         "copy and freed the other, but the second request's table still named the freed block: it "
         "went on from the KV of whoever got that block next.",
@@ -261,10 +247,6 @@ EXHIBITS = (
         "blocks that `b` reads and the newcomer `c` overwrites: [2]",
         right="tables: {'a': [1, 3], 'b': [1, 4], 'c': [5, 6, 2]}\n"
         "blocks that `b` reads and the newcomer `c` overwrites: []",
-        tests=(
-            "03_prefix_cache/test_cached_kv_cache_manager.py::"
-            "test_a_duplicate_is_given_back_and_the_runner_is_told",
-        ),
         watch=Workload(
             look="Requests a and b say the same. In step 4 both fill a block with the same tokens, "
             "and b is given a's: follow its table, and the block that it had.",
@@ -280,11 +262,6 @@ EXHIBITS = (
         trap=3,
         origin="nano-vllm #144 #199",
         title="A prompt that is cached to the last token",
-        patch=Patch(
-            MANAGER,
-            "num_usable = (request.num_tokens - 1) // self.block_size * self.block_size",
-            "num_usable = request.num_tokens // self.block_size * self.block_size",
-        ),
         seen="A prompt of exactly so many blocks, sent twice. The second time nothing was left "
         "to compute: an empty query, no logits to sample from, and a crash; or a request that "
         "never ends.",
@@ -294,10 +271,6 @@ EXHIBITS = (
         "second: computes 0 of 8 tokens; no end after 50 steps",
         right="first: computes 8 of 8 tokens; the end after 3 steps\n"
         "second: computes 4 of 8 tokens; the end after 3 steps",
-        tests=(
-            "03_prefix_cache/test_cached_kv_cache_manager.py::"
-            "test_at_least_the_last_token_is_computed",
-        ),
         watch=Workload(
             look="The prompt of b is cached to its last token. Look at what step 3 computes of it.",
             parts="step 3, matched, b",
@@ -311,11 +284,6 @@ EXHIBITS = (
         trap=4,
         origin="nano-vllm #207 #211 #233, vLLM #18957",
         title="Work is sized before the cache is asked",
-        patch=Patch(
-            "03_prefix_cache/caching_fcfs_scheduler.py",
-            "            num_tokens = request.num_tokens - computed.num_tokens\n",
-            "            num_tokens = request.num_tokens\n",
-        ),
         seen="12 of 13 tokens were cached, and 13 were scheduled behind them: positions that do "
         "not exist, and a budget spent on work that nobody has.",
         lesson="Look up, then size, and look up again at every attempt to admit: the cache has "
@@ -323,9 +291,6 @@ EXHIBITS = (
         demonstrate=sized_too_early,
         wrong="13 tokens, 12 of them cached: 13 scheduled from position 12 on",
         right="13 tokens, 12 of them cached: 1 scheduled from position 12 on",
-        tests=(
-            "03_prefix_cache/test_caching_fcfs_scheduler.py::test_work_is_sized_after_the_look_up",
-        ),
         watch=Workload(
             look="12 of the 13 tokens of b are cached. Look at how many are planned behind them "
             "in step 3.",
@@ -341,13 +306,6 @@ EXHIBITS = (
         trap=5,
         origin="vLLM #42948",
         title="A full cache that never hits",
-        patch=Patch(
-            MANAGER,
-            "        computed = self._look_up(request)\n",
-            "        num_wanted = self.num_blocks_needed(request.max_num_tokens - 1)\n"
-            "        self.cache.evict(num_wanted - self.pool.num_free_blocks)\n"
-            "        computed = self._look_up(request)\n",
-        ),
         seen="In a warm, full pool room was made for a request before its hit was held. The "
         "oldest blocks were evicted, and they were the very blocks that it was about to use. The "
         "hit rate fell to 0 and stayed there; nothing else was wrong.",
@@ -356,10 +314,6 @@ EXHIBITS = (
         demonstrate=a_warm_and_full_pool,
         wrong="the same 16 tokens asked four times, cached: [0, 0, 0, 0]",
         right="the same 16 tokens asked four times, cached: [0, 12, 12, 12]",
-        tests=(
-            "03_prefix_cache/test_cached_kv_cache_manager.py::"
-            "test_a_hit_survives_the_eviction_it_causes",
-        ),
         watch=Workload(
             look="The same prompt comes four times to a memory that it fills. Look at the match "
             "of each, and at what is evicted before it.",
@@ -377,13 +331,6 @@ EXHIBITS = (
         trap=6,
         origin="mini-sglang #124, SGLang #24892",
         title="The half that was just used is thrown away",
-        patch=Patch(
-            RADIX,
-            "        node = self.tree.node_of[blocks[-1].block_id]\n"
-            "        while not node.is_root and node.lock_ref == 0:",
-            "        node = self.tree.node_of[blocks[-1].block_id].above\n"
-            "        while not node.is_root and node.lock_ref == 0:",
-        ),
         seen="A match ended inside a node of the radix tree, the node was split, and the new "
         "half kept the old time of last use. The prefix that everybody was using was evicted "
         "first.",
@@ -392,10 +339,6 @@ EXHIBITS = (
         demonstrate=the_matched_half,
         wrong="A B was used just now (8 tokens); after three evictions 4 of it are left",
         right="A B was used just now (8 tokens); after three evictions 8 of it are left",
-        tests=(
-            "03_prefix_cache/test_radix_cache.py::"
-            "test_only_the_matched_half_of_a_cut_node_is_refreshed",
-        ),
         watch=Workload(
             look="Request d waits for memory. Its prompt begins with that of a, and is looked up "
             "in each step. Look at the eviction order, and at what is evicted in step 6.",
@@ -413,11 +356,6 @@ EXHIBITS = (
         trap=7,
         origin="mini-sglang #52",
         title="A lock that begins at the parent",
-        patch=Patch(
-            RADIX,
-            "        for node in self.tree.cut_out([block.block_id for block in blocks]):\n",
-            "        for node in self.tree.cut_out([block.block_id for block in blocks])[1:]:\n",
-        ),
         seen="A request locked the path to its node, and the walk up began one node too high: "
         "the pages that it had just matched were free to be evicted, and were given to somebody "
         "else while it read them.",
@@ -426,7 +364,6 @@ EXHIBITS = (
         demonstrate=a_lock_that_begins_at_the_parent,
         wrong="two pages are in use; asked for two, the cache evicts 2",
         right="two pages are in use; asked for two, the cache evicts 0",
-        tests=("03_prefix_cache/test_radix_cache.py::test_a_lock_covers_the_node_that_it_ends_in",),
         watch=Workload(
             look="Request b shares two blocks with a from step 1 on. Look at their reference "
             "counts.",
@@ -443,11 +380,6 @@ EXHIBITS = (
         trap=7,
         origin="SGLang #38480",
         title="A split that forgets the lock",
-        patch=Patch(
-            TREE,
-            "upper = TreeNode(node.parent, key, blocks, page, node.lock_ref, node.last_access)",
-            "upper = TreeNode(node.parent, key, blocks, page, 0, node.last_access)",
-        ),
         seen="While a request used a node, another prompt cut it in two. The new upper half had "
         "no user any more: the head of a prompt in use could be evicted.",
         lesson="A split makes one thing two, and whatever was true of the one must be said of "
@@ -455,10 +387,6 @@ EXHIBITS = (
         demonstrate=a_split_under_a_lock,
         wrong="node of 2 pages, users: 0\nnode of 2 pages, users: 1",
         right="node of 2 pages, users: 1\nnode of 2 pages, users: 1",
-        tests=(
-            "03_prefix_cache/test_radix_cache.py::"
-            "test_a_locked_node_that_is_cut_is_locked_in_both_parts",
-        ),
         watch=Workload(
             look="Request b cuts the node that a reads. Later c wants all the memory: look at "
             "what cannot be evicted.",
@@ -475,11 +403,6 @@ EXHIBITS = (
         trap=8,
         origin="mini-sglang #64 #80",
         title="Pages where tokens are meant",
-        patch=Patch(
-            CACHE,
-            "        return PrefixMatch(blocks, len(blocks) * self.block_size)",
-            "        return PrefixMatch(blocks, len(blocks))",
-        ),
         seen="One function counted in pages, its caller in tokens. A long hit looked like a "
         "short one, and what was cached was computed again into pages that others were reading.",
         lesson="Put the unit into the name, `num_blocks`, `num_tokens`, and test with a block "
@@ -487,9 +410,6 @@ EXHIBITS = (
         demonstrate=pages_for_tokens,
         wrong="two blocks of 4 tokens found: 2 tokens need no computing",
         right="two blocks of 4 tokens found: 8 tokens need no computing",
-        tests=(
-            "03_prefix_cache/test_radix_cache.py::test_every_page_size_matches_whole_pages_only",
-        ),
         watch=Workload(
             look="Three blocks are found for b in step 3. Look at how many tokens it need not "
             "compute.",
@@ -504,14 +424,6 @@ EXHIBITS = (
         trap=9,
         origin="mini-sglang",
         title="The cache keeps a view of somebody's row",
-        patch=Patch(
-            TREE,
-            "        return list(token_ids[begin * self.page_size : end * self.page_size])",
-            "        begin, end = begin * self.page_size, end * self.page_size\n"
-            "        if (begin, end) == (0, len(token_ids)):\n"
-            "            return token_ids  # all of it: no copy needed\n"
-            "        return list(token_ids[begin:end])",
-        ),
         seen="The tree stored a slice of the batch's token table, which is no copy. The next "
         "request in that row rewrote the keys of the cache: its prompt now led to KV of the old "
         "one.",
@@ -520,7 +432,6 @@ EXHIBITS = (
         demonstrate=a_view_of_the_row,
         wrong="computed: A B; then its row is written over; found of A D: 8, of A B: 4",
         right="computed: A B; then its row is written over; found of A D: 4, of A B: 8",
-        tests=("03_prefix_cache/test_prefix_cache.py::test_the_cache_keeps_a_copy_of_the_tokens",),
         watch="The engine publishes a request when a token more is known than is cached, so the "
         "list is never handed over whole.",
     ),
@@ -528,12 +439,6 @@ EXHIBITS = (
         trap=11,
         origin="vLLM #51482",
         title="The head of a prompt is evicted before its tail",
-        patch=Patch(
-            LOCAL,
-            "        for cached in reversed(cached_blocks):  # the deepest first: it is evicted "
-            "before its parent\n",
-            "        for cached in cached_blocks:\n",
-        ),
         seen="A request gave up its blocks head first, so the head was reused first. What was "
         "left in the cache could never be found again, since every look-up begins at the head: a "
         "full cache, and no hits.",
@@ -541,9 +446,6 @@ EXHIBITS = (
         demonstrate=the_head_goes_first,
         wrong="of 16 cached tokens 4 are evicted; 0 can still be found",
         right="of 16 cached tokens 4 are evicted; 12 can still be found",
-        tests=(
-            "03_prefix_cache/test_prefix_cache.py::test_children_are_evicted_before_their_parents",
-        ),
         watch=Workload(
             look="In step 2 one block of a makes room. Look at how much of the prompt c finds of "
             "it.",
@@ -560,12 +462,6 @@ EXHIBITS = (
         trap=12,
         origin="vLLM #12621",
         title="A prompt made to collide",
-        patch=Patch(
-            LOCAL,
-            "    return blake2b(parent_hash + tokens, digest_size=HASH_BYTES).digest()",
-            "    key = str(hash((parent_hash, *token_ids)))\n"
-            "    return blake2b(key.encode(), digest_size=HASH_BYTES).digest()",
-        ),
         seen="Blocks were named by Python's `hash`, which is made to be quick and is easy to "
         "foresee. A prompt could be written that had the name of another user's prefix, and was "
         "answered from it (CVE-2025-25183).",
@@ -574,21 +470,12 @@ EXHIBITS = (
         demonstrate=crafted_prompts,
         wrong="a prompt that nobody has sent, made to collide: 8 of 8 tokens are served",
         right="a prompt that nobody has sent, made to collide: 0 of 8 tokens are served",
-        tests=(
-            "03_prefix_cache/test_prefix_cache_local.py::"
-            "test_no_two_contents_share_a_hash_because_of_pythons_hash",
-        ),
         watch="It takes tokens below 0, and an engine refuses those at the door.",
     ),
     Exhibit(
         trap=12,
         origin="vLLM #44701",
         title="An adapter named X and a tenant named X",
-        patch=Patch(
-            CACHE,
-            'sorted((tag, f"{type(value).__name__}:{value}") for tag, value in keys)',
-            'sorted(("", f"{type(value).__name__}:{value}") for _, value in keys)',
-        ),
         seen="What KV depends on besides the tokens went into the hash as bare values. An "
         "adapter and a cache salt of the same name gave the same key, and KV that was computed "
         "with the adapter was served to a tenant without it.",
@@ -596,27 +483,18 @@ EXHIBITS = (
         demonstrate=an_adapter_and_a_salt,
         wrong="computed with adapter X; found by tenant X without it: 8 of 8 tokens",
         right="computed with adapter X; found by tenant X without it: 0 of 8 tokens",
-        tests=("03_prefix_cache/test_prefix_cache.py::test_extra_keys_separate_everything",),
         watch="No adapters are served here; the cache alone knows them.",
     ),
     Exhibit(
         trap=14,
         origin="SGLang #5556 #32217",
         title="Nineteen pages for eight",
-        patch=Patch(
-            RADIX,
-            "            victims += self.tree.trim(leaf, num_blocks - len(victims))\n",
-            "            victims += self.tree.trim(leaf, len(leaf.blocks))\n",
-        ),
         seen="Eviction took whole nodes. For 8 pages a node of 19 went, the caller was told 8, "
         "and under pressure the cache was emptied again and again.",
         lesson="Evict exactly what was asked for, and say exactly what was evicted.",
         demonstrate=nineteen_for_eight,
         wrong="8 of 19 pages are wanted; the cache says 8, and 30 of 30 are free",
         right="8 of 19 pages are wanted; the cache says 8, and 19 of 30 are free",
-        tests=(
-            "03_prefix_cache/test_radix_cache.py::test_a_leaf_is_trimmed_to_exactly_what_is_asked",
-        ),
         watch=Workload(
             look="One block is missing for b in step 1. Count those that are evicted, and look at "
             "what c finds afterwards.",
@@ -633,13 +511,6 @@ EXHIBITS = (
         trap=14,
         origin="SGLang #4987",
         title="Eviction goes round for ever",
-        patch=Patch(
-            RADIX,
-            "                return node\n            self._queue(node)\n",
-            "                return node\n"
-            "            heappush(self._heap, (time, next(self._serial), node))\n"
-            "            node.is_queued = True\n",
-        ),
         seen="The loop that makes room looked at the oldest entry, found that it was out of "
         "date, and put it back as it was. The variable that should have brought the end never "
         "changed: one processor busy, no answer to anybody, no error.",
@@ -648,10 +519,6 @@ EXHIBITS = (
         demonstrate=eviction_without_end,
         wrong=NEVER_ENDS,
         right="asked for one page, the cache evicts 1",
-        tests=(
-            "03_prefix_cache/test_prefix_cache.py::"
-            "test_the_least_recently_used_block_is_evicted_first",
-        ),
         watch=Workload(
             look="In step 3 somebody has to be evicted. The film ends there.",
             parts="step 3, failed",
@@ -667,13 +534,6 @@ EXHIBITS = (
         trap=58,
         origin="SGLang #35270",
         title="Memory that leaks in the books only",
-        patch=Patch(
-            RADIX,
-            "        if node.lock_ref == 0:\n"
-            "            self._num_used += len(node.blocks)\n"
-            "        node.lock_ref += 1\n",
-            "        self._num_used += len(node.blocks)\n        node.lock_ref += 1\n",
-        ),
         seen="Pages that two requests shared were counted twice when they were locked and once "
         "when they were let go. An idle server reported a leak and stopped; or it believed to "
         "have less memory after every shared prompt.",
@@ -682,9 +542,6 @@ EXHIBITS = (
         demonstrate=shared_pages_counted_twice,
         wrong="nobody is served; pages cached: 2, of them evictable: 0",
         right="nobody is served; pages cached: 2, of them evictable: 2",
-        tests=(
-            "03_prefix_cache/test_prefix_cache.py::test_a_block_is_used_until_its_last_user_lets_go",
-        ),
         watch=Workload(
             look="Blocks that a and b have read are free in the pool and in use in the books: "
             "from step 5 on b comes and goes.",
@@ -701,11 +558,6 @@ EXHIBITS = (
         trap=59,
         origin="ours",
         title="Two models with one name",
-        patch=Patch(
-            "03_prefix_cache/beyond/weights_digest.py",
-            "tensor.detach().reshape(-1).view(torch.uint8).split(_DIGEST_BYTES)",
-            "tensor.detach().reshape(-1).view(torch.uint8)[:4096].split(_DIGEST_BYTES)",
-        ),
         seen="Engines that share KV over a disk or a network have to know that they run the same "
         "model. Ours took a digest of a sample of the weights, to be quick. Two checkpoints that "
         "differ elsewhere, say after a little fine-tuning, answered from each other's KV.",
@@ -714,10 +566,6 @@ EXHIBITS = (
         demonstrate=two_models_alike,
         wrong="two checkpoints, different in one row: names for their KV: 1",
         right="two checkpoints, different in one row: names for their KV: 2",
-        tests=(
-            "03_prefix_cache/beyond/test_weights_digest.py::"
-            "test_every_element_of_every_weight_is_in_the_digest",
-        ),
         watch="It takes two checkpoints and a store between two engines.",
     ),
 )

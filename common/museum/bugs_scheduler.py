@@ -6,7 +6,6 @@ from typing import Any
 
 from common.museum.exhibit import Exhibit, Guest, Workload
 from common.museum.props import blocks, steps
-from common.tools.source_patch import Patch
 
 
 def make_scheduler(num_blocks: int, **options: Any) -> Any:
@@ -110,18 +109,6 @@ EXHIBITS = (
         trap=20,
         origin="vLLM #49097",
         title="Somebody is skipped when a victim leaves the list",
-        patch=Patch(
-            SCHEDULER,
-            "        running, planned, budget = list(self.running.values()), step.num_tokens, "
-            "step.budget\n"
-            "        for index, request in enumerate(running):\n"
-            "            if budget == 0:\n"
-            "                break\n",
-            "        planned, budget, index = step.num_tokens, step.budget, -1\n"
-            "        while (index := index + 1) < len(self.running) and budget:\n"
-            "            running = list(self.running.values())\n"
-            "            request = running[index]\n",
-        ),
         seen="The loop went through the live list of running requests by index. When a victim "
         "was taken out, everybody behind it moved up by one, and the next was passed over: no "
         "token in this step, though memory and budget were there.",
@@ -131,10 +118,6 @@ EXHIBITS = (
         wrong="v, the first in the list, is preempted; in that step there are tokens for ['w']",
         right="v, the first in the list, is preempted; in that step there are tokens for ['u', "
         "'w']",
-        tests=(
-            "04_scheduler/test_scheduler.py::"
-            "test_a_victim_in_front_of_others_costs_none_of_them_its_token",
-        ),
         watch=Workload(
             look="In step 4 v makes room. Look at what u, who stands behind it, computes in that "
             "step.",
@@ -151,11 +134,6 @@ EXHIBITS = (
         trap=21,
         origin="vLLM",
         title="Preempted, and computed all the same",
-        patch=Patch(
-            SCHEDULER,
-            "        step.remove(victim)\n        step.preempted.append(victim)\n",
-            "        step.preempted.append(victim)\n",
-        ),
         seen="A victim had been given its token earlier in the same step. Its blocks went to "
         "somebody else, its entry stayed in the plan: the model computed a request that had no "
         "memory, into memory that was another's.",
@@ -164,9 +142,6 @@ EXHIBITS = (
         demonstrate=a_victim_in_the_plan,
         wrong="preempted in this step: ['v']; planned in this step: {'v': 1, 'u': 1, 'o': 1}",
         right="preempted in this step: ['v']; planned in this step: {'u': 1, 'o': 1}",
-        tests=(
-            "04_scheduler/test_scheduler.py::test_a_victim_that_was_planned_gives_everything_back",
-        ),
         watch=Workload(
             look="In step 3 v is preempted, and stands in the plan of the same step.",
             parts="step 3, planned, v",
@@ -182,12 +157,6 @@ EXHIBITS = (
         trap=22,
         origin="vLLM #40004",
         title="Urgent, and at the end of the line",
-        patch=Patch(
-            SCHEDULER,
-            "        return lowest if lowest is not None and lowest.priority > newcomer.priority "
-            "else None",
-            "        return None",
-        ),
         seen="Priorities ordered the queue, and the queue does not move while the batch is full. "
         "An urgent request waited until somebody unimportant had written its last word.",
         lesson="A priority that holds only among those who wait is a wish. Say what it does to "
@@ -195,10 +164,6 @@ EXHIBITS = (
         demonstrate=urgent_and_not_served,
         wrong="one seat, taken; an urgent request comes and computes its first token in step 30",
         right="one seat, taken; an urgent request comes and computes its first token in step 1",
-        tests=(
-            "04_scheduler/test_scheduler.py::"
-            "test_a_strictly_more_urgent_newcomer_takes_a_seat_and_an_equal_does_not",
-        ),
         watch=Workload(
             look="One seat. An urgent request comes in step 2: look at when it computes its first "
             "token.",
@@ -214,13 +179,6 @@ EXHIBITS = (
         trap=22,
         origin="vLLM #41951",
         title="Two equals in one seat",
-        patch=Patch(
-            SCHEDULER,
-            "        return lowest if lowest is not None and lowest.priority > newcomer.priority "
-            "else None",
-            "        return lowest if lowest is not None and lowest.priority >= newcomer.priority "
-            "else None",
-        ),
         seen="A request could take the place of an equal. The equal came back and took it again: "
         "both were computed anew and anew, the machine was busy, and nobody got on.",
         lesson="Only a strict order ends. Wherever one thing may replace another, ask what "
@@ -228,10 +186,6 @@ EXHIBITS = (
         demonstrate=equals_in_one_seat,
         wrong="two equals, one seat, 12 steps: a b a b a b a b a b a b",
         right="two equals, one seat, 12 steps: a a a a a a b b b b b b",
-        tests=(
-            "04_scheduler/test_scheduler.py::"
-            "test_a_strictly_more_urgent_newcomer_takes_a_seat_and_an_equal_does_not",
-        ),
         watch=Workload(
             look="One seat and two equals: count the preemptions.",
             parts="step 1, preempted, a",
@@ -246,13 +200,6 @@ EXHIBITS = (
         trap=24,
         origin="vLLM #28787",
         title="What was said before is forgotten",
-        patch=Patch(
-            BASE,
-            "        request.num_computed_tokens = 0\n        request.num_preemptions += 1\n",
-            "        request.num_computed_tokens = 0\n"
-            "        del request.all_token_ids[request.num_prompt_tokens :]\n"
-            "        request.num_preemptions += 1\n",
-        ),
         seen="A request was preempted in the middle of its answer. When it came back its history "
         "had been cut to the prompt: it began its answer again, behind what the user had already "
         "read.",
@@ -261,10 +208,6 @@ EXHIBITS = (
         demonstrate=what_was_said_before,
         wrong="b was preempted, and came back; it has said: [7, 8, 7, 8, 9, 10, 11, 12, 13, 14]",
         right="b was preempted, and came back; it has said: [7, 8, 9, 10, 11, 12, 13, 14]",
-        tests=(
-            "04_scheduler/test_scheduler.py::"
-            "test_the_last_admitted_makes_room_and_comes_back_with_its_outputs",
-        ),
         watch=Workload(
             look="Memory runs out and b is preempted. Look at its tokens when it comes back.",
             parts="step 11, taken, b",
@@ -279,11 +222,6 @@ EXHIBITS = (
         trap=26,
         origin="SGLang #26248",
         title="Back and forth",
-        patch=Patch(
-            BASE,
-            "        return request.num_preemptions >= self.max_preemptions",
-            "        return False",
-        ),
         seen="Under steady load one retraction led to the next: who came back found the memory "
         "as full as before, and was thrown out again after a few tokens. Throughput fell to a "
         "fourteenth.",
@@ -294,7 +232,6 @@ EXHIBITS = (
         "tokens computed again: 96",
         right="one preemption each is allowed; the most of any request: 1\n"
         "tokens computed again: 40",
-        tests=("04_scheduler/test_scheduler.py::test_nobody_is_preempted_more_often_than_allowed",),
         watch=Workload(
             look="One seat, and a makes room for whoever is more urgent, again and again. Look at "
             "what it reserves when it has made room three times.",
@@ -315,20 +252,6 @@ EXHIBITS = (
         trap=60,
         origin="ours",
         title="A seat is cleared, and nobody sits in it",
-        patch=Patch(
-            SCHEDULER,
-            "        if not self.kv_memory.can_allocate("
-            "request, num_slots, computed, num_kept_free, displaced):\n"
-            "            return _Admission.BLOCKS\n"
-            "        if displaced is not None:\n"
-            "            self._preempt(displaced, step)\n"
-            "        has_room = self.seat(request, computed, num_tokens, num_reserved)\n"
-            '        assert has_room, "the memory has changed its mind"\n',
-            "        if displaced is not None:\n"
-            "            self._preempt(displaced, step)\n"
-            "        if not self.seat(request, computed, num_tokens, num_reserved):\n"
-            "            return _Admission.BLOCKS\n",
-        ),
         seen="A running request was preempted for a more urgent one, and only then was the "
         "memory asked, which had no room for the newcomer even so. One request had lost its KV, "
         "the other still waited, and in the next step it began again.",
@@ -337,10 +260,6 @@ EXHIBITS = (
         wrong="a and b run in 2 seats, urgent does not fit the memory; computed now: {'a': 1}",
         right="a and b run in 2 seats, urgent does not fit the memory; computed now: {'a': 1, "
         "'b': 1}",
-        tests=(
-            "04_scheduler/test_scheduler.py::"
-            "test_nobody_is_displaced_for_a_newcomer_that_does_not_fit_the_memory",
-        ),
         watch=Workload(
             look="Two seats. An urgent prompt that does not fit the memory comes in step 1: look "
             "at whether b has made room, and for whom.",

@@ -6,7 +6,6 @@ from typing import Any
 
 from common.museum.exhibit import Exhibit, Guest, Workload
 from common.museum.props import GUESS, SONG
-from common.tools.source_patch import Patch
 
 
 def unread() -> str:
@@ -99,12 +98,6 @@ EXHIBITS = (
         trap=36,
         origin="reported, without a number",
         title="The first guess is never judged",
-        patch=Patch(
-            "05_spec_decode/rejection_sampler.py",
-            "    is_accepted = (target_sampled[layout.draft_rows] == drafts) & (drafts >= 0)\n",
-            "    is_accepted = (target_sampled[layout.draft_rows] == drafts) & (drafts >= 0)\n"
-            "    is_accepted[:, :1] = True\n",
-        ),
         seen="Each run of guesses was judged from the second on; the first was taken as it came. "
         "With a good draft model the text is nearly right, and the acceptance rate is excellent.",
         lesson="A guess is judged by the row before it. Test with guesses that are wrong at "
@@ -112,10 +105,6 @@ EXHIBITS = (
         demonstrate=unread,
         wrong="the model says 5 6 7 8, the guesses are 1 6 7; emitted: [1, 6, 7, 8]",
         right="the model says 5 6 7 8, the guesses are 1 6 7; emitted: [5]",
-        tests=(
-            "05_spec_decode/test_spec_decode.py::"
-            "test_a_draft_is_judged_by_the_row_before_it_and_not_by_its_own",
-        ),
         watch=Workload(
             look="Read the guesses of step 2: the first is wrong, and stands in the text.",
             parts="step 2, computed, a",
@@ -127,11 +116,6 @@ EXHIBITS = (
         trap=43,
         origin="nano-vllm #39",
         title="A random number on the border",
-        patch=Patch(
-            "05_spec_decode/inverse_cdf.py",
-            "index = torch.searchsorted(ends, target[:, None], right=True)",
-            "index = torch.searchsorted(ends, target[:, None])",
-        ),
         seen="Now and then a random number is exactly 0. There it divided by zero; here it would "
         "choose a token whose probability is 0: one that a constraint forbids.",
         lesson="Say which end of an interval is closed, and test with the numbers at the ends, "
@@ -139,20 +123,12 @@ EXHIBITS = (
         demonstrate=a_point_on_a_border,
         wrong="weights 0, 0.5, 0.5, drawn with u = 0: token 0",
         right="weights 0, 0.5, 0.5, drawn with u = 0: token 1",
-        tests=(
-            "common/sampling/test_sampler.py::test_impossible_tokens_are_never_drawn_at_any_edge",
-        ),
         watch="A random number falls on such a border once in many millions of draws.",
     ),
     Exhibit(
         trap=44,
         origin="vLLM #22437",
         title="The latest match has nothing behind it",
-        patch=Patch(
-            "05_spec_decode/proposers.py",
-            "                    first.setdefault(tuple(tokens[end - n : end]), start + end)\n",
-            "                    first[tuple(tokens[end - n : end])] = start + end\n",
-        ),
         seen="Of several places where the last words stood before, the latest was taken. In text "
         "that repeats itself that one is at the very end, and has hardly a token behind it: short "
         "guesses exactly where long ones would have come true.",
@@ -161,9 +137,6 @@ EXHIBITS = (
         demonstrate=the_latest_match,
         wrong="nine times the same token; four guesses are wanted, made: [5]",
         right="nine times the same token; four guesses are wanted, made: [5, 5, 5, 5]",
-        tests=(
-            "05_spec_decode/test_proposers.py::test_the_longest_match_and_of_these_the_earliest",
-        ),
         watch=Workload(
             look="Look at the guesses of step 1: they come from the first place where these words "
             "stand, or from the latest.",
@@ -176,11 +149,6 @@ EXHIBITS = (
         trap=13,
         origin="vLLM #12193 #18668",
         title="A wrong guess is cached for everybody",
-        patch=Patch(
-            "05_spec_decode/speculative_scheduler.py",
-            "            end -= num_rejected\n",
-            "",
-        ),
         seen="The KV of guesses that were refused counted as written. If that filled a block, it "
         "was published, and the next request with this prefix was served KV of a word that was "
         "never said.",
@@ -189,10 +157,6 @@ EXHIBITS = (
         demonstrate=a_guess_in_the_cache,
         wrong="the KV of 7 positions is of verified tokens; published: 8 positions",
         right="the KV of 7 positions is of verified tokens; published: 4 positions",
-        tests=(
-            "05_spec_decode/test_speculative_scheduler.py::"
-            "test_a_block_that_ends_in_a_rejected_guess_is_not_published",
-        ),
         watch=Workload(
             look="Look at what is published in step 9: a block whose last token is a guess that "
             "was refused.",
@@ -208,11 +172,6 @@ EXHIBITS = (
         trap=39,
         origin="vLLM #16087 #24662",
         title="Guesses beyond the last token",
-        patch=Patch(
-            "05_spec_decode/speculative_scheduler.py",
-            "                if useful := drafts[: max(0, num_useful)]:",
-            "                if useful := drafts:",
-        ),
         seen="Guesses went on behind the last token that a request may have. Near "
         "`max_model_len` they were written to positions that have no block, or no rotation: a "
         "crash at the very end of long answers.",
@@ -221,10 +180,6 @@ EXHIBITS = (
         demonstrate=beyond_the_last_token,
         wrong="the request can have 9 tokens; the step writes up to 11",
         right="the request can have 9 tokens; the step writes up to 8",
-        tests=(
-            "05_spec_decode/test_speculative_scheduler.py::"
-            "test_drafts_are_planned_trimmed_and_taken_back",
-        ),
         watch=Workload(
             look="The request may have three tokens more. Count the guesses of step 1.",
             parts="step 1, planned, a",
@@ -236,11 +191,6 @@ EXHIBITS = (
         trap=40,
         origin="vLLM #46899",
         title="Guesses from an earlier step",
-        patch=Patch(
-            "05_spec_decode/speculative_scheduler.py",
-            "                drafts = self.drafts.pop(request_id, None)\n",
-            "                drafts = self.drafts.get(request_id)\n",
-        ),
         seen="Guesses stayed with a request when their step was over, and entered the model in a "
         "later one, at places where they had never been meant: work for nothing at best, "
         "placeholder ids in the model at worst.",
@@ -248,10 +198,6 @@ EXHIBITS = (
         demonstrate=last_steps_guesses,
         wrong="guesses that the model is fed, step by step: [[50, 51], [50, 51]]",
         right="guesses that the model is fed, step by step: [[50, 51], []]",
-        tests=(
-            "05_spec_decode/test_speculative_scheduler.py::"
-            "test_drafts_are_planned_trimmed_and_taken_back",
-        ),
         watch=Workload(
             look="Look at the guesses of step 3: they are those of a step before.",
             parts="step 3, planned, a",

@@ -1,8 +1,9 @@
 """What the museum shows: a bug that a real engine shipped, put back into our code.
 
-An exhibit is a story, a patch and a demonstration. The demonstration is a small function that uses
-the module as a user of it would, and says in a few lines of text what came of it. It imports what
-it needs when it is called, so that it gets the module with the bug where that is wanted:
+An exhibit is a story, a demonstration, and the patch of its title in `common/tools/patches.txt`
+with the tests that notice. The demonstration is a small function that uses the module as a user of
+it would, and says in a few lines of text what came of it. It imports what it needs when it is
+called, so that it gets the module with the bug where that is wanted:
 
                              the module    demonstrate()    the named tests
     as it is                 ours          `right`          pass
@@ -19,9 +20,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.tools.source_patch import Patch
+from common.tools.module_swap import ModuleSwap
+from common.tools.patch_table import Bug, bug_of_exhibit
+from common.tools.trial import LIMIT_S, NEVER_ENDS, said_by
 
-NEVER_ENDS = "(it does not end; stopped from outside)"
+ENDLESS_S = 2.0  # where the symptom is that it does not end
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +55,30 @@ class Exhibit:
     trap: int  # its number in the project's list of traps, which the tests cite: "Trap 10"
     origin: str  # who shipped it: "vLLM #42571"; or "ours"
     title: str
-    patch: Patch
     seen: str  # what a user would have seen
     lesson: str
     demonstrate: Callable[[], str]
     wrong: str  # what it says with the bug in; `NEVER_ENDS` if that is the bug
     right: str
-    tests: tuple[str, ...]  # path::name of those that notice
     watch: Workload | str  # a sentence: why there is nothing to watch
+
+    @property
+    def patch(self) -> Bug:
+        return bug_of_exhibit(self.title)
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """path::name of those that notice."""
+        return self.patch.tests
+
+    def limit_s(self, swap: ModuleSwap | None) -> float:
+        return ENDLESS_S if swap is not None and self.wrong == NEVER_ENDS else LIMIT_S
+
+    def show(self, swap: ModuleSwap | None = None) -> str:
+        """What the demonstration says, in a process of its own, with the bug if `swap` has it."""
+        return said_by(self.demonstrate, swap, self.limit_s(swap))
 
     @property
     def chapter(self) -> str:
         """The folder that the bug is put into."""
-        return self.patch.file.partition("/")[0]
+        return self.patch.chapter

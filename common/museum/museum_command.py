@@ -13,7 +13,6 @@ from pathlib import Path
 from common.museum.exhibit import Exhibit, Workload
 from common.museum.hall import EXHIBITS, TITLES
 from common.museum.museum_page import PAGE, render, side_by_side
-from common.museum.visit import broken_copy, show, try_tests
 from common.museum.watched_run import (
     RunOnFilm,
     contradiction,
@@ -22,6 +21,7 @@ from common.museum.watched_run import (
     parting,
 )
 from common.tools.module_swap import ModuleSwap
+from common.tools.trial import broken_copy, try_tests
 from common.watch.page_maker import Reel, make_page
 from common.watch.watch_command import write_page
 
@@ -85,7 +85,7 @@ def look(number: int, exhibit: Exhibit) -> None:
     _say(f"{number}. {exhibit.title}   ({exhibit.origin}; trap {exhibit.trap})")
     _say(_filled(exhibit.seen))
     _say(_revealed(exhibit))
-    with broken_copy(exhibit) as swap:
+    with broken_copy(exhibit.patch) as swap:
         _say(_shown(exhibit, swap))
         _say(_first_failure(exhibit, swap))
     _say(_filled(f"What it teaches. {exhibit.lesson}"))
@@ -99,7 +99,7 @@ def watch(
     if isinstance(exhibit.watch, str):
         _say(f"{number}. There is nothing to watch. " + ("" if is_hidden else exhibit.watch))
         return
-    with tempfile.TemporaryDirectory() as folder, broken_copy(exhibit) as swap:
+    with tempfile.TemporaryDirectory() as folder, broken_copy(exhibit.patch) as swap:
         wrong, right = films(exhibit.watch, swap, Path(folder))
         texts = [(Path(folder) / name).read_text(encoding="utf-8") for name in _REELS]
     labels = ("The run with the bug", "The run without it")
@@ -142,7 +142,7 @@ def _compared(wrong: RunOnFilm, right: RunOnFilm) -> str:
 
 def find(number: int, exhibit: Exhibit, is_revealed: bool) -> None:
     """The symptom, then a clue for each press of the return key, then the patch."""
-    with broken_copy(exhibit) as swap:
+    with broken_copy(exhibit.patch) as swap:
         all_clues = clues(exhibit, swap)
         _say(
             f"{number}. There is a bug somewhere in {exhibit.patch.file}. While you look, it is in"
@@ -162,7 +162,7 @@ def clues(exhibit: Exhibit, swap: ModuleSwap) -> Iterator[str]:
     yield from of_films[:1]
     yield f"A test that notices, and what it says:\n\n{_first_failure(exhibit, swap)}"
     yield from of_films[1:]
-    yield f"It is in `{exhibit.patch.place() or 'the top level of the module'}`."
+    yield f"It is in `{exhibit.patch.symbol or 'the top level of the module'}`."
     yield (
         f"{_revealed(exhibit)}\n\n{_filled(exhibit.title + '. ' + exhibit.seen)}\n\n"
         f"{_filled('What it teaches. ' + exhibit.lesson)}"
@@ -196,11 +196,12 @@ def _is_asked_for() -> bool:
 
 
 def _shown(exhibit: Exhibit, swap: ModuleSwap) -> str:
-    return side_by_side(show(exhibit, swap), show(exhibit))
+    return side_by_side(exhibit.show(swap), exhibit.show())
 
 
 def _first_failure(exhibit: Exhibit, swap: ModuleSwap) -> str:
-    return try_tests(exhibit, swap, first_only=True).report.strip()
+    limit_s = exhibit.limit_s(swap)
+    return try_tests(exhibit.tests, swap, first_only=True, limit_s=limit_s).report.strip()
 
 
 def _revealed(exhibit: Exhibit) -> str:

@@ -24,7 +24,6 @@ from common.museum import watched_run
 from common.museum.exhibit import Exhibit, Guest, Workload
 from common.museum.hall import EXHIBITS
 from common.museum.test_museum import A_RUN
-from common.museum.visit import broken_copy
 from common.museum.watched_run import (
     RunOnFilm,
     contradiction,
@@ -32,6 +31,7 @@ from common.museum.watched_run import (
     make_film,
     parting,
 )
+from common.tools.trial import broken_copy
 
 WATCHED = [exhibit for exhibit in EXHIBITS if isinstance(exhibit.watch, Workload)]
 
@@ -45,7 +45,7 @@ def test_the_film_with_the_bug_parts_from_the_right_one(exhibit: Exhibit, tmp_pa
     arrived = {event.request for event in right.events if isinstance(event, Arrived)}
     assert arrived == {e.request for e in right.events if isinstance(e, Finished)}
     assert right.num_steps < watched_run.MOST_STEPS
-    with broken_copy(exhibit) as swap:
+    with broken_copy(exhibit.patch) as swap:
         wrong = make_film(workload, tmp_path / "wrong.jsonl", swap)
     assert str(parting(right, wrong)).startswith(workload.parts)
 

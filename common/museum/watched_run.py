@@ -1,6 +1,6 @@
 """An exhibit to be watched: a real engine serves a few requests on film, with the bug and without.
 
-    with broken_copy(exhibit) as swap:
+    with broken_copy(exhibit.patch) as swap:
         wrong = make_film(exhibit.watch, path, swap)
     parting(make_film(exhibit.watch, other_path), wrong)    where the two part
 
@@ -21,8 +21,9 @@ from typing import Any
 from common.events.event_kinds import Event, Failed, Planned, Run, Updated, read_events, to_line
 from common.events.film import State
 from common.museum.exhibit import Workload
-from common.museum.visit import LIMIT_S, apart
+from common.tools.apart import apart
 from common.tools.module_swap import ModuleSwap
+from common.tools.trial import LIMIT_S
 
 MOST_STEPS = 60
 STEP_CPU_S = 2  # a step that takes more of the processor does not end

@@ -4,7 +4,8 @@
     driver   takes what has come, waits for nobody alone     `arrived`, `send_some`
 
 An interrupt (Ctrl-C) between a system call and the line that notes what it did would lose bytes,
-and the rest of the stream would make no sense. That is seen (`is_torn`) and never read on.
+and the rest of the stream would make no sense. So the driver's interrupts wait for the end of a
+message (`interrupts_held`); what is torn all the same is seen (`is_torn`) and never read on.
 
 A second socket, the lifeline, carries no messages of the engine. A thread of the worker sits at its
 end: it ends the process when the driver is gone, and answers where the process is when it is asked,
@@ -15,12 +16,14 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import socket
 import struct
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _LENGTH = struct.Struct("<Q")
@@ -32,6 +35,23 @@ class ChannelClosed(ConnectionError):
     """The other side is gone."""
 
 
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Ctrl-C comes when this ends. Only the main thread is ever interrupted."""
+    own = signal.getsignal(signal.SIGINT)
+    if own is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, own)
+        if came:
+            signal.raise_signal(came[0])
+
+
 class Channel:
     """One end. Raises `ChannelClosed`."""
 
@@ -40,7 +60,6 @@ class Channel:
         self.is_torn = False  # somewhere in the middle of a message
         self._buffer = bytearray()
         self._unsent = memoryview(b"")
-        self.num_put = 0
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -66,7 +85,6 @@ class Channel:
     def put(self, message: bytes) -> None:
         """To be sent by `send_some`. There must be nothing left of the one before."""
         self._unsent = memoryview(_LENGTH.pack(len(message)) + message)
-        self.num_put += 1
 
     @property
     def is_sent(self) -> bool:

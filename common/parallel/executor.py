@@ -30,7 +30,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from common.parallel import message
-from common.parallel.channel import START_TIMEOUT_S, Channel, ChannelClosed, ask_where
+from common.parallel.channel import (
+    START_TIMEOUT_S,
+    Channel,
+    ChannelClosed,
+    ask_where,
+    interrupts_held,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +82,6 @@ class Executor:
         self.compares = compares
         self.failure: str | None = None  # why all calls raise
         self._is_closed = False
-        self._num_deliveries = 0
         self._pid = os.getpid()
         self._outputs: list[dict[int, dict[str, Any]]] = [{} for _ in links]  # by step
         self._answers: list[deque[dict[str, Any]]] = [deque() for _ in links]
@@ -91,7 +96,6 @@ class Executor:
     def start(self, messages: Sequence[bytes]) -> list[dict[str, Any]]:
         """Each gets its own. What each says of itself. Raises what the user did wrong as such."""
         try:
-            self._num_deliveries += 1
             self._deliver(messages, START_TIMEOUT_S)
             return [answer["facts"] for answer in self._collect(START_TIMEOUT_S, "to start")]
         except WorkerError:
@@ -108,22 +112,13 @@ class Executor:
         it. An interrupt waits until then: ranks with different messages would wait for each other
         for ever."""
         messages = [content] * len(self.links) if isinstance(content, bytes) else content
-        interrupt = None
-        self._num_deliveries += 1
-        while True:
-            try:
-                self._deliver(messages, self.timeout_s)
-                break
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+        with interrupts_held():
+            self._deliver(messages, self.timeout_s)
 
     def _deliver(self, messages: Sequence[bytes], timeout_s: float) -> None:
         self._check()
         for link, content in zip(self.links, messages, strict=True):
-            if link.channel.num_put < self._num_deliveries:  # else it was interrupted after that
-                link.channel.put(content)
+            link.channel.put(content)
         left, deadline = self.links, time.monotonic() + timeout_s
         while left := [link for link in left if not self._send_some(link)]:
             if time.monotonic() > deadline:
@@ -177,8 +172,9 @@ class Executor:
         """Wait so long for something to come. Nothing in time, if that is to be a failure, is one:
         `late_for` says for what."""
         ready = self._selector.select(max(seconds, 0))
-        for key, _ in ready:
-            self._take(key.data)
+        with interrupts_held():  # nor is an answer lost on its way from the socket
+            for key, _ in ready:
+                self._take(key.data)
         if self._errors or self._gone:
             self._fail()
         if not ready and late_for is not None:

@@ -149,7 +149,12 @@ def plan_to_map(plan: PlanMessage) -> dict[str, Any]:
         plan,
         _PLAN,
         scheduled_new_reqs=[
-            _as_map(new, _NEW, sampling_params=_params_to_map(new.sampling_params))
+            _as_map(
+                new,
+                _NEW,
+                sampling_params=_params_to_map(new.sampling_params),
+                features=_checked_features(new),
+            )
             for new in plan.scheduled_new_reqs
         ],
         scheduled_cached_reqs=_as_map(
@@ -177,6 +182,16 @@ def plan_from_map(found: Any) -> PlanMessage:
         finished_req_ids=set,
         block_moves=lambda moves: [BlockMove(*move) for move in moves],
     )
+
+
+def _checked_features(new: NewRequestData) -> dict[str, Any]:
+    """Here it is known whose data does not travel."""
+    for name, data in new.features.items():
+        try:
+            unpack(pack("features", data={name: data}), {"features": ["data"]})
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"features[{name!r}] of request {new.req_id!r}: {error}") from error
+    return new.features
 
 
 def _params_to_map(params: SamplingParams) -> dict[str, Any]:

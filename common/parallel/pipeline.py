@@ -50,8 +50,8 @@ class PipelinedEngineCore(OverlappedEngineCore):
         try:
             self._begin_all()
             while True:
-                plan, handle = steps.popleft()
-                results = self.scheduler.update_from_output(plan, handle.wait())
+                plan, _ = steps[0]
+                results = self._finish()
                 if not plan.is_empty or preemptions_of(plan)[0] or not steps:
                     return results
         except BaseException:

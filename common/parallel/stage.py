@@ -16,8 +16,9 @@ from __future__ import annotations
 import torch
 
 from common.runner.model_runner import PagedBatch, PagedModelRunner
+from common.sampling.runner_plugin import Cargo
 from common.sampling.sampler import BatchSampler, UnreadStep
-from common.sampling.sampling_columns import Cargo, SamplingBatch
+from common.sampling.sampling_columns import SamplingBatch
 from scheduler_interface import StepOutput
 
 
@@ -35,6 +36,10 @@ class StageRunner(PagedModelRunner):
         if not collectives.ranks.is_last_stage:
             collectives.send(out)
         return out
+
+    def sample(self, batch: PagedBatch, logits: torch.Tensor) -> UnreadStep:
+        is_last = self.model.collectives.ranks.is_last_stage
+        return super().sample(batch, logits) if is_last else batch.unread.begin(logits)
 
     def compute(self, batch: PagedBatch) -> torch.Tensor:
         """Between receiving and sending."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import socket
 import threading
 import time
@@ -282,17 +283,35 @@ def test_a_worker_that_takes_no_message_is_named():
 def test_an_interrupted_message_is_taken_to_its_end_by_all():
     (one, its_one), (two, its_two) = pair(), pair()
     executor = Executor([Link(0, one, pair()[0]), Link(1, two, pair()[0])], 0, 5.0)
-    send = one.send_some
 
-    def interrupted() -> None:
-        one.send_some = send
-        send()
-        raise KeyboardInterrupt
+    class Interrupted:
+        """A socket. Ctrl-C comes when the system call is over, and before the next line of ours."""
 
-    one.send_some = interrupted
+        def __init__(self, sock: socket.socket) -> None:
+            self.sock = sock
+
+        def send(self, data, flags: int) -> int:
+            num_sent = self.sock.send(data, flags)
+            signal.raise_signal(signal.SIGINT)
+            return num_sent
+
+        def recv(self, size: int) -> bytes:
+            data = self.sock.recv(size)
+            signal.raise_signal(signal.SIGINT)
+            return data
+
+    for its in (its_one, its_two):
+        its.sock.settimeout(5.0)
+    sock, one.sock = one.sock, Interrupted(one.sock)  # pyright: ignore
     with pytest.raises(KeyboardInterrupt):
         executor.send(b"plan")
     assert its_one.receive() == its_two.receive() == b"plan"
+    for its in (its_one, its_two):
+        its.send(message.pack("block", data=b"x"))
+    with pytest.raises(KeyboardInterrupt):
+        executor.collect("a block")
+    one.sock = sock
+    assert executor.collect("a block") == [{"data": b"x"}] * 2
     executor.send(b"next")
     assert its_one.receive() == its_two.receive() == b"next"
 

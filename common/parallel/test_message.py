@@ -18,7 +18,7 @@ from common.parallel import message
 from common.parallel.message import MessageError
 from common.runner.batch_state import BatchState
 from common.sampling.distributions import TokenLogprobs
-from common.sampling.sampling_columns import DrawnSeedParams
+from common.sampling.sampling_columns import DrawnSeedParams, SamplingColumns
 from common.tests.engine_oracle import checked_engine, paged_runner, serve_a_crowd
 from request import SamplingParams
 from scheduler_interface import (
@@ -50,6 +50,13 @@ NAMES = st.text(st.characters(), min_size=1, max_size=5)
 IDS = st.integers(-1, 2**31 - 1)
 LISTS = st.lists(IDS, max_size=5)
 POSITIVE = st.integers(0, 2**70)
+NUMBERS = st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False)
+PLAIN = st.recursive(
+    st.none() | NUMBERS | NAMES | st.binary(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(NAMES, inner, max_size=2),
+    max_leaves=4,
+)
+FEATURES = st.dictionaries(NAMES, PLAIN, max_size=2)
 
 
 @st.composite
@@ -83,8 +90,9 @@ def plans(draw) -> PlanMessage:
     def column(values) -> list:
         return [draw(values) for _ in req_ids]
 
+    news = st.builds(NewRequestData, NAMES, LISTS, params(), IDS, LISTS, FEATURES)
     return PlanMessage(
-        draw(st.lists(st.builds(NewRequestData, NAMES, LISTS, params(), IDS, LISTS), max_size=3)),
+        draw(st.lists(news, max_size=3)),
         CachedRequestData(
             req_ids,
             column(LISTS),
@@ -172,6 +180,13 @@ def test_numbers_of_numpy_tuples_sets_and_objects_do_not_slip_through(plan):
         through(plan)
 
 
+@pytest.mark.parametrize("data", [(1, 2), {3}, np.int64(1), {"a": object()}, [{1: "a"}], 1j])
+def test_what_a_feature_brings_is_plain_or_its_plugin_is_named(data):
+    new = NewRequestData("r", [1], SamplingParams(), features={"fine": [None], "odd": data})
+    with pytest.raises(TypeError, match=r"^features\['odd'\] of request 'r': .* (travel|allowed)"):
+        through(PlanMessage([new]))
+
+
 def test_a_time_of_numpy_does_not_either():
     with pytest.raises(TypeError, match="float64, which does not travel"):
         message.pack("output", output=message.output_to_map(StepOutput(times={"a": np.float64()})))
@@ -239,9 +254,8 @@ class RoundTrip:
 
     def __init__(self, runner, state: BatchState) -> None:
         self.runner, self.state, self.num_plans = runner, state, 0
-        self.shadow = BatchState(
-            len(state.num_tokens), state.block_tables.shape[1], state.eos_token_ids
-        )
+        columns = SamplingColumns(eos_token_ids=state.sampling.eos_token_ids)
+        self.shadow = BatchState(len(state.num_tokens), state.block_tables.shape[1], columns)
         self.sent: deque[PlanMessage] = deque()
         self._apply, state.apply = state.apply, self.apply
 

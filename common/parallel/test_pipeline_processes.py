@@ -88,6 +88,7 @@ def must_bring_blocks_back(side, loaded, tokenizer, path) -> None:
     there.close()
 
 
+@pytest.mark.slow  # two ranks that guess, and two stages, are in the normal run
 def test_two_stages_of_two_ranks_guess_and_one_that_is_stuck_is_named(
     shipped_loaded, shipped_tokenizer
 ) -> None:

@@ -16,8 +16,14 @@ from typing import Any
 import torch
 import torch.distributed
 
-from common.assembly import LocalRunner, make_block_io, make_runner
-from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig
+from common.assembly import LocalRunner, make_block_io, make_draft_length, make_runner
+from common.engine_config import (
+    SHIPPED_CHECKPOINT,
+    SHIPPED_DRAFT,
+    EngineConfig,
+    SpeculativeConfig,
+)
+from common.kv_sizing import Neighbours
 from common.loader import LoadedModel, checkpoint_digest, load_model
 from common.parallel import message
 from common.parallel.channel import START_TIMEOUT_S, Channel
@@ -81,9 +87,9 @@ class Rank:
             draft = load_model(how.model or SHIPPED_DRAFT, loaded.model.embed_weight.dtype, device)
         length: ToldLength | None = None
 
-        def tell(inner: DraftLength) -> ToldLength:
+        def tell(how: SpeculativeConfig) -> ToldLength:
             nonlocal length
-            length = ToldLength(inner)
+            length = ToldLength(make_draft_length(how))
             return length
 
         max_model_len, vocab_size = told["limits"]
@@ -95,8 +101,10 @@ class Rank:
             max_model_len,
             vocab_size,
             make_length=tell,
-            least=collectives.least if ranks.world_size > 1 else None,
-            num_neighbours=int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)),
+            neighbours=Neighbours(
+                collectives.least if ranks.world_size > 1 else int,
+                int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)),
+            ),
         )
         rank = cls(channel, config, collectives, local, length)
         facts = rank._facts(loaded)

@@ -1,7 +1,8 @@
-"""What the runner remembers of every request: chapter 3's columns, and what sampling asks of them.
+"""What the runner remembers of every request: chapter 3's columns, and those of its plugins.
 
 A row is written when its request is admitted. A step adds the new tokens of all requests at once,
 and the guesses that it verifies (chapter 5), which stand behind the known tokens for this step.
+Plugins (`runner_plugin.py`) are told of all but the guesses; what sampling asks of a row is one.
 
 A step that is planned before the last one's tokens are read (`overlap.py`) has `PENDING` for them.
 In its place stands -1 - i, for the token of row i of what was sampled last: on a GPU no host knows
@@ -14,18 +15,24 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from common.sampling.runner_plugin import RunnerPlugin, RunnerPlugins
 from common.sampling.sampler import UnreadStep
 from common.sampling.sampling_columns import SamplingColumns
 from kv_memory import SharingRunnerState
-from scheduler_interface import NewRequestData, PlanMessage
+from scheduler_interface import CachedRequestData, NewRequestData, PlanMessage
 
 
 class BatchState(SharingRunnerState):
+    """`sampling` is the first plugin, `plugins` are the others, in their order."""
+
     def __init__(
-        self, max_num_seqs: int, max_blocks_per_request: int, eos_token_ids: Sequence[int] = ()
+        self,
+        max_num_seqs: int,
+        max_blocks_per_request: int,
+        sampling: SamplingColumns,
+        plugins: Sequence[RunnerPlugin] = (),
     ) -> None:
-        self.sampling = SamplingColumns(max_num_seqs)
-        self.eos_token_ids = tuple(eos_token_ids)
+        self.sampling, self.plugins = sampling, RunnerPlugins([sampling, *plugins])
         self.sampled: UnreadStep | None = None  # by the last step
         self.has_pending = False  # tokens among those of this step
         super().__init__(max_num_seqs, max_blocks_per_request)
@@ -33,6 +40,8 @@ class BatchState(SharingRunnerState):
     def apply(self, plan: PlanMessage) -> None:
         super().apply(plan)
         self._place_pending(plan.scheduled_cached_reqs.pending_req_ids)
+        if self.plugins.appended:
+            self._tell_appended(plan.scheduled_cached_reqs)
         if drafts := plan.scheduled_draft_token_ids:
             rows = self.rows_of(drafts)
             self.write_tokens(rows, self.num_tokens[rows], list(drafts.values()))
@@ -46,6 +55,14 @@ class BatchState(SharingRunnerState):
             places = np.fromiter(map(row_of_sample.__getitem__, req_ids), np.int64, len(rows))
             self.token_ids[rows, self.num_tokens[rows] - 1] = -1 - places
 
+    def _tell_appended(self, changes: CachedRequestData) -> None:
+        lens = np.fromiter(map(len, changes.new_token_ids), np.int64, changes.num_reqs)
+        rows = self.rows_of(changes.req_ids)[lens > 0]
+        stops = self.num_tokens[rows]
+        if len(rows):
+            for appended in self.plugins.appended:
+                appended(self, rows, stops - lens[lens > 0], stops)
+
     def fill_in(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token ids [N] int64 on the device, with the pending ones. A row without a token (`BAD`)
         gets another: nothing comes of its request."""
@@ -57,12 +74,15 @@ class BatchState(SharingRunnerState):
 
     def admit(self, new: NewRequestData) -> None:
         super().admit(new)
-        self.sampling.write(self.row_of[new.req_id], new.sampling_params, self.eos_token_ids)
+        for admit in self.plugins.admit:
+            admit(self.row_of[new.req_id], new)
 
     def release(self, req_id: str) -> None:
-        self.sampling.clear(self.row_of[req_id])
+        for release in self.plugins.release:
+            release(self.row_of[req_id])
         super().release(req_id)
 
     def grow(self, num_rows: int) -> None:
         super().grow(num_rows)
-        self.sampling.grow(num_rows)
+        for grow in self.plugins.grow:
+            grow(num_rows)

@@ -38,9 +38,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout
+from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout, compose_in_order
 from common.model import DecoderModel
-from common.runner.model_runner import PagedBatch, PagedModelRunner
+from common.runner.batch_state import BatchState
+from common.runner.model_runner import Compose, PagedBatch, PagedModelRunner
+from common.sampling.sampler import BatchSampler
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 
 
@@ -300,16 +302,27 @@ class ReplayMetadata(AttentionMetadata):
 class GraphRunner(PagedModelRunner):
     """A `PagedModelRunner` that replays a step if each request has one token in it."""
 
-    def __init__(self, *arguments, graphs: DecodeGraphs, **keywords) -> None:
-        super().__init__(*arguments, **keywords)
-        self.graphs, self._compose_eager = graphs, self.compose
-        self.compose = self._compose_for_replay
+    def __init__(
+        self,
+        model: DecoderModel,
+        kv_cache: PagedKVCache,
+        backend: AttentionBackend,
+        state: BatchState,
+        sampler: BatchSampler,
+        compose: Compose = compose_in_order,
+        shuffle_seed: int | None = None,
+        *,
+        graphs: DecodeGraphs,
+    ) -> None:
+        parts = model, kv_cache, backend, state, sampler
+        super().__init__(*parts, self._compose_for_replay, shuffle_seed)
+        self.graphs, self._compose_eager = graphs, compose
 
     def _compose_for_replay(
         self, state: PagedRunnerState, queries: Queries, block_size: int
     ) -> StepLayout:
         bucket = self.graphs.bucket_for(queries)
-        if bucket is None:
+        if bucket is None or self.state.plugins.stage_arrays:  # these have no address of their own
             return self._compose_eager(state, queries, block_size)
         return self.graphs.compose(state, queries, block_size, bucket)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +21,9 @@ import torch
 from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout, compose_in_order
 from common.model import DecoderModel
 from common.runner.batch_state import BatchState
+from common.sampling.runner_plugin import Cargo, StepRows
 from common.sampling.sampler import BatchSampler, UnreadStep
-from common.sampling.sampling_columns import Cargo, SamplingBatch
+from common.sampling.sampling_columns import SamplingBatch
 from paged_attention import AttentionBackend, PagedKVCache
 from scheduler_interface import FinishedStep, Laps, PlanMessage, StepHandle, StepOutput
 
@@ -34,6 +36,8 @@ class PagedBatch(ComposedBatch):
 
     sampling: SamplingBatch = field(repr=False)  # a row for each of logits
     unread: UnreadStep = field(repr=False)  # the tokens, once there are logits
+    step: StepRows | None = field(repr=False)  # if a plugin asks
+    staged: dict[str, Any] = field(repr=False)  # by plugins, under their names
 
 
 class PagedModelRunner:
@@ -50,7 +54,6 @@ class PagedModelRunner:
         backend: AttentionBackend,
         state: BatchState,
         sampler: BatchSampler,
-        *,
         compose: Compose = compose_in_order,
         shuffle_seed: int | None = None,
     ) -> None:
@@ -67,7 +70,7 @@ class PagedModelRunner:
             return FinishedStep(StepOutput(times=clock.ms))
         logits = self.forward(batch)
         clock.lap("forward_ms")
-        unread = self.state.sampled = batch.unread.begin(logits)
+        unread = self.state.sampled = self.sample(batch, logits)
         clock.lap("sample_ms")
         unread.times = clock.ms
         return unread
@@ -82,6 +85,12 @@ class PagedModelRunner:
         """Logits `[num_logit_rows, vocab_size]`. Writes keys and values into the cache."""
         ids, positions, rows = batch.input_ids, batch.positions, batch.logit_indices
         return self.model(ids, positions, self.kv_cache, batch.attention, rows, self.backend)
+
+    def sample(self, batch: PagedBatch, logits: torch.Tensor) -> UnreadStep:
+        """Begun, like the forward pass. Plugins work while the device computes that."""
+        if batch.step is not None:
+            logits = self.state.plugins.before_sampling(batch.step, logits)
+        return batch.unread.begin(logits)
 
     def _lay_out(self, plan: PlanMessage) -> PagedBatch:
         start_of, drafts = plan.starts(), plan.scheduled_draft_token_ids
@@ -102,11 +111,23 @@ class PagedModelRunner:
         layout = self.compose(self.state, queries, self.kv_cache.block_size)
         cargo = Cargo(self.device, layout.arrays)
         sampling = self._sampling_batch(req_ids, queries, layout.order, drafts)
+        step, staged = None, {}
+        if self.state.plugins.see_steps:
+            step = self._step_rows(req_ids, queries, layout.order, drafts)
+            staged = self.state.plugins.stage(step, cargo)
         unread = self.sampler.stage(sampling, cargo)
         cargo.send()
+        arrived = {name: found() for name, found in staged.items()}
         batch = layout.compose(*cargo.tensors[: len(layout.arrays)])
         ids, where = self.state.fill_in(batch.input_ids), batch.attention
-        return PagedBatch(ids, batch.positions, where, batch.logit_indices, sampling, unread)
+        rows = batch.logit_indices
+        return PagedBatch(ids, batch.positions, where, rows, sampling, unread, step, arrived)
+
+    def _step_rows(
+        self, req_ids: list[str], queries: Queries, order: np.ndarray, drafts: dict[str, list[int]]
+    ) -> StepRows:
+        names = [req_ids[i] for i in order.tolist()]
+        return StepRows(self.state, names, Queries(*(column[order] for column in queries)), drafts)
 
     def _sampling_batch(
         self, req_ids: list[str], queries: Queries, order: np.ndarray, drafts: dict[str, list[int]]

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,13 +56,10 @@ class PlansUnderWay(Protocol):
 class OverlappedEngineCore(EngineCore):
     """A step returns what one plan brought, the oldest, as in the plain loop."""
 
-    runner: QueuedRunner
-
     def __init__(
         self, scheduler: SchedulerInterface, runner: QueuedRunner, books: PlansUnderWay
     ) -> None:
-        super().__init__(scheduler, runner)
-        self.books = books
+        self.scheduler, self.runner, self.books = scheduler, runner, books
         self._under_way: deque[tuple[SchedulerOutput, StepHandle]] = deque()
 
     def step(self) -> Sequence[EngineCoreOutput]:
@@ -74,8 +71,7 @@ class OverlappedEngineCore(EngineCore):
             # An empty step is one of waiting, and what comes of it shows in the next.
             if not steps[0][0].is_empty and self.books.has_work:
                 self._begin()
-            plan, handle = steps.popleft()
-            return self.scheduler.update_from_output(plan, handle.wait())
+            return self._finish()
         except BaseException:
             self._give_up()
             raise
@@ -83,6 +79,10 @@ class OverlappedEngineCore(EngineCore):
     def _begin(self) -> None:
         plan = self.scheduler.schedule()
         self._under_way.append((plan, self.runner.execute(plan)))
+
+    def _finish(self) -> Sequence[EngineCoreOutput]:
+        plan, handle = self._under_way.popleft()
+        return self.scheduler.update_from_output(plan, handle.wait())
 
     def _give_up(self) -> None:
         while self._under_way:
@@ -92,8 +92,10 @@ class OverlappedEngineCore(EngineCore):
 
     def close(self) -> None:
         """When nobody is unfinished: what is under way is nobody's, its errors too."""
+        with closing(self.runner), suppress(Exception):
+            while self._under_way:
+                self._finish()
         self._give_up()
-        self.runner.close()
 
 
 class QueuedRunner:

@@ -1,5 +1,5 @@
 """Rows against lists: plans of all kinds go through the runner's columns, and through chapter 1's
-`RunnerState` and a plain dictionary of block tables."""
+`RunnerState` and a plain dictionary of block tables. A plugin is told the same."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import random
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from batch_layout import compose_in_order
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import PagedModelRunner
+from common.sampling.runner_plugin import Cargo, RunnerPlugin, StepRows
 from common.sampling.sampler import Sampler
+from common.sampling.sampling_columns import SamplingColumns
 from input_batch import RunnerState
 from mixed_batch import compose
 from paged_attention import PagedKVCache
@@ -68,6 +71,7 @@ class Plans:
         prompt = [rng.randrange(10**5) for _ in range(rng.choice([1, 2, 5, 9, 40]))]
         params = SamplingParams(temperature=rng.random(), seed=rng.randrange(10**6))
         new = NewRequestData(name, prompt, params, rng.randrange(len(prompt)))
+        new.features = {"told": [name]}
         self.tables[name] = new.block_ids  # before it is known how many it needs
         if name in self.known.requests:
             self.known.release(name)
@@ -118,6 +122,47 @@ class Plans:
         for name, tokens in sampled.items():
             self.lists.requests[name].output_token_ids += tokens
         return sampled
+
+
+class Told(RunnerPlugin):
+    """Knows the rows from what it is told, and from nothing else."""
+
+    name = "told"
+
+    def __init__(self) -> None:
+        self.num_rows, self.log = 0, list[str]()
+        self.rows: dict[int, tuple[str, list[int]]] = {}
+
+    def grow(self, num_rows: int) -> None:
+        assert num_rows >= self.num_rows
+        self.num_rows = num_rows
+
+    def admit(self, row: int, new: NewRequestData) -> None:
+        assert row < self.num_rows and row not in self.rows
+        assert new.features[self.name] == [new.req_id]
+        self.rows[row] = new.req_id, list(new.prompt_token_ids)
+        self.log.append("admit")
+
+    def release(self, row: int) -> None:
+        del self.rows[row]
+        self.log.append("release")
+
+    def appended(self, state, rows, firsts, stops) -> None:
+        assert len(rows) and len(set(rows.tolist())) == len(rows) and (firsts < stops).all()
+        for row, first, stop in zip(rows.tolist(), firsts, stops, strict=True):
+            self.rows[row][1][first:] = state.token_ids[row, first:stop].tolist()
+        self.log.append("appended")
+
+    def stage(self, step: StepRows, cargo: Cargo):
+        return cargo.add(np.repeat(step.queries.rows, step.queries.num_tokens))
+
+    def check(self, state: BatchState, plans: Plans) -> None:
+        """It is told of a step's tokens once, after who came and went, and not of what the runner
+        has sampled itself: the next plan brings that."""
+        known = {state.row_of[r]: (r, q.tokens(0, 10**9)) for r, q in plans.known.requests.items()}
+        assert self.rows == known and self.num_rows == len(state.num_tokens)
+        assert "appended" not in self.log[:-1], self.log
+        self.log.clear()
 
 
 def check_state(state: BatchState, plans: Plans) -> None:
@@ -177,6 +222,13 @@ def check_batch(runner: PagedModelRunner, plan: SchedulerOutput, plans: Plans, o
     for name, stop, table in zip(order(starts), stops, attention.block_tables.tolist()):
         num_blocks = -(-stop // size)
         assert table[:num_blocks] == plans.tables[name][:num_blocks]
+    row_of, step = runner.state.row_of, batch.step
+    owners = [name for name in order(starts) for _ in range(plan.num_scheduled_tokens[name])]
+    assert batch.staged["told"].tolist() == [row_of[name] for name in owners]
+    assert list(step.req_ids) == order(starts) and step.drafts == plan.scheduled_draft_token_ids
+    assert step.queries.starts.tolist() == [starts[name] for name in step.req_ids]
+    logit_owners = np.repeat(step.req_ids, step.queries.num_logit_rows).tolist()
+    assert logit_owners == [name for name, _, _ in rows]
     sampling = batch.sampling
     found = sampling.req_ids, sampling.rows.tolist(), sampling.num_outputs.tolist()
     assert list(zip(*found, strict=True)) == rows
@@ -207,8 +259,9 @@ def test_whatever_is_planned_rows_are_what_lists_would_be(layout: str, first_see
         shuffle_seed = rng.choice([None, seed])
         shuffles = random.Random(seed)
         cache = PagedKVCache(1, 1, plans.block_size, 1, 1)
+        told = Told()
         runner = PagedModelRunner(
-            MODEL, cache, None, BatchState(2, 400), Sampler(30),
+            MODEL, cache, None, BatchState(2, 400, SamplingColumns(), [told]), Sampler(30),
             compose=layout_of, shuffle_seed=shuffle_seed,
         )  # fmt: skip
         for step in range(25):
@@ -219,6 +272,7 @@ def test_whatever_is_planned_rows_are_what_lists_would_be(layout: str, first_see
             ordered = order(dict.fromkeys(given), plan)
             try:
                 check_batch(runner, plan, plans, lambda _, ordered=ordered: ordered)
+                told.check(runner.state, plans)
             except BaseException as error:
                 error.args = (f"seed {seed}, step {step}: {error}",)
                 raise

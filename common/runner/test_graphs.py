@@ -20,16 +20,20 @@ from common.runner.graphs import (
     CudaGraphs,
     DecodeGraphs,
     EagerGraphs,
+    GraphRunner,
     StaticMemory,
     bucket_of,
     column_stride,
     graph_buckets,
     pad_step,
 )
+from common.sampling.runner_plugin import Cargo, RunnerPlugin, StepRows
+from common.sampling.sampler import Sampler
+from common.sampling.sampling_columns import SamplingColumns
 from common.tools.graph_emulator import Recorder
 from paged_attention import AttentionMetadata, TorchAttentionBackend
 from request import SamplingParams
-from scheduler_interface import NewRequestData
+from scheduler_interface import CachedRequestData, NewRequestData, SchedulerOutput
 from tensor_attention import TensorAttentionBackend
 
 CPU = torch.device("cpu")
@@ -78,7 +82,7 @@ def test_every_column_of_every_bucket_is_aligned_and_apart() -> None:
 def make_state(seed: int) -> BatchState:
     """`MOST` requests of different lengths, whose blocks lie anywhere."""
     rng = random.Random(seed)
-    state = BatchState(MOST, -(-MAX_MODEL_LEN // BLOCK_SIZE))
+    state = BatchState(MOST, -(-MAX_MODEL_LEN // BLOCK_SIZE), SamplingColumns())
     blocks = rng.sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
     for i in range(MOST):
         tokens = [rng.randrange(97) for _ in range(rng.choice([1, 3, 4, 5, 8, 17, 20]))]
@@ -190,6 +194,29 @@ def test_who_is_replayed(graphs: DecodeGraphs) -> None:
     assert graphs.bucket_for(two._replace(num_tokens=np.array([1, 2]))) is None
     seven = Queries(*(np.ones(7, dtype=np.int64) for _ in range(4)))
     assert graphs.bucket_for(seven) is None
+
+
+def test_what_a_plugin_stages_is_read_without_a_graph(graphs: DecodeGraphs) -> None:
+    class Ones(RunnerPlugin):
+        name = "ones"
+
+        def stage(self, step: StepRows, cargo: Cargo):
+            return cargo.add(np.ones_like(step.queries.rows))
+
+    def plans(req_id: str) -> list[SchedulerOutput]:
+        new = NewRequestData(req_id, [1, 2, 3], SamplingParams(temperature=0), 0, [1])
+        known = CachedRequestData([req_id], [[4]], [3], [1], [[]])
+        first = SchedulerOutput([new], num_scheduled_tokens={req_id: 3})
+        return [first, SchedulerOutput([], known, num_scheduled_tokens={req_id: 1})]
+
+    tokens = []
+    for plugins in ([], [Ones()]):
+        state = BatchState(MOST, 8, SamplingColumns(), plugins)
+        parts = graphs.model, graphs.kv_cache, TensorAttentionBackend(), state, Sampler(97)
+        runner, num_before = GraphRunner(*parts, graphs=graphs), graphs.num_replays
+        tokens.append([runner.execute(plan).wait().token_ids for plan in plans("a")])
+        assert graphs.num_replays - num_before == (not plugins)
+    assert tokens[0] == tokens[1]
 
 
 def test_the_largest_is_captured_first_and_on_padding_alone(random_loaded) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,9 @@ from batch_layout import compose_in_order
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import PagedModelRunner
 from common.runner.trimming_runner import TrimmingRunner
+from common.sampling.runner_plugin import Cargo, RunnerPlugin, StepRows
 from common.sampling.sampler import Sampler
+from common.sampling.sampling_columns import SamplingColumns
 from mixed_attention import MixedAttentionBackend
 from mixed_batch import MixedMetadata, compose
 from paged_attention import PagedKVCache, TorchAttentionBackend
@@ -29,7 +32,7 @@ from scheduler_interface import (
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
-def make_runner(random_loaded, layout=compose_in_order, **options) -> PagedModelRunner:
+def make_runner(random_loaded, layout=compose_in_order, plugins=(), **options) -> PagedModelRunner:
     config = random_loaded.config
     cache = PagedKVCache(
         config.num_hidden_layers,
@@ -41,7 +44,7 @@ def make_runner(random_loaded, layout=compose_in_order, **options) -> PagedModel
         torch.device("cpu"),
     )
     backend = MixedAttentionBackend() if layout is compose else TorchAttentionBackend()
-    state = BatchState(4, 4)
+    state = BatchState(4, 4, SamplingColumns(), plugins)
     return PagedModelRunner(
         random_loaded.model, cache, backend, state, Sampler(97), compose=layout, **options
     )
@@ -118,6 +121,50 @@ def test_a_prompt_in_pieces_gives_logits_with_its_last_piece_only(runner: PagedM
     whole = SchedulerOutput([new("b", prompt, [4, 9])], num_scheduled_tokens={"b": 18})
     expected = runner.forward(runner.prepare(whole))
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_plugins_work_between_the_forward_pass_and_sampling(random_loaded) -> None:
+    log: list[str] = []
+
+    class Forced(RunnerPlugin):
+        """Says `token` where a request brings it."""
+
+        name = "forced"
+
+        def __init__(self) -> None:
+            self.token_of: dict[int, int] = {}
+
+        def admit(self, row: int, new: NewRequestData) -> None:
+            self.token_of[row] = new.features.get(self.name, -1)
+
+        def before_sampling(self, step: StepRows, cargo: Cargo):
+            log.append("before sampling")
+            rows = np.repeat(step.queries.rows, step.queries.num_logit_rows).tolist()
+            tokens = np.array([self.token_of[row] for row in rows])
+            if (tokens < 0).all():
+                return None
+            sent = cargo.add(tokens)
+
+            def force(logits: torch.Tensor) -> torch.Tensor:
+                is_this = torch.arange(logits.shape[1]) == sent()[:, None]
+                return torch.where((sent() < 0)[:, None] | is_this, logits, -torch.inf)
+
+            return force
+
+    runner = make_runner(random_loaded, plugins=[Forced()])
+    plain = make_runner(random_loaded)
+    forward, raw_logits = runner.forward, runner.sampler.raw_logits
+    runner.forward = lambda batch: (log.append("forward"), forward(batch))[1]
+    runner.sampler.raw_logits = lambda logits: (log.append("sample"), raw_logits(logits))[1]
+    for force in ({"a": 5}, {"b": 9, "a": 6}, {}):
+        news = [new(r, [1, 2, 3], [1 + i]) for i, r in enumerate("ab")]
+        for data in news:
+            data.features = {"forced": force[data.req_id]} if data.req_id in force else {}
+        plan = SchedulerOutput(news, num_scheduled_tokens={"a": 3, "b": 3})
+        expected = plain.execute(plan).wait().token_ids | {r: [t] for r, t in force.items()}
+        assert runner.execute(plan).wait().token_ids == expected
+        assert log == ["forward", "before sampling", "sample"]
+        log.clear()
 
 
 def test_a_resumed_request_is_taken_over_whole(runner: PagedModelRunner) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from common.sampling import sampling_constraints as constraints
 from common.sampling.counter_random import sample_from_probs, uniforms
+from common.sampling.runner_plugin import Cargo
 from common.sampling.sampler import BAD, Sampler, greedy
 from common.sampling.sampling_columns import (
     DRAWN,
@@ -25,7 +26,6 @@ from common.sampling.sampling_columns import (
     PENALTIES,
     TOP_K,
     TOP_P,
-    Cargo,
     SamplingBatch,
 )
 from scheduler_interface import StepOutput

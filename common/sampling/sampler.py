@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from common.sampling.sampling_columns import LOGPROBS, Cargo, SamplingBatch
+from common.sampling.runner_plugin import Cargo
+from common.sampling.sampling_columns import LOGPROBS, SamplingBatch
 from scheduler_interface import NO_FINITE_LOGITS, Laps, StepOutput
 
 if TYPE_CHECKING:

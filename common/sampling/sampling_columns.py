@@ -5,15 +5,14 @@ with one byte or two what a row asks for at all: a batch in which it is 0 everyw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
-import torch
 
-from batch_layout import all_to_device
+from common.sampling.runner_plugin import HasTokens, RunnerPlugin
 from request import SamplingParams
+from scheduler_interface import NewRequestData
 
 # Bits of `needs`. A drawn row is narrow, among the `MOST_NARROW` highest or fewer, or wide.
 NARROW, WIDE, TOP_K, MIN_P, TOP_P, PENALTIES, MIN_TOKENS, LOGPROBS = (1 << i for i in range(8))
@@ -28,10 +27,11 @@ class DrawnSeedParams(SamplingParams):
     __slots__ = ()
 
 
-class SamplingColumns:
+class SamplingColumns(RunnerPlugin):
     """A row for each request. What stands in the rows of nobody is never read."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int = 0, eos_token_ids: Sequence[int] = ()) -> None:
+        self.eos_token_ids = tuple(eos_token_ids)
         self._numbers = np.zeros((6, num_rows))
         self.temperature, self.top_p, self.min_p = self.shaping = self._numbers[:3]
         self.penalties = self._numbers[3:]  # repetition, presence, frequency
@@ -42,8 +42,10 @@ class SamplingColumns:
         self.num_writes = self._integers[6]  # tells the requests of a row apart
         self.forbidden: dict[int, list[int]] = {}  # row to ids impossible before `min_tokens`
 
+    def admit(self, row: int, new: NewRequestData) -> None:
+        self.write(row, new.sampling_params, self.eos_token_ids)
+
     def write(self, row: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
-        """The row is this request's from now on."""
         p, num_logprobs = params, -1 if params.logprobs is None else params.logprobs
         penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
         self._numbers[:, row] = p.temperature, p.top_p, p.min_p, *penalties
@@ -54,14 +56,12 @@ class SamplingColumns:
         if p.min_tokens:
             self.forbidden[row] = [*(() if p.ignore_eos else eos_token_ids), *p.stop_token_ids]
 
-    def clear(self, row: int) -> None:
-        """The row is nobody's."""
+    def release(self, row: int) -> None:
         self.needs[row] = 0
         self.forbidden.pop(row, None)
 
     def grow(self, num_rows: int) -> None:
-        """To `num_rows`, as many as now or more. The rows that there are stay."""
-        fresh, before = SamplingColumns(num_rows), len(self.needs)
+        fresh, before = SamplingColumns(num_rows, self.eos_token_ids), len(self.needs)
         fresh._numbers[:, :before], fresh._integers[:, :before] = self._numbers, self._integers
         fresh.forbidden = self.forbidden
         vars(self).update(vars(fresh))
@@ -75,35 +75,6 @@ def _needs(p: SamplingParams) -> int:
         return needs
     needs |= NARROW if 0 < p.top_k <= MOST_NARROW else WIDE
     return needs | TOP_K * (p.top_k > 0) | MIN_P * (p.min_p > 0) | TOP_P * (p.top_p < 1)
-
-
-class Cargo:
-    """Arrays that go to a device in one copy."""
-
-    def __init__(self, device: torch.device, arrays: Iterable[np.ndarray] = ()) -> None:
-        self.device, self.arrays = device, list(arrays)
-        self.tensors: Sequence[torch.Tensor] = ()  # the same, where they have been sent
-
-    def add(self, array: np.ndarray) -> Callable[[], torch.Tensor]:
-        """Its tensor, for whoever asks when it is there."""
-        index = len(self.arrays)
-        self.arrays.append(np.ascontiguousarray(array))  # as kernels like it
-        return lambda: self.tensors[index]
-
-    def send(self) -> None:
-        self.tensors = all_to_device(self.device, *self.arrays)
-
-
-class HasTokens(Protocol):
-    """Columns of the runner's state, a row for each request."""
-
-    token_ids: np.ndarray  # [num_rows, max_len] int32: prompt, outputs, drafts of this step
-    num_tokens: np.ndarray  # [num_rows] int64: prompt and outputs
-    num_prompt_tokens: np.ndarray  # [num_rows] int64
-
-    def fill_in(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Ids on the device, with those in place that are below 0: they are pending."""
-        ...
 
 
 @dataclass(slots=True)

@@ -53,7 +53,7 @@ def test_rows_are_what_was_last_written_to_them_through_reuse_and_growth(seed: i
         row = rng.randrange(num_rows)
         match rng.randrange(6):
             case 0:
-                columns.clear(row)
+                columns.release(row)
                 live.pop(row, None)
                 assert columns.needs[row] == 0 and row not in columns.forbidden
             case 1 if num_rows < 50:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from common.sampling.runner_plugin import Cargo
 from common.sampling.sampler import Sampler
-from common.sampling.sampling_columns import Cargo, SamplingBatch, SamplingColumns
+from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
 from common.sampling.token_counts import TokenCounts
 from common.tests.sampling_cases import ListedTokens, sampling_probs, staged
 from request import SamplingParams

@@ -16,7 +16,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from common.sampling.sampling_columns import Cargo, HasTokens, SamplingBatch
+from common.sampling.runner_plugin import Cargo, HasTokens
+from common.sampling.sampling_columns import SamplingBatch
 
 
 class TokenCounts:

@@ -27,14 +27,15 @@ from pathlib import Path
 
 from common.tasks.blank import function_at, signature
 from common.tasks.course import blank_of
-from common.tasks.task import Mistake, Task
+from common.tasks.task import Task
 from common.tools.apart import apart
 from common.tools.module_swap import ModuleSwap
-from common.tools.named_tests import Failure, TestRun, into, run_tests
+from common.tools.named_tests import Failure, TestRun, into
+from common.tools.patch_table import Bug
 from common.tools.source_patch import ROOT
+from common.tools.trial import NEVER_ENDS, said_by, swapped, try_tests
 
 LIMIT_S = 10.0  # for a test, an import, a probe
-NEVER_ENDS = "(it does not end; stopped from outside)"
 NUM_LINES = 12  # that are shown of what a test, or the reader's code, has said
 
 
@@ -42,7 +43,7 @@ NUM_LINES = 12  # that are shown of what a test, or the reader's code, has said
 class Verdict:
     is_right: bool
     text: str
-    mistake: Mistake | None = None  # the typical one that it is
+    mistake: Bug | None = None  # the typical one that it is
 
 
 def grade(task: Task, file: Path, limit_s: float = LIMIT_S) -> Verdict:
@@ -135,50 +136,21 @@ def _import(swap: ModuleSwap) -> str:
     return ""
 
 
-def _say(task: Task, swap: ModuleSwap) -> str:
-    """What the probe says with that module. An exception is one line."""
-    swap.install()
-    swap.check()
-    with tempfile.TemporaryFile("w+") as file, into(file.fileno()):
-        try:
-            return task.probe()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-
-
-def probed(task: Task, swap: ModuleSwap, limit_s: float = LIMIT_S) -> str:
-    try:
-        said = apart(_say, (task, swap), limit_s)
-    except RuntimeError as error:
-        return str(error)
-    return NEVER_ENDS if said is None else said
-
-
 def probed_text(task: Task, text: str, limit_s: float = LIMIT_S) -> str:
-    """The same, with a module of that text."""
-    with tempfile.TemporaryDirectory(prefix="task-") as folder:
-        path = Path(folder).resolve() / Path(task.file).name
-        path.write_text(text, encoding="utf-8")
-        return probed(task, ModuleSwap(task.module, path), limit_s)
-
-
-def _try(tests: tuple[str, ...], swap: ModuleSwap, limit_s: float) -> TestRun | str:
-    try:
-        return run_tests(tests, swap, True, limit_s)
-    except RuntimeError as error:  # pytest did not come to run them
-        told = [line[1:].strip() for line in str(error).splitlines() if line.startswith("E ")]
-        return told[0] if told else str(error)
+    """What the probe says with a module of that text."""
+    with swapped(task.path, text) as swap:
+        return said_by(task.probe, swap, limit_s)
 
 
 def _tested(task: Task, swap: ModuleSwap, limit_s: float) -> TestRun | str:
     """The run of the named tests, or why there was none."""
     try:
-        run = apart(_try, (task.test_ids, swap, limit_s), 2 * limit_s + 60)
+        run = try_tests(task.test_ids, swap, first_only=True, limit_s=limit_s)
     except RuntimeError as error:
-        run = str(error)
-    if isinstance(run, str):
-        return f"The tests could not be run with {_name(swap.file)}: {run}"
-    return run or f"The tests do not end with {_name(swap.file)}, and could not be stopped."
+        return f"The tests could not be run with {_name(swap.file)}: {error}"
+    if not (run.failed or run.num_passed):
+        return f"The tests do not end with {_name(swap.file)}, and could not be stopped."
+    return run
 
 
 # -- what is said
@@ -187,13 +159,13 @@ def _tested(task: Task, swap: ModuleSwap, limit_s: float) -> TestRun | str:
 def _explained(task: Task, swap: ModuleSwap, run: TestRun, limit_s: float) -> Verdict:
     assert run.first is not None
     parts = [_told(run.first, swap.file)]
-    said = probed(task, swap, limit_s)
+    said = said_by(task.probe, swap, limit_s)
     ours = probed_text(task, task.source())
     mistake = None
     if said != ours:
         # If it does not end: to see that of the others would take as long again.
         others_s = min(limit_s, 2.0) if said == NEVER_ENDS else limit_s
-        others = [probed_text(task, task.with_mistake(m), others_s) for m in task.mistakes]
+        others = [probed_text(task, m.apply(), others_s) for m in task.mistakes]
         mistake = recognised(task, said, ours, others)
         yours = f"With your lines it says:\n\n{_shown(said)}"
         parts.append(f"A small example, as it should be:\n\n{_shown(ours)}\n\n{yours}")
@@ -207,7 +179,7 @@ def _explained(task: Task, swap: ModuleSwap, run: TestRun, limit_s: float) -> Ve
     return Verdict(False, "\n\n".join(parts), mistake)
 
 
-def recognised(task: Task, said: str, ours: str, others: Sequence[str]) -> Mistake | None:
+def recognised(task: Task, said: str, ours: str, others: Sequence[str]) -> Bug | None:
     """The typical mistake with which the probe says this; `others` is what it says with each. Else
     the only one with which it says the same in the first line that is not as ours."""
     same = [m for m, other in zip(task.mistakes, others, strict=True) if other == said]

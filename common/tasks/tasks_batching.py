@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.museum.props import request, steps
-from common.tasks.task import Mistake, Task
+from common.tasks.task import Task
 
 
 def endings() -> str:
@@ -85,7 +85,7 @@ TASKS = (
         title="When has a request ended?",
         minutes=10,
         difficulty=1,
-        file="01_batching/request.py",
+        module="request",
         place="Request.append_output_token",
         write="A token was sampled for this request. Take it, and find out whether it is the "
         "last one.\n\n"
@@ -105,7 +105,7 @@ TASKS = (
             "if token_id in self.end_ids and num_outputs >= self.sampling_params.min_tokens: "
             "...  elif num_outputs == self.max_tokens: ...",
         ),
-        test_file="01_batching/test_request.py",
+        test_module="test_request",
         tests=(
             "test_max_tokens_caps_the_length",
             "test_every_eos_id_of_the_model_stops",
@@ -115,51 +115,13 @@ TASKS = (
             "test_a_stop_token_at_the_last_place_is_a_stop_and_not_a_length",
         ),
         probe=endings,
-        mistakes=(
-            Mistake(
-                "        if token_id in self.end_ids and num_outputs >= "
-                "self.sampling_params.min_tokens:",
-                "        if token_id in self.end_ids and self.sampling_params.min_tokens <= "
-                "num_outputs < self.max_tokens:",
-                "You ask for the length before you ask for the stop token. A stop token in the "
-                "last allowed place is then reported as `length`, and the user thinks that the "
-                "answer was cut off. Ask for the stop token first.",
-            ),
-            Mistake(
-                "        if token_id in self.end_ids and num_outputs >= "
-                "self.sampling_params.min_tokens:",
-                "        if token_id in self.end_ids:",
-                "`min_tokens` is forgotten: a stop token ends the request although the user "
-                "wanted more tokens than that. Before `min_tokens` outputs, a stop token is a "
-                "token like any other.",
-            ),
-            Mistake(
-                "num_outputs >= self.sampling_params.min_tokens:",
-                "num_outputs > self.sampling_params.min_tokens:",
-                "With `min_tokens=1`, the first output may be the last. Compare with `>=`, and "
-                "count the outputs after the token was appended.",
-            ),
-            Mistake(
-                "            self.stop_reason = token_id if is_stop_token else None\n",
-                "            self.stop_reason = token_id\n",
-                "`stop_reason` names the token at the model's own end of text, too. It is for "
-                "the tokens that the user asked to stop at; the model's end is None.",
-            ),
-            Mistake(
-                "        self.all_token_ids.append(token_id)\n",
-                "",
-                "The token is in `output_token_ids` and not in `all_token_ids`. The scheduler "
-                "reads `num_tokens`, the length of the latter, so it would never see that there "
-                "is a new token to compute.",
-            ),
-        ),
     ),
     Task(
         number="1.2",
         title="The loop that admits requests",
         minutes=20,
         difficulty=2,
-        file="01_batching/fcfs_scheduler.py",
+        module="fcfs_scheduler",
         place="FCFSScheduler._admit",
         write="This is continuous batching: in every step, requests move from the front of the "
         "waiting queue into the batch for as long as they fit.\n\n"
@@ -181,7 +143,7 @@ TASKS = (
             "num_tokens > budget or not self._has_room(request); seat what pop_request gives; "
             "admitted[request.request_id] = num_tokens; budget -= num_tokens",
         ),
-        test_file="01_batching/test_fcfs_scheduler.py",
+        test_module="test_fcfs_scheduler",
         tests=(
             "test_running_requests_get_their_token_before_anyone_is_admitted",
             "test_the_budget_left_over_by_running_requests_is_the_limit_for_prompts",
@@ -191,70 +153,6 @@ TASKS = (
             "test_the_largest_request_that_fits_is_served_to_its_last_token",
         ),
         probe=admissions,
-        mistakes=(
-            Mistake(
-                "        while self.waiting and len(self.running) < self.max_num_seqs:\n"
-                "            request = self.waiting.peek_request()\n",
-                "        for request in self.waiting:\n"
-                "            if len(self.running) >= self.max_num_seqs:\n"
-                "                break\n",
-                "You walk over the queue with `for` and take requests out of it at the same time. "
-                "Python does not allow that. Use `while self.waiting`, and look at the first "
-                "request each time round.",
-            ),
-            Mistake(
-                "            budget -= num_tokens\n",
-                "",
-                "The budget does not shrink. Each prompt is compared with the whole step, so "
-                "together they exceed it. Take the tokens of each admitted request off.",
-            ),
-            Mistake(
-                "            if num_tokens > budget or not self._has_room(request):",
-                "            if num_tokens >= budget or not self._has_room(request):",
-                "A prompt that fills the budget exactly is refused. It fits: compare with `>`. "
-                "A prompt as long as the largest step would otherwise wait for ever.",
-            ),
-            Mistake(
-                "        while self.waiting and len(self.running) < self.max_num_seqs:\n"
-                "            request = self.waiting.peek_request()\n"
-                "            num_tokens = request.num_tokens\n"
-                "            if num_tokens > budget or not self._has_room(request):\n"
-                "                break\n"
-                "            self._seat(self.waiting.pop_request())\n",
-                "        for request in list(self.waiting):\n"
-                "            num_tokens = request.num_tokens\n"
-                "            if len(self.running) >= self.max_num_seqs:\n"
-                "                break\n"
-                "            if num_tokens > budget or not self._has_room(request):\n"
-                "                continue\n"
-                "            self.waiting.remove_request(request)\n"
-                "            self._seat(request)\n",
-                "A short prompt overtakes a long one that did not fit. That fills the step "
-                "better, and it starves the long one: as long as short prompts arrive, the "
-                "budget that is left is never large enough. Stop at the first that does not fit.",
-            ),
-            Mistake(
-                "            request = self.waiting.peek_request()\n"
-                "            num_tokens = request.num_tokens\n"
-                "            if num_tokens > budget or not self._has_room(request):\n"
-                "                break\n"
-                "            self._seat(self.waiting.pop_request())\n",
-                "            request = self.waiting.pop_request()\n"
-                "            num_tokens = request.num_tokens\n"
-                "            if num_tokens > budget or not self._has_room(request):\n"
-                "                break\n"
-                "            self._seat(request)\n",
-                "The request is taken out of the queue before you know that it fits. If it does "
-                "not, it is in no list any more, and its user waits for ever. `peek_request` "
-                "looks without taking.",
-            ),
-            Mistake(
-                "        while self.waiting and len(self.running) < self.max_num_seqs:",
-                "        while self.waiting:",
-                "The seats are not counted. `len(self.running)` must stay below `max_num_seqs` "
-                "when a request is admitted, those just admitted included.",
-            ),
-        ),
         engine=None,
     ),
     Task(
@@ -262,7 +160,7 @@ TASKS = (
         title="The rectangle that a model wants",
         minutes=15,
         difficulty=2,
-        file="01_batching/input_batch.py",
+        module="input_batch",
         place="InputBatch.to_tensors",
         write="Requests compute different numbers of tokens in a step. A plain model wants a "
         "rectangle, so short rows are padded on the right.\n\n"
@@ -282,7 +180,7 @@ TASKS = (
             "positions of a row: [*range(start, start + len(row))] + [0] * num_padding; for the "
             "empty batch: torch.tensor(ids, device=device).long().view(self.batch_size, max_len)",
         ),
-        test_file="01_batching/test_input_batch.py",
+        test_module="test_input_batch",
         tests=(
             "test_the_worked_example_as_tensors",
             "test_padding_never_holds_what_was_in_memory",
@@ -290,36 +188,6 @@ TASKS = (
             "test_an_empty_plan_is_an_empty_batch",
         ),
         probe=rectangles,
-        mistakes=(
-            Mistake(
-                "[*range(start, start + len(row))]",
-                "[*range(len(row))]",
-                "Every row counts from position 0. A request that has run for a while computes "
-                "its newest token, which stands behind all the others: begin at `start`. No "
-                "shape shows this; the model only answers as if the text had just begun.",
-            ),
-            Mistake(
-                "            ids.append(row + [pad_token_id] * num_padding)\n"
-                "            mask.append([1] * len(row) + [0] * num_padding)\n",
-                "            ids.append([pad_token_id] * num_padding + row)\n"
-                "            mask.append([0] * num_padding + [1] * len(row))\n",
-                "The padding is on the left. Whoever reads the result looks for a row's last "
-                "token at `len(row) - 1`, and the positions here count from the left edge.",
-            ),
-            Mistake(
-                "            ids.append(row + [pad_token_id] * num_padding)\n"
-                "            mask.append([1] * len(row) + [0] * num_padding)\n"
-                "            positions.append([*range(start, start + len(row))] + [0] * "
-                "num_padding)\n",
-                "            mask.append([1] * len(row) + [0] * num_padding)\n"
-                "            positions.append([*range(start, start + len(row))] + [0] * "
-                "num_padding)\n"
-                "            row += [pad_token_id] * num_padding\n"
-                "            ids.append(row)\n",
-                "The padding was appended to the batch's own list (`+=` or `extend` on `row`). "
-                "The next call takes it for tokens. `row + [...]` makes a new list.",
-            ),
-        ),
         engine=None,
     ),
     Task(
@@ -327,7 +195,7 @@ TASKS = (
         title="Tell the runner only what is new",
         minutes=20,
         difficulty=2,
-        file="01_batching/scheduler_books.py",
+        module="scheduler_books",
         place="RunnerDelta.encode",
         write="The scheduler decides, the runner computes. The runner keeps a copy of each "
         "request, so a plan carries only what that copy lacks.\n\n"
@@ -349,35 +217,13 @@ TASKS = (
             "new_token_ids.append(tokens[num_known:]) and the other three; in both cases "
             "self._num_sent[id] = len(tokens)",
         ),
-        test_file="01_batching/test_fcfs_scheduler.py",
+        test_module="test_fcfs_scheduler",
         tests=(
             "test_a_request_that_never_ran_is_not_reported_as_finished",
             "test_an_id_can_be_used_again_even_while_its_last_step_is_under_way",
             "TestFCFSMachine::runTest",
         ),
         probe=messages,
-        mistakes=(
-            Mistake(
-                "tokens[num_known:]",
-                "tokens",
-                "All tokens are sent again in each step. The runner appends what it gets, so "
-                "its copy has them twice. (And a message that grows with the text is what this "
-                "class is there to avoid.) Send the slice behind what it knows.",
-            ),
-            Mistake(
-                "            num_sent[request_id] = len(tokens)\n",
-                "",
-                "`_num_sent` is never written, so every request is new in every step.",
-            ),
-            Mistake(
-                "        plan.finished_req_ids, self._finished_req_ids = "
-                "self._finished_req_ids, set()\n",
-                "        plan.finished_req_ids = self._finished_req_ids\n",
-                "The plan and the scheduler share one set. It is never emptied, so each plan "
-                "reports all requests that ever ended, and a plan changes after it was sent. "
-                "Hand the set over and begin a new one.",
-            ),
-        ),
         engine=None,
     ),
 )

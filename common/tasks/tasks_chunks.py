@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.museum.props import request
-from common.tasks.task import Mistake, Task
+from common.tasks.task import Task
 
 
 def sizes() -> str:
@@ -80,7 +80,7 @@ TASKS = (
         title="How much of a prompt goes into a step?",
         minutes=8,
         difficulty=1,
-        file="06_chunked_prefill/chunk_policy.py",
+        module="chunk_policy",
         place="ChunkedPrefill.num_tokens_now",
         write="A prompt of 2,000 tokens would make one very long step. Cut it: how many of its "
         "tokens are computed now?\n\n"
@@ -95,33 +95,13 @@ TASKS = (
             "Where there is no threshold, the budget can stand in its place.",
             "min(num_behind, budget, self.long_prefill_token_threshold or budget)",
         ),
-        test_file="06_chunked_prefill/test_chunk_policy.py",
+        test_module="test_chunk_policy",
         tests=(
             "test_nobody_gets_more_than_it_needs_or_than_there_is_and_somebody_always_gets_one",
             "test_a_prompt_comes_in_pieces_of_the_threshold_and_yields_one_token_at_its_end",
             "test_a_prompt_longer_than_a_step_takes_what_the_step_has",
         ),
         probe=sizes,
-        mistakes=(
-            Mistake(
-                "min(num_behind, budget, self.long_prefill_token_threshold or budget)",
-                "min(num_behind, self.long_prefill_token_threshold or budget)",
-                "The budget is forgotten where there is a threshold: a chunk of the threshold "
-                "goes into a step that has less left.",
-            ),
-            Mistake(
-                "min(num_behind, budget, self.long_prefill_token_threshold or budget)",
-                "min(budget, self.long_prefill_token_threshold or budget)",
-                "A request gets more tokens than it is behind: there is nothing to compute at "
-                "those positions.",
-            ),
-            Mistake(
-                "min(num_behind, budget, self.long_prefill_token_threshold or budget)",
-                "min(num_behind, budget, self.long_prefill_token_threshold or 0)",
-                "Without a threshold you give 0 tokens, and the prompt never begins. None "
-                "means no limit.",
-            ),
-        ),
         engine={"chunked_prefill": 8},
     ),
     Task(
@@ -129,7 +109,7 @@ TASKS = (
         title="So many long prompts, and no more",
         minutes=12,
         difficulty=2,
-        file="06_chunked_prefill/chunk_policy.py",
+        module="chunk_policy",
         place="ChunkedPrefill.may_start",
         write="If ten long prompts are under way at once, each advances a little in every step "
         "and none is done soon. So there may be a limit, `self.max_long_partial_prefills`; None "
@@ -146,34 +126,13 @@ TASKS = (
             "if no limit or not long: return True; if self._num_long >= the limit: return "
             "False; self._num_long += 1; return True",
         ),
-        test_file="06_chunked_prefill/test_chunk_policy.py",
+        test_module="test_chunk_policy",
         tests=(
             "test_so_many_long_prompts_are_under_way_and_short_ones_pass",
             "test_a_long_prompt_that_is_held_back_does_not_wait_for_ever",
             "test_what_a_cached_prefix_leaves_decides_what_is_long",
         ),
         probe=starts,
-        mistakes=(
-            Mistake(
-                "        self._num_long += 1\n",
-                "",
-                "What was granted is not counted. All long prompts that ask in one step see "
-                "the same number, and all of them start.",
-            ),
-            Mistake(
-                "        if self._num_long >= self.max_long_partial_prefills:",
-                "        if self._num_long > self.max_long_partial_prefills:",
-                "One too many: with a limit of 2 and 2 under way, a third starts. `_num_long` "
-                "counts those that are under way already.",
-            ),
-            Mistake(
-                "        if self.max_long_partial_prefills is None or not "
-                "self._is_long(num_behind):",
-                "        if self.max_long_partial_prefills is None:",
-                "Short prompts are counted and held back too. The limit is there so that they "
-                "may pass the long ones.",
-            ),
-        ),
         engine={"chunked_prefill": 8, "max_long_partial_prefills": 1},
     ),
     Task(
@@ -181,7 +140,7 @@ TASKS = (
         title="The mask of a mixed batch",
         minutes=30,
         difficulty=3,
-        file="02_paged_kv/attention_plan.py",
+        module="attention_plan",
         place="DecodeGroup.__init__",
         names=("tokens", "positions", "hidden"),
         write="In a mixed batch some requests have one query token and others a few. They are "
@@ -207,33 +166,13 @@ TASKS = (
             "tokens = (stop - torch.arange(query_len, 0, -1)).maximum(first); positions = tokens "
             "- stop + seq_len; hidden = slots[: self.num_keys] > positions[:, :, None]",
         ),
-        test_file="06_chunked_prefill/test_mixed_attention.py",
+        test_module="test_mixed_attention",
         tests=(
             "test_many_short_queries_are_attended_together",
             "test_mixed_metadata_is_attended_without_asking_the_device",
             "test_grouped_query_heads",
         ),
         probe=masks,
-        mistakes=(
-            Mistake(
-                "hidden = slots[: self.num_keys] > positions[:, :, None]",
-                "hidden = slots[: self.num_keys] >= positions[:, :, None]",
-                "A token does not see itself. The first token of a text would see nothing at "
-                "all, and a softmax over nothing is NaN.",
-            ),
-            Mistake(
-                "hidden = slots[: self.num_keys] > positions[:, :, None]",
-                "hidden = (slots[: self.num_keys] >= seq_len)[:, None].expand(-1, query_len, -1)",
-                "All query tokens of a request see all its keys, those behind them included. A "
-                "prompt would be read with knowledge of its own future.",
-            ),
-            Mistake(
-                "        positions = tokens - stop + seq_len\n",
-                "        positions = tokens - first\n",
-                "The first query token is taken for position 0. It is so only without history; "
-                "with it, the *last* query token stands at the end, seq_len - 1.",
-            ),
-        ),
         engine={"speculative": {"method": "ngram"}},
     ),
     Task(
@@ -241,7 +180,7 @@ TASKS = (
         title="Attention in parts: online softmax",
         minutes=20,
         difficulty=3,
-        file="06_chunked_prefill/mixed_attention.py",
+        module="mixed_attention",
         place="Partial.merge",
         write="A long history is read piece by piece. For each piece there is a partial result: "
         "attention to its own keys alone (`output`), and the log of the sum of exp(score) over "
@@ -259,7 +198,7 @@ TASKS = (
             "self.output.lerp_(other.output, torch.sigmoid(other.lse - self.lse)); "
             "torch.logaddexp(self.lse, other.lse, out=self.lse)",
         ),
-        test_file="06_chunked_prefill/test_mixed_attention.py",
+        test_module="test_mixed_attention",
         tests=(
             "test_decodes_longer_than_a_group_may_be_are_split_over_their_keys",
             "test_scores_of_any_size_neither_overflow_nor_vanish",
@@ -267,32 +206,6 @@ TASKS = (
             "test_every_query_length_and_history_around_tile_and_block_borders",
         ),
         probe=merged,
-        mistakes=(
-            Mistake(
-                "torch.sigmoid(other.lse - self.lse)",
-                "torch.sigmoid(self.lse - other.lse)",
-                "The shares have changed places: the piece with the higher scores gets the "
-                "smaller weight.",
-            ),
-            Mistake(
-                "self.output.lerp_(other.output, torch.sigmoid(other.lse - self.lse))",
-                "self.output.add_(other.output).div_(2)",
-                "You take the mean. Each side has to count with its share of the sum of "
-                "exp(score): ten keys with high scores weigh more than one with a low one.",
-            ),
-            Mistake(
-                "self.output.lerp_(other.output, torch.sigmoid(other.lse - self.lse))",
-                "own, theirs = self.lse.exp(), other.lse.exp()\n"
-                "        self.output.mul_(own).add_(theirs * other.output).div_(own + theirs)",
-                "The formula is right, and it overflows: exp(800) is infinite, and infinite by "
-                "infinite is NaN. Only the difference of the two logs is needed.",
-            ),
-            Mistake(
-                "        torch.logaddexp(self.lse, other.lse, out=self.lse)\n",
-                "",
-                "`lse` is not updated. The next piece is merged as if this one had never been.",
-            ),
-        ),
         # Without compiled kernels and without a bound on keys, only a chunk with history merges.
         engine={"chunked_prefill": 8},
     ),

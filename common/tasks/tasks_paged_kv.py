@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.museum.props import request
-from common.tasks.task import Mistake, Task
+from common.tasks.task import Task
 
 
 def slots() -> str:
@@ -91,7 +91,7 @@ TASKS = (
         title="From positions to slots",
         minutes=10,
         difficulty=1,
-        file="02_paged_kv/kv_cache_manager.py",
+        module="kv_cache_manager",
         place="KVCacheManager.slot_mapping",
         write="The KV memory is one long row of slots, cut into blocks of `self.block_size`. A "
         "request has a block table: which block holds its first positions, which the next, and "
@@ -109,32 +109,13 @@ TASKS = (
             "[block_ids[pos // size] * size + pos % size for pos in range(start, stop)], after "
             "checking 0 <= start <= stop <= len(block_ids) * size",
         ),
-        test_file="02_paged_kv/test_kv_cache_manager.py",
+        test_module="test_kv_cache_manager",
         tests=(
             "test_positions_become_slots",
             "test_decode_slots_of_the_reading_material",
             "test_bad_arguments_are_errors_that_change_nothing",
         ),
         probe=slots,
-        mistakes=(
-            Mistake(
-                "block_ids[pos // size] * size + pos % size",
-                "block_ids[(pos - start) // size] * size + (pos - start) % size",
-                "You count from `start`. A block table counts from the request's first token: "
-                "position 5 is in its second block, whoever asks for it.",
-            ),
-            Mistake(
-                "block_ids[pos // size] * size + pos % size",
-                "block_ids[pos // size] + pos % size",
-                "A block's id is not its first slot. Block 2 of size 4 begins at slot 8.",
-            ),
-            Mistake(
-                "if not 0 <= start <= stop <= end:",
-                "if not 0 <= start <= stop < end:",
-                "The last position of the table is refused. `stop` is the first position that "
-                "is not asked for, so it may be as large as the table.",
-            ),
-        ),
         engine=None,
     ),
     Task(
@@ -142,7 +123,7 @@ TASKS = (
         title="Give blocks back in the right order",
         minutes=12,
         difficulty=1,
-        file="02_paged_kv/block_pool.py",
+        module="block_pool",
         place="BlockPool.free",
         write="A block may have several holders. Each of them drops its reference once; the "
         "block is free when the last one has.\n\n"
@@ -160,7 +141,7 @@ TASKS = (
             "for block in blocks: block.ref_cnt -= 1; if block.ref_cnt == 0: "
             "self._free[block.block_id] = block",
         ),
-        test_file="02_paged_kv/test_block_pool.py",
+        test_module="test_block_pool",
         tests=(
             "test_all_blocks_but_the_null_block_are_handed_out_once",
             "test_blocks_are_reused_in_the_order_in_which_they_were_freed",
@@ -169,49 +150,13 @@ TASKS = (
             "test_every_reachable_state_of_a_small_pool",
         ),
         probe=free_order,
-        mistakes=(
-            Mistake(
-                "            if block.ref_cnt == 0:\n"
-                "                self._free[block.block_id] = block\n",
-                "            self._free[block.block_id] = block\n",
-                "The block is free although another table still names it. The next request "
-                "that gets it writes over keys and values that are being read. Look at "
-                "`ref_cnt` first.",
-            ),
-            Mistake(
-                "            if block.ref_cnt == 0:\n"
-                "                self._free[block.block_id] = block\n",
-                "            if block.ref_cnt == 0:\n"
-                "                self._free[block.block_id] = block\n"
-                "                self._free.move_to_end(block.block_id, last=False)\n",
-                "Freed blocks go to the front, so the one that was freed last is reused first. "
-                "A prefix cache wants the opposite: what was just used may be wanted again.",
-            ),
-            Mistake(
-                '        self._check(blocks, "free", are_held=True)\n'
-                "        for block in blocks:\n"
-                "            block.ref_cnt -= 1\n",
-                '        self._check(blocks, "free", are_held=True)\n'
-                "        for block in reversed(blocks):\n"
-                "            block.ref_cnt -= 1\n",
-                "The order is turned round here. The caller has already named the deepest "
-                "block first, so that a request's tail is reused before its head; reversed "
-                "twice, the head goes first, and a prefix without its head is of no use.",
-            ),
-            Mistake(
-                '        self._check(blocks, "free", are_held=True)\n',
-                "",
-                "Nothing is checked: a block that is freed twice has a `ref_cnt` below 0, and "
-                "will be handed out to two requests. Call `self._check` before anything changes.",
-            ),
-        ),
     ),
     Task(
         number="2.3",
         title="Let a block table grow",
         minutes=15,
         difficulty=2,
-        file="02_paged_kv/kv_cache_manager.py",
+        module="kv_cache_manager",
         place="KVCacheManager._reach",
         write="Before a step, a request needs room for the positions that the step writes. Make "
         "its table reach position `end`.\n\n"
@@ -231,7 +176,7 @@ TASKS = (
             "self._take_blocks(num_missing); if blocks is None: return False; then make the "
             "table if there is none, append, and note it in self.grown",
         ),
-        test_file="02_paged_kv/test_kv_cache_manager.py",
+        test_module="test_kv_cache_manager",
         tests=(
             "test_positions_become_slots",
             "test_a_new_block_is_taken_when_a_position_crosses_into_it",
@@ -241,50 +186,13 @@ TASKS = (
             "test_asking_for_no_slots_is_never_refused_and_makes_no_table",
         ),
         probe=growing_tables,
-        mistakes=(
-            Mistake(
-                "        num_missing = self.num_blocks_needed(end) - "
-                "len(self.get_block_ids(request_id))\n",
-                "        num_missing = end // self.block_size - "
-                "len(self.get_block_ids(request_id))\n",
-                "`end // block_size` rounds down: the last positions have no block. A block "
-                "that is used in part is needed as a whole; `num_blocks_needed` rounds up.",
-            ),
-            Mistake(
-                "        num_missing = self.num_blocks_needed(end) - "
-                "len(self.get_block_ids(request_id))\n",
-                "        num_missing = self.num_blocks_needed(end)\n",
-                "The blocks that the request has already are not counted, so it gets all of "
-                "them again in every step. Only what is missing is taken.",
-            ),
-            Mistake(
-                "        if request_id not in self._tables:\n"
-                "            self._tables[request_id] = BlockTable()\n",
-                "        self._tables[request_id] = BlockTable()\n",
-                "Each growth begins a new table and forgets the old one. The first positions "
-                "are lost, and their blocks belong to nobody who could free them.",
-            ),
-            Mistake(
-                "        blocks = self._take_blocks(num_missing)\n"
-                "        if blocks is None:\n"
-                "            return False\n",
-                "        blocks = []\n"
-                "        for _ in range(num_missing):\n"
-                "            taken = self._take_blocks(1)\n"
-                "            if taken is None:\n"
-                "                return False\n"
-                "            blocks += taken\n",
-                "Blocks are taken one by one. If the third is refused, the first two are gone: "
-                "no table names them. Ask for all of them at once.",
-            ),
-        ),
     ),
     Task(
         number="2.4",
         title="Lay out a batch without padding",
         minutes=25,
         difficulty=3,
-        file="02_paged_kv/batch_layout.py",
+        module="batch_layout",
         place="compose_in_order",
         names=("owner", "positions", "block_ids"),
         write="Here the tokens of all requests lie end to end, and nothing is padded. Work out, "
@@ -307,33 +215,11 @@ TASKS = (
             "for the block: index state.block_tables with row[owner] and positions // "
             "block_size, and .astype(np.int64)",
         ),
-        test_file="02_paged_kv/test_batch_layout.py",
+        test_module="test_batch_layout",
         tests=(
             "test_every_token_stands_at_its_position_and_writes_to_its_slot",
             "test_logits_are_wanted_of_the_last_tokens_of_each_query",
         ),
         probe=layout,
-        mistakes=(
-            Mistake(
-                "positions = np.arange(query_start_loc[-1]) - query_start_loc[owner] + "
-                "start[owner]",
-                "positions = np.arange(query_start_loc[-1]) - query_start_loc[owner]",
-                "Every query begins at position 0. One that was computed in part, or decodes, "
-                "goes on behind what it has: add `start[owner]`.",
-            ),
-            Mistake(
-                "positions = np.arange(query_start_loc[-1]) - query_start_loc[owner] + "
-                "start[owner]",
-                "positions = np.arange(query_start_loc[-1]) + start[owner]",
-                "Positions run on from one request into the next. Take off where the token's "
-                "query begins in the batch, `query_start_loc[owner]`.",
-            ),
-            Mistake(
-                "state.block_tables[row[owner], positions // block_size]",
-                "state.block_tables[owner, positions // block_size]",
-                "You look into the table of another request. `owner` numbers the queries of "
-                "this step; where the runner keeps the request is `row[owner]`.",
-            ),
-        ),
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.tasks.task import Mistake, Task
+from common.tasks.task import Task
 
 
 def chains() -> str:
@@ -101,7 +101,7 @@ TASKS = (
         title="A hash for each block, and for all before it",
         minutes=12,
         difficulty=1,
-        file="03_prefix_cache/prefix_cache_local.py",
+        module="prefix_cache_local",
         place="compute_hash_chain",
         write="A block can be shared by two requests if its tokens are the same and everything "
         "before it is the same. One number says so: a hash of the block's tokens and of the "
@@ -121,35 +121,9 @@ TASKS = (
             "compute_block_hash(parent_hash, tokens, None if chain else extra_keys); "
             "chain.append((parent_hash, tokens))",
         ),
-        test_file="03_prefix_cache/test_prefix_cache_local.py",
+        test_module="test_prefix_cache_local",
         tests=("test_a_chain_hashes_the_full_blocks_one_behind_the_other",),
         probe=chains,
-        mistakes=(
-            Mistake(
-                "        parent_hash = compute_block_hash(parent_hash, tokens, None if chain else "
-                "extra_keys)\n"
-                "        chain.append((parent_hash, tokens))\n",
-                "        block_hash = compute_block_hash(None, tokens, None if chain else "
-                "extra_keys)\n"
-                "        chain.append((block_hash, tokens))\n",
-                "Each block is hashed alone. Then a block is found behind another story: the "
-                "same 16 words, with keys and values that were computed after other words. "
-                "Give the hash before it as the parent.",
-            ),
-            Mistake(
-                "range(0, len(token_ids) - block_size + 1, block_size)",
-                "range(0, len(token_ids), block_size)",
-                "The last block is not full and is hashed all the same. It would be cached "
-                "under tokens that it does not hold yet.",
-            ),
-            Mistake(
-                "None if chain else extra_keys",
-                "extra_keys",
-                "The extra keys go into every block. They are in the first one's hash, and so "
-                "in all behind it; mixed in again, the hash is another one than that of the "
-                "same block where the cache looks for it.",
-            ),
-        ),
         engine=None,
     ),
     Task(
@@ -157,7 +131,7 @@ TASKS = (
         title="The longest cached prefix",
         minutes=15,
         difficulty=2,
-        file="03_prefix_cache/prefix_cache.py",
+        module="prefix_cache",
         place="PrefixCache.match_prefix",
         write="A new request asks: how much of my prompt has somebody computed already?\n\n"
         "`self._find(walk, begin, end)` gives the cached ones of blocks `begin` to `end - 1`, "
@@ -176,7 +150,7 @@ TASKS = (
             "blocks = self._find(walk, 0, len(token_ids) // self.block_size); if blocks: "
             "self._use(blocks); return PrefixMatch(blocks, len(blocks) * self.block_size)",
         ),
-        test_file="03_prefix_cache/test_prefix_cache.py",
+        test_module="test_prefix_cache",
         tests=(
             "test_an_empty_cache_hits_nothing",
             "test_a_match_ends_at_the_first_block_that_is_not_cached",
@@ -186,36 +160,13 @@ TASKS = (
             "test_only_the_matched_part_of_a_prefix_is_refreshed",
         ),
         probe=matches,
-        mistakes=(
-            Mistake(
-                "        if blocks:\n            self._use(blocks)\n",
-                "",
-                "A match is not noted as a use. The prefix that everybody asks for is then as "
-                "old as the day when it was cached, and is evicted before one that nobody wants.",
-            ),
-            Mistake(
-                "PrefixMatch(blocks, len(blocks) * self.block_size)",
-                "PrefixMatch(blocks, len(token_ids))",
-                "You report the tokens of the prompt, not those that were found. The engine "
-                "would skip computing them.",
-            ),
-            Mistake(
-                "        keys = normalise_extra_keys(extra_keys)\n"
-                "        walk = Walk(token_ids, self.block_size, keys, path or PrefixPath())\n"
-                "        blocks = self._find(walk, 0, len(token_ids) // self.block_size)\n",
-                "        walk = Walk(token_ids, self.block_size, (), path or PrefixPath())\n"
-                "        blocks = self._find(walk, 0, len(token_ids) // self.block_size)\n",
-                "The extra keys are ignored: a tenant finds what another one has computed. "
-                "Keys and values also depend on the adapter, so the text would be wrong as well.",
-            ),
-        ),
     ),
     Task(
         number="3.3",
         title="The order in which blocks are forgotten",
         minutes=20,
         difficulty=2,
-        file="03_prefix_cache/prefix_cache_local.py",
+        module="prefix_cache_local",
         place="PrefixCacheLocal.release",
         write="A request has ended and no longer uses its cached blocks, given head first. What "
         "nobody uses stays in the cache, and can be evicted when memory is wanted: the least "
@@ -235,7 +186,7 @@ TASKS = (
             "for cached in reversed(cached_blocks): if cached.block.ref_cnt == 1: "
             "self._evictable[cached.block_id] = cached",
         ),
-        test_file="03_prefix_cache/test_prefix_cache.py",
+        test_module="test_prefix_cache",
         tests=(
             "test_children_are_evicted_before_their_parents",
             "test_a_used_block_is_never_evicted",
@@ -245,40 +196,13 @@ TASKS = (
             "test_the_least_recently_used_block_is_evicted_first",
         ),
         probe=evictions,
-        mistakes=(
-            Mistake(
-                "        for cached in reversed(cached_blocks):  # the deepest first",
-                "        for cached in cached_blocks:  # the deepest first",
-                "The head goes first. A prefix is found from its head on, so what is left of "
-                "it behind is memory that nobody can use. Put the deepest in first.",
-            ),
-            Mistake(
-                "            if cached.block.ref_cnt == 1:\n"
-                "                self._evictable[cached.block_id] = cached\n\n"
-                "    def _cached(",
-                "            self._evictable[cached.block_id] = cached\n\n    def _cached(",
-                "The block can be evicted while another request still reads it. Only what the "
-                "cache alone holds (`ref_cnt` 1) may go.",
-            ),
-            Mistake(
-                "            if cached.block.ref_cnt == 1:\n"
-                "                self._evictable[cached.block_id] = cached\n\n"
-                "    def _cached(",
-                "            if cached.block.ref_cnt == 1:\n"
-                "                self._evictable[cached.block_id] = cached\n"
-                "                self._evictable.move_to_end(cached.block_id, last=False)\n\n"
-                "    def _cached(",
-                "What was released last is evicted first. Eviction takes from the front, so "
-                "the newest belong at the end.",
-            ),
-        ),
     ),
     Task(
         number="3.4",
         title="Cut a node of the radix tree",
         minutes=30,
         difficulty=3,
-        file="03_prefix_cache/radix_tree.py",
+        module="radix_tree",
         place="RadixTree.cut",
         write="A node of the tree is a run of pages (a page is a block). When a new prompt "
         "agrees with the first pages only, the run is cut in two:\n\n"
@@ -300,7 +224,7 @@ TASKS = (
             "num_pages = page - node.start; upper = TreeNode(node.parent, node.key[: num_pages "
             "* self.page_size], node.blocks[:num_pages], page, node.lock_ref, node.last_access)",
         ),
-        test_file="03_prefix_cache/test_radix_tree.py",
+        test_module="test_radix_tree",
         tests=(
             "test_a_cut_at_the_end_of_a_node_is_none",
             "test_a_cut_leaves_the_old_object_as_the_lower_part",
@@ -308,29 +232,6 @@ TASKS = (
             "test_pages_are_found_and_cut_out_at_both_ends",
         ),
         probe=cuts,
-        mistakes=(
-            Mistake(
-                "        for block in blocks:\n"
-                "            self.node_of[block.block_id] = upper\n"
-                "        return upper\n",
-                "        return upper\n",
-                "`node_of` still says that the moved blocks are in the old node. A lock on "
-                "them would lock the lower part instead. Enter each of them.",
-            ),
-            Mistake(
-                "        upper = TreeNode(node.parent, key, blocks, page, node.lock_ref, "
-                "node.last_access)\n",
-                "        upper = TreeNode(node.parent, key, blocks, page)\n",
-                "The upper part has no users and no last use. Whoever uses the node uses all "
-                "of it: without the lock, the head of a prefix is evicted while its tail is read.",
-            ),
-            Mistake(
-                "node.key[: num_pages * self.page_size], node.blocks[:num_pages]",
-                "node.key[:num_pages], node.blocks[:num_pages]",
-                "The key is cut at `num_pages` tokens. A page has `page_size` tokens, and the "
-                "key is a list of tokens.",
-            ),
-        ),
         engine={"prefix_cache": "radix"},
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.museum.props import request, steps
-from common.tasks.task import Mistake, Task
+from common.tasks.task import Task
 
 # Two of the demo's prompts and their answers do not fit into it: somebody has to make room.
 SMALL_MEMORY = {"num_blocks": 15, "block_size": 4}
@@ -115,7 +115,7 @@ TASKS = (
         title="A policy of your own: tenants take turns",
         minutes=12,
         difficulty=1,
-        file="04_scheduler/beyond/own_policy.py",
+        module="own_policy",
         place="TakeTurns.key",
         write="One tenant sends a hundred requests, another sends one. First come, first served "
         "would let the second wait for all hundred. Let the tenants take turns instead.\n\n"
@@ -132,29 +132,9 @@ TASKS = (
             "Count the requests of each tenant. The count is the key.",
             "self._num_requests[tenant] += 1; return self._num_requests[tenant]",
         ),
-        test_file="04_scheduler/beyond/test_own_policy.py",
+        test_module="test_own_policy",
         tests=("test_tenants_take_turns",),
         probe=turns,
-        mistakes=(
-            Mistake(
-                '        tenant = dict(extra_keys_of(request)).get("salt", "")\n',
-                '        tenant = ""\n',
-                "They are served in the order of arrival: first come, first served. Is each "
-                "request counted, and for its own tenant?",
-            ),
-            Mistake(
-                "        return self._num_requests[tenant]",
-                "        return -self._num_requests[tenant]",
-                "The largest count is served first: the busiest tenant overtakes the others. "
-                "The smallest key is served first.",
-            ),
-            Mistake(
-                "        return self._num_requests[tenant]",
-                "        return request.num_prompt_tokens",
-                "The key is the length of the prompt. That serves short prompts first, and a "
-                "tenant with many short ones still holds up all others.",
-            ),
-        ),
         engine=None,
     ),
     Task(
@@ -162,7 +142,7 @@ TASKS = (
         title="Which request makes room?",
         minutes=12,
         difficulty=2,
-        file="04_scheduler/scheduler.py",
+        module="scheduler",
         place="Scheduler._choose_victim",
         write="The memory is full, and somebody has to give up its blocks. Choose who.\n\n"
         "`self.running` is a dictionary of the running requests in order of admission. Never "
@@ -181,7 +161,7 @@ TASKS = (
             "max(candidates, key=lambda r: (r.priority, r.arrival_time), default=None) with "
             "priorities, else next(candidates, None)",
         ),
-        test_file="04_scheduler/test_scheduler.py",
+        test_module="test_scheduler",
         tests=(
             "test_the_last_admitted_makes_room_and_comes_back_with_its_outputs",
             "test_who_makes_room_for_itself_is_not_running_as_well",
@@ -190,43 +170,6 @@ TASKS = (
             "test_nobody_is_preempted_more_often_than_allowed",
         ),
         probe=victims,
-        mistakes=(
-            Mistake(
-                "        running = reversed(self.running.values())\n",
-                "        running = iter(self.running.values())\n",
-                "You choose the request that was admitted first. It has the most to lose: all "
-                "its keys and values are computed again, and while newcomers take its place, "
-                "nobody ever finishes.",
-            ),
-            Mistake(
-                "            return max(candidates, key=lambda r: (r.priority, r.arrival_time), "
-                "default=None)",
-                "            return min(candidates, key=lambda r: (r.priority, r.arrival_time), "
-                "default=None)",
-                "You choose the most urgent. Here, as in vLLM, a lower number is more urgent, "
-                "so the victim has the largest.",
-            ),
-            Mistake(
-                "(r for r in running if not self.is_pinned(r) and r not in spared)",
-                "(r for r in running if r not in spared)",
-                "A pinned request is chosen. It has made room as often as it may; without that "
-                "limit, one request can be thrown out for ever.",
-            ),
-            Mistake(
-                _CHOICE_OF_A_VICTIM,
-                "        return next(reversed(self.running.values()), None)\n",
-                "Without priorities, and with nobody pinned or spared, this is right: the last "
-                "admitted. Now leave out those that may not be chosen, and then ask for "
-                "priorities.",
-            ),
-            Mistake(
-                _CHOICE_OF_A_VICTIM,
-                "        return next(iter(self.running.values()), None)\n",
-                "You choose the request that was admitted first, whatever else is asked. It has "
-                "the most to lose. Go through the requests from the last admitted on, and leave "
-                "out those that are pinned or spared.",
-            ),
-        ),
         engine=SMALL_MEMORY,
     ),
     Task(
@@ -234,7 +177,7 @@ TASKS = (
         title="Make room, or give up your own",
         minutes=25,
         difficulty=3,
-        file="04_scheduler/scheduler.py",
+        module="scheduler",
         place="Scheduler._get_room",
         write="A running request wants memory for `num_tokens` more positions. Get it, from "
         "others if need be.\n\n"
@@ -255,7 +198,7 @@ TASKS = (
             "while not self.kv_memory.allocate_slots(request, num_tokens): victim = ...; "
             "self._preempt(victim, step); if victim is request: return 0",
         ),
-        test_file="04_scheduler/test_scheduler.py",
+        test_module="test_scheduler",
         tests=(
             "test_the_last_admitted_makes_room_and_comes_back_with_its_outputs",
             "test_who_makes_room_for_itself_is_not_running_as_well",
@@ -265,49 +208,6 @@ TASKS = (
             "test_what_came_back_may_be_larger_than_any_step",
         ),
         probe=room,
-        mistakes=(
-            Mistake(
-                "            self._preempt(victim, step)\n"
-                "            if victim is request:\n"
-                "                return 0\n",
-                "            if victim is request:\n"
-                "                return 0\n"
-                "            self._preempt(victim, step)\n",
-                "The request gets nothing and keeps its blocks: it was chosen and not "
-                "preempted. Nobody can use what it holds, and it asks again in the next step. "
-                "Preempt it first, then return 0.",
-            ),
-            Mistake(
-                "            if victim is request:\n                return 0\n",
-                "",
-                "The request is its own victim, and you go on asking for it. It waits now; "
-                "what it gets, no running request holds. Return 0 when it is out.",
-            ),
-            Mistake(
-                "        while not self.kv_memory.allocate_slots(request, num_tokens):\n"
-                "            victim = self._choose_victim()\n"
-                '            assert victim is not None, "a pinned request has what it needs, and '
-                'this one asks"\n'
-                "            self._preempt(victim, step)\n"
-                "            if victim is request:\n"
-                "                return 0\n",
-                "        if not self.kv_memory.allocate_slots(request, num_tokens):\n"
-                "            victim = self._choose_victim()\n"
-                "            self._preempt(victim, step)\n"
-                "            if victim is request:\n"
-                "                return 0\n",
-                "Somebody made room, and the memory is not asked again. The request is planned "
-                "without a block for its token. Ask until the answer is yes.",
-            ),
-            Mistake(
-                "            victim = self._choose_victim()\n"
-                '            assert victim is not None, "a pinned request has what it needs, and '
-                'this one asks"\n',
-                "            victim = request\n",
-                "Each request gives itself up when the memory is full. The first in line may "
-                "then be thrown out although later ones hold blocks: nobody keeps what it has.",
-            ),
-        ),
         engine=SMALL_MEMORY,
     ),
     Task(
@@ -315,7 +215,7 @@ TASKS = (
         title="Take a running request's memory away",
         minutes=15,
         difficulty=2,
-        file="04_scheduler/scheduler_base.py",
+        module="scheduler_base",
         place="SchedulerBase.preempt",
         write="A request was chosen to make room. It loses its keys and values, keeps its tokens, "
         "and will be computed again later, prompt and outputs together.\n\n"
@@ -336,47 +236,16 @@ TASKS = (
             "num_preemptions += 1; status; routine_until = -1; del running[id]; "
             "delta.request_preempted(id); waiting.prepend_request; total_preempted += 1",
         ),
-        test_file="04_scheduler/test_scheduler.py",
+        test_module="test_scheduler",
         tests=(
             "test_the_last_admitted_makes_room_and_comes_back_with_its_outputs",
             "test_who_makes_room_for_itself_is_not_running_as_well",
             "test_a_victim_that_was_planned_gives_everything_back",
             "test_what_came_back_may_be_larger_than_any_step",
             "test_the_runner_forgets_who_was_preempted_and_then_aborted",
-            "04_scheduler/test_scheduler_runs.py::"
-            "test_pools_of_exactly_enough_and_one_more_or_less",
+            "test_scheduler_runs::test_pools_of_exactly_enough_and_one_more_or_less",
         ),
         probe=a_preempted_one,
-        mistakes=(
-            Mistake(
-                "        self.waiting.prepend_request(request)\n",
-                "        self.waiting.add_request(request)\n",
-                "It joins the queue at the end, as if it had just arrived. Newcomers take the "
-                "memory that it gave up, and it may wait for ever. Put it in front.",
-            ),
-            Mistake(
-                "        self._num_lost[request.request_id] = request.num_computed_tokens\n"
-                "        request.num_computed_tokens = 0\n",
-                "        request.num_computed_tokens = 0\n"
-                "        self._num_lost[request.request_id] = request.num_computed_tokens\n",
-                "The number of lost tokens is read after it was set to 0. The statistics would "
-                "say that preemption costs nothing.",
-            ),
-            Mistake(
-                "        del self.running[request.request_id]\n"
-                "        self.delta.request_preempted(request.request_id)\n",
-                "        self.delta.request_preempted(request.request_id)\n",
-                "It waits, and it is still among those that run. It would be planned without "
-                "any memory, and be a victim a second time. Take it out of `self.running`.",
-            ),
-            Mistake(
-                "        self.kv_memory.free(request)\n"
-                "        self._num_lost[request.request_id] = request.num_computed_tokens\n",
-                "        self._num_lost[request.request_id] = request.num_computed_tokens\n",
-                "Its blocks are not freed. Preemption is there to get them: the scheduler asks "
-                "the memory again, is refused again, and throws out one after the other.",
-            ),
-        ),
         engine=SMALL_MEMORY,
     ),
 )

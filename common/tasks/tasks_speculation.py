@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.tasks.task import Mistake, Task
+from common.tasks.task import Task
 
 
 def look_ups() -> str:
@@ -79,7 +79,7 @@ TASKS = (
         title="Guess by looking it up",
         minutes=10,
         difficulty=1,
-        file="05_spec_decode/proposers.py",
+        module="proposers",
         place="NgramProposer._find",
         write="Texts repeat themselves. If the last few tokens stood somewhere before, what came "
         "behind them there is a good guess for what comes now.\n\n"
@@ -95,32 +95,13 @@ TASKS = (
             "for n in range(min(self.max_ngram, len(tokens)), shortest - 1, -1): start = "
             "history.first[n].get(tuple(tokens[-n:])); if start is not None: return start",
         ),
-        test_file="05_spec_decode/test_proposers.py",
+        test_module="test_proposers",
         tests=(
             "test_the_longest_match_and_of_these_the_earliest",
             "test_a_history_shorter_than_the_shortest_n_gram_says_nothing",
             "test_it_finds_what_a_search_through_everything_finds",
         ),
         probe=look_ups,
-        mistakes=(
-            Mistake(
-                "range(min(self.max_ngram, len(tokens)), shortest - 1, -1)",
-                "range(shortest, min(self.max_ngram, len(tokens)) + 1)",
-                "The shortest suffix is tried first, and it is found nearly always. A longer "
-                "one that is there too says more about what comes next. Count down.",
-            ),
-            Mistake(
-                "            if start is not None:\n                return start\n",
-                "            return start\n",
-                "Only the longest suffix is tried: the function returns in the first round, "
-                "found or not. Go on with a shorter one if there is nothing.",
-            ),
-            Mistake(
-                "range(min(self.max_ngram, len(tokens)), shortest - 1, -1)",
-                "range(min(self.max_ngram, len(tokens)), shortest, -1)",
-                "`range` stops before its end, so the shortest suffix is never tried.",
-            ),
-        ),
         engine={"speculative": {"method": "ngram"}},
     ),
     Task(
@@ -128,7 +109,7 @@ TASKS = (
         title="Which row judges which guess?",
         minutes=10,
         difficulty=2,
-        file="05_spec_decode/spec_decode.py",
+        module="spec_decode",
         place="verify_and_sample",
         names=("logits",),
         write="The target model reads the context and all guesses in one pass. Row i of its "
@@ -145,7 +126,7 @@ TASKS = (
             "It is the row of the last context token. With 3 context tokens that is row 2.",
             "target_model.get_logits([*context_ids, *draft_tokens])[len(context_ids) - 1 :]",
         ),
-        test_file="05_spec_decode/test_spec_decode.py",
+        test_module="test_spec_decode",
         tests=(
             "test_drafts_are_kept_up_to_the_first_that_is_wrong",
             "test_a_draft_is_judged_by_the_row_before_it_and_not_by_its_own",
@@ -153,27 +134,6 @@ TASKS = (
             "test_greedy_tokens_are_those_of_plain_decoding",
         ),
         probe=judged_rows,
-        mistakes=(
-            Mistake(
-                "[len(context_ids) - 1 :]",
-                "[len(context_ids) :]",
-                "Each guess is judged by its own row, which is about the token behind it. You "
-                "compare d0 with what should follow d0. Begin one row earlier.",
-            ),
-            Mistake(
-                "    logits = target_model.get_logits([*context_ids, *draft_tokens])"
-                "[len(context_ids) - 1 :]\n",
-                "    logits = target_model.get_logits([*context_ids, *draft_tokens])\n",
-                "All rows are kept. The first guess is then judged by row 0, which is about "
-                "the second token of the context.",
-            ),
-            Mistake(
-                "[len(context_ids) - 1 :]",
-                "[-num_drafts - 2 : -1]",
-                "The rows are shifted by one to the left, and the last is missing: the one "
-                "behind all guesses, from which the bonus token comes.",
-            ),
-        ),
         engine=None,
     ),
     Task(
@@ -181,7 +141,7 @@ TASKS = (
         title="Accept a guess, or not",
         minutes=15,
         difficulty=2,
-        file="05_spec_decode/rejection_sampler.py",
+        module="rejection_sampler",
         place="rejection_sample",
         names=("is_accepted", "num_accepted"),
         write="A guess d was drawn from the draft's distribution q, and the target has p. Accept "
@@ -202,7 +162,7 @@ TASKS = (
             "is_accepted = accept_u[layout.draft_index] * q < p; num_accepted = "
             "layout.count_leading(is_accepted & is_token[layout.draft_index])",
         ),
-        test_file="05_spec_decode/test_rejection_sampler.py",
+        test_module="test_rejection_sampler",
         tests=(
             "test_at_the_quotient_itself_the_product_decides",
             "test_impossible_tokens_stay_out",
@@ -212,28 +172,6 @@ TASKS = (
             "test_a_step_has_the_law_of_the_target",
         ),
         probe=accepted,
-        mistakes=(
-            Mistake(
-                "    is_accepted = accept_u[layout.draft_index] * q < p\n",
-                "    is_accepted = accept_u[layout.draft_index] * p < q\n",
-                "p and q have changed places. A guess that the target likes more than the "
-                "draft did must always be accepted.",
-            ),
-            Mistake(
-                "    is_accepted = accept_u[layout.draft_index] * q < p\n",
-                "    is_accepted = accept_u[layout.draft_index] * q <= p\n",
-                "With `<=`, a random number of 0 accepts a guess that the target rules out "
-                "(p = 0). `random()` can be 0, so some day it is.",
-            ),
-            Mistake(
-                "    num_accepted = layout.count_leading(is_accepted & "
-                "is_token[layout.draft_index])\n",
-                "    num_accepted = (layout.is_draft & is_accepted & "
-                "is_token[layout.draft_index]).sum(dim=-1)\n",
-                "All accepted guesses are counted, also those behind a rejected one. They "
-                "continue a text with the rejected guess in it. Stop at the first.",
-            ),
-        ),
         engine={"speculative": {"method": "draft"}},
     ),
     Task(
@@ -241,7 +179,7 @@ TASKS = (
         title="What comes in the place of a rejected guess",
         minutes=20,
         difficulty=3,
-        file="05_spec_decode/rejection_sampler.py",
+        module="rejection_sampler",
         place="rejection_sample",
         names=("residual",),
         write="A guess was rejected, and another token takes its place. Drawing it from p would "
@@ -261,7 +199,7 @@ TASKS = (
             "weights.scatter(1, nearest[first_rejected][:, None], 0.0) if draft_probs is None, "
             "else (weights - draft_probs[first_rejected].to(weights.dtype)).clamp(min=0)",
         ),
-        test_file="05_spec_decode/test_rejection_sampler.py",
+        test_module="test_rejection_sampler",
         tests=(
             "test_a_step_has_the_law_of_the_target",
             "test_certain_drafts_need_no_probabilities",
@@ -269,26 +207,6 @@ TASKS = (
             "test_a_rejection_that_leaves_nothing_draws_from_p",
         ),
         probe=residuals,
-        mistakes=(
-            Mistake(
-                "(weights - draft_probs[first_rejected].to(weights.dtype)).clamp(min=0)",
-                "weights",
-                "The replacement is drawn from p. The rejected guess itself may come out then, "
-                "and tokens that q proposes too often come out too often. Take q off first.",
-            ),
-            Mistake(
-                "(weights - draft_probs[first_rejected].to(weights.dtype)).clamp(min=0)",
-                "(weights - draft_probs[first_rejected].to(weights.dtype)).abs()",
-                "The absolute value gives weight to tokens that q proposes more often than p "
-                "wants them. They come out often enough already: their weight is 0.",
-            ),
-            Mistake(
-                "        residual = weights.scatter(1, nearest[first_rejected][:, None], 0.0)\n",
-                "        residual = weights\n",
-                "A guess that was certain and was rejected can come out all the same. Its q is "
-                "1, so nothing is left of its p.",
-            ),
-        ),
         engine={"speculative": {"method": "draft"}},
     ),
 )

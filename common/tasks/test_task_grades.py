@@ -16,10 +16,8 @@ from common.tasks.blank import function_at
 from common.tasks.course import TASKS, blank_of, task_numbered
 from common.tasks.demo_on_yours import engine_on
 from common.tasks.grade import (
-    NEVER_ENDS,
     Verdict,
     _in_the_text,
-    _say,
     _told,
     grade,
     probed_text,
@@ -30,6 +28,7 @@ from common.tools.apart import apart
 from common.tools.module_swap import ModuleSwap
 from common.tools.named_tests import Failure, TestRun, run_tests
 from common.tools.source_patch import ROOT
+from common.tools.trial import NEVER_ENDS, say
 
 EVERY_TASK = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.number)
 MOST_CPU_S = 10  # for the tests of a task
@@ -37,7 +36,7 @@ MOST_CPU_S = 10  # for the tests of a task
 
 def _tried(task: Task, swap: ModuleSwap) -> tuple[str, TestRun]:
     """What the probe says, and the tests: in one process, which is quicker than in two."""
-    return _say(task, swap), run_tests(task.test_ids, swap, True, 60)
+    return say(task.probe, swap), run_tests(task.test_ids, swap, True, 60)
 
 
 def tried(task: Task, text: str, folder: Path) -> tuple[str, TestRun]:
@@ -55,7 +54,7 @@ def test_the_blank_fails_and_each_typical_mistake_fails_and_is_recognised(
     assert run.first is not None, "the blank passes its tests"
     assert said == f"NotImplementedError: task {task.number}: not written yet"
     right = probed_text(task, before)
-    answers = [tried(task, task.with_mistake(mistake), tmp_path) for mistake in task.mistakes]
+    answers = [tried(task, mistake.apply(), tmp_path) for mistake in task.mistakes]
     assert len({right, *(said for said, _ in answers)}) == 1 + len(answers), "two look alike"
     for mistake, (_, run) in zip(task.mistakes, answers, strict=True):
         assert run.first is not None, f"no test notices: {mistake.message}"
@@ -66,7 +65,7 @@ def test_the_blank_fails_and_each_typical_mistake_fails_and_is_recognised(
 def test_a_probes_words_lead_to_the_mistake_and_others_to_none() -> None:
     task = the("1.2")
     ours = probed_text(task, task.source())
-    said = [probed_text(task, task.with_mistake(mistake)) for mistake in task.mistakes]
+    said = [probed_text(task, mistake.apply()) for mistake in task.mistakes]
     for words, mistake in zip(said, task.mistakes, strict=True):
         assert recognised(task, words, ours, said) is mistake
     assert recognised(task, "something else", ours, said) is None
@@ -105,7 +104,7 @@ def test_the_solution_is_right_and_its_tests_are_counted(tmp_path: Path) -> None
 def test_a_typical_mistake_gets_its_message_behind_the_test_that_fails(tmp_path: Path) -> None:
     task = the("2.2")
     mistake = task.mistakes[1]
-    verdict = graded(task, task.with_mistake(mistake), tmp_path)
+    verdict = graded(task, mistake.apply(), tmp_path)
     assert not verdict.is_right and verdict.mistake is mistake
     first, second = (
         'What does not hold: "blocks are reused in the order in which they were freed"',

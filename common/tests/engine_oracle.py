@@ -7,10 +7,14 @@ prompts."""
 
 from __future__ import annotations
 
+import inspect
 import random
-from collections.abc import Iterable
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -178,6 +182,25 @@ def serve(engine, oracle: Oracle, indices: list[int], max_tokens: int, salt=None
     for i, output in zip(indices, outputs.values(), strict=True):
         assert output.outputs[0].token_ids == oracle.expected(i, max_tokens), f"prompt {i}"
     return list(outputs.values())
+
+
+def lines_run(function: Callable, engine: LLMEngine, prompts: list, params) -> Counter[str]:
+    """How often each line of `function` ran while `engine` served `prompts`."""
+    source, first = inspect.getsourcelines(function)
+    ran: Counter[str] = Counter()
+
+    def local(frame: FrameType, event: str, _: object):
+        if event == "line":
+            ran[source[frame.f_lineno - first].strip()] += 1
+        return local
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, *_: local if frame.f_code is function.__code__ else None)
+    try:
+        engine.generate_batch(prompts, params)
+    finally:
+        sys.settrace(before)
+    return ran
 
 
 def paged_runner(engine) -> PagedModelRunner:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from common.sampling.runner_plugin import Cargo
 from common.sampling.sampler import Sampler, as_float
-from common.sampling.sampling_columns import Cargo, SamplingBatch, SamplingColumns
+from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
 from request import SamplingParams
 
 if TYPE_CHECKING:

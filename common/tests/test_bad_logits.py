@@ -44,6 +44,7 @@ def spoil(engine: LLMEngine, request_id: str, position: int, value: float = nan)
     runner.forward = spoiled
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("value", [nan, inf, -inf])
 @pytest.mark.parametrize("position", [0, 1, 6])
 @pytest.mark.parametrize("name", ENGINES)

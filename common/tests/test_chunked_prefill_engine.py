@@ -104,6 +104,7 @@ def watch(loaded: LoadedModel, draft: LoadedModel | None = None, **config) -> St
 # -- where chunks end
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("size", range(1, 36))
 def test_every_chunk_size(size, scheduler, oracle, loaded):
@@ -122,7 +123,9 @@ def test_every_chunk_size(size, scheduler, oracle, loaded):
         assert size < 4 or all(n % 4 == 0 for n in long[:-1] + short[:-1])
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(
+    "scheduler", [SCHEDULERS[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SCHEDULERS[1:])]
+)
 @pytest.mark.parametrize("block_size", range(1, 6))
 @pytest.mark.parametrize("size", range(1, 8))
 def test_every_offset_of_a_chunk_in_a_block(size, block_size, scheduler, oracle, loaded):
@@ -133,6 +136,7 @@ def test_every_offset_of_a_chunk_in_a_block(size, block_size, scheduler, oracle,
     assert steps.engine.stats().cached_tokens == 32 // block_size * block_size
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("size", [4, 8, 16, 48])
@@ -145,6 +149,7 @@ def test_prompts_that_are_multiples_of_block_and_chunk(size, block_size, schedul
         steps.serve(oracle, indices, 3)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("size", [8, 16, 17, 28, 29, 30, 31, 32])
 def test_a_chunk_is_the_whole_step_and_the_prompt_a_little_longer(size, scheduler, oracle, loaded):
@@ -216,6 +221,7 @@ def test_a_prefix_is_shared_while_its_prompt_is_under_way(cache, scheduler, fork
 # -- between two chunks
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("method", [None, "ngram", "draft"])
 @pytest.mark.parametrize("preempt_every", [1, 2, 3])

@@ -346,6 +346,7 @@ def test_model_shorter_than_the_warm_up_starts(tmp_path: Path) -> None:
     assert len(finish(engine)["a"].outputs[0].token_ids) == 2
 
 
+@pytest.mark.sample(seed=4)
 @pytest.mark.parametrize("seed", range(12))
 def test_samples_aborts_and_reused_names_leave_nothing_behind(
     seed: int, random_oracle: Oracle, random_loaded

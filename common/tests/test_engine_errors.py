@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.engine import EngineConfig, LLMEngine
-from common.tests.engine_oracle import Oracle, checked_engine, finish
+from common.tests.engine_oracle import Oracle, checked_engine, finish, serve
 from request import SamplingParams
 from scheduler_interface import SchedulerOutput
 
@@ -60,6 +60,7 @@ def must_say(engine: LLMEngine, oracle: Oracle, index: int) -> None:
         (None, GREEDY, "prompt is a NoneType"),
         ({1: 2}, GREEDY, "prompt is a dict"),
         ("text", GREEDY, "no tokenizer"),
+        (b"abc", GREEDY, "prompt is a bytes"),
         ([1] * 128, GREEDY, "max_model_len=128"),
         ([1] * 49, GREEDY, "max_num_batched_tokens=48"),
         ([1], {"temperature": 0}, "sampling_params is"),
@@ -84,6 +85,20 @@ def test_refused_request_changes_nothing(
     assert engine.stats() == before
     engine.check_invariants()
     must_say(engine, random_oracle, 3)
+
+
+def test_a_call_finds_a_name_that_the_user_has_not_taken(engine, random_oracle: Oracle) -> None:
+    engine.add_request("request-0", random_oracle.prompts[0], GREEDY)
+    serve(engine, random_oracle, [1, 2], 8)
+    must_say_it = finish(engine)["request-0"].outputs[0].token_ids
+    assert must_say_it == random_oracle.expected(0, 8)
+
+
+@pytest.mark.parametrize("params", [5, "greedy", {"temperature": 0}])
+def test_what_are_no_params_is_named(engine, params) -> None:
+    for use in (engine.generate_batch, lambda *arguments: next(engine.stream(*arguments))):
+        with pytest.raises(ValueError, match="sampling_params"):
+            use([[1]], params)
 
 
 def test_a_duplicate_id_is_refused_while_the_first_is_unfinished(
@@ -192,12 +207,22 @@ def test_max_model_len_ends_the_output(random_loaded, random_oracle: Oracle) -> 
         ("seed", "x"),
         ("device", "tpu"),
         ("device", "nonsense:9"),
+        ("num_threads", 10**9),
+        ("check_invariants", "no"),
+        ("shuffle_batch", 1),
+        ("shuffle_waiting", None),
+        ("model", 5),
+        ("speculative", {"method": "draft", "model": 5}),
+        ("num_blocks", 10**9),
+        ("num_blocks", 10**18),
+        ("block_size", 10**12),
+        ("max_num_seqs", 10**12),
     ],
 )
 def test_bad_configuration_names_the_field(
     field: str, value: object, random_oracle: Oracle
 ) -> None:
-    with pytest.raises(ValueError, match=field):
+    with pytest.raises(ValueError, match="^model is 5" if field == "speculative" else field):
         LLMEngine(EngineConfig(**{"model": random_oracle.path, "num_blocks": 8, field: value}))
 
 
@@ -246,7 +271,9 @@ def test_a_missing_model_is_a_missing_file(tmp_path: Path) -> None:
         ("seed", 2**63),
         ("logprobs", -1),
         ("stop", ("",)),
+        ("stop", {"x": 1}),
         ("stop_token_ids", (-1,)),
+        ("stop_token_ids", b"ab"),
         ("ignore_eos", 1),
     ],
 )

@@ -23,6 +23,7 @@ from common.runner.graphs import (
 )
 from common.runner.model_runner import PagedModelRunner
 from common.sampling.sampler import Sampler
+from common.sampling.sampling_columns import SamplingColumns
 from common.sampling.test_waits import KINDS
 from common.tests.fake_gpu import CUDA, Moved, fake_gpu
 from mixed_attention import MixedAttentionBackend
@@ -109,7 +110,8 @@ def test_whole_steps_that_are_begun_a_step_ahead(monkeypatch) -> None:
     prompts are computed without a graph, in two launches or one."""
     with fake_gpu(monkeypatch) as gpu:
         graphs = make_graphs(gpu, MixedTritonAttentionBackend)
-        where = graphs.model, graphs.kv_cache, graphs.backend, BatchState(20, 256, (0,))
+        state = BatchState(20, 256, SamplingColumns(eos_token_ids=(0,)))
+        where = graphs.model, graphs.kv_cache, graphs.backend, state
         sampler = Sampler(QWEN2.vocab_size - 10, SAMPLER_KERNELS)
         runner = GraphRunner(*where, sampler, compose=compose, graphs=graphs)
         assert isinstance(runner, PagedModelRunner) and runner.device == CUDA

@@ -55,6 +55,7 @@ def buckets_of(engine: LLMEngine) -> list[int]:
     return found
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("max_num_seqs", range(1, 10))
 def test_every_bucket_with_requests_that_come_and_go(max_num_seqs, overlap, oracle, loaded) -> None:

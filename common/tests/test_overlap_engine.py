@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 import threading
@@ -16,6 +17,7 @@ from common.tests.engine_oracle import (
     checked_engine,
     finish,
     greedy_params,
+    lines_run,
     paged_runner,
     scarce,
     serve_a_crowd,
@@ -70,6 +72,23 @@ def everything_said(engine: LLMEngine, prompts: list, seed: int, aborts: bool = 
 
 def tokens_and_reasons(said: dict) -> dict:
     return {name: [completion[:4] for completion in found] for name, found in said.items()}
+
+
+def test_the_lines_of_chapter_1_run_once_a_step_unless_steps_overlap(
+    random_oracle, random_loaded
+) -> None:
+    """The book says so: of the loop, and of who runs instead."""
+    source = inspect.getsource(EngineCore.step).split('"""')[-1]
+    three_lines = [line.strip() for line in source.splitlines() if line.strip()]
+    engine = LLMEngine(EngineConfig(num_blocks=50), loaded=random_loaded)
+    prompts, params = random_oracle.prompts[:3], greedy_params(5)
+    ran = lines_run(EngineCore.step, engine, prompts, params)
+    assert ran == dict.fromkeys(three_lines, engine.stats().num_steps) and len(three_lines) == 3
+    engine = overlapped_engine(random_loaded, num_blocks=50)
+    assert not lines_run(EngineCore.step, engine, prompts, params)
+    engine.reset_stats()
+    ran = lines_run(OverlappedEngineCore.step, engine, prompts, params)
+    assert ran["return self._finish()"] == engine.stats().num_steps > 0
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -167,6 +186,7 @@ def test_a_load_waits_for_the_steps_under_way(oracle, loaded, tmp_path) -> None:
     engine.close()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("stage", ["prepare", "forward", "sample"])
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -268,6 +288,27 @@ def test_tokens_are_accounted_for_and_nothing_runs_behind_a_close(
     engine.step()
     engine.close()
     assert not engine.core._under_way and engine.kv_manager.num_blocks_in_use == 0
+
+
+def test_a_close_ends_all_and_says_nothing_of_a_step_that_is_nobodys(
+    random_oracle, random_loaded
+) -> None:
+    engine = overlapped_engine(random_loaded, num_blocks=200)
+    engine.add_request("a", random_oracle.prompts[1], greedy_params(9))
+    engine.step()
+    engine.core.runner.wait_for_steps()
+    (thread,) = engine.core.runner._thread._threads
+
+    def fail(_):
+        raise MemoryError
+
+    paged_runner(engine).forward = fail
+    engine.step()  # another one is begun
+    engine.close()
+    assert not engine.core._under_way and not thread.is_alive()
+    assert engine.kv_manager.num_blocks_in_use == 0
+    engine.check_invariants()
+    engine.close()
 
 
 def test_who_is_aborted_before_its_first_step_is_over(random_oracle, random_loaded) -> None:

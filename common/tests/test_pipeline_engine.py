@@ -10,7 +10,7 @@ import pytest
 from common.engine import EngineConfig, LLMEngine
 from common.parallel.pipeline import PipelinedEngineCore
 from common.parallel.stage import StageRunner
-from common.tests.engine_oracle import finish, greedy_params, scarce, serve_a_crowd
+from common.tests.engine_oracle import finish, greedy_params, lines_run, scarce, serve_a_crowd
 from common.tests.local_stages import LocalStages, pipelined_engine
 from common.tests.test_overlap_engine import everything_said, tokens_and_reasons
 
@@ -111,6 +111,10 @@ def test_each_stage_has_its_layers_and_several_steps_are_under_way(oracle, monke
         engine.step()
         most = max(most, len(engine.core._under_way))
     assert most == 1, "after a step; two while it waits"
+    engine.reset_stats()
+    params = [greedy_params(6)] * 2
+    ran = lines_run(PipelinedEngineCore.step, engine, oracle.prompts[:2], params)
+    assert ran["results = self._finish()"] >= engine.stats().num_steps > 0, "the loop is its own"
     stages = [stage.local for stage in stages_of(engine)]
     assert [s.paged.model.layer_range for s in stages] == [range(0, 1), range(1, 2)]
     assert all(isinstance(s.paged, StageRunner) for s in stages)

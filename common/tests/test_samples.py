@@ -39,6 +39,7 @@ def prompt_of(oracle: Oracle, remainder: int) -> list[int]:
     return next(p for p in oracle.prompts if len(p) > 20 and len(p) % 4 == remainder)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("remainder", [1, 3])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("cache", ["hash", "radix"])

@@ -15,6 +15,7 @@ SCHEDULERS = ("two_phase", "prefill_first")
 CACHES = (None, "hash", "radix")
 
 
+@pytest.mark.sample(seed=6)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("seed", range(16))
@@ -27,6 +28,7 @@ def test_random_runs_in_pools_that_run_out(seed, cache, scheduler, oracle, loade
     serve_a_crowd(engine, oracle, rng, seed)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("preempt_every", [1, 2, 3, 4, 5])

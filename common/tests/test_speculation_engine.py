@@ -77,6 +77,7 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_any_guess_whatever_leaves_the_tokens_as_they_are(script, scheduler, oracle, loaded):
@@ -102,6 +103,7 @@ def test_any_guess_whatever_leaves_the_tokens_as_they_are(script, scheduler, ora
     assert stats.num_passes + stats.num_accepted_tokens == stats.output_tokens
 
 
+@pytest.mark.sample(seed=6)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("seed", range(12))
@@ -143,6 +145,7 @@ def test_a_drafter_that_is_the_target_is_always_right(k, cache, oracle, loaded):
     assert (stats.cached_tokens > 0) == (cache is not None)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("method", ["ngram", "draft"])
 @pytest.mark.parametrize("preempt_every", [1, 2, 3])

@@ -87,9 +87,7 @@ def texts(house: House) -> list[Path]:
     """Every page but those that speak of an older commit, or of the files of a corpus."""
     pages = [path for path in house.files if path.suffix == ".md"]
     return [
-        path
-        for path in pages
-        if path.name not in ("MUTATIONS.md", "CHANGELOG.md") and "checkpoints" not in path.parts
+        path for path in pages if path.name != "CHANGELOG.md" and "checkpoints" not in path.parts
     ]
 
 

@@ -37,6 +37,21 @@ def test_did_not_look_for_a_smaller_one():
     assert len(calls) - first < 55
 """
 
+GRID = """
+import pytest
+
+@pytest.fixture(params="xy")
+def cache(request):
+    return request.param
+
+@pytest.mark.sample(seed=2)
+@pytest.mark.parametrize("kind", "abc")
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("low, high", [(1, 2), (3, 4)])
+def test_a_grid(kind, seed, low, high, cache):
+    pass
+"""
+
 
 @pytest.mark.parametrize("jobs", [[], ["-n1"]])
 def test_a_test_that_hangs_fails_and_the_others_go_on(jobs: list[str], tmp_path: Path) -> None:
@@ -49,6 +64,22 @@ def test_a_test_that_hangs_fails_and_the_others_go_on(jobs: list[str], tmp_path:
     said = done.stdout
     assert "Timeout" in said and "2 failed, 2 passed" in said, said
     assert "@reproduce_failure" in said, "how to repeat it"
+
+
+def test_of_a_sample_each_value_is_tested_once_and_the_rest_is_slow(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text((ROOT / "conftest.py").read_text(encoding="utf-8"))
+    (tmp_path / "test_grid.py").write_text(GRID)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: s\n    sample: s\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", str(tmp_path)]
+    kept, slow = (
+        subprocess.run(
+            [*command, "-m", marks], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        ).stdout
+        for marks in ("not slow", "slow")
+    )
+    assert "3 passed, 93 deselected" in kept and "93 passed, 3 deselected" in slow, kept
+    for case in ("[x-1-2-0-a]", "[y-3-4-1-b]", "-c]"):
+        assert case in kept and "-2-a]" not in kept
 
 
 def test_single_settings_keep_what_the_profile_says(pytestconfig: pytest.Config) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from common.engine import LLMEngine
 from common.runner import overlap
+from common.sampling.runner_plugin import Cargo, RunnerPlugin, RunnerPlugins, StepRows
 from common.tests.engine_oracle import checked_engine, paged_runner
 from common.tests.pretend_device import PretendDevice, pretend_device
 from request import SamplingParams
-from scheduler_interface import FinishedStep, PlanMessage, StepHandle
+from scheduler_interface import FinishedStep, NewRequestData, PlanMessage, StepHandle
 
 LONG = dict(max_tokens=7, ignore_eos=True)
 KINDS = {
@@ -82,13 +85,44 @@ class Counted:
         return handle
 
 
-def said(engine: LLMEngine, kinds: list[SamplingParams]) -> dict[str, list[int]]:
+class Banned(RunnerPlugin):
+    """Tokens that a request may not say, forbidden while the device computes."""
+
+    name = "banned"
+
+    def __init__(self) -> None:
+        self.ids_of: dict[int, list[int]] = {}
+        self.has_banned: list[bool] = []  # in each step
+
+    def admit(self, row: int, new: NewRequestData) -> None:
+        self.ids_of[row] = new.features.get(self.name, [])
+
+    def before_sampling(self, step: StepRows, cargo: Cargo):
+        rows = np.repeat(step.queries.rows, step.queries.num_logit_rows).tolist()
+        cells = [(i, token) for i, row in enumerate(rows) for token in self.ids_of[row]]
+        self.has_banned.append(bool(cells))
+        if not cells:
+            return None
+        there = cargo.add(np.array(cells))
+        minus_inf = cargo.add(np.full(1, -np.inf))
+
+        def ban(logits: torch.Tensor) -> torch.Tensor:
+            return logits.index_put(there().unbind(1), minus_inf().to(logits.dtype))
+
+        return ban
+
+
+def said(
+    engine: LLMEngine, kinds: list[SamplingParams], banned: dict[int, list[int]] | None = None
+) -> dict[str, list[int]]:
     """Requests that come one after another."""
     outputs, coming = {}, list(enumerate(kinds * (3 // len(kinds) or 1)))
     while coming or engine.has_unfinished_requests():
         if coming:
             i, params = coming.pop(0)
             engine.add_request(str(i), [5 + i, 7, 5 + i, 7, 5 + i], params)
+            if banned and i in banned:
+                engine.core.scheduler.requests[str(i)].features["banned"] = banned[i]
         outputs |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
     return outputs
 
@@ -103,6 +137,7 @@ WAYS: dict[str, dict] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("way", WAYS)
 def test_one_copy_a_step(way: str, kind: str, random_loaded, monkeypatch) -> None:
@@ -129,3 +164,30 @@ def test_one_copy_a_step(way: str, kind: str, random_loaded, monkeypatch) -> Non
     for uploads, has_guessed in counted.steps:
         assert uploads == 1 + (has_guessed and draft is not None)
     assert device.reads == len(counted.steps) + drafting
+
+
+@pytest.mark.parametrize("way", ["plain", "in chunks", "overlap", "n-gram"])
+def test_what_is_worked_out_meanwhile_is_a_copy_more_in_such_steps(
+    way: str, random_loaded, monkeypatch
+) -> None:
+    config = {"seed": 0, "num_blocks": 200, "block_size": 4} | WAYS[way]
+    monkeypatch.setattr(overlap, "ThreadedRunner", lambda runner: runner)
+    kinds = [KINDS["greedy"], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)] * 2
+    free = said(checked_engine(random_loaded, **config), kinds)
+    banned = {i: free[str(i)][:1] for i in (1, 3)}
+    outputs = []
+    for is_counted in (False, True):
+        engine, plugin = checked_engine(random_loaded, **config), Banned()
+        runner = paged_runner(engine)
+        runner.state.plugins = RunnerPlugins([runner.state.sampling, plugin])
+        with pretend_device(monkeypatch) if is_counted else nullcontext() as device:
+            if device is not None:
+                runner.model = OnDevice(runner.model, device)
+                engine.core.runner = counted = Counted(engine.core.runner, device)
+            outputs.append(said(engine, kinds, banned))
+    assert outputs[0] == outputs[1]
+    for i in range(4):
+        is_free = outputs[1][str(i)] == free[str(i)]
+        assert is_free == (i not in banned) and not {*outputs[1][str(i)]} & {*banned.get(i, ())}
+    assert [uploads - 1 for uploads, _ in counted.steps] == plugin.has_banned
+    assert {True, False} == {*plugin.has_banned} and device.reads == len(counted.steps)

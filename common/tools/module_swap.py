@@ -63,6 +63,14 @@ class ModuleSwap(MetaPathFinder):
             raise RuntimeError(f"{self.module} comes from {found}, not from {self.file}")
 
 
+def name_of(path: Path) -> str:
+    """What `import` calls a file: `radix_cache` of a chapter, `common.outputs` of a package."""
+    path, folders = path.with_suffix(""), [path.parent]
+    while (folders[-1] / "__init__.py").is_file():
+        folders.append(folders[-1].parent)
+    return ".".join(path.relative_to(folders[-1]).parts)
+
+
 def swap_of(text: str) -> ModuleSwap:
     """`module=file`. Raises `ValueError` for anything else."""
     module, _, file = text.partition("=")

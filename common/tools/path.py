@@ -21,7 +21,7 @@ from common.bench.bench_record import replace_between_markers
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE_ROOMS = ("", "runner", "sampling")  # of `common`
-NOT_ENGINE = {"conftest.py", "demo.py", "notebooks.py", "ladder.py", "gpu_report.py"}
+NOT_ENGINE = {"conftest.py", "demo.py", "notebooks.py", "ladder.py", "gpu_report.py", "patches.py"}
 
 _MEASURE = """
 import inspect, json, sys

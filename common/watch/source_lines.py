@@ -44,6 +44,7 @@ class Rule:
     prefix_cache: str | None = None
     policy: str | None = None
     setting: str | None = None  # a field of the engine's configuration that must be on
+    overlaps: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ def source_lines(root: Path = ROOT) -> dict[str, Any]:
 
     places = list(dict.fromkeys(rule.place for rule in RULES))
     numbers = {place: number for number, place in enumerate(places)}
-    fields = ("scheduler", "prefix_cache", "policy", "setting")
+    fields = ("scheduler", "prefix_cache", "policy", "setting", "overlaps")
     return {
         "places": [_as_json(place, find(place, root)) for place in places],
         "rules": [

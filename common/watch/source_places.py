@@ -10,6 +10,7 @@ from common.watch.source_lines import Rule, SourcePlace
 
 _BOOKS = "01_batching/scheduler_books.py"
 _LOOP = "01_batching/engine_core.py"
+_LOOP_AHEAD = "common/runner/overlap.py"
 _POOL = "02_paged_kv/block_pool.py"
 _TABLES = "02_paged_kv/kv_cache_manager.py"
 _MANAGER = "03_prefix_cache/cached_kv_cache_manager.py"
@@ -266,6 +267,11 @@ STEPS = [
         setting="chunked_prefill",
     ),
     Rule("chunk", SourcePlace(_WHOLE, "WholePrompts.num_tokens_now", "return budget if")),
+    Rule(
+        "computed",
+        SourcePlace(_LOOP_AHEAD, "OverlappedEngineCore._begin", "self._under_way.append"),
+        overlaps=True,
+    ),
     Rule("computed", SourcePlace(_LOOP, "EngineCore.step", "handle = self.runner.execute")),
     Rule("guesses", SourcePlace(_VERIFY, "_Layout.count_leading", "return (self.is_draft")),
     Rule("guesses:rejected", SourcePlace(_GUESSES, "DraftPlugin.judged", "if request_id in sent")),
@@ -276,6 +282,11 @@ STEPS = [
     ),
     Rule(
         "discarded", SourcePlace(_BASE, "SchedulerBase.update_from_output", "if request.status <")
+    ),
+    Rule(
+        "updated",
+        SourcePlace(_LOOP_AHEAD, "OverlappedEngineCore._finish", "return self.scheduler.update"),
+        overlaps=True,
     ),
     Rule("updated", SourcePlace(_LOOP, "EngineCore.step", "return self.scheduler.update")),
     Rule("failed", SourcePlace("common/engine.py", "LLMEngine._advance", "try")),

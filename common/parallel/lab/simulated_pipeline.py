@@ -140,7 +140,7 @@ def simulate(
     options |= {"chunk_policy": CutPrompts(), "kv_memory": make_kv_memory(20_000)}
     pipeline = PipelinePlugin(num_micro_batches or num_stages)
     scheduler = kind(plugins=[pipeline], **options)
-    stages = SimulatedStages(num_stages, costs or Costs())
+    stages: Any = SimulatedStages(num_stages, costs or Costs())
     runner = QueuedRunner(stages)
     core = PipelinedEngineCore(scheduler, runner, pipeline, num_in_flight or num_stages)
     to_come = sorted(enumerate(arrivals), key=lambda pair: -pair[1].at_ms)

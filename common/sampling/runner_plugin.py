@@ -1,0 +1,132 @@
+"""A feature on the runner's side: an object in a list, which is told what happens to rows.
+
+    a request comes, and goes      admit, release     its row, and what its message says
+    tokens are written             appended           once a step, for all rows
+    more rows are needed           grow
+    a step is laid out             stage              arrays into the step's one upload
+    the device computes            before_sampling    what the host works out meanwhile: one more
+                                                      upload, in such steps only
+
+What belongs to a request stands in columns of the plugin, by row; what belongs to a step stands in
+the batch: two steps may be on their way at once. Hooks are called in the order of the list, which
+stands in the assembly, and only if the plugin's class defines them: that is looked up once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from batch_layout import Queries, all_to_device
+from scheduler_interface import NewRequestData
+
+
+class Cargo:
+    """Arrays that go to a device in one copy."""
+
+    def __init__(self, device: torch.device, arrays: Iterable[np.ndarray] = ()) -> None:
+        self.device, self.arrays = device, list(arrays)
+        self.tensors: Sequence[torch.Tensor] = ()  # the same, where they have been sent
+
+    def add(self, array: np.ndarray) -> Callable[[], torch.Tensor]:
+        """Its tensor, for whoever asks when it is there."""
+        index = len(self.arrays)
+        self.arrays.append(np.ascontiguousarray(array))  # as kernels like it
+        return lambda: self.tensors[index]
+
+    def send(self) -> None:
+        self.tensors = all_to_device(self.device, *self.arrays)
+
+
+class HasTokens(Protocol):
+    """Columns of the runner's state, a row for each request."""
+
+    token_ids: np.ndarray  # [num_rows, max_len] int32: prompt, outputs, drafts of this step
+    num_tokens: np.ndarray  # [num_rows] int64: prompt and outputs
+    num_prompt_tokens: np.ndarray  # [num_rows] int64
+
+    def fill_in(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Ids on the device, with those in place that are below 0: they are pending."""
+        ...
+
+
+class StepRows(NamedTuple):
+    """Who is in a step, in the order of the batch. Each query has `num_tokens` tokens of the
+    model's input and `num_logit_rows` rows of logits, one behind the other."""
+
+    state: HasTokens
+    req_ids: Sequence[str]  # [num_queries]
+    queries: Queries
+    drafts: Mapping[str, Sequence[int]]  # as the plan has them
+
+
+class RunnerPlugin:
+    """What a hook is called with may not be changed."""
+
+    name: str = ""  # what a request brings to it is `NewRequestData.features[name]`, if anything
+
+    def grow(self, num_rows: int) -> None:
+        """There are so many rows from now on, as many as before or more. They stay what they
+        were."""
+
+    def admit(self, row: int, new: NewRequestData) -> None:
+        """The row is this request's from now on."""
+
+    def release(self, row: int) -> None:
+        """The row is nobody's."""
+
+    def appended(
+        self, state: HasTokens, rows: np.ndarray, firsts: np.ndarray, stops: np.ndarray
+    ) -> None:
+        """A plan has brought positions `[firsts[i], stops[i])` of each row. The prompt is not among
+        them, unless its request was preempted: then all comes once more. So does a token that was
+        pending, below 0, when its value is known."""
+
+    def stage(self, step: StepRows, cargo: Cargo) -> Callable[[], Any] | None:
+        """Put into `cargo` what the device has to know of the rows. What is returned is called when
+        it is there; what comes of that stands in the batch, `staged[name]`."""
+
+    def before_sampling(
+        self, step: StepRows, cargo: Cargo
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """The forward pass has begun, and the host has time. What is returned gets the logits
+        [num_logit_rows, vocab_size or wider] when `cargo` is there, and what it returns is sampled
+        from. None: nothing in this step."""
+
+
+class RunnerPlugins:
+    """The list, and of each hook those that have it."""
+
+    def __init__(self, plugins: Iterable[RunnerPlugin]) -> None:
+        self.plugins = tuple(plugins)
+        self.grow = [p.grow for p in self._with("grow")]
+        self.admit = [p.admit for p in self._with("admit")]
+        self.release = [p.release for p in self._with("release")]
+        self.appended = [p.appended for p in self._with("appended")]
+        self._stage = [(p.name, p.stage) for p in self._with("stage")]
+        self._before_sampling = [p.before_sampling for p in self._with("before_sampling")]
+        self.stage_arrays = bool(self._stage)
+        self.see_steps = bool(self._stage or self._before_sampling)
+
+    def _with(self, hook: str) -> list[RunnerPlugin]:
+        base = getattr(RunnerPlugin, hook)
+        return [p for p in self.plugins if getattr(type(p), hook) is not base]
+
+    def stage(self, step: StepRows, cargo: Cargo) -> dict[str, Callable[[], Any]]:
+        """What stands in the batch when `cargo` is there, by the names of plugins."""
+        staged = {name: stage(step, cargo) for name, stage in self._stage}
+        return {name: found for name, found in staged.items() if found is not None}
+
+    def before_sampling(self, step: StepRows, logits: torch.Tensor) -> torch.Tensor:
+        """What is sampled from, of logits that may not have been computed yet."""
+        if not self._before_sampling:
+            return logits
+        cargo = Cargo(logits.device)
+        found = [hook(step, cargo) for hook in self._before_sampling]
+        if cargo.arrays:
+            cargo.send()
+        for change in found:
+            logits = logits if change is None else change(logits)
+        return logits

@@ -1,0 +1,76 @@
+"""Who may use an engine now: one thread at a time, of the process that made it.
+
+Each line of a step relies on what the line before has left. A second thread in between, or a forked
+copy that writes to the same workers, would leave an engine whose tokens are wrong. So whoever comes
+second is told at once: to wait would only hide that two threads do not make an engine faster. What
+may come from anywhere, at any time (the end of a request), is asked for, and done between two
+steps by the thread whose turn it is."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Turn:
+    """A `with` that does not wait, and may be nested. Raises `RuntimeError`."""
+
+    def __init__(self) -> None:
+        self._lock, self._pid = threading.RLock(), os.getpid()
+        self.asked: deque[Callable[[], None]] = deque()
+
+    def __enter__(self) -> None:
+        self.check_process()
+        if not self.take():
+            raise RuntimeError(
+                "this engine is used by another thread: one at a time may add requests and step; "
+                "others may abort requests, close it, or have an engine of their own"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def check_process(self) -> None:
+        if (pid := os.getpid()) != self._pid:
+            raise RuntimeError(
+                f"this engine belongs to process {self._pid}: process {pid} is a fork of it, and "
+                "has neither its threads nor its workers; make an engine after the fork"
+            )
+
+    def take(self, timeout_s: float = 0) -> bool:
+        return self._lock.acquire(timeout_s > 0, timeout_s or -1)
+
+    def release(self) -> None:
+        self._lock.release()
+        self.do_what_was_asked()
+
+    def ask(self, what: Callable[[], None]) -> None:
+        """Have it done by whose turn it is; here and now, if that is nobody's or this thread's."""
+        self.asked.append(what)
+        self.do_what_was_asked()
+
+    def do_what_was_asked(self) -> None:
+        """Who asked in vain was before the other's release, so that one sees it."""
+        while self.asked and self.take():
+            try:
+                while self.asked:
+                    self.asked.popleft()()
+            finally:
+                self._lock.release()
+
+
+def one_at_a_time(method: Method) -> Method:
+    """A method of a class with a `turn`."""
+
+    @wraps(method)
+    def taken(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        with self.turn:
+            return method(self, *arguments, **keywords)
+
+    return cast(Method, taken)
