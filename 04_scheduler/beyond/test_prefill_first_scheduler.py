@@ -145,7 +145,7 @@ def test_it_serves_the_interface_with_the_parameters_of_the_other_scheduler():
         theirs = inspect.signature(getattr(SchedulerInterface, name))
         assert list(ours.parameters) == list(theirs.parameters), name
     ours, theirs = (inspect.signature(s).parameters for s in (PrefillFirstScheduler, Scheduler))
-    assert theirs.keys() - ours.keys() == {"watermark", "reserve_all"}
+    assert theirs.keys() - ours.keys() == {"watermark", "keep_for_prompts", "reserve_all"}
     shared = inspect.signature(SchedulerBase).parameters
     first = ["max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks", "policy"]
     for parameters in (shared, ours, theirs):
