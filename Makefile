@@ -35,9 +35,10 @@ WHAT_notebooks := execute every NN_*/*_demo.py and write its .ipynb
 WHAT_figures := redraw every figure from its committed record
 WHAT_bench := measure, write a record and print a table
 WHAT_ladder := measure the engine with one chapter more at a time, and print the README's first table
+WHAT_sync := renew what is derived: quotations, tables, counts, pages made of tables, notebooks
 WHAT_clean := remove caches and dist/; .venv and build/ stay
 
-TARGETS := demo check test matrix museum watch task lint format notebooks figures bench ladder clean
+TARGETS := demo check test matrix museum watch task lint format notebooks figures bench ladder sync clean
 
 .NOTPARALLEL:
 .PHONY: help $(TARGETS)
@@ -106,6 +107,10 @@ bench: say-bench $(STAMP)
 
 ladder: say-ladder $(STAMP)
 	@$(PY) -m common.ladder $(ARGS)
+
+sync: say-sync $(STAMP)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m common.sync $(ARGS) || \
+	  { echo "make sync: what is listed above wants a reader."; exit 1; }
 
 clean: say-clean
 	@rm -rf dist .pytest_cache .ruff_cache .hypothesis

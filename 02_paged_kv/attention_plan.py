@@ -70,11 +70,11 @@ class DecodeGroup:
         starts: Sequence[int],
         seq_lens: Sequence[int],
         block_tables: torch.Tensor,
-        query: torch.Tensor,
+        num_heads: int,  # of the query
         key_cache: torch.Tensor,
     ) -> None:
-        to_device = partial(torch.Tensor.to, device=query.device, non_blocking=True)
-        block_size, num_shared = key_cache.shape[1], query.shape[1] // key_cache.shape[2]
+        to_device = partial(torch.Tensor.to, device=key_cache.device, non_blocking=True)
+        block_size, num_shared = key_cache.shape[1], num_heads // key_cache.shape[2]
         own = torch.tensor([(starts[row], starts[row + 1], seq_lens[row]) for row in rows])
         first, stop, seq_len = own.T[:, :, None]  # each [n, 1]
         query_len = max(starts[row + 1] - starts[row] for row in rows)
@@ -89,7 +89,7 @@ class DecodeGroup:
         self.mask = None  # or [n, 1, num_shared * query_len, num_keys], 0 or -inf
         if hidden.any():
             hidden = hidden.repeat(1, num_shared, 1)[:, None]
-            mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, -math.inf)
+            mask = torch.zeros(hidden.shape, dtype=key_cache.dtype).masked_fill_(hidden, -math.inf)
             self.mask = to_device(mask)
         # [n * query_len] int64, rows of the query; [num_unused] int64, slots of what is gathered
         self.tokens, self.unused = to_device(tokens.flatten()), to_device(unused)

@@ -7,21 +7,21 @@ The tokens of all requests lie end to end, each request's at its own positions:
     positions         | 0  1  2  3  4       | 17   | 9    | 4  5  6     |
     slot_mapping      table[position // block_size] * block_size + position % block_size
 
-Whoever runs a model over the paged cache needs this. A step's tokens and tables are gathers from
-the columns in which the runner keeps them (`block_delta.py`); no list is walked.
+A `ComposedBatch` is all that a model is told of a step, besides the cache. Tokens and tables are
+gathers from the columns in which the runner keeps them (`block_delta.py`); no list is walked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from block_delta import PagedRunnerState
-from paged_attention import AttentionMetadata
+from paged_attention import AttentionBackend, AttentionMetadata, AttentionPlan, PagedKVCache
 
 
 class Queries(NamedTuple):
@@ -36,12 +36,24 @@ class Queries(NamedTuple):
 
 @dataclass(slots=True)
 class ComposedBatch:
-    """A step on the device."""
+    """A step on the device: what goes into the model. Layers that share block tables are a group;
+    most models have one."""
 
     input_ids: torch.Tensor  # [num_tokens] int64
     positions: torch.Tensor  # [num_tokens] int64
-    attention: AttentionMetadata
+    attention: tuple[AttentionMetadata, ...]  # of each group of layers
     logit_indices: torch.Tensor  # [num_logit_rows] int64, into the tokens
+    plans: tuple[AttentionPlan, ...] = ()  # of each group
+    # [num_tokens, hidden_size], where other layers, in another process, computed before these.
+    hidden: torch.Tensor | None = None
+    staged: dict[str, Any] = field(default_factory=dict)  # by plugins of the runner, by name
+
+    def plan_attention(
+        self, backend: AttentionBackend, num_heads: int, kv_cache: PagedKVCache
+    ) -> None:
+        """Once a step, before the model computes. Its caches are alike in all layers."""
+        key_cache = kv_cache.key_cache[0]
+        self.plans = tuple(backend.plan(group, num_heads, key_cache) for group in self.attention)
 
 
 class StepLayout(NamedTuple):
@@ -78,7 +90,7 @@ def compose_in_order(state: PagedRunnerState, queries: Queries, block_size: int)
     def compose(input_ids, positions, logit_indices, *where) -> ComposedBatch:
         sizes = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}
         attention = AttentionMetadata(*where, **sizes)
-        return ComposedBatch(input_ids, positions, attention, logit_indices)
+        return ComposedBatch(input_ids, positions, (attention,), logit_indices)
 
     return StepLayout(order, arrays, compose)
 

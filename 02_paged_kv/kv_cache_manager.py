@@ -133,6 +133,11 @@ class KVCacheManager:
             self.grown.discard(request.request_id)
             self._release(table.blocks)
 
+    def recount(self) -> None:
+        """A call was interrupted half-way: blocks that it had taken and given to nobody are free
+        again. O(pool)."""
+        self.pool.recount(self._count_holders())
+
     # -- inside
 
     def _reach(self, request_id: str, end: int) -> bool:

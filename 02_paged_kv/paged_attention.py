@@ -13,6 +13,8 @@ whether one or many:
 This is the specification that kernels are tested against, and the fast path on a CPU. It gathers
 whole blocks. Short queries are attended together (`attention_plan.py`), longer ones one by one.
 
+A backend plans a step once, when it is asked to, and all layers write and attend with that plan.
+
 Invariants: nothing beyond a sequence's length reaches the output, not even NaN (a masked score is
 not enough: 0 * NaN is NaN); a slot of -1 is not written; a plan is used only for queries and caches
 of the dtype and shape that it was made for.
@@ -25,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -80,7 +82,7 @@ def reserve_zeros(
 
 @dataclass(slots=True, eq=False)
 class AttentionMetadata:
-    """Where a batch's queries, keys and new slots lie. Not changed once it has been attended with.
+    """Where a batch's queries, keys and new slots lie. Not changed once a step is planned with it.
 
     Tokens past `query_start_loc[-1]` are padding; so is a sequence without query tokens.
     """
@@ -91,8 +93,6 @@ class AttentionMetadata:
     slot_mapping: Tensor  # [num_tokens] int64, -1: padding
     max_query_len: int
     max_seq_len: int
-    # What the first layer worked out for the others, if the backend plans.
-    plan: PagedPlan | None = field(default=None, init=False, repr=False)
 
 
 def write_kv(
@@ -128,9 +128,10 @@ class PagedPlan:
     costs more than the attention does.
     """
 
-    def __init__(self, metadata: AttentionMetadata, query: Tensor, key_cache: Tensor) -> None:
-        """Raises `ValueError` if lengths and tables contradict each other."""
-        self.dtype, self.num_heads = query.dtype, query.shape[1]  # a group's mask has both
+    def __init__(self, metadata: AttentionMetadata, num_heads: int, key_cache: Tensor) -> None:
+        """For queries of `num_heads` heads, and caches like `key_cache`. Raises `ValueError` if
+        lengths and tables contradict each other."""
+        self.num_heads, self.slot_mapping = num_heads, metadata.slot_mapping
         starts, seq_lens, is_short = self.lengths(metadata, key_cache)
         query_lens = [stop - start for start, stop in pairwise(starts)]
         tables, block_size = metadata.block_tables, key_cache.shape[1]
@@ -149,8 +150,7 @@ class PagedPlan:
             else:
                 own = slice(starts[row], starts[row + 1]), tables[row, : -(-seq_len // block_size)]
                 self.long_queries.append(LongQuery(query_len, seq_len, *own))
-        step = starts, seq_lens, tables, query, key_cache
-        self.groups = self.make_groups(short, query_lens, *step)
+        self.groups = self.make_groups(short, query_lens, starts, seq_lens, tables, key_cache)
         # The largest first: the buffer is made anew when it is too small.
         self.groups.sort(key=lambda group: -len(group.block_ids))
         self.long_queries.sort(key=lambda long: -long.seq_len)
@@ -171,15 +171,14 @@ class PagedPlan:
         starts: Sequence[int],
         seq_lens: Sequence[int],
         tables: Tensor,
-        query: Tensor,
         key_cache: Tensor,
     ) -> list[DecodeGroup]:
         groups = group_short_queries(short, query_lens, seq_lens, max_group_slots(key_cache))
-        return [DecodeGroup(rows, starts, seq_lens, tables, query, key_cache) for rows in groups]
+        step = starts, seq_lens, tables, self.num_heads, key_cache
+        return [DecodeGroup(rows, *step) for rows in groups]
 
-    def fits(self, query: Tensor, key_cache: Tensor) -> bool:
-        is_same_query = self.dtype == query.dtype and self.num_heads == query.shape[1]
-        return is_same_query and self.key_buffer.shape[1:] == key_cache.shape[1:]
+    def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
+        write_kv(key, value, key_cache, value_cache, self.slot_mapping)
 
     def gather(
         self, key_cache: Tensor, value_cache: Tensor, block_ids: Tensor
@@ -226,7 +225,7 @@ class PagedPlan:
         with_history = [long for long in self.long_queries if long.query_len < long.seq_len]
         tile = min(max(long.query_len for long in with_history), QUERY_TILE)
         num_keys = max(long.seq_len for long in with_history)
-        mask = self.key_buffer.new_full((tile, num_keys), -math.inf, dtype=self.dtype)
+        mask = self.key_buffer.new_full((tile, num_keys), -math.inf)
         return mask.triu_(num_keys - tile + 1)
 
 
@@ -256,24 +255,34 @@ def paged_attention(
     neighbouring query heads share one. Rows of padding tokens are zero. Raises `ValueError` if the
     metadata contradicts itself.
     """
-    plan = metadata.plan
-    if plan is None or type(plan) is not plan_type or not plan.fits(query, key_cache):
-        plan = metadata.plan = plan_type(metadata, query, key_cache)
+    plan = plan_type(metadata, query.shape[1], key_cache)
     return plan.attend(query, key_cache, value_cache, scale)
 
 
+class AttentionPlan(Protocol):
+    """How layers write and read their KV in one step: as a `PagedPlan` does, or the same in another
+    way."""
+
+    slot_mapping: Tensor  # [num_tokens] int64, -1: not written
+
+    def write_kv(
+        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor
+    ) -> None: ...
+
+    def attend(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float
+    ) -> Tensor: ...
+
+
 class AttentionBackend(Protocol):
-    """How a model writes and reads KV: the functions above, or others that do the same."""
+    """Who plans. A plan is for one step and one number of query heads, and for all layers whose
+    caches have the shape, the strides and the dtype of the one that is given."""
 
     @property
-    def write_kv(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]: ...
-
-    @property
-    def attend(self) -> Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float], Tensor]: ...
+    def plan(self) -> Callable[[AttentionMetadata, int, Tensor], AttentionPlan]: ...
 
 
 class TorchAttentionBackend:
     """PyTorch on any device."""
 
-    write_kv = staticmethod(write_kv)
-    attend = staticmethod(paged_attention)
+    plan = staticmethod(PagedPlan)

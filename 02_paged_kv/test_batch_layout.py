@@ -63,7 +63,7 @@ def test_every_token_stands_at_its_position_and_writes_to_its_slot(block_size, s
         positions += range(start, start + n)
         slots += manager.slot_mapping(request.request_id, start, start + n)
         ends.append(len(positions))
-    attention = layout.attention
+    (attention,) = layout.attention
     assert layout.input_ids.tolist() == tokens
     assert layout.positions.tolist() == positions
     assert attention.slot_mapping.tolist() == slots
@@ -101,8 +101,8 @@ def test_a_plan_does_not_change_when_the_columns_do():
     for column in (state.token_ids, state.block_tables, state.num_tokens):
         column[:] = 6
     assert layout.input_ids.tolist() == [1, 2, 3, 4, 5]
-    assert layout.attention.block_tables.tolist() == [[3, 4]]
-    assert layout.attention.slot_mapping.tolist() == [12, 13, 14, 15, 16]
+    assert layout.attention[0].block_tables.tolist() == [[3, 4]]
+    assert layout.attention[0].slot_mapping.tolist() == [12, 13, 14, 15, 16]
     assert to_device(np.array([1]), CPU).tolist() == [1]
 
 
@@ -115,8 +115,8 @@ def test_logits_are_wanted_of_the_last_tokens_of_each_query():
     batch = layout.on(CPU)
     assert layout.order.tolist() == [0, 1, 2]
     assert batch.positions.tolist() == [2, 3, 4, 5, 0, 1, 2, 4, 5, 6]
-    assert batch.attention.slot_mapping.tolist() == [22, 23, 24, 25, 28, 29, 30, 36, 37, 38]
-    assert batch.attention.query_start_loc.tolist() == [0, 4, 7, 10]
+    assert batch.attention[0].slot_mapping.tolist() == [22, 23, 24, 25, 28, 29, 30, 36, 37, 38]
+    assert batch.attention[0].query_start_loc.tolist() == [0, 4, 7, 10]
     assert batch.logit_indices.tolist() == [3, 8, 9]
     of_b = queries([1], [0], [3], [0])
     assert compose_in_order(state, of_b, 4).on(CPU).logit_indices.tolist() == []

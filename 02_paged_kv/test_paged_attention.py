@@ -20,7 +20,9 @@ from block_pool import BlockPool
 from kv_cache_manager import KVCacheManager
 from paged_attention import (
     ALIGNMENT,
+    AttentionBackend,
     AttentionMetadata,
+    AttentionPlan,
     PagedKVCache,
     TorchAttentionBackend,
     paged_attention,
@@ -74,10 +76,14 @@ class Case:
             ]
         )
 
-    def attend(self) -> torch.Tensor:
-        return paged_attention(
-            self.query, self.key_cache, self.value_cache, self.metadata, self.scale
-        )
+    def plan(self, backend: AttentionBackend) -> AttentionPlan:
+        return backend.plan(self.metadata, self.query.shape[1], self.key_cache)
+
+    def attend(self, plan: AttentionPlan | None = None) -> torch.Tensor:
+        where = self.query, self.key_cache, self.value_cache
+        if plan is None:
+            return paged_attention(*where, self.metadata, self.scale)
+        return plan.attend(*where, self.scale)
 
     def check(self, output: torch.Tensor, dtype: torch.dtype | None = None) -> None:
         assert output.dtype == self.query.dtype and output.shape == self.query.shape
@@ -228,37 +234,29 @@ def test_batches_without_tokens_and_sequences_without_tokens():
     case = make_case([(0, 9), (1, 5), (0, 3), (4, 6), (0, 1)], 4, num_padding_tokens=3)
     case.check(case.attend())
     case.metadata.seq_lens[2] = 0
-    case.metadata.plan = None
     case.check(case.attend())
 
 
-def test_one_plan_serves_all_layers_and_not_another_dtype_or_shape():
+def test_one_plan_serves_all_layers():
     case = make_case(MIXED, 4)
-    case.check(case.attend())
-    plan = case.metadata.plan
-    assert isinstance(plan, module.PagedPlan)
+    plan = case.plan(TorchAttentionBackend())
+    case.check(case.attend(plan))
     case.key_cache.mul_(2), case.value_cache.mul_(3)  # the next layer: other contents, same places
     case.keys, case.values = [k * 2 for k in case.keys], [v * 3 for v in case.values]
-    case.check(case.attend())
-    assert case.metadata.plan is plan
-    narrow = make_case(MIXED, 4, torch.float32, num_kv_heads=1, num_shared=4, head_dim=6)
-    narrow.metadata = case.metadata
-    narrow.key_cache = torch.zeros(len(case.key_cache), 4, 1, 6)
-    narrow.value_cache = torch.ones_like(narrow.key_cache)
-    assert narrow.attend().dtype == torch.float32
-    torch.testing.assert_close(narrow.attend(), torch.ones_like(narrow.query))
+    case.check(case.attend(plan))
 
 
 @pytest.mark.parametrize("num_shared", [(2, 3), (4, 1), (1, 4)])
 def test_models_with_other_numbers_of_query_heads_share_metadata(num_shared):
-    """A target and its draft: equal caches, and as many query heads to a KV head as they like. In
-    turn, layer after layer."""
+    """A target and its draft: equal caches, as many query heads to a KV head as they like, and a
+    plan each. In turn, layer after layer."""
     target, draft = (make_case(MIXED, 4, num_shared=n) for n in num_shared)
+    draft.metadata = target.metadata
+    plans = {id(case): case.plan(TorchAttentionBackend()) for case in (target, draft)}
     draft.key_cache, draft.value_cache = target.key_cache, target.value_cache
     draft.keys, draft.values = target.keys, target.values
-    draft.metadata = target.metadata
     for case in (target, draft, draft, target):
-        case.check(case.attend())
+        case.check(case.attend(plans[id(case)]))
 
 
 @pytest.mark.parametrize(
@@ -300,7 +298,7 @@ def test_written_tokens_stand_in_their_slots_and_nothing_else_changes(block_size
     slots = random.Random(block_size).sample(range(6 * block_size), min(5, 6 * block_size))
     key, value = torch.randn(7, 2, 3).double(), torch.randn(7, 2, 3).double()
     mapping = torch.tensor([slots[0], -1, *slots[1:], -1])
-    TorchAttentionBackend().write_kv(key, value, key_cache, value_cache, mapping)
+    write_kv(key, value, key_cache, value_cache, mapping)
     for written, contents, rest in ((key, key_cache, 7), (value, value_cache, 8)):
         for slot in range(6 * block_size):
             found = contents[slot // block_size, slot % block_size]

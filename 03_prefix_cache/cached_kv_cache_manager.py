@@ -9,6 +9,10 @@ Full blocks are published when the forward pass that wrote them is over, never b
 fails leaves nothing wrong behind. A block that a request publishes next is known by its content
 while it is being computed: a request that could use it is not ready, and a step later it hits.
 
+Who ends in an error may have read the reason in any block that nobody has sampled a token with: the
+first of these, found or its own, leaves the cache with all behind it. Others that have such blocks
+in their tables go on with them, and publish nothing any more.
+
 Invariants: those of the manager and of the cache; what a table has published is owned by the cache
 and is its path, block by block. vLLM publishes a block when it is planned; SGLang puts off requests
 that share an uncached prefix, as here.
@@ -19,12 +23,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from block_pool import Block, BlockPool
 from kv_cache_manager import BlockTable
 from kv_memory import ComputedBlocks, KVMemory, NotReady
 from prefix_cache import PrefixCache, PrefixPath, extra_keys_of, normalise_extra_keys
-from request import Request, check_integers
+from request import Request, RequestStatus, check_integers
 from scheduler_interface import BlockMove
 
 _BlockKey = tuple[object, ...]  # (id of the cached block before it, extra keys, its tokens)
@@ -38,6 +43,7 @@ class _CacheState:
     path: PrefixPath = field(default_factory=PrefixPath)
     num_published: int = 0  # blocks at the front of its table that the cache owns
     in_flight: _BlockKey = ()  # the block that it is the first to compute
+    num_withdrawn: int = 0  # blocks at the front that the cache has owned, and gave up: not trusted
 
 
 class CachedKVCacheManager(KVMemory):
@@ -55,6 +61,7 @@ class CachedKVCacheManager(KVMemory):
         self._states: dict[str, _CacheState] = {}
         self._in_flight: dict[_BlockKey, str] = {}  # block being computed -> request
         self._moves: list[BlockMove] = []  # the runner has yet to be told
+        self._trusted: set[int] = set()  # cached blocks with which somebody has sampled a token
 
     @property
     def num_blocks_in_use(self) -> int:
@@ -134,7 +141,8 @@ class CachedKVCacheManager(KVMemory):
         """The block that the request publishes next is being computed, if it will be full."""
         state = self._states[request.request_id]
         end = (state.num_published + 1) * self.block_size
-        if not state.in_flight and end <= min(num_planned, request.num_tokens):
+        is_next_known = state.in_flight or state.num_withdrawn  # or is never published
+        if not is_next_known and end <= min(num_planned, request.num_tokens):
             blocks = self._tables[request.request_id].blocks
             key = self._key(request, blocks, state.num_published)
             if self._in_flight.setdefault(key, request.request_id) == request.request_id:
@@ -155,7 +163,7 @@ class CachedKVCacheManager(KVMemory):
         state = self._states[request.request_id]
         first = state.num_published
         num_full = min(num_computed_tokens, request.num_tokens) // self.block_size
-        if num_full <= first:
+        if num_full <= first or state.num_withdrawn:
             return
         given = table.blocks[first:num_full]
         result = self.cache.insert(
@@ -170,13 +178,49 @@ class CachedKVCacheManager(KVMemory):
         state.in_flight = ()
 
     def free(self, request: Request) -> None:
-        """Give up the request's blocks; what is published stays cached until it is evicted."""
+        """Give up the request's blocks; what is published stays cached until it is evicted, unless
+        the request has ended in an error."""
         state = self._states.pop(request.request_id, None)
         if state is not None:
             self._in_flight.pop(state.in_flight, None)
+            self._trust_or_withdraw(request, state.num_published)
         if self._moves:
             self._moves = [move for move in self._moves if move.req_id != request.request_id]
         super().free(request)
+
+    def _trust_or_withdraw(self, request: Request, num_published: int) -> None:
+        """The blocks at the front of its table, when it leaves: has it sampled with all of them?"""
+        published = self.get_block_ids(request.request_id)[:num_published]
+        if request.status == RequestStatus.FINISHED_ERROR:
+            start = sum(1 for _ in takewhile(self._trusted.__contains__, published))
+            if start < num_published:
+                self._withdraw(request, start, num_published)
+        elif request.output_token_ids and request.num_computed_tokens >= request.num_tokens - 1:
+            self._trusted.update(published)
+
+    def _withdraw(self, request: Request, start: int, end: int) -> None:
+        """Blocks [start, end) of its table, and all that is cached behind them."""
+        self.cache.withdraw(self._tables[request.request_id].blocks[start])
+        for request_id, state in self._states.items():
+            if state.num_published:
+                published = self._tables[request_id].blocks[: state.num_published]
+                num_kept = sum(map(self.cache.owns, published))
+                if num_kept < state.num_published:
+                    state.num_withdrawn = max(state.num_withdrawn, state.num_published)
+                    state.num_published = num_kept
+                    self._in_flight.pop(state.in_flight, None)
+                    state.in_flight = ()
+
+    def recount(self) -> None:
+        """And cached blocks that somebody was about to use, or to let go, leave the cache. Nobody
+        runs now."""
+        self._in_flight.clear()
+        holders = self._count_holders()
+        for block_id in list(self.cache.cached_block_ids()):
+            block = self.pool.blocks[block_id]
+            if self.cache.owns(block) and block.ref_cnt != holders[block_id]:
+                self.cache.withdraw(block)
+        super().recount()
 
     def take_block_moves(self) -> list[BlockMove]:
         moves, self._moves = self._moves, []
@@ -191,7 +235,10 @@ class CachedKVCacheManager(KVMemory):
             return None  # before anything is evicted: a refusal changes nothing
         if num_missing > 0:
             self.cache.evict(num_missing)
-        return super()._take_blocks(num_blocks)
+        blocks = super()._take_blocks(num_blocks)
+        if blocks is not None:
+            self._trusted.difference_update(block.block_id for block in blocks)
+        return blocks
 
     def _release(self, blocks: Sequence[Block]) -> None:
         """Those in the cache come first, those of the table's own behind them."""
@@ -205,14 +252,15 @@ class CachedKVCacheManager(KVMemory):
         return holders
 
     def _check_sharing(self) -> None:
-        """A cached block may be in any table, at its own depth; others in one."""
+        """A cached block, or one that was, may be in any table, at its own depth; others in one."""
         places: dict[int, tuple[object, int]] = {}
         for request_id, table in self._tables.items():
-            num_published = self._states[request_id].num_published
+            state = self._states[request_id]
             for index, block in enumerate(table.blocks):
                 is_cached = self.cache.owns(block)
-                assert is_cached or index >= num_published, f"{request_id!r} lost {block}"
-                place = ("cached" if is_cached else request_id, index)
+                assert is_cached or index >= state.num_published, f"{request_id!r} lost {block}"
+                is_shared = is_cached or index < state.num_withdrawn
+                place = ("shared" if is_shared else request_id, index)
                 assert places.setdefault(block.block_id, place) == place, (request_id, place)
 
     def check_invariants(self, requests: Iterable[Request] = ()) -> None:

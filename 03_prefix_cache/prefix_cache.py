@@ -10,6 +10,8 @@ A cache maps prefixes, in whole blocks, to blocks of a `BlockPool`, and is one o
 Matches, insertions and releases use a prefix. Evicted is the block whose last use is the longest
 ago, of those that nobody uses and that have no cached block behind them.
 
+A block whose content can not be trusted is *withdrawn*, with all behind it, whoever uses them.
+
 Invariants: a cached block's parent is cached; whoever uses a block uses all before it; a use of a
 block is a use of all before it; the content of a cached block never changes.
 
@@ -136,6 +138,9 @@ class CacheListener(Protocol):
     def blocks_evicted(self, blocks: Sequence[Block]) -> None:
         """They still hold their content, and lose it when this returns. Children come first."""
 
+    def blocks_withdrawn(self, blocks: Sequence[Block]) -> None:
+        """They leave the cache because their content is not to be trusted. Children come first."""
+
 
 class CachedPrefix(NamedTuple):
     """One cached block and everything it depends on. For checks and pictures; O(depth)."""
@@ -238,6 +243,17 @@ class PrefixCache(ABC):
         self.pool.free(blocks)
         return num_blocks
 
+    def withdraw(self, block: HasBlockId) -> None:
+        """Forget a cached block and all behind it. Who uses them keeps them, as blocks like any
+        other, which are not cached and go back to the pool when they are freed. Raises `ValueError`
+        for a block that is not cached."""
+        blocks = self._take_off(block)
+        if self.listener is not None:
+            self.listener.blocks_withdrawn(blocks)
+        for gone in blocks:
+            del self._by_block_id[gone.block_id]
+        self.pool.free(blocks)
+
     def reset(self) -> bool:
         """Forget everything. False, and nothing has changed, while any cached block is in use."""
         if self.num_evictable_blocks != self.num_cached_blocks:
@@ -309,6 +325,10 @@ class PrefixCache(ABC):
     @abstractmethod
     def _pop_oldest(self, num_blocks: int) -> list[Block]:
         """Take the unused blocks out of the index whose last use is the longest ago."""
+
+    @abstractmethod
+    def _take_off(self, block: HasBlockId) -> list[Block]:
+        """Take a block and all behind it out of the index, used or not. Children come first."""
 
     def _check_given(self, token_ids: Sequence[int], blocks: Sequence[Block], start: int) -> None:
         """What `insert` refuses whatever is cached."""

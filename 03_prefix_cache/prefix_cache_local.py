@@ -184,6 +184,16 @@ class PrefixCacheLocal(PrefixCache):
             del self._by_hash[cached.block_hash]
         return [cached.block for cached in victims]
 
+    def _take_off(self, block: HasBlockId) -> list[Block]:
+        gone = {block.block_id: self._cached([block], "withdraw")[0]}
+        for cached in self._by_hash.values():  # a parent was cached before its children
+            if cached.parent is not None and cached.parent.block_id in gone:
+                gone[cached.block_id] = cached
+        for cached in gone.values():
+            del self._by_hash[cached.block_hash]
+            self._evictable.pop(cached.block_id, None)
+        return [cached.block for cached in reversed(gone.values())]
+
     @property
     def num_evictable_blocks(self) -> int:
         return len(self._evictable)

@@ -17,7 +17,7 @@ here over the blocks it is given. Source: RadixAttention, arXiv 2312.07104.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count, groupby
 from operator import attrgetter
 
@@ -126,6 +126,15 @@ class RadixCache(PrefixCache):
             victims += self.tree.trim(leaf, num_blocks - len(victims))
             self._queue(leaf if leaf.blocks else leaf.above)
         return victims
+
+    def _take_off(self, block: HasBlockId) -> list[Block]:
+        nodes = self.tree.prune(self.tree.cut_out([block.block_id])[0])
+        gone = set(nodes)
+        self._heap = [entry for entry in self._heap if entry[2] not in gone]
+        heapify(self._heap)
+        self._num_used -= sum(len(node.blocks) for node in nodes if node.lock_ref)
+        self._queue(nodes[0].above)
+        return [block for node in reversed(nodes) for block in reversed(node.blocks)]
 
     @property
     def num_evictable_blocks(self) -> int:

@@ -143,6 +143,11 @@ class RadixTree:
     def _hang(self, node: TreeNode) -> None:
         node.above.children[tuple(node.key[: self.page_size])] = node
 
+    def _unhang(self, node: TreeNode) -> None:
+        del node.above.children[tuple(node.key[: self.page_size])]
+        if node.above.is_root and not node.above.children:
+            del self.roots[node.above.extra_keys]
+
     def cut_out(self, block_ids: Sequence[int]) -> list[TreeNode]:
         """Cut the tree so that nodes hold these pages and no other: those nodes, the deepest first.
         Raises `ValueError`, and cuts nothing, unless they follow each other on one path."""
@@ -192,13 +197,21 @@ class RadixTree:
         parent. Their blocks stay in `node_of` for whoever frees them."""
         taken = leaf.blocks[-num_pages:][::-1]
         if len(taken) == len(leaf.blocks):
-            del leaf.above.children[tuple(leaf.key[: self.page_size])]
-            if leaf.above.is_root and not leaf.above.children:
-                del self.roots[leaf.above.extra_keys]
+            self._unhang(leaf)
         leaf.generation += 1
         leaf.end -= len(taken)
         del leaf.blocks[-num_pages:], leaf.key[-num_pages * self.page_size :]
         return taken
+
+    def prune(self, node: TreeNode) -> list[TreeNode]:
+        """Take a node and all below it off the tree: these nodes, each before its children. Their
+        blocks stay in `node_of` for whoever frees them."""
+        self._unhang(node)
+        nodes = [node]
+        for above in nodes:
+            above.generation += 1
+            nodes += above.children.values()
+        return nodes
 
     @staticmethod
     def bookmark(node: TreeNode) -> Any:

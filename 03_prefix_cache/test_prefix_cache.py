@@ -205,6 +205,13 @@ class World:
         assert blocks, "told of nothing"
         for block in blocks:
             assert self.pool.blocks[block.block_id] is block and block.ref_cnt == 1
+        self.hear_of_leaving(blocks)
+
+    def blocks_withdrawn(self, blocks: Sequence[Block]) -> None:
+        self.hear_of_leaving(blocks)
+
+    def hear_of_leaving(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
             keys, tokens = self.heard.pop(block.block_id)
             for other_keys, others in self.heard.values():
                 is_child = other_keys == keys and others[: len(tokens)] == tokens
@@ -318,6 +325,24 @@ class World:
         assert self.last_evicted == self.model.evict(num_blocks)
         assert num_evicted == len(self.last_evicted)
         self.log.append(("evicted", self.last_evicted))
+
+    def withdraw(self, tenant: Tenant, index: int, everybody: Sequence[Tenant]) -> None:
+        self.last_evicted = []
+        self.cache.withdraw(tenant.table[index])
+        (_, tokens) = self.model.prefixes(tenant.tokens, tenant.keys, index + 1)[index]
+        keys = normalise_extra_keys(tenant.keys)
+        gone = {
+            entry.block_id: prefix
+            for prefix, entry in self.model.entries.items()
+            if prefix[0] == keys and prefix[1][: len(tokens)] == tokens
+        }
+        assert sorted(gone) == sorted(self.last_evicted)
+        for prefix in gone.values():
+            del self.model.entries[prefix]
+        self.model.free(self.last_evicted)  # in which order of branches is nobody's business
+        for other in everybody:
+            cached, _ = self.split(other.table)
+            other.num_published = min(other.num_published, len(cached))
 
     def reset(self) -> None:
         is_idle = self.model.num_evictable == len(self.model.entries)
@@ -1102,6 +1127,10 @@ class Notes:
         assert all(block.ref_cnt == 1 for block in blocks), "they hold their content still"
         self.heard.append(("evicted", ids(blocks)))
 
+    def blocks_withdrawn(self, blocks) -> None:
+        assert all(block.ref_cnt >= 1 for block in blocks), "they hold their content still"
+        self.heard.append(("withdrawn", ids(blocks)))
+
 
 def test_the_listener_hears_of_every_block_in_order(rig):
     notes = rig.cache.listener = Notes(rig.cache)
@@ -1125,6 +1154,40 @@ def test_the_listener_hears_of_every_block_in_order(rig):
     assert notes.heard == [("evicted", [a])]
     rig.cache.evict(1), rig.cache.reset()
     assert len(notes.heard) == 1  # of nothing, nothing is heard
+
+
+def test_withdrawn_blocks_leave_with_all_behind_them_and_stay_with_their_users(rig):
+    """A B C and A B D, of which somebody uses A B D; and A E, which nobody uses."""
+    a, b, c = rig.warm("ABC")
+    d = rig.hold("ABD")[2].block_id
+    (e,) = rig.warm("AE")[1:]
+    other = rig.warm("F")
+    notes = rig.cache.listener = Notes(rig.cache)
+    rig.cache.withdraw(rig.pool.blocks[b])
+    ((kind, gone),) = notes.heard
+    assert kind == "withdrawn" and sorted(gone) == sorted([b, c, d]) and gone[-1] == b
+    assert rig.names() == {"A", "AE", "F"} and rig.hits("ABD") == [a]
+    assert [rig.pool.blocks[i].ref_cnt for i in (a, b, c, d)] == [2, 1, 0, 1]
+    assert rig.cache.num_evictable_blocks == 2
+    rig.check()
+    rig.pool.free([rig.pool.blocks[i] for i in (d, b)])
+    rig.cache.release([rig.pool.blocks[a]])
+    rig.cache.withdraw(rig.pool.blocks[a])
+    assert rig.names() == {"F"} and not rig.cache.owns(rig.pool.blocks[e])
+    assert rig.hits("ABC") == [] and rig.hits("F") == other
+    rig.refused("is not cached", rig.cache.withdraw, rig.pool.blocks[a])
+
+
+def test_a_path_does_not_lead_to_what_was_withdrawn(rig):
+    path = PrefixPath()
+    blocks = rig.hold("AB")
+    assert ids(rig.cache.match_prefix(rig.spell("ABC"), None, path).blocks) == ids(blocks)
+    rig.cache.withdraw(blocks[0])
+    assert rig.cache.match_prefix(rig.spell("ABC"), None, path).blocks == []
+    rig.pool.free(blocks[::-1])
+    again = rig.hold("A")
+    assert ids(rig.cache.match_prefix(rig.spell("ABC"), None, path).blocks) == ids(again)
+    rig.cache.release(again)
 
 
 def test_the_listener_hears_the_parent_of_a_block_behind_a_duplicate(rig):
@@ -1288,6 +1351,13 @@ class CacheMachine(RuleBasedStateMachine):
     def finish(self, data, split):
         index = data.draw(st.integers(0, len(self.running) - 1))
         self.world.finish(self.running.pop(index), split)
+
+    @precondition(lambda self: any(tenant.num_published for tenant in self.running))
+    @rule(data=st.data())
+    def withdraw(self, data):
+        tenant = data.draw(st.sampled_from([t for t in self.running if t.num_published]))
+        index = data.draw(st.integers(0, tenant.num_published - 1))
+        self.world.withdraw(tenant, index, self.running)
 
     @rule(num_blocks=st.integers(-1, 5))
     def evict(self, num_blocks):

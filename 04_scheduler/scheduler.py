@@ -25,7 +25,8 @@ the batch is full, if it then fits the memory. Equals would displace each other 
 
 Why nobody starves: under FCFS the one that has run longest is a victim only if all others that run
 are pinned; under any policy nobody makes room more than `max_preemptions` times
-(`scheduler_base.py`), and the queue bounds overtaking (`policy_queue.py`).
+(`scheduler_base.py`), the queue bounds overtaking (`policy_queue.py`), and so does whoever lets KV
+come from outside (`kv_loads.py` of chapter 3).
 
 First reading: take prompts to be whole, and nobody to have a priority. Then `_num_tokens_for` is
 what a request is behind, `num_left` is empty and `displaced` is None.
@@ -121,9 +122,7 @@ class Scheduler(SchedulerBase):
         num_behind = num_tokens = self.num_behind(request)
         if num_tokens > 1:
             num_tokens = self._num_tokens_for(request, running, index, step)
-        num_more = 0
-        if num_behind == 1 and self._asked_for_tokens:
-            num_more = self._num_optional_for(request, running, index, step)
+        num_more = self._num_optional_for(request, running, index, step) if num_behind == 1 else 0
         if num_tokens and (num_tokens := self._get_room(request, num_tokens, num_more, step)):
             step.add(request, num_tokens)
             if num_behind == 1:

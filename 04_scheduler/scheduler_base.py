@@ -229,6 +229,7 @@ class SchedulerBase(SchedulerBooks):
         more. False, and it waits as before, if the memory refuses."""
         if not self.kv_memory.allocate_slots(request, num_new_tokens, num_reserved, computed):
             return False
+        self.running[request.request_id] = request
         if request.num_preemptions == 0:
             request.num_cached_tokens = computed.num_tokens
             self._stats.total_admitted += 1
@@ -238,7 +239,6 @@ class SchedulerBase(SchedulerBooks):
             self._stats.total_recomputed_tokens += num_lost - computed.num_tokens
         request.num_computed_tokens = computed.num_tokens
         request.status = RequestStatus.RUNNING
-        self.running[request.request_id] = request
         for plugin in self._own_plugins:
             plugin.started(request)
         return True

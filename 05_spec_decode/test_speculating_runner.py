@@ -6,6 +6,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -357,14 +359,17 @@ def right_until(place: int) -> Callable[[RunnerRequest, int], list[int]]:
 class EchoModel:
     """A draft model for which it is enough to see the last token: it reads no KV, and is wrong."""
 
-    def __call__(self, input_ids, positions, kv_cache, metadata, logit_indices, backend):
-        said = (input_ids * 3 + positions)[logit_indices] % VOCAB
+    num_heads = 1
+
+    def __call__(self, batch, kv_cache):
+        said = (batch.input_ids * 3 + batch.positions)[batch.logit_indices] % VOCAB
         return torch.nn.functional.one_hot(said, VOCAB).double()
 
 
 def make_draft_proposer(memory: KVMemory, state: SharingRunnerState) -> DraftModelProposer:
     kv_cache = PagedKVCache(1, memory.pool.num_blocks, memory.block_size, 1, 1)
-    return DraftModelProposer(EchoModel(), kv_cache, None, state, K, max_model_len=60)
+    nothing: Any = SimpleNamespace(plan=lambda *where: None)
+    return DraftModelProposer(EchoModel(), kv_cache, nothing, state, K, max_model_len=60)
 
 
 PROPOSERS: dict[str, Callable[[KVMemory, SharingRunnerState], Proposer]] = {

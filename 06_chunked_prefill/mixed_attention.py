@@ -108,7 +108,7 @@ mixed_attention = partial(paged_attention, plan_type=MixedPlan)
 class MixedAttentionBackend(TorchAttentionBackend):
     """An `AttentionBackend` in PyTorch, for any device."""
 
-    attend = staticmethod(mixed_attention)
+    plan = staticmethod(MixedPlan)
 
 
 @dataclass(slots=True, eq=False)

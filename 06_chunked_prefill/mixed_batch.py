@@ -52,22 +52,17 @@ def compose(
     state: PagedRunnerState, queries: Queries, block_size: int, decode_threshold: int = 1
 ) -> StepLayout:
     """Lay out a step of at least one query, each of at least one token. The batch's `attention` is
-    a `MixedMetadata`."""
+    of `MixedMetadata`."""
     order, num_short = short_first(queries.num_tokens, decode_threshold)
     queries = Queries(*(column[order] for column in queries))
     layout = compose_in_order(state, queries, block_size)
 
     def compose_mixed(*tensors: torch.Tensor) -> ComposedBatch:
         batch = layout.compose(*tensors)
-        given = {
-            f.name: getattr(batch.attention, f.name) for f in fields(AttentionMetadata) if f.init
-        }
-        attention = MixedMetadata(
-            **given,
-            num_short=num_short,
-            query_starts=np.append(0, queries.num_tokens.cumsum()).tolist(),
-            host_seq_lens=(queries.starts + queries.num_tokens).tolist(),
-        )
-        return replace(batch, attention=attention)
+        query_starts = np.append(0, queries.num_tokens.cumsum()).tolist()
+        host_seq_lens = (queries.starts + queries.num_tokens).tolist()
+        known = num_short, query_starts, host_seq_lens
+        given = [[getattr(m, f.name) for f in fields(AttentionMetadata)] for m in batch.attention]
+        return replace(batch, attention=tuple(MixedMetadata(*own, *known) for own in given))
 
     return StepLayout(order, layout.arrays, compose_mixed)

@@ -62,7 +62,6 @@ def check(case: Case, output: torch.Tensor) -> None:
     tolerance = TOLERANCE[output.dtype]
     torch.testing.assert_close(output.double(), expected(case), atol=tolerance, rtol=0)
     assert not output[sum(case.query_lens) :].any(), "rows of padding tokens are zero"
-    case = replace(case, metadata=replace(case.metadata))  # which keeps the plan out of it
     torch.testing.assert_close(output, case.attend(), atol=tolerance, rtol=0)
 
 
@@ -220,14 +219,12 @@ def test_decodes_longer_than_a_group_may_be_are_split_over_their_keys(budget, mo
     lengths = [(1, n) for n in (3, 100, 4, 60, 5, 1, 49, 30, 50, 100)]
     case = make_case([*lengths, (2, 60), (3, 3)], 4)
     check(case, attend(case))
-    metadata = mixed_metadata(case, 3)
-    check(case, attend(case, metadata))
+    plan = replace(case, metadata=mixed_metadata(case, 3)).plan(MixedAttentionBackend())
+    check(case, case.attend(plan))
     slot_bytes = case.key_cache[0, 0].nbytes
-    for group in metadata.plan.groups:
+    for group in plan.groups:
         assert group.num_seqs * group.num_keys * slot_bytes <= budget, "a group keeps its budget"
-    assert len(metadata.plan.long_queries) == sum(
-        n * slot_bytes > budget for n in map(len, case.keys)
-    )
+    assert len(plan.long_queries) == sum(n * slot_bytes > budget for n in map(len, case.keys))
 
 
 def test_each_key_is_gathered_once_in_tiles_and_only_for_queries_that_see_it(monkeypatch):
@@ -248,7 +245,8 @@ def test_each_key_is_gathered_once_in_tiles_and_only_for_queries_that_see_it(mon
     monkeypatch.setattr(module, "KEY_TILE", 32)
     monkeypatch.setattr(module, "QUERY_TILE", 16)
     case = make_case([(40, 120)], 16)
-    check(case, attend(case))
+    plan = case.plan(MixedAttentionBackend())
+    check(case, case.attend(plan))
     history = [(n, keys, False) for keys in (32, 32, 16) for n in (16, 16, 8)]
     assert attended == [
         *history,
@@ -260,55 +258,35 @@ def test_each_key_is_gathered_once_in_tiles_and_only_for_queries_that_see_it(mon
         (8, 8, True),
     ]
     assert gathered == [2, 2, 1, 1, 1, 1]
-    assert len(case.metadata.plan.key_buffer) == 2
+    assert len(plan.key_buffer) == 2
     attended.clear()
     case = make_case([(16, 16)], 16)
     check(case, attend(case))
     assert attended == [(16, 16, True)], "a chunk without history is one causal tile"
 
 
-def test_one_plan_serves_all_layers_and_no_other_backend():
-    lengths = [(1, 9), (5, 5), (7, 20), (1, 3)]
-    case = make_case(lengths, 4)
-    check(case, attend(case))
-    plan = case.metadata.plan
+def test_one_plan_serves_all_layers():
+    case = make_case([(1, 9), (5, 5), (7, 20), (1, 3)], 4)
+    plan = case.plan(MixedAttentionBackend())
+    check(case, case.attend(plan))
     case.key_cache.mul_(2), case.value_cache.mul_(3)  # the next layer: other contents, same places
     case.keys, case.values = [k * 2 for k in case.keys], [v * 3 for v in case.values]
-    check(case, attend(case))
-    assert case.metadata.plan is plan
-    case.check(case.attend())  # chapter 2's, with the same metadata
-    assert case.metadata.plan is not plan
-    check(case, attend(case))
-    assert isinstance(case.metadata.plan, module.MixedPlan)
-
-
-@pytest.mark.parametrize(
-    "dtype, heads",
-    [(torch.float32, (2, 2, 8)), (torch.float64, (2, 3, 8)), (torch.float64, (1, 4, 6))],
-)
-def test_a_plan_of_another_dtype_or_shape_is_not_used(dtype, heads):
-    lengths = [(1, 9), (5, 5), (7, 20), (1, 8)]
-    case = make_case(lengths, 4)
-    attend(case)
-    num_kv_heads, num_shared, head_dim = heads
-    shape = {"num_kv_heads": num_kv_heads, "num_shared": num_shared, "head_dim": head_dim}
-    other = make_case(lengths, 4, dtype, **shape)
-    other.metadata.plan = case.metadata.plan
-    check(other, attend(other))
+    check(case, case.attend(plan))
 
 
 @pytest.mark.parametrize("num_shared", [(2, 3), (4, 1), (1, 4)])
 def test_models_with_other_numbers_of_query_heads_share_metadata(num_shared):
-    """A target and its draft: equal caches, and as many query heads to a KV head as they like. In
-    turn, layer after layer."""
+    """A target and its draft: equal caches, as many query heads to a KV head as they like, and a
+    plan each. In turn, layer after layer."""
     # Decodes of different lengths in one group, which has a mask.
     lengths = [(1, 9), (5, 5), (7, 20), (1, 8)]
     target, draft = (make_case(lengths, 4, num_shared=n) for n in num_shared)
+    draft.metadata = target.metadata
+    plans = {id(case): case.plan(MixedAttentionBackend()) for case in (target, draft)}
     draft.key_cache, draft.value_cache = target.key_cache, target.value_cache
     draft.keys, draft.values = target.keys, target.values
-    draft.metadata = target.metadata
     for case in (target, draft, draft, target):
-        check(case, attend(case))
+        check(case, case.attend(plans[id(case)]))
 
 
 def test_batches_without_tokens_and_sequences_without_tokens():
@@ -318,7 +296,6 @@ def test_batches_without_tokens_and_sequences_without_tokens():
     case = make_case([(0, 9), (1, 5), (0, 3), (4, 6), (0, 1)], 4, num_padding_tokens=3)
     check(case, attend(case))
     case.metadata.seq_lens[2] = 0
-    case.metadata.plan = None
     check(case, attend(case))
 
 
@@ -367,10 +344,10 @@ def test_the_backend_takes_a_composed_batch():
             slot = state.block_tables[row, position // 4], position % 4
             key_cache[slot], value_cache[slot] = past[row][:, position]
     new = torch.cat([past[row][:, starts[row] :] for row in layout.order], dim=1)
-    backend = MixedAttentionBackend()
-    backend.write_kv(*new, key_cache, value_cache, batch.attention.slot_mapping)
+    plan = MixedAttentionBackend().plan(batch.attention[0], 4, key_cache)
+    plan.write_kv(*new, key_cache, value_cache)
     query = torch.randn(6, 4, 8).double()
-    output = backend.attend(query, key_cache, value_cache, batch.attention, 0.3)
+    output = plan.attend(query, key_cache, value_cache, 0.3)
     parts = zip(query.split(lens[layout.order].tolist()), layout.order, strict=True)
     dense = torch.cat([dense_attention(rows, *past[row], 0.3) for rows, row in parts])
     torch.testing.assert_close(output, dense, atol=1e-12, rtol=0)

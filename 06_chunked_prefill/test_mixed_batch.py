@@ -76,7 +76,7 @@ def test_every_token_stands_once_at_its_place_and_the_short_ones_in_front(step):
     assert batch.input_ids.tolist() == ids
     assert batch.positions.tolist() == positions
     assert batch.logit_indices.tolist() == rows_with_logits
-    meta = batch.attention
+    (meta,) = batch.attention
     assert meta.slot_mapping.tolist() == slots
     assert meta.query_start_loc.tolist() == starts == list(meta.query_starts)
     lens = [queries[i].start + queries[i].num_tokens for i in layout.order]
@@ -104,7 +104,7 @@ def test_the_batch_of_the_docstring():
         Query(4, 0, 4, num_logit_rows=0),  # its prompt goes on
     ]
     batch = compose(make_state(5, 4), in_columns(queries), 4, 3).on(CPU)
-    assert isinstance(batch.attention, MixedMetadata)
+    assert isinstance(batch.attention[0], MixedMetadata)
     assert batch.logit_indices.tolist() == [0, 1, 2, 3, 4, 10]
 
 
@@ -112,4 +112,4 @@ def test_a_step_of_chunks_that_go_on_has_no_logits():
     queries = in_columns([Query(0, 0, 4, 0), Query(1, 4, 4, 0)])
     batch = compose(make_state(2, 4), queries, 4).on(CPU)
     assert batch.logit_indices.tolist() == []
-    assert batch.attention.num_short == 0
+    assert batch.attention[0].num_short == 0

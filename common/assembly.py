@@ -234,7 +234,8 @@ def prepare_models(given: Given) -> None:
         from batch_invariance import make_batch_invariant
 
         dtype, head_dim = model.embed_weight.dtype, given.loaded.config.head_dim
-        make_batch_invariant(linear_layers(model), model.layers, dtype, head_dim)
+        mlps = [layer.mlp for layer in model.layers]
+        make_batch_invariant(linear_layers(model), mlps, dtype, head_dim)
     if given.attention.is_triton and model.embed_weight.is_cuda:
         compile_kernels(given)
 

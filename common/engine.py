@@ -252,12 +252,20 @@ class LLMEngine:
             )
 
     def _abort_running(self, everybody: bool = False) -> None:
-        """Those that the step may have changed: they run, or the scheduler has just let them go."""
+        """Those that the step may have changed: they run, or the scheduler has just let them go, or
+        not yet put them back. Who was about to be admitted waits as before, without memory."""
         scheduler = self.scheduler
+        waiting = {request.request_id: request for request in scheduler.waiting}
+        for request_id in scheduler.running:
+            waiting.pop(request_id, None)
         for group in list(self._groups.values()):
             ids = [m.request_id for m in group.members if not m.is_finished]
-            if everybody or any(i in scheduler.running or i not in scheduler.requests for i in ids):
+            if everybody or not all(request_id in waiting for request_id in ids):
                 self._abort(group)
+        for request in waiting.values():
+            request.num_computed_tokens = 0
+            self.kv_manager.free(request)
+        self.kv_manager.recount()
 
     # -- whole calls
 

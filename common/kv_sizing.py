@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import torch
 
+from batch_layout import ComposedBatch
 from common.engine_config import EngineConfig
 from common.loader import LoadedModel
 from common.runner.batch_state import BatchState
@@ -241,6 +242,8 @@ def run_forward(
         max_seq_len=max(seq_lens),
     )
     positions = positions.to(device)
-    logit_indices = positions.new_zeros(num_logit_rows)
-    blank = loaded.model.blank_input(len(positions))
-    return loaded.model(blank, positions, kv_cache, metadata, logit_indices, backend)
+    rows, hidden = positions.new_zeros(num_logit_rows), loaded.model.blank_hidden(len(positions))
+    ids = torch.zeros_like(positions)
+    batch = ComposedBatch(ids, positions, (metadata,), rows, hidden=hidden)
+    batch.plan_attention(backend, loaded.model.num_heads, kv_cache)
+    return loaded.model(batch, kv_cache)

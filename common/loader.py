@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from common.blocks import CheckpointTensor
 from common.kernels.processor import is_bfloat16_fast
-from common.model import CheckpointTensor, DecoderModel
+from common.model import DecoderModel
 from common.model_config import ModelConfig, token_ids
 
 logger = logging.getLogger(__name__)

@@ -51,6 +51,7 @@ class ModelConfig:
     has_qk_norm: bool = False
     dtype: str | None = None  # what the configuration says the weights are stored in
     eos_token_ids: tuple[int, ...] = ()
+    blocks: tuple[str, str] = ("attention", "mlp")  # of each layer, as `model.py` names them
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> ModelConfig:
@@ -88,6 +89,7 @@ class ModelConfig:
             has_qk_norm=family.has_qk_norm,
             dtype=_dtype(fields),
             eos_token_ids=token_ids("config.json: eos_token_id", fields.get("eos_token_id")),
+            blocks=family.blocks,
         )
 
 
@@ -117,6 +119,7 @@ class _Family:
     has_qk_norm: bool = False
     head_dim: int | None = None
     sliding_window: str = "never"
+    blocks: tuple[str, str] = ("attention", "mlp")  # that a layer is built of
 
 
 _FAMILIES = {

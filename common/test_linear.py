@@ -13,7 +13,7 @@ from torch import nn
 from common.bench.random_weights import QWEN3_0_6B, random_model
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
-from common.linear import Linear, why_not_packed
+from common.linear import Linear, linear_layers, why_not_packed
 from request import SamplingParams
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
@@ -84,7 +84,7 @@ def test_the_plain_matrix_is_given_up_unless_the_embedding_needs_it(tied):
     num_parameters = model.num_parameters
     assert num_parameters == sum(p.numel() for p in model.parameters())
     assert model.pack_weights() is None
-    assert all(m.weight is None for layer in model.layers for m in (layer.qkv, layer.o, layer.down))
+    assert all(m.weight is None for layer in model.layers for m in linear_layers(layer))
     assert (model.lm_head.weight is model.embed_weight) == tied
     assert (model.lm_head.weight is None) != tied
     assert model.num_parameters == num_parameters
@@ -103,7 +103,7 @@ def run(dtype: torch.dtype, **config) -> tuple[LLMEngine, list[int]]:
 def test_the_engine_packs_unless_it_is_told_not_to():
     packed, tokens = run(torch.float32)
     plain, others = run(torch.float32, pack_weights=False)
-    matrices = [engine.core.runner.model.layers[0].qkv for engine in (packed, plain)]
+    matrices = [engine.core.runner.model.layers[0].attention.qkv for engine in (packed, plain)]
     assert [matrix.is_packed for matrix in matrices] == [True, False]
     assert packed.num_parameters == plain.num_parameters
     assert len(tokens) == len(others) == 5
@@ -114,7 +114,7 @@ def test_a_bfloat16_model_runs_on_every_processor(caplog):
     caplog.set_level(logging.INFO)
     engine, tokens = run(torch.bfloat16)
     reason = UNPACKED[torch.bfloat16]
-    assert engine.core.runner.model.layers[0].qkv.is_packed == (reason is None)
+    assert engine.core.runner.model.layers[0].attention.qkv.is_packed == (reason is None)
     assert (f"weights are not packed: {reason}" in caplog.text) == (reason is not None)
     assert len(tokens) == 5
 

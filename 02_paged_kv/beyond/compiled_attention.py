@@ -34,7 +34,6 @@ from paged_attention import (
     LongQuery,
     PagedKVCache,
     PagedPlan,
-    TorchAttentionBackend,
 )
 from tiled_attention import attend_in_tiles, is_for_tiles
 
@@ -80,13 +79,13 @@ class CompiledPlan(PagedPlan):
     def __init__(
         self,
         metadata: AttentionMetadata,
-        query: torch.Tensor,
+        num_heads: int,
         key_cache: torch.Tensor,
         backend: CompiledAttentionBackend,
     ) -> None:
         self.backend = backend
         self.splits: DecodeSplits | None = None
-        super().__init__(metadata, query, key_cache)
+        super().__init__(metadata, num_heads, key_cache)
 
     def lengths(
         self, metadata: AttentionMetadata, key_cache: torch.Tensor
@@ -107,7 +106,6 @@ class CompiledPlan(PagedPlan):
         starts: Sequence[int],
         seq_lens: Sequence[int],
         tables: torch.Tensor,
-        query: torch.Tensor,
         key_cache: torch.Tensor,
     ) -> list[DecodeGroup]:
         """Lengths and tables are known not to contradict each other."""
@@ -118,8 +116,16 @@ class CompiledPlan(PagedPlan):
             self.tokens = _as_slice([starts[row] for row in rows])
             taken = set(rows)
             short = [row for row in short if row not in taken]
-        step = starts, seq_lens, tables, query, key_cache
-        return super().make_groups(short, query_lens, *step)
+        return super().make_groups(short, query_lens, starts, seq_lens, tables, key_cache)
+
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+    ) -> None:
+        write_kv_anywhere(key, value, key_cache, value_cache, self.slot_mapping)
 
     def attend_long(
         self, query: torch.Tensor, long: LongQuery, gather: Gather, scale: float
@@ -147,13 +153,12 @@ def _as_slice(indices: list[int]) -> slice | torch.Tensor:
     return torch.tensor(indices)
 
 
-class CompiledAttentionBackend(TorchAttentionBackend):
+class CompiledAttentionBackend:
     """An `AttentionBackend` for a CPU. `decode` was compiled for `num_heads` query heads and caches
     like `key_cache`; other models (a draft model) are attended to as ever. With
     `min_key_elements=0` it computes all decodes, however few."""
 
     plan_type: type[CompiledPlan] = CompiledPlan
-    write_kv = staticmethod(write_kv_anywhere)
 
     def __init__(
         self,
@@ -184,15 +189,7 @@ class CompiledAttentionBackend(TorchAttentionBackend):
         is_known = self._made_for == (num_heads, key_cache.dtype, key_cache.stride())
         return is_known and num_keys * key_cache.shape[2:].numel() >= self._min
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-    ) -> torch.Tensor:
-        plan = metadata.plan
-        if not isinstance(plan, self.plan_type) or not plan.fits(query, key_cache):
-            plan = metadata.plan = self.plan_type(metadata, query, key_cache, self)
-        return plan.attend(query, key_cache, value_cache, scale)
+    def plan(
+        self, metadata: AttentionMetadata, num_heads: int, key_cache: torch.Tensor
+    ) -> CompiledPlan:
+        return self.plan_type(metadata, num_heads, key_cache, self)

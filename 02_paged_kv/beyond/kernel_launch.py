@@ -78,25 +78,24 @@ class AttentionShape(NamedTuple):
     @classmethod
     def of(
         cls,
-        query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+        num_heads: int,  # of queries that lie end to end
         key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
         float32_precision: str,
         is_interpreted: bool,
     ) -> AttentionShape:
-        _, num_heads, head_dim = query.shape
-        _, block_size, num_kv_heads, _ = key_cache.shape
+        _, block_size, num_kv_heads, head_dim = key_cache.shape
         block, slot, head, _ = key_cache.stride()
         return cls(
             num_heads,
             num_kv_heads,
             head_dim,
             block_size,
-            query.stride(0),
+            num_heads * head_dim,
             (block, slot, head),
-            query.dtype,
+            key_cache.dtype,
             float32_precision,
             is_interpreted,
-            architecture_of(query.device),
+            architecture_of(key_cache.device),
         )
 
     @property

@@ -14,9 +14,9 @@ one kernel serves any mix of one and many query tokens, any block size, any head
 (padded to a power of two). Keys beyond what a tile may see are never loaded, so garbage cannot
 reach the output.
 
-The signatures are those of `paged_attention.py`, which is what this is tested against: on a GPU,
-or anywhere in Triton's interpreter. Nothing here waits for the device. Caches may lie in memory in
-any order in which a head's channels are neighbours.
+`paged_attention.py` is what this is tested against: on a GPU, or anywhere in Triton's interpreter.
+Nothing here waits for the device. Caches may lie in memory in any order in which a head's channels
+are neighbours.
 
 The grid is a rectangle, sequences x tiles of the longest query x KV heads. One sequence of 100,000
 keys among short ones is walked by one program for each KV head, while the rest of the GPU waits:
@@ -246,6 +246,85 @@ def _paged_attention_kernel(
     tl.store(target, result.to(output.dtype.element_ty), mask=row_mask)
 
 
+def write_kv_triton(
+    key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    value: torch.Tensor,  # the same
+    key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written
+    value_cache: torch.Tensor,  # the same
+    slot_mapping: torch.Tensor,  # [num_tokens] int64, -1: not written
+) -> None:
+    """Raises `ValueError` if the two caches lie differently in memory."""
+    block_size, num_kv_heads, head_dim = key_cache.shape[1:]
+    check_caches(key_cache, value_cache)
+    key, value = with_heads_end_to_end(key), with_heads_end_to_end(value)
+    launch = write_kv_launch(
+        num_kv_heads,
+        head_dim,
+        block_size,
+        key_cache.dtype,
+        key.stride(0),
+        value.stride(0),
+        key_cache.stride()[:3],
+    )
+    if len(key):
+        launch((len(key),), key, value, key_cache, value_cache, slot_mapping)
+
+
+class TritonPlan:
+    """A step for the kernels above: where everything lies, and what they are compiled for."""
+
+    def __init__(self, metadata: AttentionMetadata, shape: AttentionShape) -> None:
+        self.metadata, self.shape = metadata, shape
+        self.slot_mapping = metadata.slot_mapping
+
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+    ) -> None:
+        write_kv_triton(key, value, key_cache, value_cache, self.slot_mapping)
+
+    def attend(
+        self,
+        query: torch.Tensor,  # [num_tokens, num_heads, head_dim], copied if it is a part of more
+        key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+        value_cache: torch.Tensor,  # the same
+        scale: float,
+    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+        check_caches(key_cache, value_cache)
+        output = query.new_zeros(query.shape)
+        self.launch(output, query.contiguous(), key_cache, value_cache, scale)
+        return output
+
+    def launch(
+        self,
+        output: torch.Tensor,  # written
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+    ) -> None:
+        metadata, shape = self.metadata, self.shape
+        num_seqs, longest = len(metadata.seq_lens), metadata.max_query_len
+        launch = attention_launch(shape, longest * shape.num_shared <= SHORT_ROWS)
+        if num_seqs and longest:
+            num_tiles = -(-longest // launch.constants["TILE_TOKENS"])
+            launch(
+                (num_seqs, num_tiles, shape.num_kv_heads),
+                output,
+                query,
+                key_cache,
+                value_cache,
+                metadata.query_start_loc,
+                metadata.seq_lens,
+                metadata.block_tables,
+                metadata.block_tables.stride(0),
+                scale,
+            )
+
+
 class TritonAttentionBackend:
     """An `AttentionBackend` of the kernels above, for float16, bfloat16 and float32.
 
@@ -253,6 +332,8 @@ class TritonAttentionBackend:
     tensor cores ("tf32x3"), nearly as exactly. Raises `RuntimeError` if Triton is missing, or if
     there is neither a GPU nor the interpreter, and `ValueError` for another precision.
     """
+
+    plan_type = TritonPlan
 
     def __init__(self, float32_precision: str = "ieee") -> None:
         if float32_precision not in FLOAT32_PRECISIONS:
@@ -272,74 +353,19 @@ class TritonAttentionBackend:
                 "environment variable TRITON_INTERPRET=1 before Python starts"
             )
 
-    def write_kv(
-        self,
-        key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
-        value: torch.Tensor,  # the same
-        key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written
-        value_cache: torch.Tensor,  # the same
-        slot_mapping: torch.Tensor,  # [num_tokens] int64, -1: not written
-    ) -> None:
-        """Raises `ValueError` if the two caches lie differently in memory."""
-        block_size, num_kv_heads, head_dim = key_cache.shape[1:]
-        check_caches(key_cache, value_cache)
-        key, value = with_heads_end_to_end(key), with_heads_end_to_end(value)
-        launch = write_kv_launch(
-            num_kv_heads,
-            head_dim,
-            block_size,
-            key_cache.dtype,
-            key.stride(0),
-            value.stride(0),
-            key_cache.stride()[:3],
-        )
-        if len(key):
-            launch((len(key),), key, value, key_cache, value_cache, slot_mapping)
-
-    def attend(
-        self,
-        query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-        key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
-        value_cache: torch.Tensor,  # the same
-        metadata: AttentionMetadata,
-        scale: float,
-    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+    def plan(
+        self, metadata: AttentionMetadata, num_heads: int, key_cache: torch.Tensor
+    ) -> TritonPlan:
         """Raises `ValueError` for float64, which the kernels would round, and for a head_dim above
         256."""
-        query, shape = self.check(query, key_cache, value_cache)
-        output = query.new_zeros(query.shape)
-        num_seqs, longest = len(metadata.seq_lens), metadata.max_query_len
-        launch = attention_launch(shape, longest * shape.num_shared <= SHORT_ROWS)
-        if num_seqs and longest:
-            num_tiles = -(-longest // launch.constants["TILE_TOKENS"])
-            launch(
-                (num_seqs, num_tiles, shape.num_kv_heads),
-                output,
-                query,
-                key_cache,
-                value_cache,
-                metadata.query_start_loc,
-                metadata.seq_lens,
-                metadata.block_tables,
-                metadata.block_tables.stride(0),
-                scale,
-            )
-        return output
-
-    def check(
-        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
-    ) -> tuple[torch.Tensor, AttentionShape]:
-        """The query, copied if its heads do not lie end to end, and what kernels are compiled for.
-        Raises `ValueError` for what they cannot do."""
-        check_caches(key_cache, value_cache)
-        if query.dtype == torch.float64 or query.shape[2] > MAX_HEAD_DIM:
+        if key_cache.dtype == torch.float64 or key_cache.shape[3] > MAX_HEAD_DIM:
             raise ValueError(
-                f"query is {query.dtype} with head_dim {query.shape[2]}: the Triton backend takes "
-                f"16 or 32 bits and head_dim <= {MAX_HEAD_DIM}; choose attention_backend='torch'"
+                f"KV is {key_cache.dtype} with head_dim {key_cache.shape[3]}: the Triton backend "
+                f"takes 16 or 32 bits and head_dim <= {MAX_HEAD_DIM}; choose "
+                "attention_backend='torch'"
             )
-        query = with_heads_end_to_end(query)
         options = self.float32_precision, self.is_interpreted
-        return query, AttentionShape.of(query, key_cache, *options)
+        return self.plan_type(metadata, AttentionShape.of(num_heads, key_cache, *options))
 
 
 def with_heads_end_to_end(tensor: torch.Tensor) -> torch.Tensor:

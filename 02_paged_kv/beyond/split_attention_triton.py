@@ -51,6 +51,7 @@ from paged_attention import AttentionMetadata
 from paged_attention_triton import (
     SHORT_ROWS,
     TritonAttentionBackend,
+    TritonPlan,
     tile_constants,
 )
 from triton_or_none import jit_for_any, tl
@@ -538,44 +539,36 @@ def owners(
     return torch.searchsorted(starts[1:], index, right=True, out_int32=True)
 
 
-class SplitPlan:
-    """What all layers of a step share. `metadata.plan` keeps it."""
+class SplitPlan(TritonPlan):
+    """What all layers of a step share, work items included."""
 
-    def __init__(self, metadata: AttentionMetadata, shape: AttentionShape, num_tokens: int) -> None:
-        self.shape = shape
+    def __init__(self, metadata: AttentionMetadata, shape: AttentionShape) -> None:
+        super().__init__(metadata, shape)
         self.items = [
             WorkItems.plan(rows, shape, metadata)
-            for rows in self.launches(metadata, num_tokens)
+            for rows in self.launches(metadata)
             if rows.num_seqs and rows.max_query_len
         ]
 
-    def launches(self, metadata: AttentionMetadata, num_tokens: int) -> list[SequenceRange]:
+    def launches(self, metadata: AttentionMetadata) -> list[SequenceRange]:
         """One launch for all."""
         longest = metadata.max_query_len, metadata.max_seq_len
+        num_tokens = len(metadata.slot_mapping)
         return [SequenceRange(0, len(metadata.seq_lens), 0, num_tokens, *longest)]
+
+    def launch(
+        self,
+        output: torch.Tensor,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+    ) -> None:
+        for items in self.items:
+            items.attend(output, query, key_cache, value_cache, self.metadata, scale)
 
 
 class SplitTritonAttentionBackend(TritonAttentionBackend):
-    """An `AttentionBackend` of the kernels above; `write_kv` and all checks are version 1's."""
+    """An `AttentionBackend` of the kernels above; writing and all checks are version 1's."""
 
     plan_type = SplitPlan
-
-    def attend(
-        self,
-        query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-        key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
-        value_cache: torch.Tensor,  # the same
-        metadata: AttentionMetadata,
-        scale: float,
-    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
-        """Raises `ValueError` for float64, which the kernels would round, and for a head_dim above
-        256."""
-        query, shape = self.check(query, key_cache, value_cache)
-        plan = metadata.plan
-        if not isinstance(plan, self.plan_type) or plan.shape != shape:
-            plan = self.plan_type(metadata, shape, len(query))
-            metadata.plan = plan  # pyright: ignore[reportAttributeAccessIssue]
-        output = query.new_zeros(query.shape)
-        for items in plan.items:
-            items.attend(output, query, key_cache, value_cache, metadata, scale)
-        return output

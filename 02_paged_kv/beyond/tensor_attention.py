@@ -22,9 +22,14 @@ import torch
 from paged_attention import AttentionMetadata
 
 
-class TensorAttentionBackend:
-    """An `AttentionBackend` for steps in which no sequence has more than one query token, on any
-    device, in any dtype. It reads no number of the metadata, and waits for no device."""
+class TensorPlan:
+    """Of a step in which no sequence has more than one query token. It reads no number of the
+    metadata, and waits for no device."""
+
+    def __init__(
+        self, metadata: AttentionMetadata, num_heads: int, key_cache: torch.Tensor
+    ) -> None:
+        self.metadata, self.slot_mapping = metadata, metadata.slot_mapping
 
     def write_kv(
         self,
@@ -32,9 +37,8 @@ class TensorAttentionBackend:
         value: torch.Tensor,  # the same
         key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written
         value_cache: torch.Tensor,  # the same
-        slot_mapping: torch.Tensor,  # [num_tokens] int64, -1: padding
     ) -> None:
-        slots, block_size = slot_mapping.clamp(min=0), key_cache.shape[1]
+        slots, block_size = self.slot_mapping.clamp(min=0), key_cache.shape[1]
         places = slots // block_size, slots % block_size
         key_cache.index_put_(places, key)
         value_cache.index_put_(places, value)
@@ -44,9 +48,9 @@ class TensorAttentionBackend:
         query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
         key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
         value_cache: torch.Tensor,  # the same
-        metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim], of padding zero
+        metadata = self.metadata
         tables, starts = metadata.block_tables, metadata.query_start_loc
         num_tokens, num_heads, head_dim = query.shape
         block_size, num_kv_heads, _ = key_cache.shape[1:]
@@ -68,3 +72,9 @@ class TensorAttentionBackend:
         weights = scores.masked_fill(~is_seen.transpose(2, 3), -math.inf).softmax(-1)
         output = (weights @ gather(value_cache)).view(query.shape)
         return torch.where(is_real[:, None, None], output, 0).to(query.dtype)
+
+
+class TensorAttentionBackend:
+    """An `AttentionBackend` for decodes, on any device, in any dtype."""
+
+    plan = staticmethod(TensorPlan)

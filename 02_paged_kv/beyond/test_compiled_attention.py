@@ -12,7 +12,7 @@ import compiled_attention as module
 from attention_plan import SHORT_QUERIES
 from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache, write_kv_anywhere
 from decode_attention import decode_attention
-from paged_attention import PagedKVCache, PagedPlan, write_kv
+from paged_attention import PagedKVCache, write_kv
 from test_decode_attention import head_major
 from test_paged_attention import MIXED, TOLERANCE, Case, make_case
 
@@ -38,7 +38,7 @@ def make_head_major_case(*arguments, **options) -> Case:
 
 
 def attend(case: Case, backend: CompiledAttentionBackend) -> torch.Tensor:
-    return backend.attend(case.query, case.key_cache, case.value_cache, case.metadata, case.scale)
+    return case.attend(case.plan(backend))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -47,13 +47,12 @@ def test_decodes_go_to_the_function_and_all_others_the_usual_way(block_size, dty
     """Unused slots are NaN; decodes stand between the others."""
     case = make_head_major_case(MIXED, block_size, dtype, num_padding_tokens=2, seed=block_size)
     backend = make_backend(case)
-    case.check(attend(case, backend))
+    plan = case.plan(backend)
+    case.check(case.attend(plan))
     assert backend.num_decodes == [sum(query_len == 1 for query_len, _ in MIXED)]
     case.key_cache.mul_(2), case.value_cache.mul_(3)  # the next layer, with the same plan
     case.keys, case.values = [k * 2 for k in case.keys], [v * 3 for v in case.values]
-    plan = case.metadata.plan
-    case.check(attend(case, backend), torch.bfloat16 if dtype == torch.bfloat16 else None)
-    assert case.metadata.plan is plan
+    case.check(case.attend(plan), torch.bfloat16 if dtype == torch.bfloat16 else None)
 
 
 @pytest.mark.parametrize(
@@ -129,16 +128,6 @@ def test_a_model_and_its_draft_share_metadata():
     assert backend.num_decodes == [num_decodes] * 2
 
 
-def test_a_plan_of_another_backend_is_not_used():
-    case = make_head_major_case(MIXED, 4)
-    case.check(case.attend())
-    assert type(case.metadata.plan) is PagedPlan
-    backend = make_backend(case)
-    case.check(attend(case, backend))
-    case.check(case.attend())
-    assert type(case.metadata.plan) is PagedPlan and len(backend.num_decodes) == 1
-
-
 def test_metadata_that_contradicts_itself_is_an_error():
     case = make_head_major_case([(1, 4)], 4)
     case.metadata.seq_lens = torch.tensor([99])
@@ -183,6 +172,7 @@ def test_without_a_compiler_there_is_no_backend(monkeypatch):
 def test_queries_of_several_tokens_stay_in_groups():
     case = make_head_major_case([(2, 9), (1, 4), (max(SHORT_QUERIES), 30)], 4)
     backend = make_backend(case)
-    case.check(attend(case, backend))
-    assert sum(group.num_seqs for group in case.metadata.plan.groups) == 2
-    assert not case.metadata.plan.long_queries
+    plan = case.plan(backend)
+    case.check(case.attend(plan))
+    assert sum(group.num_seqs for group in plan.groups) == 2
+    assert not plan.long_queries

@@ -30,11 +30,9 @@ class Watcher(TorchDispatchMode):
 @pytest.mark.parametrize("kind", [TritonAttentionBackend, SplitTritonAttentionBackend])
 def test_a_watched_launch_computes_the_same(kind, device):
     case = make_case(LENGTHS, 16, torch.float32, device=device)
-    where = case.key_cache, case.value_cache, case.metadata, case.scale
-    expected = kind().attend(case.query, *where)
-    case.metadata.plan = None
+    expected = case.attend(case.plan(kind()))
     with Watcher() as watcher:
-        output = kind().attend(case.query, *where)
+        output = case.attend(case.plan(kind()))
     assert torch.equal(output, expected)
     kernels = [name for name in watcher.seen if name.startswith("kernels.")]
     names = {name.removeprefix("kernels.").rpartition("_")[0] for name in kernels}

@@ -10,22 +10,17 @@ import sys
 import pytest
 import torch
 
-from paged_attention import paged_attention, write_kv
-from paged_attention_triton import TritonAttentionBackend
+from paged_attention import write_kv
+from paged_attention_triton import TritonAttentionBackend, write_kv_triton
 from test_paged_attention import Case, make_case
 
 LENGTHS = [(1, 1), (5, 5), (1, 70), (7, 20)]
 
 
 def check(case: Case, dtype: torch.dtype = torch.float32) -> None:
-    output = TritonAttentionBackend().attend(
-        case.query, case.key_cache, case.value_cache, case.metadata, case.scale
-    )
+    output = case.attend(case.plan(TritonAttentionBackend()))
     tolerance = 2e-5 if dtype == torch.float32 else 3e-2
-    expected = paged_attention(
-        case.query, case.key_cache, case.value_cache, case.metadata, case.scale
-    )
-    torch.testing.assert_close(output, expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(output, case.attend(), atol=tolerance, rtol=0)
     assert not output[sum(case.query_lens) :].any()
 
 
@@ -80,7 +75,7 @@ def test_written_tokens_stand_in_their_slots_and_nothing_else_changes(block_size
     slots = torch.randperm(7 * block_size, device=device)[:6]
     slots[2] = slots[5] = -1
     caches = [torch.full((7, block_size, 3, 5), 9.0, device=device) for _ in range(4)]
-    TritonAttentionBackend().write_kv(key, value, caches[0], caches[1], slots)
+    write_kv_triton(key, value, caches[0], caches[1], slots)
     write_kv(key, value, caches[2], caches[3], slots)
     assert torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
     assert not torch.equal(caches[0], torch.full_like(caches[0], 9.0))
@@ -91,14 +86,14 @@ def test_what_the_kernels_cannot_do_is_refused(device):
 
 
 def check_refusals(backend: TritonAttentionBackend, device: str) -> None:
-    case = make_case([(1, 4)], 4, torch.float64, device=device)
-    arguments = (case.key_cache, case.value_cache, case.metadata, case.scale)
     with pytest.raises(ValueError, match="float64"):
-        backend.attend(case.query, *arguments)
+        make_case([(1, 4)], 4, torch.float64, device=device).plan(backend)
     with pytest.raises(ValueError, match="head_dim 300"):
-        backend.attend(torch.zeros(1, 4, 300), *arguments)
+        make_case([(1, 4)], 4, torch.float32, head_dim=300, device=device).plan(backend)
+    case = make_case([(1, 4)], 4, torch.float32, device=device)
+    case.key_cache = case.key_cache.transpose(0, 1)
     with pytest.raises(ValueError, match="contiguous"):
-        backend.attend(case.query.float(), case.key_cache.transpose(0, 1), *arguments[1:])
+        case.attend(case.plan(backend))
 
 
 WITHOUT_TRITON = "import sys; sys.modules['triton'] = None; "

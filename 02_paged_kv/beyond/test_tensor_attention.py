@@ -20,8 +20,8 @@ def without_numbers(metadata: AttentionMetadata) -> AttentionMetadata:
 
 
 def attend(case: Case) -> torch.Tensor:
-    where = case.key_cache, case.value_cache, without_numbers(case.metadata), case.scale
-    return TensorAttentionBackend().attend(case.query, *where)
+    case = replace(case, metadata=without_numbers(case.metadata))
+    return case.attend(case.plan(TensorAttentionBackend()))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -52,6 +52,8 @@ def test_keys_and_values_are_written_like_chapter_2_does():
     slots = torch.tensor([27, -1, 4, 13, -1, 9])
     caches, expected = ([x.clone() for x in before] for _ in range(2))
     write_kv(*new, *expected, slots)
-    TensorAttentionBackend().write_kv(*new, *caches, slots)
+    nobody = torch.zeros(0, dtype=torch.int64)
+    metadata = AttentionMetadata(nobody, nobody, nobody, slots, 1, 1)
+    TensorAttentionBackend().plan(metadata, 2, caches[0]).write_kv(*new, *caches)
     for cache, right in zip(caches, expected, strict=True):
         assert torch.equal(cache[1:], right[1:])  # the null block is nobody's

@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from common.bench.bench_record import markdown_table
 from common.tools.lab_frame import Measurement, Part, run_lab
 from decode_attention import compile_decode_attention, split_sequences
-from paged_attention import AttentionMetadata, paged_attention
+from paged_attention import AttentionMetadata, PagedPlan
 
 BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 16, 8, 128  # a layer of Qwen3-0.6B
 SCALE = HEAD_DIM**-0.5
@@ -81,9 +81,10 @@ def cell(memory: Memory, lengths: list[int], compiled: Callable | None, options)
     query = torch.randn(num_seqs, NUM_HEADS, HEAD_DIM).to(memory.dtype)
     starts = torch.arange(num_seqs + 1)
     metadata = AttentionMetadata(starts, seq_lens, tables, starts[:-1], 1, max(lengths))
+    plan = PagedPlan(metadata, NUM_HEADS, keys[0])
     splits = split_sequences(seq_lens, tables, BLOCK_SIZE)
     calls: dict[str, Call] = {
-        "gathered": lambda i: paged_attention(query, keys[i], values[i], metadata, SCALE),
+        "gathered": lambda i: plan.attend(query, keys[i], values[i], SCALE),
         "read": lambda i: (keys[i].view(torch.int64).sum(), values[i].view(torch.int64).sum()),
     }
     if compiled is not None:

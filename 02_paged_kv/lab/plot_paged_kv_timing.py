@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from paged_attention import AttentionMetadata, paged_attention
+from paged_attention import AttentionMetadata, PagedPlan
 from plot_paged_kv_workloads import BLOCK_SIZE, BLOCK_SIZES
 
 # A decode step of 32 sequences of 256 tokens in layers of Qwen3-0.6B's shape.
@@ -82,10 +82,10 @@ def measure_time(repeats: int) -> dict:
             torch.empty_like(buffer).fill_(0)
 
     def attend_paged(block_size: int) -> None:
-        metadata = decode_metadata(block_size)
-        for key, value in flat:
-            keys, values = as_blocks(key, block_size), as_blocks(value, block_size)
-            paged_attention(query, keys, values, metadata, scale)
+        layers = [[as_blocks(kv, block_size) for kv in layer] for layer in flat]
+        plan = PagedPlan(decode_metadata(block_size), NUM_HEADS, layers[0][0])
+        for keys, values in layers:
+            plan.attend(query, keys, values, scale)
 
     def attend_contiguous() -> None:
         rows = query.view(NUM_SEQS, NUM_KV_HEADS, -1, HEAD_DIM)

@@ -101,6 +101,12 @@ class GlobalKVPool(TransferringPool):
             self._store(self._node(node_id), block)
         return True
 
+    def withdraw(self, block_hashes: Sequence[bytes]) -> None:
+        with self._lock:
+            for block_hash in block_hashes:
+                for node_id in self._copies.pop(block_hash, {}):
+                    del self._nodes[node_id].blocks[block_hash]
+
     def remove_node(self, node_id: str) -> int:
         """The machine is gone: forget its blocks, and fail the copies from it that are under way.
         Returns how many blocks it had. It may come back, empty, under the same name."""

@@ -89,6 +89,11 @@ class KVConnector(ABC):
         """The request gives up its blocks. `block_ids` hold its first full blocks, published and
         final: they may be read until this returns."""
 
+    def withdraw(self, request: Request, start: int, end: int) -> None:  # noqa: B027
+        """A request has ended in an error, and nothing of it is offered. Its blocks [start, end)
+        may be the reason: whoever keeps some forgets them, so that the next one with this prefix
+        computes it. (Tiers have heard it from the cache: they keep nothing else.)"""
+
     @abstractmethod
     def wait_for_load(self, timeout_s: float) -> None:
         """Return when some load has finished, or after `timeout_s`."""
@@ -147,6 +152,10 @@ class ConnectorChain(KVConnector):
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
         for connector in self.connectors:
             connector.request_finished(request, block_ids)
+
+    def withdraw(self, request: Request, start: int, end: int) -> None:
+        for connector in self.connectors:
+            connector.withdraw(request, start, end)
 
     def wait_for_load(self, timeout_s: float) -> None:
         loading = list({id(c): c for c in self._chosen.values()}.values())

@@ -11,7 +11,8 @@ short: then those who wait give way to those who run, and what they lose they co
 
 Invariants: a block that is being loaded is in no table and not in the cache; all loads together
 hold at most half of the blocks, or there is but one; a load waits only for loads that are under
-way; a request is asked about again only if the cache has lost something since.
+way; who was refused a load and has seen `MAX_OVERTAKES` begin for others who came to it later waits
+no more, and computes; a request is asked about again only if the cache has lost something since.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from request import Request
 
 LOAD_WAIT_S = 0.005
 MAX_SHARE_OF_LOADS = 0.5  # of the usable blocks, for requests that are not admitted yet
+MAX_OVERTAKES = 32  # loads that begin before one that was refused earlier
 
 
 @dataclass(slots=True)
@@ -60,6 +62,7 @@ class KVLoads:
         self._take_blocks = take_blocks
         self._loads: dict[str, _Load] = {}
         self._offers: dict[str, _Offer] = {}
+        self._overtakes: dict[str, int] = {}  # of the refused ones, the first of them in front
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._loads
@@ -89,7 +92,7 @@ class KVLoads:
         most = self.cache.pool.num_usable_blocks * MAX_SHARE_OF_LOADS
         if held and held + num_wanted > most:
             if not all([self._has_arrived(load) for load in self._loads.values()]):
-                return False  # not now: others are ahead
+                return self._refuse(request.request_id)  # not now: others are ahead
             self.give_way()  # whoever waits for an admission may stand behind this request
         offer.num_local_when_asked = computed.num_tokens
         self.cache.touch(computed.blocks)
@@ -97,10 +100,27 @@ class KVLoads:
         if blocks is None:
             self.cache.release(computed.blocks)
             return True
+        self._overtake(request.request_id)
         load = self._loads[request.request_id] = _Load(request, computed.blocks, blocks)
         block_ids = [block.block_id for block in blocks]
         self.connector.update_state_after_alloc(request, block_ids, offer.num_external_tokens)
         return self._has_arrived(load)
+
+    def _refuse(self, request_id: str) -> bool:
+        """It waits for its turn. True: not any more, others have had theirs too often."""
+        if self._overtakes.setdefault(request_id, 0) < MAX_OVERTAKES:
+            return False
+        self._offers[request_id].num_local_when_asked = 0  # it is never asked about again
+        del self._overtakes[request_id]
+        return True
+
+    def _overtake(self, request_id: str) -> None:
+        """A load begins, before those who were refused earlier."""
+        for refused in self._overtakes:
+            if refused == request_id:
+                break
+            self._overtakes[refused] += 1
+        self._overtakes.pop(request_id, None)
 
     def _has_arrived(self, load: _Load) -> bool:
         """Cache what has arrived, as used by the load. False: it is still under way."""
@@ -132,10 +152,18 @@ class KVLoads:
             self.cache.pool.free(load.blocks[::-1])
             self.cache.release(load.prefix)
 
+    def withdraw(self, first: Block) -> None:
+        """This cached block and all behind it are about to leave the cache: drop what has arrived
+        there, and what is on its way to a place behind it."""
+        for request_id, load in list(self._loads.items()):
+            if first in load.prefix + load.blocks:
+                self.drop(request_id)
+
     def forget(self, request_id: str) -> None:
         """The request gives up its memory: drop its load. The connector, if it was asked about the
         request, forgets what it found, or that it found nothing."""
         self.drop(request_id)
+        self._overtakes.pop(request_id, None)
         if self._offers.pop(request_id, None) is not None:
             self.connector.cancel_load(request_id)
 
@@ -156,3 +184,8 @@ class KVLoads:
 
     def request_ids(self) -> set[str]:
         return set(self._loads)
+
+    def check_invariants(self) -> None:
+        most = self.cache.pool.num_usable_blocks * MAX_SHARE_OF_LOADS
+        num_held = sum(1 for _ in self.held_blocks())
+        assert len(self._loads) <= 1 or num_held <= most, "loads hold more than their share"

@@ -96,6 +96,11 @@ class KVPool(ABC):
         """
 
     @abstractmethod
+    def withdraw(self, block_hashes: Sequence[bytes]) -> None:
+        """Forget every copy of these blocks: what is in them is not to be trusted. Who has read
+        them already keeps what it has. Unknown ones are ignored."""
+
+    @abstractmethod
     def async_transfer(
         self,
         request_id: str,

@@ -51,6 +51,9 @@ class HostTier:
             self._blocks.move_to_end(block_hash)
         return data
 
+    def drop(self, block_hash: bytes) -> None:
+        self._blocks.pop(block_hash, None)
+
     def put(self, block_hash: bytes, data: bytes) -> list[tuple[bytes, bytes]]:
         """Returns what had to leave: at most one block, the given one if there is no room at
         all."""
@@ -148,6 +151,15 @@ class DiskTier:
             return data
         self._drop(block_hash, slot)
         return None
+
+    def drop(self, block_hash: bytes) -> None:
+        """Forget it, if it is here. The file is no place for it either."""
+        with self._lock:
+            slot = self._slots.pop(block_hash, None)
+            if slot is not None:
+                offset = self._offset(slot)
+                self._map[offset : offset + len(_MAGIC)] = bytes(len(_MAGIC))
+                self._free.append(slot)
 
     def _drop(self, block_hash: bytes, slot: int) -> None:
         with self._lock:

@@ -4,7 +4,8 @@
                           "not ready" until that has ended
     allocate_slots        what a load brought is in the table now, and needs no other holder
     can_allocate          where memory is short, what was loaded for those who wait gives way
-    free                  the connector is told, while the blocks still hold what was published
+    free                  the connector is told, while the blocks still hold what was published;
+                          of a request that ended in an error, which of them are of no use
 
 A scheduler sees one more reason to wait and nothing else. An engine whose step computes nothing
 while requests wait calls `wait_for_loads` instead of turning round at once.
@@ -27,8 +28,9 @@ from kv_connector import KVConnector
 from kv_loads import KVLoads
 from kv_memory import ComputedBlocks, NotReady
 from prefix_cache import PrefixCache
-from request import Request
+from request import Request, RequestStatus
 
+_ERROR = RequestStatus.FINISHED_ERROR
 logger = logging.getLogger(__name__)
 
 
@@ -86,14 +88,27 @@ class LoadingKVCacheManager(CachedKVCacheManager):
 
     def free(self, request: Request) -> None:
         self._loads.forget(request.request_id)
-        state = self._states.get(request.request_id)
-        if state is not None and state.num_published:
+        state, is_error = self._states.get(request.request_id), request.status == _ERROR
+        if state is not None and state.num_published and not is_error:
             block_ids = self.get_block_ids(request.request_id)[: state.num_published]
             try:
                 self.connector.request_finished(request, block_ids)
             except Exception:  # it costs its help and nothing else
                 logger.exception("the connector failed when %r ended", request.request_id)
         super().free(request)
+
+    def _withdraw(self, request: Request, start: int, end: int) -> None:
+        self._loads.withdraw(self._tables[request.request_id].blocks[start])
+        try:
+            self.connector.withdraw(request, start, end)
+        except Exception:
+            logger.exception("the connector failed when %r ended", request.request_id)
+        super()._withdraw(request, start, end)
+
+    def recount(self) -> None:
+        for request_id in self._loads.request_ids():
+            self._loads.drop(request_id)
+        super().recount()
 
     def wait_for_loads(self) -> None:
         """Until something arrives, but not long. Returns at once if nothing is under way."""
@@ -106,4 +121,5 @@ class LoadingKVCacheManager(CachedKVCacheManager):
 
     def check_invariants(self, requests: Iterable[Request] = ()) -> None:
         super().check_invariants(requests)
+        self._loads.check_invariants()
         assert self._loads.request_ids().isdisjoint(self._tables), "loading, and running"

@@ -126,6 +126,13 @@ class MooncakePool(TransferringPool):
         self._block_size = len(token_ids)
         return is_stored
 
+    def withdraw(self, block_hashes: Sequence[bytes]) -> None:
+        try:
+            for block_hash in block_hashes:
+                self._client.remove(store_key(block_hash))
+        except StoreDownError:
+            return
+
     @property
     def total_cached_blocks(self) -> int:
         """Keys in the whole store, asked of the master's counters; 0 if they cannot be had."""

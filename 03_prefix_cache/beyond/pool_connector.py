@@ -216,6 +216,12 @@ class PoolConnector(KVConnector):
         except Exception as failure:
             logger.warning("request %r is not in the KV pool: %r", request.request_id, failure)
 
+    def withdraw(self, request: Request, start: int, end: int) -> None:
+        try:
+            self.pool.withdraw([name for name, _ in self._chains.chain(request, end)[start:]])
+        except Exception as failure:
+            logger.warning("the KV pool keeps blocks of %r: %r", request.request_id, failure)
+
     def close(self) -> None:
         """Cancel what is being loaded. The pool stays open."""
         for request_id in list(self._loads):

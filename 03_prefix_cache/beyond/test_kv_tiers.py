@@ -40,6 +40,45 @@ def test_host_tier_against_a_naive_lru():
         assert len(tier) == len(naive) and all((key(n) in tier) == (n in naive) for n in range(12))
 
 
+def test_what_is_dropped_is_gone_from_memory_and_file_and_nothing_else_is(tmp_path: Path):
+    """Not only from the index: the next process reads the file."""
+    host, disk = HostTier(4), DiskTier(tmp_path / "kv", 4, NBYTES)
+    for number in range(4):
+        host.put(key(number), content(number))
+        disk.put(key(number), content(number))
+    for number in (2, 2, 7):  # twice, and one that is not there
+        host.drop(key(number))
+        disk.drop(key(number))
+        disk.check_invariants()
+    for tier in (host, disk):
+        assert [key(n) in tier for n in range(4)] == [True, True, False, True]
+    assert disk.read(key(2)) is None and disk.num_corrupt == 0
+    disk.close()
+    disk = DiskTier(tmp_path / "kv", 4, NBYTES)
+    assert [disk.read(key(n)) for n in range(4)] == [content(0), content(1), None, content(3)]
+    disk.put(key(8), content(8))
+    assert len(disk) == 4 and disk.read(key(0)) == content(0), "there was room"
+    disk.close()
+
+
+def test_a_slot_that_was_just_written_anew_is_not_dropped(tmp_path: Path):
+    """The reader has seen bad bytes; before it says so, the block is put again. Then the record is
+    good, and its slot is in use."""
+    disk = DiskTier(tmp_path / "kv", 3, NBYTES)
+    disk.put(key(0), content(0))
+    disk.put(key(1), content(1))
+    old_slot = disk._slots[key(0)]
+    disk.drop(key(0))
+    disk.put(key(2), content(2))  # into the slot of block 0
+    disk.put(key(0), content(0))
+    assert disk._slots[key(0)] != old_slot
+    disk._drop(key(0), old_slot)
+    disk.check_invariants()
+    assert disk.num_corrupt == 0
+    assert [disk.read(key(n)) for n in range(3)] == [content(n) for n in range(3)]
+    disk.close()
+
+
 def test_a_host_tier_without_room_passes_everything_on():
     tier = HostTier(0)
     assert tier.put(key(1), b"x") == [(key(1), b"x")]

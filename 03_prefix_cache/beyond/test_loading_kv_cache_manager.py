@@ -14,6 +14,7 @@ import pytest
 from block_pool import BlockPool
 from kv_chaos import OPERATIONS, Chaos
 from kv_connector import ConnectorChain, KVConnector
+from kv_loads import MAX_OVERTAKES
 from kv_memory import ComputedBlocks, NotReady
 from kv_orders import BLOCK_SIZES, check_any_order, check_long_run
 from kv_served_world import Engine
@@ -470,6 +471,55 @@ def test_loads_take_no_more_than_their_share(make_world):
     assert set(world.connector.loads) == {"a"}, "alone it may have everything"
 
 
+def test_a_refused_load_is_overtaken_so_often_and_then_its_request_computes(make_world):
+    """Loads of those who stand before it do not count. The bound holds for whoever was refused."""
+    world = make_world(12, 2)
+
+    def ask(request_id: str, num_blocks: int) -> ComputedBlocks | NotReady:
+        if request_id not in world.waiting:
+            world.submit(request_id, [len(world.connector.calls), *[7] * (2 * num_blocks)])
+            world.connector.num_offered[request_id] = num_blocks
+        return world.look_up(world.waiting[request_id])
+
+    assert ask("before", 3) is ask("early", 4) is ask("big", 6) is NotReady.LOADING
+    assert set(world.connector.loads) == {"before"}
+    answers: list[ComputedBlocks | NotReady] = []
+    for index in range(MAX_OVERTAKES + 1):  # one of them is always under way
+        assert ask(f"small {index}", 2) is NotReady.LOADING
+        last = "before" if index == 0 else f"small {index - 1}"
+        world.connector.finish(last, 1)
+        world.look_up(world.waiting[last])
+        world.free(last)
+        if index == 5:
+            world.free("early")
+        answers.append(ask("big", 6))
+    assert all(answer is NotReady.LOADING for answer in answers[: MAX_OVERTAKES - 1])
+    assert all(isinstance(answer, ComputedBlocks) for answer in answers[MAX_OVERTAKES - 1 :])
+    assert world.admit("big")
+    world.step()
+    assert [call for call in world.connector.calls if call[:2] == ("load", "big")] == []
+    world.check()
+    world.drain()
+    assert not world.manager._loads._overtakes
+
+
+def test_loads_of_those_in_front_cost_nobody_a_turn(make_world):
+    """However many were asked about before it, it loads when they have loaded."""
+    world = make_world(4, 2)
+    names = [f"r{index}" for index in range(MAX_OVERTAKES + 3)]
+    for name in names:
+        world.submit(name, [ord(name[-1]), *[int(name[1:])] * 8])
+        world.connector.num_offered[name] = 4
+    for name in names:
+        for other in names[names.index(name) :]:
+            assert world.look_up(world.waiting[other]) is NotReady.LOADING
+        assert set(world.connector.loads) == {name}
+        world.connector.finish(name, 0)
+        world.look_up(world.waiting[name])
+        world.free(name)
+    assert not world.manager._loads._overtakes
+
+
 def test_what_has_arrived_for_those_behind_does_not_keep_those_in_front_waiting(make_world):
     """However many are in front: nobody would ever be asked who could end the wait."""
     world = make_world(8, 2)
@@ -652,6 +702,32 @@ def test_more_refused_loads_than_a_step_asks_do_not_hide_the_one_that_blocks_the
         for request_id in engine.connector.loads.keys() - engine.connector.results.keys():
             engine.connector.finish(request_id, 1)
     assert not engine.scheduler.has_unfinished_requests(), "they wait for each other"
+
+
+def test_a_big_load_is_not_passed_over_for_ever_behind_a_stream_of_small_ones(make_cache):
+    """What the scheduler says of starving, with loads: it is served, after so many others."""
+    engine = LoadingEngine(make_cache, Calm())
+    engine.scheduler = Scheduler(4, 40, kv_memory=engine.manager, max_overtakes=5)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    connector, scheduler = engine.connector, engine.scheduler
+    connector.on_wait = lambda: None
+
+    def submit(request_id: str, num_blocks: int) -> None:
+        connector.num_offered[request_id] = num_blocks
+        tokens = [len(connector.num_offered), *[9] * num_blocks]
+        scheduler.add_request(KeyedRequest(request_id, tokens, params))
+
+    submit("small 0", 2)
+    engine.step()
+    submit("big", 4)
+    num_served = 0
+    while "big" in scheduler.requests and num_served < 3 * MAX_OVERTAKES:
+        submit(f"small {num_served + 1}", 2)
+        engine.step()
+        connector.finish(f"small {num_served}", 2)
+        engine.step()
+        num_served += 1
+    assert num_served <= MAX_OVERTAKES + 1
 
 
 # -- the check itself

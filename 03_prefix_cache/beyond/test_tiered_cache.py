@@ -331,6 +331,26 @@ def test_what_came_from_disk_is_in_the_host_next_time_its_head_for_longest(tmp_p
     engine.tiers.close()
 
 
+@pytest.mark.parametrize("how", ["device", "host"])
+def test_what_leaves_the_tier_above_counts_as_used_on_disk(how, tmp_path):
+    """A full disk drops what was not used for longest: not what has just come down again."""
+    engine = Engine(KVTierConfig(0 if how == "device" else 1, 4, tmp_path / "kv"))
+    tiers = engine.tiers
+    names = [bytes([n]) * 32 for n in range(6)]
+    for name in names[:4]:
+        tiers.disk.put(name, bytes(engine.io.block_nbytes))
+    if how == "device":
+        (block,) = engine.manager.pool.allocate(1)
+        tiers._hash_of[block.block_id] = names[0]
+        tiers.blocks_evicted([block])
+    else:
+        for name in (names[0], names[5]):  # what is read from disk goes to the host, then leaves it
+            tiers._put(name, bytes(engine.io.block_nbytes))
+    tiers.disk.put(names[4], bytes(engine.io.block_nbytes))
+    assert names[0] in tiers.disk and names[1] not in tiers.disk
+    tiers.close()
+
+
 def test_an_eviction_is_a_use_of_the_copy_below(kind):
     """Written through long ago and evicted just now: the copy is young, and stays in the host."""
     engine = Engine(KVTierConfig(8, write_policy="write_through"), kind)

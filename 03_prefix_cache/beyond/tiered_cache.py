@@ -159,6 +159,14 @@ class TieredCache(KVConnector):
         for block in blocks:
             self._save(self._hash_of.pop(block.block_id), block)
 
+    def blocks_withdrawn(self, blocks: Sequence[Block]) -> None:
+        """Of no use here either, and least of all in a file that serves the next engine."""
+        for block in blocks:
+            block_hash = self._hash_of.pop(block.block_id)
+            self.host.drop(block_hash)
+            if self.disk is not None:
+                self.disk.drop(block_hash)
+
     def _save(self, block_hash: bytes, block: Block) -> None:
         if self.host.get(block_hash) is not None:
             return

@@ -302,6 +302,30 @@ def test_a_token_under_way_is_kept_if_its_request_is_preempted(kind) -> None:
     world.run()
 
 
+class TakesBack(Scheduler):
+    """As chapter 5's do where a guess was wrong: the last position that was computed does not
+    count."""
+
+    def take_tokens(self, request, start, end, output):
+        result = super().take_tokens(request, start, end, output)
+        request.num_computed_tokens -= not request.is_finished
+        return result
+
+
+def test_what_is_taken_back_of_a_preempted_request_was_not_lost() -> None:
+    """It has no KV any more; of the three positions that it had computed, two count."""
+    world = make_world(TakesBack, max_num_batched_tokens=3)
+    world.add(request := make_request(max_tokens=3))
+    world.schedule()
+    with preempting(world.scheduler):
+        world.schedule()
+    world.update()
+    assert request.num_computed_tokens == 0
+    world.update()
+    world.schedule()
+    assert world.scheduler.get_stats().total_recomputed_tokens == 2
+
+
 def test_what_a_step_has_written_is_not_published_as_what_its_request_computes_anew() -> None:
     """A chunk of `a` is under way when it is preempted. Run again at once, it would have a new
     block, which the end of that step would publish before it is written."""

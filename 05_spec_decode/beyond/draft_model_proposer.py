@@ -38,7 +38,7 @@ import torch
 from batch_layout import ComposedBatch, Queries, all_to_device, compose_in_order
 from input_batch import RunnerRequest
 from kv_memory import SharingRunnerState
-from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
+from paged_attention import AttentionBackend, PagedKVCache
 from proposers import FollowedRequest
 from request import check_integers
 
@@ -46,14 +46,10 @@ from request import check_integers
 class DraftModel(Protocol):
     """A decoder over a paged cache; its tokens are the target's."""
 
+    num_heads: int
+
     def __call__(
-        self,
-        input_ids: torch.Tensor,  # [num_tokens] int64
-        positions: torch.Tensor,  # [num_tokens] int64
-        kv_cache: PagedKVCache,
-        metadata: AttentionMetadata,
-        logit_indices: torch.Tensor,  # [num_logit_rows] int64, into the tokens
-        backend: AttentionBackend,
+        self, batch: ComposedBatch, kv_cache: PagedKVCache
     ) -> torch.Tensor:  # [num_logit_rows, vocab_size]
         ...
 
@@ -278,10 +274,11 @@ class DraftModelProposer:
         """Drafts, one column [num_requests that want so many] for each round."""
         columns: list[torch.Tensor] = []
         probs: list[torch.Tensor | None] = []
-        logits = self._forward(batches[0], batches[0].input_ids)
+        logits = self._forward(batches[0])
         for num_drafted, active in enumerate(rounds):
             if num_drafted:
-                logits = self._forward(batches[num_drafted], columns[-1][: len(active)])
+                batches[num_drafted].input_ids = columns[-1][: len(active)]
+                logits = self._forward(batches[num_drafted])
             requests = [w.request for w in active]
             column, column_probs = self.sampler.sample_drafts(logits, requests, num_drafted)
             columns.append(column)
@@ -292,10 +289,10 @@ class DraftModelProposer:
                 self._probs[w.request.req_id] = torch.stack(rows)
         return columns
 
-    def _forward(self, batch: ComposedBatch, input_ids: torch.Tensor) -> torch.Tensor:
-        self.num_computed_tokens += len(input_ids)
-        where = self.kv_cache, batch.attention, batch.logit_indices, self.backend
-        return self.model(input_ids, batch.positions, *where)
+    def _forward(self, batch: ComposedBatch) -> torch.Tensor:
+        self.num_computed_tokens += len(batch.input_ids)
+        batch.plan_attention(self.backend, self.model.num_heads, self.kv_cache)
+        return self.model(batch, self.kv_cache)
 
     def _unfill(self, w: _Work, start: int) -> None:
         """Blocks that are about to be written hold what they held no more."""

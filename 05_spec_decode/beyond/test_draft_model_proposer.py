@@ -12,17 +12,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from batch_layout import ComposedBatch
 from bounded_loops import as_long_as
 from draft_model_proposer import DraftModelProposer, MostLikely
 from draft_plugin import DraftPlugin
 from fake_model import FakeModelRunner, _mix, continuation
 from input_batch import RunnerRequest
 from kv_memory import SharingRunnerState
-from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
+from paged_attention import PagedKVCache
 from prefill_first_scheduler import PrefillFirstScheduler
 from proposers import FollowedRequest
 from request import Request, RequestStatus, SamplingParams
@@ -63,20 +66,19 @@ def drafts_from_scratch(request: RunnerRequest, num_drafts: int, errs: Errs) -> 
     return list(tokens[request.num_tokens :])
 
 
+NO_ATTENTION: Any = SimpleNamespace(plan=lambda *where: None)
+
+
 class ScriptedModel:
     """A `DraftModel` whose keys are hashes. It finds fault with what it is given."""
 
-    def __call__(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: PagedKVCache,
-        metadata: AttentionMetadata,
-        logit_indices: torch.Tensor,
-        backend: AttentionBackend,
-    ) -> torch.Tensor:
+    num_heads = 1
+
+    def __call__(self, batch: ComposedBatch, kv_cache: PagedKVCache) -> torch.Tensor:
         size, cache = kv_cache.block_size, kv_cache.key_cache[0].view(-1)
-        before, ids, slots = cache.tolist(), input_ids.tolist(), metadata.slot_mapping.tolist()
+        (metadata,), positions = batch.attention, batch.positions
+        before, ids = cache.tolist(), batch.input_ids.tolist()
+        slots = metadata.slot_mapping.tolist()
         bounds, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
         assert len(ids) == len(slots) == bounds[-1] > 0
         written: dict[int, int] = {}
@@ -99,7 +101,7 @@ class ScriptedModel:
         for slot in read & written.keys():  # a model writes first, and reads then
             assert written[slot] == before[slot], "one reads what another writes"
         cache[list(written)] = torch.tensor(list(written.values()))
-        wanted = [says[index] for index in logit_indices.tolist()]
+        wanted = [says[index] for index in batch.logit_indices.tolist()]
         return torch.nn.functional.one_hot(torch.tensor(wanted, dtype=torch.int64), VOCAB).double()
 
 
@@ -255,7 +257,7 @@ class World:
         self.proposer = DraftModelProposer(
             ScriptedModel(),
             kv_cache,
-            None,
+            NO_ATTENTION,
             state,
             num_spec_tokens,
             max_model_len=draft_len,
@@ -782,7 +784,7 @@ def make_by_hand(**options) -> tuple[Tables, Checked]:
     kv_cache.key_cache[0].fill_(POISON)
     sampler = ErringSampler(never)
     proposer = DraftModelProposer(
-        ScriptedModel(), kv_cache, None, tables, K, sampler=sampler, **options
+        ScriptedModel(), kv_cache, NO_ATTENTION, tables, K, sampler=sampler, **options
     )
     return tables, Checked(proposer, never)
 
@@ -874,14 +876,14 @@ def test_probabilities_are_those_that_each_draft_was_drawn_from():
 def test_options_that_make_no_sense_are_named():
     kv_cache = PagedKVCache(1, 20, 2, 1, 1, torch.int64)
     with pytest.raises(ValueError, match=r"^num_spec_tokens is 0"):
-        DraftModelProposer(ScriptedModel(), kv_cache, None, Tables(), 0)
+        DraftModelProposer(ScriptedModel(), kv_cache, NO_ATTENTION, Tables(), 0)
 
 
 def test_the_likeliest_token_is_drafted_if_nobody_says_otherwise():
     tables = Tables()
     request = tables.add("a", prompt_of(3), [1, 2, 3])
     kv_cache = PagedKVCache(1, 20, 2, 1, 1, torch.int64)
-    proposer = DraftModelProposer(ScriptedModel(), kv_cache, None, tables, 2)
+    proposer = DraftModelProposer(ScriptedModel(), kv_cache, NO_ATTENTION, tables, 2)
     assert proposer.propose([after(request)], [9]) == {"a": continuation(prompt_of(3), 2, VOCAB)}
     assert proposer.draft_probs("a") is None
     assert (proposer.num_spec_tokens, proposer.num_lookahead_tokens) == (2, 2)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from batch_layout import ComposedBatch
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT
 from common.kv_sizing import allocate_kv_cache
 from common.loader import LoadedModel, load_model
@@ -52,8 +53,9 @@ def _logits(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
         max_query_len=len(ids),
         max_seq_len=len(ids),
     )
-    tokens = torch.tensor(ids)
-    return loaded.model(tokens, positions, cache, metadata, positions, TorchAttentionBackend())
+    batch = ComposedBatch(torch.tensor(ids), positions, (metadata,), positions)
+    batch.plan_attention(TorchAttentionBackend(), loaded.model.num_heads, cache)
+    return loaded.model(batch, cache)
 
 
 def measure_rules(*, tiny: bool) -> dict:

@@ -46,12 +46,12 @@ def silu(x: Tensor) -> Tensor:
 
 
 def make_batch_invariant(
-    matrices: Iterable[Matrix], layers: Iterable[Any], dtype: torch.dtype, head_dim: int
+    matrices: Iterable[Matrix], mlps: Iterable[Any], dtype: torch.dtype, head_dim: int
 ) -> None:
-    """Change the matrices, and the `silu` of the layers, for good. Raises `ValueError` if they have
+    """Change the matrices, and the `silu` of the MLPs, for good. Raises `ValueError` if they have
     other bits in other company all the same."""
-    for layer in layers:
-        layer.silu = silu
+    for mlp in mlps:
+        mlp.silu = silu
     tiles: dict[torch.Size, int] = {}
     for matrix in matrices:
         if matrix.shape not in tiles:

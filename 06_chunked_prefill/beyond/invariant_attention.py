@@ -29,19 +29,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attention_plan import DecodeGroup
-from paged_attention import (
-    AttentionMetadata,
-    PagedPlan,
-    TorchAttentionBackend,
-    paged_attention,
-)
+from paged_attention import AttentionMetadata, PagedPlan, TorchAttentionBackend
 
 KEY_TILE = 128
 ROW_TILE = 8
@@ -134,13 +128,12 @@ class InvariantPlan(PagedPlan):
         starts: Sequence[int],
         seq_lens: Sequence[int],
         tables: Tensor,
-        query: Tensor,
         key_cache: Tensor,
     ) -> list[DecodeGroup]:
         """Makes `pieces`, and leaves no group to the plan of chapter 2."""
         block_size, num_kv_heads, head_dim = key_cache.shape[1:]
-        self.num_kv_heads, self.wide = num_kv_heads, wide_dtype(query.dtype)
-        num_shared = query.shape[1] // num_kv_heads
+        self.num_kv_heads, self.wide = num_kv_heads, wide_dtype(key_cache.dtype)
+        num_shared = self.num_heads // num_kv_heads
         num_keys = GROUP_KEY_BYTES // (num_kv_heads * head_dim * self.wide.itemsize)
         self.pieces: list[Group] = []
         by_rows: dict[int, list[Piece]] = {}
@@ -230,4 +223,4 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 class InvariantAttentionBackend(TorchAttentionBackend):
     """An `AttentionBackend` for a CPU, for batches of any layout."""
 
-    attend = staticmethod(partial(paged_attention, plan_type=InvariantPlan))
+    plan = staticmethod(InvariantPlan)

@@ -35,9 +35,9 @@ class MixedSplitPlan(SplitPlan):
     """Version 2's plan, with a launch for each side of the border and exact counts. Plain metadata
     has no border, and is planned as version 2 does."""
 
-    def launches(self, metadata: AttentionMetadata, num_tokens: int) -> list[SequenceRange]:
+    def launches(self, metadata: AttentionMetadata) -> list[SequenceRange]:
         if not isinstance(metadata, MixedMetadata) or not metadata.query_starts:
-            return super().launches(metadata, num_tokens)
+            return super().launches(metadata)
         query_lens = [stop - start for start, stop in pairwise(metadata.query_starts)]
         borders = 0, metadata.num_short, len(query_lens)
         return [
@@ -57,6 +57,6 @@ class MixedSplitPlan(SplitPlan):
 
 
 class MixedTritonAttentionBackend(SplitTritonAttentionBackend):
-    """An `AttentionBackend` for mixed batches; `write_kv` and all checks are chapter 2's."""
+    """An `AttentionBackend` for mixed batches; writing and all checks are chapter 2's."""
 
     plan_type = MixedSplitPlan

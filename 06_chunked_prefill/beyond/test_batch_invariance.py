@@ -143,20 +143,20 @@ def test_the_silu_of_pytorch_would_not_pass(width):
 # -- looking, when an engine is made
 
 
-class Layer:
+class MLP:
     silu = staticmethod(F.silu)
 
 
-def test_matrices_and_layers_are_changed_and_looked_at_once_for_each_shape(monkeypatch):
+def test_matrices_and_mlps_are_changed_and_looked_at_once_for_each_shape(monkeypatch):
     looked_at: list = []
     monkeypatch.setattr(module, "check_attention", lambda *asked: looked_at.append(asked))
     monkeypatch.setattr(module, "find_tile", lambda linear, dtype: looked_at.append(linear) or 16)
     matrices = [matrix(shape, torch.float32) for shape in [(64, 32), (32, 64), (64, 32)]]
     looked_at.clear()
-    layers = [Layer(), Layer()]
-    make_batch_invariant(matrices, layers, torch.float32, 16)
+    mlps = [MLP(), MLP()]
+    make_batch_invariant(matrices, mlps, torch.float32, 16)
     assert [m.row_tile for m in matrices] == [16] * 3
-    assert all(layer.silu is silu for layer in layers)
+    assert all(mlp.silu is silu for mlp in mlps)
     assert looked_at == [*matrices[:2], (torch.float32, 16)]
 
 

@@ -46,12 +46,10 @@ def test_decodes_go_to_the_function_and_chunks_stay_with_the_plan(
         return decode_attention(query, *rest)
 
     backend = CompiledMixedAttentionBackend(decode, case.query.shape[1], case.key_cache, 0)
-    arguments = case.query, case.key_cache, case.value_cache, case.metadata, case.scale
+    plan = case.plan(backend)
     for _ in range(2):  # layers
-        output = backend.attend(*arguments)
-        case.check(output)
+        case.check(case.attend(plan))
     assert seen == [3, 3]
-    plan = case.metadata.plan
     assert isinstance(plan, MixedPlan)
     num_short = {None: 0, 1: 0, 3: 2}[decode_threshold]
     assert sum(group.num_seqs for group in plan.groups) == num_short

@@ -23,9 +23,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def attend(case, metadata=None) -> torch.Tensor:
-    metadata = metadata or case.metadata
-    caches = case.key_cache, case.value_cache
-    return InvariantAttentionBackend.attend(case.query, *caches, metadata, case.scale)
+    case = case if metadata is None else replace(case, metadata=metadata)
+    return case.attend(case.plan(InvariantAttentionBackend()))
 
 
 # -- right
@@ -64,14 +63,12 @@ def mixed_metadata_of(case):
 
 def test_layers_share_a_plan_and_nothing_else():
     case = make_case([(1, 200), (30, 150)], 16, torch.float32)
-    first = attend(case)
-    plan = case.metadata.plan
+    plan = case.plan(InvariantAttentionBackend())
+    first = case.attend(plan)
     other = replace(case, key_cache=-case.key_cache, keys=[-keys for keys in case.keys])
-    caches = other.key_cache, other.value_cache
-    second = InvariantAttentionBackend.attend(other.query, *caches, case.metadata, case.scale)
-    assert case.metadata.plan is plan
-    check(replace(other, metadata=replace(case.metadata)), second)
-    assert torch.equal(attend(case), first) and not torch.equal(first, second)
+    second = other.attend(plan)
+    check(other, second)
+    assert torch.equal(case.attend(plan), first) and not torch.equal(first, second)
 
 
 def test_contradictions_and_empty_batches():
@@ -138,8 +135,9 @@ class World:
         query = torch.cat([self.queries[i][start:stop] for i, start, stop in parts])
         slots = torch.zeros(len(query), dtype=torch.int64)
         metadata = AttentionMetadata(starts, stops, tables, slots, max(lens), int(stops.max()))
-        attend = (backend or InvariantAttentionBackend).attend
-        return list(attend(query, *caches, metadata, head_dim**-0.5).split(lens))
+        backend = backend or InvariantAttentionBackend
+        plan = backend.plan(metadata, query.shape[1], caches[0])
+        return list(plan.attend(query, *caches, head_dim**-0.5).split(lens))
 
     def whole(self, block_size: int = 16, backend=None) -> list[torch.Tensor]:
         """Each sequence alone, its tokens in one piece."""

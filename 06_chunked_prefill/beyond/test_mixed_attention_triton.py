@@ -15,7 +15,6 @@ import mixed_attention_triton as module
 import split_attention_triton as version_2
 from mixed_attention_triton import MixedTritonAttentionBackend
 from mixed_batch import MixedMetadata
-from paged_attention_triton import TritonAttentionBackend
 from test_paged_attention import Case, make_case
 from test_paged_attention_triton import check_refusals
 from test_split_attention_triton import (
@@ -115,8 +114,7 @@ def test_tiles_of_their_normal_size_against_float64(dtype, device):
 @pytest.mark.usefixtures("small_tiles")
 def test_batches_without_tokens(device):
     case = mix(make_case([], 4, torch.float32, device=device))
-    arguments = case.query, case.key_cache, case.value_cache, case.metadata, case.scale
-    assert MixedTritonAttentionBackend().attend(*arguments).shape == (0, 4, 8)
+    assert case.attend(case.plan(MixedTritonAttentionBackend())).shape == (0, 4, 8)
     check_mixed(make_case([(0, 9), (0, 7)], 4, torch.float32, num_padding_tokens=2, device=device))
 
 
@@ -138,9 +136,7 @@ def test_each_side_has_its_own_tile_and_no_item_too_many(monkeypatch):
     monkeypatch.setattr(version_2, "_split_attention_kernel", kernel)
     monkeypatch.setattr(version_2, "NUM_MULTIPROCESSORS", 1)
     case = make_case([(1, 100)] * 256 + [(512, 512)], 256, torch.bfloat16, num_kv_heads=3)
-    MixedTritonAttentionBackend().attend(
-        case.query, case.key_cache, case.value_cache, mix(case).metadata, case.scale
-    )
+    case.attend(mix(case).plan(MixedTritonAttentionBackend()))
     assert kernel.grids == [(256, 3), (16, 3)]
     assert [c["BLOCK_M"] for c in kernel.constants] == [16, 64]
     assert [c["TILE_TOKENS"] for c in kernel.constants] == [8, 32]
@@ -150,9 +146,7 @@ def test_items_are_counted_exactly(spies):
     """Where version 2 has a bound, sequences times splits of the longest."""
     lengths = [(1, 30)] * 4 + [(1, 10_000)] + [(1, 30)] * 4
     case = mix(make_case(lengths, 256, torch.float32))
-    MixedTritonAttentionBackend().attend(
-        case.query, case.key_cache, case.value_cache, case.metadata, case.scale
-    )
+    case.attend(case.plan(MixedTritonAttentionBackend()))
     assert spies[0].grids == [(48, 2)] and spies[1].grids == [(9, 4)]
 
 
@@ -164,23 +158,17 @@ def test_a_short_chunk_with_a_long_history_does_not_keep_one_program_busy(spies,
         ([(64, 600)] * 8 + [(64, 30_000)], [2] * 8 + [4]),  # of 15,000 keys: a share is 17,400
     ):
         case = mix(make_case(lengths, 256, torch.bfloat16))
-        MixedTritonAttentionBackend().attend(
-            case.query, case.key_cache, case.value_cache, case.metadata, case.scale
-        )
-        items = case.metadata.plan.items[0]
+        (items,) = case.plan(MixedTritonAttentionBackend()).items
         assert items.first_item.diff().tolist() == sizes and items.num_items == sum(sizes)
 
 
 def test_a_side_without_query_tokens_is_not_launched(spies):
     case = mix(make_case([(0, 5), (0, 9), (4, 8)], 4, torch.float32))
-    MixedTritonAttentionBackend().attend(
-        case.query, case.key_cache, case.value_cache, case.metadata, case.scale
-    )
+    case.attend(case.plan(MixedTritonAttentionBackend()))
     assert len(spies[0].grids) == 1
 
 
 def test_what_the_kernels_cannot_do_is_refused_as_in_chapter_2(device):
-    assert MixedTritonAttentionBackend.write_kv is TritonAttentionBackend.write_kv
     check_refusals(MixedTritonAttentionBackend(), device)
     assert module.MixedSplitPlan is MixedTritonAttentionBackend.plan_type
 

@@ -40,7 +40,7 @@ def mixed_mask() -> Mask:
     state.widen(16)
     layout = compose(state, Queries(np.arange(len(names)), *columns), 4)
     batch = layout.on(torch.device("cpu"))
-    metadata = batch.attention
+    (metadata,) = batch.attention
     assert isinstance(metadata, MixedMetadata)
     return Mask(
         [names[i] for i in layout.order],

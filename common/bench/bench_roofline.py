@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from common.linear import Linear
+from common.linear import Linear, linear_layers
 from common.loader import LoadedModel
-from paged_attention import AttentionMetadata, paged_attention
+from paged_attention import AttentionMetadata, PagedPlan
 
 _MIB = 1 << 20
 
@@ -73,7 +73,7 @@ def measure_linear(
     of_layers = [
         (matrix, matrix.plain_weight().shape[1])
         for layer in model.layers
-        for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)
+        for matrix in linear_layers(layer)
     ]
     matrices = [*of_layers, (model.lm_head, loaded.config.hidden_size)]
     num_weights = sum(matrix.plain_weight().numel() for matrix, _ in matrices)
@@ -153,6 +153,7 @@ def gather_calls(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     flat = [cache.view(-1, NUM_KV_HEADS, HEAD_DIM) for cache in caches]
     buffer = torch.empty(num_blocks, *shape[1:], dtype=dtype)
     query = torch.ones(NUM_SEQS, NUM_HEADS, HEAD_DIM, dtype=dtype)
+    plan = PagedPlan(metadata, NUM_HEADS, caches[0])
     grouped = query.view(NUM_SEQS, NUM_KV_HEADS, -1, HEAD_DIM)
     keys, values = (
         cache[1:].reshape(NUM_SEQS, SEQ_LEN, NUM_KV_HEADS, HEAD_DIM).transpose(1, 2)
@@ -165,7 +166,7 @@ def gather_calls(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
         ],
         "blocks": lambda: [torch.index_select(cache, 0, blocks) for cache in caches],
         "tokens": lambda: [cache[slots] for cache in flat],
-        "attention, paged": lambda: paged_attention(query, caches[0], caches[1], metadata, scale),
+        "attention, paged": lambda: plan.attend(query, caches[0], caches[1], scale),
         "attention, contiguous": lambda: F.scaled_dot_product_attention(
             grouped, keys, values, scale=scale
         ),

@@ -24,7 +24,7 @@ from common.bench.gpu_inputs import (
 )
 from common.bench.gpu_work import Comparison, Makes, TimedCall
 from mixed_attention_triton import MixedTritonAttentionBackend
-from paged_attention_triton import TritonAttentionBackend
+from paged_attention_triton import TritonAttentionBackend, TritonPlan
 from split_attention_triton import SplitPlan, SplitTritonAttentionBackend
 
 # Version 3 is what the engine uses.
@@ -55,8 +55,12 @@ def check_attention(lab: Lab) -> Iterator[Comparison]:
 
 
 def attend(backend: type[TritonAttentionBackend], inputs: PagedInputs) -> torch.Tensor:
-    arguments = inputs.key_cache, inputs.value_cache, inputs.metadata(), inputs.scale
-    return backend().attend(inputs.query, *arguments)
+    plan = plan_of(backend(), inputs)
+    return plan.attend(inputs.query, inputs.key_cache, inputs.value_cache, inputs.scale)
+
+
+def plan_of(backend: TritonAttentionBackend, inputs: PagedInputs) -> TritonPlan:
+    return backend.plan(inputs.metadata(), inputs.query.shape[1], inputs.key_cache)
 
 
 def cache_bytes(lab: Lab, lengths: Sequence[tuple[int, int]]) -> int:
@@ -71,9 +75,8 @@ def attention_works(lab: Lab, lengths: Sequence[tuple[int, int]]) -> Makes:
     num_first = lengths[0][0]
 
     def work(name: str, backend: TritonAttentionBackend) -> TimedCall:
-        metadata = inputs.metadata()
-        arguments = inputs.key_cache, inputs.value_cache, metadata, inputs.scale
-        call = partial(backend.attend, inputs.query, *arguments)
+        caches = inputs.key_cache, inputs.value_cache
+        call = partial(plan_of(backend, inputs).attend, inputs.query, *caches, inputs.scale)
 
         def check() -> Iterator[Comparison]:
             found = call()
@@ -110,15 +113,16 @@ def merge_works(lab: Lab, cell: Cell) -> Makes:
     """Version 2's second kernel alone, on the partial results of its first."""
     lengths = decode_lengths(cell)
     inputs = paged_inputs(lab, lengths, make_caches(lab, num_blocks_of(lengths), lab.dtype))
-    metadata = inputs.metadata()
-    caches = inputs.key_cache, inputs.value_cache
-    output = SplitTritonAttentionBackend().attend(inputs.query, *caches, metadata, inputs.scale)
-    plan = metadata.plan
+    plan, caches = (
+        plan_of(SplitTritonAttentionBackend(), inputs),
+        (inputs.key_cache, inputs.value_cache),
+    )
+    output = plan.attend(inputs.query, *caches, inputs.scale)
     assert isinstance(plan, SplitPlan)
     (items,) = plan.items
     num_splits = items.first_item.diff().tolist()
     merging = replace(items, launch=_no_launch)
-    arguments = output, inputs.query, *caches, metadata, inputs.scale
+    arguments = output, inputs.query, *caches, plan.metadata, inputs.scale
     call = partial(merging.attend, *arguments)
     return {"merging of splits": TimedCall(call, merge_cost(lab.heads, num_splits))}
 

@@ -205,7 +205,6 @@ class PagedInputs:
         return torch.cat(slots)
 
     def metadata(self) -> AttentionMetadata:
-        """A new one: what a backend plans is kept in it."""
         query_lens = [query_len for query_len, _ in self.lengths]
         seq_lens = [seq_len for _, seq_len in self.lengths]
         starts, device = [0, *accumulate(query_lens)], self.query.device

@@ -25,7 +25,7 @@ from common.kernels.layer_kernels import (
     silu_and_multiply_in_torch,
 )
 from common.rotary import rotary_table
-from paged_attention_triton import TritonAttentionBackend
+from paged_attention_triton import write_kv_triton
 
 
 def write_kv_inputs(lab: Lab, num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -50,7 +50,7 @@ def check_write_kv(lab: Lab) -> Iterator[Comparison]:
             lab, lab.sizes.checked_rows, dtype
         )
         slots[1] = -1
-        TritonAttentionBackend().write_kv(key, value, key_cache, value_cache, slots)
+        write_kv_triton(key, value, key_cache, value_cache, slots)
         for what, new, cache in (("keys", key, key_cache), ("values", value, value_cache)):
             expected = torch.full_like(cache, torch.nan, dtype=torch.float64)
             expected.flatten(0, 1)[slots[slots >= 0]] = new[slots >= 0].double()
@@ -68,7 +68,7 @@ def compare_caches(
 def write_kv_works(lab: Lab, cell: Cell) -> Makes:
     _, *arguments = write_kv_inputs(lab, cell.num_seqs, lab.dtype)
     cost = write_kv_cost(lab.heads, cell.num_seqs)
-    return {"write_kv": TimedCall(partial(TritonAttentionBackend().write_kv, *arguments), cost)}
+    return {"write_kv": TimedCall(partial(write_kv_triton, *arguments), cost)}
 
 
 def row_cells(sizes: Sizes) -> list[Cell]:

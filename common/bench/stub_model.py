@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from batch_layout import ComposedBatch
 from common.loader import LoadedModel
 from common.model import DecoderModel
 from common.model_config import ModelConfig
 from common.rotary import RopeParameters
+from paged_attention import PagedKVCache
 
 VOCAB_SIZE, TOKEN = 64, 7
 STUB_CONFIG = ModelConfig(
@@ -36,9 +36,8 @@ class StubModel(DecoderModel):
         self._logits = torch.zeros(max_rows, VOCAB_SIZE)
         self._logits[:, TOKEN] = 1.0
 
-    def forward(self, *inputs: Any) -> torch.Tensor:
-        logit_indices = inputs[4]
-        return self._logits[: len(logit_indices)]
+    def forward(self, batch: ComposedBatch, kv_cache: PagedKVCache) -> torch.Tensor:
+        return self._logits[: len(batch.logit_indices)]
 
 
 def stub_model(max_rows: int) -> LoadedModel:

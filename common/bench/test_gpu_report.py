@@ -228,7 +228,7 @@ def test_prompts_are_taken_in_without_being_computed() -> None:
         def spy(batch, forward=forward, seen=seen, keys=keys, untouched=untouched):
             if not seen:
                 assert torch.equal(keys, untouched)
-            seen.append((batch.positions.tolist(), batch.attention.seq_lens.tolist()))
+            seen.append((batch.positions.tolist(), batch.attention[0].seq_lens.tolist()))
             return forward(batch)
 
         runner.forward = spy

@@ -224,7 +224,8 @@ class Split(Event):
 
 @dataclass(frozen=True, slots=True)
 class Evicted(Event):
-    """The cache gave these blocks up, and they are free, in this order. Children come first."""
+    """The cache gave these blocks up, and they are free, in this order, but for those that somebody
+    holds: they were withdrawn, since a request with them ended in an error. Children come first."""
 
     kind: ClassVar[str] = "evicted"
     blocks: list[int]

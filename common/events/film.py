@@ -339,8 +339,7 @@ class State:
 
     def _on_evicted(self, event: Evicted) -> None:
         for block in event.blocks:
-            is_idle = block in self.cached and self.ref_cnt[block] == 1
-            self._require(is_idle, f"block {block} was evicted, and is not cached or in use")
+            self._require(block in self.cached, f"block {block} was evicted, and is not cached")
             del self.cached[block], self._last_use[block]
             self.node_heads.discard(block)
             self._drop(block)

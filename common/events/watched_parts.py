@@ -186,12 +186,18 @@ class SeenIndex(_Part):
         return {"hashes": hashes}
 
     def evict(self, num_blocks: int) -> int:
-        pool = self.pool
-        pool.is_evicting = True
+        self.pool.is_evicting = True
         try:
             return super().evict(num_blocks)
         finally:
-            pool.is_evicting = False
+            self.pool.is_evicting = False
+
+    def withdraw(self, block: Any) -> None:
+        self.pool.is_evicting = True
+        try:
+            super().withdraw(block)
+        finally:
+            self.pool.is_evicting = False
 
 
 class SeenTreeIndex(SeenIndex):

@@ -99,9 +99,9 @@ def _from_tokens(least: int, compiled: Callable, plain: Callable) -> Callable:
 @torch.inference_mode()
 def _first_call(model: DecoderModel, norm: Callable, rotate: Callable) -> None:
     """Show the compiler typical sizes, and which of them varies."""
-    layer, num_tokens, num_heads = model.layers[0], 64, sum(model.layers[0].head_counts)
+    layer, num_tokens = model.layers[0].attention, 64
     hidden = model.embed_weight.new_zeros(num_tokens, model.config.hidden_size)
-    qkv = torch.zeros(num_tokens, num_heads, layer.head_dim, dtype=hidden.dtype)
+    qkv = torch.zeros(num_tokens, sum(layer.head_counts), layer.head_dim, dtype=hidden.dtype)
     qk, _ = qkv.split((layer.num_qk_heads, layer.num_kv_heads), dim=1)
     rotary = rotary_factors(model.rotary_table, torch.zeros(num_tokens, dtype=torch.int64))
     for tensor in (hidden, qk, *rotary):

@@ -24,6 +24,7 @@ from common.kernels.regions import Regions
 
 if TYPE_CHECKING:
     from common.linear import Linear
+    from paged_attention import AttentionPlan
 
 
 class KernelRegions(Regions):
@@ -45,12 +46,11 @@ class KernelRegions(Regions):
         rotary: tuple[torch.Tensor, torch.Tensor],
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        write_kv: Callable[..., None],
+        plan: AttentionPlan,
     ) -> torch.Tensor:
-        """Writes by itself: `write_kv` is not called."""
-        caches = key_cache, value_cache
-        return layer_kernels.rotate_and_write(qkv, norm_weight, *rotary, *caches, slot_mapping, eps)
+        """Writes by itself: `plan.write_kv` is not called."""
+        where = key_cache, value_cache, plan.slot_mapping
+        return layer_kernels.rotate_and_write(qkv, norm_weight, *rotary, *where, eps)
 
     def add_and_norm(
         self,

@@ -19,6 +19,7 @@ from common.rotary import rotary_factors, rotate
 if TYPE_CHECKING:
     from common.linear import Linear
     from common.model import DecoderModel
+    from paged_attention import AttentionPlan
 
 
 def rms_norm(
@@ -66,15 +67,14 @@ class Regions:
         rotary: tuple[torch.Tensor, torch.Tensor],
         key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written
         value_cache: torch.Tensor,  # the same
-        slot_mapping: torch.Tensor,  # [num_tokens] int64, -1: not written
-        write_kv: Callable[..., None],
+        plan: AttentionPlan,  # knows the slots
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim], the queries
         """Queries and keys are normed and turned; keys and values go into the cache."""
         num_kv_heads = key_cache.shape[2]
         qk, value = qkv.split((qkv.shape[1] - num_kv_heads, num_kv_heads), dim=1)
         qk = self.norm_and_rotate(qk, norm_weight, eps, rotary)
         query, key = qk.split((qk.shape[1] - num_kv_heads, num_kv_heads), dim=1)
-        write_kv(key, value, key_cache, value_cache, slot_mapping)
+        plan.write_kv(key, value, key_cache, value_cache)
         return query
 
     def add_and_norm(
@@ -109,5 +109,4 @@ def set_regions(model: DecoderModel, is_compiled: bool, is_triton: bool = False)
         from common.kernels.compiled_regions import compile_regions  # brings the compiler
 
         regions = compile_regions(model)
-    for part in (model, *model.layers):
-        part.regions = regions
+    model.regions = regions

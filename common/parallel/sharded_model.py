@@ -26,8 +26,10 @@ from functools import partial
 import torch
 from torch import nn
 
+from batch_layout import ComposedBatch
+from common.blocks import CheckpointTensor, allocator
 from common.linear import Linear
-from common.model import CheckpointTensor, DecoderLayer, DecoderModel, allocator
+from common.model import DecoderLayer, DecoderModel
 from common.model_config import ModelConfig
 from common.parallel.collectives import Collectives
 from common.parallel.ranks import Ranks
@@ -37,7 +39,7 @@ from common.parallel.sharded_layers import (
     rows_per_rank,
     vocab_parallel_embedding,
 )
-from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
+from paged_attention import PagedKVCache
 
 
 def rank_config(config: ModelConfig, ranks: Ranks) -> ModelConfig:
@@ -124,21 +126,13 @@ class ShardedModel(DecoderModel):
             self.namespace = (("part of the model", part),)
 
     @torch.inference_mode()
-    def forward(
-        self,
-        inputs: torch.Tensor,  # first stage: token ids [num_tokens]; else hidden, overwritten
-        positions: torch.Tensor,
-        kv_cache: PagedKVCache,
-        metadata: AttentionMetadata,
-        logit_indices: torch.Tensor,
-        backend: AttentionBackend,
-    ) -> torch.Tensor:
+    def forward(self, batch: ComposedBatch, kv_cache: PagedKVCache) -> torch.Tensor:
         """Logits [num_logit_rows, vocab_size] of the last stage; of the others hidden
-        [num_tokens, hidden_size], for the next one."""
+        [num_tokens, hidden_size], for the next one. `batch.hidden` is overwritten."""
         is_last = self.ranks.is_last_stage
-        hidden = self.embed(inputs) if self.ranks.is_first_stage else inputs
-        rows = logit_indices if is_last else None
-        hidden = self.through_layers(hidden, positions, kv_cache, metadata, backend, rows)
+        hidden = batch.hidden if batch.hidden is not None else self.embed(batch.input_ids)
+        rows = batch.logit_indices if is_last else None
+        hidden = self.through_layers(hidden, batch, kv_cache, rows)
         return self.to_logits(hidden) if is_last else hidden
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -146,9 +140,9 @@ class ShardedModel(DecoderModel):
             input_ids, self.embed_weight, self._first_id, self.collectives
         )
 
-    def blank_input(self, num_tokens: int) -> torch.Tensor:
+    def blank_hidden(self, num_tokens: int) -> torch.Tensor | None:
         if self.ranks.is_first_stage:
-            return super().blank_input(num_tokens)
+            return None
         return self.embed_weight.new_zeros(num_tokens, self.config.hidden_size)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:

@@ -31,7 +31,7 @@ class StageRunner(PagedModelRunner):
         collectives = self.model.collectives
         if not collectives.ranks.is_first_stage:
             shape = (len(batch.positions), self.model.config.hidden_size)
-            batch.input_ids = collectives.receive(shape, self.model.embed_weight.dtype)
+            batch.hidden = collectives.receive(shape, self.model.embed_weight.dtype)
         out = self.compute(batch)
         if not collectives.ranks.is_last_stage:
             collectives.send(out)

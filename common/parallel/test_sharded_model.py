@@ -147,7 +147,9 @@ def test_a_stage_has_its_layers_and_the_ends_their_matrices(tmp_path):
             range(1, 2),
             range(2, 3),
         ]
-        assert [m.layers[0].index for m in (first, middle, last)] == [0, 0, 0], "of its own cache"
+        assert [m.layers[0].attention.index for m in (first, middle, last)] == [0, 0, 0], (
+            "of its own cache"
+        )
 
 
 def test_the_kv_cache_has_the_rank_s_heads_and_layers_and_a_name_of_its_own(tmp_path):
@@ -238,7 +240,8 @@ def test_stages_keep_the_bits_of_a_batch_invariant_model(tmp_path):
         models.append(load_model(tmp_path, torch.float32, make=make).model)
     for model in models:
         assert model.pack_weights() is None
-        make_batch_invariant(linear_layers(model), model.layers, torch.float32, 8)
+        mlps = [layer.mlp for layer in model.layers]
+        make_batch_invariant(linear_layers(model), mlps, torch.float32, 8)
     one, *stages = (PagedHarness(m, 3, backend=InvariantAttentionBackend()) for m in models)
     prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
     alone = torch.cat([run_stages([one], [(i, 0, p)]) for i, p in enumerate(prompts)])

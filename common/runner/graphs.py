@@ -250,15 +250,17 @@ class DecodeGraphs:
     def _compute(self, bucket: int) -> torch.Tensor:
         """Logits [bucket, vocab_size]."""
         x = self.inputs[bucket]
-        where = self.kv_cache, self._metadata(bucket), x.logit_indices, self.backend
-        return self.model(x.input_ids, x.positions, *where)
+        where = self._metadata(bucket), x.logit_indices
+        batch = ComposedBatch(x.input_ids, x.positions, *where)
+        batch.plan_attention(self.backend, self.model.num_heads, self.kv_cache)
+        return self.model(batch, self.kv_cache)
 
-    def _metadata(self, bucket: int) -> ReplayMetadata:
-        """Made anew: what a backend plans is part of the graph, and none of it may be left from
-        another call. Its numbers are bounds."""
+    def _metadata(self, bucket: int) -> tuple[ReplayMetadata]:
+        """Its numbers are bounds. What a backend plans with it is part of the graph."""
         x = self.inputs[bucket]
         where = x.query_start_loc, x.seq_lens, x.block_tables, x.slot_mapping
-        return ReplayMetadata(*where, max_query_len=1, max_seq_len=self.max_seq_len, bucket=bucket)
+        longest = {"max_query_len": 1, "max_seq_len": self.max_seq_len}
+        return (ReplayMetadata(*where, **longest, bucket=bucket),)
 
     def tensors(self, bucket: int) -> GraphTensors:
         caches = *self.kv_cache.key_cache, *self.kv_cache.value_cache
@@ -327,9 +329,10 @@ class GraphRunner(PagedModelRunner):
         return self.graphs.compose(state, queries, block_size, bucket)
 
     def forward(self, batch: PagedBatch) -> torch.Tensor:
-        if not isinstance(batch.attention, ReplayMetadata):
+        where = batch.attention[0]
+        if not isinstance(where, ReplayMetadata):
             return super().forward(batch)
-        bucket, num_rows = batch.attention.bucket, len(batch.input_ids)
+        bucket, num_rows = where.bucket, len(batch.input_ids)
         if self.state.has_pending:  # they were put in place in a copy
             self.graphs.inputs[bucket].input_ids[:num_rows].copy_(batch.input_ids)
         return self.graphs.replay(bucket, num_rows, len(batch.logit_indices))

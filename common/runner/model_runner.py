@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,10 +33,9 @@ Compose = Callable[[PagedRunnerState, Queries, int], StepLayout]
 class PagedBatch(ComposedBatch):
     """One step's input."""
 
-    sampling: SamplingBatch = field(repr=False)  # a row for each of logits
-    unread: UnreadStep = field(repr=False)  # the tokens, once there are logits
-    step: StepRows | None = field(repr=False)  # if a plugin asks
-    staged: dict[str, Any] = field(repr=False)  # by plugins, under their names
+    sampling: SamplingBatch = field(repr=False, kw_only=True)  # a row for each of logits
+    unread: UnreadStep = field(repr=False, kw_only=True)  # the tokens, once there are logits
+    step: StepRows | None = field(repr=False, kw_only=True)  # if a plugin asks
 
 
 class PagedModelRunner:
@@ -83,8 +81,8 @@ class PagedModelRunner:
     @torch.inference_mode()
     def forward(self, batch: PagedBatch) -> torch.Tensor:
         """Logits `[num_logit_rows, vocab_size]`. Writes keys and values into the cache."""
-        ids, positions, rows = batch.input_ids, batch.positions, batch.logit_indices
-        return self.model(ids, positions, self.kv_cache, batch.attention, rows, self.backend)
+        batch.plan_attention(self.backend, self.model.num_heads, self.kv_cache)
+        return self.model(batch, self.kv_cache)
 
     def sample(self, batch: PagedBatch, logits: torch.Tensor) -> UnreadStep:
         """Begun, like the forward pass. Plugins work while the device computes that."""
@@ -117,11 +115,17 @@ class PagedModelRunner:
             staged = self.state.plugins.stage(step, cargo)
         unread = self.sampler.stage(sampling, cargo)
         cargo.send()
-        arrived = {name: found() for name, found in staged.items()}
         batch = layout.compose(*cargo.tensors[: len(layout.arrays)])
-        ids, where = self.state.fill_in(batch.input_ids), batch.attention
-        rows = batch.logit_indices
-        return PagedBatch(ids, batch.positions, where, rows, sampling, unread, step, arrived)
+        ids, where = self.state.fill_in(batch.input_ids), (batch.attention, batch.logit_indices)
+        return PagedBatch(
+            ids,
+            batch.positions,
+            *where,
+            staged={name: found() for name, found in staged.items()},
+            sampling=sampling,
+            unread=unread,
+            step=step,
+        )
 
     def _step_rows(
         self, req_ids: list[str], queries: Queries, order: np.ndarray, drafts: dict[str, list[int]]

@@ -213,7 +213,7 @@ def check_batch(runner: PagedModelRunner, plan: SchedulerOutput, plans: Plans, o
     assert batch.input_ids.tolist() == ids and batch.input_ids.dtype == torch.int64
     assert batch.positions.tolist() == positions
     assert batch.logit_indices.tolist() == logit_indices
-    attention = batch.attention
+    attention = batch.attention[0]
     assert attention.slot_mapping.tolist() == slots
     assert attention.query_start_loc.tolist() == borders
     stops = [starts[name] + plan.num_scheduled_tokens[name] for name in order(starts)]

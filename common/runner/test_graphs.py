@@ -119,7 +119,8 @@ def test_rows_are_those_of_chapter_2_and_padding_is_nobodys() -> None:
         x, n = memory.inputs(bucket), len(queries.rows)
         assert {name: t.data_ptr() for name, t in x.by_name().items()} == addresses
         plain = compose_in_order(state, queries, BLOCK_SIZE).on(CPU)
-        where, width = plain.attention, plain.attention.block_tables.shape[1]
+        (where,) = plain.attention
+        width = where.block_tables.shape[1]
         for found, right in (
             (x.input_ids, plain.input_ids),
             (x.positions, plain.positions),
@@ -162,8 +163,8 @@ def test_padding_changes_no_row(graphs: DecodeGraphs) -> None:
     for bucket, state, queries in random_steps(num_each=2):
         copy_cache(graphs, plain_cache)
         batch = compose_in_order(state, queries, BLOCK_SIZE).on(CPU)
-        where = plain_cache, batch.attention, batch.logit_indices, TorchAttentionBackend()
-        expected = graphs.model(batch.input_ids, batch.positions, *where)
+        batch.plan_attention(TorchAttentionBackend(), graphs.model.num_heads, plain_cache)
+        expected = graphs.model(batch, plain_cache)
         if bucket not in graphs.buckets:
             bucket = bucket_of(bucket, graphs.buckets)
         layout = graphs.compose(state, queries, BLOCK_SIZE, bucket)
@@ -220,7 +221,7 @@ def test_what_a_plugin_stages_is_read_without_a_graph(graphs: DecodeGraphs) -> N
 
 
 def test_the_largest_is_captured_first_and_on_padding_alone(random_loaded) -> None:
-    """Each with metadata of its own, whose numbers are bounds of whatever comes."""
+    """Each planned for itself, with numbers that are bounds of whatever comes."""
     order: list[int] = []
     seen: list[AttentionMetadata] = []
 
@@ -231,18 +232,12 @@ def test_the_largest_is_captured_first_and_on_padding_alone(random_loaded) -> No
                 assert function().shape == (bucket, 97)
 
     class Backend(TensorAttentionBackend):
-        def write_kv(self, key, value, key_cache, value_cache, slot_mapping) -> None:
-            assert (slot_mapping == -1).all()
-            super().write_kv(key, value, key_cache, value_cache, slot_mapping)
-
-        def attend(self, query, key_cache, value_cache, metadata, scale):
-            if not seen or metadata is not seen[-1]:
-                assert metadata.plan is None
-                seen.append(metadata)
-            metadata.plan = "by the first layer"  # pyright: ignore
+        def plan(self, metadata, num_heads, key_cache):
+            seen.append(metadata)
+            assert (metadata.slot_mapping == -1).all()
             assert (metadata.max_query_len, metadata.max_seq_len) == (1, 32)
-            assert metadata.block_tables.shape == (len(query), 8)
-            return super().attend(query, key_cache, value_cache, metadata, scale)
+            assert metadata.block_tables.shape == (len(metadata.seq_lens), 8)
+            return super().plan(metadata, num_heads, key_cache)
 
     cache = allocate_kv_cache(random_loaded, 5, BLOCK_SIZE)
     DecodeGraphs(Spy(), random_loaded.model, cache, Backend(), 20, MAX_MODEL_LEN)

@@ -71,9 +71,9 @@ def test_worked_example_of_mixed_lengths(runner: PagedModelRunner) -> None:
     batch = runner.prepare(output)
     assert batch.input_ids.tolist() == [4, 5, 6, 7, 8]
     assert batch.positions.tolist() == [3, 4, 0, 1, 2]
-    assert batch.attention.query_start_loc.tolist() == [0, 2, 5]
-    assert batch.attention.seq_lens.tolist() == [5, 3]
-    assert batch.attention.slot_mapping.tolist() == [16 + 3, 16 + 4, 48, 49, 50]
+    assert batch.attention[0].query_start_loc.tolist() == [0, 2, 5]
+    assert batch.attention[0].seq_lens.tolist() == [5, 3]
+    assert batch.attention[0].slot_mapping.tolist() == [16 + 3, 16 + 4, 48, 49, 50]
     assert batch.logit_indices.tolist() == [1, 4]
     assert batch.sampling.req_ids == ["a", "b"]
 
@@ -97,8 +97,8 @@ def test_decode_slots_of_the_worked_example(runner: PagedModelRunner) -> None:
     batch = runner.prepare(output)
     assert batch.input_ids.tolist() == [9, 10, 11]
     assert batch.positions.tolist() == [6, 2, 4]
-    assert batch.attention.slot_mapping.tolist() == [16 + 6, 48 + 2, 64 + 4]
-    assert batch.attention.max_query_len == 1
+    assert batch.attention[0].slot_mapping.tolist() == [16 + 6, 48 + 2, 64 + 4]
+    assert batch.attention[0].max_query_len == 1
 
 
 def test_a_prompt_in_pieces_gives_logits_with_its_last_piece_only(runner: PagedModelRunner) -> None:
@@ -176,7 +176,7 @@ def test_a_resumed_request_is_taken_over_whole(runner: PagedModelRunner) -> None
     output = SchedulerOutput(scheduled_cached_reqs=resumed, num_scheduled_tokens={"a": 5})
     batch = runner.prepare(output)
     assert batch.input_ids.tolist() == [1, 2, 3, 5, 6]
-    assert batch.attention.slot_mapping.tolist() == [64, 65, 66, 67, 68]
+    assert batch.attention[0].slot_mapping.tolist() == [64, 65, 66, 67, 68]
     assert batch.sampling.num_outputs.tolist() == [2]
 
 
@@ -196,7 +196,7 @@ def test_a_block_move_patches_the_table_and_the_next_step_reads_there(
         kv[1] = torch.nan
     plan.block_moves = [BlockMove("a", 0, 6)]
     batch = runner.prepare(plan)
-    assert batch.attention.block_tables.tolist() == [[6]]
+    assert batch.attention[0].block_tables.tolist() == [[6]]
     torch.testing.assert_close(runner.forward(batch), expected, rtol=1e-9, atol=1e-9)
 
 
@@ -232,8 +232,8 @@ def test_chapter_2s_layout_and_chapter_6s_give_the_same_logits_of_the_same_rows(
     mixed = make_runner(random_loaded, compose)
     for plan, rows in zip(mixed_plans(), (["b"], ["a", "b", "b", "b"]), strict=True):
         expected, batch = plain.prepare(plan), mixed.prepare(plan)
-        assert not isinstance(expected.attention, MixedMetadata)
-        assert isinstance(batch.attention, MixedMetadata)
+        assert not isinstance(expected.attention[0], MixedMetadata)
+        assert isinstance(batch.attention[0], MixedMetadata)
         assert expected.sampling.req_ids == batch.sampling.req_ids == rows
         found = mixed.forward(batch)
         torch.testing.assert_close(found, plain.forward(expected), rtol=1e-9, atol=1e-9)

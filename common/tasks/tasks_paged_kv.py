@@ -81,7 +81,7 @@ def layout() -> str:
         "blocks of 2; a computes 1 to 3, table [3, 6]; b computes 0, table [5]\n"
         f"positions {batch.positions.tolist()}\n"
         f"tokens {batch.input_ids.tolist()}\n"
-        f"slots {batch.attention.slot_mapping.tolist()}"
+        f"slots {batch.attention[0].slot_mapping.tolist()}"
     )
 
 

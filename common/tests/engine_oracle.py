@@ -8,6 +8,7 @@ prompts."""
 from __future__ import annotations
 
 import inspect
+import math
 import random
 import sys
 from collections import Counter
@@ -211,6 +212,22 @@ def paged_runner(engine) -> PagedModelRunner:
             return runner
         runner = runner.runner
     raise AssertionError(f"no PagedModelRunner inside {engine.core.runner!r}")
+
+
+def spoil_kv(engine, request_id: str, index: int = 0) -> None:
+    """After the first forward pass for the request, block `index` of its KV is NaN: the next one
+    that reads it ends in an error, as it would on a device that computes wrong."""
+    runner, blocks = paged_runner(engine), engine.kv_manager
+    forward = runner.forward
+
+    def spoiled(batch):
+        logits = forward(batch)
+        if block_ids := blocks.get_block_ids(request_id):
+            runner.forward = forward
+            engine.kv_cache.value_cache[0][block_ids[index]] = math.nan
+        return logits
+
+    runner.forward = spoiled
 
 
 def num_replays(engine) -> int:

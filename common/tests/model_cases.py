@@ -67,7 +67,9 @@ def save_case(name: str, path: Path, seed: int = 0, **overrides: object) -> Path
 
 
 @torch.inference_mode()
-def reference_logits(path: Path, dtype: torch.dtype, prompts: list[list[int]]) -> list:
+def reference_logits(
+    path: Path, dtype: torch.dtype, prompts: list[list[int]], **changes: object
+) -> list:
     """By `transformers`, `[len(prompt), vocab_size]` for each prompt."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **changes).eval()
     return [model(input_ids=torch.tensor([prompt])).logits[0] for prompt in prompts]

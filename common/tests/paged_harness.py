@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from batch_layout import ComposedBatch
 from common.model import DecoderModel
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache, TorchAttentionBackend
 
@@ -46,7 +47,7 @@ class PagedHarness:
         inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`work`: (request, first position, tokens). Logits of every row, or of those asked for.
-        A stage that is not the first gets `inputs` instead of the tokens."""
+        A stage that is not the first gets `inputs`, too."""
         ids, positions, slots, starts, seq_lens = [], [], [], [0], []
         for request, first, tokens in work:
             for position, token in enumerate(tokens, start=first):
@@ -69,11 +70,8 @@ class PagedHarness:
             max_seq_len=max(seq_lens),
         )
         indices = list(range(len(ids))) if logit_indices is None else logit_indices
-        return self.model(
-            tensor(ids) if inputs is None else inputs,
-            tensor(positions),
-            self.kv_cache,
-            metadata,
-            tensor(indices),
-            self.backend,
+        batch = ComposedBatch(
+            tensor(ids), tensor(positions), (metadata,), tensor(indices), hidden=inputs
         )
+        batch.plan_attention(self.backend, self.model.num_heads, self.kv_cache)
+        return self.model(batch, self.kv_cache)

@@ -9,7 +9,7 @@ from math import inf, nan
 import pytest
 
 from common.engine import EngineConfig, LLMEngine
-from common.tests.engine_oracle import Oracle, finish, paged_runner
+from common.tests.engine_oracle import Oracle, finish, paged_runner, spoil_kv
 from request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -148,6 +148,55 @@ def test_kv_of_a_bad_step_is_never_a_cached_prefix(
     cold = make_engine(family_loaded, name, prefix_cache=None)
     cold.add_request("cold", prompt, GREEDY)
     assert again.outputs[0].token_ids == finish(cold)["cold"].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("cache", ["hash", "radix"])
+@pytest.mark.parametrize("name", ["two_phase", "prefill_first", "fcfs", "chunks", "ngram"])
+def test_who_ends_in_an_error_takes_its_kv_out_of_the_cache(
+    name: str, cache: str, family_oracle: Oracle, family_loaded
+) -> None:
+    """And who shares it when it happens ends too, or computes it, and leaves nothing bad either."""
+    engine = make_engine(family_loaded, name, prefix_cache=cache)
+    prompt, index = family_oracle.prompts[3], 3
+    assert len(prompt) >= 8
+    spoil_kv(engine, "bad")
+    for request_id in ("bad", "same"):
+        engine.add_request(request_id, prompt, GREEDY)
+    engine.add_request("other", family_oracle.prompts[1], GREEDY)
+    outputs = {r: o.outputs[0] for r, o in finish(engine).items()}
+    assert outputs["other"].token_ids == family_oracle.expected(1, 12)
+    assert outputs["bad"].finish_reason == "error"
+    has_found_it = name != "chunks"
+    assert outputs["same"].finish_reason == ("error" if has_found_it else "length")
+    assert has_found_it or outputs["same"].token_ids == family_oracle.expected(index, 12)
+    engine.add_request("again", prompt, GREEDY)
+    again = finish(engine)["again"]
+    assert again.outputs[0].token_ids == family_oracle.expected(index, 12)
+    assert has_found_it == (again.num_cached_tokens == 0)
+    (found,) = engine.generate_batch([prompt], GREEDY).values()
+    assert found.num_cached_tokens == (len(prompt) - 1) // 4 * 4
+
+
+@pytest.mark.parametrize("cache", ["hash", "radix"])
+def test_kv_that_an_aborted_request_left_costs_one_error_and_no_more(
+    cache: str, family_oracle: Oracle, family_loaded
+) -> None:
+    """Nobody has sampled with it: it is withdrawn by the one who found it, and what was computed
+    before it stays."""
+    prompt = max(family_oracle.prompts, key=len)
+    index = family_oracle.prompts.index(prompt)
+    engine = make_engine(family_loaded, "chunks", prefix_cache=cache, max_num_batched_tokens=8)
+    engine.add_request("head", prompt[:9], replace(GREEDY, max_tokens=1))
+    finish(engine)
+    assert len(prompt) > 24
+    spoil_kv(engine, "aborted", 2)
+    engine.add_request("aborted", prompt, GREEDY)
+    engine.step()
+    engine.abort_request("aborted")
+    for expected, num_cached in (("error", 12), ("length", 8)):
+        (output,) = engine.generate_batch([prompt], GREEDY).values()
+        assert (output.outputs[0].finish_reason, output.num_cached_tokens) == (expected, num_cached)
+    assert output.outputs[0].token_ids == family_oracle.expected(index, 12)
 
 
 def unused_token(oracle: Oracle) -> int:

@@ -13,7 +13,7 @@ from batch_invariance import ROW_TILES
 from common.demo import parse_args
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
-from common.linear import why_not_packed
+from common.linear import linear_layers, why_not_packed
 from common.llm import LLM, SamplingParams
 from common.loader import load_model
 from common.tests.batch_invariant_case import alone, config_of, make_engine, serve
@@ -135,9 +135,7 @@ def test_it_reaches_every_part_that_computes():
     llm = LLM(batch_invariant=True, dtype="float32", num_blocks=20)
     runner = paged_runner(llm.engine)
     assert isinstance(runner.backend, InvariantAttentionBackend)
-    layers = runner.model.layers
-    matrices = [m for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    assert {m.row_tile for m in (*matrices, runner.model.lm_head)} <= set(ROW_TILES)
+    assert {m.row_tile for m in linear_layers(runner.model)} <= set(ROW_TILES)
     assert parse_args(["--batch-invariant"]).batch_invariant
     assert not parse_args([]).batch_invariant
     assert not EngineConfig().batch_invariant

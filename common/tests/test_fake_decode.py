@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from common.sampling.sampling_columns import SamplingColumns
 from common.sampling.test_waits import KINDS
 from common.tests.fake_gpu import CUDA, Moved, fake_gpu
 from mixed_attention import MixedAttentionBackend
-from mixed_attention_triton import MixedTritonAttentionBackend
+from mixed_attention_triton import MixedSplitPlan, MixedTritonAttentionBackend
 from mixed_batch import compose
 from paged_attention import TorchAttentionBackend
 from paged_attention_triton import TritonAttentionBackend
@@ -118,14 +119,14 @@ def test_whole_steps_that_are_begun_a_step_ahead(monkeypatch) -> None:
         gpu.launches.clear()
         plan, bucket, num_before = first_step(), 16, gpu.uploads
         batch = runner.prepare(plan)
-        assert batch is not None and not isinstance(batch.attention, ReplayMetadata)
+        assert batch is not None and not isinstance(batch.attention[0], ReplayMetadata)
         runner.state.sampled = batch.unread.begin(runner.forward(batch))
         assert gpu.launches["_split_attention_kernel"] == QWEN2.num_hidden_layers
         assert gpu.uploads == num_before + 1
         for num_outputs in range(2):
             batch = runner.prepare(next_step(plan, num_outputs))
-            assert batch is not None and isinstance(batch.attention, ReplayMetadata)
-            assert batch.attention.bucket == bucket and runner.state.has_pending
+            assert batch is not None and isinstance(batch.attention[0], ReplayMetadata)
+            assert batch.attention[0].bucket == bucket and runner.state.has_pending
             logits = runner.forward(batch)
             assert logits.shape == (len(KINDS), QWEN2.vocab_size) and logits.device == CUDA
             unread = runner.state.sampled = batch.unread.begin(logits)
@@ -140,11 +141,17 @@ def test_whole_steps_that_are_begun_a_step_ahead(monkeypatch) -> None:
 class Wrong(MixedTritonAttentionBackend):
     def __init__(self, what=lambda *_: None) -> None:
         super().__init__()
+        self.plan_type = partial(WrongPlan, what)
+
+
+class WrongPlan(MixedSplitPlan):
+    def __init__(self, what, metadata, shape) -> None:
+        super().__init__(metadata, shape)
         self.what = what
 
-    def attend(self, query, key_cache, value_cache, metadata, scale):
-        self.what(query, metadata)
-        return super().attend(query, key_cache, value_cache, metadata, scale)
+    def attend(self, query, key_cache, value_cache, scale):
+        self.what(query, self.metadata)
+        return super().attend(query, key_cache, value_cache, scale)
 
 
 FAULTS = {

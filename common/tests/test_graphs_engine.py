@@ -144,7 +144,7 @@ def test_steps_with_guesses_are_computed_without_a_graph(oracle, loaded, caplog)
     forward = runner.forward
 
     def spy(batch):
-        is_replayed = isinstance(batch.attention, ReplayMetadata)
+        is_replayed = isinstance(batch.attention[0], ReplayMetadata)
         rows[is_replayed].add(bool(batch.sampling.drafts))
         return forward(batch)
 
@@ -209,13 +209,11 @@ def test_a_gpu_has_graphs_whatever_is_compiled_on_a_cpu(caplog) -> None:
 
 def test_what_cannot_be_captured_is_announced_once(oracle, loaded, monkeypatch, caplog) -> None:
     """And served all the same, without graphs."""
-    real = TensorAttentionBackend.attend
 
-    def attend(self, query, key_cache, value_cache, metadata, scale):
+    def plan(self, metadata, num_heads, key_cache):
         assert metadata.seq_lens.max().item() >= 0
-        return real(self, query, key_cache, value_cache, metadata, scale)
 
-    monkeypatch.setattr(TensorAttentionBackend, "attend", attend)
+    monkeypatch.setattr(TensorAttentionBackend, "plan", plan)
     with caplog.at_level(logging.WARNING):
         engine = graph_engine(loaded)
         maker = GraphMaker(engine.config, loaded.model, TensorAttentionBackend(), 100)

@@ -340,6 +340,7 @@ IN_A_CHECKOUT_ONLY = (  # what measures, trains, draws or counts this repository
     "common/museum/",
     "common/notebooks.py",
     "common/patches.py",
+    "common/sync.py",
     "common/parallel/communication.py",
     "common/parallel/measure_communication.py",
     "common/tools/draw.py",

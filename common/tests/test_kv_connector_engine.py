@@ -13,7 +13,14 @@ from transformers import Qwen3ForCausalLM
 from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.loader import load_model
-from common.tests.engine_oracle import MAX_TOKENS, greedy_params, make_oracle, serve
+from common.tests.engine_oracle import (
+    MAX_TOKENS,
+    finish,
+    greedy_params,
+    make_oracle,
+    serve,
+    spoil_kv,
+)
 from global_kv_pool import GlobalKVPool
 from pool_connector import PoolConnector
 from request import RequestStatus
@@ -230,6 +237,62 @@ def test_tiers_and_pool_together(oracle, loaded, pool, tmp_path):
                 assert completion.token_ids == oracle.expected(indices[int(request_id)], 12)
         assert engine.stats().kv_blocks_in_use == 0
         engine.close()
+
+
+@pytest.mark.parametrize("write_policy", ["write_back", "write_through"])
+@pytest.mark.parametrize("prefix_cache", CACHES)
+def test_kv_of_a_request_that_ended_in_an_error_is_in_no_tier(
+    prefix_cache, write_policy, oracle, loaded, tmp_path
+):
+    """Nor in the file, with which the next engine begins. What it had found below leaves too."""
+    size = {"num_blocks": 60, "prefix_cache": prefix_cache}
+    tiers = KVTierConfig(10, 500, tmp_path / "kv", write_policy=write_policy)
+    for turn in range(2):
+        engine = make_engine(loaded, tiers=tiers, **size)
+        spoil_kv(engine, "bad", turn)
+        engine.add_request("bad", oracle.prompts[2], greedy_params(MAX_TOKENS))
+        assert finish(engine)["bad"].outputs[0].finish_reason == "error"
+        serve(engine, oracle, [5, 9, 4, 6], 2)  # what is cached has to leave the device
+        serve(engine, oracle, [2], MAX_TOKENS)
+        serve(engine, oracle, [5, 9, 4, 6], 2)
+        engine.prefix_cache.listener.check_invariants()
+        engine.close()
+    engine = make_engine(loaded, tiers=tiers, **size)
+    (output,) = serve(engine, oracle, [2], MAX_TOKENS)
+    is_kept = write_policy == "write_through"  # of the one that ended well, in the file
+    assert output.num_cached_tokens > 0 or not is_kept
+    engine.close()
+
+
+def test_kv_of_a_request_that_ended_in_an_error_leaves_the_pool(oracle, loaded, pool):
+    """One engine's aborted request has offered it: it costs one error, in whatever engine."""
+    prompt = oracle.prompts[2]
+    first = make_engine(loaded, PoolConnector(pool, "a"), max_num_batched_tokens=8)
+    spoil_kv(first, "bad")
+    first.add_request("bad", prompt, greedy_params(MAX_TOKENS))
+    assert finish(first)["bad"].outputs[0].finish_reason == "error"
+    assert pool.total_cached_blocks == 0
+    spoil_kv(first, "aborted")
+    first.add_request("aborted", prompt, greedy_params(MAX_TOKENS))
+    first.step(), first.step(), first.abort_request("aborted")
+    assert pool.total_cached_blocks == 4
+    second = make_engine(loaded, PoolConnector(pool, "b"))
+    (output,) = second.generate_batch([prompt], greedy_params(2)).values()
+    assert (output.outputs[0].finish_reason, output.num_cached_tokens) == ("error", 16)
+    assert pool.total_cached_blocks == 0
+    for node in "bc":
+        serve(make_engine(loaded, PoolConnector(pool, node)), oracle, [2], MAX_TOKENS)
+    pool.check_invariants()
+
+
+def test_a_pool_that_fails_keeps_what_was_to_be_withdrawn(oracle, loaded, pool, caplog):
+    engine = make_engine(loaded, PoolConnector(pool, "a"))
+    pool.withdraw = lambda _: 1 / 0
+    spoil_kv(engine, "bad")
+    engine.add_request("bad", oracle.prompts[2], greedy_params(MAX_TOKENS))
+    assert finish(engine)["bad"].outputs[0].finish_reason == "error"
+    assert "ZeroDivisionError" in caplog.text
+    serve(engine, oracle, [2], MAX_TOKENS)
 
 
 def test_aborting_a_loading_request_frees_its_blocks(oracle, engine, gate):

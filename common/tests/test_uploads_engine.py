@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from batch_layout import ComposedBatch
 from common.engine import LLMEngine
 from common.runner import overlap
 from common.sampling.runner_plugin import Cargo, RunnerPlugin, RunnerPlugins, StepRows
@@ -46,22 +47,31 @@ def plain(x: Any) -> Any:
 
 
 class OnDevice:
-    """A model that is computed there, attention and all. How it does that is tested elsewhere
-    (`test_fake_decode.py`)."""
+    """A model that is computed there, attention and its plan and all. How it does that is tested
+    elsewhere (`test_fake_decode.py`)."""
 
-    def __init__(self, model: Any, device: PretendDevice) -> None:
-        self.model, self.device = model, device
+    def __init__(self, owner: Any, device: PretendDevice) -> None:
+        """`owner`, a runner or a proposer, has it instead of its own from now on."""
+        self.model, self.device, self.backend = owner.model, device, owner.backend
+        owner.model, owner.backend = self, self
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def __call__(self, *arguments: Any) -> torch.Tensor:
-        input_ids, positions, kv_cache, metadata, rows, backend = arguments
-        for x in (input_ids, positions, rows, metadata.seq_lens, metadata.slot_mapping):
+    def plan(self, metadata: Any, num_heads: int, key_cache: torch.Tensor) -> Any:
+        """Later, where it is no read."""
+        return None
+
+    def __call__(self, batch: ComposedBatch, kv_cache: Any) -> torch.Tensor:
+        (where,) = batch.attention
+        parts = batch.input_ids, batch.positions, batch.logit_indices
+        for x in (*parts, where.seq_lens, where.slot_mapping):
             assert getattr(x, "place", None) == "device"
         with _disable_current_modes():
-            there = map(plain, (input_ids, positions))
-            logits = self.model(*there, kv_cache, plain(metadata), plain(rows), backend)
+            ids, positions, rows = map(plain, parts)
+            there = ComposedBatch(ids, positions, (plain(where),), rows)
+            there.plan_attention(self.backend, self.model.num_heads, kv_cache)
+            logits = self.model(there, kv_cache)
         return self.device.put(logits)
 
 
@@ -146,15 +156,14 @@ def test_one_copy_a_step(way: str, kind: str, random_loaded, monkeypatch) -> Non
     config = {"seed": 0, "num_blocks": 200, "block_size": 4, "max_num_seqs": 16} | WAYS[way]
     draft = random_loaded if way == "draft model" else None
     # A queued device has no thread of its own, and modes of PyTorch are a thread's.
-    monkeypatch.setattr(overlap, "ThreadedRunner", lambda runner: runner)
+    monkeypatch.setattr(overlap, "ThreadedRunner", overlap.QueuedRunner)
     expected = said(checked_engine(random_loaded, draft, **config), BATCHES[kind])
     engine = checked_engine(random_loaded, draft, **config)
     runner = paged_runner(engine)
     with pretend_device(monkeypatch) as device:
-        runner.model = OnDevice(runner.model, device)
+        OnDevice(runner, device)
         if draft is not None:
-            proposer = engine.core.runner.proposer
-            proposer.model = OnDevice(proposer.model, device)
+            OnDevice(engine.core.runner.proposer, device)
         counted = engine.core.runner = Counted(engine.core.runner, device)
         assert said(engine, BATCHES[kind]) == expected
     if way == "draft model" or (way, kind) == ("n-gram", "mixed"):
@@ -171,7 +180,7 @@ def test_what_is_worked_out_meanwhile_is_a_copy_more_in_such_steps(
     way: str, random_loaded, monkeypatch
 ) -> None:
     config = {"seed": 0, "num_blocks": 200, "block_size": 4} | WAYS[way]
-    monkeypatch.setattr(overlap, "ThreadedRunner", lambda runner: runner)
+    monkeypatch.setattr(overlap, "ThreadedRunner", overlap.QueuedRunner)
     kinds = [KINDS["greedy"], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)] * 2
     free = said(checked_engine(random_loaded, **config), kinds)
     banned = {i: free[str(i)][:1] for i in (1, 3)}
@@ -182,7 +191,7 @@ def test_what_is_worked_out_meanwhile_is_a_copy_more_in_such_steps(
         runner.state.plugins = RunnerPlugins([runner.state.sampling, plugin])
         with pretend_device(monkeypatch) if is_counted else nullcontext() as device:
             if device is not None:
-                runner.model = OnDevice(runner.model, device)
+                OnDevice(runner, device)
                 engine.core.runner = counted = Counted(engine.core.runner, device)
             outputs.append(said(engine, kinds, banned))
     assert outputs[0] == outputs[1]

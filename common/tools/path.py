@@ -21,7 +21,15 @@ from common.bench.bench_record import replace_between_markers
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE_ROOMS = ("", "runner", "sampling")  # of `common`
-NOT_ENGINE = {"conftest.py", "demo.py", "notebooks.py", "ladder.py", "gpu_report.py", "patches.py"}
+NOT_ENGINE = {
+    "conftest.py",
+    "demo.py",
+    "notebooks.py",
+    "ladder.py",
+    "gpu_report.py",
+    "patches.py",
+    "sync.py",
+}
 
 _MEASURE = """
 import inspect, json, sys
@@ -152,11 +160,15 @@ def rooms_table(root: Path = ROOT) -> str:
     return "\n".join(["| room | modules | lines |", "|---|---:|---:|", *rows])
 
 
+def written_readme(root: Path = ROOT) -> str:
+    """README.md with the rooms of today."""
+    text = (root / "README.md").read_text(encoding="utf-8")
+    return replace_between_markers(text, "rooms", rooms_table(root))
+
+
 def main() -> None:
     if sys.argv[1:] == ["--write-readme"]:
-        readme = ROOT / "README.md"
-        text = readme.read_text(encoding="utf-8")
-        readme.write_text(replace_between_markers(text, "rooms", rooms_table()), encoding="utf-8")
+        (ROOT / "README.md").write_text(written_readme(), encoding="utf-8")
         return
     default = measure_default()
     print(f"LLM() loads        {len(default.loaded)} modules, {default.num_lines:,} lines")

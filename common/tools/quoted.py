@@ -5,7 +5,8 @@ quoted if a block "```python file=NAME.py" of the chapter's README.md has it. Su
 by line, part of that file (a law of the house checks it); docstrings may be left out.
 
 A block may say what it quotes: "```python file=NAME.py symbol=Class.method". `--fill` writes the
-body of these blocks, without docstrings, so that nobody copies by hand."""
+body of these blocks, without docstrings, so that nobody copies by hand. A block that is a piece of
+a function follows its source, too, as long as its first and its last line are there."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ import textwrap
 import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from common.tools.path import ROOT, modules_in
+from common.tools.source_patch import module_files
 
 BLOCK = re.compile(
     r"^(?P<fence>`{3,}|~{3,})python[ ]+file=(?P<file>\S+)(?:[ ]+symbol=(?P<symbol>\S+))?[^\n]*\n"
@@ -53,7 +56,8 @@ class Share:
         return 100 * self.num_quoted / self.num_lines if self.num_lines else 0.0
 
 
-def docstring_lines(source: str, *, whole_bodies: bool = True) -> set[int]:
+@cache
+def docstring_lines(source: str, *, whole_bodies: bool = True) -> frozenset[int]:
     """Numbers, from 1, of the lines on which docstrings stand; without `whole_bodies` not of those
     that are all there is of a function."""
     lines: set[int] = set()
@@ -63,7 +67,7 @@ def docstring_lines(source: str, *, whole_bodies: bool = True) -> set[int]:
                 continue
             first = node.body[0]
             lines.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
-    return lines
+    return frozenset(lines)
 
 
 def code_lines(source: str) -> set[int]:
@@ -77,7 +81,7 @@ def code_lines(source: str) -> set[int]:
 
 def without_docstrings(source: str) -> tuple[list[str], list[int]]:
     """The lines that are left, and their numbers. A blank line behind a docstring goes with it."""
-    lines, gone = source.splitlines(), docstring_lines(source, whole_bodies=False)
+    lines, gone = source.splitlines(), set(docstring_lines(source, whole_bodies=False))
     gone |= {number + 1 for number in gone if lines[number : number + 1] == [""]} - {len(lines) + 1}
     numbers = [number for number in range(1, len(lines) + 1) if number not in gone]
     return [lines[number - 1].rstrip() for number in numbers], numbers
@@ -122,10 +126,16 @@ def shares(chapter: Path) -> dict[str, Share]:
     return {path.name: share_of(path, text) for path in modules_in(chapter)}
 
 
+@cache
+def _parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@cache
 def symbol_source(source: str, symbol: str) -> str:
     """The text of a function, class, method or assigned name, "Class.method" being within a class.
     Without docstrings, not indented. Raises `KeyError` if it is not there."""
-    body: list[ast.stmt] = ast.parse(source).body
+    body: list[ast.stmt] = _parsed(source).body
     node: ast.stmt | None = None
     for name in symbol.split("."):
         node = next((node for node in body if name in _names(node)), None)
@@ -148,27 +158,57 @@ def _names(node: ast.stmt) -> Iterator[str]:
 
 
 def filled(text: str, folder: Path) -> str:
-    """A page with its blocks that name a symbol filled. Files are looked up beside the page, then
-    in the whole repository. Raises `KeyError` for a symbol or file that is not there."""
+    """A page with its blocks filled. Files are looked up beside the page, then in the whole
+    repository. A block whose source is not there stays as it is: see `unfilled`."""
 
     def fill(match: re.Match[str]) -> str:
-        if match["symbol"] is None:
-            return match[0]
         head, _, _ = match[0].partition("\n")
-        source = _find(match["file"], folder).read_text(encoding="utf-8")
-        return f"{head}\n{symbol_source(source, match['symbol'])}{match['fence']}"
+        try:
+            return f"{head}\n{_body(match, folder)}{match['fence']}"
+        except KeyError:
+            return match[0]
 
     return BLOCK.sub(fill, text)
+
+
+def unfilled(text: str, folder: Path) -> Iterator[str]:
+    """A sentence for each block that quotes what is not there any more."""
+    for match in BLOCK.finditer(text):
+        try:
+            _body(match, folder)
+        except KeyError as error:
+            line = text[: match.start()].count("\n") + 1
+            yield f"line {line} quotes what is not in {match['file']} any more: {error.args[0]}"
+
+
+def _body(match: re.Match[str], folder: Path) -> str:
+    """What a block is to hold. Raises `KeyError` if that is not there."""
+    source = _find(match["file"], folder).read_text(encoding="utf-8")
+    if match["symbol"] is not None:
+        return symbol_source(source, match["symbol"])
+    if find_quote(source, match["code"]) is not None:
+        return match["code"]
+    quote = match["code"].strip("\n").splitlines()
+    margin = len(quote[0]) - len(quote[0].lstrip())
+    for lines in (source.splitlines(), without_docstrings(source)[0]):
+        starts = [i for i, line in enumerate(lines) if line.strip() == quote[0].strip()]
+        if len(starts) == 1:
+            ends = [
+                i for i in range(starts[0], len(lines)) if lines[i].strip() == quote[-1].strip()
+            ]
+            if ends:
+                piece = _dedented([line.rstrip() for line in lines[starts[0] : ends[0] + 1]])
+                return textwrap.indent("\n".join(piece), " " * margin) + "\n"
+    raise KeyError(f"{quote[0].strip()!r} ... {quote[-1].strip()!r}")
 
 
 def _find(name: str, folder: Path) -> Path:
     for path in (folder / name, ROOT / name):
         if path.is_file():
             return path
-    found = [p for p in ROOT.glob(f"[!.]*/**/{name}") if ".venv" not in p.parts]
-    if len(found) != 1:
-        raise KeyError(f"{name}: {len(found)} files have that name")
-    return found[0]
+    if (path := module_files().get(name.removesuffix(".py"))) is None:
+        raise KeyError(f"no file is called {name}")
+    return path
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -4,9 +4,10 @@ or, where a GPU would go on, by logits that nobody can take for right."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import ClassVar
+from functools import partial
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from mixed_attention import MixedAttentionBackend
 from mixed_attention_triton import MixedTritonAttentionBackend
 from paged_attention import TorchAttentionBackend
 from paged_attention_triton import TritonAttentionBackend
-from tensor_attention import TensorAttentionBackend
+from tensor_attention import TensorAttentionBackend, TensorPlan
 
 
 def make(random_loaded, backend=None, graphs=None) -> DecodeGraphs:
@@ -39,6 +40,12 @@ def make(random_loaded, backend=None, graphs=None) -> DecodeGraphs:
         cache.normal_(generator=generator)
     where = random_loaded.model, kv_cache, backend or TensorAttentionBackend()
     return DecodeGraphs(graphs or EmulatedGraphs(), *where, MOST, MAX_MODEL_LEN)
+
+
+def backend_of(plan: Callable[..., TensorPlan]) -> TensorAttentionBackend:
+    backend = TensorAttentionBackend()
+    backend.plan = plan  # pyright: ignore[reportAttributeAccessIssue]
+    return backend
 
 
 def steps(num: int = 8):
@@ -87,13 +94,14 @@ def test_an_input_that_is_somewhere_else(name: str, random_loaded) -> None:
 
 def test_a_weight_that_is_somewhere_else(random_loaded) -> None:
     graphs, model = make(random_loaded), random_loaded.model
-    before = model.layers[1].mlp_norm_weight
-    model.layers[1].mlp_norm_weight = nn.Parameter(before.clone(), requires_grad=False)
+    mlp = model.layers[1].mlp
+    before = mlp.mlp_norm_weight
+    mlp.mlp_norm_weight = nn.Parameter(before.clone(), requires_grad=False)
     try:
-        with pytest.raises(GraphError, match=r"layers\.1\.mlp_norm_weight"):
+        with pytest.raises(GraphError, match=r"layers\.1\.mlp\.mlp_norm_weight"):
             run(graphs)
     finally:
-        model.layers[1].mlp_norm_weight = before
+        mlp.mlp_norm_weight = before
 
 
 def test_a_cache_that_is_somewhere_else(random_loaded) -> None:
@@ -171,18 +179,19 @@ def test_padding_that_has_query_tokens(random_loaded, monkeypatch) -> None:
 def test_a_kernel_that_writes_where_it_must_not(slot: str, random_loaded) -> None:
     """Padding goes to slot 9, or one key lands one slot behind, or also in slot 9."""
 
-    class Backend(TensorAttentionBackend):
-        def write_kv(self, key, value, key_cache, value_cache, slot_mapping) -> None:
+    class Plan(TensorPlan):
+        def write_kv(self, key, value, key_cache, value_cache) -> None:
+            slots = self.metadata.slot_mapping
             if slot == "of padding":
-                slot_mapping = torch.where(slot_mapping < 0, 9, slot_mapping)
+                self.slot_mapping = torch.where(slots < 0, 9, slots)
             elif slot == "behind":
-                slot_mapping = torch.where(slot_mapping < 0, -1, slot_mapping + 1)
+                self.slot_mapping = torch.where(slots < 0, -1, slots + 1)
             else:
                 value_cache[2, 1] = value[0]
-            super().write_kv(key, value, key_cache, value_cache, slot_mapping)
+            super().write_kv(key, value, key_cache, value_cache)
 
     with pytest.raises(GraphError, match="were written"):
-        run(make(random_loaded, Backend()))
+        run(make(random_loaded, backend_of(Plan)))
 
 
 # -- host values
@@ -195,11 +204,11 @@ def test_a_number_of_the_step_is_that_of_the_capture(random_loaded) -> None:
     class Backend(TensorAttentionBackend):
         longest = 8
 
-        def attend(self, query, key_cache, value_cache, metadata, scale):
+        def plan(self, metadata, num_heads, key_cache):
             num_blocks = -(-self.longest // BLOCK_SIZE)
             tables = metadata.block_tables[:, :num_blocks]
             metadata = replace(metadata, block_tables=tables)
-            return super().attend(query, key_cache, value_cache, metadata, scale)
+            return super().plan(metadata, num_heads, key_cache)
 
     def told(graphs: DecodeGraphs) -> DecodeGraphs:
         compose = graphs.compose
@@ -226,24 +235,25 @@ def is_close(random_loaded, graphs: DecodeGraphs) -> bool:
 def test_a_plan_that_is_kept_is_that_of_the_capture(random_loaded) -> None:
     """Lengths that were looked up once, before the capture, are a part of no replay."""
 
-    class Backend(TensorAttentionBackend):
-        plan: ClassVar[dict] = {}
+    kept: dict[int, torch.Tensor] = {}
 
-        def attend(self, query, key_cache, value_cache, metadata, scale):
-            kept = self.plan.setdefault(len(query), metadata.seq_lens * 1)
-            metadata = replace(metadata, seq_lens=kept)
-            return super().attend(query, key_cache, value_cache, metadata, scale)
+    class Plan(TensorPlan):
+        def attend(self, query, *arguments):
+            lens = kept.setdefault(len(query), self.metadata.seq_lens * 1)
+            self.metadata = replace(self.metadata, seq_lens=lens)
+            return super().attend(query, *arguments)
 
-    assert not is_close(random_loaded, make(random_loaded, Backend()))
+    assert not is_close(random_loaded, make(random_loaded, backend_of(Plan)))
 
 
-class Waiting(TensorAttentionBackend):
-    def __init__(self, read) -> None:
+class Waiting(TensorPlan):
+    def __init__(self, read, metadata, *rest) -> None:
+        super().__init__(metadata, *rest)
         self.read = read
 
-    def attend(self, query, key_cache, value_cache, metadata, scale):
-        self.read(metadata)
-        return super().attend(query, key_cache, value_cache, metadata, scale)
+    def attend(self, *arguments):
+        self.read(self.metadata)
+        return super().attend(*arguments)
 
 
 WAITS = {
@@ -265,8 +275,9 @@ WAITS = {
 @pytest.mark.parametrize("name", WAITS)
 def test_what_waits_for_the_device_cannot_be_captured(name: str, random_loaded) -> None:
     with pytest.raises(CannotCapture, match=f"^{name}.*waits for the device"):
-        make(random_loaded, Waiting(WAITS[name]))
-    make(random_loaded, Waiting(lambda metadata: metadata.seq_lens.max() + len(metadata.seq_lens)))
+        make(random_loaded, backend_of(partial(Waiting, WAITS[name])))
+    longest = lambda metadata: metadata.seq_lens.max() + len(metadata.seq_lens)  # noqa: E731
+    make(random_loaded, backend_of(partial(Waiting, longest)))
 
 
 @pytest.mark.parametrize("kind", [TorchAttentionBackend, MixedAttentionBackend])
@@ -281,14 +292,14 @@ def test_attention_that_is_planned_on_the_host_cannot_be_captured(kind, random_l
 def test_scratch_memory_that_nobody_wrote_is_nan(random_loaded) -> None:
     """The first replay on a GPU might find zeros there."""
 
-    class Backend(TensorAttentionBackend):
-        def attend(self, query, key_cache, value_cache, metadata, scale):
+    class Plan(TensorPlan):
+        def attend(self, query, *arguments):
             output = torch.empty_like(query)
-            attended = super().attend(query, key_cache, value_cache, metadata, scale)
+            attended = super().attend(query, *arguments)
             output[:, 1:] = attended[:, 1:]
             return output
 
-    assert all(x.isnan().all() for x in run(make(random_loaded, Backend())) if len(x))
+    assert all(x.isnan().all() for x in run(make(random_loaded, backend_of(Plan))) if len(x))
 
 
 def test_logits_last_until_the_next_replay(random_loaded) -> None:
@@ -310,13 +321,13 @@ def test_logits_last_until_the_next_replay(random_loaded) -> None:
 def test_the_null_block_may_hold_anything(random_loaded) -> None:
     """It is NaN in each replay; and a backend that reads it with a weight of zero is wrong."""
 
-    class Backend(TensorAttentionBackend):
-        def attend(self, query, key_cache, value_cache, metadata, scale):
-            output = super().attend(query, key_cache, value_cache, metadata, scale)
+    class Plan(TensorPlan):
+        def attend(self, query, key_cache, value_cache, scale):
+            output = super().attend(query, key_cache, value_cache, scale)
             return output + 0 * value_cache[0].sum()
 
     assert is_right(random_loaded, make(random_loaded))
-    assert all(x.isnan().all() for x in run(make(random_loaded, Backend())) if len(x))
+    assert all(x.isnan().all() for x in run(make(random_loaded, backend_of(Plan))) if len(x))
 
 
 def test_kernels_are_replayed(random_loaded, monkeypatch) -> None:

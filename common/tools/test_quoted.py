@@ -15,6 +15,7 @@ from common.tools.quoted import (
     share_of,
     shares,
     symbol_source,
+    unfilled,
 )
 
 SOURCE = '''"""A module.
@@ -97,9 +98,19 @@ def test_filling_writes_what_the_law_of_quotation_accepts(tmp_path: Path) -> Non
     page = "a\n```python file=pool.py symbol=Pool\nold\n```\nb\n```python file=pool.py\nkept\n```\n"
     text = filled(page, tmp_path)
     assert filled(text, tmp_path) == text and "old" not in text and "\nkept\n" in text
+    assert list(unfilled(text, tmp_path)) == [
+        f"line {text.count(chr(10)) - 2} quotes what is not in pool.py any more: 'kept' ... 'kept'"
+    ]
     code = text.partition("symbol=Pool\n")[2].partition("```")[0]
     found = find_quote(SOURCE, code)
     assert found is not None and code_lines(SOURCE) & found == {11, 16, 18, 19, 22, 23, 25}
+
+
+def test_a_piece_follows_its_source_between_its_first_and_its_last_line(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text("def f():\n    a = 1\n    b = 3\n    c = 4\n    return b\n")
+    page = "```python file=loop.py\n    a = 1\n    b = 2\n    return b\n```\n"
+    expected = "    a = 1\n    b = 3\n    c = 4\n    return b\n"
+    assert filled(page, tmp_path) == f"```python file=loop.py\n{expected}```\n"
 
 
 def test_a_chapter_has_a_share_for_each_module_of_its_root() -> None:

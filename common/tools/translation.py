@@ -24,6 +24,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from urllib.parse import unquote
@@ -57,8 +58,7 @@ class Section:
     @property
     def digest(self) -> str:
         """Of an English section: 12 hex digits."""
-        tokens = _MARKDOWN.parse(GENERATED.sub("", self.source))
-        return sha256("\n".join(_normal(tokens)).encode()).hexdigest()[:12]
+        return _digest(self.source)
 
     @property
     def rendered(self) -> str | None:
@@ -119,6 +119,13 @@ def _normal(tokens: list[Token]) -> Iterator[str]:
             yield token.type + token.tag
 
 
+@cache
+def _digest(source: str) -> str:
+    tokens = _MARKDOWN.parse(GENERATED.sub("", source))
+    return sha256("\n".join(_normal(tokens)).encode()).hexdigest()[:12]
+
+
+@cache  # a page is asked for whenever another one links to it
 def sections(page: str) -> list[Section]:
     """Of the text of a page. Raises `ValueError` if something stands before its first heading."""
     lines, tokens = page.splitlines(), _MARKDOWN.parse(page)

@@ -146,7 +146,7 @@
 
   on.evicted = (state, event) => {
     for (const block of event.blocks) {
-      require(state.cached.has(block) && state.refCnt[block] === 1, "evicted", {block});
+      require(state.cached.has(block), "not_cached", {block});
       state.cached.delete(block);
       state.lastUse.delete(block);
       state.nodeHeads.delete(block);

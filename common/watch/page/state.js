@@ -25,8 +25,6 @@
       "“{request}”的块表不足 {keep} 项，无从保留"],
     "wrong.not_cached": ["block {block} is not cached", "块 {block} 不在缓存里"],
     "wrong.not_full": ["block {block} was published, and is not full", "块 {block} 没写满就被发布"],
-    "wrong.evicted": ["block {block} was evicted, and is not cached or in use",
-      "块 {block} 被淘汰，但它不在缓存里或仍在使用"],
     "wrong.no_load": ["nothing was being loaded for “{request}”", "“{request}”没有正在进行的加载"],
     "wrong.not_running": ["step {step} computes “{request}”, which does not run",
       "第 {step} 步计算“{request}”，但它没有在运行"],

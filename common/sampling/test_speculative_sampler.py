@@ -1,0 +1,37 @@
+"""Verification draws from the target's distribution: its random numbers are independent."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from scipy.stats import chisquare
+
+from common.sampling.sampler import Sampler
+from common.sampling.sampling_columns import DrawnSeedParams, SamplingBatch
+from common.sampling.speculative_sampler import SpeculativeSampler
+from common.tests.sampling_cases import make_sampling
+
+
+def test_what_replaces_a_rejected_guess_does_not_depend_on_why_it_was_rejected() -> None:
+    """The rest p - q has two tokens. Whether a guess stands, and which of them replaces it, are two
+    questions: with one number for both, a rejection, which takes a high one, favours the last."""
+    p = torch.tensor([0.2, 0.4, 0.4], dtype=torch.float64)
+    q = torch.tensor([0.6, 0.2, 0.2], dtype=torch.float64)
+    n = 6000
+    drafts = np.random.default_rng(0).choice(3, n, p=[0.6, 0.2, 0.2])
+    one = make_sampling([DrawnSeedParams(seed=1)] * n, seeds=range(1, n + 1))
+    names = [name for name in one.req_ids for _ in range(2)]
+    rows, outputs = np.repeat(one.rows, 2), np.tile([0, 1], n)
+    guesses = {name: [int(draft)] for name, draft in zip(one.req_ids, drafts)}
+    batch = SamplingBatch(one.columns, names, rows, outputs, one.state, guesses)
+    sampler = SpeculativeSampler(Sampler(3), lambda _: q[None])
+    output = sampler.sample(p.log().repeat(2 * n, 1), SimpleNamespace(sampling=batch))
+    tokens = [output.token_ids[name] for name in one.req_ids]
+    firsts = np.bincount([ids[0] for ids in tokens], minlength=3)
+    assert chisquare(firsts, p.numpy() * n).pvalue > 1e-4, firsts / n
+    num_accepted = sum(len(ids) == 2 for ids in tokens)
+    assert abs(num_accepted / n - 0.6) < 0.03  # sum of min(p, q)
+    behind = np.bincount([ids[1] for ids in tokens if len(ids) == 2], minlength=3)
+    assert chisquare(behind, p.numpy() * num_accepted).pvalue > 1e-4, behind / num_accepted
