@@ -31,6 +31,7 @@ def tokenizer():
     return load_tokenizer(SHIPPED_CHECKPOINT)
 
 
+@pytest.mark.sample(regime=1)
 @pytest.mark.parametrize("regime", REGIMES.values(), ids=list(REGIMES))
 def test_the_workload_is_what_its_text_says(regime, tokenizer):
     requests = make_workload(tokenizer, regime, seed=3)

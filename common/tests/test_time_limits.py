@@ -52,6 +52,21 @@ def test_a_grid(kind, seed, low, high, cache):
     pass
 """
 
+STARTS_A_PROCESS = """
+import subprocess
+import pytest
+
+def test_starts_one():
+    subprocess.run(["true"])
+
+def test_starts_none():
+    pass
+
+@pytest.mark.slow
+def test_is_slow():
+    pass
+"""
+
 
 @pytest.mark.parametrize("jobs", [[], ["-n1"]])
 def test_a_test_that_hangs_fails_and_the_others_go_on(jobs: list[str], tmp_path: Path) -> None:
@@ -66,20 +81,49 @@ def test_a_test_that_hangs_fails_and_the_others_go_on(jobs: list[str], tmp_path:
     assert "@reproduce_failure" in said, "how to repeat it"
 
 
-def test_of_a_sample_each_value_is_tested_once_and_the_rest_is_slow(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text((ROOT / "conftest.py").read_text(encoding="utf-8"))
-    (tmp_path / "test_grid.py").write_text(GRID)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: s\n    sample: s\n")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", str(tmp_path)]
-    kept, slow = (
-        subprocess.run(
-            [*command, "-m", marks], cwd=tmp_path, capture_output=True, text=True, timeout=120
-        ).stdout
-        for marks in ("not slow", "slow")
+def run_with_our_conftest(folder: Path, test_file: str, code: str, marks: str) -> str:
+    """What pytest says of one file."""
+    path = folder / test_file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(code)
+    (folder / "conftest.py").write_text((ROOT / "conftest.py").read_text(encoding="utf-8"))
+    (folder / "pytest.ini").write_text(
+        "[pytest]\nmarkers =\n    slow: s\n    sample: s\n    check: c\n"
     )
-    assert "3 passed, 93 deselected" in kept and "93 passed, 3 deselected" in slow, kept
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-v",
+        "-m",
+        marks,
+        str(path),
+    ]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240).stdout
+
+
+def test_of_a_sample_each_value_is_tested_once_and_the_rest_is_slow(tmp_path: Path) -> None:
+    kept = run_with_our_conftest(tmp_path, "test_grid.py", GRID, "not slow")
+    assert "3 passed, 93 deselected" in kept, kept
     for case in ("[x-1-2-0-a]", "[y-3-4-1-b]", "-c]"):
         assert case in kept and "-2-a]" not in kept
+    slow = run_with_our_conftest(tmp_path, "test_grid.py", GRID, "slow")
+    assert "93 passed, 3 deselected" in slow, slow
+
+
+@pytest.mark.parametrize(
+    ("test_file", "said"),
+    [
+        ("common/tests/test_it.py", "1 passed, 1 skipped, 1 deselected"),
+        ("01_batching/test_it.py", "1 passed, 1 skipped, 1 deselected"),
+        ("01_batching/lab/test_it.py", "3 deselected / 0 selected"),
+        ("common/watch/test_it.py", "3 deselected / 0 selected"),
+    ],
+)
+def test_a_check_is_of_roots_and_engine_and_starts_no_process(test_file, said, tmp_path) -> None:
+    assert said in run_with_our_conftest(tmp_path, test_file, STARTS_A_PROCESS, "check")
 
 
 def test_single_settings_keep_what_the_profile_says(pytestconfig: pytest.Config) -> None:
