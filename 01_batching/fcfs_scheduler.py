@@ -9,9 +9,11 @@ one token behind between two steps."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from request import Request, RequestStatus
 from request_queue import create_request_queue
-from scheduler_books import RunnerDelta, SchedulerBooks
+from scheduler_books import RunnerDelta, SchedulerBooks, SchedulerPlugin
 from scheduler_interface import SchedulerOutput
 
 
@@ -24,15 +26,16 @@ class FCFSScheduler(SchedulerBooks):
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
         delta: RunnerDelta | None = None,
+        plugins: Sequence[SchedulerPlugin] = (),
     ) -> None:
         limits = (max_num_seqs, max_num_batched_tokens, max_model_len)
-        super().__init__(create_request_queue("fcfs"), delta or RunnerDelta(), *limits)
+        super().__init__(create_request_queue("fcfs"), delta or RunnerDelta(), *limits, plugins)
 
     def schedule(self) -> SchedulerOutput:
         """Plan a step: new requests first, then a token for everyone who was running before."""
-        was_running = list(self.running)
-        admitted = self._admit(self.max_num_batched_tokens - len(was_running))
-        return self.make_plan(admitted | dict.fromkeys(was_running, 1))
+        were_running = self.going_on()
+        admitted = self._admit(self.max_num_batched_tokens - len(self.running))
+        return self.make_plan(admitted | dict.fromkeys(were_running, 1))
 
     def _admit(self, budget: int) -> dict[str, int]:
         """Take requests from the front of the queue into `running` for as long as they fit. Their
@@ -41,7 +44,7 @@ class FCFSScheduler(SchedulerBooks):
         while self.waiting and len(self.running) < self.max_num_seqs:
             request = self.waiting.peek_request()
             num_tokens = request.num_tokens
-            if num_tokens > budget or not self._has_room(request):
+            if num_tokens > budget or not self.may_start(request) or not self._has_room(request):
                 break
             self._seat(self.waiting.pop_request())
             admitted[request.request_id] = num_tokens

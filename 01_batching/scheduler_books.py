@@ -6,6 +6,8 @@ what it sampled comes back:
 
 A scheduler of this book adds `schedule`: *which* requests a step computes.
 
+A feature that is no scheduler's own is a `SchedulerPlugin` in the books' list.
+
 Invariants: every unfinished request is either waiting or running; what is planned counts as
 computed from then on; after each plan the runner's copy of a scheduled request is the scheduler's.
 """
@@ -62,6 +64,37 @@ class RunnerDelta:
         return NewRequestData(request.request_id, prompt, params, computed, features=features)
 
 
+class SchedulerPlugin:
+    """A feature. It is asked about single requests only where its class defines the question; it is
+    told of everything else once. An empty list costs nothing."""
+
+    def attach(self, books: SchedulerBooks) -> None:
+        """It stands in the list of these."""
+
+    def begin_step(self) -> None:
+        """A step is going to be planned."""
+
+    def may_start(self, request: Request) -> bool:
+        """May a request that waits be admitted now? Another call would answer the same."""
+        return True
+
+    def sits_out(self, request: Request) -> bool:
+        """Is nothing of a running request to be planned in this step?"""
+        return False
+
+    def planned(self, plan: SchedulerOutput) -> None:
+        """A plan is made; its message may still be added to."""
+
+    def judged(self, plan: SchedulerOutput, output: StepOutput) -> None:
+        """What came of a plan is known. No request has got its tokens yet."""
+
+    def ended(self, request: Request) -> None:
+        """At any moment, and once. The books still hold it."""
+
+    def check(self) -> None:
+        """Asserts what must hold between two steps."""
+
+
 class SchedulerBooks:
     """Owns the requests. `max_num_seqs` of them run at once, a step computes
     `max_num_batched_tokens` tokens, and `max_model_len` bounds prompt plus outputs."""
@@ -73,6 +106,7 @@ class SchedulerBooks:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int | None,
+        plugins: Sequence[SchedulerPlugin] = (),
     ) -> None:
         check_integers(1, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         if max_model_len is not None:
@@ -83,6 +117,30 @@ class SchedulerBooks:
         self.waiting = waiting
         self.running: dict[str, Request] = {}  # in order of admission
         self.delta = delta
+        self.set_plugins(plugins)
+
+    def set_plugins(self, plugins: Sequence[SchedulerPlugin]) -> None:
+        """In the order in which they are asked and told."""
+        self.plugins, plain = tuple(plugins), SchedulerPlugin
+        for plugin in self.plugins:
+            plugin.attach(self)
+        kinds = [(plugin, type(plugin)) for plugin in self.plugins]
+        self._asked_to_start = [p.may_start for p, k in kinds if k.may_start is not plain.may_start]
+        self._asked_to_sit = [p.sits_out for p, k in kinds if k.sits_out is not plain.sits_out]
+
+    def may_start(self, request: Request) -> bool:
+        return all(may_start(request) for may_start in self._asked_to_start)
+
+    def sits_out(self, request: Request) -> bool:
+        return any(sits_out(request) for sits_out in self._asked_to_sit)
+
+    def going_on(self) -> list[str]:
+        """A step begins. Who runs and does not sit it out, in order of admission."""
+        for plugin in self.plugins:
+            plugin.begin_step()
+        if not self._asked_to_sit:
+            return list(self.running)
+        return [name for name, request in self.running.items() if not self.sits_out(request)]
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises `ValueError`, and changes nothing, if it is a duplicate or could
@@ -133,23 +191,27 @@ class SchedulerBooks:
 
     def forget(self, request: Request) -> None:
         """It has ended: nothing is left of it here, and the next plan tells the runner."""
+        for plugin in self.plugins:
+            plugin.ended(request)
         del self.requests[request.request_id]
         self.running.pop(request.request_id, None)
         with suppress(KeyError):  # a running one does not wait, unless `schedule` raised half-way
             self.waiting.remove_request(request)
         self.delta.forget(request.request_id)
 
-    def make_plan(self, num_tokens: dict[str, int]) -> SchedulerOutput:
-        """The plan that computes the next `num_tokens[id]` tokens of these requests."""
+    def make_plan(
+        self, num_tokens: dict[str, int], plan: SchedulerOutput | None = None
+    ) -> SchedulerOutput:
+        """The plan, put into `plan`, that computes the next `num_tokens[id]` tokens of these."""
+        plan = plan or SchedulerOutput()
         requests = [self.requests[request_id] for request_id in num_tokens]
-        plan = SchedulerOutput(
-            num_scheduled_tokens=num_tokens,
-            scheduled_requests=requests,
-            start_positions=[request.num_computed_tokens for request in requests],
-        )
+        plan.num_scheduled_tokens, plan.scheduled_requests = num_tokens, requests
+        plan.start_positions = [request.num_computed_tokens for request in requests]
         self.delta.encode(plan)
         for request, num in zip(requests, num_tokens.values(), strict=True):
             request.num_computed_tokens += num
+        for plugin in self.plugins:
+            plugin.planned(plan)
         return plan
 
     def update_from_output(
@@ -159,6 +221,8 @@ class SchedulerBooks:
         for what is no `StepOutput`."""
         allowed = "a StepOutput; StepOutput(tokens_by_id) makes one"
         require(isinstance(output, StepOutput), "output", output, allowed)
+        for plugin in self.plugins:
+            plugin.judged(plan, output)
         rows = zip(
             plan.scheduled_requests, plan.start_positions, plan.num_scheduled_tokens.values()
         )
@@ -229,6 +293,8 @@ class SchedulerBooks:
         for request in waiting.values():
             assert request.status != RequestStatus.RUNNING, repr(request)
             assert request.num_computed_tokens == 0, repr(request)
+        for plugin in self.plugins:
+            plugin.check()
 
 
 def describe_prompt(request: Request) -> str:

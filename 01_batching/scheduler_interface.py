@@ -12,13 +12,13 @@ on the first plan after it ended. (vLLM sends the same classes to its workers.)"
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from request import Request, RequestStatus, SamplingParams
 
-PENDING = -1  # a token that a step under way samples (`beyond/overlapped_books.py`)
+PENDING = -1  # a token that a step under way samples (`beyond/overlap_plugin.py`)
 
 
 @dataclass(slots=True)
@@ -99,10 +99,6 @@ class SchedulerOutput(PlanMessage):
 
     scheduled_requests: list[Request] = field(default_factory=list)
     start_positions: list[int] = field(default_factory=list)  # first position that each computes
-    preempted_requests: list[Request] = field(default_factory=list)  # chapter 4
-    admission_stop: tuple[str, str] | None = None  # chapter 4: what ended it, at whom ("": nobody)
-    decided_req_ids: Collection[str] = ()  # chapter 4: all others take a routine step
-    num_recomputed_tokens: int = 0  # chapter 4
     num_kv_blocks_in_use: int = 0  # chapter 2
 
 

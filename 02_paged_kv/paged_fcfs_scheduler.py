@@ -12,11 +12,13 @@ Invariant: a running request's table reaches every position that it may still wr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from block_delta import BlockDelta
 from fcfs_scheduler import FCFSScheduler
 from kv_cache_manager import BlockMemory
 from request import Request
-from scheduler_books import describe_prompt
+from scheduler_books import SchedulerPlugin, describe_prompt
 from scheduler_interface import SchedulerOutput
 
 
@@ -29,9 +31,10 @@ class PagedFCFSScheduler(FCFSScheduler):
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
+        plugins: Sequence[SchedulerPlugin] = (),
     ) -> None:
         delta = BlockDelta(kv_memory)
-        super().__init__(max_num_seqs, max_num_batched_tokens, max_model_len, delta)
+        super().__init__(max_num_seqs, max_num_batched_tokens, max_model_len, delta, plugins)
         self.kv_memory = kv_memory
 
     def check_prompt(self, request: Request) -> None:
@@ -50,10 +53,12 @@ class PagedFCFSScheduler(FCFSScheduler):
         return self.kv_memory.allocate_slots(request, request.num_tokens, num_reserved)
 
     def forget(self, request: Request) -> None:
-        self.kv_memory.free(request)
         super().forget(request)
+        self.kv_memory.free(request)
 
-    def make_plan(self, num_tokens: dict[str, int]) -> SchedulerOutput:
-        plan = super().make_plan(num_tokens)
+    def make_plan(
+        self, num_tokens: dict[str, int], plan: SchedulerOutput | None = None
+    ) -> SchedulerOutput:
+        plan = plan or SchedulerOutput()
         plan.num_kv_blocks_in_use = self.kv_memory.num_blocks_in_use
-        return plan
+        return super().make_plan(num_tokens, plan)

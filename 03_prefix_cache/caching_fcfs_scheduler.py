@@ -27,7 +27,7 @@ class CachingFCFSScheduler(PagedFCFSScheduler):
     def _admit(self, budget: int) -> dict[str, int]:
         admitted: dict[str, int] = {}
         for request in self.waiting:
-            if len(self.running) == self.max_num_seqs:
+            if len(self.running) == self.max_num_seqs or not self.may_start(request):
                 break
             computed = self.kv_memory.get_computed_blocks(request)
             if isinstance(computed, NotReady):
@@ -47,10 +47,11 @@ class CachingFCFSScheduler(PagedFCFSScheduler):
             self.waiting.remove_request(self.requests[request_id])
         return admitted
 
-    def make_plan(self, num_tokens: dict[str, int]) -> SchedulerOutput:
-        plan = super().make_plan(num_tokens)
-        plan.block_moves = self.kv_memory.take_block_moves()
-        return plan
+    def make_plan(
+        self, num_tokens: dict[str, int], plan: SchedulerOutput | None = None
+    ) -> SchedulerOutput:
+        moves = self.kv_memory.take_block_moves()
+        return super().make_plan(num_tokens, plan or SchedulerOutput(block_moves=moves))
 
     def positions_written(self, request: Request, start: int, end: int) -> None:
         if end % self.kv_memory.block_size < end - start:  # it has filled a block

@@ -38,15 +38,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kv_memory import ComputedBlocks, NotReady
-from policies import PriorityPolicy
+from policies import PriorityPolicy, SchedulePolicy
 from request import Request, RequestStatus, require
-from scheduler_base import SchedulerBase, make_kv_memory
-from scheduler_interface import SchedulerOutput
+from scheduler_base import SchedulerBase, SchedulerOptions, make_kv_memory
 from simple_block_manager import SimpleBlockManager
-from step_plan import StepPlan
+from step_plan import PreemptingPlan, StepPlan
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 __all__ = ["Request", "RequestStatus", "Scheduler", "SimpleBlockManager", "make_kv_memory"]
 
@@ -60,8 +62,7 @@ class _Admission(Enum):
 
 
 class Scheduler(SchedulerBase):
-    """A `SchedulerInterface` with preemption. `Scheduler(max_num_seqs, max_num_batched_tokens,
-    num_gpu_blocks, policy, ...)`: these and all other options are those of `SchedulerBase`.
+    """A `SchedulerInterface` with preemption. All other options are those of `SchedulerBase`.
     `watermark` is the share of the blocks that an admission leaves free for those who run already.
     `keep_for_prompts` is what it leaves besides: room for the rest of `"every"` prompt that is cut,
     or of its `"own"` only, as vLLM does (`scheduler_reserve_full_isl`). `reserve_all` is chapter
@@ -69,23 +70,27 @@ class Scheduler(SchedulerBase):
 
     def __init__(
         self,
-        *limits: Any,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 4096,
+        num_gpu_blocks: int = 1000,
+        policy: str | SchedulePolicy = "fcfs",
+        *,
         watermark: float = 0.01,
         keep_for_prompts: str = "every",
         reserve_all: bool = False,
-        **options: Any,
+        **options: Unpack[SchedulerOptions],
     ) -> None:
         if not 0 <= watermark < 1:
             raise ValueError(f"watermark is {watermark!r}: it must be in [0, 1)")
         is_known = keep_for_prompts in ("every", "own")
         require(is_known, "keep_for_prompts", keep_for_prompts, "'every' or 'own'")
-        super().__init__(*limits, **options)
+        super().__init__(max_num_seqs, max_num_batched_tokens, num_gpu_blocks, policy, **options)
         self._keeps_for_every = keep_for_prompts == "every"
         self.reserve_all = reserve_all
         self._has_priorities = isinstance(self.waiting.policy, PriorityPolicy)
         self._num_kept_free = int(watermark * (self.kv_memory.capacity // self.block_size))
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self) -> PreemptingPlan:
         """Plan a step: first those who run, then those who wait."""
         step = self.begin_step()
         self._plan_running(step)
@@ -117,7 +122,8 @@ class Scheduler(SchedulerBase):
         num_behind = num_tokens = self.num_behind(request)
         if num_tokens > 1:
             num_tokens = self._num_tokens_for(request, running, index, step)
-        if num_tokens and (num_tokens := self._get_room(request, num_tokens, step)):
+        num_more = self._num_optional_for(request, running, index, step) if num_behind == 1 else 0
+        if num_tokens and (num_tokens := self._get_room(request, num_tokens, num_more, step)):
             step.add(request, num_tokens)
             if num_behind == 1:
                 request.routine_until = self.routine_end(request)
@@ -139,13 +145,29 @@ class Scheduler(SchedulerBase):
             step.num_left[request.request_id] = num_behind - num_tokens
         return num_tokens
 
-    def _get_room(self, request: Request, num_tokens: int, step: StepPlan) -> int:
-        """How many of the tokens have got memory. Others are preempted for it. 0: the request was
-        preempted itself."""
-        block_size = self.block_size
+    def _num_optional_for(
+        self, request: Request, running: Sequence[Request], index: int, step: StepPlan
+    ) -> int:
+        """A token for everybody behind it, and a block of a prompt, come before an optional one."""
+        num_optional = self.num_optional_tokens(request)
+        if num_optional == 0:
+            return 0
+        num_others = len(running) - 1 - index
+        has_prompts = bool(self.waiting) or step.num_decodes_behind(running, index) < num_others
+        num_kept = num_others + (self.block_size if has_prompts else 0)
+        return max(0, min(num_optional, step.budget - 1 - num_kept))
+
+    def _get_room(self, request: Request, num_tokens: int, num_more: int, step: StepPlan) -> int:
+        """How many of the tokens have got memory, `num_more` optional ones included if there is
+        room for all of them. For the others somebody is preempted. 0: the request was itself."""
+        block_size, with_more, num_slots = self.block_size, num_tokens + num_more, 0
+        if self._asked_for_slots:
+            num_slots = self.num_optional_slots(request, request.num_computed_tokens + with_more)
         # Inside a block there is nothing to ask: it was taken when its first slot was written.
-        if 0 < request.num_computed_tokens % block_size <= block_size - num_tokens:
-            return num_tokens
+        if 0 < request.num_computed_tokens % block_size <= block_size - with_more - num_slots:
+            return with_more
+        if (num_more or num_slots) and self.kv_memory.allocate_slots(request, with_more, num_slots):
+            return with_more
         while not self.kv_memory.allocate_slots(request, num_tokens):
             victim = self._choose_victim()
             assert victim is not None, "a pinned request has what it needs, and this one asks"
@@ -192,7 +214,7 @@ class Scheduler(SchedulerBase):
             displaced = self._displaced_by(request, step)
             if displaced is None:
                 return _Admission.SEAT
-        if not self.may_run(request):
+        if not self.may_start(request):
             return self._hold_back(request)
         computed = self.look_up(request)
         if isinstance(computed, NotReady):

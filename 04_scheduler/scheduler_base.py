@@ -20,8 +20,9 @@ tokens twice.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
@@ -30,9 +31,9 @@ from policies import SchedulePolicy, policy_named
 from policy_queue import PolicyQueue, ShuffledQueue
 from prefix_cache_local import PrefixCacheLocal
 from request import Request, RequestStatus, check_integers
-from scheduler_books import SchedulerBooks, describe_prompt
+from scheduler_books import SchedulerBooks, SchedulerPlugin, describe_prompt
 from scheduler_interface import SchedulerOutput, StepOutput
-from step_plan import PreemptionDelta, StepPlan, StepResults
+from step_plan import PreemptingPlan, PreemptionDelta, StepPlan, StepResults
 from whole_prompts import ChunkPolicy, WholePrompts
 
 _FINISHED = RequestStatus.FINISHED_STOPPED  # and everything behind it
@@ -61,14 +62,56 @@ class SchedulerStats:
         return getattr(self, name)
 
 
+class PreemptionPlugin(SchedulerPlugin):
+    """A feature of a scheduler that preempts. Optional tokens come after a request's last known
+    one, and are planned if budget and memory are left when everybody has what it needs."""
+
+    books: SchedulerBase
+    allows_routine = True  # False: every step of a request is decided on
+
+    def attach(self, books: SchedulerBooks) -> None:
+        if not isinstance(books, SchedulerBase):
+            raise ValueError(f"{type(self).__name__} needs a scheduler that preempts")
+        self.books = books
+
+    def victim(self) -> Request | None:
+        """Who is to be preempted before this step is planned?"""
+
+    def started(self, request: Request) -> None:
+        """It has been admitted, and runs."""
+
+    def preempted(self, request: Request) -> None:
+        """It is about to lose its KV."""
+
+    def num_optional_tokens(self, request: Request) -> int:
+        """Of a request that is one token behind: how many more could be computed with it?"""
+        return 0
+
+    def num_optional_slots(self, request: Request, end: int) -> int:
+        """How many slots behind position `end` are of use, if they are free?"""
+        return 0
+
+
+class SchedulerOptions(TypedDict, total=False):
+    block_size: int
+    max_model_len: int | None
+    kv_memory: KVMemory | None
+    chunk_policy: ChunkPolicy | None
+    wait_for_prefix: bool
+    max_preemptions: int
+    max_overtakes: int | None
+    shuffle_waiting: bool
+    seed: int
+    plugins: Sequence[SchedulerPlugin]
+
+
 class SchedulerBase(SchedulerBooks):
     """A subclass has `schedule`, built of `begin_step`, `look_up`, `seat`, `preempt` and
     `finish_step`. It has a pool of `num_gpu_blocks` blocks and a prefix cache of its own;
     `kv_memory` replaces them. A prefix that another request is computing is waited for, or computed
     again at once (`wait_for_prefix=False`, vLLM's way). At most `max_overtakes` requests leave the
-    queue before one that came earlier. Debug switches: every `preempt_every`-th step preempts
-    somebody, `shuffle_waiting` asks the queue in a random order. Raises `ValueError` that names the
-    field."""
+    queue before one that came earlier. `shuffle_waiting` (a debug switch) asks the queue in a
+    random order. Raises `ValueError` that names the field."""
 
     def __init__(
         self,
@@ -84,13 +127,11 @@ class SchedulerBase(SchedulerBooks):
         wait_for_prefix: bool = True,
         max_preemptions: int = 3,
         max_overtakes: int | None = 1000,
-        preempt_every: int | None = None,
         shuffle_waiting: bool = False,
         seed: int = 0,
+        plugins: Sequence[SchedulerPlugin] = (),
     ) -> None:
         check_integers(1, max_preemptions=max_preemptions)
-        if preempt_every is not None:
-            check_integers(1, preempt_every=preempt_every)
         if not isinstance(policy, SchedulePolicy):
             policy = policy_named(policy)()
         waiting = PolicyQueue(policy, max_overtakes)
@@ -99,17 +140,23 @@ class SchedulerBase(SchedulerBooks):
         kv_memory = kv_memory or make_kv_memory(num_gpu_blocks, block_size)
         self.delta: PreemptionDelta
         limits = (max_num_seqs, max_num_batched_tokens, max_model_len)
-        super().__init__(waiting, PreemptionDelta(kv_memory), *limits)
+        super().__init__(waiting, PreemptionDelta(kv_memory), *limits, plugins)
         self.waiting: PolicyQueue = waiting
         self.max_preemptions, self.wait_for_prefix = max_preemptions, wait_for_prefix
         self.kv_memory = kv_memory
         self.block_size = kv_memory.block_size
         self.chunk_policy = chunk_policy or WholePrompts()
-        self.preempt_every = preempt_every
-        self._num_steps = 0
-        self._num_outputs_when_forced: dict[str, int] = {}
         self._num_lost: dict[str, int] = {}  # tokens that a preempted request had computed
         self._stats = SchedulerStats()
+
+    def set_plugins(self, plugins: Sequence[SchedulerPlugin]) -> None:
+        super().set_plugins(plugins)
+        own = self._own_plugins = [p for p in self.plugins if isinstance(p, PreemptionPlugin)]
+        plain = PreemptionPlugin.num_optional_tokens
+        asked = [p for p in own if type(p).num_optional_tokens is not plain]
+        self._asked_for_tokens = [plugin.num_optional_tokens for plugin in asked]
+        self._asked_for_slots = [plugin.num_optional_slots for plugin in asked]
+        self._has_routine = all(plugin.allows_routine for plugin in own)
 
     # -- requests come and go
 
@@ -128,11 +175,10 @@ class SchedulerBase(SchedulerBooks):
         return super().length_limits(request) | {f"the KV memory holds {capacity} positions": room}
 
     def forget(self, request: Request) -> None:
+        super().forget(request)
         request.routine_until = -1
         self.kv_memory.free(request)
-        super().forget(request)
         self._num_lost.pop(request.request_id, None)
-        self._num_outputs_when_forced.pop(request.request_id, None)
         if request.status == RequestStatus.FINISHED_ABORTED:
             self._stats.total_aborted += 1
         else:
@@ -144,15 +190,26 @@ class SchedulerBase(SchedulerBooks):
         """It was preempted as often as it may be: it gets all its memory at once, and keeps it."""
         return request.num_preemptions >= self.max_preemptions
 
-    def may_run(self, request: Request) -> bool:
-        """Does nothing else hold it back? A subclass may (`beyond/admission_constraints.py`)."""
-        return True
-
     def num_behind(self, request: Request) -> int:
         """Tokens that a running request has to compute."""
+        if self._asked_to_sit and self.sits_out(request):
+            return 0
         num_known = len(request.all_token_ids) + request.num_pending_tokens
-        # The last token is never fed back: while it is pending, nothing is left to compute.
-        return min(num_known, request.max_num_tokens - 1) - request.num_computed_tokens
+        return num_known - request.num_computed_tokens
+
+    def num_optional_tokens(self, request: Request) -> int:
+        """Tokens that a request could compute behind its last one, if it is one behind."""
+        return sum([num_tokens(request) for num_tokens in self._asked_for_tokens])
+
+    def num_optional_slots(self, request: Request, end: int) -> int:
+        return max([num_slots(request, end) for num_slots in self._asked_for_slots], default=0)
+
+    def take_back(self, request: Request, num_tokens: int) -> None:
+        """The last positions computed of it hold nothing: their tokens did not come true."""
+        if self.running.get(request.request_id) is request:
+            request.num_computed_tokens -= num_tokens
+        else:  # preempted meanwhile: it has lost all of them
+            self._num_lost[request.request_id] -= num_tokens
 
     def look_up(self, request: Request) -> ComputedBlocks | NotReady:
         """What of a waiting request need not be computed. Nothing keeps it: look up again before
@@ -182,10 +239,14 @@ class SchedulerBase(SchedulerBooks):
             self._stats.total_recomputed_tokens += num_lost - computed.num_tokens
         request.num_computed_tokens = computed.num_tokens
         request.status = RequestStatus.RUNNING
+        for plugin in self._own_plugins:
+            plugin.started(request)
         return True
 
     def preempt(self, request: Request) -> None:
         """Take a running request's KV. It waits in front, or wherever the policy puts it."""
+        for plugin in self._own_plugins:
+            plugin.preempted(request)
         self.kv_memory.free(request)
         self._num_lost[request.request_id] = request.num_computed_tokens
         request.num_computed_tokens = 0
@@ -197,20 +258,6 @@ class SchedulerBase(SchedulerBooks):
         self.waiting.prepend_request(request)
         self._stats.total_preempted += 1
 
-    def force_preemption(self, step: StepPlan) -> None:
-        """The debug switch: preempt whoever was admitted last, of those whom it may."""
-        for request in reversed(self.running.values()):
-            if self.may_be_forced(request):
-                self._num_outputs_when_forced[request.request_id] = request.num_output_tokens
-                step.preempted.append(request)
-                self.preempt(request)
-                break
-
-    def may_be_forced(self, request: Request) -> bool:
-        """It has got a token since it was last forced: so all of them end."""
-        num_outputs_then = self._num_outputs_when_forced.get(request.request_id, -1)
-        return request.num_output_tokens > num_outputs_then
-
     # -- one step
 
     def beside_chunks(self) -> Collection[Request]:
@@ -218,34 +265,47 @@ class SchedulerBase(SchedulerBooks):
         return self.running.values()
 
     def begin_step(self) -> StepPlan:
+        for plugin in self.plugins:
+            plugin.begin_step()
         self._num_recomputed_before = self._stats.total_recomputed_tokens
-        self.chunk_policy.begin_step(self.beside_chunks(), self.num_behind)
-        step = StepPlan(self.max_num_batched_tokens)
-        self._num_steps += 1
-        if self.preempt_every is not None and self._num_steps % self.preempt_every == 0:
-            self.force_preemption(step)
+        num_wanted = lambda r: self.num_behind(r) + self.num_optional_tokens(r)  # noqa: E731
+        self.chunk_policy.begin_step(self.beside_chunks(), num_wanted)
+        step = StepPlan(self.max_num_batched_tokens, self.num_behind)
+        for plugin in self._own_plugins:
+            if (victim := plugin.victim()) is not None:
+                step.preempted.append(victim)
+                self.preempt(victim)
         return step
 
-    def finish_step(self, step: StepPlan) -> SchedulerOutput:
+    def finish_step(self, step: StepPlan) -> PreemptingPlan:
         """The delta for the runner. The planned tokens count as computed from here on."""
         num_recomputed = self._stats.total_recomputed_tokens - self._num_recomputed_before
-        plan = self.make_plan(step.num_tokens)
-        plan.preempted_requests, plan.num_recomputed_tokens = step.preempted, num_recomputed
-        plan.decided_req_ids, plan.admission_stop = step.decided, step.stop
-        plan.num_kv_blocks_in_use = self.kv_memory.num_blocks_in_use
-        plan.block_moves = self.kv_memory.take_block_moves()
+        plan = PreemptingPlan(
+            preempted_requests=step.preempted,
+            admission_stop=step.stop,
+            decided_req_ids=step.decided,
+            num_recomputed_tokens=num_recomputed,
+            num_kv_blocks_in_use=self.kv_memory.num_blocks_in_use,
+            block_moves=self.kv_memory.take_block_moves(),
+        )
         self._stats.total_scheduled += len(step.num_tokens)
         self._stats.total_scheduled_tokens += self.max_num_batched_tokens - step.budget
+        self.make_plan(step.num_tokens, plan)
         return plan
 
     def routine_end(self, request: Request) -> int:
         """The last position at which the request, one token behind, needs no decision: where it
         fills its block, or before its last token is sampled."""
+        if not self._has_routine:
+            return -1
         start_of_block = request.num_computed_tokens // self.block_size * self.block_size
         return min(start_of_block + self.block_size - 1, request.max_num_tokens - 3)
 
     def update_from_output(self, plan: SchedulerOutput, output: StepOutput) -> StepResults:
         """A routine step's token is appended; what all others have brought is decided on."""
+        assert isinstance(plan, PreemptingPlan)
+        for plugin in self.plugins:
+            plugin.judged(plan, output)
         results = StepResults(list(plan.num_scheduled_tokens), output.token_ids)
         token_ids, noted = output.token_ids, {*output.logprobs, *output.errors}
         noted.update(plan.decided_req_ids)
@@ -273,6 +333,7 @@ class SchedulerBase(SchedulerBooks):
         return results
 
     def positions_written(self, request: Request, start: int, end: int) -> None:
+        end = min(end, request.num_tokens - 1)  # what optional tokens had and have lost
         if end % self.block_size < end - start:  # it has filled a block
             self.kv_memory.cache_blocks(request, end)
 

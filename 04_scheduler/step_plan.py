@@ -8,7 +8,7 @@ preempted, now resumed      -> CachedRequestData: all tokens, whole block table;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from block_delta import BlockDelta
@@ -22,6 +22,7 @@ class StepPlan:
     """`num_tokens` is in the order of planning; taking a request out again is one `pop`."""
 
     budget: int
+    num_behind: Callable[[Request], int]
     num_tokens: dict[str, int] = field(default_factory=dict)
     decided: set[str] = field(default_factory=set)  # of them, all but the routine ones
     admitted: list[Request] = field(default_factory=list)
@@ -45,7 +46,8 @@ class StepPlan:
 
     def without(self, request: Request) -> StepPlan:
         """What it would be if the request were removed. This plan stays as it is."""
-        plan = StepPlan(self.budget, {**self.num_tokens}, num_left={**self.num_left})
+        plan = StepPlan(self.budget, self.num_behind, {**self.num_tokens})
+        plan.num_left = {**self.num_left}
         plan.remove(request)
         return plan
 
@@ -54,10 +56,19 @@ class StepPlan:
         if not self._num_decodes:
             counts = [0]
             for request in reversed(running[1:]):
-                num_known = request.num_tokens + request.num_pending_tokens
-                counts.append(counts[-1] + (num_known - request.num_computed_tokens == 1))
+                counts.append(counts[-1] + (self.num_behind(request) == 1))
             self._num_decodes = counts[::-1]
         return self._num_decodes[index]
+
+
+@dataclass(slots=True)
+class PreemptingPlan(SchedulerOutput):
+    """The finished plan, with what only its scheduler's process is told."""
+
+    preempted_requests: list[Request] = field(default_factory=list)
+    admission_stop: tuple[str, str] | None = None  # what ended it, at whom ("": nobody)
+    decided_req_ids: Collection[str] = ()  # all others take a routine step
+    num_recomputed_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -7,16 +7,18 @@ from threading import Event
 
 import pytest
 
-from admission_constraints import ConstrainedScheduler, GrammarsCompiled, MaxLoRAs
+from admission_constraints import GrammarsCompiled, MaxLoRAs
 from block_pool import BlockPool
 from bounded_loops import as_long_as
 from fake_model import continuation
+from forced_preemption import ForcedPreemption
 from kv_memory import KeyedRequest, UncachedKVCacheManager
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus
 from scheduler import MAX_PASSED_OVER, Scheduler, SimpleBlockManager, make_kv_memory
+from scheduler_books import SchedulerPlugin
 from scheduler_interface import StepOutput
-from scheduler_steps import SchedulerLoop, planned, preempted, preempting
+from scheduler_steps import SchedulerLoop, make_scheduler, planned, preempted, preempting
 from sglang_policies import policy_over
 from whole_prompts import CutPrompts
 
@@ -29,8 +31,8 @@ class Loop(SchedulerLoop):
             pool = BlockPool(num_blocks + 1)
             options["kv_memory"] = UncachedKVCacheManager(pool, block_size)
         options.setdefault("watermark", 0.0)
-        kind = ConstrainedScheduler if "constraints" in options else Scheduler
-        super().__init__(kind(num_gpu_blocks=num_blocks + 1, block_size=block_size, **options))
+        limits = {"num_gpu_blocks": num_blocks + 1, "block_size": block_size}
+        super().__init__(make_scheduler(Scheduler, **limits, **options))
 
     def run(self, most: int = 500) -> None:
         for _ in as_long_as(self.scheduler.has_unfinished_requests, most):
@@ -125,7 +127,7 @@ def test_usage_and_counts_while_it_runs():
 def test_options_that_make_no_sense_are_named(kind, options):
     (name,) = options
     with pytest.raises(ValueError, match=name):
-        kind(**options)
+        make_scheduler(kind, **options)
 
 
 @pytest.mark.parametrize("watermark", [1.0, -0.1])
@@ -162,7 +164,7 @@ def test_who_takes_a_seat_and_who_is_held_back_too_long_end_admission_too():
     loop = full_batch(100, (4, 8), (4, 8))
     loop.add("urgent", 4, priority=0)
     assert loop.step().admission_stop == ("admitted", "urgent")
-    loop = Loop(100, constraints=[MaxLoRAs(1)], max_overtakes=0)
+    loop = Loop(100, plugins=[MaxLoRAs(1)], max_overtakes=0)
     for name, adapter in (("a", 1), ("b", 2), ("c", 1)):
         loop.add(name, 4, extra_keys=(("lora", adapter),))
     output = loop.step()
@@ -345,7 +347,7 @@ def test_forced_preemption_comes_every_so_many_steps_to_who_has_got_a_token():
     loop = Loop(100, preempt_every=1)
     loop.add("a", 4, 3)
     assert [preempted(loop.step()) for _ in range(5)] == [[], ["a"], [], ["a"], []]
-    assert loop.scheduler._num_outputs_when_forced == {}
+    assert loop.scheduler.plugins[0]._num_outputs_then == {}
 
 
 def test_a_shuffled_queue_is_asked_in_another_order():
@@ -630,7 +632,7 @@ def test_who_waits_for_an_equal_that_is_preempted_computes_it_itself(cached):
     for request in equals(3, 10, 3):
         loop.scheduler.add_request(request)
         loop.outputs[request.request_id] = []
-    loop.scheduler.preempt_every = 4
+    loop.scheduler.set_plugins([ForcedPreemption(4)])
     loop.run()
     expected = continuation(range(10), 3)
     assert loop.outputs == {"s0": expected, "s1": expected, "s2": expected}
@@ -651,7 +653,7 @@ def test_blocks_that_outputs_fill_are_shared_too():
 
 
 def test_a_batch_holds_so_many_adapters_and_others_overtake_until_one_has_waited_too_long():
-    loop = Loop(100, constraints=[MaxLoRAs(2)], max_overtakes=3)
+    loop = Loop(100, plugins=[MaxLoRAs(2)], max_overtakes=3)
     lora = {name: (("lora", name),) for name in "xyz"}
     loop.add("a", 3, 4, extra_keys=lora["x"])
     loop.add("b", 3, 4, extra_keys=lora["y"])
@@ -663,16 +665,16 @@ def test_a_batch_holds_so_many_adapters_and_others_overtake_until_one_has_waited
     assert "f" not in planned(loop.step()) and held_back.status == RequestStatus.WAITING
     loop.run()
     assert set(loop.reasons) == set("abcdef")
-    assert loop.scheduler.constraints[0]._num_running == {}
+    assert loop.scheduler.plugins[0]._num_running == {}
 
 
 def test_preemption_gives_the_adapter_back():
-    loop = Loop(100, constraints=[MaxLoRAs(1)])
+    loop = Loop(100, plugins=[MaxLoRAs(1)])
     loop.add("a", 3, 4, extra_keys=(("lora", 1),))
     loop.step()
-    loop.scheduler.preempt_every = 1
-    loop.step()
-    assert loop.scheduler.constraints[0]._num_running == {}
+    with preempting(loop.scheduler):
+        loop.step()
+    assert loop.scheduler.plugins[0]._num_running == {}
     loop.scheduler.abort_request("a")
     with pytest.raises(ValueError, match="max_loras"):
         MaxLoRAs(0)
@@ -690,7 +692,7 @@ def test_a_request_waits_for_its_grammar_and_holds_up_nobody():
     with ThreadPoolExecutor(1) as executor:
         grammars = {"a": "digits"}
         constraint = GrammarsCompiled(executor, compile, lambda r: grammars.get(r.request_id))
-        loop = Loop(100, constraints=[constraint])
+        loop = Loop(100, plugins=[constraint])
         waits = loop.add("a", 3, 4)
         loop.add("b", 3, 4)
         assert list(planned(loop.step())) == ["b"]
@@ -706,17 +708,15 @@ def test_a_request_waits_for_its_grammar_and_holds_up_nobody():
 def test_so_many_are_passed_over_and_no_more():
     """Each has to be asked whether it is ready: by a constraint, or in the cache."""
 
-    class NobodyMayRun:
+    class NobodyMayRun(SchedulerPlugin):
         asked = 0
 
-        def may_run(self, request):
+        def may_start(self, request):
             self.asked += request.request_id.startswith("held")
             return not request.request_id.startswith("held")
 
-        has_started = has_stopped = forget = lambda self, request: None
-
     constraint = NobodyMayRun()
-    loop = Loop(100, constraints=[constraint], max_overtakes=None)
+    loop = Loop(100, plugins=[constraint], max_overtakes=None)
     for i in range(MAX_PASSED_OVER + 20):
         loop.add(f"held {i}", 8)
     loop.add("a", 3)
@@ -740,7 +740,7 @@ def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled():
     with ThreadPoolExecutor(1) as executor:
         executor.submit(may_compile.wait, 10)
         constraint = GrammarsCompiled(executor, compiled.append, lambda r: r.request_id)
-        loop = Loop(100, constraints=[constraint])
+        loop = Loop(100, plugins=[constraint])
         loop.add("a", 3)
         assert planned(loop.step()) == {}
         loop.scheduler.abort_request("a")

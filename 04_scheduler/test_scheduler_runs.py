@@ -29,7 +29,7 @@ from request import Request, RequestStatus, SamplingParams
 from scheduler import Scheduler
 from scheduler_base import SchedulerBase
 from scheduler_interface import SchedulerOutput, StepOutput
-from scheduler_steps import preempting
+from scheduler_steps import make_scheduler, preempting
 from sglang_policies import POLICIES, policy_over
 
 CACHES = (None, "hash", "radix")
@@ -76,11 +76,14 @@ class World:
     def __init__(self, memory: KVMemory, kind=Scheduler, **options):
         if "policy" in options:
             options["policy"] = policy_over(memory, options["policy"], options.get("seed", 0))
-        self.scheduler = kind(kv_memory=memory, **options)
+        self.is_forced = options.get("preempt_every") is not None
+        self.scheduler = make_scheduler(kind, kv_memory=memory, **options)
         self.runner = FakeModelRunner(memory.block_size, VOCAB)
         self.said: dict[str, list[int]] = {}
         self.finished: dict[str, tuple[Request, str]] = {}
         self.pending: SchedulerOutput | None = None
+
+    num_discarded_tokens = 0  # where steps are under way
 
     @property
     def plans(self) -> list[SchedulerOutput]:
@@ -109,7 +112,7 @@ class World:
         assert output.total_tokens <= self.scheduler.max_num_batched_tokens
         assert len(self.scheduler.running) <= self.scheduler.max_num_seqs
         admitted = self.scheduler.running.keys() - num_before.keys()
-        victims = {r.request_id for r in output.preempted_requests}
+        victims = {r.request_id for r in getattr(output, "preempted_requests", ())}
         has_priorities = isinstance(getattr(self.scheduler.waiting, "policy", None), PriorityPolicy)
         assert not victims or not admitted or has_priorities, "Trap 21"
         assert victims.isdisjoint(output.num_scheduled_tokens), "Trap 21"
@@ -153,7 +156,7 @@ class World:
             said = self.said[request.request_id]
             expected = continuation(request.prompt_token_ids, len(said), VOCAB)
             assert said == expected == request.output_token_ids, request
-            if isinstance(self.scheduler, SchedulerBase) and not self.scheduler.preempt_every:
+            if isinstance(self.scheduler, SchedulerBase) and not self.is_forced:
                 assert request.num_preemptions <= self.scheduler.max_preemptions
 
     def check_end(self) -> None:
@@ -173,7 +176,7 @@ class World:
                 needed
                 - stats.total_cached_tokens
                 + stats.total_recomputed_tokens
-                + getattr(self.scheduler, "num_discarded_tokens", 0)
+                + self.num_discarded_tokens
             )
 
 
@@ -560,7 +563,7 @@ def test_a_routine_step_is_what_a_decision_would_have_made_of_it(seed):
     limits = {"max_num_seqs": rng.choice([2, 5, 9]), "max_num_batched_tokens": rng.choice([12, 60])}
     limits |= {"block_size": size, "num_gpu_blocks": 2 + rng.choice([40, 90, 300]) // size}
     limits |= {"policy": rng.choice(["fcfs", "priority"]), "preempt_every": rng.choice([None, 3])}
-    both = Scheduler(**limits), NothingIsRoutine(**limits)
+    both = make_scheduler(Scheduler, **limits), make_scheduler(NothingIsRoutine, **limits)
     num_routine = 0
     for step in range(80):
         if rng.random() < 0.3:

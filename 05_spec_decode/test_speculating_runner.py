@@ -14,13 +14,16 @@ import torch
 
 from adaptive_length import AdaptiveLength
 from draft_model_proposer import DraftModelProposer
+from draft_plugin import DraftPlugin
 from engine_core import EngineCore
 from fake_model import FakeModelRunner, continuation
 from input_batch import RunnerRequest
 from kv_memory import KVMemory, SharingRunnerState
 from paged_attention import PagedKVCache
+from prefill_first_scheduler import PrefillFirstScheduler
 from proposers import FollowedRequest, NgramProposer, Proposer
 from request import Request, SamplingParams
+from scheduler import Scheduler
 from scheduler_interface import (
     CachedRequestData,
     FinishedStep,
@@ -28,15 +31,14 @@ from scheduler_interface import (
     SchedulerOutput,
     StepOutput,
 )
+from scheduler_steps import make_scheduler
 from speculating_runner import DraftLength, FixedLength, SpeculatingRunner
-from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
-from speculative_scheduler import SpeculativeScheduler
 from step_record import RecordedScheduler
 from test_scheduler_runs import make_memory
 
 VOCAB = 6  # few tokens, so that guesses come true by chance too
 K = 3
-SCHEDULERS = (SpeculativeScheduler, SpeculativePrefillFirstScheduler)
+SCHEDULERS = (Scheduler, PrefillFirstScheduler)
 CACHES = (None, "hash", "radix")
 
 
@@ -401,11 +403,11 @@ class Engine:
         runner = FakeModelRunner(memory.block_size, VOCAB, state)
         if proposer is not None:
             self.proposer = PROPOSERS[proposer](memory, state)
-            options["num_lookahead_tokens"] = self.proposer.num_lookahead_tokens
+            options["plugins"] = [DraftPlugin(self.proposer.num_lookahead_tokens)]
             runner = self.runner = SpeculatingRunner(
                 runner, self.proposer, draft_length or FixedLength(K), state
             )
-        self.scheduler = kind(kv_memory=memory, **options)
+        self.scheduler = make_scheduler(kind, kv_memory=memory, **options)
         self.core = EngineCore(RecordedScheduler(self.scheduler, check_invariants=True), runner)
         self.said: dict[str, list[int]] = {}
         self.finished: list[Request] = []
@@ -499,7 +501,7 @@ def test_it_is_what_the_loop_says_without_a_proposer(kind):
 )
 def test_right_guesses_save_passes(name, accepted_length):
     memory = make_memory(None, 60, 4)
-    engine = Engine(SpeculativeScheduler, memory, name)
+    engine = Engine(Scheduler, memory, name)
     engine.add(Request.from_tokens("a", [1, 2, 3], 1 + 10 * accepted_length))
     engine.run()
     seen = engine.runner.stats
@@ -514,7 +516,7 @@ def test_a_stop_token_inside_an_accepted_run_ends_the_request(name):
     said = continuation(prompt, 15, VOCAB)
     for stop in range(VOCAB):
         memory = make_memory("hash", 30, 4)
-        engine = Engine(SpeculativeScheduler, memory, name)
+        engine = Engine(Scheduler, memory, name)
         params = SamplingParams(temperature=0, max_tokens=15, stop_token_ids=[stop])
         engine.add(Request("a", prompt, params))
         engine.run()
@@ -546,7 +548,7 @@ def test_lengths_that_adapt_change_no_token_and_see_the_steps():
     for seed in range(3):
         memory = make_memory("hash", 40, 4)
         length = AdaptiveLength(K, probe_every=3)
-        engine = Engine(SpeculativeScheduler, memory, "draft", length, preempt_every=7)
+        engine = Engine(Scheduler, memory, "draft", length, preempt_every=7)
         for request in family(seed, 8):
             engine.add(request)
         engine.run()

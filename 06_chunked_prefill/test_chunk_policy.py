@@ -16,6 +16,7 @@ from block_pool import BlockPool
 from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
 from chunk_policy import ChunkedPrefill
+from draft_plugin import DraftPlugin
 from fake_model import FakeModelRunner, continuation
 from kv_memory import KVMemory, UncachedKVCacheManager
 from prefill_first_scheduler import PrefillFirstScheduler
@@ -24,14 +25,13 @@ from radix_cache import RadixCache
 from request import Request, RequestStatus
 from scheduler import Scheduler
 from scheduler_interface import StepOutput
+from scheduler_steps import make_scheduler
 from sglang_policies import POLICIES, policy_over
-from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
-from speculative_scheduler import SpeculativeScheduler
 from step_cost import count_work
 from whole_prompts import WholePrompts
 
 VOCAB = 4  # few tokens, so that prefixes are shared by chance
-GUESSING = (SpeculativeScheduler, SpeculativePrefillFirstScheduler)  # chapter 5's
+SCHEDULERS = (Scheduler, PrefillFirstScheduler)
 
 
 def make_memory(cache: str | None, num_blocks: int, block_size: int) -> KVMemory:
@@ -132,7 +132,7 @@ def test_nobody_gets_more_than_it_needs_or_than_there_is_and_somebody_always_get
 def test_guesses_are_not_a_prompt():
     """Three are more than the threshold, and are planned whole; and who has them is not long."""
     policy = ChunkedPrefill(2, max_long_partial_prefills=1)
-    run = two_phase(policy, kind=SpeculativeScheduler, max_num_batched_tokens=32)
+    run = two_phase(policy, plugins=[DraftPlugin()], max_num_batched_tokens=32)
     run.add(make_request("a", 1, 30))
     run.step(lambda name, _: [0, 0, 0])
     run.add(make_request("long", 9, 1))
@@ -198,11 +198,12 @@ def test_whoever_decodes_gets_a_token_in_every_step_although_a_chunk_is_before_i
 
 
 def test_a_guess_takes_no_block_from_a_chunk_behind_it():
-    kind = SpeculativeScheduler
-    run = two_phase(ChunkedPrefill(5), kind=kind, max_num_batched_tokens=7, max_num_seqs=8)
+    guesses = DraftPlugin()
+    limits = {"max_num_batched_tokens": 7, "max_num_seqs": 8}
+    run = two_phase(ChunkedPrefill(5), plugins=[guesses], **limits)
     run.add(make_request("a", 1, 30), make_request("long", 40, 2))
     run.step(lambda name, _: [1, 2, 3, 1, 2, 3])
-    assert len(run.scheduler.drafts["a"]) == 6
+    assert len(guesses.drafts["a"]) == 6
     run.step()
     # A block of four for the prompt, and a token for each: what is left for guesses is one.
     assert run.plans[1] == {"a": 2, "long": 5}
@@ -271,17 +272,18 @@ def test_more_decodes_than_a_chunk_has_tokens_do_not_stop_a_mixed_prompt():
 
 
 @pytest.mark.parametrize("options", [{}, {"mixing": True}])
-@pytest.mark.parametrize("kind", GUESSING)
+@pytest.mark.parametrize("kind", SCHEDULERS)
 def test_guesses_never_keep_a_prompt_out(kind, options):
     """Four who decode, with as many guesses as there is budget, all of them right."""
-    if kind is SpeculativePrefillFirstScheduler:
+    if kind is PrefillFirstScheduler:
         options = {**options, "chunked_prefill_size": 24}
     elif options:
         pytest.skip("the two-phase scheduler always mixes")
     else:
         options = {"chunk_policy": ChunkedPrefill()}
     memory = make_memory(None, 400, 4)
-    run = Run(kind(kv_memory=memory, max_num_batched_tokens=24, **options))
+    options |= {"max_num_batched_tokens": 24, "plugins": [DraftPlugin()]}
+    run = Run(kind(kv_memory=memory, **options))
     decodes = [make_request(f"s{i}", 2, 200, seed=i) for i in range(4)]
     truth = {r.request_id: continuation(r.prompt_token_ids, 210, VOCAB) for r in decodes}
     run.add(*decodes)
@@ -301,12 +303,13 @@ def clock(plan: dict[str, int], starts: list[int]) -> float:
 
 @pytest.mark.parametrize("num_drafts", [0, 8])
 @pytest.mark.parametrize("num_decodes", [0, 12])
-@pytest.mark.parametrize("kind", GUESSING)
+@pytest.mark.parametrize("kind", SCHEDULERS)
 def test_the_promise_is_kept_and_used_beside_decodes(kind, num_decodes, num_drafts):
     policy = AdaptiveChunks(20.0)
-    options = {"chunked_prefill_size": 4000} if kind is not SpeculativeScheduler else {}
+    options = {"chunked_prefill_size": 4000} if kind is not Scheduler else {}
     memory = make_memory(None, 4000, 4)
-    scheduler = kind(kv_memory=memory, chunk_policy=policy, max_num_batched_tokens=4000, **options)
+    options |= {"chunk_policy": policy, "max_num_batched_tokens": 4000}
+    scheduler = kind(kv_memory=memory, plugins=[DraftPlugin()], **options)
     decodes = [make_request(f"s{i}", 2, 2000) for i in range(num_decodes)]
     for request in decodes:
         scheduler.add_request(request)
@@ -344,7 +347,7 @@ POLICY_MAKERS: dict[str, Callable[[random.Random], ChunkedPrefill]] = {
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("kind", GUESSING)
+@pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.parametrize("cache", [None, "hash", "radix"])
 @pytest.mark.parametrize("maker", POLICY_MAKERS)
 def test_random_runs_change_no_token(maker, cache, kind):
@@ -360,15 +363,15 @@ def test_random_runs_change_no_token(maker, cache, kind):
             "preempt_every": rng.choice([None, None, 1, 2, 3]),
             "shuffle_waiting": rng.random() < 0.3,
             "chunk_policy": POLICY_MAKERS[maker](rng),
-            "num_lookahead_tokens": rng.choice([0, 2]),
+            "plugins": [DraftPlugin(rng.choice([0, 2]))],
         }
-        if kind is SpeculativePrefillFirstScheduler:
+        if kind is PrefillFirstScheduler:
             options["chunked_prefill_size"] = rng.randint(1, 16)
             options["mixing"] = rng.random() < 0.5
         largest = -(-40 // block_size)
         memory = make_memory(cache, largest + rng.choice([0, 1, largest]), block_size)
         options["policy"] = policy_over(memory, options["policy"])
-        run = Run(kind(kv_memory=memory, **options))
+        run = Run(make_scheduler(kind, kv_memory=memory, **options))
         waiting = [make_request(str(i), rng.randint(1, 32), rng.randint(1, 8)) for i in range(7)]
         for _ in range(6000):
             if waiting and rng.random() < 0.3:

@@ -31,7 +31,7 @@ from prefix_cache import CacheStats, PrefixCache
 from request import RequestStatus, SamplingParams
 from scheduler_interface import EngineCoreOutput, SchedulerOutput
 from step_plan import StepResults
-from step_record import StepRecord
+from step_record import StepRecord, preemptions_of
 
 CLOSE_TIMEOUT_S = 5.0  # for a step of another thread, when an engine is closed
 MAX_IDLE_STEPS = 100  # a forced preemption takes one; a wait for KV from elsewhere does not count
@@ -65,7 +65,8 @@ class LLMEngine:
         self.core, self.scheduler = parts.core, parts.recorder.scheduler
         self.recorder, self._close_loop = parts.recorder, parts.close_loop
         self.kv_manager, self._connector = parts.kv_memory, parts.connector
-        self._side = side = parts.side
+        self._side, self._plans_under_way = parts.side, parts.plans_under_way
+        side = parts.side
         self.kv_cache, self.speculation = side.kv_cache, side.speculation
         self.max_model_len, self.vocab_size = side.max_model_len, side.vocab_size
         self.on_step, self.model_config = on_step, side.model.config
@@ -434,8 +435,9 @@ class LLMEngine:
             stats.prompt_tokens += len(new.prompt_token_ids)
             if (member := self._members.get(new.req_id)) is not None:  # else aborted meanwhile
                 member.metrics.first_scheduled_time = self.recorder.start_time
-        stats.num_preemptions += len(plan.preempted_requests)
-        stats.recomputed_tokens += plan.num_recomputed_tokens
+        preempted, num_recomputed_tokens = preemptions_of(plan)
+        stats.num_preemptions += len(preempted)
+        stats.recomputed_tokens += num_recomputed_tokens
         stats.kv_blocks_peak = max(stats.kv_blocks_peak, plan.num_kv_blocks_in_use)
         slots = plan.num_kv_blocks_in_use * self.config.block_size
         # Sequences that share a prompt count it each, so what is written can exceed what is held.
@@ -444,7 +446,7 @@ class LLMEngine:
         stats.kv_waste += (waste - stats.kv_waste) / stats.num_steps
 
     def _num_discarded_tokens(self) -> int:
-        return getattr(self.scheduler, "num_discarded_tokens", 0)  # an overlapped one counts
+        return 0 if self._plans_under_way is None else self._plans_under_way.num_discarded_tokens
 
     def _check_is_open(self) -> None:
         if self._is_closed:

@@ -4,8 +4,8 @@
     KV memory         2, 3    UncachedKVCacheManager or CachedKVCacheManager over a BlockPool
     prefix cache       3      PrefixCacheLocal or RadixCache
     KV from elsewhere  3      TieredCache, any KVConnector, or both, by a LoadingKVCacheManager
-    scheduler        1 to 5   CachingFCFSScheduler; Scheduler or PrefillFirstScheduler, with a
-                              policy; the latter two's speculative kind
+    scheduler        1 to 4   CachingFCFSScheduler; Scheduler or PrefillFirstScheduler with a policy
+    plugins          1 to 5   made by `make_plugins`: steps under way, guesses, forced preemption
     chunks           4, 6     WholePrompts; ChunkedPrefill or AdaptiveChunks
     records            1      a RecordedScheduler around it: who learns from the clock observes
     the loop           1      EngineCore; where several steps are under way an OverlappedEngineCore
@@ -21,7 +21,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -37,14 +37,25 @@ if TYPE_CHECKING:
     from acceptance import SpecDecodeStats
     from cached_kv_cache_manager import CachedKVCacheManager
     from common.outputs import OutputProcessor
-    from common.runner.overlap import OverlappedEngineCore, QueuedRunner
+    from common.runner.overlap import OverlappedEngineCore, PlansUnderWay, QueuedRunner
     from kv_connector import KVBlockIO, KVConnector
+    from overlap_plugin import OverlapPlugin
+    from pipeline_plugin import PipelinePlugin
     from policies import SchedulePolicy
     from prefix_cache import CacheListener
+    from scheduler_base import SchedulerOptions
+    from scheduler_books import SchedulerPlugin
     from whole_prompts import ChunkPolicy
 
 logger = logging.getLogger(__name__)
 Namespace = Sequence[tuple[str, str]]
+Part = TypeVar("Part")
+
+
+class Watcher(Protocol):
+    """Gives the class of a part, or one in its place that notes what it does."""
+
+    def __call__(self, kind: type[Part]) -> type[Part]: ...
 
 
 class KVCacheSize(Protocol):
@@ -103,7 +114,9 @@ class EngineParts:
     side: RunnerSide
     kv_memory: UncachedKVCacheManager | CachedKVCacheManager
     connector: KVConnector | None
-    close_loop: Callable[[], None] | None = None  # where steps may be under way
+    # Where steps may be under way.
+    close_loop: Callable[[], None] | None = None
+    plans_under_way: PlansUnderWay | None = None
 
 
 def find_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -121,9 +134,8 @@ def find_vocab_size(model: ModelConfig, num_tokens_in_tokenizer: int | None) -> 
     return min(model.vocab_size, num_tokens_in_tokenizer or model.vocab_size)
 
 
-def unwatched(part: type) -> Any:
-    """The class of a part, as it is. If there are events to be written, its seen kind is used."""
-    return part
+def unwatched(kind: type[Part]) -> type[Part]:
+    return kind
 
 
 def assemble_around(
@@ -132,38 +144,33 @@ def assemble_around(
     """Scheduler, memory and loop for what computes. `members` are those of the engine's open
     requests, whose texts are events."""
     connector, listener = make_connector(config, side)
-    overlaps, watch = is_overlapped(config, side.model.device), unwatched
+    overlaps = is_overlapped(config, side.model.device)
+    watch: Watcher = unwatched
     if config.events is not None:
         from common.events.watched_parts import watch_run
 
         texts = {} if members is None else members
         watch = watch_run(config, side.model, side.kv_cache.num_blocks, overlaps, texts)
-    queued = make_queued_runner(side) if overlaps or config.pipeline_parallel_size > 1 else None
+    under_way = make_books_of_plans(config, overlaps)
+    queued = None if under_way is None else make_queued_runner(side)
     wait_for_steps = None if queued is None else queued.wait_for_steps
     kv_memory = make_kv_memory(
         config, side.kv_cache.num_blocks, connector, listener, watch, wait_for_steps
     )
     chunk_policy = make_chunk_policy(config)
-    scheduler = make_scheduler(
-        config,
-        side.max_model_len,
-        kv_memory,
-        chunk_policy,
-        side.num_lookahead_tokens,
-        overlaps,
-        watch,
-    )
+    plugins = make_plugins(config, under_way, side.num_lookahead_tokens)
+    scheduler = make_scheduler(config, side.max_model_len, kv_memory, chunk_policy, plugins, watch)
     observers: list[Observer] = []
     if connector is not None:
         observers.append(partial(wait_for_loads, kv_memory))
     if config.target_step_ms is not None:
         observers.append(partial(tell_durations, chunk_policy))
     recorder = RecordedScheduler(scheduler, observers)
-    if queued is None:
+    if under_way is None or queued is None:
         core = watch(EngineCore)(recorder, side.runner)
         return EngineParts(core, recorder, side, kv_memory, connector)
-    core = make_core_of_several(config, recorder, queued, scheduler, watch)
-    return EngineParts(core, recorder, side, kv_memory, connector, core.close)
+    core = make_core_of_several(config, recorder, queued, under_way, watch)
+    return EngineParts(core, recorder, side, kv_memory, connector, core.close, under_way)
 
 
 # -- who computes what
@@ -174,60 +181,70 @@ def make_scheduler(
     max_model_len: int,
     kv_memory: KVMemory,
     chunk_policy: ChunkPolicy | None,
-    num_lookahead_tokens: int | None,
-    overlaps: bool = False,
-    watch: Callable[[type], Any] = unwatched,
+    plugins: Sequence[SchedulerPlugin] = (),
+    watch: Watcher = unwatched,
 ) -> SchedulerInterface:
-    """`num_lookahead_tokens` is None if nobody guesses."""
     limits = (config.max_num_seqs, config.max_num_batched_tokens)
-    num_stages = config.pipeline_parallel_size
     if config.scheduler == "fcfs":
         from caching_fcfs_scheduler import CachingFCFSScheduler
 
-        kind = _kind(CachingFCFSScheduler, overlaps, num_stages, watch)
-        return kind(kv_memory, *limits, max_model_len)
-    options: dict[str, Any] = {
-        "policy": make_policy(config, kv_memory),
+        return watch(CachingFCFSScheduler)(kv_memory, *limits, max_model_len, plugins)
+    policy = make_policy(config, kv_memory)
+    options: SchedulerOptions = {
         "max_model_len": max_model_len,
         "kv_memory": kv_memory,
         "chunk_policy": chunk_policy,
-        "preempt_every": config.preempt_every,
         "shuffle_waiting": config.shuffle_waiting,
         "seed": config.seed,
+        "plugins": plugins,
     }
-    if num_lookahead_tokens is not None:
-        options["num_lookahead_tokens"] = num_lookahead_tokens
     if config.scheduler == "prefill_first":
+        from prefill_first_scheduler import PrefillFirstScheduler
+
         size = config.chunk_size or config.max_num_batched_tokens
-        options["chunked_prefill_size"] = size if config.cuts_prompts else None
-        options["mixing"] = config.mixing
-        if num_lookahead_tokens is None:
-            from prefill_first_scheduler import PrefillFirstScheduler as Chosen
-        else:
-            from speculative_prefill_first_scheduler import (
-                SpeculativePrefillFirstScheduler as Chosen,
-            )
-    else:
-        options["watermark"] = config.watermark
-        if num_lookahead_tokens is None:
-            from scheduler import Scheduler as Chosen
-        else:
-            from speculative_scheduler import SpeculativeScheduler as Chosen
-    return _kind(Chosen, overlaps, num_stages, watch)(*limits, **options)
+        return watch(PrefillFirstScheduler)(
+            *limits,
+            policy=policy,
+            chunked_prefill_size=size if config.cuts_prompts else None,
+            mixing=config.mixing,
+            **options,
+        )
+    from scheduler import Scheduler
+
+    return watch(Scheduler)(*limits, policy=policy, watermark=config.watermark, **options)
 
 
-def _kind(
-    scheduler: type, overlaps: bool, num_stages: int, watch: Callable[[type], Any]
-) -> Callable[..., Any]:
-    if num_stages > 1:
-        from pipelined_books import pipelined
+def make_books_of_plans(
+    config: EngineConfig, overlaps: bool
+) -> OverlapPlugin | PipelinePlugin | None:
+    """None: each step is over before the next one is planned."""
+    if config.pipeline_parallel_size > 1:
+        from pipeline_plugin import PipelinePlugin
 
-        return partial(pipelined(scheduler), num_micro_batches=num_stages)
+        return PipelinePlugin(config.pipeline_parallel_size)
     if not overlaps:
-        return watch(scheduler)
-    from overlapped_books import overlapped
+        return None
+    from overlap_plugin import OverlapPlugin
 
-    return watch(overlapped(scheduler))
+    return OverlapPlugin()
+
+
+def make_plugins(
+    config: EngineConfig, under_way: SchedulerPlugin | None, num_lookahead_tokens: int | None
+) -> list[SchedulerPlugin]:
+    """In the order in which the scheduler asks and tells them. `num_lookahead_tokens` is None if
+    nobody guesses."""
+    plugins = [] if under_way is None else [under_way]
+    if num_lookahead_tokens is not None:
+        from draft_plugin import DraftPlugin
+
+        plugins.append(DraftPlugin(num_lookahead_tokens))
+    if config.preempt_every is not None:
+        from forced_preemption import ForcedPreemption
+
+        spares_pinned = config.scheduler == "prefill_first"
+        plugins.append(ForcedPreemption(config.preempt_every, spares_pinned))
+    return plugins
 
 
 def make_policy(config: EngineConfig, kv_memory: KVMemory) -> str | SchedulePolicy:
@@ -298,8 +315,8 @@ def make_core_of_several(
     config: EngineConfig,
     recorder: RecordedScheduler,
     runner: QueuedRunner,
-    books: Any,
-    watch: Callable[[type], Any],
+    books: PlansUnderWay,
+    watch: Watcher,
 ) -> OverlappedEngineCore:
     """The loop where several steps are under way. `books` keeps their plans."""
     if config.pipeline_parallel_size > 1:
@@ -319,7 +336,7 @@ def make_kv_memory(
     num_blocks: int,
     connector: KVConnector | None,
     listener: CacheListener | None,
-    watch: Callable[[type], Any] = unwatched,
+    watch: Watcher = unwatched,
     wait_for_steps: Callable[[], object] | None = None,
 ) -> UncachedKVCacheManager | CachedKVCacheManager:
     """`wait_for_steps`: the runner's, if steps may be under way while another one is planned."""

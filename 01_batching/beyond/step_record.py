@@ -56,6 +56,11 @@ class StepRecord:
 Observer = Callable[[StepRecord], None]
 
 
+def preemptions_of(plan: SchedulerOutput) -> tuple[list[Request], int]:
+    """Who was preempted for it, and how many tokens it computes again. Chapter 4's plans say so."""
+    return getattr(plan, "preempted_requests", []), getattr(plan, "num_recomputed_tokens", 0)
+
+
 class RecordedScheduler:
     """`scheduler`, which calls each of `observers` after every step; without any, no record is
     made. `check_invariants=True` makes it check itself before that: slow, meant for tests.
@@ -97,7 +102,7 @@ class RecordedScheduler:
         clock.lap("update_ms")
         if self.checks_itself:
             self.scheduler.check_invariants()
-        if plan.is_empty and self._under_way and not plan.preempted_requests:
+        if plan.is_empty and self._under_way and not preemptions_of(plan)[0]:
             return results
         self.plan, self._clock, self._output, self._results = plan, clock, output, results
         self.num_steps += 1
@@ -129,20 +134,21 @@ class RecordedScheduler:
         starts = dict(zip(num_tokens, plan.start_positions, strict=True))
         num_running, num_waiting = self.scheduler.get_request_counts()
         drafts = plan.scheduled_draft_token_ids.items()
+        preempted, num_recomputed_tokens = preemptions_of(plan)
         return StepRecord(
             step=self.num_steps - 1,
             start_time=clock.start_time,
             num_scheduled_tokens=dict(num_tokens),
             start_positions=starts,
             admitted=[new.req_id for new in plan.scheduled_new_reqs],
-            preempted=[request.request_id for request in plan.preempted_requests],
+            preempted=[request.request_id for request in preempted],
             finished={r.request_id: r.finish_reason for r in results if r.finish_reason},
             new_token_ids={r.request_id: r.new_token_ids for r in results},
             num_running=num_running,
             num_waiting=num_waiting,
             kv_blocks_in_use=plan.num_kv_blocks_in_use,
             kv_tokens_written=sum(plan.start_positions) + sum(num_tokens.values()),
-            num_recomputed_tokens=plan.num_recomputed_tokens,
+            num_recomputed_tokens=num_recomputed_tokens,
             drafts={r: (len(d), max(0, len(output.token_ids.get(r, ())) - 1)) for r, d in drafts},
             schedule_ms=clock.ms["schedule_ms"],
             update_ms=clock.ms["update_ms"],

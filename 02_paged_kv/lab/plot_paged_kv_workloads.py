@@ -86,7 +86,7 @@ class AskingScheduler(PagedFCFSScheduler):
 class ForkingScheduler(AskingScheduler):
     """Sample `i#j` of a prompt forks `i#0` as soon as that has computed the prompt."""
 
-    def __init__(self, kv_memory: ForkingKVCacheManager, *limits: int) -> None:
+    def __init__(self, kv_memory: ForkingKVCacheManager, *limits: Any) -> None:
         super().__init__(kv_memory, *limits)
         self.kv_memory: ForkingKVCacheManager = kv_memory
         self.num_block_copies = 0

@@ -37,17 +37,20 @@ the last admitted.) The names are SGLang's. Priorities order the queue, and take
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kv_memory import ComputedBlocks, NotReady
+from policies import SchedulePolicy
 from prefill_adder import AddReqResult, NewTokenRatio, PrefillAdder
 from request import Request, check_integers
 from schedule_batch import ForwardMode, ScheduleBatch
 from scheduler import MAX_PASSED_OVER
-from scheduler_base import SchedulerBase
-from scheduler_interface import SchedulerOutput
-from step_plan import StepPlan
-from whole_prompts import ChunkPolicy, CutPrompts
+from scheduler_base import SchedulerBase, SchedulerOptions
+from step_plan import PreemptingPlan, StepPlan
+from whole_prompts import CutPrompts
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 __all__ = ["ForwardMode", "PrefillFirstScheduler", "ScheduleBatch"]
 
@@ -65,24 +68,27 @@ class PrefillFirstScheduler(SchedulerBase):
 
     def __init__(
         self,
-        *limits: Any,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 4096,
+        num_gpu_blocks: int = 1000,
+        policy: str | SchedulePolicy = "fcfs",
+        *,
         mixing: bool = False,
         chunked_prefill_size: int | None = None,
-        chunk_policy: ChunkPolicy | None = None,
         init_new_token_ratio: float = 0.7,
         min_new_token_ratio: float = 0.1,
         new_token_ratio_decay_steps: int = 600,
         max_consecutive_prefills: int | None = 8,
-        **options: Any,
+        **options: Unpack[SchedulerOptions],
     ) -> None:
         bounds = {
             "chunked_prefill_size": chunked_prefill_size,
             "max_consecutive_prefills": max_consecutive_prefills,
         }
         check_integers(1, **{name: bound for name, bound in bounds.items() if bound is not None})
-        if chunk_policy is None and chunked_prefill_size is not None:
-            chunk_policy = CutPrompts()
-        super().__init__(*limits, chunk_policy=chunk_policy, **options)
+        if chunked_prefill_size is not None and options.get("chunk_policy") is None:
+            options["chunk_policy"] = CutPrompts()
+        super().__init__(max_num_seqs, max_num_batched_tokens, num_gpu_blocks, policy, **options)
         self.mixing = mixing
         self.chunked_prefill_size = chunked_prefill_size
         self.max_consecutive_prefills = max_consecutive_prefills
@@ -101,7 +107,7 @@ class PrefillFirstScheduler(SchedulerBase):
         """The share of their possible outputs that those who decode are expected to generate."""
         return self._new_token_ratio.value
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self) -> PreemptingPlan:
         """Plan a step: a prefill batch, a decode batch, or both in one."""
         step = self.begin_step()
         self.last_batch = self.get_next_batch_to_run(step)
@@ -207,7 +213,7 @@ class PrefillFirstScheduler(SchedulerBase):
                 is_full = len(self.running) >= self._num_seats
                 step.stop = ("seat" if is_full else "passed over", request_id)
                 break
-            if not self.may_run(request):
+            if not self.may_start(request):
                 if self.waiting.is_aged(request):
                     step.stop = ("constraint", request_id)
                     break
@@ -244,7 +250,8 @@ class PrefillFirstScheduler(SchedulerBase):
         if not batch.reqs:
             self._new_token_ratio.reset()
             return batch
-        if self.check_decode_mem(step):
+        num_optional = self._get_optional_room(step) if self._asked_for_tokens else {}
+        if batch.check_decode_mem():
             self._new_token_ratio.decay()
         else:
             step.preempted += batch.retract_decode(self.preempt, self.is_pinned, self.chunked_req)
@@ -252,20 +259,37 @@ class PrefillFirstScheduler(SchedulerBase):
             if not batch.check_decode_mem():
                 return ScheduleBatch(self.kv_memory)  # alone, with a load in its way
         for request in batch.reqs:
-            step.add(request, self.num_behind(request))
+            if num_tokens := self.num_behind(request):
+                step.add(request, num_tokens + num_optional.get(request.request_id, 0))
         return batch
 
-    def check_decode_mem(self, step: StepPlan) -> bool:
-        """Get those who decode the memory of what `step` is to compute of them."""
-        return self.running_batch.check_decode_mem()
+    def _get_optional_room(self, step: StepPlan) -> dict[str, int]:
+        """Optional tokens of those who decode. A second token for anybody comes after a first for
+        all, and in a mixed batch after a page for a prompt. None, if there is not memory for all of
+        them: nobody is retracted for these. Whoever got some keeps it."""
+        decodes = [r for r in self.running_batch.reqs if self.num_behind(r) == 1]
+        num_spare = step.budget - len(self.running_batch.reqs)
+        if self.mixing and (self.waiting or self.chunked_req is not None):
+            num_spare -= self.block_size
+        num_optional: dict[str, int] = {}
+        for request in decodes:
+            num = max(0, min(self.num_optional_tokens(request), num_spare))
+            num_optional[request.request_id], num_spare = num, num_spare - num
+        size, allocate_slots = self.block_size, self.kv_memory.allocate_slots
+        for request in decodes:
+            num_tokens, start = 1 + num_optional[request.request_id], request.num_computed_tokens
+            num_left_in_page, end = -start % size, start + num_tokens
+            if num_tokens > num_left_in_page and not allocate_slots(request, num_tokens):
+                return {}
+            num_slots = self.num_optional_slots(request, end)
+            if num_tokens + num_slots > num_left_in_page:
+                allocate_slots(request, num_tokens, num_slots)
+        return num_optional
 
     def preempt(self, request: Request) -> None:
         if request is self.chunked_req:
             self.chunked_req = None
         super().preempt(request)
-
-    def may_be_forced(self, request: Request) -> bool:
-        return not self.is_pinned(request)
 
     def check_invariants(self) -> None:
         """Between two steps. O(everything)."""

@@ -15,7 +15,7 @@ import test_scheduler_runs as runs
 from bounded_loops import as_long_as
 from caching_fcfs_scheduler import CachingFCFSScheduler
 from delayed_runner import DelayedRunner
-from overlapped_books import overlapped
+from overlap_plugin import OverlapPlugin
 from prefill_adder import num_expected_outputs
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus, SamplingParams
@@ -32,9 +32,14 @@ class OverlappedWorld(runs.World):
     is_settled = True
 
     def __init__(self, memory, kind: type = Scheduler, **options) -> None:
-        super().__init__(memory, overlapped(kind), **options)
+        self.overlap = OverlapPlugin()
+        super().__init__(memory, kind, plugins=[self.overlap], **options)
         self.runner = DelayedRunner(self.runner)
         self.under_way: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+
+    @property
+    def num_discarded_tokens(self) -> int:
+        return self.overlap.num_discarded_tokens
 
     @property
     def plans(self) -> list[SchedulerOutput]:
@@ -178,7 +183,7 @@ def test_nothing_is_planned_behind_the_last_token_allowed(kind, max_tokens) -> N
         plans += [plan.num_scheduled_tokens for plan in world.plans]
     assert all(plan == {} for plan in plans[max_tokens:]), plans
     world.run()
-    assert world.scheduler.num_discarded_tokens == 0
+    assert world.overlap.num_discarded_tokens == 0
     assert world.scheduler.kv_memory.usage == 0
 
 
@@ -201,7 +206,7 @@ def test_a_stop_token_shows_one_step_late_and_releases_once(kind) -> None:
     world.schedule()
     assert world.plans[-1].finished_req_ids == {"a"}
     assert [world.update(), world.update()] == [None, None]
-    assert world.scheduler.num_discarded_tokens == 1
+    assert world.overlap.num_discarded_tokens == 1
     assert memory.cache.num_cached_blocks == num_cached, "nobody publishes what was discarded"
     world.check()
 
@@ -262,7 +267,7 @@ def test_plans_that_failed_leave_nothing_pending(kind) -> None:
         with preempting(world.scheduler):
             world.schedule()
     world.under_way.clear()
-    world.scheduler.forget_plans()
+    world.overlap.forget_plans()
     assert request.num_pending_tokens == other.num_pending_tokens == 0
     for request_id in list(world.scheduler.running):
         world.scheduler.abort_request(request_id)

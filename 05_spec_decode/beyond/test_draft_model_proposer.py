@@ -21,23 +21,24 @@ import torch
 from batch_layout import ComposedBatch
 from bounded_loops import as_long_as
 from draft_model_proposer import DraftModelProposer, MostLikely
+from draft_plugin import DraftPlugin
 from fake_model import FakeModelRunner, _mix, continuation
 from input_batch import RunnerRequest
 from kv_memory import SharingRunnerState
 from paged_attention import PagedKVCache
+from prefill_first_scheduler import PrefillFirstScheduler
 from proposers import FollowedRequest
 from request import Request, RequestStatus, SamplingParams
+from scheduler import Scheduler
 from scheduler_interface import BlockMove, CachedRequestData, NewRequestData, SchedulerOutput
-from scheduler_steps import preempting
+from scheduler_steps import make_scheduler, preempting
 from speculating_runner import SpeculatingRunner
-from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
-from speculative_scheduler import SpeculativeScheduler
 from test_scheduler_runs import make_memory
 
 VOCAB = 50
 POISON = -7
 K = 3  # drafts, where nothing else is said
-SCHEDULERS = (SpeculativeScheduler, SpeculativePrefillFirstScheduler)
+SCHEDULERS = (Scheduler, PrefillFirstScheduler)
 CACHES = (None, "hash", "radix")
 
 Errs = Callable[[RunnerRequest, int], bool]  # is this draft of the request to be wrong?
@@ -230,7 +231,7 @@ class World:
         num_blocks: int = 60,
         block_size: int = 4,
         cache: str | None = "hash",
-        kind: type = SpeculativeScheduler,
+        kind: type = Scheduler,
         *,
         errs: Errs = never,
         num_spec_tokens: int = K,
@@ -239,15 +240,16 @@ class World:
         max_rows: int = 2,
         **options,
     ) -> None:
-        if kind is SpeculativeScheduler:
+        if kind is Scheduler:
             options.setdefault("watermark", 0.0)
         else:
             options.setdefault("init_new_token_ratio", 0.3)
         if num_lookahead_tokens is None:
             num_lookahead_tokens = num_spec_tokens
         self.memory = make_memory(cache, num_blocks, block_size)
-        self.scheduler = kind(
-            kv_memory=self.memory, num_lookahead_tokens=num_lookahead_tokens, **options
+        self.guesses = DraftPlugin(num_lookahead_tokens)
+        self.scheduler = make_scheduler(
+            kind, plugins=[self.guesses], kv_memory=self.memory, **options
         )
         state = SharingRunnerState(max_rows, max_blocks_per_request=64)
         kv_cache = PagedKVCache(1, num_blocks + 1, block_size, 1, 1, torch.int64)
@@ -290,12 +292,12 @@ class World:
         return plan
 
     def num_drafts(self, request: Request) -> int:
-        return len(self.scheduler.drafts.get(request.request_id, ()))
+        return len(self.guesses.drafts.get(request.request_id, ()))
 
     def trim_drafts(self, request: Request, num_kept: int) -> None:
-        drafts = self.scheduler.drafts.pop(request.request_id, [])
+        drafts = self.guesses.drafts.pop(request.request_id, [])
         if drafts[:num_kept]:
-            self.scheduler.drafts[request.request_id] = drafts[:num_kept]
+            self.guesses.drafts[request.request_id] = drafts[:num_kept]
 
     def num_fed(self) -> int:
         """Tokens that the draft model is fed in one step."""
@@ -351,9 +353,7 @@ def test_each_of_many_requests_is_fed_as_much_as_if_it_were_alone():
 
 
 def test_it_follows_a_prompt_whose_tokens_come_in_chunks():
-    world = World(
-        kind=SpeculativePrefillFirstScheduler, chunked_prefill_size=5, max_num_batched_tokens=8
-    )
+    world = World(kind=PrefillFirstScheduler, chunked_prefill_size=5, max_num_batched_tokens=8)
     world.add("a", prompt_of(3), 100)
     world.step()
     long = world.add("b", prompt_of(23, 1), 10)
@@ -897,9 +897,9 @@ def random_world(rng: random.Random) -> World:
     happen."""
     block_size = rng.choice([1, 2, 2, 3, 4, 4, 16])
     num_needed = -(-22 // block_size)
-    kind = rng.choice([*SCHEDULERS, SpeculativeScheduler])
+    kind = rng.choice([*SCHEDULERS, Scheduler])
     options: dict = {"preempt_every": rng.choice([None, None, 2, 3, 5])}
-    if kind is SpeculativePrefillFirstScheduler:
+    if kind is PrefillFirstScheduler:
         options["mixing"] = rng.random() < 0.5
         options["chunked_prefill_size"] = rng.choice([None, 3, 7])
     else:

@@ -451,7 +451,7 @@ class SeenBooks(_Part):
         parents = {name: whom for name, whom in watch.parents.items() if name in passed_over}
         return passed_over, parents, None if stop is None else list(stop)
 
-    def _stop_of(self, plan: SchedulerOutput) -> tuple[str, str] | None:
+    def _stop_of(self, plan: Any) -> tuple[str, str] | None:
         """What ended admission, and at whom."""
         if plan.admission_stop is None and plan.preempted_requests:
             return ("blocks", "")  # nobody is admitted for the memory that was just missing
@@ -532,7 +532,7 @@ class SeenFCFSBooks(SeenBooks):
         super()._seat(request)
         self._has_been_admitted(request)
 
-    def _stop_of(self, plan: SchedulerOutput) -> tuple[str, str] | None:
+    def _stop_of(self, plan: Any) -> tuple[str, str] | None:
         watch = self.watch
         if len(self.running) >= self.max_num_seqs:
             return ("seat", "")
@@ -576,8 +576,8 @@ class SeenBaseBooks(SeenBooks):
         self._expected = {request.request_id: None, **self._expected}
         super().preempt(request)
 
-    def may_run(self, request: Request) -> bool:
-        allowed = super().may_run(request)
+    def may_start(self, request: Request) -> bool:
+        allowed = super().may_start(request)
         if not allowed:
             reason = "pending" if request.num_pending_tokens else "constraint"
             self.watch.passed_over[request.request_id] = reason

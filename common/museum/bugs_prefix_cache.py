@@ -25,7 +25,7 @@ def make_tree(num_pages: int = 20) -> Any:
     return RadixCache(page_size=4, num_pages=num_pages)
 
 
-def make_scheduler(num_blocks: int = 20, **limits: int) -> Any:
+def make_scheduler(num_blocks: int = 20, **limits: Any) -> Any:
     from cached_kv_cache_manager import CachedKVCacheManager
     from caching_fcfs_scheduler import CachingFCFSScheduler
 

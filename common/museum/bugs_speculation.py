@@ -40,9 +40,10 @@ def a_point_on_a_border() -> str:
 
 
 def make_scheduler(**options: Any) -> Any:
-    from speculative_scheduler import SpeculativeScheduler
+    from draft_plugin import DraftPlugin
+    from scheduler import Scheduler
 
-    return SpeculativeScheduler(num_gpu_blocks=20, block_size=4, **options)
+    return Scheduler(num_gpu_blocks=20, block_size=4, plugins=[DraftPlugin()], **options)
 
 
 def begin(scheduler: Any, guesses: list[int], max_tokens: int = 20) -> Any:

@@ -6,7 +6,7 @@
 
 This loop runs instead of chapter 1's where `pipeline_parallel_size` is more than one: the same
 three lines, the third some plans behind the first. What that asks of a scheduler is in chapter 4's
-`beyond/pipelined_books.py`: nobody is planned on behind a token that is under way, so an overlapped
+`beyond/pipeline_plugin.py`: nobody is planned on behind a token that is under way, so an overlapped
 loop's `PENDING` has no place here; the first stage needs the id.
 
     begin    as long as fewer than `num_in_flight` plans are under way and somebody is behind
@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from common.runner.overlap import OverlappedEngineCore, PlansUnderWay, QueuedRunner
 from request import check_integers
 from scheduler_interface import EngineCoreOutput, SchedulerInterface
+from step_record import preemptions_of
 
 
 class PipelinedEngineCore(OverlappedEngineCore):
@@ -51,7 +52,7 @@ class PipelinedEngineCore(OverlappedEngineCore):
             while True:
                 plan, _ = steps[0]
                 results = self._finish()
-                if not plan.is_empty or plan.preempted_requests or not steps:
+                if not plan.is_empty or preemptions_of(plan)[0] or not steps:
                     return results
         except BaseException:
             self._give_up()

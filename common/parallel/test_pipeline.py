@@ -10,7 +10,7 @@ from bounded_loops import as_long_as
 from common.parallel.pipeline import PipelinedEngineCore
 from common.runner.overlap import QueuedRunner
 from fcfs_scheduler import FCFSScheduler
-from pipelined_books import pipelined
+from pipeline_plugin import PipelinePlugin
 from request import Request
 from scheduler_interface import SchedulerOutput, StepOutput
 from step_record import RecordedScheduler
@@ -45,11 +45,12 @@ class LoggingRunner:
 
 def make_core(num_stages: int = 2, num_in_flight: int | None = None, **options):
     log: list = []
-    scheduler = pipelined(FCFSScheduler)(num_micro_batches=num_stages, **options)
+    pipeline = PipelinePlugin(num_stages)
+    scheduler = FCFSScheduler(plugins=[pipeline], **options)
     core = PipelinedEngineCore(
         RecordedScheduler(scheduler, check_invariants=True),
         QueuedRunner(runner := LoggingRunner(log)),
-        scheduler,
+        pipeline,
         num_in_flight or num_stages,
     )
     return core, log, runner
@@ -160,12 +161,14 @@ def test_an_empty_plan_under_way_takes_no_place() -> None:
 
 def test_a_plan_for_nobody_that_has_preempted_somebody_is_a_step() -> None:
     """Whoever counts preemptions hears of it."""
+    from forced_preemption import ForcedPreemption
     from scheduler import Scheduler
 
-    scheduler = pipelined(Scheduler)(num_micro_batches=2, preempt_every=3)
+    pipeline = PipelinePlugin(2)
+    scheduler = Scheduler(plugins=[pipeline, ForcedPreemption(3)])
     records = []
     recorder = RecordedScheduler(scheduler, [records.append], check_invariants=True)
-    core = PipelinedEngineCore(recorder, QueuedRunner(LoggingRunner([])), scheduler, 2)
+    core = PipelinedEngineCore(recorder, QueuedRunner(LoggingRunner([])), pipeline, 2)
     for name in "ab":
         core.add_request(request(name, 4))
     for _ in as_long_as(core.has_unfinished_requests, 60):
@@ -179,7 +182,7 @@ def test_a_plan_for_nobody_that_is_alone_is_a_step() -> None:
     """What the loop waits for then (KV from elsewhere) decides what comes next."""
     core, log, _ = make_core()
     core.add_request(request("a"))
-    core.books._admit = lambda budget: {}
+    core.scheduler.scheduler._admit = lambda budget: {}
     records = []
     core.scheduler.observers = (records.append,)
     assert list(core.step()) == []

@@ -6,7 +6,7 @@
 The loop of chapter 1, which runs in an engine by default, makes the device wait while the host
 plans, lays out and writes down, and the host while the device computes. This one runs instead where
 `overlap_scheduling` says so: the same three lines, one step apart. What that asks of the scheduler
-is in `01_batching/beyond/overlapped_books.py`: it plans on from a token that it does not know. The
+is in `01_batching/beyond/overlap_plugin.py`: it plans on from a token that it does not know. The
 runner knows where that token lies (`BatchState.fill_in`).
 
 What it costs: a newcomer is planned for one step later; so is the end at EOS or a stop string seen,
@@ -44,6 +44,8 @@ from scheduler_interface import (
 
 class PlansUnderWay(Protocol):
     """Who keeps the books of plans whose results nobody has seen."""
+
+    num_discarded_tokens: int  # computed for requests that had ended
 
     @property
     def has_work(self) -> bool: ...  # somebody could be planned now

@@ -9,7 +9,7 @@ import pytest
 
 from common.runner.overlap import OverlappedEngineCore, QueuedRunner, ThreadedRunner
 from fcfs_scheduler import FCFSScheduler
-from overlapped_books import overlapped
+from overlap_plugin import OverlapPlugin
 from request import Request
 from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
 from step_record import RecordedScheduler
@@ -56,10 +56,11 @@ class LoggingScheduler(FCFSScheduler):
 
 def make_core() -> tuple[OverlappedEngineCore, list, LoggingRunner]:
     log: list = []
-    scheduler, runner = overlapped(LoggingScheduler)(), LoggingRunner(log)
+    overlap, runner = OverlapPlugin(), LoggingRunner(log)
+    scheduler = LoggingScheduler(plugins=[overlap])
     scheduler.log = log
     recorder = RecordedScheduler(scheduler, check_invariants=True)
-    return OverlappedEngineCore(recorder, QueuedRunner(runner), books=scheduler), log, runner
+    return OverlappedEngineCore(recorder, QueuedRunner(runner), books=overlap), log, runner
 
 
 def request(name: str, max_tokens: int = 3) -> Request:
@@ -97,7 +98,7 @@ def test_an_empty_step_is_not_planned_ahead_of() -> None:
     """What the loop waits for then (KV from elsewhere) decides what comes next."""
     core, log, _ = make_core()
     core.add_request(request("a"))
-    core.books._admit = lambda budget: {}
+    core.scheduler.scheduler._admit = lambda budget: {}
     assert list(core.step()) == []
     assert log == ["planned", ("begun", 1), ("waited for", 1), "updated"]
 

@@ -34,7 +34,7 @@ LATER_WORDS = {
 # Except these: members of RequestStatus, counters of Request, fields of what crosses processes.
 # Each has a line in the source that names its chapter.
 SPOKEN_EARLIER = """
-    PREEMPTED num_preemptions preempted_requests num_kv_blocks_in_use block_ids new_block_ids
+    PREEMPTED num_preemptions num_kv_blocks_in_use block_ids new_block_ids
     BlockMove block_moves block_index block_id draft_token_ids scheduled_draft_token_ids
     ChunkPolicy chunk_policy num_blocks_needed
 """

@@ -10,7 +10,12 @@ import shlex
 
 import pytest
 
-from common.scheduler_assembly import make_chunk_policy, make_kv_memory, make_scheduler
+from common.scheduler_assembly import (
+    make_chunk_policy,
+    make_kv_memory,
+    make_plugins,
+    make_scheduler,
+)
 from common.tests.engine_oracle import paged_runner
 from common.tests.equivalence import (
     PROMPT_LENGTHS,
@@ -66,10 +71,8 @@ def refused_by_the_engine(settings: dict[str, Value]) -> str | None:
     try:
         config = make_config(Combination.of(settings))
         kv_memory = make_kv_memory(config, config.num_blocks, None, None)
-        num_lookahead_tokens = None if config.speculation is None else 0
-        scheduler = make_scheduler(
-            config, 2048, kv_memory, make_chunk_policy(config), num_lookahead_tokens
-        )
+        plugins = make_plugins(config, None, None if config.speculation is None else 0)
+        scheduler = make_scheduler(config, 2048, kv_memory, make_chunk_policy(config), plugins)
         scheduler.add_request(Request.from_tokens("0", [1] * max(PROMPT_LENGTHS["random"]), 4))
     except ValueError as error:
         return str(error)

@@ -327,7 +327,7 @@ def test_light_import_of_llm() -> None:
 def test_a_scheduler_is_imported_without_a_tensor_library() -> None:
     """Policies and memory are plain Python: reading and testing them takes no seconds to load."""
     assert loaded_by("import paged_fcfs_scheduler, scheduler, chunk_policy") == set()
-    assert loaded_by("import speculative_scheduler, prefill_first_scheduler") == set()
+    assert loaded_by("import draft_plugin, prefill_first_scheduler") == set()
 
 
 IN_A_CHECKOUT_ONLY = (  # what measures, trains, draws or counts this repository

@@ -156,7 +156,7 @@ def test_one_copy_a_step(way: str, kind: str, random_loaded, monkeypatch) -> Non
     config = {"seed": 0, "num_blocks": 200, "block_size": 4, "max_num_seqs": 16} | WAYS[way]
     draft = random_loaded if way == "draft model" else None
     # A queued device has no thread of its own, and modes of PyTorch are a thread's.
-    monkeypatch.setattr(overlap, "ThreadedRunner", lambda runner: runner)
+    monkeypatch.setattr(overlap, "ThreadedRunner", overlap.QueuedRunner)
     expected = said(checked_engine(random_loaded, draft, **config), BATCHES[kind])
     engine = checked_engine(random_loaded, draft, **config)
     runner = paged_runner(engine)
@@ -180,7 +180,7 @@ def test_what_is_worked_out_meanwhile_is_a_copy_more_in_such_steps(
     way: str, random_loaded, monkeypatch
 ) -> None:
     config = {"seed": 0, "num_blocks": 200, "block_size": 4} | WAYS[way]
-    monkeypatch.setattr(overlap, "ThreadedRunner", lambda runner: runner)
+    monkeypatch.setattr(overlap, "ThreadedRunner", overlap.QueuedRunner)
     kinds = [KINDS["greedy"], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)] * 2
     free = said(checked_engine(random_loaded, **config), kinds)
     banned = {i: free[str(i)][:1] for i in (1, 3)}

@@ -31,10 +31,11 @@ _ADDER = "04_scheduler/beyond/prefill_adder.py"
 _BATCH = "04_scheduler/beyond/schedule_batch.py"
 _OTHERS = "04_scheduler/beyond/sglang_policies.py"
 _VERIFY = "05_spec_decode/rejection_sampler.py"
-_GUESSES = "05_spec_decode/speculative_scheduler.py"
+_GUESSES = "05_spec_decode/draft_plugin.py"
 _CHUNKS = "06_chunked_prefill/chunk_policy.py"
 _ADAPTIVE = "06_chunked_prefill/beyond/adaptive_chunks.py"
-_OVERLAPPED = "01_batching/beyond/overlapped_books.py"
+_OVERLAPPED = "01_batching/beyond/overlap_plugin.py"
+_FORCED = "04_scheduler/beyond/forced_preemption.py"
 _TWO, _FIRST, _OLD = "two_phase", "prefill_first", "fcfs"  # the schedulers' names in a header
 
 
@@ -84,7 +85,7 @@ REQUESTS = [
         two_phase=SourcePlace(_TWO_PHASE, "Scheduler._displaced_by", "return lowest if lowest"),
     ),
     Rule(
-        "preempted:forced", SourcePlace(_BASE, "SchedulerBase.force_preemption", "for request in")
+        "preempted:forced", SourcePlace(_FORCED, "ForcedPreemption.victim", "candidates = filter")
     ),
     Rule(
         "finished:stop",
@@ -167,7 +168,7 @@ REASONS_TO_WAIT = [
         SourcePlace(_CHUNKS, "ChunkedPrefill.may_start", "if self._num_long >="),
         setting="max_long_partial_prefills",
     ),
-    Rule("reason:constraint", SourcePlace(_BASE, "SchedulerBase.may_run", "return True")),
+    Rule("reason:constraint", SourcePlace(_BOOKS, "SchedulerBooks.may_start", "return all")),
     Rule(
         "reason:parent",
         SourcePlace(_MANAGER, "CachedKVCacheManager.get_computed_blocks", "return NotReady"),
@@ -179,7 +180,7 @@ REASONS_TO_WAIT = [
         ),
     ),
     Rule(
-        "reason:pending", SourcePlace(_OVERLAPPED, "OverlappedBooks.may_run", "return not request")
+        "reason:pending", SourcePlace(_OVERLAPPED, "OverlapPlugin.may_start", "return not request")
     ),
     *_each(
         "reason:turn",
@@ -273,7 +274,7 @@ STEPS = [
     ),
     Rule("computed", SourcePlace(_LOOP, "EngineCore.step", "handle = self.runner.execute")),
     Rule("guesses", SourcePlace(_VERIFY, "_Layout.count_leading", "return (self.is_draft")),
-    Rule("guesses:rejected", SourcePlace(_GUESSES, "DraftBooks.take_tokens", "if num_drafts")),
+    Rule("guesses:rejected", SourcePlace(_GUESSES, "DraftPlugin.judged", "if request_id in sent")),
     Rule(
         "discarded",
         SourcePlace(_BOOKS, "SchedulerBooks.update_from_output", "return ["),

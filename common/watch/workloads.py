@@ -97,8 +97,8 @@ class StaticBatches(Scheduler):
         self.is_open = not self.running
         return super().begin_step()
 
-    def may_run(self, request: Request) -> bool:
-        return self.is_open and super().may_run(request)
+    def may_start(self, request: Request) -> bool:
+        return self.is_open and super().may_start(request)
 
 
 def _let_in(engine: LLMEngine, visit: Visit) -> None:

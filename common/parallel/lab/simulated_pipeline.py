@@ -15,7 +15,7 @@ from typing import Any
 from bounded_loops import as_long_as
 from common.parallel.pipeline import PipelinedEngineCore
 from common.runner.overlap import QueuedRunner
-from pipelined_books import pipelined
+from pipeline_plugin import PipelinePlugin
 from request import Request
 from scheduler import Scheduler
 from scheduler_base import make_kv_memory
@@ -138,10 +138,11 @@ def simulate(
     """By itself: as many micro-batches as stages, as many plans under way, chunks of 512 tokens."""
     options = {"max_num_seqs": 256, "max_num_batched_tokens": 512} | options
     options |= {"chunk_policy": CutPrompts(), "kv_memory": make_kv_memory(20_000)}
-    scheduler = pipelined(kind)(num_micro_batches=num_micro_batches or num_stages, **options)
+    pipeline = PipelinePlugin(num_micro_batches or num_stages)
+    scheduler = kind(plugins=[pipeline], **options)
     stages: Any = SimulatedStages(num_stages, costs or Costs())
     runner = QueuedRunner(stages)
-    core = PipelinedEngineCore(scheduler, runner, scheduler, num_in_flight or num_stages)
+    core = PipelinedEngineCore(scheduler, runner, pipeline, num_in_flight or num_stages)
     to_come = sorted(enumerate(arrivals), key=lambda pair: -pair[1].at_ms)
     arrived: dict[str, float] = {}
     last: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The books of a scheduler whose steps pass through several stages, one behind the other.
+"""A scheduler whose steps pass through several stages, one behind the other.
 
 The layers of a model are spread over stages, and each stage computes another plan at one time:
 
@@ -34,17 +34,13 @@ requests in flight too, and takes all the others; SGLang keeps a running batch f
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
-from typing import Any
 
 from request import Request, check_integers
-from scheduler_base import SchedulerBase
+from scheduler_base import PreemptionPlugin
 from scheduler_books import SchedulerBooks
-from scheduler_interface import EngineCoreOutput, SchedulerOutput, StepOutput
-from step_plan import StepPlan, StepResults
+from scheduler_interface import SchedulerOutput, StepOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +49,15 @@ class _Step:
     sampling: list[Request]  # whom it brings tokens
 
 
-class PipelinedBooks(SchedulerBooks):
-    """Mixed into a scheduler, in front of it (`pipelined`). `update_from_output` is called for each
-    plan in turn; any number may be under way. `num_discarded_tokens` were computed for requests
-    that had ended."""
+class PipelinePlugin(PreemptionPlugin):
+    """Of any scheduler, with preemption or without. `update_from_output` is called for each plan in
+    turn; any number may be under way. `num_discarded_tokens` were computed for requests that had
+    ended."""
 
-    def __init__(self, *arguments: Any, num_micro_batches: int, **keywords: Any) -> None:
+    allows_routine = False  # a routine step comes right behind the last one: here none does
+
+    def __init__(self, num_micro_batches: int) -> None:
         check_integers(1, num_micro_batches=num_micro_batches)
-        super().__init__(*arguments, **keywords)
         self.num_micro_batches = num_micro_batches
         self._under_way: deque[_Step] = deque()
         # Of those who run; the others are in a prompt.
@@ -69,48 +66,47 @@ class PipelinedBooks(SchedulerBooks):
         self._chosen: set[str] = set()  # of the ready, for this plan
         self.num_discarded_tokens = 0
 
+    def attach(self, books: SchedulerBooks) -> None:
+        self._books = books
+
     @property
     def has_work(self) -> bool:
         """Somebody could be planned now. (A plan may still be empty: the memory decides.)"""
-        if len(self._in_flight) < len(self.running):
+        books = self._books
+        if len(self._in_flight) < len(books.running):
             return True
-        return bool(self.waiting) and len(self.running) < self.max_num_seqs
+        return bool(books.waiting) and len(books.running) < books.max_num_seqs
 
-    def schedule(self) -> SchedulerOutput:
+    def begin_step(self) -> None:
         num_decodes = len(self._ready) + len(self._in_flight)
         self._chosen = set(islice(self._ready, -(-num_decodes // self.num_micro_batches)))
-        decide: Callable[[], SchedulerOutput] = getattr(super(), "schedule", self._cannot_decide)
-        return decide()
 
-    def _cannot_decide(self) -> SchedulerOutput:
-        raise TypeError(f"{type(self).__name__} has no schedule: mix a scheduler in behind it")
+    def may_start(self, request: Request) -> bool:
+        if request.num_pending_tokens:
+            return False
+        return not request.num_preemptions or not any(
+            request.request_id in step.plan.num_scheduled_tokens for step in self._under_way
+        )
 
     def sits_out(self, request: Request) -> bool:
-        """This plan computes nothing of it: it is in flight, or its turn comes later."""
+        """It is in flight, or its turn comes later."""
         if request.num_pending_tokens:
             return True
         return request.request_id in self._ready and request.request_id not in self._chosen
 
-    def make_plan(self, num_tokens: dict[str, int]) -> SchedulerOutput:
-        # A scheduler may have planned everybody who runs.
-        requests = self.requests
-        num_tokens = {r: n for r, n in num_tokens.items() if n and not self.sits_out(requests[r])}
-        plan = super().make_plan(num_tokens)
+    def planned(self, plan: SchedulerOutput) -> None:
         sampling: list[Request] = []
         for request in plan.scheduled_requests:
             self._ready.pop(request.request_id, None)
-            # Chapter 5: as many as are computed behind the last known one, and one more.
+            # As many as are computed behind the last known one (chapter 5), and one more.
             num_sampled = request.num_computed_tokens - len(request.all_token_ids) + 1
             if num_sampled > 0:
                 request.num_pending_tokens = num_sampled
                 self._in_flight[request.request_id] = request
                 sampling.append(request)
         self._under_way.append(_Step(plan, sampling))
-        return plan
 
-    def update_from_output(
-        self, plan: SchedulerOutput, output: StepOutput
-    ) -> Sequence[EngineCoreOutput]:
+    def judged(self, plan: SchedulerOutput, output: StepOutput) -> None:
         step = self._under_way.popleft()
         assert step.plan is plan, "plans end in order"
         for request in step.sampling:
@@ -121,16 +117,13 @@ class PipelinedBooks(SchedulerBooks):
         for request, num_tokens in zip(plan.scheduled_requests, plan.num_scheduled_tokens.values()):
             if request.is_finished:
                 self.num_discarded_tokens += num_tokens
-                output.draft_token_ids.pop(request.request_id, None)  # its name may be another's
-        return super().update_from_output(plan, output)
 
-    def forget(self, request: Request) -> None:
-        self._leave(request)
-        super().forget(request)
-
-    def _leave(self, request: Request) -> None:
+    def preempted(self, request: Request) -> None:
         self._in_flight.pop(request.request_id, None)
         self._ready.pop(request.request_id, None)
+
+    def ended(self, request: Request) -> None:
+        self.preempted(request)
 
     def forget_plans(self) -> None:
         """The steps under way have failed, and what they sampled never comes. Whoever runs has lost
@@ -141,91 +134,19 @@ class PipelinedBooks(SchedulerBooks):
         self._under_way.clear()
         self._in_flight.clear()
 
-    def check_invariants(self) -> None:
-        super().check_invariants()
+    def check(self) -> None:
         sampling = [request.request_id for step in self._under_way for request in step.sampling]
         in_flight, ready = self._in_flight.keys(), self._ready.keys()
-        assert in_flight.isdisjoint(ready) and in_flight | ready <= self.running.keys()
-        for request_id, request in self.requests.items():
+        assert in_flight.isdisjoint(ready) and in_flight | ready <= self._books.running.keys()
+        for request_id, request in self._books.requests.items():
             # Of two with one name, the first has ended.
             pending = [r for step in self._under_way for r in step.sampling if r is request]
             assert len(pending) == (request.num_pending_tokens > 0), repr(request)
             assert sampling.count(request_id) >= len(pending)
-        for request_id, request in self.running.items():
+        for request_id, request in self._books.running.items():
             num_behind = len(request.all_token_ids) - request.num_computed_tokens
             assert (request_id in in_flight) == (request.num_pending_tokens > 0), repr(request)
             if request_id in in_flight:
                 assert num_behind == 1 - request.num_pending_tokens, repr(request)
             else:
                 assert num_behind == 1 if request_id in ready else num_behind > 0, repr(request)
-
-
-class _PipelinedStepPlan(StepPlan):
-    """A decode that sits out needs no token of this step's budget."""
-
-    sits_out: Callable[[Request], bool]
-
-    def num_decodes_behind(self, running: Sequence[Request], index: int) -> int:
-        if not self._num_decodes:
-            counts = [0]
-            for request in reversed(running[1:]):
-                is_decode = request.num_tokens - request.num_computed_tokens == 1
-                counts.append(counts[-1] + (is_decode and not self.sits_out(request)))
-            self._num_decodes = counts[::-1]
-        return self._num_decodes[index]
-
-
-class PreemptingPipelinedBooks(PipelinedBooks, SchedulerBase):
-    """The same for schedulers that preempt."""
-
-    def begin_step(self) -> StepPlan:
-        begun = super().begin_step()
-        step = _PipelinedStepPlan(begun.budget, preempted=begun.preempted)
-        step.sits_out = self.sits_out
-        return step
-
-    def num_behind(self, request: Request) -> int:
-        return 0 if self.sits_out(request) else super().num_behind(request)
-
-    def routine_end(self, request: Request) -> int:
-        return -1  # a routine step comes right behind the last one: here none does
-
-    def may_run(self, request: Request) -> bool:
-        if request.num_preemptions and any(
-            request.request_id in step.plan.num_scheduled_tokens for step in self._under_way
-        ):
-            return False
-        return super().may_run(request)
-
-    def preempt(self, request: Request) -> None:
-        self._leave(request)
-        super().preempt(request)
-
-    def update_from_output(self, plan: SchedulerOutput, output: StepOutput) -> StepResults:
-        results = super().update_from_output(plan, output)
-        assert isinstance(results, StepResults)
-        return results
-
-    def take_tokens(
-        self, request: Request, start: int, end: int, output: StepOutput
-    ) -> EngineCoreOutput:
-        num_computed_tokens, is_gone = request.num_computed_tokens, not self.is_running(request)
-        result = super().take_tokens(request, start, end, output)
-        if is_gone and not request.is_finished:
-            # Preempted meanwhile: it has no KV any more of which drafts could be taken back.
-            self._num_lost[request.request_id] -= num_computed_tokens - request.num_computed_tokens
-            request.num_computed_tokens = num_computed_tokens
-        return result
-
-    def is_running(self, request: Request) -> bool:
-        return self.running.get(request.request_id) is request
-
-
-@cache
-def pipelined(scheduler: type[SchedulerBooks]) -> type[PipelinedBooks]:
-    """The class of such a scheduler with these books: `pipelined(Scheduler)(...,
-    num_micro_batches=2)`."""
-    name = f"Pipelined{scheduler.__name__}"
-    if issubclass(scheduler, SchedulerBase):
-        return type(name, (PreemptingPipelinedBooks, scheduler), {})
-    return type(name, (PipelinedBooks, scheduler), {})

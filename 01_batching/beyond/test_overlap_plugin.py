@@ -1,4 +1,4 @@
-"""The books of a scheduler that plans ahead, on chapter 1's scheduler and a script. Every scheduler
+"""A scheduler that plans ahead, on chapter 1's scheduler and a script. Every scheduler
 of the book, in every interleaving: `04_scheduler/beyond/test_overlapped_scheduling.py`."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from fcfs_scheduler import FCFSScheduler
-from overlapped_books import overlapped
+from overlap_plugin import OverlapPlugin
 from request import Request, SamplingParams
 from scheduler_interface import PENDING, SchedulerOutput, StepOutput
 
@@ -20,7 +20,7 @@ def make(name: str, max_tokens: int = 5) -> Request:
 
 @pytest.fixture
 def scheduler():
-    return overlapped(FCFSScheduler)()
+    return FCFSScheduler(plugins=[OverlapPlugin()])
 
 
 def sampled(plan: SchedulerOutput, token: int) -> StepOutput:
@@ -55,7 +55,7 @@ def test_the_last_token_allowed_is_foreseen(scheduler) -> None:
     for plan in (first, second):
         scheduler.update_from_output(plan, sampled(plan, 7))
     assert request.finish_reason == "length" and request.output_token_ids == [7, 7]
-    assert scheduler.num_discarded_tokens == 0
+    assert scheduler.plugins[0].num_discarded_tokens == 0
 
 
 def test_a_stop_token_is_not_and_what_was_planned_behind_it_is_nobodys(scheduler) -> None:
@@ -66,7 +66,7 @@ def test_a_stop_token_is_not_and_what_was_planned_behind_it_is_nobodys(scheduler
     third = scheduler.schedule()
     assert third.is_empty and third.finished_req_ids == {"a"}
     assert list(scheduler.update_from_output(second, sampled(second, 5))) == []
-    assert request.output_token_ids == [STOP] and scheduler.num_discarded_tokens == 1
+    assert request.output_token_ids == [STOP] and scheduler.plugins[0].num_discarded_tokens == 1
     assert scheduler.schedule().finished_req_ids == set(), "once"
 
 
@@ -89,7 +89,7 @@ def test_a_name_may_come_again_while_a_step_of_its_last_owner_is_under_way(sched
 def test_plans_that_failed_are_forgotten(scheduler) -> None:
     scheduler.add_request(request := make("a", max_tokens=2))
     scheduler.schedule(), scheduler.schedule()
-    scheduler.forget_plans()
+    scheduler.plugins[0].forget_plans()
     assert request.num_pending_tokens == 0
     scheduler.abort_request("a")
     scheduler.add_request(make("b"))

@@ -16,15 +16,17 @@ from hypothesis.stateful import initialize, precondition, rule
 import test_scheduler_runs as runs
 from block_pool import BlockPool
 from bounded_loops import as_long_as
+from draft_plugin import DraftPlugin
 from fake_model import FakeModelRunner, continuation
 from kv_memory import UncachedKVCacheManager
+from pipeline_plugin import PipelinePlugin
+from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request
+from scheduler import Scheduler
 from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
-from speculative_prefill_first_scheduler import SpeculativePrefillFirstScheduler
-from speculative_scheduler import SpeculativeScheduler
 from whole_prompts import CutPrompts
 
-SCHEDULERS = (SpeculativeScheduler, SpeculativePrefillFirstScheduler)
+SCHEDULERS = (Scheduler, PrefillFirstScheduler)
 Guesses = Mapping[str, Sequence[int]]
 
 
@@ -47,15 +49,16 @@ class Loop:
     """A scheduler and a fake model. Block size 4, no cache, unless it is told otherwise."""
 
     def __init__(
-        self, num_blocks: int, kind: type = SpeculativeScheduler, block_size: int = 4, **options
+        self, num_blocks: int, kind: type = Scheduler, block_size: int = 4, **options
     ) -> None:
         memory = UncachedKVCacheManager(BlockPool(num_blocks + 1), block_size)
-        if kind is SpeculativeScheduler:
+        if kind is Scheduler:
             options.setdefault("watermark", 0.0)
         else:
             options.setdefault("init_new_token_ratio", 0.0)
             options.setdefault("min_new_token_ratio", 0.0)
-        self.scheduler = kind(kv_memory=memory, **options)
+        self.guesses = DraftPlugin(options.pop("num_lookahead_tokens", 0))
+        self.scheduler = kind(kv_memory=memory, plugins=[self.guesses], **options)
         self.runner = GuessingRunner(FakeModelRunner(block_size))
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
@@ -103,24 +106,24 @@ def test_drafts_are_planned_trimmed_and_taken_back(kind):
     first, second = loop.add("a", 6, 6), loop.add("b", 6, 20)
     expected = continuation(second.prompt_token_ids, 20)
     loop.step({"a": [0] * 9, "b": expected[1:9], "nobody": [1]})
-    assert len(loop.scheduler.drafts["a"]) == 4, "6 outputs: 1 is there, and 1 needs no draft"
+    assert len(loop.guesses.drafts["a"]) == 4, "6 outputs: 1 is there, and 1 needs no draft"
     plan = loop.step()
     assert planned(plan) == {"a": 5, "b": 7}, "the budget cuts b's drafts"
     assert plan.scheduled_draft_token_ids["b"] == expected[1:7]
     assert loop.outputs["b"] == expected[:8], "six accepted, and one more"
     assert loop.outputs["a"] == continuation(first.prompt_token_ids, 2), "none accepted"
     assert first.num_computed_tokens == first.num_tokens - 1
-    assert loop.scheduler.get_stats().total_rejected_drafts == 4
+    assert loop.guesses.num_rejected_drafts == 4
     assert planned(loop.step()) == {"a": 1, "b": 1}, "drafts are for one step"
     loop.run()
     stats = loop.scheduler.get_stats()
     num_tokens = sum(r.num_tokens - 1 for r in loop.requests.values())
-    assert stats.total_scheduled_tokens == num_tokens + stats.total_rejected_drafts
+    assert stats.total_scheduled_tokens == num_tokens + loop.guesses.num_rejected_drafts
 
 
 def test_a_block_that_ends_in_a_rejected_guess_is_not_published():
     """Trap 13. 7 tokens are known, 3 guesses fill the second block, and all three are wrong."""
-    scheduler = SpeculativeScheduler(num_gpu_blocks=20, block_size=4)
+    scheduler = Scheduler(num_gpu_blocks=20, block_size=4, plugins=[DraftPlugin()])
     request = Request.from_tokens("r", [1, 2, 3, 4, 5, 6], 20)
     scheduler.add_request(request)
     output = StepOutput({"r": [7]}, draft_token_ids={"r": [50, 51, 52]})
@@ -145,7 +148,7 @@ def test_drafts_of_a_request_that_is_skipped_never_enter_the_model():
     """Trap 40."""
     loop = two_of_three_guess(budget=1)
     assert planned(loop.step()) == {"a": 1}, "the budget is gone"
-    assert loop.scheduler.drafts == {"b": [0, 0]}, "kept for the step that plans it"
+    assert loop.guesses.drafts == {"b": [0, 0]}, "kept for the step that plans it"
     loop.scheduler.max_num_batched_tokens = 10
     loop.run()
 
@@ -157,7 +160,7 @@ def test_everybody_gets_a_token_before_anybody_gets_a_guess_verified():
 
 
 def test_in_a_decode_batch_drafts_share_what_everybodys_token_leaves():
-    loop = Loop(40, SpeculativePrefillFirstScheduler)
+    loop = Loop(40, PrefillFirstScheduler)
     for name in "abc":
         loop.add(name, 3, 12)
     loop.step({"b": [1, 2, 3], "c": [1, 2, 3]})
@@ -165,7 +168,7 @@ def test_in_a_decode_batch_drafts_share_what_everybodys_token_leaves():
     assert planned(loop.step({"b": [1, 2, 3], "c": [1, 2, 3]})) == {"a": 1, "b": 4, "c": 2}
     loop.scheduler.max_num_batched_tokens = 3
     assert planned(loop.step()) == {"a": 1, "b": 1, "c": 1}
-    assert loop.scheduler.drafts == {}
+    assert loop.guesses.drafts == {}
 
 
 def test_a_prompt_that_waits_gets_a_block_before_anybody_gets_a_guess_verified():
@@ -181,7 +184,7 @@ def test_a_prompt_that_waits_gets_a_block_before_anybody_gets_a_guess_verified()
 
 
 def test_in_a_mixed_batch_a_prompt_gets_a_page_before_anybody_gets_a_guess_verified():
-    kind = SpeculativePrefillFirstScheduler
+    kind = PrefillFirstScheduler
     loop = Loop(40, kind, max_num_batched_tokens=6, chunked_prefill_size=6, mixing=True)
     loop.add("a", 4, 20)
     loop.step({"a": [0] * 5})
@@ -221,7 +224,7 @@ def test_nobody_is_preempted_for_a_guess():
 
 
 def test_nobody_is_retracted_for_a_guess():
-    loop = Loop(4, SpeculativePrefillFirstScheduler)
+    loop = Loop(4, PrefillFirstScheduler)
     loop.add("a", 6, 8)
     loop.step()
     loop.add("b", 6, 2)
@@ -244,7 +247,7 @@ def test_a_victim_that_was_planned_gives_everything_back():
     plan = loop.scheduler.schedule()  # v has room inside its block; o wants another block
     assert [request.request_id for request in plan.preempted_requests] == ["v"]
     assert plan.num_scheduled_tokens == {"u": 1, "o": 1}
-    assert plan.scheduled_draft_token_ids == {} and loop.scheduler.drafts == {}
+    assert plan.scheduled_draft_token_ids == {} and loop.guesses.drafts == {}
     assert [r.request_id for r in plan.scheduled_requests] == ["u", "o"]
     assert "v" not in plan.scheduled_cached_reqs.req_ids
     assert loop.scheduler.get_stats().total_scheduled_tokens == 3 + (1 + 5) + (1 + 1 + 4) + 2
@@ -275,7 +278,7 @@ def test_slots_for_guesses_lie_behind_a_steps_tokens_if_there_are_any_to_spare(l
 def test_guesses_for_who_has_ended_or_is_in_the_middle_of_its_prompt_are_dropped(kind):
     """The runner guesses before the scheduler knows who ends with this step."""
     options = {"chunk_policy": CutPrompts()}
-    if kind is SpeculativePrefillFirstScheduler:
+    if kind is PrefillFirstScheduler:
         options = {"chunked_prefill_size": 8}
     loop = Loop(40, kind, max_num_batched_tokens=8, **options)
     loop.add("a", 3, 1)
@@ -285,16 +288,37 @@ def test_guesses_for_who_has_ended_or_is_in_the_middle_of_its_prompt_are_dropped
     assert planned(plan) == {"a": 3, "b": 1, "c": 4}
     loop.scheduler.abort_request("b")
     loop.update(plan, {name: [1, 2] for name in "abcd"})
-    assert loop.scheduler.drafts == {}
+    assert loop.guesses.drafts == {}
     del loop.requests["b"]
     loop.run()
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
+def test_guesses_for_who_has_ended_are_not_for_the_next_of_its_name(kind):
+    """Trap 40, in a pipeline. The step of the first `a` brings guesses, and settles those that it
+    was planned with, when another `a` runs."""
+    guesses = DraftPlugin()
+    scheduler = kind(num_gpu_blocks=40, block_size=4, plugins=[PipelinePlugin(2), guesses])
+    scheduler.add_request(Request.from_tokens("a", [1, 2, 3], 20))
+    scheduler.update_from_output(
+        scheduler.schedule(), StepOutput({"a": [4]}, draft_token_ids={"a": [5, 6]})
+    )
+    first = scheduler.schedule()
+    assert first.scheduled_draft_token_ids == {"a": [5, 6]}
+    scheduler.abort_request("a")
+    scheduler.add_request(again := Request.from_tokens("a", [1, 2], 20))
+    second = scheduler.schedule()
+    scheduler.update_from_output(first, StepOutput({"a": [5]}, draft_token_ids={"a": [7, 8]}))
+    assert guesses.drafts == {} and again.num_computed_tokens == 2
+    scheduler.update_from_output(second, StepOutput({"a": [3]}, draft_token_ids={"a": [9]}))
+    assert guesses.drafts == {"a": [9]} and again.output_token_ids == [3]
+    scheduler.check_invariants()
+
+
 @pytest.mark.parametrize("num_lookahead_tokens", [-1, 1.5, True, None])
-def test_a_number_of_slots_that_makes_no_sense_is_named(kind, num_lookahead_tokens):
+def test_a_number_of_slots_that_makes_no_sense_is_named(num_lookahead_tokens):
     with pytest.raises(ValueError, match=r"^num_lookahead_tokens is .*an integer >= 0"):
-        kind(num_lookahead_tokens=num_lookahead_tokens)
+        DraftPlugin(num_lookahead_tokens)
 
 
 # -- whole runs
@@ -303,8 +327,9 @@ def test_a_number_of_slots_that_makes_no_sense_is_named(kind, num_lookahead_toke
 class World(runs.World):
     """Chapter 4's, in which somebody guesses now and then, right or wrong."""
 
-    def __init__(self, memory, kind=SpeculativeScheduler, **options) -> None:
-        super().__init__(memory, kind, **options)
+    def __init__(self, memory, kind=Scheduler, num_lookahead_tokens: int = 0, **options) -> None:
+        self.guesses = DraftPlugin(num_lookahead_tokens)
+        super().__init__(memory, kind, plugins=[self.guesses], **options)
         self.runner = GuessingRunner(self.runner)
 
     def guess_at_random(self, rng: random.Random) -> None:
@@ -323,14 +348,16 @@ class World(runs.World):
 
     def check_end(self) -> None:
         stats = self.scheduler.get_stats()
-        stats.total_recomputed_tokens += stats.total_rejected_drafts  # computed for nothing, too
+        stats.total_recomputed_tokens += (
+            self.guesses.num_rejected_drafts
+        )  # computed for nothing, too
         self.scheduler.get_stats = lambda: stats
         super().check_end()
 
 
 def random_options(rng: random.Random, kind: type) -> dict:
     options = runs.random_options(rng) | {"num_lookahead_tokens": rng.choice([0, 0, 1, 3])}
-    if kind is SpeculativeScheduler:
+    if kind is Scheduler:
         return options
     del options["watermark"], options["reserve_all"]
     return options | {
@@ -368,7 +395,7 @@ def test_a_random_run_says_what_one_without_guesses_says(seed, cache, kind):
             world.scheduler.abort_request(rng.choice(sorted(world.scheduler.requests)))
         world.update()
         world.check()
-    assert world.scheduler.drafts == {}
+    assert world.guesses.drafts == {}
     world.check_end()
 
 

@@ -1,4 +1,4 @@
-"""The books of a scheduler that plans a step while the one before it still runs.
+"""A scheduler that plans a step while the one before it still runs.
 
 A request in that one has a token that nobody here knows yet. It is counted, and the request may be
 planned on:
@@ -25,36 +25,39 @@ SGLang puts future token ids into the sequence.)
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from functools import cache
 
 from request import Request
-from scheduler_books import SchedulerBooks
-from scheduler_interface import PENDING, EngineCoreOutput, SchedulerOutput, StepOutput
+from scheduler_books import SchedulerBooks, SchedulerPlugin
+from scheduler_interface import PENDING, SchedulerOutput, StepOutput
 
 
-class OverlappedBooks(SchedulerBooks):
-    """Mixed into a scheduler, in front of it (`overlapped`). `update_from_output` is called for
-    each plan in turn, at most two of which are under way. `num_discarded_tokens` were computed for
-    requests that had ended."""
+class OverlapPlugin(SchedulerPlugin):
+    """Counts what is pending. `update_from_output` is called for each plan in turn, at most two of
+    which are under way. `num_discarded_tokens` were computed for requests that had ended."""
 
-    def __init__(self, *arguments, **keywords) -> None:
-        super().__init__(*arguments, **keywords)
+    def __init__(self) -> None:
         self._sampling: deque[list[Request]] = deque()  # of each plan under way, who gets a token
-        self._ending: dict[str, Request] = {}  # the last token allowed is pending
         self.num_discarded_tokens = 0
+
+    def attach(self, books: SchedulerBooks) -> None:
+        self._requests = books.requests
 
     @property
     def has_work(self) -> bool:
         """Somebody could be planned now. (A plan may still be empty: the memory decides.)"""
-        return len(self._ending) < len(self.requests)
+        return not all(map(self.sits_out, self._requests.values()))
 
-    def make_plan(self, num_tokens: dict[str, int]) -> SchedulerOutput:
-        if self._ending:  # a scheduler may have planned everybody who runs
-            ending = self._ending.keys()
-            num_tokens = {r: n for r, n in num_tokens.items() if r not in ending}
-        plan = super().make_plan(num_tokens)
-        cached, requests = plan.scheduled_cached_reqs, self.requests
+    def may_start(self, request: Request) -> bool:
+        """Preempted with a token under way, it waits for that."""
+        return not request.num_pending_tokens
+
+    def sits_out(self, request: Request) -> bool:
+        """The last token allowed is pending."""
+        num_pending = request.num_pending_tokens
+        return num_pending > 0 and request.num_tokens + num_pending == request.max_num_tokens
+
+    def planned(self, plan: SchedulerOutput) -> None:
+        cached, requests = plan.scheduled_cached_reqs, self._requests
         for i, request_id in enumerate(cached.req_ids):
             if requests[request_id].num_pending_tokens:
                 cached.new_token_ids[i].append(PENDING)
@@ -66,29 +69,14 @@ class OverlappedBooks(SchedulerBooks):
             if request.num_computed_tokens == num_known:
                 sampling.append(request)
                 request.num_pending_tokens += 1
-                if num_known + 1 == request.max_num_tokens:
-                    self._ending[request.request_id] = request
         self._sampling.append(sampling)
-        return plan
 
-    def update_from_output(
-        self, plan: SchedulerOutput, output: StepOutput
-    ) -> Sequence[EngineCoreOutput]:
+    def judged(self, plan: SchedulerOutput, output: StepOutput) -> None:
         for request in self._sampling.popleft():
             request.num_pending_tokens -= 1
         for request, num_tokens in zip(plan.scheduled_requests, plan.num_scheduled_tokens.values()):
             if request.is_finished:
                 self.num_discarded_tokens += num_tokens
-        return super().update_from_output(plan, output)
-
-    def may_run(self, request: Request) -> bool:
-        """Preempted with a token under way, it waits for that."""
-        allowed = getattr(super(), "may_run", None)
-        return not request.num_pending_tokens and (allowed is None or allowed(request))
-
-    def forget(self, request: Request) -> None:
-        self._ending.pop(request.request_id, None)
-        super().forget(request)
 
     def forget_plans(self) -> None:
         """The steps under way have failed, and what they sampled never comes."""
@@ -96,20 +84,8 @@ class OverlappedBooks(SchedulerBooks):
             for request in sampling:
                 request.num_pending_tokens = 0
         self._sampling.clear()
-        self._ending.clear()
 
-    def check_invariants(self) -> None:
-        super().check_invariants()
+    def check(self) -> None:
         pending = [request.request_id for part in self._sampling for request in part]
-        for request_id, request in self.requests.items():
+        for request_id, request in self._requests.items():
             assert request.num_pending_tokens == pending.count(request_id), repr(request)
-        for request_id, request in self._ending.items():
-            assert self.requests[request_id] is request, repr(request)
-            num_tokens = request.num_tokens + request.num_pending_tokens
-            assert num_tokens == request.max_num_tokens, repr(request)
-
-
-@cache
-def overlapped(scheduler: type[SchedulerBooks]) -> type[OverlappedBooks]:
-    """The class of such a scheduler with these books."""
-    return type(f"Overlapped{scheduler.__name__}", (OverlappedBooks, scheduler), {})

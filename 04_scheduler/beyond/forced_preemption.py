@@ -1,0 +1,40 @@
+"""A debug switch: somebody is preempted every so many steps, whether there is memory or not.
+
+Preemption comes rarely and at bad moments. A run in which it comes at every moment must say what an
+undisturbed one says (`common/tests/test_scheduler_engine.py`)."""
+
+from __future__ import annotations
+
+from request import Request, check_integers
+from scheduler_base import PreemptionPlugin
+
+
+class ForcedPreemption(PreemptionPlugin):
+    """Every `preempt_every`-th step preempts the last admitted of those whom it may: who has got a
+    token since it was last forced, or with `spares_pinned` whoever is not pinned. So all of them
+    end. Raises `ValueError` below 1."""
+
+    def __init__(self, preempt_every: int, spares_pinned: bool = False) -> None:
+        check_integers(1, preempt_every=preempt_every)
+        self.preempt_every, self.spares_pinned = preempt_every, spares_pinned
+        self._num_steps = 0
+        self._num_outputs_then: dict[str, int] = {}
+
+    def begin_step(self) -> None:
+        self._num_steps += 1
+
+    def victim(self) -> Request | None:
+        if self._num_steps % self.preempt_every:
+            return None
+        candidates = filter(self._may_be_forced, reversed(self.books.running.values()))
+        if request := next(candidates, None):
+            self._num_outputs_then[request.request_id] = request.num_output_tokens
+        return request
+
+    def _may_be_forced(self, request: Request) -> bool:
+        if self.spares_pinned:
+            return not self.books.is_pinned(request)
+        return request.num_output_tokens > self._num_outputs_then.get(request.request_id, -1)
+
+    def ended(self, request: Request) -> None:
+        self._num_outputs_then.pop(request.request_id, None)
