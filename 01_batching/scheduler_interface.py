@@ -174,7 +174,8 @@ class SchedulerInterface(Protocol):
     from outside, at any moment, and ignores unknown ids; `abort_request` ends one so."""
 
     requests: dict[str, Request]  # every unfinished request
-    running: dict[str, Request]  # of these, who has been admitted; in order of admission
+    waiting: Iterable[Request]  # the others, in the order in which they are asked
+    running: dict[str, Request]  # who has been admitted; in order of admission
 
     def add_request(self, request: Request) -> None: ...
     def schedule(self) -> SchedulerOutput: ...

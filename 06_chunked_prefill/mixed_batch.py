@@ -61,8 +61,10 @@ def compose(
         batch = layout.compose(*tensors)
         query_starts = np.append(0, queries.num_tokens.cumsum()).tolist()
         host_seq_lens = (queries.starts + queries.num_tokens).tolist()
-        known = num_short, query_starts, host_seq_lens
-        given = [[getattr(m, f.name) for f in fields(AttentionMetadata)] for m in batch.attention]
-        return replace(batch, attention=tuple(MixedMetadata(*own, *known) for own in given))
+        of_host = {"num_short": num_short, "query_starts": query_starts}
+        of_host["host_seq_lens"] = host_seq_lens
+        names = [f.name for f in fields(AttentionMetadata)]
+        given = [{name: getattr(m, name) for name in names} for m in batch.attention]
+        return replace(batch, attention=tuple(MixedMetadata(**own, **of_host) for own in given))
 
     return StepLayout(order, layout.arrays, compose_mixed)

@@ -154,6 +154,7 @@ EXHIBITS = (
         "never said.",
         lesson="Publish what is verified, not what is written. Other users' mistakes last as "
         "long as the cache.",
+        room="05_spec_decode",
         demonstrate=a_guess_in_the_cache,
         wrong="the KV of 7 positions is of verified tokens; published: 8 positions",
         right="the KV of 7 positions is of verified tokens; published: 4 positions",

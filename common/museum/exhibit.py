@@ -61,6 +61,7 @@ class Exhibit:
     wrong: str  # what it says with the bug in; `NEVER_ENDS` if that is the bug
     right: str
     watch: Workload | str  # a sentence: why there is nothing to watch
+    room: str = ""  # of another chapter than the one that the bug is put into
 
     @property
     def patch(self) -> Bug:
@@ -80,5 +81,5 @@ class Exhibit:
 
     @property
     def chapter(self) -> str:
-        """The folder that the bug is put into."""
-        return self.patch.chapter
+        """The folder that the bug is put into, unless it says otherwise."""
+        return self.room or self.patch.chapter

@@ -128,7 +128,8 @@ TASKS = (
         "`budget` is the number of tokens that this step may still compute. While somebody "
         "waits and fewer than `max_num_seqs` run, look at the first in line "
         "(`self.waiting.peek_request()`). Its whole prompt, `request.num_tokens`, must fit the "
-        "budget, and `self._has_room(request)` must be true. If so, take it out "
+        "budget, `self.may_start(request)` must be true (a feature may hold it back), and "
+        "`self._has_room(request)` too. If so, take it out "
         "(`self.waiting.pop_request()`), seat it (`self._seat(request)`), and note how many "
         "tokens it computes. If not, stop.\n\n"
         "Return a dictionary from request id to number of tokens, in the order of admission.\n\n"
@@ -140,8 +141,9 @@ TASKS = (
             "Three things change when a request is admitted: the queue, the batch, and the "
             "budget that is left for the next one.",
             "while self.waiting and len(self.running) < self.max_num_seqs: peek; break if "
-            "num_tokens > budget or not self._has_room(request); seat what pop_request gives; "
-            "admitted[request.request_id] = num_tokens; budget -= num_tokens",
+            "num_tokens > budget, or not self.may_start(request), or not self._has_room(request); "
+            "seat what pop_request gives; admitted[request.request_id] = num_tokens; "
+            "budget -= num_tokens",
         ),
         test_module="test_fcfs_scheduler",
         tests=(

@@ -39,9 +39,9 @@ def masks() -> str:
 
     from attention_plan import DecodeGroup
 
-    query, keys = torch.zeros(4, 1, 2), torch.zeros(4, 4, 1, 2)
+    keys = torch.zeros(4, 4, 1, 2)
     tables = torch.tensor([[1, 2], [3, 0]])
-    group = DecodeGroup([0, 1], [0, 3, 4], [6, 4], tables, query, keys)
+    group = DecodeGroup([0, 1], [0, 3, 4], [6, 4], tables, 1, keys)
     lines = [f"rows of the query: {group.tokens.tolist()}"]
     if group.mask is None:
         return "\n".join([*lines, "no mask"])
