@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING
 
 from batch_layout import compose_in_order
 from common.engine_config import EngineConfig, SpeculativeConfig
-from common.kernels.regions import set_regions
+from common.kernels.chosen_regions import set_regions
 from common.kv_sizing import ALONE, KVDemand, Neighbours, allocate_kv_cache, make_kv_cache
 from common.linear import linear_layers
 from common.loader import LoadedModel
 from common.model import DecoderModel
+from common.model_config import ModelFacts
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import Compose, PagedModelRunner
 from common.sampling.runner_plugin import RunnerPlugin
@@ -37,7 +38,6 @@ from common.sampling.sampler import BatchSampler, Sampler
 from common.sampling.sampling_columns import SamplingColumns
 from common.scheduler_assembly import (
     EngineParts,
-    ModelFacts,
     Namespace,
     RunnerSide,
     assemble_around,

@@ -21,10 +21,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.rotary import RopeParameters
 from request import check_integers
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -276,3 +279,14 @@ def _positive_float(fields: dict[str, Any], name: str, default: float | None = N
 
 def _refused(name: str, value: object, why: str) -> ValueError:
     return ValueError(f"{name} is {value!r}: {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of a model without having it."""
+
+    config: ModelConfig
+    eos_token_ids: tuple[int, ...]  # every id that ends a text
+    device: torch.device
+    dtype: torch.dtype
+    num_parameters: int

@@ -27,7 +27,7 @@ import torch
 
 from block_pool import BlockPool
 from common.engine_config import EngineConfig
-from common.model_config import ModelConfig
+from common.model_config import ModelConfig, ModelFacts
 from engine_core import EngineCore
 from kv_memory import KVMemory, UncachedKVCacheManager
 from scheduler_interface import ModelRunner, SchedulerInterface
@@ -74,17 +74,6 @@ class Speculation(Protocol):
     stats: SpecDecodeStats
 
     def reset_stats(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What is known of a model without having it."""
-
-    config: ModelConfig
-    eos_token_ids: tuple[int, ...]  # every id that ends a text
-    device: torch.device
-    dtype: torch.dtype
-    num_parameters: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from common.tokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
     from common.engine_config import EngineConfig
+    from common.model_config import ModelFacts
     from common.outputs import OutputProcessor
-    from common.scheduler_assembly import ModelFacts
     from request import Request
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "vllm-from-scratch")

@@ -51,8 +51,8 @@ from scheduler_interface import EngineCoreOutput, SchedulerOutput, StepOutput
 
 if TYPE_CHECKING:
     from common.engine_config import EngineConfig
+    from common.model_config import ModelFacts
     from common.outputs import OutputProcessor
-    from common.scheduler_assembly import ModelFacts
 
 _STOPS = {"admitted": "seat", "passed over": "enough"}  # what a plan says otherwise than `REASONS`
 

@@ -18,7 +18,6 @@ from common.rotary import rotary_factors, rotate
 
 if TYPE_CHECKING:
     from common.linear import Linear
-    from common.model import DecoderModel
     from paged_attention import AttentionPlan
 
 
@@ -94,19 +93,3 @@ class Regions:
     ) -> torch.Tensor:  # [num_tokens, intermediate_size]
         gate, up = gate_up.chunk(2, dim=-1)
         return silu(gate).mul_(up)
-
-
-def set_regions(model: DecoderModel, is_compiled: bool, is_triton: bool = False) -> None:
-    """Choose what `model` computes with from now on: kernels where attention is one, what was
-    compiled for a CPU, or the plain functions. Without a C++ compiler it is those, and a warning
-    says so. In float64 it is never kernels."""
-    regions, weight = Regions(), model.embed_weight
-    if is_triton and weight.dtype != torch.float64:
-        from common.kernels.kernel_regions import KernelRegions
-
-        regions = KernelRegions()
-    elif is_compiled and weight.device.type == "cpu":
-        from common.kernels.compiled_regions import compile_regions  # brings the compiler
-
-        regions = compile_regions(model)
-    model.regions = regions

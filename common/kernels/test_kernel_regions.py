@@ -10,8 +10,9 @@ import torch
 
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
+from common.kernels.chosen_regions import set_regions
 from common.kernels.kernel_regions import KernelRegions
-from common.kernels.regions import Regions, set_regions
+from common.kernels.regions import Regions
 from common.loader import load_model
 from common.tests.engine_oracle import with_noise
 from common.tests.model_cases import save_case

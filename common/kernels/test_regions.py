@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from common.kernels import compiled_regions
+from common.kernels.chosen_regions import set_regions
 from common.kernels.compiled_regions import (
     compile_regions,
     norm_and_rotate_region,
     rms_norm_region,
 )
-from common.kernels.regions import Regions, set_regions
+from common.kernels.regions import Regions
 from common.loader import LoadedModel
 from common.model import DecoderModel
 from common.model_config import ModelConfig

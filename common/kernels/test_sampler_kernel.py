@@ -17,7 +17,8 @@ from common.kernels import sampler_kernel
 from common.kernels.sampler_kernel import KERNELS, TILE, sampling_launches
 from common.sampling import counter_random, distributions
 from common.sampling import sampling_constraints as spec
-from common.sampling.sampler import BAD, Sampler
+from common.sampling.greedy_rows import BAD
+from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingBatch
 from common.sampling.speculative_sampler import SpeculativeSampler
 from common.tests.pretend_device import pretend_device

@@ -22,8 +22,7 @@ from common.museum.watched_run import (
 )
 from common.tools.module_swap import ModuleSwap
 from common.tools.trial import broken_copy, try_tests
-from common.watch.page_maker import Reel, make_page
-from common.watch.watch_command import write_page
+from common.watch.page_maker import Reel, make_page, write_page
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,6 +25,7 @@ from acceptance import SpecDecodeStats
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.loader import Checkpoint, read_checkpoint
 from common.model import DecoderModel
+from common.model_config import ModelFacts
 from common.outputs import OutputProcessor
 from common.parallel import message
 from common.parallel.executor import Executor
@@ -34,7 +35,6 @@ from common.parallel.sharded_model import rank_config
 from common.runner.trimming_runner import TrimmingRunner
 from common.scheduler_assembly import (
     EngineParts,
-    ModelFacts,
     Namespace,
     RunnerSide,
     assemble_around,

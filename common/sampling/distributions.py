@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from common.sampling import sampling_constraints as constraints
 from common.sampling.counter_random import sample_from_probs, uniforms
+from common.sampling.greedy_rows import BAD, greedy
 from common.sampling.runner_plugin import Cargo
-from common.sampling.sampler import BAD, Sampler, greedy
 from common.sampling.sampling_columns import (
     DRAWN,
     LOGPROBS,
@@ -29,6 +30,9 @@ from common.sampling.sampling_columns import (
     SamplingBatch,
 )
 from scheduler_interface import StepOutput
+
+if TYPE_CHECKING:
+    from common.sampling.token_counts import TokenCounts
 
 _WIDTH = 1 << 8  # above the bits of `needs`
 
@@ -62,10 +66,20 @@ def _forbidden(sampling: SamplingBatch, vocab_size: int) -> np.ndarray:
     return (starts + ids)[ids < vocab_size]
 
 
+class HasRules(Protocol):
+    """A sampler, as its rows see it."""
+
+    vocab_size: int
+    rules: Rules | None
+
+    @property
+    def counts(self) -> TokenCounts: ...
+
+
 class StagedRows:
     """What is done with the rows of a batch. All arrays that it takes are made here."""
 
-    def __init__(self, sampler: Sampler, sampling: SamplingBatch, cargo: Cargo) -> None:
+    def __init__(self, sampler: HasRules, sampling: SamplingBatch, cargo: Cargo) -> None:
         columns, vocab_size = sampling.columns, sampler.vocab_size
         self.asked, self.rules = sampling.asked, sampler.rules or IN_TORCH
         self.u = cargo.add(row_uniforms(sampling, sampling.streams))

@@ -7,7 +7,7 @@
         | softmax                                    `StagedRows.probs` (for chapter 5)
         +--> inverse of the cumulative distribution at a uniform number
 
-A batch of greedy rows needs what is in this file; `distributions.py` has the rest. What the device
+A batch of greedy rows needs no more than this file; `distributions.py` has the rest. What the device
 has to know of a batch is put together before the forward pass (`stage`), and goes there in the one
 copy of the step; what the host wants to know of the step, it reads at once.
 
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from common.sampling.greedy_rows import BAD, greedy
 from common.sampling.runner_plugin import Cargo
 from common.sampling.sampling_columns import LOGPROBS, SamplingBatch
 from scheduler_interface import NO_FINITE_LOGITS, Laps, StepOutput
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from common.sampling.distributions import Rules
     from common.sampling.token_counts import TokenCounts
 
-BAD, REJECTED = -1, -2  # in place of a row's token: no finite maximum; behind a rejected draft
 Draw = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -136,16 +136,6 @@ def _sort_out(output: StepOutput, req_ids: list[str], tokens: list[int]) -> None
             output.token_ids.setdefault(req_id, []).append(token)
         elif token == BAD and req_id not in output.token_ids:
             output.errors[req_id] = NO_FINITE_LOGITS
-
-
-def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The highest logit's lowest id [R]; `BAD` where the highest is not finite."""
-    if logits.is_cuda:
-        highest, tokens = logits.max(dim=-1)
-    else:  # NumPy's argmax is vectorised and ten times as quick; both take the first of equals
-        tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
-        highest = logits.gather(1, tokens[:, None])[:, 0]
-    return torch.where(highest.isfinite(), tokens, BAD)
 
 
 def as_float(logits: torch.Tensor) -> torch.Tensor:

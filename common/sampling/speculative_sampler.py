@@ -20,8 +20,9 @@ import torch
 
 from common.sampling.counter_random import ACCEPT_STREAM, DRAFT_STREAM, TOKEN_STREAM
 from common.sampling.distributions import StagedRows, row_uniforms
+from common.sampling.greedy_rows import BAD, REJECTED
 from common.sampling.runner_plugin import Cargo, HasTokens
-from common.sampling.sampler import BAD, REJECTED, BatchSampler, Draw, Sampler, UnreadStep
+from common.sampling.sampler import BatchSampler, Draw, Sampler, UnreadStep
 from common.sampling.sampling_columns import (
     DRAWN,
     DrawnSeedParams,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.bench.random_weights import QWEN3_0_6B
-from common.kernels.regions import set_regions
+from common.kernels.chosen_regions import set_regions
 from common.kernels.sampler_kernel import KERNELS as SAMPLER_KERNELS
 from common.kv_sizing import allocate_kv_cache
 from common.loader import LoadedModel

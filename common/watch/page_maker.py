@@ -15,6 +15,7 @@ import gzip
 import html
 import json
 import re
+import webbrowser
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 
 from common.events.event_kinds import KINDS, REASONS, VERSION
 from common.watch.source_lines import source_lines
+from common.watch.source_places import RULES
 
 PAGE = Path(__file__).parent / "page"
 PALETTE = Path(__file__).parents[1] / "tools" / "palette.py"
@@ -65,7 +67,7 @@ def make_page(
         "reasons": REASONS,
         "title": title,
         "start": start,
-        "sources": source_lines(),
+        "sources": source_lines(RULES),
         **settings,
     }
     data = [
@@ -124,3 +126,10 @@ def palette_rules() -> str:
 
 def _read(name: str) -> str:
     return (PAGE / name).read_text(encoding="utf-8")
+
+
+def write_page(path: Path, page: str, is_opened: bool = False) -> None:
+    path.write_text(page, encoding="utf-8", newline="\n")
+    print(f"{path}: {len(page) / 1e6:.1f} MB. It needs nothing else, and no network.")
+    if is_opened:
+        webbrowser.open(path.resolve().as_uri())

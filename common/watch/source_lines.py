@@ -12,7 +12,7 @@ onto it finds its own. The text goes into the page: it needs no checkout to show
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -111,11 +111,9 @@ def _excerpt(source: list[str], function: ast.FunctionDef, node: Any) -> Excerpt
     )
 
 
-def source_lines(root: Path = ROOT) -> dict[str, Any]:
+def source_lines(rules: Sequence[Rule], root: Path = ROOT) -> dict[str, Any]:
     """What the page embeds: `places`, and `rules` that name them by number."""
-    from common.watch.source_places import RULES
-
-    places = list(dict.fromkeys(rule.place for rule in RULES))
+    places = list(dict.fromkeys(rule.place for rule in rules))
     numbers = {place: number for number, place in enumerate(places)}
     fields = ("scheduler", "prefix_cache", "policy", "setting", "overlaps")
     return {
@@ -126,7 +124,7 @@ def source_lines(root: Path = ROOT) -> dict[str, Any]:
                 "place": numbers[rule.place],
                 "when": {name: getattr(rule, name) for name in fields if getattr(rule, name)},
             }
-            for rule in RULES
+            for rule in rules
         ],
     }
 

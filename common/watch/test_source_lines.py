@@ -80,7 +80,7 @@ def test_the_policy_that_ran_decides_which_lines_are_shown() -> None:
 
 
 def test_what_the_page_gets_names_each_place_once_and_in_range() -> None:
-    data = source_lines()
+    data = source_lines(RULES)
     assert len(data["rules"]) == len(RULES)
     assert {rule["place"] for rule in data["rules"]} == set(range(len(data["places"])))
     for place in data["places"]:
@@ -122,4 +122,4 @@ def test_places_are_found_in_a_wheel_where_modules_lie_side_by_side(tmp_path: Pa
         path = tmp_path / (place.file if in_common else Path(place.file).name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text((ROOT / place.file).read_text(encoding="utf-8"), encoding="utf-8")
-    assert source_lines(tmp_path) == source_lines()
+    assert source_lines(RULES, tmp_path) == source_lines(RULES)

@@ -11,12 +11,11 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import webbrowser
 from pathlib import Path
 
 from common.events.film import Film
 from common.watch.film_command import add_films, is_about_films, make_films
-from common.watch.page_maker import Reel, make_page
+from common.watch.page_maker import Reel, make_page, write_page
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,13 +51,6 @@ def read_reel(path: Path, label: str | None = None) -> Reel:
     """Raises `FileNotFoundError`, and `ValueError` with a sentence for what is no run."""
     Film.read(path)
     return Reel(label or path.stem, path.read_bytes().decode("utf-8", errors="replace"))
-
-
-def write_page(path: Path, page: str, is_opened: bool = False) -> None:
-    path.write_text(page, encoding="utf-8", newline="\n")
-    print(f"{path}: {len(page) / 1e6:.1f} MB. It needs nothing else, and no network.")
-    if is_opened:
-        webbrowser.open(path.resolve().as_uri())
 
 
 def _made_now() -> Reel:
