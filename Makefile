@@ -69,14 +69,14 @@ matrix: say-matrix $(STAMP)
 	  { echo "make matrix: failed. What is printed above says with which settings."; exit 1; }
 
 museum: say-museum $(STAMP)
-	@$(PY) -m common.museum $(BUG) $(ARGS)
+	@$(PY) -m common.workshop.museum $(BUG) $(ARGS)
 
 # An answer that is not right yet (1) is no error of make.
 task: say-task $(STAMP)
-	@$(PY) -m common.tasks $(N) $(ARGS) || [ $$? -eq 1 ]
+	@$(PY) -m common.workshop.tasks $(N) $(ARGS) || [ $$? -eq 1 ]
 
 watch: say-watch $(STAMP)
-	@$(PY) -m common.watch $(ARGS)
+	@$(PY) -m common.workshop.watch $(ARGS)
 
 # Without ruff's cache: it keeps a file's verdict on import order after a neighbour that the file
 # imports was added, so what passes here could fail in a fresh clone.
@@ -92,24 +92,24 @@ format: say-format $(STAMP)
 	  { echo "make format: what is listed above has to be repaired by hand."; exit 1; }
 
 notebooks: say-notebooks $(STAMP)
-	@$(PY) -m common.notebooks $(ARGS) || \
+	@$(PY) -m common.workshop.notebooks $(ARGS) || \
 	  { echo "make notebooks: failed. Run the script named above with $(PY) to see why."; exit 1; }
 
 figures: say-figures $(STAMP)
-	@for script in [0-9][0-9]_*/lab/plot_*.py common/*/plot_*.py; do \
+	@for script in [0-9][0-9]_*/lab/plot_*.py common/workshop/*/plot_*.py; do \
 	  [ -e "$$script" ] || continue; \
 	  echo "  $$script"; \
 	  $(PY) "$$script" || { echo "make figures: $$script failed; run it alone to see why."; exit 1; }; \
 	done
 
 bench: say-bench $(STAMP)
-	@$(PY) -m common.bench $(ARGS)
+	@$(PY) -m common.workshop.bench $(ARGS)
 
 ladder: say-ladder $(STAMP)
-	@$(PY) -m common.ladder $(ARGS)
+	@$(PY) -m common.workshop.ladder $(ARGS)
 
 sync: say-sync $(STAMP)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m common.sync $(ARGS) || \
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m common.workshop.sync $(ARGS) || \
 	  { echo "make sync: what is listed above wants a reader."; exit 1; }
 
 clean: say-clean

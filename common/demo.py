@@ -243,8 +243,8 @@ def main(argv: list[str] | None = None) -> int:
 def _main(args: argparse.Namespace) -> int:
     prompts = load_prompts(args)
     print("Loading the model ...", file=sys.stderr)
+    from common.collector import spare_what_is_loaded
     from common.llm import LLM, SamplingParams
-    from common.tools.collector import spare_what_is_loaded
 
     spare_what_is_loaded()
     # Each prompt has a seed of its own, so that every run and every order gives the same text.
@@ -304,7 +304,7 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def _tracer(engine) -> Callable:
-    from common.tools.step_trace import describe_step
+    from common.step_trace import describe_step
 
     num_warm_up = engine.recorder.num_steps
 

@@ -83,7 +83,7 @@ class SpeculativeConfig:
 class EngineConfig:
     """Everything the engine can be told. Raises `ValueError` that names field, value and what is
     allowed. Python's collector is its process's: a program that serves sets it as the demo does
-    (`common/tools/collector.py`), before it makes an engine."""
+    (`common/collector.py`), before it makes an engine."""
 
     model: str | Path | None = None  # a directory or hub id; None: the shipped checkpoint
     device: str = "auto"

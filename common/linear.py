@@ -6,9 +6,9 @@ A matrix multiplication on a CPU reads its weights in tiles that suit the vector
     plain     [out, in], row by row, as the checkpoint has it
     packed    the same numbers in oneDNN's order: it is opaque, and only oneDNN reads it
 
-Measured on the matrices of a 0.6B model in `common/bench`: the fewer rows a step has, the more of
-its time was the reordering. The sums are added in another order, so results differ from the plain
-ones in their last bits.
+Measured on the matrices of a 0.6B model in `common/workshop/bench`: the fewer rows a step has, the
+more of its time was the reordering. The sums are added in another order, so results differ from the
+plain ones in their last bits.
 
 Packing needs an x86 processor, and float32 or bfloat16; float64, in which this book compares tokens
 one by one, stays plain. The plain copy is given up, unless it is somebody else's too (an embedding

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from common import kv_sizing
-from common.bench.random_weights import QWEN3_0_6B, random_model
 from common.engine_config import EngineConfig
 from common.kv_sizing import KVDemand, make_kv_cache
 from common.loader import LoadedModel
@@ -25,6 +24,7 @@ from common.sampling.sampling_columns import (
     WIDE,
 )
 from common.sampling.speculative_sampler import SpeculativeSampler
+from common.workshop.bench.random_weights import QWEN3_0_6B, random_model
 from kv_budget import MemoryReading
 from paged_attention import TorchAttentionBackend
 from rejection_sampler import rejection_sample

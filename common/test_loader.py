@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from common import loader
-from common.bench.random_weights import QWEN3_0_6B, random_model
 from common.loader import load_model, resolve_checkpoint
 from common.model import DecoderModel
 from common.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
 from common.tests.model_cases import CASES, PagedHarness, reference_logits, save_case
+from common.workshop.bench.random_weights import QWEN3_0_6B, random_model
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

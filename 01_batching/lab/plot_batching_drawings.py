@@ -5,8 +5,8 @@ python 01_batching/lab/plot_batching_drawings.py
 
 from __future__ import annotations
 
-from common.tools.draw import LARGE, PAPER, SMALL, Drawing, save_all
-from common.tools.palette import DECODE, PROMPT
+from common.workshop.tools.draw import LARGE, PAPER, SMALL, Drawing, save_all
+from common.workshop.tools.palette import DECODE, PROMPT
 from fcfs_scheduler import FCFSScheduler
 from request import Request
 from scheduler_interface import StepOutput

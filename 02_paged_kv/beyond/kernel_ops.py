@@ -2,7 +2,7 @@
 
 A launch is Python that puts a kernel on a queue: nobody else hears of it. While a
 `TorchDispatchMode` is on, somebody wants to: fake tensors, which have shapes and a device and no
-memory, so that a launch on them fails; or the recorder of `common/tools/graph_emulator.py`. Then
+memory, so that a launch on them fails; or the recorder of `common/runner/graph_emulator.py`. Then
 `Launch.__call__` comes here, and the same launch is an operation with a schema:
 
     kernels::_merge_splits_kernel_1f0c3a(int[] grid, Tensor(a!) output, ..., int num_seqs) -> ()

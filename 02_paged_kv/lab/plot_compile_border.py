@@ -23,14 +23,14 @@ from dataclasses import replace
 
 import torch
 
-from common.bench.bench_models import choose_dtype
-from common.bench.bench_record import table_of
-from common.bench.bench_work import BenchRequest, Limits, greedy, make_requests
-from common.bench.random_weights import QWEN3_0_6B, random_model
 from common.engine import LLMEngine
 from common.model import DecoderModel
 from common.model_config import ModelConfig
-from common.tools.lab_frame import Measurement, Part, run_lab
+from common.workshop.bench.bench_models import choose_dtype
+from common.workshop.bench.bench_record import table_of
+from common.workshop.bench.bench_work import BenchRequest, Limits, greedy, make_requests
+from common.workshop.bench.random_weights import QWEN3_0_6B, random_model
+from common.workshop.tools.lab_frame import Measurement, Part, run_lab
 
 # layers, hidden, inner, heads, KV heads, head dim, vocabulary; the middle ones are of common shapes
 SHAPES = {

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.bench.bench_record import markdown_table
-from common.tools.lab_frame import Measurement, Part, run_lab
+from common.workshop.bench.bench_record import markdown_table
+from common.workshop.tools.lab_frame import Measurement, Part, run_lab
 from decode_attention import compile_decode_attention, split_sequences
 from paged_attention import AttentionMetadata, PagedPlan
 

@@ -1,7 +1,7 @@
 """The figures and tables of chapter 2, drawn from its record. Measuring takes some minutes.
 
 What is counted and how stands in `plot_paged_kv_workloads.py`, what is timed in
-`plot_paged_kv_timing.py`; how this script is called, in `common/tools/lab_frame.py`.
+`plot_paged_kv_timing.py`; how this script is called, in `common/workshop/tools/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Path2D
 
-from common.bench.bench_record import ROOT, markdown_table, table_of
-from common.tools.lab_frame import Measurement, Part, run_lab
-from common.tools.palette import (
+from common.workshop.bench.bench_record import ROOT, markdown_table, table_of
+from common.workshop.tools.lab_frame import Measurement, Part, run_lab
+from common.workshop.tools.palette import (
     BASELINE,
     DECODE,
     INK,

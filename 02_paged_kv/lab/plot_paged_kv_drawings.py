@@ -6,8 +6,8 @@ python 02_paged_kv/lab/plot_paged_kv_drawings.py
 from __future__ import annotations
 
 from block_pool import BlockPool
-from common.tools.draw import LARGE, PAPER, SMALL, SOFT, Drawing, save_all
-from common.tools.palette import DECODE, PROMPT, WASTE, tint
+from common.workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Drawing, save_all
+from common.workshop.tools.palette import DECODE, PROMPT, WASTE, tint
 from kv_cache_manager import KVCacheManager
 from request import Request
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weights_digest as module
-from common.bench.random_weights import QWEN3_0_6B, random_model
+from common.workshop.bench.random_weights import QWEN3_0_6B, random_model
 from weights_digest import weights_digest
 
 TINY = dataclasses.replace(

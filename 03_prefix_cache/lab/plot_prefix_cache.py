@@ -5,7 +5,7 @@
 
 What is timed stands in `plot_prefix_cache_ops.py`, `..._workload.py` and `..._engine.py`; the tree
 is drawn in `..._tree.py`, the tables are made in `..._tables.py`. How this script is called:
-`common/tools/lab_frame.py`.
+`common/workshop/tools/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from common.bench.bench_record import percentiles
-from common.tools.lab_frame import Measurement, Part, run_lab
-from common.tools.palette import BASELINE, CACHED, INK, label_line, shade, tint
+from common.workshop.bench.bench_record import percentiles
+from common.workshop.tools.lab_frame import Measurement, Part, run_lab
+from common.workshop.tools.palette import BASELINE, CACHED, INK, label_line, shade, tint
 from plot_prefix_cache_tables import (
     NAMES,
     hit_rate,

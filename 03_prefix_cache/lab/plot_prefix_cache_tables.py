@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from common.bench.bench_record import markdown_table, percentiles
+from common.workshop.bench.bench_record import markdown_table, percentiles
 from prefix_workloads import TRACE_BLOCK_SIZE
 from replay_trace import CACHES
 

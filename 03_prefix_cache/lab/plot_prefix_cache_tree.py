@@ -10,7 +10,7 @@ import textwrap
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from common.tools.palette import CACHED, INK, tint
+from common.workshop.tools.palette import CACHED, INK, tint
 from radix_cache import RadixCache
 from radix_tree import TreeNode
 

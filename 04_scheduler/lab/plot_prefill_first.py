@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from common.tools.draw import LARGE, PAPER, SMALL, SOFT, Axes, Box, Drawing, save_all
-from common.tools.palette import DECODE, INK, PREEMPTED, PROMPT, WASTE, tint
+from common.workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Axes, Box, Drawing, save_all
+from common.workshop.tools.palette import DECODE, INK, PREEMPTED, PROMPT, WASTE, tint
 from prefill_first_runs import (
     PAGE_SIZE,
     BudgetLine,

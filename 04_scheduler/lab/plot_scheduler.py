@@ -3,7 +3,7 @@
 `lab`, `memory`, `thrash` and `rules` are simulated on a cost model that `lab` fits to the shipped
 checkpoint on this machine; `control` times the schedulers themselves and wants a quiet one. What is
 measured stands in `plot_scheduler_lab.py` and `plot_scheduler_control.py`, the tables in
-`plot_scheduler_tables.py`; how this script is called, in `common/tools/lab_frame.py`.
+`plot_scheduler_tables.py`; how this script is called, in `common/workshop/tools/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from common.tools.lab_frame import Measurement, Part, run_lab
-from common.tools.palette import (
+from common.workshop.tools.lab_frame import Measurement, Part, run_lab
+from common.workshop.tools.palette import (
     BASELINE,
     INK,
     OTHER,

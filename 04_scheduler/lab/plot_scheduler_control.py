@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable
 
 from caching_fcfs_scheduler import CachingFCFSScheduler
-from common.bench.stub_model import VOCAB_SIZE, stub_model
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.tokenizer import load_tokenizer
+from common.workshop.bench.stub_model import VOCAB_SIZE, stub_model
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, SamplingParams
 from scheduler import Scheduler, make_kv_memory

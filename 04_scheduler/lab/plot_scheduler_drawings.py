@@ -10,8 +10,8 @@ from typing import Any
 
 from block_pool import BlockPool
 from bounded_loops import as_long_as
-from common.tools.draw import LARGE, PAPER, SMALL, Axes, Box, Drawing, save_all
-from common.tools.palette import BASELINE, DECODE, INK, PREEMPTED, PROMPT, tint
+from common.workshop.tools.draw import LARGE, PAPER, SMALL, Axes, Box, Drawing, save_all
+from common.workshop.tools.palette import BASELINE, DECODE, INK, PREEMPTED, PROMPT, tint
 from kv_memory import UncachedKVCacheManager
 from prefill_first_scheduler import PrefillFirstScheduler
 from scheduler import Scheduler

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from common.tools.draw import LARGE, PAPER, SMALL, SOFT, Axes, Box, Drawing, save_all
-from common.tools.palette import ACCEPTED, DECODE, DRAFT, INK, PROMPT, REJECTED, tint
+from common.workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Axes, Box, Drawing, save_all
+from common.workshop.tools.palette import ACCEPTED, DECODE, DRAFT, INK, PROMPT, REJECTED, tint
 from exact_law import step_laws
 from rejection_sampler import rejection_sample
 from spec_decode import verify_and_sample

@@ -19,7 +19,7 @@ from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT
 from common.kv_sizing import allocate_kv_cache
 from common.loader import LoadedModel, load_model
 from common.tokenizer import load_tokenizer
-from common.training.tiny_data import corpus
+from common.workshop.training.tiny_data import corpus
 from draft_acceptance import acceptance_probability
 from draft_model_proposer import DraftModelProposer
 from input_batch import RunnerRequest

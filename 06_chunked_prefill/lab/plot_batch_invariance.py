@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from common.bench.bench_record import markdown_table
-from common.bench.random_weights import QWEN3_0_6B, random_model
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.loader import LoadedModel, load_model
-from common.tools.lab_frame import Measurement, Part, run_lab
+from common.workshop.bench.bench_record import markdown_table
+from common.workshop.bench.random_weights import QWEN3_0_6B, random_model
+from common.workshop.tools.lab_frame import Measurement, Part, run_lab
 from request import SamplingParams
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -1,7 +1,7 @@
 """The figures and tables of chapter 6, drawn from its records.
 
 All are times and want a quiet machine. What is measured stands in `plot_chunked_prefill_lab.py`;
-how this script is called, in `common/tools/lab_frame.py`.
+how this script is called, in `common/workshop/tools/lab_frame.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import statistics
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from common.bench.bench_record import percentile, table_of
-from common.tools.lab_frame import Part, run_lab, timed
-from common.tools.palette import DECODE, INK, PAPER, PROMPT, label_line, shade
+from common.workshop.bench.bench_record import percentile, table_of
+from common.workshop.tools.lab_frame import Part, run_lab, timed
+from common.workshop.tools.palette import DECODE, INK, PAPER, PROMPT, label_line, shade
 from plot_chunked_prefill_lab import (
     measure_adaptive,
     measure_attention,

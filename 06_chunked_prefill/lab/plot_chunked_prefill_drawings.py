@@ -14,8 +14,8 @@ import torch
 import mixed_attention
 from batch_layout import Queries
 from block_delta import PagedRunnerState
-from common.tools.draw import LARGE, PAPER, SMALL, SOFT, Drawing, save_all
-from common.tools.palette import DECODE, PROMPT, tint
+from common.workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Drawing, save_all
+from common.workshop.tools.palette import DECODE, PROMPT, tint
 from mixed_batch import MixedMetadata, compose
 
 # In the order in which they were planned: first position, tokens of this step, rows of logits.

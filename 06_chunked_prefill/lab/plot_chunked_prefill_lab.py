@@ -24,12 +24,12 @@ import torch
 
 from batch_layout import Queries
 from block_delta import PagedRunnerState
-from common.bench.bench_record import percentiles
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.loader import LoadedModel, load_model
 from common.tokenizer import load_tokenizer
-from common.training.tiny_data import corpus
+from common.workshop.bench.bench_record import percentiles
+from common.workshop.training.tiny_data import corpus
 from mixed_attention import MixedAttentionBackend
 from mixed_batch import compose
 from paged_attention import PagedKVCache, TorchAttentionBackend

@@ -18,10 +18,10 @@ from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from common.events.event_kinds import REASONS, Computed, Failed, Planned, Run, read_events
 from common.events.event_log import EventLog
-from common.events.film import Film
 from common.llm import LLM
 from common.tests.engine_oracle import Oracle, finish, paged_runner
 from common.tests.film_runs import Workshop, short_prompts
+from common.workshop.replay.film import Film
 from kv_connector import KVConnector
 from request import SamplingParams
 from step_record import StepRecord

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from common.bench.random_weights import QWEN3_0_6B
 from common.engine import EngineConfig, LLMEngine
 from common.kernels.launch_configurations import attention_shape, launch_configurations
 from common.kernels.sampler_kernel import sampling_launches
 from common.loader import load_model
 from common.tests.engine_oracle import make_oracle, random_prompts, save_random_model, serve
+from common.workshop.bench.random_weights import QWEN3_0_6B
 from kernel_launch import TRITON_TYPES, Launch
 from paged_attention import AttentionMetadata
 from request import SamplingParams

@@ -7,9 +7,9 @@ import platform
 import pytest
 import torch
 
-from common.bench.bench_models import choose_dtype
-from common.bench.bench_record import describe_environment
 from common.kernels.processor import is_bfloat16_fast
+from common.workshop.bench.bench_models import choose_dtype
+from common.workshop.bench.bench_record import describe_environment
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from common import assembly
-from common.bench.bench_record import ROOT
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.kernels import warm_up
 from common.kernels.launch_configurations import launch_configurations
 from common.loader import load_model
+from common.workshop.bench.bench_record import ROOT
 
 pytest.importorskip("triton")
 
@@ -31,7 +31,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import MockTensor
 
-from common.bench.random_weights import QWEN3_0_6B
+from common.workshop.bench.random_weights import QWEN3_0_6B
 from common.engine_config import EngineConfig
 from common.kernels import warm_up
 from common.kernels.launch_configurations import launch_configurations

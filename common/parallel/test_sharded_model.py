@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from batch_invariance import make_batch_invariant
 from common import loader
 from common.assembly import kv_namespace
-from common.bench.random_weights import QWEN3_0_6B
 from common.kv_sizing import allocate_kv_cache, run_forward
 from common.linear import linear_layers
 from common.loader import load_model
@@ -25,6 +24,7 @@ from common.parallel.ranks import Ranks
 from common.parallel.sharded_model import ShardedModel, rank_config
 from common.tests.model_cases import CASES, save_case
 from common.tests.paged_harness import PagedHarness
+from common.workshop.bench.random_weights import QWEN3_0_6B
 from invariant_attention import InvariantAttentionBackend
 from paged_attention import TorchAttentionBackend
 

@@ -14,10 +14,10 @@ import torch
 from common.loader import load_model
 from common.model_config import ModelConfig
 from common.parallel.collectives import Communication
-from common.parallel.communication import step_communication
 from common.parallel.ranks import Ranks
 from common.tests.model_cases import reference_logits, save_case
 from common.tests.paged_harness import PagedHarness
+from common.workshop.parallel.communication import step_communication
 
 NUM_PROCESSES, LIMIT_S = 4, 300
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [53, 58, 88, 0, 44], [7])

@@ -59,7 +59,7 @@ class GraphMaker:
         if not self.is_possible:
             return None
         if self.config.emulate_graphs:
-            from common.tools.graph_emulator import EmulatedGraphs
+            from common.runner.graph_emulator import EmulatedGraphs
 
             graphs = EmulatedGraphs()
         else:

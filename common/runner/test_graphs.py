@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from batch_layout import Queries, compose_in_order
 from common.kv_sizing import allocate_kv_cache
 from common.runner.batch_state import BatchState
+from common.runner.graph_emulator import Recorder
 from common.runner.graphs import (
     COLUMNS,
     CannotCapture,
@@ -30,7 +31,6 @@ from common.runner.graphs import (
 from common.sampling.runner_plugin import Cargo, RunnerPlugin, StepRows
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingColumns
-from common.tools.graph_emulator import Recorder
 from paged_attention import AttentionMetadata, TorchAttentionBackend
 from request import SamplingParams
 from scheduler_interface import CachedRequestData, NewRequestData, SchedulerOutput

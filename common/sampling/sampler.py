@@ -7,9 +7,9 @@
         | softmax                                    `StagedRows.probs` (for chapter 5)
         +--> inverse of the cumulative distribution at a uniform number
 
-A batch of greedy rows needs no more than this file; `distributions.py` has the rest. What the device
-has to know of a batch is put together before the forward pass (`stage`), and goes there in the one
-copy of the step; what the host wants to know of the step, it reads at once.
+A batch of greedy rows needs no more than this file; `distributions.py` has the rest. What the
+device has to know of a batch is put together before the forward pass (`stage`), and goes there in
+the one copy of the step; what the host wants to know of the step, it reads at once.
 
 A logit row is used as float64 if it is float64, otherwise as float32; cumulative sums are float64
 or integers. A row without a finite maximum (NaN, +inf, or no token allowed) is an error of its

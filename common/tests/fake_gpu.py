@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kernel_launch
-from common.tools.graph_emulator import NoReads, check_no_wait
+from common.runner.graph_emulator import NoReads, check_no_wait
 
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten

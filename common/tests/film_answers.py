@@ -1,4 +1,4 @@
-"""What the scripts of `common/watch` have to answer, by `transformers`, in float64."""
+"""What the scripts of `common/workshop/watch` have to answer, by `transformers`, in float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.tests.engine_oracle import greedy
 from common.tokenizer import Tokenizer
-from common.watch.workloads import Script, Visit
+from common.workshop.watch.workloads import Script, Visit
 
 
 class Answers:

@@ -12,9 +12,9 @@ from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from common.events.event_kinds import read_events
 from common.events.event_log import label_of
-from common.events.film import State
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, paged_runner
 from common.tokenizer import Tokenizer
+from common.workshop.replay.film import State
 from policy_queue import PolicyQueue
 from radix_cache import RadixCache
 from request import SamplingParams

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.tools.quoted import BLOCK, find_quote
+from common.workshop.tools.quoted import BLOCK, find_quote
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -314,7 +314,7 @@ def law_of_lists(house: House, planned: tuple[str, ...] = CHAPTERS) -> list[str]
 
 def law_of_pairs(house: House) -> list[str]:
     """Each demo script has its notebook: same cells, every code cell executed, no stored error."""
-    from common.notebooks import notebook_problems
+    from common.workshop.notebooks import notebook_problems
 
     return [
         f"{house.name(path)}: {problem}"

@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 
-from common.bench.random_weights import QWEN3_0_6B
 from common.kernels.chosen_regions import set_regions
 from common.kernels.sampler_kernel import KERNELS as SAMPLER_KERNELS
 from common.kv_sizing import allocate_kv_cache
@@ -27,6 +26,7 @@ from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingColumns
 from common.sampling.test_waits import KINDS
 from common.tests.fake_gpu import CUDA, Moved, fake_gpu
+from common.workshop.bench.random_weights import QWEN3_0_6B
 from mixed_attention import MixedAttentionBackend
 from mixed_attention_triton import MixedSplitPlan, MixedTritonAttentionBackend
 from mixed_batch import compose

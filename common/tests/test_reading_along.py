@@ -13,10 +13,10 @@ from types import FrameType
 
 import pytest
 
-from common.bench.bench_record import replace_between_markers
 from common.llm import LLM, SamplingParams
-from common.tools.translation import ROOT, Section, sections_of
-from common.tools.worked_steps import worked_table
+from common.workshop.bench.bench_record import replace_between_markers
+from common.workshop.tools.translation import ROOT, Section, sections_of
+from common.workshop.tools.worked_steps import worked_table
 
 PAGE, CHINESE = ROOT / "READING_ALONG.md", ROOT / "READING_ALONG.zh.md"
 SECTIONS = sections_of(PAGE)
@@ -148,7 +148,7 @@ def test_errata_are_numbered_and_those_that_are_referred_to_are_there() -> None:
 def test_the_table_of_three_steps_is_what_the_engine_does() -> None:
     page = PAGE.read_text(encoding="utf-8")
     right = replace_between_markers(page, "three_steps", worked_table())
-    assert page == right, "run: python -m common.tools.worked_steps"
+    assert page == right, "run: python -m common.workshop.tools.worked_steps"
 
 
 @pytest.fixture(scope="module")

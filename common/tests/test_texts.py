@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.tests.house import House
-from common.tools.translation import sections_of
+from common.workshop.tools.translation import sections_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)

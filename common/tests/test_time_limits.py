@@ -119,7 +119,7 @@ def test_of_a_sample_each_value_is_tested_once_and_the_rest_is_slow(tmp_path: Pa
         ("common/tests/test_it.py", "1 passed, 1 skipped, 1 deselected"),
         ("01_batching/test_it.py", "1 passed, 1 skipped, 1 deselected"),
         ("01_batching/lab/test_it.py", "3 deselected / 0 selected"),
-        ("common/watch/test_it.py", "3 deselected / 0 selected"),
+        ("common/workshop/watch/test_it.py", "3 deselected / 0 selected"),
     ],
 )
 def test_a_check_is_of_roots_and_engine_and_starts_no_process(test_file, said, tmp_path) -> None:

@@ -1,0 +1,341 @@
+"""Each rule of a graph is broken, and the emulator says so: by an error that names what is wrong,
+or, where a GPU would go on, by logits that nobody can take for right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import common.runner.graphs as module
+from common.kv_sizing import allocate_kv_cache
+from common.loader import load_model
+from common.runner.graph_emulator import EmulatedGraphs, GraphError
+from common.runner.graphs import CannotCapture, DecodeGraphs, EagerGraphs, StaticMemory
+from common.runner.test_graphs import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    MOST,
+    NUM_BLOCKS,
+    decode,
+    make_state,
+)
+from mixed_attention import MixedAttentionBackend
+from mixed_attention_triton import MixedTritonAttentionBackend
+from paged_attention import TorchAttentionBackend
+from paged_attention_triton import TritonAttentionBackend
+from tensor_attention import TensorAttentionBackend, TensorPlan
+
+
+def make(random_loaded, backend=None, graphs=None) -> DecodeGraphs:
+    kv_cache = allocate_kv_cache(random_loaded, NUM_BLOCKS, BLOCK_SIZE)
+    generator = torch.Generator().manual_seed(0)
+    for cache in kv_cache.key_cache + kv_cache.value_cache:
+        cache.normal_(generator=generator)
+    where = random_loaded.model, kv_cache, backend or TensorAttentionBackend()
+    return DecodeGraphs(graphs or EmulatedGraphs(), *where, MOST, MAX_MODEL_LEN)
+
+
+def backend_of(plan: Callable[..., TensorPlan]) -> TensorAttentionBackend:
+    backend = TensorAttentionBackend()
+    backend.plan = plan  # pyright: ignore[reportAttributeAccessIssue]
+    return backend
+
+
+def steps(num: int = 8):
+    """Of few and many rows in turn, so that each leaves something for the next."""
+    state, rng = make_state(0), random.Random(0)
+    for i in range(num):
+        yield state, decode(state, (MOST, 1, 3, 5, 2)[i % 5], rng)
+
+
+def run(graphs: DecodeGraphs, num_steps: int = 8) -> list[torch.Tensor]:
+    """Logits of every step."""
+    found = []
+    for state, queries in steps(num_steps):
+        bucket = graphs.bucket_for(queries)
+        assert bucket is not None
+        step = graphs.compose(state, queries, BLOCK_SIZE, bucket).on(torch.device("cpu"))
+        found.append(graphs.replay(bucket, len(queries.rows), len(step.logit_indices)).clone())
+    return found
+
+
+def is_right(random_loaded, graphs: DecodeGraphs, num_steps: int = 8) -> bool:
+    """By the same steps, each computed by the function itself."""
+    expected = run(make(random_loaded, graphs=EagerGraphs()), num_steps)
+    pairs = zip(run(graphs, num_steps), expected, strict=True)
+    return all(torch.equal(found, right) for found, right in pairs)
+
+
+def test_replays_are_right(random_loaded) -> None:
+    graphs = make(random_loaded)
+    assert is_right(random_loaded, graphs) and graphs.num_replays == 8
+
+
+# -- addresses
+
+
+@pytest.mark.parametrize("name", list(StaticMemory(1, 1, torch.device("cpu")).inputs(1).by_name()))
+def test_an_input_that_is_somewhere_else(name: str, random_loaded) -> None:
+    """The step is written to the new place, and the graph reads the old one."""
+    graphs = make(random_loaded)
+    run(graphs)
+    for bucket, x in graphs.inputs.items():
+        graphs.inputs[bucket] = replace(x, **{name: getattr(x, name).clone()})
+    with pytest.raises(GraphError, match=f"not where it was.*: {name}$"):
+        run(graphs)
+
+
+def test_a_weight_that_is_somewhere_else(random_loaded) -> None:
+    graphs, model = make(random_loaded), random_loaded.model
+    mlp = model.layers[1].mlp
+    before = mlp.mlp_norm_weight
+    mlp.mlp_norm_weight = nn.Parameter(before.clone(), requires_grad=False)
+    try:
+        with pytest.raises(GraphError, match=r"layers\.1\.mlp\.mlp_norm_weight"):
+            run(graphs)
+    finally:
+        mlp.mlp_norm_weight = before
+
+
+def test_a_cache_that_is_somewhere_else(random_loaded) -> None:
+    graphs = make(random_loaded)
+    graphs.kv_cache.value_cache[0] = graphs.kv_cache.value_cache[0].clone()
+    with pytest.raises(GraphError, match="KV cache 2"):
+        run(graphs)
+
+
+# -- padding
+
+
+@pytest.mark.parametrize("name", [*module.COLUMNS, "block_tables"])
+def test_a_step_that_forgets_an_input(name: str, random_loaded, monkeypatch) -> None:
+    """What stands there is of no use: out of range, or the null block."""
+    graphs = make(random_loaded)
+    real = StaticMemory.fill
+
+    def fill(memory, columns, tables) -> None:
+        x = memory.inputs(len(tables)).by_name()[name]
+        before = x.clone()
+        real(memory, columns, tables)
+        x.copy_(before)
+
+    monkeypatch.setattr(StaticMemory, "fill", fill)
+    with suppress(GraphError, IndexError):
+        assert not is_right(random_loaded, graphs, num_steps=1)
+
+
+@pytest.mark.parametrize(
+    "name, value", [("slot_mapping", 7), ("seq_lens", 3), ("input_ids", 5), ("positions", 2)]
+)
+def test_padding_that_is_not_what_it_must_be(name, value, random_loaded, monkeypatch) -> None:
+    """Trap 54: rows of a larger step that are left behind."""
+    graphs, real = make(random_loaded), module.pad_step
+
+    def pad_step(state, queries, block_size, bucket):
+        columns, tables = real(state, queries, block_size, bucket)
+        columns[module.COLUMNS.index(name), len(queries.rows) : bucket] = value
+        return columns, tables
+
+    monkeypatch.setattr(module, "pad_step", pad_step)
+    with pytest.raises(GraphError, match=f"{name} of padding is"):
+        run(graphs)
+
+
+def test_padding_with_live_blocks(random_loaded, monkeypatch) -> None:
+    graphs, real = make(random_loaded), module.pad_step
+
+    def pad_step(state, queries, block_size, bucket):
+        columns, tables = real(state, queries, block_size, bucket)
+        tables[len(queries.rows) :] = tables[0]
+        return columns, tables
+
+    monkeypatch.setattr(module, "pad_step", pad_step)
+    with pytest.raises(GraphError, match="block_tables of padding is"):
+        run(graphs)
+
+
+def test_padding_that_has_query_tokens(random_loaded, monkeypatch) -> None:
+    graphs, real = make(random_loaded), module.pad_step
+
+    def pad_step(state, queries, block_size, bucket):
+        columns, tables = real(state, queries, block_size, bucket)
+        starts = columns[module.COLUMNS.index("query_start_loc")]
+        starts[: bucket + 1] = range(bucket + 1)
+        return columns, tables
+
+    monkeypatch.setattr(module, "pad_step", pad_step)
+    with pytest.raises(GraphError, match="query_start_loc is"):
+        run(graphs)
+
+
+@pytest.mark.parametrize("slot", ["of padding", "behind", "of another"])
+def test_a_kernel_that_writes_where_it_must_not(slot: str, random_loaded) -> None:
+    """Padding goes to slot 9, or one key lands one slot behind, or also in slot 9."""
+
+    class Plan(TensorPlan):
+        def write_kv(self, key, value, key_cache, value_cache) -> None:
+            slots = self.metadata.slot_mapping
+            if slot == "of padding":
+                self.slot_mapping = torch.where(slots < 0, 9, slots)
+            elif slot == "behind":
+                self.slot_mapping = torch.where(slots < 0, -1, slots + 1)
+            else:
+                value_cache[2, 1] = value[0]
+            super().write_kv(key, value, key_cache, value_cache)
+
+    with pytest.raises(GraphError, match="were written"):
+        run(make(random_loaded, backend_of(Plan)))
+
+
+# -- host values
+
+
+def test_a_number_of_the_step_is_that_of_the_capture(random_loaded) -> None:
+    """A backend that looks no further than the longest sequence of the step, a number that it is
+    told: right when it is called, and wrong when it is replayed."""
+
+    class Backend(TensorAttentionBackend):
+        longest = 8
+
+        def plan(self, metadata, num_heads, key_cache):
+            num_blocks = -(-self.longest // BLOCK_SIZE)
+            tables = metadata.block_tables[:, :num_blocks]
+            metadata = replace(metadata, block_tables=tables)
+            return super().plan(metadata, num_heads, key_cache)
+
+    def told(graphs: DecodeGraphs) -> DecodeGraphs:
+        compose = graphs.compose
+
+        def composed(state, queries, block_size, bucket):
+            graphs.backend.longest = int(queries.starts.max()) + 1
+            return compose(state, queries, block_size, bucket)
+
+        graphs.compose = composed
+        return graphs
+
+    right = told(make(random_loaded, Backend(), EagerGraphs()))
+    assert is_close(random_loaded, right)
+    wrong = told(make(random_loaded, Backend()))
+    assert not is_close(random_loaded, wrong)
+
+
+def is_close(random_loaded, graphs: DecodeGraphs) -> bool:
+    expected = run(make(random_loaded, graphs=EagerGraphs()))
+    pairs = zip(run(graphs), expected, strict=True)
+    return all(torch.allclose(found, right, atol=1e-9, rtol=0) for found, right in pairs)
+
+
+def test_a_plan_that_is_kept_is_that_of_the_capture(random_loaded) -> None:
+    """Lengths that were looked up once, before the capture, are a part of no replay."""
+
+    kept: dict[int, torch.Tensor] = {}
+
+    class Plan(TensorPlan):
+        def attend(self, query, *arguments):
+            lens = kept.setdefault(len(query), self.metadata.seq_lens * 1)
+            self.metadata = replace(self.metadata, seq_lens=lens)
+            return super().attend(query, *arguments)
+
+    assert not is_close(random_loaded, make(random_loaded, backend_of(Plan)))
+
+
+class Waiting(TensorPlan):
+    def __init__(self, read, metadata, *rest) -> None:
+        super().__init__(metadata, *rest)
+        self.read = read
+
+    def attend(self, *arguments):
+        self.read(self.metadata)
+        return super().attend(*arguments)
+
+
+WAITS = {
+    "item": lambda m: m.seq_lens.max().item(),
+    "__int__": lambda m: int(m.seq_lens[0]),
+    "__bool__": lambda m: bool((m.slot_mapping >= 0).all()),
+    "__index__": lambda m: range(m.seq_lens[0]),
+    "tolist": lambda m: m.seq_lens.tolist(),
+    "numpy": lambda m: m.seq_lens.numpy(),
+    "__array__": lambda m: sum(m.seq_lens.__array__()),
+    "cpu": lambda m: m.seq_lens.cpu(),
+    "nonzero": lambda m: m.seq_lens.nonzero(),
+    "aten.index.Tensor": lambda m: m.seq_lens[m.seq_lens > 0],
+    "aten.index_put_": lambda m: m.seq_lens.clone().index_put_((m.seq_lens > 0,), m.seq_lens[0]),
+    "aten.lift_fresh": lambda m: m.seq_lens + torch.tensor([1]),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_what_waits_for_the_device_cannot_be_captured(name: str, random_loaded) -> None:
+    with pytest.raises(CannotCapture, match=f"^{name}.*waits for the device"):
+        make(random_loaded, backend_of(partial(Waiting, WAITS[name])))
+    longest = lambda metadata: metadata.seq_lens.max() + len(metadata.seq_lens)  # noqa: E731
+    make(random_loaded, backend_of(partial(Waiting, longest)))
+
+
+@pytest.mark.parametrize("kind", [TorchAttentionBackend, MixedAttentionBackend])
+def test_attention_that_is_planned_on_the_host_cannot_be_captured(kind, random_loaded) -> None:
+    with pytest.raises(CannotCapture, match="waits for the device"):
+        make(random_loaded, kind())
+
+
+# -- memory
+
+
+def test_scratch_memory_that_nobody_wrote_is_nan(random_loaded) -> None:
+    """The first replay on a GPU might find zeros there."""
+
+    class Plan(TensorPlan):
+        def attend(self, query, *arguments):
+            output = torch.empty_like(query)
+            attended = super().attend(query, *arguments)
+            output[:, 1:] = attended[:, 1:]
+            return output
+
+    assert all(x.isnan().all() for x in run(make(random_loaded, backend_of(Plan))) if len(x))
+
+
+def test_logits_last_until_the_next_replay(random_loaded) -> None:
+    """Of whatever bucket: their memory is one."""
+    graphs = make(random_loaded)
+    state, rng = make_state(0), random.Random(0)
+    kept: list[torch.Tensor] = []
+    for n in (MOST, 1, 2, 4):
+        queries = decode(state, n, rng)
+        bucket = graphs.bucket_for(queries)
+        assert bucket is not None
+        graphs.compose(state, queries, BLOCK_SIZE, bucket).on(torch.device("cpu"))
+        kept.append(graphs.replay(bucket, n, n))
+        assert kept[-1].isfinite().all()
+    assert len({logits.data_ptr() for logits in kept}) == 1
+    assert kept[0][4:].isnan().all()  # rows that the last one did not write
+
+
+def test_the_null_block_may_hold_anything(random_loaded) -> None:
+    """It is NaN in each replay; and a backend that reads it with a weight of zero is wrong."""
+
+    class Plan(TensorPlan):
+        def attend(self, query, key_cache, value_cache, scale):
+            output = super().attend(query, key_cache, value_cache, scale)
+            return output + 0 * value_cache[0].sum()
+
+    assert is_right(random_loaded, make(random_loaded))
+    assert all(x.isnan().all() for x in run(make(random_loaded, backend_of(Plan))) if len(x))
+
+
+def test_kernels_are_replayed(random_loaded, monkeypatch) -> None:
+    """Interpreted: the same logits as launched one by one. A program takes several items."""
+    monkeypatch.setattr("split_attention_triton.LOOPING_PROGRAMS", 4)
+    monkeypatch.setattr("split_attention_triton.SPLIT_KEYS", 32)
+    loaded = load_model(random_loaded.path, torch.float32, torch.device("cpu"))
+    for kind in (TritonAttentionBackend, MixedTritonAttentionBackend):
+        found = run(make(loaded, kind()), 3)
+        expected = run(make(loaded, kind(), EagerGraphs()), 3)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -1,0 +1,1 @@
+"""What teaches and measures the engine, and no part of it: nothing above imports this."""

@@ -1,0 +1,144 @@
+"""The ladder: one workload, one engine, and one chapter more on each rung.
+
+    python -m common.workshop.ladder                 measure, write the record, print the tables
+    python -m common.workshop.ladder --smoke         the same with almost no work: does it run?
+    python -m common.workshop.ladder --table         print the tables of the record
+    python -m common.workshop.ladder --write-readme  put them into README.md and this folder's
+
+Two regimes: many users, who queue, and few, who do not. Each seed draws a workload of its own
+(`ladder_workload.py`); all rungs serve it, one after the other, each seed beginning with another
+rung. A table shows the median over the seeds and the extremes. Rungs that lose stay in it. What the
+rungs are is in `ladder_systems.py`. It measures the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import shlex
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from common.workshop.bench.bench_command import Driver, Tables, describe_malloc
+from common.workshop.bench.bench_record import ROOT, describe_environment, read_record, write_record
+from common.workshop.bench.ladder_table import render, render_short
+
+RECORD = ROOT / "common" / "workshop" / "bench" / "records" / "ladder.json"
+NUM_RESERVATIONS = 3  # of the longest request: what the KV memory holds without pages
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from common.collector import spare_what_is_loaded
+    from common.engine_config import SHIPPED_CHECKPOINT
+    from common.tokenizer import load_tokenizer
+    from common.workshop.bench.bench_models import choose_dtype, load_models
+    from common.workshop.bench.bench_rounds import rotated
+    from common.workshop.bench.bench_work import Limits
+    from common.workshop.bench.ladder_systems import CHUNK, RUNGS, describe
+    from common.workshop.bench.ladder_workload import MAX_TOKENS, REGIMES, make_workload
+
+    spare_what_is_loaded()
+    dtype = choose_dtype("auto")
+    models = load_models("tiny", dtype)
+    tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
+    regimes = {
+        name: replace(regime, num_requests=5, num_long=1, arrivals_per_s=10.0)
+        if args.smoke
+        else regime
+        for name, regime in REGIMES.items()
+    }
+    workloads = {
+        name: [make_workload(tokenizer, regime, seed) for seed in range(args.rounds)]
+        for name, regime in regimes.items()
+    }
+    longest = max(
+        len(request.prompt_token_ids) + MAX_TOKENS
+        for workload in workloads.values()
+        for requests in workload
+        for request in requests
+    )
+    limits = Limits(longest=longest, num_positions=NUM_RESERVATIONS * longest)
+    record: dict[str, Any] = {
+        "command": shlex.join(["python", "-m", "common.workshop.ladder", *args.argv]),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "environment": describe_environment(),
+        "config": {
+            "clock": "time.monotonic, in seconds",
+            "model": "tiny",
+            "dtype": str(dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "malloc": describe_malloc(),
+            "seeds": args.rounds,
+            "chunk": CHUNK,
+            "max_tokens": MAX_TOKENS,
+            "longest": longest,
+            "num_positions": limits.num_positions,
+            "max_num_seqs": limits.max_num_seqs,
+            "block_size": limits.block_size,
+        },
+        "regimes": {},
+    }
+    for name, regime in regimes.items():
+        record["regimes"][name] = {
+            "title": regime.title,
+            "num_requests": regime.num_requests,
+            "num_long": regime.num_long,
+            "arrivals_per_s": regime.arrivals_per_s,
+            "prompt_tokens": [[len(r.prompt_token_ids) for r in w] for w in workloads[name]],
+            "output_tokens": [[r.num_outputs for r in w] for w in workloads[name]],
+            "rungs": {rung: {"title": title, "runs": []} for rung, (title, _) in RUNGS.items()},
+        }
+    with tqdm(total=len(regimes) * args.rounds * len(RUNGS), unit="run", disable=None) as bar:
+        for seed in range(args.rounds):
+            for name, regime in record["regimes"].items():
+                requests, tokens = workloads[name][seed], {}
+                for rung in rotated(list(RUNGS), seed):
+                    bar.set_description(f"{name}, seed {seed}, {rung}")
+                    gc.collect()
+                    outcome = RUNGS[rung][1](models, limits, requests)
+                    tokens[rung] = outcome.token_ids
+                    run = {"seed": seed, **describe(outcome, requests)}
+                    regime["rungs"][rung]["runs"].append(run)
+                    bar.update()
+                for rung, own in tokens.items():  # floating point may break ties differently
+                    same = sum(own[i] == tokens["one-at-a-time"][i] for i in own)
+                    regime["rungs"][rung]["runs"][-1]["same_tokens"] = same
+                write_record(args.record, record)
+    return record
+
+
+# -- the command
+
+
+def tables(path: Path) -> Tables:
+    record = read_record(path)
+    return Tables(render(record), render_short(record))
+
+
+def announce(args: argparse.Namespace) -> str:
+    return "8 rungs in two regimes, on the CPU; about 10 minutes"
+
+
+def run(args: argparse.Namespace) -> int:
+    print("\n" + render(measure(args)))
+    return 0
+
+
+DRIVER = Driver(
+    name="ladder",
+    description=__doc__ or "",
+    rounds="--seeds",
+    record="--record",
+    committed=RECORD,
+    smoke=ROOT / "build" / "ladder-smoke.json",
+    announce=announce,
+    measure=run,
+    tables=tables,
+)
+main = DRIVER.main

@@ -1,0 +1,105 @@
+"""The ladder's record as markdown. Nothing is measured here, and nothing heavy is imported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.workshop.bench.bench_record import made_on, markdown_table, summarise
+
+# For each rung its chapter, and what is new on it in a phrase.
+PHRASES = {
+    "one-at-a-time": ("", "nobody shares a step"),
+    "static": ("", "a batch starts and ends together"),
+    "continuous": ("01_batching", "anybody joins or leaves at any step"),
+    "paged": ("02_paged_kv", "KV in blocks: nobody reserves the longest"),
+    "prefix-cache": ("03_prefix_cache", "a shared beginning is computed once"),
+    "preempting": ("04_scheduler", "memory is filled, not reserved"),
+    "speculative": ("05_spec_decode", "several tokens a pass, verified"),
+    "chunked": ("06_chunked_prefill", "a long prompt comes in pieces"),
+}
+
+
+def render(record: dict[str, Any]) -> str:
+    """Every rung in every regime, with all that was measured."""
+    return "\n\n".join([*(_regime(r) for r in record["regimes"].values()), made_on(record)])
+
+
+def render_short(record: dict[str, Any]) -> str:
+    """Every rung where many users queue: throughput, both waits, and a phrase."""
+    regime = record["regimes"]["many"]
+    head = ["chapter", "output tok/s", "first token (p50)", "gap (p99)", "what is new"]
+    rows = [_short_row(name, rung) for name, rung in regime["rungs"].items()]
+    lines = markdown_table(head, rows).splitlines()
+    lines[1] = lines[1].removesuffix("---: |") + "--- |"  # the phrase is to the left
+    where, num_seeds = record["environment"], record["config"]["seeds"]
+    dirty = " with uncommitted changes" if where["is_dirty"] else ""
+    return "\n".join(lines) + (
+        f"\n\n<sub>Gap: between two tokens of one answer. {_work(regime).capitalize()}; medians of "
+        f"{num_seeds} workloads on {where['cpu']}, {where['cores']} cores, at commit "
+        f"`{(where['commit'] or 'unknown')[:10]}`{dirty}; `make ladder` measures it again. "
+        "[All columns, and few users](common/workshop/bench/README.md#the-ladder).</sub>"
+    )
+
+
+def _short_row(name: str, rung: dict[str, Any]) -> list[str]:
+    chapter, phrase = PHRASES[name]
+    title = f"[{rung['title']}]({chapter}/README.md)" if chapter else rung["title"]
+    shown = [_median(rung, key) for key in ("output_tokens_per_s", "ttft_ms_p50")]
+    return [
+        title,
+        f"{shown[0]:,.0f}",
+        f"{shown[1]:,.0f} ms",
+        f"{_median(rung, 'inter_token_ms_p99'):,.0f} ms",
+        phrase,
+    ]
+
+
+def _median(rung: dict[str, Any], name: str) -> float:
+    found = summarise([run[name] for run in rung["runs"]])
+    assert found is not None, "a rung without a run"
+    return found.median
+
+
+def _work(regime: dict[str, Any]) -> str:
+    return (
+        f"{regime['title']}: {regime['num_requests']} requests, "
+        f"{regime['arrivals_per_s']:g} a second, {regime['num_long']} long"
+    )
+
+
+def _regime(regime: dict[str, Any]) -> str:
+    head = [
+        _work(regime),
+        "output tok/s",
+        "lowest-highest",
+        "TTFT p50 / p99",
+        "between tokens p50 / p99",
+        "KV waste",
+        "prefix hits",
+        "preempted",
+        "guesses right",
+        "tokens a pass",
+        "steps",
+    ]
+    return markdown_table(head, [_row(rung) for rung in regime["rungs"].values()])
+
+
+def _row(rung: dict[str, Any]) -> list[str]:
+    def shown(name: str, form: str) -> str:
+        found = summarise([run[name] for run in rung["runs"] if name in run])
+        return "" if found is None else format(found.median, form)
+
+    speed = [run["output_tokens_per_s"] for run in rung["runs"]]
+    return [
+        rung["title"],
+        shown("output_tokens_per_s", ",.0f"),
+        f"{min(speed):,.0f}-{max(speed):,.0f}",
+        f"{shown('ttft_ms_p50', ',.0f')} / {shown('ttft_ms_p99', ',.0f')} ms",
+        f"{shown('inter_token_ms_p50', '.1f')} / {shown('inter_token_ms_p99', ',.0f')} ms",
+        shown("kv_waste", ".0%"),
+        shown("prefix_hits", ".0%"),
+        shown("preemptions", ",.0f"),
+        shown("acceptance", ".0%"),
+        shown("tokens_per_pass", ".2f"),
+        shown("num_steps", ",.0f"),
+    ]

@@ -1,0 +1,351 @@
+"""What every kernel takes of a GPU that is not there: registers, shared memory, spills.
+
+Triton compiles for any GPU on any machine, down to machine code, and `cuobjdump`, which comes with
+it, reads off what that needs. A kernel that is right and slow for want of registers is found here
+and not on the first GPU that somebody pays for.
+
+    python -m common.workshop.kernels.resources
+                          what `make test` checks: sm_90 every family, sm_80 and sm_100 once
+        --all             every architecture and dtype
+        --all --record    and write the record and the table in `common/kernels`
+
+Checked: nothing is spilled to memory, but what `ALLOWED_STACK_BYTES` names; shared memory fits the
+smallest GPU of a kind; products of 16 bits and tf32x3 use the tensor cores; kernels that promise
+the bits of their specification have no operation that could round otherwise. Not checked, because
+it needs a GPU: whether the kernel is fast. Must run without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from common.engine_config import EngineConfig
+from common.kernels.launch_configurations import attention_shape, launch_configurations
+from common.model_config import ModelConfig
+from common.workshop.bench.bench_record import (
+    describe_environment,
+    made_on,
+    markdown_table,
+    read_record,
+    replace_between_markers,
+    write_record,
+)
+from common.workshop.bench.random_weights import QWEN3_0_6B
+from kernel_launch import DEFAULT_ARCHITECTURE, Launch
+from paged_attention_triton import write_kv_launch
+
+FOLDER = Path(__file__).parent
+RECORD = FOLDER / "records" / "resources.json"
+README = FOLDER.parents[1] / "kernels" / "README.md"
+
+
+def _family(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    has_qk_norm: bool = False,
+) -> ModelConfig:
+    """Only what kernels depend on is that model's."""
+    return replace(
+        QWEN3_0_6B,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        has_qk_norm=has_qk_norm,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+    )
+
+
+FAMILIES = {
+    "Qwen3-0.6B": QWEN3_0_6B,
+    "Llama-3.1-8B": _family(32, 8, 128, 128256, 4096, 14336),
+    "Qwen3-32B": _family(64, 8, 128, 151936, 5120, 25600, has_qk_norm=True),
+    "Qwen2.5-7B": _family(28, 4, 128, 152064, 3584, 18944),
+    "Qwen2.5-0.5B": _family(14, 2, 64, 151936, 896, 4864),
+    "Llama-3.2-1B": _family(32, 8, 64, 128256, 2048, 8192),
+}
+# No supported model has such heads, but the kernels take them.
+LARGE_HEADS = {"head_dim 256": _family(16, 8, 256, 151936, 4096, 8192, has_qk_norm=True)}
+ARCHITECTURES = (80, 89, 90, 100, 120)
+# Of a program, the smallest GPU of a kind: sm_86 and sm_120 have what sm_89 has.
+SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+TENSOR_CORES = ("wgmma.mma_async", "tcgen05.mma", "mma.sync")
+# Operations that IEEE 754 does not define, or that round once where PyTorch rounds twice.
+INEXACT = re.compile(r"\b(?:(?:fma|rcp|rsqrt|ex2|lg2)\.|\w+\.(?:full|approx)\.)\S*f(?:32|64)")
+KINDS = {
+    "bfloat16": (torch.bfloat16, "ieee"),
+    "float16": (torch.float16, "ieee"),
+    "float32": (torch.float32, "ieee"),
+    "float32 as tf32x3": (torch.float32, "tf32x3"),
+}
+# Bytes a thread, by (kernel, kind, family, architecture, tile): exceptions, each with its reason.
+ALLOWED_STACK_BYTES: dict[tuple[str, str, str, int, str], int] = {
+    # Chunks on GPUs whose tensor cores read from registers: a few values.
+    ("paged_attention_kernel", "bfloat16", "Qwen2.5-7B", 80, "64 x 32"): 8,
+    ("paged_attention_kernel", "bfloat16", "Qwen2.5-7B", 89, "64 x 32"): 24,
+    ("split_attention_kernel", "bfloat16", "Qwen2.5-0.5B", 80, "64 x 64"): 16,
+    ("split_attention_kernel", "bfloat16", "Llama-3.2-1B", 80, "64 x 64"): 8,
+    ("split_attention_kernel", "float16", "Qwen2.5-0.5B", 80, "64 x 64"): 16,
+    ("split_attention_kernel", "bfloat16", "Qwen3-32B", 120, "64 x 64"): 16,
+    # With few registers of 255: the compiler's choice.
+    ("split_attention_kernel", "float32", "Qwen3-0.6B", 89, "16 x 32"): 16,
+    ("split_attention_kernel", "float32", "Qwen2.5-0.5B", 80, "16 x 32, looping"): 8,
+    # Three products in place of one, of the widest rows or of version 1.
+    ("split_attention_kernel", "float32 as tf32x3", "head_dim 256", 80, "16 x 16, looping"): 8,
+    ("split_attention_kernel", "float32 as tf32x3", "head_dim 256", 90, "16 x 16, looping"): 32,
+    ("split_attention_kernel", "float32 as tf32x3", "head_dim 256", 100, "16 x 16, looping"): 32,
+    ("split_attention_kernel", "float32 as tf32x3", "head_dim 256", 120, "16 x 16, looping"): 40,
+    ("paged_attention_kernel", "float32 as tf32x3", "head_dim 256", 120, "16 x 16"): 8,
+    ("paged_attention_kernel", "float32 as tf32x3", "Qwen3-0.6B", 90, "16 x 32"): 24,
+    ("paged_attention_kernel", "float32 as tf32x3", "Qwen3-0.6B", 100, "16 x 32"): 8,
+    ("paged_attention_kernel", "float32 as tf32x3", "Qwen3-0.6B", 120, "16 x 32"): 16,
+    ("paged_attention_kernel", "float32 as tf32x3", "Qwen2.5-0.5B", 90, "32 x 32"): 16,
+}
+CHUNKED = EngineConfig(speculative={"method": "draft"})
+WHOLE = EngineConfig(chunked_prefill=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Of one compiled kernel."""
+
+    kernel: str
+    family: str
+    kind: str
+    architecture: int
+    tile: str  # query rows x keys; "": the kernel has none
+    num_warps: int
+    registers: int  # of a thread
+    stack_bytes: int  # of a thread, in memory: spilled registers
+    shared_bytes: int  # of a program
+    tensor_cores: str  # the instruction
+    inexact: str = ""  # an operation, where none is allowed
+
+    @property
+    def has_product(self) -> bool:
+        return self.tile != "" and "merge" not in self.kernel
+
+    def complaints(self) -> Iterator[str]:
+        where = (self.kernel, self.kind, self.family, self.architecture, self.tile)
+        if self.stack_bytes != ALLOWED_STACK_BYTES.get(where, 0):
+            yield f"{where} has {self.stack_bytes} bytes of stack a thread"
+        if self.shared_bytes > SHARED_BYTES[self.architecture]:
+            yield f"{where} wants {self.shared_bytes} bytes of shared memory"
+        if self.has_product and self.kind != "float32" and not self.tensor_cores:
+            yield f"{where} does not use the tensor cores"
+        if self.inexact:
+            yield f"{where} has {self.inexact}, which its specification does not have"
+
+
+def compile_launch(launch: Launch, architecture: int, family: str, kind: str) -> Resources:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = launch.kernel
+    names = list(kernel.arg_names)
+    missing = set(names) ^ (set(launch.arguments) | set(launch.constants))
+    if missing:
+        raise ValueError(f"{kernel.__name__}: {sorted(missing)} are not both its and the launch's")
+    signature = {name: launch.arguments.get(name, "constexpr") for name in names}
+    constants = {(names.index(name),): value for name, value in launch.constants.items()}
+    # PyTorch's memory begins at multiples of 16 bytes and more.
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name][0] == "*" and name not in launch.unaligned
+    }
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    target = GPUTarget("cuda", architecture, 32)
+    compiled = triton.compile(source, target=target, options=launch.options)
+    registers, stack_bytes = read_usage(compiled.asm["cubin"])
+    ptx = compiled.asm["ptx"]
+    rows, keys = (launch.constants.get(name) for name in ("BLOCK_M", "BLOCK_N"))
+    how = ", looping" if launch.constants.get("LOOPS") else ""
+    return Resources(
+        kernel.__name__.strip("_"),
+        family,
+        kind,
+        architecture,
+        f"{rows} x {keys}{how}" if rows else "",
+        launch.num_warps,
+        registers,
+        stack_bytes,
+        compiled.metadata.shared,
+        next((name for name in TENSOR_CORES if name in ptx), ""),
+        "" if launch.enable_fp_fusion else next(iter(INEXACT.findall(ptx)), ""),
+    )
+
+
+def read_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack, of a thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [find_cuobjdump(), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump says nothing of registers: {text}")
+    return int(found.group(1)), int(found.group(2))
+
+
+@cache
+def find_cuobjdump() -> str:
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not path.exists():
+        raise RuntimeError(
+            f"this Triton ({triton.__version__}) has no backends/nvidia/bin/{path.name}"
+        )
+    return str(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The launches of one engine."""
+
+    family: str
+    kind: str
+    architecture: int
+    engine: EngineConfig = CHUNKED
+
+    def launches(self) -> list[Launch]:
+        """And `write_kv`, of a backend of chapter 2 or 6 by itself: the engine has another kernel
+        in its place."""
+        dtype, precision = KINDS[self.kind]
+        model = (FAMILIES | LARGE_HEADS)[self.family]
+        launches = launch_configurations(
+            model, self.engine, dtype, self.architecture, float32_precision=precision
+        )
+        shape = attention_shape(model, self.engine, dtype, self.architecture, precision, False)
+        heads = shape.num_kv_heads, shape.head_dim, shape.block_size, dtype
+        num_heads = shape.num_heads + shape.num_kv_heads
+        strides = num_heads * shape.head_dim, (num_heads + shape.num_kv_heads) * shape.head_dim
+        return [*launches, write_kv_launch(*heads, *strides, shape.cache_strides)]
+
+
+def quick() -> list[Wanted]:
+    """sm_90 every family, every dtype once; sm_80 and sm_100 every kernel once."""
+    first = next(iter(FAMILIES))
+    wanted = [Wanted(family, "bfloat16", 90) for family in FAMILIES]
+    wanted += [Wanted(first, kind, 90) for kind in KINDS if kind != "bfloat16"]
+    wanted += [Wanted(first, "bfloat16", architecture) for architecture in (80, 100)]
+    wanted += [Wanted(first, "bfloat16", architecture, WHOLE) for architecture in (80, 90, 100)]
+    return wanted
+
+
+def everything() -> list[Wanted]:
+    """Every architecture: bfloat16 of every family, other dtypes of each head_dim."""
+    first_of_each_size = ["Qwen3-0.6B", "Qwen2.5-0.5B", *LARGE_HEADS]
+    return [
+        Wanted(family, kind, architecture, engine)
+        for architecture in ARCHITECTURES
+        for kind in KINDS
+        for family in (FAMILIES | LARGE_HEADS if kind == "bfloat16" else first_of_each_size)
+        for engine in (CHUNKED, WHOLE)
+    ]
+
+
+def compile_all(wanted: list[Wanted], every: int = 1) -> list[Resources]:
+    """Each machine code once, though several engines launch it; of them one in `every`."""
+    launches: dict[str, tuple[Wanted, Launch]] = {}
+    for one in wanted:
+        for launch in one.launches():
+            key = f"{launch.kernel.__name__} {one.architecture} {launch.arguments} "
+            launches.setdefault(key + f"{launch.constants} {launch.options}", (one, launch))
+    return [
+        compile_launch(launch, one.architecture, one.family, one.kind)
+        for one, launch in list(launches.values())[::every]
+    ]
+
+
+def table(found: list[Resources]) -> str:
+    """What a kernel takes at most, of each dtype and architecture, over the families."""
+    groups: dict[tuple[str, str, int], list[Resources]] = {}
+    for one in found:
+        tile = f", {one.tile}" if one.tile else ""
+        groups.setdefault((f"{one.kernel}{tile}", one.kind, one.architecture), []).append(one)
+    head = ["kernel, query rows x keys", "dtype", "sm", "registers", "shared KB", "spilled"]
+    rows = [
+        [
+            kernel,
+            kind,
+            architecture,
+            max(one.registers for one in group),
+            f"{max(one.shared_bytes for one in group) / 1024:.1f}",
+            max(one.stack_bytes for one in group),
+        ]
+        for (kernel, kind, architecture), group in sorted(groups.items())
+    ]
+    return markdown_table(head, rows)
+
+
+def make_record(found: list[Resources], arguments: list[str]) -> dict:
+    import triton
+
+    return {
+        "command": " ".join(["python -m common.workshop.kernels.resources", *arguments]),
+        "environment": {**describe_environment(), "triton": triton.__version__},
+        "config": {"block_size": CHUNKED.block_size},
+        "resources": [asdict(one) for one in found],
+    }
+
+
+def make_table_text() -> str:
+    """All on one architecture, and of the others whatever spills."""
+    record = read_record(RECORD)
+    found = [Resources(**one) for one in record["resources"]]
+    shown = table([one for one in found if one.architecture == DEFAULT_ARCHITECTURE])
+    spilling = table([one for one in found if one.stack_bytes])
+    version = record["environment"]["triton"]
+    made = f"{made_on(record)} Compiled by Triton {version}."
+    return f"{shown}\n\nWhat spills, on whatever architecture:\n\n{spilling}\n\n{made}"
+
+
+def write_table() -> None:
+    text = replace_between_markers(
+        README.read_text(encoding="utf-8"), "resources", make_table_text()
+    )
+    README.write_text(text, encoding="utf-8")
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description="What the kernels take of a GPU")
+    parser.add_argument("--all", action="store_true", help="ten minutes of one core")
+    parser.add_argument("--every", type=int, default=1, help="a sample: one in so many")
+    parser.add_argument("--record", action="store_true", help="write the record and the table")
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    options = parser.parse_args(arguments)
+    found = compile_all(everything() if options.all else quick(), options.every)
+    complaints = [complaint for one in found for complaint in one.complaints()]
+    if options.record:
+        write_record(RECORD, make_record(found, arguments))
+        write_table()
+    if options.json:
+        print(json.dumps([asdict(one) for one in found]))
+    else:
+        print(table(found))
+    if complaints:
+        raise SystemExit("\n".join(complaints))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,101 @@
+"""`MUSEUM.md`, and an exhibit as text for a terminal."""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+from pathlib import Path
+
+from common.workshop.museum.exhibit import Exhibit, Workload
+from common.workshop.museum.hall import EXHIBITS, TITLES
+from common.workshop.museum.pictures import shown_in
+from common.workshop.tools.source_patch import ROOT
+
+PAGE = ROOT / "MUSEUM.md"
+_REPOSITORIES = {
+    "nano-vllm": "GeeeekExplorer/nano-vllm",
+    "mini-sglang": "sgl-project/mini-sglang",
+    "vLLM": "vllm-project/vllm",
+    "SGLang": "sgl-project/sglang",
+    "mlx-lm": "ml-explore/mlx-lm",
+}
+_HEAD = """# A museum of bugs
+
+[中文](MUSEUM.zh.md)
+
+{count} bugs that shipped in engines people use, or in this one, each put back into our code as a
+small patch: what a user saw, what it teaches, what our engine says with the bug and without, and
+the test that notices. None of them is stupid. Most are one line, and most pass every test that
+looks at shapes and lengths.
+
+    make museum                     the list
+    make museum BUG=8               the story, the patch, what it does, the first test that fails
+    make museum BUG=8 ARGS=--find   look for it yourself: the symptom first, then clues
+    make museum BUG=8 ARGS=--watch  a page to step through: an engine with the bug, and one without
+
+The bug is put into a copy of the one module, and an import hook
+([`common/workshop/tools/module_swap.py`](common/workshop/tools/module_swap.py)) gives that copy to
+whoever imports it; nothing in your checkout changes. Every exhibit is checked whenever the tests
+run: with the bug it shows its symptom and the named tests fail, without it shows what is right. A
+trap is a number in our list of such bugs; `grep -rn "Trap 10"` finds its tests. A number behind an
+engine's name leads to the report. (This page is made by `python -m common.workshop.museum
+--write`.)
+"""
+
+
+def render() -> str:
+    parts = [_HEAD.format(count=len(EXHIBITS))]
+    numbered = enumerate(EXHIBITS, 1)
+    for chapter, group in groupby(numbered, key=lambda pair: pair[1].chapter):
+        parts.append(f"## {TITLES[chapter]}\n")
+        parts += [_entry(number, exhibit) for number, exhibit in group]
+    return "\n".join(parts)
+
+
+def _entry(number: int, exhibit: Exhibit) -> str:
+    file = exhibit.patch.file
+    tests = ", ".join(_test_link(test) for test in exhibit.tests)
+    return (
+        f"### {number}. {exhibit.title}\n\n"
+        f"*{linked(exhibit.origin)} · trap {exhibit.trap}*\n\n"
+        f"{exhibit.seen}\n\n"
+        f"**What it teaches.** {exhibit.lesson}\n\n"
+        f"In [`{file}`]({file}):\n\n"
+        f"```diff\n{exhibit.patch.diff()}\n```\n\n"
+        f"```text\n{side_by_side(exhibit.wrong, exhibit.right)}\n```\n\n"
+        f"{_to_watch(number, exhibit.watch)}\n\n"
+        f"{shown_in(exhibit)}"
+        f"Caught by {tests}.\n"
+    )
+
+
+def _to_watch(number: int, watch: Workload | str) -> str:
+    if isinstance(watch, str):
+        return f"**To watch.** Nothing. {watch}"
+    return f"**To watch.** {watch.look} (`make museum BUG={number} ARGS=--watch`)"
+
+
+def _test_link(test: str) -> str:
+    file, _, name = test.partition("::")
+    return f"`{name}` in [`{Path(file).name}`]({file})"
+
+
+def linked(origin: str) -> str:
+    """`vLLM #1 #2, SGLang #3` with a link at each number."""
+    parts = []
+    for part in origin.split(", "):
+        engine = part.partition(" #")[0]
+        if engine in _REPOSITORIES:
+            where = f"https://github.com/{_REPOSITORIES[engine]}/issues/"
+            part = re.sub(r"#(\d+)", rf"[#\1]({where}\1)", part)
+        parts.append(part)
+    return ", ".join(parts)
+
+
+def side_by_side(wrong: str, right: str) -> str:
+    """One below the other, so that they can be compared."""
+    rows = []
+    for label, text in (("with the bug", wrong), ("without", right)):
+        first, *rest = text.splitlines()
+        rows += [f"{label:13} {first}", *(f"{'':13} {line}" for line in rest)]
+    return "\n".join(rows)

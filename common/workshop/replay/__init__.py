@@ -1,0 +1,1 @@
+"""Whoever reads the file of a run."""

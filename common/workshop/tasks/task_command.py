@@ -1,0 +1,175 @@
+"""`python -m common.workshop.tasks`, `make task`: see `COURSE.md`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.workshop.tasks import reading
+from common.workshop.tasks.blank import filled
+from common.workshop.tasks.course import EVENINGS, TASKS, blank_of, task_numbered
+from common.workshop.tasks.grade import grade
+from common.workshop.tasks.task import DIFFICULTIES, Task
+from common.workshop.tasks.workbench import Workbench
+from common.workshop.tools.module_swap import VARIABLE
+
+WIDTH = 96
+STOPPED = 130  # as a shell says it of Ctrl-C
+
+
+def main(arguments: Sequence[str] | None = None, bench: Workbench | None = None) -> int:
+    """0: well, 1: the answer is not right yet, 2: the arguments make no sense, 130: Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="python -m common.workshop.tasks", description="Write parts of the engine yourself."
+    )
+    parser.add_argument("number", nargs="?", metavar="N", help="which task, as 3.2; none: the list")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--grade", action="store_true", help="try your answer, whatever it is")
+    one.add_argument("--hint", action="store_true", help="one hint more")
+    one.add_argument("--solution", action="store_true", help="our answer")
+    one.add_argument("--demo", action="store_true", help="run the engine on your answer")
+    one.add_argument("--again", action="store_true", help="begin with a blank; the old is kept")
+    one.add_argument("--write", action="store_true", help="count COURSE.md's lines anew and stop")
+    options = parser.parse_args(arguments)
+    if options.write:
+        reading.write()
+        return 0
+    asked = [name for name, value in vars(options).items() if value is True]
+    if options.number is None and asked:
+        parser.error(f"--{asked[0]} wants a task: a number of the list, such as 3.2")
+    task = None if options.number is None else task_numbered(options.number)
+    if options.number is not None and task is None:
+        known = ", ".join(task.number for task in TASKS)
+        parser.error(f"there is no task {options.number}; there are {known}")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # models here are tiny
+    try:
+        bench = bench or Workbench()
+    except ValueError as error:
+        parser.error(f"{error}. Remove it: your answers stay.")
+    if task is None:
+        print(listed(bench))
+        return 0
+    does = {"grade": _grade, "hint": _hint, "solution": _solution, "demo": _demo, "again": _again}
+    return does[asked[0]](task, bench) if asked else _go_on(task, bench)
+
+
+def listed(bench: Workbench) -> str:
+    lines = []
+    for evening, title in EVENINGS.items():
+        tasks = [task for task in TASKS if task.evening == evening]
+        lines.append(f"\nEvening {evening}: {title} ({sum(t.minutes for t in tasks)} minutes)")
+        for task in tasks:
+            mark = "x" if task.number in bench.progress.passed else " "
+            level = DIFFICULTIES[task.difficulty]
+            lines.append(f" [{mark}] {task.number}  {task.title:52} {task.minutes:2} min  {level}")
+    left = _open_tasks(bench, TASKS)
+    lines.append(f"\n{len(TASKS) - len(left)} of {len(TASKS)} done.")
+    if left:
+        lines[-1] += f" The first of the others: make task N={left[0].number}"
+    return "\n".join(lines)
+
+
+def _open_tasks(bench: Workbench, tasks: Sequence[Task]) -> list[Task]:
+    return [task for task in tasks if task.number not in bench.progress.passed]
+
+
+def _go_on(task: Task, bench: Workbench) -> int:
+    """Begin it, or try what is there."""
+    if not bench.is_open(task):
+        return _begin(task, bench.open(task))
+    if bench.is_blank(task):
+        where = f"{bench.name(bench.file(task))} is there, and still blank."
+        return _begin(task, [where])
+    return _grade(task, bench)
+
+
+def _again(task: Task, bench: Workbench) -> int:
+    return _begin(task, bench.open(task, anew=True))
+
+
+def _begin(task: Task, told: list[str]) -> int:
+    level = DIFFICULTIES[task.difficulty]
+    _say(f"Task {task.number}. {task.title} ({task.minutes} minutes, {level})")
+    _say("\n".join(told))
+    where = f"{Path(task.file).name}, line {blank_of(task).line}"
+    _say(f"Write in {where}, in {task.place}, in the place of `raise`:")
+    _say(textwrap.indent(filled(task.write, WIDTH - 4), "    "))
+    again = f"make task N={task.number}"
+    _say(
+        f"When you have written something: {again}\n"
+        f"A hint ({len(task.hints)} in all): {again} ARGS=--hint"
+    )
+    return 0
+
+
+def _grade(task: Task, bench: Workbench) -> int:
+    if not bench.is_open(task):
+        told = bench.open(task)
+        if bench.is_blank(task):
+            _say(f"There is no answer to task {task.number} in {bench.name(bench.file(task))}.")
+            return _begin(task, told)
+        _say("\n".join(told))
+    verdict = grade(task, bench.file(task))
+    _say(verdict.text)
+    again = f"make task N={task.number}"
+    if not verdict.is_right:
+        _say(f"Try again: {again}    A hint: {again} ARGS=--hint")
+        return 1
+    bench.passed(task)
+    _say(f"Compare it with ours: {again} ARGS=--solution")
+    if task.engine is not None:
+        _say(f"Run the engine on your lines: {again} ARGS=--demo")
+    here = TASKS.index(task)
+    following = _open_tasks(bench, (*TASKS[here:], *TASKS[:here]))
+    if following:
+        _say(f"The next: make task N={following[0].number}    ({following[0].title})")
+    return 0
+
+
+def _hint(task: Task, bench: Workbench) -> int:
+    found = bench.next_hint(task)
+    if found is None:
+        _say(f"These were all {len(task.hints)} hints:")
+        for number, hint in enumerate(task.hints, 1):
+            _say(textwrap.fill(f"{number}. {hint}", WIDTH, subsequent_indent="   "))
+        _say(f"Our answer: make task N={task.number} ARGS=--solution")
+    else:
+        number, hint = found
+        _say(textwrap.fill(f"Hint {number} of {len(task.hints)}: {hint}", WIDTH))
+    return 0
+
+
+def _solution(task: Task, bench: Workbench) -> int:
+    blank = blank_of(task)
+    _say(f"{task.file}, line {blank.first_line}, in {task.place}:")
+    _say(textwrap.indent(textwrap.dedent(blank.solution), "    ").rstrip())
+    return 0
+
+
+def _demo(task: Task, bench: Workbench) -> int:
+    """In a process of its own: nothing is imported before the reader's module is in its place."""
+    if task.engine is None:
+        _say(
+            f"The engine does not run {task.place}: its chapter's notebook and tests do. "
+            f"There is nothing to show here."
+        )
+        return 0
+    if not bench.is_open(task) or bench.is_blank(task):
+        _say(f"There is no answer to run yet. Begin: make task N={task.number}")
+        return 1
+    swap = f"{task.module}={bench.file(task).resolve()}"
+    command = [sys.executable, "-m", "common.workshop.tasks.demo_on_yours", task.number]
+    try:
+        return subprocess.run(command, env={**os.environ, VARIABLE: swap}).returncode
+    except KeyboardInterrupt:
+        _say("The demo was stopped.")
+        return STOPPED
+
+
+def _say(text: str) -> None:
+    print(f"{text}\n", flush=True)

@@ -1,0 +1,347 @@
+"""The tasks as they are written, their blanks, the workbench, and the command."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from common.workshop.tasks import task_command
+from common.workshop.tasks.blank import make_blank, signature
+from common.workshop.tasks.course import EVENINGS, TASKS, blank_of, task_numbered
+from common.workshop.tasks.grade import Verdict
+from common.workshop.tasks.task import Task
+from common.workshop.tasks.task_command import main
+from common.workshop.tasks.workbench import FOLDER, Workbench
+from common.workshop.tools.source_patch import ROOT
+
+EVERY_TASK = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.number)
+ONE = TASKS[0]
+
+
+def test_eighteen_tasks_and_more_over_six_evenings_each_from_easy_to_hard() -> None:
+    assert len(TASKS) >= 18
+    numbers = {
+        evening: [task.number for task in group]
+        for evening, group in groupby(TASKS, key=lambda task: task.evening)
+    }
+    assert list(numbers) == list(EVENINGS)
+    for evening, found in numbers.items():
+        assert found == [f"{evening}.{i + 1}" for i in range(len(found))] and len(found) >= 3
+        first = task_numbered(f"{evening}.1")
+        assert first is not None and first.difficulty == 1
+    assert len({task.title for task in TASKS}) == len(TASKS)
+
+
+@EVERY_TASK
+def test_a_task_says_what_to_write_and_what_must_hold(task: Task) -> None:
+    assert "Keep this:" in task.write
+    assert 2 <= len(task.hints) <= 4 and task.mistakes
+    assert 5 <= task.minutes <= 30
+    assert max(map(len, blank_of(task).stub.splitlines())) <= 100
+    lines = task.write.splitlines()
+    assert all(line.startswith("    ") or "  " not in line for line in lines), "not a drawing"
+
+
+@EVERY_TASK
+def test_blank_and_solution_are_the_source_byte_for_byte(task: Task) -> None:
+    blank = blank_of(task)
+    assert blank.solved == task.source()
+    assert blank.solution.strip() and blank.solution not in blank.text
+    ours, theirs = (
+        {
+            (n.name, signature(n))
+            for n in ast.walk(ast.parse(text))
+            if isinstance(n, ast.FunctionDef)
+        }
+        for text in (task.source(), blank.text)
+    )
+    assert theirs <= ours and task.place.rpartition(".")[2] in {name for name, _ in theirs}
+
+
+@EVERY_TASK
+def test_each_typical_mistake_is_another_program(task: Task) -> None:
+    texts = [task.source(), *(mistake.apply() for mistake in task.mistakes)]
+    assert {mistake.module for mistake in task.mistakes} == {task.module}
+    assert len({ast.dump(ast.parse(text)) for text in texts}) == len(texts)
+    blank = blank_of(task)
+    for text in texts:  # the mistake is in what the reader writes
+        assert text.startswith(blank.before) and text.endswith(blank.after)
+
+
+SOURCE = '''\
+class A:
+    def f(self, n: int, *, m: int = 2) -> int:
+        """It says."""
+        # This would tell.
+        if n:
+            return m
+        return n  # to the end
+
+    def g(self):
+        a = 1
+        b = a
+        for c in range(3):
+            b += c
+        return b
+'''
+
+
+def test_a_body_is_taken_out_and_the_docstring_stays() -> None:
+    blank = make_blank(SOURCE, "A.f", (), "A title", "Some words.\n\n    a   drawing", "1.1")
+    lines = blank.text.splitlines()
+    assert lines[2:9] == [
+        '        """It says."""',
+        "        # Task 1.1: A title",
+        "        #",
+        "        # Some words.",
+        "        #",
+        "        #     a   drawing",
+        '        raise NotImplementedError("task 1.1: not written yet")',
+    ]
+    assert lines[9:] == SOURCE.splitlines()[7:]
+    assert (blank.line, blank.first_line) == (9, 4)
+
+
+def test_statements_are_taken_out_by_the_names_that_they_bind() -> None:
+    assert make_blank(SOURCE, "A.g", ("b", "c"), "", "", "").solution == (
+        "        b = a\n        for c in range(3):\n            b += c\n"
+    )
+    assert make_blank(SOURCE, "A.g", ("b",), "", "", "").solution == "        b = a\n"
+
+
+@pytest.mark.parametrize(("place", "names"), [("A.h", ()), ("B", ()), ("A.g", ("c", "b"))])
+def test_what_is_not_there_can_not_be_taken_out(place: str, names: tuple[str, ...]) -> None:
+    with pytest.raises(LookupError):
+        make_blank(SOURCE, place, names, "", "", "")
+
+
+def test_a_signature_is_without_its_types() -> None:
+    (function,) = ast.parse("def f(a: int, /, *b: str, c: float = 2, **d) -> None: ...").body
+    assert isinstance(function, ast.FunctionDef)
+    assert signature(function) == "(a, /, *b, c=2, **d)"
+
+
+def test_the_readers_folder_is_none_of_gits_business() -> None:
+    if (ROOT / ".git").exists():  # else an unpacked source archive, and there may be no git
+        path = FOLDER / "block_pool.py"
+        asked = subprocess.run(["git", "check-ignore", "-q", str(path)], cwd=ROOT)
+        assert asked.returncode == 0
+    assert FOLDER == ROOT / "my"
+
+
+# -- the workbench
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Workbench:
+    return Workbench(tmp_path / "my")
+
+
+def two_of_one_file() -> tuple[Task, Task]:
+    one, other = (task for task in TASKS if task.module == "rejection_sampler")
+    return one, other
+
+
+def test_an_answer_is_set_aside_for_another_task_and_comes_back(bench: Workbench) -> None:
+    one, other = two_of_one_file()
+    assert bench.open(one) == [f"Written: my/rejection_sampler.py, which is {one.file} without "
+                               "the answer."]  # fmt: skip
+    bench.file(one).write_text("my answer\n")
+    told = bench.open(other)
+    assert "(task 5.3) is now my/answers/5.3_rejection_sampler.py" in told[0]
+    assert bench.is_open(other) and bench.is_blank(other) and not bench.is_open(one)
+    again = Workbench(bench.folder)  # it was remembered
+    told = again.open(one)
+    assert told == ["Your answer to task 5.3 is back in my/rejection_sampler.py."]
+    assert again.file(one).read_text() == "my answer\n"
+
+
+def test_nothing_that_was_written_is_lost(bench: Workbench) -> None:
+    one, _ = two_of_one_file()
+    for text in ("first", "second", "third"):
+        bench.open(one, anew=True)
+        assert bench.is_blank(one)
+        bench.file(one).write_text(text)
+    bench.open(one, anew=True)
+    kept = sorted(path.name for path in (bench.folder / "answers").iterdir())
+    names = ["5.3_rejection_sampler.py", "5.3_rejection_sampler_2.py", "5.3_rejection_sampler_3.py"]
+    assert kept == names
+    assert [(bench.folder / "answers" / name).read_text() for name in names] == [
+        "third",
+        "first",
+        "second",
+    ]
+
+
+def test_the_answer_that_comes_back_is_the_last_and_not_the_one_given_up(bench: Workbench) -> None:
+    one, other = two_of_one_file()
+    bench.open(one)
+    bench.file(one).write_text("given up")
+    bench.open(one, anew=True)
+    bench.file(one).write_text("better")
+    told = bench.open(other)
+    assert "5.3_rejection_sampler.py is now my/answers/5.3_rejection_sampler_2.py" in told[0]
+    bench.open(one)
+    assert bench.file(one).read_text() == "better"
+    kept = bench.folder / "answers" / "5.3_rejection_sampler_2.py"
+    assert kept.read_text() == "given up"
+
+
+def test_a_file_in_another_encoding_is_an_answer_and_can_be_set_aside(bench: Workbench) -> None:
+    bench.open(ONE)
+    bench.file(ONE).write_bytes("caf\u00e9".encode("latin-1"))
+    assert not bench.is_blank(ONE)
+    bench.open(ONE, anew=True)
+    assert (bench.folder / "answers" / "1.1_request.py").read_bytes() == b"caf\xe9"
+    bench.file(ONE).write_text(blank_of(ONE).text, encoding="utf-8-sig")
+    assert bench.is_blank(ONE)
+
+
+def test_a_file_that_this_command_did_not_write_is_kept_too(bench: Workbench) -> None:
+    bench.folder.mkdir()
+    bench.file(ONE).write_text("not yours")
+    told = bench.open(ONE)
+    assert "is now my/answers/unknown_request.py" in told[0]
+    assert (bench.folder / "answers" / "unknown_request.py").read_text() == "not yours"
+
+
+# -- the command
+
+
+def test_the_list_has_every_task_by_evening_with_its_time(
+    bench: Workbench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.passed(ONE)
+    assert main([], bench) == 0
+    shown = capsys.readouterr().out
+    for task in TASKS:
+        (line,) = (line for line in shown.splitlines() if f" {task.number} " in line)
+        assert task.title in line and f"{task.minutes:2} min" in line
+        assert line.startswith(" [x]" if task is ONE else " [ ]")
+    assert all(f"Evening {number}: {title}" in shown for number, title in EVENINGS.items())
+    assert f"1 of {len(TASKS)} done" in shown
+
+
+def test_a_blank_is_written_and_said_where(
+    bench: Workbench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["1.1"], bench) == 0
+    shown = capsys.readouterr().out
+    assert "Written: my/request.py" in shown and "Keep this:" in shown
+    assert "make task N=1.1 ARGS=--hint" in shown
+    assert bench.file(ONE).read_text(encoding="utf-8") == blank_of(ONE).text
+    assert main(["1.1"], bench) == 0
+    assert "still blank" in capsys.readouterr().out
+
+
+def test_an_answer_is_graded_and_what_passed_is_remembered(
+    bench: Workbench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts = [Verdict(False, "NOT YET"), Verdict(True, "RIGHT")]
+    monkeypatch.setattr(task_command, "grade", lambda task, file: verdicts.pop(0))
+    main(["1.1"], bench)
+    bench.file(ONE).write_text("mine")
+    assert main(["1.1"], bench) == 1
+    assert "NOT YET" in capsys.readouterr().out and not bench.progress.passed
+    assert main(["1.1"], bench) == 0
+    shown = capsys.readouterr().out
+    assert "RIGHT" in shown and "make task N=1.2" in shown
+    assert Workbench(bench.folder).progress.passed == ["1.1"]
+    assert bench.file(ONE).read_text() == "mine"
+
+
+def test_an_answer_that_was_set_aside_is_graded_when_asked(
+    bench: Workbench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_command, "grade", lambda task, file: Verdict(False, file.read_text()))
+    one, other = two_of_one_file()
+    assert main([one.number, "--grade"], bench) == 0
+    assert "There is no answer to task 5.3" in capsys.readouterr().out
+    bench.file(one).write_text("MINE")
+    bench.open(other)
+    assert main([one.number, "--grade"], bench) == 1
+    shown = capsys.readouterr().out
+    assert "Your answer to task 5.3 is back" in shown and "MINE" in shown
+    assert "There is no answer" not in shown
+
+
+def test_hints_come_one_at_a_time(bench: Workbench, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(1, len(ONE.hints) + 1):
+        main(["1.1", "--hint"], bench)
+        shown = " ".join(capsys.readouterr().out.split())
+        told = [" ".join(hint.split()) in shown for hint in ONE.hints]
+        assert told == [n == number for n in range(1, len(ONE.hints) + 1)]
+    main(["1.1", "--hint"], bench)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(" ".join(hint.split()) in shown for hint in ONE.hints) and "--solution" in shown
+
+
+def test_the_solution_is_the_sources(bench: Workbench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["1.2", "--solution"], bench) == 0
+    shown = capsys.readouterr().out
+    assert "01_batching/fcfs_scheduler.py, line " in shown
+    assert "    admitted: dict[str, int] = {}\n    while self.waiting" in shown
+
+
+def test_again_begins_anew_and_keeps_the_old(
+    bench: Workbench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["1.1"], bench)
+    bench.file(ONE).write_text("old")
+    assert main(["1.1", "--again"], bench) == 0
+    assert "is now my/answers/1.1_request.py" in capsys.readouterr().out
+    assert bench.is_blank(ONE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["9.9"], "there is no task 9.9"),
+        (["--hint"], "--hint wants a task"),
+        (["1.1", "--hint", "--demo"], "not allowed with"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    arguments: list[str], words: str, bench: Workbench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments, bench)
+    assert words in capsys.readouterr().err
+    assert not bench.folder.exists()
+
+
+def test_progress_that_can_not_be_read_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "progress.json").write_text("{")
+    monkeypatch.setattr(task_command, "Workbench", lambda: Workbench(tmp_path / "my"))
+    with pytest.raises(SystemExit):
+        main(["1.1"])
+    assert "my/progress.json can not be read" in capsys.readouterr().err
+
+
+def test_nothing_is_run_where_there_is_no_answer_or_no_engine_for_it(
+    bench: Workbench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["1.1", "--demo"], bench) == 1
+    assert "no answer to run yet" in capsys.readouterr().out
+    assert main(["4.1", "--demo"], bench) == 0
+    assert "nothing to show here" in capsys.readouterr().out
+
+
+def test_a_demo_that_is_stopped_ends_with_a_sentence(
+    bench: Workbench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments, **options) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(task_command.subprocess, "run", interrupted)
+    main(["1.1"], bench)
+    bench.file(ONE).write_text("mine")
+    assert main(["1.1", "--demo"], bench) == 130
+    assert "The demo was stopped." in capsys.readouterr().out

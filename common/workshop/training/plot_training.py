@@ -1,0 +1,142 @@
+"""The loss curves of the shipped checkpoints, and their model cards, from the records of the runs.
+
+    python common/workshop/training/plot_training.py
+
+Reads `common/checkpoints/*/training_record.json` and `tiny-draft/evaluation.json`, writes
+`common/workshop/figures/training.svg` and the `README.md` of each checkpoint. Nothing is typed in
+by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from common.workshop.tools.palette import DRAFT, INK, label_line, save
+
+HERE = Path(__file__).parent
+CHECKPOINTS = HERE.parents[1] / "checkpoints"
+ROLES = {"tiny": "target", "tiny-draft": "draft"}
+
+CARD = """---
+license: mit
+library_name: transformers
+pipeline_tag: text-generation
+language: code
+---
+
+# {name}
+
+{what} It was trained from scratch, offline, by
+
+    {command}
+
+on {tokens:.1f} million tokens of the source files of the Python {python} standard library (each
+counted as often as it was seen), on {device}. The source is under the Python Software Foundation
+licence; the weights, tokenizer and code of this repository are under the MIT licence.
+
+| | |
+|---|---|
+| architecture | Qwen3: {layers} layers, width {hidden}, {heads} heads, {kv_heads} key-value heads of {head_dim} |
+| parameters | {parameters:,} ({flops:,} FLOPs a token at short context) |
+| vocabulary | {vocab:,} tokens, byte-level BPE; `<|endoftext|>` (id 0) ends a document |
+| trained context | {context} tokens |
+| held-out loss, float32 | {nats32:.3f} nats a token, {bits32:.3f} bits a byte |
+| held-out loss, bfloat16 as stored | {nats16:.3f} nats a token, {bits16:.3f} bits a byte |
+{agreement}
+Held-out files, in neither the training text nor the tokenizer's: {held_out}.
+
+It writes text that looks like Python. It does not write programs that work, it knows nothing, and
+greedy output repeats itself. It exists so that a serving engine can be run, tested and measured with
+a real checkpoint on any computer.
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained("common/checkpoints/{name}")
+    tokenizer = AutoTokenizer.from_pretrained("common/checkpoints/{name}")
+
+The loss curve is in `training_record.json`, and drawn in `common/workshop/figures/training.svg`. This card is
+written by `python common/workshop/training/plot_training.py`.
+"""  # noqa: E501
+
+WHAT = {
+    "tiny": "The language model that ships with vllm-from-scratch.",
+    "tiny-draft": "The draft model for speculative decoding with `tiny`, whose next-token "
+    "distribution it was trained to imitate.",
+}
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def draw(records: dict[str, dict]) -> Figure:
+    figure, axes = plt.subplots(figsize=(8.5, 4.4), layout="constrained")
+    for (name, record), color in zip(records.items(), (INK, DRAFT), strict=True):
+        tokens = [point["tokens"] / 1e6 for point in record["curve"]]
+        losses = [point["held_out_nats"] for point in record["curve"]]
+        axes.plot(tokens, losses, "o-", color=color)
+        label_line(axes, tokens[-1], losses[-1], name, color)
+    axes.set(xlabel="tokens trained on, millions", ylabel="held-out loss, nats a token")
+    axes.set_title("Training of the shipped checkpoints")
+    axes.margins(x=0.12)
+    axes.grid()
+    return figure
+
+
+def write_card(name: str, record: dict) -> None:
+    folder = CHECKPOINTS / name
+    config = read(folder / "config.json")
+    agreement = ""
+    if name == "tiny-draft":
+        evaluation = read(folder / "evaluation.json")
+        agreement = (
+            f"| agreement | on {evaluation['greedy_agreement']:.1%} of held-out positions its "
+            "most likely token is `tiny`'s |\n"
+            f"| cost | {evaluation['flops_ratio']:.1f} times fewer FLOPs a token than `tiny` |\n"
+        )
+    hardware = record["hardware"]
+    text = CARD.format(
+        name=name,
+        what=WHAT[name],
+        command=record["command"],
+        tokens=record["config"]["tokens_total"] / 1e6,
+        python=record["corpus"]["python"],
+        device=f"{hardware['threads']} threads of a {hardware['machine']} CPU"
+        if hardware["device"] == "cpu"
+        else hardware["device"],
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        parameters=record["parameters"],
+        flops=record["flops_per_token"],
+        vocab=config["vocab_size"],
+        context=record["config"]["long_seq_len"],
+        nats32=record["held_out_float32"]["nats_per_token"],
+        bits32=record["held_out_float32"]["bits_per_byte"],
+        nats16=record["held_out_bfloat16"]["nats_per_token"],
+        bits16=record["held_out_bfloat16"]["bits_per_byte"],
+        agreement=agreement,
+        held_out=", ".join(f"`{path}`" for path in record["corpus"]["held_out"]),
+    )
+    (folder / "README.md").write_text(text)
+
+
+def main() -> None:
+    records = {name: read(CHECKPOINTS / name / "training_record.json") for name in ROLES}
+    save({"training": lambda: draw(records)}, HERE.parent / "figures")
+    for name, record in records.items():
+        write_card(name, record)
+    print("wrote common/workshop/figures/training.svg and the model cards")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""The page in a real browser. A test opens it and drives it; what goes wrong behind its back (an
+error on the console, an exception, a look at the network) fails the test that it happened in.
+
+Without a browser these tests are skipped, except in a CI, where it has to be there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+
+from common.workshop.watch.chromium import BrowserUnavailableError, started_browser
+from common.workshop.watch.films import FILMS, Shot, shoot
+from common.workshop.watch.page_maker import Reel, make_page
+from common.workshop.watch.workloads import Cast, load_cast
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+OpenPage = Callable[..., "Page"]
+OpenRun = Callable[..., "RunPage"]
+_CHECKS = (Path(__file__).parent / "page_checks.js").read_text(encoding="utf-8").strip()
+LIMIT_MS = 10_000  # for anything that a test waits for
+LOCALES = {"en": "en-US", "zh": "zh-CN"}
+
+
+class RunPage:
+    """A page with a run on it, and how a reader uses it."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        page.wait_for_selector("html[data-ready]", state="attached")
+        self.settle()
+
+    def settle(self) -> None:
+        """What was asked for is drawn."""
+        self.ask("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+
+    def ask(self, script: str, argument: Any = None) -> Any:
+        return self.page.evaluate(script, argument)
+
+    def check(self, name: str, argument: Any = None) -> Any:
+        """What a function of `page_checks.js` finds."""
+        return self.ask(f"(argument) => ({_CHECKS})[{name!r}](argument)", argument)
+
+    def press(self, *keys: str) -> None:
+        for key in keys:
+            self.page.keyboard.press(key)
+        self.settle()
+
+    def show(self, **changes: Any) -> None:
+        """As a link or a click would: `show(step=3, request="b")`."""
+        self.ask("(changes) => Watch.set(changes)", changes)
+        self.settle()
+
+    def text(self, selector: str) -> str:
+        """What can be seen of it."""
+        return self.page.locator(selector).first.inner_text()
+
+    def texts(self, selector: str) -> list[str]:
+        return self.page.locator(selector).all_inner_texts()
+
+    @property
+    def step(self) -> int:
+        """As the page says it."""
+        return int(self.text("output.now").split()[1])
+
+    @property
+    def hash(self) -> str:
+        """The address, when what was shown last had the time to be written there."""
+        self.page.wait_for_timeout(450)
+        return self.ask("() => location.hash")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One for the tests of a module. (For longer, it would keep other tests from using asyncio.)"""
+    try:
+        with started_browser() as started:
+            yield started
+    except BrowserUnavailableError as failure:
+        if os.environ.get("VLLM_FS_REQUIRE_BROWSER") or os.environ.get("CI"):
+            pytest.fail(f"the CI has to test the page in a browser: {failure}")
+        pytest.skip(str(failure))
+
+
+@pytest.fixture
+def complaints() -> list[str]:
+    """What went wrong behind the test's back, so far. A test that means it clears the list."""
+    return []
+
+
+@pytest.fixture
+def open_page(browser: Browser, complaints: list[str]) -> Iterator[OpenPage]:
+    """`open_page(path, at="step=3")`: the page of an HTML file, once it is loaded."""
+    contexts = []
+
+    def _open(
+        path: Path,
+        width: int = 1280,
+        height: int = 800,
+        *,
+        at: str = "",
+        language: str = "en",
+        colours: Literal["light", "dark"] = "light",
+        **options: Any,
+    ) -> Page:
+        context = browser.new_context(
+            viewport={"width": width, "height": height},
+            locale=LOCALES[language],
+            color_scheme=colours,
+            reduced_motion="reduce",
+            offline=True,
+            **options,
+        )
+        contexts.append(context)
+        context.set_default_timeout(LIMIT_MS)
+        page = context.new_page()
+        page.on("console", lambda message: _note_console(message, complaints))
+        page.on("pageerror", lambda error: complaints.append(f"exception: {error}"))
+        page.on("request", lambda request: _note_request(request.url, path, complaints))
+        page.goto(f"{path.resolve().as_uri()}#{at}" if at else path.resolve().as_uri())
+        return page
+
+    yield _open
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+@pytest.fixture
+def open_run(open_page: OpenPage, tmp_path: Path) -> OpenRun:
+    """`open_run(text, other)`: the page of one run or of two, each the text of a file of events."""
+    numbers = count()
+
+    def _open(*texts: str, settings: dict[str, Any] | None = None, **how: Any) -> RunPage:
+        reels = [Reel(label, text) for label, text in zip(("this run", "the other"), texts)]
+        path = tmp_path / f"{next(numbers)}.html"
+        path.write_text(make_page(reels, **settings or {}), encoding="utf-8", newline="\n")
+        return RunPage(open_page(path, **how))
+
+    return _open
+
+
+@pytest.fixture(scope="session")
+def default_run_text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The small run that `make watch` shows: a real engine, and a little of everything."""
+    from common.workshop.watch.workloads import default_run
+
+    path = tmp_path_factory.mktemp("default") / "run.jsonl"
+    default_run(path)
+    return path.read_text(encoding="utf-8")
+
+
+def _note_console(message: Any, complaints: list[str]) -> None:
+    if message.type in ("error", "warning"):
+        complaints.append(f"console, {message.type}: {message.text}")
+
+
+def _note_request(url: str, path: Path, complaints: list[str]) -> None:
+    own = path.resolve().as_uri()
+    if not (url.partition("#")[0] == own or url.startswith(("data:", "blob:"))):
+        complaints.append(f"request: {url}")
+
+
+# -- the chapters' films
+
+
+@pytest.fixture(scope="session")
+def cast() -> Cast:
+    """What films are made with."""
+    return load_cast()
+
+
+@pytest.fixture(scope="session")
+def shots(tmp_path_factory: pytest.TempPathFactory, cast: Cast) -> dict[int, Shot]:
+    """Each chapter's film, made once."""
+    folder = tmp_path_factory.mktemp("films")
+    return {chapter: shoot(film, folder, cast) for chapter, film in FILMS.items()}

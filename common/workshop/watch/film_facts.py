@@ -1,0 +1,281 @@
+"""What a film shows, read from its events: the numbers, requests and blocks that captions name.
+
+Each function takes the films of a chapter and returns the words for its caption. Where a film does
+not show what the chapter is about, it raises `NotShown`: then there is no caption, and no page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import TypeVar
+
+from common.events.event_kinds import (
+    Admitted,
+    Computed,
+    Event,
+    Evicted,
+    Finished,
+    Matched,
+    Planned,
+    Preempted,
+    Split,
+    Taken,
+)
+from common.workshop.replay.film import Cell, Film
+
+Facts = dict[str, int | str]
+Kind = TypeVar("Kind", bound=Event)
+
+
+class NotShown(ValueError):
+    """The film does not show this."""
+
+
+def _require(is_shown: object, what: str) -> None:
+    if not is_shown:
+        raise NotShown(f"the film does not show {what}")
+
+
+def happened(film: Film, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
+    """All events of a kind, each with its step."""
+    for part in film.steps():
+        for event in part.events:
+            if isinstance(event, kind):
+                yield part.number, event
+
+
+def first(
+    film: Film, kind: type[Kind], is_it: Callable[[int, Kind], object], what: str
+) -> tuple[int, Kind]:
+    found = next((pair for pair in happened(film, kind) if is_it(*pair)), None)
+    if found is None:
+        raise NotShown(f"the film does not show {what}")
+    return found
+
+
+def _first(film: Film, kind: type[Kind], what: str) -> tuple[int, Kind]:
+    return first(film, kind, lambda *_: True, what)
+
+
+def cells(film: Film) -> list[list[Cell]]:
+    """Of each step, what it computed."""
+    found: list[list[Cell]] = []
+    for part in film.steps():
+        found.append([])
+        for position, event in enumerate(part.events, part.first + 1):
+            if isinstance(event, Planned):
+                found[-1] += film.state_behind(position).cells(event)
+    return found
+
+
+def _listed(blocks: Sequence[int]) -> str:
+    return ", ".join(map(str, blocks))
+
+
+def _outputs(film: Film) -> dict[str, list[int]]:
+    return {name: request.outputs for name, request in film.last_state().requests.items()}
+
+
+def _check_same_answers(films: Sequence[Film]) -> None:
+    first_answers, *others = map(_outputs, films)
+    _require(all(answers == first_answers for answers in others), "the same tokens in both runs")
+
+
+def static_and_continuous(static: Film, continuous: Film) -> Facts:
+    _check_same_answers([static, continuous])
+    end, finished = _first(static, Finished, "that somebody ends")
+    longest = max(static.state_after(end + 1).running, key=lambda name: _end_of(static, name))
+    joined, newcomer = first(
+        continuous, Admitted, lambda step, _: step > 0, "that somebody joins a running batch"
+    )
+    _require(joined == end + 1 and newcomer.request != finished.request, "a seat that is used")
+    name = newcomer.request
+    late, _ = first(static, Admitted, lambda _, e: e.request == name, f"{name!r} at last")
+    for step in range(joined, late):
+        reason = static.state_after(step).reason_to_wait(name)
+        _require(reason == "constraint", f"that {name!r} waits for the batch in step {step}")
+    _require(late == _end_of(static, longest) + 1, f"that {name!r} waits for {longest!r}")
+    return {
+        "ended": finished.request,
+        "end": end,
+        "joined": joined,
+        "newcomer": name,
+        "longest": longest,
+        "longest_end": late - 1,
+        "late": late,
+        "num_requests": len(static.last_state().requests),
+        "num_seats": static.run.max_num_seqs,
+        "static_steps": static.num_steps,
+        "continuous_steps": continuous.num_steps,
+    }
+
+
+def _end_of(film: Film, name: str) -> int:
+    return first(film, Finished, lambda _, e: e.request == name, f"the end of {name!r}")[0]
+
+
+def growing_tables(film: Film) -> Facts:
+    """Until a block that somebody has given back is taken by one of the two."""
+    gone, left = _first(film, Finished, "that somebody ends")
+    given_back = set(film.state_after(gone - 1).requests[left.request].table)
+    names = list(film.last_state().requests)[:2]
+    step, taken = first(
+        film,
+        Taken,
+        lambda step, e: step > gone and e.request in names and set(e.blocks) & given_back,
+        "a block in a second table",
+    )
+    state = film.state_after(step)
+    tables = [state.requests[name].table for name in names]
+    turns = [block in tables[0] for block in sorted(tables[0] + tables[1])]
+    _require(sum(a != b for a, b in pairwise(turns)) >= 4, "two tables that interleave")
+    return {
+        "a": names[0],
+        "b": names[1],
+        "c": left.request,
+        "gone": gone,
+        "step": step,
+        "taker": str(taken.request),
+        "block": taken.blocks[0],
+        "table_a": _listed(tables[0]),
+        "table_b": _listed(tables[1]),
+        "block_size": film.run.block_size,
+    }
+
+
+def shared_prefix(film: Film) -> Facts:
+    """A match that cuts a node; later an eviction, and a match that still finds the trunk."""
+    step, match = _first(film, Matched, "a match")
+    name, trunk = str(match.request), match.blocks
+    _, split = first(film, Split, lambda at, _: at == step, "a split with the first match")
+    others = [other for other in film.state_after(step).users_of(trunk[0]) if other != name]
+    _require(others, "that somebody else has these blocks")
+    owner = others[0]
+    _require(split.block not in trunk, "a split behind what is shared")
+    own = film.state_after(_end_of(film, owner) - 1).requests[owner].table[len(trunk) :]
+    _require(split.block == own[0], f"a split at the first block of {owner!r} alone")
+    late, _ = _first(film, Evicted, "an eviction")
+    back, again = first(
+        film, Matched, lambda at, e: at > late and e.blocks == trunk, "a match of what is left"
+    )
+    kept = film.state_after(_end_of(film, owner)).cached
+    own = [block for block in own if block in kept]  # full ones
+    gone = [(at, block) for at, e in happened(film, Evicted) for block in e.blocks if at < back]
+    _require([block for _, block in gone] == own[::-1], f"that {owner!r}'s end goes, last first")
+    prompt = len(film.last_state().requests[name].prompt)
+    num_cached = film.last_state().requests[name].num_cached_tokens
+    return {
+        "a": owner,
+        "b": name,
+        "step": step,
+        "last": trunk[-1],
+        "num_trunk": len(trunk),
+        "num_prompt": prompt,
+        "num_computed": prompt - num_cached,
+        "cut": split.block,
+        "late": gone[-1][0],
+        "gone": " and ".join(f"block {block} in step {at}" for at, block in gone),
+        "gone_zh": "，".join(f"第 {at} 步的块 {block}" for at, block in gone),
+        "back": back,
+        "c": str(again.request),
+    }
+
+
+def preemption_and_return(film: Film) -> Facts:
+    step, preempted = _first(film, Preempted, "a preemption")
+    name = preempted.request
+    before = film.state_after(step - 1)
+    table = list(before.requests[name].table)
+    _require(not before.free, "that no block is free")
+    _require(list(before.running)[-1] == name, "that the last admitted is the victim")
+    _, taken = first(film, Taken, lambda at, _: at == step, "who needs a block")
+    _require(taken.request != name, "that the block is for another")
+    _require(set(taken.blocks) <= set(table), "that the victim's blocks are used at once")
+    _require(all(n == 1 for _, n in _preemptions(film)), "that nobody is preempted twice")
+    late, _ = first(
+        film, Admitted, lambda at, e: at > step and e.request == name, f"that {name!r} returns"
+    )
+    again = sum(
+        cell.num_tokens
+        for cell in cells(film)[late]
+        if cell.request == name and cell.kind == "recomputed"
+    )
+    _require(again == preempted.num_lost_tokens, "that what was lost is computed again")
+    for at in range(step, late):
+        reason = film.state_after(at).reason_to_wait(name)
+        _require(reason == "blocks", f"that {name!r} waits for blocks in step {at}")
+    return {
+        "step": step,
+        "victim": name,
+        "taker": str(taken.request),
+        "num_all": film.run.num_blocks - 1,
+        "num_blocks": len(table),
+        "num_lost": preempted.num_lost_tokens,
+        "late": late,
+        "num_waited": late - step,
+    }
+
+
+def _preemptions(film: Film) -> list[tuple[str, int]]:
+    requests = film.last_state().requests
+    return [(n, r.num_preemptions) for n, r in requests.items() if r.num_preemptions]
+
+
+def guesses(plain: Film, guessing: Film) -> Facts:
+    """A step in which somebody's guesses are all right, and somebody else's all wrong."""
+    _check_same_answers([plain, guessing])
+
+    def is_both(_: int, event: Computed) -> bool:
+        counts = event.verified.values()
+        return any(a and not r for a, r in counts) and any(r and not a for a, r in counts)
+
+    step, computed = first(guessing, Computed, is_both, "right and wrong guesses in one step")
+    verified = computed.verified
+    right = next(name for name, (_, rejected) in verified.items() if not rejected)
+    wrong = next(name for name, (accepted, _) in verified.items() if not accepted)
+    num_right, num_wrong = verified[right][0], verified[wrong][1]
+    _require(len(computed.tokens[right]) == num_right + 1, f"what {right!r} gains")
+    _require(len(computed.tokens[wrong]) == 1, f"that {wrong!r} loses nothing")
+    return {
+        "step": step,
+        "right": right,
+        "num_right": num_right,
+        "num_gained": num_right + 1,
+        "wrong": wrong,
+        "num_wrong": num_wrong,
+        "plain_steps": plain.num_steps,
+        "guessing_steps": guessing.num_steps,
+    }
+
+
+def long_prompt(whole: Film, pieces: Film) -> Facts:
+    """`whole` computes the longest prompt in one step, `pieces` in several."""
+    _check_same_answers([whole, pieces])
+    requests = whole.last_state().requests
+    name = max(requests, key=lambda name: len(requests[name].prompt))
+    num_prompt = len(requests[name].prompt)
+    of_whole, of_pieces = ([_prompt_of(step, name) for step in cells(f)] for f in (whole, pieces))
+    step = next(i for i, n in enumerate(of_whole) if n)
+    _require(of_whole[step] == num_prompt, f"that the prompt of {name!r} is computed whole")
+    cut = [i for i, n in enumerate(of_pieces) if n]
+    _require(cut[0] == step and len(cut) > 2, f"that the prompt of {name!r} comes in pieces")
+    others = sorted(n for n in whole.state_after(step).running if n != name)
+    for at in cut:
+        got = {cell.request for cell in cells(pieces)[at] if cell.kind == "decode"}
+        _require(set(others) <= got, f"that the others go on in step {at}")
+    return {
+        "name": name,
+        "num_prompt": num_prompt,
+        "step": step,
+        "others": " and ".join(others),
+        "others_zh": "、".join(others),
+        "num_whole": sum(cell.num_tokens for cell in cells(whole)[step]),
+        "num_most": max(sum(cell.num_tokens for cell in c) for c in cells(pieces)),
+        "num_pieces": len(cut),
+        "size": of_pieces[step],
+        "last": cut[-1],
+    }
+
+
+def _prompt_of(step: list[Cell], name: str) -> int:
+    return sum(c.num_tokens for c in step if c.request == name and c.kind == "prompt")

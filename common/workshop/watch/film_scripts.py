@@ -1,0 +1,132 @@
+"""The six chapters' scripts: four to six requests, some twenty steps. What each of them shows is
+read from its film (`film_facts.py`) and said in `films.py`."""
+
+from __future__ import annotations
+
+from common.workshop.watch.workloads import Script, Visit
+
+_PRIME = "def is_prime(n):\n    for"
+_MEAN = "def mean(values):\n    return"
+_LINES = "def read_lines(path):\n    with open(path) as"
+_MAIN = "import os\nimport sys\n\n\ndef main():"
+_IMPORTS = "import os\nimport sys\nimport re\nimport"
+_QUEUE = "class Queue:"
+_RUN_AS = "if __name__ =="
+_LOOP = "for i in range(10):"
+_STACK = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n\n"
+
+# Six requests of unlike lengths on three seats, KV for everybody.
+CONTINUOUS = Script(
+    (
+        Visit("a", 0, _RUN_AS, 20),
+        Visit("b", 0, _PRIME, 14),
+        Visit("c", 0, _LINES, 6),
+        Visit("d", 1, _MEAN, 10),
+        Visit("e", 2, _MAIN, 8),
+        Visit("f", 3, _LOOP, 5),
+    ),
+    {
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 32,
+        "block_size": 4,
+        "num_blocks": 40,
+        "prefix_cache": None,
+        "chunked_prefill": False,
+    },
+)
+STATIC = Script(CONTINUOUS.visits, CONTINUOUS.config, is_static=True)
+
+# Two that grow side by side; a third comes and goes, so that its blocks are used again.
+TABLES = Script(
+    (
+        Visit("a", 0, _PRIME, 20),
+        Visit("b", 1, _QUEUE, 16),
+        Visit("c", 4, _RUN_AS, 6),
+        Visit("d", 12, _MEAN, 8),
+    ),
+    {
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 16,
+        "block_size": 4,
+        "num_blocks": 17,
+        "prefix_cache": None,
+    },
+)
+
+# Three that begin alike (a, b, e), and two between them that need the memory.
+PREFIXES = Script(
+    (
+        Visit("a", 0, f"{_STACK}    def pop(self):", 8),
+        Visit("b", 4, f"{_STACK}    def size(self):", 6),
+        Visit("c", 8, _PRIME, 14),
+        Visit("d", 12, _MAIN, 14),
+        Visit("e", 22, f"{_STACK}    def clear(self):", 8),
+    ),
+    {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "block_size": 4,
+        "num_blocks": 20,
+        "prefix_cache": "radix",
+        "watermark": 0,
+    },
+)
+
+# Fifteen blocks for four that grow.
+SCARCE = Script(
+    (
+        Visit("a", 0, _PRIME, 20),
+        Visit("b", 0, _MEAN, 13),
+        Visit("c", 2, _MAIN, 9),
+        Visit("d", 3, _LINES, 12),
+    ),
+    {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "block_size": 4,
+        "num_blocks": 16,
+        "prefix_cache": None,
+        "watermark": 0,
+    },
+)
+
+# Texts that repeat themselves, more or less.
+PLAIN = Script(
+    (
+        Visit("a", 0, _IMPORTS, 16),
+        Visit("b", 1, _MAIN, 18),
+        Visit("c", 2, f"{_STACK}    def pop(self):\n        return", 20),
+        Visit("d", 3, _LINES, 24),
+    ),
+    {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 40,
+        "block_size": 4,
+        "num_blocks": 49,
+        "prefix_cache": None,
+    },
+)
+GUESSING = PLAIN.but(speculative={"method": "ngram", "num_spec_tokens": 3, "adaptive": False})
+
+# Two that write, and a class with ten getters that comes in between.
+_NAMES = "width height depth colour title parent cursor menu font border"
+_WINDOW = "class Window:\n" + "".join(
+    f"    def get_{name}(self):\n        return self._{name}\n\n" for name in _NAMES.split()
+)
+WHOLE = Script(
+    (
+        Visit("a", 0, _PRIME, 20),
+        Visit("b", 1, _QUEUE, 20),
+        Visit("c", 5, f"{_WINDOW}    def get_size(self):", 8),
+        Visit("d", 7, _RUN_AS, 8),
+    ),
+    {
+        "block_size": 8,
+        "num_blocks": 33,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 160,
+        "prefix_cache": None,
+        "chunked_prefill": False,
+    },
+)
+PIECES = WHOLE.but(chunked_prefill=32)

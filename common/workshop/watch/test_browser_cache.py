@@ -1,0 +1,308 @@
+"""The prefix cache on the page is that of the film: every block or node with its text, what a step
+matched, cut, published and evicted; and nothing moves while it lives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from common.events.event_kinds import Event
+from common.workshop.watch.conftest import OpenPage
+from common.workshop.watch.scene_runs import Shown, go, make_pages, ready, visible
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+NAMES = ("hash", "radix")
+FIRST_LEFT = 10  # px: where the first column begins
+LARGE = {"width": 3600, "height": 1800}  # so that all boxes are in sight, and none is left out
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Shown]:
+    return make_pages(tmp_path_factory.mktemp("cache"), (*NAMES, "preempted"))
+
+
+def read_boxes(page: Page) -> list[dict[str, Any]]:
+    boxes = page.evaluate(
+        """() => [...document.querySelectorAll(".cache-box")].map((box) => ({
+            blocks: box.dataset.blocks.split(" ").map(Number),
+            text: box.querySelector(".cache-text").textContent,
+            isGone: box.classList.contains("is-gone"),
+            isUsed: box.classList.contains("is-used"),
+            isMatch: box.classList.contains("is-match"),
+            isNew: box.classList.contains("is-new"),
+            isSplit: box.classList.contains("is-split"),
+            left: box.offsetLeft, top: box.offsetTop, width: box.offsetWidth,
+        }))"""
+    )
+    return sorted(boxes, key=lambda box: (box["isGone"], box["blocks"]))
+
+
+def events_of(shown: Shown, number: int, kind: str) -> list[Any]:
+    return [event for event in shown.step(number).events if event.kind == kind]
+
+
+def own_of(event: Any) -> list[int]:
+    """Of a publication, the blocks that the cache did not have."""
+    return [kept for given, kept in zip(event.given, event.kept) if given == kept]
+
+
+def expected_boxes(shown: Shown, number: int) -> list[dict[str, Any]]:
+    matched = {m.request: m for m in events_of(shown, number, "matched")}.values()
+    found = {block for event in matched for block in event.blocks}
+    new = {b for event in events_of(shown, number, "published") for b in own_of(event)}
+    heads = {event.block for event in events_of(shown, number, "split")}
+    gone = [b for event in events_of(shown, number, "evicted") for b in event.blocks]
+    state = shown.state(number)
+    nodes = state.nodes() if shown.run.prefix_cache == "radix" else [[b] for b in state.cached]
+    pieces = pieces_of(shown)
+    boxes = [
+        {
+            "blocks": node,
+            "text": "".join(pieces[token] for b in node for token in state.cached[b].tokens),
+            "isGone": False,
+            "isUsed": state.ref_cnt[node[0]] > 1,
+            "isMatch": node[0] in found,
+            "isNew": bool(new & set(node)),
+            "isSplit": node[0] in heads,
+        }
+        for node in nodes
+    ]
+    boxes += [
+        dict.fromkeys(("isUsed", "isMatch", "isNew", "isSplit"), False)
+        | {"blocks": [block], "text": "", "isGone": True}
+        for block in gone
+    ]
+    return sorted(boxes, key=lambda box: (box["isGone"], box["blocks"]))
+
+
+def pieces_of(shown: Shown) -> dict[int, str]:
+    """What each token reads, where it first adds to a text."""
+    found: dict[int, str] = {}
+
+    def note(tokens: list[int], pieces: list[str]) -> None:
+        for token, piece in zip(tokens, pieces):
+            if piece:
+                found.setdefault(token, visible(piece))
+
+    for event in shown.film.events:
+        if event.kind == "arrived":
+            note(event.prompt, event.pieces)
+        elif event.kind == "computed":
+            for name, tokens in event.tokens.items():
+                note(tokens, event.pieces.get(name, []))
+    return found
+
+
+def differences(page: Page, shown: Shown, number: int) -> list[str]:
+    found = [
+        {name: value for name, value in box.items() if name not in ("left", "top", "width")}
+        for box in read_boxes(page)
+    ]
+    expected = expected_boxes(shown, number)
+    if [box["blocks"] for box in found] != [box["blocks"] for box in expected]:
+        blocks = [[box["blocks"] for box in boxes] for boxes in (found, expected)]
+        return [f"step {number}: the page has the boxes {blocks[0]}, the film {blocks[1]}"]
+    pairs = zip(found, expected, strict=True)
+    return [f"step {number}: the page has {a}, the film {b}" for a, b in pairs if a != b]
+
+
+def eventful(shown: Shown) -> Iterator[int]:
+    """Steps in which the cache did something."""
+    kinds = {"matched", "split", "evicted"}
+
+    def is_one(event: Event) -> bool:
+        return event.kind in kinds
+
+    for number, step in enumerate(shown.film.steps()):
+        if any(map(is_one, step.events)):
+            yield number
+            if number + 1 < shown.film.num_steps:
+                yield number + 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_boxes_are_the_film_in_whatever_order_one_looks(
+    name: str, shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    film = shown[name]
+    page = ready(open_page(film.page, **LARGE))
+    broken: list[str] = []
+    steps = sorted({*eventful(film), 0, film.film.num_steps - 1})
+    for number in [*steps, *steps[::-2]]:
+        go(page, step=number)
+        broken += differences(page, film, number)
+    assert not broken, "\n".join(broken[:4])
+    done = {
+        kind for n in steps for kind in ("matched", "split", "evicted") if events_of(film, n, kind)
+    }
+    assert done >= {"matched", "evicted"} | ({"split"} if name == "radix" else set())
+
+
+def test_a_planted_lie_is_seen(shown: dict[str, Shown], open_page: OpenPage) -> None:
+    film = shown["radix"]
+    page = ready(open_page(film.page, **LARGE))
+    go(page, step=2)
+    assert not differences(page, film, 2)
+    head = sorted(film.state(3).node_heads)[-1]
+    page.evaluate("(head) => Watch.store.films[0].stateAfter(3).nodeHeads.delete(head)", head)
+    go(page, step=3)
+    assert differences(page, film, 3)
+    block = next(iter(film.state(4).cached))
+    page.evaluate("(b) => Watch.store.films[0].stateAfter(4).cached.get(b).tokens.reverse()", block)
+    go(page, step=4)
+    assert differences(page, film, 4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_lives_stays_where_it_is(
+    name: str, shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    """A block's place is the same in every step of its life, and from whichever side one comes. No
+    two share one."""
+    film = shown[name]
+    page = ready(open_page(film.page, **LARGE))
+    last = film.film.num_steps - 1
+
+    def places(number: int) -> dict[int, tuple[int, int]]:
+        go(page, step=number)
+        found = {}
+        for box in read_boxes(page):
+            if not box["isGone"]:
+                width = box["width"] / len(box["blocks"])
+                for i, block in enumerate(box["blocks"]):
+                    found[block] = (round((box["left"] + i * width) / 10), box["top"])
+        return found
+
+    forward = [places(number) for number in range(0, last + 1)]
+    for number in (last, last // 2, 3, last - 1):
+        assert places(number) == forward[number]
+    for number in range(1, last + 1):
+        gone = {b for e in events_of(film, number, "evicted") for b in e.blocks}
+        before, after = forward[number - 1], forward[number]
+        tops = {block: place[1] for block, place in after.items()}
+        for block in before.keys() & after.keys() - gone:
+            assert before[block][1] == tops[block], f"block {block} moved in step {number}"
+        assert len(set(after.values())) == len(after), f"two blocks in one place, step {number}"
+
+
+def test_a_block_stands_as_deep_as_its_prefix_is_long(
+    shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    film = shown["hash"]
+    page = ready(open_page(film.page, **LARGE))
+    width, born = 0, Counter[int]()
+    for number in range(film.film.num_steps):
+        born.update(b for e in events_of(film, number, "published") for b in own_of(e))
+        go(page, step=number)
+        state = film.state(number)
+        boxes = {box["blocks"][0]: box for box in read_boxes(page) if not box["isGone"]}
+        for block in state.cached:
+            depth = len(state.prefix_of(block)) // film.run.block_size - 1
+            left = boxes[block]["left"] - FIRST_LEFT
+            width = width or (left if depth == 1 else 0)
+            assert left == depth * width, f"block {block} in step {number}"
+    assert max(born.values()) > 1, "no block was cached twice: this proves little"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_matches_and_what_happened_are_told(
+    name: str, shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    film = shown[name]
+    page = ready(open_page(film.page))
+    told = set()
+    for number in eventful(film):
+        go(page, step=number)
+        matches = {m.request: len(m.blocks) for m in events_of(film, number, "matched")}
+        found = page.locator(".cache-match").all_inner_texts()
+        assert found == [f"{r}: {n} block{'s' if n > 1 else ''}" for r, n in matches.items()]
+        for event in events_of(film, number, "split"):
+            said = page.inner_text(".cache-did[data-did=split]")
+            assert str(event.block) in said
+            told.add("split")
+        if gone := [b for e in events_of(film, number, "evicted") for b in e.blocks]:
+            said = page.inner_text(".cache-did[data-did=evict]")
+            assert said.startswith("evicted") and str(gone[0]) in said
+            told.add("evict")
+    assert told == ({"split", "evict"} if name == "radix" else {"evict"})
+
+
+def test_a_chosen_request_is_followed_through_the_cache(
+    shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    film = shown["radix"]
+    page = ready(open_page(film.page, **LARGE))
+    number = next(n for n in eventful(film) if events_of(film, n, "matched"))
+    name = events_of(film, number, "matched")[0].request
+    go(page, step=number)
+    page.click(f".cache-match[data-request={name}]")
+    page.wait_for_selector(".cache-box.is-lit")
+    lit = page.evaluate(
+        "[...document.querySelectorAll('.cache-box.is-lit')].map((box) => box.dataset.blocks)"
+    )
+    state = film.state(number)
+    on_path = [b for b in state.requests[name].table if b in state.cached]
+    assert sorted(int(b) for blocks in lit for b in blocks.split()) == sorted(on_path)
+
+
+def test_a_block_whose_parent_was_evicted_is_lit_alone(
+    shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    """An engine with a fault may evict the head of a prompt before its tail."""
+    film, number = shown["hash"], 8
+    page = ready(open_page(film.page, **LARGE))
+    go(page, step=number)
+    child = next(block for block, one in film.state(number).cached.items() if one.parent)
+    page.evaluate(
+        "([step, b]) => { Watch.store.films[0].stateAfter(step).cached.get(b).parent = 0; }",
+        [number, child],
+    )
+    go(page, block=child)
+    lit = page.evaluate(
+        "[...document.querySelectorAll('.cache-box.is-lit')].map((box) => box.dataset.blocks)"
+    )
+    assert lit == [str(child)]
+    assert f"Block {child}" in page.inner_text(".cache-details")
+
+
+def test_the_keyboard_goes_along_a_chain(shown: dict[str, Shown], open_page: OpenPage) -> None:
+    film = shown["hash"]
+    number = 8
+    page = ready(open_page(film.page, at=f"step={number}&request=a"))
+    cached = film.state(number).cached
+    roots = [block for block, one in cached.items() if one.parent is None]
+    page.focus(".cache-scroll")
+    page.keyboard.press("ArrowRight")
+    for _ in range(3):
+        chosen = page.evaluate("Watch.store.block")
+        children = [block for block, one in cached.items() if one.parent == chosen]
+        page.keyboard.press("ArrowRight")
+        page.wait_for_timeout(50)
+        assert page.evaluate("Watch.store.block") in (children or [chosen])
+    for _ in range(5):
+        page.keyboard.press("ArrowLeft")
+    page.wait_for_timeout(50)
+    root = page.evaluate("Watch.store.block")
+    assert root in roots
+    active = page.get_attribute(".cache-scroll", "aria-activedescendant")
+    assert page.get_attribute(f"#{active}", "data-blocks") == str(root)
+    assert "first of its prefix" in page.inner_text(".cache-details")
+    page.keyboard.press("ArrowDown")
+    page.wait_for_timeout(50)
+    assert page.evaluate("Watch.store.block") != root
+    page.keyboard.press("Escape")
+    state = page.evaluate("[Watch.store.block, Watch.store.step, Watch.store.request]")
+    assert state == [None, number, "a"]
+
+
+def test_without_a_cache_a_sentence_says_so(shown: dict[str, Shown], open_page: OpenPage) -> None:
+    page = ready(open_page(shown["preempted"].page))
+    assert "no prefix cache" in page.inner_text(".cache-about")
+    assert not page.is_visible(".cache-scroll")
+    go(page, language="zh")
+    assert "没有前缀缓存" in page.inner_text(".cache-about")

@@ -1,0 +1,111 @@
+"""A chapter's film in the browser: its caption, and the buttons that lead to where to look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from common.workshop.watch.films import FILMS, Shot, page_of
+from common.workshop.watch.page_maker import Reel, make_page
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+CHAPTERS = pytest.mark.parametrize("chapter", FILMS)
+Opened = Callable[..., "Page"]
+
+
+@pytest.fixture
+def opened(open_page: Any, shots: dict[int, Shot], tmp_path: Path) -> Opened:
+    def opened(chapter: int, at: str = "", language: str = "en") -> Page:
+        path = tmp_path / f"film_{chapter}.html"
+        path.write_text(page_of(shots[chapter]), encoding="utf-8")
+        page = open_page(path, at=at, language=language)
+        page.wait_for_selector("html[data-ready]", state="attached")
+        page.wait_for_selector(".film-caption .text")
+        return page
+
+    return opened
+
+
+@CHAPTERS
+def test_a_film_opens_at_its_first_moment_with_its_caption(
+    chapter: int, opened: Opened, shots: dict[int, Shot]
+) -> None:
+    shot, page = shots[chapter], opened(chapter)
+    assert page.evaluate("Watch.store.step") == shot.step(shot.film.moments[0])
+    assert page.inner_text(".film-caption .text") == shot.caption[0]
+    assert page.title() == f"Chapter {chapter}: {shot.film.title[0]}"
+    assert page.is_visible(".film-caption .note") == bool(shot.film.note[0])
+
+
+def test_an_address_that_names_only_a_language_opens_at_the_first_moment_too(
+    opened: Opened, shots: dict[int, Shot]
+) -> None:
+    shot, page = shots[4], opened(4, at="lang=zh")
+    assert page.inner_text(".film-caption .text") == shot.caption[1]
+    assert page.evaluate("Watch.store.step") == shot.step(shot.film.moments[0]) > 0
+
+
+@CHAPTERS
+def test_its_buttons_lead_to_its_moments(
+    chapter: int, opened: Opened, shots: dict[int, Shot]
+) -> None:
+    shot, page = shots[chapter], opened(chapter)
+    buttons = page.locator(".film-caption button")
+    assert buttons.count() == len(shot.film.moments)
+    page.keyboard.press("End")
+    for number, moment in enumerate(shot.film.moments):
+        buttons.nth(number).click()
+        page.wait_for_function(
+            "n => document.querySelectorAll('.film-caption button')[n].ariaPressed === 'true'",
+            arg=number,
+        )
+        request = None if moment.request is None else shot.facts[moment.request]
+        there = page.evaluate("[Watch.store.step, Watch.store.request]")
+        assert there == [shot.step(moment), request]
+        pressed = page.locator(".film-caption button[aria-pressed=true]")
+        assert pressed.all_inner_texts() == [buttons.nth(number).inner_text()]
+        assert shot.say(moment.words)[0] in buttons.nth(number).inner_text()
+
+
+@CHAPTERS
+def test_it_speaks_both_languages(chapter: int, opened: Opened, shots: dict[int, Shot]) -> None:
+    shot, page = shots[chapter], opened(chapter, at="step=2&lang=zh")
+    assert page.inner_text(".film-caption .text") == shot.caption[1]
+    assert shot.say(shot.film.moments[0].words)[1] in page.inner_text(".film-caption button")
+    assert page.evaluate("Watch.store.step") == 2
+
+
+@CHAPTERS
+def test_all_of_a_single_film_is_on_the_screen(chapter: int, opened: Opened) -> None:
+    """Caption and scenes, at 1280 x 800. Two films side by side scroll."""
+    page = opened(chapter)
+    bottom = page.evaluate("document.documentElement.scrollHeight")
+    assert bottom <= 800
+    caption = page.locator(".film-caption").bounding_box()
+    assert caption is not None
+    assert caption["height"] < 120
+
+
+def test_another_run_takes_the_caption_away(
+    opened: Opened, shots: dict[int, Shot], tmp_path: Path
+) -> None:
+    page = opened(4)
+    page.set_input_files("input[type=file]", shots[2].paths[0])
+    page.wait_for_function("() => Watch.store.films[0].run.num_blocks === 17")
+    page.wait_for_selector(".film-caption", state="hidden")
+
+
+def test_a_run_that_is_no_film_has_no_caption(
+    open_page: Any, shots: dict[int, Shot], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.html"
+    text = shots[2].paths[0].read_text(encoding="utf-8")
+    path.write_text(make_page([Reel("run", text)]), encoding="utf-8")
+    page = open_page(path)
+    page.wait_for_selector("html[data-ready]", state="attached")
+    assert page.locator(".film-caption").count() == 0

@@ -1,0 +1,357 @@
+"""The block pool on the page is the block pool of the film: whose each block is, how many hold it,
+what is free and in which order, what a step did; and what lights up is what is pointed at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from common.workshop.replay.film import State
+from common.workshop.watch.conftest import OpenPage
+from common.workshop.watch.scene_runs import (
+    SCRIPTS,
+    Shown,
+    go,
+    make_one,
+    make_pages,
+    ready,
+    visible,
+)
+from common.workshop.watch.workloads import load_cast
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+NAMES = ("hash", "radix", "preempted", "tiers")
+NUM_NEXT = 6  # blocks in each order that the page numbers
+WIDE = {"width": 1920, "height": 1080}  # cells with room for every number
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Shown]:
+    return make_pages(tmp_path_factory.mktemp("pool"), NAMES)
+
+
+# -- what the page says, and what the film says
+
+
+def read_cells(page: Page) -> list[dict[str, Any]]:
+    return page.evaluate(
+        """() => [...document.querySelectorAll(".pool-cell")].map((cell) => ({
+            block: Number(cell.dataset.block),
+            state: cell.className.match(/is-(null|free|held|idle|loading)/)[1],
+            change: cell.className.match(/was-(\\w+)/)?.[1] ?? null,
+            label: cell.querySelector(".pool-label").textContent,
+            refs: Number(cell.querySelector(".pool-refs").textContent || 0),
+            order: Number(cell.querySelector(".pool-order").textContent || 0),
+            published: cell.classList.contains("is-published"),
+        }))"""
+    )
+
+
+def expected_cells(shown: Shown, number: int) -> list[dict[str, Any]]:
+    changes = changes_of(shown, number)
+    state = shown.state(number)
+    idle, free = state.eviction_order(), list(state.free)
+    order = {block: i for some in (free, idle) for i, block in enumerate(some[:NUM_NEXT], 1)}
+    loading = {b for load in state.loads.values() if not load.has_arrived for b in load.blocks}
+    loads = {b: name for name, load in state.loads.items() for b in load.blocks}
+    cells = []
+    for block, refs in enumerate(state.ref_cnt):
+        users = [name for name in state.running if block in state.requests[name].table]
+        others = f"+{len(users) - 1}" if len(users) > 1 else ""
+        whose = f"{users[0]}{others}" if users else loads.get(block, "")
+        kind = (
+            "null" if block == 0 else "free" if refs == 0 else "idle" if block in idle else "held"
+        )
+        cells.append(
+            {
+                "block": block,
+                "state": "loading" if block in loading else kind,
+                "change": changes.get(block),
+                "label": "∅" if block == 0 else whose,
+                "refs": refs if refs > 1 else 0,
+                "order": order.get(block, 0),
+                "published": block in state.cached and refs > 1,
+            }
+        )
+    return cells
+
+
+def changes_of(shown: Shown, number: int) -> dict[int, str]:
+    """What the outline of a block says: of several things, the one that counts most."""
+    found: dict[int, set[str]] = {}
+    for event in shown.step(number).events:
+        if event.kind == "published":
+            for given, kept in zip(event.given, event.kept):
+                found.setdefault(kept, set()).add("published" if kept == given else "shared")
+                if kept != given:
+                    found.setdefault(given, set()).add("freed")
+        elif event.kind in ("taken", "shared", "freed", "evicted", "loaded"):
+            for block in event.blocks:
+                found.setdefault(block, set()).add(event.kind)
+    ranks = ("loaded", "taken", "shared", "published", "evicted", "freed")
+    return {block: next(k for k in ranks if k in kinds) for block, kinds in found.items()}
+
+
+def differences(page: Page, shown: Shown, number: int) -> list[str]:
+    pairs = zip(read_cells(page), expected_cells(shown, number), strict=True)
+    return [f"step {number}: the page has {a}, the film {b}" for a, b in pairs if a != b]
+
+
+def steps_of(shown: Shown, every: int = 3) -> Iterator[int]:
+    yield from range(0, shown.film.num_steps, every)
+    yield shown.film.num_steps - 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cells_are_the_film_in_whatever_order_one_looks(
+    name: str, shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    film = shown[name]
+    page = ready(open_page(film.page, **WIDE))
+    broken = []
+    for number in [*steps_of(film), *reversed(list(steps_of(film, 7)))]:
+        go(page, step=number)
+        broken += differences(page, film, number)
+    assert not broken, "\n".join(broken[:5])
+
+
+def test_a_planted_lie_is_seen(shown: dict[str, Shown], open_page: OpenPage) -> None:
+    film = shown["hash"]
+    page = ready(open_page(film.page, **WIDE))
+    go(page, step=6)
+    assert not differences(page, film, 6)
+    page.evaluate("Watch.store.films[0].stateAfter(7).refCnt[2] += 1")
+    go(page, step=7)
+    assert any("'block': 2" in sentence for sentence in differences(page, film, 7))
+    page.evaluate("Watch.store.films[0].stateAfter(8).request('a').table.reverse()")
+    go(page, step=8, request="a")
+    assert lit_cells(page) != lit_of(film.state(8), "a")
+
+
+@pytest.mark.parametrize("name", ["hash", "preempted"])
+def test_counts_and_orders_are_the_film(
+    name: str, shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    film = shown[name]
+    page = ready(open_page(film.page))
+    for number in steps_of(film, 5):
+        go(page, step=number)
+        state = film.state(number)
+        idle, free, usable = state.eviction_order(), list(state.free), len(state.ref_cnt) - 1
+        counts = f"{usable - len(idle) - len(free)} in use · {len(idle)} cached, unused"
+        counts += f" · {len(free)} free · of {usable}"
+        assert page.inner_text(".pool-counts") == counts
+        for order, blocks in (("next_taken", free), ("next_evicted", idle)):
+            found = page.locator(f"[data-order={order}] .pool-next").all_inner_texts()
+            assert found == [str(block) for block in blocks[:NUM_NEXT]]
+
+
+def test_the_legend_counts_what_happened(shown: dict[str, Shown], open_page: OpenPage) -> None:
+    film = shown["tiers"]
+    page = ready(open_page(film.page))
+    seen = set()
+    for number in range(film.film.num_steps):
+        go(page, step=number)
+        taken = [b for e in film.step(number).events if e.kind == "taken" for b in e.blocks]
+        loaded = [b for e in film.step(number).events if e.kind == "loaded" for b in e.blocks]
+        for change, blocks in (("taken", taken), ("loaded", loaded)):
+            part = page.locator(
+                f".pool-change[data-change={change}], .is-none[data-change={change}]"
+            )
+            assert part.get_attribute("data-count") == str(len(set(blocks)))
+            seen |= {change} if blocks else set()
+    assert seen == {"taken", "loaded"}
+
+
+# -- what lights up
+
+
+def lit_cells(page: Page) -> list[tuple[int, str]]:
+    """`(block, what it says)` of each, by what it says."""
+    found = page.evaluate(
+        """() => [...document.querySelectorAll(".pool-cell.is-lit")].map((cell) =>
+            [Number(cell.dataset.block), cell.querySelector(".pool-label").textContent])"""
+    )
+    return sorted(((block, label) for block, label in found), key=lambda pair: int(pair[1] or 0))
+
+
+def lit_of(state: State, request: str) -> list[tuple[int, str]]:
+    return [(block, str(place)) for place, block in enumerate(state.requests[request].table)]
+
+
+def test_a_request_lights_its_table_in_order(shown: dict[str, Shown], open_page: OpenPage) -> None:
+    film = shown["hash"]
+    page = ready(open_page(film.page, **WIDE))
+    go(page, step=6)
+    page.hover(".scene-words .request-chip[data-request=b]")
+    page.wait_for_selector(".pool-cell.is-lit")
+    state = film.state(6)
+    table = state.requests["b"].table
+    assert len(table) > 3
+    assert lit_cells(page) == lit_of(state, "b")
+    size = film.run.block_size
+    rows = page.locator(".pool-table tr").all()
+    assert rows[0].locator("td").all_inner_texts() == [
+        f"{i * size}–{(i + 1) * size - 1}" for i in range(len(table))
+    ]
+    assert rows[1].locator("td").all_inner_texts() == [str(block) for block in table]
+    shared = page.locator(".pool-table td.is-shared").all_inner_texts()
+    others = {b for n in state.running if n != "b" for b in state.requests[n].table}
+    assert shared == [str(block) for block in table if block in others]
+    assert shared, "nobody shares: this proves nothing"
+    page.mouse.move(5, 5)
+    page.wait_for_selector(".pool-cell.is-lit", state="detached")
+
+
+def test_a_block_says_who_shares_it_and_what_it_holds(
+    shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    film = shown["hash"]
+    page = ready(open_page(film.page, **WIDE))
+    go(page, step=6)
+    state, size = film.state(6), film.run.block_size
+    for block, cached in list(state.cached.items())[:6]:
+        page.hover(f".pool-cell[data-block='{block}']")
+        page.wait_for_selector(f".pool-about b:text-is('Block {block}')")
+        said = page.inner_text(".pool-about")
+        users = [name for name in state.running if block in state.requests[name].table]
+        holders = ", ".join([*users, "the cache"])
+        assert f": {holders} ·" in said
+        assert f"hash {cached.block_hash}" in said
+        parent = f"behind block {cached.parent}" if cached.parent else "first of its prefix"
+        assert parent in said
+        request = state.requests[users[0]]
+        place = request.table.index(block)
+        pieces = [*request.prompt_pieces, *request.pieces][place * size : (place + 1) * size]
+        text = page.locator(".pool-details .token").all_text_contents()
+        assert text == [visible(piece) for piece in pieces]
+
+
+def test_the_keyboard_goes_from_block_to_block_and_steps_nothing(
+    shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    page = ready(open_page(shown["hash"].page, at="step=6&request=a"))
+    page.focus(".pool-cells")
+    columns = page.evaluate(
+        "getComputedStyle(document.querySelector('.pool-cells'))"
+        ".gridTemplateColumns.split(' ').length"
+    )
+    for key, block in [
+        ("ArrowRight", 1),
+        ("ArrowRight", 2),
+        ("ArrowDown", 2 + columns),
+        ("ArrowLeft", 1 + columns),
+        ("ArrowUp", 1),
+        ("End", 33),
+        ("ArrowRight", 33),
+        ("Home", 0),
+    ]:
+        page.keyboard.press(key)
+        page.wait_for_selector(f".pool-about b:text-is('Block {block}')")
+        active = page.get_attribute(".pool-cells", "aria-activedescendant")
+        assert page.get_attribute(f"#{active}", "data-block") == str(block)
+        assert page.get_attribute(f"#{active}", "aria-label").startswith(f"Block {block} ·")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".pool-cell.is-cursor", state="detached")
+    assert page.evaluate("[Watch.store.step, Watch.store.request]") == [6, "a"]
+
+
+# -- few blocks and many
+
+
+@pytest.fixture(scope="module")
+def sizes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Shown]:
+    folder, cast, script = tmp_path_factory.mktemp("sizes"), load_cast(), SCRIPTS["hash"]
+    script = type(script)((script.visits[0],), script.config)
+    return {
+        n: make_one(folder, f"n{n}", script.but(num_blocks=n, block_size=16 if n < 20 else 4), cast)
+        for n in (8, 64, 400, 401, 4096)
+    }
+
+
+@pytest.mark.parametrize("window", [(1280, 800), (1024, 768), (1920, 1080)])
+def test_every_block_is_inside_an_area_that_does_not_grow(
+    window: tuple[int, int], sizes: dict[int, Shown], open_page: OpenPage
+) -> None:
+    areas = []
+    for num_blocks, film in sizes.items():
+        page = ready(open_page(film.page, *window, at="step=3"))
+        page.wait_for_timeout(60)
+        area = page.locator(".pool-cells").bounding_box()
+        assert area is not None
+        areas.append(area)
+        for block in (0, num_blocks // 2, num_blocks - 1):
+            x, y = middle_of(page, block)
+            assert area["x"] <= x <= area["x"] + area["width"]
+            assert area["y"] <= y <= area["y"] + area["height"]
+            page.mouse.move(x, y)
+            page.wait_for_selector(f".pool-about b:text-is('Block {block}')")
+    heights = {round(area["height"]) for area in areas}
+    assert len(heights) == 1, f"the area grows with the pool: {heights}"
+
+
+def middle_of(page: Page, block: int) -> tuple[float, float]:
+    """Of a cell, be it an element or painted."""
+    x, y = page.evaluate(
+        """(block) => {
+            const cell = document.querySelector(`.pool-cell[data-block="${block}"]`);
+            const host = document.querySelector(".pool-cells");
+            const box = (cell ?? host.querySelector(".pool-canvas")).getBoundingClientRect();
+            if (cell) return [box.left + box.width / 2, box.top + box.height / 2];
+            const num = Watch.store.films[0].run.num_blocks;
+            const {w, h, columns} = Watch.poolGrid(host.clientWidth, host.clientHeight, num);
+            const [column, row] = [block % columns, Math.floor(block / columns)];
+            return [box.left + (column + 0.5) * w, box.top + (row + 0.5) * h];
+        }""",
+        block,
+    )
+    return x, y
+
+
+def test_a_painted_pool_has_the_colours_of_its_owners(
+    sizes: dict[int, Shown], open_page: OpenPage
+) -> None:
+    """Each block of the request is painted otherwise than a free one, and no other is."""
+    film = sizes[4096]
+    page = ready(open_page(film.page, 1920, 1080, at="step=3"))
+    page.wait_for_timeout(60)
+    table = film.state(3).requests["a"].table
+    pixels = page.evaluate(
+        """() => {
+            const canvas = document.querySelector(".pool-canvas.is-lower");
+            const host = canvas.closest(".pool-cells");
+            const num = Watch.store.films[0].run.num_blocks;
+            const {w, h, columns} = Watch.poolGrid(host.clientWidth, host.clientHeight, num);
+            const pen = canvas.getContext("2d");
+            const {data, width} = pen.getImageData(0, 0, canvas.width, canvas.height);
+            return Array.from({length: num}, (_, block) => {
+                const x = Math.floor((block % columns + 0.5) * w);
+                const y = Math.floor((Math.floor(block / columns) + 0.4) * h);
+                return [...data.slice(4 * (y * width + x), 4 * (y * width + x) + 3)];
+            });
+        }"""
+    )
+    white = pixels[4000]
+    painted = [block for block, pixel in enumerate(pixels) if pixel != white and block > 0]
+    assert sorted(table) == painted
+
+
+def test_labels_are_inside_their_cells(sizes: dict[int, Shown], open_page: OpenPage) -> None:
+    for num_blocks in (8, 64, 400):
+        page = ready(open_page(sizes[num_blocks].page, 1280, 800, at="step=3"))
+        page.wait_for_timeout(60)
+        outside = page.evaluate(
+            """() => [...document.querySelectorAll(".pool-cell")].filter((cell) => {
+                const box = cell.getBoundingClientRect();
+                return [...cell.children].some((part) => {
+                    const own = part.getBoundingClientRect();
+                    return own.width > 0 && (own.left < box.left || own.right > box.right + 0.5
+                        || own.top < box.top - 0.5 || own.bottom > box.bottom + 0.5);
+                });
+            }).map((cell) => cell.textContent)"""
+        )
+        assert outside == []

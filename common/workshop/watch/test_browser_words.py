@@ -1,0 +1,446 @@
+"""What a step did is told completely and truly, in both languages; each sentence opens the lines of
+source that decided it; and the tokens are the text of the film."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from common.events.event_kinds import KINDS, REASONS
+from common.workshop.watch.conftest import OpenPage
+from common.workshop.watch.scene_runs import Shown, go, make_pages, make_urgent, ready, visible
+from common.workshop.watch.source_lines import ROOT
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+NAMES = ("radix", "hash", "preempted", "forced", "prefill_first", "fcfs", "guesses", "tiers")
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Shown]:
+    return make_pages(tmp_path_factory.mktemp("words"), NAMES)
+
+
+def read_sentences(page: Page, unfold: bool = True) -> list[dict[str, Any]]:
+    """Of all groups: `{group, key, text, sources}`."""
+    for _ in range(20 if unfold else 0):
+        if (button := page.query_selector(".words-list .words-unfold")) is None:
+            break
+        button.click()
+        page.wait_for_timeout(40)
+    return page.evaluate(
+        """() => {
+            const all = (host, selector, name) =>
+                [...host.querySelectorAll(selector)].map((one) => one.dataset[name]);
+            const groups = [...document.querySelectorAll(".words-list .words-group")];
+            return groups.flatMap((group) =>
+                [...(group.querySelector("ul")?.children ?? [group])].map((item) => ({
+                    group: group.dataset.group,
+                    key: item.dataset.key ?? "routine",
+                    text: item.textContent,
+                    sources: all(item, ".source-link", "sentence"),
+                    requests: all(item, ".request-chip", "request"),
+                })));
+        }"""
+    )
+
+
+# -- told completely, and truly
+
+
+def expected_sentences(shown: Shown, number: int) -> Counter[tuple[str, str]]:
+    """`(kind of sentence, group)`, for the kinds that are told one by one."""
+    found: Counter[tuple[str, str]] = Counter()
+    for event in shown.step(number).events:
+        match event.kind:
+            case "arrived" | "preempted" | "finished" | "load_begun" | "loaded" | "load_ended":
+                found[event.kind, event.request] += 1
+            case "admitted":
+                before = shown.state(number - 1).requests.get(event.request)
+                is_back = before is not None and before.num_preemptions > 0
+                found["returned" if is_back else "admitted", event.request] += 1
+            case "evicted" | "split":
+                found[event.kind, "cache"] += 1
+            case "planned":
+                for name in event.passed_over:
+                    found["parent" if name in event.parents else "passed_over", name] += 1
+                found["stop", ""] += event.stop is not None
+            case "computed":
+                for name, (_, num_rejected) in event.verified.items():
+                    found["guesses", name] += 1
+                    found["rejected", name] += num_rejected > 0
+            case "failed":
+                found["failed", ""] += 1
+    return +found
+
+
+def differences(
+    page: Page, shown: Shown, number: int, sentences: list[dict[str, Any]] | None = None
+) -> list[str]:
+    expected = expected_sentences(shown, number)
+    kinds = {
+        *("arrived", "preempted", "finished", "load_begun", "loaded", "load_ended", "admitted"),
+        *("returned", "evicted", "split", "passed_over", "parent", "stop", "guesses", "rejected"),
+        "failed",
+    }
+    told = Counter(
+        (kind, one["group"])
+        for one in (sentences or read_sentences(page))
+        if (kind := one["key"].removeprefix("say.").split(".")[0]) in kinds
+    )
+    return [
+        f"step {number}: {what} is told {told[what]} times, and was {expected[what]} times"
+        for what in sorted(told.keys() | expected.keys())
+        if told[what] != expected[what]
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_everything_that_happened_is_told_once_and_nothing_else(
+    name: str, shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    film = shown[name]
+    page = ready(open_page(film.page))
+    broken: list[str] = []
+    for number in range(film.film.num_steps):
+        go(page, step=number)
+        told = read_sentences(page)
+        broken += differences(page, film, number, told)
+        computed = [e for e in film.step(number).events if e.kind == "computed"]
+        named = {r for one in told for r in [one["group"], *one["requests"]]}
+        assert {r for event in computed for r in event.tokens} <= named, f"step {number}"
+        for one in told:
+            assert one["sources"], f"no lines for {one}"
+    assert not broken, "\n".join(broken[:5])
+
+
+def test_a_planted_lie_is_seen(shown: dict[str, Shown], open_page: OpenPage) -> None:
+    film = shown["preempted"]
+    number = next(n for n in range(film.film.num_steps) if expected_sentences(film, n)["stop", ""])
+    page = ready(open_page(film.page))
+    go(page, step=number)
+    assert not differences(page, film, number)
+    page.evaluate(
+        "(n) => { const {events} = Watch.store.films[0].steps[n];"
+        " events.find(({kind}) => kind === 'planned').stop = null; }",
+        number,
+    )
+    go(page, step=number - 1)
+    go(page, step=number)
+    assert differences(page, film, number)
+
+
+def test_numbers_in_sentences_are_those_of_the_events(
+    shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    checked: Counter[str] = Counter()
+    for name in ("radix", "preempted", "forced", "guesses"):
+        film = shown[name]
+        page = ready(open_page(film.page))
+        for number in range(film.film.num_steps):
+            events = film.step(number).events
+            if not {"admitted", "preempted", "evicted"} & {e.kind for e in events} and not any(
+                e.kind == "computed" and e.verified for e in events
+            ):
+                continue
+            go(page, step=number)
+            texts = {(one["group"], one["key"]): one["text"] for one in read_sentences(page)}
+            for event in events:
+                if event.kind == "admitted" and (n := event.num_cached_tokens):
+                    said = [
+                        t for (g, k), t in texts.items() if g == event.request and ".cached" in k
+                    ]
+                    assert re.search(rf"\b{n} (cached )?tokens", said[0])
+                    checked["admitted"] += 1
+                elif event.kind == "preempted":
+                    said = [t for (g, k), t in texts.items() if g == event.request and "preem" in k]
+                    assert f"{event.num_lost_tokens} computed token" in said[0]
+                    checked["preempted"] += 1
+                elif event.kind == "computed":
+                    for r, (accepted, rejected) in event.verified.items():
+                        said = texts[r, "say.guesses"]
+                        assert said.startswith(f"{accepted} of {accepted + rejected} guess")
+                        checked["guesses"] += 1
+    assert checked.keys() == {"admitted", "preempted", "guesses"}
+
+
+def test_who_gets_the_blocks_of_a_preempted_request(
+    shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    """Or that it was the debug switch, or that it gave way to nobody but itself."""
+    seen = set()
+    for name in ("preempted", "forced"):
+        film = shown[name]
+        page = ready(open_page(film.page))
+        for number in range(film.film.num_steps):
+            events = film.step(number).events
+            kinds = [event.kind for event in events]
+            if "preempted" not in kinds:
+                continue
+            at = kinds.index("preempted")
+            plan = kinds.index("planned", at)
+            takers = [e.request for e in events[at:plan] if e.kind == "taken"]
+            go(page, step=number)
+            key = next(o["key"] for o in read_sentences(page) if o["key"].startswith("say.preem"))
+            seen.add(key)
+            if name == "forced":
+                assert key == "say.preempted.forced"
+            else:
+                assert key == ("say.preempted.for" if takers else "say.preempted")
+    assert len(seen) > 1, seen
+
+
+def test_the_urgent_take_the_seats_of_others(tmp_path: Path, open_page: OpenPage) -> None:
+    film = make_urgent(tmp_path)
+    page = ready(open_page(film.page))
+    go(page, step=3)
+    assert not differences(page, film, 3)
+    told = {(one["group"], one["key"]): one for one in read_sentences(page)}
+    lost = told["b", "say.preempted.seat"]
+    assert "c is more urgent" in lost["text"]
+    assert lost["sources"] == ["preempted:seat"]
+    assert told["", "say.queue"]["text"].startswith("the queue stands in the order d, b")
+    assert told["", "say.stop.others"]["text"].startswith("nobody else is admitted, 2 wait")
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_no_sentence_has_a_hole(
+    language: str, shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    for name in ("radix", "preempted", "tiers", "guesses"):
+        page = ready(open_page(shown[name].page, at=f"lang={language}"))
+        for number in range(0, shown[name].film.num_steps, 2):
+            go(page, step=number)
+            for selector in (".scene-words", ".scene-pool", ".scene-cache"):
+                text = page.inner_text(selector)
+                hole = re.search(
+                    r"(say|pool|cache|words|tokens|source|reason)\.[a-z_]+\b|undefined|NaN", text
+                )
+                hole = hole if hole and ".py" not in text[hole.start() : hole.end() + 4] else None
+                assert hole is None, f"{name}, step {number}: {hole}"
+        if language == "zh":
+            said = [one["text"] for one in read_sentences(page)]
+            assert all(re.search(r"[\u4e00-\u9fff]", text) for text in said), said
+
+
+def test_every_string_has_both_languages_and_the_same_holes(
+    shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    page = ready(open_page(shown["radix"].page))
+    table = page.evaluate("[...Watch.wordTable()]")
+    own = [
+        (k, both) for k, both in table if re.match(r"(say|pool|cache|words|tokens?|source)\.", k)
+    ]
+    assert len(own) > 100
+    for key, both in own:
+        assert len(both) == 2 and all(both), key
+        holes = [sorted(re.findall(r"\{(\w+)\}", text)) for text in both]
+        assert holes[0] == holes[1], key
+
+
+def test_reasons_have_words(shown: dict[str, Shown], open_page: OpenPage) -> None:
+    page = ready(open_page(shown["radix"].page))
+    for reason in REASONS:
+        assert page.evaluate("(r) => Watch.hasWords(`reason.${r}`)", reason), reason
+
+
+# -- the lines of source
+
+
+def test_each_link_opens_the_lines_that_it_names(
+    shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    opened: set[str] = set()
+    for name in NAMES:
+        film = shown[name]
+        page = ready(open_page(film.page))
+        for number in range(film.film.num_steps):
+            go(page, step=number)
+            new = {s for one in read_sentences(page) for s in one["sources"]} - opened
+            for sentence in sorted(new):
+                opened.add(sentence)
+                button = page.locator(f".source-link[data-sentence='{sentence}']").first
+                button.click()
+                check_window(page, button.inner_text())
+                page.keyboard.press("Escape")
+                page.wait_for_selector(".source", state="hidden")
+    kinds = {sentence.split(":")[0] for sentence in opened}
+    assert len(opened) >= 25, sorted(opened)
+    assert {"admitted", "preempted", "finished", "taken", "evicted", "split", "reason"} <= kinds
+    assert kinds <= {*KINDS, "reason", "chunk", "guesses"}
+
+
+def check_window(page: Page, name: str) -> None:
+    """The lines that are lit are those of the file, from the one that the link names."""
+    title = page.inner_text("#source-title")
+    found = re.fullmatch(r"(\S+), line (\d+), in (\S+)", title)
+    assert found is not None, title
+    file, line = found[1], int(found[2])
+    assert name == f"{file.rsplit('/', 1)[-1]}:{line}"
+    source = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    lines = page.evaluate(
+        """() => [...document.querySelectorAll(".source-line")].map((one) =>
+            [+one.dataset.line, one.lastChild.textContent, one.classList.contains("is-it")])"""
+    )
+    assert 5 <= len(lines) <= 15
+    for number, text, _ in lines:
+        assert source[number - 1].strip() == text.strip()
+    assert next(number for number, _, is_it in lines if is_it) == line
+
+
+def test_the_window_is_opened_and_closed_by_keys_alone(
+    shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    page = ready(open_page(shown["hash"].page, at="step=6&request=a"))
+    link = page.locator(".source-link").first
+    link.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".source")
+    box = page.locator(".source").bounding_box()
+    assert box is not None
+    assert box["x"] >= 0 and box["y"] >= 0
+    assert box["x"] + box["width"] <= 1280 and box["y"] + box["height"] <= 800
+    page.keyboard.press("ArrowRight")  # scrolls the lines, and does not step
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".source", state="hidden")
+    state = page.evaluate("[Watch.store.step, Watch.store.request]")
+    assert state == [6, "a"], "the key went through to the page"
+    assert link.evaluate("(link) => link === document.activeElement")
+
+
+def test_an_engine_that_nobody_knows_has_sentences_without_links(
+    shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    page = ready(open_page(shown["hash"].page))
+    page.evaluate("Watch.store.films[0].run.scheduler = 'another'")
+    go(page, step=1)
+    go(page, step=0)
+    admitted = [one for one in read_sentences(page) if one["key"] == "say.admitted"]
+    assert admitted and admitted[0]["sources"] == []
+
+
+# -- tokens as text
+
+
+def read_tokens(page: Page) -> list[tuple[str, str]]:
+    """`(text, class names)` of each, legend left out."""
+    found = page.evaluate(
+        """() => [...document.querySelectorAll(".words-tokens .tokens-row .token")].map((one) =>
+            [one.textContent, one.className])"""
+    )
+    return [(text, look) for text, look in found]
+
+
+def test_the_tokens_of_a_request_are_its_text(shown: dict[str, Shown], open_page: OpenPage) -> None:
+    film = shown["guesses"]
+    page = ready(open_page(film.page, at="request=c"))
+    for number in range(3, film.film.num_steps):
+        go(page, step=number)
+        request = film.state(number).requests["c"]
+        tokens = read_tokens(page)
+        kept = [(text, look) for text, look in tokens if "is-rejected" not in look]
+        pieces = [*request.prompt_pieces, *request.pieces]
+        assert len(kept) == len(pieces), "the text is short enough to be whole"
+        assert [t for t, _ in kept] == [visible(p) for p in pieces]
+        sides = ["is-prompt" in look for _, look in kept]
+        assert sides == [True] * len(request.prompt) + [False] * len(request.outputs)
+
+
+def test_a_chip_among_the_tokens_can_be_clicked(
+    shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    page = ready(open_page(shown["hash"].page, at="step=6"))
+    chip = page.locator(".words-tokens .request-chip").first
+    name = chip.get_attribute("data-request")
+    box = chip.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.wait_for_timeout(100)
+    page.mouse.down()
+    page.mouse.up()
+    assert page.evaluate("Watch.store.request") == name
+    page.wait_for_selector(f".words-tokens .tokens-row:not(.is-short)[data-request={name}]")
+
+
+def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
+    shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    film = shown["guesses"]
+    page = ready(open_page(film.page))
+    accepted: dict[str, list[int]] = {name: [] for name in "abc"}  # positions, since the beginning
+    judged: Counter[str] = Counter()
+    for number in range(film.film.num_steps):
+        step = film.step(number)
+        computed = next(e for e in step.events if e.kind == "computed")
+        for name, (num_accepted, num_rejected) in computed.verified.items():
+            before = film.state(number - 1).requests[name]
+            first = len(before.prompt) + len(before.outputs)
+            accepted[name] += range(first, first + num_accepted)
+            judged["accepted"] += num_accepted
+            judged["rejected"] += num_rejected
+            go(page, step=number, request=name)
+            tokens = read_tokens(page)
+            rejected = [text for text, look in tokens if "is-rejected" in look]
+            assert len(rejected) == num_rejected
+            drafts = step.planned[0].drafts[name][num_accepted:]
+            pieces = {
+                t: p
+                for e in film.film.events
+                if e.kind == "computed"
+                for r in e.tokens
+                for t, p in zip(e.tokens[r], e.pieces[r])
+            }
+            for text, draft in zip(rejected, drafts):
+                assert text == visible(pieces.get(draft, text))
+            underlined = page.evaluate(
+                "[...document.querySelectorAll('.tokens-row .token.is-accepted')]"
+                ".map((token) => Number(token.dataset.position))"
+            )
+            assert underlined == accepted[name], f"step {number}, {name}"
+            new = [text for text, look in tokens if "is-now" in look and "is-output" in look]
+            assert new == [visible(piece) for piece in computed.pieces[name]]
+    assert judged["accepted"] and judged["rejected"], judged
+
+
+def test_a_piece_of_a_prompt_is_lit_where_it_was_computed(
+    shown: dict[str, Shown], open_page: OpenPage
+) -> None:
+    film = shown["preempted"]
+    page = ready(open_page(film.page))
+    num_pieces = 0
+    for number in range(6):
+        planned = film.step(number).planned[0]
+        for name, start, num in zip(planned.requests, planned.starts, planned.num_tokens):
+            if num == 1:
+                continue
+            go(page, step=number, request=name)
+            lit = page.evaluate(
+                "[...document.querySelectorAll('.tokens-row .is-now.is-prompt')]"
+                ".map((token) => Number(token.dataset.position))"
+            )
+            assert lit == list(range(start, start + num))
+            num_pieces += 1
+    assert num_pieces > 3
+
+
+def test_long_lists_are_folded_and_unfold(shown: dict[str, Shown], open_page: OpenPage) -> None:
+    page = ready(open_page(shown["hash"].page))
+    page.evaluate(
+        """() => { const step = Watch.store.films[0].steps[0];
+            const arrived = step.events.find(({kind}) => kind === "arrived");
+            const film = Watch.store.films[0];
+            const many = Array.from({length: 30}, (_, i) => ({...arrived, request: `x${i}`}));
+            film.replay = (i, visit) => many.forEach((event) => visit(event, film.stateAfter(0)));
+            step.events = many; }"""
+    )
+    go(page, step=1)
+    go(page, step=0)
+    folded = read_sentences(page, unfold=False)
+    assert len({one["group"] for one in folded}) < 15
+    unfolded = read_sentences(page)
+    assert {f"x{i}" for i in range(30)} <= {one["group"] for one in unfolded}

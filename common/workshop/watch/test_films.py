@@ -1,0 +1,233 @@
+"""The chapters' films show what their captions say. Each caption is filled with facts; here they
+are found a second time, in the states that the films rebuild."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from common.tests.film_answers import Answers
+from common.workshop.replay.film import Film
+from common.workshop.watch import film_facts, film_scripts
+from common.workshop.watch.film_facts import NotShown
+from common.workshop.watch.films import FILMS, Shot, page_of
+from common.workshop.watch.workloads import Cast, Script, perform
+
+CHAPTERS = pytest.mark.parametrize("chapter", FILMS)
+
+
+@pytest.fixture(scope="module")
+def answers(cast: Cast) -> Answers:
+    return Answers(cast.tokenizer)
+
+
+def films_of(shot: Shot) -> list[Film]:
+    return [Film.read(path) for path in shot.paths]
+
+
+def test_every_chapter_has_a_film() -> None:
+    root = Path(__file__).parents[3]
+    folders = sorted(path.name for path in root.glob("[0-9][0-9]_*"))
+    assert [film.folder for film in FILMS.values()] == folders
+    assert list(FILMS) == [int(folder[:2]) for folder in folders]
+
+
+@CHAPTERS
+def test_its_tokens_are_those_of_transformers(
+    chapter: int, shots: dict[int, Shot], answers: Answers
+) -> None:
+    shot = shots[chapter]
+    for film, script in zip(films_of(shot), shot.film.scripts, strict=True):
+        requests = film.last_state().requests
+        assert {name: r.outputs for name, r in requests.items()} == answers.of(script)
+
+
+@CHAPTERS
+def test_it_is_understood_in_two_minutes(chapter: int, shots: dict[int, Shot]) -> None:
+    for film in films_of(shots[chapter]):
+        assert 4 <= len(film.last_state().requests) <= 8
+        assert 10 <= film.num_steps <= 40
+    for words, most in zip(shots[chapter].caption, (400, 200)):
+        assert len(words) <= most
+
+
+@CHAPTERS
+def test_its_caption_says_the_same_numbers_in_both_languages(
+    chapter: int, shots: dict[int, Shot]
+) -> None:
+    shot = shots[chapter]
+    for both in [shot.caption, *(shot.say(moment.words) for moment in shot.film.moments)]:
+        english, chinese = (sorted(re.findall(r"\d+", text)) for text in both)
+        assert english == chinese
+        assert not set("{}") & set("".join(both))
+
+
+@CHAPTERS
+def test_its_moments_are_steps_of_it(chapter: int, shots: dict[int, Shot]) -> None:
+    shot = shots[chapter]
+    longest = max(film.num_steps for film in films_of(shot))
+    names = set(films_of(shot)[0].last_state().requests)
+    for moment in shot.film.moments:
+        assert 0 <= shot.step(moment) < longest
+        assert moment.request is None or shot.facts[moment.request] in names
+
+
+@CHAPTERS
+def test_its_page_holds_it(chapter: int, shots: dict[int, Shot]) -> None:
+    page = page_of(shots[chapter])
+    assert page.count('data-label="') == len(shots[chapter].paths)
+    assert f"Chapter {chapter}: " in page
+    assert shots[chapter].caption[0] in page
+
+
+# -- what each caption claims, found otherwise
+
+
+def test_1_the_seat_is_empty_here_and_used_there(shots: dict[int, Shot]) -> None:
+    static, continuous = films_of(shots[1])
+    facts = shots[1].facts
+    assert (static.num_steps, continuous.num_steps) == (24, 19)
+    assert (facts["static_steps"], facts["continuous_steps"]) == (24, 19)
+    for film in (static, continuous):
+        state = film.state_after(4)
+        assert list(state.running) == ["a", "b", "c"]
+        assert state.waiting == ["d", "e", "f"]
+        assert film.state_after(5).requests["c"].finish_reason == "length"
+    assert (facts["ended"], facts["end"]) == ("c", 5)
+    for step in range(6, 14):
+        assert static.state_after(step).waiting == ["d", "e", "f"]
+        assert "d" in continuous.state_after(step).running
+    assert list(static.state_after(12).running) == ["b"]
+    assert list(static.state_after(14).running) == ["d", "e", "f"]
+    assert (facts["newcomer"], facts["joined"], facts["late"], facts["longest"]) == (
+        *("d", 6, 14, "b"),
+    )
+    assert facts["num_seats"] == static.run.max_num_seqs == 3
+
+
+def test_2_two_tables_grow_in_turns(shots: dict[int, Shot]) -> None:
+    (film,) = films_of(shots[2])
+    facts = shots[2].facts
+    assert film.state_after(8).requests["c"].table == [8, 9, 12]
+    assert film.state_after(9).requests["c"].table == []
+    tables = [film.state_after(step).requests["a"].table[:] for step in (0, 3, 7, 11, 15)]
+    assert tables == [tables[-1][:length] for length in (3, 4, 5, 6, 7)]
+    state = film.state_after(15)
+    assert facts["table_a"] == ", ".join(map(str, state.requests["a"].table))
+    assert facts["table_b"] == ", ".join(map(str, state.requests["b"].table))
+    assert state.users_of(9) == ["a"]
+    assert (facts["block"], facts["taker"], facts["c"], facts["gone"]) == (9, "a", "c", 9)
+    assert facts["step"] == 15
+
+
+def test_3_the_trunk_is_shared_and_outlives_a_branch(shots: dict[int, Shot]) -> None:
+    (film,) = films_of(shots[3])
+    facts = shots[3].facts
+    assert film.state_after(3).nodes() == [[1, 2, 3, 4, 5, 6, 7]]
+    state = film.state_after(4)
+    assert state.nodes()[0] == [1, 2, 3, 4, 5, 6]
+    assert [state.users_of(block) for block in (1, 6, 7)] == [["a", "b"], ["a", "b"], ["a"]]
+    assert state.requests["b"].num_cached_tokens == 24
+    assert (facts["num_trunk"], facts["num_computed"], facts["num_prompt"]) == (6, 4, 28)
+    assert (facts["step"], facts["last"], facts["cut"]) == (4, 6, 7)
+    cached = {at: {7, 8} & film.state_after(at).cached.keys() for at in (18, 19, 20, 21)}
+    assert cached == {18: {7, 8}, 19: {7}, 20: set(), 21: set()}
+    state = film.state_after(22)
+    assert state.requests["e"].table[:6] == [1, 2, 3, 4, 5, 6]
+    assert state.requests["e"].num_cached_tokens == 24
+    assert facts["gone"] == "block 8 in step 19 and block 7 in step 20"
+    assert (facts["late"], facts["back"], facts["c"]) == (20, 22, "e")
+
+
+def test_4_one_gives_up_its_blocks_and_returns(shots: dict[int, Shot]) -> None:
+    (film,) = films_of(shots[4])
+    facts = shots[4].facts
+    state = film.state_after(5)
+    assert not state.free
+    given = list(state.requests["d"].table)
+    assert (facts["num_blocks"], facts["num_all"]) == (len(given), film.run.num_blocks - 1)
+    assert state.requests["d"].num_computed_tokens == facts["num_lost"] == 16
+    state = film.state_after(6)
+    assert state.requests["c"].table[-1] in given
+    assert state.waiting == [facts["victim"]] == ["d"]
+    assert state.requests["d"].tokens[:14] == state.requests["d"].prompt
+    assert len(state.requests["d"].outputs) == 3
+    assert all(film.state_after(step).waiting == ["d"] for step in range(6, 13))
+    assert "d" in film.state_after(13).running
+    again = {
+        cell.kind: cell.num_tokens for cell in film_facts.cells(film)[13] if cell.request == "d"
+    }
+    assert again == {"recomputed": 16, "decode": 1}
+    assert (facts["step"], facts["late"], facts["num_waited"], facts["taker"]) == (6, 13, 7, "c")
+
+
+def test_5_right_guesses_save_steps_and_wrong_ones_nothing(shots: dict[int, Shot]) -> None:
+    plain, guessing = films_of(shots[5])
+    facts = shots[5].facts
+    gained = {}
+    before = {n: len(r.outputs) for n, r in guessing.state_after(4).requests.items()}
+    for name, request in guessing.state_after(5).requests.items():
+        gained[name] = len(request.outputs) - before[name]
+    assert gained == {"a": 3, "b": 1, "c": 1, "d": 1}
+    drafted = {c.request: c.num_tokens for c in film_facts.cells(guessing)[5] if c.kind == "guess"}
+    assert drafted == {"a": 2, "c": 3}
+    assert (facts["right"], facts["num_gained"]) == ("a", 3)
+    assert (facts["wrong"], facts["num_wrong"], facts["step"]) == ("c", 3, 5)
+    assert (plain.num_steps, guessing.num_steps) == (22, 16)
+    assert (facts["plain_steps"], facts["guessing_steps"]) == (22, 16)
+    ends = [film.last_state().requests for film in (plain, guessing)]
+    assert [r.outputs for r in ends[0].values()] == [r.outputs for r in ends[1].values()]
+
+
+def test_6_a_long_prompt_is_one_step_or_five(shots: dict[int, Shot]) -> None:
+    whole, pieces = films_of(shots[6])
+    facts = shots[6].facts
+    loads = [
+        [sum(c.num_tokens for c in step) for step in film_facts.cells(f)] for f in (whole, pieces)
+    ]
+    assert max(loads[0]) == loads[0][5] == facts["num_whole"] == 154
+    assert max(loads[1]) == facts["num_most"] == 39
+    assert len(whole.last_state().requests["c"].prompt) == facts["num_prompt"] == 152
+    assert not pieces.state_after(8).requests["c"].outputs
+    assert len(pieces.state_after(9).requests["c"].outputs) == 1
+    assert len(whole.state_after(5).requests["c"].outputs) == 1
+    for step in range(5, 10):
+        for name in "ab":
+            before = len(pieces.state_after(step - 1).requests[name].outputs)
+            assert len(pieces.state_after(step).requests[name].outputs) == before + 1
+    assert (facts["name"], facts["others"], facts["step"], facts["last"]) == ("c", "a and b", 5, 9)
+    assert (facts["size"], facts["num_pieces"]) == (32, 5)
+
+
+# -- a film that does not show it has no caption
+
+
+@pytest.mark.parametrize(
+    ("chapter", "scripts"),
+    [
+        (1, (film_scripts.CONTINUOUS, film_scripts.CONTINUOUS)),
+        (1, (film_scripts.STATIC, film_scripts.STATIC)),
+        (1, (film_scripts.STATIC, film_scripts.CONTINUOUS.but(max_num_seqs=6))),
+        (2, (Script(film_scripts.TABLES.visits[:2], film_scripts.TABLES.config),)),
+        (2, (film_scripts.TABLES.but(num_blocks=40),)),
+        (3, (film_scripts.PREFIXES.but(num_blocks=40),)),
+        (3, (film_scripts.PREFIXES.but(prefix_cache="hash"),)),
+        (4, (film_scripts.SCARCE.but(num_blocks=30),)),
+        (4, (film_scripts.SCARCE.but(num_blocks=17),)),
+        (5, (film_scripts.PLAIN, film_scripts.PLAIN)),
+        (5, (film_scripts.PIECES, film_scripts.GUESSING)),
+        (6, (film_scripts.WHOLE, film_scripts.WHOLE)),
+        (6, (film_scripts.PIECES, film_scripts.PIECES)),
+    ],
+)
+def test_another_film_is_not_described(
+    chapter: int, scripts: tuple[Script, ...], cast: Cast, tmp_path: Path
+) -> None:
+    films = []
+    for number, script in enumerate(scripts):
+        perform(script, tmp_path / f"{number}.jsonl", cast)
+        films.append(Film.read(tmp_path / f"{number}.jsonl"))
+    with pytest.raises(NotShown, match="the film does not show"):
+        FILMS[chapter].facts(*films)

@@ -1,0 +1,146 @@
+"""The pictures and captions in the chapters are those of the films that the engine makes today; and
+the commands say what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from PIL import Image, ImageChops
+
+from common.workshop.bench.bench_record import replace_between_markers
+from common.workshop.museum import museum_page
+from common.workshop.museum.hall import EXHIBITS
+from common.workshop.museum.pictures import FOLDER as PICTURES
+from common.workshop.museum.pictures import SCENES, picture_of
+from common.workshop.watch import chromium, film_command
+from common.workshop.watch.film_captions import (
+    MARKER,
+    cell_caption,
+    page_caption,
+    parted,
+    script_of,
+)
+from common.workshop.watch.film_command import index_page
+from common.workshop.watch.films import FILMS, Shot
+from common.workshop.watch.stills import ROOT, make_stills, take_still
+from common.workshop.watch.watch_command import main
+from common.workshop.watch.workloads import Cast
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+CHAPTERS = pytest.mark.parametrize("chapter", FILMS)
+
+
+def still_of(chapter: int) -> Path:
+    return ROOT / FILMS[chapter].folder / "figures" / "film.png"
+
+
+@CHAPTERS
+def test_a_chapter_shows_its_film(chapter: int, shots: dict[int, Shot]) -> None:
+    """With the caption of today's film, and the command."""
+    shot = shots[chapter]
+    text = (ROOT / shot.film.folder / "README.md").read_text(encoding="utf-8")
+    assert text == replace_between_markers(text, MARKER, page_caption(shot))
+    assert f'make watch ARGS="--film {chapter} --open"' in text
+
+
+@CHAPTERS
+def test_a_notebook_shows_it_too(chapter: int, shots: dict[int, Shot]) -> None:
+    _, cell, _ = parted(script_of(shots[chapter], ROOT).read_text(encoding="utf-8"))
+    assert cell == cell_caption(shots[chapter])
+
+
+def test_a_cell_is_found_between_others() -> None:
+    script = "a = 1\n\n# %% [markdown]\n# ## Watch it run\n#\n# words\n\n# %%\nb = 2\n"
+    before, cell, behind = parted(script)
+    assert before + cell + behind == script
+    assert cell == "# %% [markdown]\n# ## Watch it run\n#\n# words\n"
+    assert parted("a = 1\n") == ("a = 1\n", "", "")
+
+
+@CHAPTERS
+def test_a_picture_is_small_and_sharp(chapter: int) -> None:
+    assert still_of(chapter).stat().st_size < 150_000
+    with Image.open(still_of(chapter)) as picture:
+        assert picture.width == 1800  # 900 of the page's pixels, twice
+
+
+@CHAPTERS
+def test_a_picture_is_what_the_browser_draws(
+    chapter: int, shots: dict[int, Shot], browser: Browser, tmp_path: Path
+) -> None:
+    """Up to the fonts of a machine: the same size, and nearly the same marks."""
+    drawn = take_still(browser, shots[chapter], tmp_path).convert("RGB")
+    with Image.open(still_of(chapter)) as kept:
+        assert drawn.size == kept.size
+        small = [image.convert("L").resize((90, 60)) for image in (drawn, kept)]
+    different = ImageChops.difference(*small).histogram()
+    mean = sum(value * number for value, number in enumerate(different)) / (90 * 60)
+    assert mean < 1.5, "draw it again: python -m common.workshop.watch --stills"
+
+
+def test_exhibits_with_pictures_are_exhibits_and_have_them() -> None:
+    exhibits = {exhibit.title: exhibit for exhibit in EXHIBITS}
+    for title in SCENES:
+        assert picture_of(exhibits[title]).stat().st_size < 150_000
+        assert picture_of(exhibits[title]).name in museum_page.render()
+    kept = {path.name for path in PICTURES.glob("*.png")}
+    assert kept == {picture_of(exhibits[title]).name for title in SCENES}
+
+
+# -- commands
+
+
+def test_one_film(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "deep" / "film.html"
+    assert main(["--film", "4", "--out", str(out)]) == 0
+    assert "In step 6 all 15 blocks are taken" in capsys.readouterr().out
+    assert "Chapter 4: memory runs out" in out.read_text(encoding="utf-8")
+
+
+def test_all_films_and_the_page_that_leads_to_them(tmp_path: Path) -> None:
+    assert main(["--films", "--out", str(tmp_path / "films")]) == 0
+    index = (tmp_path / "films" / "index.html").read_text(encoding="utf-8")
+    for chapter in FILMS:
+        assert f'href="film_{chapter}.html"' in index
+        assert (tmp_path / "films" / f"film_{chapter}.html").exists()
+
+
+def test_the_words_of_the_index_are_text() -> None:
+    page = index_page([(1, ("a < b", "c"), ("d & e", "f"))])
+    assert "a &lt; b" in page
+    assert "d &amp; e" in page
+
+
+def test_a_page_is_opened_where_it_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(film_command.webbrowser, "open", opened.append)
+    out = tmp_path / "film.html"
+    main(["--film", "2", "--out", str(out)])
+    assert opened == []
+    main(["--film", "2", "--out", str(out), "--open"])
+    assert opened == [out.as_uri()]
+
+
+@pytest.mark.parametrize("arguments", [["--film", "7"], ["--film", "x"]])
+def test_what_makes_no_sense_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+
+
+def test_without_a_browser_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cast: Cast
+) -> None:
+    def nowhere(program: str) -> Any:
+        return None
+
+    monkeypatch.setattr(chromium.shutil, "which", nowhere)
+    with pytest.raises(ValueError, match="apt install chromium"):
+        make_stills(cast)
+    assert main(["--stills"]) == 2
+    assert "stills are drawn by a browser" in capsys.readouterr().err

@@ -1,0 +1,69 @@
+"""`python -m common.workshop.watch`, `make watch`: a page that steps through a run.
+
+python -m common.workshop.watch                                 a small run, made now
+python -m common.workshop.watch run.jsonl --open                what LLM(events=...) wrote
+python -m common.workshop.watch run.jsonl --beside other.jsonl  two runs on one axis of steps
+python -m common.workshop.watch --film 3 --open                 that of chapter 3; --films: all six
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from common.workshop.replay.film import Film
+from common.workshop.watch.film_command import add_films, is_about_films, make_films
+from common.workshop.watch.page_maker import Reel, make_page, write_page
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m common.workshop.watch",
+        description="Make a page on which a run can be watched.",
+    )
+    parser.add_argument("run", nargs="?", type=Path, help="events of a run (default: make one)")
+    parser.add_argument("--beside", type=Path, metavar="F", help="another run, to compare with")
+    parser.add_argument("--out", type=Path, metavar="F", help="default: watch.html")
+    parser.add_argument("--open", action="store_true", help="show it in the browser")
+    add_films(parser)
+    args = parser.parse_args(argv)
+    if args.beside is not None and args.run is None:
+        parser.error("--beside wants a run to stand beside")
+    if args.run is not None and is_about_films(args):
+        parser.error("a film is performed now: it wants no run")
+    try:
+        if is_about_films(args):
+            make_films(args)
+            return 0
+        if args.run is None:
+            reels = [_made_now()]
+        else:
+            reels = [read_reel(path) for path in (args.run, args.beside) if path is not None]
+        write_page(args.out or Path("watch.html"), make_page(reels), args.open)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def read_reel(path: Path, label: str | None = None) -> Reel:
+    """Raises `FileNotFoundError`, and `ValueError` with a sentence for what is no run."""
+    Film.read(path)
+    return Reel(label or path.stem, path.read_bytes().decode("utf-8", errors="replace"))
+
+
+def _made_now() -> Reel:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.jsonl"
+        _default_run(path)
+        return read_reel(path)
+
+
+def _default_run(path: Path) -> None:
+    from common.workshop.watch.workloads import (
+        default_run,  # torch: not needed to show a run that is there
+    )
+
+    default_run(path)
