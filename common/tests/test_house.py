@@ -140,7 +140,7 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
     ),
     "import_module by its bare name": (
         laws.law_of_floors,
-        {"01_a/low.py": "from importlib import import_module\nm = import_module('common.engine')\n"},
+        {"01_a/low.py": "from importlib import import_module\nimport_module('common.engine')\n"},
         "`common`",
     ),
     "__import__": (laws.law_of_floors, {"01_a/low.py": "m = __import__('high')\n"}, "higher"),

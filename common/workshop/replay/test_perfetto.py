@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from common.events.__main__ import main
 from common.events.event_kinds import Computed, Planned
 from common.tests.film_runs import Workshop
+from common.workshop.replay.__main__ import main
 from common.workshop.replay.film import Film
 from common.workshop.replay.perfetto import DEVICE, HOST, REQUESTS, trace_of, write_trace
 
