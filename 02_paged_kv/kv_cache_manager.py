@@ -15,7 +15,7 @@ Invariants: a refusal changes nothing; a block is in one table only; `ref_cnt` i
 holders.
 
 vLLM's `KVCacheManager` does the same. SGLang keeps a table of slots, one entry a token. How two
-requests may share a block and one of them write it: `beyond/forking_kv_cache_manager.py`.
+requests may share a block and one of them write it: `lab/forking_kv_cache_manager.py`.
 """
 
 from __future__ import annotations
