@@ -68,6 +68,9 @@ class SchedulerPlugin:
     """A feature. It is asked about single requests only where its class defines the question; it is
     told of everything else once. An empty list costs nothing."""
 
+    # Chapter 4: False where each step of a request is to be decided on, as `sits_out` mostly wants.
+    allows_routine = True
+
     def attach(self, books: SchedulerBooks) -> None:
         """It stands in the list of these."""
 
@@ -89,7 +92,7 @@ class SchedulerPlugin:
         """What came of a plan is known. No request has got its tokens yet."""
 
     def ended(self, request: Request) -> None:
-        """At any moment, and once. The books still hold it."""
+        """At any moment; once, unless it was interrupted. The books still hold it."""
 
     def check(self) -> None:
         """Asserts what must hold between two steps."""
@@ -138,9 +141,10 @@ class SchedulerBooks:
         """A step begins. Who runs and does not sit it out, in order of admission."""
         for plugin in self.plugins:
             plugin.begin_step()
-        if not self._asked_to_sit:
-            return list(self.running)
-        return [name for name, request in self.running.items() if not self.sits_out(request)]
+        names = list(self.running)
+        for sits_out in self._asked_to_sit:
+            names = [name for name in names if not sits_out(self.running[name])]
+        return names
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises `ValueError`, and changes nothing, if it is a duplicate or could
@@ -193,11 +197,11 @@ class SchedulerBooks:
         """It has ended: nothing is left of it here, and the next plan tells the runner."""
         for plugin in self.plugins:
             plugin.ended(request)
-        del self.requests[request.request_id]
         self.running.pop(request.request_id, None)
         with suppress(KeyError):  # a running one does not wait, unless `schedule` raised half-way
             self.waiting.remove_request(request)
         self.delta.forget(request.request_id)
+        del self.requests[request.request_id]  # last: if it is interrupted, it can be done again
 
     def make_plan(
         self, num_tokens: dict[str, int], plan: SchedulerOutput | None = None

@@ -53,8 +53,8 @@ class PagedFCFSScheduler(FCFSScheduler):
         return self.kv_memory.allocate_slots(request, request.num_tokens, num_reserved)
 
     def forget(self, request: Request) -> None:
-        super().forget(request)
         self.kv_memory.free(request)
+        super().forget(request)
 
     def make_plan(
         self, num_tokens: dict[str, int], plan: SchedulerOutput | None = None

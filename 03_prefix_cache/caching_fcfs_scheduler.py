@@ -50,8 +50,9 @@ class CachingFCFSScheduler(PagedFCFSScheduler):
     def make_plan(
         self, num_tokens: dict[str, int], plan: SchedulerOutput | None = None
     ) -> SchedulerOutput:
-        moves = self.kv_memory.take_block_moves()
-        return super().make_plan(num_tokens, plan or SchedulerOutput(block_moves=moves))
+        plan = plan or SchedulerOutput()
+        plan.block_moves = self.kv_memory.take_block_moves()
+        return super().make_plan(num_tokens, plan)
 
     def positions_written(self, request: Request, start: int, end: int) -> None:
         if end % self.kv_memory.block_size < end - start:  # it has filled a block

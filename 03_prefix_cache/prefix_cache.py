@@ -236,11 +236,13 @@ class PrefixCache(ABC):
         """Give unused blocks back to the pool: `num_blocks`, or all there are. Returns how many."""
         num_blocks = max(0, min(num_blocks, self.num_evictable_blocks))
         blocks = self._pop_oldest(num_blocks)
-        if self.listener is not None and blocks:
-            self.listener.blocks_evicted(blocks)
-        for block in blocks:
-            del self._by_block_id[block.block_id]
-        self.pool.free(blocks)
+        try:
+            if self.listener is not None and blocks:
+                self.listener.blocks_evicted(blocks)
+        finally:  # what it raises costs a copy, and no block
+            for block in blocks:
+                del self._by_block_id[block.block_id]
+            self.pool.free(blocks)
         return num_blocks
 
     def withdraw(self, block: HasBlockId) -> None:
@@ -248,11 +250,13 @@ class PrefixCache(ABC):
         other, which are not cached and go back to the pool when they are freed. Raises `ValueError`
         for a block that is not cached."""
         blocks = self._take_off(block)
-        if self.listener is not None:
-            self.listener.blocks_withdrawn(blocks)
-        for gone in blocks:
-            del self._by_block_id[gone.block_id]
-        self.pool.free(blocks)
+        try:
+            if self.listener is not None:
+                self.listener.blocks_withdrawn(blocks)
+        finally:
+            for gone in blocks:
+                del self._by_block_id[gone.block_id]
+            self.pool.free(blocks)
 
     def reset(self) -> bool:
         """Forget everything. False, and nothing has changed, while any cached block is in use."""

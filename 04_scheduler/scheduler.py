@@ -122,7 +122,9 @@ class Scheduler(SchedulerBase):
         num_behind = num_tokens = self.num_behind(request)
         if num_tokens > 1:
             num_tokens = self._num_tokens_for(request, running, index, step)
-        num_more = self._num_optional_for(request, running, index, step) if num_behind == 1 else 0
+        num_more = 0
+        if num_behind == 1 and self._asked_for_tokens:
+            num_more = self._num_optional_for(request, running, index, step)
         if num_tokens and (num_tokens := self._get_room(request, num_tokens, num_more, step)):
             step.add(request, num_tokens)
             if num_behind == 1:
@@ -153,9 +155,11 @@ class Scheduler(SchedulerBase):
         if num_optional == 0:
             return 0
         num_others = len(running) - 1 - index
+        num_spare = step.budget - 1 - num_others
+        if num_optional <= num_spare - self.block_size:
+            return num_optional  # whoever waits
         has_prompts = bool(self.waiting) or step.num_decodes_behind(running, index) < num_others
-        num_kept = num_others + (self.block_size if has_prompts else 0)
-        return max(0, min(num_optional, step.budget - 1 - num_kept))
+        return max(0, min(num_optional, num_spare - (self.block_size if has_prompts else 0)))
 
     def _get_room(self, request: Request, num_tokens: int, num_more: int, step: StepPlan) -> int:
         """How many of the tokens have got memory, `num_more` optional ones included if there is

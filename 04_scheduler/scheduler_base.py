@@ -67,7 +67,6 @@ class PreemptionPlugin(SchedulerPlugin):
     one, and are planned if budget and memory are left when everybody has what it needs."""
 
     books: SchedulerBase
-    allows_routine = True  # False: every step of a request is decided on
 
     def attach(self, books: SchedulerBooks) -> None:
         if not isinstance(books, SchedulerBase):
@@ -155,8 +154,11 @@ class SchedulerBase(SchedulerBooks):
         plain = PreemptionPlugin.num_optional_tokens
         asked = [p for p in own if type(p).num_optional_tokens is not plain]
         self._asked_for_tokens = [plugin.num_optional_tokens for plugin in asked]
-        self._asked_for_slots = [plugin.num_optional_slots for plugin in asked]
-        self._has_routine = all(plugin.allows_routine for plugin in own)
+        plain = PreemptionPlugin.num_optional_slots
+        self._asked_for_slots = [
+            p.num_optional_slots for p in own if type(p).num_optional_slots is not plain
+        ]
+        self._has_routine = all(plugin.allows_routine for plugin in self.plugins)
 
     # -- requests come and go
 
@@ -175,9 +177,9 @@ class SchedulerBase(SchedulerBooks):
         return super().length_limits(request) | {f"the KV memory holds {capacity} positions": room}
 
     def forget(self, request: Request) -> None:
-        super().forget(request)
         request.routine_until = -1
         self.kv_memory.free(request)
+        super().forget(request)
         self._num_lost.pop(request.request_id, None)
         if request.status == RequestStatus.FINISHED_ABORTED:
             self._stats.total_aborted += 1
@@ -199,10 +201,16 @@ class SchedulerBase(SchedulerBooks):
 
     def num_optional_tokens(self, request: Request) -> int:
         """Tokens that a request could compute behind its last one, if it is one behind."""
-        return sum([num_tokens(request) for num_tokens in self._asked_for_tokens])
+        num_optional = 0
+        for num_tokens in self._asked_for_tokens:
+            num_optional += num_tokens(request)
+        return num_optional
 
     def num_optional_slots(self, request: Request, end: int) -> int:
-        return max([num_slots(request, end) for num_slots in self._asked_for_slots], default=0)
+        most = 0
+        for num_slots in self._asked_for_slots:
+            most = max(most, num_slots(request, end))
+        return most
 
     def take_back(self, request: Request, num_tokens: int) -> None:
         """The last positions computed of it hold nothing: their tokens did not come true."""
@@ -333,9 +341,9 @@ class SchedulerBase(SchedulerBooks):
         return results
 
     def positions_written(self, request: Request, start: int, end: int) -> None:
-        end = min(end, request.num_tokens - 1)  # what optional tokens had and have lost
         if end % self.block_size < end - start:  # it has filled a block
-            self.kv_memory.cache_blocks(request, end)
+            # Less what optional tokens had and have lost.
+            self.kv_memory.cache_blocks(request, min(end, request.num_tokens - 1))
 
     # -- questions
 

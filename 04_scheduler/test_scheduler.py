@@ -16,6 +16,7 @@ from kv_memory import KeyedRequest, UncachedKVCacheManager
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus
 from scheduler import MAX_PASSED_OVER, Scheduler, SimpleBlockManager, make_kv_memory
+from scheduler_base import PreemptionPlugin
 from scheduler_books import SchedulerPlugin
 from scheduler_interface import StepOutput
 from scheduler_steps import SchedulerLoop, make_scheduler, planned, preempted, preempting
@@ -836,3 +837,71 @@ def test_a_hundred_thousand_that_wait_cost_nothing():
     loop.step()
     loop.step()
     assert len(asked) == 2
+
+
+# -- plugins
+
+
+class Paused(SchedulerPlugin):
+    """b sits out every second step."""
+
+    allows_routine = False
+    num_steps = 0
+
+    def begin_step(self) -> None:
+        self.num_steps += 1
+
+    def sits_out(self, request: Request) -> bool:
+        return request.request_id == "b" and self.num_steps % 2 == 0
+
+
+def test_who_sits_out_is_not_planned_not_even_where_a_step_would_be_routine():
+    loop = Loop(20, plugins=[Paused()])
+    for name in "ab":
+        loop.add(name, 3, max_new_tokens=7)
+    assert [list(loop.step().num_scheduled_tokens) for _ in range(5)] == [
+        ["a", "b"],
+        ["a"],
+        ["a", "b"],
+        ["a"],
+        ["a", "b"],
+    ]
+    loop.run()
+    assert len(loop.outputs["a"]) == len(loop.outputs["b"]) == 7
+
+
+class ThreeSlotsBehind(PreemptionPlugin):
+    def num_optional_slots(self, request: Request, end: int) -> int:
+        return 3
+
+
+def test_a_plugin_may_ask_for_slots_alone():
+    loop = Loop(20, plugins=[ThreeSlotsBehind()])
+    loop.add("a", 6)
+    loop.step()
+    loop.step()
+    assert len(loop.memory.get_block_ids("a")) == 3, "7 tokens in 2 blocks of 4, and 3 slots more"
+
+
+@pytest.mark.parametrize("where", ["free", "ended", "delta"])
+def test_who_was_interrupted_in_forgetting_a_request_forgets_it_again(where, monkeypatch):
+    class Ended(SchedulerPlugin):
+        def ended(self, request: Request) -> None:
+            pass
+
+    loop = Loop(20, plugins=[plugin := Ended()])
+    loop.add("a", 6)
+    loop.step()
+    owner = {"free": loop.memory, "ended": plugin, "delta": loop.scheduler.delta}[where]
+    name = {"delta": "forget"}.get(where, where)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(owner), name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loop.scheduler.abort_request("a")
+    loop.scheduler.abort_request("a")
+    loop.scheduler.check_invariants()
+    assert not loop.scheduler.requests and loop.memory.num_blocks_in_use == 0
+
+
+def interrupted(self, request) -> None:
+    raise KeyboardInterrupt

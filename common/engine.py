@@ -132,15 +132,16 @@ class LLMEngine:
         """Queue all of `(request_id, prompt, sampling_params)` or, if one is refused, none."""
         added: list[RequestGroup] = []
         num_seeds_drawn = self._intake.num_seeds_drawn
-        try:
-            for request_id, prompt, params in requests:
-                self.add_request(request_id, prompt, params, arrival_time, priority, cache_salt)
-                added.append(self._groups[request_id])
-        except BaseException:
-            for group in added:
-                self._drop(group)
-            self._intake.num_seeds_drawn = num_seeds_drawn
-            raise
+        with self.turn.undisturbed():
+            try:
+                for request_id, prompt, params in requests:
+                    self.add_request(request_id, prompt, params, arrival_time, priority, cache_salt)
+                    added.append(self._groups[request_id])
+            except BaseException:
+                for group in added:
+                    self._drop(group)
+                self._intake.num_seeds_drawn = num_seeds_drawn
+                raise
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request at any moment. Its output so far, which the next `step` returns too, or
@@ -191,6 +192,15 @@ class LLMEngine:
         if self._is_closed:  # by another thread, which waits for this one
             self._abort_running(everybody=True)
             return []
+        with self.turn.undisturbed():
+            touched, record = self._compute()
+        if self.on_step is not None and record is not None:
+            self.on_step(record)
+        self.turn.do_what_was_asked()
+        return [group for group in touched if group not in self._ended]
+
+    def _compute(self) -> tuple[Collection[RequestGroup], StepRecord | None]:
+        """One step. Whom it concerned; its record, if somebody wants it."""
         start_time = time.monotonic()
         try:
             results = self.core.step()
@@ -205,10 +215,7 @@ class LLMEngine:
         touched = self._take(results, now)
         if self.config.check_invariants:
             self.check_invariants()
-        if self.on_step is not None and record is not None:
-            self.on_step(record)
-        self.turn.do_what_was_asked()
-        return [group for group in touched if group not in self._ended]
+        return touched, record
 
     def _take(self, results: Sequence[EngineCoreOutput], now: float) -> Collection[RequestGroup]:
         """Note what a step brought: of a routine one, the time. End the groups that have finished.
@@ -289,8 +296,9 @@ class LLMEngine:
         per_prompt = spread_params(params, len(prompts))
         ids = [self._new_id() for _ in prompts]
         requests = zip(ids, prompts, per_prompt, strict=True)
-        self.add_requests(requests, priority, cache_salt, arrival_time)
-        own = dict.fromkeys(self._groups[request_id] for request_id in ids)
+        with self.turn.undisturbed():
+            self.add_requests(requests, priority, cache_salt, arrival_time)
+            own = dict.fromkeys(self._groups[request_id] for request_id in ids)
         try:
             for group in own:
                 while not group.finished:
@@ -321,8 +329,9 @@ class LLMEngine:
         """Run one prompt, and yield its text as it becomes final. However the request ends, the
         rest of its text is yielded. Leaving the loop early aborts it."""
         request_id = self._new_id()
-        self.add_request(request_id, prompt, params, arrival_time, priority, cache_salt)
-        group = self._groups[request_id]
+        with self.turn, self.turn.undisturbed():
+            self.add_request(request_id, prompt, params, arrival_time, priority, cache_salt)
+            group = self._groups[request_id]
         member = group.members[0]
         try:
             while not group.finished:

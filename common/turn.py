@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -23,6 +24,7 @@ class Turn:
 
     def __init__(self) -> None:
         self._lock, self._pid = threading.RLock(), os.getpid()
+        self._num_undisturbed = 0
         self.asked: deque[Callable[[], None]] = deque()
 
     def __enter__(self) -> None:
@@ -50,17 +52,30 @@ class Turn:
         self._lock.release()
         self.do_what_was_asked()
 
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """For whose turn it is: what is asked for meanwhile, by whomever, is done afterwards."""
+        self._num_undisturbed += 1
+        try:
+            yield
+        finally:
+            self._num_undisturbed -= 1
+
     def ask(self, what: Callable[[], None]) -> None:
-        """Have it done by whose turn it is; here and now, if that is nobody's or this thread's."""
+        """Have it done by whose turn it is; here and now, if that is nobody's, or this thread's and
+        not in the middle of something. A fork asks for nothing: a generator that ends there."""
+        if os.getpid() != self._pid:
+            return
         self.asked.append(what)
         self.do_what_was_asked()
 
     def do_what_was_asked(self) -> None:
         """Who asked in vain was before the other's release, so that one sees it."""
-        while self.asked and self.take():
+        while self.asked and not self._num_undisturbed and self.take():
             try:
-                while self.asked:
-                    self.asked.popleft()()
+                with self.undisturbed():
+                    while self.asked:
+                        self.asked.popleft()()
             finally:
                 self._lock.release()
 

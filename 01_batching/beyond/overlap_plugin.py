@@ -54,7 +54,8 @@ class OverlapPlugin(SchedulerPlugin):
     def sits_out(self, request: Request) -> bool:
         """The last token allowed is pending."""
         num_pending = request.num_pending_tokens
-        return num_pending > 0 and request.num_tokens + num_pending == request.max_num_tokens
+        num_outputs = len(request.output_token_ids) + num_pending
+        return num_pending > 0 and num_outputs == request.max_tokens
 
     def planned(self, plan: SchedulerOutput) -> None:
         cached, requests = plan.scheduled_cached_reqs, self._requests

@@ -28,6 +28,7 @@ from common.model import DecoderModel
 from common.model_config import ModelFacts
 from common.outputs import OutputProcessor
 from common.parallel import message
+from common.parallel.channel import interrupts_held
 from common.parallel.executor import Executor
 from common.parallel.ranks import Ranks
 from common.parallel.remote_launch import StartedWorkers, launch
@@ -144,8 +145,10 @@ class RemoteBlockIO:
     def read_block(self, block_id: int) -> bytes:
         """As the steps so far have left it. Raises `ValueError` for a block that is not there."""
         self._check_block(block_id)
-        self.executor.send(message.pack("read", block_id=block_id))
-        return b"".join(part["data"] for part in self.executor.collect("reading a KV block"))
+        with interrupts_held():  # an answer that nobody takes would be the next question's
+            self.executor.send(message.pack("read", block_id=block_id))
+            parts = self.executor.collect("reading a KV block")
+        return b"".join(part["data"] for part in parts)
 
     def write_block(self, block_id: int, data: bytes | memoryview) -> None:
         """Before the steps to come. Raises `ValueError`, and writes nothing, if the block is not

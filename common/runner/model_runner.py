@@ -84,6 +84,7 @@ class PagedModelRunner:
         batch.plan_attention(self.backend, self.model.num_heads, self.kv_cache)
         return self.model(batch, self.kv_cache)
 
+    @torch.inference_mode()
     def sample(self, batch: PagedBatch, logits: torch.Tensor) -> UnreadStep:
         """Begun, like the forward pass. Plugins work while the device computes that."""
         if batch.step is not None:

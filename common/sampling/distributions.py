@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
@@ -72,7 +73,7 @@ class HasRules(Protocol):
     vocab_size: int
     rules: Rules | None
 
-    @property
+    @cached_property
     def counts(self) -> TokenCounts: ...
 
 

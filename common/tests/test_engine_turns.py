@@ -164,3 +164,26 @@ def test_a_forked_process_is_told_so(engine, random_oracle, name) -> None:
     said = in_a_fork(lambda: uses[name](engine))
     assert said.startswith(f"RuntimeError: this engine belongs to process {os.getpid()}: ")
     assert finish(engine)["open"].outputs[0].token_ids == random_oracle.expected(2, 6)
+
+
+def test_what_another_thread_asks_for_waits_for_the_end_of_a_call_that_adds_several(
+    engine, random_oracle
+) -> None:
+    """The first is aborted from elsewhere while others are still added, and the last is refused."""
+    prompt, params = random_oracle.prompts[0], greedy_params(3)
+
+    def requests(last):
+        yield "first", prompt, params
+        elsewhere = threading.Thread(target=engine.abort_request, args=("first",))
+        elsewhere.start()
+        elsewhere.join(30)
+        yield "second", prompt, params
+        yield "third", prompt, last
+
+    with pytest.raises(ValueError, match="sampling_params is 5"):
+        engine.add_requests(requests(5))
+    assert not engine.has_unfinished_requests()
+    engine.add_requests(requests(params))
+    outputs = {name: output.outputs[0] for name, output in finish(engine).items()}
+    assert outputs["first"].finish_reason == "abort"
+    assert {outputs[name].finish_reason for name in ("second", "third")} == {"length"}

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
+from batch_layout import ComposedBatch
 from common.engine import LLMEngine
 from common.runner.model_runner import PagedModelRunner
-from common.sampling.sampler import as_float, greedy
+from common.sampling.greedy_rows import greedy
+from common.sampling.sampler import as_float
 from common.workshop.bench.gpu_arithmetic import decode_cost, kv_bytes_per_token
 from common.workshop.bench.gpu_budget import Section
 from common.workshop.bench.gpu_engine import TEMPERATURE, Engines, finish, paged_runner
@@ -138,8 +140,11 @@ def measure_forward(engines: Engines, section: Section) -> None:
             positions = torch.full_like(ids, cell.context - 1)
             indices = torch.arange(cell.num_seqs, device=ids.device)
 
-            def call(given: tuple = (ids, positions, cache, metadata, indices)) -> torch.Tensor:
-                return greedy(as_float(runner.model(*given, runner.backend)))
+            batch = ComposedBatch(ids, positions, (metadata,), indices)
+            batch.plan_attention(runner.backend, runner.model.num_heads, cache)
+
+            def call(batch: ComposedBatch = batch) -> torch.Tensor:
+                return greedy(as_float(runner.model(batch, cache)))
 
             calls = {"forward": lab.device.record_graph(call)}
             times = lab.device.time_in_turn(calls, lab.sizes.repeats)["forward"]
