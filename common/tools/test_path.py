@@ -25,7 +25,8 @@ def test_what_is_not_chosen_is_not_loaded(default: DefaultPath) -> None:
     others = ("radix_cache", "proposers", "speculating_runner", "rejection_sampler")
     assert not [name for name in loaded if any(other in name for other in others)]
     sampling = {name for name in loaded if name.startswith("common/sampling/")}
-    assert sampling == {"common/sampling/sampler.py", "common/sampling/sampling_columns.py"}
+    names = ("runner_plugin", "sampler", "sampling_columns")
+    assert sampling == {f"common/sampling/{name}.py" for name in names}
 
 
 def test_lines_are_those_of_the_files(default: DefaultPath) -> None:
@@ -50,8 +51,8 @@ def test_tests_demos_and_empty_modules_are_not_counted(tmp_path) -> None:
 def test_the_engine_is_its_own_files_and_those_of_its_two_rooms() -> None:
     common = path.ROOT / "common"
     text = ["llm", "engine", "engine_config", "assembly", "intake", "outputs", "tokenizer"]
-    text += ["scheduler_assembly"]
-    model = ["model", "linear", "model_config", "rotary", "loader", "kv_sizing"]
+    text += ["scheduler_assembly", "turn"]
+    model = ["model", "blocks", "linear", "model_config", "rotary", "loader", "kv_sizing"]
     rooms = modules_in(common / "runner") + modules_in(common / "sampling")
     files = [common / f"{name}.py" for name in text + model] + [common / "__init__.py", *rooms]
     assert path.engine_size() == size_of(files)
