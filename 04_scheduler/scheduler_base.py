@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import TypedDict, cast
+from weakref import proxy
 
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
@@ -71,7 +72,8 @@ class PreemptionPlugin(SchedulerPlugin):
     def attach(self, books: SchedulerBooks) -> None:
         if not isinstance(books, SchedulerBase):
             raise ValueError(f"{type(self).__name__} needs a scheduler that preempts")
-        self.books = books
+        # Not held: in a circle, an engine's memory would wait for Python's collector.
+        self.books = cast("SchedulerBase", proxy(books))
 
     def victim(self) -> Request | None:
         """Who is to be preempted before this step is planned?"""

@@ -434,15 +434,16 @@ class Engine:
     def check_books(self) -> None:
         """Of a run in which nobody was aborted or stopped early."""
         stats, seen = self.scheduler.get_stats(), self.runner.stats
+        (guesses,) = [p for p in self.scheduler.plugins if isinstance(p, DraftPlugin)]
         assert seen.num_tokens == sum(len(tokens) for tokens in self.said.values())
         assert seen.num_tokens == seen.num_passes + seen.num_accepted
-        assert seen.num_drafted - seen.num_accepted == stats.total_rejected_drafts
+        assert seen.num_drafted - seen.num_accepted == guesses.num_rejected_drafts
         needed = sum(request.num_tokens - 1 for request in self.finished)
         assert stats.total_scheduled_tokens == (
             needed
             - stats.total_cached_tokens
             + stats.total_recomputed_tokens
-            + stats.total_rejected_drafts
+            + guesses.num_rejected_drafts
         )
 
 

@@ -36,6 +36,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from itertools import islice
+from typing import cast
+from weakref import proxy
 
 from request import Request, check_integers
 from scheduler_base import PreemptionPlugin
@@ -67,7 +69,7 @@ class PipelinePlugin(PreemptionPlugin):
         self.num_discarded_tokens = 0
 
     def attach(self, books: SchedulerBooks) -> None:
-        self._books = books
+        self._books = cast("SchedulerBooks", proxy(books))  # not held: no circle
 
     @property
     def has_work(self) -> bool:

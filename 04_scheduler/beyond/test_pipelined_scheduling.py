@@ -308,7 +308,8 @@ class TakesBack(Scheduler):
 
     def take_tokens(self, request, start, end, output):
         result = super().take_tokens(request, start, end, output)
-        request.num_computed_tokens -= not request.is_finished
+        if not request.is_finished:
+            self.take_back(request, 1)
         return result
 
 

@@ -131,7 +131,9 @@ def test_an_engine_compiles_all_of_its_launches_and_only_on_a_gpu(monkeypatch) -
     config = EngineConfig(num_blocks=9, attention_backend="triton", speculative={"method": "draft"})
     LLMEngine(config, loaded=loaded, draft=draft)
     assert not found, "the interpreter compiles nothing"
-    assembly.compile_kernels(config, loaded, draft, 4000)
+    attention = assembly.make_attention(config, loaded)
+    given = assembly.Given(config, loaded, draft, attention, 512, 4000)
+    assembly.compile_kernels(given)
     ((launches, device),) = found
     options = {"draft": draft.config, "vocab_size": 4000}
     assert launches == launch_configurations(loaded.config, config, torch.float32, **options)

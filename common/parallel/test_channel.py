@@ -280,7 +280,15 @@ def test_a_worker_that_takes_no_message_is_named():
         executor.send(bytes(10**7))
 
 
-def test_an_interrupted_message_is_taken_to_its_end_by_all():
+@pytest.fixture
+def ctrl_c():
+    """As at a terminal: what is started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_message_is_taken_to_its_end_by_all(ctrl_c):
     (one, its_one), (two, its_two) = pair(), pair()
     executor = Executor([Link(0, one, pair()[0]), Link(1, two, pair()[0])], 0, 5.0)
 

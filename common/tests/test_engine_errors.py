@@ -15,7 +15,7 @@ from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.tests.engine_oracle import Oracle, checked_engine, finish, serve
 from request import SamplingParams
-from scheduler_interface import SchedulerOutput
+from step_plan import PreemptingPlan
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -358,7 +358,7 @@ def test_who_is_never_admitted_ends_with_an_error_and_not_in_an_endless_loop(
 
     engine.on_step = on_step
     with monkeypatch.context() as patch:
-        patch.setattr(engine.scheduler, "schedule", SchedulerOutput)
+        patch.setattr(engine.scheduler, "schedule", PreemptingPlan)
         with pytest.raises(RuntimeError, match=r"admitted none of '(a|request-0', 'request-1)'$"):
             serve(engine)
     # Only the scheduler was at fault: who still waits is served, and who comes.

@@ -27,7 +27,7 @@ from common.tests.equivalence import (
 from common.tests.equivalence_axes import AXES, FREE_AXES, Combination, Value, why_not
 from common.tests.equivalence_rows import covering_array, num_valid, shuffled_product
 from request import Request
-from scheduler_interface import SchedulerOutput
+from step_plan import PreemptingPlan
 
 ROWS = covering_array()
 
@@ -174,7 +174,7 @@ def test_an_exception_is_reported_with_the_command() -> None:
 
 def test_an_engine_that_hangs_is_reported_with_the_command() -> None:
     engine = make_engine(ONE)
-    engine.scheduler.schedule = lambda: SchedulerOutput()
+    engine.scheduler.schedule = lambda: PreemptingPlan()
     with pytest.raises(AssertionError, match="hangs") as failure:
         serve_combination(ONE, engine)
     assert str(failure.value).endswith(f"\n{ONE.command}")

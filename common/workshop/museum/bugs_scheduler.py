@@ -66,18 +66,19 @@ def equals_in_one_seat() -> str:
 def what_was_said_before() -> str:
     from scheduler_interface import StepOutput
 
-    scheduler = make_scheduler(4)
-    requests = [add(scheduler, name, 7, max_tokens=8) for name in ("a", "b")]
+    scheduler, said = make_scheduler(4), {"a": [], "b": []}
+    for name in said:
+        add(scheduler, name, 7, max_tokens=8)
     for _ in range(200):
         if not scheduler.has_unfinished_requests():
             break
         plan = scheduler.schedule()
         ready = [r for r in plan.scheduled_requests if r.num_computed_tokens == r.num_tokens]
         # The model counts: each token says at which place it stands.
-        scheduler.update_from_output(
-            plan, StepOutput({r.request_id: [r.num_tokens] for r in ready})
-        )
-    return f"b was preempted, and came back; it has said: {requests[1].output_token_ids}"
+        output = StepOutput({r.request_id: [r.num_tokens] for r in ready})
+        for result in scheduler.update_from_output(plan, output):
+            said[result.request_id] += result.new_token_ids
+    return f"b was preempted, and came back; it has said: {said['b']}"
 
 
 def back_and_forth() -> str:

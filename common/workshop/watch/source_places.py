@@ -289,7 +289,7 @@ STEPS = [
         overlaps=True,
     ),
     Rule("updated", SourcePlace(_LOOP, "EngineCore.step", "return self.scheduler.update")),
-    Rule("failed", SourcePlace("common/engine.py", "LLMEngine._advance", "try")),
+    Rule("failed", SourcePlace("common/engine.py", "LLMEngine._compute", "try")),
 ]
 
 RULES = [*REQUESTS, *REASONS_TO_WAIT, *BLOCKS, *STEPS]
