@@ -174,9 +174,10 @@ class SchedulerInterface(Protocol):
     from outside, at any moment, and ignores unknown ids; `abort_request` ends one so."""
 
     requests: dict[str, Request]  # every unfinished request
-    waiting: Iterable[Request]  # the others, in the order in which they are asked
     running: dict[str, Request]  # who has been admitted; in order of admission
 
+    @property
+    def waiting(self) -> Iterable[Request]: ...  # the others, in the order of being asked
     def add_request(self, request: Request) -> None: ...
     def schedule(self) -> SchedulerOutput: ...
     def update_from_output(

@@ -77,6 +77,7 @@ class RecordedScheduler:
     ) -> None:
         self.scheduler = scheduler
         self.requests, self.running = scheduler.requests, scheduler.running
+        self.waiting = scheduler.waiting
         self.observers = tuple(observers)
         self.checks_itself = check_invariants
         self.num_steps = 0
