@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import random
 from dataclasses import dataclass
+from functools import lru_cache
 
 from common.tokenizer import Tokenizer
 from common.workshop.training.tiny_data import corpus
@@ -48,11 +49,9 @@ class LadderRequest:
 def make_workload(tokenizer: Tokenizer, regime: Regime, seed: int) -> list[LadderRequest]:
     """In order of arrival."""
     rng = random.Random(f"{seed} {regime}")
-    files = [text for _, text in sorted(corpus()[1].items())]
-    system = tokenizer.encode(files[0])[:SYSTEM_PROMPT_LEN]
-    functions = [tokenizer.encode(source) for text in files for source in functions_of(text)]
-    functions = [ids for ids in functions if len(ids) >= 2 * OUTPUT_LENS[0]]
-    long_texts = [ids for ids in map(tokenizer.encode, files) if len(ids) > LONG_PROMPT_LEN]
+    files, functions = _encoded_corpus(tokenizer)
+    system = files[0][:SYSTEM_PROMPT_LEN]
+    long_texts = [ids for ids in files if len(ids) > LONG_PROMPT_LEN]
     # Never among the very first: there must be somebody who waits.
     first = regime.num_requests // 5
     long_places = set(rng.sample(range(first, regime.num_requests), regime.num_long))
@@ -69,6 +68,15 @@ def make_workload(tokenizer: Tokenizer, regime: Regime, seed: int) -> list[Ladde
             body = text[begin : begin + LONG_PROMPT_LEN]
         requests.append(LadderRequest(system + body, num_outputs, now, place in long_places))
     return requests
+
+
+@lru_cache(maxsize=1)  # it takes seconds
+def _encoded_corpus(tokenizer: Tokenizer) -> tuple[list[list[int]], list[list[int]]]:
+    """Its files in the order of their names, and the functions in them that are long enough."""
+    files = [text for _, text in sorted(corpus()[1].items())]
+    functions = [tokenizer.encode(source) for text in files for source in functions_of(text)]
+    functions = [ids for ids in functions if len(ids) >= 2 * OUTPUT_LENS[0]]
+    return [tokenizer.encode(text) for text in files], functions
 
 
 def functions_of(text: str) -> list[str]:
