@@ -41,7 +41,6 @@ REHEARSAL = ROOT / "build" / "gpu-report-rehearsal.json"
 PAGE = ROOT / "common" / "workshop" / "bench" / "README.md"
 BUDGET_S = 430.0
 PATIENCE_S = 40.0  # beyond the budget: then whatever hangs is ended
-LEAST = {"torch": (2, 11), "triton": (3, 6)}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -54,7 +53,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--budget", type=float, default=BUDGET_S, help=f"seconds (default {BUDGET_S:g})")
     add("--seed", type=int, help="of all inputs (default: another in each run)")
     add("--record", type=Path, help="where the record is (default: records/, named by the GPU)")
-    add("--commit", help="what is measured, where there is no repository to ask")
     add("--table", action="store_true", help="only print the report of the records")
     add("--write-readme", action="store_true", help="only write it into the page of the benches")
     add("--page", type=Path, default=PAGE, help=argparse.SUPPRESS)
@@ -72,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return show(args)
         choose_interpreter(args.rehearse)
         return measure(args)
-    except (RuntimeError, ValueError, FileNotFoundError) as error:
+    except (ImportError, RuntimeError, ValueError, FileNotFoundError) as error:
         print(f"gpu_report: {error}", file=sys.stderr)
         return 1
 
@@ -106,26 +104,6 @@ def choose_interpreter(is_rehearsal: bool) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def check_versions() -> str:
-    """Triton's. Raises `RuntimeError` for what the report was not written for."""
-    import torch
-
-    try:
-        import triton
-    except ImportError as error:
-        raise RuntimeError("the kernels need Triton: run `pip install triton`") from error
-    found = {"torch": torch.__version__, "triton": triton.__version__}
-    for name, least in LEAST.items():
-        if version_of(found[name]) < least:
-            wanted = ".".join(map(str, least))
-            raise RuntimeError(f"{name} is {found[name]}: the report needs {wanted} or newer")
-    return found["triton"]
-
-
-def version_of(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
-
-
 def record_path(args: argparse.Namespace, device_name: str) -> Path:
     """Raises `ValueError` where a rehearsal's record would lie among results."""
     if args.rehearse:
@@ -137,15 +115,12 @@ def record_path(args: argparse.Namespace, device_name: str) -> Path:
     return args.record or RECORDS / f"gpu_report_{slug}.json"
 
 
-def new_record(args: argparse.Namespace, device: dict[str, Any], triton: str) -> dict[str, Any]:
-    environment = describe_environment()
-    if environment["commit"] is None and args.commit is not None:
-        environment |= {"commit": args.commit, "is_dirty": False}
+def new_record(args: argparse.Namespace, device: dict[str, Any]) -> dict[str, Any]:
     return {
         "command": shlex.join(["python", "-m", "common.workshop.gpu_report", *args.argv]),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "is_rehearsal": args.rehearse,
-        "environment": environment | {"triton": triton, "device": device},
+        "environment": describe_environment() | {"device": device},
         "config": {
             "seed": secrets.randbits(31) if args.seed is None else args.seed,
             "budget_s": args.budget,
@@ -157,7 +132,6 @@ def new_record(args: argparse.Namespace, device: dict[str, Any], triton: str) ->
 
 
 def measure(args: argparse.Namespace) -> int:
-    triton = check_versions()
     from common.collector import spare_what_is_loaded
     from common.workshop.bench import gpu_inputs
     from common.workshop.bench.gpu_device import describe_device, open_device
@@ -166,7 +140,7 @@ def measure(args: argparse.Namespace) -> int:
     device = open_device(args.rehearse)
     described = describe_device(device)
     path = record_path(args, described["name"])
-    record = new_record(args, described, triton)
+    record = new_record(args, described)
     if args.sections and path.exists():
         record["sections"] = read_record(path)["sections"]
     sizes = gpu_inputs.REHEARSAL if args.rehearse else gpu_inputs.FULL

@@ -21,7 +21,7 @@ import gc
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +65,6 @@ MODES: dict[str, dict[str, Any]] = {
     "overlap": {"enforce_eager": False, "overlap_scheduling": True},
 }
 TEMPERATURE = 0.6
-ENDED_EARLY = "a run was ended before all requests were: its rate is of what it did"
 WORKLOAD_IDS = 10_000  # token ids are below
 NUM_WARM_STEPS = 3
 ROOM = 1.3  # of a padded batch's KV: the cache of transformers grows by copying a layer at a time
@@ -135,64 +134,32 @@ def requests_of(lab: Lab, seed: int) -> list[BenchRequest]:
     return make_requests(num_requests, prompt_lens, output_lens, num_ids, seed)
 
 
-def drive(engine: LLMEngine, requests: Sequence[BenchRequest], deadline: float) -> bool:
-    """Serve them all, anew. False: there was no time to, and the rest was aborted."""
+def serve(engine: LLMEngine, requests: Sequence[BenchRequest]) -> dict[str, Any]:
+    """All of them, anew, and their tokens on the host: a run, as the record has it."""
     engine.reset_prefix_cache()
     engine.reset_stats()
-    names = [f"bench-{i}" for i in range(len(requests))]
     params = [
         SamplingParams(temperature=TEMPERATURE, max_tokens=r.max_tokens, ignore_eos=True)
         for r in requests
     ]
-    prompts = [r.prompt_token_ids for r in requests]
-    engine.add_requests(zip(names, prompts, params, strict=True))
-    while engine.has_unfinished_requests():
-        if time.monotonic() > deadline:
-            finish(engine, names)
-            return False
-        engine.step()
-    return True
-
-
-def finish(engine: LLMEngine, names: Sequence[str]) -> None:
-    """Whatever of them is unfinished is aborted, and nothing is under way any more."""
-    for name in names:
-        engine.abort_request(name)
-    while engine.has_unfinished_requests():
-        engine.step()
-    engine.step()
-
-
-def as_run(seconds: float, output_tokens: int, is_complete: bool) -> dict[str, Any]:
-    return {
-        "seconds": round(seconds, 4),
-        "output_tokens": output_tokens,
-        "output_tokens_per_s": round(output_tokens / seconds, 2),
-        "is_complete": is_complete,
-    }
-
-
-def serve(
-    engine: LLMEngine, device: torch.device, requests: Sequence[BenchRequest], deadline: float
-) -> dict[str, Any]:
-    """A run, as the record has it."""
-    synchronize(device)
     start = time.perf_counter()
-    is_complete = drive(engine, requests, deadline)
-    synchronize(device)
-    seconds, stats = time.perf_counter() - start, engine.stats()
-    wanted = sum(request.max_tokens for request in requests)
-    if is_complete and stats.output_tokens != wanted:
-        raise AssertionError(f"{stats.output_tokens} tokens were served, and {wanted} asked for")
-    counts = {"num_steps": stats.num_steps, "num_preemptions": stats.num_preemptions}
-    return as_run(seconds, stats.output_tokens, is_complete) | counts
+    engine.generate_batch([r.prompt_token_ids for r in requests], params)
+    run = as_run(time.perf_counter() - start, sum(r.max_tokens for r in requests))
+    stats = engine.stats()
+    if stats.output_tokens != run["output_tokens"]:
+        raise AssertionError(f"{stats.output_tokens} tokens were served; wanted: {run}")
+    return run | {"num_steps": stats.num_steps, "num_preemptions": stats.num_preemptions}
+
+
+def as_run(seconds: float, num_tokens: int) -> dict[str, Any]:
+    speed = round(num_tokens / seconds, 2)
+    return {"seconds": round(seconds, 4), "output_tokens": num_tokens, "output_tokens_per_s": speed}
 
 
 def measure_workload(engines: Engines, mode: str, section: Section) -> None:
     """As often as there is time for, at most `num_runs` times, after a few short answers."""
-    lab, engine, requests = engines.lab, engines.get(mode), requests_of(engines.lab, 0)
-    few = [BenchRequest(r.prompt_token_ids, 4) for r in requests[:16]]
-    serve(engine, lab.device, few, section.deadline)
+    engine, requests = engines.get(mode), requests_of(engines.lab, 0)
+    serve(engine, [BenchRequest(r.prompt_token_ids, 4) for r in requests[:16]])
     runs: list[dict[str, Any]] = []
     section.results |= {
         "engine": {
@@ -207,29 +174,23 @@ def measure_workload(engines: Engines, mode: str, section: Section) -> None:
         "prompt_tokens": sum(len(r.prompt_token_ids) for r in requests),
         "runs": runs,
     }
-    while len(runs) < lab.sizes.num_runs:
+    while len(runs) < engines.lab.sizes.num_runs:
         if not section.has_time("another run", runs[-1]["seconds"] if runs else 0.0):
             break
-        runs.append(serve(engine, lab.device, requests, section.deadline))
-        if not runs[-1]["is_complete"]:
-            section.cut(ENDED_EARLY)
-            break
+        runs.append(serve(engine, requests))
 
 
 def count_waits_of(engines: Engines, mode: str, section: Section) -> None:
     """Of a few requests, from their prompts to their ends."""
-    lab, engine = engines.lab, engines.get(mode)
-    requests = [
-        BenchRequest(r.prompt_token_ids, min(r.max_tokens, 32)) for r in requests_of(lab, 1)[:32]
+    engine = engines.get(mode)
+    few = [
+        BenchRequest(r.prompt_token_ids, min(r.max_tokens, 32))
+        for r in requests_of(engines.lab, 1)[:32]
     ]
-    drive(engine, requests, section.deadline)  # nothing new is compiled after that
-    with count_waits(lab.device) as waits:
-        is_complete = drive(engine, requests, section.deadline)
-    names = ("meant", "hidden", "hidden_at")
-    section.results |= {"num_steps": engine.stats().num_steps}
-    section.results |= {name: getattr(waits, name) for name in names}
-    if not is_complete:
-        section.cut("ended before all requests were")
+    serve(engine, few)  # nothing new is compiled after that
+    with count_waits(engines.lab.device) as waits:
+        num_steps = serve(engine, few)["num_steps"]
+    section.results |= {"num_steps": num_steps, **asdict(waits)}
 
 
 def measure_transformers(engines: Engines, section: Section) -> None:
@@ -245,13 +206,11 @@ def measure_transformers(engines: Engines, section: Section) -> None:
         serve_batch([BenchRequest(r.prompt_token_ids, 2) for r in requests[:4]])
         start, counted = time.perf_counter(), 0
         for first in range(0, len(requests), num_at_once):
-            batch = requests[first : first + num_at_once]
             if section.has_time(f"requests from {first:,} on"):
-                counted += sum(map(len, serve_batch(batch).token_ids))
+                served = serve_batch(requests[first : first + num_at_once])
+                counted += sum(map(len, served.token_ids))
         seconds = time.perf_counter() - start
-    is_complete = counted == sum(r.max_tokens for r in requests)
-    section.results |= {"num_at_once": num_at_once}
-    section.results |= {"runs": [as_run(seconds, counted, is_complete)]}
+    section.results |= {"num_at_once": num_at_once, "runs": [as_run(seconds, counted)]}
 
 
 # -- decode steps
@@ -337,6 +296,15 @@ def time_decode(engine: LLMEngine, lab: Lab, batch: Batch) -> list[float]:
     finally:
         finish(engine, names)
     return times
+
+
+def finish(engine: LLMEngine, names: Sequence[str]) -> None:
+    """Whatever of them is unfinished is aborted, and nothing is under way any more."""
+    for name in names:
+        engine.abort_request(name)
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.step()
 
 
 def decode_row(lab: Lab, batch: Batch, num_passed: int) -> dict[str, Any]:

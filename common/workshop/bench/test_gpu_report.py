@@ -15,7 +15,7 @@ from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from common.workshop.bench import gpu_command, gpu_sections
 from common.workshop.bench.bench_record import ROOT, read_record, write_record
-from common.workshop.bench.gpu_command import RECORDS, main, parse, record_path, version_of
+from common.workshop.bench.gpu_command import RECORDS, main, parse, record_path
 from common.workshop.bench.gpu_engine import NUM_WARM_STEPS, Engines, paged_runner, time_decode
 from common.workshop.bench.gpu_inputs import (
     FULL,
@@ -59,7 +59,6 @@ def test_a_rehearsal_of_some_sections_runs_to_its_end(sampled, capsys) -> None:
         assert section["status"] == "done" and section["errors"] == [], (name, section)
     (served,) = sampled["sections"]["overlap: workload"]["results"]["runs"]
     (run,) = sampled["sections"]["transformers"]["results"]["runs"]
-    assert served["is_complete"] and run["is_complete"]
     assert run["output_tokens"] == served["output_tokens"] > 0
     assert sampled["is_rehearsal"] and "these numbers say nothing" in render(sampled)
     assert len(sampled["environment"]["commit"]) == 40 and sampled["config"]["seed"] == 1
@@ -91,7 +90,7 @@ def test_a_rehearsal_runs_every_section_to_its_end(tmp_path) -> None:
     for mode in ("eager", "graphs", "overlap"):
         served = sections[f"{mode}: workload"]["results"]
         assert served["engine"]["has_graphs"] is (mode != "eager")
-        assert served["runs"] and all(run["is_complete"] for run in served["runs"])
+        assert served["runs"]
         waits = sections[f"{mode}: waits"]["results"]
         assert waits["meant"] == waits["num_steps"] > 0 and waits["hidden"] == 0
         steps = sections[f"{mode}: decode steps"]
@@ -333,9 +332,8 @@ def test_a_record_of_uncommitted_code_is_not_written_into_the_text() -> None:
             readme_text([record | {"environment": clean | change}])
 
 
-def test_records_are_named_by_the_gpu_and_versions_compared_as_numbers() -> None:
+def test_records_are_named_by_the_gpu() -> None:
     assert record_path(parse([]), "NVIDIA H200").name == "gpu_report_nvidia-h200.json"
-    assert version_of("2.13.0+cpu") == (2, 13) > version_of("2.9.1")
 
 
 @interpreted
@@ -383,8 +381,8 @@ def a_record() -> dict:
         where = {"cell": [n, context], "what": f"{n} x {context:,}", "is_graph": True}
         return {"group": "attention", "kernel": kernel, "ms": [ms, ms, 9.0], **where, **cost}
 
-    def run(speed: float, is_complete: bool = True) -> dict:
-        return {"output_tokens_per_s": speed, "is_complete": is_complete, "num_steps": 1100}
+    def run(speed: float) -> dict:
+        return {"output_tokens_per_s": speed, "num_steps": 1100}
 
     def section(**results: object) -> dict:
         return {"status": "done", "seconds": 9.0, "notes": [], "errors": [], "results": results}
@@ -413,7 +411,7 @@ def a_record() -> dict:
             "eager: workload": section(runs=[run(9000), run(11000)]),
             "eager: waits": section(num_steps=10, meant=10, hidden=5, hidden_at={}),
             "eager: decode steps": section(steps=[cell(64, 256, 4.0), cell(1, 256, 50.0)]),
-            "overlap: workload": section(runs=[run(30000), run(99000, is_complete=False)]),
+            "overlap: workload": section(runs=[run(30000), run(20000)]),
             "overlap: decode steps": section(steps=[cell(64, 256, 1.25)]),
             "graphs: waits": failed,
         },
@@ -421,7 +419,7 @@ def a_record() -> dict:
 
 
 def test_aims_are_held_against_the_worst_of_what_they_speak_of() -> None:
-    """1 / 1.6 of the bandwidth at batch 512; the best mode's step; complete runs only."""
+    """1 / 1.6 of the bandwidth at batch 512; the best mode's step and run."""
     attention, step, speed = aims_of(a_record())
     assert attention["found"] == pytest.approx(0.625) and attention["is_reached"] is False
     assert step["found"] == pytest.approx(0.8) and step["is_reached"] is True
@@ -442,7 +440,7 @@ def test_the_report_says_what_the_record_holds() -> None:
     assert "a copy moves 4,100 GB/s (4000-4200)" in text and "705 TFLOP/s" in text
     assert "75% | 62% | missed |" in text and "70% | 80% | reached |" in text
     assert "| eager | 10,000 | 9,000-11,000 (2) | 1,100 | 1.00 | 0.50 |" in text
-    assert "| overlap | 64,500, ended early | 30,000-99,000 (2) | 1,100 |  |  |" in text
+    assert "| overlap | 25,000 | 20,000-30,000 (2) | 1,100 |  |  |" in text
     assert "| 64 x 256 | 1.00 ms |  | 4.00 ms, 25% |  | 1.25 ms, 80% |" in text
     assert "| 512 | 62% | 25% |" in text and "| 1 | 10% |  |" in text
     assert "* graphs: waits: a / b" in text and "and 2 more of the kind" in text
