@@ -134,8 +134,9 @@ def new_record(args: argparse.Namespace, device: dict[str, Any]) -> dict[str, An
 def measure(args: argparse.Namespace) -> int:
     from common.collector import spare_what_is_loaded
     from common.workshop.bench import gpu_inputs
+    from common.workshop.bench.gpu_budget import run_sections
     from common.workshop.bench.gpu_device import describe_device, open_device
-    from common.workshop.bench.gpu_sections import plan_sections, run_sections
+    from common.workshop.bench.gpu_sections import plan_sections
 
     device = open_device(args.rehearse)
     described = describe_device(device)

@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -37,6 +37,7 @@ from common.workshop.bench.bench_models import BenchModels, make_twin
 from common.workshop.bench.bench_systems import transformers_generate
 from common.workshop.bench.bench_work import BenchRequest, Limits, make_requests
 from common.workshop.bench.gpu_arithmetic import decode_cost
+from common.workshop.bench.gpu_budget import Section
 from common.workshop.bench.gpu_device import (
     count_waits,
     free_bytes,
@@ -55,9 +56,6 @@ from common.workshop.bench.gpu_inputs import (
 from engine_core import EngineCore
 from request import SamplingParams
 from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
-
-if TYPE_CHECKING:
-    from common.workshop.bench.gpu_sections import Section
 
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True, "overlap_scheduling": False},

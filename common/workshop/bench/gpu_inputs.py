@@ -188,7 +188,7 @@ class Lab:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Call:
     """A kernel's call on some inputs, what it costs at least, and what it should give, by name:
     float64, or numbers in the dtype of the kernel, which have to be equal. `call` can be repeated,
     and reads no value on the host; `expected` is asked before the first call."""
@@ -276,7 +276,8 @@ def paged_inputs(lab: Lab, lengths: Batch, caches: Sequence[torch.Tensor]) -> Pa
     num_heads = lab.heads.num_heads + lab.heads.num_kv_heads
     num_tokens = sum(query_len for query_len, _ in lengths)
     qk = lab.normal(num_tokens, num_heads, lab.heads.head_dim, dtype=caches[0].dtype)
-    return PagedInputs(lengths, qk[:, : lab.heads.num_heads], *caches, tables)
+    query, (keys, values) = qk[:, : lab.heads.num_heads], caches
+    return PagedInputs(lengths, query, keys, values, tables)
 
 
 def spoil_unused(inputs: PagedInputs) -> None:

@@ -2,7 +2,7 @@
 
 A group is one kernel, or several versions that compute the same on the same inputs:
 
-    make(lab, place, dtype)   of each version a `Work`: its call, its `Cost`, what it should give
+    make(lab, place, dtype)   of each version a `Call`: its call, its `Cost`, what it should give
     checked                   where and in which dtypes it is compared on its own
     timed                     where it is timed, the most telling first; compared there, too
 
@@ -31,10 +31,10 @@ from common.workshop.bench.gpu_inputs import (
     BLOCK_SIZE,
     DTYPES,
     Batch,
+    Call,
     Lab,
     PagedInputs,
     Sizes,
-    Work,
     make_caches,
     num_blocks_of,
     paged_inputs,
@@ -49,7 +49,7 @@ from mixed_attention_triton import MixedTritonAttentionBackend
 from paged_attention_triton import TritonAttentionBackend, TritonPlan, write_kv_triton
 from split_attention_triton import SplitPlan, SplitTritonAttentionBackend
 
-Works = dict[str, Work]  # by version
+Calls = dict[str, Call]  # by version
 # Version 3 is what the engine uses.
 VERSIONS: dict[str, type[TritonAttentionBackend]] = {
     "attention v1": TritonAttentionBackend,
@@ -69,7 +69,7 @@ def attention_inputs(lab: Lab, lengths: Batch, dtype: torch.dtype) -> PagedInput
     return inputs
 
 
-def make_attention(lab: Lab, lengths: Batch, dtype: torch.dtype) -> Works:
+def make_attention(lab: Lab, lengths: Batch, dtype: torch.dtype) -> Calls:
     """The versions. At the far end of a large cache offsets have more than 31 bits."""
     inputs = attention_inputs(lab, lengths, dtype)
     rows = range(len(lengths)) if len(lengths) <= FEW else (0, len(lengths) - 1)
@@ -77,7 +77,7 @@ def make_attention(lab: Lab, lengths: Batch, dtype: torch.dtype) -> Works:
     compared = [slice(start, start + lengths[row][0]) for row, start in zip(rows, starts)]
     cost = attention_cost(lab.heads, lengths, BLOCK_SIZE)
 
-    def work(backend: TritonAttentionBackend) -> Work:
+    def work(backend: TritonAttentionBackend) -> Call:
         plan = plan_of(backend, inputs)
 
         def call() -> list[torch.Tensor]:
@@ -85,7 +85,7 @@ def make_attention(lab: Lab, lengths: Batch, dtype: torch.dtype) -> Works:
             found = plan.attend(inputs.query, *caches, inputs.scale)
             return [found[tokens] for tokens in compared]
 
-        return Work(call, cost, lambda: {f"sequence {row}": inputs.in_float64(row) for row in rows})
+        return Call(call, cost, lambda: {f"sequence {row}": inputs.in_float64(row) for row in rows})
 
     return {name: work(backend()) for name, backend in VERSIONS.items()}
 
@@ -94,7 +94,7 @@ def plan_of(backend: TritonAttentionBackend, inputs: PagedInputs) -> TritonPlan:
     return backend.plan(inputs.metadata(), inputs.query.shape[1], inputs.key_cache)
 
 
-def make_merging(lab: Lab, lengths: Batch, dtype: torch.dtype) -> Works:
+def make_merging(lab: Lab, lengths: Batch, dtype: torch.dtype) -> Calls:
     """Version 2's second kernel alone, on the partial results of its first."""
     inputs = attention_inputs(lab, lengths, dtype)
     plan, caches = (
@@ -111,7 +111,7 @@ def make_merging(lab: Lab, lengths: Batch, dtype: torch.dtype) -> Works:
         return [output]
 
     cost = merge_cost(lab.heads, items.first_item.diff().tolist())
-    return {"merging of splits": Work(call, cost, dict)}  # what it gives, version 2 gives, too
+    return {"merging of splits": Call(call, cost, dict)}  # what it gives, version 2 gives, too
 
 
 def _no_launch(grid: tuple[int, ...], *arguments: Any) -> None:
@@ -141,7 +141,7 @@ def fused_inputs(lab: Lab, num_tokens: int, dtype: torch.dtype) -> tuple[torch.T
     return qkv, *caches, slots
 
 
-def make_write_kv(lab: Lab, num_tokens: int, dtype: torch.dtype) -> Works:
+def make_write_kv(lab: Lab, num_tokens: int, dtype: torch.dtype) -> Calls:
     qkv, *caches, slots = fused_inputs(lab, num_tokens, dtype)
     heads = lab.heads.num_heads, lab.heads.num_kv_heads, lab.heads.num_kv_heads
     _, key, value = qkv.split(heads, dim=1)
@@ -155,14 +155,14 @@ def make_write_kv(lab: Lab, num_tokens: int, dtype: torch.dtype) -> Works:
         return found
 
     def call() -> list[torch.Tensor]:
-        write_kv_triton(key, value, *caches, slots)
+        write_kv_triton(key, value, caches[0], caches[1], slots)
         return caches
 
     cost = Cost(2 * (key.numel() + value.numel()) * key.itemsize + slots.nbytes)
-    return {"write_kv": Work(call, cost, expected)}
+    return {"write_kv": Call(call, cost, expected)}
 
 
-def make_rotate_and_write(lab: Lab, num_tokens: int, dtype: torch.dtype) -> Works:
+def make_rotate_and_write(lab: Lab, num_tokens: int, dtype: torch.dtype) -> Calls:
     model, heads = lab.sizes.model, lab.heads
     qkv, *caches, slots = fused_inputs(lab, num_tokens, dtype)
     weight = lab.normal(heads.num_heads + heads.num_kv_heads, heads.head_dim, dtype=dtype)
@@ -178,11 +178,11 @@ def make_rotate_and_write(lab: Lab, num_tokens: int, dtype: torch.dtype) -> Work
     # All heads in and out, and of the table a row each.
     cost = moved(qkv, qkv, weight, table[:1].expand(num_tokens, -1), positions, slots)
     return {
-        "rotate_and_write": Work(lambda: [rotate_and_write(*arguments), *caches], cost, expected)
+        "rotate_and_write": Call(lambda: [rotate_and_write(*arguments), *caches], cost, expected)
     }
 
 
-def make_add_rms_norm(lab: Lab, num_tokens: int, dtype: torch.dtype) -> Works:
+def make_add_rms_norm(lab: Lab, num_tokens: int, dtype: torch.dtype) -> Calls:
     hidden, delta, weight = (
         lab.normal(*shape, lab.sizes.model.hidden_size, dtype=dtype)
         for shape in ((num_tokens,), (num_tokens,), ())
@@ -194,17 +194,17 @@ def make_add_rms_norm(lab: Lab, num_tokens: int, dtype: torch.dtype) -> Works:
         return {"normed": add_rms_norm_in_torch(*doubles), "sum": doubles[0]}
 
     cost = moved(hidden, delta, hidden, hidden, weight)  # read; the sum and the normed, written
-    return {"add_rms_norm": Work(lambda: [add_rms_norm(*arguments), hidden], cost, expected)}
+    return {"add_rms_norm": Call(lambda: [add_rms_norm(*arguments), hidden], cost, expected)}
 
 
-def make_silu_and_multiply(lab: Lab, num_tokens: int, dtype: torch.dtype) -> Works:
+def make_silu_and_multiply(lab: Lab, num_tokens: int, dtype: torch.dtype) -> Calls:
     gate_up = 3 * lab.normal(num_tokens, 2 * lab.sizes.model.intermediate_size, dtype=dtype)
     cost = moved(gate_up, gate_up[:, ::2])
 
     def expected() -> dict[str, torch.Tensor]:
         return {"all": silu_and_multiply_in_torch(gate_up.double())}
 
-    return {"silu_and_multiply": Work(lambda: [silu_and_multiply(gate_up)], cost, expected)}
+    return {"silu_and_multiply": Call(lambda: [silu_and_multiply(gate_up)], cost, expected)}
 
 
 # -- the registry
@@ -214,7 +214,7 @@ def make_silu_and_multiply(lab: Lab, num_tokens: int, dtype: torch.dtype) -> Wor
 class KernelGroup:
     name: str
     covers: tuple[str, ...]  # functions of Triton that run in it: none of the book's is forgotten
-    make: Callable[[Lab, Any, torch.dtype], Works]
+    make: Callable[[Lab, Any, torch.dtype], Calls]
     checked: Callable[[Sizes], Sequence[Any]]
     timed: Callable[[Sizes], Sequence[Any]]
     dtypes: tuple[torch.dtype, ...] = DTYPES  # where it is checked

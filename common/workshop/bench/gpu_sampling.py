@@ -21,12 +21,12 @@ import torch
 from common.kernels.sampler_kernel import KERNELS
 from common.sampling.distributions import IN_TORCH, Rules
 from common.workshop.bench.gpu_arithmetic import Cost, moved
-from common.workshop.bench.gpu_inputs import Lab, Work
+from common.workshop.bench.gpu_inputs import Call, Lab
 from rejection_sampler import rejection_sample, rejection_sampling_batched
 from rejection_sampler_triton import rejection_sample_triton, rejection_sampling_batched_triton
 
 TEMPERATURE, TOP_P, MIN_P, TOP_K, MOST = 0.6, 0.9, 1e-3, 50, 64
-Works = dict[str, Work]
+Calls = dict[str, Call]
 
 
 def named(tensors: Iterable[torch.Tensor], what: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -44,7 +44,7 @@ def rows_of(lab: Lab, num_requests: int, is_ragged: bool) -> tuple[int, int, tor
     return sum(drafts), max(drafts), starts
 
 
-def make_rejection(lab: Lab, num_requests: int, dtype: torch.dtype) -> Works:
+def make_rejection(lab: Lab, num_requests: int, dtype: torch.dtype) -> Calls:
     """Guesses that are right about as often as not: p is q and something else, half and half."""
     num_drafts, most, starts = rows_of(lab, num_requests, num_requests == lab.sizes.checked_rows)
     vocab_size = lab.sizes.model.vocab_size
@@ -56,7 +56,7 @@ def make_rejection(lab: Lab, num_requests: int, dtype: torch.dtype) -> Works:
     drafts = torch.multinomial(draft_probs, 1, generator=lab.generator)[:, 0]
     numbers = lab.uniform(num_drafts), lab.uniform(len(probs))
 
-    def work(q: torch.Tensor | None) -> Work:
+    def work(q: torch.Tensor | None) -> Call:
         arguments = probs, drafts, q, starts, most, *numbers
 
         def call(verify: Callable[..., Any] = rejection_sample_triton) -> list[torch.Tensor]:
@@ -69,12 +69,12 @@ def make_rejection(lab: Lab, num_requests: int, dtype: torch.dtype) -> Works:
         rows = (num_requests + (num_rejecting if q is not None else 0)) * vocab_size
         each = moved(drafts, numbers[0], numbers[1][:num_requests], starts, num_sampled, token_ids)
         cost = Cost(each.num_bytes + (rows + 2 * num_drafts) * dtype.itemsize)
-        return Work(call, cost, lambda: named(call(rejection_sample), ("tokens", "how many")))
+        return Call(call, cost, lambda: named(call(rejection_sample), ("tokens", "how many")))
 
     return {"rejection": work(draft_probs), "rejection: look-ups": work(None)}
 
 
-def make_matching(lab: Lab, num_requests: int, dtype: torch.dtype) -> Works:
+def make_matching(lab: Lab, num_requests: int, dtype: torch.dtype) -> Calls:
     """Of three tokens, so that runs of some length are accepted."""
     num_drafts, most, starts = rows_of(lab, num_requests, num_requests == lab.sizes.checked_rows)
     sampled, drafts = lab.integers(3, num_drafts + num_requests), lab.integers(3, num_drafts)
@@ -82,7 +82,7 @@ def make_matching(lab: Lab, num_requests: int, dtype: torch.dtype) -> Works:
     # Written are the tokens and how many of them.
     cost = moved(sampled, drafts, starts, sampled, starts[1:])
     return {
-        "matching": Work(
+        "matching": Call(
             lambda: rejection_sampling_batched_triton(*arguments),
             cost,
             lambda: named(rejection_sampling_batched(*arguments), ("tokens", "how many")),
@@ -126,7 +126,7 @@ def computed(rules: Rules, name: str, arguments: tuple[Any, ...]) -> list[torch.
     return [rules.sample_from_probs(*arguments)]
 
 
-def make_sampling(lab: Lab, num_rows: int, dtype: torch.dtype) -> Works:
+def make_sampling(lab: Lab, num_rows: int, dtype: torch.dtype) -> Calls:
     inputs = sampling_inputs(lab, num_rows)
     numbers = num_rows * lab.sizes.model.vocab_size
     costs = {
@@ -137,11 +137,11 @@ def make_sampling(lab: Lab, num_rows: int, dtype: torch.dtype) -> Works:
         "draw": Cost(numbers * 4 + num_rows * 16),
     }
 
-    def work(name: str, arguments: tuple[Any, ...]) -> Work:
+    def work(name: str, arguments: tuple[Any, ...]) -> Call:
         call = partial(computed, KERNELS, name, arguments)
         if name == "top-p":  # called again it cuts off more, in as many passes
             call = lambda: [KERNELS.apply_top_p(*arguments)]  # noqa: E731
         right = partial(computed, IN_TORCH, name, arguments)
-        return Work(call, costs[name], lambda: named(right(), ("numbers", "ids")))
+        return Call(call, costs[name], lambda: named(right(), ("numbers", "ids")))
 
     return {f"sampling: {name}": work(name, arguments) for name, arguments in inputs.items()}

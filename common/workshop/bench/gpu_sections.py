@@ -9,23 +9,16 @@
     the model alone      the same step without a host
     transformers         the same workload
 
-A section has time until its share, and what was left of the ones before, is over; then it notes
-what it leaves out (`cut`). One that raises keeps what it has, and the error (`failed`). The record
-is written before and after each, so whatever happens, what was measured stays."""
+How each of them is kept apart from the others: `gpu_budget.py`."""
 
 from __future__ import annotations
 
-import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
+from common.workshop.bench.gpu_budget import Planned, Section
 from common.workshop.bench.gpu_device import release, time_call
 from common.workshop.bench.gpu_engine import (
     MODES,
@@ -36,86 +29,12 @@ from common.workshop.bench.gpu_engine import (
     measure_transformers,
     measure_workload,
 )
-from common.workshop.bench.gpu_inputs import Lab, Work, describe_batch
+from common.workshop.bench.gpu_inputs import Call, Lab, describe_batch
 from common.workshop.bench.gpu_kernels import GROUPS, KernelGroup
 
 # Of the whole result's size; the largest single error may be so large relative to the largest
 # number of the result, twice.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
-
-
-@dataclass(slots=True)
-class Section:
-    """What a section's function fills in. `results` is in the record from the start."""
-
-    deadline: float  # of time.monotonic()
-    results: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    status: str = "running"
-    seconds: float = 0.0
-
-    def has_time(self, what: str, needed_s: float = 0.0) -> bool:
-        """Whether `what` can still be done. If not, that is noted."""
-        if self.deadline - time.monotonic() > needed_s:
-            return True
-        self.cut(f"left out, the time was up: {what}")
-        return False
-
-    def cut(self, note: str) -> None:
-        self.status = "cut"
-        self.notes.append(note)
-
-    @contextmanager
-    def attempt(self, what: str) -> Iterator[None]:
-        """An error in it is noted, and the section goes on."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            self.cut(f"left out, it does not fit in memory: {what}")
-        except Exception as error:
-            traceback.print_exc(file=sys.stderr)
-            self.fail(f"{what}: {type(error).__name__}: {error}")
-
-    def fail(self, text: str) -> None:
-        self.errors.append(" ".join(text.split())[:400])
-
-    def as_record(self) -> dict[str, Any]:
-        status = "failed" if self.errors else self.status
-        names = ("seconds", "notes", "errors", "results")
-        return {"status": status} | {name: getattr(self, name) for name in names}
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A section's share of the time, and what it does."""
-
-    share: float
-    measure: Callable[[Section], None]
-
-
-def run_sections(
-    plan: Mapping[str, Planned], record: dict[str, Any], write: Callable[[], None], total_s: float
-) -> None:
-    """All of the plan, in order, in place of what the record has of them."""
-    whole, passed, start = sum(one.share for one in plan.values()), 0.0, time.monotonic()
-    for name, planned in plan.items():
-        passed += planned.share / whole
-        section, began = Section(start + passed * total_s), time.monotonic()
-
-        def keep(name: str = name, section: Section = section, began: float = began) -> None:
-            section.seconds = round(time.monotonic() - began, 2)
-            record["sections"][name] = section.as_record()
-            write()
-
-        keep()
-        try:
-            if section.has_time("all of it"):
-                with section.attempt("the section"):
-                    planned.measure(section)
-            section.status = "done" if section.status == "running" else section.status
-        finally:  # an interrupted one still runs, for whoever reads the record
-            keep()
 
 
 def plan_sections(lab: Lab) -> dict[str, Planned]:
@@ -182,7 +101,7 @@ def judge(found: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
     return {"error": norm, "largest_error": worst, "tolerance": tolerance, "is_right": is_right}
 
 
-def check(section: Section, name: str, work: Work, dtype: torch.dtype) -> None:
+def check(section: Section, name: str, work: Call, dtype: torch.dtype) -> None:
     """One row for each of its results."""
     expected = work.expected()
     for tensor in expected.values():  # what is made next and not written is likely to be NaN
@@ -223,11 +142,17 @@ def measure_kernels(lab: Lab, section: Section) -> None:
             release(lab.device)
 
 
+def cell_of(place: Any) -> list[int] | None:
+    """Sequences and keys of each, where all of them decode at the same place."""
+    if isinstance(place, int) or set(place) != {(1, place[0][1])}:
+        return None
+    return [len(place), place[0][1]]
+
+
 def measure_place(lab: Lab, section: Section, group: KernelGroup, place: Any) -> None:
-    is_decode = not isinstance(place, int) and len(set(place)) == 1 and place[0][0] == 1
-    where = {
+    where: dict[str, Any] = {
         "group": group.name,
-        "cell": [len(place), place[0][1]] if is_decode else None,
+        "cell": cell_of(place),
         "what": describe_place(place),
     }
     dtype = lab.dtype if lab.dtype in group.dtypes else group.dtypes[0]

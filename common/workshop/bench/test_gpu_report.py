@@ -13,8 +13,9 @@ import torch
 
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
-from common.workshop.bench import gpu_command, gpu_sections
+from common.workshop.bench import gpu_budget, gpu_command, gpu_sections
 from common.workshop.bench.bench_record import ROOT, read_record, write_record
+from common.workshop.bench.gpu_budget import Planned, Section, run_sections
 from common.workshop.bench.gpu_command import RECORDS, main, parse, record_path
 from common.workshop.bench.gpu_engine import NUM_WARM_STEPS, Engines, paged_runner, time_decode
 from common.workshop.bench.gpu_inputs import (
@@ -29,7 +30,7 @@ from common.workshop.bench.gpu_inputs import (
     spoil_unused,
 )
 from common.workshop.bench.gpu_kernels import GROUPS
-from common.workshop.bench.gpu_sections import Planned, Section, judge, plan_sections, run_sections
+from common.workshop.bench.gpu_sections import judge, plan_sections
 from common.workshop.bench.gpu_table import NOTHING, aims_of, readme_text, render
 from common.workshop.bench.random_weights import random_model
 from paged_attention import paged_attention
@@ -182,7 +183,7 @@ def test_a_part_that_raises_leaves_the_rest_of_its_section() -> None:
 
 def test_a_section_without_time_is_cut_and_what_is_left_over_goes_to_the_next(monkeypatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(gpu_sections, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(gpu_budget, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def measure(section: Section) -> None:
         for i in range(4):
