@@ -8,7 +8,7 @@ is with rotary embedding. Compiled, a region reads its input once and writes its
 
 What is computed is written down in `regions.py`, and here once more, in a form that the compiler
 makes one loop of. SiLU is not among them: its time is that of `exp` and of reading, which stay.
-Measured: `python -m common.workshop.kernels.measure_kernels`.
+What the whole gains: chapter 2's `lab/plot_compile_border.py`.
 
 Each is compiled once, for all layers and any number of tokens. A call costs some ten microseconds
 more than one of PyTorch's own, so few tokens go the plain way (`FROM_TOKENS`). In float32

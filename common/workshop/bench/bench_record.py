@@ -40,7 +40,7 @@ CPU_FLAGS_THAT_MATTER = (
     "bf16",
     "sve",
 )
-_PACKAGES = ("torch", "transformers", "numpy", "tokenizers", "safetensors")
+_PACKAGES = ("torch", "triton", "transformers", "numpy", "tokenizers", "safetensors")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
     python -m common.workshop.gpu_report                 measure, write the record, print the report
     python -m common.workshop.gpu_report --rehearse      the same on a CPU, tiny; measures nothing
+    python -m common.workshop.gpu_report --sections A,B  only these, in place of the record's
     python -m common.workshop.gpu_report --table         print the report of the records there are
     python -m common.workshop.gpu_report --write-readme  put it into common/workshop/bench/README.md
 
@@ -21,11 +22,10 @@ import re
 import secrets
 import shlex
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.workshop.bench.bench_record import (
     ROOT,
@@ -36,17 +36,11 @@ from common.workshop.bench.bench_record import (
 )
 from common.workshop.bench.gpu_table import readme_text, render
 
-if TYPE_CHECKING:
-    from common.workshop.bench.gpu_device import Device
-
 RECORDS = ROOT / "common" / "workshop" / "bench" / "records"
 REHEARSAL = ROOT / "build" / "gpu-report-rehearsal.json"
 PAGE = ROOT / "common" / "workshop" / "bench" / "README.md"
 BUDGET_S = 430.0
 PATIENCE_S = 40.0  # beyond the budget: then whatever hangs is ended
-LEAST_TORCH, LEAST_TRITON = (2, 11), (3, 6)
-MOST_RESTARTS = 4
-Restart = Callable[[Sequence[str]], Any]
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -55,43 +49,34 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--rehearse", action="store_true", help="on a CPU, tiny: does every line of it run?")
-    add("--budget", type=float, metavar="SECONDS", help=f"of all sections (default {BUDGET_S:g})")
+    add("--sections", type=lambda text: text.split(","), help="only these, separated by commas")
+    add("--budget", type=float, default=BUDGET_S, help=f"seconds (default {BUDGET_S:g})")
     add("--seed", type=int, help="of all inputs (default: another in each run)")
     add("--record", type=Path, help="where the record is (default: records/, named by the GPU)")
-    add("--commit", help="what is measured, where there is no repository to ask")
     add("--table", action="store_true", help="only print the report of the records")
-    add(
-        "--write-readme",
-        action="store_true",
-        help="only write it into common/workshop/bench/README.md",
-    )
+    add("--write-readme", action="store_true", help="only write it into the page of the benches")
     add("--page", type=Path, default=PAGE, help=argparse.SUPPRESS)
-    add("--resume", action="store_true", help="measure what the record of --record does not have")
     args = parser.parse_args(argv)
-    args.argv = [one for one in argv if one != "--resume"]
-    if args.budget is not None and args.budget <= 0:
+    args.argv = list(argv)
+    if args.budget <= 0:
         parser.error(f"--budget is {args.budget}: it must be > 0")
-    if args.resume and args.record is None:
-        parser.error("--resume needs --record")
     return args
 
 
-def main(argv: Sequence[str] | None = None, restart: Restart | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
         if args.table or args.write_readme:
             return show(args)
         choose_interpreter(args.rehearse)
-        return measure(args, restart or start_again)
-    except (RuntimeError, ValueError, FileNotFoundError) as error:
+        return measure(args)
+    except (ImportError, RuntimeError, ValueError, FileNotFoundError) as error:
         print(f"gpu_report: {error}", file=sys.stderr)
         return 1
 
 
-# -- of records that are there
-
-
 def show(args: argparse.Namespace) -> int:
+    """Records that are there."""
     paths = [args.record] if args.record else sorted(RECORDS.glob("gpu_report_*.json"))
     records = [read_record(path) for path in paths]
     if args.table:
@@ -119,27 +104,6 @@ def choose_interpreter(is_rehearsal: bool) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def check_versions() -> dict[str, str]:
-    """Raises `RuntimeError` for what the report was not written for."""
-    import torch
-
-    try:
-        import triton
-    except ImportError as error:
-        raise RuntimeError("the kernels need Triton: run `pip install triton`") from error
-    found = {"torch": torch.__version__, "triton": triton.__version__}
-    for name, least in (("torch", LEAST_TORCH), ("triton", LEAST_TRITON)):
-        if version_of(found[name]) < least:
-            raise RuntimeError(
-                f"{name} is {found[name]}: the report needs {'.'.join(map(str, least))} or newer"
-            )
-    return found
-
-
-def version_of(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
-
-
 def record_path(args: argparse.Namespace, device_name: str) -> Path:
     """Raises `ValueError` where a rehearsal's record would lie among results."""
     if args.rehearse:
@@ -151,82 +115,49 @@ def record_path(args: argparse.Namespace, device_name: str) -> Path:
     return args.record or RECORDS / f"gpu_report_{slug}.json"
 
 
-def new_record(args: argparse.Namespace, device: Device, triton: str) -> dict[str, Any]:
-    from common.workshop.bench.gpu_inputs import BLOCK_SIZE
-
-    environment = describe_environment()
-    if environment["commit"] is None and args.commit is not None:
-        environment |= {"commit": args.commit, "is_dirty": False}
-    seed = secrets.randbits(31) if args.seed is None else args.seed
-    budget_s = args.budget or BUDGET_S
+def new_record(args: argparse.Namespace, device: dict[str, Any]) -> dict[str, Any]:
     return {
         "command": shlex.join(["python", "-m", "common.workshop.gpu_report", *args.argv]),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "is_rehearsal": device.is_rehearsal,
-        "num_restarts": 0,
-        "environment": environment | {"triton": triton, "device": device.describe()},
+        "is_rehearsal": args.rehearse,
+        "environment": describe_environment() | {"device": device},
         "config": {
-            "seed": seed,
-            "budget_s": budget_s,
+            "seed": secrets.randbits(31) if args.seed is None else args.seed,
+            "budget_s": args.budget,
             "dtype": "bfloat16",
             "model": "Qwen3-0.6B's shape, random weights",
-            "block_size": BLOCK_SIZE,
         },
         "sections": {},
     }
 
 
-def make_device(is_rehearsal: bool) -> Device:
-    from common.workshop.bench.gpu_device import CudaDevice, RehearsedDevice
-
-    return RehearsedDevice() if is_rehearsal else CudaDevice()
-
-
-def measure(args: argparse.Namespace, restart: Restart) -> int:
-    versions = check_versions()
+def measure(args: argparse.Namespace) -> int:
+    from common.collector import spare_what_is_loaded
     from common.workshop.bench import gpu_inputs
-    from common.workshop.bench.gpu_budget import DeviceLostError, has_failed, run_sections
-    from common.workshop.bench.gpu_inputs import Lab
-    from common.workshop.bench.gpu_sections import plan_sections, restore
+    from common.workshop.bench.gpu_budget import run_sections
+    from common.workshop.bench.gpu_device import describe_device, open_device
+    from common.workshop.bench.gpu_sections import plan_sections
 
-    device = make_device(args.rehearse)
-    if args.resume:
-        path, record = args.record, read_record(args.record)
-        record["num_restarts"] += 1
-    else:
-        record = new_record(args, device, versions["triton"])
-        path = record_path(args, record["environment"]["device"]["name"])
+    device = open_device(args.rehearse)
+    described = describe_device(device)
+    path = record_path(args, described["name"])
+    record = new_record(args, described)
+    if args.sections and path.exists():
+        record["sections"] = read_record(path)["sections"]
     sizes = gpu_inputs.REHEARSAL if args.rehearse else gpu_inputs.FULL
-    lab = Lab(device, sizes, record["config"]["seed"])
-    restore(lab, record)
-    sections = plan_sections(lab)
-    total_s = record["config"]["budget_s"]
-    spent_s = sum(section["seconds"] for section in record["sections"].values())
-    print(f"gpu_report: {path.name}, at most {total_s + PATIENCE_S:.0f} s", flush=True)
-    patience_s = max(1.0, total_s + PATIENCE_S - spent_s)
+    lab = gpu_inputs.Lab(device, sizes, record["config"]["seed"], record["sections"])
+    plan = plan_sections(lab)
+    if unknown := set(args.sections or ()) - set(plan):
+        raise ValueError(f"--sections has {unknown.pop()!r}: there are {', '.join(plan)}")
+    plan = {name: plan[name] for name in plan if not args.sections or name in args.sections}
+    if not args.rehearse:
+        spare_what_is_loaded()
+    print(f"gpu_report: {path.name}, at most {args.budget + PATIENCE_S:.0f} s", flush=True)
+    patience_s = args.budget + PATIENCE_S
     faulthandler.dump_traceback_later(patience_s, exit=True, file=sys.__stderr__ or 2)
-
-    def write(now: dict[str, Any]) -> None:
-        write_record(path, now)
-        name, section = list(now["sections"].items())[-1]
-        if section["status"] != "running":
-            print(f"  {name}: {section['status']}, {section['seconds']:.1f} s", flush=True)
-
     try:
-        run_sections(sections, record, device, write, time.monotonic() - spent_s, total_s)
-    except DeviceLostError:
-        if record["num_restarts"] >= MOST_RESTARTS:
-            raise RuntimeError("the device is lost again and again; see the record") from None
-        print("gpu_report: the device is lost in this process; another one goes on", flush=True)
-        named = [] if args.record else ["--record", str(path)]
-        return restart([*args.argv, *named, "--resume"])
+        run_sections(plan, record, lambda: write_record(path, record), args.budget)
     finally:
         faulthandler.cancel_dump_traceback_later()
     print(f"\n{render(record)}")
-    return int(has_failed(record, sections))
-
-
-def start_again(argv: Sequence[str]) -> int:
-    """In this process's place."""
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "common.workshop.gpu_report", *argv])
+    return int(any(record["sections"][name]["status"] == "failed" for name in plan))

@@ -7,68 +7,70 @@ them: blocks in random order, read through tables."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any
 
 import torch
+from torch.nn import functional as F
 
+from common.linear import linear_layers
+from common.loader import LoadedModel
 from common.model_config import ModelConfig
-from common.workshop.bench.gpu_arithmetic import Ceilings, Heads
-from common.workshop.bench.gpu_device import Device
-from common.workshop.bench.random_weights import QWEN3_0_6B
+from common.workshop.bench.gpu_arithmetic import Ceilings, Cost, Heads, Lengths
+from common.workshop.bench.random_weights import QWEN3_0_6B, random_model
 from mixed_batch import MixedMetadata
 from paged_attention import AttentionMetadata
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_SIZE = 16
-
-
-class Cell(NamedTuple):
-    """A place in a grid: so many sequences (or tokens, or requests), keys of each."""
-
-    num_seqs: int
-    context: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.num_seqs} x {self.context:,}" if self.context else f"{self.num_seqs:,}"
+Batch = tuple[tuple[int, int], ...]  # (query tokens, keys) of each sequence, decodes in front
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of cells the most telling come first: a section that runs out of time leaves out the last."""
+    """The most telling come first: a section that runs out of time leaves out the last."""
 
     model: ModelConfig
-    repeats: int
     copy_bytes: int
     matrix_size: int
-    checked: tuple[tuple[int, int], ...]  # (query tokens, keys) of each sequence, decodes in front
+    checked: Batch
     checked_rows: int
-    decode_cells: tuple[Cell, ...]
-    mixed: tuple[tuple[tuple[int, int], ...], ...]  # lengths of batches with chunks
+    decodes: tuple[Batch, ...]
+    mixed: tuple[Batch, ...]  # batches with chunks
     rows: tuple[int, ...]  # tokens of the small kernels
     num_requests: tuple[int, ...]  # of verification and sampling
     num_drafts: int
-    forward_cells: tuple[Cell, ...]  # the model alone, and the engine
+    steps: tuple[Batch, ...]  # of the model alone, and the engine
     num_decode_steps: int
     workload: tuple[int, tuple[int, int], tuple[int, int]]  # requests, tokens in, tokens out
     num_runs: int  # of the workload, if there is time
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_model_len: int  # of decode steps
-    workload_model_len: int
+    max_model_len: int
 
 
-def grid(batches: Sequence[int], contexts: Sequence[int]) -> tuple[Cell, ...]:
+def decodes(num_seqs: int, context: int) -> Batch:
+    return ((1, context),) * num_seqs
+
+
+def grid(batches: Sequence[int], contexts: Sequence[int]) -> tuple[Batch, ...]:
     """All pairs, those that an aim speaks of first."""
-    cells = [Cell(n, context) for n in batches for context in contexts]
-    return tuple(sorted(cells, key=lambda c: (c.context != 2048, c.num_seqs < 64)))
+    pairs = [(n, context) for n in batches for context in contexts]
+    pairs.sort(key=lambda pair: (pair[1] != 2048, pair[0] < 64))
+    return tuple(decodes(*pair) for pair in pairs)
+
+
+def describe_batch(lengths: Lengths) -> str:
+    """`256 x (1, 2,048) + 1 x (512, 2,048)`: sequences x (query tokens, keys)."""
+    parts = {length: sum(other == length for other in lengths) for length in lengths}
+    return " + ".join(f"{n} x ({q:,}, {k:,})" for (q, k), n in parts.items())
 
 
 FULL = Sizes(
     model=QWEN3_0_6B,
-    repeats=15,
     copy_bytes=2 << 30,
     matrix_size=8192,
     checked=(
@@ -76,10 +78,10 @@ FULL = Sizes(
         *((5, 5), (70, 70), (33, 290), (257, 1500)),
     ),
     checked_rows=67,
-    decode_cells=grid((1, 4, 16, 64, 128, 256, 512), (256, 1024, 2048, 4096, 8192)),
+    decodes=grid((1, 4, 16, 64, 128, 256, 512), (256, 1024, 2048, 4096, 8192)),
     mixed=(
         ((2048, 2048),),
-        ((1, 2048),) * 256 + ((512, 2048),),
+        (*decodes(256, 2048), (512, 2048)),
         ((512, 512),) * 4,
         ((2048, 8192),),
         ((512, 8192),),
@@ -87,21 +89,20 @@ FULL = Sizes(
     rows=(64, 256, 512, 1, 2048, 8192),
     num_requests=(64, 256, 512, 1),
     num_drafts=4,
-    forward_cells=grid((1, 8, 64, 128, 256, 512), (256, 2048, 8192)),
+    steps=grid((1, 8, 64, 128, 256, 512), (256, 2048, 8192)),
     num_decode_steps=24,
     workload=(256, (100, 1024), (100, 1024)),
     num_runs=3,
     max_num_seqs=512,
     max_num_batched_tokens=16384,
     max_model_len=8448,
-    workload_model_len=4096,
 )
 TINY_MODEL = replace(
     QWEN3_0_6B,
-    vocab_size=97,
+    vocab_size=33,
     hidden_size=32,
     intermediate_size=48,
-    num_hidden_layers=2,
+    num_hidden_layers=1,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=16,
@@ -110,71 +111,91 @@ TINY_MODEL = replace(
 )
 REHEARSAL = Sizes(
     model=TINY_MODEL,
-    repeats=2,
     copy_bytes=1 << 16,
     matrix_size=32,
-    checked=((1, 1), (1, 17), (1, 300), (5, 5), (3, 20)),
+    checked=((1, 1), (3, 20)),
     checked_rows=3,
-    decode_cells=(Cell(2, 20), Cell(1, 300)),
+    decodes=(decodes(2, 20), decodes(1, 300)),
     mixed=(((1, 20), (5, 20)),),
     rows=(2,),
     num_requests=(2,),
     num_drafts=2,
-    forward_cells=(Cell(2, 20), Cell(1 << 20, 20)),  # and one that does not fit
+    steps=(decodes(2, 20), decodes(3, 20)),  # and one that does not fit
     num_decode_steps=2,
     workload=(2, (3, 6), (2, 3)),
     num_runs=1,
     max_num_seqs=2,
     max_num_batched_tokens=64,
     max_model_len=64,
-    workload_model_len=64,
 )
 
 
-@dataclass(slots=True)
+@dataclass
 class Lab:
-    """Where and how large everything is measured."""
+    """Where and how large everything is measured. `sections` are the record's."""
 
-    device: Device
+    device: torch.device
     sizes: Sizes
     seed: int
+    sections: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.bfloat16  # of what is timed
-    ceilings: Ceilings | None = None  # when they have been measured
-    generator: torch.Generator = field(init=False)
 
     def __post_init__(self) -> None:
-        self.generator = torch.Generator(self.device.torch_device).manual_seed(self.seed)
+        self.generator = torch.Generator(self.device).manual_seed(self.seed)
+
+    @property
+    def is_rehearsal(self) -> bool:
+        return self.device.type == "cpu"
 
     @property
     def heads(self) -> Heads:
         return Heads.of(self.sizes.model, self.dtype.itemsize)
 
     @property
-    def measured(self) -> Ceilings:
+    def ceilings(self) -> Ceilings:
         """Raises `RuntimeError` if the section that measures them has failed."""
-        if self.ceilings is None:
+        found = self.sections.get("ceilings", {}).get("results", {})
+        if "matrix_tflop_per_s" not in found:
             raise RuntimeError("the ceilings were not measured, so nothing can be set beside them")
-        return self.ceilings
+        return Ceilings(found["copy_gb_per_s"][0], found["matrix_tflop_per_s"][0])
+
+    @cached_property
+    def loaded(self) -> LoadedModel:
+        """Random weights, which take the same time as trained ones."""
+        return random_model(self.sizes.model, self.seed, self.dtype, self.device)
+
+    @cached_property
+    def num_weights(self) -> int:
+        """Of all matrices that a step multiplies with: those of the layers, and the head."""
+        matrices = linear_layers(self.loaded.model)
+        return sum(matrix.plain_weight().numel() for matrix in matrices)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        values = torch.empty(shape, dtype=dtype or self.dtype, device=self.device.torch_device)
+        values = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return values.normal_(generator=self.generator)
 
     def integers(self, high: int, *shape: int) -> torch.Tensor:
         """int64 in [0, high)."""
-        where = {"device": self.device.torch_device, "generator": self.generator}
-        return torch.randint(high, shape, **where)
+        return torch.randint(high, shape, device=self.device, generator=self.generator)
 
     def uniform(self, *shape: int) -> torch.Tensor:
         """float64 in [0, 1)."""
-        where = {"device": self.device.torch_device, "generator": self.generator}
-        return torch.rand(*shape, dtype=torch.float64, **where)
+        kind: dict[str, Any] = {"device": self.device, "generator": self.generator}
+        return torch.rand(*shape, dtype=torch.float64, **kind)
 
-    def poison(self, num_bytes: int) -> None:
-        """Memory that is handed out next is likely to be NaN: an output that a kernel does not
-        write shows."""
-        nan = torch.full((num_bytes // 4,), math.nan, device=self.device.torch_device)
-        del nan
+    def order(self, n: int) -> torch.Tensor:
+        return torch.randperm(n, device=self.device, generator=self.generator)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A kernel's call on some inputs, what it costs at least, and what it should give, by name:
+    float64, or numbers in the dtype of the kernel, which have to be equal. `call` can be repeated,
+    and reads no value on the host; `expected` is asked before the first call."""
+
+    call: Callable[[], Sequence[torch.Tensor]]
+    cost: Cost
+    expected: Callable[[], dict[str, torch.Tensor]]
 
 
 # -- attention
@@ -184,7 +205,7 @@ class Lab:
 class PagedInputs:
     """A batch over paged keys and values, decodes in front."""
 
-    lengths: list[tuple[int, int]]
+    lengths: Batch
     query: torch.Tensor  # [num_tokens, num_heads, head_dim]
     key_cache: torch.Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
     value_cache: torch.Tensor
@@ -194,25 +215,21 @@ class PagedInputs:
     def scale(self) -> float:
         return self.query.shape[2] ** -0.5
 
-    @property
-    def slot_mapping(self) -> torch.Tensor:  # [num_tokens] int64
-        block_size = self.key_cache.shape[1]
-        slots = []
-        for row, (query_len, seq_len) in enumerate(self.lengths):
-            positions = torch.arange(seq_len - query_len, seq_len, device=self.tables.device)
-            blocks = self.tables[row, positions // block_size].long()
-            slots.append(blocks * block_size + positions % block_size)
-        return torch.cat(slots)
+    def slots(self, row: int, first: int = 0) -> torch.Tensor:
+        """int64, of a sequence's positions from `first` on."""
+        positions = torch.arange(first, self.lengths[row][1], device=self.tables.device)
+        blocks = self.tables[row, positions // BLOCK_SIZE].long()
+        return blocks * BLOCK_SIZE + positions % BLOCK_SIZE
 
     def metadata(self) -> AttentionMetadata:
-        query_lens = [query_len for query_len, _ in self.lengths]
-        seq_lens = [seq_len for _, seq_len in self.lengths]
+        query_lens, seq_lens = map(list, zip(*self.lengths))
         starts, device = [0, *accumulate(query_lens)], self.query.device
+        slots = [self.slots(row, seq_len - n) for row, (n, seq_len) in enumerate(self.lengths)]
         return MixedMetadata(
             query_start_loc=torch.tensor(starts, device=device),
             seq_lens=torch.tensor(seq_lens, device=device),
             block_tables=self.tables,
-            slot_mapping=self.slot_mapping,
+            slot_mapping=torch.cat(slots),
             max_query_len=max(query_lens),
             max_seq_len=max(seq_lens),
             num_short=sum(query_len == 1 for query_len in query_lens),
@@ -224,59 +241,49 @@ class PagedInputs:
         """Attention of one sequence [query_len, num_heads, head_dim], by the definition."""
         query_len, seq_len = self.lengths[row]
         first = sum(query_len for query_len, _ in self.lengths[:row])
-        block_ids = self.tables[row, : -(-seq_len // self.key_cache.shape[1])].long()
+        query = self.query[first : first + query_len].double()
         keys, values = (
-            cache[block_ids].flatten(0, 1)[:seq_len].double()
+            cache.flatten(0, 1)[self.slots(row)].double()
             for cache in (self.key_cache, self.value_cache)
         )
-        query = self.query[first : first + query_len].double()
-        query = query.unflatten(1, (keys.shape[1], -1))
-        scores = torch.einsum("qksd,nkd->ksqn", query, keys) * self.scale
-        positions = torch.arange(seq_len, device=query.device)
-        is_hidden = positions > positions[seq_len - query_len :, None]
-        weights = scores.masked_fill_(is_hidden, -math.inf).softmax(-1)
-        return torch.einsum("ksqn,nkd->qksd", weights, values).flatten(1, 2)
+        query, keys, values = (x.transpose(0, 1)[None] for x in (query, keys, values))
+        is_seen = torch.ones(query_len, seq_len, dtype=torch.bool, device=query.device)
+        is_seen = is_seen.tril(seq_len - query_len)
+        out = F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=is_seen, scale=self.scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
 
 
-def decode_lengths(cell: Cell) -> list[tuple[int, int]]:
-    return [(1, cell.context)] * cell.num_seqs
-
-
-def num_blocks_of(lengths: Sequence[tuple[int, int]]) -> int:
+def num_blocks_of(lengths: Lengths) -> int:
     return sum(-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths)
 
 
-def make_caches(lab: Lab, num_blocks: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def make_caches(lab: Lab, num_blocks: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Keys and values of one layer, random, block 0 included."""
-    heads = lab.heads
-    shape = num_blocks + 1, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim
-    return lab.normal(*shape, dtype=dtype), lab.normal(*shape, dtype=dtype)
+    shape = num_blocks + 1, BLOCK_SIZE, lab.heads.num_kv_heads, lab.heads.head_dim
+    return [lab.normal(*shape, dtype=dtype) for _ in range(2)]
 
 
-def paged_inputs(
-    lab: Lab,
-    lengths: Sequence[tuple[int, int]],
-    caches: tuple[torch.Tensor, torch.Tensor],  # of at least as many blocks, and block 0
-    poisoned: bool = False,  # NaN in every slot that is no sequence's
-) -> PagedInputs:
-    key_cache, value_cache = caches
-    num_blocks = [-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths]
-    device = key_cache.device
-    order = torch.randperm(len(key_cache) - 1, generator=lab.generator, device=device).int() + 1
-    tables = torch.zeros(len(lengths), max(num_blocks), dtype=torch.int32, device=device)
-    for row, (start, n) in enumerate(zip(accumulate(num_blocks, initial=0), num_blocks)):
+def paged_inputs(lab: Lab, lengths: Batch, caches: Sequence[torch.Tensor]) -> PagedInputs:
+    """Caches of at least as many blocks, and block 0."""
+    counts = [-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths]
+    order = lab.order(len(caches[0]) - 1).int() + 1
+    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32, device=lab.device)
+    for row, (start, n) in enumerate(zip(accumulate(counts, initial=0), counts)):
         tables[row, :n] = order[start : start + n]
-    if poisoned:
-        unused = torch.ones(key_cache.shape[:2], dtype=torch.bool, device=device)
-        for row, (_, seq_len) in enumerate(lengths):
-            positions = torch.arange(seq_len, device=device)
-            unused[tables[row, positions // BLOCK_SIZE].long(), positions % BLOCK_SIZE] = False
-        for cache in caches:
-            cache[unused] = math.nan
-    num_tokens = sum(query_len for query_len, _ in lengths)
-    heads = lab.heads
     # As in the engine, queries and keys are slices of one tensor.
-    num_heads = heads.num_heads + heads.num_kv_heads
-    qk = lab.normal(num_tokens, num_heads, heads.head_dim, dtype=key_cache.dtype)
-    query = qk[:, : heads.num_heads]
-    return PagedInputs(list(lengths), query, key_cache, value_cache, tables)
+    num_heads = lab.heads.num_heads + lab.heads.num_kv_heads
+    num_tokens = sum(query_len for query_len, _ in lengths)
+    qk = lab.normal(num_tokens, num_heads, lab.heads.head_dim, dtype=caches[0].dtype)
+    query, (keys, values) = qk[:, : lab.heads.num_heads], caches
+    return PagedInputs(lengths, query, keys, values, tables)
+
+
+def spoil_unused(inputs: PagedInputs) -> None:
+    """NaN in every slot that is no sequence's."""
+    used = torch.cat([inputs.slots(row) for row in range(len(inputs.lengths))])
+    for cache in (inputs.key_cache, inputs.value_cache):
+        slots = cache.flatten(0, 1)
+        kept = slots[used]
+        slots.fill_(math.nan)[used] = kept

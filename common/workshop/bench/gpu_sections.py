@@ -9,31 +9,32 @@
     the model alone      the same step without a host
     transformers         the same workload
 
-Each of them has a share of the time (`gpu_budget.py`)."""
+How each of them is kept apart from the others: `gpu_budget.py`."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 
-from common.workshop.bench.gpu_arithmetic import Ceilings
 from common.workshop.bench.gpu_budget import Planned, Section
-from common.workshop.bench.gpu_decode import measure_decode, measure_forward
-from common.workshop.bench.gpu_engine import MODES, Engines, count_waits, measure_workload
-from common.workshop.bench.gpu_inputs import Cell, Lab
-from common.workshop.bench.gpu_kernels import GROUPS
-from common.workshop.bench.gpu_transformers import measure_transformers
-from common.workshop.bench.gpu_work import KernelGroup
+from common.workshop.bench.gpu_device import release, time_call
+from common.workshop.bench.gpu_engine import (
+    MODES,
+    Engines,
+    count_waits_of,
+    measure_decode,
+    measure_forward,
+    measure_transformers,
+    measure_workload,
+)
+from common.workshop.bench.gpu_inputs import Call, Lab, describe_batch
+from common.workshop.bench.gpu_kernels import GROUPS, KernelGroup
 
-NUM_ROUNDS_OF_CEILINGS = 15
-ROOM = 1.3  # of memory that a cell takes, for what is made on the way
-# Shares of the time: of the engine's sections in eager mode as in the others.
-SHARES = {"workload": 0.09, "waits": 0.015, "decode steps": 0.07}
+# Of the whole result's size; the largest single error may be so large relative to the largest
+# number of the result, twice.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 
 def plan_sections(lab: Lab) -> dict[str, Planned]:
@@ -43,31 +44,15 @@ def plan_sections(lab: Lab) -> dict[str, Planned]:
         "numbers": Planned(0.2, partial(check_numbers, lab)),
         "kernels": Planned(0.16, partial(measure_kernels, lab)),
     }
-    measures = {
-        "workload": measure_workload,
-        "waits": count_waits,
-        "decode steps": measure_decode,
-    }
     for mode in MODES:
-        for name, measure in measures.items():
-            whole = partial(dropping, engines, partial(measure, engines, mode))
-            plan[f"{mode}: {name}"] = Planned(SHARES[name], whole)
+        plan[f"{mode}: workload"] = Planned(0.09, partial(measure_workload, engines, mode))
+        plan[f"{mode}: waits"] = Planned(0.015, partial(count_waits_of, engines, mode))
+        plan[f"{mode}: decode steps"] = Planned(0.07, partial(measure_decode, engines, mode))
         if mode == "eager":
-            alone = partial(dropping, engines, partial(measure_forward, engines))
-            plan["the model alone"] = Planned(0.06, alone)
+            plan["the model alone"] = Planned(0.06, partial(measure_forward, engines))
     plan["transformers"] = Planned(0.1, partial(measure_transformers, engines))
-    plan["ceilings again"] = Planned(0.02, partial(measure_ceilings_again, lab, engines))
+    plan["ceilings again"] = Planned(0.02, partial(measure_ceilings, lab))
     return plan
-
-
-def dropping(engines: Engines, measure: Callable[[Section], None], section: Section) -> None:
-    """After an error the next section begins with another engine."""
-    try:
-        measure(section)
-    except BaseException:
-        with suppress(Exception):  # the first one counts
-            engines.drop()
-        raise
 
 
 # -- the two ceilings
@@ -75,113 +60,104 @@ def dropping(engines: Engines, measure: Callable[[Section], None], section: Sect
 
 def measure_ceilings(lab: Lab, section: Section) -> None:
     """Both buffers and all matrices are larger than a cache, and random: zeros are faster."""
-    sizes, device = lab.sizes, lab.device
-    num_bytes = min(sizes.copy_bytes, device.free_bytes() // 8)
-    source = lab.normal(num_bytes // 2, dtype=torch.bfloat16)
+    n, kind = lab.sizes.matrix_size, torch.bfloat16
+    source = lab.normal(lab.sizes.copy_bytes // 2, dtype=kind)
     target = torch.empty_like(source)
-    n = sizes.matrix_size
-    a, b = lab.normal(n, n, dtype=torch.bfloat16), lab.normal(n, n, dtype=torch.bfloat16)
+    a, b = lab.normal(n, n, dtype=kind), lab.normal(n, n, dtype=kind)
     product = torch.empty_like(a)
-    calls: dict[str, Callable[[], Any]] = {
-        "copy": partial(target.copy_, source),
-        "matrix": partial(torch.mm, a, b, out=product),
-    }
-    times = device.time_in_turn(calls, NUM_ROUNDS_OF_CEILINGS, flushes=False)
-    copied, multiplied = 2 * source.nbytes, 2 * n**3
-    found = {
-        "copy_gb_per_s": [round(copied / ms / 1e6, 2) for ms in times["copy"]],
-        "matrix_tflop_per_s": [round(multiplied / ms / 1e9, 3) for ms in times["matrix"]],
-    }
-    section.results |= {"copy_bytes": source.nbytes, "matrix_size": n} | found
+    copied = time_call(partial(target.copy_, source), lab.device)["ms"]
+    multiplied = time_call(partial(torch.mm, a, b, out=product), lab.device)["ms"]
     if not torch.equal(source, target):
         raise AssertionError("what was copied is not what was there")
-    lab.ceilings = ceilings_of(section.results)
-
-
-def ceilings_of(results: dict[str, Any]) -> Ceilings:
-    return Ceilings(
-        statistics.median(results["copy_gb_per_s"]),
-        statistics.median(results["matrix_tflop_per_s"]),
-    )
-
-
-def measure_ceilings_again(lab: Lab, engines: Engines, section: Section) -> None:
-    """Whether the device is what it was at the start: nothing is set beside these."""
-    engines.drop()
-    before = lab.ceilings
-    measure_ceilings(lab, section)
-    lab.ceilings = before
+    # Median, lowest, highest.
+    gb = [float(f"{2 * source.nbytes / copied[i] / 1e6:.5g}") for i in (0, 2, 1)]
+    tflop = [float(f"{2 * n**3 / multiplied[i] / 1e9:.5g}") for i in (0, 2, 1)]
+    section.results |= {"copy_bytes": source.nbytes, "matrix_size": n}
+    section.results |= {"copy_gb_per_s": gb, "matrix_tflop_per_s": tflop}
 
 
 # -- kernels
 
 
+def judge(found: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
+    """`expected` is float64, or what has to be equal, which numbers of `found`'s dtype have to be.
+    `error`: the norm of the difference relative to the expected; else how many are others. NaN
+    where nothing is expected to be is an error of infinity, written as None."""
+    wrong = {"error": None, "tolerance": 0, "is_right": False}
+    if found.shape != expected.shape:
+        return wrong | {"why": f"{tuple(found.shape)}, not {tuple(expected.shape)}"}
+    others = (found.isnan() != expected.isnan()).sum().item()
+    if found.dtype == expected.dtype:
+        others += (found.nan_to_num() != expected.nan_to_num()).sum().item()
+        return wrong | {"error": others, "is_right": others == 0}
+    if others or found.dtype not in TOLERANCE:
+        return wrong | {"why": f"{others} are no numbers, or should be none; {found.dtype}"}
+    expected = expected.nan_to_num()
+    difference = found.double().nan_to_num() - expected
+    norm = difference.norm().item() / max(expected.norm().item(), 1e-30)
+    worst = difference.abs().max().item() / max(expected.abs().max().item(), 1e-30)
+    tolerance = TOLERANCE[found.dtype]
+    is_right = norm <= tolerance and worst <= 2 * tolerance
+    return {"error": norm, "largest_error": worst, "tolerance": tolerance, "is_right": is_right}
+
+
+def check(section: Section, name: str, work: Call, dtype: torch.dtype) -> None:
+    """One row for each of its results."""
+    expected = work.expected()
+    for tensor in expected.values():  # what is made next and not written is likely to be NaN
+        torch.full_like(tensor.float(), torch.nan)
+    for found, (what, right) in zip(work.call(), expected.items()):
+        row = {"kernel": name, "dtype": str(dtype)[6:], "what": what} | judge(found, right)
+        section.results["checks"].append(row)
+        if not row["is_right"]:
+            error = f"error {row['error']}, tolerated {row['tolerance']}"
+            section.fail(f"{name}, {row['dtype']}, {what}: {row.get('why', error)}")
+
+
+def describe_place(place: Any) -> str:
+    return f"{place:,}" if isinstance(place, int) else describe_batch(place)
+
+
 def check_numbers(lab: Lab, section: Section) -> None:
-    rows = section.results["checks"] = []
+    section.results["checks"] = []
     for group in GROUPS:
-        if not section.has_time(group.name):
-            continue
-        with section.attempt(group.name), torch.inference_mode():
-            for comparison in group.check(lab):
-                note_check(section, rows, comparison.judge())
-        lab.device.release()
-
-
-def note_check(section: Section, rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
-    rows.append(row)
-    if not row["is_right"]:
-        error = f"error {row['error']}, tolerated {row['tolerance']}"
-        section.fail(f"{row['kernel']}, {row['dtype']}, {row['what']}: {row.get('why', error)}")
+        for place in group.checked(lab.sizes):
+            for dtype in group.dtypes:
+                what = f"{group.name}, {describe_place(place)}, {dtype}"
+                if section.has_time(what):
+                    with section.attempt(what), torch.inference_mode():
+                        for name, work in group.make(lab, place, dtype).items():
+                            check(section, name, work, dtype)
 
 
 def measure_kernels(lab: Lab, section: Section) -> None:
-    """The first cell of each group, then the second of each, and so on."""
+    """The first place of each group, then the second of each, and so on."""
     section.results |= {"checks": [], "cells": []}
-    order = [(i, group, cell) for group in GROUPS for i, cell in enumerate(group.cells(lab.sizes))]
-    for _, group, cell in sorted(order, key=lambda entry: entry[0]):
-        what = f"{group.name}, {group.describe(lab.sizes, cell)}"
-        if not section.has_time(what):
-            continue
-        needed, free = ROOM * group.num_bytes(lab, cell), lab.device.free_bytes()
-        if needed > free:
-            section.note(f"left out, {needed / 1e9:.1f} GB do not fit in {free / 1e9:.1f}: {what}")
-            continue
-        with section.attempt(what), torch.inference_mode():
-            measure_cell(lab, section, group, cell)
-        lab.device.release()
+    places = [(i, g, p) for g in GROUPS for i, p in enumerate(g.timed(lab.sizes))]
+    for _, group, place in sorted(places, key=lambda entry: entry[0]):
+        what = f"{group.name}, {describe_place(place)}"
+        if section.has_time(what):
+            with section.attempt(what), torch.inference_mode():
+                measure_place(lab, section, group, place)
+            release(lab.device)
 
 
-def measure_cell(lab: Lab, section: Section, group: KernelGroup, cell: Cell) -> None:
-    works = group.make(lab, cell)
-    for work in works.values():
-        for comparison in work.check() if work.check is not None else ():
-            note_check(section, section.results["checks"], comparison.judge())
-    calls = {name: record(lab, section, name, work.call) for name, work in works.items()}
-    times = lab.device.time_in_turn(calls, lab.sizes.repeats)
-    for name, work in works.items():
-        section.results["cells"].append(
-            {
-                "group": group.name,
-                "kernel": name,
-                "cell": list(cell),
-                "what": group.describe(lab.sizes, cell),
-                "ms": times[name],
-                **lab.measured.describe(work.cost),
-            }
-        )
+def cell_of(place: Any) -> list[int] | None:
+    """Sequences and keys of each, where all of them decode at the same place."""
+    if isinstance(place, int) or set(place) != {(1, place[0][1])}:
+        return None
+    return [len(place), place[0][1]]
 
 
-def record(lab: Lab, section: Section, name: str, call: Callable[[], Any]) -> Callable[[], Any]:
-    """As a graph. Where that fails, which is noted, as it is."""
-    try:
-        return lab.device.record_graph(call)
-    except RuntimeError as error:
-        section.note(f"{name} is timed with its launches, not as a graph: {error}")
-        return call
-
-
-def restore(lab: Lab, record: dict[str, Any]) -> None:
-    """In a new process: what the sections that are done leave to the others."""
-    results = record["sections"].get("ceilings", {}).get("results", {})
-    if results.get("matrix_tflop_per_s"):
-        lab.ceilings = ceilings_of(results)
+def measure_place(lab: Lab, section: Section, group: KernelGroup, place: Any) -> None:
+    where: dict[str, Any] = {
+        "group": group.name,
+        "cell": cell_of(place),
+        "what": describe_place(place),
+    }
+    dtype = lab.dtype if lab.dtype in group.dtypes else group.dtypes[0]
+    for name, work in group.make(lab, place, dtype).items():
+        check(section, name, work, dtype)
+        timed = time_call(work.call, lab.device)
+        described = lab.ceilings.describe(work.cost)
+        section.results["cells"].append(where | {"kernel": name} | timed | described)

@@ -1,15 +1,15 @@
 """What a GPU report's record says, as markdown: aims first, everything else below them.
 
 An aim is a number that was set before anything was measured. It is reached, missed, or not measured
-here; nothing is estimated in place of a measurement."""
+here; nothing is estimated in place of a measurement. Times are median, lowest, highest."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.workshop.bench.bench_record import markdown_table
+from common.workshop.bench.bench_record import markdown_table, table_of
 
 Record = Mapping[str, Any]
 ATTENTION, STEP, TOKENS = 0.75, 0.70, 25_000
@@ -19,21 +19,31 @@ MODES = ("eager", "graphs", "overlap")
 NOTHING = "No GPU has been measured yet."
 
 
-def results_of(record: Record, section: str) -> Mapping[str, Any]:
-    return record["sections"].get(section, {}).get("results", {})
-
-
-def median(values: Sequence[float]) -> float:
-    return statistics.median(values)
+def found_in(record: Record, section: str, name: str) -> Any:
+    """A list of a section's results, empty if they were not measured."""
+    return record["sections"].get(section, {}).get("results", {}).get(name, ())
 
 
 def share(row: Mapping[str, Any]) -> float:
     """Of the roofline: 1 is the floor."""
-    return row["floor_ms"] / median(row["ms"])
+    return row["floor_ms"] / row["ms"][0]
 
 
-def spread(values: Sequence[float], digits: int = 3) -> str:
-    return f"{min(values):.{digits}g}-{max(values):.{digits}g}"
+def decode_shares(record: Record) -> dict[tuple[int, int], float]:
+    """Of the engine's attention, by sequences and keys."""
+    rows = found_in(record, "kernels", "cells")
+    own = [row for row in rows if row["kernel"] == ENGINE_KERNEL and row["cell"]]
+    return {tuple(row["cell"]): share(row) for row in own}
+
+
+def step_rows(record: Record) -> dict[tuple[int, int], dict[str, Mapping[str, Any]]]:
+    """By sequences and keys: the model alone, and whole steps in the modes that were measured."""
+    found: dict[tuple[int, int], dict[str, Mapping[str, Any]]] = {}
+    sections = {"the model alone": "the model alone"} | {m: f"{m}: decode steps" for m in MODES}
+    for name, section in sections.items():
+        for row in found_in(record, section, "steps"):
+            found.setdefault(tuple(row["cell"]), {})[name] = row
+    return found
 
 
 # -- aims
@@ -42,62 +52,39 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 def aims_of(record: Record) -> list[dict[str, Any]]:
     """`found` is the worst of what an aim speaks of, None if that was not measured."""
     attention = [
-        share(row)
-        for row in results_of(record, "kernels").get("cells", ())
-        if row["group"] == "decode attention"
-        and row["kernel"] == ENGINE_KERNEL
-        and row["cell"][0] >= AIM_BATCH
-        and row["cell"][1] == AIM_CONTEXT
+        of_floor
+        for (num_seqs, context), of_floor in decode_shares(record).items()
+        if num_seqs >= AIM_BATCH and context == AIM_CONTEXT
     ]
-    steps = [
-        max(shares)
-        for cell, shares in step_shares(record).items()
-        if cell[0] >= AIM_BATCH and shares
+    by_mode = [
+        [share(row) for mode, row in rows.items() if mode in MODES]
+        for (num_seqs, _), rows in step_rows(record).items()
+        if num_seqs >= AIM_BATCH
     ]
-    speeds = [
-        run["output_tokens_per_s"]
-        for mode in MODES
-        for run in runs_of(record, f"{mode}: workload")
-        if run["is_complete"]
-    ]
+    runs = [run for mode in MODES for run in found_in(record, f"{mode}: workload", "runs")]
+    speeds = [run["output_tokens_per_s"] for run in runs]
     is_h200 = "H200" in record["environment"]["device"]["name"]
-    return [
-        aim(
-            f"paged decode, from batch {AIM_BATCH} at {AIM_CONTEXT:,} keys: share of the bandwidth "
-            "that a copy reaches",
-            ATTENTION,
-            min(attention, default=None),
-        ),
-        aim(
-            f"decode step of the engine, from batch {AIM_BATCH}: share of the roofline",
+    aims = {
+        f"paged decode, from batch {AIM_BATCH} at {AIM_CONTEXT:,} keys: share of the bandwidth "
+        "that a copy reaches": (ATTENTION, min(attention, default=None)),
+        f"decode step of the engine, from batch {AIM_BATCH}: share of the roofline": (
             STEP,
-            min(steps, default=None),
+            min((max(shares) for shares in by_mode if shares), default=None),
         ),
-        aim(
-            "256 requests of 100-1,024 tokens in and out, on an H200: output tok/s",
+        "256 requests of 100-1,024 tokens in and out, on an H200: output tok/s": (
             TOKENS,
             max(speeds, default=None) if is_h200 else None,
         ),
+    }
+    return [
+        {
+            "aim": what,
+            "wanted": wanted,
+            "found": found,
+            "is_reached": None if found is None else found >= wanted,
+        }
+        for what, (wanted, found) in aims.items()
     ]
-
-
-def aim(what: str, wanted: float, found: float | None) -> dict[str, Any]:
-    is_reached = None if found is None else found >= wanted
-    return {"aim": what, "wanted": wanted, "found": found, "is_reached": is_reached}
-
-
-def step_shares(record: Record) -> dict[tuple[int, int], list[float]]:
-    """Of whole steps of the engine, in the modes that were measured."""
-    found: dict[tuple[int, int], list[float]] = {}
-    for mode in MODES:
-        for row in results_of(record, f"{mode}: decode steps").get("steps", ()):
-            num_seqs, context = row["cell"]
-            found.setdefault((num_seqs, context), []).append(share(row))
-    return found
-
-
-def runs_of(record: Record, section: str) -> list[Mapping[str, Any]]:
-    return list(results_of(record, section).get("runs", ()))
 
 
 def aims_table(record: Record) -> str:
@@ -118,37 +105,32 @@ def aims_table(record: Record) -> str:
 
 
 def ceilings_line(record: Record) -> str:
-    found = results_of(record, "ceilings")
-    if "matrix_tflop_per_s" not in found:
-        return "The ceilings were not measured."
-    gb, tflop = found["copy_gb_per_s"], found["matrix_tflop_per_s"]
-    text = (
-        f"Ceilings: a copy moves {median(gb):,.0f} GB/s ({spread(gb, 4)}), a matrix product in "
-        f"bfloat16 makes {median(tflop):,.0f} TFLOP/s ({spread(tflop)})."
+    gb, tflop, gb_again, tflop_again = (
+        found_in(record, section, name)
+        for section in ("ceilings", "ceilings again")
+        for name in ("copy_gb_per_s", "matrix_tflop_per_s")
     )
-    again = results_of(record, "ceilings again")
-    if "matrix_tflop_per_s" in again:
-        text += (
-            f" At the end: {median(again['copy_gb_per_s']):,.0f} and "
-            f"{median(again['matrix_tflop_per_s']):,.0f}."
-        )
+    if not tflop:
+        return "The ceilings were not measured."
+    text = (
+        f"Ceilings: a copy moves {gb[0]:,.0f} GB/s ({gb[1]:.4g}-{gb[2]:.4g}), a matrix product in "
+        f"bfloat16 makes {tflop[0]:,.0f} TFLOP/s ({tflop[1]:.3g}-{tflop[2]:.3g})."
+    )
+    if tflop_again:
+        text += f" At the end: {gb_again[0]:,.0f} and {tflop_again[0]:,.0f}."
     return text
 
 
 def numbers_table(record: Record) -> str:
-    """The worst error of each kernel and dtype: of float64, or tokens that are others."""
-    checks = [
-        *results_of(record, "numbers").get("checks", ()),
-        *results_of(record, "kernels").get("checks", ()),
-    ]
+    """The worst error of each kernel and dtype: of float64, or numbers that are others."""
     rows: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for check in checks:
-        rows.setdefault((check["kernel"], check["dtype"]), []).append(check)
+    for section in ("numbers", "kernels"):
+        for check in found_in(record, section, "checks"):
+            rows.setdefault((check["kernel"], check["dtype"]), []).append(check)
 
     def cells(key: tuple[str, str], group: list[Mapping[str, Any]]) -> list[object]:
         numbers = [c for c in group if c["tolerance"]]
-        errors = [float("inf") if c["error"] is None else c["error"] for c in numbers]
-        worst = f"{max(errors):.1e}" if errors else ""
+        worst = f"{max(c['error'] for c in numbers):.1e}" if numbers else ""
         allowed = f"{max(c['tolerance'] for c in numbers):.1e}" if numbers else ""
         num_wrong = sum(not check["is_right"] for check in group)
         return [*key, len(group), worst, allowed, num_wrong or "none"]
@@ -158,67 +140,56 @@ def numbers_table(record: Record) -> str:
 
 
 def decode_grid(record: Record) -> str:
-    rows = {
-        tuple(row["cell"]): share(row)
-        for row in results_of(record, "kernels").get("cells", ())
-        if row["group"] == "decode attention" and row["kernel"] == ENGINE_KERNEL
-    }
-    contexts = sorted({context for _, context in rows})
+    shares = decode_shares(record)
+    contexts = sorted({context for _, context in shares})
     table = [
-        [n, *(f"{rows[n, c]:.0%}" if (n, c) in rows else "" for c in contexts)]
-        for n in sorted({n for n, _ in rows})
+        [n, *(f"{shares[n, c]:.0%}" if (n, c) in shares else "" for c in contexts)]
+        for n in sorted({n for n, _ in shares})
     ]
     return markdown_table(["sequences", *(f"{c:,} keys" for c in contexts)], table)
 
 
 def kernels_table(record: Record) -> str:
-    rows = [
-        [
-            row["kernel"],
-            row["what"],
-            f"{1e3 * median(row['ms']):,.1f}",
-            spread([1e3 * ms for ms in row["ms"]]),
-            f"{share(row):.0%}",
-            "memory" if row["is_bound_by_memory"] else "arithmetic",
-        ]
-        for row in sorted(
-            results_of(record, "kernels").get("cells", ()),
-            key=lambda row: (row["group"], row["kernel"], row["cell"]),
-        )
-    ]
-    head = ["kernel", "where", "us", "lowest-highest", "share of its ceiling", "bound by"]
-    return markdown_table(head, rows)
+    def cells(row: Mapping[str, Any]) -> dict[str, object]:
+        median, low, high = (1e3 * ms for ms in row["ms"])
+        return {
+            "kernel": row["kernel"] + ("" if row["is_graph"] else ", with its launches"),
+            "where": row["what"],
+            "us": f"{median:,.1f}",
+            "lowest-highest": f"{low:.3g}-{high:.3g}",
+            "share of its ceiling": f"{share(row):.0%}",
+            "bound by": "memory" if row["is_bound_by_memory"] else "arithmetic",
+        }
+
+    rows = found_in(record, "kernels", "cells")
+    by_kernel = sorted(rows, key=lambda row: (row["group"], row["kernel"]))
+    return table_of([cells(row) for row in by_kernel]) if rows else "Not measured."
 
 
 def steps_table(record: Record) -> str:
-    columns = {"the model alone": "the model alone"}
-    columns |= {f"{mode}: decode steps": mode for mode in MODES}
-    found: dict[tuple[int, int], dict[str, Mapping[str, Any]]] = {}
-    for section in columns:
-        for row in results_of(record, section).get("steps", ()):
-            found.setdefault(tuple(row["cell"]), {})[section] = row
+    columns = ["the model alone", *MODES]
 
     def cell(row: Mapping[str, Any] | None) -> str:
-        return "" if row is None else f"{median(row['ms']):.2f} ms, {share(row):.0%}"
+        return "" if row is None else f"{row['ms'][0]:.2f} ms, {share(row):.0%}"
 
     table = []
-    for (num_seqs, context), rows in sorted(found.items()):
+    for (num_seqs, context), rows in sorted(step_rows(record).items()):
         floor = min(row["floor_ms"] for row in rows.values())
         line = [f"{num_seqs} x {context:,}", f"{floor:.2f} ms"]
-        table.append([*line, *(cell(rows.get(section)) for section in columns)])
-    return markdown_table(["sequences x keys", "floor", *columns.values()], table)
+        table.append([*line, *(cell(rows.get(column)) for column in columns)])
+    return markdown_table(["sequences x keys", "floor", *columns], table)
 
 
 def workload_table(record: Record) -> str:
     rows = []
     for mode in MODES:
-        runs, waits = runs_of(record, f"{mode}: workload"), results_of(record, f"{mode}: waits")
+        waits = record["sections"].get(f"{mode}: waits", {}).get("results", {})
         num_steps = max(1, waits.get("num_steps", 0))
         counted = [
             f"{waits[kind] / num_steps:.2f}" if waits else "" for kind in ("meant", "hidden")
         ]
-        rows.append([mode, *speed_cells(runs), *counted])
-    hf = runs_of(record, "transformers")
+        rows.append([mode, *speed_cells(found_in(record, f"{mode}: workload", "runs")), *counted])
+    hf = found_in(record, "transformers", "runs")
     rows.append(["`transformers` generate, padded batches", *speed_cells(hf), "", ""])
     head = ["", "output tok/s", "lowest-highest", "steps", "waits a step", "hidden ones"]
     return markdown_table(head, rows)
@@ -228,10 +199,9 @@ def speed_cells(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     if not runs:
         return ["not measured", "", ""]
     speeds = [run["output_tokens_per_s"] for run in runs]
-    early = "" if all(run["is_complete"] for run in runs) else ", ended early"
     steps = runs[-1].get("num_steps")
     return [
-        f"{median(speeds):,.0f}{early}",
+        f"{statistics.median(speeds):,.0f}",
         f"{min(speeds):,.0f}-{max(speeds):,.0f} ({len(runs)})",
         "" if steps is None else f"{steps:,}",
     ]
@@ -270,28 +240,26 @@ def folded(title: str, text: str) -> str:
 
 def render(record: Record) -> str:
     """The whole report. A rehearsal's says that it is none."""
-    device = record["environment"]["device"]["name"]
-    title = f"**{device}**"
+    title = f"**{record['environment']['device']['name']}**"
     if record["is_rehearsal"]:
         title = "**A rehearsal on a CPU: these numbers say nothing**"
     steps = "A decode step of the engine, its median, and its share of the roofline:"
     grid = "Decode attention of the engine, share of the measured bandwidth:"
-    parts: Iterable[str] = [
+    parts = [
         f"{title}. {ceilings_line(record)}",
         aims_table(record),
         workload_table(record),
         f"{steps}\n\n{steps_table(record)}",
         f"{grid}\n\n{decode_grid(record)}",
         folded("Every kernel", kernels_table(record)),
-        folded("Every kernel against float64, or PyTorch's tokens", numbers_table(record)),
+        folded("Every kernel against float64, or PyTorch's numbers", numbers_table(record)),
     ]
-    lines = left_out(record)
-    if lines:
-        parts = [*parts, "Cut, left out or failed:\n\n" + "\n".join(lines)]
+    if lines := left_out(record):
+        parts.append("Cut, left out or failed:\n\n" + "\n".join(lines))
     return "\n\n".join([*parts, made_by(record)])
 
 
-def readme_text(records: Sequence[Record], render: Callable[[Record], str] = render) -> str:
+def readme_text(records: Sequence[Record]) -> str:
     """Of GPUs only. Raises `ValueError` for what is no result."""
     for record in records:
         where = record["environment"]
@@ -302,4 +270,4 @@ def readme_text(records: Sequence[Record], render: Callable[[Record], str] = ren
                 f"the record of {where['device']['name']} was made with uncommitted changes or at "
                 "an unknown commit: commit, and measure again"
             )
-    return "\n\n".join(render(record) for record in records) or NOTHING
+    return "\n\n".join(map(render, records)) or NOTHING

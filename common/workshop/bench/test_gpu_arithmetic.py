@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from common.linear import linear_layers
 from common.workshop.bench.gpu_arithmetic import (
     Ceilings,
     Cost,
     Heads,
-    add_rms_norm_cost,
     attention_cost,
     decode_cost,
-    kv_bytes_per_token,
-    matching_cost,
     merge_cost,
-    num_matrix_weights,
-    rejection_cost,
-    rotate_and_write_cost,
-    silu_and_multiply_cost,
-    write_kv_cost,
+    moved,
 )
-from common.workshop.bench.gpu_inputs import TINY_MODEL
-from common.workshop.bench.random_weights import QWEN3_0_6B, random_model
+from common.workshop.bench.random_weights import QWEN3_0_6B
 
 # 4 query heads and 2 KV heads of 3 numbers of 2 bytes: a query has 24 bytes, a key and value 24.
 HEADS = Heads(num_heads=4, num_kv_heads=2, head_dim=3, itemsize=2)
@@ -58,32 +47,8 @@ def test_merging_reads_a_partial_result_of_each_head_and_split() -> None:
     assert merge_cost(HEADS, [1, 1]) == Cost(0)
 
 
-def test_small_kernels_read_and_write_once() -> None:
-    assert write_kv_cost(HEADS, 5) == Cost(5 * (24 + 24 + 8))
-    # hidden and delta in, hidden and normed out, a weight: rows of 6 numbers of 2 bytes
-    assert add_rms_norm_cost(6, 2, 5) == Cost((5 + 5 + 5 + 5 + 1) * 12)
-    # 8 heads of 6 bytes in and out, a row of the table of 6, position and slot; 6 heads' weights
-    assert rotate_and_write_cost(HEADS, 5) == Cost(5 * (48 + 48 + 6 + 8 + 8) + 6 * 6)
-    # gate and up in, one out
-    assert silu_and_multiply_cost(10, 2, 5) == Cost(5 * 30 * 2)
-
-
-def test_verification_reads_a_row_of_p_and_one_of_q_where_a_draft_is_rejected() -> None:
-    """3 requests, 2 of which reject, 4 drafts, 7 rows; a vocabulary of 10 in float32."""
-    rows = (3 + 2) * 10 * 4
-    drafts = 4 * (8 + 4 + 4 + 8)  # id, p, q, number
-    tokens = (4 + 3) * 8  # accepted or padding, and one more for each request
-    per_request = 3 * (8 + 8 + 8)  # where its rows begin, its number, how many tokens
-    assert rejection_cost(10, 4, 3, 2, 4) == Cost(rows + drafts + tokens + per_request)
-    # 7 samples and 4 drafts in, 3 places; 7 tokens and 3 counts out
-    assert matching_cost(3, 4) == Cost(8 * (7 + 4 + 3 + 7 + 3))
-
-
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_the_weights_of_a_step_are_the_models_own_matrices(is_tied: bool) -> None:
-    config = replace(TINY_MODEL, tie_word_embeddings=is_tied)
-    model = random_model(config).model
-    assert num_matrix_weights(config) == sum(m.plain_weight().numel() for m in linear_layers(model))
+def test_a_small_kernel_moves_its_tensors_once() -> None:
+    assert moved(torch.zeros(3, 4), torch.zeros(5, dtype=torch.int64)) == Cost(3 * 4 * 4 + 5 * 8)
 
 
 def test_a_decode_step_of_qwen3_0_6b() -> None:
@@ -91,9 +56,8 @@ def test_a_decode_step_of_qwen3_0_6b() -> None:
     head 151,936 x 1024. A token's KV: 28 x 2 x 8 x 128 x 2 bytes."""
     layer = 1024 * 4096 + 2048 * 1024 + 1024 * 6144 + 3072 * 1024
     weights = 28 * layer + 151_936 * 1024
-    assert num_matrix_weights(QWEN3_0_6B) == weights == 595_984_384
-    assert kv_bytes_per_token(QWEN3_0_6B, 2) == 114_688
-    cost = decode_cost(QWEN3_0_6B, 2, [100, 50])
+    assert weights == 595_984_384
+    cost = decode_cost(QWEN3_0_6B, weights, 2, [100, 50])
     assert cost.num_bytes == 2 * weights + 2 * 1024 * 2 + 150 * 114_688
     attention = 28 * 16 * 150 * (2 * 128 + 2 * 128)
     assert cost.num_flops == 2 * 2 * weights + attention
@@ -102,10 +66,8 @@ def test_a_decode_step_of_qwen3_0_6b() -> None:
 def test_the_floor_is_the_longer_of_reading_and_multiplying() -> None:
     """2,000 GB/s are 2 MB in a microsecond, 500 TFLOP/s are 500 million operations."""
     ceilings = Ceilings(gb_per_s=2000, tflop_per_s=500)
-    assert ceilings.floor_ms(Cost(4_000_000, 500_000_000)) == pytest.approx(0.002)
-    assert ceilings.floor_ms(Cost(1_000_000, 1_500_000_000)) == pytest.approx(0.003)
-    assert ceilings.is_bound_by_memory(Cost(4_000_000, 500_000_000))
-    assert not ceilings.is_bound_by_memory(Cost(1_000_000, 1_500_000_000))
-    assert Cost(1, 2) + Cost(3, 4) == Cost(4, 6)
-    described = ceilings.describe(Cost(4_000_000, 500_000_000))
-    assert described["floor_ms"] == 0.002 and described["is_bound_by_memory"] is True
+    reads, multiplies = Cost(4_000_000, 500_000_000), Cost(1_000_000, 1_500_000_000)
+    assert ceilings.describe(reads)["floor_ms"] == pytest.approx(0.002)
+    assert ceilings.describe(multiplies)["floor_ms"] == pytest.approx(0.003)
+    assert ceilings.describe(reads)["is_bound_by_memory"] is True
+    assert ceilings.describe(multiplies)["is_bound_by_memory"] is False

@@ -299,11 +299,9 @@ def table(found: list[Resources]) -> str:
 
 
 def make_record(found: list[Resources], arguments: list[str]) -> dict:
-    import triton
-
     return {
         "command": " ".join(["python -m common.workshop.kernels.resources", *arguments]),
-        "environment": {**describe_environment(), "triton": triton.__version__},
+        "environment": describe_environment(),
         "config": {"block_size": CHUNKED.block_size},
         "resources": [asdict(one) for one in found],
     }

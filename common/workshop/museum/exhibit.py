@@ -1,10 +1,10 @@
 """What the museum shows: a bug that a real engine shipped, put back into our code.
 
-An exhibit is a story, a demonstration, and the patch of its title in
-`common/workshop/tools/patches.txt` with the tests that notice. The demonstration is a small
-function that uses the module as a user of it would, and says in a few lines of text what came of
-it. It imports what it needs when it is called, so that it gets the module with the bug where that
-is wanted:
+An exhibit is a story (a row of `stories.txt`, read in `hall.py`), a demonstration, and the patch of
+its title in `common/workshop/tools/patches.txt` with the tests that notice. The demonstration is a
+small function that uses the module as a user of it would, and says in a few lines of text what came
+of it. It imports what it needs when it is called, so that it gets the module with the bug where
+that is wanted:
 
                              the module    demonstrate()    the named tests
     as it is                 ours          `right`          pass

@@ -1,26 +1,51 @@
-"""All tasks, evening by evening."""
+"""All tasks, evening by evening, from one table, `tasks.txt`.
+
+    tasks_batching ends              a module of this folder, and its function that probes
+    number, title, minutes, difficulty, module, place, test_module      see `Task`
+    write                            what to write: a line of it, or an empty one
+    hint                             from vague to precise
+    test                             the simplest first
+    names                            of statements, where not the whole body is to be written
+    engine {"chunked_prefill": 8}    what `LLM` is given so that it uses the module; null: nothing
+
+How such a table is read: `text_rows.py` of the tools."""
 
 from __future__ import annotations
 
-from common.workshop.tasks import (
-    tasks_batching,
-    tasks_chunks,
-    tasks_paged_kv,
-    tasks_prefix_cache,
-    tasks_scheduler,
-    tasks_speculation,
-)
+import json
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
 from common.workshop.tasks.blank import Blank, make_blank
 from common.workshop.tasks.task import Task
+from common.workshop.tools.text_rows import read_rows
 
-TASKS: tuple[Task, ...] = (
-    *tasks_batching.TASKS,
-    *tasks_paged_kv.TASKS,
-    *tasks_prefix_cache.TASKS,
-    *tasks_scheduler.TASKS,
-    *tasks_speculation.TASKS,
-    *tasks_chunks.TASKS,
-)
+TABLE = Path(__file__).with_name("tasks.txt")
+_WORDS = "number title minutes difficulty module place write hint test_module test names engine"
+
+
+def read_tasks(text: str) -> Iterator[Task]:
+    for row in read_rows(text, _WORDS):
+        module, _, function = row.head.partition(" ")
+        yield Task(
+            number=row.text("number"),
+            title=row.text("title"),
+            minutes=int(row.text("minutes")),
+            difficulty=int(row.text("difficulty")),
+            module=row.text("module"),
+            place=row.text("place"),
+            write=row.text("write"),
+            hints=tuple(row.said["hint"]),
+            tests=tuple(row.said["test"]),
+            probe=getattr(import_module(f"{__package__}.{module}"), function),
+            test_module=row.text("test_module"),
+            names=tuple(row.text("names").split()),
+            engine=json.loads(row.text("engine") or "{}"),
+        )
+
+
+TASKS = tuple(read_tasks(TABLE.read_text(encoding="utf-8")))
 EVENINGS = {
     1: "Batching",
     2: "Paged KV",

@@ -8,21 +8,19 @@
     task 1.2 The seats are not counted.                     it is a typical mistake of that task
     museum The title                                        it is the exhibit of that title
 
-A blank line ends a bug, and a line that is indented continues the one above. A mistake is noticed
-by the tests of its task."""
+How such a table is read: `text_rows.py`. A mistake is noticed by the tests of its task."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from common.workshop.tools.source_patch import ROOT, Patch, file_of
+from common.workshop.tools.text_rows import read_rows
 
 TABLE = Path(__file__).with_name("patches.txt")
-_CONTINUED = re.compile(r"\n {4,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,30 +52,19 @@ def path_of_test(test: str) -> str:
 
 def read_bugs(text: str) -> Iterator[Bug]:
     """Raises `ValueError` for a row that is none."""
-    for row in re.split(r"\n\s*\n", text.strip()):
-        lines = [x for x in _CONTINUED.sub(" ", row).split("\n") if not x.startswith("#")]
-        if not lines:
-            continue
-        module, _, symbol = lines[0].partition(" ")
-        code: dict[str, list[str]] = {"-": [], "+": []}
-        said: dict[str, list[str]] = {"test": [], "line": [], "task": [], "museum": []}
-        for line in lines[1:]:
-            kind, _, rest = line.partition(" ")
-            if kind not in code | said:
-                raise ValueError(
-                    f"{TABLE.name}: {line!r} of {lines[0]!r} begins with no known word"
-                )
-            (code | said)[kind].append(rest)
-        task, _, message = "".join(said["task"]).partition(" ")
+    for row in read_rows(text, "- + test line task museum"):
+        module, _, symbol = row.head.partition(" ")
+        task, _, message = row.text("task", "").partition(" ")
         yield Bug(
             module,
             symbol,
-            *("\n".join(code[sign]) for sign in "-+"),
-            named_tests=tuple(said["test"]),
-            line="".join(said["line"]),
+            row.text("-"),
+            row.text("+"),
+            named_tests=tuple(row.said["test"]),
+            line=row.text("line", ""),
             task=task,
             message=message,
-            exhibit="".join(said["museum"]),
+            exhibit=row.text("museum", ""),
         )
 
 

@@ -3,8 +3,8 @@
     python common/workshop/training/plot_training.py
 
 Reads `common/checkpoints/*/training_record.json` and `tiny-draft/evaluation.json`, writes
-`common/workshop/figures/training.svg` and the `README.md` of each checkpoint. Nothing is typed in
-by hand.
+`common/workshop/figures/training.svg` and the `README.md` of each checkpoint, from `card.txt`. No
+number is typed in by hand.
 """
 
 from __future__ import annotations
@@ -22,48 +22,8 @@ from common.workshop.tools.palette import DRAFT, INK, label_line, save
 
 HERE = Path(__file__).parent
 CHECKPOINTS = HERE.parents[1] / "checkpoints"
+CARD = HERE / "card.txt"  # the cards' text, with the names of its numbers in braces
 ROLES = {"tiny": "target", "tiny-draft": "draft"}
-
-CARD = """---
-license: mit
-library_name: transformers
-pipeline_tag: text-generation
-language: code
----
-
-# {name}
-
-{what} It was trained from scratch, offline, by
-
-    {command}
-
-on {tokens:.1f} million tokens of the source files of the Python {python} standard library (each
-counted as often as it was seen), on {device}. The source is under the Python Software Foundation
-licence; the weights, tokenizer and code of this repository are under the MIT licence.
-
-| | |
-|---|---|
-| architecture | Qwen3: {layers} layers, width {hidden}, {heads} heads, {kv_heads} key-value heads of {head_dim} |
-| parameters | {parameters:,} ({flops:,} FLOPs a token at short context) |
-| vocabulary | {vocab:,} tokens, byte-level BPE; `<|endoftext|>` (id 0) ends a document |
-| trained context | {context} tokens |
-| held-out loss, float32 | {nats32:.3f} nats a token, {bits32:.3f} bits a byte |
-| held-out loss, bfloat16 as stored | {nats16:.3f} nats a token, {bits16:.3f} bits a byte |
-{agreement}
-Held-out files, in neither the training text nor the tokenizer's: {held_out}.
-
-It writes text that looks like Python. It does not write programs that work, it knows nothing, and
-greedy output repeats itself. It exists so that a serving engine can be run, tested and measured with
-a real checkpoint on any computer.
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained("common/checkpoints/{name}")
-    tokenizer = AutoTokenizer.from_pretrained("common/checkpoints/{name}")
-
-The loss curve is in `training_record.json`, and drawn in `common/workshop/figures/training.svg`. This card is
-written by `python common/workshop/training/plot_training.py`.
-"""  # noqa: E501
 
 WHAT = {
     "tiny": "The language model that ships with vllm-from-scratch.",
@@ -102,7 +62,7 @@ def write_card(name: str, record: dict) -> None:
             f"| cost | {evaluation['flops_ratio']:.1f} times fewer FLOPs a token than `tiny` |\n"
         )
     hardware = record["hardware"]
-    text = CARD.format(
+    text = CARD.read_text(encoding="utf-8").format(
         name=name,
         what=WHAT[name],
         command=record["command"],
