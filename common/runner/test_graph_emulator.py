@@ -121,7 +121,7 @@ def test_a_step_that_forgets_an_input(name: str, random_loaded, monkeypatch) -> 
     real = StaticMemory.fill
 
     def fill(memory, columns, tables) -> None:
-        x = memory.inputs(len(tables)).by_name()[name]
+        x = memory.inputs(tables.shape[1]).by_name()[name]
         before = x.clone()
         real(memory, columns, tables)
         x.copy_(before)
@@ -153,7 +153,7 @@ def test_padding_with_live_blocks(random_loaded, monkeypatch) -> None:
 
     def pad_step(state, queries, block_size, bucket):
         columns, tables = real(state, queries, block_size, bucket)
-        tables[len(queries.rows) :] = tables[0]
+        tables[:, len(queries.rows) :] = tables[:, :1]
         return columns, tables
 
     monkeypatch.setattr(module, "pad_step", pad_step)
