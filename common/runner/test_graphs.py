@@ -161,6 +161,10 @@ def test_rows_are_those_of_chapter_2_and_padding_is_nobodys(num_groups: int) -> 
 
 @pytest.fixture(scope="module")
 def graphs(random_loaded) -> DecodeGraphs:
+    return make_eager(random_loaded)
+
+
+def make_eager(random_loaded) -> DecodeGraphs:
     kv_cache = allocate_kv_cache(random_loaded, NUM_BLOCKS, BLOCK_SIZE)
     for cache in kv_cache.key_cache + kv_cache.value_cache:
         cache.normal_(generator=torch.Generator().manual_seed(0))
@@ -169,10 +173,14 @@ def graphs(random_loaded) -> DecodeGraphs:
     return DecodeGraphs(EagerGraphs(), random_loaded.model, kv_cache, backend, MOST, MAX_MODEL_LEN)
 
 
-def test_padding_changes_no_row(graphs: DecodeGraphs) -> None:
-    """Against the same step without padding, by chapter 2's attention."""
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_padding_changes_no_row(num_groups: int, random_loaded, monkeypatch) -> None:
+    """Against the same step without padding, by chapter 2's attention. The last layer's block
+    tables are those of the others, or its own."""
+    monkeypatch.setattr(random_loaded.model.layers[-1].attention, "group", num_groups - 1)
+    graphs = make_eager(random_loaded)
     plain_cache = allocate_kv_cache_like(graphs)
-    for bucket, state, queries in random_steps(num_each=2):
+    for bucket, state, queries in random_steps(num_each=2, num_groups=num_groups):
         copy_cache(graphs, plain_cache)
         batch = compose_in_order(state, queries, BLOCK_SIZE).on(CPU)
         batch.plan_attention(TorchAttentionBackend(), graphs.model.num_heads, plain_cache)

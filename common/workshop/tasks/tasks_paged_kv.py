@@ -194,26 +194,27 @@ TASKS = (
         difficulty=3,
         module="batch_layout",
         place="compose_in_order",
-        names=("owner", "positions", "block_ids"),
+        names=("owner", "positions", "entries"),
         write="Here the tokens of all requests lie end to end, and nothing is padded. Work out, "
-        "for each token of the batch, whose it is, where it stands, and in which block.\n\n"
+        "for each token of the batch, whose it is, where it stands, and which entry of which "
+        "block table names its block.\n\n"
         "There are as many queries as there are entries in `row`, `start` and `lens`: query i "
-        "computes `lens[i]` tokens from position `start[i]` on, and its block table is "
-        "`state.block_tables[row[i]]`. `order` is 0, 1, 2, ... and `query_start_loc` says at "
+        "computes `lens[i]` tokens from position `start[i]` on, and its block table is row "
+        "`row[i]` of the tables. `order` is 0, 1, 2, ... and `query_start_loc` says at "
         "which token of the batch each query begins. All are NumPy arrays; use no loop.\n\n"
-        "    lens              [3, 1]             start  [1, 0]\n"
+        "    lens              [3, 1]             start  [1, 0]    row  [1, 2]\n"
         "    owner             [0, 0, 0, 1]       of each token: the number of its query\n"
         "    positions         [1, 2, 3, 0]       where it stands in its own request\n"
-        "    block_ids         [3, 6, 6, 5]       with blocks of 2 and tables [3, 6] and [5]\n\n"
-        "Make these three arrays of int64. Keep this: a position counts from the beginning of "
+        "    entries           [1, 1, 1, 2]       with blocks of 2: the row of its table,\n"
+        "                      [0, 1, 1, 0]       and the entry in that row; a tuple of both\n\n"
+        "Make these four arrays of int64. Keep this: a position counts from the beginning of "
         "its own request, not from the beginning of the batch.",
         hints=(
             "np.repeat(a, lens) repeats a[i] as often as lens[i] says.",
             "Count through the whole batch, 0, 1, 2, ... Then take off where the token's query "
             "begins in the batch, and add where it starts in its request.",
             "positions = np.arange(query_start_loc[-1]) - query_start_loc[owner] + start[owner]; "
-            "for the block: index state.block_tables with row[owner] and positions // "
-            "block_size, and .astype(np.int64)",
+            "entries = row[owner], positions // block_size",
         ),
         test_module="test_batch_layout",
         tests=(
