@@ -185,7 +185,7 @@ def plan_from_map(found: Any) -> PlanMessage:
             "what changed",
             cached,
             _CACHED,
-            new_block_ids=lambda rows: list(map(_tables, rows)),
+            new_block_ids=lambda rows: [() if found == [] else _tables(found) for found in rows],
             resumed_req_ids=set,
         ),
         finished_req_ids=set,
