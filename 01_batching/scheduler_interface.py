@@ -29,7 +29,7 @@ class NewRequestData:
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     num_computed_tokens: int = 0
-    block_ids: list[int] = field(default_factory=list)  # chapter 2: its whole block table
+    block_ids: tuple[list[int], ...] = ()  # chapter 2: its block tables, whole
     features: dict[str, Any] = field(default_factory=dict)  # for the runner's plugins, by name
 
 
@@ -41,7 +41,7 @@ class CachedRequestData:
     new_token_ids: list[list[int]] = field(default_factory=list)  # since last sent: mostly 1
     num_computed_tokens: list[int] = field(default_factory=list)  # before this step
     num_output_tokens: list[int] = field(default_factory=list)
-    new_block_ids: list[list[int]] = field(default_factory=list)  # chapter 2
+    new_block_ids: list[tuple[list[int], ...]] = field(default_factory=list)  # chapter 2; (): none
     resumed_req_ids: set[str] = field(default_factory=set)  # chapter 4: these are sent whole
     # Whose last new token is `PENDING`: the runner has sampled it itself.
     pending_req_ids: list[str] = field(default_factory=list)
@@ -62,6 +62,7 @@ class BlockMove:
     req_id: str
     block_index: int
     block_id: int
+    group: int = 0  # which of its tables
 
 
 @dataclass(slots=True)

@@ -262,7 +262,7 @@ def test_a_request_that_starts_again_is_refused_and_not_answered_from_its_old_kv
     runner = HFModelRunner(qwen3, batched)
     new = NewRequestData("b", [3, 4, 5], SamplingParams())
     runner.execute(SchedulerOutput([new], num_scheduled_tokens={"b": 3}))
-    resumed = CachedRequestData(["b"], [[3, 4, 5, 11]], [0], [1], [[]], {"b"})
+    resumed = CachedRequestData(["b"], [[3, 4, 5, 11]], [0], [1], [()], {"b"})
     with pytest.raises(ValueError, match=r"'b'.*position 0.*held for 3"):
         runner.execute(
             SchedulerOutput(scheduled_cached_reqs=resumed, num_scheduled_tokens={"b": 4})

@@ -133,7 +133,7 @@ def test_a_new_request_starts_behind_what_is_computed_already():
 @pytest.mark.parametrize("num_computed", [0, 2])
 def test_a_resumed_request_computes_its_outputs_again(num_computed):
     """Trap 19: it has outputs and is five tokens behind all the same. Only counters say so."""
-    cached = CachedRequestData(["a"], [[1, 2, 3, 8, 9]], [num_computed], [2], [[]], {"a"})
+    cached = CachedRequestData(["a"], [[1, 2, 3, 8, 9]], [num_computed], [2], [()], {"a"})
     plan = SchedulerOutput(
         scheduled_cached_reqs=cached, num_scheduled_tokens={"a": 5 - num_computed}
     )
@@ -144,7 +144,7 @@ def test_a_resumed_request_computes_its_outputs_again(num_computed):
 
 
 def test_a_resumed_request_with_its_prompt_computed_is_no_prefill():
-    cached = CachedRequestData(["a"], [[1, 2, 3, 8, 9]], [3], [2], [[]], {"a"})
+    cached = CachedRequestData(["a"], [[1, 2, 3, 8, 9]], [3], [2], [()], {"a"})
     plan = SchedulerOutput(scheduled_cached_reqs=cached, num_scheduled_tokens={"a": 2})
     batch = prepare(plan, state_of({"a": [8]}))
     assert (batch.token_ids, batch.is_prefill) == ([[8, 9]], [False])
@@ -156,11 +156,11 @@ def test_a_resumed_request_with_its_prompt_computed_is_no_prefill():
         SchedulerOutput([new("a", [1, 2, 3])], num_scheduled_tokens={"a": 4}),
         SchedulerOutput([new("a", [1, 2, 3], 2)], num_scheduled_tokens={"a": 2}),
         SchedulerOutput(
-            scheduled_cached_reqs=CachedRequestData(["a"], [[]], [3], [1], [[]]),
+            scheduled_cached_reqs=CachedRequestData(["a"], [[]], [3], [1], [()]),
             num_scheduled_tokens={"a": 1},
         ),
         SchedulerOutput(
-            scheduled_cached_reqs=CachedRequestData(["a"], [[5, 6]], [3], [2], [[]]),
+            scheduled_cached_reqs=CachedRequestData(["a"], [[5, 6]], [3], [2], [()]),
             num_scheduled_tokens={"a": 1},
         ),
     ],

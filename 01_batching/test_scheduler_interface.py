@@ -54,7 +54,7 @@ def test_no_two_plans_share_a_container():
 
 def test_cached_data_counts_its_requests():
     assert CachedRequestData.make_empty().num_reqs == 0
-    data = CachedRequestData(["a", "b"], [[1], [2]], [3, 4], [1, 1], [[], []])
+    data = CachedRequestData(["a", "b"], [[1], [2]], [3, 4], [1, 1], [(), ()])
     assert data.num_reqs == 2
 
 

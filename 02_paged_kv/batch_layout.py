@@ -74,23 +74,28 @@ def compose_in_order(state: PagedRunnerState, queries: Queries, block_size: int)
     order, query_start_loc = np.arange(len(row)), np.append(0, lens.cumsum())
     owner = np.repeat(order, lens)  # of each token
     positions = np.arange(query_start_loc[-1]) - query_start_loc[owner] + start[owner]
-    block_ids = state.block_tables[row[owner], positions // block_size].astype(np.int64)
+    entries = row[owner], positions // block_size  # in the block tables of any group
     max_query_len, max_seq_len = int(lens.max()), int(stop.max())
-    arrays = (
+    arrays = [
         state.token_ids[row[owner], positions].astype(np.int64),
         positions,
         np.flatnonzero(positions >= (stop - num_logit_rows)[owner]),
         # As AttentionMetadata has them.
         query_start_loc,
         stop,
-        state.block_tables[row, : -(-max_seq_len // block_size)],
-        block_ids * block_size + positions % block_size,
-    )
+    ]
+    for group in state.groups:
+        block_ids = group.block_tables[entries].astype(np.int64)
+        arrays.append(group.block_tables[row, : -(-max_seq_len // block_size)])
+        arrays.append(block_ids * block_size + positions % block_size)
 
-    def compose(input_ids, positions, logit_indices, *where) -> ComposedBatch:
+    def compose(input_ids, positions, logit_indices, starts, seq_lens, *own) -> ComposedBatch:
         sizes = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}
-        attention = AttentionMetadata(*where, **sizes)
-        return ComposedBatch(input_ids, positions, (attention,), logit_indices)
+        attention = tuple(
+            AttentionMetadata(starts, seq_lens, *where, **sizes)
+            for where in zip(own[::2], own[1::2], strict=True)
+        )
+        return ComposedBatch(input_ids, positions, attention, logit_indices)
 
     return StepLayout(order, arrays, compose)
 

@@ -7,6 +7,9 @@
           0     7 1 4 4 9 9 2 .   4                   7            5 2 . .        2
           1     3 8 6 . . . . .   2                   3            9 . . .        1
 
+Layers may come in groups with a table each; here there is one. So the message has a tuple of tables
+for a request, and the last two columns are a group's own (`TableColumns`).
+
 Neither needs a tensor: a scheduler can be imported, and tested, without PyTorch.
 
 Invariant: after each plan the runner's tokens and table of a scheduled request are the scheduler's.
@@ -47,25 +50,26 @@ class BlockDelta(RunnerDelta):
 
     def encode(self, plan: SchedulerOutput) -> None:
         super().encode(plan)
-        cached, grown, none = plan.scheduled_cached_reqs, self._kv_memory.grown, []
+        cached, grown = plan.scheduled_cached_reqs, self._kv_memory.grown
         cached.new_block_ids = [
-            self._new_block_ids(request_id) if request_id in grown else none
+            self.new_block_ids(request_id) if request_id in grown else ()
             for request_id in cached.req_ids
         ]
 
     def describe(self, request: Request) -> NewRequestData:
         data = super().describe(request)
-        data.block_ids = self._new_block_ids(request.request_id)
+        data.block_ids = self.new_block_ids(request.request_id)
         return data
 
-    def _new_block_ids(self, request_id: str) -> list[int]:
+    def new_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Of each of its tables, what the runner does not know yet: of one table, here."""
         self._kv_memory.grown.discard(request_id)
         sent = self._tables.get(request_id)
         if sent is None:
             sent = self._tables[request_id] = _SentTable(self._kv_memory.get_block_ids(request_id))
         new = list(sent.block_ids[sent.num_blocks :])
         sent.num_blocks += len(new)
-        return new
+        return (new,)
 
 
 class RequestRow(RunnerRequest):
@@ -91,26 +95,49 @@ class RequestRow(RunnerRequest):
         return self.state.token_ids[self.row, start : min(stop, self.num_tokens)].tolist()
 
 
+class TableColumns:
+    """The block tables of one group of layers, a row for each request."""
+
+    def __init__(self, max_blocks_per_request: int) -> None:
+        self.block_tables = np.zeros((0, max_blocks_per_request), dtype=np.int32)  # 0: null block
+        self.num_blocks = np.zeros(0, dtype=np.int64)
+
+    def admit(self, row: int, block_ids: Sequence[int]) -> None:
+        self.num_blocks[row] = len(block_ids)
+        self.block_tables[row, : len(block_ids)] = block_ids
+
+    def append(
+        self, rows: np.ndarray, is_new: Sequence[bool], block_ids: Sequence[Sequence[int]]
+    ) -> None:
+        """`block_ids[i]` go behind the table of row `rows[i]`, or are all of it."""
+        firsts = self.num_blocks[rows] * is_new  # else the whole table is sent
+        self.num_blocks[rows] = _write(self.block_tables, rows, firsts, block_ids)
+
+    def grow(self, num_rows: int) -> None:
+        self.block_tables = _longer(self.block_tables, num_rows)
+        self.num_blocks = _longer(self.num_blocks, num_rows)
+
+
 class PagedRunnerState(RunnerState):
     """What chapter 1's keeps in lists, and the block tables, in columns: the news of a plan are
     written all at once. A request has an object only for those who ask about a single one."""
 
-    def __init__(self, max_num_seqs: int, max_blocks_per_request: int) -> None:
+    def __init__(self, max_num_seqs: int, max_blocks_per_request: int, num_groups: int = 1) -> None:
         super().__init__()
         self.row_of: dict[str, int] = {}
         self.token_ids = np.zeros((0, 0), dtype=np.int32)  # prompt, then outputs
-        self.block_tables = np.zeros((0, max_blocks_per_request), dtype=np.int32)  # 0: null block
-        self.num_tokens, self.num_prompt_tokens, self.num_blocks = np.zeros((3, 0), dtype=np.int64)
+        self.num_tokens, self.num_prompt_tokens = np.zeros((2, 0), dtype=np.int64)
+        self.groups = tuple(TableColumns(max_blocks_per_request) for _ in range(num_groups))
         self._free_rows: list[int] = []
         self.grow(max_num_seqs)
 
     def rows_of(self, req_ids: Collection[str]) -> np.ndarray:
         return np.fromiter(map(self.row_of.__getitem__, req_ids), np.int64, len(req_ids))
 
-    def block_ids(self, req_id: str, first: int = 0) -> list[int]:
-        """The request's block table, as it was sent, from entry `first` on."""
-        row = self.row_of[req_id]
-        return self.block_tables[row, first : self.num_blocks[row]].tolist()
+    def block_ids(self, req_id: str, first: int = 0, group: int = 0) -> list[int]:
+        """The request's block table in a group of layers, as it was sent, from entry `first` on."""
+        row, columns = self.row_of[req_id], self.groups[group]
+        return columns.block_tables[row, first : columns.num_blocks[row]].tolist()
 
     def admit(self, new: NewRequestData) -> None:
         if not self._free_rows:  # more requests remembered than run at once: some were preempted
@@ -121,20 +148,21 @@ class PagedRunnerState(RunnerState):
         self.widen(num_tokens)
         self.token_ids[row, :num_tokens] = new.prompt_token_ids
         self.num_tokens[row] = self.num_prompt_tokens[row] = num_tokens
-        self.num_blocks[row] = len(new.block_ids)
-        self.block_tables[row, : len(new.block_ids)] = new.block_ids
+        tables = new.block_ids or [()] * len(self.groups)
+        for group, block_ids in zip(self.groups, tables, strict=True):
+            group.admit(row, block_ids)
 
     def append(self, changes: CachedRequestData) -> None:
         rows, tokens = self.rows_of(changes.req_ids), changes.new_token_ids
         stops = self.num_prompt_tokens[rows] + np.array(changes.num_output_tokens, dtype=np.int64)
         firsts = stops - _lengths(tokens)  # it may be known, and is sent again
         self.num_tokens[rows] = self.write_tokens(rows, firsts, tokens)
-        grown = [i for i, block_ids in enumerate(changes.new_block_ids) if block_ids]
+        grown = [i for i, tables in enumerate(changes.new_block_ids) if tables]
         if grown:
-            rows, block_ids = rows[grown], [changes.new_block_ids[i] for i in grown]
             is_new = [changes.req_ids[i] not in changes.resumed_req_ids for i in grown]
-            firsts = self.num_blocks[rows] * is_new  # else the whole table is sent
-            self.num_blocks[rows] = _write(self.block_tables, rows, firsts, block_ids)
+            of_groups = zip(*(changes.new_block_ids[i] for i in grown), strict=True)
+            for group, block_ids in zip(self.groups, of_groups, strict=True):
+                group.append(rows[grown], is_new, block_ids)
 
     def release(self, req_id: str) -> None:
         super().release(req_id)
@@ -151,11 +179,10 @@ class PagedRunnerState(RunnerState):
         """To `num_rows`, as many as now or more. The rows that there are stay."""
         num_before = len(self.num_tokens)
         self._free_rows += range(num_rows - 1, num_before - 1, -1)
-        for name in ("num_tokens", "num_prompt_tokens", "num_blocks", "block_tables"):
-            column = getattr(self, name)
-            larger = np.zeros((num_rows, *column.shape[1:]), column.dtype)
-            larger[:num_before] = column
-            setattr(self, name, larger)
+        self.num_tokens = _longer(self.num_tokens, num_rows)
+        self.num_prompt_tokens = _longer(self.num_prompt_tokens, num_rows)
+        for group in self.groups:
+            group.grow(num_rows)
         self.widen(self.token_ids.shape[1])
 
     def widen(self, num_tokens: int) -> None:
@@ -167,6 +194,12 @@ class PagedRunnerState(RunnerState):
             known, self.token_ids = self.token_ids, np.zeros((num_rows, width), dtype=np.int32)
             for row in self.row_of.values():  # memory that nobody has written to costs nothing
                 self.token_ids[row, : self.num_tokens[row]] = known[row, : self.num_tokens[row]]
+
+
+def _longer(column: np.ndarray, num_rows: int) -> np.ndarray:
+    longer = np.zeros((num_rows, *column.shape[1:]), column.dtype)
+    longer[: len(column)] = column
+    return longer
 
 
 def _lengths(lists: Sequence[Sequence[int]]) -> np.ndarray:

@@ -28,7 +28,9 @@ def queries(*columns: list[int]) -> Queries:
 
 def append(state: PagedRunnerState, **blocks: list[int]) -> None:
     names, num = list(blocks), len(blocks)
-    changes = CachedRequestData(names, [[]] * num, [0] * num, [0] * num, list(blocks.values()))
+    changes = CachedRequestData(
+        names, [[]] * num, [0] * num, [0] * num, [(new,) for new in blocks.values()]
+    )
     state.apply(SchedulerOutput(scheduled_cached_reqs=changes))
 
 
@@ -46,7 +48,9 @@ def test_every_token_stands_at_its_position_and_writes_to_its_slot(block_size, s
         block_ids = list(manager.get_block_ids(request.request_id))
         half = rng.randint(0, len(block_ids))
         state.admit(
-            NewRequestData(request.request_id, request.all_token_ids, PARAMS, 0, block_ids[:half])
+            NewRequestData(
+                request.request_id, request.all_token_ids, PARAMS, 0, (block_ids[:half],)
+            )
         )
         append(state, **{request.request_id: block_ids[half:]})
         rows.append(state.row_of[request.request_id])
@@ -81,7 +85,7 @@ def test_every_token_stands_at_its_position_and_writes_to_its_slot(block_size, s
 def test_columns_grow_when_rows_run_out_and_rows_are_given_again():
     state = PagedRunnerState(2, 3)
     for name in "abcde":
-        state.admit(NewRequestData(name, [ord(name)], PARAMS, 0, [7, 8] if name == "b" else []))
+        state.admit(NewRequestData(name, [ord(name)], PARAMS, 0, ([7, 8] if name == "b" else [],)))
     assert sorted(state.row_of.values()) == [0, 1, 2, 3, 4]
     append(state, b=[9])
     append(state, b=[])
@@ -96,9 +100,9 @@ def test_columns_grow_when_rows_run_out_and_rows_are_given_again():
 def test_a_plan_does_not_change_when_the_columns_do():
     """Trap 34: what was handed out is a copy."""
     state = PagedRunnerState(1, 2)
-    state.admit(NewRequestData("a", [1, 2, 3, 4, 5], PARAMS, 0, [3, 4]))
+    state.admit(NewRequestData("a", [1, 2, 3, 4, 5], PARAMS, 0, ([3, 4],)))
     layout = compose_in_order(state, queries([0], [0], [5]), 4).on(CPU)
-    for column in (state.token_ids, state.block_tables, state.num_tokens):
+    for column in (state.token_ids, state.groups[0].block_tables, state.num_tokens):
         column[:] = 6
     assert layout.input_ids.tolist() == [1, 2, 3, 4, 5]
     assert layout.attention[0].block_tables.tolist() == [[3, 4]]
@@ -109,7 +113,7 @@ def test_a_plan_does_not_change_when_the_columns_do():
 def test_logits_are_wanted_of_the_last_tokens_of_each_query():
     state = PagedRunnerState(3, 4)
     for name, block_ids in {"a": [5, 6], "b": [7], "c": [8, 9]}.items():
-        state.admit(NewRequestData(name, [1] * 7, PARAMS, 0, block_ids))
+        state.admit(NewRequestData(name, [1] * 7, PARAMS, 0, (block_ids,)))
     asked = queries([0, 1, 2], [2, 0, 4], [4, 3, 3], [1, 0, 2])
     layout = compose_in_order(state, asked, 4)
     batch = layout.on(CPU)

@@ -37,10 +37,12 @@ class MirrorOfTables(MirrorRunner):
         for req_id in plan.finished_req_ids:
             del self.block_ids[req_id]
         for new in plan.scheduled_new_reqs:
-            self.block_ids[new.req_id] = list(new.block_ids)
+            (block_ids,) = new.block_ids
+            self.block_ids[new.req_id] = list(block_ids)
         cached = plan.scheduled_cached_reqs
-        for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            self.block_ids[req_id] += block_ids
+        for req_id, tables in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            for block_ids in tables:
+                self.block_ids[req_id] += block_ids
 
     def must_equal(self, plan: SchedulerOutput) -> None:
         super().must_equal(plan)
@@ -149,7 +151,7 @@ def test_an_id_that_is_used_again_gets_its_new_table_sent():
     step(scheduler)
     scheduler.add_request(make("a", 6, 1))
     (new,) = scheduler.schedule().scheduled_new_reqs
-    assert new.block_ids == list(memory.get_block_ids("a")) == [2, 3]
+    assert new.block_ids == (memory.get_block_ids("a"),) == ([2, 3],)
 
 
 class Grows(KVCacheManager):
@@ -164,7 +166,7 @@ def test_blocks_that_come_later_are_sent_when_they_come_each_once():
     memory = Grows(BlockPool(9), 2)
     scheduler = scheduler_with(memory, make("a", 3, 9))
     plan = scheduler.schedule()
-    assert plan.scheduled_new_reqs[0].block_ids == [1, 2]
+    assert plan.scheduled_new_reqs[0].block_ids == ([1, 2],)
     sent = []
     for _ in range(5):
         scheduler.update_from_output(plan, StepOutput({"a": [7]}))
@@ -172,7 +174,7 @@ def test_blocks_that_come_later_are_sent_when_they_come_each_once():
         plan = scheduler.schedule()
         sent.append(plan.scheduled_cached_reqs.new_block_ids)
     #    position  3      4       5      6       7
-    assert sent == [[[]], [[3]], [[]], [[4]], [[]]]
+    assert sent == [[()], [([3],)], [()], [([4],)], [()]]
 
 
 def test_new_block_ids_in_the_message_are_copies():
@@ -181,7 +183,7 @@ def test_new_block_ids_in_the_message_are_copies():
     scheduler = scheduler_with(memory, make("a", 3, 9))
     plan = scheduler.schedule()
     assert memory.allocate_slots(scheduler.requests["a"], 4)
-    assert plan.scheduled_new_reqs[0].block_ids == [1, 2]
+    assert plan.scheduled_new_reqs[0].block_ids == ([1, 2],)
 
 
 @pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
@@ -197,15 +199,15 @@ def test_a_table_that_is_sent_whole_replaces_the_one_that_was_known():
     """A request that was preempted comes back with other blocks, fewer perhaps."""
     state = PagedRunnerState(max_num_seqs=1, max_blocks_per_request=4)
     params = make("a", 1).sampling_params
-    state.apply(SchedulerOutput([NewRequestData("a", [1, 2], params, 0, [5, 6, 7])]))
+    state.apply(SchedulerOutput([NewRequestData("a", [1, 2], params, 0, ([5, 6, 7],))]))
     plan = SchedulerOutput()
     cached = plan.scheduled_cached_reqs
-    cached.req_ids, cached.new_token_ids, cached.new_block_ids = ["a"], [[1, 2, 9]], [[8, 5]]
+    cached.req_ids, cached.new_token_ids, cached.new_block_ids = ["a"], [[1, 2, 9]], [([8, 5],)]
     cached.num_computed_tokens, cached.num_output_tokens = [0], [1]
     cached.resumed_req_ids = {"a"}
     state.apply(plan)
     assert state.block_ids("a") == [8, 5]
-    cached.new_token_ids, cached.new_block_ids, cached.resumed_req_ids = [[4]], [[3]], set()
+    cached.new_token_ids, cached.new_block_ids, cached.resumed_req_ids = [[4]], [([3],)], set()
     cached.num_output_tokens = [2]
     state.apply(plan)
     assert state.block_ids("a") == [8, 5, 3]
@@ -221,8 +223,8 @@ def test_tokens_overlay_those_that_are_known_as_in_chapter_1(known, sent, num_ou
         return
     states = RunnerState(), PagedRunnerState(max_num_seqs=1, max_blocks_per_request=1)
     new = [NewRequestData(name, [1, 2, 3], make(name, 1).sampling_params) for name in "ab"]
-    first = CachedRequestData([*"ba"], [[8], known], [0, 0], [1, len(known)], [[], []])
-    second = CachedRequestData([*"ab"], [sent, [9]], [0, 0], [num_outputs, 2], [[], []])
+    first = CachedRequestData([*"ba"], [[8], known], [0, 0], [1, len(known)], [(), ()])
+    second = CachedRequestData([*"ab"], [sent, [9]], [0, 0], [num_outputs, 2], [(), ()])
     for state in states:
         state.apply(SchedulerOutput(new))
         for changes in (first, second):
@@ -236,9 +238,9 @@ def test_rows_of_finished_requests_are_given_again():
     state = PagedRunnerState(max_num_seqs=2, max_blocks_per_request=2)
     params = make("a", 1).sampling_params
     for i in range(20):
-        new = [NewRequestData(f"{i}{j}", [1], params, 0, [i + 1]) for j in "ab"]
+        new = [NewRequestData(f"{i}{j}", [1], params, 0, ([i + 1],)) for j in "ab"]
         gone = {f"{i - 1}{j}" for j in "ab"} if i else set()
         state.apply(SchedulerOutput(new, finished_req_ids=gone))
         assert sorted(state.row_of.values()) == [0, 1]
         assert state.block_ids(f"{i}b") == [i + 1]
-    assert len(state.block_tables) == 2
+    assert len(state.groups[0].block_tables) == 2

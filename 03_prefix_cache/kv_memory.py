@@ -113,4 +113,5 @@ class SharingRunnerState(PagedRunnerState):
     def apply(self, plan: PlanMessage) -> None:
         super().apply(plan)
         for move in plan.block_moves:
-            self.block_tables[self.row_of[move.req_id], move.block_index] = move.block_id
+            row, group = self.row_of[move.req_id], self.groups[move.group]
+            group.block_tables[row, move.block_index] = move.block_id

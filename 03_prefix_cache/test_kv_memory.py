@@ -83,9 +83,9 @@ def test_without_a_cache_a_request_that_goes_leaves_all_its_blocks():
 def test_a_moved_entry_replaces_one_and_leaves_the_rest():
     """In the plan that also makes the table longer, and for nobody else."""
     state, tables = SharingRunnerState(4, 8), {"a": [2, 3], "b": [4, 5]}
-    new = [NewRequestData(name, [1] * 5, PARAMS, block_ids=ids) for name, ids in tables.items()]
+    new = [NewRequestData(name, [1] * 5, PARAMS, block_ids=(ids,)) for name, ids in tables.items()]
     state.apply(SchedulerOutput(scheduled_new_reqs=new))
-    changes = CachedRequestData(["a"], [[7]], [5], [1], [[9]])
+    changes = CachedRequestData(["a"], [[7]], [5], [1], [([9],)])
     moves = [BlockMove("a", 1, 6), BlockMove("b", 0, 2)]
     state.apply(SchedulerOutput(scheduled_cached_reqs=changes, block_moves=moves))
     assert state.block_ids("a") == [2, 6, 9] and state.block_ids("b") == [2, 5]

@@ -138,7 +138,7 @@ class Bench:
                 plan.scheduled_draft_token_ids[row.request_id] = list(row.drafts)
             if row.request_id in resumed:
                 plan.scheduled_cached_reqs = CachedRequestData(
-                    [row.request_id], [list(range(8))], [row.start], [0], [[]], {row.request_id}
+                    [row.request_id], [list(range(8))], [row.start], [0], [()], {row.request_id}
                 )
             else:
                 params = SamplingParams(max_tokens=row.num_left + len(sampled))

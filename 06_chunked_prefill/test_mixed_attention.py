@@ -331,7 +331,7 @@ def test_the_backend_takes_a_composed_batch():
     state = PagedRunnerState(3, 4)
     for row, block_ids in enumerate(([5, 1], [2, 6, 3], [4, 7])):
         params, prompt = SamplingParams(), [1] * 12
-        state.admit(NewRequestData(str(row), prompt, params, 0, block_ids))
+        state.admit(NewRequestData(str(row), prompt, params, 0, (block_ids,)))
     starts, lens = np.array([2, 9, 5]), np.array([4, 1, 1])
     queries = Queries(np.arange(3), starts, lens, np.array([0, 1, 1]))
     layout = compose(state, queries, 4)
@@ -341,7 +341,7 @@ def test_the_backend_takes_a_composed_batch():
     past = [torch.randn(2, stop, 2, 8).double() for stop in starts + lens]
     for row, start in enumerate(starts):
         for position in range(start):
-            slot = state.block_tables[row, position // 4], position % 4
+            slot = state.groups[0].block_tables[row, position // 4], position % 4
             key_cache[slot], value_cache[slot] = past[row][:, position]
     new = torch.cat([past[row][:, starts[row] :] for row in layout.order], dim=1)
     plan = MixedAttentionBackend().plan(batch.attention[0], 4, key_cache)

@@ -44,7 +44,7 @@ def make_state(num_rows: int, block_size: int) -> PagedRunnerState:
     """Rows in which every token and every block id is another one."""
     state, rng = PagedRunnerState(num_rows, -(-30 // block_size)), np.random.default_rng(0)
     state.widen(30)
-    for column in (state.token_ids, state.block_tables):
+    for column in (state.token_ids, state.groups[0].block_tables):
         column[:] = rng.permutation(column.size).reshape(column.shape) + 1
     return state
 
@@ -70,7 +70,7 @@ def test_every_token_stands_once_at_its_place_and_the_short_ones_in_front(step):
                 rows_with_logits.append(len(positions))
             positions.append(position)
             ids.append(int(state.token_ids[query.row, position]))
-            block_id = int(state.block_tables[query.row, position // block_size])
+            block_id = int(state.groups[0].block_tables[query.row, position // block_size])
             slots.append(block_id * block_size + position % block_size)
         starts.append(len(positions))
     assert batch.input_ids.tolist() == ids
@@ -89,7 +89,9 @@ def test_every_token_stands_once_at_its_place_and_the_short_ones_in_front(step):
     short_and_long = layout.order.tolist()
     for row, i in zip(meta.block_tables.tolist(), layout.order, strict=True):
         num_blocks = -(-lens[short_and_long.index(i)] // block_size)
-        assert row[:num_blocks] == state.block_tables[queries[i].row, :num_blocks].tolist()
+        assert (
+            row[:num_blocks] == state.groups[0].block_tables[queries[i].row, :num_blocks].tolist()
+        )
 
 
 def test_the_batch_of_the_docstring():

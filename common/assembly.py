@@ -193,7 +193,8 @@ def make_state(given: Given) -> BatchState:
     sampling = SamplingColumns(eos_token_ids=given.loaded.generation_eos_token_ids)
     plugins: list[RunnerPlugin] = []
     max_blocks = -(-given.max_model_len // config.block_size)
-    return BatchState(config.max_num_seqs, max_blocks, sampling, plugins)
+    num_groups = given.loaded.model.num_groups
+    return BatchState(config.max_num_seqs, max_blocks, sampling, plugins, num_groups)
 
 
 def make_paged_runner(

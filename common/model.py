@@ -121,6 +121,11 @@ class DecoderModel(nn.Module):
         self.num_layers = len(layers)
         self.num_heads, self.num_kv_heads, _ = layers[0].attention.head_counts
 
+    @property
+    def num_groups(self) -> int:
+        """Of layers: each has block tables, and a plan, of its own."""
+        return 1 + max(layer.attention.group for layer in self.layers)
+
     @torch.inference_mode()
     def forward(
         self,

@@ -57,10 +57,11 @@ class Engine:
         for request_id in plan.finished_req_ids:
             del tables[request_id]
         for new in plan.scheduled_new_reqs:
-            tables[new.req_id] = list(new.block_ids)
+            (block_ids,) = new.block_ids
+            tables[new.req_id] = list(block_ids)
             self.num_admitted += 1
-        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            tables[request_id] += block_ids
+        for request_id, news in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            tables[request_id] += [block_id for block_ids in news for block_id in block_ids]
         self.runner.move_blocks(plan.block_moves)
         rows = zip(
             plan.scheduled_requests,

@@ -767,11 +767,11 @@ class Tables(SharingRunnerState):
         self, req_id: str, tokens: Sequence[int], block_ids: Sequence[int], seed: int | None = None
     ) -> RunnerRequest:
         params = SamplingParams(max_tokens=50, seed=seed)
-        self.admit(NewRequestData(req_id, list(tokens), params, 0, list(block_ids)))
+        self.admit(NewRequestData(req_id, list(tokens), params, 0, (list(block_ids),)))
         return self.requests[req_id]
 
     def say(self, req_id: str, tokens: Sequence[int]) -> None:
-        changes = CachedRequestData([req_id], [list(tokens)], [0], [len(tokens)], [[]])
+        changes = CachedRequestData([req_id], [list(tokens)], [0], [len(tokens)], [()])
         self.apply(SchedulerOutput(scheduled_cached_reqs=changes))
 
     def move(self, req_id: str, block_index: int, block_id: int) -> None:

@@ -157,7 +157,7 @@ def _draft_step(loaded: LoadedModel, length: int) -> Callable[[], object]:
     history = _history(length - 1)
     block_ids = list(range(1, 1 + -(-(length + 50) // 16)))
     tokens, params = history.prompt_token_ids, history.params
-    state.admit(NewRequestData(history.req_id, tokens, params, 0, block_ids))
+    state.admit(NewRequestData(history.req_id, tokens, params, 0, (block_ids,)))
     request, rows = state.requests[history.req_id], state.rows_of([history.req_id])
     cache = allocate_kv_cache(loaded, 200, 16)
     proposer = DraftModelProposer(loaded.model, cache, TorchAttentionBackend(), state)

@@ -235,7 +235,7 @@ def measure_attention(*, tiny: bool) -> dict:
         for index, (start, num_tokens) in enumerate(spans):
             stop = start + num_tokens
             block_ids = [free.pop() for _ in range(-(-stop // 16))]
-            state.admit(NewRequestData(str(index), [0] * stop, params, start, block_ids))
+            state.admit(NewRequestData(str(index), [0] * stop, params, start, (block_ids,)))
         starts, lens = np.array(spans).T
         rows = state.rows_of([str(index) for index in range(len(spans))])
         queries = Queries(rows, starts, lens, np.ones_like(lens))

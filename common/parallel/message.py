@@ -153,35 +153,51 @@ def plan_to_map(plan: PlanMessage) -> dict[str, Any]:
                 new,
                 _NEW,
                 sampling_params=_params_to_map(new.sampling_params),
+                block_ids=list(new.block_ids),
                 features=_checked_features(new),
             )
             for new in plan.scheduled_new_reqs
         ],
         scheduled_cached_reqs=_as_map(
-            cached, _CACHED, resumed_req_ids=sorted(cached.resumed_req_ids)
+            cached,
+            _CACHED,
+            new_block_ids=list(map(list, cached.new_block_ids)),
+            resumed_req_ids=sorted(cached.resumed_req_ids),
         ),
         finished_req_ids=sorted(plan.finished_req_ids),
-        block_moves=[[m.req_id, m.block_index, m.block_id] for m in plan.block_moves],
+        block_moves=[[m.req_id, m.block_index, m.block_id, m.group] for m in plan.block_moves],
     )
 
 
 def plan_from_map(found: Any) -> PlanMessage:
     """Raises `MessageError`."""
+    of_new = {"sampling_params": _params_from_map, "block_ids": _tables}
     return _made(
         PlanMessage,
         "a plan",
         found,
         _PLAN,
         scheduled_new_reqs=lambda news: [
-            _made(NewRequestData, "a new request", new, _NEW, sampling_params=_params_from_map)
-            for new in news
+            _made(NewRequestData, "a new request", new, _NEW, **of_new) for new in news
         ],
         scheduled_cached_reqs=lambda cached: _made(
-            CachedRequestData, "what changed", cached, _CACHED, resumed_req_ids=set
+            CachedRequestData,
+            "what changed",
+            cached,
+            _CACHED,
+            new_block_ids=lambda rows: [() if found == [] else _tables(found) for found in rows],
+            resumed_req_ids=set,
         ),
         finished_req_ids=set,
         block_moves=lambda moves: [BlockMove(*move) for move in moves],
     )
+
+
+def _tables(found: Any) -> tuple[list[int], ...]:
+    """A request's block tables: a list of block ids for each group of layers."""
+    if not isinstance(found, list) or not all(isinstance(ids, list) for ids in found):
+        raise MessageError(f"block tables are {found!r}: they must be a list of lists of block ids")
+    return tuple(found)
 
 
 def _checked_features(new: NewRequestData) -> dict[str, Any]:

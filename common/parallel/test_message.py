@@ -49,6 +49,7 @@ def message_of(plan: PlanMessage) -> PlanMessage:
 NAMES = st.text(st.characters(), min_size=1, max_size=5)
 IDS = st.integers(-1, 2**31 - 1)
 LISTS = st.lists(IDS, max_size=5)
+TABLES = st.lists(LISTS, max_size=3).map(tuple)  # of groups of layers
 POSITIVE = st.integers(0, 2**70)
 NUMBERS = st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False)
 PLAIN = st.recursive(
@@ -90,7 +91,7 @@ def plans(draw) -> PlanMessage:
     def column(values) -> list:
         return [draw(values) for _ in req_ids]
 
-    news = st.builds(NewRequestData, NAMES, LISTS, params(), IDS, LISTS, FEATURES)
+    news = st.builds(NewRequestData, NAMES, LISTS, params(), IDS, TABLES, FEATURES)
     return PlanMessage(
         draw(st.lists(news, max_size=3)),
         CachedRequestData(
@@ -98,13 +99,13 @@ def plans(draw) -> PlanMessage:
             column(LISTS),
             column(IDS),
             column(IDS),
-            column(LISTS),
+            column(TABLES),
             set(req_ids[: len(req_ids) // 2]),
             req_ids[len(req_ids) // 3 :],
         ),
         draw(st.dictionaries(NAMES, st.integers(1, 10**6), max_size=4)),
         draw(st.sets(NAMES, max_size=3)),
-        draw(st.lists(st.builds(BlockMove, NAMES, IDS, IDS), max_size=3)),
+        draw(st.lists(st.builds(BlockMove, NAMES, IDS, IDS, st.integers(0, 3)), max_size=3)),
         draw(st.dictionaries(NAMES, LISTS, max_size=3)),
     )
 
@@ -173,6 +174,10 @@ def test_what_is_the_schedulers_own_does_not_travel():
         PlanMessage([NewRequestData("a", np.arange(2), SamplingParams())]),
         PlanMessage(scheduled_draft_token_ids={"a": {1, 2}}),
         PlanMessage(block_moves=[BlockMove("a", 0, np.int64(3))]),
+        PlanMessage(block_moves=[BlockMove("a", 0, 3, np.int64(1))]),
+        PlanMessage([NewRequestData("a", [1], SamplingParams(), 0, ([np.int64(1)],))]),
+        PlanMessage([NewRequestData("a", [1], SamplingParams(), 0, ((1, 2),))]),
+        PlanMessage(scheduled_cached_reqs=CachedRequestData(new_block_ids=[(np.arange(2),)])),
     ],
 )
 def test_numbers_of_numpy_tuples_sets_and_objects_do_not_slip_through(plan):
@@ -233,6 +238,12 @@ def change(change_plan=None, **changes) -> bytes:
             "sampling_params: n is 0",
         ),
         (change(lambda plan: plan.update(block_moves=[[1]])), "a plan: "),
+        (change(lambda plan: plan["scheduled_new_reqs"][0].update(block_ids=[5])), "tables are .5"),
+        (change(lambda plan: plan["scheduled_new_reqs"][0].update(block_ids=5)), "tables are 5"),
+        (
+            change(lambda plan: plan["scheduled_cached_reqs"].update(new_block_ids=[[[3], 4]])),
+            r"block tables are \[\[3\], 4\]",
+        ),
         (change(plan=[]), "a plan is no map"),
         (msgpack.packb([1]), "no message of version 1"),
         (change()[:-1], "no message"),
@@ -255,7 +266,8 @@ class RoundTrip:
     def __init__(self, runner, state: BatchState) -> None:
         self.runner, self.state, self.num_plans = runner, state, 0
         columns = SamplingColumns(eos_token_ids=state.sampling.eos_token_ids)
-        self.shadow = BatchState(len(state.num_tokens), state.block_tables.shape[1], columns)
+        (self.tables,) = state.groups
+        self.shadow = BatchState(len(state.num_tokens), self.tables.block_tables.shape[1], columns)
         self.sent: deque[PlanMessage] = deque()
         self._apply, state.apply = state.apply, self.apply
 
@@ -275,13 +287,11 @@ class RoundTrip:
         assert state.row_of == shadow.row_of and state.has_pending == shadow.has_pending
         for req_id in plan.num_scheduled_tokens:
             row = state.row_of[req_id]
-            for name in ("num_tokens", "num_prompt_tokens", "num_blocks"):
+            for name in ("num_tokens", "num_prompt_tokens"):
                 assert getattr(state, name)[row] == getattr(shadow, name)[row], name
-            num_tokens = state.num_tokens[row] + len(plan.scheduled_draft_token_ids.get(req_id, ()))
-            for tokens in (state.token_ids, state.block_tables):
-                other = shadow.token_ids if tokens is state.token_ids else shadow.block_tables
-                stop = num_tokens if tokens is state.token_ids else state.num_blocks[row]
-                np.testing.assert_array_equal(tokens[row, :stop], other[row, :stop])
+            stop = state.num_tokens[row] + len(plan.scheduled_draft_token_ids.get(req_id, ()))
+            np.testing.assert_array_equal(state.token_ids[row, :stop], shadow.token_ids[row, :stop])
+            assert state.block_ids(req_id) == shadow.block_ids(req_id)
             for numbers in ("_numbers", "_integers"):
                 found, right = getattr(state.sampling, numbers), getattr(shadow.sampling, numbers)
                 np.testing.assert_array_equal(found[:, row], right[:, row])

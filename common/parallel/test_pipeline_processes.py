@@ -113,7 +113,7 @@ def test_a_stage_that_raises_is_named_while_the_other_waits_for_it(shipped_token
     engine = LLMEngine(EngineConfig(**STAGES, **WORKERS), tokenizer=shipped_tokenizer)
     executor, pids = executor_of(engine), pids_of(executor_of(engine))
     executor.timeout_s = 2.0
-    new = NewRequestData("x", [1, 2, 3], GREEDY, 0, [5])
+    new = NewRequestData("x", [1, 2, 3], GREEDY, 0, ([5],))
     right = PlanMessage([new], num_scheduled_tokens={"x": 3})
     wrong = PlanMessage([new], num_scheduled_tokens={"y": 3})
     executor.send(

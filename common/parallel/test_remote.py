@@ -172,7 +172,7 @@ def test_ranks_guess_alike_and_one_that_is_stuck_or_raises_is_named(
         names = rf"rank 0 \(process {pids[0]}\) is stuck: no sign of life, .* in 2 s"
         must_be_dead(engine, pids, names, 2 + 1 + 3)
         return
-    new = NewRequestData("x", [1, 2, 3], GREEDY, 0, [5])
+    new = NewRequestData("x", [1, 2, 3], GREEDY, 0, ([5],))
     right = PlanMessage([new], num_scheduled_tokens={"x": 3})
     wrong = PlanMessage([new], num_scheduled_tokens={"y": 3})  # and rank 0 waits for rank 1
     executor.send(
@@ -213,7 +213,7 @@ def test_two_engines_at_once_one_forgotten_one_whose_ranks_differ(
     assert all(map(is_there, pids))
 
     params = [SamplingParams(seed=seed, temperature=5.0, max_tokens=9) for seed in (1, 2)]
-    plans = [PlanMessage([NewRequestData("x", [1, 2, 3], p, 0, [5])]) for p in params]
+    plans = [PlanMessage([NewRequestData("x", [1, 2, 3], p, 0, ([5],))]) for p in params]
     for plan in plans:
         plan.num_scheduled_tokens = {"x": 3}
     step, executor = 10**6, executor_of(engine)

@@ -47,7 +47,7 @@ KILLED = SCRIPT.replace(
     if idle_s:
         from common.parallel.message import pack, plan_to_map
         from scheduler_interface import NewRequestData, PlanMessage
-        plan = PlanMessage([NewRequestData("x", [1], params, 0, [5])])
+        plan = PlanMessage([NewRequestData("x", [1], params, 0, ([5],))])
         plan.num_scheduled_tokens = {"x": 1}
         plan = pack("plan", step=99, plan=plan_to_map(plan), times=[])
         runner.executor.links[0].channel.send(plan)

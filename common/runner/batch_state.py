@@ -31,11 +31,12 @@ class BatchState(SharingRunnerState):
         max_blocks_per_request: int,
         sampling: SamplingColumns,
         plugins: Sequence[RunnerPlugin] = (),
+        num_groups: int = 1,
     ) -> None:
         self.sampling, self.plugins = sampling, RunnerPlugins([sampling, *plugins])
         self.sampled: UnreadStep | None = None  # by the last step
         self.has_pending = False  # tokens among those of this step
-        super().__init__(max_num_seqs, max_blocks_per_request)
+        super().__init__(max_num_seqs, max_blocks_per_request, num_groups)
 
     def apply(self, plan: PlanMessage) -> None:
         super().apply(plan)

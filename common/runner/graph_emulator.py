@@ -182,7 +182,8 @@ def _check_padding(tensors: GraphTensors, num_rows: int) -> None:
         ("input_ids", 0),
         ("positions", 0),
     ):
-        found = x[name][num_rows:]
+        of_groups = name in ("slot_mapping", "block_tables")
+        found = x[name][:, num_rows:] if of_groups else x[name][num_rows:]
         if bool((found != padding).any()):
             raise GraphError(f"{name} of padding is {found.tolist()}: it must be {padding}")
     if x["query_start_loc"].tolist() != [
@@ -205,7 +206,7 @@ def _only_these_slots(tensors: GraphTensors, num_rows: int) -> Iterator[None]:
     """The KV of every other slot is as it was, but for the null block."""
     before = [cache.clone() for cache in tensors.caches]
     yield
-    allowed = set(tensors.inputs["slot_mapping"][:num_rows].tolist())
+    allowed = set(tensors.inputs["slot_mapping"][:, :num_rows].flatten().tolist())
     for cache, old in zip(tensors.caches, before, strict=True):
         as_bytes = (tensor.contiguous().view(torch.uint8) for tensor in (cache, old))
         is_other = torch.ne(*as_bytes).flatten(2).any(-1)

@@ -6,11 +6,11 @@ grids, tiles, addresses, sizes. Only what lies in its static inputs may differ f
 
     step of 3 requests, bucket 4          rows 0-2          row 3: padding
     input_ids, positions                  the requests'     0
-    slot_mapping                          the requests'     -1: nothing is written
     seq_lens                              the requests'     0: nothing is read
     query_start_loc                       0 1 2 3           3: a sequence without query tokens
-    block_tables                          the requests'     0: the null block
     logit_indices                         rows that sample  0: computed, and cut off
+    slot_mapping, of each group           the requests'     -1: nothing is written
+    block_tables, of each group           the requests'     0: the null block
 
 The inputs are gathered from the columns of `BatchState`, come in one upload, and are copied to
 where they belong. That copy is queued behind the replay that still reads them; the upload has fresh
@@ -63,7 +63,8 @@ def bucket_of(num_rows: int, buckets: Sequence[int]) -> int | None:
 
 # -- what a replay sees of its step
 
-COLUMNS = "input_ids", "positions", "slot_mapping", "seq_lens", "query_start_loc", "logit_indices"
+# The last one once for each group of layers.
+COLUMNS = "input_ids", "positions", "seq_lens", "query_start_loc", "logit_indices", "slot_mapping"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +73,11 @@ class StaticInputs:
 
     input_ids: torch.Tensor  # [bucket] int64
     positions: torch.Tensor  # [bucket] int64
-    slot_mapping: torch.Tensor  # [bucket] int64
     seq_lens: torch.Tensor  # [bucket] int64
     query_start_loc: torch.Tensor  # [bucket + 1] int64
     logit_indices: torch.Tensor  # [bucket] int64
-    block_tables: torch.Tensor  # [bucket, blocks of the longest request] int32
+    slot_mapping: torch.Tensor  # [num_groups, bucket] int64
+    block_tables: torch.Tensor  # [num_groups, bucket, blocks of the longest request] int32
 
     def by_name(self) -> dict[str, torch.Tensor]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -87,51 +88,64 @@ def column_stride(bucket: int) -> int:
     return (bucket + 2) // 2 * 2
 
 
+def num_columns(num_groups: int) -> int:
+    return len(COLUMNS) - 1 + num_groups
+
+
 class StaticMemory:
     """Memory for the largest bucket; the others begin at the same place."""
 
-    def __init__(self, max_num_rows: int, table_width: int, device: torch.device) -> None:
-        size = len(COLUMNS) * column_stride(max_num_rows)
-        self.columns = torch.zeros(size, dtype=torch.int64, device=device)
-        self.block_tables = torch.zeros(max_num_rows, table_width, dtype=torch.int32, device=device)
+    def __init__(
+        self, max_num_rows: int, table_width: int, device: torch.device, num_groups: int = 1
+    ) -> None:
+        self.num_columns = num_columns(num_groups)
+        num_integers = self.num_columns * column_stride(max_num_rows)
+        self.columns = torch.zeros(num_integers, dtype=torch.int64, device=device)
+        size = max_num_rows * table_width
+        aligned = -(-size // 4) * 4  # the tables of each group begin at a multiple of 16 bytes
+        tables = torch.zeros(num_groups, aligned, dtype=torch.int32, device=device)
+        self.block_tables = tables[:, :size].view(num_groups, max_num_rows, table_width)
 
     def inputs(self, bucket: int) -> StaticInputs:
-        rows = self.columns_of(bucket)
+        rows, shared = self.columns_of(bucket), COLUMNS[:-1]
         size = {"query_start_loc": bucket + 1}
-        columns = {name: row[: size.get(name, bucket)] for name, row in zip(COLUMNS, rows)}
-        return StaticInputs(**columns, block_tables=self.block_tables[:bucket])
+        columns = {name: row[: size.get(name, bucket)] for name, row in zip(shared, rows)}
+        slots, tables = rows[len(shared) :, :bucket], self.block_tables[:, :bucket]
+        return StaticInputs(**columns, slot_mapping=slots, block_tables=tables)
 
     def columns_of(self, bucket: int) -> torch.Tensor:
         stride = column_stride(bucket)
-        return self.columns[: len(COLUMNS) * stride].view(len(COLUMNS), stride)
+        return self.columns[: self.num_columns * stride].view(self.num_columns, stride)
 
     def fill(self, columns: torch.Tensor, block_tables: torch.Tensor) -> None:
         """With what `pad_step` returns, on the device. Columns of the tables behind these stay as
         they are."""
-        bucket, width = block_tables.shape
+        _, bucket, width = block_tables.shape
         self.columns_of(bucket).copy_(columns)
-        self.block_tables[:bucket, :width].copy_(block_tables)
+        self.block_tables[:, :bucket, :width].copy_(block_tables)
 
 
 def pad_step(
     state: PagedRunnerState, queries: Queries, block_size: int, bucket: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The inputs of a step of up to `bucket` queries of one token each, as the host has them:
-    `[len(COLUMNS), column_stride(bucket)]` int64, and `[bucket, blocks of the longest]` int32."""
+    `[num_columns, column_stride(bucket)]` int64, and `[num_groups, bucket, blocks of the longest]`
+    int32."""
     rows, positions, n = queries.rows, queries.starts, len(queries.rows)
-    block_ids = state.block_tables[rows, positions // block_size].astype(np.int64)
-    sampled = np.flatnonzero(queries.num_logit_rows)
-    columns = np.zeros((len(COLUMNS), column_stride(bucket)), dtype=np.int64)
-    ids, places, slots, seq_lens, starts, logit_indices = columns
+    num_groups, sampled = len(state.groups), np.flatnonzero(queries.num_logit_rows)
+    columns = np.zeros((num_columns(num_groups), column_stride(bucket)), dtype=np.int64)
+    ids, places, seq_lens, starts, logit_indices, *slots_of = columns
     ids[:n] = state.token_ids[rows, positions]
     places[:n] = positions
-    slots[:n], slots[n:] = block_ids * block_size + positions % block_size, -1
     seq_lens[:n] = positions + 1
     starts[:n], starts[n:] = np.arange(n), n
     logit_indices[: len(sampled)] = sampled
     width = -(-int(seq_lens.max()) // block_size)
-    tables = np.zeros((bucket, width), dtype=np.int32)
-    tables[:n] = state.block_tables[rows, :width]
+    tables = np.zeros((num_groups, bucket, width), dtype=np.int32)
+    for group, slots, table in zip(state.groups, slots_of, tables, strict=True):
+        block_ids = group.block_tables[rows, positions // block_size].astype(np.int64)
+        slots[:n], slots[n:] = block_ids * block_size + positions % block_size, -1
+        table[:n] = group.block_tables[rows, :width]
     return columns, tables
 
 
@@ -235,8 +249,10 @@ class DecodeGraphs:
         self.buckets = graph_buckets(max_num_seqs)
         table_width = -(-max_model_len // kv_cache.block_size)
         self.max_seq_len = table_width * kv_cache.block_size
-        self.memory = StaticMemory(max_num_seqs, table_width, model.embed_weight.device)
+        where = model.embed_weight.device, model.num_groups
+        self.memory = StaticMemory(max_num_seqs, table_width, *where)
         self.inputs = {bucket: self.memory.inputs(bucket) for bucket in self.buckets}
+        self.attention = {bucket: self._metadata(bucket) for bucket in self.buckets}
         self.num_replays = 0
         for bucket in reversed(self.buckets):
             self._clear(bucket)
@@ -244,23 +260,25 @@ class DecodeGraphs:
 
     def _clear(self, bucket: int) -> None:
         """A step of nobody."""
-        self.memory.columns_of(bucket).zero_()[COLUMNS.index("slot_mapping")] = -1
-        self.memory.block_tables[:bucket, :1] = 0
+        self.memory.columns_of(bucket).zero_()
+        self.inputs[bucket].slot_mapping.fill_(-1)
+        self.memory.block_tables[:, :bucket, :1] = 0
 
     def _compute(self, bucket: int) -> torch.Tensor:
         """Logits [bucket, vocab_size]."""
         x = self.inputs[bucket]
-        where = self._metadata(bucket), x.logit_indices
+        where = self.attention[bucket], x.logit_indices
         batch = ComposedBatch(x.input_ids, x.positions, *where)
         batch.plan_attention(self.backend, self.model.num_heads, self.kv_cache)
         return self.model(batch, self.kv_cache)
 
-    def _metadata(self, bucket: int) -> tuple[ReplayMetadata]:
+    def _metadata(self, bucket: int) -> tuple[ReplayMetadata, ...]:
         """Its numbers are bounds. What a backend plans with it is part of the graph."""
-        x = self.inputs[bucket]
-        where = x.query_start_loc, x.seq_lens, x.block_tables, x.slot_mapping
-        longest = {"max_query_len": 1, "max_seq_len": self.max_seq_len}
-        return (ReplayMetadata(*where, **longest, bucket=bucket),)
+        x, longest = self.inputs[bucket], {"max_query_len": 1, "max_seq_len": self.max_seq_len}
+        return tuple(
+            ReplayMetadata(x.query_start_loc, x.seq_lens, *own, **longest, bucket=bucket)
+            for own in zip(x.block_tables, x.slot_mapping, strict=True)
+        )
 
     def tensors(self, bucket: int) -> GraphTensors:
         caches = *self.kv_cache.key_cache, *self.kv_cache.value_cache
@@ -282,7 +300,7 @@ class DecodeGraphs:
 
         def compose(columns: torch.Tensor, block_tables: torch.Tensor) -> ComposedBatch:
             self.memory.fill(columns, block_tables)
-            where = self._metadata(bucket), x.logit_indices[:num_logit_rows]
+            where = self.attention[bucket], x.logit_indices[:num_logit_rows]
             return ComposedBatch(x.input_ids[:n], x.positions[:n], *where)
 
         return StepLayout(np.arange(n), pad_step(state, queries, block_size, bucket), compose)

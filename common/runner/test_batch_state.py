@@ -1,10 +1,13 @@
 """Rows against lists: plans of all kinds go through the runner's columns, and through chapter 1's
-`RunnerState` and a plain dictionary of block tables. A plugin is told the same."""
+`RunnerState` and a plain dictionary of block tables, one for each group of layers. A plugin is told
+the same."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import partial
+from itertools import zip_longest
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,10 +34,10 @@ class Plans:
     """A scheduler's side: plans that are lawful, and otherwise as wild as can be. `known` is what
     it knows of the requests, `lists` what chapter 1's runner made of the plans."""
 
-    def __init__(self, rng: random.Random, block_size: int) -> None:
-        self.rng, self.block_size = rng, block_size
+    def __init__(self, rng: random.Random, block_size: int, num_groups: int) -> None:
+        self.rng, self.block_size, self.num_groups = rng, block_size, num_groups
         self.known, self.lists = RunnerState(), RunnerState()
-        self.tables: dict[str, list[int]] = {}
+        self.tables: dict[str, list[list[int]]] = {}  # of each group
 
     def next(self) -> SchedulerOutput:
         rng, plan = self.rng, SchedulerOutput()
@@ -53,8 +56,10 @@ class Plans:
         for name in rng.sample(rest, rng.randint(0, len(rest))):
             self.change(plan, name)
         for name in rng.sample(sorted(self.tables), min(len(self.tables), rng.choice([0, 0, 2]))):
-            if table := self.tables[name]:  # in the plan, or not
-                move = BlockMove(name, rng.randrange(len(table)), self.block())
+            group = rng.randrange(self.num_groups)
+            if table := self.tables[name][group]:  # in the plan, or not
+                block_id = rng.choice([0, self.block()])
+                move = BlockMove(name, rng.randrange(len(table)), block_id, group)
                 plan.block_moves.append(move)
                 table[move.block_index] = move.block_id
         self.lists.apply(plan)
@@ -72,12 +77,12 @@ class Plans:
         params = SamplingParams(temperature=rng.random(), seed=rng.randrange(10**6))
         new = NewRequestData(name, prompt, params, rng.randrange(len(prompt)))
         new.features = {"told": [name]}
-        self.tables[name] = new.block_ids  # before it is known how many it needs
+        self.tables[name] = [[] for _ in range(self.num_groups)]
         if name in self.known.requests:
             self.known.release(name)
         self.known.admit(new)
         self.schedule(plan, name, new.num_computed_tokens)
-        self.tables[name] = list(new.block_ids)
+        new.block_ids = self.news(name)
         plan.scheduled_new_reqs.append(new)
 
     def change(self, plan: SchedulerOutput, name: str) -> None:
@@ -88,18 +93,24 @@ class Plans:
         sampled = self.lists.requests[name].output_token_ids[len(outputs) :]
         outputs += sampled[: rng.randint(0, len(sampled))]  # it stays, or some of it does
         outputs += [rng.randrange(10**5) for _ in range(rng.choice([0, 1, 1, 1, 3]))]
-        tokens, num_blocks = prompt + outputs, len(self.tables[name])
+        tokens, num_blocks = prompt + outputs, [len(table) for table in self.tables[name]]
         first = num_before if rng.random() < 0.7 else rng.randint(0, num_before)
         if rng.random() < 0.15:
             cached.resumed_req_ids.add(name)
-            first, num_blocks, self.tables[name] = 0, 0, []
+            first, num_blocks = 0, [0] * self.num_groups
+            self.tables[name] = [[] for _ in range(self.num_groups)]
         start = rng.randrange(len(tokens))
         self.schedule(plan, name, start)
         cached.req_ids.append(name)
         cached.new_token_ids.append(tokens[first:])
         cached.num_computed_tokens.append(start)
         cached.num_output_tokens.append(len(outputs))
-        cached.new_block_ids.append(self.tables[name][num_blocks:])
+        news = self.news(name, num_blocks)
+        cached.new_block_ids.append(news if any(news) else rng.choice([(), news]))
+
+    def news(self, name: str, firsts: Sequence[int] = ()) -> tuple[list[int], ...]:
+        """Its tables, each from an entry on."""
+        return tuple(t[n:] for t, n in zip_longest(self.tables[name], firsts, fillvalue=0))
 
     def schedule(self, plan: SchedulerOutput, name: str, start: int) -> None:
         """Some tokens from `start` on, with the blocks that they need."""
@@ -110,9 +121,9 @@ class Plans:
             plan.scheduled_draft_token_ids[name] = drafts
             num_tokens += len(drafts)
         plan.num_scheduled_tokens[name] = num_tokens
-        table = self.tables[name]
-        num_blocks = -(-(start + num_tokens) // self.block_size) + rng.choice([0, 0, 1])
-        table += [self.block() for _ in range(num_blocks - len(table))]
+        for table in self.tables[name]:
+            num_blocks = -(-(start + num_tokens) // self.block_size) + rng.choice([0, 0, 1])
+            table += [self.block() for _ in range(num_blocks - len(table))]
 
     def sample(self) -> dict[str, list[int]]:
         """What the runner itself puts behind the known tokens, as chapter 5's does."""
@@ -170,9 +181,10 @@ def check_state(state: BatchState, plans: Plans) -> None:
     assert state.row_of.keys() == state.requests.keys() == plans.tables.keys()
     assert len(rows) == len(state.row_of) and rows.isdisjoint(state._free_rows)
     assert rows | {*state._free_rows} == set(range(len(state.num_tokens)))
-    assert {len(c) for c in (state.token_ids, state.block_tables, state.sampling.seed)} == {
-        len(state.num_tokens)
-    }
+    columns = [state.token_ids, state.sampling.seed]
+    for group in state.groups:
+        columns += group.block_tables, group.num_blocks
+    assert {len(column) for column in columns} == {len(state.num_tokens)}
     for name, request in plans.lists.requests.items():
         found, row = state.requests[name], state.row_of[name]
         assert found.params is request.params
@@ -182,8 +194,10 @@ def check_state(state: BatchState, plans: Plans) -> None:
         assert num_tokens == request.num_tokens == state.num_tokens[row]
         for span in ((0, num_tokens), (1, num_tokens + 9), (num_tokens - 1, num_tokens), (2, 4)):
             assert found.tokens(*span) == request.tokens(*span)
-        assert state.block_ids(name) == plans.tables[name]
-        assert state.block_ids(name, 1) == plans.tables[name][1:]
+        for group, table in enumerate(plans.tables[name]):
+            assert state.block_ids(name, group=group) == table
+            assert state.block_ids(name, 1, group) == table[1:]
+        assert state.block_ids(name) == plans.tables[name][0]
         assert state.sampling.temperature[row] == request.params.temperature
         assert state.sampling.seed[row] == request.params.seed
 
@@ -195,14 +209,16 @@ def check_batch(runner: PagedModelRunner, plan: SchedulerOutput, plans: Plans, o
         assert batch is None
         return
     starts = plan.starts()
-    ids, positions, slots, logit_indices, borders = [], [], [], [], [0]
+    ids, positions, logit_indices, borders = [], [], [], [0]
+    slots: list[list[int]] = [[] for _ in range(plans.num_groups)]
     rows: list[tuple[str, int, int]] = []  # of logits
     for name in order(starts):
         request, drafts = plans.lists.requests[name], plan.scheduled_draft_token_ids.get(name, [])
         start, stop = starts[name], starts[name] + plan.num_scheduled_tokens[name]
         positions += range(start, stop)
         ids += request.tokens(start, stop - len(drafts)) + drafts
-        slots += [plans.tables[name][p // size] * size + p % size for p in range(start, stop)]
+        for own, table in zip(slots, plans.tables[name], strict=True):
+            own += [table[p // size] * size + p % size for p in range(start, stop)]
         borders.append(len(positions))
         if stop - len(drafts) == request.num_tokens:
             num = 1 + len(drafts)
@@ -213,15 +229,15 @@ def check_batch(runner: PagedModelRunner, plan: SchedulerOutput, plans: Plans, o
     assert batch.input_ids.tolist() == ids and batch.input_ids.dtype == torch.int64
     assert batch.positions.tolist() == positions
     assert batch.logit_indices.tolist() == logit_indices
-    attention = batch.attention[0]
-    assert attention.slot_mapping.tolist() == slots
-    assert attention.query_start_loc.tolist() == borders
     stops = [starts[name] + plan.num_scheduled_tokens[name] for name in order(starts)]
-    assert attention.seq_lens.tolist() == stops and attention.max_seq_len == max(stops)
-    assert attention.max_query_len == max(plan.num_scheduled_tokens.values())
-    for name, stop, table in zip(order(starts), stops, attention.block_tables.tolist()):
-        num_blocks = -(-stop // size)
-        assert table[:num_blocks] == plans.tables[name][:num_blocks]
+    for group, (attention, own) in enumerate(zip(batch.attention, slots, strict=True)):
+        assert attention.slot_mapping.tolist() == own
+        assert attention.query_start_loc.tolist() == borders
+        assert attention.seq_lens.tolist() == stops and attention.max_seq_len == max(stops)
+        assert attention.max_query_len == max(plan.num_scheduled_tokens.values())
+        for name, stop, table in zip(order(starts), stops, attention.block_tables.tolist()):
+            num_blocks = -(-stop // size)
+            assert table[:num_blocks] == plans.tables[name][group][:num_blocks]
     row_of, step = runner.state.row_of, batch.step
     owners = [name for name in order(starts) for _ in range(plan.num_scheduled_tokens[name])]
     assert batch.staged["told"].tolist() == [row_of[name] for name in owners]
@@ -255,14 +271,14 @@ def test_whatever_is_planned_rows_are_what_lists_would_be(layout: str, first_see
     layout_of, order = LAYOUTS[layout]
     for seed in range(first_seed, first_seed + 15):
         rng = random.Random(seed)
-        plans = Plans(rng, rng.randint(1, 5))
+        plans = Plans(rng, rng.randint(1, 5), rng.choice([1, 1, 2, 3]))
         shuffle_seed = rng.choice([None, seed])
         shuffles = random.Random(seed)
         cache = PagedKVCache(1, 1, plans.block_size, 1, 1)
         told = Told()
         runner = PagedModelRunner(
-            MODEL, cache, None, BatchState(2, 400, SamplingColumns(), [told]), Sampler(30),
-            compose=layout_of, shuffle_seed=shuffle_seed,
+            MODEL, cache, None, BatchState(2, 400, SamplingColumns(), [told], plans.num_groups),
+            Sampler(30), compose=layout_of, shuffle_seed=shuffle_seed,
         )  # fmt: skip
         for step in range(25):
             plan = plans.next()

@@ -48,9 +48,9 @@ def backend_of(plan: Callable[..., TensorPlan]) -> TensorAttentionBackend:
     return backend
 
 
-def steps(num: int = 8):
+def steps(num: int = 8, num_groups: int = 1):
     """Of few and many rows in turn, so that each leaves something for the next."""
-    state, rng = make_state(0), random.Random(0)
+    state, rng = make_state(0, num_groups), random.Random(0)
     for i in range(num):
         yield state, decode(state, (MOST, 1, 3, 5, 2)[i % 5], rng)
 
@@ -58,7 +58,7 @@ def steps(num: int = 8):
 def run(graphs: DecodeGraphs, num_steps: int = 8) -> list[torch.Tensor]:
     """Logits of every step."""
     found = []
-    for state, queries in steps(num_steps):
+    for state, queries in steps(num_steps, graphs.model.num_groups):
         bucket = graphs.bucket_for(queries)
         assert bucket is not None
         step = graphs.compose(state, queries, BLOCK_SIZE, bucket).on(torch.device("cpu"))
@@ -73,7 +73,10 @@ def is_right(random_loaded, graphs: DecodeGraphs, num_steps: int = 8) -> bool:
     return all(torch.equal(found, right) for found, right in pairs)
 
 
-def test_replays_are_right(random_loaded) -> None:
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_replays_are_right(num_groups: int, random_loaded, monkeypatch) -> None:
+    """With one table for all layers, and with another one for the last layer."""
+    monkeypatch.setattr(random_loaded.model.layers[-1].attention, "group", num_groups - 1)
     graphs = make(random_loaded)
     assert is_right(random_loaded, graphs) and graphs.num_replays == 8
 
@@ -121,7 +124,7 @@ def test_a_step_that_forgets_an_input(name: str, random_loaded, monkeypatch) -> 
     real = StaticMemory.fill
 
     def fill(memory, columns, tables) -> None:
-        x = memory.inputs(len(tables)).by_name()[name]
+        x = memory.inputs(tables.shape[1]).by_name()[name]
         before = x.clone()
         real(memory, columns, tables)
         x.copy_(before)
@@ -153,7 +156,7 @@ def test_padding_with_live_blocks(random_loaded, monkeypatch) -> None:
 
     def pad_step(state, queries, block_size, bucket):
         columns, tables = real(state, queries, block_size, bucket)
-        tables[len(queries.rows) :] = tables[0]
+        tables[:, len(queries.rows) :] = tables[:, :1]
         return columns, tables
 
     monkeypatch.setattr(module, "pad_step", pad_step)

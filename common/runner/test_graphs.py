@@ -58,35 +58,41 @@ def test_buckets(max_num_seqs: int) -> None:
     assert bucket_of(max_num_seqs + 1, buckets) is None
 
 
-def test_every_column_of_every_bucket_is_aligned_and_apart() -> None:
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_every_column_of_every_bucket_is_aligned_and_apart(num_groups: int) -> None:
     """Kernels are compiled for addresses that 16 divides."""
-    memory = StaticMemory(300, 7, CPU)
-    for bucket in graph_buckets(300) + list(range(1, 300)):
+    memory = StaticMemory(299, 7, CPU, num_groups)
+    for bucket in graph_buckets(299) + list(range(1, 299)):
         x = memory.inputs(bucket)
         assert column_stride(bucket) >= bucket + 1
-        assert {t.data_ptr() % 16 for t in x.by_name().values()} == {0}
-        assert {name: len(t) for name, t in x.by_name().items()} == {
-            **dict.fromkeys([*COLUMNS, "block_tables"], bucket),
-            "query_start_loc": bucket + 1,
+        groups = *x.slot_mapping, *x.block_tables
+        assert {t.data_ptr() % 16 for t in (*x.by_name().values(), *groups)} == {0}
+        assert {name: tuple(t.shape) for name, t in x.by_name().items()} == {
+            **dict.fromkeys(COLUMNS, (bucket,)),
+            "query_start_loc": (bucket + 1,),
+            "slot_mapping": (num_groups, bucket),
+            "block_tables": (num_groups, bucket, 7),
         }
         for i, name in enumerate(COLUMNS):
             memory.columns.fill_(-5)
             getattr(x, name).fill_(i)
-            others = torch.cat([getattr(x, other) for other in COLUMNS if other != name])
-            assert (others == -5).all()
+            others = [getattr(x, other).flatten() for other in COLUMNS if other != name]
+            assert (torch.cat(others) == -5).all()
 
 
 # -- padding
 
 
-def make_state(seed: int) -> BatchState:
-    """`MOST` requests of different lengths, whose blocks lie anywhere."""
+def make_state(seed: int, num_groups: int = 1) -> BatchState:
+    """`MOST` requests of different lengths, whose blocks lie anywhere, in each group of layers."""
     rng = random.Random(seed)
-    state = BatchState(MOST, -(-MAX_MODEL_LEN // BLOCK_SIZE), SamplingColumns())
-    blocks = rng.sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
+    num_columns, columns = -(-MAX_MODEL_LEN // BLOCK_SIZE), SamplingColumns()
+    state = BatchState(MOST, num_columns, columns, num_groups=num_groups)
+    pools = [rng.sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1) for _ in range(num_groups)]
     for i in range(MOST):
         tokens = [rng.randrange(97) for _ in range(rng.choice([1, 3, 4, 5, 8, 17, 20]))]
-        own = [blocks.pop() for _ in range(-(-len(tokens) // BLOCK_SIZE) + rng.randrange(2))]
+        num_blocks = -(-len(tokens) // BLOCK_SIZE) + rng.randrange(2)
+        own = tuple([blocks.pop() for _ in range(num_blocks)] for blocks in pools)
         params = SamplingParams(temperature=0)
         state.admit(NewRequestData(str(i), tokens, params, 0, own))
     return state
@@ -100,18 +106,19 @@ def decode(state: BatchState, n: int, rng: random.Random) -> Queries:
     return Queries(rows, starts, np.ones_like(rows), is_last.astype(np.int64))
 
 
-def random_steps(num_each: int = 6):
+def random_steps(num_each: int = 6, num_groups: int = 1):
     """Steps of every number of rows for every bucket that they fit."""
     for bucket in range(1, MOST + 1):
         for n in range(1, bucket + 1):
             for seed in range(num_each):
-                state = make_state(seed)
+                state = make_state(seed, num_groups)
                 yield bucket, state, decode(state, n, random.Random(f"{bucket} {n} {seed}"))
 
 
-def test_rows_are_those_of_chapter_2_and_padding_is_nobodys() -> None:
-    memory = StaticMemory(MOST, -(-MAX_MODEL_LEN // BLOCK_SIZE), CPU)
-    for bucket, state, queries in random_steps():
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_rows_are_those_of_chapter_2_and_padding_is_nobodys(num_groups: int) -> None:
+    memory = StaticMemory(MOST, -(-MAX_MODEL_LEN // BLOCK_SIZE), CPU, num_groups)
+    for bucket, state, queries in random_steps(num_groups=num_groups):
         memory.columns.fill_(1 << 40)  # of the step before
         memory.block_tables.fill_(NUM_BLOCKS - 1)
         addresses = {name: t.data_ptr() for name, t in memory.inputs(bucket).by_name().items()}
@@ -119,15 +126,20 @@ def test_rows_are_those_of_chapter_2_and_padding_is_nobodys() -> None:
         x, n = memory.inputs(bucket), len(queries.rows)
         assert {name: t.data_ptr() for name, t in x.by_name().items()} == addresses
         plain = compose_in_order(state, queries, BLOCK_SIZE).on(CPU)
-        (where,) = plain.attention
+        where = plain.attention[0]
         width = where.block_tables.shape[1]
+        own = zip(x.slot_mapping, x.block_tables, plain.attention, strict=True)
+        of_groups = [
+            pair
+            for slots, tables, group in own
+            for pair in ((slots, group.slot_mapping), (tables[:, :width], group.block_tables))
+        ]
         for found, right in (
             (x.input_ids, plain.input_ids),
             (x.positions, plain.positions),
-            (x.slot_mapping, where.slot_mapping),
             (x.seq_lens, where.seq_lens),
             (x.query_start_loc[:-1], where.query_start_loc[:-1]),
-            (x.block_tables[:, :width], where.block_tables),
+            *of_groups,
         ):
             assert torch.equal(found[:n], right)
         num_logit_rows = len(plain.logit_indices)
@@ -135,10 +147,10 @@ def test_rows_are_those_of_chapter_2_and_padding_is_nobodys() -> None:
         for tensor, padding in (
             (x.input_ids[n:], 0),
             (x.positions[n:], 0),
-            (x.slot_mapping[n:], -1),
+            (x.slot_mapping[:, n:], -1),
             (x.seq_lens[n:], 0),
             (x.query_start_loc[n:], n),
-            (x.block_tables[n:, :width], 0),
+            (x.block_tables[:, n:, :width], 0),
             (x.logit_indices[num_logit_rows:], 0),
         ):
             assert (tensor == padding).all()
@@ -149,6 +161,10 @@ def test_rows_are_those_of_chapter_2_and_padding_is_nobodys() -> None:
 
 @pytest.fixture(scope="module")
 def graphs(random_loaded) -> DecodeGraphs:
+    return make_eager(random_loaded)
+
+
+def make_eager(random_loaded) -> DecodeGraphs:
     kv_cache = allocate_kv_cache(random_loaded, NUM_BLOCKS, BLOCK_SIZE)
     for cache in kv_cache.key_cache + kv_cache.value_cache:
         cache.normal_(generator=torch.Generator().manual_seed(0))
@@ -157,10 +173,14 @@ def graphs(random_loaded) -> DecodeGraphs:
     return DecodeGraphs(EagerGraphs(), random_loaded.model, kv_cache, backend, MOST, MAX_MODEL_LEN)
 
 
-def test_padding_changes_no_row(graphs: DecodeGraphs) -> None:
-    """Against the same step without padding, by chapter 2's attention."""
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_padding_changes_no_row(num_groups: int, random_loaded, monkeypatch) -> None:
+    """Against the same step without padding, by chapter 2's attention. The last layer's block
+    tables are those of the others, or its own."""
+    monkeypatch.setattr(random_loaded.model.layers[-1].attention, "group", num_groups - 1)
+    graphs = make_eager(random_loaded)
     plain_cache = allocate_kv_cache_like(graphs)
-    for bucket, state, queries in random_steps(num_each=2):
+    for bucket, state, queries in random_steps(num_each=2, num_groups=num_groups):
         copy_cache(graphs, plain_cache)
         batch = compose_in_order(state, queries, BLOCK_SIZE).on(CPU)
         batch.plan_attention(TorchAttentionBackend(), graphs.model.num_heads, plain_cache)
@@ -205,8 +225,8 @@ def test_what_a_plugin_stages_is_read_without_a_graph(graphs: DecodeGraphs) -> N
             return cargo.add(np.ones_like(step.queries.rows))
 
     def plans(req_id: str) -> list[SchedulerOutput]:
-        new = NewRequestData(req_id, [1, 2, 3], SamplingParams(temperature=0), 0, [1])
-        known = CachedRequestData([req_id], [[4]], [3], [1], [[]])
+        new = NewRequestData(req_id, [1, 2, 3], SamplingParams(temperature=0), 0, ([1],))
+        known = CachedRequestData([req_id], [[4]], [3], [1], [()])
         first = SchedulerOutput([new], num_scheduled_tokens={req_id: 3})
         return [first, SchedulerOutput([], known, num_scheduled_tokens={req_id: 1})]
 

@@ -56,7 +56,7 @@ def runner(random_loaded) -> PagedModelRunner:
 
 
 def new(req_id: str, tokens: list[int], blocks: list[int], computed: int = 0) -> NewRequestData:
-    return NewRequestData(req_id, tokens, GREEDY, computed, blocks)
+    return NewRequestData(req_id, tokens, GREEDY, computed, (blocks,))
 
 
 def test_worked_example_of_mixed_lengths(runner: PagedModelRunner) -> None:
@@ -89,7 +89,7 @@ def test_decode_slots_of_the_worked_example(runner: PagedModelRunner) -> None:
         )
     )
     cached = CachedRequestData(
-        ["a", "b", "c"], [[9], [10], [11]], [6, 2, 4], [1, 1, 1], [[], [], []]
+        ["a", "b", "c"], [[9], [10], [11]], [6, 2, 4], [1, 1, 1], [(), (), ()]
     )
     output = SchedulerOutput(
         scheduled_cached_reqs=cached, num_scheduled_tokens={"a": 1, "b": 1, "c": 1}
@@ -113,7 +113,7 @@ def test_a_prompt_in_pieces_gives_logits_with_its_last_piece_only(runner: PagedM
         assert batch.sampling.req_ids == (["a"] if i == 2 else [])
         assert len(logits) == (1 if i == 2 else 0)
         computed += piece
-        cached = CachedRequestData(["a"], [[]], [computed], [0], [[]])
+        cached = CachedRequestData(["a"], [[]], [computed], [0], [()])
         if i + 1 < len(pieces):
             output = SchedulerOutput(
                 scheduled_cached_reqs=cached, num_scheduled_tokens={"a": pieces[i + 1]}
@@ -170,9 +170,9 @@ def test_plugins_work_between_the_forward_pass_and_sampling(random_loaded) -> No
 def test_a_resumed_request_is_taken_over_whole(runner: PagedModelRunner) -> None:
     """Trap 24: outputs from before the preemption are recomputed with the prompt."""
     runner.prepare(SchedulerOutput([new("a", [1, 2, 3], [1])], num_scheduled_tokens={"a": 3}))
-    cached = CachedRequestData(["a"], [[5]], [3], [1], [[]])
+    cached = CachedRequestData(["a"], [[5]], [3], [1], [()])
     runner.prepare(SchedulerOutput(scheduled_cached_reqs=cached, num_scheduled_tokens={"a": 1}))
-    resumed = CachedRequestData(["a"], [[1, 2, 3, 5, 6]], [0], [2], [[4]], {"a"})
+    resumed = CachedRequestData(["a"], [[1, 2, 3, 5, 6]], [0], [2], [([4],)], {"a"})
     output = SchedulerOutput(scheduled_cached_reqs=resumed, num_scheduled_tokens={"a": 5})
     batch = runner.prepare(output)
     assert batch.input_ids.tolist() == [1, 2, 3, 5, 6]
@@ -188,7 +188,7 @@ def test_a_block_move_patches_the_table_and_the_next_step_reads_there(
     runner.forward(
         runner.prepare(SchedulerOutput([new("a", prompt, [1])], num_scheduled_tokens={"a": 4}))
     )
-    cached = CachedRequestData(["a"], [[5]], [4], [1], [[]])
+    cached = CachedRequestData(["a"], [[5]], [4], [1], [()])
     plan = SchedulerOutput(scheduled_cached_reqs=cached, num_scheduled_tokens={"a": 1})
     expected = runner.forward(runner.prepare(plan))
     for kv in (*runner.kv_cache.key_cache, *runner.kv_cache.value_cache):
@@ -216,7 +216,7 @@ def mixed_plans() -> list[SchedulerOutput]:
         [new("a", [3, 1, 4, 1, 5, 9], [7]), new("b", [2, 6, 5], [2])],
         num_scheduled_tokens={"a": 4, "b": 3},
     )
-    cached = CachedRequestData(["a", "b"], [[], [8]], [4, 3], [0, 1], [[], []])
+    cached = CachedRequestData(["a", "b"], [[], [8]], [4, 3], [0, 1], [(), ()])
     second = SchedulerOutput(
         scheduled_cached_reqs=cached,
         num_scheduled_tokens={"a": 2, "b": 3},

@@ -88,7 +88,7 @@ def test_a_decode_step_of_every_bucket(kind, model, monkeypatch) -> None:
 def first_step() -> SchedulerOutput:
     """Prompts of every kind of request, in chunks."""
     new = [
-        NewRequestData(name, [7] * (5 + i), params, 0, [1 + i])
+        NewRequestData(name, [7] * (5 + i), params, 0, ([1 + i],))
         for i, (name, params) in enumerate(KINDS.items())
     ]
     scheduled = {data.req_id: len(data.prompt_token_ids) for data in new}
@@ -100,7 +100,7 @@ def next_step(first: SchedulerOutput, num_before: int) -> SchedulerOutput:
     names, n = list(first.num_scheduled_tokens), len(first.num_scheduled_tokens)
     computed = [length + num_before for length in first.num_scheduled_tokens.values()]
     tokens, counts = [[PENDING]] * n, [num_before + 1] * n
-    cached = CachedRequestData(names, tokens, computed, counts, [[] for _ in names], set(), names)
+    cached = CachedRequestData(names, tokens, computed, counts, [() for _ in names], set(), names)
     return SchedulerOutput(
         scheduled_cached_reqs=cached, num_scheduled_tokens=dict.fromkeys(names, 1)
     )

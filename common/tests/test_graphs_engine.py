@@ -240,4 +240,4 @@ def test_graphs_are_part_of_an_engine_that_asks_for_them(loaded) -> None:
     engine = graph_engine(loaded, max_num_seqs=3)
     graphs = paged_runner(engine).graphs
     assert isinstance(graphs, DecodeGraphs) and graphs.kv_cache is engine.kv_cache
-    assert graphs.memory.block_tables.shape == (3, -(-LONGEST // 16))
+    assert graphs.memory.block_tables.shape == (1, 3, -(-LONGEST // 16))

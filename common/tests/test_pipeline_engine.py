@@ -120,7 +120,9 @@ def test_each_stage_has_its_layers_and_several_steps_are_under_way(oracle, monke
     assert all(isinstance(s.paged, StageRunner) for s in stages)
     assert [len(s.kv_cache.key_cache) for s in stages] == [1, 1]
     first, last = (s.paged.state for s in stages)
-    assert first.row_of == last.row_of and (first.block_tables == last.block_tables).all()
+    (first_tables,), (last_tables,) = first.groups, last.groups
+    assert first.row_of == last.row_of
+    assert (first_tables.block_tables == last_tables.block_tables).all()
     engine.close()
 
 

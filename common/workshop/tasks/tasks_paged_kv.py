@@ -72,7 +72,7 @@ def layout() -> str:
 
     state = PagedRunnerState(4, 12)
     for name, tokens, table in (("x", [1], [8]), ("a", [10, 11, 12, 13], [3, 6]), ("b", [20], [5])):
-        state.admit(NewRequestData(name, tokens, SamplingParams(), 0, table))
+        state.admit(NewRequestData(name, tokens, SamplingParams(), 0, (table,)))
     rows = np.array([state.row_of["a"], state.row_of["b"]])
     columns = rows, np.array([1, 0]), np.array([3, 1]), np.array([1, 1])
     batch = compose_in_order(state, Queries(*columns), 2).on(torch.device("cpu"))
