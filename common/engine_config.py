@@ -102,11 +102,15 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None  # prompt plus outputs; None: what the model was made for
-    # What takes a name or a part of your own, and which names there are: `common/roles.py`.
+    # In place of a name each role takes a part of your own, or what makes one: `common/roles.py`.
+    # "two_phase" and "prefill_first" (chapter 4) fill the memory, and preempt when it runs out.
+    # "fcfs" (chapter 1) reserves everything at admission.
     scheduler: str | Callable[[Any], object] = "two_phase"
-    policy: str | SchedulePolicy = "fcfs"  # orders the waiting queue, not that of scheduler "fcfs"
+    # Orders the waiting queue of the former two: "priority", "lof", "random", "lpm", "dfs-weight".
+    policy: str | SchedulePolicy = "fcfs"
     watermark: float = 0.01  # share of the blocks that "two_phase" leaves to those who run
-    prefix_cache: str | Callable[..., object] | None = "hash"  # None keeps no computed prefixes
+    # Or "radix"; None keeps no computed prefixes.
+    prefix_cache: str | Callable[..., object] | None = "hash"
     kv_tiers: KVTierConfig | None = None  # evicted blocks go to host memory and disk
     kv_connector: KVConnector | None = None  # shares them over a pool; one for each engine
     # Long prompts are computed in several steps: as much as a step has room for (True), or at most
@@ -118,7 +122,7 @@ class EngineConfig:
     mixing: bool = False  # puts decodes into the prefill batches of "prefill_first"
     # What `SpeculativeConfig` takes, such as {"method": "ngram"}; or a `Proposer`.
     speculative: dict | Proposer | None = None
-    attention_backend: str | AttentionBackend = "auto"
+    attention_backend: str | AttentionBackend = "auto"  # or "torch", "triton"
     # Machine code for decode attention, norms and rotary embedding on a CPU, made when the engine
     # is: some 30 seconds, a few once it is on the disk. "auto": for models of
     # `COMPILE_FROM_PARAMETERS` and more.
@@ -308,6 +312,7 @@ class EngineConfig:
         """Parts that were given instead of a name, and keep state of one engine's requests."""
         how = self.speculation
         parts = {
+            "policy": self.policy,
             "chunked_prefill": self.chunked_prefill,
             "speculative": None if how is None else how.method,
         }

@@ -13,9 +13,9 @@
 A name stands in one table. It leads to "module:attribute", which is imported when somebody chooses
 it and not before.
 
-Some parts keep state of the requests of their engine. Such a part is one engine's for good:
-`claimed`. A connector sees to that itself, in `bind`. Policies and attention backends, as their
-interfaces have them, keep none."""
+A part that may keep state of its engine's requests, as policies and proposers do, is one engine's
+for good: `claimed`. A connector sees to that itself, in `bind`. An attention backend may serve
+several: what it keeps of a step is in the plan."""
 
 from __future__ import annotations
 

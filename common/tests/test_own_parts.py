@@ -201,10 +201,9 @@ def test_a_proposer_stands_in_the_dict_as_well(oracle, loaded) -> None:
 # -- in two engines
 
 
-@pytest.mark.parametrize("field", ["policy", "attention_backend"])
-def test_a_part_without_state_may_serve_two_engines(field, oracle, loaded) -> None:
-    part = ROLES[field]()
-    first, second = (engine_with(loaded, **{field: part}) for _ in range(2))
+def test_an_attention_backend_may_serve_two_engines(oracle, loaded) -> None:
+    backend = CountedBackend()
+    first, second = (engine_with(loaded, attention_backend=backend) for _ in range(2))
     prompts = [oracle.prompts[i] for i in EVERYONE]
     for engine in (first, second):
         for i, prompt in enumerate(prompts):
@@ -220,7 +219,7 @@ def test_a_part_without_state_may_serve_two_engines(field, oracle, loaded) -> No
     assert [outputs[1, str(i)] for i in range(len(EVERYONE))] == expected
 
 
-@pytest.mark.parametrize("field", ["chunked_prefill", "speculative"])
+@pytest.mark.parametrize("field", ["policy", "chunked_prefill", "speculative"])
 def test_a_part_with_state_is_one_engines(field, oracle, loaded) -> None:
     part = ROLES[field]()
     engine = engine_with(loaded, **{field: part})
