@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from kv_connector import KVConnector
     from paged_attention import AttentionBackend
     from policies import SchedulePolicy
+    from prefix_cache import PrefixCache
     from proposers import Proposer
+    from scheduler_interface import SchedulerInterface
     from tiered_cache import KVTierConfig
     from whole_prompts import ChunkPolicy
 
@@ -105,12 +107,12 @@ class EngineConfig:
     # In place of a name each role takes a part of your own, or what makes one: `common/roles.py`.
     # "two_phase" and "prefill_first" (chapter 4) fill the memory, and preempt when it runs out.
     # "fcfs" (chapter 1) reserves everything at admission.
-    scheduler: str | Callable[[Any], object] = "two_phase"
+    scheduler: str | Callable[[Any], SchedulerInterface] = "two_phase"
     # Orders the waiting queue of the former two: "priority", "lof", "random", "lpm", "dfs-weight".
     policy: str | SchedulePolicy = "fcfs"
     watermark: float = 0.01  # share of the blocks that "two_phase" leaves to those who run
     # Or "radix"; None keeps no computed prefixes.
-    prefix_cache: str | Callable[..., object] | None = "hash"
+    prefix_cache: str | Callable[..., PrefixCache] | None = "hash"
     kv_tiers: KVTierConfig | None = None  # evicted blocks go to host memory and disk
     kv_connector: KVConnector | None = None  # shares them over a pool; one for each engine
     # Long prompts are computed in several steps: as much as a step has room for (True), or at most

@@ -79,7 +79,7 @@ def check_scheduler(value: object) -> None:
     _check("scheduler", value, SCHEDULERS, callable(value), "a function of SchedulerParts")
 
 
-def check_policy(value: object) -> None:
+def check_policy(value: Any) -> None:
     if isinstance(value, SchedulePolicy) or (isinstance(value, str) and value in POLICIES):
         return
     import sglang_policies
@@ -127,8 +127,9 @@ def is_own(value: object) -> bool:
 def _check(
     field: str, value: object, names: Iterable[str | None], is_one: bool, instead: str
 ) -> None:
-    is_name = value is None or isinstance(value, str)
-    if not (value in names if is_name else is_one):
+    if value is None or isinstance(value, str):
+        is_one = value in tuple(names)
+    if not is_one:
         shown = ", ".join(map(repr, names))
         raise ValueError(f"{field} is {value!r}: it must be {instead}, or one of {shown}")
 

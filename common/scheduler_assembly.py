@@ -395,7 +395,7 @@ def make_kv_memory(
 
 
 def make_cache(
-    wanted: str | Callable[..., object],
+    wanted: str | Callable[..., PrefixCache],
     pool: BlockPool,
     block_size: int,
     listener: CacheListener | None,
