@@ -14,7 +14,7 @@ computed from then on; after each plan the runner's copy of a scheduled request 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from request import Request, RequestStatus, check_integers, require
@@ -98,6 +98,11 @@ class SchedulerPlugin:
         """Asserts what must hold between two steps."""
 
 
+def defines(plugin: object, declared: Callable[..., object]) -> bool:
+    """Does its class define this method, which its base only declares?"""
+    return getattr(type(plugin), declared.__name__) is not declared
+
+
 class SchedulerBooks:
     """Owns the requests. `max_num_seqs` of them run at once, a step computes
     `max_num_batched_tokens` tokens, and `max_model_len` bounds prompt plus outputs."""
@@ -124,12 +129,11 @@ class SchedulerBooks:
 
     def set_plugins(self, plugins: Sequence[SchedulerPlugin]) -> None:
         """In the order in which they are asked and told."""
-        self.plugins, plain = tuple(plugins), SchedulerPlugin
+        self.plugins, base = tuple(plugins), SchedulerPlugin
         for plugin in self.plugins:
             plugin.attach(self)
-        kinds = [(plugin, type(plugin)) for plugin in self.plugins]
-        self._asked_to_start = [p.may_start for p, k in kinds if k.may_start is not plain.may_start]
-        self._asked_to_sit = [p.sits_out for p, k in kinds if k.sits_out is not plain.sits_out]
+        self._asked_to_start = [p.may_start for p in self.plugins if defines(p, base.may_start)]
+        self._asked_to_sit = [p.sits_out for p in self.plugins if defines(p, base.sits_out)]
 
     def may_start(self, request: Request) -> bool:
         return all(may_start(request) for may_start in self._asked_to_start)

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -274,6 +274,7 @@ class AttentionPlan(Protocol):
     ) -> Tensor: ...
 
 
+@runtime_checkable
 class AttentionBackend(Protocol):
     """Who plans. A plan is for one step and one number of query heads, and for all layers whose
     caches have the shape, the strides and the dtype of the one that is given."""

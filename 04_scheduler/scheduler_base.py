@@ -32,7 +32,7 @@ from policies import SchedulePolicy, policy_named
 from policy_queue import PolicyQueue, ShuffledQueue
 from prefix_cache_local import PrefixCacheLocal
 from request import Request, RequestStatus, check_integers
-from scheduler_books import SchedulerBooks, SchedulerPlugin, describe_prompt
+from scheduler_books import SchedulerBooks, SchedulerPlugin, defines, describe_prompt
 from scheduler_interface import SchedulerOutput, StepOutput
 from step_plan import PreemptingPlan, PreemptionDelta, StepPlan, StepResults
 from whole_prompts import ChunkPolicy, WholePrompts
@@ -153,13 +153,9 @@ class SchedulerBase(SchedulerBooks):
     def set_plugins(self, plugins: Sequence[SchedulerPlugin]) -> None:
         super().set_plugins(plugins)
         own = self._own_plugins = [p for p in self.plugins if isinstance(p, PreemptionPlugin)]
-        plain = PreemptionPlugin.num_optional_tokens
-        asked = [p for p in own if type(p).num_optional_tokens is not plain]
-        self._asked_for_tokens = [plugin.num_optional_tokens for plugin in asked]
-        plain = PreemptionPlugin.num_optional_slots
-        self._asked_for_slots = [
-            p.num_optional_slots for p in own if type(p).num_optional_slots is not plain
-        ]
+        tokens, slots = PreemptionPlugin.num_optional_tokens, PreemptionPlugin.num_optional_slots
+        self._asked_for_tokens = [p.num_optional_tokens for p in own if defines(p, tokens)]
+        self._asked_for_slots = [p.num_optional_slots for p in own if defines(p, slots)]
         self._has_routine = all(plugin.allows_routine for plugin in self.plugins)
 
     # -- requests come and go

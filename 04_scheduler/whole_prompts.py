@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from request import Request
 
 
+@runtime_checkable
 class ChunkPolicy(Protocol):
     def longest_prompt(self, max_num_batched_tokens: int) -> int:
         """Prompts with more tokens than this can never be computed."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -40,6 +40,7 @@ class FollowedRequest:
     num_computed_tokens: int  # positions with the target's KV of its tokens: no rejected drafts
 
 
+@runtime_checkable
 class Proposer(Protocol):
     num_spec_tokens: int  # the most it proposes for a request
     num_lookahead_tokens: int  # KV slots that it may write behind the tokens that a step computes

@@ -31,6 +31,7 @@ from common.linear import linear_layers
 from common.loader import LoadedModel
 from common.model import DecoderModel
 from common.model_config import ModelFacts
+from common.roles import ATTENTION_BACKENDS, PROPOSERS, load
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import Compose, PagedModelRunner
 from common.sampling.runner_plugin import RunnerPlugin
@@ -44,7 +45,7 @@ from common.scheduler_assembly import (
     find_max_model_len,
     find_vocab_size,
 )
-from paged_attention import AttentionBackend, PagedKVCache, TorchAttentionBackend
+from paged_attention import AttentionBackend, PagedKVCache
 from scheduler_interface import ModelRunner
 
 if TYPE_CHECKING:
@@ -309,13 +310,11 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
         from invariant_attention import InvariantAttentionBackend
 
         return Attention(InvariantAttentionBackend(), compose)
+    if not isinstance(name, str):
+        return Attention(name, compose)
     if name == "triton" or (name == "auto" and device.type == "cuda"):
-        if is_mixed:
-            from mixed_attention_triton import MixedTritonAttentionBackend as Kernels
-        else:
-            from paged_attention_triton import TritonAttentionBackend as Kernels
         try:
-            return Attention(Kernels(), compose, is_triton=True)
+            return Attention(load(ATTENTION_BACKENDS["triton"][is_mixed])(), compose, True)
         except RuntimeError as error:
             if name == "triton":
                 raise
@@ -324,11 +323,7 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
         compiled = make_compiled_attention(config, loaded, compose)
         if compiled is not None:
             return compiled
-    if not is_mixed:
-        return Attention(TorchAttentionBackend(), compose)
-    from mixed_attention import MixedAttentionBackend
-
-    return Attention(MixedAttentionBackend(), compose)
+    return Attention(load(ATTENTION_BACKENDS["torch"][is_mixed])(), compose)
 
 
 def make_compiled_attention(
@@ -399,18 +394,29 @@ def make_draft_length(how: SpeculativeConfig) -> DraftLength:
 
 
 def make_proposer(given: Given, kv_cache: PagedKVCache, state: BatchState) -> Proposer | None:
-    """Who guesses, if anybody does here. Raises `ValueError` if the draft model has other
-    tokens."""
-    how, loaded, draft = given.config.speculation, given.loaded, given.draft
-    if how is None or not loaded.model.collectives.ranks.is_last_stage:
+    """Who guesses, if anybody does here."""
+    how = given.config.speculation
+    if how is None or not given.loaded.model.collectives.ranks.is_last_stage:
         return None
-    if how.method == "ngram":
-        from ngram_index import BulkNgramProposer
+    if isinstance(how.method, str):
+        return load(PROPOSERS[how.method])(how, given, kv_cache, state)
+    return how.method
 
-        return BulkNgramProposer(how.num_spec_tokens, how.max_ngram, how.min_ngram)
+
+def make_ngram(how: SpeculativeConfig, *_: object) -> Proposer:
+    from ngram_index import BulkNgramProposer
+
+    return BulkNgramProposer(how.num_spec_tokens, how.max_ngram, how.min_ngram)
+
+
+def make_draft_model(
+    how: SpeculativeConfig, given: Given, kv_cache: PagedKVCache, state: BatchState
+) -> Proposer:
+    """Raises `ValueError` if the draft model has other tokens."""
     from common.sampling.speculative_sampler import ConstrainedDrafts
     from draft_model_proposer import DraftModelProposer
 
+    loaded, draft = given.loaded, given.draft
     assert draft is not None
     if draft.config.vocab_size != loaded.config.vocab_size:
         raise ValueError(

@@ -24,6 +24,7 @@ from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig
 from common.intake import Intake, Prompt
 from common.loader import LoadedModel, load_model
 from common.outputs import OutputProcessor, RequestGroup, RequestOutput, spread_params
+from common.roles import claimed
 from common.scheduler_assembly import EngineParts
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.turn import Turn, one_at_a_time
@@ -61,7 +62,8 @@ class LLMEngine:
         # By Request.request_id: all members of open groups, those that have finished included.
         self._members: dict[str, OutputProcessor] = {}
         make = _make_remote_parts if config.has_workers else _make_parts
-        parts, self.tokenizer = make(config, loaded, draft, tokenizer, self._members)
+        with claimed(config.parts_with_state):
+            parts, self.tokenizer = make(config, loaded, draft, tokenizer, self._members)
         self.core, self.scheduler = parts.core, parts.recorder.scheduler
         self.recorder, self._close_loop = parts.recorder, parts.close_loop
         self.kv_manager, self._connector = parts.kv_memory, parts.connector

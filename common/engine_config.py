@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
+from common import roles
 from request import check_integers
 
 if TYPE_CHECKING:
     from kv_connector import KVConnector
+    from paged_attention import AttentionBackend
+    from policies import SchedulePolicy
+    from prefix_cache import PrefixCache
+    from proposers import Proposer
+    from scheduler_interface import SchedulerInterface
     from tiered_cache import KVTierConfig
+    from whole_prompts import ChunkPolicy
 
-# Does it preempt, and take a policy?
-SCHEDULERS = {"two_phase": True, "prefill_first": True, "fcfs": False}
-POLICIES = ("fcfs", "priority", "lof", "random", "lpm", "dfs-weight")
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 SHIPPED_CHECKPOINT = CHECKPOINTS / "tiny"
 SHIPPED_DRAFT = CHECKPOINTS / "tiny-draft"
 # Smaller models win their longer start back after several thousand tokens only. Measured:
 # `python 02_paged_kv/lab/plot_compile_border.py --record compile_border`
 COMPILE_FROM_PARAMETERS = 100_000_000
+NO_CLOCK = "in a pipeline the time of a step is not known: other steps are under way"
 MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))  # whoever cannot have them ends the process
 
 
@@ -43,11 +49,11 @@ def _is_number(value: object) -> TypeGuard[float]:
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """`method` is `"ngram"` (look up what followed the last `max_ngram` to `min_ngram` tokens
-    before) or `"draft"` (ask the model `model`, a directory or hub id of the same vocabulary; None:
-    the shipped draft model). At most `num_spec_tokens` are guessed at a time; `adaptive`: as many
-    of these as pay. Raises `ValueError` that names the field."""
+    before), `"draft"` (ask the model `model`, a directory or hub id of the same vocabulary; None:
+    the shipped draft model) or a `Proposer` (chapter 5). At most `num_spec_tokens` are guessed at a
+    time; `adaptive`: as many of these as pay. Raises `ValueError` that names the field."""
 
-    method: str
+    method: str | Proposer
     num_spec_tokens: int = 4
     adaptive: bool = True
     model: str | Path | None = None
@@ -55,14 +61,19 @@ class SpeculativeConfig:
     min_ngram: int = 2
 
     @classmethod
-    def make(cls, speculative: dict) -> SpeculativeConfig:
+    def make(cls, speculative: dict | Proposer) -> SpeculativeConfig:
+        if roles.is_proposer(speculative):
+            speculative = {"method": speculative}
         if not isinstance(speculative, dict) or "method" not in speculative:
             raise ValueError(
-                f"speculative is {speculative!r}: it must be None or a dict with a method"
+                f"speculative is {speculative!r}: it must be None, a Proposer or a dict with a "
+                "method"
             )
         known = list(cls.__dataclass_fields__)
         if unknown := [name for name in speculative if name not in known]:
             raise ValueError(f"speculative has {unknown[0]!r}: it may have {', '.join(known)}")
+        if roles.is_proposer(method := speculative["method"]):
+            speculative = {"num_spec_tokens": method.num_spec_tokens} | speculative
         return cls(**speculative)
 
     def __post_init__(self) -> None:
@@ -70,9 +81,9 @@ class SpeculativeConfig:
             check_integers(1, **{name: getattr(self, name)})
         is_path = isinstance(self.model, str | Path) and str(self.model)
         is_model = self.model is None or (self.method == "draft" and is_path)
+        roles.check_method(self.method)
         _check(
             self,
-            ("method", self.method in ("ngram", "draft"), "it must be 'ngram' or 'draft'"),
             ("min_ngram", self.min_ngram <= self.max_ngram, "it must be <= max_ngram"),
             ("adaptive", isinstance(self.adaptive, bool), "it must be True or False"),
             ("model", is_model, "it must be a directory or hub id, for method 'draft'"),
@@ -93,23 +104,27 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None  # prompt plus outputs; None: what the model was made for
-    # Chapter 4: "two_phase" and "prefill_first" fill the memory, and preempt when it runs out.
-    # Chapter 1: "fcfs" reserves everything at admission.
-    scheduler: str = "two_phase"
-    policy: str = "fcfs"  # orders the waiting queue of the former two: see `POLICIES`
+    # In place of a name each role takes a part of your own, or what makes one: `common/roles.py`.
+    # "two_phase" and "prefill_first" (chapter 4) fill the memory, and preempt when it runs out.
+    # "fcfs" (chapter 1) reserves everything at admission.
+    scheduler: str | Callable[[Any], SchedulerInterface] = "two_phase"
+    # Orders the waiting queue of the former two: "priority", "lof", "random", "lpm", "dfs-weight".
+    policy: str | SchedulePolicy = "fcfs"
     watermark: float = 0.01  # share of the blocks that "two_phase" leaves to those who run
-    prefix_cache: str | None = "hash"  # or "radix"; None keeps no computed prefixes
+    # Or "radix"; None keeps no computed prefixes.
+    prefix_cache: str | Callable[..., PrefixCache] | None = "hash"
     kv_tiers: KVTierConfig | None = None  # evicted blocks go to host memory and disk
     kv_connector: KVConnector | None = None  # shares them over a pool; one for each engine
     # Long prompts are computed in several steps: as much as a step has room for (True), or at most
     # so many tokens of a prompt in a step (an integer; with "prefill_first", of all prompts
     # together). False: whole, and a prompt must fit one step; so it is with "fcfs" always.
-    chunked_prefill: bool | int = True
+    chunked_prefill: bool | int | ChunkPolicy = True
     target_step_ms: float | None = None  # chunks as large as a step of this length allows
     max_long_partial_prefills: int | None = None  # prompts longer than a chunk, under way at once
     mixing: bool = False  # puts decodes into the prefill batches of "prefill_first"
-    speculative: dict | None = None  # what `SpeculativeConfig` takes, such as {"method": "ngram"}
-    attention_backend: str = "auto"
+    # What `SpeculativeConfig` takes, such as {"method": "ngram"}; or a `Proposer`.
+    speculative: dict | Proposer | None = None
+    attention_backend: str | AttentionBackend = "auto"  # or "torch", "triton"
     # Machine code for decode attention, norms and rotary embedding on a CPU, made when the engine
     # is: some 30 seconds, a few once it is on the disk. "auto": for models of
     # `COMPILE_FROM_PARAMETERS` and more.
@@ -155,13 +170,9 @@ class EngineConfig:
         few = self.num_threads is None or self.num_threads <= MAX_THREADS
         _check(self, ("num_threads", few, f"it must be None or from 1 to {MAX_THREADS}"))
         choices = {
-            "scheduler": tuple(SCHEDULERS),
-            "policy": POLICIES if SCHEDULERS.get(self.scheduler) else ("fcfs",),
-            "prefix_cache": (None, "hash", "radix"),
             "mixing": (False, True),
             "compile": ("auto", False, True),
             "overlap_scheduling": ("auto", False, True),
-            "attention_backend": ("auto", "torch", "triton"),
             "pack_weights": (True, False),
             "enforce_eager": (False, True),
             "emulate_graphs": (False, True),
@@ -175,12 +186,15 @@ class EngineConfig:
             is_one = any(value is a or (type(value) is type(a) and value == a) for a in allowed)
             shown = ", ".join(map(repr, allowed))
             _check(self, (name, is_one, f"this version of the book allows {shown}"))
-        model, size, ms = self.model, self.chunked_prefill, self.target_step_ms
-        events = self.events
+        roles.check_scheduler(self.scheduler)
+        roles.check_policy(self.policy)
+        roles.check_prefix_cache(self.prefix_cache)
+        roles.check_chunked_prefill(self.chunked_prefill)
+        roles.check_attention_backend(self.attention_backend)
+        model, ms, events = self.model, self.target_step_ms, self.events
         left, share = self.watermark, self.gpu_memory_utilization
         is_model = model is None or (isinstance(model, str | Path) and str(model))
         is_file = events is None or (isinstance(events, str | Path) and str(events))
-        is_size = isinstance(size, bool) or (isinstance(size, int) and size >= 1)
         is_share = _is_number(share) and 0 < share <= 1
         is_time = ms is None or (_is_number(ms) and 0 < ms < math.inf)
         patience = self.worker_timeout_s
@@ -191,21 +205,19 @@ class EngineConfig:
             ("events", is_file, "it must be a file to be written, or None"),
             ("watermark", _is_number(left) and 0 <= left < 1, "it must be in [0, 1)"),
             ("gpu_memory_utilization", is_share, "it must be in (0, 1]"),
-            ("chunked_prefill", is_size, "it must be True, False or an integer >= 1"),
             ("target_step_ms", is_time, "it must be None or > 0, and finite"),
             ("worker_timeout_s", is_patience, "it must be > 0, and finite"),
         )
+        self._check_own_parts()
         self._check_what_goes_together()
 
     def _check_what_goes_together(self) -> None:
-        kind, may_preempt = self.scheduler, SCHEDULERS[self.scheduler]
+        kind, may_preempt = self.scheduler, self.may_preempt
         has_size = self.chunk_size is not None
         name = f"scheduler {kind!r}"
         no_cut = f"{name} with chunked_prefill={self.chunked_prefill!r} does not cut prompts"
         has_stages = self.pipeline_parallel_size > 1
-        no_clock = no_cut
-        if has_stages:
-            no_clock = "in a pipeline the time of a step is not known: other steps are under way"
+        no_clock = NO_CLOCK if has_stages else no_cut
         no_long = "it needs scheduler 'two_phase' and a number as chunked_prefill: what is long"
         no_cache = "it needs a prefix_cache, which is None"
         is_fixed, tiles = self.batch_invariant, "batch_invariant=True computes in tiles of its own"
@@ -214,6 +226,7 @@ class EngineConfig:
         refused = {  # where it is given
             "preempt_every": (not may_preempt, f"{name} never preempts"),
             "speculative": (self.speculation and not may_preempt, f"{name} does not speculate"),
+            "policy": (self.policy != "fcfs" and not may_preempt, f"{name} has no other order"),
             "chunked_prefill": (has_size and kind == "fcfs", f"{name} computes prompts whole"),
             "mixing": (self.mixing and kind != "prefill_first", f"{name} has no other batches"),
             "target_step_ms": (not self.cuts_prompts or has_stages, no_clock),
@@ -241,6 +254,26 @@ class EngineConfig:
                 ("kv_connector", is_connector, "it must be None or a KVConnector"),
             )
 
+    def _check_own_parts(self) -> None:
+        """What goes together with parts that were given instead of names."""
+        has_policy = roles.is_own(self.chunked_prefill)
+        has_backend = roles.is_own(self.attention_backend)
+        has_proposer = "speculative" in self.parts_with_state
+        far = "the model is in other processes, where nothing made here can go: give a name"
+        tiles = "batch_invariant=True computes in tiles of its own"
+        learns = self.learns_durations and self.pipeline_parallel_size > 1
+        target = "chunked_prefill is a ChunkPolicy, and has its own"
+        whole = f"scheduler {self.scheduler!r} computes prompts whole"
+        _check(
+            self,
+            ("attention_backend", not has_backend or not self.has_workers, far),
+            ("attention_backend", not has_backend or not self.batch_invariant, tiles),
+            ("speculative", not has_proposer or not self.has_workers, far),
+            ("chunked_prefill", not has_policy or self.may_preempt, whole),
+            ("chunked_prefill", not has_policy or not learns, NO_CLOCK),
+            ("target_step_ms", not has_policy or self.target_step_ms is None, target),
+        )
+
     @property
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
@@ -252,17 +285,40 @@ class EngineConfig:
 
     @property
     def cuts_prompts(self) -> bool:
-        return self.chunked_prefill is not False and SCHEDULERS[self.scheduler]
+        return self.chunked_prefill is not False and self.may_preempt
+
+    @property
+    def may_preempt(self) -> bool:
+        """Of a scheduler of your own it is not known: it may."""
+        return self.scheduler != "fcfs"
+
+    @property
+    def learns_durations(self) -> bool:
+        """Whether somebody has to know what each step took."""
+        is_told = isinstance(self.chunked_prefill, roles.LearnsDurations)
+        return self.target_step_ms is not None or is_told
 
     @property
     def chunk_size(self) -> int | None:
         """`chunked_prefill` if it is a number."""
-        return None if isinstance(self.chunked_prefill, bool) else self.chunked_prefill
+        size = self.chunked_prefill
+        return size if isinstance(size, int) and not isinstance(size, bool) else None
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
         """`speculative` as its fields, with their defaults."""
         return None if self.speculative is None else SpeculativeConfig.make(self.speculative)
+
+    @property
+    def parts_with_state(self) -> dict[str, object]:
+        """Parts that were given instead of a name, and keep state of one engine's requests."""
+        how = self.speculation
+        parts = {
+            "policy": self.policy,
+            "chunked_prefill": self.chunked_prefill,
+            "speculative": None if how is None else how.method,
+        }
+        return {name: part for name, part in parts.items() if roles.is_own(part)}
 
     @property
     def num_rows_per_request(self) -> int:

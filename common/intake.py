@@ -44,7 +44,8 @@ class Intake:
         allowed."""
         self._check_params(params)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        if not isinstance(arrival_time, Real) or not math.isfinite(arrival_time):
+        is_number = isinstance(arrival_time, Real) and not isinstance(arrival_time, bool)
+        if not is_number or not math.isfinite(arrival_time):
             raise ValueError(f"arrival_time is {arrival_time!r}: it must be a number of seconds")
         check_integers(priority=priority)
         if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):

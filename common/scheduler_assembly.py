@@ -28,8 +28,12 @@ import torch
 from block_pool import BlockPool
 from common.engine_config import EngineConfig
 from common.model_config import ModelConfig, ModelFacts
+from common.roles import PREFIX_CACHES, SCHEDULERS, LearnsDurations, claim, load
 from engine_core import EngineCore
 from kv_memory import KVMemory, UncachedKVCacheManager
+from policies import POLICIES, SchedulePolicy, policy_named
+from prefix_cache import PrefixCache
+from scheduler_books import SchedulerBooks
 from scheduler_interface import ModelRunner, SchedulerInterface
 from step_record import Observer, RecordedScheduler, StepRecord
 
@@ -41,7 +45,6 @@ if TYPE_CHECKING:
     from kv_connector import KVBlockIO, KVConnector
     from overlap_plugin import OverlapPlugin
     from pipeline_plugin import PipelinePlugin
-    from policies import SchedulePolicy
     from prefix_cache import CacheListener
     from scheduler_base import SchedulerOptions
     from scheduler_books import SchedulerPlugin
@@ -148,11 +151,12 @@ def assemble_around(
     )
     chunk_policy = make_chunk_policy(config)
     plugins = make_plugins(config, under_way, side.num_lookahead_tokens)
-    scheduler = make_scheduler(config, side.max_model_len, kv_memory, chunk_policy, plugins, watch)
+    parts = SchedulerParts(config, side.max_model_len, kv_memory, chunk_policy, plugins, watch)
+    scheduler = make_scheduler(parts)
     observers: list[Observer] = []
     if connector is not None:
         observers.append(partial(wait_for_loads, kv_memory))
-    if config.target_step_ms is not None:
+    if isinstance(chunk_policy, LearnsDurations):
         observers.append(partial(tell_durations, chunk_policy))
     recorder = RecordedScheduler(scheduler, observers)
     if under_way is None or queued is None:
@@ -165,42 +169,81 @@ def assemble_around(
 # -- who computes what
 
 
-def make_scheduler(
-    config: EngineConfig,
-    max_model_len: int,
-    kv_memory: KVMemory,
-    chunk_policy: ChunkPolicy | None,
-    plugins: Sequence[SchedulerPlugin] = (),
-    watch: Watcher = unwatched,
-) -> SchedulerInterface:
-    limits = (config.max_num_seqs, config.max_num_batched_tokens)
-    if config.scheduler == "fcfs":
-        from caching_fcfs_scheduler import CachingFCFSScheduler
+@dataclass(frozen=True, slots=True)
+class SchedulerParts:
+    """What a scheduler is made of. A function that is given to `LLM(scheduler=...)` gets it."""
 
-        return watch(CachingFCFSScheduler)(kv_memory, *limits, max_model_len, plugins)
-    policy = make_policy(config, kv_memory)
-    options: SchedulerOptions = {
-        "max_model_len": max_model_len,
-        "kv_memory": kv_memory,
-        "chunk_policy": chunk_policy,
-        "shuffle_waiting": config.shuffle_waiting,
-        "seed": config.seed,
-        "plugins": plugins,
-    }
-    if config.scheduler == "prefill_first":
-        from prefill_first_scheduler import PrefillFirstScheduler
+    config: EngineConfig
+    max_model_len: int
+    kv_memory: UncachedKVCacheManager | CachedKVCacheManager
+    chunk_policy: ChunkPolicy | None
+    plugins: Sequence[SchedulerPlugin] = ()
+    watch: Watcher = unwatched
 
-        size = config.chunk_size or config.max_num_batched_tokens
-        return watch(PrefillFirstScheduler)(
-            *limits,
-            policy=policy,
-            chunked_prefill_size=size if config.cuts_prompts else None,
-            mixing=config.mixing,
-            **options,
+    @property
+    def policy(self) -> SchedulePolicy:
+        return make_policy(self.config, self.kv_memory)
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        return self.config.max_num_seqs, self.config.max_num_batched_tokens
+
+    @property
+    def options(self) -> SchedulerOptions:
+        """What every scheduler of chapter 4 takes."""
+        return {
+            "max_model_len": self.max_model_len,
+            "kv_memory": self.kv_memory,
+            "chunk_policy": self.chunk_policy,
+            "shuffle_waiting": self.config.shuffle_waiting,
+            "seed": self.config.seed,
+            "plugins": self.plugins,
+        }
+
+
+def make_scheduler(parts: SchedulerParts) -> SchedulerInterface:
+    """Raises `ValueError` if a function of the user's makes none, or one that others have."""
+    wanted = parts.config.scheduler
+    if isinstance(wanted, str):
+        return load(SCHEDULERS[wanted])(parts)
+    scheduler = wanted(parts)
+    is_ours = getattr(scheduler, "kv_memory", None) is parts.kv_memory
+    if not is_ours or not isinstance(scheduler, SchedulerBooks):
+        raise ValueError(
+            f"scheduler made {scheduler!r}: it must make a SchedulerBooks over the kv_memory that "
+            "it is given"
         )
+    claim("scheduler", scheduler)
+    return scheduler
+
+
+def make_two_phase(parts: SchedulerParts) -> SchedulerInterface:
     from scheduler import Scheduler
 
-    return watch(Scheduler)(*limits, policy=policy, watermark=config.watermark, **options)
+    watermark = parts.config.watermark
+    kind = parts.watch(Scheduler)
+    return kind(*parts.limits, policy=parts.policy, watermark=watermark, **parts.options)
+
+
+def make_prefill_first(parts: SchedulerParts) -> SchedulerInterface:
+    from prefill_first_scheduler import PrefillFirstScheduler
+
+    config = parts.config
+    size = config.chunk_size or config.max_num_batched_tokens
+    return parts.watch(PrefillFirstScheduler)(
+        *parts.limits,
+        policy=parts.policy,
+        chunked_prefill_size=size if config.cuts_prompts else None,
+        mixing=config.mixing,
+        **parts.options,
+    )
+
+
+def make_fcfs(parts: SchedulerParts) -> SchedulerInterface:
+    from caching_fcfs_scheduler import CachingFCFSScheduler
+
+    kind = parts.watch(CachingFCFSScheduler)
+    return kind(parts.kv_memory, *parts.limits, parts.max_model_len, parts.plugins)
 
 
 def make_books_of_plans(
@@ -236,10 +279,12 @@ def make_plugins(
     return plugins
 
 
-def make_policy(config: EngineConfig, kv_memory: KVMemory) -> str | SchedulePolicy:
-    """Chapter 4's root knows its own two by name."""
-    if config.policy in ("fcfs", "priority"):
+def make_policy(config: EngineConfig, kv_memory: KVMemory) -> SchedulePolicy:
+    """Of those that have a name, chapter 4's root knows two."""
+    if isinstance(config.policy, SchedulePolicy):
         return config.policy
+    if config.policy in POLICIES:
+        return policy_named(config.policy)()
     from sglang_policies import policy_over
 
     return policy_over(kv_memory, config.policy, config.seed)
@@ -248,6 +293,8 @@ def make_policy(config: EngineConfig, kv_memory: KVMemory) -> str | SchedulePoli
 def make_chunk_policy(config: EngineConfig) -> ChunkPolicy | None:
     """None: whole prompts. For the prefill-first scheduler a number is a size that its adder cuts
     to, and no limit of a single prompt."""
+    if not isinstance(config.chunked_prefill, int):
+        return config.chunked_prefill
     if not config.cuts_prompts:
         return None
     threshold = config.chunk_size if config.scheduler == "two_phase" else None
@@ -261,10 +308,10 @@ def make_chunk_policy(config: EngineConfig) -> ChunkPolicy | None:
     return AdaptiveChunks(config.target_step_ms, *limits)
 
 
-def tell_durations(policy: Any, record: StepRecord) -> None:
+def tell_durations(policy: LearnsDurations, record: StepRecord) -> None:
     """An observer for chunks that learn what steps take."""
     starts, num_tokens = record.start_positions, record.num_scheduled_tokens
-    policy.observe_step([starts[r] for r in num_tokens], num_tokens.values(), record.step_ms)
+    policy.observe_step([starts[r] for r in num_tokens], list(num_tokens.values()), record.step_ms)
 
 
 # -- the loop
@@ -282,8 +329,13 @@ def is_overlapped(config: EngineConfig, device: torch.device) -> bool:
         return False
     if not config.wants_overlap(device):
         return False
-    for name in ("speculative", "target_step_ms"):
-        if getattr(config, name) is not None:
+    learning = "target_step_ms" if config.target_step_ms is not None else "this chunked_prefill"
+    needs_its_end = {
+        "speculative": config.speculative is not None,
+        learning: config.learns_durations,
+    }
+    for name, is_given in needs_its_end.items():
+        if is_given:
             logger.warning(
                 "overlap_scheduling has no effect with %s: each step is over before the next one "
                 "is planned",
@@ -332,14 +384,7 @@ def make_kv_memory(
     pool, block_size = watch(BlockPool)(num_blocks), config.block_size
     if config.prefix_cache is None:
         return watch(UncachedKVCacheManager)(pool, block_size)
-    if config.prefix_cache == "hash":
-        from prefix_cache_local import PrefixCacheLocal
-
-        cache = watch(PrefixCacheLocal)(pool=pool, block_size=block_size, listener=listener)
-    else:
-        from radix_cache import RadixCache
-
-        cache = watch(RadixCache)(page_size=block_size, pool=pool, listener=listener)
+    cache = make_cache(config.prefix_cache, pool, block_size, listener, watch)
     if connector is None:
         from cached_kv_cache_manager import CachedKVCacheManager
 
@@ -347,6 +392,42 @@ def make_kv_memory(
     from loading_kv_cache_manager import LoadingKVCacheManager
 
     return watch(LoadingKVCacheManager)(pool, block_size, cache, connector, wait_for_steps)
+
+
+def make_cache(
+    wanted: str | Callable[..., PrefixCache],
+    pool: BlockPool,
+    block_size: int,
+    listener: CacheListener | None,
+    watch: Watcher = unwatched,
+) -> PrefixCache:
+    """Over the engine's pool. Raises `ValueError` if a function of the user's makes another."""
+    if isinstance(wanted, str):
+        return load(PREFIX_CACHES[wanted])(pool, block_size, listener, watch)
+    cache = wanted(pool=pool, block_size=block_size, listener=listener)
+    is_ours = isinstance(cache, PrefixCache) and cache.pool is pool
+    if not is_ours or cache.block_size != block_size or cache.listener is not listener:
+        raise ValueError(
+            f"prefix_cache made {cache!r}: it must make a PrefixCache over the pool, block_size "
+            "and listener that it is given"
+        )
+    return cache
+
+
+def make_hash_cache(
+    pool: BlockPool, block_size: int, listener: CacheListener | None, watch: Watcher
+) -> PrefixCache:
+    from prefix_cache_local import PrefixCacheLocal
+
+    return watch(PrefixCacheLocal)(pool=pool, block_size=block_size, listener=listener)
+
+
+def make_radix_cache(
+    pool: BlockPool, block_size: int, listener: CacheListener | None, watch: Watcher
+) -> PrefixCache:
+    from radix_cache import RadixCache
+
+    return watch(RadixCache)(page_size=block_size, pool=pool, listener=listener)
 
 
 def make_connector(

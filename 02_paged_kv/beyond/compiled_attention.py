@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -45,8 +44,18 @@ MIN_KEY_ELEMENTS = 1 << 19
 class HeadMajorKVCache(PagedKVCache):
     """The same shapes, in memory that is `[num_blocks, num_kv_heads, block_size, head_dim]`."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        sizes = num_layers, num_blocks, block_size, num_kv_heads, head_dim
+        super().__init__(*sizes, dtype, device)
         self.key_cache = [_head_major(cache) for cache in self.key_cache]
         self.value_cache = [_head_major(cache) for cache in self.value_cache]
 

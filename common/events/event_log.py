@@ -84,9 +84,9 @@ def describe_run(config: EngineConfig, facts: ModelFacts, num_blocks: int, overl
     return Run(
         version=VERSION,
         started_at=round(time.time(), 3),
-        scheduler=config.scheduler,
-        policy=config.policy,
-        prefix_cache=config.prefix_cache,
+        scheduler=_name(config.scheduler),
+        policy=_name(config.policy),
+        prefix_cache=None if config.prefix_cache is None else _name(config.prefix_cache),
         block_size=config.block_size,
         num_blocks=num_blocks,
         max_num_seqs=config.max_num_seqs,
@@ -107,6 +107,11 @@ def describe_run(config: EngineConfig, facts: ModelFacts, num_blocks: int, overl
         },
         versions={"python": platform.python_version(), **_versions()},
     )
+
+
+def _name(part: Any) -> str:
+    """Of a part, or of what makes it, where it was not chosen by name."""
+    return part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
 
 
 def _versions() -> dict[str, str]:

@@ -33,6 +33,7 @@ from common.parallel.executor import Executor
 from common.parallel.ranks import Ranks
 from common.parallel.remote_launch import StartedWorkers, launch
 from common.parallel.sharded_model import rank_config
+from common.roles import is_own
 from common.runner.trimming_runner import TrimmingRunner
 from common.scheduler_assembly import (
     EngineParts,
@@ -228,9 +229,14 @@ def _start_messages(
 
 
 def config_to_map(config: EngineConfig) -> dict[str, Any]:
-    """The fields of a configuration that concern a worker. KV tiers and connectors do not."""
+    """The fields of a configuration that concern a worker. KV tiers and connectors do not, nor does
+    who is served first; and of parts of the user's own that plan, what they are is enough."""
     values = {field.name: getattr(config, field.name) for field in fields(config)}
-    del values["kv_tiers"], values["kv_connector"], values["events"]
+    for name in ("kv_tiers", "kv_connector", "events", "policy", "prefix_cache"):
+        del values[name]
+    for name, instead in (("scheduler", "two_phase"), ("chunked_prefill", True)):
+        if is_own(values[name]):
+            values[name] = instead
     return _plain(values)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from common.engine_config import EngineConfig
 from common.model import DecoderModel
+from common.roles import is_own
 from common.runner.graphs import CannotCapture, CudaGraphs, DecodeGraphs
 from paged_attention import AttentionBackend, PagedKVCache
 
@@ -38,6 +39,8 @@ class GraphMaker:
             why_not = "batch_invariant=True computes on the host's plan"
         elif device.type == "cpu" and config.wants_compiled(model.num_parameters, device):
             why_not = "compiled code is nothing that PyTorch sees"
+        elif is_own(config.attention_backend):
+            why_not = "who knows where this attention_backend plans"
         elif not is_triton and device.type == "cuda":
             why_not = "attention in PyTorch is planned on the host"
         elif ranks.pipeline_parallel_size > 1:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from batch_layout import Queries, all_to_device
+from scheduler_books import defines
 from scheduler_interface import NewRequestData
 
 
@@ -101,18 +102,15 @@ class RunnerPlugins:
 
     def __init__(self, plugins: Iterable[RunnerPlugin]) -> None:
         self.plugins = tuple(plugins)
-        self.grow = [p.grow for p in self._with("grow")]
-        self.admit = [p.admit for p in self._with("admit")]
-        self.release = [p.release for p in self._with("release")]
-        self.appended = [p.appended for p in self._with("appended")]
-        self._stage = [(p.name, p.stage) for p in self._with("stage")]
-        self._before_sampling = [p.before_sampling for p in self._with("before_sampling")]
+        self.grow = [p.grow for p in self.plugins if defines(p, RunnerPlugin.grow)]
+        self.admit = [p.admit for p in self.plugins if defines(p, RunnerPlugin.admit)]
+        self.release = [p.release for p in self.plugins if defines(p, RunnerPlugin.release)]
+        self.appended = [p.appended for p in self.plugins if defines(p, RunnerPlugin.appended)]
+        self._stage = [(p.name, p.stage) for p in self.plugins if defines(p, RunnerPlugin.stage)]
+        late = RunnerPlugin.before_sampling
+        self._before_sampling = [p.before_sampling for p in self.plugins if defines(p, late)]
         self.stage_arrays = bool(self._stage)
         self.see_steps = bool(self._stage or self._before_sampling)
-
-    def _with(self, hook: str) -> list[RunnerPlugin]:
-        base = getattr(RunnerPlugin, hook)
-        return [p for p in self.plugins if getattr(type(p), hook) is not base]
 
     def stage(self, step: StepRows, cargo: Cargo) -> dict[str, Callable[[], Any]]:
         """What stands in the batch when `cargo` is there, by the names of plugins."""

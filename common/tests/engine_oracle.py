@@ -22,12 +22,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
-from common.engine_config import POLICIES
 from common.loader import LoadedModel
 from common.outputs import RequestOutput
 from common.runner.model_runner import PagedModelRunner
 from common.tests.model_cases import tiny_config
 from request import SamplingParams
+from sglang_policies import POLICIES
 
 MAX_TOKENS = 24
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from common.engine_config import POLICIES
+from sglang_policies import POLICIES
 
 Value = str | int | float | bool | None
 

@@ -11,6 +11,7 @@ import shlex
 import pytest
 
 from common.scheduler_assembly import (
+    SchedulerParts,
     make_chunk_policy,
     make_kv_memory,
     make_plugins,
@@ -72,7 +73,8 @@ def refused_by_the_engine(settings: dict[str, Value]) -> str | None:
         config = make_config(Combination.of(settings))
         kv_memory = make_kv_memory(config, config.num_blocks, None, None)
         plugins = make_plugins(config, None, None if config.speculation is None else 0)
-        scheduler = make_scheduler(config, 2048, kv_memory, make_chunk_policy(config), plugins)
+        parts = SchedulerParts(config, 2048, kv_memory, make_chunk_policy(config), plugins)
+        scheduler = make_scheduler(parts)
         scheduler.add_request(Request.from_tokens("0", [1] * max(PROMPT_LENGTHS["random"]), 4))
     except ValueError as error:
         return str(error)

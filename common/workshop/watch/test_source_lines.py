@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common.engine_config import POLICIES, SCHEDULERS
 from common.events.event_kinds import KINDS, REASONS
+from common.roles import SCHEDULERS
 from common.workshop.watch.source_lines import (
     LEAST_LINES,
     MOST_LINES,
@@ -19,6 +19,7 @@ from common.workshop.watch.source_lines import (
     source_lines,
 )
 from common.workshop.watch.source_places import RULES
+from sglang_policies import POLICIES
 
 PLACES = sorted({rule.place for rule in RULES}, key=lambda p: (p.file, p.function, p.statement))
 PAGE = Path(__file__).parent / "page"

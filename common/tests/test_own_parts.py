@@ -1,0 +1,348 @@
+"""Every role of `LLM(...)` takes a part of one's own instead of a name. It is used, and greedy
+tokens are those of `transformers`, in float64."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+
+from block_pool import BlockPool
+from common.engine import EngineConfig, LLMEngine
+from common.parallel.remote import config_to_map
+from common.roles import ATTENTION_BACKENDS, PREFIX_CACHES, PROPOSERS, SCHEDULERS, load
+from common.scheduler_assembly import SchedulerParts
+from common.tests.engine_oracle import MAX_TOKENS, checked_engine, greedy_params, serve
+from mixed_attention import MixedAttentionBackend
+from paged_attention import AttentionMetadata
+from policies import FCFSPolicy, SchedulePolicy
+from prefix_cache import CachedPrefix, CacheListener
+from prefix_cache_local import PrefixCacheLocal
+from proposers import FollowedRequest
+from radix_cache import RadixCache
+from request import Request
+from scheduler import Scheduler
+from sglang_policies import POLICIES
+from step_plan import PreemptingPlan
+from whole_prompts import CutPrompts
+
+EVERYONE = [0, 3, 5, 6, 7, 2]
+TWO_STAGES = {"pipeline_parallel_size": 2}
+
+
+class Counting:
+    num_calls = 0
+
+
+class ShortestFirst(Counting, SchedulePolicy):
+    name = "shortest-first"
+
+    def key(self, request: Request) -> int:
+        self.num_calls += 1
+        return request.num_prompt_tokens
+
+
+class FiveAtATime(Counting, CutPrompts):
+    def num_tokens_now(self, request: Request, num_behind: int, budget: int, most: int) -> int:
+        self.num_calls += 1
+        return min(num_behind, budget, 5)
+
+
+class TimedChunks(FiveAtATime):
+    """Wants to know what steps take, so no step is planned before the last one is over."""
+
+    def observe_step(
+        self, starts: Sequence[int], num_tokens: Collection[int], step_ms: float
+    ) -> None:
+        assert len(starts) == len(num_tokens) and step_ms > 0
+        self.num_observed = getattr(self, "num_observed", 0) + 1
+
+
+class SayItAgain(Counting):
+    """Guesses that the last token comes again and again."""
+
+    num_spec_tokens = 3
+    num_lookahead_tokens = 0
+
+    def propose(
+        self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]
+    ) -> dict[str, list[int]]:
+        self.num_calls += 1
+        requests = [f.request for f in followed]
+        lasts = [r.tokens(r.num_tokens - 1, r.num_tokens) for r in requests]
+        return {r.req_id: last * n for r, last, n in zip(requests, lasts, num_drafts)}
+
+    def draft_probs(self, request_id: str) -> torch.Tensor | None:
+        return None
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+class CountedBackend(Counting):
+    def plan(self, metadata: AttentionMetadata, num_heads: int, key_cache: torch.Tensor) -> Any:
+        self.num_calls += 1
+        return MixedAttentionBackend.plan(metadata, num_heads, key_cache)
+
+
+class CountedCache(PrefixCacheLocal):
+    num_made = 0
+    num_calls = 0
+
+    def __init__(self, pool: BlockPool, block_size: int, listener: CacheListener | None) -> None:
+        super().__init__(pool=pool, block_size=block_size, listener=listener)
+        type(self).num_made += 1
+
+    def insert(self, *args: Any, **how: Any) -> CachedPrefix:
+        type(self).num_calls += 1
+        return super().insert(*args, **how)
+
+
+class CountedScheduler(Scheduler):
+    num_calls = 0
+
+    def schedule(self) -> PreemptingPlan:
+        type(self).num_calls += 1
+        return super().schedule()
+
+
+def make_counted_scheduler(parts: SchedulerParts) -> Scheduler:
+    return CountedScheduler(*parts.limits, policy=parts.policy, **parts.options)
+
+
+ROLES = {
+    "policy": ShortestFirst,
+    "chunked_prefill": FiveAtATime,
+    "speculative": SayItAgain,
+    "attention_backend": CountedBackend,
+}
+MAKERS = {"prefix_cache": CountedCache, "scheduler": make_counted_scheduler}
+
+
+def engine_with(loaded, **parts: object) -> LLMEngine:
+    return checked_engine(loaded, **{"block_size": 4, "num_blocks": 200, **cast("dict", parts)})
+
+
+# -- each is used, and is right
+
+
+@pytest.mark.parametrize("field", ROLES)
+def test_an_own_part_is_used_and_changes_no_token(field, oracle, loaded) -> None:
+    part = ROLES[field]()
+    engine = engine_with(loaded, **{field: part})
+    serve(engine, oracle, EVERYONE, MAX_TOKENS)
+    assert part.num_calls > 0
+
+
+@pytest.mark.parametrize(
+    ("field", "make", "counts"),
+    [
+        ("prefix_cache", CountedCache, CountedCache),
+        ("scheduler", make_counted_scheduler, CountedScheduler),
+    ],
+)
+def test_what_a_function_makes_is_used_and_changes_no_token(
+    field, make, counts, oracle, loaded
+) -> None:
+    before = counts.num_calls
+    first, second = (engine_with(loaded, **{field: make}) for _ in range(2))
+    for engine in (first, second, first):
+        serve(engine, oracle, EVERYONE, MAX_TOKENS)
+    assert counts.num_calls > before
+    assert first.scheduler is not second.scheduler
+    assert first.prefix_cache is not second.prefix_cache
+
+
+def test_all_roles_at_once(oracle, loaded) -> None:
+    parts = {field: make() for field, make in ROLES.items()}
+    engine = engine_with(loaded, **parts, **MAKERS, preempt_every=3)
+    serve(engine, oracle, EVERYONE, MAX_TOKENS)
+    assert all(part.num_calls for part in parts.values())
+    assert engine.stats().num_preemptions > 0
+    assert engine.stats().num_drafted_tokens > 0
+
+
+def test_an_own_policy_says_who_is_first(oracle, loaded) -> None:
+    engine = engine_with(loaded, policy=ShortestFirst(), max_num_seqs=1)
+    order: list[str] = []
+    engine.on_step = lambda record: order.extend(record.num_scheduled_tokens)
+    serve(engine, oracle, EVERYONE, 1)
+    lengths = [len(oracle.prompts[EVERYONE[int(name.split("-")[1])]]) for name in order]
+    assert lengths == sorted(lengths) and len(set(lengths)) > 3
+
+
+def test_own_chunks_are_as_long_as_they_say(oracle, loaded) -> None:
+    engine = engine_with(loaded, chunked_prefill=FiveAtATime(), prefix_cache=None)
+    most: list[int] = []
+    engine.on_step = lambda record: most.extend(record.num_scheduled_tokens.values())
+    serve(engine, oracle, EVERYONE, 2)
+    assert max(most) == 5
+
+
+def test_own_chunks_that_learn_are_told_what_steps_take(oracle, loaded, caplog) -> None:
+    chunks = TimedChunks()
+    engine = engine_with(loaded, chunked_prefill=chunks, overlap_scheduling=True)
+    serve(engine, oracle, EVERYONE, 4)
+    assert chunks.num_observed == engine.stats().num_steps
+    assert "overlap_scheduling has no effect with this chunked_prefill" in caplog.text
+
+
+def test_a_proposer_stands_in_the_dict_as_well(oracle, loaded) -> None:
+    how = {"method": SayItAgain(), "adaptive": False}
+    engine = engine_with(loaded, speculative=how)
+    assert engine.config.num_rows_per_request == 1 + SayItAgain.num_spec_tokens
+    serve(engine, oracle, EVERYONE, MAX_TOKENS)
+    assert engine.stats().num_drafted_tokens > 0
+
+
+# -- in two engines
+
+
+def test_an_attention_backend_may_serve_two_engines(oracle, loaded) -> None:
+    backend = CountedBackend()
+    first, second = (engine_with(loaded, attention_backend=backend) for _ in range(2))
+    prompts = [oracle.prompts[i] for i in EVERYONE]
+    for engine in (first, second):
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, greedy_params(MAX_TOKENS))
+    outputs: dict[tuple[int, str], list[int]] = {}
+    for _ in range(4 * MAX_TOKENS):  # a step of one, a step of the other
+        for number, engine in enumerate((first, second)):
+            for output in engine.step() if engine.has_unfinished_requests() else ():
+                if output.finished:
+                    outputs[number, output.request_id] = output.outputs[0].token_ids
+    expected = [oracle.expected(i, MAX_TOKENS) for i in EVERYONE]
+    assert [outputs[0, str(i)] for i in range(len(EVERYONE))] == expected
+    assert [outputs[1, str(i)] for i in range(len(EVERYONE))] == expected
+
+
+@pytest.mark.parametrize("field", ["policy", "chunked_prefill", "speculative"])
+def test_a_part_with_state_is_one_engines(field, oracle, loaded) -> None:
+    part = ROLES[field]()
+    engine = engine_with(loaded, **{field: part})
+    with pytest.raises(ValueError, match=f"^{field} is .* belongs to another engine; make one"):
+        engine_with(loaded, **{field: part})
+    serve(engine, oracle, EVERYONE, MAX_TOKENS)
+
+
+def test_a_part_is_free_if_its_engine_could_not_be_made_or_it_is_gone(oracle, loaded) -> None:
+    chunks, guesses = FiveAtATime(), SayItAgain()
+    with pytest.raises(ValueError, match="num_blocks"):
+        engine_with(loaded, chunked_prefill=chunks, num_blocks=10**9)
+    engine = engine_with(loaded, chunked_prefill=chunks)
+    with pytest.raises(ValueError, match="chunked_prefill is"):  # its guesses are free again
+        engine_with(loaded, speculative=guesses, chunked_prefill=chunks)
+    serve(engine_with(loaded, speculative=guesses), oracle, EVERYONE, 4)
+    del engine, chunks
+    gc.collect()
+    for _ in range(20):  # an id that somebody had
+        engine_with(loaded, chunked_prefill=FiveAtATime())
+
+
+def test_a_maker_that_gives_the_same_part_twice_is_refused(loaded) -> None:
+    made: list[Any] = []
+
+    def same_cache(pool, block_size, listener) -> Any:
+        made.append(made[0] if made else PrefixCacheLocal(pool=pool, block_size=block_size))
+        return made[-1]
+
+    engine_with(loaded, prefix_cache=same_cache)
+    with pytest.raises(ValueError, match=r"prefix_cache made .* over the pool, block_size"):
+        engine_with(loaded, prefix_cache=same_cache)
+    with pytest.raises(ValueError, match="prefix_cache made"):
+        engine_with(loaded, prefix_cache=lambda pool, block_size, listener: RadixCache(8, pool))
+    with pytest.raises(ValueError, match=r"scheduler made .* over the kv_memory"):
+        engine_with(loaded, scheduler=lambda parts: Scheduler(*parts.limits))
+    with pytest.raises(ValueError, match="scheduler made None"):
+        engine_with(loaded, scheduler=lambda parts: None)
+
+
+# -- names, and what is neither
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "names"),
+    [
+        ("policy", 5, POLICIES),
+        ("policy", FCFSPolicy, POLICIES),
+        ("policy", "lifo", POLICIES),
+        ("scheduler", None, SCHEDULERS),
+        ("scheduler", 5, SCHEDULERS),
+        ("prefix_cache", "lru", PREFIX_CACHES),
+        ("prefix_cache", False, PREFIX_CACHES),
+        ("attention_backend", None, ATTENTION_BACKENDS),
+        ("attention_backend", MixedAttentionBackend, ATTENTION_BACKENDS),
+        ("attention_backend", SayItAgain(), ATTENTION_BACKENDS),
+        ("chunked_prefill", FiveAtATime, ("True", "False")),
+        ("chunked_prefill", ShortestFirst(), ("True", "False")),
+        ("chunked_prefill", "whole", ("True", "False")),
+        ("speculative", ShortestFirst(), ()),
+        ("speculative", SayItAgain, ()),
+        ("speculative", "ngram", ()),
+        ("speculative", {"method": "magic"}, PROPOSERS),
+        ("speculative", {"method": FiveAtATime()}, PROPOSERS),
+    ],
+)
+def test_what_is_no_name_and_no_part_is_named(field, value, names) -> None:
+    with pytest.raises(ValueError) as error:
+        EngineConfig(**{field: value})
+    sentence = str(error.value)
+    shown, field = (value["method"], "method") if isinstance(value, dict) else (value, field)
+    assert sentence.startswith(f"{field} is {shown!r}: it must be ")
+    assert all(name in sentence for name in names) and "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("field", "config", "why"),
+    [
+        ("attention_backend", {"tensor_parallel_size": 2}, "in other processes"),
+        ("speculative", {"tensor_parallel_size": 2}, "in other processes"),
+        ("speculative", {"scheduler": "fcfs"}, "does not speculate"),
+        ("attention_backend", {"batch_invariant": True}, "tiles of its own"),
+        ("chunked_prefill", {"scheduler": "fcfs"}, "computes prompts whole"),
+        ("policy", {"scheduler": "fcfs"}, "no other order"),
+        ("target_step_ms", {"chunked_prefill": FiveAtATime(), "target_step_ms": 5}, "its own"),
+        (
+            "chunked_prefill",
+            {"chunked_prefill": TimedChunks(), "pipeline_parallel_size": 2},
+            "time",
+        ),
+    ],
+)
+def test_what_does_not_go_with_an_own_part_is_refused(field, config, why) -> None:
+    own = {field: ROLES[field]()} if field in ROLES else {}
+    with pytest.raises(ValueError, match=f"^{field} is .*{why}"):
+        EngineConfig(**(own | config))
+
+
+def test_of_parts_that_plan_a_worker_learns_what_it_needs() -> None:
+    config = EngineConfig(
+        policy=ShortestFirst(),
+        chunked_prefill=FiveAtATime(),
+        tensor_parallel_size=2,
+        **cast("dict", MAKERS),
+    )
+    told = EngineConfig(**config_to_map(config))
+    assert told.cuts_prompts and told.chunked_prefill is True
+    assert (told.scheduler, told.policy, told.prefix_cache) == ("two_phase", "fcfs", "hash")
+
+
+@pytest.mark.parametrize(
+    "where",
+    [*SCHEDULERS.values(), *PREFIX_CACHES.values(), *PROPOSERS.values()]
+    + [where for both in ATTENTION_BACKENDS.values() for where in both],
+)
+def test_every_name_leads_somewhere(where: str) -> None:
+    assert callable(load(where))
+
+
+def test_a_film_names_an_own_part(oracle, loaded, tmp_path) -> None:
+    parts = {"policy": ShortestFirst(), "chunked_prefill": FiveAtATime()}
+    engine = engine_with(loaded, **parts, events=tmp_path / "film")
+    serve(engine, oracle, EVERYONE, 2)
+    engine.close()
+    first = (tmp_path / "film").read_text().splitlines()[0]
+    assert '"policy":"ShortestFirst"' in first and '"chunked_prefill":"FiveAtATime"' in first
