@@ -16,7 +16,7 @@ is forgotten. Source: RadixAttention, arXiv 2312.07104.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -61,6 +61,7 @@ class RadixTree:
         self.page_size = page_size
         self.node_of: dict[int, TreeNode] = {}  # by block id
         self.roots: dict[NormalKeys, TreeNode] = {}
+        self.told_of_cuts: Callable[[int], object] | None = None
 
     def root(self, extra_keys: NormalKeys) -> TreeNode:
         """A new one joins the forest with its first child."""
@@ -138,6 +139,8 @@ class RadixTree:
         self._hang(node)
         for block in blocks:
             self.node_of[block.block_id] = upper
+        if self.told_of_cuts is not None:
+            self.told_of_cuts(node.blocks[0].block_id)
         return upper
 
     def _hang(self, node: TreeNode) -> None:

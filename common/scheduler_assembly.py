@@ -10,7 +10,6 @@
     records            1      a RecordedScheduler around it: who learns from the clock observes
     the loop           1      EngineCore; where several steps are under way an OverlappedEngineCore
                               or a PipelinedEngineCore, over a QueuedRunner
-    events          common    the same parts, each behind a class that notes what it does
 
 What computes is a `RunnerSide`: of this process (`assembly.py`) or of others
 (`parallel/remote.py`). Nothing here can tell."""
@@ -18,10 +17,10 @@ What computes is a `RunnerSide`: of this process (`assembly.py`) or of others
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -36,7 +35,6 @@ from step_record import Observer, RecordedScheduler, StepRecord
 if TYPE_CHECKING:
     from acceptance import SpecDecodeStats
     from cached_kv_cache_manager import CachedKVCacheManager
-    from common.outputs import OutputProcessor
     from common.runner.overlap import OverlappedEngineCore, PlansUnderWay, QueuedRunner
     from kv_connector import KVBlockIO, KVConnector
     from overlap_plugin import OverlapPlugin
@@ -49,13 +47,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Namespace = Sequence[tuple[str, str]]
-Part = TypeVar("Part")
-
-
-class Watcher(Protocol):
-    """Gives the class of a part, or one in its place that notes what it does."""
-
-    def __call__(self, kind: type[Part]) -> type[Part]: ...
 
 
 class KVCacheSize(Protocol):
@@ -123,32 +114,18 @@ def find_vocab_size(model: ModelConfig, num_tokens_in_tokenizer: int | None) -> 
     return min(model.vocab_size, num_tokens_in_tokenizer or model.vocab_size)
 
 
-def unwatched(kind: type[Part]) -> type[Part]:
-    return kind
-
-
-def assemble_around(
-    config: EngineConfig, side: RunnerSide, members: Mapping[str, OutputProcessor] | None = None
-) -> EngineParts:
-    """Scheduler, memory and loop for what computes. `members` are those of the engine's open
-    requests, whose texts are events."""
+def assemble_around(config: EngineConfig, side: RunnerSide) -> EngineParts:
+    """Scheduler, memory and loop for what computes."""
     connector, listener = make_connector(config, side)
     overlaps = is_overlapped(config, side.model.device)
-    watch: Watcher = unwatched
-    if config.events is not None:
-        from common.events.watched_parts import watch_run
-
-        texts = {} if members is None else members
-        watch = watch_run(config, side.model, side.kv_cache.num_blocks, overlaps, texts)
     under_way = make_books_of_plans(config, overlaps)
     queued = None if under_way is None else make_queued_runner(side)
     wait_for_steps = None if queued is None else queued.wait_for_steps
-    kv_memory = make_kv_memory(
-        config, side.kv_cache.num_blocks, connector, listener, watch, wait_for_steps
-    )
+    num_blocks = side.kv_cache.num_blocks
+    kv_memory = make_kv_memory(config, num_blocks, connector, listener, wait_for_steps)
     chunk_policy = make_chunk_policy(config)
     plugins = make_plugins(config, under_way, side.num_lookahead_tokens)
-    scheduler = make_scheduler(config, side.max_model_len, kv_memory, chunk_policy, plugins, watch)
+    scheduler = make_scheduler(config, side.max_model_len, kv_memory, chunk_policy, plugins)
     observers: list[Observer] = []
     if connector is not None:
         observers.append(partial(wait_for_loads, kv_memory))
@@ -156,9 +133,9 @@ def assemble_around(
         observers.append(partial(tell_durations, chunk_policy))
     recorder = RecordedScheduler(scheduler, observers)
     if under_way is None or queued is None:
-        core = watch(EngineCore)(recorder, side.runner)
+        core = EngineCore(recorder, side.runner)
         return EngineParts(core, recorder, side, kv_memory, connector)
-    core = make_core_of_several(config, recorder, queued, under_way, watch)
+    core = make_core_of_several(config, recorder, queued, under_way)
     return EngineParts(core, recorder, side, kv_memory, connector, core.close, under_way)
 
 
@@ -171,13 +148,12 @@ def make_scheduler(
     kv_memory: KVMemory,
     chunk_policy: ChunkPolicy | None,
     plugins: Sequence[SchedulerPlugin] = (),
-    watch: Watcher = unwatched,
 ) -> SchedulerInterface:
     limits = (config.max_num_seqs, config.max_num_batched_tokens)
     if config.scheduler == "fcfs":
         from caching_fcfs_scheduler import CachingFCFSScheduler
 
-        return watch(CachingFCFSScheduler)(kv_memory, *limits, max_model_len, plugins)
+        return CachingFCFSScheduler(kv_memory, *limits, max_model_len, plugins)
     policy = make_policy(config, kv_memory)
     options: SchedulerOptions = {
         "max_model_len": max_model_len,
@@ -191,7 +167,7 @@ def make_scheduler(
         from prefill_first_scheduler import PrefillFirstScheduler
 
         size = config.chunk_size or config.max_num_batched_tokens
-        return watch(PrefillFirstScheduler)(
+        return PrefillFirstScheduler(
             *limits,
             policy=policy,
             chunked_prefill_size=size if config.cuts_prompts else None,
@@ -200,7 +176,7 @@ def make_scheduler(
         )
     from scheduler import Scheduler
 
-    return watch(Scheduler)(*limits, policy=policy, watermark=config.watermark, **options)
+    return Scheduler(*limits, policy=policy, watermark=config.watermark, **options)
 
 
 def make_books_of_plans(
@@ -305,7 +281,6 @@ def make_core_of_several(
     recorder: RecordedScheduler,
     runner: QueuedRunner,
     books: PlansUnderWay,
-    watch: Watcher,
 ) -> OverlappedEngineCore:
     """The loop where several steps are under way. `books` keeps their plans."""
     if config.pipeline_parallel_size > 1:
@@ -314,7 +289,7 @@ def make_core_of_several(
         return PipelinedEngineCore(recorder, runner, books, config.pipeline_parallel_size)
     from common.runner.overlap import OverlappedEngineCore
 
-    return watch(OverlappedEngineCore)(recorder, runner, books)
+    return OverlappedEngineCore(recorder, runner, books)
 
 
 # -- KV
@@ -325,28 +300,27 @@ def make_kv_memory(
     num_blocks: int,
     connector: KVConnector | None,
     listener: CacheListener | None,
-    watch: Watcher = unwatched,
     wait_for_steps: Callable[[], object] | None = None,
 ) -> UncachedKVCacheManager | CachedKVCacheManager:
     """`wait_for_steps`: the runner's, if steps may be under way while another one is planned."""
-    pool, block_size = watch(BlockPool)(num_blocks), config.block_size
+    pool, block_size = BlockPool(num_blocks), config.block_size
     if config.prefix_cache is None:
-        return watch(UncachedKVCacheManager)(pool, block_size)
+        return UncachedKVCacheManager(pool, block_size)
     if config.prefix_cache == "hash":
         from prefix_cache_local import PrefixCacheLocal
 
-        cache = watch(PrefixCacheLocal)(pool=pool, block_size=block_size, listener=listener)
+        cache = PrefixCacheLocal(pool=pool, block_size=block_size, listener=listener)
     else:
         from radix_cache import RadixCache
 
-        cache = watch(RadixCache)(page_size=block_size, pool=pool, listener=listener)
+        cache = RadixCache(page_size=block_size, pool=pool, listener=listener)
     if connector is None:
         from cached_kv_cache_manager import CachedKVCacheManager
 
-        return watch(CachedKVCacheManager)(pool, block_size, cache)
+        return CachedKVCacheManager(pool, block_size, cache)
     from loading_kv_cache_manager import LoadingKVCacheManager
 
-    return watch(LoadingKVCacheManager)(pool, block_size, cache, connector, wait_for_steps)
+    return LoadingKVCacheManager(pool, block_size, cache, connector, wait_for_steps)
 
 
 def make_connector(

@@ -15,7 +15,8 @@ from common.events.event_log import label_of
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, paged_runner
 from common.tokenizer import Tokenizer
 from common.workshop.replay.film import State
-from policy_queue import PolicyQueue
+from loading_kv_cache_manager import LoadingKVCacheManager
+from prefix_cache import PrefixCache
 from radix_cache import RadixCache
 from request import SamplingParams
 from tiered_cache import KVTierConfig, TieredCache
@@ -25,12 +26,12 @@ from tiered_cache import KVTierConfig, TieredCache
 
 def state_of_engine(engine: LLMEngine) -> dict[str, Any]:
     manager, scheduler = engine.kv_manager, engine.scheduler
-    pool, cache = manager.pool, engine.prefix_cache
+    pool, cache = manager.pool, cache_of(engine)
     state = {
         "ref_cnt": [block.ref_cnt for block in pool.blocks],
         "free": [block.block_id for block in pool.free_order()],
         "tables": {name: list(table.block_ids) for name, table in manager._tables.items()},
-        "waiting": queue_of(scheduler),
+        "waiting": queue_of(engine),
         "running": list(scheduler.running),
         "computed": {n: r.num_computed_tokens for n, r in scheduler.requests.items()},
         "cached tokens": {n: r.num_cached_tokens for n, r in scheduler.requests.items()},
@@ -61,8 +62,9 @@ def state_of_engine(engine: LLMEngine) -> dict[str, Any]:
         else:
             state["eviction order"] = list(cache._evictable)
             state["hashes"] = {b: c.block_hash.hex()[:8] for b, c in cache._by_block_id.items()}
-    if (loads := getattr(manager, "_loads", None)) is not None:
-        for name, load in loads._loads.items():
+    if isinstance(manager, LoadingKVCacheManager):
+        for load in manager.loads.loads():
+            name = load.request.request_id
             ids = [[block.block_id for block in blocks] for blocks in (load.prefix, load.blocks)]
             state["loads"][name] = (*ids, load.has_arrived)
         if isinstance(manager.connector, TieredCache):
@@ -71,14 +73,17 @@ def state_of_engine(engine: LLMEngine) -> dict[str, Any]:
     return state
 
 
-def queue_of(scheduler: Any) -> list[str]:
+def cache_of(engine: LLMEngine) -> PrefixCache | None:
+    """Its own, and not what looks on."""
+    return engine.prefix_cache if engine._watch is None else engine._watch.memory.cache
+
+
+def queue_of(engine: LLMEngine) -> list[str]:
     """In the order of service. Where the policy looks at the cache, asking is a use of the cache,
     and the answer of the last plan has to do."""
-    waiting = scheduler.waiting
-    if isinstance(waiting, PolicyQueue) and waiting.policy.looks_at_cache:
-        return scheduler.queue_order()
-    order = waiting._in_order() if isinstance(waiting, PolicyQueue) else waiting
-    return [request.request_id for request in order]
+    if engine._watch is not None:
+        return engine._watch.requests.queue_order()
+    return [request.request_id for request in engine.scheduler.waiting.in_order()]
 
 
 def state_of_film(state: State) -> dict[str, Any]:

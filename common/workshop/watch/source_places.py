@@ -65,7 +65,7 @@ REQUESTS = [
     ),
     Rule(
         "queue",
-        SourcePlace(_QUEUE, "PolicyQueue._in_order", "request = oldest.request if has_aged"),
+        SourcePlace(_QUEUE, "PolicyQueue.in_order", "request = oldest.request if has_aged"),
     ),
     *_each(
         "admitted",
