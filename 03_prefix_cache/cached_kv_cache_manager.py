@@ -81,7 +81,7 @@ class CachedKVCacheManager(KVMemory):
         key = self._key(request, computed.blocks, len(computed.blocks))
         has_next = computed.num_tokens + self.block_size < request.num_tokens
         self.waits_for = self._in_flight.get(key) if has_next else None
-        return computed if self.waits_for is None else NotReady.COMPUTED_NOW
+        return NotReady.COMPUTED_NOW if self.waits_for else computed
 
     def find_cached_blocks(self, request: Request) -> Sequence[int]:
         """They count as used now, and nothing keeps them."""

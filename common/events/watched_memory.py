@@ -102,7 +102,7 @@ class MemoryWatch(LoadListener):
         self.log.note(event)
 
     def note_published(self, event: Published) -> None:
-        """Its table may get the cache's blocks in place of its own."""
+        """Its table is about to get the cache's blocks in place of its own."""
         self.note(event)
         self._touched = event.request
 

@@ -17,6 +17,7 @@ from common.tokenizer import Tokenizer
 from common.workshop.replay.film import State
 from loading_kv_cache_manager import LoadingKVCacheManager
 from prefix_cache import PrefixCache
+from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
 from request import SamplingParams
 from tiered_cache import KVTierConfig, TieredCache
@@ -59,9 +60,13 @@ def state_of_engine(engine: LLMEngine) -> dict[str, Any]:
             )
             order = [block for node in idle for block in reversed(node.blocks)]
             state["eviction order"] = [block.block_id for block in order]
-        else:
+        elif isinstance(cache, PrefixCacheLocal):
             state["eviction order"] = list(cache._evictable)
             state["hashes"] = {b: c.block_hash.hex()[:8] for b, c in cache._by_block_id.items()}
+        else:  # somebody else's: what the contract says
+            idle = [p.block for p in cache.cached_prefixes() if p.num_users == 0]
+            state["eviction order"] = [block.block_id for block in idle]
+            state["hashes"] = dict.fromkeys(cache.cached_block_ids(), "")
     if isinstance(manager, LoadingKVCacheManager):
         for load in manager.loads.loads():
             name = load.request.request_id
@@ -175,12 +180,19 @@ def replay(recorded: RecordedRun, without: str | None = None) -> list[str]:
 
 
 def serve(
-    path: Path, loaded, tokenizer, prompts: list[list[int]], run_seed: int, draft=None, **config
+    path: Path,
+    loaded,
+    tokenizer,
+    prompts: list[list[int]],
+    run_seed: int,
+    draft=None,
+    first_step: int = 0,
+    **config,
 ) -> RecordedRun:
     """Requests of all kinds come, go, and are aborted between steps and in the middle of them; now
-    and then a step fails."""
+    and then a step fails. The film begins before `first_step`."""
     rng, recorded = random.Random(run_seed), RecordedRun(path)
-    settings = EngineConfig(events=path, check_invariants=True, **config)
+    settings = EngineConfig(events=None if first_step else path, check_invariants=True, **config)
     engine = LLMEngine(settings, loaded=loaded, tokenizer=tokenizer, draft=draft)
     runner, num_requests = paged_runner(engine), 0
     forward, fails = runner.forward, rng.random() < 0.3
@@ -222,7 +234,11 @@ def serve(
 
     engine.on_step = on_step
     num_coming = rng.randint(3, 12)
-    for _ in range(400):
+    for step in range(400):
+        if 0 < step == first_step:
+            recorded = RecordedRun(path)
+            engine.watch(path)
+            recorded.look(engine)
         if num_requests < num_coming and rng.random() < 0.5:
             add_one()
         if rng.random() < 0.03 and engine._groups:
@@ -237,7 +253,8 @@ def serve(
         except RuntimeError:
             recorded.num_errors += 1
             outputs = []
-        recorded.look(engine)
+        if step >= first_step:
+            recorded.look(engine)
         for output in outputs:
             recorded.end(output)
     else:

@@ -236,7 +236,7 @@ BLOCKS = [
         prefix_cache="hash",
     ),
     Rule("load_begun", SourcePlace(_LOADS, "KVLoads.start", "blocks = self._take_blocks")),
-    Rule("loaded", SourcePlace(_LOADS, "KVLoads._has_arrived", "result = self.cache.insert")),
+    Rule("loaded", SourcePlace(_LOADS, "KVLoads._cache_arrived", "result = self.cache.insert")),
     Rule("load_ended", SourcePlace(_LOADS, "KVLoads.drop", "if load.has_arrived")),
 ]
 
