@@ -59,7 +59,7 @@ class RadixCache(PrefixCache):
         """O(depth of the tree + tokens compared + pages found). The front of the node in which the
         match ends gets a last use of its own: it is cut off."""
         node = self.tree.resume(walk.path.state, self.tree.root(walk.keys), end)
-        node = self.tree.cut(*self.tree.descend(node, walk.token_ids, end))
+        node = self.tree.split(*self.tree.descend(node, walk.token_ids, end))
         walk.path.state = self.tree.bookmark(node)
         return self.tree.blocks_up_to(node, begin)
 

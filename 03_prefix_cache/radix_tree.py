@@ -139,7 +139,12 @@ class RadixTree:
         self._hang(node)
         for block in blocks:
             self.node_of[block.block_id] = upper
-        if self.told_of_cuts is not None:
+        return upper
+
+    def split(self, node: TreeNode, page: int) -> TreeNode:
+        """`cut`, of which whoever listens is told."""
+        upper = self.cut(node, page)
+        if upper is not node and self.told_of_cuts is not None:
             self.told_of_cuts(node.blocks[0].block_id)
         return upper
 
@@ -169,11 +174,11 @@ class RadixTree:
             raise ValueError(
                 f"blocks {block_ids}: each may be named once, in the order of one path"
             )
-        nodes = [self.cut(node, end)]
+        nodes = [self.split(node, end)]
         while nodes[-1].start > begin:
             nodes.append(nodes[-1].above)
         if nodes[-1].start < begin:
-            self.cut(nodes[-1], begin)  # what is behind the cut keeps its name
+            self.split(nodes[-1], begin)  # what is behind the cut keeps its name
         return nodes
 
     def append(

@@ -63,9 +63,7 @@ class LoadingKVCacheManager(CachedKVCacheManager):
         if request.request_id in self.loads:
             return self.loads.is_under_way(request.request_id)
         computed = self._look_up(request)
-        return self.loads.wants_load(request, computed) and not self.loads.start(
-            request, computed
-        )
+        return self.loads.wants_load(request, computed) and not self.loads.start(request, computed)
 
     def _begin(self, request: Request, computed: ComputedBlocks) -> None:
         super()._begin(request, computed)

@@ -152,9 +152,7 @@ class TextPieces:
     """What each token adds to the text, for all requests. The engine makes text when somebody reads
     it; this reads along, with decoders of its own."""
 
-    def __init__(
-        self, members: Mapping[str, OutputProcessor], tokenizer: Tokenizer | None
-    ) -> None:
+    def __init__(self, members: Mapping[str, OutputProcessor], tokenizer: Tokenizer | None) -> None:
         self._members, self._tokenizer = members, tokenizer
         self._decoders: dict[str, IncrementalDetokenizer] = {}
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from common.events.event_kinds import Snapshot
 from common.events.event_log import EventLog, TextPieces, label_of
-from common.events.watched_memory import MemoryWatch
 from common.events.watched_scheduler import RequestWatch
 from prefix_cache import NormalKeys, PrefixCache, extra_keys_of, normalise_extra_keys
 from request import Request
@@ -82,9 +81,7 @@ def _request_row(
 def _highest(request: Request, plans: Sequence[dict[str, Any]]) -> int:
     """Who has outputs has computed everything before the last of them."""
     name, known = request.request_id, request.num_tokens - 1 if request.output_token_ids else 0
-    planned = [
-        num for p in plans for r, num in zip(p["requests"], p["num_tokens"]) if r == name
-    ]
+    planned = [num for p in plans for r, num in zip(p["requests"], p["num_tokens"]) if r == name]
     return max(known, request.num_computed_tokens - sum(planned))
 
 

@@ -227,9 +227,7 @@ class SuffixFreeCache(PrefixCache):
         assert len(self.entries) == len(self._by_block_id)
 
 
-def test_a_third_cache_is_watched(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_third_cache_is_watched(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_cache_local, "PrefixCacheLocal", SuffixFreeCache)
     for seed in (4, 5):
         recorded = workshop.run(seed, num_blocks=40, block_size=3, max_num_seqs=4)
@@ -271,9 +269,7 @@ class ShortestFirst(SchedulerBase):
         return self.finish_step(step)
 
 
-def test_a_third_scheduler_is_watched(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_third_scheduler_is_watched(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     def make(*arguments, watermark: float, **options) -> ShortestFirst:
         return ShortestFirst(*arguments, **options)
 

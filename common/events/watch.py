@@ -19,7 +19,7 @@ from common.events.event_kinds import Failed
 from common.events.event_log import EventLog, TextPieces, describe_run
 from common.events.snapshot import is_as_new, take_snapshot
 from common.events.watched_memory import MemoryWatch
-from common.events.watched_scheduler import RequestWatch, WatchedScheduler
+from common.events.watched_scheduler import RequestWatch, StepWatch
 from scheduler_books import SchedulerBooks
 from scheduler_interface import SchedulerInterface
 
@@ -43,7 +43,8 @@ class Watch:
         tokenizer: Tokenizer | None,
     ) -> None:
         self.log, self.recorder = EventLog(events), parts.recorder
-        self.books = cast(SchedulerBooks, parts.recorder.scheduler)
+        inner = parts.recorder.scheduler
+        self.books = cast(SchedulerBooks, inner)
         texts = TextPieces(members, tokenizer)
         self.memory = MemoryWatch(self.log, parts.kv_memory, parts.connector)
         self.requests = RequestWatch(self.log, texts, self.memory)
@@ -52,7 +53,7 @@ class Watch:
         under_way = self.recorder.plans_under_way
         self.memory.put_in(list(self.books.requests))
         self.requests.put_in(self.books)
-        self.scheduler = WatchedScheduler(self.books, self.requests, len(under_way))
+        self.scheduler = StepWatch(inner, self.requests, len(under_way))
         self.recorder.scheduler = cast(SchedulerInterface, self.scheduler)
         snapshot = take_snapshot(self.log, texts, self.books, self.requests, under_way)
         if not is_as_new(snapshot, num_blocks):

@@ -1,7 +1,7 @@
 """Blocks on film: who takes, shares, frees and caches them, and whose table names them.
 
-    pool     WatchedPool around it      blocks taken, shared, freed
-    cache    WatchedCache around it     look-ups, publications, evictions, cuts of its tree
+    pool     PoolWatch around it      blocks taken, shared, freed
+    cache    CacheWatch around it     look-ups, publications, evictions, cuts of its tree
     loads    told as a `LoadListener`   KV that comes from elsewhere
     tables   compared                   after whatever the pool did for a request
 
@@ -36,8 +36,15 @@ from common.events.event_log import EventLog
 from kv_connector import KVConnector
 from kv_loads import KVLoads, Load, LoadListener
 from kv_memory import KVMemory
-from prefix_cache import CacheStats, ExtraKeys, HasBlockId, InsertResult, PrefixCache, PrefixMatch
-from prefix_cache import PrefixPath
+from prefix_cache import (
+    CacheStats,
+    ExtraKeys,
+    HasBlockId,
+    InsertResult,
+    PrefixCache,
+    PrefixMatch,
+    PrefixPath,
+)
 
 
 class LoadingMemory(Protocol):
@@ -65,13 +72,13 @@ class MemoryWatch(LoadListener):
     def put_in(self, request_ids: Sequence[str]) -> None:
         """`request_ids` may have tables by now."""
         self._tables = {name: list(self.memory.get_block_ids(name)) for name in request_ids}
-        pool = cast(BlockPool, WatchedPool(self.pool, self))
+        pool = cast(BlockPool, PoolWatch(self.pool, self))
         self.memory.pool = pool
         if self.cache is None:
             return
         self.cache.pool = pool
         self.cache.tell_of_cuts(lambda block_id: self.note(Split(block_id)))
-        cache = self.memory.cache = cast(PrefixCache, WatchedCache(self.cache, self))
+        cache = self.memory.cache = cast(PrefixCache, CacheWatch(self.cache, self))
         if self.loads is not None:
             self.loads.cache, self.loads.listener = cache, self
 
@@ -148,7 +155,7 @@ class MemoryWatch(LoadListener):
         self.note(LoadEnded(request_id))
 
 
-class WatchedPool:
+class PoolWatch:
     """A `BlockPool`. `says` is what it calls a block that is given back; None: nothing is noted,
     since the cache is at work, and notes the whole."""
 
@@ -188,12 +195,12 @@ class WatchedPool:
             self.says = before
 
 
-class WatchedCache:
+class CacheWatch:
     """A `PrefixCache`, whatever its index is."""
 
     def __init__(self, cache: PrefixCache, watch: MemoryWatch) -> None:
         self._cache, self._watch = cache, watch
-        self._pool = cast(WatchedPool, cache.pool)
+        self._pool = cast(PoolWatch, cache.pool)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)

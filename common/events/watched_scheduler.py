@@ -1,7 +1,7 @@
 """Requests and steps on film: arrivals, plans and their reasons, results, ends.
 
     RequestWatch        a plugin of the scheduler    who is asked, admitted, preempted, has ended
-    WatchedScheduler    around it, in the recorder   arrivals; plans and results with their times
+    StepWatch    around it, in the recorder   arrivals; plans and results with their times
 
 A plan says whom it computes. Why the others wait is told from what happened to each that was asked:
 the plugin is the first of the list, so it hears of everybody who may start if no rule is against
@@ -33,7 +33,7 @@ from prefix_cache import extra_keys_of, normalise_extra_keys
 from request import Request, RequestStatus
 from scheduler_base import PreemptionPlugin
 from scheduler_books import SchedulerBooks
-from scheduler_interface import EngineCoreOutput, SchedulerOutput, StepOutput
+from scheduler_interface import EngineCoreOutput, SchedulerInterface, SchedulerOutput, StepOutput
 from step_plan import PreemptingPlan, StepResults
 
 MAX_LOOKED_AT = 1_000  # waiting requests, for the order of the queue at each arrival
@@ -91,8 +91,9 @@ class RequestWatch(PreemptionPlugin):
     def order_key(self, request: Request) -> str:
         """What a policy sorts by, if it does."""
         queue = self.scheduler.waiting
-        has_keys = isinstance(queue, PolicyQueue) and self._policy is None
-        return str(queue.policy.key(request)) if has_keys and queue.policy.name != "fcfs" else ""
+        if not isinstance(queue, PolicyQueue) or self._policy is not None:
+            return ""
+        return "" if queue.policy.name == "fcfs" else str(queue.policy.key(request))
 
     def check(self) -> None:
         """Which has asked the queue for its order: a policy may answer anew."""
@@ -235,11 +236,13 @@ class RememberingPolicy:
         return list(dict.fromkeys([*known, *present]))
 
 
-class WatchedScheduler:
+class StepWatch:
     """A `SchedulerInterface` around another. What happens from a plan on is written when the
     oldest plan under way has ended. `num_under_way` plans were made before it came."""
 
-    def __init__(self, scheduler: SchedulerBooks, watch: RequestWatch, num_under_way: int) -> None:
+    def __init__(
+        self, scheduler: SchedulerInterface, watch: RequestWatch, num_under_way: int
+    ) -> None:
         self._scheduler, self._watch = scheduler, watch
         self._under_way = deque(range(num_under_way))  # their numbers
         self._num_planned = num_under_way

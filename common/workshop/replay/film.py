@@ -431,9 +431,8 @@ class State:
         is_free = {b for b, ref_cnt in enumerate(self.ref_cnt) if b and not ref_cnt}
         self._require(is_free == set(event.free), "a block is free and held, or neither")
 
-    def _restore_request(
-        self, request: str, arrived_at: float, order_key: str, **row: Any
-    ) -> None:
+    def _restore_request(self, request: str, arrived_at: float, order_key: str, **row: Any) -> None:
+        row |= {name: list(row[name]) for name in ("outputs", "pieces", "table")}  # they grow
         self.requests[request] = RequestState(request_id=request, arrived_at=arrived_at, **row)
 
     def _restore_cached(

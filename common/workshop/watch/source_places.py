@@ -53,6 +53,7 @@ _ENOUGH_ADDED = SourcePlace(
 _TURNED_AWAY = SourcePlace(_TWO_PHASE, "Scheduler._admit", "if outcome not in goes_on")
 
 REQUESTS = [
+    Rule("snapshot", SourcePlace("common/engine.py", "LLMEngine.watch", "self._watch = Watch")),
     Rule("arrived", SourcePlace(_BOOKS, "SchedulerBooks.add_request", "self.waiting.add_request")),
     Rule("queue", SourcePlace(_POLICIES, "PriorityPolicy.key", "return"), policy="priority"),
     Rule("queue", SourcePlace(_OTHERS, "LongestOutputFirst.key", "return"), policy="lof"),
