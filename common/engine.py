@@ -94,7 +94,11 @@ class LLMEngine:
         self._watch: Watch | None = None
         self.reset_stats()
         if config.events is not None:
-            self.watch(config.events)
+            try:
+                self.watch(config.events)
+            except BaseException:
+                self.close()
+                raise
 
     # -- requests
 
