@@ -1,4 +1,4 @@
-"""Where several stages are at work, a film is the engine too: from the start, and from the middle."""
+"""Where several stages are at work, a film is the engine too: from the start or from the middle."""
 
 from __future__ import annotations
 
