@@ -58,6 +58,8 @@ class FCFSScheduler(SchedulerBooks):
     def _seat(self, request: Request) -> None:
         request.status = RequestStatus.RUNNING
         self.running[request.request_id] = request
+        for plugin in self.plugins:
+            plugin.started(request)
 
     def check_invariants(self) -> None:
         super().check_invariants()

@@ -44,6 +44,10 @@ class RequestQueue(ABC):
     @abstractmethod
     def __iter__(self) -> Iterator[Request]: ...
 
+    def in_order(self) -> Iterator[Request]:
+        """In the order of service, whatever order a debug switch gives to an iteration."""
+        return iter(self)
+
     def peek_request(self) -> Request:
         for request in self:
             return request

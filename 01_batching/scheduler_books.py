@@ -85,6 +85,9 @@ class SchedulerPlugin:
         """Is nothing of a running request to be planned in this step?"""
         return False
 
+    def started(self, request: Request) -> None:
+        """It has been admitted, and runs."""
+
     def planned(self, plan: SchedulerOutput) -> None:
         """A plan is made; its message may still be added to."""
 

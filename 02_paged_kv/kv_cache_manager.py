@@ -88,6 +88,7 @@ class KVCacheManager:
         self.block_size = block_size
         self._tables: dict[str, BlockTable] = {}
         self.grown: set[str] = set()
+        self.acts_for: str | None = None  # whose call uses the pool now, for who looks on
 
     def num_blocks_needed(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -124,10 +125,12 @@ class KVCacheManager:
     ) -> bool:
         """O(new blocks)."""
         check_integers(0, num_new_tokens=num_new_tokens, num_reserved_tokens=num_reserved_tokens)
+        self.acts_for = request.request_id
         end = request.num_computed_tokens + num_new_tokens + num_reserved_tokens
         return self._reach(request.request_id, end)
 
     def free(self, request: Request) -> None:
+        self.acts_for = request.request_id
         table = self._tables.pop(request.request_id, None)
         if table is not None:
             self.grown.discard(request.request_id)

@@ -80,13 +80,15 @@ class CachedKVCacheManager(KVMemory):
             return computed
         key = self._key(request, computed.blocks, len(computed.blocks))
         has_next = computed.num_tokens + self.block_size < request.num_tokens
-        return NotReady.COMPUTED_NOW if has_next and key in self._in_flight else computed
+        self.waits_for = self._in_flight.get(key) if has_next else None
+        return NotReady.COMPUTED_NOW if self.waits_for else computed
 
     def find_cached_blocks(self, request: Request) -> Sequence[int]:
         """They count as used now, and nothing keeps them."""
         return [block.block_id for block in self._look_up(request).blocks]
 
     def _look_up(self, request: Request) -> ComputedBlocks:
+        self.acts_for = request.request_id
         state = self._states.setdefault(request.request_id, _CacheState())
         num_usable = (request.num_tokens - 1) // self.block_size * self.block_size
         token_ids = request.all_token_ids[:num_usable]
@@ -111,6 +113,7 @@ class CachedKVCacheManager(KVMemory):
         """`computed` is put in front by reference; `request.num_computed_tokens` does not include
         it yet. Raises `ValueError` for `computed` blocks when there is a table."""
         check_integers(0, num_new_tokens=num_new_tokens, num_reserved_tokens=num_reserved_tokens)
+        self.acts_for = request.request_id
         is_admission = request.request_id not in self._tables
         computed = computed or _NOTHING_COMPUTED
         if computed.blocks:
@@ -165,6 +168,7 @@ class CachedKVCacheManager(KVMemory):
         num_full = min(num_computed_tokens, request.num_tokens) // self.block_size
         if num_full <= first or state.num_withdrawn:
             return
+        self.acts_for = request.request_id
         given = table.blocks[first:num_full]
         result = self.cache.insert(
             request.all_token_ids, given, extra_keys_of(request), start=first, path=state.path

@@ -46,6 +46,7 @@ class KVMemory(KVCacheManager):
     """Chapter 2's manager: it finds nothing and keeps nothing. With a cache its answers differ."""
 
     cache: PrefixCache | None = None
+    waits_for: str | None = None  # who computes what the last one looked up is not ready for
 
     def get_computed_blocks(
         self, request: Request, wait_for_others: bool = True

@@ -21,7 +21,7 @@ Sources: vLLM's automatic prefix caching (design document); RadixAttention, arXi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -307,7 +307,19 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def cached_prefixes(self) -> Iterator[CachedPrefix]:
-        """Every cached block with its whole prefix. Not for the engine's loop."""
+        """Every cached block with its whole prefix; those that nobody uses in the order in which
+        they would be evicted. Not for the engine's loop."""
+
+    def hash_of(self, block: HasBlockId) -> str:
+        """The first digits of a cached block's hash, if the index has hashes."""
+        return ""
+
+    def begins_node(self, block: HasBlockId) -> bool:
+        """Whether a cached block is the first of its node, if the index is a tree."""
+        return False
+
+    def tell_of_cuts(self, told: Callable[[int], object] | None) -> None:  # noqa: B027
+        """Of a tree: with which block the lower part begins when a node is cut."""
 
     @abstractmethod
     def check_invariants(self) -> None:

@@ -199,12 +199,16 @@ class PrefixCacheLocal(PrefixCache):
         return len(self._evictable)
 
     def cached_prefixes(self) -> Iterator[CachedPrefix]:
-        for cached in self._by_block_id.values():
+        used = [cached for cached in self._by_block_id.values() if cached.ref_cnt]
+        for cached in [*used, *self._evictable.values()]:
             chain = [cached]
             while chain[-1].parent is not None:
                 chain.append(chain[-1].parent)
             token_ids = tuple(token for link in reversed(chain) for token in link.token_ids)
             yield CachedPrefix(cached.extra_keys, token_ids, cached.block)
+
+    def hash_of(self, block: HasBlockId) -> str:
+        return self._by_block_id[block.block_id].block_hash.hex()[:8]
 
     def check_invariants(self) -> None:
         assert len(self._by_hash) == len(self._by_block_id)

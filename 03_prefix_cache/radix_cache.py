@@ -16,7 +16,7 @@ here over the blocks it is given. Source: RadixAttention, arXiv 2312.07104.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count, groupby
 from operator import attrgetter
@@ -59,7 +59,7 @@ class RadixCache(PrefixCache):
         """O(depth of the tree + tokens compared + pages found). The front of the node in which the
         match ends gets a last use of its own: it is cut off."""
         node = self.tree.resume(walk.path.state, self.tree.root(walk.keys), end)
-        node = self.tree.cut(*self.tree.descend(node, walk.token_ids, end))
+        node = self.tree.split(*self.tree.descend(node, walk.token_ids, end))
         walk.path.state = self.tree.bookmark(node)
         return self.tree.blocks_up_to(node, begin)
 
@@ -141,12 +141,18 @@ class RadixCache(PrefixCache):
         return self.num_cached_blocks - self._num_used
 
     def cached_prefixes(self) -> Iterator[CachedPrefix]:
-        for node in self.tree.nodes():
+        for node in sorted(self.tree.nodes(), key=lambda node: (node.last_access, -node.end)):
             path = self.tree.path_to(node)
             token_ids = tuple(token for link in path for token in link.key)
             keys = path[0].above.extra_keys if path else ()
-            for page, block in enumerate(node.blocks, node.start + 1):
+            for page, block in reversed(list(enumerate(node.blocks, node.start + 1))):
                 yield CachedPrefix(keys, token_ids[: page * self.page_size], block)
+
+    def begins_node(self, block: HasBlockId) -> bool:
+        return self.tree.node_of[block.block_id].blocks[0].block_id == block.block_id
+
+    def tell_of_cuts(self, told: Callable[[int], object] | None) -> None:
+        self.tree.told_of_cuts = told
 
     def check_invariants(self) -> None:
         self.tree.check_invariants()

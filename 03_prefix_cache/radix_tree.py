@@ -16,7 +16,7 @@ is forgotten. Source: RadixAttention, arXiv 2312.07104.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -61,6 +61,7 @@ class RadixTree:
         self.page_size = page_size
         self.node_of: dict[int, TreeNode] = {}  # by block id
         self.roots: dict[NormalKeys, TreeNode] = {}
+        self.told_of_cuts: Callable[[int], object] | None = None
 
     def root(self, extra_keys: NormalKeys) -> TreeNode:
         """A new one joins the forest with its first child."""
@@ -140,6 +141,13 @@ class RadixTree:
             self.node_of[block.block_id] = upper
         return upper
 
+    def split(self, node: TreeNode, page: int) -> TreeNode:
+        """`cut`, of which whoever listens is told."""
+        upper = self.cut(node, page)
+        if upper is not node and self.told_of_cuts is not None:
+            self.told_of_cuts(node.blocks[0].block_id)
+        return upper
+
     def _hang(self, node: TreeNode) -> None:
         node.above.children[tuple(node.key[: self.page_size])] = node
 
@@ -166,11 +174,11 @@ class RadixTree:
             raise ValueError(
                 f"blocks {block_ids}: each may be named once, in the order of one path"
             )
-        nodes = [self.cut(node, end)]
+        nodes = [self.split(node, end)]
         while nodes[-1].start > begin:
             nodes.append(nodes[-1].above)
         if nodes[-1].start < begin:
-            self.cut(nodes[-1], begin)  # what is behind the cut keeps its name
+            self.split(nodes[-1], begin)  # what is behind the cut keeps its name
         return nodes
 
     def append(

@@ -372,8 +372,11 @@ class World:
         self.kv.update(zip(new, written[len(found) :], strict=True))
 
     def evict_all_one_by_one(self) -> None:
-        for _ in range(self.model.num_evictable):
+        idle = [p.block.block_id for p in self.cache.cached_prefixes() if p.num_users == 0]
+        for block_id in idle:
             self.evict(1)
+            assert self.last_evicted[-1] == block_id, "they are shown in another order"
+        assert self.model.num_evictable == 0
         self.check()
 
     # what must hold
@@ -592,6 +595,22 @@ def test_extra_keys_separate_everything(make_cache):
     assert shown == {normalise_extra_keys(keys) for keys in ALL_KEYS} and len(shown) == 11
     assert rig.hits("AB", (("salt", "unknown"),)) == []
     rig.check()
+
+
+def test_an_index_says_what_it_calls_a_block_and_where_it_is_cut(rig):
+    told: list[int] = []
+    rig.cache.tell_of_cuts(told.append)
+    held = [rig.cache.pool.blocks[block_id] for block_id in rig.warm("ABCD")]
+    is_tree, has_hashes = rig.cache.begins_node(held[0]), bool(rig.cache.hash_of(held[0]))
+    assert is_tree != has_hashes
+    rig.hits("AB")
+    assert told == ([held[2].block_id] if is_tree else [])
+    begin = [rig.cache.begins_node(block) for block in held]
+    assert begin == ([True, False, True, False] if is_tree else [False] * 4)
+    assert len({rig.cache.hash_of(block) for block in held}) == (4 if has_hashes else 1)
+    rig.cache.tell_of_cuts(None)
+    rig.hits("ABC")
+    assert len(told) == is_tree
 
 
 def test_the_order_of_extra_keys_does_not_matter_and_none_is_empty(rig):

@@ -125,12 +125,12 @@ class PolicyQueue(RequestQueue):
     def __iter__(self) -> Iterator[Request]:
         """Raises `RuntimeError` if the queue is changed before the iteration is over."""
         before = (self._num_left, len(self))
-        for request in self._in_order():
+        for request in self.in_order():
             yield request
             if (self._num_left, len(self)) != before:
                 raise RuntimeError("the queue changed during iteration")
 
-    def _in_order(self) -> Iterator[Request]:
+    def in_order(self) -> Iterator[Request]:
         yield from reversed(self._front.values())
         num_left = self._num_left + len(self._front)
         by_policy = iter(self._policy_order())

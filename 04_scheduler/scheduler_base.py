@@ -78,9 +78,6 @@ class PreemptionPlugin(SchedulerPlugin):
     def victim(self) -> Request | None:
         """Who is to be preempted before this step is planned?"""
 
-    def started(self, request: Request) -> None:
-        """It has been admitted, and runs."""
-
     def preempted(self, request: Request) -> None:
         """It is about to lose its KV."""
 
@@ -245,7 +242,7 @@ class SchedulerBase(SchedulerBooks):
             self._stats.total_recomputed_tokens += num_lost - computed.num_tokens
         request.num_computed_tokens = computed.num_tokens
         request.status = RequestStatus.RUNNING
-        for plugin in self._own_plugins:
+        for plugin in self.plugins:
             plugin.started(request)
         return True
 

@@ -148,7 +148,7 @@ def assemble(
         speculation=guesses,
         num_lookahead_tokens=None if guesses is None else guesses.proposer.num_lookahead_tokens,
     )
-    return assemble_around(config, side, members)
+    return assemble_around(config, side)
 
 
 def model_facts(loaded: LoadedModel) -> ModelFacts:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 
@@ -33,6 +35,9 @@ from request import RequestStatus, SamplingParams
 from scheduler_interface import EngineCoreOutput, SchedulerOutput
 from step_plan import StepResults
 from step_record import StepRecord, preemptions_of
+
+if TYPE_CHECKING:
+    from common.events.watch import Watch
 
 CLOSE_TIMEOUT_S = 5.0  # for a step of another thread, when an engine is closed
 MAX_IDLE_STEPS = 100  # a forced preemption takes one; a wait for KV from elsewhere does not count
@@ -64,6 +69,7 @@ class LLMEngine:
         make = _make_remote_parts if config.has_workers else _make_parts
         with claimed(config.parts_with_state):
             parts, self.tokenizer = make(config, loaded, draft, tokenizer, self._members)
+        self._parts = parts
         self.core, self.scheduler = parts.core, parts.recorder.scheduler
         self.recorder, self._close_loop = parts.recorder, parts.close_loop
         self.kv_manager, self._connector = parts.kv_memory, parts.connector
@@ -87,7 +93,14 @@ class LLMEngine:
         self._ended: dict[RequestGroup, None] = {}  # and not reported yet; in order
         self._num_idle_steps = 0  # in a row, up to the last one
         self._num_named = 0  # requests whose names are ours
+        self._watch: Watch | None = None
         self.reset_stats()
+        if config.events is not None:
+            try:
+                self.watch(config.events)
+            except BaseException:
+                self.close()
+                raise
 
     # -- requests
 
@@ -208,6 +221,8 @@ class LLMEngine:
             results = self.core.step()
         except BaseException as error:
             self.recorder.forget_plans()
+            if self._watch is not None:
+                self._watch.step_failed(error)
             self._abort_running(everybody=getattr(error, "is_final", False))
             raise
         now = time.monotonic()
@@ -393,6 +408,24 @@ class LLMEngine:
         """Forget every cached prefix. False, and nothing has changed, while requests use some."""
         return self.kv_manager.reset_prefix_cache()
 
+    @one_at_a_time
+    def watch(self, events: str | Path | TextIO) -> None:
+        """Write from now on what happens, step by step, to this file or to whoever takes text, as
+        `EngineConfig(events=...)` does from the start (`common/events`). In a run it begins with
+        all that is there. Who was written to before is no more. Raises `ValueError` or
+        `FileNotFoundError` for a path that is no place for a file."""
+        from common.events.watch import Watch
+
+        self.unwatch()
+        self._watch = Watch(events, self.config, self._parts, self._members, self.tokenizer)
+
+    @one_at_a_time
+    def unwatch(self) -> None:
+        """Nothing more is written, and a file is closed. Nothing happens if nobody watches."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.take_out()
+
     def close(self) -> None:
         """Stop the connector's threads, close its files, end the workers. The engine computes
         nothing after. A step of another thread is waited for, but not for long."""
@@ -405,6 +438,8 @@ class LLMEngine:
             if has_turn and self._close_loop is not None:
                 self._close_loop()
         finally:
+            if has_turn:
+                self.unwatch()
             if has_turn:
                 self.turn.release()
             if self._connector is not None:

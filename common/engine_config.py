@@ -237,7 +237,6 @@ class EngineConfig:
             "tensor_parallel_size": (is_summed, order),
             "compile": (is_fixed and self.compile is True, tiles),
             "pack_weights": (is_fixed and not self.pack_weights, f"{tiles}, of packed weights"),
-            "events": (has_stages, "where several stages are at work nothing is filmed"),
             "emulate_graphs": (self.emulate_graphs and self.enforce_eager, "enforce_eager is True"),
         }
         for field_name, (is_wrong, why) in refused.items():

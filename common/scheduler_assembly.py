@@ -10,7 +10,6 @@
     records            1      a RecordedScheduler around it: who learns from the clock observes
     the loop           1      EngineCore; where several steps are under way an OverlappedEngineCore
                               or a PipelinedEngineCore, over a QueuedRunner
-    events          common    the same parts, each behind a class that notes what it does
 
 What computes is a `RunnerSide`: of this process (`assembly.py`) or of others
 (`parallel/remote.py`). Nothing here can tell."""
@@ -18,10 +17,10 @@ What computes is a `RunnerSide`: of this process (`assembly.py`) or of others
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -40,7 +39,6 @@ from step_record import Observer, RecordedScheduler, StepRecord
 if TYPE_CHECKING:
     from acceptance import SpecDecodeStats
     from cached_kv_cache_manager import CachedKVCacheManager
-    from common.outputs import OutputProcessor
     from common.runner.overlap import OverlappedEngineCore, PlansUnderWay, QueuedRunner
     from kv_connector import KVBlockIO, KVConnector
     from overlap_plugin import OverlapPlugin
@@ -52,13 +50,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Namespace = Sequence[tuple[str, str]]
-Part = TypeVar("Part")
-
-
-class Watcher(Protocol):
-    """Gives the class of a part, or one in its place that notes what it does."""
-
-    def __call__(self, kind: type[Part]) -> type[Part]: ...
 
 
 class KVCacheSize(Protocol):
@@ -126,32 +117,18 @@ def find_vocab_size(model: ModelConfig, num_tokens_in_tokenizer: int | None) -> 
     return min(model.vocab_size, num_tokens_in_tokenizer or model.vocab_size)
 
 
-def unwatched(kind: type[Part]) -> type[Part]:
-    return kind
-
-
-def assemble_around(
-    config: EngineConfig, side: RunnerSide, members: Mapping[str, OutputProcessor] | None = None
-) -> EngineParts:
-    """Scheduler, memory and loop for what computes. `members` are those of the engine's open
-    requests, whose texts are events."""
+def assemble_around(config: EngineConfig, side: RunnerSide) -> EngineParts:
+    """Scheduler, memory and loop for what computes."""
     connector, listener = make_connector(config, side)
     overlaps = is_overlapped(config, side.model.device)
-    watch: Watcher = unwatched
-    if config.events is not None:
-        from common.events.watched_parts import watch_run
-
-        texts = {} if members is None else members
-        watch = watch_run(config, side.model, side.kv_cache.num_blocks, overlaps, texts)
     under_way = make_books_of_plans(config, overlaps)
     queued = None if under_way is None else make_queued_runner(side)
     wait_for_steps = None if queued is None else queued.wait_for_steps
-    kv_memory = make_kv_memory(
-        config, side.kv_cache.num_blocks, connector, listener, watch, wait_for_steps
-    )
+    num_blocks = side.kv_cache.num_blocks
+    kv_memory = make_kv_memory(config, num_blocks, connector, listener, wait_for_steps)
     chunk_policy = make_chunk_policy(config)
     plugins = make_plugins(config, under_way, side.num_lookahead_tokens)
-    parts = SchedulerParts(config, side.max_model_len, kv_memory, chunk_policy, plugins, watch)
+    parts = SchedulerParts(config, side.max_model_len, kv_memory, chunk_policy, plugins)
     scheduler = make_scheduler(parts)
     observers: list[Observer] = []
     if connector is not None:
@@ -160,9 +137,9 @@ def assemble_around(
         observers.append(partial(tell_durations, chunk_policy))
     recorder = RecordedScheduler(scheduler, observers)
     if under_way is None or queued is None:
-        core = watch(EngineCore)(recorder, side.runner)
+        core = EngineCore(recorder, side.runner)
         return EngineParts(core, recorder, side, kv_memory, connector)
-    core = make_core_of_several(config, recorder, queued, under_way, watch)
+    core = make_core_of_several(config, recorder, queued, under_way)
     return EngineParts(core, recorder, side, kv_memory, connector, core.close, under_way)
 
 
@@ -178,7 +155,6 @@ class SchedulerParts:
     kv_memory: UncachedKVCacheManager | CachedKVCacheManager
     chunk_policy: ChunkPolicy | None
     plugins: Sequence[SchedulerPlugin] = ()
-    watch: Watcher = unwatched
 
     @property
     def policy(self) -> SchedulePolicy:
@@ -221,8 +197,7 @@ def make_two_phase(parts: SchedulerParts) -> SchedulerInterface:
     from scheduler import Scheduler
 
     watermark = parts.config.watermark
-    kind = parts.watch(Scheduler)
-    return kind(*parts.limits, policy=parts.policy, watermark=watermark, **parts.options)
+    return Scheduler(*parts.limits, policy=parts.policy, watermark=watermark, **parts.options)
 
 
 def make_prefill_first(parts: SchedulerParts) -> SchedulerInterface:
@@ -230,7 +205,7 @@ def make_prefill_first(parts: SchedulerParts) -> SchedulerInterface:
 
     config = parts.config
     size = config.chunk_size or config.max_num_batched_tokens
-    return parts.watch(PrefillFirstScheduler)(
+    return PrefillFirstScheduler(
         *parts.limits,
         policy=parts.policy,
         chunked_prefill_size=size if config.cuts_prompts else None,
@@ -242,8 +217,7 @@ def make_prefill_first(parts: SchedulerParts) -> SchedulerInterface:
 def make_fcfs(parts: SchedulerParts) -> SchedulerInterface:
     from caching_fcfs_scheduler import CachingFCFSScheduler
 
-    kind = parts.watch(CachingFCFSScheduler)
-    return kind(parts.kv_memory, *parts.limits, parts.max_model_len, parts.plugins)
+    return CachingFCFSScheduler(parts.kv_memory, *parts.limits, parts.max_model_len, parts.plugins)
 
 
 def make_books_of_plans(
@@ -357,7 +331,6 @@ def make_core_of_several(
     recorder: RecordedScheduler,
     runner: QueuedRunner,
     books: PlansUnderWay,
-    watch: Watcher,
 ) -> OverlappedEngineCore:
     """The loop where several steps are under way. `books` keeps their plans."""
     if config.pipeline_parallel_size > 1:
@@ -366,7 +339,7 @@ def make_core_of_several(
         return PipelinedEngineCore(recorder, runner, books, config.pipeline_parallel_size)
     from common.runner.overlap import OverlappedEngineCore
 
-    return watch(OverlappedEngineCore)(recorder, runner, books)
+    return OverlappedEngineCore(recorder, runner, books)
 
 
 # -- KV
@@ -377,21 +350,20 @@ def make_kv_memory(
     num_blocks: int,
     connector: KVConnector | None,
     listener: CacheListener | None,
-    watch: Watcher = unwatched,
     wait_for_steps: Callable[[], object] | None = None,
 ) -> UncachedKVCacheManager | CachedKVCacheManager:
     """`wait_for_steps`: the runner's, if steps may be under way while another one is planned."""
-    pool, block_size = watch(BlockPool)(num_blocks), config.block_size
+    pool, block_size = BlockPool(num_blocks), config.block_size
     if config.prefix_cache is None:
-        return watch(UncachedKVCacheManager)(pool, block_size)
-    cache = make_cache(config.prefix_cache, pool, block_size, listener, watch)
+        return UncachedKVCacheManager(pool, block_size)
+    cache = make_cache(config.prefix_cache, pool, block_size, listener)
     if connector is None:
         from cached_kv_cache_manager import CachedKVCacheManager
 
-        return watch(CachedKVCacheManager)(pool, block_size, cache)
+        return CachedKVCacheManager(pool, block_size, cache)
     from loading_kv_cache_manager import LoadingKVCacheManager
 
-    return watch(LoadingKVCacheManager)(pool, block_size, cache, connector, wait_for_steps)
+    return LoadingKVCacheManager(pool, block_size, cache, connector, wait_for_steps)
 
 
 def make_cache(
@@ -399,11 +371,10 @@ def make_cache(
     pool: BlockPool,
     block_size: int,
     listener: CacheListener | None,
-    watch: Watcher = unwatched,
 ) -> PrefixCache:
     """Over the engine's pool. Raises `ValueError` if a function of the user's makes another."""
     if isinstance(wanted, str):
-        return load(PREFIX_CACHES[wanted])(pool, block_size, listener, watch)
+        return load(PREFIX_CACHES[wanted])(pool, block_size, listener)
     cache = wanted(pool=pool, block_size=block_size, listener=listener)
     is_ours = isinstance(cache, PrefixCache) and cache.pool is pool
     if not is_ours or cache.block_size != block_size or cache.listener is not listener:
@@ -415,19 +386,19 @@ def make_cache(
 
 
 def make_hash_cache(
-    pool: BlockPool, block_size: int, listener: CacheListener | None, watch: Watcher
+    pool: BlockPool, block_size: int, listener: CacheListener | None
 ) -> PrefixCache:
     from prefix_cache_local import PrefixCacheLocal
 
-    return watch(PrefixCacheLocal)(pool=pool, block_size=block_size, listener=listener)
+    return PrefixCacheLocal(pool=pool, block_size=block_size, listener=listener)
 
 
 def make_radix_cache(
-    pool: BlockPool, block_size: int, listener: CacheListener | None, watch: Watcher
+    pool: BlockPool, block_size: int, listener: CacheListener | None
 ) -> PrefixCache:
     from radix_cache import RadixCache
 
-    return watch(RadixCache)(page_size=block_size, pool=pool, listener=listener)
+    return RadixCache(page_size=block_size, pool=pool, listener=listener)
 
 
 def make_connector(

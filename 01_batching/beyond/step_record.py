@@ -117,6 +117,11 @@ class RecordedScheduler:
         """The steps under way have failed. (Unsaid, it shows when a younger one ends.)"""
         self._under_way.clear()
 
+    @property
+    def plans_under_way(self) -> list[SchedulerOutput]:
+        """The oldest first."""
+        return [plan for plan, _ in self._under_way]
+
     def _take_clock(self, plan: SchedulerOutput) -> Laps:
         made, clock = self._under_way.popleft()
         while made is not plan:  # its step failed

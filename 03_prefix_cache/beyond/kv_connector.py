@@ -22,7 +22,7 @@ own blocks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from request import Request
@@ -94,6 +94,10 @@ class KVConnector(ABC):
         may be the reason: whoever keeps some forgets them, so that the next one with this prefix
         computes it. (Tiers have heard it from the cache: they keep nothing else.)"""
 
+    def num_loaded_blocks(self) -> Mapping[str, int]:
+        """Blocks that its loads have brought so far, by tier; empty if it has no tiers."""
+        return {}
+
     @abstractmethod
     def wait_for_load(self, timeout_s: float) -> None:
         """Return when some load has finished, or after `timeout_s`."""
@@ -156,6 +160,10 @@ class ConnectorChain(KVConnector):
     def withdraw(self, request: Request, start: int, end: int) -> None:
         for connector in self.connectors:
             connector.withdraw(request, start, end)
+
+    def num_loaded_blocks(self) -> Mapping[str, int]:
+        parts = [connector.num_loaded_blocks() for connector in self.connectors]
+        return {tier: num for part in parts for tier, num in part.items()}
 
     def wait_for_load(self, timeout_s: float) -> None:
         loading = list({id(c): c for c in self._chosen.values()}.values())

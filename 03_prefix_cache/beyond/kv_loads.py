@@ -17,7 +17,8 @@ no more, and computes; a request is asked about again only if the cache has lost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from block_pool import Block
@@ -32,11 +33,28 @@ MAX_OVERTAKES = 32  # loads that begin before one that was refused earlier
 
 
 @dataclass(slots=True)
-class _Load:
+class Load:
     request: Request
     prefix: list[Block]  # cached, and used by the load so that they stay
     blocks: list[Block]  # where the loaded KV goes; cached and used too when it has arrived
     has_arrived: bool = False
+
+
+class LoadListener:
+    """Told of every load. What is done between `acting_for` and its end is done for that request,
+    in the middle, it may be, of a call for another one."""
+
+    def acting_for(self, request_id: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def load_begun(self, load: Load) -> None:
+        """Its blocks are taken, and its prefix is held."""
+
+    def load_arrived(self, load: Load) -> None:
+        """`load.blocks` are cached."""
+
+    def load_ended(self, request_id: str) -> None:
+        """Nothing is held for it any more."""
 
 
 @dataclass(slots=True)
@@ -59,8 +77,9 @@ class KVLoads:
     ) -> None:
         self.connector = connector
         self.cache = cache
+        self.listener = LoadListener()
         self._take_blocks = take_blocks
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, Load] = {}
         self._offers: dict[str, _Offer] = {}
         self._overtakes: dict[str, int] = {}  # of the refused ones, the first of them in front
 
@@ -101,9 +120,10 @@ class KVLoads:
             self.cache.release(computed.blocks)
             return True
         self._overtake(request.request_id)
-        load = self._loads[request.request_id] = _Load(request, computed.blocks, blocks)
+        load = self._loads[request.request_id] = Load(request, computed.blocks, blocks)
         block_ids = [block.block_id for block in blocks]
         self.connector.update_state_after_alloc(request, block_ids, offer.num_external_tokens)
+        self.listener.load_begun(load)
         return self._has_arrived(load)
 
     def _refuse(self, request_id: str) -> bool:
@@ -122,14 +142,19 @@ class KVLoads:
             self._overtakes[refused] += 1
         self._overtakes.pop(request_id, None)
 
-    def _has_arrived(self, load: _Load) -> bool:
+    def _has_arrived(self, load: Load) -> bool:
         """Cache what has arrived, as used by the load. False: it is still under way."""
         if load.has_arrived:
             return True
         num_tokens = self.connector.get_finished_load(load.request.request_id)
         if num_tokens is None:
             return False
-        num_arrived = num_tokens // self.cache.block_size
+        with self.listener.acting_for(load.request.request_id):
+            self._cache_arrived(load, num_tokens // self.cache.block_size)
+        self.listener.load_arrived(load)
+        return True
+
+    def _cache_arrived(self, load: Load, num_arrived: int) -> None:
         result = self.cache.insert(
             load.request.all_token_ids,
             load.blocks[:num_arrived],
@@ -138,19 +163,20 @@ class KVLoads:
         )
         self.cache.pool.free(load.blocks[num_arrived:][::-1])
         load.blocks, load.has_arrived = result.blocks, True
-        return True
 
     def drop(self, request_id: str) -> None:
         """What has arrived stays cached; what is under way never comes."""
         load = self._loads.pop(request_id, None)
         if load is None:
             return
-        if load.has_arrived:
-            self.cache.release(load.prefix + load.blocks)
-        else:
-            self.connector.cancel_load(request_id)
-            self.cache.pool.free(load.blocks[::-1])
-            self.cache.release(load.prefix)
+        with self.listener.acting_for(request_id):
+            if load.has_arrived:
+                self.cache.release(load.prefix + load.blocks)
+            else:
+                self.connector.cancel_load(request_id)
+                self.cache.pool.free(load.blocks[::-1])
+                self.cache.release(load.prefix)
+        self.listener.load_ended(request_id)
 
     def withdraw(self, first: Block) -> None:
         """This cached block and all behind it are about to leave the cache: drop what has arrived
@@ -184,6 +210,9 @@ class KVLoads:
 
     def request_ids(self) -> set[str]:
         return set(self._loads)
+
+    def loads(self) -> Iterable[Load]:
+        return self._loads.values()
 
     def check_invariants(self) -> None:
         most = self.cache.pool.num_usable_blocks * MAX_SHARE_OF_LOADS

@@ -47,37 +47,36 @@ class LoadingKVCacheManager(CachedKVCacheManager):
     ) -> None:
         super().__init__(pool, block_size, cache)
         self.connector = connector
-        self._loads = KVLoads(connector, cache, self._take_blocks_to_load)
+        self.loads = KVLoads(connector, cache, self._take_blocks_to_load)
         self.wait_for_steps = wait_for_steps or (lambda: None)
 
     def get_computed_blocks(
         self, request: Request, wait_for_others: bool = True
     ) -> ComputedBlocks | NotReady:
+        self.acts_for = request.request_id
         if request.request_id not in self._tables and self._is_loading(request):
             return NotReady.LOADING
         return super().get_computed_blocks(request, wait_for_others)
 
     def _is_loading(self, request: Request) -> bool:
         """And a load is started, if there is something to load."""
-        if request.request_id in self._loads:
-            return self._loads.is_under_way(request.request_id)
+        if request.request_id in self.loads:
+            return self.loads.is_under_way(request.request_id)
         computed = self._look_up(request)
-        return self._loads.wants_load(request, computed) and not self._loads.start(
-            request, computed
-        )
+        return self.loads.wants_load(request, computed) and not self.loads.start(request, computed)
 
     def _begin(self, request: Request, computed: ComputedBlocks) -> None:
         super()._begin(request, computed)
-        self._loads.drop(request.request_id)
+        self.loads.drop(request.request_id)
 
     def _num_obtainable(self, num_wanted: int, found: list[Block], gone: list[Block]) -> int:
         if super()._num_obtainable(num_wanted, found, gone) < num_wanted:
-            self._loads.give_way()
+            self.loads.give_way()
         return super()._num_obtainable(num_wanted, found, gone)
 
     def _take_blocks(self, num_blocks: int) -> list[Block] | None:
         if num_blocks > self._num_free_or_evictable():
-            self._loads.give_way()
+            self.loads.give_way()
         return super()._take_blocks(num_blocks)
 
     def _take_blocks_to_load(self, num_blocks: int) -> list[Block] | None:
@@ -87,7 +86,7 @@ class LoadingKVCacheManager(CachedKVCacheManager):
         return blocks
 
     def free(self, request: Request) -> None:
-        self._loads.forget(request.request_id)
+        self.loads.forget(request.request_id)
         state, is_error = self._states.get(request.request_id), request.status == _ERROR
         if state is not None and state.num_published and not is_error:
             block_ids = self.get_block_ids(request.request_id)[: state.num_published]
@@ -98,7 +97,7 @@ class LoadingKVCacheManager(CachedKVCacheManager):
         super().free(request)
 
     def _withdraw(self, request: Request, start: int, end: int) -> None:
-        self._loads.withdraw(self._tables[request.request_id].blocks[start])
+        self.loads.withdraw(self._tables[request.request_id].blocks[start])
         try:
             self.connector.withdraw(request, start, end)
         except Exception:
@@ -106,20 +105,20 @@ class LoadingKVCacheManager(CachedKVCacheManager):
         super()._withdraw(request, start, end)
 
     def recount(self) -> None:
-        for request_id in self._loads.request_ids():
-            self._loads.drop(request_id)
+        for request_id in self.loads.request_ids():
+            self.loads.drop(request_id)
         super().recount()
 
     def wait_for_loads(self) -> None:
         """Until something arrives, but not long. Returns at once if nothing is under way."""
-        self._loads.wait()
+        self.loads.wait()
 
     def _count_holders(self) -> Counter[int]:
         holders = super()._count_holders()
-        holders.update(block.block_id for block in self._loads.held_blocks())
+        holders.update(block.block_id for block in self.loads.held_blocks())
         return holders
 
     def check_invariants(self, requests: Iterable[Request] = ()) -> None:
         super().check_invariants(requests)
-        self._loads.check_invariants()
-        assert self._loads.request_ids().isdisjoint(self._tables), "loading, and running"
+        self.loads.check_invariants()
+        assert self.loads.request_ids().isdisjoint(self._tables), "loading, and running"

@@ -119,7 +119,7 @@ class LoadingWorld(World):
         """What has arrived for requests that still wait gives way."""
         return {
             block.block_id
-            for request_id, load in self.manager._loads._loads.items()
+            for request_id, load in self.manager.loads._loads.items()
             for block in load.prefix + load.blocks
             if not for_good or request_id in self.under_way()
         }
@@ -127,7 +127,7 @@ class LoadingWorld(World):
     def look_up(self, request: Request) -> ComputedBlocks | NotReady:
         request_id = request.request_id
         was_loading = request_id in self.connector.loads
-        num_held = sum(len(q.prefix + q.blocks) for q in self.manager._loads._loads.values())
+        num_held = sum(len(q.prefix + q.blocks) for q in self.manager.loads._loads.values())
         num_held *= bool(self.under_way())  # if all has arrived, those who wait give way
         computed = super().look_up(request)
         if self.checks and computed is NotReady.LOADING:
@@ -160,7 +160,7 @@ class LoadingWorld(World):
     def check(self) -> None:
         self.connector.scribble()
         super().check()
-        under_way = {r for r, load in self.manager._loads._loads.items() if not load.has_arrived}
+        under_way = {r for r, load in self.manager.loads._loads.items() if not load.has_arrived}
         assert self.connector.loads.keys() == under_way
 
 
@@ -500,7 +500,7 @@ def test_a_refused_load_is_overtaken_so_often_and_then_its_request_computes(make
     assert [call for call in world.connector.calls if call[:2] == ("load", "big")] == []
     world.check()
     world.drain()
-    assert not world.manager._loads._overtakes
+    assert not world.manager.loads._overtakes
 
 
 def test_loads_of_those_in_front_cost_nobody_a_turn(make_world):
@@ -517,7 +517,7 @@ def test_loads_of_those_in_front_cost_nobody_a_turn(make_world):
         world.connector.finish(name, 0)
         world.look_up(world.waiting[name])
         world.free(name)
-    assert not world.manager._loads._overtakes
+    assert not world.manager.loads._overtakes
 
 
 def test_what_has_arrived_for_those_behind_does_not_keep_those_in_front_waiting(make_world):
@@ -742,7 +742,7 @@ def test_check_invariants_notices_damage(make_world, damage):
     world.connector.num_offered["c"] = 1
     world.look_up(world.waiting["c"])
     world.check()
-    loads = world.manager._loads._loads
+    loads = world.manager.loads._loads
     if damage == "loading":
         loads["b"] = loads.pop("c")
     else:

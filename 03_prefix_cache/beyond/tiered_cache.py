@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -265,6 +265,9 @@ class TieredCache(KVConnector):
         load = self._loads.pop(request_id, None)
         if load is not None:
             load.is_cancelled = True
+
+    def num_loaded_blocks(self) -> Mapping[str, int]:
+        return {"host": self.stats.num_host_hits, "disk": self.stats.num_disk_hits}
 
     def wait_for_load(self, timeout_s: float) -> None:
         reading = [load.reading for load in self._loads.values() if load.reading is not None]

@@ -323,6 +323,32 @@ class Failed(Event):
     error: str
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot(Event):
+    """Watching begins in the middle of a run: all that is there, as rows with names. What a block's
+    holders are follows from it: tables, the cache, and loads.
+
+    `requests`, in the order of arrival: "request", "prompt", "prompt_pieces", "max_tokens",
+    "priority", "tenant", "order_key", "arrived_at", "outputs", "pieces", "table",
+    "num_computed_tokens", "num_cached_tokens", "num_preemptions", "highest" (the position up to
+    which it was ever computed). `cached`, with those that nobody uses in the order of eviction:
+    "block", "parent" (a block or null), "tokens", "tenant", "hash". `loads`: "request", "prefix",
+    "blocks", "has_arrived". `under_way`, the oldest first: "step", "requests", "starts",
+    "num_tokens", "drafts" of each plan, without those who have ended since."""
+
+    kind: ClassVar[str] = "snapshot"
+    time: float
+    requests: list[dict[str, Any]]
+    waiting: list[str]
+    running: list[str]
+    free: list[int]
+    cached: list[dict[str, Any]] = field(default_factory=list)
+    node_heads: list[int] = field(default_factory=list)
+    loads: list[dict[str, Any]] = field(default_factory=list)
+    loaded: dict[str, int] = field(default_factory=dict)  # blocks so far, by source
+    under_way: list[dict[str, Any]] = field(default_factory=list)
+
+
 KINDS: dict[str, type[Event]] = {kind.kind: kind for kind in Event.__subclasses__()}
 _NAMES = {kind: tuple(f.name for f in fields(kind)) for kind in KINDS.values()}
 _HINTS = {kind: get_type_hints(kind, vars(sys.modules[__name__])) for kind in KINDS.values()}

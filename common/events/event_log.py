@@ -14,12 +14,12 @@ import weakref
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
 from common.events.event_kinds import VERSION, Cut, Event, Run, to_line
-from common.tokenizer import IncrementalDetokenizer
+from common.tokenizer import IncrementalDetokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from common.engine_config import EngineConfig
@@ -31,18 +31,16 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "vllm-from-scratch")
 
 
 class EventLog:
-    """Writes a run to `path`; what was there is lost. Raises `ValueError` if that is no place for a
-    file, and `FileNotFoundError` for a folder that is not there."""
+    """Writes a run to a file, or to whoever takes text. A path is a new file, and what was there is
+    lost; raises `ValueError` if that is no place for a file, and `FileNotFoundError` for a folder
+    that is not there."""
 
-    def __init__(self, path: str | Path) -> None:
-        path = Path(path)
-        if path.is_dir():
-            raise ValueError(f"events is {str(path)!r}: it must be a file, and is a folder")
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"events is {str(path)!r}: its folder is not there")
-        # A lone surrogate is written as JSON's escape of it.
-        self._file = path.open("w", encoding="utf-8", errors="backslashreplace", newline="\n")
-        weakref.finalize(self, self._file.close)
+    def __init__(self, events: str | Path | TextIO) -> None:
+        if isinstance(events, str | Path):
+            self._file = open_file(Path(events))
+            self.close = weakref.finalize(self, self._file.close)
+        else:
+            self._file, self.close = events, events.flush  # its owner closes it
         self._pending: list[Event] = []
         self._start = time.monotonic()
         self.in_step = False
@@ -74,6 +72,15 @@ class EventLog:
             self._file.write("".join([f"{to_line(event)}\n" for event in self._pending]))
             self._pending.clear()
             self._file.flush()
+
+
+def open_file(path: Path) -> TextIO:
+    if path.is_dir():
+        raise ValueError(f"events is {str(path)!r}: it must be a file, and is a folder")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"events is {str(path)!r}: its folder is not there")
+    # A lone surrogate is written as JSON's escape of it.
+    return path.open("w", encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
 # -- the run line
@@ -150,17 +157,15 @@ class TextPieces:
     """What each token adds to the text, for all requests. The engine makes text when somebody reads
     it; this reads along, with decoders of its own."""
 
-    def __init__(self, members: Mapping[str, OutputProcessor]) -> None:
-        self._members = members
+    def __init__(self, members: Mapping[str, OutputProcessor], tokenizer: Tokenizer | None) -> None:
+        self._members, self._tokenizer = members, tokenizer
         self._decoders: dict[str, IncrementalDetokenizer] = {}
 
     def begin(self, request: Request) -> list[str]:
         """The pieces of its prompt. Empty without a tokenizer."""
-        member = self._members.get(request.request_id)
-        known = None if member is None else member._detokenizer
-        if known is None:
+        tokenizer, prompt = self._tokenizer, request.prompt_token_ids
+        if tokenizer is None:
             return []
-        tokenizer, prompt = known._tokenizer, request.prompt_token_ids
         skips = request.sampling_params.skip_special_tokens
         self._decoders[request.request_id] = IncrementalDetokenizer(
             tokenizer, prompt, skip_special_tokens=skips

@@ -198,7 +198,7 @@ def assemble_remote(
         messages = _start_messages(config, checkpoint, device, started, [max_model_len, vocab_size])
         facts = executor.start(messages)
         side = _make_side(config, checkpoint, executor, facts, max_model_len, vocab_size, members)
-        return assemble_around(config, side, members), tokenizer
+        return assemble_around(config, side), tokenizer
     except BaseException:
         executor.close()
         raise

@@ -15,7 +15,9 @@ from common.events.event_log import label_of
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, paged_runner
 from common.tokenizer import Tokenizer
 from common.workshop.replay.film import State
-from policy_queue import PolicyQueue
+from loading_kv_cache_manager import LoadingKVCacheManager
+from prefix_cache import PrefixCache
+from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
 from request import SamplingParams
 from tiered_cache import KVTierConfig, TieredCache
@@ -25,12 +27,12 @@ from tiered_cache import KVTierConfig, TieredCache
 
 def state_of_engine(engine: LLMEngine) -> dict[str, Any]:
     manager, scheduler = engine.kv_manager, engine.scheduler
-    pool, cache = manager.pool, engine.prefix_cache
+    pool, cache = manager.pool, cache_of(engine)
     state = {
         "ref_cnt": [block.ref_cnt for block in pool.blocks],
         "free": [block.block_id for block in pool.free_order()],
         "tables": {name: list(table.block_ids) for name, table in manager._tables.items()},
-        "waiting": queue_of(scheduler),
+        "waiting": queue_of(engine),
         "running": list(scheduler.running),
         "computed": {n: r.num_computed_tokens for n, r in scheduler.requests.items()},
         "cached tokens": {n: r.num_cached_tokens for n, r in scheduler.requests.items()},
@@ -58,11 +60,16 @@ def state_of_engine(engine: LLMEngine) -> dict[str, Any]:
             )
             order = [block for node in idle for block in reversed(node.blocks)]
             state["eviction order"] = [block.block_id for block in order]
-        else:
+        elif isinstance(cache, PrefixCacheLocal):
             state["eviction order"] = list(cache._evictable)
             state["hashes"] = {b: c.block_hash.hex()[:8] for b, c in cache._by_block_id.items()}
-    if (loads := getattr(manager, "_loads", None)) is not None:
-        for name, load in loads._loads.items():
+        else:  # somebody else's: what the contract says
+            idle = [p.block for p in cache.cached_prefixes() if p.num_users == 0]
+            state["eviction order"] = [block.block_id for block in idle]
+            state["hashes"] = dict.fromkeys(cache.cached_block_ids(), "")
+    if isinstance(manager, LoadingKVCacheManager):
+        for load in manager.loads.loads():
+            name = load.request.request_id
             ids = [[block.block_id for block in blocks] for blocks in (load.prefix, load.blocks)]
             state["loads"][name] = (*ids, load.has_arrived)
         if isinstance(manager.connector, TieredCache):
@@ -71,14 +78,17 @@ def state_of_engine(engine: LLMEngine) -> dict[str, Any]:
     return state
 
 
-def queue_of(scheduler: Any) -> list[str]:
+def cache_of(engine: LLMEngine) -> PrefixCache | None:
+    """Its own, and not what looks on."""
+    return engine.prefix_cache if engine._watch is None else engine._watch.memory.cache
+
+
+def queue_of(engine: LLMEngine) -> list[str]:
     """In the order of service. Where the policy looks at the cache, asking is a use of the cache,
     and the answer of the last plan has to do."""
-    waiting = scheduler.waiting
-    if isinstance(waiting, PolicyQueue) and waiting.policy.looks_at_cache:
-        return scheduler.queue_order()
-    order = waiting._in_order() if isinstance(waiting, PolicyQueue) else waiting
-    return [request.request_id for request in order]
+    if engine._watch is not None:
+        return engine._watch.requests.queue_order()
+    return [request.request_id for request in engine.scheduler.waiting.in_order()]
 
 
 def state_of_film(state: State) -> dict[str, Any]:
@@ -170,12 +180,19 @@ def replay(recorded: RecordedRun, without: str | None = None) -> list[str]:
 
 
 def serve(
-    path: Path, loaded, tokenizer, prompts: list[list[int]], run_seed: int, draft=None, **config
+    path: Path,
+    loaded,
+    tokenizer,
+    prompts: list[list[int]],
+    run_seed: int,
+    draft=None,
+    first_step: int = 0,
+    **config,
 ) -> RecordedRun:
     """Requests of all kinds come, go, and are aborted between steps and in the middle of them; now
-    and then a step fails."""
+    and then a step fails. The film begins before `first_step`."""
     rng, recorded = random.Random(run_seed), RecordedRun(path)
-    settings = EngineConfig(events=path, check_invariants=True, **config)
+    settings = EngineConfig(events=None if first_step else path, check_invariants=True, **config)
     engine = LLMEngine(settings, loaded=loaded, tokenizer=tokenizer, draft=draft)
     runner, num_requests = paged_runner(engine), 0
     forward, fails = runner.forward, rng.random() < 0.3
@@ -217,7 +234,11 @@ def serve(
 
     engine.on_step = on_step
     num_coming = rng.randint(3, 12)
-    for _ in range(400):
+    for step in range(400):
+        if 0 < step == first_step:
+            recorded = RecordedRun(path)
+            engine.watch(path)
+            recorded.look(engine)
         if num_requests < num_coming and rng.random() < 0.5:
             add_one()
         if rng.random() < 0.03 and engine._groups:
@@ -232,7 +253,8 @@ def serve(
         except RuntimeError:
             recorded.num_errors += 1
             outputs = []
-        recorded.look(engine)
+        if step >= first_step:
+            recorded.look(engine)
         for output in outputs:
             recorded.end(output)
     else:

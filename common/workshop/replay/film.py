@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from common.events.event_kinds import (
     Admitted,
@@ -37,6 +38,7 @@ from common.events.event_kinds import (
     Queue,
     Run,
     Shared,
+    Snapshot,
     Split,
     Table,
     Taken,
@@ -401,6 +403,43 @@ class State:
         self.under_way.clear()
         self._planned_for.clear()
         self.errors.append(event.error)
+
+    # -- a film that begins in the middle
+
+    def _on_snapshot(self, event: Snapshot) -> None:
+        self._require(not self.requests and not self.cached, "a snapshot behind other events")
+        try:
+            for row in event.requests:
+                self._restore_request(**row)
+            for row in event.cached:
+                self._restore_cached(**row)
+            for row in event.loads:
+                load = LoadState(row["prefix"], row["blocks"], row["has_arrived"])
+                self.loads[row["request"]] = load
+            for row in event.under_way:
+                self.under_way.append(Planned(time=event.time, schedule_ms=0.0, **row))
+                self._planned_for.append([self.requests[name] for name in row["requests"]])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"a snapshot has rows of another kind: {error}") from None
+        self.waiting, self.running = list(event.waiting), dict.fromkeys(event.running)
+        self.node_heads, self.num_loaded = set(event.node_heads), dict(event.loaded)
+        self.free = OrderedDict.fromkeys(event.free)
+        holders = [request.table for request in self.requests.values()] + [list(self.cached)]
+        holders += [load.prefix + load.blocks for load in self.loads.values()]
+        for block in (block for blocks in holders for block in blocks):
+            self.ref_cnt[block] += 1
+        is_free = {b for b, ref_cnt in enumerate(self.ref_cnt) if b and not ref_cnt}
+        self._require(is_free == set(event.free), "a block is free and held, or neither")
+
+    def _restore_request(self, request: str, arrived_at: float, order_key: str, **row: Any) -> None:
+        row |= {name: list(row[name]) for name in ("outputs", "pieces", "table")}  # they grow
+        self.requests[request] = RequestState(request_id=request, arrived_at=arrived_at, **row)
+
+    def _restore_cached(
+        self, block: int, tokens: list[int], parent: int | None, tenant: str, hash: str
+    ) -> None:
+        self.cached[block] = CachedBlockState(tuple(tokens), parent, tenant, hash)
+        self._use(block)
 
     def _on_run(self, event: Run) -> None:
         raise ValueError("a second run line")

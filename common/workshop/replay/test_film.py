@@ -42,6 +42,7 @@ def runs_with_every_kind(workshop: Workshop) -> list[RecordedRun]:
     changes = [
         {"prefix_cache": "hash", "policy": "lpm", "kv_tiers": tiers},
         {"prefix_cache": "radix", "policy": "priority", "preempt_every": 3},
+        {"prefix_cache": "radix", "overlap_scheduling": True, "first_step": 6},
     ]
     runs = [workshop.run(seed, **small, **how) for how in changes for seed in (4, 7, 9)]
     for run in runs:

@@ -133,7 +133,7 @@ def facts_in_python(film: Film) -> list[dict[str, Any]]:
                 "first": step.first,
                 "events": [event.kind for event in step.events],
                 "planned": None if computed is None else computed.step,
-                **(nothing if computed is None else seen[id(computed)]),
+                **(nothing if computed is None else seen.get(id(computed), nothing)),
             }
         )
     return facts
@@ -173,14 +173,17 @@ def test_the_page_has_the_state_that_python_has(
     assert kinds <= there, "the run shows nothing of what this test is about"
 
 
-@pytest.mark.parametrize("seed", [3, 8, 11, 14])
+@pytest.mark.parametrize(("seed", "first_step"), [(3, 0), (8, 0), (11, 0), (14, 0), (7, 6)])
 def test_so_it_is_of_engines_of_all_kinds(
     seed: int,
+    first_step: int,
     workshop: Workshop,  # noqa: F811
     shown: Callable[[Path], Page],
 ) -> None:
-    """Overlap, aborts, steps that fail (3, 8), tiers (11), names that come again (11, 14)."""
-    recorded = workshop.run(seed)
+    """Overlap, aborts, steps that fail (3, 8), tiers (11), names that come again (11, 14), and one
+    that is watched from the middle on, with a plan under way."""
+    late = {"first_step": first_step, "prefix_cache": "radix", "overlap_scheduling": True}
+    recorded = workshop.run(seed, **(late if first_step else {}))
     compare(shown(recorded.path), recorded.path, seed)
 
 

@@ -21,8 +21,7 @@ from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.loader import LoadedModel, load_model
 from common.tokenizer import Tokenizer, load_tokenizer
 from request import Request, SamplingParams
-from scheduler import Scheduler
-from step_plan import StepPlan
+from scheduler_books import SchedulerBooks, SchedulerPlugin
 
 MAX_STEPS = 500
 
@@ -71,11 +70,13 @@ def perform(script: Script, path: str | Path, cast: Cast | None = None) -> dict[
     """Serve a script, and write what happens to `path`. The answers, by request. Raises
     `ValueError` or `FileNotFoundError` for a path that is no place for a file."""
     cast = cast or load_cast()
-    config = EngineConfig(**script.config, device="cpu", dtype="float64", events=path)
+    config = EngineConfig(**script.config, device="cpu", dtype="float64")
     engine = LLMEngine(config, loaded=cast.loaded, tokenizer=cast.tokenizer)
     if script.is_static:  # no setting of the engine: it is what chapter 1 does away with
-        scheduler: Any = engine.scheduler
-        scheduler.__class__ = scheduler.watch(StaticBatches)
+        scheduler = engine.scheduler
+        assert isinstance(scheduler, SchedulerBooks)
+        scheduler.set_plugins([StaticBatches(), *scheduler.plugins])
+    engine.watch(path)
     to_come, answers = list(script.visits), dict[str, str]()
     for step in range(MAX_STEPS):
         while to_come and to_come[0].step <= step:
@@ -88,17 +89,19 @@ def perform(script: Script, path: str | Path, cast: Cast | None = None) -> dict[
     raise RuntimeError(f"the script has not ended after {MAX_STEPS} steps")
 
 
-class StaticBatches(Scheduler):
-    """Chapter 4's, but for one rule: nobody joins those who run."""
+class StaticBatches(SchedulerPlugin):
+    """One rule more: nobody joins those who run."""
 
     is_open = True  # a batch is being put together
 
-    def begin_step(self) -> StepPlan:
-        self.is_open = not self.running
-        return super().begin_step()
+    def attach(self, books: SchedulerBooks) -> None:
+        self._running = books.running
+
+    def begin_step(self) -> None:
+        self.is_open = not self._running
 
     def may_start(self, request: Request) -> bool:
-        return self.is_open and super().may_start(request)
+        return self.is_open
 
 
 def _let_in(engine: LLMEngine, visit: Visit) -> None:

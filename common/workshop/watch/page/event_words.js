@@ -5,6 +5,7 @@
   Watch.words({
     "said.none": ["nothing", "无"],
     "said.run": ["a run", "运行记录"],
+    "said.snapshot": ["watching begins in the middle of the run", "从运行中途开始观看"],
     "said.arrived": ["{request} arrives", "{request} 到达"],
     "said.queue": ["the queue is {order}", "队列为 {order}"],
     "said.admitted": ["{request} is admitted with {num_cached_tokens} tokens found",

@@ -64,7 +64,9 @@
         if (!step.marks.has(event.request)) step.marks.set(event.request, []);
         step.marks.get(event.request).push(name);
       };
-      if (event.kind === "arrived") {
+      if (event.kind === "snapshot") {
+        for (const {request} of event.requests) this.noteArrival(request, step.number);
+      } else if (event.kind === "arrived") {
         this.noteArrival(event.request, step.number);
         mark("arrived");
       } else if (event.kind === "admitted") {

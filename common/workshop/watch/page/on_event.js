@@ -223,5 +223,53 @@
     state.errors.push(event.error);
   };
 
+  // -- a film that begins in the middle
+
+  on.snapshot = (state, event) => {
+    require(state.requests.size === 0 && state.cached.size === 0, "snapshot");
+    for (const row of event.requests) restoreRequest(state, row);
+    for (const {block, parent, tokens, tenant, hash} of event.cached) {
+      state.cached.set(block, {tokens, parent, tenant, blockHash: hash});
+      state.use(block);
+    }
+    for (const {request, prefix, blocks, has_arrived: hasArrived} of event.loads) {
+      state.loads.set(request, {prefix, blocks, hasArrived});
+    }
+    for (const row of event.under_way) {
+      const drafts = Object.assign(Object.create(null), row.drafts);
+      const unsaid = {passed_over: Object.create(null), parents: Object.create(null), stop: null};
+      const times = {time: event.time, schedule_ms: 0};
+      state.underWay.push({kind: "planned", ...times, ...unsaid, ...row, drafts});
+      state.plannedFor.push(row.requests.map((id) => state.request(id).life));
+    }
+    state.waiting = [...event.waiting];
+    state.running = new Set(event.running);
+    state.nodeHeads = new Set(event.node_heads);
+    for (const [source, num] of Object.entries(event.loaded)) state.numLoaded.set(source, num);
+    state.free = new Set(event.free);
+    const holders = [...state.requests.values()].map(({table}) => table);
+    holders.push([...state.cached.keys()]);
+    for (const {prefix, blocks} of state.loads.values()) holders.push(prefix, blocks);
+    for (const block of holders.flat()) state.refCnt[block] += 1;
+    const isRight = state.refCnt.every((n, block) => !block || (n === 0) === state.free.has(block));
+    require(isRight, "snapshot");
+  };
+
+  function restoreRequest(state, row) {
+    const {request: id, prompt_pieces: pieces, arrived_at: time} = row;
+    const request = new Watch.Request({...row, pieces, time}, state.numLives++);
+    Object.assign(request, {
+      outputs: row.outputs,
+      pieces: row.pieces,
+      table: row.table,
+      numComputedTokens: row.num_computed_tokens,
+      numCachedTokens: row.num_cached_tokens,
+      numPreemptions: row.num_preemptions,
+      highest: row.highest,
+    });
+    state.requests.set(id, request);
+    state.owned.add(id);
+  }
+
   Watch.onEvent = on;
 })();

@@ -32,6 +32,8 @@
       "“{request}”从 {start} 继续，而算好的有 {computed} 个"],
     "wrong.order": ["step {step} was computed, and is not the oldest under way",
       "算完的是第 {step} 步，但它不是最早进行中的一步"],
+    "wrong.snapshot": ["a snapshot comes too late, or a block in it is free and held, or neither",
+      "快照来得太晚，或者快照中某个块既空闲又有人持有，或者两者都不是"],
     "wrong.length": ["two lists of one event differ in length", "同一事件的两个列表长度不同"],
   });
 

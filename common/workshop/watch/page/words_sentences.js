@@ -48,6 +48,10 @@
         "arrived",
       ]);
     },
+    snapshot(event, {say}) {
+      const values = {running: event.running.length, waiting: event.waiting.length};
+      say("", "say.snapshot", values, ["snapshot"]);
+    },
     queue(event, {say, run}) {
       const names = event.order.map(Watch.label);
       const order = names.length > 6 ? `${names.slice(0, 6).join(", ")}, …` : names.join(", ");

@@ -1,0 +1,120 @@
+"""Everything that an engine has between two steps, as one event: where a film begins that was not
+there from the start. Asking changes nothing; it takes a time that grows with the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from common.events.event_kinds import Snapshot
+from common.events.event_log import EventLog, TextPieces, label_of
+from common.events.watched_scheduler import RequestWatch
+from prefix_cache import NormalKeys, PrefixCache, extra_keys_of, normalise_extra_keys
+from request import Request
+from scheduler_books import SchedulerBooks
+from scheduler_interface import SchedulerOutput
+
+
+def take_snapshot(
+    log: EventLog,
+    texts: TextPieces,
+    books: SchedulerBooks,
+    watch: RequestWatch,
+    under_way: Sequence[SchedulerOutput],
+) -> Snapshot:
+    """`under_way` are the plans whose results nobody has seen, the oldest first."""
+    memory, plans = watch.memory, [_plan_row(*row, books) for row in enumerate(under_way)]
+    cache = memory.cache
+    loads = () if memory.loads is None else memory.loads.loads()
+    loaded = {} if memory.connector is None else memory.connector.num_loaded_blocks()
+    return Snapshot(
+        log.now(),
+        [_request_row(request, texts, watch, plans) for request in books.requests.values()],
+        watch.queue_order(),
+        list(books.running),
+        [block.block_id for block in memory.pool.free_order()],
+        [] if cache is None else _cached_rows(cache),
+        [] if cache is None else [i for i in cache.cached_block_ids() if _begins_node(cache, i)],
+        [
+            {
+                "request": load.request.request_id,
+                "prefix": [block.block_id for block in load.prefix],
+                "blocks": [block.block_id for block in load.blocks],
+                "has_arrived": load.has_arrived,
+            }
+            for load in loads
+        ],
+        {tier: num for tier, num in loaded.items() if num},
+        plans,
+    )
+
+
+def is_as_new(snapshot: Snapshot, num_blocks: int) -> bool:
+    """Nothing has happened yet that a film would have to know."""
+    has_nothing = not (snapshot.requests or snapshot.cached or snapshot.under_way)
+    return has_nothing and snapshot.free == list(range(1, num_blocks))
+
+
+def _request_row(
+    request: Request, texts: TextPieces, watch: RequestWatch, plans: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    name, outputs = request.request_id, list(request.output_token_ids)
+    return {
+        "request": name,
+        "prompt": list(request.prompt_token_ids),
+        "prompt_pieces": texts.begin(request),
+        "max_tokens": request.max_tokens,
+        "priority": request.priority,
+        "tenant": label_of(normalise_extra_keys(extra_keys_of(request))),
+        "order_key": watch.order_key(request),
+        "arrived_at": watch.log.since_start(request.arrival_time),
+        "outputs": outputs,
+        "pieces": texts.add(request, outputs),
+        "table": list(watch.memory.memory.get_block_ids(name)),
+        "num_computed_tokens": request.num_computed_tokens,
+        "num_cached_tokens": request.num_cached_tokens,
+        "num_preemptions": request.num_preemptions,
+        "highest": _highest(request, plans),
+    }
+
+
+def _highest(request: Request, plans: Sequence[dict[str, Any]]) -> int:
+    """Who has outputs has computed everything before the last of them."""
+    name, known = request.request_id, request.num_tokens - 1 if request.output_token_ids else 0
+    planned = [num for p in plans for r, num in zip(p["requests"], p["num_tokens"]) if r == name]
+    return max(known, request.num_computed_tokens - sum(planned))
+
+
+def _plan_row(step: int, plan: SchedulerOutput, books: SchedulerBooks) -> dict[str, Any]:
+    rows = [
+        (request.request_id, start, num)
+        for request, start, num in zip(
+            plan.scheduled_requests, plan.start_positions, plan.num_scheduled_tokens.values()
+        )
+        if books.requests.get(request.request_id) is request
+    ]
+    names, starts, nums = (list(column) for column in zip(*rows)) if rows else ([], [], [])
+    drafts = {n: d for n, d in plan.scheduled_draft_token_ids.items() if n in names}
+    columns = {"requests": names, "starts": starts, "num_tokens": nums}
+    return {"step": step, **columns, "drafts": drafts}
+
+
+def _cached_rows(cache: PrefixCache) -> list[dict[str, Any]]:
+    prefixes, size = list(cache.cached_prefixes()), cache.block_size
+    ids: dict[tuple[NormalKeys, tuple[int, ...]], int] = {}
+    for prefix in prefixes:
+        ids[prefix.extra_keys, prefix.token_ids] = prefix.block.block_id
+    return [
+        {
+            "block": prefix.block.block_id,
+            "parent": ids.get((prefix.extra_keys, prefix.token_ids[:-size])),
+            "tokens": list(prefix.token_ids[-size:]),
+            "tenant": label_of(prefix.extra_keys),
+            "hash": cache.hash_of(prefix.block),
+        }
+        for prefix in prefixes
+    ]
+
+
+def _begins_node(cache: PrefixCache, block_id: int) -> bool:
+    return cache.begins_node(cache.pool.blocks[block_id])

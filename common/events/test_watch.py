@@ -1,0 +1,304 @@
+"""Watching can begin and end between any two steps, and whoever keeps the contracts is watched: a
+scheduler, a cache of somebody else's, a pipeline."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import prefix_cache_local
+import scheduler
+from block_pool import Block
+from common.engine import LLMEngine
+from common.engine_config import EngineConfig
+from common.events.event_kinds import Matched, Published, Run, Snapshot, read_events
+from common.tests.engine_oracle import Oracle, finish, paged_runner
+from common.tests.film_runs import RecordedRun, Workshop, check_film, random_config, short_prompts
+from common.workshop.replay.film import Film
+from kv_memory import ComputedBlocks, NotReady
+from prefix_cache import CachedPrefix, HasBlockId, PrefixCache, Walk
+from request import SamplingParams
+from scheduler_base import SchedulerBase
+from step_plan import PreemptingPlan
+from tiered_cache import KVTierConfig
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SMALL = {"block_size": 4, "num_blocks": 40, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+
+
+def make_engine(loaded, **config) -> LLMEngine:
+    return LLMEngine(EngineConfig(**{**SMALL, "check_invariants": True, **config}), loaded=loaded)
+
+
+def tokens_of(outputs) -> dict[str, list[int]]:
+    return {name: output.outputs[0].token_ids for name, output in outputs.items()}
+
+
+def serve(engine: LLMEngine, prompts: list[list[int]], recorded: RecordedRun, seed: int) -> dict:
+    """Requests come; watching begins and ends again and again. After each watched step the film is
+    the engine, from its snapshot on."""
+    rng, ended, waiting = random.Random(seed), {}, list(enumerate(prompts))
+    for step in range(400):
+        if waiting and rng.random() < 0.6:
+            number, prompt = waiting.pop(0)
+            engine.add_request(f"r{number}", prompt, GREEDY, priority=number % 3)
+        if step % 9 == 3:
+            recorded.states.clear()
+            engine.watch(recorded.path)
+            recorded.look(engine)
+        elif step % 9 == 8:
+            check_film(recorded)
+            engine.unwatch()
+        if not waiting and not engine.has_unfinished_requests():
+            return ended
+        ended |= {o.request_id: o for o in engine.step() if o.finished}
+        if step % 9 in range(3, 8):
+            recorded.look(engine)
+    raise AssertionError("it does not end")
+
+
+CONFIGS = [
+    {"preempt_every": 3, "prefix_cache": "radix"},
+    {"policy": "lpm", "num_blocks": 24, "kv_tiers": KVTierConfig(64)},
+    {"scheduler": "prefill_first", "policy": "priority", "preempt_every": 4},
+    {"scheduler": "fcfs", "chunked_prefill": False, "max_num_batched_tokens": 256},
+    {"overlap_scheduling": True, "preempt_every": 3, "chunked_prefill": 7},
+    {"speculative": {"method": "ngram", "adaptive": False}, "prefix_cache": None},
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: "-".join(map(str, config)))
+def test_a_film_may_begin_and_end_in_the_middle_of_a_run(
+    config: dict, family_oracle: Oracle, family_loaded, tmp_path: Path
+) -> None:
+    """Running, waiting, preempted and loading requests, cached blocks and plans under way are in
+    the snapshot, and not a token is another one."""
+    prompts = short_prompts(family_oracle, 50)[:10] * 2
+    plain = serve_unwatched(make_engine(family_loaded, **config), prompts)
+    recorded = RecordedRun(tmp_path / "run.jsonl")
+    ended = serve(make_engine(family_loaded, **config), prompts, recorded, 5)
+    assert tokens_of(ended) == plain
+
+
+def serve_unwatched(engine: LLMEngine, prompts: list[list[int]]) -> dict[str, list[int]]:
+    for number, prompt in enumerate(prompts):
+        engine.add_request(f"r{number}", prompt, GREEDY)
+    return tokens_of(finish(engine))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_a_film_may_begin_anywhere_in_many_more_runs(
+    seed: int, family_oracle: Oracle, family_loaded, tmp_path: Path
+) -> None:
+    prompts = short_prompts(family_oracle, 50)[:10] * 2
+    config = random_config(random.Random(seed), 50)
+    if "speculative" in config:
+        config["speculative"]["method"] = "ngram"
+    recorded = RecordedRun(tmp_path / "run.jsonl", what=str(config))
+    serve(LLMEngine(EngineConfig(**config), loaded=family_loaded), prompts, recorded, seed)
+
+
+def test_who_begins_with_the_engine_needs_no_snapshot(random_loaded, tmp_path: Path) -> None:
+    engine, path = make_engine(random_loaded), tmp_path / "run.jsonl"
+    engine.watch(path)
+    assert [event.kind for event in read_events(path)] == ["run"]
+    engine.add_request("a", [1, 2, 3], GREEDY)
+    engine.watch(path)
+    run, snapshot = read_events(path)
+    assert isinstance(run, Run) and isinstance(snapshot, Snapshot)
+    assert [row["request"] for row in snapshot.requests] == snapshot.waiting == ["a"]
+
+
+def test_an_engine_that_is_watched_no_more_is_as_it_was(random_loaded, tmp_path: Path) -> None:
+    """Part by part; and nothing of it stands in a circle that keeps the engine's memory."""
+    engine = make_engine(random_loaded, policy="lpm", kv_tiers=KVTierConfig(8))
+    memory, books, recorder = engine.kv_manager, engine.scheduler, engine.recorder
+
+    def parts() -> list:
+        found = [memory.pool, memory.cache, memory.cache.pool, memory.cache.listener]
+        found += [memory.loads.cache, type(memory.loads.listener), recorder.scheduler]
+        return [*found, books.plugins, books.waiting.policy, memory.cache.tell_of_cuts(None)]
+
+    before = parts()
+    engine.watch(tmp_path / "run.jsonl")
+    watched = parts()
+    same = [old is new for old, new in zip(before, watched, strict=True)]
+    assert same == [False, False, False, True, False, False, False, False, False, True]
+    engine.unwatch()
+    engine.unwatch()
+    assert all(old is new or old == new for old, new in zip(before, parts(), strict=True))
+
+
+def test_whoever_takes_text_is_written_to_and_not_closed(random_loaded) -> None:
+    engine, stream = make_engine(random_loaded), io.StringIO()
+    engine.watch(stream)
+    engine.add_request("a", [1, 2, 3], GREEDY)
+    engine.step()
+    num_lines = stream.getvalue().count("\n")
+    engine.unwatch()
+    finish(engine)
+    assert not stream.closed and stream.getvalue().count("\n") == num_lines > 5
+
+
+def test_a_bad_place_leaves_the_engine_unwatched(random_loaded, tmp_path: Path) -> None:
+    engine = make_engine(random_loaded)
+    pool = engine.kv_manager.pool
+    with pytest.raises(FileNotFoundError):
+        engine.watch(tmp_path / "none" / "run.jsonl")
+    assert engine.kv_manager.pool is pool
+    engine.add_request("a", [1, 2, 3], GREEDY)
+    assert finish(engine)
+
+
+# -- somebody else's parts
+
+
+class SuffixFreeCache(PrefixCache):
+    """A third index: a dictionary from a whole prefix to its block, in order of last use."""
+
+    def __init__(self, pool, block_size, listener=None) -> None:
+        super().__init__(pool, block_size, listener)
+        self.entries: dict[tuple, Block] = {}
+
+    def _entry(self, block: HasBlockId) -> tuple:
+        if block.block_id not in self._by_block_id:
+            raise ValueError(f"block {block.block_id} is not cached")
+        return self._by_block_id[block.block_id]
+
+    def _use(self, blocks: list[Block]) -> None:
+        for block in reversed(blocks):
+            if block.ref_cnt == 1:
+                entry = self._entry(block)
+                self.entries[entry] = self.entries.pop(entry)
+
+    def touch(self, blocks) -> None:
+        self.pool.touch([self.entries[self._entry(block)] for block in blocks])
+
+    def release(self, blocks) -> None:
+        held = [self.entries[self._entry(block)] for block in blocks]
+        self.pool.free(held)
+        self._use(held)
+
+    def _key(self, walk: Walk, index: int) -> tuple:
+        return (walk.keys, tuple(walk.token_ids[: (index + 1) * self.block_size]))
+
+    def _find(self, walk: Walk, begin: int, end: int) -> list[Block]:
+        found = []
+        for index in range(begin, end):
+            if (block := self.entries.get(self._key(walk, index))) is None:
+                break
+            found.append(block)
+        return found
+
+    def _add(self, walk: Walk, first: int, parent, blocks: list[Block]) -> None:
+        for index, block in enumerate(blocks, first):
+            entry = self._by_block_id[block.block_id] = self._key(walk, index)
+            self.entries[entry] = block
+
+    def _idle(self) -> list[Block]:
+        return [block for block in self.entries.values() if block.ref_cnt == 1]
+
+    def _pop_oldest(self, num_blocks: int) -> list[Block]:
+        gone = self._idle()[:num_blocks]
+        for block in gone:
+            del self.entries[self._entry(block)]
+        return gone
+
+    def _take_off(self, block: HasBlockId) -> list[Block]:
+        keys, tokens = self._entry(block)
+        behind = [e for e in self.entries if e[0] == keys and e[1][: len(tokens)] == tokens]
+        return [self.entries.pop(e) for e in sorted(behind, key=lambda e: -len(e[1]))]
+
+    @property
+    def num_evictable_blocks(self) -> int:
+        return len(self._idle())
+
+    def cached_prefixes(self) -> Iterator[CachedPrefix]:
+        used = [block for block in self.entries.values() if block.ref_cnt > 1]
+        for block in [*used, *self._idle()]:
+            yield CachedPrefix(*self._entry(block), block)
+
+    def check_invariants(self) -> None:
+        assert len(self.entries) == len(self._by_block_id)
+
+
+def test_a_third_cache_is_watched(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_cache_local, "PrefixCacheLocal", SuffixFreeCache)
+    for seed in (4, 5):
+        recorded = workshop.run(seed, num_blocks=40, block_size=3, max_num_seqs=4)
+        check_film(recorded)
+        found = {type(event) for event in read_events(recorded.path)}
+        assert {Matched, Published} <= found
+
+
+class ShortestFirst(SchedulerBase):
+    """A third scheduler: one newcomer a step, and everybody who runs gets what it is behind; when
+    memory is short, the last one goes."""
+
+    def may_start(self, request) -> bool:
+        return len(self.running) < 3 and super().may_start(request)
+
+    def schedule(self) -> PreemptingPlan:
+        step = self.begin_step()
+        for request in list(self.running.values()):
+            num = min(self.num_behind(request), step.budget)
+            while num and request.request_id in self.running:
+                if self.kv_memory.allocate_slots(request, num):
+                    step.add(request, num)
+                    break
+                victim = next(reversed(self.running.values()))
+                step.remove(victim)
+                step.preempted.append(victim)
+                self.preempt(victim)
+        waiting = [] if step.preempted else list(self.waiting)
+        for request in sorted(waiting, key=lambda r: r.num_tokens)[:1]:
+            computed = self.look_up(request) if self.may_start(request) else NotReady.LOADING
+            if not isinstance(computed, ComputedBlocks):
+                continue
+            num = min(request.num_tokens - computed.num_tokens, step.budget)
+            if num and self.seat(request, computed, num, 0):
+                self.waiting.remove_request(request)
+                step.add(request, num)
+            else:
+                step.stop = ("blocks" if num else "budget", request.request_id)
+        return self.finish_step(step)
+
+
+def test_a_third_scheduler_is_watched(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(*arguments, watermark: float, **options) -> ShortestFirst:
+        return ShortestFirst(*arguments, **options)
+
+    monkeypatch.setattr(scheduler, "Scheduler", make)
+    for seed in (4, 5):
+        recorded = workshop.run(seed, num_blocks=30, block_size=3, max_num_seqs=4)
+        check_film(recorded)
+    state = Film.read(recorded.path).last_state()
+    assert all(request.finish_reason for request in state.requests.values())
+
+
+def test_a_step_that_fails_is_in_a_film_that_began_late(random_loaded, tmp_path: Path) -> None:
+    engine, path = make_engine(random_loaded, max_num_seqs=1), tmp_path / "run.jsonl"
+    for name in "ab":
+        engine.add_request(name, [1, 2, 3, ord(name) - 90], GREEDY)
+    engine.step()
+    engine.watch(path)
+    runner = paged_runner(engine)
+    forward = runner.forward
+
+    def failing(_batch):
+        raise MemoryError("none left")
+
+    runner.forward = failing
+    with pytest.raises(MemoryError):
+        engine.step()
+    runner.forward = forward
+    outputs = finish(engine)
+    state = Film.read(path).last_state()
+    assert state.errors == ["MemoryError: none left"]
+    assert state.requests["a"].finish_reason == "abort"
+    assert state.requests["b"].outputs == outputs["b"].outputs[0].token_ids

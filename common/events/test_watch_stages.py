@@ -1,0 +1,47 @@
+"""Where several stages are at work, a film is the engine too: from the start or from the middle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.tests.engine_oracle import Oracle
+from common.tests.film_runs import RecordedRun, check_film, short_prompts
+from common.tests.local_stages import pipelined_engine
+from common.workshop.replay.film import Film
+from request import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.mark.parametrize("first_step", [0, 5])
+@pytest.mark.parametrize("speculative", [None, {"method": "ngram", "adaptive": False}])
+def test_a_pipeline_is_watched(
+    speculative: dict | None,
+    first_step: int,
+    monkeypatch: pytest.MonkeyPatch,
+    family_oracle: Oracle,
+    tmp_path: Path,
+) -> None:
+    recorded = RecordedRun(tmp_path / "run.jsonl")
+    sizes = {"block_size": 4, "num_blocks": 26, "max_num_seqs": 5, "preempt_every": 4}
+    how = {"chunked_prefill": 7, "speculative": speculative, **sizes}
+    engine = pipelined_engine(monkeypatch, family_oracle.path, **how)
+    for number, prompt in enumerate(short_prompts(family_oracle, 40)[:8]):
+        engine.add_request(f"r{number}", prompt, GREEDY)
+    step = 0
+    while engine.has_unfinished_requests():
+        if step == first_step:
+            engine.watch(recorded.path)
+            recorded.look(engine)
+        engine.step()
+        if step >= first_step:
+            recorded.look(engine)
+        step += 1
+        assert step < 300
+    engine.close()
+    check_film(recorded)
+    film = Film.read(recorded.path)
+    assert film.run.overlaps
+    assert any(event.kind == "preempted" for event in film.events)

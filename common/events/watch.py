@@ -1,0 +1,75 @@
+"""Watching: what puts an engine on film, and takes it off again, between any two steps.
+
+A film that begins with the engine knows all from its events. One that begins later has a snapshot
+in front of them. Nothing of an engine's parts knows of events; each is heard through the seam that
+it has, or stands inside something that looks on:
+
+    scheduler    the first plugin of its list; around it, in the recorder, for plans and times
+    memory       a pool and a cache around its own (`watched_memory.py`)
+
+So a scheduler, a policy or a cache of somebody else's is watched like those of the book."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, cast
+
+from common.events.event_kinds import Failed
+from common.events.event_log import EventLog, TextPieces, describe_run
+from common.events.snapshot import is_as_new, take_snapshot
+from common.events.watched_memory import MemoryWatch
+from common.events.watched_scheduler import RequestWatch, StepWatch
+from scheduler_books import SchedulerBooks
+from scheduler_interface import SchedulerInterface
+
+if TYPE_CHECKING:
+    from common.engine_config import EngineConfig
+    from common.outputs import OutputProcessor
+    from common.scheduler_assembly import EngineParts
+    from common.tokenizer import Tokenizer
+
+
+class Watch:
+    """An engine of `parts` on film. `members` are those of its open requests, whose texts are
+    events, too. Raises what `EventLog` does, and has changed nothing then."""
+
+    def __init__(
+        self,
+        events: str | Path | TextIO,
+        config: EngineConfig,
+        parts: EngineParts,
+        members: Mapping[str, OutputProcessor],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.log, self.recorder = EventLog(events), parts.recorder
+        inner = parts.recorder.scheduler
+        self.books = cast(SchedulerBooks, inner)
+        texts = TextPieces(members, tokenizer)
+        self.memory = MemoryWatch(self.log, parts.kv_memory, parts.connector)
+        self.requests = RequestWatch(self.log, texts, self.memory)
+        num_blocks, overlaps = parts.side.kv_cache.num_blocks, parts.plans_under_way is not None
+        self.log.note(describe_run(config, parts.side.model, num_blocks, overlaps))
+        under_way = self.recorder.plans_under_way
+        self.memory.put_in(list(self.books.requests))
+        self.requests.put_in(self.books)
+        self.scheduler = StepWatch(inner, self.requests, len(under_way))
+        self.recorder.scheduler = cast(SchedulerInterface, self.scheduler)
+        snapshot = take_snapshot(self.log, texts, self.books, self.requests, under_way)
+        if not is_as_new(snapshot, num_blocks):
+            self.log.note(snapshot)
+
+    def step_failed(self, error: BaseException) -> None:
+        self.scheduler.steps_failed()
+        self.memory.note(Failed(self.log.now(), f"{type(error).__name__}: {error}"[:500]))
+        self.log.in_step = False
+        self.log.flush()
+
+    def take_out(self) -> None:
+        """The engine is as if nobody had ever watched, and the file is closed."""
+        self.memory.settle()
+        self.recorder.scheduler = cast(SchedulerInterface, self.books)
+        self.requests.take_out(self.books)
+        self.memory.take_out()
+        self.log.flush()
+        self.log.close()

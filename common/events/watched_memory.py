@@ -1,0 +1,263 @@
+"""Blocks on film: who takes, shares, frees and caches them, and whose table names them.
+
+    pool     PoolWatch around it      blocks taken, shared, freed
+    cache    CacheWatch around it     look-ups, publications, evictions, cuts of its tree
+    loads    told as a `LoadListener`   KV that comes from elsewhere
+    tables   compared                   after whatever the pool did for a request
+
+Pool and cache are put where the memory and the cache have theirs, and taken out again; they call
+what they stand around and look. Any cache that keeps the contract of chapter 3 will do.
+
+A pool does not know for whom it works. The memory says so (`acts_for`), or the loads, when they do
+something for one request in the middle of a call for another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
+
+from block_pool import Block, BlockPool
+from common.events.event_kinds import (
+    Event,
+    Evicted,
+    Freed,
+    LoadBegun,
+    Loaded,
+    LoadEnded,
+    Matched,
+    Published,
+    Shared,
+    Split,
+    Table,
+    Taken,
+)
+from common.events.event_log import EventLog
+from kv_connector import KVConnector
+from kv_loads import KVLoads, Load, LoadListener
+from kv_memory import KVMemory
+from prefix_cache import (
+    CacheStats,
+    ExtraKeys,
+    HasBlockId,
+    InsertResult,
+    PrefixCache,
+    PrefixMatch,
+    PrefixPath,
+)
+
+
+class LoadingMemory(Protocol):
+    """A memory with a connector."""
+
+    loads: KVLoads
+
+
+class MemoryWatch(LoadListener):
+    """Everything of one `memory`, from `put_in` to `take_out`."""
+
+    def __init__(self, log: EventLog, memory: KVMemory, connector: KVConnector | None) -> None:
+        self.log, self.memory, self.connector = log, memory, connector
+        self.pool, self.cache = memory.pool, memory.cache
+        self._loads_for: str | None = None
+        self._num_loaded = {} if connector is None else dict(connector.num_loaded_blocks())
+        self._tables: dict[str, list[int]] = {}  # as they are on film
+        self._touched: str | None = None  # for whom the pool worked last
+        self.num_found = 0  # tokens, by the last look-up
+
+    @property
+    def loads(self) -> KVLoads | None:
+        return None if self.connector is None else cast(LoadingMemory, self.memory).loads
+
+    def put_in(self, request_ids: Sequence[str]) -> None:
+        """`request_ids` may have tables by now."""
+        self._tables = {name: list(self.memory.get_block_ids(name)) for name in request_ids}
+        pool = cast(BlockPool, PoolWatch(self.pool, self))
+        self.memory.pool = pool
+        if self.cache is None:
+            return
+        self.cache.pool = pool
+        self.cache.tell_of_cuts(lambda block_id: self.note(Split(block_id)))
+        cache = self.memory.cache = cast(PrefixCache, CacheWatch(self.cache, self))
+        if self.loads is not None:
+            self.loads.cache, self.loads.listener = cache, self
+
+    def take_out(self) -> None:
+        self.memory.pool = self.pool
+        if self.cache is None:
+            return
+        self.memory.cache, self.cache.pool = self.cache, self.pool
+        self.cache.tell_of_cuts(None)
+        if self.loads is not None:
+            self.loads.cache, self.loads.listener = self.cache, LoadListener()
+
+    # -- for whom
+
+    @property
+    def who(self) -> str | None:
+        return self._loads_for or self.memory.acts_for
+
+    def note(self, event: Event) -> None:
+        """What the pool did for a request before is over, and shows in its table."""
+        self.settle()
+        self.log.note(event)
+
+    def note_pool(self, event: Taken | Shared | Freed | Evicted) -> None:
+        if self._touched != self.who:
+            self.settle()
+        self._touched = self.who
+        self.log.note(event)
+
+    def note_published(self, event: Published) -> None:
+        """Its table is about to get the cache's blocks in place of its own."""
+        self.note(event)
+        self._touched = event.request
+
+    def settle(self) -> None:
+        """Note what has become another table since."""
+        request_id, self._touched = self._touched, None
+        if request_id is None:
+            return
+        now, before = list(self.memory.get_block_ids(request_id)), self._tables.get(request_id, [])
+        if now == before:
+            return
+        keep = 0
+        while keep < min(len(now), len(before)) and now[keep] == before[keep]:
+            keep += 1
+        self._tables[request_id] = now
+        if not now:
+            del self._tables[request_id]
+        self.log.note(Table(request_id, keep, now[keep:]))
+
+    # -- loads
+
+    @contextmanager
+    def acting_for(self, request_id: str) -> Iterator[None]:
+        before, self._loads_for = self._loads_for, request_id
+        try:
+            yield
+        finally:
+            self._loads_for = before
+
+    def load_begun(self, load: Load) -> None:
+        self.note(LoadBegun(load.request.request_id, _ids(load.prefix), _ids(load.blocks)))
+
+    def load_arrived(self, load: Load) -> None:
+        assert self.connector is not None
+        before, self._num_loaded = self._num_loaded, dict(self.connector.num_loaded_blocks())
+        counts = {tier: num - before.get(tier, 0) for tier, num in self._num_loaded.items()}
+        sources = {tier: num for tier, num in counts.items() if num}
+        if load.blocks and not sources:
+            sources = {"store": len(load.blocks)}
+        self.note(Loaded(load.request.request_id, _ids(load.blocks), sources))
+
+    def load_ended(self, request_id: str) -> None:
+        self.note(LoadEnded(request_id))
+
+
+class PoolWatch:
+    """A `BlockPool`. `says` is what it calls a block that is given back; None: nothing is noted,
+    since the cache is at work, and notes the whole."""
+
+    def __init__(self, pool: BlockPool, watch: MemoryWatch) -> None:
+        self._pool, self._watch = pool, watch
+        self.says: type[Freed] | type[Evicted] | None = Freed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def allocate(self, num_blocks: int) -> list[Block] | None:
+        blocks = self._pool.allocate(num_blocks)
+        if blocks is not None:
+            self._watch.note_pool(Taken(self._watch.who, _ids(blocks)))
+        return blocks
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        self._pool.touch(blocks)
+        if self.says is not None and blocks:
+            self._watch.note_pool(Shared(self._watch.who, _ids(blocks)))
+
+    def free(self, blocks: Sequence[Block]) -> None:
+        self._pool.free(blocks)
+        if not blocks or self.says is None:
+            return
+        if self.says is Freed:
+            self._watch.note_pool(Freed(self._watch.who, _ids(blocks)))
+        else:
+            self._watch.note_pool(Evicted(_ids(blocks)))
+
+    @contextmanager
+    def saying(self, says: type[Evicted] | None) -> Iterator[None]:
+        before, self.says = self.says, says
+        try:
+            yield
+        finally:
+            self.says = before
+
+
+class CacheWatch:
+    """A `PrefixCache`, whatever its index is."""
+
+    def __init__(self, cache: PrefixCache, watch: MemoryWatch) -> None:
+        self._cache, self._watch = cache, watch
+        self._pool = cast(PoolWatch, cache.pool)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    @property
+    def stats(self) -> CacheStats:
+        return self._cache.stats
+
+    @stats.setter
+    def stats(self, stats: CacheStats) -> None:
+        self._cache.stats = stats
+
+    def match_prefix(
+        self,
+        token_ids: Sequence[int],
+        extra_keys: ExtraKeys | None = None,
+        path: PrefixPath | None = None,
+    ) -> PrefixMatch:
+        match = self._cache.match_prefix(token_ids, extra_keys, path)
+        self._watch.num_found = match.num_cached_tokens
+        if match.blocks:
+            self._watch.note(Matched(self._watch.who, _ids(match.blocks)))
+        return match
+
+    def insert(
+        self,
+        token_ids: Sequence[int],
+        blocks: Sequence[Block],
+        extra_keys: ExtraKeys | None = None,
+        *,
+        start: int = 0,
+        path: PrefixPath | None = None,
+    ) -> InsertResult:
+        given, cache = _ids(blocks), self._cache
+        self._watch.settle()
+        with self._pool.saying(None):
+            result = cache.insert(token_ids, blocks, extra_keys, start=start, path=path)
+        if given:
+            who, hashes = self._watch.who or "", [cache.hash_of(block) for block in result.blocks]
+            hashes = hashes if any(hashes) else []
+            heads = [block.block_id for block in result.owned if cache.begins_node(block)]
+            event = Published(who, start, given, _ids(result.blocks), hashes, heads)
+            self._watch.note_published(event)
+        return result
+
+    def evict(self, num_blocks: int) -> int:
+        with self._pool.saying(Evicted):
+            return self._cache.evict(num_blocks)
+
+    def withdraw(self, block: HasBlockId) -> None:
+        with self._pool.saying(Evicted):
+            self._cache.withdraw(block)
+
+    def reset(self) -> bool:
+        with self._pool.saying(Evicted):
+            return self._cache.reset()
+
+
+def _ids(blocks: Sequence[HasBlockId]) -> list[int]:
+    return [block.block_id for block in blocks]

@@ -1,0 +1,345 @@
+"""Requests and steps on film: arrivals, plans and their reasons, results, ends.
+
+    RequestWatch        a plugin of the scheduler    who is asked, admitted, preempted, has ended
+    StepWatch    around it, in the recorder   arrivals; plans and results with their times
+
+A plan says whom it computes. Why the others wait is told from what happened to each that was asked:
+the plugin is the first of the list, so it hears of everybody who may start if no rule is against
+it, before the memory is asked."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+from weakref import proxy
+
+from common.events.event_kinds import (
+    Admitted,
+    Arrived,
+    Computed,
+    Finished,
+    Planned,
+    Preempted,
+    Queue,
+    Updated,
+)
+from common.events.event_log import EventLog, TextPieces, label_of
+from common.events.watched_memory import MemoryWatch
+from policies import SchedulePolicy
+from policy_queue import PolicyQueue
+from prefix_cache import extra_keys_of, normalise_extra_keys
+from request import Request, RequestStatus
+from scheduler_base import PreemptionPlugin
+from scheduler_books import SchedulerBooks
+from scheduler_interface import EngineCoreOutput, SchedulerInterface, SchedulerOutput, StepOutput
+from step_plan import PreemptingPlan, StepResults
+
+MAX_LOOKED_AT = 1_000  # waiting requests, for the order of the queue at each arrival
+_STOPS = {"admitted": "seat", "passed over": "enough"}  # what a plan says otherwise than `REASONS`
+
+
+class RequestWatch(PreemptionPlugin):
+    """Of any scheduler with chapter 1's books, with preemption or without."""
+
+    def __init__(self, log: EventLog, texts: TextPieces, memory: MemoryWatch) -> None:
+        self.log, self.texts, self.memory = log, texts, memory
+        self.is_updating = False
+        self.passed_over: dict[str, str] = {}  # in the step that is being planned
+        self.parents: dict[str, str] = {}
+        self._asked: Request | None = None  # the last one, until it shows what came of it
+        self._order: dict[str, None] = {}  # who waits, in the order that a film has them in
+        self._policy: RememberingPolicy | None = None
+
+    def attach(self, books: SchedulerBooks) -> None:
+        self.scheduler = cast("SchedulerBooks", proxy(books))
+
+    def put_in(self, books: SchedulerBooks) -> None:
+        queue = books.waiting
+        if isinstance(queue, PolicyQueue) and queue.policy.looks_at_cache:
+            self._policy = RememberingPolicy(queue.policy)
+            queue.policy = cast(SchedulePolicy, self._policy)
+        books.set_plugins([self, *books.plugins])
+        self._order = dict.fromkeys(self.queue_order())
+
+    def take_out(self, books: SchedulerBooks) -> None:
+        books.set_plugins([plugin for plugin in books.plugins if plugin is not self])
+        if self._policy is not None:
+            cast(PolicyQueue, books.waiting).policy = self._policy.policy
+
+    # -- who waits
+
+    def queue_order(self) -> list[str]:
+        """In the order of service. Asking changes nothing: a policy that looks at the cache, which
+        counts as a use of it, has the order that it answered last."""
+        if self._policy is None:
+            return [request.request_id for request in self.scheduler.waiting.in_order()]
+        self._policy.answers_from_memory = True
+        try:
+            return [request.request_id for request in self.scheduler.waiting.in_order()]
+        finally:
+            self._policy.answers_from_memory = False
+
+    def note_queue(self) -> None:
+        """Its order, where it is not that of arrival with the preempted in front."""
+        order = self.queue_order()
+        if order != list(self._order):
+            self._order = dict.fromkeys(order)
+            self.memory.note(Queue(order))
+
+    def order_key(self, request: Request) -> str:
+        """What a policy sorts by, if it does."""
+        queue = self.scheduler.waiting
+        if not isinstance(queue, PolicyQueue) or self._policy is not None:
+            return ""
+        return "" if queue.policy.name == "fcfs" else str(queue.policy.key(request))
+
+    def check(self) -> None:
+        """Which has asked the queue for its order: a policy may answer anew."""
+        self.note_queue()
+
+    # -- requests
+
+    def arrived(self, request: Request) -> None:
+        log = self.log
+        self.memory.note(
+            Arrived(
+                log.now(),
+                request.request_id,
+                list(request.prompt_token_ids),
+                self.texts.begin(request),
+                request.max_tokens,
+                request.priority,
+                label_of(normalise_extra_keys(extra_keys_of(request))),
+                self.order_key(request),
+            )
+        )
+        self._order[request.request_id] = None
+        if len(self._order) <= MAX_LOOKED_AT:
+            self.note_queue()
+
+    def started(self, request: Request) -> None:
+        self._asked = None
+        self._order.pop(request.request_id, None)
+        self.memory.note(Admitted(request.request_id, request.num_computed_tokens))
+
+    def preempted(self, request: Request) -> None:
+        self.memory.note(Preempted(request.request_id, request.num_computed_tokens))
+        self._order = {request.request_id: None, **self._order}
+
+    def ended(self, request: Request) -> None:
+        request_id, reason = request.request_id, request.finish_reason or ""
+        has_last_token = self.is_updating and reason != "error"
+        rest = "" if has_last_token else self.texts.end(request)
+        detail = request.length_limit if reason == "length" else None
+        self._order.pop(request_id, None)
+        self.memory.note(
+            Finished(self.log.now(), request_id, reason, request.stop_reason, detail, rest)
+        )
+        is_from_outside = not self.is_updating and request.status is RequestStatus.FINISHED_STOPPED
+        if is_from_outside and (cut := self.texts.cut_of(request_id)) is not None:
+            self.memory.note(cut)
+
+    # -- why they wait
+
+    def begin_step(self) -> None:
+        self.passed_over, self.parents, self._asked = {}, {}, None
+
+    def may_start(self, request: Request) -> bool:
+        self._conclude()
+        self._asked, self.memory.memory.acts_for = request, None
+        return True
+
+    def _conclude(self) -> None:
+        """What came of the one that was asked last, and has not started."""
+        request, memory = self._asked, self.memory.memory
+        self._asked = None
+        if request is None:
+            return
+        request_id, was_looked_up = request.request_id, memory.acts_for == request.request_id
+        if not was_looked_up:
+            reason = "pending" if request.num_pending_tokens else "constraint"
+        elif request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            reason = "remote_kv"
+        elif memory.waits_for is not None:
+            reason, self.parents[request_id] = "parent", memory.waits_for
+        else:
+            reason = "constraint"  # of those who cut prompts
+        self.passed_over[request_id] = reason
+
+    def reasons(
+        self, plan: SchedulerOutput
+    ) -> tuple[dict[str, str], dict[str, str], list[str] | None]:
+        """`passed_over`, `parents` and `stop` of those who wait now."""
+        self._conclude()
+        stop = self._stop_of(plan) if self._order else None
+        if stop is not None:
+            stop = (_STOPS.get(stop[0], stop[0]), stop[1] if stop[1] in self._order else "")
+            self.passed_over.pop(stop[1], None)
+        elif unasked := [name for name in self._order if name not in self.passed_over]:
+            self.passed_over |= dict.fromkeys(unasked, "constraint")  # a rule of the scheduler's
+        passed_over = {name: why for name, why in self.passed_over.items() if name in self._order}
+        parents = {name: whom for name, whom in self.parents.items() if name in passed_over}
+        return passed_over, parents, None if stop is None else list(stop)
+
+    def _stop_of(self, plan: SchedulerOutput) -> tuple[str, str] | None:
+        """What ended admission, and at whom."""
+        if not isinstance(plan, PreemptingPlan):
+            return self._stop_in_order(plan)
+        if plan.admission_stop is None and plan.preempted_requests:
+            return ("blocks", "")  # nobody is admitted for the memory that was just missing
+        return plan.admission_stop
+
+    def _stop_in_order(self, plan: SchedulerOutput) -> tuple[str, str] | None:
+        """Chapters 1 to 3: first come, first served. Their plans say nothing about who waits."""
+        books = self.scheduler
+        if len(books.running) >= books.max_num_seqs:
+            return ("seat", "")
+        for name in self._order:
+            if self.passed_over.get(name) not in ("remote_kv", "parent"):
+                is_large = self._num_wanted(books.requests[name]) > self._num_left(plan)
+                return ("budget" if is_large else "blocks", name)
+        return None
+
+    def _num_wanted(self, request: Request) -> int:
+        """Tokens that the one at whom admission ended would have computed."""
+        memory = self.memory
+        was_looked_up = memory.memory.acts_for == request.request_id and memory.cache is not None
+        return request.num_tokens - (memory.num_found if was_looked_up else 0)
+
+    def _num_left(self, plan: SchedulerOutput) -> int:
+        """Of the budget: a token was kept for each that ran before."""
+        new = [request.req_id for request in plan.scheduled_new_reqs]
+        num_spent = sum(plan.num_scheduled_tokens[name] for name in new)
+        num_running = len(self.scheduler.running) - len(new)
+        return self.scheduler.max_num_batched_tokens - num_running - num_spent
+
+
+class RememberingPolicy:
+    """A policy, and what it last answered."""
+
+    def __init__(self, policy: SchedulePolicy) -> None:
+        self.policy = policy
+        self._order: list[Request] = []
+        self.answers_from_memory = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.policy, name)
+
+    def order(self, requests: Sequence[Request]) -> list[Request]:
+        if not self.answers_from_memory:
+            self._order = list(self.policy.order(requests))
+            return list(self._order)
+        present = dict.fromkeys(requests)
+        known = [request for request in self._order if request in present]
+        return list(dict.fromkeys([*known, *present]))
+
+
+class StepWatch:
+    """A `SchedulerInterface` around another. What happens from a plan on is written when the
+    oldest plan under way has ended. `num_under_way` plans were made before it came."""
+
+    def __init__(
+        self, scheduler: SchedulerInterface, watch: RequestWatch, num_under_way: int
+    ) -> None:
+        self._scheduler, self._watch = scheduler, watch
+        self._under_way = deque(range(num_under_way))  # their numbers
+        self._num_planned = num_under_way
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def add_request(self, request: Request) -> None:
+        self._scheduler.add_request(request)
+        self._watch.arrived(request)
+
+    def schedule(self) -> SchedulerOutput:
+        watch, log, step = self._watch, self._watch.log, self._num_planned
+        log.in_step = True
+        start = time.monotonic()
+        plan = self._scheduler.schedule()
+        schedule_ms = round((time.monotonic() - start) * 1e3, 4)
+        watch.note_queue()
+        rows = (list(plan.num_scheduled_tokens), plan.start_positions)
+        counts = list(plan.num_scheduled_tokens.values())
+        drafts, reasons = plan.scheduled_draft_token_ids, watch.reasons(plan)
+        begun = log.since_start(start)
+        watch.memory.note(Planned(step, begun, schedule_ms, *rows, counts, drafts, *reasons))
+        self._under_way.append(step)
+        self._num_planned += 1
+        return plan
+
+    def update_from_output(
+        self, plan: SchedulerOutput, output: StepOutput
+    ) -> Sequence[EngineCoreOutput]:
+        watch, log = self._watch, self._watch.log
+        alive = [request for request in plan.scheduled_requests if not request.is_finished]
+        watch.memory.settle()
+        log.in_step = watch.is_updating = True
+        position, start = log.position, time.monotonic()
+        try:
+            results = self._scheduler.update_from_output(plan, output)
+        finally:
+            watch.is_updating = False
+        end = time.monotonic()
+        watch.note_queue()
+        watch.memory.settle()
+        step, begun = self._under_way.popleft(), log.since_start(start)
+        log.note_at(position, self._computed(step, begun, plan, output, alive, results))
+        log.note(Updated(step, log.since_start(end), round((end - start) * 1e3, 4)))
+        log.in_step = False
+        log.flush()
+        return results
+
+    def _computed(
+        self,
+        step: int,
+        time_s: float,
+        plan: SchedulerOutput,
+        output: StepOutput,
+        alive: Sequence[Request],
+        results: Sequence[EngineCoreOutput],
+    ) -> Computed:
+        tokens = _taken_tokens(alive, results, output)
+        texts, drafts, sampled = self._watch.texts, plan.scheduled_draft_token_ids, output.token_ids
+        pieces = {r.request_id: texts.add(r, tokens[r.request_id]) for r in alive}
+        guessed = [r.request_id for r in alive if r.request_id in drafts]
+        gone = {r.request_id for r in plan.scheduled_requests} - tokens.keys()
+        return Computed(
+            step,
+            time_s,
+            {name: round(ms, 4) for name, ms in output.times.items()},
+            {name: ids for name, ids in tokens.items() if ids},
+            {name: parts for name, parts in pieces.items() if parts},
+            {name: _verdict(len(drafts[name]), sampled.get(name)) for name in guessed},
+            {name: sampled[name] for name in gone if sampled.get(name)},
+        )
+
+    def steps_failed(self) -> None:
+        """Nothing comes of those under way."""
+        self._under_way.clear()
+
+
+def _taken_tokens(
+    alive: Sequence[Request], results: Sequence[EngineCoreOutput], output: StepOutput
+) -> dict[str, list[int]]:
+    """By request, those that became outputs. Where results are made when somebody looks, only the
+    others are looked at."""
+    decided: Mapping[str, EngineCoreOutput] = {}
+    if isinstance(results, StepResults):
+        decided = results.decided
+    else:
+        decided = {result.request_id: result for result in results}
+    tokens = {}
+    for request in alive:
+        result = decided.get(request.request_id)
+        ids = output.token_ids.get(request.request_id, ())
+        tokens[request.request_id] = list(ids if result is None else result.new_token_ids)
+    return tokens
+
+
+def _verdict(num_drafts: int, token_ids: Sequence[int] | None) -> list[int]:
+    """Accepted, rejected."""
+    num_accepted = max(0, len(token_ids or ()) - 1)
+    return [num_accepted, num_drafts - num_accepted]
