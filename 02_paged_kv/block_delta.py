@@ -154,7 +154,7 @@ class PagedRunnerState(RunnerState):
         for name in ("num_tokens", "num_prompt_tokens", "num_blocks", "block_tables"):
             column = getattr(self, name)
             larger = np.zeros((num_rows, *column.shape[1:]), column.dtype)
-            larger[:num_before] = column
+            larger[: len(column)] = column
             setattr(self, name, larger)
         self.widen(self.token_ids.shape[1])
 

@@ -85,6 +85,11 @@ class KVConnector(ABC):
         ignored."""
 
     @abstractmethod
+    def begin_anew(self) -> None:
+        """A call was interrupted, perhaps one of these: all loads are cancelled, and nothing is kept
+        of any request. What is stored elsewhere stays."""
+
+    @abstractmethod
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
         """The request gives up its blocks. `block_ids` hold its first full blocks, published and
         final: they may be read until this returns."""
@@ -148,6 +153,11 @@ class ConnectorChain(KVConnector):
         self._chosen.pop(request_id, None)
         for connector in self.connectors:
             connector.cancel_load(request_id)
+
+    def begin_anew(self) -> None:
+        self._chosen.clear()
+        for connector in self.connectors:
+            connector.begin_anew()
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
         for connector in self.connectors:

@@ -162,7 +162,9 @@ class TieredCache(KVConnector):
     def blocks_withdrawn(self, blocks: Sequence[Block]) -> None:
         """Of no use here either, and least of all in a file that serves the next engine."""
         for block in blocks:
-            block_hash = self._hash_of.pop(block.block_id)
+            block_hash = self._hash_of.pop(block.block_id, None)
+            if block_hash is None:
+                continue
             self.host.drop(block_hash)
             if self.disk is not None:
                 self.disk.drop(block_hash)
@@ -265,6 +267,13 @@ class TieredCache(KVConnector):
         load = self._loads.pop(request_id, None)
         if load is not None:
             load.is_cancelled = True
+
+    def begin_anew(self) -> None:
+        for request_id in list(self._loads):
+            self.cancel_load(request_id)
+        self._found.clear()
+        if self.disk is not None:
+            self.disk.begin_anew()
 
     def wait_for_load(self, timeout_s: float) -> None:
         reading = [load.reading for load in self._loads.values() if load.reading is not None]
