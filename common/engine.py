@@ -428,15 +428,16 @@ class LLMEngine:
 
     def close(self) -> None:
         """Stop the connector's threads, close its files, end the workers. The engine computes
-        nothing after. A step of another thread is waited for, but not for long."""
+        nothing after. A step of another thread is waited for, but not for long: if it is late, the
+        thread in which an overlapped engine computes ends after it."""
         self.turn.check_process()
         self._is_closed = True
         for request_id in list(self._groups):
             self.abort_request(request_id)
         has_turn = self.turn.take(CLOSE_TIMEOUT_S)
         try:
-            if has_turn and self._close_loop is not None:
-                self._close_loop()
+            if self._close_loop is not None:
+                self.turn.ask(self._close_loop)
         finally:
             if has_turn:
                 self.turn.release()
