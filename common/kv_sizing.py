@@ -111,9 +111,9 @@ def allocate_kv_cache(
     kind: type[PagedKVCache] = PagedKVCache,
     num_here: int = 1,
 ) -> PagedKVCache:
-    """Raises `ValueError` if a CPU has no room for it, `num_here` times: what is only reserved would
-    end the process when it is written. (What another engine has reserved and not written to counts
-    as free: who makes several gives each its `num_blocks`, and adds them up.)"""
+    """Raises `ValueError` if a CPU has no room for it, `num_here` times: what is only reserved
+    would end the process when it is written. (What another engine has reserved, and not written to,
+    counts as free: who makes several adds up their `num_blocks`.)"""
     model, weight = loaded.model, loaded.model.embed_weight
     num_values = 2 * model.num_layers * num_blocks * block_size * model.num_kv_heads
     num_bytes = num_values * model.config.head_dim * weight.dtype.itemsize

@@ -75,8 +75,8 @@ class Turn:
         self.do_what_was_asked()
 
     def do_what_was_asked(self) -> None:
-        """Who asked in vain was before the other's release, so that one sees it. What is interrupted
-        is done again."""
+        """Who asked in vain was before the other's release, so that one sees it. What is
+        interrupted is done again."""
         while self.asked and not self._num_undisturbed and self.take():
             try:
                 with self.undisturbed():

@@ -84,10 +84,9 @@ class KVConnector(ABC):
         that was asked about and has ended, loaded or not: nothing is kept of it. Unknown ids are
         ignored."""
 
-    @abstractmethod
-    def begin_anew(self) -> None:
-        """A call was interrupted, perhaps one of these: all loads are cancelled, and nothing is kept
-        of any request. What is stored elsewhere stays."""
+    def begin_anew(self) -> None:  # noqa: B027
+        """A call was interrupted, perhaps one of these. All requests have been cancelled; whoever
+        keeps books of something else puts them right."""
 
     @abstractmethod
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
@@ -155,7 +154,6 @@ class ConnectorChain(KVConnector):
             connector.cancel_load(request_id)
 
     def begin_anew(self) -> None:
-        self._chosen.clear()
         for connector in self.connectors:
             connector.begin_anew()
 

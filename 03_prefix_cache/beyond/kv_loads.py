@@ -174,7 +174,9 @@ class KVLoads:
                 self.drop(request_id)
 
     def begin_anew(self) -> None:
-        """After a call that was interrupted: nothing is loaded or on its way, and nobody was asked."""
+        """After a call that was interrupted: nothing is on its way, and nobody was asked."""
+        for request_id in {*self._loads, *self._offers}:
+            self.connector.cancel_load(request_id)
         self.connector.begin_anew()
         for books in (self._loads, self._offers, self._overtakes):
             books.clear()

@@ -182,10 +182,6 @@ class PoolConnector(KVConnector):
         if load is not None:
             self._cancel(load)
 
-    def begin_anew(self) -> None:
-        for request_id in list(self._loads):
-            self.cancel_load(request_id)
-
     def _cancel(self, load: _PoolLoad) -> None:
         try:
             self.pool.cancel_transfer(load.transfer_id)

@@ -269,9 +269,6 @@ class TieredCache(KVConnector):
             load.is_cancelled = True
 
     def begin_anew(self) -> None:
-        for request_id in list(self._loads):
-            self.cancel_load(request_id)
-        self._found.clear()
         if self.disk is not None:
             self.disk.begin_anew()
 

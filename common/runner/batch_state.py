@@ -46,8 +46,9 @@ class BatchState(SharingRunnerState):
         self.is_torn = False
 
     def _mend(self) -> None:
-        """Who was about to come or go is nobody. All columns are as long as the first that grew. (The
-        scheduler names again who has ended, and sends whole whom it had preempted.)"""
+        """An `apply` was cut short: who was about to come or go is nobody, and all columns are as
+        long as the first that grew. (The scheduler names again who has ended, and sends whole whom
+        it had preempted.)"""
         for req_id in self.requests.keys() ^ self.row_of.keys():
             self.requests.pop(req_id, None)
             self.row_of.pop(req_id, None)

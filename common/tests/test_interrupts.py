@@ -27,19 +27,19 @@ ASIDE = """
     model.py blocks.py linear.py rotary.py loader.py tokenizer.py paged_attention.py
     mixed_attention.py attention_plan.py executor.py channel.py message.py scheduler_assembly.py
     decode_attention.py tiled_attention.py split_attention_triton.py
-""".split()
+"""
 CHECKS = ("check_invariants", "check", "_check_sharing", "__repr__")
 # An interrupt here comes when `step` has done all: whom it was about to return is nowhere else.
 DELIVERY = ("step", "taken", "__exit__", "release", "do_what_was_asked")
-SAMPLE = 12  # one line of so many is tried in `make test`
 NUM_QUIET = 15  # rounds in which no line is new: all is tried that this workload comes by
+NUM_SAMPLE_ROUNDS, SAMPLE = 60, 5  # in `make test`: one line of five
 
 Place = tuple[CodeType, int, CodeType | None]
 
 
 def is_host_code(code: CodeType) -> bool:
     path = Path(code.co_filename)
-    if not path.is_relative_to(ROOT) or path.name in ASIDE or code.co_name in CHECKS:
+    if not path.is_relative_to(ROOT) or path.name in ASIDE.split() or code.co_name in CHECKS:
         return False
     parts = path.relative_to(ROOT).parts
     is_aside = parts[1] in ("workshop", "tests", "lab", "kernels", "checkpoints")
@@ -52,6 +52,7 @@ class Interrupter:
 
     def __init__(self, every: int = 1) -> None:
         self.every, self.tried = every, set[Place]()
+        self.is_armed = True
         self.is_host_code: dict[CodeType, bool] = {}
         self.last: Place | None = None  # where it has interrupted, if the last call was
 
@@ -70,7 +71,7 @@ class Interrupter:
         return self._at_line if self.is_host_code[code] else None
 
     def _at_line(self, frame: FrameType, event: str, _):
-        if event != "line":
+        if event != "line" or not self.is_armed:
             return self._at_line
         place = (frame.f_code, frame.f_lineno, frame.f_back and frame.f_back.f_code)
         if place not in self.tried:
@@ -103,7 +104,8 @@ class Run:
         )
         priority = -self.num_added % 3
         self.open[name] = index
-        self.survive(call, self.engine.add_request, name, self.oracle.prompts[index], params, None, priority)
+        prompt = self.oracle.prompts[index]
+        self.survive(call, self.engine.add_request, name, prompt, params, None, priority)
         if self.interrupt.last is not None and name not in self.engine._groups:
             self.open.pop(name, None)
 
@@ -153,6 +155,19 @@ class Run:
         self.step(plainly)
         self.engine.check_invariants()
 
+    def fail_in(self, part: object, name: str) -> None:
+        """Each round a step fails there, and what interrupts is its recovery."""
+        call, interrupt = getattr(part, name), self.interrupt
+
+        def fail(*arguments):
+            interrupt.is_armed = sys.gettrace() is not None
+            if interrupt.is_armed:
+                raise Failed
+            return call(*arguments)
+
+        interrupt.is_armed = False
+        setattr(part, name, fail)
+
 
 def plainly(call: Callable, *arguments):
     return call(*arguments)
@@ -162,15 +177,15 @@ class Failed(Exception):
     pass
 
 
-def run_until_all_is_tried(run: Run, most: int) -> None:
-    interrupt, num_quiet, num_tried = run.interrupt, 0, 0
+def run_rounds(run: Run, most: int) -> None:
+    """Until all is tried, or so many."""
+    num_quiet = num_tried = 0
     for number in range(most):
+        run.round(number)
+        num_quiet = num_quiet + 1 if len(run.interrupt.tried) == num_tried else 0
+        num_tried = len(run.interrupt.tried)
         if num_quiet == NUM_QUIET:
             break
-        run.round(number)
-        num_quiet = num_quiet + 1 if len(interrupt.tried) == num_tried else 0
-        num_tried = len(interrupt.tried)
-    assert num_quiet == NUM_QUIET, "there are always new lines"
 
 
 def rows_known_to_the_runner(engine: LLMEngine) -> set[str]:
@@ -208,26 +223,22 @@ CONFIGS = {
 }
 
 
-def run_interrupted(oracle: Oracle, loaded, name: str, every: int) -> None:
+def start(oracle: Oracle, loaded, name: str, every: int = 1) -> Run:
     engine = checked_engine(loaded, **(SIZE | CONFIGS[name]))
-    run = Run(engine, oracle, Interrupter(every))
-    run_until_all_is_tried(run, 20_000)
-    run.finish()
-    finish_and_compare(run)
+    return Run(engine, oracle, Interrupter(every))
 
 
 def finish_and_compare(run: Run) -> None:
-    """Later requests: right tokens, every one of them, and the runner has no row of another."""
-    num_right = run.num_right
-    first = run.num_added
+    """Later requests get all of their tokens, and the runner has no row of another."""
+    run.finish()
+    run.num_right, first = 0, run.num_added
     while run.num_added < first + 12:
         run.add(plainly)
-    num_expected = sum(1 + (n % 5 == 0) for n in range(first + 1, first + 13))
     run.finish()
-    assert run.num_right == num_right + num_expected
+    assert run.num_right == sum(1 + (n % 5 == 0) for n in range(first + 1, first + 13))
     run.add(plainly)
     run.step(plainly)
-    assert rows_known_to_the_runner(run.engine) <= {f"{n}" for n in ()} | names_of(run)
+    assert rows_known_to_the_runner(run.engine) <= names_of(run)
     run.finish()
     run.engine.close()
 
@@ -237,12 +248,36 @@ def names_of(run: Run) -> set[str]:
     return names | {f"{name}#{i}" for name in names for i in range(2)}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+FEW, SLOW = ("plain", "tiers back", "overlap"), [pytest.mark.slow]
+
+
+@pytest.mark.parametrize("name", FEW)
 def test_any_line_may_be_interrupted(name, family_oracle, family_loaded) -> None:
-    run_interrupted(family_oracle, family_loaded, name, SAMPLE)
+    run = start(family_oracle, family_loaded, name, SAMPLE)
+    run_rounds(run, NUM_SAMPLE_ROUNDS)
+    finish_and_compare(run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_line_may_be_interrupted(name, family_oracle, family_loaded) -> None:
-    run_interrupted(family_oracle, family_loaded, name, 1)
+    run = start(family_oracle, family_loaded, name)
+    run_rounds(run, 20_000)
+    finish_and_compare(run)
+
+
+@pytest.mark.parametrize("where", ["in the runner", "in the books"])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW * (n not in FEW)) for n in CONFIGS])
+def test_recovery_may_be_interrupted_at_every_line(
+    name, where, family_oracle, family_loaded
+) -> None:
+    """The next call goes on with it."""
+    run = start(family_oracle, family_loaded, name)
+    engine = run.engine
+    if where == "in the runner":
+        run.fail_in(engine.core.runner, "execute")
+    else:
+        run.fail_in(engine.scheduler.delta, "taken")
+    run_rounds(run, 20_000)
+    assert len(run.interrupt.tried) > 20
+    finish_and_compare(run)
