@@ -248,7 +248,7 @@ def names_of(run: Run) -> set[str]:
     return names | {f"{name}#{i}" for name in names for i in range(2)}
 
 
-FEW, SLOW = ("plain", "tiers back", "overlap"), [pytest.mark.slow]
+FEW, SLOW = ("plain", "fcfs", "tiers back", "overlap"), [pytest.mark.slow]
 
 
 @pytest.mark.parametrize("name", FEW)
