@@ -14,6 +14,7 @@ computed from then on; after each plan the runner's copy of a scheduled request 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
@@ -34,16 +35,33 @@ class RunnerDelta:
     def __init__(self) -> None:
         self._num_sent: dict[str, int] = {}  # tokens
         self._finished_req_ids: set[str] = set()  # since the last plan
+        self._sent: deque[SchedulerOutput] = deque()  # plans whose output nobody has seen
 
     def knows(self, request_id: str) -> bool:
         return request_id in self._num_sent
 
     def forget(self, request_id: str) -> None:
-        if self._num_sent.pop(request_id, None) is not None:  # the runner has state of it
+        if request_id in self._num_sent:  # the runner has state of it
             self._finished_req_ids.add(request_id)
+            del self._num_sent[request_id]
+
+    def taken(self, plan: SchedulerOutput) -> None:
+        """The runner has computed it, and all plans before it."""
+        while self._sent and self._sent.popleft() is not plan:
+            pass
+
+    def plans_lost(self) -> None:
+        """The others may never have come to the runner. It is told again who has ended, and knows
+        nobody whom they admitted."""
+        for plan in self._sent:
+            self._finished_req_ids |= plan.finished_req_ids
+            for new in plan.scheduled_new_reqs:
+                self.forget(new.req_id)
+        self._sent.clear()
 
     def encode(self, plan: SchedulerOutput) -> None:
         """Put what is new about the scheduled requests into the plan's message."""
+        self._sent.append(plan)
         plan.finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
         cached, num_sent = plan.scheduled_cached_reqs, self._num_sent
         for request in plan.scheduled_requests:
@@ -210,6 +228,18 @@ class SchedulerBooks:
         self.delta.forget(request.request_id)
         del self.requests[request.request_id]  # last: if it is interrupted, it can be done again
 
+    def begin_anew(self) -> None:
+        """A step was cut short: how far have its requests come? Who runs is aborted, who waits goes
+        on waiting. May be cut short itself, and done again."""
+        self.delta.plans_lost()
+        waiting = {request.request_id for request in self.waiting} - self.running.keys()
+        for request in list(self.requests.values()):
+            if request.request_id in waiting and not request.is_finished:
+                request.num_computed_tokens = request.num_pending_tokens = 0
+                request.status = RequestStatus.WAITING
+            else:
+                self.abort_request(request.request_id)
+
     def make_plan(
         self, num_tokens: dict[str, int], plan: SchedulerOutput | None = None
     ) -> SchedulerOutput:
@@ -232,6 +262,7 @@ class SchedulerBooks:
         for what is no `StepOutput`."""
         allowed = "a StepOutput; StepOutput(tokens_by_id) makes one"
         require(isinstance(output, StepOutput), "output", output, allowed)
+        self.delta.taken(plan)
         for plugin in self.plugins:
             plugin.judged(plan, output)
         rows = zip(

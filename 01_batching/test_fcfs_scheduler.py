@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import settings
@@ -23,6 +24,7 @@ from hypothesis.stateful import (
 from fcfs_scheduler import FCFSScheduler
 from input_batch import RunnerState
 from request import Request, RequestStatus, SamplingParams
+from scheduler_books import SchedulerPlugin
 from scheduler_interface import NewRequestData, SchedulerOutput, StepOutput
 
 EOS, STOP, VOCAB_SIZE = 0, 1, 9
@@ -511,3 +513,57 @@ def test_what_shortened_a_request_is_said_when_it_ends():
     scheduler = scheduler_with(make("r", 5, max_tokens=1), max_model_len=6)
     (result,) = scheduler.update_from_output(scheduler.schedule(), StepOutput({"r": [7]}))
     assert (result.finish_reason, result.finish_detail) == ("length", None)
+
+
+class Fails(SchedulerPlugin):
+    """When a plan is made, and its message is not sent yet."""
+
+    is_on = False
+
+    def planned(self, plan: SchedulerOutput) -> None:
+        if self.is_on:
+            raise MemoryError
+
+
+@pytest.mark.parametrize("where", ["in a plugin", "on its way"])
+def test_what_a_lost_plan_said_is_said_again(where):
+    """`ended` has a row in the runner, which none but the lost plan told that it may go."""
+    scheduler, runner = FCFSScheduler(plugins=[plugin := Fails()]), RunnerState()
+    scheduler.add_request(make("ended", 3))
+    plan = scheduler.schedule()
+    runner.apply(plan)
+    scheduler.update_from_output(plan, StepOutput({"ended": [7]}))
+    scheduler.abort_request("ended")
+    scheduler.add_request(make("new", 3))
+    plugin.is_on = where == "in a plugin"
+    with pytest.raises(MemoryError) if plugin.is_on else nullcontext():
+        scheduler.schedule()
+    plugin.is_on = False
+    scheduler.begin_anew()
+    scheduler.check_invariants()
+    assert not scheduler.requests
+    scheduler.add_request(make("new", 4))  # another one of this name
+    runner.apply(plan := scheduler.schedule())
+    assert plan.finished_req_ids == {"ended", "new"}
+    assert [(name, row.num_tokens) for name, row in runner.requests.items()] == [("new", 4)]
+
+
+def test_what_came_to_the_runner_is_not_said_again():
+    scheduler = FCFSScheduler()
+    for name in "ab":
+        scheduler.add_request(make(name, 3))
+        plan = scheduler.schedule()
+        scheduler.update_from_output(plan, StepOutput({name: [7] for name in plan.starts()}))
+        scheduler.abort_request(name)
+    scheduler.begin_anew()
+    assert scheduler.schedule().finished_req_ids == {"b"}
+
+
+def test_who_waits_goes_on_waiting_when_all_begins_anew():
+    scheduler = FCFSScheduler(max_num_seqs=1)
+    for name in "ab":
+        scheduler.add_request(make(name, 3))
+    scheduler.schedule()
+    scheduler.begin_anew()
+    scheduler.check_invariants()
+    assert list(scheduler.requests) == ["b"] and scheduler.get_request_counts() == (0, 1)

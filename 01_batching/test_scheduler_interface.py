@@ -86,7 +86,7 @@ def methods(protocol: type) -> set[str]:
 @pytest.mark.parametrize(
     ("implementation", "protocol", "num_methods"),
     [
-        (FCFSScheduler, SchedulerInterface, 9),
+        (FCFSScheduler, SchedulerInterface, 10),
         (HFModelRunner, ModelRunner, 1),
         (FinishedStep, StepHandle, 1),
     ],

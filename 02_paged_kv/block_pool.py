@@ -20,7 +20,7 @@ keeps. SGLang and FlashInfer say page instead of block. Source: PagedAttention, 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 NULL_BLOCK_ID = 0
@@ -97,14 +97,11 @@ class BlockPool:
             del self._free[block.block_id]
             block.ref_cnt = 1
 
-    def recount(self, num_holders: Mapping[int, int]) -> None:
-        """Put the books right after a call that was interrupted: who holds a block says so."""
+    def begin_anew(self) -> None:
+        """Nobody holds a block any more, whatever a call that was interrupted has left."""
         for block in self.blocks[1:]:
-            block.ref_cnt = num_holders.get(block.block_id, 0)
-            if block.ref_cnt == 0:
-                self._free.setdefault(block.block_id, block)
-            else:
-                self._free.pop(block.block_id, None)
+            block.ref_cnt = 0
+            self._free.setdefault(block.block_id, block)
 
     def free_order(self) -> Iterable[Block]:
         """The free blocks, the next to be allocated first."""

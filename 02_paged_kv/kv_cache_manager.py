@@ -136,10 +136,12 @@ class KVCacheManager:
             self.grown.discard(request.request_id)
             self._release(table.blocks)
 
-    def recount(self) -> None:
-        """A call was interrupted half-way: blocks that it had taken and given to nobody are free
-        again. O(pool)."""
-        self.pool.recount(self._count_holders())
+    def begin_anew(self) -> None:
+        """A call was interrupted half-way, and what it has left may contradict itself: nobody has a
+        table any more, and all blocks are free. O(pool)."""
+        self._tables.clear()
+        self.grown.clear()
+        self.pool.begin_anew()
 
     # -- inside
 

@@ -215,16 +215,12 @@ class CachedKVCacheManager(KVMemory):
                     self._in_flight.pop(state.in_flight, None)
                     state.in_flight = ()
 
-    def recount(self) -> None:
-        """And cached blocks that somebody was about to use, or to let go, leave the cache. Nobody
-        runs now."""
-        self._in_flight.clear()
-        holders = self._count_holders()
-        for block_id in list(self.cache.cached_block_ids()):
-            block = self.pool.blocks[block_id]
-            if self.cache.owns(block) and block.ref_cnt != holders[block_id]:
-                self.cache.withdraw(block)
-        super().recount()
+    def begin_anew(self) -> None:
+        """And nothing is cached."""
+        for books in (self._states, self._in_flight, self._moves, self._trusted):
+            books.clear()
+        self.cache.begin_anew()
+        super().begin_anew()
 
     def take_block_moves(self) -> list[BlockMove]:
         moves, self._moves = self._moves, []

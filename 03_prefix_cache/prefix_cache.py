@@ -139,7 +139,8 @@ class CacheListener(Protocol):
         """They still hold their content, and lose it when this returns. Children come first."""
 
     def blocks_withdrawn(self, blocks: Sequence[Block]) -> None:
-        """They leave the cache because their content is not to be trusted. Children come first."""
+        """They leave the cache, as far as they are in it, because their content is not to be
+        trusted. Children come first, unless it is the whole pool."""
 
 
 class CachedPrefix(NamedTuple):
@@ -257,6 +258,13 @@ class PrefixCache(ABC):
             for gone in blocks:
                 del self._by_block_id[gone.block_id]
             self.pool.free(blocks)
+
+    def begin_anew(self) -> None:
+        """Forget everything, after a call that was interrupted: the index may contradict itself.
+        Whose the blocks are the pool is told by who calls this."""
+        if self.listener is not None:
+            self.listener.blocks_withdrawn(self.pool.blocks[1:])
+        self._by_block_id.clear()
 
     def reset(self) -> bool:
         """Forget everything. False, and nothing has changed, while any cached block is in use."""

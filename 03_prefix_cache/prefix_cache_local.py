@@ -194,6 +194,11 @@ class PrefixCacheLocal(PrefixCache):
             self._evictable.pop(cached.block_id, None)
         return [cached.block for cached in reversed(gone.values())]
 
+    def begin_anew(self) -> None:
+        super().begin_anew()
+        self._by_hash.clear()
+        self._evictable.clear()
+
     @property
     def num_evictable_blocks(self) -> int:
         return len(self._evictable)

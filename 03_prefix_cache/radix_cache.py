@@ -136,6 +136,12 @@ class RadixCache(PrefixCache):
         self._queue(nodes[0].above)
         return [block for node in reversed(nodes) for block in reversed(node.blocks)]
 
+    def begin_anew(self) -> None:
+        super().begin_anew()
+        self.tree.roots.clear()
+        self._heap.clear()
+        self._num_used = 0
+
     @property
     def num_evictable_blocks(self) -> int:
         return self.num_cached_blocks - self._num_used

@@ -107,6 +107,10 @@ class PolicyQueue(RequestQueue):
         self.remove_request(request)
         return request
 
+    def begin_anew(self) -> None:
+        """The two orders have one content again, whatever a call that was interrupted has left."""
+        self._sorted = SortedList(self._places.values())
+
     # -- who is next
 
     def is_aged(self, request: Request) -> bool:

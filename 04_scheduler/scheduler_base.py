@@ -174,12 +174,16 @@ class SchedulerBase(SchedulerBooks):
     def forget(self, request: Request) -> None:
         request.routine_until = -1
         self.kv_memory.free(request)
-        super().forget(request)
         self._num_lost.pop(request.request_id, None)
+        super().forget(request)
         if request.status == RequestStatus.FINISHED_ABORTED:
             self._stats.total_aborted += 1
         else:
             self._stats.total_finished += 1
+
+    def begin_anew(self) -> None:
+        self.waiting.begin_anew()
+        super().begin_anew()
 
     # -- from waiting to running, and back
 
@@ -307,6 +311,7 @@ class SchedulerBase(SchedulerBooks):
     def update_from_output(self, plan: SchedulerOutput, output: StepOutput) -> StepResults:
         """A routine step's token is appended; what all others have brought is decided on."""
         assert isinstance(plan, PreemptingPlan)
+        self.delta.taken(plan)
         for plugin in self.plugins:
             plugin.judged(plan, output)
         results = StepResults(list(plan.num_scheduled_tokens), output.token_ids)

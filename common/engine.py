@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -64,6 +65,7 @@ class LLMEngine:
         self.config = config = config or EngineConfig()
         self.turn = Turn()
         self._is_closed = False
+        self._is_whole = True  # else a call was cut short, and the next one mends what it has left
         # By Request.request_id: all members of open groups, those that have finished included.
         self._members: dict[str, OutputProcessor] = {}
         make = _make_remote_parts if config.has_workers else _make_parts
@@ -71,7 +73,8 @@ class LLMEngine:
             parts, self.tokenizer = make(config, loaded, draft, tokenizer, self._members)
         self._parts = parts
         self.core, self.scheduler = parts.core, parts.recorder.scheduler
-        self.recorder, self._close_loop = parts.recorder, parts.close_loop
+        self.recorder = parts.recorder
+        self._close_loop, self._give_up = parts.close_loop, parts.give_up
         self.kv_manager, self._connector = parts.kv_memory, parts.connector
         self._side, self._plans_under_way = parts.side, parts.plans_under_way
         side = parts.side
@@ -119,6 +122,7 @@ class LLMEngine:
         prefixes: one for each tenant keeps them from probing each other's. Raises `ValueError` for
         anything that can not be served; nothing has changed then."""
         self._check_is_open()
+        self._mend()
         self._check_id(request_id)
         params = SamplingParams() if sampling_params is None else sampling_params
         group = self._intake.make_group(
@@ -126,13 +130,15 @@ class LLMEngine:
         )
         for member in group.members:
             self._check_id(member.request_id)  # of a sample: "name#0" may be somebody's name
-        self._groups[request_id] = group
-        self._members |= {member.request_id: member for member in group.members}
         try:
-            for member in group.members:
-                self.core.add_request(member.request)
-        except BaseException:
-            self._drop(group)
+            with self._changing():
+                self._groups[request_id] = group
+                self._members |= {member.request_id: member for member in group.members}
+                for member in group.members:
+                    self.core.add_request(member.request)
+        except Exception:  # refused, and that changes nothing
+            with self._changing():
+                self._drop(group)
             raise
         self._intake.num_seeds_drawn += params.seed is None
 
@@ -153,8 +159,10 @@ class LLMEngine:
                     self.add_request(request_id, prompt, params, arrival_time, priority, cache_salt)
                     added.append(self._groups[request_id])
             except BaseException:
-                for group in added:
-                    self._drop(group)
+                self._mend()
+                with self._changing():
+                    for group in added:
+                        self._drop(group)
                 self._intake.num_seeds_drawn = num_seeds_drawn
                 raise
 
@@ -169,8 +177,12 @@ class LLMEngine:
         return copy(group)
 
     def _abort(self, group: RequestGroup) -> None:
-        if self._groups.get(group.request_id) is not group:
-            return
+        self._mend()
+        if self._groups.get(group.request_id) is group:
+            with self._changing():
+                self._abort_all_of(group)
+
+    def _abort_all_of(self, group: RequestGroup) -> None:
         for member in group.members:
             if not member.is_finished:
                 self.scheduler.abort_request(member.request_id)
@@ -180,7 +192,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Is there anything to do for `step`, if only to return the output of an aborted one?"""
-        return self.core.has_unfinished_requests() or bool(self._ended)
+        return bool(self._groups or self._ended)
 
     @one_at_a_time
     def step(self) -> list[RequestOutput]:
@@ -189,23 +201,28 @@ class LLMEngine:
         later steps, and their text is decoded when it is read.
 
         If a step raises (out of memory, an interrupt), nobody can say how far its requests have
-        come: they are aborted, the waiting ones stay, and the engine goes on. Where it can not,
-        because a rank is gone, everybody is aborted. If `on_step` raises, nobody is. In each case
-        the next step returns what this one could not.
+        come: they are aborted, the waiting ones stay, and the engine goes on. If it was interrupted
+        while it wrote its books, nothing is cached any more. Where it can not go on, because a rank
+        is gone, everybody is aborted. If `on_step` raises, nobody is. In each case the next step
+        returns what this one could not.
         """
+        self._mend()
         # Where only outputs are left, there is nothing to compute, or nobody who could.
         has_work = self.core.has_unfinished_requests() or not self._ended
         if has_work:
             self._check_is_open()
         going_on = self._advance() if has_work else []
-        ended = [copy(group) for group in self._ended]
-        self._ended.clear()
-        return [*ended, *going_on]
+        outputs = [*map(copy, self._ended), *going_on]
+        self._ended.clear()  # not before all is ready: an interrupt would lose what has ended
+        return outputs
 
     def _advance(self) -> list[RequestGroup]:
         """One iteration. The unfinished groups that made progress; the others are in `_ended`."""
+        self.turn.begin_anew()
+        self._mend()
         if self._is_closed:  # by another thread, which waits for this one
-            self._abort_running(everybody=True)
+            for group in list(self._groups.values()):
+                self._abort(group)
             return []
         with self.turn.undisturbed():
             touched, record = self._compute()
@@ -217,19 +234,20 @@ class LLMEngine:
     def _compute(self) -> tuple[Collection[RequestGroup], StepRecord | None]:
         """One step. Whom it concerned; its record, if somebody wants it."""
         start_time = time.monotonic()
+        self._is_whole = False
         try:
             results = self.core.step()
+            now = time.monotonic()
+            record = None if self.on_step is None else self.recorder.record()
+            with self._changing():
+                self._count(self.recorder.plan, now - start_time)
+                touched = self._take(results, now)
         except BaseException as error:
-            self.recorder.forget_plans()
             if self._watch is not None:
                 self._watch.step_failed(error)
-            self._abort_running(everybody=getattr(error, "is_final", False))
+            self._mend(everybody=getattr(error, "is_final", False))
             raise
-        now = time.monotonic()
-        record = None if self.on_step is None else self.recorder.record()
-        self._count(self.recorder.plan, now - start_time)
         self._check_progress(self.recorder.plan)
-        touched = self._take(results, now)
         if self.config.check_invariants:
             self.check_invariants()
         return touched, record
@@ -275,21 +293,35 @@ class LLMEngine:
                 f"{self._num_idle_steps} steps the scheduler has admitted none of {waiting}"
             )
 
-    def _abort_running(self, everybody: bool = False) -> None:
-        """Those that the step may have changed: they run, or the scheduler has just let them go, or
-        not yet put them back. Who was about to be admitted waits as before, without memory."""
-        scheduler = self.scheduler
-        waiting = {request.request_id: request for request in scheduler.waiting}
-        for request_id in scheduler.running:
-            waiting.pop(request_id, None)
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """The books of scheduler and engine are changed. Who is cut short in it comes to no
+        `finally`: `_mend` brings it to an end."""
+        self._is_whole, self.recorder.is_torn = False, True
+        yield
+        self._is_whole, self.recorder.is_torn = True, False
+
+    def _mend(self, everybody: bool = False) -> None:
+        """If a call was cut short, by whatever: how far have those who ran come? They are aborted.
+        If it was while books were changed, what follows from requests is made anew: tables, free
+        blocks, what is cached. It may be cut short, too: the next call begins with it."""
+        if self._is_whole:
+            return
+        is_torn, self.recorder.is_torn = self.recorder.is_torn, True
+        if self._give_up is not None:
+            self._give_up()
+        self.recorder.forget_plans()
+        if is_torn:
+            self.unwatch()  # what is on film would not lead to books that are made anew
+            self.kv_manager.begin_anew()
+        self.scheduler.begin_anew()
         for group in list(self._groups.values()):
-            ids = [m.request_id for m in group.members if not m.is_finished]
-            if everybody or not all(request_id in waiting for request_id in ids):
-                self._abort(group)
-        for request in waiting.values():
-            request.num_computed_tokens = 0
-            self.kv_manager.free(request)
-        self.kv_manager.recount()
+            unfinished = {member.request_id for member in group.members if not member.is_finished}
+            if not unfinished:
+                self._end(group)
+            elif everybody or not unfinished <= self.scheduler.requests.keys():
+                self._abort_all_of(group)
+        self._is_whole, self.recorder.is_torn = True, False
 
     # -- whole calls
 
@@ -313,10 +345,11 @@ class LLMEngine:
         per_prompt = spread_params(params, len(prompts))
         ids = [self._new_id() for _ in prompts]
         requests = zip(ids, prompts, per_prompt, strict=True)
-        with self.turn.undisturbed():
-            self.add_requests(requests, priority, cache_salt, arrival_time)
-            own = dict.fromkeys(self._groups[request_id] for request_id in ids)
+        own = dict[RequestGroup, None]()
         try:
+            with self.turn.undisturbed():
+                self.add_requests(requests, priority, cache_salt, arrival_time)
+                own |= dict.fromkeys(self._groups[request_id] for request_id in ids)
             for group in own:
                 while not group.finished:
                     self._advance()
@@ -324,7 +357,7 @@ class LLMEngine:
                     if on_finished is not None:
                         on_finished(num_finished)
         finally:
-            self._withdraw(own)
+            self._withdraw([*own, *(self._groups[name] for name in ids if name in self._groups)])
         return {group.request_id: copy(group) for group in own}
 
     def _new_id(self) -> str:
@@ -345,12 +378,12 @@ class LLMEngine:
     ) -> Iterator[str]:
         """Run one prompt, and yield its text as it becomes final. However the request ends, the
         rest of its text is yielded. Leaving the loop early aborts it."""
-        request_id = self._new_id()
-        with self.turn, self.turn.undisturbed():
-            self.add_request(request_id, prompt, params, arrival_time, priority, cache_salt)
-            group = self._groups[request_id]
-        member = group.members[0]
+        request_id, group = self._new_id(), None
         try:
+            with self.turn, self.turn.undisturbed():
+                self.add_request(request_id, prompt, params, arrival_time, priority, cache_salt)
+                group = self._groups[request_id]
+            member = group.members[0]
             while not group.finished:
                 if delta := member.take_delta():
                     yield delta
@@ -360,7 +393,8 @@ class LLMEngine:
             if rest := member.take_delta():
                 yield rest
         finally:
-            self._withdraw([group])
+            if group := group or self._groups.get(request_id):
+                self._withdraw([group])
 
     def _forget_ended(self, groups: Collection[RequestGroup]) -> int:
         """Their caller holds them, so no step returns them. How many of them had ended."""
@@ -406,14 +440,17 @@ class LLMEngine:
     @one_at_a_time
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix. False, and nothing has changed, while requests use some."""
-        return self.kv_manager.reset_prefix_cache()
+        self._mend()
+        with self._changing():
+            return self.kv_manager.reset_prefix_cache()
 
     @one_at_a_time
     def watch(self, events: str | Path | TextIO) -> None:
         """Write from now on what happens, step by step, to this file or to whoever takes text, as
         `EngineConfig(events=...)` does from the start (`common/events`). In a run it begins with
-        all that is there. Who was written to before is no more. Raises `ValueError` or
-        `FileNotFoundError` for a path that is no place for a file."""
+        all that is there. Who was written to before is no more. It ends if the engine is interrupted
+        while it changes its books. Raises `ValueError` or `FileNotFoundError` for a path that is no
+        place for a file."""
         from common.events.watch import Watch
 
         self.unwatch()
@@ -422,25 +459,25 @@ class LLMEngine:
     @one_at_a_time
     def unwatch(self) -> None:
         """Nothing more is written, and a file is closed. Nothing happens if nobody watches."""
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.take_out()
+        if self._watch is not None:
+            self._watch.take_out()
+            self._watch = None
 
     def close(self) -> None:
         """Stop the connector's threads, close its files, end the workers. The engine computes
-        nothing after. A step of another thread is waited for, but not for long."""
+        nothing after. A step of another thread is waited for, but not for long: if it is late, the
+        thread in which an overlapped engine computes ends after it."""
         self.turn.check_process()
         self._is_closed = True
         for request_id in list(self._groups):
             self.abort_request(request_id)
         has_turn = self.turn.take(CLOSE_TIMEOUT_S)
         try:
-            if has_turn and self._close_loop is not None:
-                self._close_loop()
+            if self._close_loop is not None:
+                self.turn.ask(self._close_loop)
         finally:
             if has_turn:
                 self.unwatch()
-            if has_turn:
                 self.turn.release()
             if self._connector is not None:
                 self._connector.close()
@@ -505,17 +542,18 @@ class LLMEngine:
             raise ValueError(f"request_id is {request_id!r}: a request with this id is unfinished")
 
     def _end(self, group: RequestGroup) -> None:
+        """May be interrupted, and done again."""
         self._ended[group] = None
         for member in group.members:
-            del self._members[member.request_id]
-        del self._groups[group.request_id]
+            self._members.pop(member.request_id, None)
+        self._groups.pop(group.request_id, None)
 
     def _drop(self, group: RequestGroup) -> None:
         """Undo an `add_request` before any step saw it."""
         ids = [member.request_id for member in group.members]
         self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
         self._end(group)
-        del self._ended[group]
+        self._ended.pop(group, None)
 
 
 def _make_parts(

@@ -76,7 +76,8 @@ def make_kv_cache(
     included. `memory` reads the model's device; None: CUDA's own reader, if it is a GPU."""
     config, loaded, draft = demand.config, demand.loaded, demand.draft
     if config.num_blocks is not None:
-        return allocate_kv_cache(loaded, config.num_blocks, config.block_size, demand.kind)
+        sizes = config.num_blocks, config.block_size, demand.kind, neighbours.num_here
+        return allocate_kv_cache(loaded, *sizes)
     if memory is None and (device := loaded.model.embed_weight.device).type == "cuda":
         memory = CudaMemory(device)
     if memory is None:
@@ -104,17 +105,23 @@ def make_kv_cache(
 
 
 def allocate_kv_cache(
-    loaded: LoadedModel, num_blocks: int, block_size: int, kind: type[PagedKVCache] = PagedKVCache
+    loaded: LoadedModel,
+    num_blocks: int,
+    block_size: int,
+    kind: type[PagedKVCache] = PagedKVCache,
+    num_here: int = 1,
 ) -> PagedKVCache:
-    """Raises `ValueError` if a CPU has no room for it: what is only reserved would end the process
-    when it is written."""
+    """Raises `ValueError` if a CPU has no room for it, `num_here` times: what is only reserved
+    would end the process when it is written. (What another engine has reserved, and not written to,
+    counts as free: who makes several adds up their `num_blocks`.)"""
     model, weight = loaded.model, loaded.model.embed_weight
     num_values = 2 * model.num_layers * num_blocks * block_size * model.num_kv_heads
     num_bytes = num_values * model.config.head_dim * weight.dtype.itemsize
-    if weight.device.type == "cpu" and num_bytes > (free := free_memory_bytes()):
+    if weight.device.type == "cpu" and num_here * num_bytes > (free := free_memory_bytes()):
+        ranks = f" on each of {num_here} ranks" if num_here > 1 else ""
         raise ValueError(
             f"num_blocks is {num_blocks}, block_size {block_size}: KV of {num_bytes / 2**30:,.2f} "
-            f"GiB, and {free / 2**30:,.2f} GiB are free"
+            f"GiB{ranks}, and {free / 2**30:,.2f} GiB are free"
         )
     return kind(
         num_layers=model.num_layers,

@@ -99,6 +99,7 @@ class EngineParts:
     connector: KVConnector | None
     # Where steps may be under way.
     close_loop: Callable[[], None] | None = None
+    give_up: Callable[[], None] | None = None
     plans_under_way: PlansUnderWay | None = None
 
 
@@ -140,7 +141,8 @@ def assemble_around(config: EngineConfig, side: RunnerSide) -> EngineParts:
         core = EngineCore(recorder, side.runner)
         return EngineParts(core, recorder, side, kv_memory, connector)
     core = make_core_of_several(config, recorder, queued, under_way)
-    return EngineParts(core, recorder, side, kv_memory, connector, core.close, under_way)
+    parts = core, recorder, side, kv_memory, connector
+    return EngineParts(*parts, core.close, core.give_up, under_way)
 
 
 # -- who computes what

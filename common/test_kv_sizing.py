@@ -10,7 +10,7 @@ import torch
 
 from common import kv_sizing
 from common.engine_config import EngineConfig
-from common.kv_sizing import KVDemand, make_kv_cache
+from common.kv_sizing import KVDemand, Neighbours, make_kv_cache
 from common.loader import LoadedModel
 from common.sampling import speculative_sampler
 from common.sampling.sampler import Sampler
@@ -52,6 +52,17 @@ def test_a_cpu_is_asked_for_its_free_memory_and_runs_a_short_step(loaded, monkey
     assert steps == [([8], 1)]
     monkeypatch.undo()
     assert make(EngineConfig(max_num_seqs=2), loaded, max_model_len=160).num_blocks == 2 * 10 + 1
+
+
+def test_memory_that_several_ranks_are_told_to_take_is_asked_for_together(
+    loaded, monkeypatch
+) -> None:
+    monkeypatch.setattr(kv_sizing, "free_memory_bytes", lambda: 2 * 500 * BLOCK_BYTES)
+    config = EngineConfig(max_num_seqs=2, num_blocks=501)
+    demand = demand_of(config, loaded)
+    assert make_kv_cache(demand).num_blocks == 501
+    with pytest.raises(ValueError, match="GiB on each of 2 ranks, and 0"):
+        make_kv_cache(demand, Neighbours(num_here=2))
 
 
 # -- a GPU

@@ -55,11 +55,16 @@ class Turn:
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """For whose turn it is: what is asked for meanwhile, by whomever, is done afterwards."""
-        self._num_undisturbed += 1
+        before = self._num_undisturbed
         try:
+            self._num_undisturbed = before + 1
             yield
         finally:
-            self._num_undisturbed -= 1
+            self._num_undisturbed = before
+
+    def begin_anew(self) -> None:
+        """Nobody is in the middle of anything, whatever an interrupt has left."""
+        self._num_undisturbed = 0
 
     def ask(self, what: Callable[[], None]) -> None:
         """Have it done by whose turn it is; here and now, if that is nobody's, or this thread's and
@@ -70,14 +75,23 @@ class Turn:
         self.do_what_was_asked()
 
     def do_what_was_asked(self) -> None:
-        """Who asked in vain was before the other's release, so that one sees it."""
+        """Who asked in vain was before the other's release, so that one sees it. What is
+        interrupted is done again."""
         while self.asked and not self._num_undisturbed and self.take():
             try:
                 with self.undisturbed():
                     while self.asked:
-                        self.asked.popleft()()
+                        self._do(self.asked[0])
             finally:
                 self._lock.release()
+
+    def _do(self, what: Callable[[], None]) -> None:
+        try:
+            what()
+        except Exception:
+            self.asked.popleft()
+            raise
+        self.asked.popleft()
 
 
 def one_at_a_time(method: Method) -> Method:

@@ -80,6 +80,7 @@ class RecordedScheduler:
         self.waiting = scheduler.waiting
         self.observers = tuple(observers)
         self.checks_itself = check_invariants
+        self.is_torn = False  # a call was cut short in which the scheduler changes its books
         self.num_steps = 0
         self.plan: SchedulerOutput  # of the last step, as the next three
         self._clock: Laps
@@ -89,7 +90,9 @@ class RecordedScheduler:
 
     def schedule(self) -> SchedulerOutput:
         clock = Laps()
+        self.is_torn = True
         plan = self.scheduler.schedule()
+        self.is_torn = False
         clock.lap("schedule_ms")
         self._under_way.append((plan, clock))
         return plan
@@ -99,7 +102,9 @@ class RecordedScheduler:
     ) -> Sequence[EngineCoreOutput]:
         clock = self._take_clock(plan)
         clock.lap("execute_ms")
+        self.is_torn = True
         results = self.scheduler.update_from_output(plan, output)
+        self.is_torn = False
         clock.lap("update_ms")
         if self.checks_itself:
             self.scheduler.check_invariants()
@@ -169,6 +174,9 @@ class RecordedScheduler:
 
     def abort_request(self, request_id: str) -> None:
         self.scheduler.abort_request(request_id)
+
+    def begin_anew(self) -> None:
+        self.scheduler.begin_anew()
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests()

@@ -84,6 +84,10 @@ class KVConnector(ABC):
         that was asked about and has ended, loaded or not: nothing is kept of it. Unknown ids are
         ignored."""
 
+    def begin_anew(self) -> None:  # noqa: B027
+        """A call was interrupted, perhaps one of these. All requests have been cancelled; whoever
+        keeps books of something else puts them right."""
+
     @abstractmethod
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
         """The request gives up its blocks. `block_ids` hold its first full blocks, published and
@@ -152,6 +156,10 @@ class ConnectorChain(KVConnector):
         self._chosen.pop(request_id, None)
         for connector in self.connectors:
             connector.cancel_load(request_id)
+
+    def begin_anew(self) -> None:
+        for connector in self.connectors:
+            connector.begin_anew()
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
         for connector in self.connectors:

@@ -199,6 +199,14 @@ class KVLoads:
             if self._has_arrived(load):
                 self.drop(request_id)
 
+    def begin_anew(self) -> None:
+        """After a call that was interrupted: nothing is on its way, and nobody was asked."""
+        for request_id in {*self._loads, *self._offers}:
+            self.connector.cancel_load(request_id)
+        self.connector.begin_anew()
+        for books in (self._loads, self._offers, self._overtakes):
+            books.clear()
+
     def wait(self) -> None:
         """Until something arrives, but not long."""
         if any(not load.has_arrived for load in self._loads.values()):

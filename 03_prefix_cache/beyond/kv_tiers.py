@@ -57,11 +57,13 @@ class HostTier:
     def put(self, block_hash: bytes, data: bytes) -> list[tuple[bytes, bytes]]:
         """Returns what had to leave: at most one block, the given one if there is no room at
         all."""
+        if self.max_blocks == 0:
+            return [(block_hash, data)]
+        is_full = len(self._blocks) == self.max_blocks and block_hash not in self._blocks
+        gone = [self._blocks.popitem(last=False)] if is_full else []
         self._blocks[block_hash] = data
         self._blocks.move_to_end(block_hash)
-        if len(self._blocks) <= self.max_blocks:
-            return []
-        return [self._blocks.popitem(last=False)]
+        return gone
 
 
 class DiskTier:
@@ -167,6 +169,12 @@ class DiskTier:
                 del self._slots[block_hash]
                 self._free.append(slot)
                 self.num_corrupt += 1
+
+    def begin_anew(self) -> None:
+        """A slot whose `put` was interrupted is free: its record is not valid."""
+        with self._lock:
+            used = set(self._slots.values())
+            self._free = [slot for slot in range(self.max_blocks) if slot not in used]
 
     def close(self) -> None:
         """Write back and let go of the file. May be called again."""

@@ -104,10 +104,9 @@ class LoadingKVCacheManager(CachedKVCacheManager):
             logger.exception("the connector failed when %r ended", request.request_id)
         super()._withdraw(request, start, end)
 
-    def recount(self) -> None:
-        for request_id in self.loads.request_ids():
-            self.loads.drop(request_id)
-        super().recount()
+    def begin_anew(self) -> None:
+        self.loads.begin_anew()
+        super().begin_anew()
 
     def wait_for_loads(self) -> None:
         """Until something arrives, but not long. Returns at once if nothing is under way."""

@@ -162,7 +162,9 @@ class TieredCache(KVConnector):
     def blocks_withdrawn(self, blocks: Sequence[Block]) -> None:
         """Of no use here either, and least of all in a file that serves the next engine."""
         for block in blocks:
-            block_hash = self._hash_of.pop(block.block_id)
+            block_hash = self._hash_of.pop(block.block_id, None)
+            if block_hash is None:
+                continue
             self.host.drop(block_hash)
             if self.disk is not None:
                 self.disk.drop(block_hash)
@@ -268,6 +270,10 @@ class TieredCache(KVConnector):
 
     def num_loaded_blocks(self) -> Mapping[str, int]:
         return {"host": self.stats.num_host_hits, "disk": self.stats.num_disk_hits}
+
+    def begin_anew(self) -> None:
+        if self.disk is not None:
+            self.disk.begin_anew()
 
     def wait_for_load(self, timeout_s: float) -> None:
         reading = [load.reading for load in self._loads.values() if load.reading is not None]

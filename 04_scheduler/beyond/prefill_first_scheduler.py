@@ -95,12 +95,19 @@ class PrefillFirstScheduler(SchedulerBase):
         self._new_token_ratio = NewTokenRatio(
             init_new_token_ratio, min_new_token_ratio, new_token_ratio_decay_steps
         )
-        self.running_batch = ScheduleBatch(self.kv_memory)  # those who decode
-        self.last_batch = ScheduleBatch(self.kv_memory)
-        self.chunked_req: Request | None = None
+        self._clear_batches()
         # Everybody who runs gets a token in a decode batch, so they must not be more than that.
         self._num_seats = min(self.max_num_seqs, self.max_num_batched_tokens)
         self._num_prefills_in_a_row = 0  # that let somebody wait
+
+    def _clear_batches(self) -> None:
+        self.running_batch = ScheduleBatch(self.kv_memory)  # those who decode
+        self.last_batch = ScheduleBatch(self.kv_memory)
+        self.chunked_req: Request | None = None
+
+    def begin_anew(self) -> None:
+        self._clear_batches()
+        super().begin_anew()
 
     @property
     def new_token_ratio(self) -> float:

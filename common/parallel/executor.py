@@ -208,6 +208,8 @@ class Executor:
     # -- when something is wrong
 
     def _check(self) -> None:
+        if (pid := os.getpid()) != self._pid:
+            raise RuntimeError(f"these workers are those of process {self._pid}: {pid} is a fork")
         if self.failure is not None:
             raise WorkerError(f"the engine is dead: {self.failure}")
         if self._is_closed:

@@ -55,7 +55,7 @@ class PipelinedEngineCore(OverlappedEngineCore):
                 if not plan.is_empty or preemptions_of(plan)[0] or not steps:
                     return results
         except BaseException:
-            self._give_up()
+            self.give_up()
             raise
 
     def _begin_all(self) -> None:

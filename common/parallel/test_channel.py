@@ -333,8 +333,14 @@ def test_what_was_torn_is_not_read_on():
 
 def test_the_workers_of_a_fork_are_not_its_own(monkeypatch):
     executor = played((right, WAITS))
+    executor.links[0].channel.is_torn = True  # its parent's business, not a reason to end them
     monkeypatch.setattr(executor_module.os, "getpid", lambda: -1)
+    for use in (lambda: executor.send(b"plan"), lambda: executor.collect("a block")):
+        with pytest.raises(RuntimeError, match="those of process"):
+            use()
     executor.close()
     monkeypatch.undo()
+    executor.links[0].channel.is_torn = False
+    assert executor.failure is None
     assert step(executor)["step"] == 3
     executor.close()

@@ -36,9 +36,28 @@ class BatchState(SharingRunnerState):
         self.sampling, self.plugins = sampling, RunnerPlugins([sampling, *plugins])
         self.sampled: UnreadStep | None = None  # by the last step
         self.has_pending = False  # tokens among those of this step
+        self.is_torn = False  # an `apply` has not come to its end
         super().__init__(max_num_seqs, max_blocks_per_request, num_groups)
 
     def apply(self, plan: PlanMessage) -> None:
+        if self.is_torn:
+            self._mend()
+        self.is_torn = True
+        self._take_over(plan)
+        self.is_torn = False
+
+    def _mend(self) -> None:
+        """An `apply` was cut short: who was about to come or go is nobody, and all columns are as
+        long as the first that grew. (The scheduler names again who has ended, and sends whole whom
+        it had preempted.)"""
+        for req_id in self.requests.keys() ^ self.row_of.keys():
+            self.requests.pop(req_id, None)
+            self.row_of.pop(req_id, None)
+        num_rows, used = len(self.num_tokens), set(self.row_of.values())
+        self.grow(num_rows)
+        self._free_rows = [row for row in reversed(range(num_rows)) if row not in used]
+
+    def _take_over(self, plan: PlanMessage) -> None:
         super().apply(plan)
         self._place_pending(plan.scheduled_cached_reqs.pending_req_ids)
         if self.plugins.appended:

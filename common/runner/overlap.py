@@ -73,7 +73,7 @@ class OverlappedEngineCore(EngineCore):
                 self._begin()
             return self._finish()
         except BaseException:
-            self._give_up()
+            self.give_up()
             raise
 
     def _begin(self) -> None:
@@ -84,10 +84,10 @@ class OverlappedEngineCore(EngineCore):
         plan, handle = self._under_way.popleft()
         return self.scheduler.update_from_output(plan, handle.wait())
 
-    def _give_up(self) -> None:
-        while self._under_way:
-            with suppress(BaseException):  # of several errors the first one counts
-                self._under_way.popleft()[1].wait()
+    def give_up(self) -> None:
+        """What has begun comes to its end, and is nobody's. May be interrupted, and done again."""
+        self.runner.give_up()
+        self._under_way.clear()
         self.books.forget_plans()
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class OverlappedEngineCore(EngineCore):
         with closing(self.runner), suppress(Exception):
             while self._under_way:
                 self._finish()
-        self._give_up()
+        self.give_up()
 
 
 class QueuedRunner:
@@ -118,6 +118,12 @@ class QueuedRunner:
         """Until what has begun is over. What it brought is taken in its turn."""
         for step in self._under_way:
             step.end()
+
+    def give_up(self) -> None:
+        """Wait for what has begun. Of several errors the first one counts, and that was raised."""
+        while self._under_way:
+            with suppress(BaseException):
+                self._under_way.pop(0).end()
 
     def close(self) -> None:
         """When nothing is under way. What queued the steps is another's."""
@@ -150,6 +156,12 @@ class ThreadedRunner(QueuedRunner):
 
     def begin(self, plan: PlanMessage) -> ThreadedStep:
         return ThreadedStep(self._thread.submit(self.runner.execute, plan))
+
+    def give_up(self) -> None:
+        """A step of which nobody here knows may be in the thread: its caller was interrupted."""
+        super().give_up()
+        with suppress(RuntimeError):  # closed
+            self._thread.submit(int).result()
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -74,10 +74,10 @@ def _identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
 # A reader's evening: at most so many modules and lines in each root. README's table of rooms has
 # the numbers of today, and so has `python -m common.workshop.tools.path`.
 ROOM_LIMITS = {
-    "01_batching": Size(9, 1350),
+    "01_batching": Size(9, 1360),
     "02_paged_kv": Size(9, 1150),
-    "03_prefix_cache": Size(9, 1490),
-    "04_scheduler": Size(9, 1140),
+    "03_prefix_cache": Size(9, 1500),
+    "04_scheduler": Size(9, 1145),
     "05_spec_decode": Size(9, 1050),
     "06_chunked_prefill": Size(9, 500),
     "all roots": Size(46, 6450),

@@ -4,14 +4,12 @@ was."""
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.tests.engine_oracle import Oracle, checked_engine, finish, serve
 from request import SamplingParams
@@ -388,89 +386,3 @@ def test_after_an_error_that_is_final_nobody_waits_any_more(engine, is_final, mo
         (output,) = engine.step()
         assert output.outputs[0].finish_reason == "abort"
         assert not engine.has_unfinished_requests()
-
-
-class Interrupted(BaseException):
-    pass
-
-
-def interrupted_at_a_new_line(schedule, tried: set):
-    """`schedule`, which raises before the first line of the chapters, of the many that it runs,
-    at which it has not raised yet."""
-
-    def at_line(frame, event, _):
-        place = (frame.f_code, frame.f_lineno)
-        if event == "line" and place not in tried:
-            tried.add(place)
-            sys.settrace(None)
-            raise Interrupted
-        return at_line
-
-    def at_call(frame, *_):
-        path = frame.f_code.co_filename
-        is_of_chapter = path.startswith(CHAPTERS) and Path(path).name not in INDEXES
-        return at_line if is_of_chapter else None
-
-    def traced():
-        sys.settrace(at_call)
-        try:
-            return schedule()
-        finally:
-            sys.settrace(None)
-
-    return traced
-
-
-# A prefix cache and a queue change their indexes in calls that are not cut in two here.
-INDEXES = (
-    "policy_queue.py",
-    "prefix_cache.py",
-    "prefix_cache_local.py",
-    "radix_cache.py",
-    "radix_tree.py",
-)
-CHAPTERS = tuple(str(path) for path in Path(__file__).parents[2].glob("0*_*"))
-
-
-@pytest.mark.parametrize(
-    "config",
-    [{}, {"scheduler": "fcfs"}],
-    ids=["plain", "fcfs"],
-)
-def test_schedule_may_be_interrupted_at_every_line(config, family_oracle, family_loaded) -> None:
-    """Between the memory and the books: who waits goes on waiting, and nothing is lost but the
-    requests that ran."""
-    size = {"block_size": 4, "num_blocks": 40, "max_num_seqs": 3, "check_invariants": True}
-    engine = LLMEngine(EngineConfig(**size | config), loaded=family_loaded)
-    schedule, tried, ended = engine.scheduler.schedule, set(), {}
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    indices = [i for i, prompt in enumerate(family_oracle.prompts) if len(prompt) < 20]
-    num_added = num_quiet = 0
-    while num_quiet < 8 and len(tried) < 2000:
-        engine.scheduler.schedule = schedule
-        for _ in range(2):
-            index = indices[num_added % len(indices)]
-            name = f"{num_added} {index}"
-            urgency = -num_added % 3
-            engine.add_request(name, family_oracle.prompts[index], params, priority=urgency)
-            num_added += 1
-        ended |= {o.request_id: o for o in engine.step() if o.finished}
-        engine.scheduler.schedule = interrupted_at_a_new_line(schedule, tried)
-        try:
-            ended |= {o.request_id: o for o in engine.step() if o.finished}
-            num_quiet += 1
-        except Interrupted:
-            num_quiet = 0
-        engine.check_invariants()
-    assert len(tried) > 40
-    engine.scheduler.schedule = schedule
-    for _ in as_long_as(engine.has_unfinished_requests, 5000):
-        ended |= {o.request_id: o for o in engine.step() if o.finished}
-    assert len(ended) == num_added
-    reasons = {o.outputs[0].finish_reason for o in ended.values()}
-    assert reasons == {"length", "abort"}
-    for name, output in ended.items():
-        completion = output.outputs[0]
-        expected = family_oracle.expected(int(name.split()[1]), 6)
-        assert completion.token_ids == expected[: len(completion.token_ids)]
-        assert completion.finish_reason == "abort" or len(completion.token_ids) == 6

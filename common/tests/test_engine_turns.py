@@ -12,7 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from common.engine import LLMEngine
+from common.runner.overlap import OverlappedEngineCore
 from common.tests.engine_oracle import checked_engine, finish, greedy_params, serve
+from scheduler_interface import SchedulerOutput
 
 LOOPS = {"plain": {}, "overlapped": {"overlap_scheduling": True}}
 USES: dict[str, Callable[[LLMEngine], object]] = {
@@ -97,6 +99,9 @@ def test_closing_does_not_wait_for_ever_for_a_step(engine, random_oracle, monkey
     busy = Busy(engine, random_oracle.prompts[:2])
     engine.close()
     assert [c.finish_reason for c in busy.end()] == ["abort", "abort"]
+    if isinstance(engine.core, OverlappedEngineCore):  # nor does its thread stay
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            engine.core.runner.begin(SchedulerOutput())
 
 
 def test_a_closed_engine_still_says_what_became_of_its_requests(engine) -> None:
