@@ -448,9 +448,9 @@ class LLMEngine:
     def watch(self, events: str | Path | TextIO) -> None:
         """Write from now on what happens, step by step, to this file or to whoever takes text, as
         `EngineConfig(events=...)` does from the start (`common/events`). In a run it begins with
-        all that is there. Who was written to before is no more. It ends if the engine is interrupted
-        while it changes its books. Raises `ValueError` or `FileNotFoundError` for a path that is no
-        place for a file."""
+        all that is there. What was written to before is closed. It ends where the engine is
+        interrupted while it changes its books. Raises `ValueError` or `FileNotFoundError` for a
+        path that is no place for a file."""
         from common.events.watch import Watch
 
         self.unwatch()
