@@ -115,20 +115,22 @@ def test_who_begins_with_the_engine_needs_no_snapshot(random_loaded, tmp_path: P
 
 
 def test_an_engine_that_is_watched_no_more_is_as_it_was(random_loaded, tmp_path: Path) -> None:
-    """Part by part; and nothing of it stands in a circle that keeps the engine's memory."""
-    engine = make_engine(random_loaded, policy="lpm", kv_tiers=KVTierConfig(8))
+    """Part by part."""
+    engine = make_engine(
+        random_loaded, policy="lpm", prefix_cache="radix", kv_tiers=KVTierConfig(8)
+    )
     memory, books, recorder = engine.kv_manager, engine.scheduler, engine.recorder
 
     def parts() -> list:
         found = [memory.pool, memory.cache, memory.cache.pool, memory.cache.listener]
         found += [memory.loads.cache, type(memory.loads.listener), recorder.scheduler]
-        return [*found, books.plugins, books.waiting.policy, memory.cache.tell_of_cuts(None)]
+        return [*found, books.plugins, books.waiting.policy, memory.cache.tree.told_of_cuts]
 
     before = parts()
     engine.watch(tmp_path / "run.jsonl")
     watched = parts()
     same = [old is new for old, new in zip(before, watched, strict=True)]
-    assert same == [False, False, False, True, False, False, False, False, False, True]
+    assert same == [False, False, False, True, False, False, False, False, False, False]
     engine.unwatch()
     engine.unwatch()
     assert all(old is new or old == new for old, new in zip(before, parts(), strict=True))
