@@ -54,13 +54,14 @@ help: say-help
 demo: say-demo $(STAMP)
 	@$(PY) -m common.demo $(ARGS)
 
-# Which tests: conftest.py.
+# Which tests: conftest.py. Each process is given tests that follow each other (`worksteal`), so that
+# what a module or a folder prepares once is prepared by one of them.
 check: say-check $(STAMP)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(JOBS) -m check $(ARGS) || \
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(JOBS) --dist worksteal -m check $(ARGS) || \
 	  { echo "make check: failed. Repeat one alone with: $(PY) -m pytest PATH::TEST"; exit 1; }
 
 test: say-test $(STAMP)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(JOBS) $(ARGS) || \
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS) || \
 	  { echo "make test: failed. Repeat one alone with: $(PY) -m pytest PATH::TEST"; exit 1; }
 
 # A failure ends with the command that repeats it: settings in ARGS run that one combination.

@@ -460,17 +460,18 @@ def _preempt(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cache", "kind", "policy"),
+    ("cache", "kind", "policy", "share"),
     [
-        (None, Scheduler, "fcfs"),
-        (None, Scheduler, "priority"),
-        (None, PrefillFirstScheduler, "fcfs"),
-        pytest.param("hash", Scheduler, "fcfs", marks=pytest.mark.slow),
+        (None, Scheduler, "fcfs", 1),
+        (None, Scheduler, "priority", 1),
+        (None, PrefillFirstScheduler, "fcfs", 0.8),
+        pytest.param(None, PrefillFirstScheduler, "fcfs", 1, marks=pytest.mark.slow),
+        pytest.param("hash", Scheduler, "fcfs", 1, marks=pytest.mark.slow),
     ],
 )
-def test_every_interleaving_of_three_requests_in_five_blocks(cache, kind, policy):
-    """Add, schedule, update, preempt, abort, stop, in every order. From every seventh state that
-    can be reached, everybody is run to the end."""
+def test_every_interleaving_of_three_requests_in_five_blocks(cache, kind, policy, share):
+    """Add, schedule, update, preempt, abort, stop, in every order; or on from a `share` of the
+    states. From every seventh that is reached, everybody is run to the end."""
     prompts = [([0, 1, 1], 4, 1), ([0, 1, 2, 3], 3, 0), ([0, 1], 5, 1)]
     world = World(
         make_memory(cache, 5 if kind is Scheduler else 9, 2),  # this one sets memory aside
@@ -480,7 +481,7 @@ def test_every_interleaving_of_three_requests_in_five_blocks(cache, kind, policy
         max_num_batched_tokens=5,
         max_preemptions=2,
     )
-    _explore(world, prompts)
+    _explore(world, prompts, share)
 
 
 @pytest.mark.parametrize("cache", [None, pytest.param("hash", marks=pytest.mark.slow)])
@@ -504,7 +505,9 @@ def test_every_interleaving_with_a_newcomer_that_would_take_a_seat(cache, monkey
     assert min(answers[True], answers[False]) > 0, answers
 
 
-def _explore(world: World, prompts: list[tuple[list[int], int, int]]) -> None:
+def _explore(world: World, prompts: list[tuple[list[int], int, int]], share: float = 1) -> None:
+    """All states that are reached are checked, and a `share` of them leads on."""
+    rng = random.Random(1)
     seen = {fingerprint(world, 0)}
     frontier = [(world, 0)]
     kinds: Counter[str] = Counter()
@@ -524,7 +527,8 @@ def _explore(world: World, prompts: list[tuple[list[int], int, int]]) -> None:
             kinds["side by side"] += len(other.scheduler.running) > 1
             if len(seen) % 7 == 0:  # liveness: most states share their ends
                 _run_to_the_end(copy.deepcopy(other))
-            frontier.append((other, count))
+            if rng.random() < share:
+                frontier.append((other, count))
     assert len(seen) > 400 and min(kinds.values()) > 50, kinds
 
 

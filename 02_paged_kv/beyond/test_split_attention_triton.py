@@ -99,6 +99,7 @@ def test_every_query_length_and_history_around_tile_split_and_block_borders(bloc
         check(case)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "num_kv_heads, num_shared, head_dim",
     [(1, 1, 80), (2, 2, 16), (1, 4, 8), (2, 3, 24), (1, 32, 8), (1, 1, 256)],

@@ -89,16 +89,17 @@ TestOverlappedPrefillFirstMachine = OverlappedPrefillFirstMachine.TestCase
 
 
 @pytest.mark.parametrize(
-    ("cache", "kind", "policy"),
+    ("cache", "kind", "policy", "share"),
     [
-        (None, Scheduler, "fcfs"),
-        pytest.param(None, Scheduler, "priority", marks=pytest.mark.slow),
-        pytest.param(None, PrefillFirstScheduler, "fcfs", marks=pytest.mark.slow),
-        pytest.param(None, CachingFCFSScheduler, None, marks=pytest.mark.slow),
-        pytest.param("hash", Scheduler, "fcfs", marks=pytest.mark.slow),
+        (None, Scheduler, "fcfs", 0.8),
+        pytest.param(None, Scheduler, "fcfs", 1, marks=pytest.mark.slow),
+        pytest.param(None, Scheduler, "priority", 1, marks=pytest.mark.slow),
+        pytest.param(None, PrefillFirstScheduler, "fcfs", 1, marks=pytest.mark.slow),
+        pytest.param(None, CachingFCFSScheduler, None, 1, marks=pytest.mark.slow),
+        pytest.param("hash", Scheduler, "fcfs", 1, marks=pytest.mark.slow),
     ],
 )
-def test_every_interleaving_of_three_requests_with_a_step_under_way(cache, kind, policy):
+def test_every_interleaving_of_three_requests_with_a_step_under_way(cache, kind, policy, share):
     """Add, schedule, update, preempt, abort, stop, in every order, with up to two steps under way.
     From every seventh state that can be reached, everybody is run to the end."""
     prompts = [([0, 1, 1], 4, 1), ([0, 1, 2, 3], 3, 0), ([0, 1], 5, 1)]
@@ -106,7 +107,8 @@ def test_every_interleaving_of_three_requests_with_a_step_under_way(cache, kind,
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 5}
     if policy is not None:
         options |= {"policy": policy, "max_preemptions": 2}
-    runs._explore(OverlappedWorld(runs.make_memory(cache, num_blocks, 2), kind, **options), prompts)
+    world = OverlappedWorld(runs.make_memory(cache, num_blocks, 2), kind, **options)
+    runs._explore(world, prompts, share)
 
 
 @pytest.mark.sample

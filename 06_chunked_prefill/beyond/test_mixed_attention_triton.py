@@ -51,9 +51,8 @@ def mix(case: Case, decode_threshold: int = 1) -> Case:
     return case
 
 
-def check_mixed(case: Case, decode_threshold: int = 1) -> None:
-    check(case, MixedTritonAttentionBackend)  # plain metadata has no border
-    check(mix(case, decode_threshold), MixedTritonAttentionBackend)
+def check_mixed(case: Case) -> None:
+    check(mix(case), MixedTritonAttentionBackend)
 
 
 @pytest.fixture
@@ -64,7 +63,7 @@ def small_tiles(monkeypatch):
     clear_launches()
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize("block_size", [pytest.param(1, marks=pytest.mark.slow), 3, 16])
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
 def test_decodes_and_chunks_around_tile_split_and_block_borders(block_size, device):
     """Trap 35: NaN in every unused slot is never read. Trap 28: a chunk sees its own end and
@@ -86,23 +85,20 @@ def test_decodes_and_chunks_around_tile_split_and_block_borders(block_size, devi
     )
 
 
-@pytest.mark.parametrize("decode_threshold", [0, 1, 3, 40])
+@pytest.mark.parametrize(
+    ("decode_threshold", "num_shared"), [(None, 1), (0, 1), (1, 3), (3, 1), (40, 3)]
+)
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
-def test_the_border_is_a_matter_of_speed(decode_threshold, device):
+def test_the_border_is_a_matter_of_speed(decode_threshold, num_shared, device):
     """All on one side, guesses to be verified among the decodes (chapter 5), sequences without
-    tokens on either side."""
-    lengths = sorted(LENGTHS, key=lambda lengths: lengths[0] > decode_threshold)
-    for num_shared in (1, 3):
-        case = make_case(
-            lengths,
-            4,
-            torch.float32,
-            num_kv_heads=1,
-            num_shared=num_shared,
-            num_padding_tokens=2,
-            device=device,
-        )
-        check_mixed(case, decode_threshold)
+    tokens on either side. Plain metadata has no border (None)."""
+    at = decode_threshold or 0
+    lengths = sorted(LENGTHS, key=lambda lengths: lengths[0] > at)
+    shape = {"num_kv_heads": 1, "num_shared": num_shared}
+    case = make_case(lengths, 4, torch.float32, **shape, num_padding_tokens=2, device=device)
+    if decode_threshold is not None:
+        mix(case, decode_threshold)
+    check(case, MixedTritonAttentionBackend)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -191,6 +191,7 @@ def forked_oracle(family_oracle: Oracle) -> Oracle:
     return make_oracle(family_oracle.path, [*prompts, trunk])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("cache", ["hash", "radix"])
 def test_a_prefix_hit_ends_inside_a_chunk(cache, scheduler, forked_oracle, loaded):
@@ -203,6 +204,7 @@ def test_a_prefix_hit_ends_inside_a_chunk(cache, scheduler, forked_oracle, loade
         assert sum(steps.chunks[str(p)]) == len(forked_oracle.prompts[p]) - p // 4 * 4
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("cache", ["hash", "radix"])
 def test_a_prefix_is_shared_while_its_prompt_is_under_way(cache, scheduler, forked_oracle, loaded):
@@ -252,6 +254,7 @@ def take_kv(engine: LLMEngine, request_id: str) -> bool:
     return request is not None
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("cache", CACHES)
 def test_who_is_preempted_again_on_its_way_back_keeps_its_outputs(cache, scheduler, oracle, loaded):
@@ -276,6 +279,7 @@ def test_who_is_preempted_again_on_its_way_back_keeps_its_outputs(cache, schedul
     assert cache is not None or (2, True) in seen, "in what it brought back: prompt and outputs"
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("cache", CACHES)
 def test_aborted_between_any_two_chunks(cache, scheduler, oracle, loaded):
@@ -318,6 +322,7 @@ def test_abort_of_all_who_are_under_way(scheduler, oracle, loaded):
 # -- options
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("cache", CACHES)
 def test_samples_share_a_prompt_that_is_cut(cache, scheduler, oracle, loaded):

@@ -80,6 +80,7 @@ def test_every_bucket_with_requests_that_come_and_go(max_num_seqs, overlap, orac
     assert set(found) == set(graph_buckets(max_num_seqs))
 
 
+@pytest.mark.sample(seed=2)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_crowd_in_scarce_memory(seed: int, oracle, loaded) -> None:
     """Pools of hardly more than one request, forced preemption, aborts, samples."""

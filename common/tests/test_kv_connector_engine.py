@@ -182,6 +182,7 @@ def test_a_failed_transfer_costs_time_and_no_token(fault, oracle, loaded):
         pool.close()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("write_policy", ["write_back", "write_through"])
 @pytest.mark.parametrize("prefix_cache", CACHES)
 def test_what_the_device_has_no_room_for_comes_back_from_host_and_disk(
@@ -239,6 +240,7 @@ def test_tiers_and_pool_together(oracle, loaded, pool, tmp_path):
         engine.close()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("write_policy", ["write_back", "write_through"])
 @pytest.mark.parametrize("prefix_cache", CACHES)
 def test_kv_of_a_request_that_ended_in_an_error_is_in_no_tier(
@@ -305,6 +307,7 @@ def test_aborting_a_loading_request_frees_its_blocks(oracle, engine, gate):
     serve(engine, oracle, [2, 5], 6)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("has_pool", [False, True])
 @pytest.mark.parametrize("scheduler", ["two_phase", "prefill_first", "fcfs"])
 def test_tiers_forget_every_request_that_has_ended(scheduler, has_pool, oracle, loaded, pool):

@@ -91,6 +91,7 @@ def test_the_lines_of_chapter_1_run_once_a_step_unless_steps_overlap(
     assert ran["return self._finish()"] == engine.stats().num_steps > 0
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("seed", range(2))
 def test_every_kind_of_request_gets_the_same_tokens_text_and_reasons(
@@ -123,6 +124,7 @@ def test_every_kind_of_request_gets_the_same_tokens_text_and_reasons(
                 assert entry.logprob == pytest.approx(same.logprob, abs=1e-9)
 
 
+@pytest.mark.sample(seed=3)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_crowd_in_scarce_memory(seed: int, oracle, loaded) -> None:
     """Pools of hardly more than one request, forced preemption, aborts, samples."""
@@ -137,6 +139,7 @@ def test_a_crowd_in_scarce_memory(seed: int, oracle, loaded) -> None:
     serve_a_crowd(engine, oracle, rng, seed)
 
 
+@pytest.mark.sample(seed=2)
 @pytest.mark.parametrize("seed", range(4))
 def test_kv_that_is_loaded_is_not_written_over_by_a_step_under_way(
     seed: int, oracle, loaded, tmp_path

@@ -126,6 +126,7 @@ def test_random_runs_in_pools_that_run_out(seed, cache, scheduler, oracle, loade
     serve_a_crowd(engine, oracle, rng, seed)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("k", [1, 3, 6])
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_drafter_that_is_the_target_is_always_right(k, cache, oracle, loaded):
@@ -199,6 +200,7 @@ def shown(output) -> tuple:
     return completion.token_ids, completion.finish_reason, completion.stop_reason, completion.text
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("speculative", ["ngram", "draft", "perfect"])
 @pytest.mark.parametrize("order", ["together", "alone", "preempted"])
 def test_with_a_seed_every_constraint_gives_the_tokens_of_plain_decoding(
@@ -369,6 +371,7 @@ def test_the_pool_is_sized_for_both_models(loaded, draft, monkeypatch):
     assert num_blocks({"method": "draft"}) == num_blocks({"method": "ngram"}) // 2
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("n, k", [(1, 2), (1, 4), (3, 2), (3, 4)])
 def test_the_equation_of_tokens_holds(n, k, oracle, loaded, draft):
     """Scheduled tokens = prompts + outputs - 1 + rejected drafts: without a cache, nothing is

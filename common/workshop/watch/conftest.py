@@ -94,10 +94,38 @@ def complaints() -> list[str]:
     return []
 
 
+@pytest.fixture(scope="module")
+def tabs(browser: Browser) -> Iterator[dict[tuple[str, str], Page]]:
+    """Of each language and colour scheme one, which test after test uses: to open another costs
+    more than to load a page."""
+    found: dict[tuple[str, str], Page] = {}
+    yield found
+    for page in found.values():
+        page.context.close()
+
+
+def new_tab(browser: Browser, language: str, colours: Literal["light", "dark"]) -> Page:
+    context = browser.new_context(
+        locale=LOCALES[language], color_scheme=colours, reduced_motion="reduce", offline=True
+    )
+    context.set_default_timeout(LIMIT_MS)
+    return context.new_page()
+
+
 @pytest.fixture
-def open_page(browser: Browser, complaints: list[str]) -> Iterator[OpenPage]:
-    """`open_page(path, at="step=3")`: the page of an HTML file, once it is loaded."""
-    contexts = []
+def open_page(
+    browser: Browser, tabs: dict[tuple[str, str], Page], complaints: list[str]
+) -> Iterator[OpenPage]:
+    """`open_page(path, at="step=3")`: the page of an HTML file, once it is loaded, in the place of
+    the one that was opened before. The page keeps nothing for the next one: no storage, no cookie.
+    """
+    shown: list[Path] = []
+    listeners: dict[str, Callable[[Any], None]] = {
+        "console": lambda message: _note_console(message, complaints),
+        "pageerror": lambda error: complaints.append(f"exception: {error}"),
+        "request": lambda request: _note_request(request.url, shown[-1], complaints),
+    }
+    used: dict[tuple[str, str], Page] = {}
 
     def _open(
         path: Path,
@@ -107,28 +135,27 @@ def open_page(browser: Browser, complaints: list[str]) -> Iterator[OpenPage]:
         at: str = "",
         language: str = "en",
         colours: Literal["light", "dark"] = "light",
-        **options: Any,
     ) -> Page:
-        context = browser.new_context(
-            viewport={"width": width, "height": height},
-            locale=LOCALES[language],
-            color_scheme=colours,
-            reduced_motion="reduce",
-            offline=True,
-            **options,
-        )
-        contexts.append(context)
-        context.set_default_timeout(LIMIT_MS)
-        page = context.new_page()
-        page.on("console", lambda message: _note_console(message, complaints))
-        page.on("pageerror", lambda error: complaints.append(f"exception: {error}"))
-        page.on("request", lambda request: _note_request(request.url, path, complaints))
+        key = language, colours
+        if key not in tabs:
+            tabs[key] = new_tab(browser, language, colours)
+        page = tabs[key]
+        if key not in used:
+            used[key] = page
+            for event, listener in listeners.items():
+                page.on(event, listener)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        page.goto("about:blank")
+        page.set_viewport_size({"width": width, "height": height})
+        page.mouse.move(0, 0)
+        shown.append(path)
         page.goto(f"{path.resolve().as_uri()}#{at}" if at else path.resolve().as_uri())
         return page
 
     yield _open
-    for context in contexts:
-        context.close()
+    for page in used.values():
+        page.goto("about:blank")  # what still runs there may complain
+        for event, listener in listeners.items():
+            page.remove_listener(event, listener)
     assert complaints == []
 
 

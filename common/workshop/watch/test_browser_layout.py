@@ -36,7 +36,7 @@ def moved(places: list[list[list[Any]]]) -> dict[str, set[int]]:
 
 
 @pytest.mark.parametrize(
-    ("width", "height", "stride"), [(1024, 768, 4), (1280, 800, 1), (1920, 1080, 4)]
+    ("width", "height", "stride"), [(1024, 768, 6), (1280, 800, 2), (1920, 1080, 6)]
 )
 def test_nothing_moves_from_step_to_step(
     width: int, height: int, stride: int, open_run: OpenRun, default_run_text: str

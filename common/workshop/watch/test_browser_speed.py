@@ -74,11 +74,17 @@ def long_run(num_requests: int) -> Iterator[Event]:
         step += 1
 
 
-@pytest.fixture
-def page(open_page: OpenPage, tmp_path: Path) -> Page:
+@pytest.fixture(scope="module")
+def long_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = "".join(f"{to_line(event)}\n" for event in long_run(200))
-    (tmp_path / "page.html").write_text(make_page([Reel("run", text)]), encoding="utf-8")
-    page = open_page(tmp_path / "page.html")
+    path = tmp_path_factory.mktemp("long") / "page.html"
+    path.write_text(make_page([Reel("run", text)]), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def page(open_page: OpenPage, long_page: Path) -> Page:
+    page = open_page(long_page)
     page.wait_for_selector("html[data-ready=true]", timeout=60_000)
     return page
 

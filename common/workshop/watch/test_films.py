@@ -4,6 +4,7 @@ are found a second time, in the states that the films rebuild."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,23 @@ from common.workshop.watch.films import FILMS, Shot, page_of
 from common.workshop.watch.workloads import Cast, Script, perform
 
 CHAPTERS = pytest.mark.parametrize("chapter", FILMS)
+
+
+@pytest.fixture(scope="module")
+def film_of(
+    shots: dict[int, Shot], cast: Cast, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Script], Film]:
+    """A script performed once; those of the chapters' films have been."""
+    known = {id(s): p for shot in shots.values() for s, p in zip(shot.film.scripts, shot.paths)}
+    folder = tmp_path_factory.mktemp("others")
+
+    def film_of(script: Script) -> Film:
+        if id(script) not in known:
+            path = known[id(script)] = folder / f"{len(known)}.jsonl"
+            perform(script, path, cast)
+        return Film.read(known[id(script)])
+
+    return film_of
 
 
 @pytest.fixture(scope="module")
@@ -223,11 +241,8 @@ def test_6_a_long_prompt_is_one_step_or_five(shots: dict[int, Shot]) -> None:
     ],
 )
 def test_another_film_is_not_described(
-    chapter: int, scripts: tuple[Script, ...], cast: Cast, tmp_path: Path
+    chapter: int, scripts: tuple[Script, ...], film_of: Callable[[Script], Film]
 ) -> None:
-    films = []
-    for number, script in enumerate(scripts):
-        perform(script, tmp_path / f"{number}.jsonl", cast)
-        films.append(Film.read(tmp_path / f"{number}.jsonl"))
+    films = [film_of(script) for script in scripts]
     with pytest.raises(NotShown, match="the film does not show"):
         FILMS[chapter].facts(*films)

@@ -14,7 +14,7 @@ from common.workshop.museum import museum_page
 from common.workshop.museum.hall import EXHIBITS
 from common.workshop.museum.pictures import FOLDER as PICTURES
 from common.workshop.museum.pictures import SCENES, picture_of
-from common.workshop.watch import chromium, film_command
+from common.workshop.watch import chromium, film_command, films
 from common.workshop.watch.film_captions import (
     MARKER,
     cell_caption,
@@ -101,7 +101,11 @@ def test_one_film(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Chapter 4: memory runs out" in out.read_text(encoding="utf-8")
 
 
-def test_all_films_and_the_page_that_leads_to_them(tmp_path: Path) -> None:
+def test_all_films_and_the_page_that_leads_to_them(
+    tmp_path: Path, shots: dict[int, Shot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not performed again."""
+    monkeypatch.setattr(films, "shoot", lambda film, *_: shots[film.chapter])
     assert main(["--films", "--out", str(tmp_path / "films")]) == 0
     index = (tmp_path / "films" / "index.html").read_text(encoding="utf-8")
     for chapter in FILMS:
@@ -116,8 +120,9 @@ def test_the_words_of_the_index_are_text() -> None:
 
 
 def test_a_page_is_opened_where_it_is_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shots: dict[int, Shot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(films, "shoot", lambda film, *_: shots[film.chapter])
     opened: list[str] = []
     monkeypatch.setattr(film_command.webbrowser, "open", opened.append)
     out = tmp_path / "film.html"
