@@ -33,7 +33,9 @@ def end(name):
 EVENTS = [("a", 0, 5), ("b", 0, 3), ("a", 5, 8), ("b", 3, 5), ("b", None, None), ("c", 0, 6)]
 for name, start, stop in EVENTS:
     end(name) if stop is None else write(name, start, stop)
-    print(f"{name} ends       " if stop is None else f"{name} writes {start}..{stop - 1}", end="   ")
+    print(
+        f"{name} ends       " if stop is None else f"{name} writes {start}..{stop - 1}", end="   "
+    )
     print(f"tables {tables}")
 rows = [memory[first : first + BLOCK_SIZE] for first in range(0, len(memory), BLOCK_SIZE)]
 print("\n".join(f"block {block_id}  {'  '.join(row)}" for block_id, row in enumerate(rows)))

@@ -12,7 +12,7 @@ import pytest
 
 import prefix_cache_local
 import scheduler
-from block_pool import Block
+from block_pool import Block, BlockPool
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from common.events.event_kinds import Matched, Published, Run, Snapshot, read_events
@@ -101,6 +101,31 @@ def test_a_film_may_begin_anywhere_in_many_more_runs(
         config["speculative"]["method"] = "ngram"
     recorded = RecordedRun(tmp_path / "run.jsonl", what=str(config))
     serve(LLMEngine(EngineConfig(**config), loaded=family_loaded), prompts, recorded, seed)
+
+
+def test_a_film_ends_where_the_engine_is_interrupted_in_its_books(
+    random_loaded, monkeypatch, tmp_path: Path
+) -> None:
+    """They are made anew, which is no event. Elsewhere it goes on, with a failure on it."""
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8]]
+    plain = serve_unwatched(make_engine(random_loaded), prompts)
+    engine, path = make_engine(random_loaded), tmp_path / "run.jsonl"
+    engine.watch(path)
+    for place, is_torn in ((paged_runner(engine), False), (engine.kv_manager, True)):
+        engine.add_request("gone", [9, 8, 7], GREEDY)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            name = "allocate_slots" if is_torn else "forward"
+            patch.setattr(place, name, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            engine.step()
+        (gone,) = finish(engine).values()
+        assert gone.outputs[0].finish_reason == ("length" if is_torn else "abort")
+        assert serve_unwatched(engine, prompts) == plain
+        kinds = [event.kind for event in read_events(path)]
+        assert kinds.count("failed") == 1 + is_torn
+        assert (kinds[-1] == "failed") is is_torn
+    assert isinstance(engine.kv_manager.pool, BlockPool)
+    engine.watch(path)
+    assert [event.kind for event in read_events(path)] == ["run", "snapshot"]
 
 
 def test_who_begins_with_the_engine_needs_no_snapshot(random_loaded, tmp_path: Path) -> None:
