@@ -208,7 +208,7 @@ BLOCKS = [
     ),
     Rule(
         "matched",
-        SourcePlace(_RADIX, "RadixCache._find", "node = self.tree.cut"),
+        SourcePlace(_RADIX, "RadixCache._find", "node = self.tree.split"),
         prefix_cache="radix",
     ),
     Rule(
