@@ -772,3 +772,13 @@ def test_a_queue_that_contradicts_itself_is_found_out(damage):
     damage(queue)
     with pytest.raises(AssertionError):
         queue.check_invariants()
+
+
+def test_both_orders_have_one_content_after_a_call_that_was_interrupted():
+    queue = PolicyQueue(FCFSPolicy())
+    for name in "ab":
+        queue.add_request(make(name))
+    queue._places.pop("a")  # where `remove_request` or `add_request` stops half-way
+    queue.begin_anew()
+    queue.check_invariants()
+    assert [request.request_id for request in queue] == ["b"]

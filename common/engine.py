@@ -212,7 +212,7 @@ class LLMEngine:
         if has_work:
             self._check_is_open()
         going_on = self._advance() if has_work else []
-        outputs = [*map(copy, self._ended), *going_on]
+        outputs: list[RequestOutput] = [*map(copy, self._ended), *going_on]
         self._ended.clear()  # not before all is ready: an interrupt would lose what has ended
         return outputs
 

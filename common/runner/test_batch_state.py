@@ -298,3 +298,45 @@ def test_whatever_is_planned_rows_are_what_lists_would_be(layout: str, first_see
                 rows, state.num_tokens[rows], list(sampled.values())
             )
             check_state(state, plans)
+
+
+class Interrupts(RunnerPlugin):
+    when = ""
+
+    def grow(self, num_rows: int) -> None:
+        self.interrupt_if("grow")
+
+    def admit(self, row: int, new: NewRequestData) -> None:
+        self.interrupt_if("admit")
+
+    def release(self, row: int) -> None:
+        self.interrupt_if("release")
+
+    def interrupt_if(self, moment: str) -> None:
+        if moment == self.when:
+            self.when = ""
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("when", ["admit", "release", "grow", "rows"])
+def test_who_was_about_to_come_or_go_when_all_was_cut_short_has_no_row(
+    when: str, monkeypatch
+) -> None:
+    """The scheduler says again who has ended, by the lost plan or with it."""
+    state = BatchState(2, MAX_BLOCKS, SamplingColumns(), [plugin := Interrupts()])
+    for name in "ab":
+        state.apply(SchedulerOutput([NewRequestData(name, [1, 2], SamplingParams())]))
+    plugin.when = when
+    if when == "rows":  # the row is out of one book, and not in the other
+        monkeypatch.setitem(state.row_of, "half", state._free_rows.pop() if state._free_rows else 2)
+        state.is_torn = True
+    else:
+        fresh = [NewRequestData(name, [3], SamplingParams()) for name in "cd"]
+        with pytest.raises(KeyboardInterrupt):
+            state.apply(SchedulerOutput(fresh, finished_req_ids={"a"}))
+    state.apply(SchedulerOutput(finished_req_ids={"a", "c", "d"}))
+    assert state.row_of.keys() == state.requests.keys() == {"b"}
+    num_rows = len(state.num_tokens)
+    assert sorted([*state._free_rows, *state.row_of.values()]) == list(range(num_rows))
+    assert len(state.sampling.needs) == num_rows
+    assert state.requests["b"].prompt_token_ids == [1, 2]

@@ -32,7 +32,7 @@ CHECKS = ("check_invariants", "check", "_check_sharing", "__repr__")
 # An interrupt here comes when `step` has done all: whom it was about to return is nowhere else.
 DELIVERY = ("step", "taken", "__exit__", "release", "do_what_was_asked")
 NUM_QUIET = 15  # rounds in which no line is new: all is tried that this workload comes by
-NUM_SAMPLE_ROUNDS, SAMPLE = 60, 5  # in `make test`: one line of five
+NUM_SAMPLE_ROUNDS, SAMPLE = 40, 5  # in `make test`: one line of five
 
 Place = tuple[CodeType, int, CodeType | None]
 
@@ -248,10 +248,7 @@ def names_of(run: Run) -> set[str]:
     return names | {f"{name}#{i}" for name in names for i in range(2)}
 
 
-FEW, SLOW = ("plain", "fcfs", "tiers back", "overlap"), [pytest.mark.slow]
-
-
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", ["plain", "fcfs", "tiers back", "overlap"])
 def test_any_line_may_be_interrupted(name, family_oracle, family_loaded) -> None:
     run = start(family_oracle, family_loaded, name, SAMPLE)
     run_rounds(run, NUM_SAMPLE_ROUNDS)
@@ -266,18 +263,30 @@ def test_every_line_may_be_interrupted(name, family_oracle, family_loaded) -> No
     finish_and_compare(run)
 
 
-@pytest.mark.parametrize("where", ["in the runner", "in the books"])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW * (n not in FEW)) for n in CONFIGS])
+def run_interrupted_recoveries(run: Run, where: str, most: int) -> None:
+    """The next call goes on with it."""
+    if where == "in the runner":
+        run.fail_in(run.engine.core.runner, "execute")
+    else:
+        run.fail_in(run.engine.scheduler.delta, "taken")
+    run_rounds(run, most)
+    assert len(run.interrupt.tried) > 20
+    finish_and_compare(run)
+
+
+WHERE = ["in the runner", "in the books"]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_recovery_may_be_interrupted(where, family_oracle, family_loaded) -> None:
+    run = start(family_oracle, family_loaded, "plain")
+    run_interrupted_recoveries(run, where, NUM_SAMPLE_ROUNDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_recovery_may_be_interrupted_at_every_line(
     name, where, family_oracle, family_loaded
 ) -> None:
-    """The next call goes on with it."""
-    run = start(family_oracle, family_loaded, name)
-    engine = run.engine
-    if where == "in the runner":
-        run.fail_in(engine.core.runner, "execute")
-    else:
-        run.fail_in(engine.scheduler.delta, "taken")
-    run_rounds(run, 20_000)
-    assert len(run.interrupt.tried) > 20
-    finish_and_compare(run)
+    run_interrupted_recoveries(start(family_oracle, family_loaded, name), where, 20_000)
