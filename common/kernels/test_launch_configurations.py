@@ -34,7 +34,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 def oracle(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     save_random_model(path)
-    return make_oracle(path, random_prompts(4, vocab_size=97, longest=40, seed=0))
+    return make_oracle(path, random_prompts(6, vocab_size=97, longest=40, seed=0))
 
 
 def type_of(value: Any, is_aligned: bool) -> str:
