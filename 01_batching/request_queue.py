@@ -43,6 +43,8 @@ class RequestQueue(ABC):
     def __len__(self) -> int: ...
     @abstractmethod
     def __iter__(self) -> Iterator[Request]: ...
+    @abstractmethod
+    def __contains__(self, request: object) -> bool: ...
 
     def in_order(self) -> Iterator[Request]:
         """In the order of service, whatever order a debug switch gives to an iteration."""
@@ -85,6 +87,9 @@ class FCFSRequestQueue(RequestQueue):
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests.values())
+
+    def __contains__(self, request: object) -> bool:
+        return isinstance(request, Request) and self._requests.get(request.request_id) is request
 
 
 def create_request_queue(policy: SchedulingPolicy | str) -> RequestQueue:

@@ -50,13 +50,16 @@ class RunnerDelta:
         while self._sent and self._sent.popleft() is not plan:
             pass
 
-    def plans_lost(self) -> None:
+    def plans_lost(self) -> list[Request]:
         """The others may never have come to the runner. It is told again who has ended, and knows
-        nobody whom they admitted."""
+        nobody whom they admitted. Returns whom they computed. `all_taken` when that is settled."""
         for plan in self._sent:
             self._finished_req_ids |= plan.finished_req_ids
             for new in plan.scheduled_new_reqs:
                 self.forget(new.req_id)
+        return [request for plan in self._sent for request in plan.scheduled_requests]
+
+    def all_taken(self) -> None:
         self._sent.clear()
 
     def encode(self, plan: SchedulerOutput) -> None:
@@ -146,13 +149,16 @@ class SchedulerBooks:
         self.waiting = waiting
         self.running: dict[str, Request] = {}  # in order of admission
         self.delta = delta
+        self.plugins: tuple[SchedulerPlugin, ...] = ()
         self.set_plugins(plugins)
 
     def set_plugins(self, plugins: Sequence[SchedulerPlugin]) -> None:
         """In the order in which they are asked and told."""
-        self.plugins, base = tuple(plugins), SchedulerPlugin
+        before, base = self.plugins, SchedulerPlugin
+        self.plugins = tuple(plugins)
         for plugin in self.plugins:
-            plugin.attach(self)
+            if plugin not in before:
+                plugin.attach(self)
         self._asked_to_start = [p.may_start for p in self.plugins if defines(p, base.may_start)]
         self._asked_to_sit = [p.sits_out for p in self.plugins if defines(p, base.sits_out)]
 
@@ -229,16 +235,16 @@ class SchedulerBooks:
         del self.requests[request.request_id]  # last: if it is interrupted, it can be done again
 
     def begin_anew(self) -> None:
-        """A step was cut short: how far have its requests come? Who runs is aborted, who waits goes
-        on waiting. May be cut short itself, and done again."""
-        self.delta.plans_lost()
-        waiting = {request.request_id for request in self.waiting} - self.running.keys()
+        """A step was cut short: how far have its requests come? They are aborted, and who else
+        runs. Who waits goes on waiting. May be cut short itself, and done again."""
+        going = {*self.running.values(), *self.delta.plans_lost()}
         for request in list(self.requests.values()):
-            if request.request_id in waiting and not request.is_finished:
+            if request in self.waiting and request not in going and not request.is_finished:
                 request.num_computed_tokens = request.num_pending_tokens = 0
                 request.status = RequestStatus.WAITING
             else:
                 self.abort_request(request.request_id)
+        self.delta.all_taken()
 
     def make_plan(
         self, num_tokens: dict[str, int], plan: SchedulerOutput | None = None
@@ -262,17 +268,18 @@ class SchedulerBooks:
         for what is no `StepOutput`."""
         allowed = "a StepOutput; StepOutput(tokens_by_id) makes one"
         require(isinstance(output, StepOutput), "output", output, allowed)
-        self.delta.taken(plan)
         for plugin in self.plugins:
             plugin.judged(plan, output)
         rows = zip(
             plan.scheduled_requests, plan.start_positions, plan.num_scheduled_tokens.values()
         )
-        return [
+        results = [
             self.take_tokens(request, start, start + num_tokens, output)
             for request, start, num_tokens in rows
             if request.status < _FINISHED  # else it was aborted between schedule and update
         ]
+        self.delta.taken(plan)
+        return results
 
     def take_tokens(
         self, request: Request, start: int, end: int, output: StepOutput

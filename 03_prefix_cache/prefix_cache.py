@@ -259,9 +259,10 @@ class PrefixCache(ABC):
                 del self._by_block_id[gone.block_id]
             self.pool.free(blocks)
 
+    @abstractmethod
     def begin_anew(self) -> None:
         """Forget everything, after a call that was interrupted: the index may contradict itself.
-        Whose the blocks are the pool is told by who calls this."""
+        Whose the blocks are the pool is told by who calls this. An index adds its own books."""
         if self.listener is not None:
             self.listener.blocks_withdrawn(self.pool.blocks[1:])
         self._by_block_id.clear()

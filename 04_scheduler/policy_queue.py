@@ -113,6 +113,11 @@ class PolicyQueue(RequestQueue):
 
     # -- who is next
 
+    def key_of(self, request: Request) -> Any:
+        """What the policy said when it came; None for one that has no place by it."""
+        place = self._places.get(request.request_id)
+        return None if place is None or self.policy.looks_at_cache else place.key
+
     def is_aged(self, request: Request) -> bool:
         """Must nobody overtake it any more? True of preempted ones in front, too. Raises `KeyError`
         if it is not in the queue."""
@@ -125,6 +130,14 @@ class PolicyQueue(RequestQueue):
 
     def __len__(self) -> int:
         return len(self._front) + len(self._places)
+
+    def __contains__(self, request: object) -> bool:
+        if not isinstance(request, Request):
+            return False
+        place = self._places.get(request.request_id)
+        return self._front.get(request.request_id) is request or (
+            place is not None and place.request is request
+        )
 
     def __iter__(self) -> Iterator[Request]:
         """Raises `RuntimeError` if the queue is changed before the iteration is over."""

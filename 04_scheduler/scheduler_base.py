@@ -311,7 +311,6 @@ class SchedulerBase(SchedulerBooks):
     def update_from_output(self, plan: SchedulerOutput, output: StepOutput) -> StepResults:
         """A routine step's token is appended; what all others have brought is decided on."""
         assert isinstance(plan, PreemptingPlan)
-        self.delta.taken(plan)
         for plugin in self.plugins:
             plugin.judged(plan, output)
         results = StepResults(list(plan.num_scheduled_tokens), output.token_ids)
@@ -338,6 +337,7 @@ class SchedulerBase(SchedulerBooks):
                 gone.add(request_id)
         if gone:
             results.request_ids = [name for name in results.request_ids if name not in gone]
+        self.delta.taken(plan)
         return results
 
     def positions_written(self, request: Request, start: int, end: int) -> None:

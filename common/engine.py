@@ -27,7 +27,7 @@ from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig
 from common.intake import Intake, Prompt
 from common.loader import LoadedModel, load_model
 from common.outputs import OutputProcessor, RequestGroup, RequestOutput, spread_params
-from common.roles import claimed
+from common.roles import claimed, release
 from common.scheduler_assembly import EngineParts
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.turn import Turn, one_at_a_time
@@ -103,6 +103,7 @@ class LLMEngine:
                 self.watch(config.events)
             except BaseException:
                 self.close()
+                release(config.parts_with_state.values())
                 raise
 
     # -- requests
@@ -151,18 +152,19 @@ class LLMEngine:
         arrival_time: float | None = None,
     ) -> None:
         """Queue all of `(request_id, prompt, sampling_params)` or, if one is refused, none."""
-        added: list[RequestGroup] = []
+        before: dict[str, RequestGroup | None] = {}
         num_seeds_drawn = self._intake.num_seeds_drawn
         with self.turn.undisturbed():
             try:
                 for request_id, prompt, params in requests:
+                    before.setdefault(request_id, self._groups.get(request_id))
                     self.add_request(request_id, prompt, params, arrival_time, priority, cache_salt)
-                    added.append(self._groups[request_id])
             except BaseException:
                 self._mend()
                 with self._changing():
-                    for group in added:
-                        self._drop(group)
+                    for name, old in before.items():
+                        if (group := self._groups.get(name)) is not None and group is not old:
+                            self._drop(group)
                 self._intake.num_seeds_drawn = num_seeds_drawn
                 raise
 
@@ -243,10 +245,10 @@ class LLMEngine:
                 self._count(self.recorder.plan, now - start_time)
                 touched = self._take(results, now)
         except BaseException as error:
-            if self._watch is not None:
-                self._watch.step_failed(error)
-            self._mend(everybody=getattr(error, "is_final", False))
+            self._mend(error)
             raise
+        if self._watch is not None:
+            self._watch.log.flush()
         self._check_progress(self.recorder.plan)
         if self.config.check_invariants:
             self.check_invariants()
@@ -297,17 +299,23 @@ class LLMEngine:
     def _changing(self) -> Iterator[None]:
         """The books of scheduler and engine are changed. Who is cut short in it comes to no
         `finally`: `_mend` brings it to an end."""
-        self._is_whole, self.recorder.is_torn = False, True
-        yield
-        self._is_whole, self.recorder.is_torn = True, False
+        with self.turn.undisturbed():
+            self._is_whole, self.recorder.is_torn = False, True
+            yield
+            self._is_whole, self.recorder.is_torn = True, False
 
-    def _mend(self, everybody: bool = False) -> None:
+    def _mend(self, error: BaseException | None = None) -> None:
         """If a call was cut short, by whatever: how far have those who ran come? They are aborted.
         If it was while books were changed, what follows from requests is made anew: tables, free
         blocks, what is cached. It may be cut short, too: the next call begins with it."""
-        if self._is_whole:
-            return
+        if not self._is_whole:
+            with self.turn.undisturbed():
+                self._begin_anew(error)
+
+    def _begin_anew(self, error: BaseException | None) -> None:
         is_torn, self.recorder.is_torn = self.recorder.is_torn, True
+        if self._watch is not None:
+            self._watch.failed(error)
         if self._give_up is not None:
             self._give_up()
         self.recorder.forget_plans()
@@ -315,11 +323,12 @@ class LLMEngine:
             self.unwatch()  # what is on film would not lead to books that are made anew
             self.kv_manager.begin_anew()
         self.scheduler.begin_anew()
+        nobody_computes = getattr(error, "is_final", False)
         for group in list(self._groups.values()):
             unfinished = {member.request_id for member in group.members if not member.is_finished}
             if not unfinished:
                 self._end(group)
-            elif everybody or not unfinished <= self.scheduler.requests.keys():
+            elif nobody_computes or not unfinished <= self.scheduler.requests.keys():
                 self._abort_all_of(group)
         self._is_whole, self.recorder.is_torn = True, False
 
@@ -357,7 +366,8 @@ class LLMEngine:
                     if on_finished is not None:
                         on_finished(num_finished)
         finally:
-            self._withdraw([*own, *(self._groups[name] for name in ids if name in self._groups)])
+            unnamed = (self._groups[name] for name in ids if not own and name in self._groups)
+            self._withdraw(own or dict.fromkeys(unnamed))
         return {group.request_id: copy(group) for group in own}
 
     def _new_id(self) -> str:
@@ -448,11 +458,14 @@ class LLMEngine:
     def watch(self, events: str | Path | TextIO) -> None:
         """Write from now on what happens, step by step, to this file or to whoever takes text, as
         `EngineConfig(events=...)` does from the start (`common/events`). In a run it begins with
-        all that is there. What was written to before is closed. It ends where the engine is
+        all that is there. Nothing more is written where it was before. It ends where the engine is
         interrupted while it changes its books. Raises `ValueError` or `FileNotFoundError` for a
         path that is no place for a file."""
+        from common.events.event_log import check_place
         from common.events.watch import Watch
 
+        self._mend()
+        check_place(events)
         self.unwatch()
         self._watch = Watch(events, self.config, self._parts, self._members, self.tokenizer)
 
@@ -469,15 +482,21 @@ class LLMEngine:
         thread in which an overlapped engine computes ends after it."""
         self.turn.check_process()
         self._is_closed = True
-        for request_id in list(self._groups):
-            self.abort_request(request_id)
+        try:
+            for request_id in list(self._groups):
+                self.abort_request(request_id)
+        finally:
+            self._close_parts()
+
+    def _close_parts(self) -> None:
         has_turn = self.turn.take(CLOSE_TIMEOUT_S)
         try:
             if self._close_loop is not None:
                 self.turn.ask(self._close_loop)
-        finally:
             if has_turn:
                 self.unwatch()
+        finally:
+            if has_turn:
                 self.turn.release()
             if self._connector is not None:
                 self._connector.close()
@@ -497,6 +516,7 @@ class LLMEngine:
     @one_at_a_time
     def check_invariants(self) -> None:
         """Raise `AssertionError` if a part contradicts itself or another."""
+        self._mend()
         self.scheduler.check_invariants()
         self.kv_manager.check_invariants(self.scheduler.running.values())
         unfinished = {r for r, member in self._members.items() if not member.is_finished}

@@ -141,7 +141,7 @@ def _is_made(value: object, protocol: type) -> bool:
 
 # -- what belongs to one engine
 
-_claims: dict[int, weakref.ref[object]] = {}  # by id, which another object may have later
+_claims: dict[int, object] = {}  # by id, which another object may have later
 
 
 @contextmanager
@@ -155,9 +155,13 @@ def claimed(parts: Mapping[str, object]) -> Iterator[None]:
             taken.append(part)
         yield
     except BaseException:
-        for part in taken:
-            _claims.pop(id(part), None)
+        release(taken)
         raise
+
+
+def release(parts: Iterable[object]) -> None:
+    for part in parts:
+        _claims.pop(id(part), None)
 
 
 def claim(field: str, part: object) -> None:
@@ -166,4 +170,7 @@ def claim(field: str, part: object) -> None:
         raise ValueError(
             f"{field} is {part!r}: it belongs to another engine; make one for each engine"
         )
-    _claims[key] = weakref.ref(part, lambda _: _claims.pop(key, None))
+    try:
+        _claims[key] = weakref.ref(part, lambda _: _claims.pop(key, None))
+    except TypeError:  # its class has slots and none for this: it stays
+        _claims[key] = part

@@ -27,7 +27,7 @@ import torch
 from block_pool import BlockPool
 from common.engine_config import EngineConfig
 from common.model_config import ModelConfig, ModelFacts
-from common.roles import PREFIX_CACHES, SCHEDULERS, LearnsDurations, claim, load
+from common.roles import PREFIX_CACHES, SCHEDULERS, LearnsDurations, load
 from engine_core import EngineCore
 from kv_memory import KVMemory, UncachedKVCacheManager
 from policies import POLICIES, SchedulePolicy, policy_named
@@ -180,7 +180,7 @@ class SchedulerParts:
 
 
 def make_scheduler(parts: SchedulerParts) -> SchedulerInterface:
-    """Raises `ValueError` if a function of the user's makes none, or one that others have."""
+    """Raises `ValueError` if a function of the user's makes none."""
     wanted = parts.config.scheduler
     if isinstance(wanted, str):
         return load(SCHEDULERS[wanted])(parts)
@@ -191,7 +191,6 @@ def make_scheduler(parts: SchedulerParts) -> SchedulerInterface:
             f"scheduler made {scheduler!r}: it must make a SchedulerBooks over the kv_memory that "
             "it is given"
         )
-    claim("scheduler", scheduler)
     return scheduler
 
 
@@ -273,7 +272,7 @@ def make_chunk_policy(config: EngineConfig) -> ChunkPolicy | None:
         return config.chunked_prefill
     if not config.cuts_prompts:
         return None
-    threshold = config.chunk_size if config.scheduler == "two_phase" else None
+    threshold = None if config.scheduler == "prefill_first" else config.chunk_size
     limits = (threshold, config.max_long_partial_prefills)
     if config.target_step_ms is None:
         from chunk_policy import ChunkedPrefill

@@ -17,6 +17,7 @@ no more, and computes; a request is asked about again only if the cache has lost
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from kv_connector import KVConnector
 from kv_memory import ComputedBlocks
 from prefix_cache import PrefixCache, extra_keys_of
 from request import Request
+
+logger = logging.getLogger(__name__)
 
 LOAD_WAIT_S = 0.005
 MAX_SHARE_OF_LOADS = 0.5  # of the usable blocks, for requests that are not admitted yet
@@ -201,9 +204,12 @@ class KVLoads:
 
     def begin_anew(self) -> None:
         """After a call that was interrupted: nothing is on its way, and nobody was asked."""
-        for request_id in {*self._loads, *self._offers}:
-            self.connector.cancel_load(request_id)
-        self.connector.begin_anew()
+        try:
+            for request_id in {*self._loads, *self._offers}:
+                self.connector.cancel_load(request_id)
+            self.connector.begin_anew()
+        except Exception:  # it would be raised again whatever is called next
+            logger.exception("the connector failed when it was to begin anew")
         for books in (self._loads, self._offers, self._overtakes):
             books.clear()
 

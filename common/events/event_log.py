@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import platform
 import time
 import weakref
@@ -27,20 +28,23 @@ if TYPE_CHECKING:
     from common.outputs import OutputProcessor
     from request import Request
 
+logger = logging.getLogger(__name__)
+_OWN_SETTINGS = ("speculative", "kv_tiers")  # fields of the configuration that have fields
 _PACKAGES = ("torch", "transformers", "tokenizers", "vllm-from-scratch")
 
 
 class EventLog:
     """Writes a run to a file, or to whoever takes text. A path is a new file, and what was there is
     lost; raises `ValueError` if that is no place for a file, and `FileNotFoundError` for a folder
-    that is not there."""
+    that is not there. If it cannot be written later, that is said once, and nothing more is."""
 
     def __init__(self, events: str | Path | TextIO) -> None:
         if isinstance(events, str | Path):
             self._file = open_file(Path(events))
-            self.close = weakref.finalize(self, self._file.close)
+            self._close = weakref.finalize(self, self._file.close)
         else:
-            self._file, self.close = events, events.flush  # its owner closes it
+            self._file, self._close = events, events.flush  # its owner closes it
+        self._has_failed = False
         self._pending: list[Event] = []
         self._start = time.monotonic()
         self.in_step = False
@@ -68,17 +72,36 @@ class EventLog:
 
     def flush(self) -> None:
         """Everything noted is in the file, as far as this process is concerned."""
-        if self._pending:
-            self._file.write("".join([f"{to_line(event)}\n" for event in self._pending]))
-            self._pending.clear()
+        pending, self._pending = self._pending, []
+        if not pending or self._has_failed:
+            return
+        try:
+            self._file.write("".join([f"{to_line(event)}\n" for event in pending]))
             self._file.flush()
+        except Exception:  # a full disk, a reader that has gone: no request ends for that
+            self._has_failed = True
+            logger.exception("what happens is not written any more")
+
+    def close(self) -> None:
+        self.flush()
+        try:
+            self._close()
+        except Exception:
+            logger.exception("the file of events was not closed well")
 
 
-def open_file(path: Path) -> TextIO:
+def check_place(events: str | Path | TextIO) -> None:
+    if not isinstance(events, str | Path):
+        return
+    path = Path(events)
     if path.is_dir():
         raise ValueError(f"events is {str(path)!r}: it must be a file, and is a folder")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"events is {str(path)!r}: its folder is not there")
+
+
+def open_file(path: Path) -> TextIO:
+    check_place(path)
     # A lone surrogate is written as JSON's escape of it.
     return path.open("w", encoding="utf-8", errors="backslashreplace", newline="\n")
 
@@ -135,7 +158,7 @@ def _plain(name: str, value: Any) -> Any:
     """As JSON has it. Of a path only the name: a film is shown to others."""
     if value is None or isinstance(value, bool | int | float):
         return value
-    if name == "model":
+    if name == "model" and isinstance(value, str | Path):
         is_folder = isinstance(value, Path) or Path(value).exists()
         return Path(value).name if is_folder else value
     if isinstance(value, str | torch.dtype):
@@ -144,7 +167,7 @@ def _plain(name: str, value: Any) -> Any:
         return {key: _plain(key, item) for key, item in value.items()}
     if isinstance(value, Path):
         return value.name
-    if dataclasses.is_dataclass(value):
+    if name in _OWN_SETTINGS and dataclasses.is_dataclass(value):
         values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return {key: _plain(key, item) for key, item in values.items()}
     return type(value).__name__

@@ -15,13 +15,14 @@ import scheduler
 from block_pool import Block, BlockPool
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
-from common.events.event_kinds import Matched, Published, Run, Snapshot, read_events
+from common.events.event_kinds import Arrived, Matched, Published, Run, Snapshot, read_events
 from common.tests.engine_oracle import Oracle, finish, paged_runner
 from common.tests.film_runs import RecordedRun, Workshop, check_film, random_config, short_prompts
 from common.workshop.replay.film import Film
 from kv_memory import ComputedBlocks, NotReady
+from policies import SchedulePolicy
 from prefix_cache import CachedPrefix, HasBlockId, PrefixCache, Walk
-from request import SamplingParams
+from request import Request, SamplingParams
 from scheduler_base import SchedulerBase
 from step_plan import PreemptingPlan
 from tiered_cache import KVTierConfig
@@ -126,6 +127,91 @@ def test_a_film_ends_where_the_engine_is_interrupted_in_its_books(
     assert isinstance(engine.kv_manager.pool, BlockPool)
     engine.watch(path)
     assert [event.kind for event in read_events(path)] == ["run", "snapshot"]
+
+
+class ShortFile(io.StringIO):
+    """A disk that is full after some lines."""
+
+    def write(self, text: str) -> int:
+        if self.tell() > 2000:
+            raise OSError("no space left on device")
+        return super().write(text)
+
+
+def test_a_film_that_cannot_be_written_ends_no_request(random_loaded, caplog) -> None:
+    engine = make_engine(random_loaded)
+    plain = serve_unwatched(engine, [[3, 1, 4, 1, 5]])
+    engine.watch(ShortFile())
+    for _ in range(4):
+        assert serve_unwatched(engine, [[3, 1, 4, 1, 5]]) == plain
+    assert caplog.text.count("what happens is not written any more") == 1
+    engine.unwatch()
+    assert isinstance(engine.kv_manager.pool, BlockPool)
+    engine.watch(ShortFile())
+    engine.close()
+
+
+def test_who_cannot_be_watched_is_left_as_it_was(random_loaded, monkeypatch) -> None:
+    engine = make_engine(random_loaded)
+    plugins, pool, inner = engine.scheduler.plugins, engine.kv_manager.pool, engine.scheduler
+    monkeypatch.setattr("common.events.watch.take_snapshot", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.watch(io.StringIO())
+    assert (engine.scheduler.plugins, engine.kv_manager.pool) == (plugins, pool)
+    assert engine.recorder.scheduler is inner
+
+
+def test_a_place_that_is_none_ends_no_film(random_loaded, tmp_path: Path) -> None:
+    engine, path = make_engine(random_loaded), tmp_path / "run.jsonl"
+    engine.watch(path)
+    with pytest.raises(FileNotFoundError):
+        engine.watch(tmp_path / "none" / "run.jsonl")
+    serve_unwatched(engine, [[1, 2, 3]])
+    assert [event.kind for event in read_events(path)][-1] == "updated"
+
+
+def test_nothing_is_written_while_books_are_changed(random_loaded) -> None:
+    """It would be part of what a step took, and an interrupt in it would cost the cache."""
+
+    class Looking(io.StringIO):
+        def write(self, text: str) -> int:
+            torn.append(engine.recorder.is_torn)
+            return super().write(text)
+
+    engine, torn = make_engine(random_loaded), list[bool]()
+    engine.watch(Looking())
+    torn.clear()
+    engine.add_request("a", [1, 2, 3], GREEDY)
+    torn.clear()  # an arrival is written at once
+    finish(engine)
+    assert len(torn) == 8 and not any(torn)
+
+
+class Counting(SchedulePolicy):
+    """A key may count: it is asked once, when a request comes."""
+
+    name = "counting"
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def key(self, request: Request) -> int:
+        self.num_asked += 1
+        return self.num_asked
+
+
+def test_a_policy_is_asked_once_whoever_watches(random_loaded, tmp_path: Path) -> None:
+    policy, path = Counting(), tmp_path / "run.jsonl"
+    engine = make_engine(random_loaded, policy=policy)
+    for name in "abc":
+        engine.add_request(name, [1, 2, 3], GREEDY)
+    engine.watch(path)
+    engine.add_request("d", [1, 2, 3], GREEDY)
+    assert policy.num_asked == 4
+    _, snapshot, arrived, *_ = read_events(path)
+    assert isinstance(snapshot, Snapshot) and isinstance(arrived, Arrived)
+    assert [row["order_key"] for row in snapshot.requests] == ["1", "2", "3"]
+    assert arrived.order_key == "4"
 
 
 def test_who_begins_with_the_engine_needs_no_snapshot(random_loaded, tmp_path: Path) -> None:
@@ -235,6 +321,10 @@ class SuffixFreeCache(PrefixCache):
         for block in gone:
             del self.entries[self._entry(block)]
         return gone
+
+    def begin_anew(self) -> None:
+        super().begin_anew()
+        self.entries.clear()
 
     def _take_off(self, block: HasBlockId) -> list[Block]:
         keys, tokens = self._entry(block)

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 class Watch:
     """An engine of `parts` on film. `members` are those of its open requests, whose texts are
-    events, too. Raises what `EventLog` does, and has changed nothing then."""
+    events, too. Raises what `EventLog` does, or a part of somebody's that is asked, and has changed
+    nothing then."""
 
     def __init__(
         self,
@@ -51,25 +52,30 @@ class Watch:
         num_blocks, overlaps = parts.side.kv_cache.num_blocks, parts.plans_under_way is not None
         self.log.note(describe_run(config, parts.side.model, num_blocks, overlaps))
         under_way = self.recorder.plans_under_way
-        self.memory.put_in(list(self.books.requests))
-        self.requests.put_in(self.books)
         self.scheduler = StepWatch(inner, self.requests, len(under_way))
-        self.recorder.scheduler = cast(SchedulerInterface, self.scheduler)
-        snapshot = take_snapshot(self.log, texts, self.books, self.requests, under_way)
-        if not is_as_new(snapshot, num_blocks):
-            self.log.note(snapshot)
+        try:
+            self.memory.put_in(list(self.books.requests))
+            self.requests.put_in(self.books)
+            self.recorder.scheduler = cast(SchedulerInterface, self.scheduler)
+            snapshot = take_snapshot(self.log, texts, self.books, self.requests, under_way)
+            if not is_as_new(snapshot, num_blocks):
+                self.log.note(snapshot)
+        except BaseException:
+            self.take_out()
+            raise
 
-    def step_failed(self, error: BaseException) -> None:
+    def failed(self, error: BaseException | None) -> None:
+        """Nothing comes of the steps under way. None: nobody here has seen what was raised."""
         self.scheduler.steps_failed()
-        self.memory.note(Failed(self.log.now(), f"{type(error).__name__}: {error}"[:500]))
+        said = "interrupted" if error is None else f"{type(error).__name__}: {error}"
+        self.memory.note(Failed(self.log.now(), said[:500]))
         self.log.in_step = False
         self.log.flush()
 
     def take_out(self) -> None:
         """The engine is as if nobody had ever watched, and the file is closed."""
-        self.memory.settle()
         self.recorder.scheduler = cast(SchedulerInterface, self.books)
         self.requests.take_out(self.books)
         self.memory.take_out()
-        self.log.flush()
+        self.memory.settle()
         self.log.close()

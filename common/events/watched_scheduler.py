@@ -91,9 +91,10 @@ class RequestWatch(PreemptionPlugin):
     def order_key(self, request: Request) -> str:
         """What a policy sorts by, if it does."""
         queue = self.scheduler.waiting
-        if not isinstance(queue, PolicyQueue) or self._policy is not None:
+        if not isinstance(queue, PolicyQueue) or queue.policy.name == "fcfs":
             return ""
-        return "" if queue.policy.name == "fcfs" else str(queue.policy.key(request))
+        key = queue.key_of(request)
+        return "" if key is None else str(key)
 
     def check(self) -> None:
         """Which has asked the queue for its order: a policy may answer anew."""
@@ -289,7 +290,6 @@ class StepWatch:
         log.note_at(position, self._computed(step, begun, plan, output, alive, results))
         log.note(Updated(step, log.since_start(end), round((end - start) * 1e3, 4)))
         log.in_step = False
-        log.flush()
         return results
 
     def _computed(

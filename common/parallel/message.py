@@ -39,7 +39,7 @@ from scheduler_interface import (
     StepOutput,
 )
 
-VERSION = 1
+VERSION = 2
 _BIG_INTEGER = 1  # of msgpack's extensions: an integer beyond 64 bits, such as a `max_tokens`
 
 

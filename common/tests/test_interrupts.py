@@ -17,8 +17,8 @@ import pytest
 
 from bounded_loops import as_long_as
 from common.engine import LLMEngine
-from common.tests.engine_oracle import Oracle, checked_engine
-from request import SamplingParams
+from common.tests.engine_oracle import Oracle, checked_engine, finish
+from request import Request, RequestStatus, SamplingParams
 from tiered_cache import KVTierConfig
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +33,8 @@ CHECKS = ("check_invariants", "check", "_check_sharing", "__repr__")
 DELIVERY = ("step", "taken", "__exit__", "release", "do_what_was_asked")
 NUM_QUIET = 15  # rounds in which no line is new: all is tried that this workload comes by
 NUM_SAMPLE_ROUNDS, SAMPLE = 40, 5  # in `make test`: one line of five
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 Place = tuple[CodeType, int, CodeType | None]
 
@@ -76,7 +78,7 @@ class Interrupter:
         place = (frame.f_code, frame.f_lineno, frame.f_back and frame.f_back.f_code)
         if place not in self.tried:
             self.tried.add(place)
-            name = f"{frame.f_code.co_qualname}:{frame.f_lineno - frame.f_code.co_firstlineno}"
+            name = f"{frame.f_code.co_name}:{frame.f_lineno - frame.f_code.co_firstlineno}"
             if crc32(name.encode()) % self.every == 0:
                 self.last = place
                 raise KeyboardInterrupt(f"{frame.f_code.co_filename}:{frame.f_lineno} {name}")
@@ -290,3 +292,81 @@ def test_recovery_may_be_interrupted_at_every_line(
     name, where, family_oracle, family_loaded
 ) -> None:
     run_interrupted_recoveries(start(family_oracle, family_loaded, name), where, 20_000)
+
+
+# -- single places
+
+
+def test_who_aborts_in_the_middle_of_a_change_waits_for_its_end(
+    family_oracle, family_loaded, monkeypatch
+) -> None:
+    """A signal's handler, or the collector that ends a stream that nobody reads: the books are not
+    torn, and nobody else is aborted."""
+    run = start(family_oracle, family_loaded, "plain")
+    engine, prompts = run.engine, family_oracle.prompts
+    for index, name in enumerate(("gone", "beside")):
+        engine.add_request(name, prompts[index], GREEDY)
+    engine.step()
+    add = engine.scheduler.add_request
+
+    def interrupted(request: Request) -> None:
+        engine.abort_request("gone")
+        add(request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "add_request", interrupted)
+        engine.add_request("new", prompts[2], GREEDY)
+    found = {name: output.outputs[0] for name, output in finish(engine).items()}
+    reasons = {name: output.finish_reason for name, output in found.items()}
+    assert reasons == {"gone": "abort", "beside": "length", "new": "length"}
+    for index, name in enumerate(("beside", "new"), 1):
+        assert found[name].token_ids == family_oracle.expected(index, 6)
+
+
+def test_a_token_that_is_half_taken_is_nobodys(family_oracle, family_loaded, monkeypatch) -> None:
+    """By a request that was preempted while its step was under way, and waits."""
+    engine = start(family_oracle, family_loaded, "overlap").engine
+    append, seen = Request.append_output_token, list[str]()
+
+    def interrupted(request: Request, token_id: int) -> None:
+        if request.status is RequestStatus.PREEMPTED and not seen:
+            seen.append(request.request_id)
+            request.output_token_ids.append(token_id)
+            raise KeyboardInterrupt
+        append(request, token_id)
+
+    monkeypatch.setattr(Request, "append_output_token", interrupted)
+    indices, outputs = range(6), {}
+    for index in indices:
+        engine.add_request(str(index), family_oracle.prompts[index], GREEDY)
+    for _ in as_long_as(engine.has_unfinished_requests, most=300):
+        try:
+            outputs |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}
+        except KeyboardInterrupt:
+            assert seen
+    assert seen and outputs[seen[0]].finish_reason == "abort"
+    for index in indices:
+        output = outputs[str(index)]
+        if output.finish_reason == "length":
+            assert output.token_ids == family_oracle.expected(index, 6)
+
+
+def test_of_several_that_are_added_none_stays(family_oracle, family_loaded, monkeypatch) -> None:
+    """Not the one that was being added either; and who was there before is not touched."""
+    engine = start(family_oracle, family_loaded, "plain").engine
+    engine.add_request("before", family_oracle.prompts[0], GREEDY)
+    add = engine.scheduler.add_request
+
+    def interrupted(request: Request) -> None:
+        add(request)
+        if request.request_id == "2":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.scheduler, "add_request", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.add_requests((str(i), family_oracle.prompts[i], GREEDY) for i in range(4))
+    assert set(engine.scheduler.requests) == {"before"}
+    with pytest.raises(ValueError, match="before"):
+        engine.add_requests((name, [1], GREEDY) for name in ("a", "before"))
+    (output,) = finish(engine).values()
+    assert output.outputs[0].token_ids == family_oracle.expected(0, 6)

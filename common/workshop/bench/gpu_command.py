@@ -131,6 +131,15 @@ def new_record(args: argparse.Namespace, device: dict[str, Any]) -> dict[str, An
     }
 
 
+def sections_of_now(old: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    """Those of `old`. Raises `ValueError` if they were measured elsewhere, or with other code."""
+    for name in set(old["environment"]) - {"load_average"}:
+        was, now = old["environment"][name], record["environment"].get(name)
+        if was != now:
+            raise ValueError(f"--sections: the record's {name} is {was!r}, and now it is {now!r}")
+    return old["sections"]
+
+
 def measure(args: argparse.Namespace) -> int:
     from common.collector import spare_what_is_loaded
     from common.workshop.bench import gpu_inputs
@@ -143,7 +152,7 @@ def measure(args: argparse.Namespace) -> int:
     path = record_path(args, described["name"])
     record = new_record(args, described)
     if args.sections and path.exists():
-        record["sections"] = read_record(path)["sections"]
+        record["sections"] = sections_of_now(read_record(path), record)
     sizes = gpu_inputs.REHEARSAL if args.rehearse else gpu_inputs.FULL
     lab = gpu_inputs.Lab(device, sizes, record["config"]["seed"], record["sections"])
     plan = plan_sections(lab)
