@@ -905,3 +905,13 @@ def test_who_was_interrupted_in_forgetting_a_request_forgets_it_again(where, mon
 
 def interrupted(self, request) -> None:
     raise KeyboardInterrupt
+
+
+def test_a_queue_that_an_interrupt_has_torn_is_one_again():
+    scheduler = Loop(20).scheduler
+    for name in "ab":
+        scheduler.add_request(Request.from_tokens(name, [1, 2, 3], 2))
+    del scheduler.waiting._places["a"]
+    scheduler.begin_anew()
+    scheduler.waiting.check_invariants()
+    assert [request.request_id for request in scheduler.waiting] == ["b"]

@@ -61,6 +61,24 @@ def test_what_is_dropped_is_gone_from_memory_and_file_and_nothing_else_is(tmp_pa
     disk.close()
 
 
+def test_the_slot_of_a_put_that_was_interrupted_is_free_again(tmp_path: Path, monkeypatch):
+    disk = DiskTier(tmp_path / "kv", 3, NBYTES)
+    disk.put(key(0), content(0))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("kv_tiers._checksum", interrupted)
+        disk.put(key(1), content(1))
+    disk.begin_anew()
+    disk.check_invariants()
+    for number in (1, 2):
+        disk.put(key(number), content(number))
+    assert [disk.read(key(n)) for n in range(3)] == [content(n) for n in range(3)]
+    disk.close()
+
+
 def test_a_slot_that_was_just_written_anew_is_not_dropped(tmp_path: Path):
     """The reader has seen bad bytes; before it says so, the block is put again. Then the record is
     good, and its slot is in use."""

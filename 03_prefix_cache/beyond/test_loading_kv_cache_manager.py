@@ -570,6 +570,23 @@ def test_two_loads_of_one_prefix_leave_it_in_memory_once(make_world):
     world.drain()
 
 
+@pytest.mark.parametrize("where", ["prefix", "arrived"])
+def test_a_load_is_dropped_if_its_prefix_or_what_it_brought_is_withdrawn(make_world, where):
+    world = make_world(20, 2)
+    offer_behind_a_cached_prefix(world)
+    world.look_up(world.waiting["a"])
+    load, loads = world.manager.loads._loads["a"], world.manager.loads
+    if where == "arrived":
+        world.connector.finish("a", 1)
+        assert not loads.is_under_way("a")
+    first = (load.prefix if where == "prefix" else load.blocks)[0]
+    loads.withdraw(world.pool.blocks[0])
+    assert "a" in loads, "another block"
+    loads.withdraw(first)
+    assert "a" not in loads and world.manager.num_blocks_in_use == 0
+    world.manager.check_invariants()
+
+
 def test_waiting_is_left_to_the_connector_and_only_while_it_loads(make_world, make_cache):
     world = make_world(20, 2)
     world.manager.wait_for_loads()

@@ -247,6 +247,56 @@ def test_an_engine_that_is_watched_no_more_is_as_it_was(random_loaded, tmp_path:
     assert all(old is new or old == new for old, new in zip(before, parts(), strict=True))
 
 
+def test_what_the_memory_did_last_is_on_a_film_that_ends_there(
+    random_loaded, tmp_path: Path
+) -> None:
+    """Where an interrupt came before anybody could say what it was for."""
+    engine, path = make_engine(random_loaded), tmp_path / "run.jsonl"
+    engine.watch(path)
+    engine.add_request("a", [1, 2, 3], GREEDY)
+    engine.step()
+    engine.kv_manager.free(engine.scheduler.requests["a"])
+    engine.unwatch()
+    assert Film.read(path).last_state().requests["a"].table == []
+
+
+def test_a_plan_under_way_for_one_who_was_aborted_is_not_another_ones(
+    random_loaded, tmp_path: Path
+) -> None:
+    """Of the same name, it may be."""
+    engine = make_engine(random_loaded, overlap_scheduling=True)
+    for name in "ab":
+        engine.add_request(name, [1, 2, ord(name) - 90], GREEDY)
+    engine.step()
+    engine.abort_request("a")
+    engine.add_request("a", [5, 6, 7], GREEDY)
+    recorded = RecordedRun(tmp_path / "run.jsonl")
+    engine.watch(recorded.path)
+    _run, snapshot = read_events(recorded.path)
+    assert isinstance(snapshot, Snapshot)
+    assert [row["requests"] for row in snapshot.under_way] == [["b"]]
+    while engine.has_unfinished_requests():
+        recorded.look(engine)
+        engine.step()
+    check_film(recorded)
+
+
+def test_what_one_who_was_preempted_had_computed_is_known_to_a_film_that_begins_then(
+    random_loaded, tmp_path: Path
+) -> None:
+    """So that it is seen to be computed again."""
+    engine, path = make_engine(random_loaded, preempt_every=4), tmp_path / "run.jsonl"
+    for name in "ab":
+        engine.add_request(name, [1, 2, ord(name) - 90], GREEDY)
+    while not engine.stats().num_preemptions:
+        engine.step()
+    (gone,) = engine.scheduler.waiting
+    assert gone.output_token_ids and gone.num_computed_tokens == 0
+    engine.watch(path)
+    state = Film.read(path).last_state()
+    assert state.requests[gone.request_id].highest == gone.num_tokens - 1
+
+
 def test_whoever_takes_text_is_written_to_and_not_closed(random_loaded) -> None:
     engine, stream = make_engine(random_loaded), io.StringIO()
     engine.watch(stream)

@@ -337,6 +337,21 @@ def test_kv_on_its_way_is_a_reason_of_its_own(random_loaded, tmp_path: Path) -> 
     assert Film.read(path).last_state().num_loaded == {}, "the load has failed"
 
 
+class Store(SlowStore):
+    """Its block comes."""
+
+    def get_finished_load(self, request_id) -> int:
+        return 4
+
+
+def test_what_comes_from_a_store_without_tiers_is_counted(random_loaded, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    engine = make_engine(random_loaded, path, kv_connector=Store())
+    engine.add_request("a", tokens(9), GREEDY)
+    finish(engine)
+    assert Film.read(path).last_state().num_loaded == {"store": 1}
+
+
 def test_the_turn_of_those_who_decode_is_a_reason(random_loaded, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     engine = make_engine(random_loaded, path, scheduler="prefill_first", max_num_seqs=30)

@@ -9,13 +9,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from common.parallel import channel as channel_module
 from common.parallel import executor as executor_module
 from common.parallel import message
-from common.parallel.channel import Channel, ChannelClosed, Lifeline, ask_where
+from common.parallel.channel import (
+    Channel,
+    ChannelClosed,
+    Lifeline,
+    ask_where,
+    interrupts_held,
+)
 from common.parallel.executor import Executor, Link, WorkerError
 
 
@@ -67,6 +74,36 @@ def test_bytes_that_were_lost_to_an_interrupt_are_seen():
     with pytest.raises(KeyboardInterrupt):
         driver.arrived()
     assert driver.is_torn
+
+    class InterruptedSocket:
+        def send(self, data, flags: int) -> int:
+            raise KeyboardInterrupt
+
+    driver, worker = pair()
+    driver.sock = InterruptedSocket()  # pyright: ignore
+    driver.put(b"abc")
+    with pytest.raises(KeyboardInterrupt):
+        driver.send_some()
+    assert driver.is_torn
+
+
+def test_interrupts_are_the_main_threads_business():
+    """Another thread may not even ask for them."""
+
+    def hold() -> str:
+        with interrupts_held():
+            return "held"
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(hold).result(5) == "held"
+
+
+def test_a_rank_in_a_collective_is_said_to_wait():
+    line = Lifeline(pair()[0].sock, parent=None)
+    said: dict = {}
+    code = compile("said |= line.where()", "/engine/collectives.py", "exec")
+    exec(code, {"line": line, "said": said})
+    assert said["is_waiting"] and not line.where()["is_waiting"]
 
 
 def test_a_lifeline_says_where_the_process_is_and_who_is_silent_does_not():
@@ -120,7 +157,7 @@ class Actor:
     def work(self) -> None:
         try:
             while True:
-                kinds = {"plan": ("step",), "read": (), "close": ()}
+                kinds = {"plan": ("step",), "read": (), "write": ("data",), "close": ()}
                 kind, told = message.unpack(self.channel.receive(), kinds)
                 if kind == "close":
                     break
@@ -163,9 +200,11 @@ def where(is_waiting: bool, step: int | None = 3) -> dict:
     return {"step": step, "is_waiting": is_waiting, "place": f"a.py:{int(is_waiting)}"}
 
 
-def played(*actors: tuple, timeout_s: float = 0.2, **kwargs) -> Executor:
+def played(
+    *actors: tuple, timeout_s: float = 0.2, output_rank: int = 0, compares: bool = False
+) -> Executor:
     made = [Actor(rank, *actor) for rank, actor in enumerate(actors)]
-    return Executor([actor.link for actor in made], 0, timeout_s, **kwargs)
+    return Executor([actor.link for actor in made], output_rank, timeout_s, compares)
 
 
 def step(executor: Executor, number: int = 3) -> dict:
@@ -194,7 +233,7 @@ def test_two_that_talk_at_once_do_not_wait_for_each_other():
     block = message.pack("block", data=bytes(10**7))
     executor = played((lambda _: [block], None), (lambda _: [block], None), timeout_s=20)
     for _ in range(2):
-        executor.send(message.pack("read"))
+        executor.send(message.pack("write", data=bytes(10**7)))
     for _ in range(2):
         assert [len(answer["data"]) for answer in executor.collect("it")] == [10**7] * 2
     executor.close()
@@ -271,6 +310,32 @@ def test_ranks_that_have_sampled_different_tokens_are_named():
     executor = played(answers("a"), answers("a"), answers("b"), compares=True, timeout_s=5)
     with pytest.raises(WorkerError, match="rank 2 has sampled other tokens in step 1 than rank 0"):
         step(executor, 1)
+    three = [answers(digest) for digest in "baa"]
+    executor = played(*three, compares=True, timeout_s=5, output_rank=1)
+    with pytest.raises(WorkerError, match="rank 0 has sampled other tokens in step 1 than rank 1"):
+        step(executor, 1)
+
+
+@pytest.mark.parametrize("second, raised", [("ValueError", ValueError), ("KeyError", WorkerError)])
+def test_what_is_wrong_at_the_start_is_the_users_if_all_ranks_say_so(second, raised):
+    (one, its_one), (two, its_two) = pair(), pair()
+    executor = Executor([Link(0, one, pair()[0]), Link(1, two, pair()[0])], 0, 5.0)
+    for its, kind in ((its_one, "ValueError"), (its_two, second)):  # said before anybody asks
+        its.send(broken(kind, False)(0)[0])
+    with pytest.raises(raised, match="so it is"):
+        executor.start([b"start"] * 2)
+
+
+def test_who_has_half_a_message_is_not_told_goodbye(monkeypatch):
+    """It would read that as the other half."""
+    monkeypatch.setattr(executor_module, "CLOSE_TIMEOUT_S", 0.1)
+    (one, its_one), (two, its_two) = pair(), pair()
+    executor = Executor([Link(0, one, pair()[0]), Link(1, two, pair()[0])], 0, 5.0)
+    one.is_torn = True
+    executor.close()
+    assert message.unpack(its_two.receive(), {"close": ()})[0] == "close"
+    with pytest.raises(ChannelClosed):
+        its_one.receive()
 
 
 def test_a_worker_that_takes_no_message_is_named():

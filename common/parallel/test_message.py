@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.parallel import message
+from common.parallel.collectives import CollectiveError
+from common.parallel.executor import ANSWERS
 from common.parallel.message import MessageError
 from common.runner.batch_state import BatchState
 from common.sampling.distributions import TokenLogprobs
@@ -315,3 +317,27 @@ def test_a_runner_that_gets_what_arrives_is_where_it_should_be(config, oracle, l
     trip = engine.core.runner = RoundTrip(engine.core.runner, state)
     serve_a_crowd(engine, oracle, random.Random(seed), seed)
     assert trip.num_plans > 20 and not trip.sent
+
+
+@pytest.mark.parametrize("num_bits", [63, 64, 65, 71, 72, 80])
+def test_integers_of_every_length_arrive(num_bits):
+    """The sign takes a bit of its own."""
+    for number in (2**num_bits - 1, 2**num_bits, -(2**num_bits), -(2**num_bits) - 1):
+        data = message.pack("number", value=number)
+        assert message.unpack(data, {"number": ("value",)})[1]["value"] == number
+
+
+def test_an_error_that_comes_of_a_collective_says_so():
+    """Whoever wraps it: the rank that suffers is not the one to blame."""
+    for how in ("cause", "context"):
+        try:
+            try:
+                raise CollectiveError("late")
+            except CollectiveError as error:
+                raise RuntimeError("a step failed") from (error if how == "cause" else None)
+        except RuntimeError as error:
+            data = message.pack_error(error)
+        content = message.unpack(data, ANSWERS)[1]
+        assert content["kind_of_error"] == "RuntimeError" and content["is_collective"]
+    data = message.pack_error(RuntimeError("its own"))
+    assert not message.unpack(data, ANSWERS)[1]["is_collective"]

@@ -13,7 +13,7 @@ from fcfs_scheduler import FCFSScheduler
 from pipeline_plugin import PipelinePlugin
 from request import Request
 from scheduler_interface import SchedulerOutput, StepOutput
-from step_record import RecordedScheduler
+from step_record import RecordedScheduler, preemptions_of
 
 
 class LoggingRunner:
@@ -171,10 +171,12 @@ def test_a_plan_for_nobody_that_has_preempted_somebody_is_a_step() -> None:
     core = PipelinedEngineCore(recorder, QueuedRunner(LoggingRunner([])), pipeline, 2)
     for name in "ab":
         core.add_request(request(name, 4))
+    num_told = 0  # in the engine, which looks at one plan a step
     for _ in as_long_as(core.has_unfinished_requests, 60):
         core.step()
+        num_told += len(preemptions_of(recorder.plan)[0])
     num_preempted = sum(len(record.preempted) for record in records)
-    assert num_preempted == scheduler.get_stats().total_preempted > 0
+    assert num_told == num_preempted == scheduler.get_stats().total_preempted > 0
     assert any(record.preempted and not record.num_scheduled_tokens for record in records)
 
 

@@ -14,8 +14,9 @@ from dataclasses import replace
 import pytest
 
 from common.engine import EngineConfig, LLMEngine
+from common.loader import read_checkpoint
 from common.parallel import message, remote
-from common.parallel.executor import WorkerError
+from common.parallel.executor import Executor, WorkerError
 from common.tests.remote_cases import (
     BLOCK_SIZE,
     PROMPTS,
@@ -251,6 +252,20 @@ def test_ranks_with_other_checkpoints_are_refused(random_oracle, family_oracle, 
     config = EngineConfig(model=family_oracle.path, tensor_parallel_size=2, **WORKERS)
     with pytest.raises(ValueError, match="the ranks do not have the same checkpoint"):
         LLMEngine(config, tokenizer=NoTokenizer())
+
+
+@pytest.mark.parametrize(
+    "name, other", [("checkpoint", "b"), ("dtype", "bfloat16"), ("num_blocks", 41)]
+)
+def test_ranks_that_say_different_things_of_themselves_are_refused(
+    name: str, other: object, random_oracle
+) -> None:
+    """A block that one rank lacks would be another's memory there."""
+    config, facts = EngineConfig(**WORKERS), {"checkpoint": "a", "dtype": "float64"}
+    facts = facts | {"num_blocks": 40, "kv_bytes_per_block": 8}
+    executor, ranks = Executor([], 0, 1.0), [facts, facts | {name: other}]
+    with pytest.raises(ValueError, match=f"the ranks do not have the same {name}: "):
+        remote._make_side(config, read_checkpoint(random_oracle.path), executor, ranks, 64, 97, {})
 
 
 class NoTokenizer:

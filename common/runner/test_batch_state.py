@@ -318,12 +318,20 @@ class Interrupts(RunnerPlugin):
             raise KeyboardInterrupt
 
 
+class Grows(RunnerPlugin):
+    num_rows = 0
+
+    def grow(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+
 @pytest.mark.parametrize("when", ["admit", "release", "grow", "rows"])
 def test_who_was_about_to_come_or_go_when_all_was_cut_short_has_no_row(
     when: str, monkeypatch
 ) -> None:
     """The scheduler says again who has ended, by the lost plan or with it."""
-    state = BatchState(2, MAX_BLOCKS, SamplingColumns(), [plugin := Interrupts()])
+    plugins = plugin, behind = Interrupts(), Grows()
+    state = BatchState(2, MAX_BLOCKS, SamplingColumns(), plugins)
     for name in "ab":
         state.apply(SchedulerOutput([NewRequestData(name, [1, 2], SamplingParams())]))
     plugin.when = when
@@ -338,5 +346,5 @@ def test_who_was_about_to_come_or_go_when_all_was_cut_short_has_no_row(
     assert state.row_of.keys() == state.requests.keys() == {"b"}
     num_rows = len(state.num_tokens)
     assert sorted([*state._free_rows, *state.row_of.values()]) == list(range(num_rows))
-    assert len(state.sampling.needs) == num_rows
+    assert len(state.sampling.needs) == behind.num_rows == num_rows
     assert state.requests["b"].prompt_token_ids == [1, 2]

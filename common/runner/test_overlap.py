@@ -113,6 +113,7 @@ def test_waiting_for_what_is_under_way_takes_nothing() -> None:
     assert log.count(("waited for", 2)) == 1, "once"
     (result,) = core.step()
     assert result.new_token_ids == [2]
+    assert len(core.runner._under_way) == len(core._under_way) == 1, "who has ended is forgotten"
 
 
 @pytest.mark.parametrize("fails_when_waited_for", [False, True])

@@ -337,6 +337,24 @@ def test_an_update_that_raises_loses_nobody_who_had_just_finished(
     assert not engine.has_unfinished_requests() and engine.kv_manager.num_blocks_in_use == 0
 
 
+def test_who_had_finished_when_an_interrupt_came_has_finished(
+    engine, random_oracle: Oracle, monkeypatch
+) -> None:
+    """In the books of the scheduler: those of the engine were still to be written."""
+    engine.add_request("a", random_oracle.prompts[0], GREEDY)
+
+    def interrupted(group) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine, "_end", interrupted)
+        finish(engine)
+    (output,) = engine.step()
+    assert output.outputs[0].finish_reason == "length"
+    assert output.outputs[0].token_ids == random_oracle.expected(0, 8)
+    assert not engine.has_unfinished_requests()
+
+
 # -- a scheduler that admits nobody
 
 

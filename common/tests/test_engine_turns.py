@@ -14,6 +14,7 @@ import pytest
 from common.engine import LLMEngine
 from common.runner.overlap import OverlappedEngineCore
 from common.tests.engine_oracle import checked_engine, finish, greedy_params, serve
+from common.turn import Turn
 from scheduler_interface import SchedulerOutput
 
 LOOPS = {"plain": {}, "overlapped": {"overlap_scheduling": True}}
@@ -192,3 +193,26 @@ def test_what_another_thread_asks_for_waits_for_the_end_of_a_call_that_adds_seve
     outputs = {name: output.outputs[0] for name, output in finish(engine).items()}
     assert outputs["first"].finish_reason == "abort"
     assert {outputs[name].finish_reason for name in ("second", "third")} == {"length"}
+
+
+def test_what_is_asked_for_and_fails_is_not_done_again() -> None:
+    turn, done = Turn(), []
+
+    def fail() -> None:
+        done.append("fails")
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        turn.ask(fail)
+    turn.ask(lambda: done.append("next"))
+    assert done == ["fails", "next"] and not turn.asked
+
+
+def test_who_is_undisturbed_stays_so_behind_a_call_that_was_so_too() -> None:
+    turn, done = Turn(), []
+    with turn, turn.undisturbed():
+        with turn.undisturbed():
+            pass
+        turn.ask(lambda: done.append("asked"))
+        assert not done
+    assert done == ["asked"]

@@ -120,7 +120,6 @@ class _Tracer:
         yield from self._counters()
 
     def _on_failed(self, event: Failed) -> Iterator[TraceEvent]:
-        self.planned.clear()
         yield _event("i", "failed", HOST, event.time, s="g", args={"error": event.error})
 
     def _counters(self) -> Iterator[TraceEvent]:
