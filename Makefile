@@ -24,7 +24,7 @@ PIP = $(PY) -m pip --disable-pip-version-check install $$([ -t 2 ] || echo -q)
 WHAT_help := list what can be made
 WHAT_demo := serve a batch of prompts with the shipped checkpoint and print the text
 WHAT_check := run the tests of the chapters' roots and of the engine in one process, before each commit
-WHAT_test := run every test, notebooks included, on $(JOBS) processes
+WHAT_test := run the tests on $(JOBS) processes; with ARGS='-m slow' those of minutes
 WHAT_matrix := serve with random settings for ten minutes and compare every token with transformers
 WHAT_museum := list real bugs of real engines; with BUG=N, put one back in a copy and watch it
 WHAT_task := list the tasks of COURSE.md; with N=3.2, begin one or have your answer graded

@@ -67,7 +67,8 @@ def skip_who_starts_a_process(event: str, _: tuple[object, ...]) -> None:
 
 def keep_samples(items: list[pytest.Item]) -> None:
     """Of a test that is marked `sample`, the fewest cases in which each value of each parameter
-    occurs, always the same ones; the others are slow. `sample(seed=2)`: of `seed` two values."""
+    occurs, always the same ones; the others are slow. `sample(seed=2)`: of `seed` two values.
+    `sample(every=3, first=1)`: of a list of cases the second, the fifth, and so on."""
     grids: dict[str, list[pytest.Function]] = {}
     for item in items:
         if not hasattr(item, "callspec") or item.get_closest_marker("slow"):
@@ -76,7 +77,11 @@ def keep_samples(items: list[pytest.Item]) -> None:
             assert isinstance(item, pytest.Function)
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in grids.values():
-        kept = sample_of(cases, cases[0].get_closest_marker("sample").kwargs)
+        limits = cases[0].get_closest_marker("sample").kwargs
+        if "every" in limits:
+            kept = cases[limits.get("first", 0) :: limits["every"]]
+        else:
+            kept = sample_of(cases, limits)
         for case in cases:
             if case not in kept:
                 case.add_marker(pytest.mark.slow)

@@ -370,7 +370,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=30, deadline=None
+    max_examples=80, stateful_step_count=30, deadline=None
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
 

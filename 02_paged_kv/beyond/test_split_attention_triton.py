@@ -81,6 +81,7 @@ def poisoned_scratch(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
 
 
+@pytest.mark.sample(every=3, first=1)
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
 def test_every_query_length_and_history_around_tile_split_and_block_borders(block_size, device):
@@ -119,6 +120,7 @@ def test_more_splits_than_are_merged_at_once(device):
     assert check(case).items[0].first_item.tolist()[1] > 2 * module.SPLITS_AT_ONCE
 
 
+@pytest.mark.sample(every=3, first=1)
 @pytest.mark.parametrize("num_programs", [1, 3, 7])
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
 def test_a_program_may_take_one_item_after_the_other(num_programs, device, monkeypatch):

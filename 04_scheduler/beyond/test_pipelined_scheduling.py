@@ -123,12 +123,13 @@ LONGER = [([0, 1, 1], 4, 1), ([0, 1, 2, 3], 3, 0), ([0, 1], 5, 1)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "policy", "cache", "num_tokens", "num_in_flight", "prompts"),
+    ("kind", "policy", "cache", "num_tokens", "num_in_flight", "prompts", "share"),
     [
-        (Scheduler, "fcfs", None, 5, 2, THREE),
+        (Scheduler, "fcfs", None, 5, 2, THREE, 0.85),
         *(
-            pytest.param(*how, marks=pytest.mark.slow)
+            pytest.param(*how, 1, marks=pytest.mark.slow)
             for how in [
+                (Scheduler, "fcfs", None, 5, 2, THREE),
                 (Scheduler, "fcfs", None, 2, 3, TWO),  # prompts in two chunks
                 (PrefillFirstScheduler, "fcfs", None, 5, 2, THREE),
                 (CachingFCFSScheduler, None, None, 5, 3, THREE),
@@ -144,7 +145,7 @@ LONGER = [([0, 1, 1], 4, 1), ([0, 1, 2, 3], 3, 0), ([0, 1], 5, 1)]
     ],
 )
 def test_every_interleaving_of_requests_with_several_steps_under_way(
-    kind, policy, cache, num_tokens, num_in_flight, prompts
+    kind, policy, cache, num_tokens, num_in_flight, prompts, share
 ):
     """Add, schedule, update, preempt, abort, stop, in every order, in two stages, the second as
     late as it can be. From every seventh state that can be reached, everybody is run to the end."""
@@ -153,7 +154,8 @@ def test_every_interleaving_of_requests_with_several_steps_under_way(
     if policy is not None:
         options |= {"policy": policy, "max_preemptions": 2, "chunk_policy": CutPrompts()}
     memory = runs.make_memory(cache, num_blocks, 2)
-    runs._explore(PipelinedWorld(memory, kind, num_in_flight=num_in_flight, **options), prompts)
+    world = PipelinedWorld(memory, kind, num_in_flight=num_in_flight, **options)
+    runs._explore(world, prompts, share)
 
 
 @pytest.mark.sample

@@ -836,6 +836,7 @@ def random_options(rng: random.Random, policy: str) -> dict:
     }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("num_aborts", [0, 3])
@@ -973,4 +974,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -63,7 +63,9 @@ def small_tiles(monkeypatch):
     clear_launches()
 
 
-@pytest.mark.parametrize("block_size", [pytest.param(1, marks=pytest.mark.slow), 3, 16])
+@pytest.mark.parametrize(
+    "block_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))]
+)
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
 def test_decodes_and_chunks_around_tile_split_and_block_borders(block_size, device):
     """Trap 35: NaN in every unused slot is never read. Trap 28: a chunk sees its own end and
@@ -85,6 +87,7 @@ def test_decodes_and_chunks_around_tile_split_and_block_borders(block_size, devi
     )
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(
     ("decode_threshold", "num_shared"), [(None, 1), (0, 1), (1, 3), (3, 1), (40, 3)]
 )

@@ -72,6 +72,7 @@ def launched(monkeypatch) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.sample(every=3)  # chunks that sample in every way, and guesses of a model
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_launches_nothing_else_and_says_what_the_oracle_says(name, oracle, launched):
     options = ENGINES[name]

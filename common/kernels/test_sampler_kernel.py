@@ -86,6 +86,7 @@ def test_penalties_are_those_of_the_specification(vocab_size: int, device: torch
 TEMPERATURES = [1.0, 0.7, 1.3, 1e-300, 1e300, 2.0, 0.1, 1 / 3]
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(
     ("vocab_size", "most", "is_narrow", "has_top_k", "has_min_p"),
     [

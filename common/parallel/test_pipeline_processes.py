@@ -13,7 +13,7 @@ import pytest
 from common.engine import EngineConfig, LLMEngine
 from common.parallel import message
 from common.parallel.pipeline import PipelinedEngineCore
-from common.parallel.test_remote import GREEDY, NGRAM, must_be_dead, must_survive_an_interrupt
+from common.parallel.test_remote import FEW, GREEDY, NGRAM, must_be_dead, must_survive_an_interrupt
 from common.tests.remote_cases import (
     PROMPTS,
     WORKERS,
@@ -77,13 +77,13 @@ def must_bring_blocks_back(side, loaded, tokenizer, path) -> None:
     tiers = KVTierConfig(host_blocks=0, disk_blocks=60, disk_path=path)
     here = one_process(loaded, tokenizer, num_blocks=20)
     there = engine_around(side, tokenizer, kv_tiers=tiers, num_blocks=20, **STAGES)
-    greedy = SamplingParams(temperature=0, max_tokens=24)
+    greedy = SamplingParams(temperature=0, max_tokens=8)
     expected = [o.outputs[0].token_ids for o in here.generate_batch(PROMPTS[:2], greedy).values()]
     others = [[i] * 30 for i in range(5, 9)]
     for _ in range(3):
         outputs = there.generate_batch(PROMPTS[:2], greedy).values()
         assert [o.outputs[0].token_ids for o in outputs] == expected
-        there.generate_batch(others, greedy)  # and everything is evicted
+        there.generate_batch(others, FEW)  # and everything is evicted
     assert there._connector.stats.num_disk_hits > 0
     there.close()
 

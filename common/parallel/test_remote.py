@@ -39,6 +39,7 @@ DRIVERS = {
     "scarce": dict(num_blocks=26, chunked_prefill=3, preempt_every=4, shuffle_waiting=True),
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+FEW = SamplingParams(temperature=0, max_tokens=2)
 
 
 def must_be_dead(engine: LLMEngine, pids: list[int], names: str, within_s: float) -> None:
@@ -103,7 +104,7 @@ def must_bring_blocks_back(side, loaded, tokenizer, path) -> None:
     few = dict(num_blocks=20, overlap_scheduling=True)
     here = one_process(loaded, tokenizer, **few)
     there = engine_around(side, tokenizer, kv_tiers=tiers, **few)
-    connector, greedy = there._connector, SamplingParams(temperature=0, max_tokens=24)
+    connector, greedy = there._connector, SamplingParams(temperature=0, max_tokens=8)
     expected = here.generate_batch(PROMPTS[:2], greedy).values()
     others = [[i] * 30 for i in range(5, 9)]
 
@@ -115,7 +116,7 @@ def must_bring_blocks_back(side, loaded, tokenizer, path) -> None:
         assert [o.outputs[0].token_ids for o in outputs] == [
             o.outputs[0].token_ids for o in expected
         ]
-        there.generate_batch(others, greedy)  # and everything is evicted
+        there.generate_batch(others, FEW)  # and everything is evicted
         return num_hits
 
     assert num_back() == 0 and num_back() > 0

@@ -118,7 +118,10 @@ def test_every_kind_of_request_gets_the_same(shipped_loaded, shipped_tokenizer) 
                     assert entry.logprob == pytest.approx(again.logprob, abs=1e-9)
 
 
-@pytest.mark.parametrize("chunked_prefill", [False, 16], ids=["version 1", "version 3"])
+@pytest.mark.parametrize(
+    "chunked_prefill",
+    [pytest.param(False, id="version 1", marks=pytest.mark.slow), pytest.param(16, id="version 3")],
+)
 def test_interpreted_kernels(chunked_prefill, random_oracle) -> None:
     """Of chapter 2, a step after the other, and of chapter 6, a step ahead."""
     loaded = load_model(random_oracle.path, torch.float32, CPU)

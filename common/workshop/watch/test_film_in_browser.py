@@ -173,6 +173,7 @@ def test_the_page_has_the_state_that_python_has(
     assert kinds <= there, "the run shows nothing of what this test is about"
 
 
+@pytest.mark.sample(every=2, first=1)
 @pytest.mark.parametrize(("seed", "first_step"), [(3, 0), (8, 0), (11, 0), (14, 0), (7, 6)])
 def test_so_it_is_of_engines_of_all_kinds(
     seed: int,

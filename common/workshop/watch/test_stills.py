@@ -68,6 +68,7 @@ def test_a_picture_is_small_and_sharp(chapter: int) -> None:
         assert picture.width == 1800  # 900 of the page's pixels, twice
 
 
+@pytest.mark.sample(every=3)
 @CHAPTERS
 def test_a_picture_is_what_the_browser_draws(
     chapter: int, shots: dict[int, Shot], browser: Browser, tmp_path: Path
