@@ -223,8 +223,8 @@ def change(change_plan=None, **changes) -> bytes:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (change(version=message.VERSION + 1), "no message of version 1"),
-        (change(version=...), "no message of version 1"),
+        (change(version=message.VERSION + 1), f"no message of version {message.VERSION}"),
+        (change(version=...), f"no message of version {message.VERSION}"),
         (change(kind="pickle"), "kind 'pickle': it must be one of plan"),
         (change(plan=...), "lacks .'plan'."),
         (change(more=1), "unknown .'more'."),
@@ -247,7 +247,7 @@ def change(change_plan=None, **changes) -> bytes:
             r"block tables are \[\[3\], 4\]",
         ),
         (change(plan=[]), "a plan is no map"),
-        (msgpack.packb([1]), "no message of version 1"),
+        (msgpack.packb([1]), f"no message of version {message.VERSION}"),
         (change()[:-1], "no message"),
         (change() + b"\0", "no message"),
         (msgpack.packb(msgpack.ExtType(7, b"")), "no message: extension 7"),
