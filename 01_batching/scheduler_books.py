@@ -45,22 +45,19 @@ class RunnerDelta:
             self._finished_req_ids.add(request_id)
             del self._num_sent[request_id]
 
-    def taken(self, plan: SchedulerOutput) -> None:
-        """The runner has computed it, and all plans before it."""
+    def taken(self, plan: SchedulerOutput | None) -> None:
+        """The runner has computed it, and all plans before it. None: nothing is waited for."""
         while self._sent and self._sent.popleft() is not plan:
             pass
 
     def plans_lost(self) -> list[Request]:
         """The others may never have come to the runner. It is told again who has ended, and knows
-        nobody whom they admitted. Returns whom they computed. `all_taken` when that is settled."""
+        nobody whom they admitted. Returns whom they computed."""
         for plan in self._sent:
             self._finished_req_ids |= plan.finished_req_ids
             for new in plan.scheduled_new_reqs:
                 self.forget(new.req_id)
         return [request for plan in self._sent for request in plan.scheduled_requests]
-
-    def all_taken(self) -> None:
-        self._sent.clear()
 
     def encode(self, plan: SchedulerOutput) -> None:
         """Put what is new about the scheduled requests into the plan's message."""
@@ -154,11 +151,10 @@ class SchedulerBooks:
 
     def set_plugins(self, plugins: Sequence[SchedulerPlugin]) -> None:
         """In the order in which they are asked and told."""
-        before, base = self.plugins, SchedulerPlugin
-        self.plugins = tuple(plugins)
-        for plugin in self.plugins:
-            if plugin not in before:
-                plugin.attach(self)
+        new = [plugin for plugin in plugins if plugin not in self.plugins]
+        self.plugins, base = tuple(plugins), SchedulerPlugin
+        for plugin in new:
+            plugin.attach(self)
         self._asked_to_start = [p.may_start for p in self.plugins if defines(p, base.may_start)]
         self._asked_to_sit = [p.sits_out for p in self.plugins if defines(p, base.sits_out)]
 
@@ -244,7 +240,7 @@ class SchedulerBooks:
                 request.status = RequestStatus.WAITING
             else:
                 self.abort_request(request.request_id)
-        self.delta.all_taken()
+        self.delta.taken(None)
 
     def make_plan(
         self, num_tokens: dict[str, int], plan: SchedulerOutput | None = None
