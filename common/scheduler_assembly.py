@@ -141,8 +141,8 @@ def assemble_around(config: EngineConfig, side: RunnerSide) -> EngineParts:
         core = EngineCore(recorder, side.runner)
         return EngineParts(core, recorder, side, kv_memory, connector)
     core = make_core_of_several(config, recorder, queued, under_way)
-    parts = core, recorder, side, kv_memory, connector
-    return EngineParts(*parts, core.close, core.give_up, under_way)
+    ends = core.close, core.give_up
+    return EngineParts(core, recorder, side, kv_memory, connector, *ends, under_way)
 
 
 # -- who computes what

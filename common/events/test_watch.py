@@ -16,7 +16,7 @@ from block_pool import Block, BlockPool
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from common.events.event_kinds import Arrived, Matched, Published, Run, Snapshot, read_events
-from common.tests.engine_oracle import Oracle, finish, paged_runner
+from common.tests.engine_oracle import Oracle, failing_steps, finish, paged_runner
 from common.tests.film_runs import RecordedRun, Workshop, check_film, random_config, short_prompts
 from common.workshop.replay.film import Film
 from kv_memory import ComputedBlocks, NotReady
@@ -454,16 +454,8 @@ def test_a_step_that_fails_is_in_a_film_that_began_late(random_loaded, tmp_path:
         engine.add_request(name, [1, 2, 3, ord(name) - 90], GREEDY)
     engine.step()
     engine.watch(path)
-    runner = paged_runner(engine)
-    forward = runner.forward
-
-    def failing(_batch):
-        raise MemoryError("none left")
-
-    runner.forward = failing
-    with pytest.raises(MemoryError):
+    with failing_steps(engine), pytest.raises(MemoryError):
         engine.step()
-    runner.forward = forward
     outputs = finish(engine)
     state = Film.read(path).last_state()
     assert state.errors == ["MemoryError: none left"]

@@ -19,7 +19,7 @@ from common.engine_config import EngineConfig
 from common.events.event_kinds import REASONS, Computed, Failed, Planned, Run, read_events
 from common.events.event_log import EventLog
 from common.llm import LLM
-from common.tests.engine_oracle import Oracle, finish, paged_runner
+from common.tests.engine_oracle import Oracle, failing_steps, finish
 from common.tests.film_runs import Workshop, short_prompts
 from common.workshop.replay.film import Film
 from kv_connector import KVConnector
@@ -191,17 +191,9 @@ def test_a_step_that_fails_is_in_the_film_and_the_engine_goes_on(
     engine.add_request("a", random_oracle.prompts[0], GREEDY)
     engine.add_request("b", random_oracle.prompts[1], GREEDY)
     engine.step()
-    runner = paged_runner(engine)
-    forward = runner.forward
-
-    def failing(_batch):
-        raise MemoryError("none left")
-
-    runner.forward = failing
-    with pytest.raises(MemoryError):
+    with failing_steps(engine), pytest.raises(MemoryError):
         for _ in range(3):
             engine.step()
-    runner.forward = forward
     (output,) = (o for o in finish(engine).values() if o.request_id == "b")
     film = Film.read(path)
     (failed,) = (event for event in film.events if isinstance(event, Failed))

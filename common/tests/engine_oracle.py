@@ -12,7 +12,8 @@ import math
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -212,6 +213,22 @@ def paged_runner(engine) -> PagedModelRunner:
             return runner
         runner = runner.runner
     raise AssertionError(f"no PagedModelRunner inside {engine.core.runner!r}")
+
+
+@contextmanager
+def failing_steps(engine: LLMEngine) -> Iterator[None]:
+    """Every forward pass in here raises `MemoryError("none left")`."""
+    runner = paged_runner(engine)
+    forward = runner.forward
+
+    def failing(_batch):
+        raise MemoryError("none left")
+
+    runner.forward = failing
+    try:
+        yield
+    finally:
+        runner.forward = forward
 
 
 def spoil_kv(engine, request_id: str, index: int = 0) -> None:
