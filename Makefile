@@ -40,6 +40,9 @@ WHAT_clean := remove caches and dist/; .venv and build/ stay
 
 TARGETS := demo check test matrix museum watch task lint format notebooks figures bench ladder sync clean
 
+# Where it is set, each of the tests' hundreds of processes would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .NOTPARALLEL:
 .PHONY: help $(TARGETS)
 .DEFAULT_GOAL := help

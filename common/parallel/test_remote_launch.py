@@ -12,10 +12,8 @@ import threading
 import time
 from unittest import mock
 
-import nbformat
 import pytest
 import torch
-from nbclient import NotebookClient
 
 from common import demo
 from common.engine import EngineConfig, LLMEngine
@@ -281,6 +279,9 @@ def test_what_only_a_worker_can_find_wrong_is_raised_as_in_one_process(monkeypat
 @pytest.mark.slow
 def test_a_notebook_has_workers_too(expected) -> None:
     """Its kernel's stderr is no file, and its cells are none."""
+    import nbformat  # not above: it takes seconds, and every process collects this file
+    from nbclient import NotebookClient
+
     notebook = nbformat.v4.new_notebook()
     cells = (SCRIPT % (60.0, PROMPTS)).split("for idle_s")
     notebook.cells = [

@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping
+from functools import cache
 
 from common.tests.equivalence_axes import AXES, FREE_AXES, Combination, Value, why_not
 
@@ -24,6 +25,7 @@ def setting(text: str) -> tuple[str, Value]:
     return axis, next(value for value in AXES[axis] if str(value) == name)
 
 
+@cache
 def covering_array(seed: int = 0) -> list[Combination]:
     """Combinations in which every two settings meet that can meet. Each is begun with a pair that
     is missing and grown axis by axis with what adds most missing pairs; of some that were grown in

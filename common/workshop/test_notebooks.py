@@ -1,12 +1,13 @@
 """Every demo script runs from beginning to end, and the tool that makes the notebooks is sound."""
 
+# `nbformat` and `nbclient` take seconds to import, and every process of a test run collects this
+# file: they are imported where they are used.
+
 from __future__ import annotations
 
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
 from common.workshop.notebooks import demo_scripts, execute, main, notebook_problems, write_twin
 
@@ -31,6 +32,8 @@ def script(tmp_path: Path) -> Path:
 
 def test_twin_is_made_once_and_then_unchanged(script: Path) -> None:
     """No cell id, time stamp or memory address makes a second run differ from the first."""
+    import nbformat
+
     assert notebook_problems(script) == ["small_demo.ipynb is missing; run: make notebooks"]
     assert write_twin(script)
     assert notebook_problems(script) == []
@@ -52,6 +55,8 @@ def test_what_is_out_of_step_is_seen(script: Path, capsys: pytest.CaptureFixture
 
 
 def test_stored_error_and_unexecuted_cell_are_seen(script: Path) -> None:
+    import nbformat
+
     write_twin(script)
     twin = script.with_suffix(".ipynb")
     notebook = nbformat.read(twin, as_version=4)
@@ -66,6 +71,8 @@ def test_stored_error_and_unexecuted_cell_are_seen(script: Path) -> None:
 
 
 def test_raising_cell_raises(script: Path) -> None:
+    from nbclient.exceptions import CellExecutionError
+
     script.write_text("# %%\n1 / 0\n", encoding="utf-8")
     with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
         execute(script)
@@ -73,6 +80,8 @@ def test_raising_cell_raises(script: Path) -> None:
 
 def test_time_budget_is_for_the_whole_notebook(script: Path) -> None:
     """Three cells of one second each are within the budget alone and beyond it together."""
+    from nbclient.exceptions import CellTimeoutError
+
     script.write_text("# %%\nimport time; time.sleep(1)\n\n" * 3 + "# %%\n2", encoding="utf-8")
     with pytest.raises(CellTimeoutError):
         execute(script, time_budget_s=2)
