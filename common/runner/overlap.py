@@ -120,9 +120,10 @@ class QueuedRunner:
             step.end()
 
     def give_up(self) -> None:
-        """Wait for what has begun. Of several errors the first one counts, and that was raised."""
+        """Wait for what has begun. Of several errors the first one counts, and that was raised. An
+        interrupt is no step's error: it goes on, and who waits for the rest calls again."""
         while self._under_way:
-            with suppress(BaseException):
+            with suppress(Exception):
                 self._under_way.pop(0).end()
 
     def close(self) -> None:

@@ -167,3 +167,30 @@ def test_the_thread_computes_steps_in_order_while_nobody_waits() -> None:
     assert [name[1] for name in names] == ["a", "bad", "c"]
     assert len({name[0] for name in names}) == 1
     assert names[0][0] != threading.current_thread().name
+
+
+def test_who_gives_up_can_be_interrupted_and_waits_for_the_rest_when_asked_again() -> None:
+    class Interrupted:
+        def wait(self) -> StepOutput:
+            raise KeyboardInterrupt
+
+    class Failed:
+        def wait(self) -> StepOutput:
+            waited_for.append(self)
+            raise OSError
+
+    waited_for: list[Failed] = []
+    handles = [Failed(), Interrupted(), Failed(), Failed()]
+    steps = iter(handles)
+    runner = LoggingRunner([])
+    runner.execute = lambda plan: next(steps)
+    queued = QueuedRunner(runner)
+    for _ in handles:
+        queued.execute(SchedulerOutput())
+    with pytest.raises(KeyboardInterrupt):
+        queued.give_up()
+    assert waited_for == handles[:1]
+    queued.give_up()
+    assert waited_for == [handles[0], *handles[2:]]
+    queued.wait_for_steps()  # nothing is under way
+    assert len(waited_for) == 3
