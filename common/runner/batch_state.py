@@ -52,7 +52,10 @@ class BatchState(SharingRunnerState):
         it had preempted.)"""
         for req_id in self.requests.keys() ^ self.row_of.keys():
             self.requests.pop(req_id, None)
-            self.row_of.pop(req_id, None)
+            if req_id in self.row_of:
+                for release in self.plugins.release:
+                    release(self.row_of[req_id])
+                del self.row_of[req_id]
         num_rows, used = len(self.num_tokens), set(self.row_of.values())
         self.grow(num_rows)
         self._free_rows = [row for row in reversed(range(num_rows)) if row not in used]

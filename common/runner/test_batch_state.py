@@ -318,8 +318,19 @@ class Interrupts(RunnerPlugin):
             raise KeyboardInterrupt
 
 
-class Grows(RunnerPlugin):
+class Holds(RunnerPlugin):
+    """Who grows, and what rows are somebody's."""
+
     num_rows = 0
+
+    def __init__(self) -> None:
+        self.rows: set[int] = set()
+
+    def admit(self, row: int, new: NewRequestData) -> None:
+        self.rows.add(row)
+
+    def release(self, row: int) -> None:
+        self.rows.discard(row)
 
     def grow(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -327,16 +338,17 @@ class Grows(RunnerPlugin):
 
 @pytest.mark.parametrize("when", ["admit", "release", "grow", "rows"])
 def test_who_was_about_to_come_or_go_when_all_was_cut_short_has_no_row(
-    when: str, monkeypatch
+    when: str,
 ) -> None:
     """The scheduler says again who has ended, by the lost plan or with it."""
-    plugins = plugin, behind = Interrupts(), Grows()
+    plugins = plugin, behind = Interrupts(), Holds()
     state = BatchState(2, MAX_BLOCKS, SamplingColumns(), plugins)
     for name in "ab":
         state.apply(SchedulerOutput([NewRequestData(name, [1, 2], SamplingParams())]))
     plugin.when = when
     if when == "rows":  # the row is out of one book, and not in the other
-        monkeypatch.setitem(state.row_of, "half", state._free_rows.pop() if state._free_rows else 2)
+        state.apply(SchedulerOutput([NewRequestData("half", [1, 2], SamplingParams())]))
+        del state.requests["half"]
         state.is_torn = True
     else:
         fresh = [NewRequestData(name, [3], SamplingParams()) for name in "cd"]
@@ -347,4 +359,5 @@ def test_who_was_about_to_come_or_go_when_all_was_cut_short_has_no_row(
     num_rows = len(state.num_tokens)
     assert sorted([*state._free_rows, *state.row_of.values()]) == list(range(num_rows))
     assert len(state.sampling.needs) == behind.num_rows == num_rows
+    assert behind.rows == set(state.row_of.values())
     assert state.requests["b"].prompt_token_ids == [1, 2]

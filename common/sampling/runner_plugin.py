@@ -76,7 +76,8 @@ class RunnerPlugin:
         """The row is this request's from now on."""
 
     def release(self, row: int) -> None:
-        """The row is nobody's."""
+        """The row is nobody's. After an interrupt it is said again, or of a row of which nothing
+        had been said."""
 
     def appended(
         self, state: HasTokens, rows: np.ndarray, firsts: np.ndarray, stops: np.ndarray
