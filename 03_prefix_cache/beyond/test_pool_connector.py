@@ -1,7 +1,6 @@
 """Engines that share a pool: what the second reads is what it would have computed, or nothing.
 
-The engine is a toy: the bytes of a block are a function of the whole prefix, of its keys and of the
-model, computed here without the chain's hashes. So a wrong block cannot look right.
+The engine is a toy, whose memory holds bytes (`kv_bytes.py`).
 """
 
 from __future__ import annotations
@@ -11,55 +10,23 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from hashlib import blake2b
 
 import pytest
 
 from block_pool import BlockPool
 from bounded_loops import as_long_as
 from global_kv_pool import GlobalKVPool
-from kv_connector import ConnectorChain
+from kv_bytes import ByteEngine, ByteMemory, make_request, true_kv
+from kv_connector import ConnectorChain, KVConnector
 from kv_memory import NotReady
 from kv_pool import KVBlock, TransferResult
-from loading_kv_cache_manager import LoadingKVCacheManager
+from kv_slots import MakeCache
 from pool_connector import PoolConnector
-from prefix_cache import KeyedRequest
-from request import Request, SamplingParams
+from request import Request
 
 SIZE = 4
-NBYTES = 24
 MODEL = (("model", "tiny"), ("dtype", "float64"))
 WAIT_S = 20.0  # never waited for, unless the test fails
-
-
-class FakeKVIO:
-    """A KV memory, and the order in which its blocks were written and read."""
-
-    def __init__(self) -> None:
-        self.data: dict[int, bytes] = {}
-        self.written: list[int] = []
-        self.read: list[int] = []
-        self.block_nbytes = NBYTES
-        self.thread = threading.get_ident()
-
-    def read_block(self, block_id: int) -> bytes:
-        assert threading.get_ident() == self.thread
-        self.read.append(block_id)
-        return self.data[block_id]
-
-    def write_block(self, block_id: int, data: bytes | memoryview) -> None:
-        assert threading.get_ident() == self.thread, "only the engine writes to its memory"
-        if len(data) != self.block_nbytes:
-            raise ValueError(f"{len(data)} bytes")
-        self.written.append(block_id)
-        self.data[block_id] = bytes(data)
-
-
-def make_request(
-    request_id: str, tokens: Sequence[int], keys: Sequence[tuple[str, str | int]] = ()
-) -> KeyedRequest:
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    return KeyedRequest(request_id, tokens, params, extra_keys=keys)
 
 
 class Engine:
@@ -67,15 +34,12 @@ class Engine:
 
     def __init__(self, pool, node_id: str, namespace=MODEL, size: int = SIZE, **kwargs) -> None:
         self.connector = PoolConnector(pool, node_id, **{"load_timeout_s": 3 * WAIT_S, **kwargs})
-        self.io, self.namespace, self.size = FakeKVIO(), namespace, size
+        self.io, self.namespace, self.size = ByteMemory(), namespace, size
         self.connector.bind(self.io, size, namespace)
         self.stats = self.connector.stats
 
     def content(self, request: Request, index: int) -> bytes:
-        """The true KV of block `index`: it depends on everything before it, and on nothing else."""
-        prefix = tuple(request.all_token_ids[: (index + 1) * self.size])
-        everything = (prefix, sorted(request.extra_keys), sorted(self.namespace), self.size)
-        return blake2b(repr(everything).encode(), digest_size=NBYTES).digest()
+        return true_kv(request, index, self.size, self.namespace)
 
     def ask(self, request: Request, num_computed: int = 0) -> int:
         num_tokens, is_async = self.connector.get_num_new_matched_tokens(request, num_computed)
@@ -566,37 +530,8 @@ def test_a_full_node_loses_the_tail_of_a_saved_chain_first(transport, num_known)
 # -- behind the real manager
 
 
-class ManagedEngine:
-    """An engine's memory behind a `LoadingKVCacheManager`: every request is computed at once."""
-
-    def __init__(self, connector: PoolConnector, io: FakeKVIO, make_cache, num_blocks: int) -> None:
-        self.io, self.toy = io, Engine(None, "unused")
-        connector.bind(io, SIZE, MODEL)
-        pool = BlockPool(num_blocks)
-        self.manager = LoadingKVCacheManager(pool, SIZE, make_cache(pool, SIZE), connector)
-
-    def serve(self, request: Request) -> int:
-        """Admit, compute, check every byte, free. Returns `num_cached_tokens`."""
-        computed = self.manager.get_computed_blocks(request)
-        for _ in as_long_as(lambda: isinstance(computed, NotReady), seconds=60):
-            self.manager.wait_for_loads()
-            self.manager.check_invariants()
-            computed = self.manager.get_computed_blocks(request)
-        num_new = request.num_tokens - computed.num_tokens
-        assert self.manager.allocate_slots(request, num_new, computed=computed)
-        block_ids = self.manager.get_block_ids(request.request_id)
-        num_full = request.num_tokens // SIZE
-        for index in range(computed.num_tokens // SIZE, num_full):
-            self.io.data[block_ids[index]] = self.toy.content(request, index)
-        request.num_computed_tokens = request.num_tokens
-        self.manager.cache_blocks(request, request.num_tokens)
-        block_ids = self.manager.get_block_ids(request.request_id)
-        for index in range(num_full):
-            assert self.io.data[block_ids[index]] == self.toy.content(request, index)
-        self.manager.check_invariants([request])
-        self.manager.free(request)
-        self.manager.check_invariants()
-        return computed.num_tokens
+def make_engine(connector: KVConnector, make_cache: MakeCache, num_usable: int) -> ByteEngine:
+    return ByteEngine(connector, make_cache(BlockPool(num_usable + 1), SIZE), MODEL)
 
 
 @pytest.mark.parametrize("is_chained", [False, True])
@@ -606,13 +541,13 @@ def test_two_managers_share_one_pool(pool, make_cache, is_chained):
         connector = PoolConnector(pool, node_id)
         if is_chained:
             connector = ConnectorChain([connector, PoolConnector(pool, node_id + "'")])
-        engines.append(ManagedEngine(connector, FakeKVIO(), make_cache, num_blocks=8))
+        engines.append(make_engine(connector, make_cache, 7))
     first, second = engines
-    assert first.serve(make_request("0", TOKENS)) == 0
-    assert second.serve(make_request("0", TOKENS)) == 16
-    assert second.serve(make_request("1", [*TOKENS[:8], *range(9)])) == 8
-    assert first.serve(make_request("1", [*TOKENS[:8], *range(9)])) == 16
-    assert second.serve(make_request("2", TOKENS, (("salt", "x"),))) == 0
+    assert first.serve(TOKENS) == 0
+    assert second.serve(TOKENS) == 16
+    assert second.serve([*TOKENS[:8], *range(9)]) == 8
+    assert first.serve([*TOKENS[:8], *range(9)]) == 16
+    assert second.serve(TOKENS, (("salt", "x"),)) == 0
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -628,12 +563,12 @@ def test_engines_too_small_for_their_prompts_serve_right_bytes_from_a_pool_that_
 
     pool = GlobalKVPool(max_blocks_per_node=12, transport=transport, num_transfer_threads=1)
     connectors = [PoolConnector(pool, node_id) for node_id in "ab"]
-    engines = [ManagedEngine(c, FakeKVIO(), make_cache, num_blocks=9) for c in connectors]
+    engines = [make_engine(connector, make_cache, 8) for connector in connectors]
     heads = [[family] * rng.randint(3, 14) for family in range(3)]
-    for number in range(40):
+    for _ in range(40):
         tokens = rng.choice(heads) + [rng.randint(10, 11) for _ in range(rng.randint(1, 12))]
         keys = (("salt", "x"),) if rng.random() < 0.2 else ()
-        rng.choice(engines).serve(make_request(str(number), tokens, keys))
+        rng.choice(engines).serve(tokens, keys)
         pool.check_invariants()
     stats = [connector.stats for connector in connectors]
     assert sum(s.num_tokens_loaded for s in stats) > 0, f"seed {seed}: nothing was loaded"
@@ -643,8 +578,7 @@ def test_engines_too_small_for_their_prompts_serve_right_bytes_from_a_pool_that_
 
 def test_the_blocks_of_an_aborted_load_come_back_unwritten(pool, transport, make_cache):
     Engine(pool, "a").save(make_request("0", TOKENS))
-    io = FakeKVIO()
-    engine = ManagedEngine(PoolConnector(pool, "b"), io, make_cache, num_blocks=8)
+    engine = make_engine(PoolConnector(pool, "b"), make_cache, 7)
     transport.hold.clear()
     request = make_request("0", TOKENS)
     assert engine.manager.get_computed_blocks(request) is NotReady.LOADING
@@ -652,9 +586,8 @@ def test_the_blocks_of_an_aborted_load_come_back_unwritten(pool, transport, make
     engine.manager.free(request)
     assert engine.manager.pool.num_free_blocks == 7
     transport.hold.set()
-    other = make_request("1", [5] * 8)
-    assert engine.serve(other) == 0
-    assert not io.written
+    assert engine.serve([5] * 8) == 0
+    assert not engine.io.written
     engine.manager.check_invariants()
 
 
