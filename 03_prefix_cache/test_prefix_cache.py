@@ -1180,6 +1180,12 @@ def test_withdrawn_blocks_leave_with_all_behind_them_and_stay_with_their_users(r
     rig.refused("is not cached", rig.cache.withdraw, rig.pool.blocks[a])
 
 
+def test_what_is_left_in_front_of_a_withdrawn_block_can_be_evicted(rig):
+    _, b = rig.warm("AB")
+    rig.cache.withdraw(rig.pool.blocks[b])
+    assert rig.cache.evict(9) == 1 and rig.names() == set()
+
+
 def test_a_path_does_not_lead_to_what_was_withdrawn(rig):
     path = PrefixPath()
     blocks = rig.hold("AB")
