@@ -397,33 +397,5 @@ def test_damage_is_noticed(damage):
         rig.cache.check_invariants()
 
 
-# Mutations tried: one line of radix_tree.py or radix_cache.py changed, and this file or
-# test_radix_tree.py fails (or never ends, where noted).
-#
-# tree: descend stops a page early; descend goes on below a node that matched in part; halving keeps
-#   the page that differs (never ends); tokens are not copied
-# tree: a cut does not rename the upper pages; the upper part of a cut is unlocked; ... is older
-# tree: a leaf grows whatever its users; a node with children grows; a leaf never grows; growth
-#   forgets the end
-# tree: trimming leaves bookmarks valid; ... keeps an empty root; ... forgets the end; ... takes the
-#   head; victims come head first
-# tree: a bookmark trusts what grew behind it; ... is taken though deeper than the start; ... of a
-#   root that is not in the forest
-# tree: stretches are not checked; are not cut in front; are not cut behind; the part behind the cut
-#   is locked instead
-# cache: a match does not cut; reports pages as tokens; uses only its last node; is no tick
-# cache: a lock begins at the parent; covers the last node only; leaves out nodes at the root; a
-#   second user protects more
-# cache: release below zero; a release is no use; a released leaf is not queued
-# cache: insert behind what is not cached; behind what nobody uses; no cut at its start; no cut
-#   where it parts; one node for different holders; no reference for the cache; new pages count as
-#   unused; the path is not used; a path remembers its first end only
-# cache: duplicates move without a reference; lock the whole path; are leaked; the canonical pages
-#   come in the wrong order
-# cache: a leaf is queued twice; a stale time is believed; a locked leaf is evicted; the youngest
-#   goes first (never ends); whole leaves are evicted; the parent of an evicted leaf is not queued;
-#   a trimmed leaf is not queued; evicted pages stay known; are leaked; reset while in use
-#
-# Not caught, and not to be: in `_pop_oldest_leaf`, `not node.children`. A node that got children
-# was used since its entry was pushed, so the entry is out of date and fails the comparison before
-# it.
+# No test notices if `_pop_oldest_leaf` does not look at a node's children. A node that got some was
+# used since its entry was pushed, so the entry is out of date and fails the comparison before it.

@@ -187,10 +187,3 @@ def test_those_who_load_share_the_time_to_wait():
     members[0].take(), members[1].take()
     chain.wait_for_load(1.0)
     assert [member.take() for member in members] == [[("wait", 0.5)]] * 2
-
-
-# Mutations tried, each caught:
-#   `>` -> `>=` (the last of equals); best never updated; the choice not forgotten when asked again
-#   load, poll or cancel sent to the first, or to all; the choice kept after the load or its end
-#   a load that brought 0 tokens counted as under way (`if num_tokens:`)
-#   only the chosen one saves, closes or is bound; the time to wait not shared, or by requests

@@ -269,21 +269,3 @@ def test_a_library_that_does_not_load_is_reported_with_what_to_install(
 def test_a_time_limit_must_be_positive(address: MooncakeAddress, timeout_s: float) -> None:
     with pytest.raises(ValueError, match="timeout_s"):
         MooncakeClient(address, timeout_s=timeout_s)
-
-
-# Mutations tried, each caught:
-# - a failed client is not marked down, or not killed, or asked again
-# - no time limit on sending, on receiving, on the whole of an answer, or a longer one
-# - a process that is gone is read for ever
-# - later keys are located behind a missing one, or behind one that has just been lost
-# - the master's failure is not noticed in locate, get, put, or a full store is taken for one
-# - an exception ends the process without a word
-# - an empty value is returned
-# - a refused put is a success
-# - the address is not tried first
-# - a proxy in capitals is kept
-# - no hint what to install
-# - the process waits at its end, or does not end with its owner
-# - a closed client is asked
-# Survived, the same to a caller:
-# - our copy of the process's end of the socket is left to the garbage collector

@@ -387,18 +387,3 @@ def test_a_store_that_stops_answering_costs_one_time_limit(
         master.process.send_signal(signal.SIGCONT)
     assert pool.query(hashes(chain)) == (0, []), "a store that was given up is asked again"
     assert near.query(hashes(chain))[0] == 2 * SIZE
-
-
-# Mutations tried, each caught:
-# - magic, length, checksum or the shortest header not checked
-# - a damaged value stays
-# - a failed store, or a damaged first block, raises from query, from publish
-# - a block is published again
-# - empty tokens, or another block size, accepted
-# - a missing block is a None in the result
-# - no callback
-# - the counters raise, or are asked though the store is down
-# - close leaves the client running
-# - blocks carry another node's name
-# - keys from two digits of the hash
-# - a block goes to any client's memory (a dead one's too)

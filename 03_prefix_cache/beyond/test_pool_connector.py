@@ -589,33 +589,3 @@ def test_the_blocks_of_an_aborted_load_come_back_unwritten(pool, transport, make
     assert engine.serve([5] * 8) == 0
     assert not engine.io.written
     engine.manager.check_invariants()
-
-
-# Mutations tried, each caught by a test here:
-#   the last token loaded too
-#   no namespace
-#   no extra keys
-#   request tags in the engine's space
-#   query from the first block
-#   start of the load forgotten
-#   no guard against foreign block sizes
-#   request id names the transfer
-#   load reported again
-#   no load timeout
-#   late transfer not cancelled
-#   hash and tokens not verified
-#   tokens not verified
-#   hash not verified
-#   size not verified
-#   goes on behind a wrong block
-#   cancelled load stays
-#   nobody is woken
-#   waits for all loads
-#   waits past a deadline
-#   head saved before the tail
-#   known blocks read again
-#   known prefix not used after saving
-#   failed loads not counted
-#   close cancels nothing
-#   requests remembered for ever
-#   failed start wakes nobody

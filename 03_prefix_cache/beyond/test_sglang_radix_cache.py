@@ -1,8 +1,4 @@
-"""SGLang's names: requests handed over chunk by chunk, sizes in tokens, pictures of the tree.
-
-Mutations that fail here: the tail is dropped from the table, freed head first, leaked; a finished
-request keeps its locks; `evictable_size` or `protected_size` in pages.
-"""
+"""SGLang's names: requests handed over chunk by chunk, sizes in tokens, pictures of the tree."""
 
 from __future__ import annotations
 

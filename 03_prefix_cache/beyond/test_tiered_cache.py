@@ -294,11 +294,3 @@ def test_an_eviction_is_a_use_of_the_copy_below(make_engine):
     engine.serve([5] * 4)
     chain = compute_hash_chain([1] * 4, BLOCK_SIZE, [("engine model", "test")])
     assert all(block_hash in engine.tiers.host for block_hash, _ in chain)
-
-
-# Mutations tried (each makes a test here fail): the namespace or the extra keys left out of the
-# root; the parent's hash left out; write-through always, or never; a saved block saved again, in
-# the host or on disk; an eviction that does not refresh the host's copy; nothing to disk; a look-up
-# up to the last token; a chain from the first block for a load behind it; holes filled up; no
-# deadline; no wait; blocks from disk not kept in the host, or kept in the wrong order; ids of
-# evicted blocks kept; the temporary file kept. Equivalent: reading on behind a block that is gone.
