@@ -254,22 +254,6 @@ def test_an_old_path_finds_its_way_after_cuts_and_evictions(rig):
     assert rig.hits("ABC") == 3 and rig.hits("ABXYZ") == 5
 
 
-# trees
-
-
-def test_requests_of_other_keys_have_their_own_tree(rig):
-    rig.cache.cache_computed_blocks(rig.spell("AB"), SALT)
-    assert rig.hits("AB") == 0
-    assert len(rig.cache.match_prefix(rig.spell("AB"), SALT).blocks) == 2
-    rig.warm("A")
-    assert len(rig.cache.tree.roots) == 2
-    assert rig.cache.evict(2) == 2 and list(rig.cache.tree.roots) == [()]
-    held = rig.hold("A")
-    assert not rig.cache.reset() and rig.nodes() == {"A": 1}
-    rig.cache.release(held)
-    assert rig.cache.reset() and rig.cache.tree.roots == {}
-
-
 # eviction
 
 

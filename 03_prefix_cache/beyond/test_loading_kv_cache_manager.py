@@ -206,9 +206,7 @@ def test_blocks_of_a_load_are_freed_deepest_first(make_world):
 
 def test_what_is_loaded_is_cached_and_then_found(make_world):
     world = make_world(20, 2)
-    world.offer("a", [1, 2, 3, 4, 5, 6, 7], 2)
-    request = world.waiting["a"]
-    assert world.look_up(request) is NotReady.LOADING
+    request = world.load("a", [1, 2, 3, 4, 5, 6, 7], 2)
     assert world.manager.num_blocks_in_use == 2 and world.cache.num_cached_blocks == 0
     world.check()
     assert world.look_up(request) is NotReady.LOADING, "and is not started again"
@@ -220,8 +218,7 @@ def test_what_is_loaded_is_cached_and_then_found(make_world):
 
 def test_for_a_request_that_runs_nothing_is_loaded(make_cache):
     world = LoadingWorld(make_cache, 20, 2)
-    request = world.submit("a", [1, 2, 3, 4, 5])
-    world.connector.num_offered["a"] = 2
+    request = world.offer("a", [1, 2, 3, 4, 5], 2)
     assert world.manager.allocate_slots(request, 5)
     with pytest.raises(ValueError, match="'a' has a block table already"):
         world.manager.get_computed_blocks(request)
@@ -231,9 +228,7 @@ def test_for_a_request_that_runs_nothing_is_loaded(make_cache):
 def test_a_request_that_is_seated_while_it_loads_gives_the_load_up(make_cache):
     """A load's blocks go back to the pool, so nothing may be written to them any more."""
     world = LoadingWorld(make_cache, 20, 2)
-    request = world.submit("a", [1, 2, 3, 4, 5])
-    world.connector.num_offered["a"] = 2
-    assert world.look_up(request) is NotReady.LOADING
+    request = world.load("a", [1, 2, 3, 4, 5], 2)
     assert world.manager.allocate_slots(request, 5)
     assert world.connector.calls[-1] == ("cancel", "a") and not world.connector.loads
     world.manager.check_invariants([request])
@@ -384,12 +379,9 @@ def test_who_would_be_replaced_counts_beside_what_gives_way(make_world, num_arri
     under way keeps its blocks; what has arrived is as good as free, and v is asked about, not
     touched."""
     world = make_world(8, 2)
-    world.submit("v", [8, 8, 8, 8])
-    assert world.admit("v")
-    world.step()
+    victim = world.serve("v", [8, 8, 8, 8])
     world.load("a", [1, 2, 3, 4, 5, 6, 7], 3)
-    world.submit("y", [9] * 16)
-    victim, newcomer, nothing = world.running["v"], world.waiting["y"], ComputedBlocks()
+    newcomer, nothing = world.submit("y", [9] * 16), ComputedBlocks()
     assert not world.manager.can_allocate(newcomer, 16, nothing, 0, victim)
     assert world.manager.can_allocate(newcomer, 10, nothing, 0, victim)
     assert not world.manager.can_allocate(newcomer, 10, nothing, 1, victim)

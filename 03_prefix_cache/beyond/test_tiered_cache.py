@@ -89,9 +89,10 @@ def test_random_prompts_never_see_the_kv_of_another(seed, make_engine, tmp_path)
         assert len(engine.tiers.disk) <= config.disk_blocks
 
 
-def test_a_second_eviction_copies_nothing(make_engine):
+@pytest.mark.parametrize("tiers", [(100, 0), (0, 100)], ids=["host", "disk"])
+def test_a_second_eviction_copies_nothing(make_engine, tiers):
     """Copies below stay: what comes back and leaves again is not read from the device twice."""
-    engine = make_engine(KVTierConfig(host_blocks=100))
+    engine = make_engine(KVTierConfig(*tiers))
     for _ in range(3):
         engine.serve([1] * 16)
         engine.serve([2] * 16)
@@ -107,23 +108,15 @@ def test_write_through_copies_when_a_block_is_published(make_engine):
     assert len(back.tiers.host) == 0
 
 
-def test_a_file_serves_the_next_engine(make_engine, tmp_path):
+@pytest.mark.parametrize(("model", "num_found"), [("test", 4), ("another", 0)])
+def test_a_file_serves_the_next_engine_of_the_model(make_engine, model, num_found, tmp_path):
     config = KVTierConfig(0, 50, tmp_path / "kv", "write_through")
     first = make_engine(config)
     assert first.serve([3] * 10) == 0
     first.tiers.close()
-    second = make_engine(config)
-    assert second.serve([3] * 10) == 8
-    assert second.tiers.stats.num_disk_hits == 4
-
-
-def test_kv_of_another_model_is_not_found(make_engine, tmp_path):
-    config = KVTierConfig(0, 50, tmp_path / "kv", "write_through")
-    first = make_engine(config)
-    first.serve([3] * 10)
-    first.tiers.close()
-    second = make_engine(config, namespace=(("model", "another"),))
-    assert second.serve([3] * 10) == 0
+    second = make_engine(config, namespace=(("model", model),))
+    assert second.serve([3] * 10) == num_found * BLOCK_SIZE
+    assert second.tiers.stats.num_disk_hits == num_found
 
 
 def test_a_corrupt_block_ends_the_load_in_front_of_it(make_engine, tmp_path, caplog):
@@ -240,14 +233,6 @@ def test_a_temporary_file_is_removed(make_engine):
     engine.tiers.close()
     engine.tiers.close()
     assert not Path(path).exists()
-
-
-def test_what_is_on_disk_is_not_copied_again(make_engine, tmp_path):
-    engine = make_engine(KVTierConfig(0, 100, tmp_path / "kv"))
-    for _ in range(3):
-        engine.serve([1] * 16)
-        engine.serve([2] * 16)
-    assert engine.tiers.stats.num_saved <= 16
 
 
 def test_what_came_from_disk_is_in_the_host_next_time_its_head_for_longest(make_engine, tmp_path):
