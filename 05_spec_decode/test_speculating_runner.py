@@ -484,19 +484,6 @@ def test_no_token_changes(kind, cache, name):
         engine.check_books()
 
 
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_it_is_what_the_loop_says_without_a_proposer(kind):
-    said = []
-    for name in (None, *PROPOSERS):
-        memory = make_memory("hash", 30, 4)
-        engine = Engine(kind, memory, name)
-        for request in family(7, 6):
-            engine.add(request)
-        engine.run()
-        said.append(engine.said)
-    assert all(other == said[0] for other in said)
-
-
 @pytest.mark.parametrize(
     ("name", "accepted_length"), [("right", K + 1), *((f"until {i}", i + 1) for i in range(K))]
 )

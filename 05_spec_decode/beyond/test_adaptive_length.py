@@ -217,22 +217,6 @@ def test_a_clock_that_stood_still_is_no_prediction():
     assert line.predict(4) == pytest.approx(5, rel=0.1)
 
 
-# -- tokens of a pass
-
-
-@pytest.mark.parametrize("acceptance", [0.0, 0.2, 0.7, 1.0])
-@pytest.mark.parametrize("num_drafts", [0, 1, 4])
-def test_expected_tokens_are_those_of_a_simulation(acceptance, num_drafts):
-    rng, num_passes, total = random.Random(1), 20_000, 0
-    for _ in range(num_passes):
-        total += 1
-        for _ in range(num_drafts):
-            if rng.random() >= acceptance:
-                break
-            total += 1
-    assert expected_tokens(acceptance, num_drafts) == pytest.approx(total / num_passes, rel=0.02)
-
-
 # -- acceptance
 
 
@@ -507,22 +491,3 @@ def test_a_length_is_never_less_than_none_nor_more_than_allowed(
             (known.add if name == "observe" else known.discard)(str(args[0]))
         assert length._requests.keys() == known
         assert all(0 <= length.acceptance(str(i)) <= 1 for i in range(7))
-
-
-def test_one_look_after_a_long_pause_counts_for_more_than_an_old_bad_memory():
-    """Somebody else had the processor when guessing was tried; later it is cheap."""
-    line = CostLine()
-    for _ in range(10):
-        line.observe(1, 100.0)
-    for _ in range(500):
-        line.fade()
-    assert line.predict(1) == pytest.approx(100.0), "a pause alone says nothing"
-    line.observe(1, 2.0)
-    assert line.predict(1) < 3
-    adaptive = AdaptiveLength(4)
-    for _ in range(20):
-        adaptive.observe_step(1, 5, 4, 5.0, 400.0)
-    for _ in range(400):
-        adaptive.observe_step(1, 1, 0, 5.0, 0.0)
-    adaptive.observe_step(1, 2, 1, 5.0, 0.1)
-    assert adaptive.draft_cost.predict(1) < 1

@@ -50,7 +50,8 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def random_tree(num_nodes: int, vocab_size: int, seed: int) -> DraftTree:
-    """In no order but that parents come first; siblings may be equal."""
+    """In no order but that parents come first; siblings may be equal, as two proposers together
+    may bring them."""
     rng = random.Random(seed)
     return DraftTree(
         tuple(rng.randrange(vocab_size) for _ in range(num_nodes)),
@@ -144,13 +145,15 @@ def test_a_node_sees_its_ancestors_and_itself_and_stands_behind_them(seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_one_pass_over_a_tree_is_a_plain_pass_over_each_path(transformers_lm, seed):
+    """The toy model takes trees as a real one does."""
     tree = random_tree(10, 50, seed)
     context = random.Random(seed).choices(range(50), k=6)
-    logits = tree_logits(transformers_lm, context, tree)
-    assert logits.shape == (11, 50)
-    for node in range(ROOT, 10):
-        plain = transformers_lm.get_logits([*context, *tokens_of(tree, path_to(tree, node))])[-1]
-        torch.testing.assert_close(logits[node + 1], plain, rtol=0, atol=1e-10)
+    for model in (transformers_lm, SimpleLM(50)):
+        logits = tree_logits(model, context, tree)
+        assert logits.shape == (11, 50)
+        for node in range(ROOT, 10):
+            plain = model.get_logits([*context, *tokens_of(tree, path_to(tree, node))])[-1]
+            torch.testing.assert_close(logits[node + 1], plain, rtol=0, atol=1e-10)
 
 
 def test_the_oracle_would_notice_a_wrong_mask_or_wrong_positions(transformers_lm):
@@ -168,15 +171,6 @@ def test_the_oracle_would_notice_a_wrong_mask_or_wrong_positions(transformers_lm
         assert (wrong - right)[-1].abs().max() > 1e-3
 
 
-def test_the_toy_model_takes_trees_as_a_real_one_does():
-    model = SimpleLM(50)
-    tree = random_tree(10, 50, seed=9)
-    logits = tree_logits(model, CONTEXT, tree)
-    for node in range(ROOT, 10):
-        plain = model.get_logits([*CONTEXT, *tokens_of(tree, path_to(tree, node))])[-1]
-        torch.testing.assert_close(logits[node + 1], plain)
-
-
 # -- which path is accepted: scripts for the tree of the text
 
 
@@ -192,25 +186,12 @@ def test_the_toy_model_takes_trees_as_a_real_one_does():
         ([SAT, CAT, CAT, CAT, 1, 1, 1], [SAT], []),  # wrong at the first: what is behind is lost
         ([A, 1, DOG, 2, 3, 4, 5], [A, DOG], [1]),  # "dog" is a draft, but not behind "a"
         ([CAT, 1, 2, 3, SAT, 4, SAT], [CAT], []),  # "cat" is one, but not behind the context
+        ([SAT, THE, A, MY, CAT, DOG, CAT], [SAT], []),  # each would repeat itself (Trap 36)
     ],
 )
 def test_the_walk_goes_on_as_long_as_a_child_is_what_the_target_says(says, tokens, path):
+    """A node is judged by its parent's row, and not by its own."""
     assert verify_tree_greedy(torch.tensor(says), TREE) == (tokens, path)
-
-
-def test_a_node_is_judged_by_its_parents_row_and_not_by_its_own():
-    """Trap 36: "the" is not what the target says there, though it would repeat it."""
-    says = torch.tensor([SAT, THE, A, MY, CAT, DOG, CAT])
-    assert verify_tree_greedy(says, TREE) == ([SAT], [])
-
-
-def test_the_longest_path_wins_and_of_equals_the_first():
-    """Siblings with the same token, as two proposers together may bring."""
-    longer_second = DraftTree((7, 7, 8), (ROOT, ROOT, 1))
-    assert verify_tree_greedy(torch.tensor([7, 8, 8, 9]), longer_second) == ([7, 8, 9], [1, 2])
-    equal = DraftTree((7, 7, 8, 8), (ROOT, ROOT, 1, 0))
-    assert verify_tree_greedy(torch.tensor([7, 8, 8, 9, 9]), equal) == ([7, 8, 9], [1, 2])
-    assert verify_tree_greedy(torch.tensor([5]), DraftTree()) == ([5], [])
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -225,7 +206,7 @@ def test_the_path_is_what_a_search_through_all_paths_finds(seed):
     paths = [path_to(tree, node) for node in range(ROOT, 9)]
     longest = max(filter(is_accepted, paths), key=len)
     tokens, path = verify_tree_greedy(torch.tensor(says), tree)
-    assert path == longest
+    assert path == longest, "of equals the first"
     assert tokens == [*tokens_of(tree, path), says[path[-1] + 1 if path else 0]]
 
 
