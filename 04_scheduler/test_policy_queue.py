@@ -300,33 +300,6 @@ def test_who_was_overtaken_too_often_goes_before_the_policy_but_behind_the_preem
     assert ids(queue) == ["b", "a", "c"]
 
 
-def test_a_request_that_comes_back_is_young_again():
-    queue = create_queue("fcfs", max_overtakes=1)
-    a, b, c = fill(queue, "abc")
-    queue.remove_request(a)
-    assert queue.is_aged(b) and queue.is_aged(c)
-    queue.add_request(a)
-    assert not queue.is_aged(a) and ids(queue) == ["b", "c", "a"]
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    name=st.sampled_from(("fcfs", "priority", "lof", "random")),
-    max_overtakes=st.sampled_from((None, 0, 1, 3, 10)),
-    priorities=st.lists(st.integers(0, 3), max_size=12),
-    num_preempted=st.integers(0, 3),
-)
-def test_iteration_is_what_popping_gives(name, max_overtakes, priorities, num_preempted):
-    """Chapter 1's invariant of a queue."""
-    queue = create_queue(name, max_overtakes=max_overtakes)
-    for i, priority in enumerate(priorities):
-        queue.add_request(make(str(i), priority, num_new=priority + 1))
-    for i in range(num_preempted):
-        queue.prepend_request(make(f"p{i}", i))
-    order = ids(queue)
-    assert order == [queue.pop_request().request_id for _ in order]
-
-
 def test_looking_changes_nothing_and_two_queues_share_nothing():
     """Trap 50."""
     queue, other = create_queue("random"), create_queue("random")

@@ -105,19 +105,6 @@ def test_what_the_next_decode_takes_for_certain_is_set_aside():
     assert adder.rem_total_tokens == 40 - 45
 
 
-def test_memory_is_counted_in_pages_and_compute_is_not():
-    """Trap 8: three prompts of one token take three pages, and three tokens of the step."""
-    memory = Memory(4)
-    adder = memory.adder(10, running=[decoding("r", 1, 2, 1)], new_token_ratio=0.0)
-    for name, left in (("a", 12), ("b", 8), ("c", 4)):
-        assert adder.add_one_req(waiting(name, 1, 1), False) is CONTINUE
-        assert adder.rem_total_tokens == left
-    assert adder.rem_input_tokens == 7
-    assert adder.add_one_req(waiting("d", 4, 1), False) is NO_TOKEN, "5 tokens are two pages"
-    assert adder.add_one_req(waiting("e", 1, 3), False) is NO_TOKEN, "it takes the last page"
-    assert len(adder.can_run_list) == 4
-
-
 def test_who_would_be_alone_needs_no_room_but_its_own():
     """10 + 30 tokens do not fit 16. It runs, and may end before it needs so much."""
     alone = Memory(4).adder()

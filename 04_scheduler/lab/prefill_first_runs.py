@@ -10,19 +10,17 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from block_pool import BlockPool
 from bounded_loops import as_long_as
-from kv_memory import UncachedKVCacheManager
 from prefill_adder import PrefillAdder, num_expected_outputs
 from prefill_first_scheduler import ForwardMode, PrefillFirstScheduler
 from request import Request
-from scheduler_steps import SchedulerLoop, planned, preempted
+from scheduler_steps import SchedulerLoop, make_memory, planned, preempted
 
 PAGE_SIZE = 4
 
 
 def make_loop(num_pages: int, **options: Any) -> SchedulerLoop:
-    memory = UncachedKVCacheManager(BlockPool(num_pages + 1), PAGE_SIZE)
+    memory = make_memory(None, num_pages, PAGE_SIZE)
     return SchedulerLoop(PrefillFirstScheduler(kv_memory=memory, **options))
 
 
