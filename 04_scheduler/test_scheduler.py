@@ -330,20 +330,8 @@ def test_forced_preemption_comes_every_so_many_steps_to_who_has_got_a_token():
     loop = Loop(100, preempt_every=3, max_preemptions=9)
     loop.add("a", 4, 30)
     loop.add("b", 4, 30)
-    assert [preempted(loop.step()) for _ in range(12)] == [
-        [],
-        [],
-        ["b"],
-        [],  # b comes back, and gets a token
-        [],
-        ["b"],
-        [],
-        [],
-        ["b"],
-        [],
-        [],
-        ["b"],
-    ]
+    steps = [preempted(loop.step()) for _ in range(12)]
+    assert steps == [[], [], ["b"]] * 4, "b comes back, and gets a token"
     loop = Loop(100, preempt_every=1)
     loop.add("a", 4, 3)
     assert [preempted(loop.step()) for _ in range(5)] == [[], ["a"], [], ["a"], []]
@@ -547,6 +535,33 @@ def test_a_newcomer_has_what_is_free_and_the_blocks_of_whom_it_displaces(cache):
     assert set(loop.reasons) == {"a", "b", "urgent"}
 
 
+def test_blocks_that_the_victim_shares_are_not_counted_as_its_own():
+    """7 blocks: a and b share 2, have 1 each of their own, and 3 are free."""
+    loop = Loop(7, max_num_seqs=2, policy="priority", cache="hash")
+    for name, priority in (("a", 1), ("b", 5)):
+        loop.take(Request.from_tokens(name, [*[7] * 8, ord(name)], 8, priority))
+        loop.step()
+    assert len(loop.scheduler.running) == 2 and loop.memory.num_blocks_in_use == 4
+    loop.add("urgent", 20, 1, priority=0)  # 5 blocks: 3 are free, and 1 is b's alone
+    assert preempted(loop.step()) == []
+    loop.scheduler.abort_request("urgent")
+    loop.add("modest", 16, 1, priority=0)
+    assert preempted(loop.step()) == ["b"]
+
+
+@pytest.mark.parametrize(("num_prompt", "victims"), [(20, ["b"]), (21, [])])
+def test_what_the_newcomer_finds_cached_is_not_taken_for_it_as_well(num_prompt, victims):
+    """6 blocks: a has 1, b has 3, and 2 are free. The newcomer finds b's first 2 cached, so 3 are
+    left for the rest of it."""
+    loop = Loop(6, max_num_seqs=2, policy="priority", cache="hash")
+    loop.add("a", 1, 4, priority=0)
+    for name, num_more, priority in (("b", 1, 5), ("u", num_prompt - 8, 1)):
+        loop.take(Request.from_tokens(name, [*range(8)] + [ord(name)] * num_more, 4, priority))
+        output = loop.step()
+    assert preempted(output) == victims
+    loop.run()
+
+
 def test_a_pinned_request_is_not_displaced():
     loop = Loop(100, max_num_seqs=1, max_preemptions=1, policy="priority")
     loop.add("a", 4, 20, priority=5)
@@ -578,9 +593,7 @@ def test_blocks_that_outputs_fill_are_shared_too():
     loop = Loop(20, cache="hash")
     first = loop.add("a", 3, 8)
     loop.run()
-    second = Request.from_tokens("b", first.all_token_ids, 1)
-    loop.scheduler.add_request(second)
-    loop.outputs["b"] = []
+    second = loop.take(Request.from_tokens("b", first.all_token_ids, 1))
     assert planned(loop.step()) == {"b": 11 - 8} and second.num_cached_tokens == 8
 
 
@@ -641,11 +654,6 @@ def test_a_request_waits_for_its_grammar_and_holds_up_nobody():
         assert constraint._futures == {}
 
 
-def equals(n: int, num_prompt: int, max_tokens: int) -> list[Request]:
-    prompt = list(range(num_prompt))
-    return [Request.from_tokens(f"s{i}", prompt, max_tokens, 0, float(i)) for i in range(n)]
-
-
 def test_so_many_are_passed_over_and_no_more():
     """Each has to be asked whether it is ready: by a constraint, or in the cache."""
 
@@ -664,9 +672,8 @@ def test_so_many_are_passed_over_and_no_more():
     assert planned(loop.step()) == {} and constraint.asked == MAX_PASSED_OVER
     num_equals = MAX_PASSED_OVER + 10
     loop = Loop(2000, cache="hash", max_num_seqs=num_equals)
-    for request in equals(num_equals, 10, 2):
-        loop.scheduler.add_request(request)
-        loop.outputs[request.request_id] = []
+    for i in range(num_equals):
+        loop.take(Request.from_tokens(f"s{i}", list(range(10)), 2))
     asked = []
     look_up = loop.scheduler.look_up
     loop.scheduler.look_up = lambda request: asked.append(request.request_id) or look_up(request)

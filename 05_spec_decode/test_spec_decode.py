@@ -26,6 +26,7 @@ from draft_acceptance import (
 )
 from inverse_cdf import draw
 from spec_decode import (
+    LanguageModel,
     SimpleLM,
     draft_generate,
     sample_token,
@@ -57,7 +58,7 @@ class ConstantLM:
     def __init__(self, probs: Sequence[float]) -> None:
         self.row = torch.tensor(probs, dtype=torch.float64).log()
 
-    def get_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+    def get_logits(self, token_ids: Sequence[int], *_: object) -> torch.Tensor:
         return self.row.expand(len(token_ids), -1)
 
 
@@ -248,11 +249,8 @@ def test_a_draft_is_judged_by_the_row_before_it_and_not_by_its_own(how, place):
 def test_a_step_is_one_target_pass_and_k_draft_passes(how):
     target, draft = ScriptedLM([0, 0, 5, 6, 7, 8]), ScriptedLM([0, 0, 5, 6, 1, 1])
     tokens, stats = speculative_decode_step(target, draft, CONTEXT, 3, **how)
-    assert tokens == [5, 6, 7] and (stats.num_drafted, stats.num_accepted, stats.num_passes) == (
-        3,
-        2,
-        1,
-    )
+    assert tokens == [5, 6, 7] and stats.num_passes == 1
+    assert (stats.num_drafted, stats.num_accepted) == (3, 2)
     assert (target.num_passes, draft.num_passes) == (1, 3)
 
 
@@ -335,7 +333,7 @@ LAW_TARGET = SimpleLM(3, seed=2)
 LAW_MODELS = RememberingLM(LAW_TARGET), RememberingLM(LAW_TARGET.noisy_copy(0.7))
 
 
-def two_token_law(target: RememberingLM, temperature: float) -> dict[tuple[int, int], float]:
+def two_token_law(target: LanguageModel, temperature: float) -> dict[tuple[int, int], float]:
     law = {}
     for a, b in product(range(3), repeat=2):
         rows = token_probs(target.get_logits([*CONTEXT, a]), temperature)[-2:]

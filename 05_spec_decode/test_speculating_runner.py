@@ -253,12 +253,8 @@ def test_what_came_of_the_drafts():
         ("observe", *x) for x in (("1", 3, 2), ("2", 1, 1), ("3", 2, 0))
     ]
     stats = bench.runner.stats
-    assert (stats.num_passes, stats.num_drafted, stats.num_accepted, stats.num_tokens) == (
-        4,
-        6,
-        3,
-        7,
-    )
+    assert (stats.num_passes, stats.num_tokens) == (4, 7)
+    assert (stats.num_drafted, stats.num_accepted) == (6, 3)
     bench.step(Row("5", num_behind=4), Row("6", drafts=[1], error="its logits say nothing"))
     assert stats.num_passes == 4, "a piece of a prompt yields nothing, and an error too"
 

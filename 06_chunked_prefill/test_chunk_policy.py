@@ -227,19 +227,18 @@ def test_more_decodes_than_a_chunk_has_tokens_do_not_stop_a_mixed_prompt():
     run.to_the_end()
 
 
-@pytest.mark.parametrize("options", [{}, {"mixing": True}])
-@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Scheduler, {"chunk_policy": ChunkedPrefill()}),
+        (PrefillFirstScheduler, {"chunked_prefill_size": 24}),
+        (PrefillFirstScheduler, {"chunked_prefill_size": 24, "mixing": True}),
+    ],
+)
 def test_guesses_never_keep_a_prompt_out(kind, options):
     """Four who decode, with as many guesses as there is budget, all of them right."""
-    if kind is PrefillFirstScheduler:
-        options = {**options, "chunked_prefill_size": 24}
-    elif options:
-        pytest.skip("the two-phase scheduler always mixes")
-    else:
-        options = {"chunk_policy": ChunkedPrefill()}
-    memory = make_memory(None, 400, 4)
-    options |= {"max_num_batched_tokens": 24, "plugins": [DraftPlugin()]}
-    run = Run(kind(kv_memory=memory, **options))
+    limits = {"max_num_batched_tokens": 24, "plugins": [DraftPlugin()]}
+    run = Run(kind(kv_memory=make_memory(None, 400, 4), **options, **limits))
     decodes = [make_request(f"s{i}", 2, 200, seed=i) for i in range(4)]
     truth = {r.request_id: continuation(r.prompt_token_ids, 210, VOCAB) for r in decodes}
     run.add(*decodes)

@@ -65,14 +65,19 @@ def check(case: Case, output: torch.Tensor) -> None:
     torch.testing.assert_close(output, case.attend(), atol=tolerance, rtol=0)
 
 
-def mixed_metadata(case: Case, decode_threshold: int = 1) -> MixedMetadata:
-    """The case must have its short queries in front. What is on the device is unreadable."""
+def mixed_metadata(
+    case: Case, decode_threshold: int = 1, *, is_readable: bool = False
+) -> MixedMetadata:
+    """The case must have its short queries in front. What is on the device is nonsense, unless
+    it is to be readable."""
     given = case.metadata
     is_short = [query_len <= decode_threshold for query_len in case.query_lens]
     assert is_short == sorted(is_short, reverse=True)
+    on_device = [given.query_start_loc, given.seq_lens]
+    if not is_readable:
+        on_device = [x.clone().fill_(10**6) for x in on_device]
     return MixedMetadata(
-        query_start_loc=given.query_start_loc.clone().fill_(10**6),
-        seq_lens=given.seq_lens.clone().fill_(10**6),
+        *on_device,
         block_tables=given.block_tables,
         slot_mapping=given.slot_mapping,
         max_query_len=given.max_query_len,

@@ -511,6 +511,19 @@ def test_a_lone_request_is_never_retracted_for_want_of_memory():
     loop.must_be_right()
 
 
+def test_nobody_is_retracted_more_than_so_often():
+    """Each ends with half of the pool, and four are admitted."""
+    for max_preemptions in (1, 2, 3):
+        loop = greedy(6, max_preemptions=max_preemptions)
+        for name in "abcdefgh":
+            loop.add(name, 3, 9)
+            loop.step()
+        loop.run()
+        loop.must_be_right()
+        assert max(r.num_preemptions for r in loop.requests.values()) <= max_preemptions
+        assert loop.scheduler.get_stats().total_preempted > 0
+
+
 def test_a_pinned_request_has_all_its_memory_and_keeps_it():
     loop = Loop(8, max_preemptions=1, chunked_prefill_size=8)
     request = loop.add("a", 12, 13)
@@ -544,7 +557,8 @@ def test_requests_with_one_prefix_are_computed_one_step_apart():
     prompt = list(range(20))
     for name in "ab":
         loop.take(Request.from_tokens(name, [*prompt, ord(name)], 4))
-    assert planned(loop.step()) == {"a": 21}
+    loop.add("c", 5)
+    assert planned(loop.step()) == {"a": 21, "c": 5}, "b is passed over"
     assert planned(loop.step()) == {"b": 1}
     loop.run()
     loop.must_be_right()

@@ -4,13 +4,11 @@ decoding, the chain and scripts; and the law of sampled trees, by enumeration.""
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Sequence
 from itertools import permutations
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from acceptance import SpecDecodeStats
@@ -23,6 +21,7 @@ from spec_decode import (
     token_probs,
     verify_and_sample,
 )
+from test_spec_decode import CONTEXT, TINY_P_VALUE, ConstantLM, p_value, seeded, two_token_law
 from toy_generation import plain_generate
 from tree_verification import (
     ROOT,
@@ -38,15 +37,9 @@ from tree_verification import (
     verify_tree_sampled,
 )
 
-TINY_P_VALUE = 1e-6
-CONTEXT = [1, 0, 2]
 THE, A, MY, CAT, DOG, SAT = 10, 11, 12, 13, 14, 15
 # The tree of the module's text.
 TREE = DraftTree((THE, A, MY, CAT, DOG, CAT), (ROOT, ROOT, ROOT, 0, 0, 1))
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def random_tree(num_nodes: int, vocab_size: int, seed: int) -> DraftTree:
@@ -376,21 +369,13 @@ def test_what_cannot_be_is_never_accepted():
 def test_siblings_are_drawn_without_replacement():
     law = [0.5, 0.3, 0.2, 0.0]
 
-    class Constant:
-        def get_logits(self, token_ids: Sequence[int], *_: object) -> torch.Tensor:
-            return torch.tensor(law, dtype=torch.float64).log().expand(len(token_ids), -1)
-
-    q, generator = torch.tensor(law, dtype=torch.float64), seeded(3)
-    counts = Counter(
-        sample_draft_tree(Constant(), [0], (2,), 1.0, generator)[0].token_ids for _ in range(600)
-    )
-    pairs = list(permutations(range(3), 2))
-    assert counts.keys() <= set(pairs)
-    expected = [600 * draw_chance(q, pair) for pair in pairs]
-    assert chisquare([counts[pair] for pair in pairs], expected).pvalue > TINY_P_VALUE
+    model, q, generator = ConstantLM(law), torch.tensor(law, dtype=torch.float64), seeded(3)
+    drawn = [sample_draft_tree(model, [0], (2,), 1.0, generator)[0].token_ids for _ in range(600)]
+    chances = {pair: draw_chance(q, pair) for pair in permutations(range(3), 2)}
+    assert p_value(drawn, chances) > TINY_P_VALUE
     # There are three tokens to draw, not nine; how unlikely two of them are does not matter.
     for temperature in (1.0, 0.01):
-        tree, _ = sample_draft_tree(Constant(), [0], (9,), temperature, generator)
+        tree, _ = sample_draft_tree(model, [0], (9,), temperature, generator)
         assert sorted(tree.token_ids) == [0, 1, 2]
 
 
@@ -417,21 +402,15 @@ def test_the_rows_of_draft_probs_are_those_that_children_were_drawn_from(tempera
 def test_two_sampled_tokens_have_the_law_of_the_target(branching, temperature):
     target = SimpleLM(3, seed=2)
     draft = target.noisy_copy(0.7)
-    law = {}
-    for a in range(3):
-        rows = token_probs(target.get_logits([*CONTEXT, a]), temperature)[-2:]
-        law |= {(a, b): float(rows[0, a] * rows[1, b]) for b in range(3)}
-    generator = seeded(5)
-    counts: Counter[tuple[int, ...]] = Counter()
+    generator, pairs = seeded(5), []
     for _ in range(600):
         tokens: list[int] = []
         for _ in as_long_as(lambda: len(tokens) < 2):
             context = [*CONTEXT, *tokens]
             step = target, draft, context, branching, temperature, generator
             tokens += tree_decode_step(*step)[0]
-        counts[tuple(tokens[:2])] += 1
-    expected = [600 * chance for chance in law.values()]
-    assert chisquare([counts[pair] for pair in law], expected).pvalue > TINY_P_VALUE
+        pairs.append(tuple(tokens[:2]))
+    assert p_value(pairs, two_token_law(target, temperature)) > TINY_P_VALUE
 
 
 def test_a_perfect_draft_model_is_always_accepted():
