@@ -511,17 +511,21 @@ def test_a_lone_request_is_never_retracted_for_want_of_memory():
     loop.must_be_right()
 
 
-def test_nobody_is_retracted_more_than_so_often():
-    """Each ends with half of the pool, and four are admitted."""
-    for max_preemptions in (1, 2, 3):
-        loop = greedy(6, max_preemptions=max_preemptions)
-        for name in "abcdefgh":
-            loop.add(name, 3, 9)
-            loop.step()
-        loop.run()
-        loop.must_be_right()
-        assert max(r.num_preemptions for r in loop.requests.values()) <= max_preemptions
-        assert loop.scheduler.get_stats().total_preempted > 0
+def test_a_pinned_request_is_not_retracted_though_it_has_fewest_outputs():
+    """Or it would be, again and again."""
+    loop = greedy(7, max_preemptions=1)
+    loop.add("a", 4, 20)
+    for _ in range(7):
+        loop.step()
+    request = loop.add("b", 4, 9)
+    loop.step()
+    with preempting(loop.scheduler):
+        assert preempted(loop.step()) == ["b"]
+    assert preempted(loop.run_until(preempted)) == ["a"]
+    assert request.num_output_tokens < loop.requests["a"].num_output_tokens
+    loop.run()
+    loop.must_be_right()
+    assert request.num_preemptions == 1
 
 
 def test_a_pinned_request_has_all_its_memory_and_keeps_it():
