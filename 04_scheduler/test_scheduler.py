@@ -300,6 +300,17 @@ def test_a_victim_that_was_planned_gives_everything_back():
     assert urgent.num_computed_tokens == 7 and other.num_computed_tokens == 5
 
 
+def test_nobody_is_admitted_in_a_step_that_preempted():
+    loop = Loop(4)
+    loop.add("a", 7, 8)
+    loop.add("b", 7, 8)
+    loop.step()
+    loop.step()
+    loop.add("c", 1, 1)  # would fit the block that b gives up
+    output = loop.step()
+    assert preempted(output) == ["b"] and planned(output) == {"a": 1}
+
+
 def test_what_came_back_may_be_larger_than_any_step():
     """Trap 24: prompt and outputs are computed again, in as many steps as it takes."""
     loop = Loop(6, max_num_batched_tokens=9)
@@ -499,17 +510,14 @@ def full_batch(num_blocks: int, *sizes: tuple[int, int], **options) -> Loop:
     return loop
 
 
-def test_nobody_is_displaced_for_a_newcomer_that_cannot_use_the_seat():
+@pytest.mark.parametrize(
+    ("num_prompt", "plan"), [(10, {"a": 1, "b": 1}), (9, {"a": 1, "urgent": 9})]
+)
+def test_the_newcomer_has_the_budget_of_whom_it_displaces_and_no_more(num_prompt, plan):
+    """Of 10 tokens 8 are left beside a and b, and 9 without b. With too few, b keeps its seat."""
     loop = full_batch(100, (4, 8), (4, 8), max_num_batched_tokens=10)
-    loop.add("urgent", 10, priority=0)  # 1 token of the budget is a's, so 9 are left
-    assert preempted(loop.step()) == []
-
-
-def test_the_newcomer_has_the_budget_of_whom_it_displaces():
-    loop = full_batch(100, (4, 8), (4, 8), max_num_batched_tokens=10)
-    loop.add("urgent", 9, priority=0)  # 8 are left beside a and b, and 9 without b
-    output = loop.step()
-    assert preempted(output) == ["b"] and planned(output) == {"a": 1, "urgent": 9}
+    loop.add("urgent", num_prompt, priority=0)
+    assert planned(loop.step()) == plan
 
 
 @pytest.mark.parametrize("cache", [None, "hash"])

@@ -223,11 +223,21 @@ class WorldUnderWay(World):
         self.plugin.forget_plans()
 
     def run(self, most: int = 300) -> None:
-        for _ in as_long_as(self.scheduler.has_unfinished_requests, most):
-            self.step()
-        while self.under_way:
-            self.update()
+        to_the_end(self, self.step, most)
         self.check_end()
+
+
+def to_the_end(world: World, step: Callable[[], None], most: int) -> None:
+    if world.plans and not world.may_schedule:
+        world.update()
+    for _ in range(most):
+        if not world.scheduler.has_unfinished_requests():
+            break
+        step()
+    while world.plans:
+        world.update()
+    assert not world.scheduler.has_unfinished_requests(), f"stuck: {world.scheduler.requests}"
+    assert world.scheduler.kv_memory.num_blocks_in_use == 0
 
 
 # -- random runs
@@ -335,9 +345,7 @@ def test_pools_of_exactly_enough_and_one_more_or_less(num_missing, preempt_every
     for name in ("a", "b"):
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         world.add(Request(name, [1, 2, 3, 0, 1, 2, ord(name) % VOCAB, 3, 3], params))
-    for _ in range(200):
-        if world.scheduler.has_unfinished_requests():
-            world.step()
+    to_the_end(world, world.step, 200)
     world.check_end()
     assert len(world.finished) == 2
 
@@ -453,16 +461,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if getattr(self, "world", None) is None:
             return
-        if self.world.plans and not self.world.may_schedule:
-            self.world.update()
-        for _ in range(1000):
-            if not self.world.scheduler.has_unfinished_requests():
-                break
-            self.world.step()
-        while self.world.plans:
-            self.world.update()
-        assert not self.world.scheduler.has_unfinished_requests(), "somebody starves"
-        assert self.world.scheduler.kv_memory.num_blocks_in_use == 0
+        to_the_end(self.world, self.world.step, 1000)
 
 
 SchedulerMachine.TestCase.settings = settings(
@@ -634,16 +633,7 @@ def _check_without_bound(world: World) -> None:
 
 
 def _run_to_the_end(world: World) -> None:
-    if world.plans and not world.may_schedule:
-        world.update()
-    for _ in range(60):
-        if not world.scheduler.has_unfinished_requests():
-            break
-        world.advance()
-    while world.plans:
-        world.update()
-    assert not world.scheduler.has_unfinished_requests(), f"stuck: {world.scheduler.requests}"
-    assert world.scheduler.kv_memory.num_blocks_in_use == 0
+    to_the_end(world, world.advance, 60)
     for request, _ in world.finished.values():
         said = world.said[request.request_id]
         assert said == continuation(request.prompt_token_ids, len(said), VOCAB)

@@ -200,23 +200,6 @@ def test_scores_of_any_size_neither_overflow_nor_vanish():
         torch.testing.assert_close(output, expected(case), atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("end", [7, 8, 9])
-@pytest.mark.usefixtures("small_tiles", "tile_attention")
-def test_a_chunk_does_not_attend_past_its_end(end):
-    """Trap 28: keys of the same prompt that lie behind the chunk, in its last block and in the next
-    one, are there already and change nothing. Trap 30: 8 is a block end."""
-    case = make_case([(5, end)], 4)
-    before = attend(case)
-    check(case, before)
-    case.metadata = replace(case.metadata, block_tables=torch.arange(1, 5, dtype=torch.int32)[None])
-    case.key_cache, case.value_cache = torch.full((2, 5, 4, 2, 8), 50.0).double()
-    for position in range(end):
-        slot = 1 + position // 4, position % 4
-        case.key_cache[slot] = case.keys[0][position]
-        case.value_cache[slot] = case.values[0][position]
-    assert torch.equal(attend(case), before)
-
-
 @pytest.mark.parametrize("budget", [1, 2**10, 2**12, 2**30])
 @pytest.mark.usefixtures("small_tiles", "tile_attention")
 def test_decodes_longer_than_a_group_may_be_are_split_over_their_keys(budget, monkeypatch):

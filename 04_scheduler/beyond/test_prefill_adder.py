@@ -105,6 +105,19 @@ def test_what_the_next_decode_takes_for_certain_is_set_aside():
     assert adder.rem_total_tokens == 40 - 45
 
 
+def test_memory_is_counted_in_pages_and_compute_is_not():
+    """Trap 8: three prompts of one token take three pages, and three tokens of the step."""
+    memory = Memory(4)
+    adder = memory.adder(10, running=[decoding("r", 1, 2, 1)], new_token_ratio=0.0)
+    for name, left in (("a", 12), ("b", 8), ("c", 4)):
+        assert adder.add_one_req(waiting(name, 1, 1), False) is CONTINUE
+        assert adder.rem_total_tokens == left
+    assert adder.rem_input_tokens == 7
+    assert adder.add_one_req(waiting("d", 4, 1), False) is NO_TOKEN, "5 tokens are two pages"
+    assert adder.add_one_req(waiting("e", 1, 3), False) is NO_TOKEN, "it takes the last page"
+    assert len(adder.can_run_list) == 4
+
+
 def test_who_would_be_alone_needs_no_room_but_its_own():
     """10 + 30 tokens do not fit 16. It runs, and may end before it needs so much."""
     alone = Memory(4).adder()
@@ -204,32 +217,6 @@ def test_chunk_after_chunk_and_then_the_outputs_are_expected():
     assert sizes == [8, 8, 8, 6]
     assert adder.rem_total_tokens == 400 - 32 - 8, "8 pages, and 2 for 5 tokens"
     assert adder.rem_chunk_tokens == 5 and adder.new_chunked_req is None
-
-
-def test_a_prompt_as_long_as_the_chunk_is_not_cut():
-    """Trap 25."""
-    adder = Memory(1000, 16).adder(4096, 2048)
-    assert adder.add_one_req(waiting("a", 2048), False) is OTHER
-    assert adder.new_chunked_req is None and adder.num_tokens == {"a": 2048}
-
-
-def test_the_chunked_slot_has_one_owner():
-    """Trap 25: 2064 tokens in chunks of 2048. What is left of the second chunk is for others, and
-    one of them may be cut only because the first does not need the slot any more."""
-    memory = Memory(1000, 16)
-    first, second, third = (waiting(name, 2064) for name in "abc")
-    adder = memory.adder(4096, 2048)
-    assert adder.add_one_req(first, False) is OTHER
-    assert adder.num_tokens == {"a": 2048} and adder.rem_chunk_tokens == 0
-    assert adder.add_one_req(second, True) is OTHER, "the batch is full"
-    first.num_computed_tokens = 2048
-    adder = memory.adder(4096, 2048)
-    assert adder.add_chunked_req(first) is None
-    assert adder.add_one_req(second, True) is OTHER, "while somebody else has the slot"
-    assert adder.new_chunked_req is None and adder.num_tokens == {"a": 16}
-    assert adder.add_one_req(second, False) is OTHER
-    assert adder.new_chunked_req is second and adder.num_tokens == {"a": 16, "b": 2032}
-    assert adder.add_one_req(third, True) is OTHER and len(adder.can_run_list) == 2
 
 
 def test_a_chunk_that_the_memory_refuses_keeps_the_slot():

@@ -132,14 +132,23 @@ def test_the_line_is_that_of_weighted_least_squares(seed):
     assert line.predict(17) == pytest.approx(base + 17 * slope)
 
 
-def test_one_size_makes_a_flat_line():
-    line = CostLine(memory=0.5)
+@pytest.mark.parametrize(
+    ("points", "memory", "expected"),
+    [
+        pytest.param([(7, 4.0), (7, 8.0)], 0.5, ((0.5 * 4 + 8) / 1.5, 0), id="one size"),
+        pytest.param([(1, 9.0), (10, 5.0), (20, 4.0)], 1.0, (6, 0), id="larger took less time"),
+        pytest.param([(10, 1.0), (20, 10.0)], 1.0, (0, 11 / 30), id="would start below zero"),
+    ],
+)
+def test_where_least_squares_make_no_sense_the_line_is_flat_or_starts_at_zero(
+    points, memory, expected
+):
+    line = CostLine(memory=memory)
     assert not line.has_seen
-    for ms in (4.0, 8.0):
-        line.observe(7, ms)
-    assert line.has_seen
-    assert line.line == pytest.approx(((0.5 * 4 + 8) / 1.5, 0))
-    assert line.predict(1) == line.predict(1000) == pytest.approx(20 / 3)
+    for point in points:
+        line.observe(*point)
+    assert line.has_seen and line.line == pytest.approx(expected)
+    assert line.predict(1000) == pytest.approx(expected[0] + 1000 * expected[1])
 
 
 @settings(deadline=None, max_examples=100)
@@ -157,20 +166,6 @@ def test_neither_base_nor_slope_is_negative(points, size):
     largest = max(ms for _, ms in points)
     assert slope >= 0 and base >= -1e-9 * (1 + largest)
     assert base <= largest * (1 + 1e-9) and line.predict(size) >= -1e-9 * (1 + largest)
-
-
-def test_where_larger_took_less_time_the_line_is_flat():
-    line = CostLine(memory=1.0)
-    for point in ((1, 9.0), (10, 5.0), (20, 4.0)):
-        line.observe(*point)
-    assert line.line == pytest.approx((6, 0))
-
-
-def test_where_least_squares_would_start_below_zero_the_line_starts_at_zero():
-    line = CostLine(memory=1.0)
-    for point in ((10, 1.0), (20, 10.0)):
-        line.observe(*point)
-    assert line.line == pytest.approx((0, 11 / 30))
 
 
 def test_one_outlier_does_not_ruin_it():
