@@ -219,6 +219,14 @@ def test_chunk_after_chunk_and_then_the_outputs_are_expected():
     assert adder.rem_chunk_tokens == 5 and adder.new_chunked_req is None
 
 
+def test_the_chunked_slot_has_one_owner():
+    """Trap 25: there is room for a piece of it, but somebody else is between two pieces."""
+    adder, second = Memory(1000, 16).adder(4096, 2048), waiting("b", 2064)
+    assert adder.add_one_req(second, True) is OTHER and adder.can_run_list == []
+    assert adder.add_one_req(second, False) is OTHER
+    assert adder.new_chunked_req is second and adder.num_tokens == {"b": 2048}
+
+
 def test_a_chunk_that_the_memory_refuses_keeps_the_slot():
     memory = Memory(2)
     request = waiting("a", 16)
