@@ -7,7 +7,6 @@ however few keys they have."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -26,7 +25,6 @@ from common.tests.equivalence import make_config, serve_combination, subject
 from common.tests.equivalence_axes import Combination
 from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache
 from decode_attention import decode_attention
-from global_kv_pool import GlobalKVPool
 from paged_attention import PagedKVCache
 from pool_connector import PoolConnector
 from test_decode_attention import needs_compiler
@@ -89,25 +87,13 @@ def test_every_token_is_right(text: str, plain: list[int]) -> None:
 
 
 @needs_compiler
-def test_every_token_is_right_compiled(calls: list[int]) -> None:
+@pytest.mark.parametrize(
+    "text", [CHUNKS, *(pytest.param(t, marks=pytest.mark.slow) for t in COMBINATIONS[1:])]
+)
+def test_every_token_is_right_compiled(text: str, calls: list[int]) -> None:
     """The one test outside of `-m slow` that compiles."""
-    serve_compiled(CHUNKS)
-    assert max(calls) > 1
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize("text", COMBINATIONS[1:])
-def test_every_token_is_right_compiled_in_every_kind_of_engine(text: str, calls: list[int]) -> None:
     serve_compiled(text)
     assert max(calls) > 1
-
-
-@pytest.fixture
-def pool() -> Iterator[GlobalKVPool]:
-    pool = GlobalKVPool(max_blocks_per_node=5000)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("shared", ["disk", "pool"])
