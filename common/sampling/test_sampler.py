@@ -409,14 +409,12 @@ def test_the_inverse_of_the_cumulative_distribution_is_exact_on_a_grid() -> None
             assert sample_from_probs(probs, at).item() == after
 
 
-def test_blocks_of_the_vocabulary_do_not_bias_the_draw() -> None:
+def test_blocks_of_the_vocabulary_do_not_change_the_draw() -> None:
     torch.manual_seed(9)
     vocab_size, n = 300, 40_000
     probs = (torch.randn(vocab_size, dtype=torch.float64) * 1.5).softmax(-1)
     u = uniforms(torch.full((n,), 11), torch.arange(n))
     drawn = sample_from_probs(probs.expand(n, -1), u)
-    counts = np.bincount(drawn.numpy(), minlength=vocab_size)
-    assert stats.chisquare(counts, probs.numpy() * n).pvalue > ALPHA
     exact = torch.searchsorted(probs.cumsum(-1), u, right=True)
     assert (exact != drawn).sum() == 0, "the same token as one cumulative sum over all gives"
 

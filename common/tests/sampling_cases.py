@@ -95,7 +95,7 @@ def mixed_sampling(
         [replace(recipes[i % len(recipes)]) for i in rows],
         prompts=[[i % vocab_size, 1] for i in rows],
         outputs=[[i] * (i % 3) for i in rows],
-        eos=[(5,)] * num_rows,
+        eos=[(3,)] * num_rows,
         seeds=[seed + i for i in rows],
     )
 

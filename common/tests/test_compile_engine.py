@@ -146,15 +146,17 @@ def test_without_a_compiler_the_engine_says_so_and_serves(
     family_oracle: Oracle, family_loaded, monkeypatch, caplog
 ) -> None:
     def fail(*arguments):
-        raise RuntimeError("no C++ compiler")
+        raise RuntimeError("no C++ compiler\nmore")
 
     monkeypatch.setattr(decode_module, "_first_call", fail)
     monkeypatch.setattr(compiled_regions, "_first_call", fail)
     with caplog.at_level(logging.WARNING):
         engine = LLMEngine(EngineConfig(compile=True, num_blocks=100), loaded=family_loaded)
-    assert "compiling decode attention" in caplog.text, "whoever waits knows for what"
+    for what in ("decode attention", "norms"):
+        assert f"compiling {what}" in caplog.text, "whoever waits knows for what"
     assert "keys are gathered: RuntimeError: no C++ compiler" in caplog.text
     assert "norms and rotary embedding are not compiled: RuntimeError" in caplog.text
+    assert "more" not in caplog.text
     assert family_loaded.model.regions == Regions()
     assert type(engine.kv_cache) is PagedKVCache
     serve(engine, family_oracle, [0, 4], 5)

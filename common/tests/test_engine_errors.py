@@ -170,8 +170,6 @@ def test_max_model_len_ends_the_output(random_loaded, random_oracle: Oracle) -> 
         ("max_model_len", 1),
         ("max_model_len", 100_000),
         ("scheduler", "magic"),
-        ("policy", "lifo"),
-        ("prefix_cache", "lru"),
         ("chunked_prefill", 0),
         ("chunked_prefill", None),
         ("chunked_prefill", 1.5),
