@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
+from common.events.event_kinds import parse_events
+from common.workshop.replay.film import Film
 from common.workshop.watch.chromium import BrowserUnavailableError, started_browser
 from common.workshop.watch.films import FILMS, Shot, shoot
 from common.workshop.watch.page_maker import Reel, make_page
+from common.workshop.watch.scene_runs import Pages
 from common.workshop.watch.workloads import Cast, load_cast
 
 if TYPE_CHECKING:
@@ -194,13 +197,24 @@ def _note_request(url: str, path: Path, complaints: list[str]) -> None:
         complaints.append(f"request: {url}")
 
 
-# -- the chapters' films
+@pytest.fixture(scope="session")
+def default_film(default_run_text: str) -> Film:
+    return Film(parse_events(default_run_text.splitlines(keepends=True)))
 
 
 @pytest.fixture(scope="session")
 def cast() -> Cast:
     """What films are made with."""
     return load_cast()
+
+
+@pytest.fixture(scope="session")
+def shown(tmp_path_factory: pytest.TempPathFactory, cast: Cast) -> Pages:
+    """The pages of `scene_runs.py`."""
+    return Pages(tmp_path_factory.mktemp("shown"), cast)
+
+
+# -- the chapters' films
 
 
 @pytest.fixture(scope="session")
