@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from common.events.event_kinds import Event, Failed, Updated, parse_events, to_line
+from common.events.event_kinds import Event, Failed, Updated, to_line
 from common.workshop.replay.film import Film
 from common.workshop.watch.conftest import OpenRun, RunPage
+from common.workshop.watch.test_page_maker import words
 
 OpenDefault = Callable[..., RunPage]
 
@@ -20,9 +21,9 @@ def open_default(open_run: OpenRun, default_run_text: str) -> OpenDefault:
     return lambda **how: open_run(default_run_text, **how)
 
 
-@pytest.fixture(scope="session")
-def film(default_run_text: str) -> Film:
-    return Film(parse_events(default_run_text.splitlines(keepends=True)))
+@pytest.fixture
+def film(default_film: Film) -> Film:
+    return default_film
 
 
 def text_of(events: list[Event]) -> str:
@@ -287,16 +288,13 @@ def test_the_language_changes_and_changes_back(open_default: OpenDefault) -> Non
     assert run.text("body") == english
 
 
-def test_every_string_has_words_in_both_languages(open_default: OpenDefault, film: Film) -> None:
+def test_no_text_is_shown_by_its_key(open_default: OpenDefault, film: Film) -> None:
+    """As one would be that has no words. In both languages they are: `test_page_maker.py`."""
     run = open_default()
-    table = run.ask("() => [...Watch.wordTable()]")
-    assert len(table) > 100
-    for key, (english, chinese) in table:
-        assert english.strip() and chinese.strip(), key
-        holes = [set(re.findall(r"\{\w+\}", words)) for words in (english, chinese)]
-        assert holes[0] == holes[1], key
-    families = "|".join(sorted({key.partition(".")[0] for key, _ in table}))
-    for step in range(0, film.num_steps, 7):  # a key without words shows as itself
+    keys = {key for key, _ in run.ask("() => [...Watch.wordTable()]")}
+    assert len(keys) > 100 and keys <= words().keys()
+    families = "|".join(sorted({key.partition(".")[0] for key in keys}))
+    for step in range(0, film.num_steps, 7):
         for language in ("en", "zh"):
             run.show(step=step, language=language)
             shown = re.findall(rf"(?<![\w/.])(?:{families})\.\w+", run.text("body"))
@@ -362,9 +360,9 @@ def test_a_file_that_is_no_run_is_refused_and_the_page_goes_on(
 ) -> None:
     run = open_default(at="step=3")
     notice = run.page.locator(".notice")
-    for text, words in NO_RUNS.items():
+    for text, said in NO_RUNS.items():
         drop(run, ("note.txt", text.replace("RUN", f"{to_line(film.run)}\n")))
-        assert "note.txt" in notice.inner_text() and words in notice.inner_text(), text
+        assert "note.txt" in notice.inner_text() and said in notice.inner_text(), text
         assert run.step == 3
     run.press("ArrowRight")
     assert run.step == 4
@@ -404,17 +402,6 @@ def test_a_run_without_steps_is_no_error(open_run: OpenRun, film: Film) -> None:
     assert run.text("output.now") == "no steps"
     run.press("ArrowRight", "End", " ", "]", "Home")
     assert run.text("output.now") == "no steps"
-
-
-def test_a_large_run_is_packed_and_shown(
-    open_run: OpenRun, default_run_text: str, monkeypatch: pytest.MonkeyPatch, film: Film
-) -> None:
-    from common.workshop.watch import page_maker
-
-    monkeypatch.setattr(page_maker, "PACKED_FROM", 100)
-    run = open_run(default_run_text, at="step=4")
-    assert run.ask("() => document.querySelector('[data-label]').dataset.encoding") == "gzip"
-    assert run.text("output.now") == f"step 4 of {film.num_steps - 1}"
 
 
 # -- two runs
