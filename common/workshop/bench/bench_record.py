@@ -8,7 +8,8 @@ hardware, versions, commit, configuration, and every raw repeat.
     write_record            to a file, whole or not at all
     read_record
     summarise, percentile   from raw repeats to what a table shows
-    replace_between_markers `<!-- table:NAME -->` ... `<!-- /table:NAME -->` in a markdown file
+    replace_between_markers `<!-- table:NAME -->` ... `<!-- /table:NAME -->` in a markdown text
+    write_between_markers   the same in a file
 """
 
 from __future__ import annotations
@@ -213,6 +214,11 @@ def replace_between_markers(text: str, name: str, content: str) -> str:
     before, _, rest = text.partition(start)
     after = rest.partition(end)[2]
     return f"{before}{start}\n{content.strip()}\n{end}{after}"
+
+
+def write_between_markers(page: Path, name: str, content: str) -> None:
+    text = replace_between_markers(page.read_text(encoding="utf-8"), name, content)
+    page.write_text(text, encoding="utf-8")
 
 
 def made_on(record: dict[str, Any]) -> str:

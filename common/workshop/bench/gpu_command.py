@@ -31,7 +31,7 @@ from common.workshop.bench.bench_record import (
     ROOT,
     describe_environment,
     read_record,
-    replace_between_markers,
+    write_between_markers,
     write_record,
 )
 from common.workshop.bench.gpu_table import readme_text, render
@@ -82,9 +82,7 @@ def show(args: argparse.Namespace) -> int:
     if args.table:
         print("\n\n".join(map(render, records)) or readme_text([]))
     if args.write_readme:
-        text = args.page.read_text(encoding="utf-8")
-        text = replace_between_markers(text, "gpu", readme_text(records))
-        args.page.write_text(text, encoding="utf-8")
+        write_between_markers(args.page, "gpu", readme_text(records))
     return 0
 
 
