@@ -5,6 +5,7 @@ records and from nothing else, so a record carries everything a reader needs to 
 hardware, versions, commit, configuration, and every raw repeat.
 
     describe_environment    where and with what
+    record_head             by which command, when, where
     write_record            to a file, whole or not at all
     read_record
     summarise, percentile   from raw repeats to what a table shows
@@ -18,10 +19,12 @@ import json
 import os
 import platform
 import re
+import shlex
 import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -105,6 +108,15 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},
         **describe_commit(),
+    }
+
+
+def record_head(module: str, argv: Sequence[str]) -> dict[str, Any]:
+    """How a record begins: by which command it was made, when and where."""
+    return {
+        "command": shlex.join(["python", "-m", module, *argv]),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "environment": describe_environment(),
     }
 
 

@@ -20,17 +20,15 @@ import faulthandler
 import os
 import re
 import secrets
-import shlex
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from common.workshop.bench.bench_record import (
     ROOT,
-    describe_environment,
     read_record,
+    record_head,
     write_between_markers,
     write_record,
 )
@@ -114,11 +112,11 @@ def record_path(args: argparse.Namespace, device_name: str) -> Path:
 
 
 def new_record(args: argparse.Namespace, device: dict[str, Any]) -> dict[str, Any]:
+    head = record_head("common.workshop.gpu_report", args.argv)
     return {
-        "command": shlex.join(["python", "-m", "common.workshop.gpu_report", *args.argv]),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        **head,
         "is_rehearsal": args.rehearse,
-        "environment": describe_environment() | {"device": device},
+        "environment": head["environment"] | {"device": device},
         "config": {
             "seed": secrets.randbits(31) if args.seed is None else args.seed,
             "budget_s": args.budget,
