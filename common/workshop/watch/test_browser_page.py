@@ -44,20 +44,15 @@ def first_steps(film: Film, num_steps: int) -> list[Event]:
 # -- steps
 
 
-def test_it_loads_at_the_first_step_with_all_six_scenes(
+def test_it_loads_at_the_first_step_and_keys_stop_at_both_ends(
     open_default: OpenDefault, film: Film
 ) -> None:
-    run = open_default()
-    assert run.step == 0
+    run, last = open_default(), film.num_steps - 1
     scenes = run.ask(
         "() => [...document.querySelectorAll('[data-scene]')].map((e) => e.dataset.scene)"
     )
     assert sorted(scenes) == ["cache", "clock", "grid", "pool", "queue", "words"]
-    assert run.text("output.now") == f"step 0 of {film.num_steps - 1}"
-
-
-def test_keys_step_and_stop_at_both_ends(open_default: OpenDefault, film: Film) -> None:
-    run, last = open_default(), film.num_steps - 1
+    assert run.text("output.now") == f"step 0 of {last}"
     run.press("ArrowLeft")
     assert run.step == 0
     run.press("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft")
@@ -321,25 +316,20 @@ def drop(run: RunPage, *files: tuple[str, str]) -> None:
 
 
 def test_a_file_that_is_dropped_is_shown(open_default: OpenDefault, film: Film) -> None:
+    """While it is held over the page, a curtain says what may be dropped."""
     run = open_default(at="step=20&request=b")
+    curtain = run.page.locator(".curtain")
+    for kind, is_down in (("dragenter", True), ("dragleave", False)):
+        run.ask(_DROP, [[("a.jsonl", "")], [kind]])
+        run.settle()
+        assert curtain.is_visible() == is_down
+        assert not is_down or "Drop" in curtain.inner_text()
     drop(run, ("short.jsonl", text_of(first_steps(film, 7))))
     assert run.text("output.now") == "step 0 of 6"
     assert run.hash == "#step=0"
     run.press("End")
     assert run.step == 6
-    assert run.page.locator(".notice").is_hidden()
-
-
-def test_a_curtain_says_what_may_be_dropped(open_default: OpenDefault) -> None:
-    run = open_default()
-    curtain = run.page.locator(".curtain")
-    assert curtain.is_hidden()
-    run.ask(_DROP, [[("a.jsonl", "")], ["dragenter"]])
-    run.settle()
-    assert curtain.is_visible() and "Drop" in curtain.inner_text()
-    run.ask(_DROP, [[("a.jsonl", "")], ["dragleave"]])
-    run.settle()
-    assert curtain.is_hidden()
+    assert run.page.locator(".notice").is_hidden() and curtain.is_hidden()
 
 
 NO_RUNS = {  # what a file has, and what the page says about it

@@ -317,21 +317,6 @@ def read_tokens(page: Page) -> list[tuple[str, str]]:
     return [(text, look) for text, look in found]
 
 
-def test_the_tokens_of_a_request_are_its_text(shown: Pages, open_page: OpenPage) -> None:
-    film = shown["guesses"]
-    page = ready(open_page(film.page, at="request=c"))
-    for number in range(3, film.film.num_steps):
-        go(page, step=number)
-        request = film.state(number).requests["c"]
-        tokens = read_tokens(page)
-        kept = [(text, look) for text, look in tokens if "is-rejected" not in look]
-        pieces = [*request.prompt_pieces, *request.pieces]
-        assert len(kept) == len(pieces), "the text is short enough to be whole"
-        assert [t for t, _ in kept] == [visible(p) for p in pieces]
-        sides = ["is-prompt" in look for _, look in kept]
-        assert sides == [True] * len(request.prompt) + [False] * len(request.outputs)
-
-
 def test_a_chip_among_the_tokens_can_be_clicked(shown: Pages, open_page: OpenPage) -> None:
     page = ready(open_page(shown["hash"].page, at="step=6"))
     chip = page.locator(".words-tokens .request-chip").first
@@ -349,6 +334,7 @@ def test_a_chip_among_the_tokens_can_be_clicked(shown: Pages, open_page: OpenPag
 def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
     shown: Pages, open_page: OpenPage
 ) -> None:
+    """All other tokens of a request are its text."""
     film = shown["guesses"]
     page = ready(open_page(film.page))
     accepted: dict[str, list[int]] = {name: [] for name in "abc"}  # positions, since the beginning
@@ -366,6 +352,12 @@ def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
             tokens = read_tokens(page)
             rejected = [text for text, look in tokens if "is-rejected" in look]
             assert len(rejected) == num_rejected
+            request = film.state(number).requests[name]
+            kept = [pair for pair in tokens if "is-rejected" not in pair[1]]
+            pieces = [*request.prompt_pieces, *request.pieces]
+            assert [text for text, _ in kept] == [visible(piece) for piece in pieces]
+            sides = ["is-prompt" in look for _, look in kept]
+            assert sides == [True] * len(request.prompt) + [False] * len(request.outputs)
             drafts = step.planned[0].drafts[name][num_accepted:]
             pieces = {
                 t: p
