@@ -292,34 +292,32 @@ def run_at_random(
 
 
 def random_options(rng: random.Random, kind: type = Scheduler) -> dict:
-    limits = {
+    options = {
         "max_num_seqs": rng.choice([1, 2, 3, 16]),
         "max_num_batched_tokens": rng.choice([16, 17, 24, 200]),
     }
     if kind is CachingFCFSScheduler:
-        return limits
-    own = {"watermark": rng.choice([0.0, 0.01, 0.3]), "reserve_all": rng.random() < 0.15}
-    if kind is PrefillFirstScheduler:
-        own = {
-            "mixing": rng.random() < 0.4,
-            "chunked_prefill_size": rng.choice([None, None, 1, 3, 4, 8]),
-            "init_new_token_ratio": rng.choice([0.0, 0.3, 1.0]),
-            "min_new_token_ratio": 0.0,
-            "new_token_ratio_decay_steps": rng.randint(1, 20),
-            "max_consecutive_prefills": rng.choice([1, 2, 8, None]),
-        }
-    return (
-        limits
-        | own
-        | {
-            "policy": rng.choice(sorted(POLICIES)),
-            "max_preemptions": rng.choice([1, 2, 3, 100]),
-            "max_overtakes": rng.choice([0, 3, 1000]),
-            "preempt_every": rng.choice([None, None, None, 1, 2, 3, 4, 5]),
-            "shuffle_waiting": rng.random() < 0.2,
-            "seed": rng.randrange(1000),
-        }
-    )
+        return options
+    options |= {
+        "policy": rng.choice(sorted(POLICIES)),
+        "max_preemptions": rng.choice([1, 2, 3, 100]),
+        "max_overtakes": rng.choice([0, 3, 1000]),
+        "preempt_every": rng.choice([None, None, None, 1, 2, 3, 4, 5]),
+        "shuffle_waiting": rng.random() < 0.2,
+        "seed": rng.randrange(1000),
+    }
+    if kind is not PrefillFirstScheduler:
+        own = {"watermark": rng.choice([0.0, 0.01, 0.3]), "reserve_all": rng.random() < 0.15}
+        return options | own
+    return options | {
+        "max_preemptions": rng.randint(1, 3),  # in chunks of a token, 100 take thousands of steps
+        "mixing": rng.random() < 0.4,
+        "chunked_prefill_size": rng.choice([None, None, 1, 3, 4, 8]),
+        "init_new_token_ratio": rng.choice([0.0, 0.3, 1.0]),
+        "min_new_token_ratio": 0.0,
+        "new_token_ratio_decay_steps": rng.randint(1, 20),
+        "max_consecutive_prefills": rng.choice([1, 2, 8, None]),
+    }
 
 
 @pytest.mark.sample(seed=20)

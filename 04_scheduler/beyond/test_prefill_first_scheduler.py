@@ -674,7 +674,7 @@ def random_request(rng: random.Random, number: int, num_positions: int) -> list[
 def random_options(rng: random.Random) -> dict:
     """Steps of fewer tokens than some prompts have, besides."""
     options = runs.random_options(rng, PrefillFirstScheduler)
-    options |= {"max_num_batched_tokens": rng.randint(1, 24), "max_preemptions": rng.randint(1, 3)}
+    options["max_num_batched_tokens"] = rng.randint(1, 24)
     return options | {"preempt_every": rng.choice([None, None, 1, 2, 3, 4, 5])}
 
 
