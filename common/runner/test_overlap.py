@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -152,9 +153,7 @@ def test_who_gives_up_can_be_interrupted_and_waits_for_the_rest_when_asked_again
     waited_for: list[Failed] = []
     handles = [Failed(), Interrupted(), Failed(), Failed()]
     steps = iter(handles)
-    runner = LoggingRunner([])
-    runner.execute = lambda plan: next(steps)
-    queued = QueuedRunner(runner)
+    queued = QueuedRunner(SimpleNamespace(execute=lambda plan: next(steps)))
     for _ in handles:
         queued.execute(SchedulerOutput())
     with pytest.raises(KeyboardInterrupt):
