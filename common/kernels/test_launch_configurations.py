@@ -13,7 +13,7 @@ from common.engine import EngineConfig, LLMEngine
 from common.kernels.launch_configurations import attention_shape, launch_configurations
 from common.kernels.sampler_kernel import sampling_launches
 from common.loader import load_model
-from common.tests.engine_oracle import make_oracle, random_prompts, save_random_model, serve
+from common.tests.engine_oracle import serve
 from common.workshop.bench.random_weights import QWEN3_0_6B
 from kernel_launch import TRITON_TYPES, Launch
 from paged_attention import AttentionMetadata
@@ -28,13 +28,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "look-up": {"speculative": {"method": "ngram", "num_spec_tokens": 5}},
     "draft model": {"speculative": {"method": "draft", "num_spec_tokens": 2, "adaptive": False}},
 }
-
-
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    save_random_model(path)
-    return make_oracle(path, random_prompts(6, vocab_size=97, longest=40, seed=0))
 
 
 def type_of(value: Any, is_aligned: bool) -> str:
@@ -74,22 +67,24 @@ def launched(monkeypatch) -> list[tuple[str, str]]:
 
 @pytest.mark.sample(every=3)  # chunks that sample in every way, and guesses of a model
 @pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_launches_nothing_else_and_says_what_the_oracle_says(name, oracle, launched):
+def test_an_engine_launches_nothing_else_and_says_what_the_oracle_says(
+    name, random_oracle, launched
+):
     options = ENGINES[name]
     config = EngineConfig(num_blocks=100, attention_backend="triton", **options)
-    target = load_model(oracle.path, torch.float32, torch.device("cpu"))
-    draft = load_model(oracle.path, torch.float32, torch.device("cpu"))
+    target = load_model(random_oracle.path, torch.float32, torch.device("cpu"))
+    draft = load_model(random_oracle.path, torch.float32, torch.device("cpu"))
     engine = LLMEngine(config, loaded=target, draft=draft if name == "draft model" else None)
     if name == "look-up":  # whose guesses come late
-        serve(engine, oracle, [0, 1, 2, 3, 4, 5], 9)
+        serve(engine, random_oracle, [0, 1, 2, 3, 4, 5], 9)
     else:
-        serve(engine, oracle, [0, 1, 2, 3], 5)
+        serve(engine, random_oracle, [0, 1, 2, 3], 5)
     # A drawn seed and no `top_k`: drafts of a model have probabilities.
-    engine.generate_batch(oracle.prompts[:2], SamplingParams(temperature=0.8, max_tokens=3))
+    engine.generate_batch(random_oracle.prompts[:2], SamplingParams(temperature=0.8, max_tokens=3))
     samples_all = name == "chunks"
     for top_k in (0, 5) if samples_all else ():
         params = SamplingParams(top_k=top_k, top_p=0.9, presence_penalty=0.1, max_tokens=2)
-        engine.generate_batch(oracle.prompts[:1], params)
+        engine.generate_batch(random_oracle.prompts[:1], params)
     allowed = launch_configurations(
         target.config,
         config,
@@ -107,9 +102,9 @@ def test_an_engine_launches_nothing_else_and_says_what_the_oracle_says(name, ora
     assert kernels >= {launch.kernel.__name__ for launch in allowed} - may_be_missing
 
 
-def test_an_engine_has_few_configurations(oracle):
+def test_an_engine_has_few_configurations(random_oracle):
     """Two tile sizes; not one for each power of two of a query's length."""
-    config = load_model(oracle.path, torch.float32, torch.device("cpu")).config
+    config = load_model(random_oracle.path, torch.float32, torch.device("cpu")).config
     counts = {
         name: len(launch_configurations(config, EngineConfig(**options), torch.bfloat16))
         for name, options in ENGINES.items()

@@ -51,13 +51,13 @@ def test_prefill_on_one_engine_and_decode_on_another(prefix_cache, oracle, loade
     """Disaggregation: the first computes prompts and one token, the second the rest."""
     prefill = make_engine(loaded, PoolConnector(pool, "prefill"), prefix_cache=prefix_cache)
     decode = make_engine(loaded, PoolConnector(pool, "decode"), prefix_cache=prefix_cache)
-    for index in range(len(oracle.prompts)):
+    for index in range(0, len(oracle.prompts), 2):
         serve(prefill, oracle, [index], 1)
         before = decode.stats().scheduled_tokens
-        serve(decode, oracle, [index], MAX_TOKENS)
+        serve(decode, oracle, [index], 6)
         length = len(oracle.prompts[index])
         num_computed = decode.stats().scheduled_tokens - before
-        assert num_computed == length - (length - 1) // 4 * 4 + MAX_TOKENS - 1
+        assert num_computed == length - (length - 1) // 4 * 4 + 6 - 1
 
 
 def test_engines_of_other_salts_share_nothing(oracle, loaded, pool):
