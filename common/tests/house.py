@@ -251,12 +251,15 @@ def law_of_quotation(house: House) -> list[str]:
     out, and nothing else.
     """
     broken = []
+    called: dict[str, set[Path]] = {}
+    for path in house.files:
+        for name in (house.name(path), path.name):
+            called.setdefault(name, set()).add(path)
     for text in (p for p in house.files if p.suffix == ".md"):
-        for match in BLOCK.finditer(text.read_text(encoding="utf-8")):
-            sources = [
-                p for p in house.files if match["file"] in (house.name(p), p.name) and p != text
-            ]
-            line = text.read_text(encoding="utf-8").count("\n", 0, match.start()) + 1
+        page = text.read_text(encoding="utf-8")
+        for match in BLOCK.finditer(page):
+            sources = [*called.get(match["file"], set()) - {text}]
+            line = page.count("\n", 0, match.start()) + 1
             at = f"{house.name(text)}:{line}"
             if len(sources) != 1:
                 broken.append(f"{at} quotes {match['file']}; {len(sources)} files have that name")
