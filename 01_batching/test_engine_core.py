@@ -1,15 +1,13 @@
-"""The loop: its tokens against transformers, its stops against a script."""
+"""The loop: its stops against a script. Its tokens against transformers: with the runner,
+`test_hf_model_runner.py`."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 
 from bounded_loops import as_long_as
 from engine_core import EngineCore
 from fcfs_scheduler import FCFSScheduler
-from hf_model_runner import HFModelRunner
 from request import Request, SamplingParams
 from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
 from step_record import RecordedScheduler, StepRecord
@@ -26,49 +24,6 @@ def run(engine: EngineCore, *requests: Request) -> None:
         engine.add_request(request)
     for _ in as_long_as(engine.has_unfinished_requests):
         engine.step()
-
-
-# -- against transformers
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_random_workloads_end_in_the_tokens_of_generate(qwen3, oracle, seed):
-    """Arrivals during the run, aborts at random steps, every stop condition, every small limit. An
-    aborted request has a prefix of its tokens. Traps 19, 29 and 49."""
-    rng = random.Random(seed)
-    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in (1, 3, 6, 9)]
-    expected: dict[str, list[int]] = {}
-    requests = []
-    for i in range(9):
-        prompt, max_tokens = rng.choice(prompts), rng.randint(1, 10)
-        tokens = oracle(qwen3, prompt, max_tokens)
-        eos = rng.sample(range(VOCAB_SIZE), 4)
-        requests.append(make(str(i), prompt, eos, max_tokens=max_tokens))
-        ends = [k + 1 for k, token in enumerate(tokens) if token in eos]
-        expected[str(i)] = tokens[: ends[0]] if ends else tokens
-    scheduler = FCFSScheduler(rng.choice([1, 3, 64]), rng.choice([9, 11, 100]))
-    runner = HFModelRunner(qwen3)
-    engine = EngineCore(RecordedScheduler(scheduler, check_invariants=True), runner)
-    coming, aborted = list(requests), set()
-    for _ in as_long_as(lambda: coming or engine.has_unfinished_requests()):
-        for _ in range(min(len(coming), rng.randint(0, 3))):
-            engine.add_request(coming.pop(0))
-        if rng.random() < 0.1 and scheduler.requests:
-            hung_up = rng.choice(sorted(scheduler.requests))
-            aborted.add(hung_up)
-            engine.abort_request(hung_up)
-        engine.step()
-    for request in requests:
-        tokens = expected[request.request_id]
-        if request.request_id in aborted:
-            assert request.finish_reason == "abort", f"seed {seed}"
-            tokens = tokens[: request.num_output_tokens]
-        assert request.output_token_ids == tokens, f"seed {seed}, request {request.request_id}"
-    engine.step()
-    assert not runner.cached_req_ids
-
-
-# -- a scripted model, to make stops happen where they should
 
 
 class ScriptedRunner:
@@ -201,18 +156,6 @@ def test_a_step_that_is_not_finished_is_waited_for_once():
     (result,) = engine.step()
     assert result.new_token_ids == [5]
     assert events == [("execute", ["a"]), "wait", ("update", {"a": [5]})]
-
-
-def test_a_refused_request_leaves_the_others_alone():
-    engine = EngineCore(FCFSScheduler(max_num_batched_tokens=4), ScriptedRunner(SCRIPT))
-    a = make("a", [1], max_tokens=3)
-    engine.add_request(a)
-    for bad in (make("a", [1]), make("long", [1] * 5)):
-        with pytest.raises(ValueError):
-            engine.add_request(bad)
-    assert engine.get_request_counts() == (0, 1)
-    run(engine)
-    assert a.output_token_ids == SCRIPT[:3]
 
 
 class Answers:

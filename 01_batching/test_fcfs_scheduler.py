@@ -411,21 +411,6 @@ def test_the_largest_request_that_fits_is_served_to_its_last_token():
     assert request.finish_reason == "length" and request.num_computed_tokens == 8
 
 
-def test_max_model_len_lowers_max_tokens():
-    request = make("r", 5, max_tokens=10)
-    scheduler = scheduler_with(request, max_model_len=7)
-    step(scheduler)
-    assert not request.is_finished
-    step(scheduler)
-    assert (request.finish_reason, request.num_tokens) == ("length", 7)
-
-
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
-def test_a_limit_below_one_is_an_error(name):
-    with pytest.raises(ValueError, match=f"{name} is 0"):
-        FCFSScheduler(**{name: 0})
-
-
 def test_a_request_that_never_ran_is_not_reported_as_finished():
     scheduler = scheduler_with(make("a", 2), make("b", 2), max_num_seqs=1)
     step(scheduler)
@@ -504,12 +489,14 @@ def test_limits_are_integers_from_one_on(value):
             FCFSScheduler(**{name: value})
 
 
-def test_what_shortened_a_request_is_said_when_it_ends():
+def test_max_model_len_lowers_max_tokens_and_it_is_said_when_the_request_ends():
     request = make("r", 5, max_tokens=10)
-    scheduler = scheduler_with(request, max_model_len=6)
-    plan = scheduler.schedule()
-    (result,) = scheduler.update_from_output(plan, StepOutput({"r": [7]}))
-    assert (result.finish_reason, result.finish_detail) == ("length", "max_model_len=6")
+    scheduler = scheduler_with(request, max_model_len=7)
+    step(scheduler)
+    assert not request.is_finished
+    (result,) = scheduler.update_from_output(scheduler.schedule(), StepOutput({"r": [7]}))
+    assert (result.finish_reason, result.finish_detail) == ("length", "max_model_len=7")
+    assert request.num_tokens == 7
     scheduler = scheduler_with(make("r", 5, max_tokens=1), max_model_len=6)
     (result,) = scheduler.update_from_output(scheduler.schedule(), StepOutput({"r": [7]}))
     assert (result.finish_reason, result.finish_detail) == ("length", None)

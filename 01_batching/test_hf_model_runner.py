@@ -105,25 +105,38 @@ PROMPTS = [random_tokens(random.Random(length), length) for length in (1, 2, 3, 
 @BOTH_WAYS
 @pytest.mark.parametrize("seed", range(5))
 def test_tokens_equal_those_of_generate_under_random_arrivals(model, oracle, batched, seed):
+    """Every stop condition, every small limit, aborts at random steps: an aborted request has a
+    prefix of its tokens. Traps 19, 29 and 49."""
     rng = random.Random(seed)
-    requests = [
-        Request.from_tokens(str(i), rng.choice(PROMPTS), rng.randint(1, 12)) for i in range(8)
-    ]
+    requests: list[Request] = []
+    expected: list[list[int]] = []
+    for i in range(9):
+        prompt, max_tokens = rng.choice(PROMPTS), rng.randint(1, 12)
+        tokens, eos = oracle(model, prompt, max_tokens), rng.sample(range(VOCAB_SIZE), 4)
+        ends = [k + 1 for k, token in enumerate(tokens) if token in eos]
+        expected.append(tokens[: ends[0]] if ends else tokens)
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        requests.append(Request(str(i), prompt, params, eos_token_ids=eos))
     runner = HFModelRunner(model, batched)
     scheduler = FCFSScheduler(
         max_num_seqs=rng.choice([1, 3, 64]), max_num_batched_tokens=rng.choice([12, 20, 200])
     )
     engine = EngineCore(RecordedScheduler(scheduler, check_invariants=True), runner)
-    waiting = list(requests)
+    waiting, aborted = list(requests), set()
     for _ in as_long_as(lambda: waiting or engine.has_unfinished_requests()):
         for _ in range(min(len(waiting), rng.randint(0, 3))):
             engine.add_request(waiting.pop(0))
+        if rng.random() < 0.1 and scheduler.requests:
+            aborted.add(hung_up := rng.choice(sorted(scheduler.requests)))
+            engine.abort_request(hung_up)
         engine.step()
         held = {i: runner.num_computed_tokens(i) for i in scheduler.running}
         assert held == {i: r.num_computed_tokens for i, r in scheduler.running.items()}
-    for request in requests:
-        expected = oracle(model, request.prompt_token_ids, request.max_tokens)
-        assert request.output_token_ids == expected, f"seed {seed}, request {request.request_id}"
+    for request, tokens in zip(requests, expected, strict=True):
+        if request.request_id in aborted:
+            assert request.finish_reason == "abort", f"seed {seed}"
+            tokens = tokens[: request.num_output_tokens]
+        assert request.output_token_ids == tokens, f"seed {seed}, request {request.request_id}"
     assert engine.step() == []
     assert not runner.cached_req_ids, "KV of finished requests is still held"
 

@@ -216,16 +216,6 @@ def test_a_preempted_request_goes_back_to_the_front():
     assert ids(queue) == ["a", "c", "b"]
 
 
-def test_looking_changes_nothing():
-    queue = create_request_queue("fcfs")
-    for name in "abc":
-        queue.add_request(make(name))
-    for _ in range(2):
-        assert queue.peek_request().request_id == "a"
-        assert ids(queue) == ["a", "b", "c"]
-        assert len(queue) == 3
-
-
 def test_two_queues_share_nothing():
     """Trap 50."""
     one, other = create_request_queue("fcfs"), create_request_queue("fcfs")

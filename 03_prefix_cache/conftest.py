@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from block_pool import BlockPool
+from kv_world import World
 from prefix_cache import PrefixCache
 
 MakeCache = Callable[[BlockPool, int], PrefixCache]
@@ -34,3 +35,24 @@ def make_caches() -> dict[str, MakeCache]:
 def make_cache(request: pytest.FixtureRequest, make_caches: dict[str, MakeCache]) -> MakeCache:
     """`make_cache(pool, block_size)`: the test runs once for each cache."""
     return make_caches[request.param]
+
+
+@pytest.fixture
+def world_of() -> type[World]:
+    """What `make_world` makes."""
+    return World
+
+
+@pytest.fixture
+def make_world(make_cache: MakeCache, world_of: type[World]) -> Iterator[Callable[..., World]]:
+    """`make_world(num_usable_blocks, block_size)`. Whatever a test did, nothing is left behind."""
+    worlds: list[World] = []
+
+    def make(num_usable: int, block_size: int) -> World:
+        worlds.append(world_of(make_cache, num_usable, block_size))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.check()
+        world.drain()

@@ -6,7 +6,7 @@ loads as well is tested in `beyond/`, and with a scheduler in `test_caching_fcfs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -19,25 +19,16 @@ from kv_slots import make_request
 from kv_world import World
 from scheduler_interface import BlockMove
 
-
-@pytest.fixture
-def make_world(make_cache) -> Callable[..., World]:
-    return lambda *arguments: World(make_cache, *arguments)
-
-
 # -- worked examples
 
 
 def test_the_second_request_computes_what_the_first_did_not(make_world):
     world = make_world(20, 4)
-    world.submit("a", [1, 2, 3, 4, 5, 6, 7, 8, 9])
-    world.run("a")
-    world.submit("b", [1, 2, 3, 4, 5, 6, 7, 8, 0, 0])
-    world.run("b")
+    world.serve("a", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    world.serve("b", [1, 2, 3, 4, 5, 6, 7, 8, 0, 0])
     assert world.written == {"a": 9, "b": 10}
     assert world.tables()["b"][:2] == world.tables()["a"][:2]
     assert world.cache.stats.hit_rate == 8 / 19
-    world.drain()
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
@@ -45,10 +36,8 @@ def test_at_least_the_last_token_is_computed(make_world, block_size):
     """Trap 3: the prompt is an exact multiple of the block size, and all of it is cached."""
     world = make_world(20, block_size)
     for request_id in "ab":
-        world.submit(request_id, [5] * (2 * block_size))
-        world.run(request_id)
+        world.serve(request_id, [5] * (2 * block_size))
     assert world.stats[2] == block_size, "one of two blocks"
-    world.drain()
 
 
 def test_what_is_planned_is_not_cached_before_it_is_written(make_world):
@@ -68,7 +57,6 @@ def test_what_is_planned_is_not_cached_before_it_is_written(make_world):
     assert world.cache.num_cached_blocks == 3, (
         "the eighth token filled a block and was not waited for"
     )
-    world.drain()
 
 
 def test_a_duplicate_is_given_back_and_the_runner_is_told(make_world):
@@ -88,8 +76,6 @@ def test_a_duplicate_is_given_back_and_the_runner_is_told(make_world):
     world.manager._moves.append(BlockMove("b", 0, kept))  # put back
     assert world.advance("b")
     world.step()
-    world.check()
-    world.drain()
 
 
 def test_a_move_dies_with_its_request(make_world):
@@ -117,14 +103,9 @@ def test_blocks_are_freed_deepest_first(make_world):
 def test_a_hit_survives_the_eviction_it_causes(make_world):
     """Trap 5: touched before anything is taken."""
     world = make_world(4, 4)
-    world.submit("a", [1] * 16)
-    world.run("a")
-    world.free("a")
-    world.submit("b", [1] * 8 + [2] * 8)
-    world.run("b")
+    world.warm("a", [1] * 16)
+    world.serve("b", [1] * 8 + [2] * 8)
     assert world.stats[2] == 8
-    world.check()
-    world.drain()
 
 
 def test_a_request_waits_one_step_for_the_block_that_another_computes(make_world):
@@ -141,7 +122,6 @@ def test_a_request_waits_one_step_for_the_block_that_another_computes(make_world
     assert world.admit("e"), "another prefix"
     world.step()
     assert world.look_up(world.waiting["b"]).num_tokens == 4
-    world.drain()
 
 
 @pytest.mark.parametrize("leave", ["free", "preempt"])
@@ -154,14 +134,11 @@ def test_nobody_waits_for_a_request_that_has_left(make_world, leave):
     getattr(world, leave)("a")
     assert world.admit("b")
     world.step()
-    world.check()
-    world.drain()
 
 
 def test_the_block_that_a_decoding_request_fills_is_waited_for_too(make_world):
     world = make_world(20, 4)
-    world.submit("a", [1] * 6)
-    world.run("a")
+    world.serve("a", [1] * 6)
     world.submit("b", [1] * 6 + [0, 0, 2])
     world.advance("a")  # position 6: the block is not full yet, and nobody waits
     assert world.look_up(world.waiting["b"]).num_tokens == 4
@@ -183,9 +160,9 @@ def test_the_order_of_extra_keys_does_not_matter(make_world):
     assert world.look_up(world.waiting["b"]).num_tokens == 2
 
 
-def test_a_block_with_draft_tokens_is_neither_published_nor_waited_for(make_world):
+def test_a_block_with_draft_tokens_is_neither_published_nor_waited_for(make_cache):
     """Trap 13: positions beyond the known tokens are written for tokens that may be rejected."""
-    world = make_world(20, 4)
+    world = World(make_cache, 20, 4)
     request = world.submit("a", [1, 1, 1])
     assert world.manager.allocate_slots(request, 5, computed=ComputedBlocks())
     assert not world.manager._in_flight
@@ -221,27 +198,22 @@ def test_statistics_count_a_request_once_when_it_is_admitted(make_world):
     assert world.admit("b")
     assert (stats.num_requests, stats.num_tokens_looked_up, stats.num_tokens_hit) == (2, 19, 6)
     world.step()
-    world.check()
-    world.drain()
 
 
 def test_what_is_only_cached_is_as_good_as_free(make_world):
     world = make_world(8, 2)
-    world.submit("a", [1] * 8)
-    world.run("a")
+    world.serve("a", [1] * 8)
     assert world.manager.num_blocks_in_use == 4 and world.manager.usage == 0.5
     world.free("a")
     assert world.manager.num_blocks_in_use == 0 and world.manager.usage == 0
     assert world.pool.num_free_blocks == 4
-    world.submit("b", [2] * 16)
-    world.run("b")
+    world.serve("b", [2] * 16)
     assert world.manager.usage == 1
 
 
 def test_the_cache_is_forgotten_only_while_nobody_uses_it(make_world):
     world = make_world(8, 2)
-    world.submit("a", [1] * 5)
-    world.run("a")
+    world.serve("a", [1] * 5)
     assert not world.manager.reset_prefix_cache()
     assert world.cache.num_cached_blocks == 2
     world.free("a")
@@ -255,13 +227,11 @@ def test_wrong_collaborators_and_wrong_calls_are_errors(make_cache, make_world):
         with pytest.raises(ValueError, match="block_size is 2"):
             CachedKVCacheManager(pool, 2, other)
     world = make_world(8, 2)
-    world.submit("a", [1] * 5)
-    world.run("a")
+    world.serve("a", [1] * 5)
     with pytest.raises(ValueError, match="'a' has a block table already"):
         world.manager.get_computed_blocks(world.running["a"])
     world.manager.cache_blocks(make_request("never seen", [1, 2, 3]), 3)
     world.manager.free(make_request("never seen", [1, 2, 3]))
-    world.check()
 
 
 class NoLongSlices(list):
@@ -322,10 +292,8 @@ def test_a_decode_step_costs_the_cache_nothing_until_a_block_is_full(
 def test_what_would_be_free_if_somebody_were_gone_is_known_before_anybody_goes(make_world):
     """Trap 60. 8 blocks: v runs with 3, of which one is also used by w, who has 4 of its own."""
     world = make_world(8, 2)
-    world.submit("v", [8] * 5)
-    world.run("v")
-    world.submit("w", [8, 8] + [7] * 8)
-    world.run("w")
+    world.serve("v", [8] * 5)
+    world.serve("w", [8, 8] + [7] * 8)
     assert world.tables() == {"v": [1, 2, 3], "w": [1, 4, 5, 6, 7]}
     world.submit("y", [9] * 6)
     victim, newcomer, nothing = world.running["v"], world.waiting["y"], ComputedBlocks()
@@ -340,15 +308,12 @@ def test_what_would_be_free_if_somebody_were_gone_is_known_before_anybody_goes(m
     world.preempt("v")
     assert world.admit("y")
     world.step()
-    world.check()
 
 
 def test_blocks_that_are_found_are_not_free_for_what_comes_behind_them(make_world):
     """They can be evicted as long as nobody uses them, and not when the newcomer does."""
     world = make_world(4, 2)
-    world.submit("x", [1] * 5)
-    world.run("x")
-    world.free("x")
+    world.warm("x", [1] * 5)
     newcomer = world.submit("a", [1] * 8)
     found = world.look_up(newcomer)
     assert found.num_tokens == 4 and world.cache.num_evictable_blocks == 2
@@ -359,8 +324,7 @@ def test_blocks_that_are_found_are_not_free_for_what_comes_behind_them(make_worl
 
 def test_blocks_that_the_victim_and_the_newcomer_share_are_counted_once(make_world):
     world = make_world(5, 2)
-    world.submit("v", [1] * 9)
-    world.run("v")
+    world.serve("v", [1] * 9)
     newcomer = world.submit("a", [1] * 4 + [2] * 6)
     found = world.look_up(newcomer)
     assert found.num_tokens == 4 and world.pool.num_free_blocks == 0
@@ -370,7 +334,6 @@ def test_blocks_that_the_victim_and_the_newcomer_share_are_counted_once(make_wor
     world.preempt("v")
     assert world.admit("a")
     world.step()
-    world.check()
 
 
 # -- whatever happens
@@ -479,12 +442,10 @@ def test_every_interleaving_of_three_requests_over_five_blocks(make_cache):
 @pytest.mark.parametrize(
     "damage", ["own", "place", "path", "keys", "in_flight", "state", "holder", "cache"]
 )
-def test_check_invariants_notices_damage(make_world, damage):
-    world = make_world(12, 2)
-    world.submit("a", [1, 2, 3, 4, 5])
-    world.run("a")
-    world.submit("b", [1, 2, 3, 4, 6, 7, 8])
-    world.run("b")
+def test_check_invariants_notices_damage(make_cache, damage):
+    world = World(make_cache, 12, 2)
+    world.serve("a", [1, 2, 3, 4, 5])
+    world.serve("b", [1, 2, 3, 4, 6, 7, 8])
     world.advance("a")
     world.check()
     manager, table = world.manager, world.manager._tables["b"]

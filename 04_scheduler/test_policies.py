@@ -7,7 +7,7 @@ tokens, the walk as a recursion over groups of requests, duplicates by comparing
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -21,8 +21,8 @@ from policies import FCFSPolicy, PriorityPolicy, SchedulePolicy
 from policy_queue import PolicyQueue
 from prefix_cache import PrefixCache, normalise_extra_keys
 from prefix_cache_local import PrefixCacheLocal
-from radix_cache import RadixCache
 from request import Request, SamplingParams
+from scheduler_steps import PREFIX_CACHES
 from sglang_policies import (
     POLICIES,
     CacheAwarePolicy,
@@ -33,10 +33,6 @@ from sglang_policies import (
 )
 from test_prefix_cache import CountingList
 
-CACHES: dict[str, Callable[[BlockPool, int], PrefixCache]] = {
-    "hash": lambda pool, block_size: PrefixCacheLocal(pool=pool, block_size=block_size),
-    "radix": lambda pool, block_size: RadixCache(pool=pool, page_size=block_size),
-}
 CACHE_AWARE = (LongestPrefixMatch, DFSWeight)
 PARAMS = SamplingParams(temperature=0, ignore_eos=True)
 
@@ -187,7 +183,7 @@ def make_world(cache: str, seed: int, num_waiting: int = 14) -> World:
     rng = random.Random(seed)
     block_size = rng.choice((1, 2, 4, 16, 40))
     pool = BlockPool(rng.choice((8, 30, 200)))
-    world_cache = CACHES[cache](pool, block_size)
+    world_cache = PREFIX_CACHES[cache](pool, block_size)
     unit = max(1, rng.choice((block_size // 2, block_size, 16)))  # texts end in blocks and at ends
     texts: list[list[int]] = [[]]
     for _ in range(8):  # a family tree: each text goes on from an earlier one
@@ -273,7 +269,7 @@ DEFINITIONS = {LongestPrefixMatch: by_definition_lpm, DFSWeight: by_definition_d
 
 
 @pytest.mark.parametrize("kind", CACHE_AWARE)
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", PREFIX_CACHES)
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -305,21 +301,6 @@ def test_the_random_worlds_have_what_they_should():
     assert all(count > 15 for count in seen.values()), seen
 
 
-@pytest.mark.parametrize("kind", CACHE_AWARE)
-def test_both_caches_give_one_order(kind):
-    num_compared = 0
-    for seed in range(60):
-        one, other = make_world("hash", seed), make_world("radix", seed)
-        if one.num_cached() == other.num_cached():  # else they have evicted different blocks
-            orders = [
-                ids(kind(world.manager.find_cached_blocks, world.block_size).order(world.waiting))
-                for world in (one, other)
-            ]
-            assert orders[0] == orders[1], seed
-            num_compared += any(one.num_cached().values())
-    assert num_compared > 10
-
-
 def policy_on_paths(kind: type, paths: dict[str, str], **kwargs: int) -> CacheAwarePolicy:
     """Cached blocks as words: each letter of a request's word is a block."""
     return kind(lambda request: [ord(c) for c in paths[request.request_id]], 16, **kwargs)
@@ -331,19 +312,6 @@ def test_the_worked_example_of_the_walk():
     assert ids(policy_on_paths(DFSWeight, paths).order(requests)) == ["r2", "r4", "r1", "r0", "r3"]
     lpm = policy_on_paths(LongestPrefixMatch, paths)
     assert ids(lpm.order(requests)) == ["r2", "r4", "r0", "r1", "r3"]
-
-
-def test_the_heavier_subtree_goes_first_even_where_its_prefixes_are_shorter():
-    paths = {"r0": "XYZ", "r1": "A", "r2": "A", "r3": ""}
-    requests = [make(name) for name in paths]
-    assert ids(policy_on_paths(DFSWeight, paths).order(requests)) == ["r1", "r2", "r0", "r3"]
-    assert ids(policy_on_paths(LongestPrefixMatch, paths).order(requests))[0] == "r0"
-
-
-def test_equal_subtrees_go_in_order_of_arrival_and_stay_together():
-    paths = {"r0": "AB", "r1": "XY", "r2": "XZ", "r3": "AC"}
-    requests = [make(name) for name in paths]
-    assert ids(policy_on_paths(DFSWeight, paths).order(requests)) == ["r0", "r3", "r1", "r2"]
 
 
 # duplicates
@@ -393,46 +361,6 @@ def test_who_has_32_cached_tokens_already_is_not_put_off(num_cached, is_put_off)
     ]
     order = order_of(requests, cache)
     assert order == (["a", "c", "b"] if is_put_off else ["a", "b", "c"])
-
-
-def test_shared_tokens_are_counted_behind_what_is_cached():
-    cache = PrefixCacheLocal(100, block_size=16)
-    shared = list(range(48))
-    cache.cache_computed_blocks(shared[:16])
-    tails = [7] * 20, [8] * 20
-    requests = [make("a", shared + tails[0]), make("b", shared + tails[1]), make("c", [9] * 40)]
-    assert order_of(requests, cache) == ["a", "c", "b"]  # 48 - 16
-    requests = [make("a", shared[:47] + tails[0]), make("b", shared[:47] + tails[1])]
-    assert order_of([*requests, make("c", [9] * 40)], cache) == ["a", "b", "c"]
-
-
-def test_a_block_with_the_last_token_in_it_is_no_use_and_nobody_waits_for_it():
-    shared = list(range(32))
-    exact, longer, other = make("a", shared), make("b", [*shared, 1]), make("c", [9])
-    assert order_of([longer, exact, other]) == ["b", "a", "c"]
-    assert order_of([exact, longer, other]) == ["a", "c", "b"]
-
-
-def test_thresholds_can_be_set():
-    requests = [make("a", [*range(16), 7]), make("b", [*range(16), 8]), make("c", [9])]
-    assert order_of(requests) == ["a", "b", "c"]
-    assert order_of(requests, min_shared=16) == ["a", "c", "b"]
-    assert order_of(requests, min_shared=17) == ["a", "b", "c"]
-    assert order_of(requests, min_shared=16, min_cached=0) == ["a", "b", "c"]
-
-
-def test_who_may_not_share_is_not_put_off():
-    """Trap 12, the other way round: equal tokens under different keys are different KV."""
-    tokens = list(range(64))
-    requests = [make("a", tokens, "x"), make("b", tokens, "y"), make("c", tokens, "x"), make("d")]
-    assert order_of(requests) == ["a", "b", "d", "c"]
-
-
-def test_those_put_off_keep_their_order():
-    tokens = list(range(64))
-    requests = [make(f"r{i}", [*tokens, i]) for i in range(4)]
-    requests += [make("other", [9] * 9)]
-    assert order_of(requests) == ["r0", "other", "r1", "r2", "r3"]
 
 
 @pytest.mark.parametrize("definition", DEFINITIONS.values())

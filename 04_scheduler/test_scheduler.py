@@ -8,36 +8,45 @@ from threading import Event
 import pytest
 
 from admission_constraints import GrammarsCompiled, MaxLoRAs
-from block_pool import BlockPool
 from bounded_loops import as_long_as
 from fake_model import continuation
-from forced_preemption import ForcedPreemption
-from kv_memory import KeyedRequest, UncachedKVCacheManager
+from kv_memory import KeyedRequest
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus
 from scheduler import MAX_PASSED_OVER, Scheduler, SimpleBlockManager, make_kv_memory
 from scheduler_base import PreemptionPlugin
 from scheduler_books import SchedulerPlugin
 from scheduler_interface import StepOutput
-from scheduler_steps import SchedulerLoop, make_scheduler, planned, preempted, preempting
+from scheduler_steps import (
+    SchedulerLoop,
+    make_memory,
+    make_scheduler,
+    planned,
+    preempted,
+    preempting,
+)
 from sglang_policies import policy_over
 from whole_prompts import CutPrompts
+
+SCHEDULERS = (Scheduler, PrefillFirstScheduler)
 
 
 class Loop(SchedulerLoop):
     """Block size 4, no cache, unless it is told otherwise."""
 
-    def __init__(self, num_blocks: int, *, block_size: int = 4, cached: bool = False, **options):
-        if not cached:
-            pool = BlockPool(num_blocks + 1)
-            options["kv_memory"] = UncachedKVCacheManager(pool, block_size)
-        options.setdefault("watermark", 0.0)
-        limits = {"num_gpu_blocks": num_blocks + 1, "block_size": block_size}
-        super().__init__(make_scheduler(Scheduler, **limits, **options))
-
-    def run(self, most: int = 500) -> None:
-        for _ in as_long_as(self.scheduler.has_unfinished_requests, most):
-            self.step()
+    def __init__(
+        self,
+        num_blocks: int,
+        kind: type = Scheduler,
+        *,
+        block_size: int = 4,
+        cache: str | None = None,
+        **options,
+    ):
+        options.setdefault("kv_memory", make_memory(cache, num_blocks, block_size))
+        if kind is Scheduler:
+            options.setdefault("watermark", 0.0)
+        super().__init__(make_scheduler(kind, **options))
 
 
 # -- as a reader types it
@@ -112,7 +121,7 @@ def test_usage_and_counts_while_it_runs():
     assert stats.kv_cache_usage == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
+@pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.parametrize(
     "options",
     [
@@ -191,9 +200,10 @@ def test_a_prompt_waits_until_it_fits_whole_and_nobody_overtakes_it():
     assert planned(loop.step()) == {"a": 1}
 
 
-def test_seats_are_counted_with_those_just_admitted():
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_seats_are_counted_with_those_just_admitted(kind):
     """Trap 17, and trap 23: who waits takes no seat."""
-    loop = Loop(100, max_num_seqs=2)
+    loop = Loop(100, kind, max_num_seqs=2)
     for name in "abcde":
         loop.add(name, 3, 2)
     assert list(planned(loop.step())) == ["a", "b"]
@@ -331,37 +341,26 @@ def test_forced_preemption_comes_every_so_many_steps_to_who_has_got_a_token():
     loop = Loop(100, preempt_every=3, max_preemptions=9)
     loop.add("a", 4, 30)
     loop.add("b", 4, 30)
-    assert [preempted(loop.step()) for _ in range(12)] == [
-        [],
-        [],
-        ["b"],
-        [],  # b comes back, and gets a token
-        [],
-        ["b"],
-        [],
-        [],
-        ["b"],
-        [],
-        [],
-        ["b"],
-    ]
+    steps = [preempted(loop.step()) for _ in range(12)]
+    assert steps == [[], [], ["b"]] * 4, "b comes back, and gets a token"
     loop = Loop(100, preempt_every=1)
     loop.add("a", 4, 3)
     assert [preempted(loop.step()) for _ in range(5)] == [[], ["a"], [], ["a"], []]
     assert loop.scheduler.plugins[0]._num_outputs_then == {}
 
 
-def test_a_shuffled_queue_is_asked_in_another_order():
-    def admitted(seed: int, shuffle: bool) -> list[str]:
-        loop = Loop(100, max_num_seqs=8, shuffle_waiting=shuffle, seed=seed)
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_shuffled_queue_is_asked_in_another_order(kind):
+    def admitted(seed: int, shuffle: bool = True) -> str:
+        loop = Loop(100, kind, max_num_seqs=8, shuffle_waiting=shuffle, seed=seed)
         for name in "abcdefgh":
             loop.add(name, 2, 2)
-        return list(planned(loop.step()))
+        return "".join(planned(loop.step()))
 
-    assert admitted(0, False) == list("abcdefgh")
-    orders = [admitted(seed, True) for seed in range(4)]
+    assert admitted(0, shuffle=False) == "abcdefgh"
+    orders = [admitted(seed) for seed in range(4)]
     assert all(sorted(order) == list("abcdefgh") for order in orders)
-    assert len({tuple(order) for order in orders}) == 4
+    assert len(set(orders)) == 4 and admitted(3) == orders[3]
 
 
 # -- the bound on preemption
@@ -425,7 +424,7 @@ def test_a_prompt_that_is_cut_needs_no_more_blocks_than_it_has():
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_prefix_that_is_being_computed_is_waited_for_or_computed_again(waits):
-    loop = Loop(20, cached=True, wait_for_prefix=waits)
+    loop = Loop(20, cache="hash", wait_for_prefix=waits)
     prompt = list(range(10))
     for name in "ab":
         loop.take(KeyedRequest.from_tokens(name, prompt, 4))
@@ -443,15 +442,16 @@ def test_the_watermark_is_nothing_to_wait_for_when_nobody_runs():
     assert loop.reasons == {"a": "length"}
 
 
-def test_what_can_never_run_is_refused_and_changes_nothing():
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_what_can_never_run_is_refused_and_changes_nothing(kind):
     """Trap 16."""
-    loop = Loop(4, max_num_batched_tokens=20, max_model_len=30)
+    loop = Loop(4, kind, max_num_batched_tokens=20, max_model_len=30)
     cases = {"r" * 2: 17, "s" * 2: 21}
     for name, num_prompt in cases.items():
         with pytest.raises(ValueError, match=f"{name}.*prompt has {num_prompt} tokens"):
             loop.add(name, num_prompt)
     with pytest.raises(ValueError, match="max_model_len=30"):
-        Loop(100, max_model_len=30).add("a", 30)
+        Loop(100, kind, max_model_len=30).add("a", 30)
     loop.add("a", 16, 1)
     with pytest.raises(ValueError, match="request_id is 'a'"):
         loop.add("a", 3)
@@ -460,10 +460,11 @@ def test_what_can_never_run_is_refused_and_changes_nothing():
     assert len(loop.outputs["a"]) == 1
 
 
-def test_who_outgrows_the_whole_pool_ends_with_a_reason():
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_who_outgrows_the_whole_pool_ends_with_a_reason(kind):
     """Trap 16: with 16 positions there are 4 tokens behind a prompt of 13, and the last of them
     needs no slot."""
-    loop = Loop(4)
+    loop = Loop(4, kind)
     request = loop.add("a", 13, 50)
     results = []
     for _ in as_long_as(loop.scheduler.has_unfinished_requests):
@@ -475,7 +476,7 @@ def test_who_outgrows_the_whole_pool_ends_with_a_reason():
     assert request.num_preemptions == 0
     short = loop.add("b", 13, 4)
     assert short.length_limit is None
-    bounded = Loop(4, max_model_len=15).add("c", 13, 50)
+    bounded = Loop(4, kind, max_model_len=15).add("c", 13, 50)
     assert (bounded.max_tokens, bounded.length_limit) == (2, "max_model_len=15")
 
 
@@ -509,23 +510,20 @@ def full_batch(num_blocks: int, *sizes: tuple[int, int], **options) -> Loop:
     return loop
 
 
-def test_nobody_is_displaced_for_a_newcomer_that_cannot_use_the_seat():
+@pytest.mark.parametrize(
+    ("num_prompt", "plan"), [(10, {"a": 1, "b": 1}), (9, {"a": 1, "urgent": 9})]
+)
+def test_the_newcomer_has_the_budget_of_whom_it_displaces_and_no_more(num_prompt, plan):
+    """Of 10 tokens 8 are left beside a and b, and 9 without b. With too few, b keeps its seat."""
     loop = full_batch(100, (4, 8), (4, 8), max_num_batched_tokens=10)
-    loop.add("urgent", 10, priority=0)  # 1 token of the budget is a's, so 9 are left
-    assert preempted(loop.step()) == []
+    loop.add("urgent", num_prompt, priority=0)
+    assert planned(loop.step()) == plan
 
 
-def test_the_newcomer_has_the_budget_of_whom_it_displaces():
-    loop = full_batch(100, (4, 8), (4, 8), max_num_batched_tokens=10)
-    loop.add("urgent", 9, priority=0)  # 8 are left beside a and b, and 9 without b
-    output = loop.step()
-    assert preempted(output) == ["b"] and planned(output) == {"a": 1, "urgent": 9}
-
-
-@pytest.mark.parametrize("cached", [False, True])
-def test_nobody_is_displaced_for_a_newcomer_that_does_not_fit_the_memory(cached):
+@pytest.mark.parametrize("cache", [None, "hash"])
+def test_nobody_is_displaced_for_a_newcomer_that_does_not_fit_the_memory(cache):
     """Trap 60: 8 blocks, of which a has 4, b has 2, and 2 are free. The newcomer wants 5."""
-    loop = full_batch(8, (13, 4), (5, 4), cached=cached)
+    loop = full_batch(8, (13, 4), (5, 4), cache=cache)
     loop.add("urgent", 20, 1, priority=0)
     output = loop.step()
     assert preempted(output) == [] and planned(output) == {"a": 1, "b": 1}
@@ -534,10 +532,10 @@ def test_nobody_is_displaced_for_a_newcomer_that_does_not_fit_the_memory(cached)
     assert set(planned(loop.step())) == {"urgent"}, "when a and b have ended"
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_a_newcomer_has_what_is_free_and_the_blocks_of_whom_it_displaces(cached):
+@pytest.mark.parametrize("cache", [None, "hash"])
+def test_a_newcomer_has_what_is_free_and_the_blocks_of_whom_it_displaces(cache):
     """The same 8 blocks, and a newcomer that wants all of the 4 that are free or b's."""
-    loop = full_batch(8, (13, 4), (5, 4), cached=cached)
+    loop = full_batch(8, (13, 4), (5, 4), cache=cache)
     loop.add("urgent", 16, 1, priority=0)
     output = loop.step()
     assert preempted(output) == ["b"] and planned(output) == {"a": 1, "urgent": 16}
@@ -547,15 +545,11 @@ def test_a_newcomer_has_what_is_free_and_the_blocks_of_whom_it_displaces(cached)
 
 def test_blocks_that_the_victim_shares_are_not_counted_as_its_own():
     """7 blocks: a and b share 2, have 1 each of their own, and 3 are free."""
-    loop = Loop(7, max_num_seqs=2, policy="priority", cached=True)
-    shared = [7] * 8
+    loop = Loop(7, max_num_seqs=2, policy="priority", cache="hash")
     for name, priority in (("a", 1), ("b", 5)):
-        request = Request.from_tokens(name, [*shared, ord(name)], 8)
-        request.priority = priority
-        loop.scheduler.add_request(request)
-        loop.outputs[name] = []
+        loop.take(Request.from_tokens(name, [*[7] * 8, ord(name)], 8, priority))
         loop.step()
-    assert len(loop.scheduler.running) == 2 and loop.scheduler.kv_memory.num_blocks_in_use == 4
+    assert len(loop.scheduler.running) == 2 and loop.memory.num_blocks_in_use == 4
     loop.add("urgent", 20, 1, priority=0)  # 5 blocks: 3 are free, and 1 is b's alone
     assert preempted(loop.step()) == []
     loop.scheduler.abort_request("urgent")
@@ -567,13 +561,10 @@ def test_blocks_that_the_victim_shares_are_not_counted_as_its_own():
 def test_what_the_newcomer_finds_cached_is_not_taken_for_it_as_well(num_prompt, victims):
     """6 blocks: a has 1, b has 3, and 2 are free. The newcomer finds b's first 2 cached, so 3 are
     left for the rest of it."""
-    loop = Loop(6, max_num_seqs=2, policy="priority", cached=True)
-    prompt = list(range(8))
+    loop = Loop(6, max_num_seqs=2, policy="priority", cache="hash")
     loop.add("a", 1, 4, priority=0)
     for name, num_more, priority in (("b", 1, 5), ("u", num_prompt - 8, 1)):
-        request = Request.from_tokens(name, prompt + [ord(name)] * num_more, 4, priority, 1.0)
-        loop.scheduler.add_request(request)
-        loop.outputs[name] = []
+        loop.take(Request.from_tokens(name, [*range(8)] + [ord(name)] * num_more, 4, priority))
         output = loop.step()
     assert preempted(output) == victims
     loop.run()
@@ -602,59 +593,24 @@ def test_the_victim_is_the_least_urgent_and_of_those_the_latest():
     assert victims[0] == "c"
 
 
-# -- equal prompts
-
-
-def equals(n: int, num_prompt: int, max_tokens: int) -> list[Request]:
-    prompt = list(range(num_prompt))
-    return [Request.from_tokens(f"s{i}", prompt, max_tokens, 0, float(i)) for i in range(n)]
-
-
-@pytest.mark.parametrize("cached", [False, True])
-def test_equal_prompts_are_computed_once_if_there_is_a_cache(cached):
-    """Two full blocks of four, and two tokens behind them."""
-    loop = Loop(20, cached=cached)
-    for request in equals(3, 10, 6):
-        loop.scheduler.add_request(request)
-        loop.outputs[request.request_id] = []
-    if cached:
-        assert planned(loop.step()) == {"s0": 10}
-        assert planned(loop.step()) == {"s0": 1, "s1": 2, "s2": 2}
-    else:
-        assert planned(loop.step()) == {"s0": 10, "s1": 10, "s2": 10}
-    loop.run()
-    expected = continuation(range(10), 6)
-    assert loop.outputs == {"s0": expected, "s1": expected, "s2": expected}
-
-
-@pytest.mark.parametrize("cached", [False, True])
-def test_who_waits_for_an_equal_that_is_preempted_computes_it_itself(cached):
-    loop = Loop(20, cached=cached, max_num_seqs=1)
-    for request in equals(3, 10, 3):
-        loop.scheduler.add_request(request)
-        loop.outputs[request.request_id] = []
-    loop.scheduler.set_plugins([ForcedPreemption(4)])
-    loop.run()
-    expected = continuation(range(10), 3)
-    assert loop.outputs == {"s0": expected, "s1": expected, "s2": expected}
+# -- a cache. Equal prompts: `test_scheduler_runs.py`
 
 
 def test_blocks_that_outputs_fill_are_shared_too():
     """3 + 8 tokens of which the last is never fed back: 10 positions are 2 full blocks."""
-    loop = Loop(20, cached=True)
+    loop = Loop(20, cache="hash")
     first = loop.add("a", 3, 8)
     loop.run()
-    second = Request.from_tokens("b", first.all_token_ids, 1)
-    loop.scheduler.add_request(second)
-    loop.outputs["b"] = []
+    second = loop.take(Request.from_tokens("b", first.all_token_ids, 1))
     assert planned(loop.step()) == {"b": 11 - 8} and second.num_cached_tokens == 8
 
 
 # -- constraints
 
 
-def test_a_batch_holds_so_many_adapters_and_others_overtake_until_one_has_waited_too_long():
-    loop = Loop(100, plugins=[MaxLoRAs(2)], max_overtakes=3)
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_batch_holds_so_many_adapters_and_others_overtake_until_one_has_waited_too_long(kind):
+    loop = Loop(100, kind, plugins=[MaxLoRAs(2)], max_overtakes=3)
     lora = {name: (("lora", name),) for name in "xyz"}
     loop.add("a", 3, 4, extra_keys=lora["x"])
     loop.add("b", 3, 4, extra_keys=lora["y"])
@@ -723,10 +679,9 @@ def test_so_many_are_passed_over_and_no_more():
     loop.add("a", 3)
     assert planned(loop.step()) == {} and constraint.asked == MAX_PASSED_OVER
     num_equals = MAX_PASSED_OVER + 10
-    loop = Loop(2000, cached=True, max_num_seqs=num_equals)
-    for request in equals(num_equals, 10, 2):
-        loop.scheduler.add_request(request)
-        loop.outputs[request.request_id] = []
+    loop = Loop(2000, cache="hash", max_num_seqs=num_equals)
+    for i in range(num_equals):
+        loop.take(Request.from_tokens(f"s{i}", list(range(10)), 2))
     asked = []
     look_up = loop.scheduler.look_up
     loop.scheduler.look_up = lambda request: asked.append(request.request_id) or look_up(request)
@@ -750,27 +705,6 @@ def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled():
 
 
 # -- from outside
-
-
-def test_abort_at_every_moment():
-    loop = Loop(5, max_num_seqs=3)
-    for name in "abcd":
-        loop.add(name, 7, 20)
-    loop.scheduler.abort_request("d")  # waiting
-    output = loop.scheduler.schedule()
-    loop.scheduler.abort_request("a")  # between schedule and update
-    results = loop.scheduler.update_from_output(output, loop.runner.execute(output).wait())
-    assert [r.request_id for r in results] == ["b"]
-    for _ in as_long_as(lambda: not loop.scheduler.get_stats().num_preempted):
-        loop.step()
-    (victim,) = [r for r in loop.scheduler.waiting if r.num_preemptions]
-    loop.scheduler.abort_request(victim.request_id)  # preempted
-    loop.scheduler.abort_request("nobody")
-    loop.run()
-    stats = loop.scheduler.get_stats()
-    assert (stats.total_finished, stats.total_aborted) == (1, 3)
-    loop.scheduler.schedule()
-    assert stats.kv_cache_usage == 0
 
 
 def test_several_requests_end_in_one_call():
@@ -799,7 +733,7 @@ def test_a_full_batch_does_not_ask_the_policy():
     """An order that looks at the cache costs milliseconds, and there is no seat to give."""
     memory = make_kv_memory(101, 4)
     policy = policy_over(memory, "lpm")
-    loop = Loop(100, max_num_seqs=1, policy=policy, kv_memory=memory, cached=True)
+    loop = Loop(100, max_num_seqs=1, policy=policy, kv_memory=memory)
     loop.add("a", 4, 5)
     loop.add("b", 4, 5)
     loop.step()

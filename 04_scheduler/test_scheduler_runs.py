@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from block_pool import BlockPool
+import scheduler_steps
 from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
 from caching_fcfs_scheduler import CachingFCFSScheduler
@@ -23,12 +27,10 @@ from fake_model import FakeModelRunner, continuation
 from kv_memory import KeyedRequest, KVMemory, UncachedKVCacheManager
 from policies import PriorityPolicy
 from prefill_first_scheduler import PrefillFirstScheduler
-from prefix_cache_local import PrefixCacheLocal
-from radix_cache import RadixCache
 from request import Request, RequestStatus, SamplingParams
 from scheduler import Scheduler
 from scheduler_base import SchedulerBase
-from scheduler_interface import SchedulerOutput, StepOutput
+from scheduler_interface import SchedulerOutput, StepHandle, StepOutput
 from scheduler_steps import make_scheduler, preempting
 from sglang_policies import POLICIES, policy_over
 
@@ -59,15 +61,9 @@ class CheckedCachedMemory(_AnswersAreChecked, CachedKVCacheManager):
     pass
 
 
-def make_memory(cache: str | None, num_blocks: int, block_size: int) -> KVMemory:
-    pool = BlockPool(num_blocks + 1)
-    if cache is None:
-        return CheckedMemory(pool, block_size)
-    kind = {
-        "hash": lambda: PrefixCacheLocal(pool=pool, block_size=block_size),
-        "radix": lambda: RadixCache(pool=pool, page_size=block_size),
-    }
-    return CheckedCachedMemory(pool, block_size, kind[cache]())
+make_memory = partial(
+    scheduler_steps.make_memory, uncached=CheckedMemory, cached=CheckedCachedMemory
+)
 
 
 class World:
@@ -138,12 +134,14 @@ class World:
                 )
                 self.finished[result.request_id] = (request, result.finish_reason)
 
-    def advance(self) -> None:
+    def advance(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """`meanwhile` is called while the runner is at work."""
         self.schedule()
+        meanwhile()
         self.update()
 
-    def step(self) -> None:
-        self.advance()
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        self.advance(meanwhile)
         self.check()
 
     def check(self) -> None:
@@ -180,7 +178,74 @@ class World:
             )
 
 
-def random_request(rng: random.Random, request_id: str, families: list, longest: int) -> Request:
+class WorldUnderWay(World):
+    """Several steps are under way, and the invariants hold at any moment."""
+
+    is_settled = True
+    plugin: Any  # of the scheduler, which plans ahead
+    num_in_flight = 2
+
+    def __init__(self, memory: KVMemory, kind=Scheduler, **options):
+        super().__init__(memory, kind, plugins=[self.plugin], **options)
+        self.under_way: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+
+    @property
+    def num_discarded_tokens(self) -> int:
+        return self.plugin.num_discarded_tokens
+
+    @property
+    def plans(self) -> list[SchedulerOutput]:
+        return [plan for plan, _ in self.under_way]
+
+    @property
+    def may_schedule(self) -> bool:
+        return len(self.under_way) < self.num_in_flight
+
+    def schedule(self) -> None:
+        plan = self.plan()
+        self.under_way.append((plan, self.runner.execute(plan)))
+
+    def update(self) -> None:
+        plan, handle = self.under_way.popleft()
+        self.take(plan, handle.wait())
+
+    def advance(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        while self.may_schedule:
+            self.schedule()
+        meanwhile()
+        self.update()
+
+    def lose_plans(self) -> None:
+        """As where a step has failed."""
+        for _, handle in self.under_way:
+            handle.wait()
+        self.under_way.clear()
+        self.plugin.forget_plans()
+
+    def run(self, most: int = 300) -> None:
+        to_the_end(self, self.step, most)
+        self.check_end()
+
+
+def to_the_end(world: World, step: Callable[[], None], most: int) -> None:
+    if world.plans and not world.may_schedule:
+        world.update()
+    for _ in range(most):
+        if not world.scheduler.has_unfinished_requests():
+            break
+        step()
+    while world.plans:
+        world.update()
+    assert not world.scheduler.has_unfinished_requests(), f"stuck: {world.scheduler.requests}"
+    assert world.scheduler.kv_memory.num_blocks_in_use == 0
+
+
+# -- random runs
+
+
+def random_request(
+    rng: random.Random, request_id: str, families: list, longest: int
+) -> KeyedRequest:
     prompt = (rng.choice(families) + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 6))])[
         :longest
     ]
@@ -190,19 +255,71 @@ def random_request(rng: random.Random, request_id: str, families: list, longest:
     return KeyedRequest(request_id, prompt, params, (), priority=priority, extra_keys=keys)
 
 
-def random_options(rng: random.Random) -> dict:
-    return {
+def random_load(
+    rng: random.Random, cache: str | None, spare_blocks: Sequence[int] = (-2, -1, 0, 1)
+) -> tuple[KVMemory, list[KeyedRequest]]:
+    """A pool of hardly more than one request's blocks, and requests that share beginnings."""
+    block_size = rng.choice([1, 2, 4, 7])
+    families = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 10))] for _ in range(3)]
+    most = -(-(16 + 14) // block_size)
+    memory = make_memory(cache, most + rng.choice([*spare_blocks, most, 4 * most]), block_size)
+    longest = min(16, memory.capacity - 1)
+    return memory, [random_request(rng, f"r{i}", families, longest) for i in range(14)]
+
+
+def equals_of(request: KeyedRequest, num: int) -> list[KeyedRequest]:
+    how = (request.prompt_token_ids, request.sampling_params, ())
+    keys = {"priority": request.priority, "extra_keys": request.extra_keys}
+    return [KeyedRequest(f"{request.request_id}.{i}", *how, **keys) for i in range(num)]
+
+
+def run_at_random(
+    world: World, rng: random.Random, to_come: list[KeyedRequest], *, has_aborts: bool
+) -> None:
+    """Trickling arrivals, equal prompts, aborts while the runner is at work."""
+    scheduler = world.scheduler
+
+    def abort() -> None:
+        if has_aborts and rng.random() < 0.05 and scheduler.requests:
+            scheduler.abort_request(rng.choice(sorted(scheduler.requests)))
+
+    for _ in as_long_as(lambda: to_come or scheduler.has_unfinished_requests(), most=3000):
+        if to_come and rng.random() < 0.4:
+            request = to_come.pop()
+            for each in (request, *equals_of(request, rng.choice([0, 0, 0, 2]))):
+                world.add(each)
+        world.step(abort)
+
+
+def random_options(rng: random.Random, kind: type = Scheduler) -> dict:
+    limits = {
         "max_num_seqs": rng.choice([1, 2, 3, 16]),
         "max_num_batched_tokens": rng.choice([16, 17, 24, 200]),
-        "policy": rng.choice(sorted(POLICIES)),
-        "watermark": rng.choice([0.0, 0.01, 0.3]),
-        "reserve_all": rng.random() < 0.15,
-        "max_preemptions": rng.choice([1, 2, 3, 100]),
-        "max_overtakes": rng.choice([0, 3, 1000]),
-        "preempt_every": rng.choice([None, None, None, 1, 2, 3, 4, 5]),
-        "shuffle_waiting": rng.random() < 0.2,
-        "seed": rng.randrange(1000),
     }
+    if kind is CachingFCFSScheduler:
+        return limits
+    own = {"watermark": rng.choice([0.0, 0.01, 0.3]), "reserve_all": rng.random() < 0.15}
+    if kind is PrefillFirstScheduler:
+        own = {
+            "mixing": rng.random() < 0.4,
+            "chunked_prefill_size": rng.choice([None, None, 1, 3, 4, 8]),
+            "init_new_token_ratio": rng.choice([0.0, 0.3, 1.0]),
+            "min_new_token_ratio": 0.0,
+            "new_token_ratio_decay_steps": rng.randint(1, 20),
+            "max_consecutive_prefills": rng.choice([1, 2, 8, None]),
+        }
+    return (
+        limits
+        | own
+        | {
+            "policy": rng.choice(sorted(POLICIES)),
+            "max_preemptions": rng.choice([1, 2, 3, 100]),
+            "max_overtakes": rng.choice([0, 3, 1000]),
+            "preempt_every": rng.choice([None, None, None, 1, 2, 3, 4, 5]),
+            "shuffle_waiting": rng.random() < 0.2,
+            "seed": rng.randrange(1000),
+        }
+    )
 
 
 @pytest.mark.sample(seed=20)
@@ -211,33 +328,9 @@ def random_options(rng: random.Random) -> dict:
 def test_a_random_run_says_what_an_uninterrupted_one_says(seed, cache):
     """Every policy, pools of hardly more than one request, arrivals, aborts, equal prompts."""
     rng = random.Random(f"{seed} {cache}")
-    block_size = rng.choice([1, 2, 4, 7])
-    families = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 10))] for _ in range(3)]
-    most = -(-(16 + 14) // block_size)
-    memory = make_memory(cache, most + rng.choice([-2, -1, 0, 1, most, 4 * most]), block_size)
+    memory, to_come = random_load(rng, cache)
     world = World(memory, **random_options(rng))
-    to_come = [
-        random_request(rng, f"r{i}", families, min(16, memory.capacity - 1)) for i in range(14)
-    ]
-    for _ in as_long_as(lambda: to_come or world.scheduler.has_unfinished_requests(), most=3000):
-        if to_come and rng.random() < 0.4:
-            world.add(request := to_come.pop())
-            for i in range(rng.choice([0, 0, 0, 2])):
-                world.add(
-                    KeyedRequest(
-                        f"{request.request_id}.{i}",
-                        request.prompt_token_ids,
-                        request.sampling_params,
-                        (),
-                        priority=request.priority,
-                        extra_keys=request.extra_keys,
-                    )
-                )
-        world.schedule()
-        if seed % 3 == 0 and rng.random() < 0.05 and world.scheduler.requests:
-            world.scheduler.abort_request(rng.choice(sorted(world.scheduler.requests)))
-        world.update()
-        world.check()
+    run_at_random(world, rng, to_come, has_aborts=seed % 3 == 0)
     world.check_end()
 
 
@@ -252,9 +345,7 @@ def test_pools_of_exactly_enough_and_one_more_or_less(num_missing, preempt_every
     for name in ("a", "b"):
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         world.add(Request(name, [1, 2, 3, 0, 1, 2, ord(name) % VOCAB, 3, 3], params))
-    for _ in range(200):
-        if world.scheduler.has_unfinished_requests():
-            world.step()
+    to_the_end(world, world.step, 200)
     world.check_end()
     assert len(world.finished) == 2
 
@@ -282,6 +373,16 @@ def test_the_full_blocks_of_equal_prompts_are_computed_once(cache, kind):
 
 
 SMALL_WORLDS = {
+    "kind": st.sampled_from((Scheduler, PrefillFirstScheduler)),
+    "prefill_first": st.fixed_dictionaries(
+        {
+            "mixing": st.booleans(),
+            "chunked_prefill_size": st.sampled_from([None, 1, 3, 4, 8]),
+            "init_new_token_ratio": st.sampled_from([0.0, 0.3, 1.0]),
+            "min_new_token_ratio": st.just(0.0),
+            "max_consecutive_prefills": st.sampled_from([1, 2, 8, None]),
+        }
+    ),
     "cache": st.sampled_from(CACHES),
     "policy": st.sampled_from(sorted(POLICIES)),
     "block_size": st.sampled_from([1, 2, 3]),
@@ -292,14 +393,16 @@ SMALL_WORLDS = {
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Any order of calls. After each, everything that must hold."""
+    """Any order of calls, for both schools. After each, everything that must hold."""
 
-    kind = World
+    world_type = World
 
     @initialize(**SMALL_WORLDS)
-    def start(self, cache, block_size, num_blocks, **options):
+    def start(self, kind, prefill_first, cache, block_size, num_blocks, **options):
         memory = make_memory(cache, num_blocks, block_size)
-        self.world = self.kind(memory, max_num_batched_tokens=12, **options)
+        if kind is PrefillFirstScheduler:
+            options |= prefill_first
+        self.world = self.world_type(memory, kind, max_num_batched_tokens=12, **options)
         self.num_requests = 0
 
     @rule(data=st.data(), length=st.integers(1, 6), max_tokens=st.integers(1, 7))
@@ -321,9 +424,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_requests += 1
 
     @precondition(lambda self: self.world.may_schedule)
-    @rule()
-    def schedule(self):
-        self.world.schedule()
+    @rule(by_force=st.booleans())
+    def schedule(self, by_force):
+        with preempting(self.world.scheduler) if by_force else nullcontext():
+            self.world.schedule()
 
     @precondition(lambda self: self.world.plans)
     @rule()
@@ -357,20 +461,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if getattr(self, "world", None) is None:
             return
-        if self.world.plans and not self.world.may_schedule:
-            self.world.update()
-        for _ in range(1000):
-            if not self.world.scheduler.has_unfinished_requests():
-                break
-            self.world.step()
-        while self.world.plans:
-            self.world.update()
-        assert not self.world.scheduler.has_unfinished_requests(), "somebody starves"
-        assert self.world.scheduler.kv_memory.num_blocks_in_use == 0
+        to_the_end(self.world, self.world.step, 1000)
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=30, deadline=None
+    max_examples=140, stateful_step_count=30, deadline=None
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
 
@@ -538,16 +633,7 @@ def _check_without_bound(world: World) -> None:
 
 
 def _run_to_the_end(world: World) -> None:
-    if world.plans and not world.may_schedule:
-        world.update()
-    for _ in range(60):
-        if not world.scheduler.has_unfinished_requests():
-            break
-        world.advance()
-    while world.plans:
-        world.update()
-    assert not world.scheduler.has_unfinished_requests(), f"stuck: {world.scheduler.requests}"
-    assert world.scheduler.kv_memory.num_blocks_in_use == 0
+    to_the_end(world, world.advance, 60)
     for request, _ in world.finished.values():
         said = world.said[request.request_id]
         assert said == continuation(request.prompt_token_ids, len(said), VOCAB)

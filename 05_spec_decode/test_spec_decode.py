@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
 import torch
-from scipy.stats import binomtest, chisquare
+from scipy.stats import chisquare
 
 import rejection_sampler
 import spec_decode
@@ -26,6 +26,7 @@ from draft_acceptance import (
 )
 from inverse_cdf import draw
 from spec_decode import (
+    LanguageModel,
     SimpleLM,
     draft_generate,
     sample_token,
@@ -57,7 +58,7 @@ class ConstantLM:
     def __init__(self, probs: Sequence[float]) -> None:
         self.row = torch.tensor(probs, dtype=torch.float64).log()
 
-    def get_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+    def get_logits(self, token_ids: Sequence[int], *_: object) -> torch.Tensor:
         return self.row.expand(len(token_ids), -1)
 
 
@@ -245,22 +246,11 @@ def test_a_draft_is_judged_by_the_row_before_it_and_not_by_its_own(how, place):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_right_draft_behind_a_wrong_one_is_not_kept(how):
-    target = ScriptedLM([0, 0, 5, 6, 7, 8])
-    logits = peaked([4, 6, 7])
-    tokens = verify_and_sample(target, CONTEXT, [4, 6, 7], draft_logits=logits, **how)
-    assert tokens == ([5], 0)
-
-
-@pytest.mark.parametrize("how", HOW)
 def test_a_step_is_one_target_pass_and_k_draft_passes(how):
     target, draft = ScriptedLM([0, 0, 5, 6, 7, 8]), ScriptedLM([0, 0, 5, 6, 1, 1])
     tokens, stats = speculative_decode_step(target, draft, CONTEXT, 3, **how)
-    assert tokens == [5, 6, 7] and (stats.num_drafted, stats.num_accepted, stats.num_passes) == (
-        3,
-        2,
-        1,
-    )
+    assert tokens == [5, 6, 7] and stats.num_passes == 1
+    assert (stats.num_drafted, stats.num_accepted) == (3, 2)
     assert (target.num_passes, draft.num_passes) == (1, 3)
 
 
@@ -269,19 +259,6 @@ def test_without_drafts_a_step_is_plain_decoding(how):
     target = ScriptedLM([0, 0, 5])
     assert verify_and_sample(target, CONTEXT, [], **how) == ([5], 0)
     assert speculative_decode_step(target, target, CONTEXT, 0, **how)[0] == [5]
-
-
-def test_a_draft_that_the_target_rules_out_is_not_accepted_however_sure_the_draft_model_is():
-    """Trap 46: p = 0 at the draft, q = 0 at others."""
-    target = ConstantLM([0.0, 0.5, 0.5])
-    logits = torch.tensor([[0.0, -torch.inf, -torch.inf]])
-    generator = seeded(0)
-    for _ in range(50):
-        for draft_logits in (logits, None):
-            tokens, num_accepted = verify_and_sample(
-                target, [1], [0], draft_logits=draft_logits, generator=generator
-            )
-            assert num_accepted == 0 and tokens[0] in (1, 2)
 
 
 def test_the_calls_of_the_reading_material_work_as_typed():
@@ -356,7 +333,7 @@ LAW_TARGET = SimpleLM(3, seed=2)
 LAW_MODELS = RememberingLM(LAW_TARGET), RememberingLM(LAW_TARGET.noisy_copy(0.7))
 
 
-def two_token_law(target: RememberingLM, temperature: float) -> dict[tuple[int, int], float]:
+def two_token_law(target: LanguageModel, temperature: float) -> dict[tuple[int, int], float]:
     law = {}
     for a, b in product(range(3), repeat=2):
         rows = token_probs(target.get_logits([*CONTEXT, a]), temperature)[-2:]
@@ -381,19 +358,6 @@ def test_two_sampled_tokens_have_the_law_of_the_target(rule, num_drafts, tempera
 
     outcomes = [two_tokens() for _ in range(600)]
     assert p_value(outcomes, two_token_law(target, temperature)) > TINY_P_VALUE
-
-
-@pytest.mark.parametrize("rule", ["rejection", "matching"])
-def test_drafts_that_are_certain_leave_the_law_as_it_is(rule):
-    """As an n-gram look-up brings them: always the same two, right or not."""
-    target, _ = LAW_MODELS
-    generator = seeded(12)
-    outcomes = []
-    for _ in range(600):
-        tokens, _ = verify_and_sample(target, CONTEXT, [2, 0], generator=generator, rule=rule)
-        tokens += plain_generate(target, [*CONTEXT, *tokens], 1, generator=generator)
-        outcomes.append(tuple(tokens[:2]))
-    assert p_value(outcomes, two_token_law(target, 1.0)) > TINY_P_VALUE
 
 
 @pytest.mark.parametrize("has_logits", [True, False])
@@ -431,47 +395,10 @@ def test_the_law_of_the_draft_model_would_be_noticed(temperature):
     assert p_value(outcomes, law) < TINY_P_VALUE
 
 
-# -- how often drafts are accepted
+# -- how often drafts are accepted. What the rules accept: `test_rejection_sampler.py`
 
 P = [0.05, 0.30, 0.10, 0.25, 0.02, 0.08, 0.20]
 Q = [0.20, 0.20, 0.02, 0.40, 0.10, 0.03, 0.05]
-
-
-def probability(rule: str) -> float:
-    p, q = (torch.tensor(x, dtype=torch.float64) for x in (P, Q))
-    return float(acceptance_probability(p, q, rule))
-
-
-def accepted(num: int, is_accepted: Callable[[torch.Generator], int]) -> int:
-    generator = seeded(21)
-    return sum(is_accepted(generator) for _ in range(num))
-
-
-@pytest.mark.parametrize("rule", ["rejection", "matching"])
-def test_a_sampled_draft_is_accepted_as_often_as_worked_out(rule):
-    target, draft = ConstantLM(P), ConstantLM(Q)
-
-    def step(generator: torch.Generator) -> int:
-        args = target, draft, [0], 1, 1.0, generator
-        return speculative_decode_step(*args, rule=rule)[1].num_accepted
-
-    count = accepted(800, step)
-    assert binomtest(count, 800, probability(rule)).pvalue > TINY_P_VALUE
-    other = probability("matching" if rule == "rejection" else "rejection")
-    assert binomtest(count, 800, other).pvalue < TINY_P_VALUE
-
-
-@pytest.mark.parametrize("rule", ["rejection", "matching"])
-def test_the_likeliest_draft_is_accepted_as_often_by_either_rule(rule):
-    target, draft = ConstantLM(P), ConstantLM(Q)
-    drafts, _ = draft_generate(draft, [0], 1, temperature=0)
-
-    def step(generator: torch.Generator) -> int:
-        return verify_and_sample(target, [0], drafts, generator=generator, rule=rule)[1]
-
-    count = accepted(800, step)
-    assert probability("argmax") == 0.25
-    assert binomtest(count, 800, 0.25).pvalue > TINY_P_VALUE
 
 
 def test_a_shared_number_matches_as_often_as_worked_out():
@@ -479,7 +406,8 @@ def test_a_shared_number_matches_as_often_as_worked_out():
     u = torch.arange(1000, dtype=torch.float64) / 1000 + 0.0005
     p, q = (torch.tensor(x, dtype=torch.float64).expand(1000, -1) for x in (P, Q))
     num_matches = int((draw(p, u)[0] == draw(q, u)[0]).sum())
-    assert num_matches / 1000 == pytest.approx(probability("shared"))
+    chance = acceptance_probability(p[0], q[0], "shared")
+    assert num_matches / 1000 == pytest.approx(float(chance))
 
 
 def test_acceptance_by_hand():
@@ -555,11 +483,6 @@ def test_the_best_number_of_drafts_grows_with_acceptance_and_falls_with_their_co
     assert best(0.3, 0.1) < best(0.6, 0.1) < best(0.9, 0.1)
     assert best(0.8, 0.3) < best(0.8, 0.1) < best(0.8, 0.02)
     assert best(0.3, 0.4) == 0  # one draft pays only if its acceptance is above its cost
-
-
-def test_stats_of_nothing():
-    stats = SpecDecodeStats()
-    assert stats.acceptance_rate == 0 and stats.tokens_per_pass == 0
 
 
 # -- bad input

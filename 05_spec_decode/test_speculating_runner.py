@@ -253,12 +253,8 @@ def test_what_came_of_the_drafts():
         ("observe", *x) for x in (("1", 3, 2), ("2", 1, 1), ("3", 2, 0))
     ]
     stats = bench.runner.stats
-    assert (stats.num_passes, stats.num_drafted, stats.num_accepted, stats.num_tokens) == (
-        4,
-        6,
-        3,
-        7,
-    )
+    assert (stats.num_passes, stats.num_tokens) == (4, 7)
+    assert (stats.num_drafted, stats.num_accepted) == (6, 3)
     bench.step(Row("5", num_behind=4), Row("6", drafts=[1], error="its logits say nothing"))
     assert stats.num_passes == 4, "a piece of a prompt yields nothing, and an error too"
 
@@ -482,19 +478,6 @@ def test_no_token_changes(kind, cache, name):
             assert said == continuation(request.prompt_token_ids, request.max_tokens, VOCAB)
         assert len(engine.finished) == 4
         engine.check_books()
-
-
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_it_is_what_the_loop_says_without_a_proposer(kind):
-    said = []
-    for name in (None, *PROPOSERS):
-        memory = make_memory("hash", 30, 4)
-        engine = Engine(kind, memory, name)
-        for request in family(7, 6):
-            engine.add(request)
-        engine.run()
-        said.append(engine.said)
-    assert all(other == said[0] for other in said)
 
 
 @pytest.mark.parametrize(

@@ -12,37 +12,22 @@ import pytest
 from hypothesis import given, settings
 
 from adaptive_chunks import AdaptiveChunks
-from block_pool import BlockPool
 from bounded_loops import as_long_as
-from cached_kv_cache_manager import CachedKVCacheManager
 from chunk_policy import ChunkedPrefill
 from draft_plugin import DraftPlugin
-from fake_model import FakeModelRunner, continuation
-from kv_memory import KVMemory, UncachedKVCacheManager
+from fake_model import continuation
 from prefill_first_scheduler import PrefillFirstScheduler
-from prefix_cache_local import PrefixCacheLocal
-from radix_cache import RadixCache
 from request import Request, RequestStatus
 from scheduler import Scheduler
-from scheduler_interface import StepOutput
-from scheduler_steps import make_scheduler
+from scheduler_interface import SchedulerOutput, StepOutput
+from scheduler_steps import SchedulerLoop, make_memory, make_scheduler, planned, preempted
 from sglang_policies import POLICIES, policy_over
 from step_cost import count_work
+from step_plan import PreemptingPlan
 from whole_prompts import WholePrompts
 
 VOCAB = 4  # few tokens, so that prefixes are shared by chance
 SCHEDULERS = (Scheduler, PrefillFirstScheduler)
-
-
-def make_memory(cache: str | None, num_blocks: int, block_size: int) -> KVMemory:
-    pool = BlockPool(num_blocks + 1)
-    if cache == "hash":
-        prefixes = PrefixCacheLocal(pool=pool, block_size=block_size)
-    elif cache == "radix":
-        prefixes = RadixCache(pool=pool, page_size=block_size)
-    else:
-        return UncachedKVCacheManager(pool, block_size)
-    return CachedKVCacheManager(pool, block_size, prefixes)
 
 
 def make_request(name: str, num_prompt: int, num_outputs: int, seed: int = 0) -> Request:
@@ -51,46 +36,42 @@ def make_request(name: str, num_prompt: int, num_outputs: int, seed: int = 0) ->
     return Request.from_tokens(name, tokens, max_new_tokens=num_outputs)
 
 
-class Run:
-    """A scheduler and a fake model. `plans[i]`: tokens of each request in step i."""
+class Run(SchedulerLoop):
+    """`plans[i]`: tokens of each request in step i."""
+
+    guess: Callable[[str, int], list[int]] | None = None
 
     def __init__(self, scheduler) -> None:
-        self.scheduler = scheduler
-        self.runner = FakeModelRunner(scheduler.kv_memory.block_size, VOCAB)
+        super().__init__(scheduler, VOCAB)
         self.plans: list[dict[str, int]] = []
-        self.said: dict[str, list[int]] = {}
-        self.prompts: dict[str, list[int]] = {}
         self.cut_and_preempted: list[str] = []
 
     def add(self, *requests: Request) -> None:
         for request in requests:
-            self.scheduler.add_request(request)
-            self.said[request.request_id] = []
-            self.prompts[request.request_id] = list(request.prompt_token_ids)
+            self.take(request)
 
-    def step(self, guess: Callable[[str, int], list[int]] | None = None) -> None:
-        """`guess(name, number of outputs)` is made behind this step for the next (chapter 5)."""
-        between = {
-            r.request_id
-            for r in self.scheduler.running.values()
-            if 0 < r.num_computed_tokens < r.num_tokens - 1
-        }
-        output = self.scheduler.schedule()
-        self.plans.append(dict(output.num_scheduled_tokens))
-        self.cut_and_preempted += [
-            r.request_id for r in output.preempted_requests if r.request_id in between
-        ]
-        sampled = self.runner.execute(output).wait()
-        if guess is not None:
-            for name in self.plans[-1]:
-                num_outputs = len(self.said[name]) + len(sampled.token_ids.get(name, ()))
-                sampled.draft_token_ids[name] = guess(name, num_outputs)
+    def schedule(self) -> PreemptingPlan:
+        running = self.scheduler.running.values()
+        between = {r.request_id for r in running if 0 < r.num_computed_tokens < r.num_tokens - 1}
+        output = super().schedule()
+        self.plans.append(planned(output))
+        self.cut_and_preempted += between.intersection(preempted(output))
+        return output
+
+    def execute(self, output: SchedulerOutput) -> StepOutput:
+        sampled = super().execute(output)
+        for name in planned(output) if self.guess else ():
+            num_outputs = len(self.outputs[name]) + len(sampled.token_ids.get(name, ()))
+            sampled.draft_token_ids[name] = self.guess(name, num_outputs)
         for request in output.scheduled_requests:
             is_last = request.num_computed_tokens >= request.num_tokens
             assert (request.request_id in sampled.token_ids) == is_last, "Trap 31"
-        for result in self.scheduler.update_from_output(output, sampled):
-            self.said[result.request_id] += result.new_token_ids
-        self.scheduler.check_invariants()
+        return sampled
+
+    def step(self, guess: Callable[[str, int], list[int]] | None = None) -> PreemptingPlan:
+        """`guess(name, number of outputs)` is made behind this step for the next (chapter 5)."""
+        self.guess = guess
+        return super().step()
 
     def to_the_end(self, max_steps: int = 3000) -> None:
         for _ in range(max_steps):
@@ -98,8 +79,9 @@ class Run:
                 break
             self.step()
         assert not self.scheduler.has_unfinished_requests(), "it does not end"
-        for name, said in self.said.items():
-            assert said == continuation(self.prompts[name], len(said), VOCAB), name
+        for name, said in self.outputs.items():
+            prompt = self.requests[name].prompt_token_ids
+            assert said == continuation(prompt, len(said), VOCAB), name
 
     def chunks(self, name: str) -> list[int]:
         return [plan.get(name, 0) for plan in self.plans]
@@ -168,7 +150,7 @@ def test_a_prompt_comes_in_pieces_of_the_threshold_and_yields_one_token_at_its_e
     size = threshold or 20
     pieces = [min(size, 20 - start) for start in range(0, 20, size)]
     assert run.chunks("a") == [*pieces, 1, 1]
-    assert len(run.said["a"]) == 3
+    assert len(run.outputs["a"]) == 3
 
 
 @pytest.mark.parametrize("budget", [5, 16, 17])
@@ -178,36 +160,10 @@ def test_a_prompt_longer_than_a_step_takes_what_the_step_has(budget):
     run.to_the_end()
     assert run.chunks("short")[:2] == [2, 1]
     assert run.chunks("long")[:2] == [budget - 2, budget - 1]
-    assert len(run.said["long"]) == 2
+    assert len(run.outputs["long"]) == 2
     whole = two_phase(WholePrompts(), max_num_batched_tokens=budget)
     with pytest.raises(ValueError, match="max_num_batched_tokens"):
         whole.add(make_request("long", 40, 2))
-
-
-def test_whoever_decodes_gets_a_token_in_every_step_although_a_chunk_is_before_it():
-    """The long one was admitted first, so it is asked first; it leaves one token for each."""
-    run = two_phase(ChunkedPrefill(12), max_num_batched_tokens=16, max_num_seqs=8)
-    run.add(make_request("long", 50, 2))
-    run.add(*(make_request(f"s{i}", 1, 30) for i in range(3)))
-    run.step()
-    assert run.plans[0] == {"long": 12, "s0": 1, "s1": 1, "s2": 1}
-    run.scheduler.chunk_policy.long_prefill_token_threshold = None
-    run.step()
-    assert run.plans[1] == {"long": 13, "s0": 1, "s1": 1, "s2": 1}
-    run.to_the_end()
-
-
-def test_a_guess_takes_no_block_from_a_chunk_behind_it():
-    guesses = DraftPlugin()
-    limits = {"max_num_batched_tokens": 7, "max_num_seqs": 8}
-    run = two_phase(ChunkedPrefill(5), plugins=[guesses], **limits)
-    run.add(make_request("a", 1, 30), make_request("long", 40, 2))
-    run.step(lambda name, _: [1, 2, 3, 1, 2, 3])
-    assert len(guesses.drafts["a"]) == 6
-    run.step()
-    # A block of four for the prompt, and a token for each: what is left for guesses is one.
-    assert run.plans[1] == {"a": 2, "long": 5}
-    run.to_the_end()
 
 
 def test_so_many_long_prompts_are_under_way_and_short_ones_pass():
@@ -271,19 +227,18 @@ def test_more_decodes_than_a_chunk_has_tokens_do_not_stop_a_mixed_prompt():
     run.to_the_end()
 
 
-@pytest.mark.parametrize("options", [{}, {"mixing": True}])
-@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Scheduler, {"chunk_policy": ChunkedPrefill()}),
+        (PrefillFirstScheduler, {"chunked_prefill_size": 24}),
+        (PrefillFirstScheduler, {"chunked_prefill_size": 24, "mixing": True}),
+    ],
+)
 def test_guesses_never_keep_a_prompt_out(kind, options):
     """Four who decode, with as many guesses as there is budget, all of them right."""
-    if kind is PrefillFirstScheduler:
-        options = {**options, "chunked_prefill_size": 24}
-    elif options:
-        pytest.skip("the two-phase scheduler always mixes")
-    else:
-        options = {"chunk_policy": ChunkedPrefill()}
-    memory = make_memory(None, 400, 4)
-    options |= {"max_num_batched_tokens": 24, "plugins": [DraftPlugin()]}
-    run = Run(kind(kv_memory=memory, **options))
+    limits = {"max_num_batched_tokens": 24, "plugins": [DraftPlugin()]}
+    run = Run(kind(kv_memory=make_memory(None, 400, 4), **options, **limits))
     decodes = [make_request(f"s{i}", 2, 200, seed=i) for i in range(4)]
     truth = {r.request_id: continuation(r.prompt_token_ids, 210, VOCAB) for r in decodes}
     run.add(*decodes)
@@ -292,7 +247,7 @@ def test_guesses_never_keep_a_prompt_out(kind, options):
     run.add(make_request("long", 40, 1))
     for _ in range(14):
         run.step(lambda name, num: truth[name][num : num + 5] if name in truth else [])
-    assert run.said["long"], "40 tokens did not get through in 14 steps"
+    assert run.outputs["long"], "40 tokens did not get through in 14 steps"
 
 
 def clock(plan: dict[str, int], starts: list[int]) -> float:

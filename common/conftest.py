@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from common.engine_config import SHIPPED_CHECKPOINT
-from common.loader import load_model
+from common.loader import LoadedModel, load_model
 from common.tests.engine_oracle import (
     Oracle,
     family_prompts,
     make_oracle,
     random_prompts,
     save_random_model,
+    with_noise,
 )
 from common.tokenizer import load_tokenizer
 
@@ -56,6 +57,23 @@ def family_oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 @pytest.fixture(scope="session")
 def family_loaded(family_oracle: Oracle):
     return load_model(family_oracle.path, torch.float64, torch.device("cpu"))
+
+
+@pytest.fixture
+def oracle(family_oracle: Oracle) -> Oracle:
+    """Of most tests of the whole engine: beginnings that are shared."""
+    return family_oracle
+
+
+@pytest.fixture
+def loaded(family_loaded: LoadedModel) -> LoadedModel:
+    return family_loaded
+
+
+@pytest.fixture(scope="module")
+def draft(family_oracle: Oracle) -> LoadedModel:
+    """`loaded`, right about two times in three."""
+    return with_noise(load_model(family_oracle.path, torch.float64, torch.device("cpu")))
 
 
 @pytest.fixture(scope="session")

@@ -13,17 +13,6 @@ from adaptive_length import AdaptiveLength
 from common import demo
 
 
-def test_default_demo_prints_every_text_and_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(["--max-tokens", "12"]) == 0
-    out = capsys.readouterr().out
-    for prompt in demo.PROMPTS:
-        assert prompt in out
-    for line in ("requests             8", "output throughput", "inter-token latency", "KV memory"):
-        assert line in out
-    assert "nan" not in out
-    assert gc.get_freeze_count() > 0, "it is a program, and may"
-
-
 def test_trace_tells_seven_stages_of_each_step(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--prompt", "class A:", "--prompt", "def f(", "--max-tokens", "3", "--trace"]
     assert demo.main(arguments) == 0
@@ -96,15 +85,18 @@ def test_differing_tokens_are_counted_and_explained(capsys, monkeypatch) -> None
     assert "calculates in torch.bfloat16" in out and "--dtype float64" in out
 
 
-def test_default_texts_are_worth_reading(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_demo_prints_texts_worth_reading_and_a_summary(capsys) -> None:
     """No line comes a third time, and another run prints the same."""
     texts = []
     for _ in range(2):
         assert demo.main([]) == 0
         out = capsys.readouterr().out
-        assert "torch.float32" in out
+        assert "torch.float32" in out and "nan" not in out
         texts.append(out[: out.index("=== Summary")])
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] and all(prompt in texts[0] for prompt in demo.PROMPTS)
+    for line in ("requests             8", "output throughput", "inter-token latency", "KV memory"):
+        assert line in out
+    assert gc.get_freeze_count() > 0, "it is a program, and may"
     for text in texts[0].split("--- request-")[1:]:
         lines = Counter(line.strip() for line in text.splitlines() if line.strip(" #"))
         assert len(lines) >= 8 and max(lines.values()) <= 2, text

@@ -100,30 +100,19 @@ def run(dtype: torch.dtype, **config) -> tuple[LLMEngine, list[int]]:
     return engine, output.outputs[0].token_ids
 
 
-def test_the_engine_packs_unless_it_is_told_not_to():
-    packed, tokens = run(torch.float32)
-    plain, others = run(torch.float32, pack_weights=False)
-    matrices = [engine.core.runner.model.layers[0].attention.qkv for engine in (packed, plain)]
-    assert [matrix.is_packed for matrix in matrices] == [True, False]
-    assert packed.num_parameters == plain.num_parameters
-    assert len(tokens) == len(others) == 5
-
-
-def test_a_bfloat16_model_runs_on_every_processor(caplog):
-    """Also on one that cannot pack it (Trap 77): see `.ci/held_down`."""
+@pytest.mark.parametrize("pack_weights", [True, False])
+@pytest.mark.parametrize("dtype", [*BOUNDS, torch.float64])
+def test_the_engine_packs_unless_it_cannot_or_is_told_not_to(dtype, pack_weights, caplog):
+    """And says why, on every processor: also on one without bfloat16 (Trap 77, `.ci/held_down`)."""
     caplog.set_level(logging.INFO)
-    engine, tokens = run(torch.bfloat16)
-    reason = UNPACKED[torch.bfloat16]
-    assert engine.core.runner.model.layers[0].attention.qkv.is_packed == (reason is None)
-    assert (f"weights are not packed: {reason}" in caplog.text) == (reason is not None)
+    engine, tokens = run(dtype, pack_weights=pack_weights)
+    reason, model = why_not_packed(dtype, CPU), engine.core.runner.model
+    is_packed = pack_weights and reason is None
+    assert {matrix.is_packed for matrix in linear_layers(model)} == {is_packed}
+    said = f"weights are not packed: {reason}"
+    assert (said in caplog.text) == (pack_weights and reason is not None)
+    assert engine.num_parameters == random_model(TINY, 1, dtype).model.num_parameters
     assert len(tokens) == 5
-
-
-def test_float64_stays_plain_and_says_so(caplog):
-    caplog.set_level(logging.INFO)
-    engine, _ = run(torch.float64)
-    assert not engine.core.runner.model.lm_head.is_packed
-    assert "weights are not packed: the dtype is torch.float64" in caplog.text
 
 
 def test_the_number_of_threads_is_the_configuration_s():

@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from batch_layout import ComposedBatch
 from bounded_loops import as_long_as
 from common.kernels.regions import rms_norm
 from common.loader import load_model
@@ -25,7 +24,6 @@ from common.tests.model_cases import (
     reference_logits,
     save_case,
 )
-from paged_attention import AttentionMetadata, TorchAttentionBackend
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 DTYPES = [torch.float32, torch.float64]
@@ -106,39 +104,6 @@ def test_only_the_rows_asked_for_in_the_order_asked_for(checkpoints):
         assert logits.shape == (len(indices), 89)
         if indices:
             assert_close(logits, expected[indices], f"{indices}, seed 3")
-
-
-def test_layers_of_two_groups_have_two_plans(checkpoints):
-    """The middle layer sees the last keys only, through a block table of its own. With blocks of
-    one token, a window is the end of a table."""
-    path, window, prompts = checkpoints["qwen2"], 5, random_prompts(seed=6)[:4]
-    kinds = ["full_attention", "sliding_attention", "full_attention"]
-    windowed = {"layer_types": kinds, "sliding_window": window, "use_sliding_window": True}
-    expected = reference_logits(path, torch.float64, prompts, **windowed)
-    model, backend = load_model(path, torch.float64).model, TorchAttentionBackend()
-    model.layers[1].attention.group = 1
-    harness = PagedHarness(model, len(prompts), block_size=1)
-    full, own = harness.tables, harness.tables.flip(0, 1)  # blocks that are others' elsewhere
-    for i, prompt in enumerate(prompts):
-        for position, token in enumerate(prompt):
-            seq_len = position + 1
-            seen = max(0, seq_len - window)
-            one, table = torch.tensor([0, 1]), own[i : i + 1]
-            batch = ComposedBatch(
-                input_ids=torch.tensor([token]),
-                positions=torch.tensor([position]),
-                attention=tuple(
-                    AttentionMetadata(one, torch.tensor([n]), blocks, last, 1, n)
-                    for n, blocks, last in (
-                        (seq_len, full[i : i + 1], full[i, position, None]),
-                        (seq_len - seen, table[:, seen:], own[i, position, None]),
-                    )
-                ),
-                logit_indices=torch.tensor([0]),
-            )
-            batch.plan_attention(backend, model.num_heads, harness.kv_cache)
-            logits = model(batch, harness.kv_cache)
-            assert_close(logits, expected[i][position, None], f"prompt {i}, position {position}")
 
 
 def test_keys_and_values_are_written_although_no_logits_are_asked_for(checkpoints):

@@ -359,15 +359,6 @@ def test_a_stop_string_may_hold_characters_that_tokens_cut() -> None:
         detokenizer.append(ids[0])
 
 
-def test_min_tokens_lets_stop_strings_pass_that_end_in_the_first_tokens() -> None:
-    tokenizer = KINDS["byte level"]
-    ids = [tokenizer.encode(c)[0] for c in "xSTxSTx"]
-    for min_tokens, kept in ((0, 3), (2, 3), (3, 6), (5, 6), (6, None)):
-        detokenizer = IncrementalDetokenizer(tokenizer, [5], stop=["ST"], min_tokens=min_tokens)
-        matches = list(filter(None, (detokenizer.append(t) for t in ids[: kept or 7])))
-        assert [m.num_tokens_kept for m in matches] == ([kept] if kept else []), min_tokens
-
-
 def test_an_empty_stop_string_is_an_error() -> None:
     with pytest.raises(ValueError, match="stop"):
         IncrementalDetokenizer(KINDS["byte level"], [1], stop=["a", ""])

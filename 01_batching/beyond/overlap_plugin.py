@@ -87,6 +87,7 @@ class OverlapPlugin(SchedulerPlugin):
         self._sampling.clear()
 
     def check(self) -> None:
-        pending = [request.request_id for part in self._sampling for request in part]
-        for request_id, request in self._requests.items():
-            assert request.num_pending_tokens == pending.count(request_id), repr(request)
+        pending = [request for part in self._sampling for request in part]
+        for request in self._requests.values():  # of two with one name, the first has ended
+            num_pending = sum(each is request for each in pending)
+            assert request.num_pending_tokens == num_pending, repr(request)

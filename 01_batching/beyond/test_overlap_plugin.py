@@ -84,15 +84,3 @@ def test_a_name_may_come_again_while_a_step_of_its_last_owner_is_under_way(sched
     scheduler.check_invariants()
     scheduler.update_from_output(third, sampled(third, 8))
     assert new.output_token_ids == [8]
-
-
-def test_plans_that_failed_are_forgotten(scheduler) -> None:
-    scheduler.add_request(request := make("a", max_tokens=2))
-    scheduler.schedule(), scheduler.schedule()
-    scheduler.plugins[0].forget_plans()
-    assert request.num_pending_tokens == 0
-    scheduler.abort_request("a")
-    scheduler.add_request(make("b"))
-    plan = scheduler.schedule()
-    scheduler.update_from_output(plan, sampled(plan, 3))
-    scheduler.check_invariants()

@@ -1,4 +1,4 @@
-"""Version 2 of the kernels against the PyTorch version and against float64: on a GPU if there is
+"""Version 2 of the kernels, and what both versions promise, against float64: on a GPU if there is
 one, else in the interpreter (`conftest.py` switches it on)."""
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import torch
 
 import paged_attention_triton as version_1
 import split_attention_triton as module
-from compiled_attention import HeadMajorKVCache
-from paged_attention import write_kv
 from paged_attention_triton import TritonAttentionBackend, write_kv_triton
 from split_attention_triton import (
     SequenceRange,
@@ -23,13 +21,16 @@ from split_attention_triton import (
     bound_tiles,
     choose_split_len,
 )
+from test_decode_attention import head_major
 from test_paged_attention import Case, make_case
+from test_paged_attention_triton import check as check_either
 from test_paged_attention_triton import check_refusals
 
-# The largest error against float64 that is allowed; outputs are about 1 in size.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 TILE = 16  # the smallest that a kernel can multiply
 LENGTHS = [(1, 1), (9, 40), (0, 5), (3, 18), (1, 33), (1, 70)]
+
+
+BOTH = pytest.mark.parametrize("backend", [TritonAttentionBackend, SplitTritonAttentionBackend])
 
 
 def attend(case: Case, backend: type[TritonAttentionBackend] = SplitTritonAttentionBackend):
@@ -37,14 +38,7 @@ def attend(case: Case, backend: type[TritonAttentionBackend] = SplitTritonAttent
 
 
 def check(case: Case, backend: type[TritonAttentionBackend] = SplitTritonAttentionBackend) -> Any:
-    """The plan, if the output is right."""
-    plan = case.plan(backend())
-    output, num_tokens = case.attend(plan), sum(case.query_lens)
-    assert output.dtype == case.query.dtype
-    error = (output[:num_tokens].double().cpu() - case.expected().cpu()).abs()
-    assert not error.isnan().any() and (error <= TOLERANCE[output.dtype]).all()
-    assert not output[num_tokens:].any(), "rows of padding tokens are zero"
-    return plan
+    return check_either(case, backend)
 
 
 def set_tiles(monkeypatch, short: int = TILE, long: int = TILE, keys: int = TILE) -> None:
@@ -103,13 +97,14 @@ def test_every_query_length_and_history_around_tile_split_and_block_borders(bloc
 @pytest.mark.sample
 @pytest.mark.parametrize(
     "num_kv_heads, num_shared, head_dim",
-    [(1, 1, 80), (2, 2, 16), (1, 4, 8), (2, 3, 24), (1, 32, 8), (1, 1, 256)],
+    [(1, 1, 80), (2, 2, 16), (1, 4, 8), (2, 3, 24), (1, 32, 8), (1, 1, 256), (4, 1, 1)],
 )
 @pytest.mark.parametrize("lengths", [LENGTHS, [(1, 20), (1, 71), (1, 1)]], ids=["mixed", "decodes"])
+@BOTH
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
-def test_heads_of_any_number_and_size(num_kv_heads, num_shared, head_dim, lengths, device):
+def test_heads_of_any_number_and_size(num_kv_heads, num_shared, head_dim, lengths, backend, device):
     shape = {"num_kv_heads": num_kv_heads, "num_shared": num_shared, "head_dim": head_dim}
-    check(make_case(lengths, 4, torch.float32, **shape, device=device))
+    check(make_case(lengths, 4, torch.float32, **shape, device=device), backend)
 
 
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
@@ -137,7 +132,7 @@ def test_a_program_may_take_one_item_after_the_other(num_programs, device, monke
     assert torch.equal(attend(case), one_each)
 
 
-@pytest.mark.parametrize("backend", [TritonAttentionBackend, SplitTritonAttentionBackend])
+@BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.usefixtures("poisoned_scratch")
 def test_tiles_of_their_normal_size_against_float64(dtype, backend, device):
@@ -145,11 +140,13 @@ def test_tiles_of_their_normal_size_against_float64(dtype, backend, device):
         check(make_case(lengths, 16, dtype, num_kv_heads=1, head_dim=16, device=device), backend)
 
 
+@BOTH
 @pytest.mark.usefixtures("small_tiles")
-def test_batches_without_tokens_and_sequences_without_tokens(device):
-    assert attend(make_case([], 4, torch.float32, device=device)).shape == (0, 4, 8)
-    check(make_case([(0, 9), (0, 7)], 4, torch.float32, num_padding_tokens=2, device=device))
-    check(make_case([(0, 9), (1, 5), (0, 3), (4, 60), (0, 1)], 4, torch.float32, device=device))
+def test_batches_without_tokens_and_sequences_without_tokens(backend, device):
+    assert attend(make_case([], 4, torch.float32, device=device), backend).shape == (0, 4, 8)
+    for lengths in ([(0, 9), (0, 7)], [(0, 9), (1, 5), (0, 3), (4, 60), (0, 1)]):
+        case = make_case(lengths, 4, torch.float32, num_padding_tokens=2, device=device)
+        check(case, backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -173,33 +170,13 @@ def test_a_decode_has_the_same_bits_alone_and_in_any_crowd(dtype, device):
         assert torch.equal(alone[0], together[row])
 
 
-def head_major(cache: torch.Tensor) -> torch.Tensor:
-    """The same values in the memory of `HeadMajorKVCache`."""
-    num_blocks, *rest = cache.shape
-    place = HeadMajorKVCache(1, num_blocks, *rest, cache.dtype, device=cache.device).key_cache[0]
-    assert place.stride() != cache.stride()
-    return place.copy_(cache)
-
-
-@pytest.mark.parametrize("backend", [TritonAttentionBackend, SplitTritonAttentionBackend])
+@BOTH
 @pytest.mark.usefixtures("small_tiles")
 def test_caches_may_lie_in_memory_in_either_order(backend, device):
     case = make_case(LENGTHS, 4, torch.float32, num_kv_heads=3, device=device)
     block_major = attend(case, backend)
     case.key_cache, case.value_cache = head_major(case.key_cache), head_major(case.value_cache)
     assert torch.equal(attend(case, backend), block_major)
-
-
-def test_tokens_are_written_into_either_order_of_memory(device):
-    torch.manual_seed(0)
-    qkv = torch.randn(6, 9, 8, device=device)  # a fused projection: tokens do not lie end to end
-    key, value = qkv[:, 3:6].contiguous(), qkv[:, 6:]
-    slots = torch.tensor([3, 17, -1, 0, 11, -1], device=device)
-    expected = [torch.full((5, 4, 3, 8), 9.0, device=device) for _ in range(2)]
-    caches = [head_major(cache) for cache in expected]
-    write_kv_triton(key, value, *caches, slots)
-    write_kv(key, value, *expected, slots)
-    assert all(torch.equal(a, b) for a, b in zip(caches, expected, strict=True))
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -212,7 +189,7 @@ def test_a_query_may_be_a_slice_of_a_fused_projection(device):
     assert torch.equal(attend(case), expected)
 
 
-@pytest.mark.parametrize("backend", [TritonAttentionBackend, SplitTritonAttentionBackend])
+@BOTH
 @pytest.mark.usefixtures("small_tiles")
 def test_offsets_beyond_32_bits(backend):
     """A cache of 2**31 elements and more, most of which nobody touches: the operating system gives

@@ -14,6 +14,7 @@ from hypothesis.stateful import rule
 from block_pool import BlockPool
 from forking_kv_cache_manager import BlockCopy, ForkingKVCacheManager, copy_blocks
 from paged_attention import PagedKVCache
+from request import Request
 from test_kv_cache_manager import (
     ManagerMachine,
     World,
@@ -31,6 +32,19 @@ def make(num_usable_blocks: int, block_size: int) -> ForkingKVCacheManager:
     return ForkingKVCacheManager(BlockPool(num_usable_blocks + 1), block_size)
 
 
+def make_family(
+    num_usable_blocks: int, num_tokens: int, num_shared: int, num_reserved: int = 0
+) -> tuple[ForkingKVCacheManager, Request, Request]:
+    """A parent "p" that has computed so many tokens, and a child "c" that shares the first ones, in
+    blocks of 4."""
+    manager = make(num_usable_blocks, block_size=4)
+    parent, child = make_request("p"), make_request("c", num_shared)
+    assert manager.allocate_slots(parent, num_tokens, num_reserved)
+    parent.num_computed_tokens = num_tokens
+    manager.fork(parent, child)
+    return manager, parent, child
+
+
 def snapshot(manager: ForkingKVCacheManager) -> tuple:
     return snapshot_of_tables(manager), dict(manager._copies), dict(manager._families)
 
@@ -39,11 +53,7 @@ def snapshot(manager: ForkingKVCacheManager) -> tuple:
 
 
 def test_the_copy_of_a_shared_block_counts_in_a_refusal():
-    manager = make(3, block_size=4)
-    parent, child = make_request("p"), make_request("c", 6)
-    assert manager.allocate_slots(parent, 6)
-    parent.num_computed_tokens = 6
-    manager.fork(parent, child)
+    manager, _, child = make_family(3, 6, 6)
     before = snapshot(manager)
     assert not manager.allocate_slots(child, 3), "one block to go on, one for the copy, one is free"
     assert snapshot(manager) == before
@@ -71,11 +81,7 @@ def test_bad_arguments_are_errors_that_change_nothing():
 
 
 def test_reserved_blocks_are_not_shared():
-    manager = make(8, block_size=4)
-    parent, child = make_request("p"), make_request("c", 5)
-    assert manager.allocate_slots(parent, 6, num_reserved_tokens=14)
-    parent.num_computed_tokens = 6
-    manager.fork(parent, child)
+    manager, parent, _ = make_family(8, 6, 5, num_reserved=14)
     assert list(manager.get_block_ids("p")) == [1, 2, 3, 4, 5]
     assert list(manager.get_block_ids("c")) == [1, 2]
     untouched, nothing = make_request("d", 0), snapshot(manager)
@@ -84,11 +90,7 @@ def test_reserved_blocks_are_not_shared():
 
 
 def test_the_last_holder_of_a_shared_block_writes_it_in_place():
-    manager = make(8, block_size=4)
-    parent, child = make_request("p"), make_request("c", 6)
-    manager.allocate_slots(parent, 6)
-    parent.num_computed_tokens = 6
-    manager.fork(parent, child)
+    manager, parent, child = make_family(8, 6, 6)
     assert manager.allocate_slots(child, 1)
     assert manager.allocate_slots(parent, 1)
     assert manager.take_block_copies() == [BlockCopy("c", 1, 2, 3)], "one of two copies, not both"
@@ -96,39 +98,26 @@ def test_the_last_holder_of_a_shared_block_writes_it_in_place():
 
 
 def test_full_shared_blocks_are_not_copied():
-    manager = make(8, block_size=4)
-    parent, child = make_request("p"), make_request("c", 8)
-    manager.allocate_slots(parent, 8)
-    parent.num_computed_tokens = 8
-    manager.fork(parent, child)
+    manager, parent, child = make_family(8, 8, 8)
     assert manager.allocate_slots(child, 1) and manager.allocate_slots(parent, 1)
     assert manager.take_block_copies() == []
     assert list(manager.get_block_ids("c"))[:2] == list(manager.get_block_ids("p"))[:2]
 
 
 def test_a_copy_dies_with_its_request():
-    manager = make(8, block_size=4)
-    parent, child, later = make_request("p"), make_request("c", 2), make_request("l")
-    manager.allocate_slots(parent, 2)
-    parent.num_computed_tokens = 2
-    manager.fork(parent, child)
+    manager, _, child = make_family(8, 2, 2)
     assert manager.allocate_slots(child, 1)
     manager.free(child)
     manager.check_invariants()
-    assert manager.allocate_slots(later, 32 - 4), "the copy's block among them"
+    assert manager.allocate_slots(make_request("l"), 32 - 4), "the copy's block among them"
     assert manager.take_block_copies() == []
 
 
 def test_asking_for_no_slots_copies_nothing_and_is_never_refused() -> None:
     """A shared block is copied when it is about to be written, and nothing is written here."""
-    manager = make(1, block_size=4)
-    parent = make_request("parent")
-    assert manager.allocate_slots(parent, 1)
-    parent.num_computed_tokens = 1
-    child = make_request("child", 1)
-    manager.fork(parent, child)
+    manager, _, child = make_family(1, 1, 1)
     assert manager.allocate_slots(child, 0)
-    assert manager.get_block_ids("child") == manager.get_block_ids("parent")
+    assert manager.get_block_ids("c") == manager.get_block_ids("p")
     assert manager.take_block_copies() == []
     assert not manager.allocate_slots(child, 1), "a copy is needed and no block is free"
 

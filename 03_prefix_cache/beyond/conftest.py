@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -61,6 +61,13 @@ def mooncake_store(request: pytest.FixtureRequest) -> Iterator[MooncakeStore | N
         if each.exception() is None:
             each.result().process.kill()
             each.result().stop()
+
+
+@pytest.fixture
+def real_clients_started(mooncake_store: MooncakeStore | None) -> None:
+    """For a test that changes the environment: who starts later would find its library."""
+    if mooncake_store is not None:
+        wait([mooncake_store.near, mooncake_store.far, mooncake_store.cold])
 
 
 def started(process: Future[Started]) -> Started:

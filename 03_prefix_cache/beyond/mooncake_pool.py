@@ -27,7 +27,7 @@ from __future__ import annotations
 import http.client
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kv_pool import CHECKSUM_BYTES, KVBlock, TransferCallback
 from kv_transfer import BackgroundTransfers, TransferringPool
@@ -158,13 +158,8 @@ class MooncakePool(TransferringPool):
         callback: TransferCallback | None = None,
     ) -> None:
         """Into this process's memory: the result's blocks are the copy on `target_node_id`."""
-        blocks = self._fetch_all(list(block_hashes), target_node_id)
-        self._transfers.start(request_id, blocks, callback)
-
-    def _fetch_all(self, block_hashes: Sequence[bytes], node_id: str) -> Iterator[KVBlock]:
-        """Runs in the transfers' thread."""
-        for block_hash in block_hashes:
-            yield self._fetch(block_hash, node_id)
+        blocks = (self._fetch(each, target_node_id) for each in list(block_hashes))
+        self._transfers.start(request_id, blocks, callback)  # runs in the transfers' thread
 
     def _fetch(self, block_hash: bytes, node_id: str) -> KVBlock:
         """Raises `LookupError` for a block that is not there, `ValueError` for one that is not

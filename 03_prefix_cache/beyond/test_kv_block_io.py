@@ -137,11 +137,3 @@ def test_data_of_another_length_is_an_error_and_writes_nothing(num_bytes):
     with pytest.raises(ValueError, match=f"data has {length} bytes: a block has {io.block_nbytes}"):
         io.write_block(1, bytes(length))
     assert all(map(torch.equal, bits(cache), before))
-
-
-# Mutations tried, each caught:
-#   a block's shape without its layers' dimension; keys of all layers first, then values
-#   `_check_block` with `0 <=`, with `<=` the number of blocks, or not called by one of the two
-#   the length not checked; checked with `<` only; with `>` only
-#   `bytearray(data)` -> `data`
-#   write to `block_id - 1`; write keys only; read block 0; half of `block_nbytes`

@@ -268,10 +268,3 @@ def test_a_record_under_the_name_of_another_is_a_miss(tmp_path: Path):
     second = DiskTier(tmp_path / "kv", 2, NBYTES)
     assert key(2) in second and second.read(key(2)) is None
     second.close()
-
-
-# Mutations tried (each makes a test here fail): `read` without the checksum; without comparing the
-# hash; a checksum that leaves out the hash; `put` without invalidating first; without `pop`ping the
-# old slot; `_drop` without freeing the slot; `popitem(last=True)` in either tier; `get` or `read`
-# without `move_to_end`; `<` for `<=` max_blocks; no truncate of a foreign file; the file header
-# without block_nbytes; a second slot for a hash when a file is taken over, or one without a magic.

@@ -112,20 +112,3 @@ def test_threads_end_with_close_and_a_result_can_still_be_taken():
     assert transfers.take_result("r").blocks == tuple(BLOCKS)
     with pytest.raises(RuntimeError, match="closed"):
         transfers.start("s", iter(BLOCKS))
-
-
-# Mutations tried, each caught by a test here or in test_global_kv_pool.py:
-#   id of an untaken result accepted
-#   id under way accepted
-#   cancel does not stop the copying
-#   _end goes by the id
-#   no timeouts
-#   cancel leaves a result
-#   result not forgotten
-#   callback kills the thread
-#   on_arrival kills the thread
-#   workers outlive close
-#   watchdog outlives close
-#   close leaves transfers
-#   result not there at callback
-#   callback under the lock

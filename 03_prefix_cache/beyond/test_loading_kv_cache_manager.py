@@ -112,6 +112,17 @@ class LoadingWorld(World):
         self.connector = FakeConnector(self.runner)
         return LoadingKVCacheManager(self.pool, self.block_size, self.cache, self.connector)
 
+    def offer(self, request_id: str, tokens: Sequence[int], num_blocks: int) -> Request:
+        """A new request, of which the connector has the first blocks."""
+        self.connector.num_offered[request_id] = num_blocks
+        return self.submit(request_id, tokens)
+
+    def load(self, request_id: str, tokens: Sequence[int], num_blocks: int) -> Request:
+        """A new request, whose load begins, or has to wait for others."""
+        request = self.offer(request_id, tokens, num_blocks)
+        assert self.look_up(request) is NotReady.LOADING
+        return request
+
     def under_way(self) -> set[str]:
         return self.connector.loads.keys() - self.connector.results.keys()
 
@@ -165,17 +176,15 @@ class LoadingWorld(World):
 
 
 @pytest.fixture
-def make_world(make_cache) -> Callable[..., LoadingWorld]:
-    return lambda *arguments: LoadingWorld(make_cache, *arguments)
+def world_of() -> type[World]:
+    """What `make_world` makes."""
+    return LoadingWorld
 
 
 def offer_behind_a_cached_prefix(world: LoadingWorld) -> None:
     """Of a's three full blocks two are cached, and the connector has all."""
-    world.submit("x", [1, 2, 3, 4, 5])
-    world.run("x")
-    world.free("x")
-    world.submit("a", [1, 2, 3, 4, 5, 6, 7])
-    world.connector.num_offered["a"] = 3
+    world.warm("x", [1, 2, 3, 4, 5])
+    world.offer("a", [1, 2, 3, 4, 5, 6, 7], 3)
 
 
 # -- worked examples
@@ -185,9 +194,7 @@ def test_blocks_of_a_load_are_freed_deepest_first(make_world):
     """Trap 11: of one that did not come, of one that came in part."""
     world = make_world(6, 2)
     for leave, num_kept in ((world.free, 0), (lambda _: world.connector.finish("b", 1), 1)):
-        world.submit("b", [2] * 7)
-        world.connector.num_offered["b"] = 3
-        assert world.look_up(world.waiting["b"]) is NotReady.LOADING
+        world.load("b", [2] * 7, 3)
         leave("b")
         if num_kept:
             assert world.look_up(world.waiting["b"]).num_tokens == 2
@@ -199,10 +206,7 @@ def test_blocks_of_a_load_are_freed_deepest_first(make_world):
 
 def test_what_is_loaded_is_cached_and_then_found(make_world):
     world = make_world(20, 2)
-    world.submit("a", [1, 2, 3, 4, 5, 6, 7])
-    world.connector.num_offered["a"] = 2
-    request = world.waiting["a"]
-    assert world.look_up(request) is NotReady.LOADING
+    request = world.load("a", [1, 2, 3, 4, 5, 6, 7], 2)
     assert world.manager.num_blocks_in_use == 2 and world.cache.num_cached_blocks == 0
     world.check()
     assert world.look_up(request) is NotReady.LOADING, "and is not started again"
@@ -210,26 +214,21 @@ def test_what_is_loaded_is_cached_and_then_found(make_world):
     assert world.admit("a")
     assert world.written["a"] == 4 and world.stats == [1, 7, 4]
     world.step()
-    world.check()
-    world.drain()
 
 
-def test_for_a_request_that_runs_nothing_is_loaded(make_world):
-    world = make_world(20, 2)
-    request = world.submit("a", [1, 2, 3, 4, 5])
-    world.connector.num_offered["a"] = 2
+def test_for_a_request_that_runs_nothing_is_loaded(make_cache):
+    world = LoadingWorld(make_cache, 20, 2)
+    request = world.offer("a", [1, 2, 3, 4, 5], 2)
     assert world.manager.allocate_slots(request, 5)
     with pytest.raises(ValueError, match="'a' has a block table already"):
         world.manager.get_computed_blocks(request)
     assert not world.connector.loads
 
 
-def test_a_request_that_is_seated_while_it_loads_gives_the_load_up(make_world):
+def test_a_request_that_is_seated_while_it_loads_gives_the_load_up(make_cache):
     """A load's blocks go back to the pool, so nothing may be written to them any more."""
-    world = make_world(20, 2)
-    request = world.submit("a", [1, 2, 3, 4, 5])
-    world.connector.num_offered["a"] = 2
-    assert world.look_up(request) is NotReady.LOADING
+    world = LoadingWorld(make_cache, 20, 2)
+    request = world.load("a", [1, 2, 3, 4, 5], 2)
     assert world.manager.allocate_slots(request, 5)
     assert world.connector.calls[-1] == ("cancel", "a") and not world.connector.loads
     world.manager.check_invariants([request])
@@ -239,8 +238,7 @@ def test_a_request_that_is_seated_while_it_loads_gives_the_load_up(make_world):
 
 def test_a_load_that_ends_at_once_holds_up_nothing(make_world):
     world = make_world(20, 2)
-    world.submit("a", [1, 2, 3, 4, 5])
-    world.connector.num_offered["a"] = 2
+    world.offer("a", [1, 2, 3, 4, 5], 2)
     start = world.connector.update_state_after_alloc
 
     def load_now(request, block_ids, num_tokens):
@@ -251,24 +249,18 @@ def test_a_load_that_ends_at_once_holds_up_nothing(make_world):
     assert world.admit("a")
     assert world.written["a"] == 4
     world.step()
-    world.drain()
 
 
 @pytest.mark.parametrize("num_arrived", [0, 1, 2])
 def test_what_does_not_arrive_is_computed(make_world, num_arrived):
     world = make_world(20, 2)
-    world.submit("x", [1, 2])
-    world.run("x")
-    world.submit("a", [1, 2, 3, 4, 5, 6, 7])
-    world.connector.num_offered["a"] = 3
-    assert world.look_up(world.waiting["a"]) is NotReady.LOADING
+    world.serve("x", [1, 2])
+    world.load("a", [1, 2, 3, 4, 5, 6, 7], 3)
     world.connector.finish("a", num_arrived)
     assert world.admit("a")
     assert world.written["a"] == 2 + 2 * num_arrived
     assert [call for call in world.connector.calls if call[0] == "load"] == [("load", "a", 4)]
     world.step()
-    world.check()
-    world.drain()
 
 
 def test_a_load_starts_behind_what_is_cached_and_keeps_it(make_world):
@@ -277,41 +269,30 @@ def test_a_load_starts_behind_what_is_cached_and_keeps_it(make_world):
     offer_behind_a_cached_prefix(world)
     assert world.look_up(world.waiting["a"]) is NotReady.LOADING
     assert world.connector.calls[-1] == ("load", "a", 2)
-    world.submit("y", [9] * 10)
-    world.run("y")
+    world.serve("y", [9] * 10)
     world.submit("z", [8])
     assert not world.admit("z"), "everything is in use"
     world.check()
     world.connector.finish("a", 1)
     assert world.look_up(world.waiting["a"]).num_tokens == 6
-    world.check()
-    world.drain()
 
 
 @pytest.mark.parametrize("num_arrived", [None, 0, 1])
 def test_an_aborted_load_gives_everything_back(make_world, num_arrived):
     world = make_world(8, 2)
-    world.submit("x", [1, 2])
-    world.run("x")
-    world.free("x")
-    world.submit("a", [1, 2, 3, 4, 5, 6, 7])
-    world.connector.num_offered["a"] = 3
-    assert world.look_up(world.waiting["a"]) is NotReady.LOADING
+    world.warm("x", [1, 2])
+    world.load("a", [1, 2, 3, 4, 5, 6, 7], 3)
     if num_arrived is not None:
         world.connector.finish("a", num_arrived)
     world.free("a")
     assert world.connector.calls[-1] == ("cancel", "a")
     assert world.cache.num_cached_blocks == 1
-    world.check()
-    world.drain()
 
 
 def test_a_pool_without_room_for_a_load_computes(make_world):
     world = make_world(5, 2)
-    world.submit("x", [9] * 5)
-    world.run("x")
-    world.submit("a", [1] * 8)
-    world.connector.num_offered["a"] = 3
+    world.serve("x", [9] * 5)
+    world.offer("a", [1] * 8, 3)
     before = world.snapshot()
     found = world.look_up(world.waiting["a"])
     assert found.num_tokens == 0 and not world.connector.loads
@@ -319,7 +300,6 @@ def test_a_pool_without_room_for_a_load_computes(make_world):
     world.free("x")
     assert world.admit("a")
     world.step()
-    world.check()
 
 
 def test_an_offer_that_was_not_taken_up_is_forgotten_with_the_request(make_cache):
@@ -351,49 +331,36 @@ def test_a_request_loads_again_only_for_what_the_cache_has_lost(make_world):
     world.connector.finish("a", 1)
     for _ in range(3):
         assert world.look_up(request).num_tokens == 6
-    world.submit("y", [9] * 7)
-    world.run("y")
-    world.free("y")
+    world.warm("y", [9] * 7)
     assert world.look_up(request).num_tokens == 4, "no fewer than when the connector was asked"
     world.cache.evict(4)  # y's three, and one
     assert world.look_up(request) is NotReady.LOADING, "fewer"
     assert world.connector.calls[-1] == ("load", "a", 4)
     world.connector.finish("a", 0)
     assert world.look_up(request).num_tokens == 2
-    world.check()
-    world.drain()
 
 
 def test_what_has_arrived_stays_until_its_request_is_admitted(make_world):
     world = make_world(8, 2)
-    world.submit("x", [1, 2])
-    world.run("x")
-    world.free("x")
-    world.submit("a", [1, 2, 3, 4, 5, 6, 7])
-    world.connector.num_offered["a"] = 3
-    assert world.look_up(world.waiting["a"]) is NotReady.LOADING
+    world.warm("x", [1, 2])
+    world.load("a", [1, 2, 3, 4, 5, 6, 7], 3)
     world.connector.finish("a", 2)
     assert world.look_up(world.waiting["a"]).num_tokens == 6
     assert world.manager.num_blocks_in_use == 3 and world.cache.num_evictable_blocks == 0
     for number in range(3):
-        world.submit(str(number), [8, number] * 5)  # all the rest of the memory
-        world.run(str(number))
-        world.free(str(number))
+        world.warm(str(number), [8, number] * 5)  # all the rest of the memory
         world.check()
     assert world.admit("a") and world.written["a"] == 6
     world.step()
     world.check()
     assert world.manager.num_blocks_in_use == 4, "held by the table alone"
-    world.drain()
 
 
 @pytest.mark.parametrize("num_blocks, num_left", [(5, 3), (6, 2), (7, 1), (8, 0)])
 def test_those_who_wait_give_way_to_those_who_run(make_world, num_blocks, num_left):
     """What has arrived unnoticed does too; what is under way does not."""
     world = make_world(8, 2)
-    world.submit("a", [1, 2, 3, 4, 5, 6, 7])
-    world.connector.num_offered["a"] = 3
-    assert world.look_up(world.waiting["a"]) is NotReady.LOADING
+    world.load("a", [1, 2, 3, 4, 5, 6, 7], 3)
     world.submit("y", [9] * (2 * num_blocks))
     if num_blocks > 5:
         assert not world.admit("y")
@@ -404,8 +371,6 @@ def test_those_who_wait_give_way_to_those_who_run(make_world, num_blocks, num_le
     assert (num_blocks == 5) == ("a" in world.connector.loads), "polled only if memory is short"
     assert world.look_up(world.waiting["a"]).num_tokens == 2 * num_left
     assert [call[0] for call in world.connector.calls].count("load") == 1, "the rest is computed"
-    world.check()
-    world.drain()
 
 
 @pytest.mark.parametrize("num_arrived", [2, 3])
@@ -414,14 +379,9 @@ def test_who_would_be_replaced_counts_beside_what_gives_way(make_world, num_arri
     under way keeps its blocks; what has arrived is as good as free, and v is asked about, not
     touched."""
     world = make_world(8, 2)
-    world.submit("v", [8, 8, 8, 8])
-    assert world.admit("v")
-    world.step()
-    world.submit("a", [1, 2, 3, 4, 5, 6, 7])
-    world.connector.num_offered["a"] = 3
-    assert world.look_up(world.waiting["a"]) is NotReady.LOADING
-    world.submit("y", [9] * 16)
-    victim, newcomer, nothing = world.running["v"], world.waiting["y"], ComputedBlocks()
+    victim = world.serve("v", [8, 8, 8, 8])
+    world.load("a", [1, 2, 3, 4, 5, 6, 7], 3)
+    newcomer, nothing = world.submit("y", [9] * 16), ComputedBlocks()
     assert not world.manager.can_allocate(newcomer, 16, nothing, 0, victim)
     assert world.manager.can_allocate(newcomer, 10, nothing, 0, victim)
     assert not world.manager.can_allocate(newcomer, 10, nothing, 1, victim)
@@ -430,16 +390,14 @@ def test_who_would_be_replaced_counts_beside_what_gives_way(make_world, num_arri
     assert not world.manager.can_allocate(newcomer, 16, nothing, 1, victim)
     assert len(world.manager.get_block_ids("v")) == 2
     world.check()
-    world.manager.free(victim)
-    assert world.manager.allocate_slots(newcomer, 16)
+    world.free("v")
+    assert world.admit("y")
 
 
 def test_what_is_only_to_be_kept_free_takes_nothing_from_those_who_wait(make_world):
     """A watermark is no need: a load that has arrived gives way to a request, not to that."""
     world = make_world(8, 2)
-    world.submit("a", [1, 2, 3, 4, 5, 6, 7])
-    world.connector.num_offered["a"] = 3
-    assert world.look_up(world.waiting["a"]) is NotReady.LOADING
+    world.load("a", [1, 2, 3, 4, 5, 6, 7], 3)
     world.connector.finish("a", 3)
     assert world.look_up(world.waiting["a"]).num_tokens == 6
     newcomer = world.submit("y", [9] * 10)
@@ -452,8 +410,7 @@ def test_loads_take_no_more_than_their_share(make_world):
     """The first may take what it needs; the others only up to half of the memory, together."""
     world = make_world(12, 2)
     for request_id, num_blocks in (("a", 4), ("b", 3), ("c", 2), ("d", 1)):
-        world.submit(request_id, [ord(request_id)] * (2 * num_blocks + 1))
-        world.connector.num_offered[request_id] = num_blocks
+        world.offer(request_id, [ord(request_id)] * (2 * num_blocks + 1), num_blocks)
     assert all(world.look_up(world.waiting[r]) is NotReady.LOADING for r in "abcd")
     assert set(world.connector.loads) == {"a", "c"}, "4 + 2 of 12, then no more"
     world.connector.finish("a", 4)
@@ -465,9 +422,7 @@ def test_loads_take_no_more_than_their_share(make_world):
     world.check()
     world.drain()
     world = make_world(4, 2)
-    world.submit("a", [1] * 9)
-    world.connector.num_offered["a"] = 4
-    assert world.look_up(world.waiting["a"]) is NotReady.LOADING
+    world.load("a", [1] * 9, 4)
     assert set(world.connector.loads) == {"a"}, "alone it may have everything"
 
 
@@ -477,8 +432,9 @@ def test_a_refused_load_is_overtaken_so_often_and_then_its_request_computes(make
 
     def ask(request_id: str, num_blocks: int) -> ComputedBlocks | NotReady:
         if request_id not in world.waiting:
-            world.submit(request_id, [len(world.connector.calls), *[7] * (2 * num_blocks)])
-            world.connector.num_offered[request_id] = num_blocks
+            world.offer(
+                request_id, [len(world.connector.calls), *[7] * (2 * num_blocks)], num_blocks
+            )
         return world.look_up(world.waiting[request_id])
 
     assert ask("before", 3) is ask("early", 4) is ask("big", 6) is NotReady.LOADING
@@ -524,8 +480,7 @@ def test_what_has_arrived_for_those_behind_does_not_keep_those_in_front_waiting(
     """However many are in front: nobody would ever be asked who could end the wait."""
     world = make_world(8, 2)
     for request_id in "ba":
-        world.submit(request_id, [ord(request_id)] * 9)
-        world.connector.num_offered[request_id] = 4
+        world.offer(request_id, [ord(request_id)] * 9, 4)
     assert world.look_up(world.waiting["a"]) is NotReady.LOADING
     assert world.look_up(world.waiting["b"]) is NotReady.LOADING
     assert set(world.connector.loads) == {"a"}, "4 + 4 of 8"
@@ -533,32 +488,24 @@ def test_what_has_arrived_for_those_behind_does_not_keep_those_in_front_waiting(
     assert world.look_up(world.waiting["b"]) is NotReady.LOADING
     assert set(world.connector.loads) == {"b"}
     assert world.look_up(world.waiting["a"]).num_tokens == 8, "there is still room for both"
-    world.check()
-    world.drain()
 
 
 @pytest.mark.parametrize("first, second", [("long", "other"), ("other", "long")])
 def test_the_cached_prefix_that_a_load_keeps_counts_in_its_share(make_world, first, second):
     world = make_world(8, 2)
-    world.submit("x", [1, 2, 3, 4, 5])
-    world.run("x")
-    world.free("x")
+    world.warm("x", [1, 2, 3, 4, 5])
     world.submit("long", [1, 2, 3, 4, 5, 6, 7])  # two blocks cached, one to load
     world.submit("other", [7] * 5)  # two to load
     world.connector.num_offered |= {"long": 3, "other": 2}
     assert world.look_up(world.waiting[first]) is NotReady.LOADING
     assert world.look_up(world.waiting[second]) is NotReady.LOADING
     assert set(world.connector.loads) == {first}, "3 + 2 of 8"
-    world.check()
-    world.drain()
 
 
 def test_two_loads_of_one_prefix_leave_it_in_memory_once(make_world):
     world = make_world(20, 2)
     for request_id in "ab":
-        world.submit(request_id, [1, 2, 3, 4, 5])
-        world.connector.num_offered[request_id] = 2
-        assert world.look_up(world.waiting[request_id]) is NotReady.LOADING
+        world.load(request_id, [1, 2, 3, 4, 5], 2)
     assert world.manager.num_blocks_in_use == 4
     world.connector.finish("b", 1)
     world.connector.finish("a", 2)
@@ -567,7 +514,6 @@ def test_two_loads_of_one_prefix_leave_it_in_memory_once(make_world):
     world.step()
     world.check()
     assert world.written == {"a": 5, "b": 5} and world.cache.num_cached_blocks == 2
-    world.drain()
 
 
 @pytest.mark.parametrize("where", ["prefix", "arrived"])
@@ -591,8 +537,7 @@ def test_waiting_is_left_to_the_connector_and_only_while_it_loads(make_world, ma
     world = make_world(20, 2)
     world.manager.wait_for_loads()
     assert world.connector.calls == []
-    world.submit("a", [1, 2, 3, 4, 5])
-    world.connector.num_offered["a"] = 2
+    world.offer("a", [1, 2, 3, 4, 5], 2)
     world.look_up(world.waiting["a"])
     world.manager.wait_for_loads()
     assert world.connector.calls[-1] == ("wait",)
@@ -751,12 +696,10 @@ def test_a_big_load_is_not_passed_over_for_ever_behind_a_stream_of_small_ones(ma
 
 
 @pytest.mark.parametrize("damage", ["loading", "holder"])
-def test_check_invariants_notices_damage(make_world, damage):
-    world = make_world(12, 2)
-    world.submit("b", [1, 2, 3, 4, 6, 7, 8])
-    world.run("b")
-    world.submit("c", [9] * 5)
-    world.connector.num_offered["c"] = 1
+def test_check_invariants_notices_damage(make_cache, damage):
+    world = LoadingWorld(make_cache, 12, 2)
+    world.serve("b", [1, 2, 3, 4, 6, 7, 8])
+    world.offer("c", [9] * 5, 1)
     world.look_up(world.waiting["c"])
     world.check()
     loads = world.manager.loads._loads

@@ -48,8 +48,3 @@ def test_a_program_that_does_not_start_is_reported_with_its_last_words(
     with pytest.raises(MooncakeUnavailableError, match=r"(?s)apt-get install.*so.1 is missing"):
         MooncakeMaster()
     assert time.monotonic() - start < 20, "a program that has ended was waited for"
-
-
-# Mutations tried, each caught:
-# - a program that is not there is started
-# - one that has ended is waited for

@@ -18,6 +18,7 @@ from hashlib import blake2b
 import pytest
 
 from bounded_loops import as_long_as
+from kv_bytes import ByteMemory
 from kv_pool import KVBlock, TransferResult
 from mooncake_master import MooncakeMaster
 from mooncake_pool import MooncakePool, decode_block, encode_block, store_key
@@ -242,20 +243,16 @@ sys.stdin.readline()  # its memory is the store's
 PROMPT = [index * 7 % 1000 for index in range(6 * SIZE + 5)]
 
 
-class MemoryIO:
+class MemoryIO(ByteMemory):
     """KV memory of 6 blocks, which hold random bytes: the same ones in every process."""
 
     block_nbytes = KV_NBYTES
 
     def __init__(self, is_filled: bool = True) -> None:
+        super().__init__()
         rng = random.Random("memory")
-        self.blocks = [rng.randbytes(KV_NBYTES) if is_filled else b"" for _ in range(6)]
-
-    def read_block(self, block_id: int) -> bytes:
-        return self.blocks[block_id]
-
-    def write_block(self, block_id: int, data: bytes | memoryview) -> None:
-        self.blocks[block_id] = bytes(data)
+        if is_filled:
+            self.data = {block_id: rng.randbytes(KV_NBYTES) for block_id in range(6)}
 
 
 def make_connector(pool: MooncakePool, node_id: str, io: MemoryIO) -> PoolConnector:
@@ -311,14 +308,14 @@ def test_an_engine_loads_what_another_process_has_published(
     io = MemoryIO(is_filled=False)
     connector = make_connector(pool, "reader", io)
     assert load(connector, make_request()) == 6 * SIZE
-    assert io.blocks == MemoryIO().blocks
+    assert io.data == MemoryIO().data
     publisher.kill()
     publisher.wait()
     assert all(publish(near, make_chain("after a death", 20))), "a dead client's memory is used"
     io = MemoryIO(is_filled=False)
     connector = make_connector(pool, "reader", io)
     assert elapsed_s(lambda: load(connector, make_request())) < WAIT_S
-    assert connector.stats.num_tokens_loaded == 0 and io.blocks == [b""] * 6
+    assert connector.stats.num_tokens_loaded == 0 and not io.data
     pool._client.process.kill()  # without the second that leaving in good order takes
     pool.close()
 
@@ -387,18 +384,3 @@ def test_a_store_that_stops_answering_costs_one_time_limit(
         master.process.send_signal(signal.SIGCONT)
     assert pool.query(hashes(chain)) == (0, []), "a store that was given up is asked again"
     assert near.query(hashes(chain))[0] == 2 * SIZE
-
-
-# Mutations tried, each caught:
-# - magic, length, checksum or the shortest header not checked
-# - a damaged value stays
-# - a failed store, or a damaged first block, raises from query, from publish
-# - a block is published again
-# - empty tokens, or another block size, accepted
-# - a missing block is a None in the result
-# - no callback
-# - the counters raise, or are asked though the store is down
-# - close leaves the client running
-# - blocks carry another node's name
-# - keys from two digits of the hash
-# - a block goes to any client's memory (a dead one's too)

@@ -1,19 +1,13 @@
-"""SGLang's names: requests handed over chunk by chunk, sizes in tokens, pictures of the tree.
-
-Mutations that fail here: the tail is dropped from the table, freed head first, leaked; a finished
-request keeps its locks; `evictable_size` or `protected_size` in pages.
-"""
+"""SGLang's names: requests handed over chunk by chunk, sizes in tokens, pictures of the tree."""
 
 from __future__ import annotations
 
 import pytest
 
-from block_pool import Block
 from prefix_cache import PrefixPath
-from radix_tree import RadixTree
 from radix_words import Rig as WordRig
 from radix_words import ids
-from sglang_radix_cache import SGLangRadixCache, shorten, tree_lines
+from sglang_radix_cache import SGLangRadixCache, shorten
 
 
 class Rig(WordRig):
@@ -105,7 +99,7 @@ def test_pretty_print_shows_tokens_pages_and_locks(capsys):
     assert capsys.readouterr().out == ("RadixCache, page_size 2: 0 tokens protected, 0 evictable\n")
     cache.cache_computed_blocks([1, 2, 3, 4, 5, 6, 7, 8])
     cache.cache_computed_blocks([1, 2, 3, 4, 9, 9])
-    cache.cache_computed_blocks([1, 2], (("lora", 7),))
+    cache.cache_computed_blocks([1, 2], (("salt", "x"), ("lora", 7)))
     cache.touch(cache.match_prefix([1, 2, 3, 4, 9, 9]).blocks)
     cache.pretty_print()
     assert capsys.readouterr().out == (
@@ -114,29 +108,9 @@ def test_pretty_print_shows_tokens_pages_and_locks(capsys):
         "  [1 2 3 4] pages 1 2, lock_ref 1\n"
         "    [5 6 7 8] pages 3 4, lock_ref 0\n"
         "    [9 9] pages 5, lock_ref 1\n"
-        "root lora=int:7\n"
+        "root lora=int:7 salt=str:x\n"
         "  [1 2] pages 6, lock_ref 0\n"
     )
-
-
-def test_each_node_is_a_line_below_its_parent():
-    tree = RadixTree(page_size=2)
-    root = tree.root(())
-    ab = tree.append(root, [65, 65, 66, 66], [Block(1, 1), Block(2, 1)], 2)
-    tree.append(ab, [65, 65, 66, 66, 67, 67, 68, 68], [Block(3, 1), Block(4, 1)], 0)
-    tree.append(ab, [65, 65, 66, 66, 88, 88], [Block(5, 1)], 0)
-    tree.append(root, [81, 81], [Block(6, 1)], 0)
-    salted = tree.root((("lora", "int:7"), ("salt", "str:x")))
-    tree.append(salted, [90, 90], [Block(9, 1)], 1)
-    assert list(tree_lines(tree)) == [
-        "root",
-        "  [65 65 66 66] pages 1 2, lock_ref 2",
-        "    [67 67 68 68] pages 3 4, lock_ref 0",
-        "    [88 88] pages 5, lock_ref 0",
-        "  [81 81] pages 6, lock_ref 0",
-        "root lora=int:7 salt=str:x",
-        "  [90 90] pages 9, lock_ref 1",
-    ]
 
 
 def test_long_lists_show_their_front_and_their_last():

@@ -205,11 +205,18 @@ class World(Truth):
         assert self.manager.reset_prefix_cache()
         assert self.pool.num_free_blocks == self.pool.num_usable_blocks
 
-    def run(self, request_id: str, num_steps: int = 1) -> None:
-        """Admit, compute and decode one request alone."""
+    def run(self, request_id: str) -> None:
+        """Admit one request and compute its prompt, alone."""
         assert self.admit(request_id)
         self.step()
-        for _ in range(num_steps - 1):
-            assert self.advance(request_id)
-            self.step()
-            self.check()
+
+    def serve(self, request_id: str, tokens: Sequence[int]) -> Request:
+        """A new request, whose prompt is computed; it runs on."""
+        request = self.submit(request_id, tokens)
+        self.run(request_id)
+        return request
+
+    def warm(self, request_id: str, tokens: Sequence[int]) -> None:
+        """The prompt is cached, and nobody uses it."""
+        self.serve(request_id, tokens)
+        self.free(request_id)

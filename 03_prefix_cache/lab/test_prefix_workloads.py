@@ -221,16 +221,3 @@ def test_token_ids_of_a_trace_share_what_its_ids_share(write) -> None:
     assert common_len(prompts[0], prompts[1]) == 1024
     assert common_len(prompts[0], prompts[2]) == 512
     assert set(prompts[0]) <= set(range(VOCAB)) and len(set(prompts[0])) > VOCAB // 2
-
-
-# Mutations tried, each caught by a test above:
-#   _roots draws anew instead of from the shared row; _texts without distinct first tokens
-#   prompt() without the answers; without the new text; a missing answer passed over
-#   chats give every turn an empty history; few_shot draws examples for every question
-#   arrive() returns sessions one after the other; shuffles the requests themselves
-#   the running number of request ids starts anew after four
-#   num_tokens_in without the bound; read_trace without the check of parents, of time, of lengths
-#   _is_count without the check for bool; line numbers from 0; empty lines not passed over
-#   a prompt of no tokens allowed; an empty trace allowed; id without its predecessor checked
-#   the seed ignored; too few first tokens not noticed; ceil(input_length / 512) rounded down
-#   trace_token_ids seeds with the block's place; gives every block 512 tokens

@@ -135,11 +135,3 @@ def test_the_command_says_what_is_wrong(trace_file: Path, capsys) -> None:
         with pytest.raises(SystemExit):
             main(arguments)
         assert message in capsys.readouterr().err
-
-
-# Mutations tried, each caught by a test above:
-#   hits counted as whole blocks; tokens looked up counted as whole blocks
-#   replay does not cache; caches before it looks up; caches all but the last block
-#   make_cache makes a pool of `capacity` blocks, the null block among them
-#   hit_rate of blocks instead of tokens
-#   main keeps capacities above the limit; does not sort them; takes a capacity of 0

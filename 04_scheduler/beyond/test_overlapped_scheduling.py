@@ -7,7 +7,6 @@ last, or anything that is released twice, shows as a wrong token or a broken inv
 from __future__ import annotations
 
 import random
-from collections import deque
 
 import pytest
 
@@ -18,74 +17,25 @@ from delayed_runner import DelayedRunner
 from overlap_plugin import OverlapPlugin
 from prefill_adder import num_expected_outputs
 from prefill_first_scheduler import PrefillFirstScheduler
-from request import Request, RequestStatus, SamplingParams
+from request import Request, SamplingParams
 from scheduler import Scheduler
-from scheduler_interface import SchedulerOutput, StepHandle
-from scheduler_steps import preempting
 
 SCHEDULERS = (Scheduler, PrefillFirstScheduler, CachingFCFSScheduler)
 
 
-class OverlappedWorld(runs.World):
-    """Up to two steps are under way, and the invariants hold at any moment."""
-
-    is_settled = True
-
+class OverlappedWorld(runs.WorldUnderWay):
     def __init__(self, memory, kind: type = Scheduler, **options) -> None:
-        self.overlap = OverlapPlugin()
-        super().__init__(memory, kind, plugins=[self.overlap], **options)
+        self.plugin = OverlapPlugin()
+        super().__init__(memory, kind, **options)
         self.runner = DelayedRunner(self.runner)
-        self.under_way: deque[tuple[SchedulerOutput, StepHandle]] = deque()
-
-    @property
-    def num_discarded_tokens(self) -> int:
-        return self.overlap.num_discarded_tokens
-
-    @property
-    def plans(self) -> list[SchedulerOutput]:
-        return [plan for plan, _ in self.under_way]
-
-    @property
-    def may_schedule(self) -> bool:
-        return len(self.under_way) < 2
-
-    def schedule(self) -> None:
-        plan = self.plan()
-        self.under_way.append((plan, self.runner.execute(plan)))
-
-    def update(self) -> None:
-        plan, handle = self.under_way.popleft()
-        self.take(plan, handle.wait())
-
-    def advance(self) -> None:
-        while self.may_schedule:
-            self.schedule()
-        self.update()
-
-    def run(self, most: int = 300) -> None:
-        for _ in as_long_as(self.scheduler.has_unfinished_requests, most):
-            self.step()
-        while self.under_way:
-            self.update()
-        self.check_end()
 
 
 class OverlappedMachine(runs.SchedulerMachine):
-    kind = OverlappedWorld
+    world_type = OverlappedWorld
 
 
 OverlappedMachine.TestCase.settings = runs.SchedulerMachine.TestCase.settings
 TestOverlappedMachine = OverlappedMachine.TestCase
-
-
-class OverlappedPrefillFirstMachine(runs.SchedulerMachine):
-    @staticmethod
-    def kind(memory, **options) -> OverlappedWorld:
-        return OverlappedWorld(memory, PrefillFirstScheduler, **options)
-
-
-OverlappedPrefillFirstMachine.TestCase.settings = runs.SchedulerMachine.TestCase.settings
-TestOverlappedPrefillFirstMachine = OverlappedPrefillFirstMachine.TestCase
 
 
 @pytest.mark.parametrize(
@@ -119,36 +69,21 @@ def test_a_random_run_says_what_an_uninterrupted_one_says(seed, kind, cache):
     """Trickling arrivals, every policy, pools of hardly more than one request, forced preemption,
     aborts while a step is under way."""
     rng = random.Random(f"{seed} {kind} {cache}")
-    block_size = rng.choice([1, 2, 4, 7])
-    families = [[rng.randrange(runs.VOCAB) for _ in range(rng.randint(1, 10))] for _ in range(3)]
-    most = -(-(16 + 14) // block_size)
-    memory = runs.make_memory(cache, most + rng.choice([0, 1, most, 4 * most]), block_size)
-    options = runs.random_options(rng)
-    if kind is PrefillFirstScheduler:
-        options = {k: v for k, v in options.items() if k not in ("watermark", "reserve_all")}
-        options |= {"mixing": rng.random() < 0.5}
-    if kind is CachingFCFSScheduler:
-        options = {name: options[name] for name in ("max_num_seqs", "max_num_batched_tokens")}
-    world = OverlappedWorld(memory, kind, **options)
-    to_come = [
-        runs.random_request(rng, f"r{i}", families, min(16, memory.capacity - 1)) for i in range(14)
-    ]
-    for _ in as_long_as(lambda: to_come or world.scheduler.has_unfinished_requests(), most=3000):
-        if to_come and rng.random() < 0.4:
-            world.add(to_come.pop())
-        if seed % 3 == 0 and rng.random() < 0.05 and world.scheduler.requests:
-            world.scheduler.abort_request(rng.choice(sorted(world.scheduler.requests)))
-        world.step()
+    memory, to_come = runs.random_load(rng, cache, spare_blocks=(0, 1))
+    world = OverlappedWorld(memory, kind, **runs.random_options(rng, kind))
+    runs.run_at_random(world, rng, to_come, has_aborts=seed % 3 == 0)
     world.run()
-    assert world.runner.num_pending > 0
+    assert world.runner.num_pending > 0 or world.is_forced
 
 
 # -- case by case
 
 
-def make_world(kind=Scheduler, cache=None, num_blocks=40, block_size=4, **options):
+def make_world(
+    kind=Scheduler, cache=None, num_blocks=40, block_size=4, world_type=OverlappedWorld, **options
+):
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 100} | options
-    return OverlappedWorld(runs.make_memory(cache, num_blocks, block_size), kind, **options)
+    return world_type(runs.make_memory(cache, num_blocks, block_size), kind, **options)
 
 
 def make_request(name: str = "a", max_tokens: int = 6, stop_token_ids=(), num_prompt: int = 3):
@@ -185,7 +120,7 @@ def test_nothing_is_planned_behind_the_last_token_allowed(kind, max_tokens) -> N
         plans += [plan.num_scheduled_tokens for plan in world.plans]
     assert all(plan == {} for plan in plans[max_tokens:]), plans
     world.run()
-    assert world.overlap.num_discarded_tokens == 0
+    assert world.plugin.num_discarded_tokens == 0
     assert world.scheduler.kv_memory.usage == 0
 
 
@@ -208,41 +143,9 @@ def test_a_stop_token_shows_one_step_late_and_releases_once(kind) -> None:
     world.schedule()
     assert world.plans[-1].finished_req_ids == {"a"}
     assert [world.update(), world.update()] == [None, None]
-    assert world.overlap.num_discarded_tokens == 1
+    assert world.plugin.num_discarded_tokens == 1
     assert memory.cache.num_cached_blocks == num_cached, "nobody publishes what was discarded"
     world.check()
-
-
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_who_is_aborted_under_way_gets_nothing_more_and_may_come_again(kind) -> None:
-    world = make_world(kind)
-    world.add(request := make_request())
-    world.step()
-    world.scheduler.abort_request("a")
-    assert world.scheduler.kv_memory.num_blocks_in_use == 0
-    world.add(again := make_request(max_tokens=3))
-    outputs = list(request.output_token_ids)
-    world.run()
-    assert request.output_token_ids == outputs and request.finish_reason == "abort"
-    assert again.output_token_ids == runs.continuation(again.prompt_token_ids, 3, runs.VOCAB)
-
-
-@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
-def test_a_token_under_way_is_kept_if_its_request_is_preempted(kind) -> None:
-    world = make_world(kind)
-    world.add(request := make_request())
-    world.schedule()
-    with preempting(world.scheduler):
-        world.schedule()
-    assert (request.num_computed_tokens, request.num_pending_tokens) == (0, 1)
-    assert request.status == RequestStatus.PREEMPTED
-    world.update()
-    assert (request.num_tokens, request.num_pending_tokens) == (4, 0)
-    assert world.scheduler.kv_memory.num_blocks_in_use == 0
-    world.schedule()
-    resumed = world.plans[-1].scheduled_cached_reqs
-    assert resumed.new_token_ids == [request.all_token_ids] and resumed.resumed_req_ids == {"a"}
-    world.run()
 
 
 def test_the_last_token_may_come_to_a_request_that_waits_again() -> None:
@@ -256,26 +159,6 @@ def test_the_last_token_may_come_to_a_request_that_waits_again() -> None:
     assert len(world.scheduler.waiting) == 0
     world.run()
     assert other.num_output_tokens == 9
-
-
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_plans_that_failed_leave_nothing_pending(kind) -> None:
-    """What ran is aborted, as the engine does it; what was preempted meanwhile is computed anew."""
-    world = make_world(kind)
-    world.add(request := make_request())
-    world.add(other := make_request("b", max_tokens=1))  # and its only token is pending
-    world.schedule()
-    if kind is not CachingFCFSScheduler:
-        with preempting(world.scheduler):
-            world.schedule()
-    world.under_way.clear()
-    world.overlap.forget_plans()
-    assert request.num_pending_tokens == other.num_pending_tokens == 0
-    for request_id in list(world.scheduler.running):
-        world.scheduler.abort_request(request_id)
-    world.run()
-    world.add(make_request("c"))
-    world.run()
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4])

@@ -7,31 +7,31 @@ anything that is released twice, shows as a wrong token or a broken invariant.""
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis.stateful import initialize
 
+import test_overlapped_scheduling as overlapped
 import test_scheduler_runs as runs
 from bounded_loops import as_long_as
 from caching_fcfs_scheduler import CachingFCFSScheduler
 from fake_model import FakeModelRunner
 from pipeline_plugin import PipelinePlugin
 from prefill_first_scheduler import PrefillFirstScheduler
-from request import Request, RequestStatus, SamplingParams
+from request import RequestStatus
 from scheduler import Scheduler
-from scheduler_interface import SchedulerOutput, StepHandle
 from scheduler_steps import preempting
 from staged_runner import StagedRunner
 from whole_prompts import CutPrompts
 
-SCHEDULERS = (Scheduler, PrefillFirstScheduler, CachingFCFSScheduler)
+SCHEDULERS = overlapped.SCHEDULERS
 
 
-class PipelinedWorld(runs.World):
-    """Some steps are under way, and the invariants hold at any moment."""
-
-    is_settled = True
-
+class PipelinedWorld(runs.WorldUnderWay):
     def __init__(
         self,
         memory,
@@ -43,51 +43,28 @@ class PipelinedWorld(runs.World):
     ) -> None:
         if num_micro_batches is None:
             num_micro_batches = num_stages
-        self.pipeline = PipelinePlugin(num_micro_batches)
-        super().__init__(memory, kind, plugins=[self.pipeline], **options)
+        self.plugin = PipelinePlugin(num_micro_batches)
+        self.num_in_flight = num_in_flight
+        super().__init__(memory, kind, **options)
         size = memory.block_size
         self.runner = StagedRunner(lambda: FakeModelRunner(size, runs.VOCAB), num_stages)
-        self.num_in_flight = num_in_flight
-        self.under_way: deque[tuple[SchedulerOutput, StepHandle]] = deque()
-
-    @property
-    def num_discarded_tokens(self) -> int:
-        return self.pipeline.num_discarded_tokens
-
-    @property
-    def plans(self) -> list[SchedulerOutput]:
-        return [plan for plan, _ in self.under_way]
-
-    @property
-    def may_schedule(self) -> bool:
-        return len(self.under_way) < self.num_in_flight
 
     def schedule(self) -> None:
-        plan = self.plan()
-        assert 0 not in plan.num_scheduled_tokens.values()
-        for older in self.plans:
-            for request in older.scheduled_requests:
-                if request in plan.scheduled_requests:
-                    assert request.num_pending_tokens in (0, 1), "it is behind by known tokens"
-        self.under_way.append((plan, self.runner.execute(plan)))
+        older = self.plans
+        super().schedule()
+        newest = self.plans[-1]
+        assert 0 not in newest.num_scheduled_tokens.values()
+        for request in {r for plan in older for r in plan.scheduled_requests}:
+            if request in newest.scheduled_requests:
+                assert request.num_pending_tokens in (0, 1), "it is behind by known tokens"
 
-    def update(self) -> None:
-        plan, handle = self.under_way.popleft()
-        self.take(plan, handle.wait())
-
-    def advance(self) -> None:
-        while self.may_schedule and (not self.under_way or self.pipeline.has_work):
+    def advance(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        while self.may_schedule and (not self.under_way or self.plugin.has_work):
             self.schedule()
             if self.plans[-1].is_empty:
                 break
+        meanwhile()
         self.update()
-
-    def run(self, most: int = 300) -> None:
-        for _ in as_long_as(self.scheduler.has_unfinished_requests, most):
-            self.step()
-        while self.under_way:
-            self.update()
-        self.check_end()
 
 
 def at_most_one_step_samples(world: PipelinedWorld) -> None:
@@ -103,19 +80,15 @@ def at_most_one_step_samples(world: PipelinedWorld) -> None:
 
 
 class PipelinedMachine(runs.SchedulerMachine):
-    kind = PipelinedWorld
+    world_type = PipelinedWorld
 
-
-class PipelinedPrefillFirstMachine(runs.SchedulerMachine):
-    @staticmethod
-    def kind(memory, **options) -> PipelinedWorld:
-        return PipelinedWorld(memory, PrefillFirstScheduler, num_stages=3, **options)
+    @initialize(**runs.SMALL_WORLDS, num_stages=st.sampled_from([2, 3]))
+    def start(self, **options):
+        super().start(**options)
 
 
 PipelinedMachine.TestCase.settings = runs.SchedulerMachine.TestCase.settings
-PipelinedPrefillFirstMachine.TestCase.settings = runs.SchedulerMachine.TestCase.settings
 TestPipelinedMachine = PipelinedMachine.TestCase
-TestPipelinedPrefillFirstMachine = PipelinedPrefillFirstMachine.TestCase
 
 TWO = [([0, 1, 1], 2, 1), ([0, 1, 2], 1, 0)]
 THREE = [*TWO, ([0, 1], 2, 1)]
@@ -166,48 +139,24 @@ def test_a_random_run_says_what_an_uninterrupted_one_says(seed, kind, cache):
     """Trap 51. Trickling arrivals, every policy, chunks, pools of hardly more than one request,
     forced preemption, aborts while steps are under way, one to four stages."""
     rng = random.Random(f"{seed} {kind} {cache}")
-    block_size = rng.choice([1, 2, 4, 7])
-    families = [[rng.randrange(runs.VOCAB) for _ in range(rng.randint(1, 10))] for _ in range(3)]
-    most = -(-(16 + 14) // block_size)
-    memory = runs.make_memory(cache, most + rng.choice([0, 1, most, 4 * most]), block_size)
-    options = runs.random_options(rng)
-    if rng.random() < 0.5:
-        options |= {"chunk_policy": CutPrompts(), "max_num_batched_tokens": rng.choice([3, 5, 9])}
-    if kind is PrefillFirstScheduler:
-        options = {k: v for k, v in options.items() if k not in ("watermark", "reserve_all")}
-        options |= {"mixing": rng.random() < 0.5}
+    memory, to_come = runs.random_load(rng, cache, spare_blocks=(0, 1))
+    options = runs.random_options(rng, kind)
     if kind is CachingFCFSScheduler:
         options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], 16)
-        options = {name: options[name] for name in ("max_num_seqs", "max_num_batched_tokens")}
+    elif rng.random() < 0.5:
+        options |= {"chunk_policy": CutPrompts(), "max_num_batched_tokens": rng.choice([3, 5, 9])}
     num_stages = rng.randint(1, 4)
     world = PipelinedWorld(memory, kind, num_stages, num_stages + rng.randint(0, 1), **options)
-    to_come = [
-        runs.random_request(rng, f"r{i}", families, min(16, memory.capacity - 1)) for i in range(14)
-    ]
-    for _ in as_long_as(lambda: to_come or world.scheduler.has_unfinished_requests(), most=3000):
-        if to_come and rng.random() < 0.4:
-            world.add(to_come.pop())
-        if seed % 3 == 0 and rng.random() < 0.05 and world.scheduler.requests:
-            world.scheduler.abort_request(rng.choice(sorted(world.scheduler.requests)))
-        world.step()
-        at_most_one_step_samples(world)
+    world.check = lambda: at_most_one_step_samples(world) or runs.World.check(world)
+    runs.run_at_random(world, rng, to_come, has_aborts=seed % 3 == 0)
     world.run()
 
 
 # -- case by case
 
 
-def make_world(kind=Scheduler, cache=None, num_blocks=40, block_size=4, num_stages=2, **options):
-    options = {"max_num_seqs": 8, "max_num_batched_tokens": 100} | options
-    memory = runs.make_memory(cache, num_blocks, block_size)
-    return PipelinedWorld(memory, kind, num_stages, **options)
-
-
-def make_request(name: str = "a", max_tokens: int = 6, stop_token_ids=(), num_prompt: int = 3):
-    params = SamplingParams(
-        temperature=0, max_tokens=max_tokens, ignore_eos=True, stop_token_ids=stop_token_ids
-    )
-    return Request(name, [(i * i) % runs.VOCAB for i in range(num_prompt)], params)
+make_world = partial(overlapped.make_world, world_type=PipelinedWorld)
+make_request = overlapped.make_request
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
@@ -216,9 +165,9 @@ def test_a_request_in_flight_is_not_planned_and_others_are(kind) -> None:
     world.add(request := make_request())
     world.schedule()
     assert (request.num_computed_tokens, request.num_pending_tokens) == (3, 1)
-    assert not world.pipeline.has_work
+    assert not world.plugin.has_work
     world.add(make_request("b"))
-    assert world.pipeline.has_work
+    assert world.plugin.has_work
     world.schedule()
     assert [list(plan.num_scheduled_tokens) for plan in world.plans] == [["a"], ["b"]]
     world.update()
@@ -238,7 +187,7 @@ def test_decodes_are_split_evenly_and_take_turns(kind, num_requests, num_stages)
     world.advance()
     share, planned = -(-num_requests // num_stages), []
     for _ in range(30):
-        while world.may_schedule and world.pipeline.has_work:
+        while world.may_schedule and world.plugin.has_work:
             world.schedule()
             planned.append(list(world.plans[-1].num_scheduled_tokens))
         world.update()
@@ -280,27 +229,7 @@ def test_chunks_of_one_prompt_follow_each_other(kind) -> None:
     assert request.num_pending_tokens == 1, "the last one samples"
     world.update()
     world.update()
-    assert request.num_pending_tokens == 1 and not world.pipeline.has_work
-    world.run()
-
-
-@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
-def test_a_token_under_way_is_kept_if_its_request_is_preempted(kind) -> None:
-    world = make_world(kind)
-    world.add(request := make_request())
-    world.schedule()
-    with preempting(world.scheduler):
-        world.schedule()
-    assert (request.num_computed_tokens, request.num_pending_tokens) == (0, 1)
-    assert request.status == RequestStatus.PREEMPTED
-    assert world.scheduler.kv_memory.num_blocks_in_use == 0
-    world.schedule()
-    assert world.plans[-1].is_empty, "it waits for its token"
-    world.update()
-    assert (request.num_tokens, request.num_pending_tokens) == (4, 0)
-    world.schedule()
-    resumed = world.plans[-1].scheduled_cached_reqs
-    assert resumed.new_token_ids == [request.all_token_ids] and resumed.resumed_req_ids == {"a"}
+    assert request.num_pending_tokens == 1 and not world.plugin.has_work
     world.run()
 
 
@@ -349,23 +278,6 @@ def test_what_a_step_has_written_is_not_published_as_what_its_request_computes_a
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_who_is_aborted_under_way_gets_nothing_more_and_may_come_again(kind) -> None:
-    world = make_world(kind)
-    world.add(request := make_request())
-    world.schedule()
-    world.scheduler.abort_request("a")
-    assert world.scheduler.kv_memory.num_blocks_in_use == 0
-    world.add(again := make_request(max_tokens=3))
-    world.schedule()
-    assert [list(plan.num_scheduled_tokens) for plan in world.plans] == [["a"], ["a"]]
-    world.check()
-    world.run()
-    assert request.output_token_ids == [] and request.finish_reason == "abort"
-    assert again.output_token_ids == runs.continuation(again.prompt_token_ids, 3, runs.VOCAB)
-    assert world.pipeline.num_discarded_tokens == 3
-
-
-@pytest.mark.parametrize("kind", SCHEDULERS)
 def test_nothing_is_planned_behind_a_stop_token(kind) -> None:
     """Unlike an overlapped loop, which sees it one step late."""
     right = runs.continuation(make_request().prompt_token_ids, 6, runs.VOCAB)
@@ -375,29 +287,7 @@ def test_nothing_is_planned_behind_a_stop_token(kind) -> None:
     for _ in as_long_as(lambda: not request.is_finished, 20):
         world.step()
     assert request.output_token_ids == right[: right.index(stop) + 1]
-    assert not world.under_way and world.pipeline.num_discarded_tokens == 0
-
-
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_plans_that_failed_leave_nothing_in_flight(kind) -> None:
-    """What ran is aborted, as the engine does it; what was preempted meanwhile is computed anew."""
-    world = make_world(kind)
-    world.add(request := make_request())
-    world.add(other := make_request("b", max_tokens=1))
-    world.schedule()
-    if kind is not CachingFCFSScheduler:
-        with preempting(world.scheduler):
-            world.schedule()
-    for _, handle in world.under_way:
-        handle.wait()
-    world.under_way.clear()
-    world.pipeline.forget_plans()
-    assert request.num_pending_tokens == other.num_pending_tokens == 0
-    for request_id in list(world.scheduler.running):
-        world.scheduler.abort_request(request_id)
-    world.run()
-    world.add(make_request("c"))
-    world.run()
+    assert not world.under_way and world.plugin.num_discarded_tokens == 0
 
 
 def test_a_chunk_leaves_budget_for_the_decodes_of_its_own_plan_only() -> None:
@@ -423,3 +313,68 @@ def test_a_chunk_leaves_budget_for_the_decodes_of_its_own_plan_only() -> None:
 def test_num_micro_batches_is_checked() -> None:
     with pytest.raises(ValueError, match="num_micro_batches is 0"):
         make_world(num_micro_batches=0, num_stages=0)
+
+
+# -- with a step under way, overlapped or in a pipeline
+
+WORLDS = (overlapped.OverlappedWorld, PipelinedWorld)
+
+
+@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
+@pytest.mark.parametrize("world_type", WORLDS)
+def test_a_token_under_way_is_kept_if_its_request_is_preempted(world_type, kind) -> None:
+    world = make_world(kind, world_type=world_type)
+    world.add(request := make_request())
+    world.schedule()
+    with preempting(world.scheduler):
+        world.schedule()
+    assert (request.num_computed_tokens, request.num_pending_tokens) == (0, 1)
+    assert request.status == RequestStatus.PREEMPTED
+    if world.may_schedule:
+        world.schedule()
+        assert world.plans[-1].is_empty, "it waits for its token"
+    world.update()
+    assert (request.num_tokens, request.num_pending_tokens) == (4, 0)
+    assert world.scheduler.kv_memory.num_blocks_in_use == 0
+    world.schedule()
+    resumed = world.plans[-1].scheduled_cached_reqs
+    assert resumed.new_token_ids == [request.all_token_ids] and resumed.resumed_req_ids == {"a"}
+    world.run()
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize("world_type", WORLDS)
+def test_who_is_aborted_under_way_gets_nothing_more_and_may_come_again(world_type, kind) -> None:
+    world = make_world(kind, world_type=world_type)
+    world.add(request := make_request())
+    world.schedule()
+    world.scheduler.abort_request("a")
+    assert world.scheduler.kv_memory.num_blocks_in_use == 0
+    world.add(again := make_request(max_tokens=3))
+    world.schedule()
+    assert [list(plan.num_scheduled_tokens) for plan in world.plans] == [["a"], ["a"]]
+    world.check()
+    world.run()
+    assert request.output_token_ids == [] and request.finish_reason == "abort"
+    assert again.output_token_ids == runs.continuation(again.prompt_token_ids, 3, runs.VOCAB)
+    assert world.num_discarded_tokens == 3
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize("world_type", WORLDS)
+def test_plans_that_failed_leave_nothing_pending(world_type, kind) -> None:
+    """What ran is aborted, as the engine does it; what was preempted meanwhile is computed anew."""
+    world = make_world(kind, world_type=world_type)
+    world.add(request := make_request())
+    world.add(other := make_request("b", max_tokens=1))  # and its only token is pending
+    world.schedule()
+    if kind is not CachingFCFSScheduler:
+        with preempting(world.scheduler):
+            world.schedule()
+    world.lose_plans()
+    assert request.num_pending_tokens == other.num_pending_tokens == 0
+    for request_id in list(world.scheduler.running):
+        world.scheduler.abort_request(request_id)
+    world.run()
+    world.add(make_request("c"))
+    world.run()

@@ -1,4 +1,5 @@
-"""What the prefill-first scheduler decides, case by case, and whole runs at random.
+"""What the prefill-first scheduler decides, case by case, and whole runs at random. What it shares
+with the two-phase scheduler is tested for both in test_scheduler.py and test_scheduler_runs.py.
 
 Tokens come from fake_model.py, whose KV is real: a wrong slot, table or history changes them."""
 
@@ -6,30 +7,30 @@ from __future__ import annotations
 
 import inspect
 import random
-from contextlib import nullcontext
+from functools import partial
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from admission_constraints import MaxLoRAs
-from block_pool import BlockPool
+import test_scheduler_runs as runs
 from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
 from fake_model import FakeModelRunner, _mix, continuation
 from forced_preemption import ForcedPreemption
 from kv_connector import KVConnector
-from kv_memory import KVMemory, UncachedKVCacheManager
 from loading_kv_cache_manager import LoadingKVCacheManager
 from prefill_first_scheduler import ForwardMode, PrefillFirstScheduler
-from prefix_cache_local import PrefixCacheLocal
-from radix_cache import RadixCache
 from request import Request, RequestStatus
 from scheduler import Scheduler
 from scheduler_base import SchedulerBase, SchedulerOptions
-from scheduler_interface import SchedulerInterface, SchedulerOutput, StepOutput
-from scheduler_steps import SchedulerLoop, make_scheduler, planned, preempted, preempting
+from scheduler_interface import SchedulerInterface, SchedulerOutput
+from scheduler_steps import (
+    SchedulerLoop,
+    make_memory,
+    make_scheduler,
+    planned,
+    preempted,
+    preempting,
+)
 from sglang_policies import POLICIES, policy_over
 
 EXTEND, DECODE, MIXED = ForwardMode
@@ -63,21 +64,6 @@ def test_a_plan_says_what_ended_admission(options, stop):
     assert loop.step().admission_stop == stop
 
 
-def make_memory(
-    cache: str | None, num_pages: int, page_size: int, connector: KVConnector | None = None
-) -> KVMemory:
-    pool = BlockPool(num_pages + 1)
-    if cache is None:
-        return UncachedKVCacheManager(pool, page_size)
-    if cache == "hash":
-        made = PrefixCacheLocal(pool=pool, block_size=page_size)
-    else:
-        made = RadixCache(pool=pool, page_size=page_size)
-    if connector is None:
-        return CachedKVCacheManager(pool, page_size, made)
-    return LoadingKVCacheManager(pool, page_size, made, connector)
-
-
 class Loop(SchedulerLoop):
     def __init__(
         self,
@@ -89,7 +75,10 @@ class Loop(SchedulerLoop):
         kind: type[SchedulerBase] = PrefillFirstScheduler,
         **options,
     ):
-        memory = make_memory(cache, num_pages, page_size, connector)
+        cached = CachedKVCacheManager
+        if connector is not None:
+            cached = partial(LoadingKVCacheManager, connector=connector)
+        memory = make_memory(cache, num_pages, page_size, cached=cached)
         if "policy" in options:
             options["policy"] = policy_over(memory, options["policy"], options.get("seed", 0))
         super().__init__(make_scheduler(kind, kv_memory=memory, **options))
@@ -157,19 +146,6 @@ def test_it_serves_the_interface_with_the_parameters_of_the_other_scheduler():
             kind(**{name: parameter.default})  # handed on
 
 
-def test_it_has_a_pool_of_its_own_if_it_is_given_none():
-    scheduler = PrefillFirstScheduler(4, 64, 100, "fcfs")
-    scheduler.add_request(Request.from_tokens("a", list(range(20)), max_new_tokens=2))
-    output = scheduler.schedule()
-    assert planned(output) == {"a": 20}
-    scheduler.update_from_output(output, StepOutput({"a": [7]}))
-    output = scheduler.schedule()
-    scheduler.update_from_output(output, StepOutput({"a": [7]}))
-    stats = scheduler.get_stats()
-    assert (stats.total_finished, stats["total_scheduled"], stats.kv_cache_usage) == (1, 2, 0.0)
-    assert scheduler.kv_memory.reset_prefix_cache() and not scheduler.has_unfinished_requests()
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -186,28 +162,12 @@ def test_options_of_this_school_that_make_no_sense_are_named(options):
         PrefillFirstScheduler(**options)
 
 
-def test_who_can_never_run_is_refused():
-    """Trap 16, and with chunks a prompt may be longer than a step."""
-    loop = Loop(10, max_num_batched_tokens=16)
-    with pytest.raises(ValueError, match="max_num_batched_tokens=16"):
-        loop.add("a", 17)
-    with pytest.raises(ValueError, match="40 positions"):
-        Loop(10).add("a", 41)
+def test_with_chunks_a_prompt_may_be_longer_than_a_step():
     loop = Loop(10, max_num_batched_tokens=16, chunked_prefill_size=8)
     loop.add("a", 38, 3)
     assert loop.scheduler.requests.keys() == {"a"}
     loop.run()
     loop.must_be_right()
-
-
-def test_who_outgrows_the_whole_pool_ends_with_a_reason():
-    """Trap 16: alone it can have every page, and `max_tokens` was lowered to what those hold."""
-    loop = Loop(4)
-    request = loop.add("a", 13, 50)
-    loop.run()
-    assert len(loop.outputs["a"]) == 4 and loop.reasons == {"a": "length"}
-    assert request.length_limit == "the KV memory holds 16 positions"
-    assert request.num_preemptions == 0
 
 
 # -- prefill or decode
@@ -300,14 +260,6 @@ def test_nobody_has_a_turn_when_those_who_waited_are_gone():
     assert planned(loop.step()) == {"c": 4}
 
 
-def test_mixing_lets_nobody_wait():
-    loop = Loop(1000, max_num_batched_tokens=64, chunked_prefill_size=16, mixing=True)
-    wait = longest_wait(loop, 20, lambda number: loop.add(f"n{number}", 8, 30))
-    assert wait == 1 and loop.mode is MIXED
-    loop.run()
-    loop.must_be_right()
-
-
 def test_decodes_take_their_share_of_a_mixed_chunk():
     loop = Loop(100, max_num_batched_tokens=64, chunked_prefill_size=16, mixing=True)
     loop.add("a", 5)
@@ -332,18 +284,6 @@ def test_a_whole_prompt_waits_until_it_fits_beside_the_decodes():
 
 
 # -- seats
-
-
-def test_seats_are_counted_with_those_just_admitted():
-    """Trap 17, and trap 23: who waits takes no seat."""
-    loop = Loop(100, max_num_seqs=2)
-    for name in "abcde":
-        loop.add(name, 3, 2)
-    assert list(planned(loop.step())) == ["a", "b"]
-    assert planned(loop.step()) == {"a": 1, "b": 1}
-    assert list(planned(loop.step())) == ["c", "d"]
-    loop.run()
-    assert loop.reasons.keys() == set("abcde")
 
 
 def test_no_more_run_than_a_step_has_tokens():
@@ -386,14 +326,6 @@ def test_the_chunked_slot_passes_from_one_prompt_to_the_next():
     assert planned(loop.step()) == {"c": 32}
     assert loop.scheduler.chunked_req is None
     assert planned(loop.step()) == {"a": 1, "b": 1, "c": 1}
-
-
-def test_a_prompt_of_one_chunk_is_not_cut():
-    """Trap 25."""
-    loop = Loop(400, page_size=16, chunked_prefill_size=2048)
-    loop.add("a", 2048, 3)
-    assert planned(loop.step()) == {"a": 2048}
-    assert loop.scheduler.chunked_req is None and len(loop.outputs["a"]) == 1
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -497,20 +429,6 @@ def test_fewest_outputs_are_retracted_and_come_back_as_prefills():
     assert loop.requests["a"].num_preemptions == 0
 
 
-def test_the_longest_input_goes_first_among_equals_and_the_share_is_raised():
-    loop = greedy(9, max_num_batched_tokens=11)
-    for name, num_prompt, num_outputs in (("a", 7, 13), ("b", 11, 9), ("c", 8, 8)):
-        loop.add(name, num_prompt, num_outputs)
-    for _ in range(4):
-        loop.step()
-    assert {len(outputs) for outputs in loop.outputs.values()} == {2}
-    assert loop.scheduler.new_token_ratio == 0.0
-    assert preempted(loop.step()) == ["b"], "a and b open a page, and there is one"
-    assert loop.scheduler.new_token_ratio == 1.0, "2 + 2 outputs and 20 steps for each, of 21"
-    loop.run()
-    loop.must_be_right()
-
-
 def test_a_prompt_between_two_chunks_makes_way_for_those_who_decode():
     """Or both would wait for each other: each has what the other needs."""
     loop = greedy(9, chunked_prefill_size=4, max_consecutive_prefills=1)
@@ -593,17 +511,21 @@ def test_a_lone_request_is_never_retracted_for_want_of_memory():
     loop.must_be_right()
 
 
-def test_nobody_is_retracted_more_than_so_often():
-    """Each ends with half of the pool, and four are admitted."""
-    for max_preemptions in (1, 2, 3):
-        loop = greedy(6, max_preemptions=max_preemptions)
-        for name in "abcdefgh":
-            loop.add(name, 3, 9)
-            loop.step()
-        loop.run()
-        loop.must_be_right()
-        assert max(r.num_preemptions for r in loop.requests.values()) <= max_preemptions
-        assert loop.scheduler.get_stats().total_preempted > 0
+def test_a_pinned_request_is_not_retracted_though_it_has_fewest_outputs():
+    """Or it would be, again and again."""
+    loop = greedy(7, max_preemptions=1)
+    loop.add("a", 4, 20)
+    for _ in range(7):
+        loop.step()
+    request = loop.add("b", 4, 9)
+    loop.step()
+    with preempting(loop.scheduler):
+        assert preempted(loop.step()) == ["b"]
+    assert preempted(loop.run_until(preempted)) == ["a"]
+    assert request.num_output_tokens < loop.requests["a"].num_output_tokens
+    loop.run()
+    loop.must_be_right()
+    assert request.num_preemptions == 1
 
 
 def test_a_pinned_request_has_all_its_memory_and_keeps_it():
@@ -634,83 +556,14 @@ def test_the_policy_orders_who_waits_and_priorities_take_nobodys_seat():
     loop.run()
 
 
-def test_a_shuffled_queue_is_asked_in_another_order():
-    orders = []
-    for options in ({}, {"seed": 1}, {"seed": 1}, {"seed": 2}):
-        loop = Loop(100, shuffle_waiting=bool(options), **options)
-        for name in "abcdef":
-            loop.add(name, 3, 3)
-        orders.append("".join(planned(loop.step())))
-        loop.run()
-    assert orders[0] == "abcdef" and orders[1] == orders[2]
-    assert len(set(orders)) == 3
-
-
-def test_nobody_overtakes_who_does_not_fit():
-    loop = Loop(100, max_num_batched_tokens=10)
-    for name, size in (("a", 6), ("b", 10), ("c", 1)):
-        loop.add(name, size)
-    assert [planned(loop.step()) for _ in range(3)] == [{"a": 6}, {"b": 10}, {"c": 1}]
-
-
-def test_a_constraint_holds_back_until_one_has_waited_too_long():
-    loop = Loop(100, plugins=[MaxLoRAs(1)], max_overtakes=2)
-    loras = [(("lora", name),) for name in "xy"]
-    loop.add("a", 3, 9, extra_keys=loras[0])
-    held_back = loop.add("b", 3, 9, extra_keys=loras[1])
-    loop.add("c", 3, 9)
-    assert list(planned(loop.step())) == ["a", "c"]
-    loop.add("d", 3, 9)
-    assert "d" not in planned(loop.step()) and held_back.status is RequestStatus.WAITING
-    loop.run()
-    assert loop.reasons.keys() == set("abcd")
-
-
 def test_requests_with_one_prefix_are_computed_one_step_apart():
     loop = Loop(100, cache="hash")
     prompt = list(range(20))
     for name in "ab":
         loop.take(Request.from_tokens(name, [*prompt, ord(name)], 4))
-    assert planned(loop.step()) == {"a": 21}
+    loop.add("c", 5)
+    assert planned(loop.step()) == {"a": 21, "c": 5}, "b is passed over"
     assert planned(loop.step()) == {"b": 1}
-    loop.run()
-    loop.must_be_right()
-
-
-def equals(n: int, num_prompt: int, max_tokens: int) -> list[Request]:
-    """The later ones want more, so that the policy "lof" has the first one last."""
-    prompt = list(range(num_prompt))
-    return [Request.from_tokens(f"s{i}", prompt, max_tokens + i) for i in range(n)]
-
-
-@pytest.mark.parametrize("policy", ["fcfs", "lof"])
-@pytest.mark.parametrize("cache", CACHES)
-def test_equal_prompts_are_computed_once_if_there_is_a_cache(cache, policy):
-    loop = Loop(50, cache=cache, policy=policy)
-    for request in equals(3, 10, 6):
-        loop.take(request)
-    first, *others = ["s0", "s1", "s2"] if policy == "fcfs" else ["s2", "s1", "s0"]
-    output = loop.step()
-    if cache is None:
-        assert planned(output) == {first: 10} | dict.fromkeys(others, 10)
-    else:
-        assert planned(output) == {first: 10}
-        output = loop.step()
-        assert planned(output) == dict.fromkeys(others, 2) and loop.mode is EXTEND
-        assert loop.memory.num_blocks_in_use == 5, "two full ones for all, the third for each"
-    loop.run()
-    loop.must_be_right()
-
-
-@pytest.mark.parametrize("cache", CACHES)
-def test_who_waits_for_an_equal_holds_nothing(cache):
-    loop = Loop(3, cache=cache)
-    for request in equals(2, 10, 2):
-        loop.take(request)
-    loop.step()
-    output = loop.step()
-    assert planned(output) == {"s0": 1}, "there is no page for a third block of s1"
-    assert loop.requests["s1"].num_computed_tokens == 0
     loop.run()
     loop.must_be_right()
 
@@ -778,7 +631,7 @@ def test_loads_for_those_who_wait_stop_nobody(cache, kind):
             options = {"kind": Scheduler, "policy": "priority", "max_num_seqs": rng.randint(1, 3)}
             options |= {"watermark": rng.choice([0.0, 0.2]), "max_num_batched_tokens": 24}
         else:
-            options = random_options(rng, "fcfs") | {"mixing": kind == "mixed"}
+            options = random_options(rng) | {"mixing": kind == "mixed", "policy": "fcfs"}
             options |= {"preempt_every": None, "init_new_token_ratio": 0.0, "max_num_seqs": 6}
         connector = SlowConnector(rng.choice([1, 3, 10]))
         connector.bind(None, page_size, ())
@@ -818,22 +671,11 @@ def random_request(rng: random.Random, number: int, num_positions: int) -> list[
     ]
 
 
-def random_options(rng: random.Random, policy: str) -> dict:
-    return {
-        "policy": policy,
-        "max_num_seqs": rng.randint(1, 6),
-        "max_num_batched_tokens": rng.randint(1, 24),
-        "mixing": rng.random() < 0.4,
-        "chunked_prefill_size": rng.choice([None, None, 1, 3, 4, 8]),
-        "init_new_token_ratio": rng.choice([0.0, 0.3, 1.0]),
-        "min_new_token_ratio": 0.0,
-        "new_token_ratio_decay_steps": rng.randint(1, 20),
-        "max_consecutive_prefills": rng.choice([1, 2, 8, None]),
-        "preempt_every": rng.choice([None, None, 1, 2, 3, 4, 5]),
-        "shuffle_waiting": rng.random() < 0.2,
-        "max_preemptions": rng.randint(1, 3),
-        "max_overtakes": rng.choice([0, 3, 1000]),
-    }
+def random_options(rng: random.Random) -> dict:
+    """Steps of fewer tokens than some prompts have, besides."""
+    options = runs.random_options(rng, PrefillFirstScheduler)
+    options |= {"max_num_batched_tokens": rng.randint(1, 24), "max_preemptions": rng.randint(1, 3)}
+    return options | {"preempt_every": rng.choice([None, None, 1, 2, 3, 4, 5])}
 
 
 @pytest.mark.sample
@@ -847,7 +689,7 @@ def test_tokens_are_those_of_an_uninterrupted_run(cache, policy, num_aborts):
     for seed in range(40):
         rng = random.Random(f"{cache} {policy} {num_aborts} {seed}")
         num_pages, page_size = rng.randint(2, 12), rng.choice([1, 2, 3, 4, 8])
-        options = random_options(rng, policy)
+        options = random_options(rng) | {"policy": policy}
         print("seed", seed, num_pages, page_size, options)
         loop = Loop(num_pages, page_size=page_size, cache=cache, **options)
         for number in range(rng.randint(1, 10)):
@@ -911,67 +753,3 @@ def test_no_decode_waits_longer_than_the_bound(mixing):
                     last_token[name] = number
             for name in loop.scheduler.running.keys() & last_token.keys():
                 assert number - last_token[name] <= (0 if mixing else bound), (seed, name)
-
-
-class Machine(RuleBasedStateMachine):
-    """Arrivals, aborts, steps and switches in any order."""
-
-    @initialize(
-        cache=st.sampled_from(CACHES),
-        num_pages=st.integers(2, 8),
-        page_size=st.integers(1, 4),
-        seed=st.integers(0, 10**6),
-        policy=st.sampled_from(list(POLICIES)),
-    )
-    def make(self, cache, num_pages, page_size, seed, policy):
-        self.rng = random.Random(seed)
-        options = random_options(self.rng, policy) | {"preempt_every": None}
-        self.loop = Loop(num_pages, page_size=page_size, cache=cache, **options)
-        self.output: SchedulerOutput | None = None
-        self.number = 0
-
-    @rule()
-    def arrive(self):
-        self.number += 1
-        for request in random_request(self.rng, self.number, self.loop.memory.capacity):
-            try:
-                self.loop.take(request)
-            except ValueError:
-                assert request.request_id not in self.loop.scheduler.requests
-
-    @precondition(lambda self: self.output is None)
-    @rule(by_force=st.booleans())
-    def schedule(self, by_force):
-        with preempting(self.loop.scheduler) if by_force else nullcontext():
-            self.output = self.loop.schedule()
-
-    @precondition(lambda self: self.output is not None)
-    @rule()
-    def update(self):
-        self.loop.update(self.output)
-        self.output = None
-
-    @precondition(lambda self: self.loop.scheduler.requests)
-    @rule(data=st.data())
-    def abort(self, data):
-        self.loop.scheduler.abort_request(
-            data.draw(st.sampled_from(sorted(self.loop.scheduler.requests)))
-        )
-
-    @invariant()
-    def is_right(self):
-        if hasattr(self, "loop") and self.output is None:
-            self.loop.scheduler.check_invariants()
-            self.loop.memory.check_invariants(self.loop.scheduler.running.values())
-
-    def teardown(self):
-        if not hasattr(self, "loop"):
-            return
-        if self.output is not None:
-            self.loop.update(self.output)
-        self.loop.run()
-        self.loop.must_be_right()
-
-
-TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -8,14 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from block_pool import BlockPool
 from bounded_loops import as_long_as
 from common.workshop.tools.draw import LARGE, PAPER, SMALL, Axes, Box, Drawing, save_all
 from common.workshop.tools.palette import BASELINE, DECODE, INK, PREEMPTED, PROMPT, tint
-from kv_memory import UncachedKVCacheManager
 from prefill_first_scheduler import PrefillFirstScheduler
 from scheduler import Scheduler
-from scheduler_steps import SchedulerLoop, preempted
+from scheduler_steps import SchedulerLoop, make_memory, preempted
 from step_plan import PreemptingPlan
 
 BLOCK_SIZE = 4
@@ -23,7 +21,7 @@ SHADES = {"a": 0.75, "b": 0.5, "c": 0.3, "d": 0.15}  # of those that came first,
 
 
 def make_loop(num_blocks: int, kind: type = Scheduler, **options: Any) -> SchedulerLoop:
-    memory = UncachedKVCacheManager(BlockPool(num_blocks + 1), BLOCK_SIZE)
+    memory = make_memory(None, num_blocks, BLOCK_SIZE)
     return SchedulerLoop(kind(kv_memory=memory, **options))
 
 

@@ -7,23 +7,22 @@ read from here when it is drawn, and `test_prefill_first_runs.py` checks what th
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from block_pool import BlockPool
 from bounded_loops import as_long_as
-from kv_memory import UncachedKVCacheManager
 from prefill_adder import PrefillAdder, num_expected_outputs
 from prefill_first_scheduler import ForwardMode, PrefillFirstScheduler
 from request import Request
-from scheduler_steps import SchedulerLoop, planned, preempted
+from scheduler_steps import SchedulerLoop, make_memory, planned, preempted
 
 PAGE_SIZE = 4
 
 
-def make_loop(num_pages: int, **options: Any) -> SchedulerLoop:
-    memory = UncachedKVCacheManager(BlockPool(num_pages + 1), PAGE_SIZE)
-    return SchedulerLoop(PrefillFirstScheduler(kv_memory=memory, **options))
+def make_loop(num_pages: int, **options: Any) -> tuple[SchedulerLoop, PrefillFirstScheduler]:
+    memory = make_memory(None, num_pages, PAGE_SIZE)
+    scheduler = PrefillFirstScheduler(kv_memory=memory, **options)
+    return SchedulerLoop(scheduler), scheduler
 
 
 # -- three batches over six iterations
@@ -37,7 +36,6 @@ class Iteration:
     last_batch: list[str]
     joined: list[str]
     running_batch: list[str]
-    new_batch: list[str]
     mode: str
     computed: dict[str, tuple[int, int]]  # positions, from and to
     chunked_req: str
@@ -47,9 +45,9 @@ class Iteration:
 
 def six_iterations(mixing: bool = False, num_iterations: int = 6) -> list[Iteration]:
     """a and b are there. c comes before the third iteration, too long for a chunk of 8."""
-    loop = make_loop(100, max_num_batched_tokens=16, chunked_prefill_size=8, mixing=mixing)
-    scheduler = loop.scheduler
-    assert isinstance(scheduler, PrefillFirstScheduler)
+    loop, scheduler = make_loop(
+        100, max_num_batched_tokens=16, chunked_prefill_size=8, mixing=mixing
+    )
     iterations: list[Iteration] = []
     for number in range(num_iterations):
         arrived = []
@@ -76,7 +74,6 @@ def six_iterations(mixing: bool = False, num_iterations: int = 6) -> list[Iterat
             for name, n in plan.num_scheduled_tokens.items()
         }
         mode = scheduler.last_batch.forward_mode
-        is_new = scheduler.last_batch is not scheduler.running_batch
         chunked = scheduler.chunked_req
         loop.update(plan)
         iterations.append(
@@ -84,7 +81,6 @@ def six_iterations(mixing: bool = False, num_iterations: int = 6) -> list[Iterat
                 [] if is_shared else last,
                 joined,
                 running,
-                list(computed) if is_new else [],
                 mode.name,
                 computed,
                 "" if chunked is None else chunked.request_id,
@@ -110,8 +106,6 @@ class BudgetLine:
     expected: float
     free: float  # rem_total_tokens
     asked: str
-    num_behind: int
-    num_outputs: int
     needs: int  # of both, in whole pages
     result: str
 
@@ -121,18 +115,17 @@ class Budget:
     capacity: int
     running: list[tuple[str, int, int, int]]  # name, computed, generated, may still generate
     lines: list[BudgetLine]
-    after: tuple[int, float, float]  # in use, expected, free
 
 
 def worked_budget(new_token_ratio: float) -> Budget:
     """a and b have decoded once. c and d wait, and are asked in that order."""
-    loop = make_loop(12, init_new_token_ratio=new_token_ratio, min_new_token_ratio=new_token_ratio)
+    loop, scheduler = make_loop(
+        12, init_new_token_ratio=new_token_ratio, min_new_token_ratio=new_token_ratio
+    )
     for name, num_prompt, max_tokens in (("a", 10, 8), ("b", 5, 10)):
         loop.add(name, num_prompt, max_tokens)
     loop.step()
     loop.step()
-    scheduler = loop.scheduler
-    assert isinstance(scheduler, PrefillFirstScheduler)
     memory, decodes = scheduler.kv_memory, scheduler.running_batch.reqs
     running = [
         (r.request_id, r.num_computed_tokens, r.num_output_tokens, num_expected_outputs(r))
@@ -157,8 +150,8 @@ def worked_budget(new_token_ratio: float) -> Budget:
         result = adder.add_one_req(request, False)
         expected = num_expected_outputs(request)
         needs = -(-(request.num_tokens + expected) // PAGE_SIZE) * PAGE_SIZE
-        lines.append(BudgetLine(*before, name, num_prompt, expected, needs, result.name))
-    return Budget(memory.capacity, running, lines, state())
+        lines.append(BudgetLine(*before, name, needs, result.name))
+    return Budget(memory.capacity, running, lines)
 
 
 # -- the share over a run
@@ -169,10 +162,8 @@ class RatioRun:
     """One number for each step of a run."""
 
     ratios: list[float]
-    num_running: list[int]
     usage: list[float]
     retracted: list[list[str]]
-    modes: list[str]
     mean_outputs: float  # share of `max_tokens` that the requests generated
 
 
@@ -180,13 +171,11 @@ def ratio_run(num_requests: int = 30, seed: int = 1) -> RatioRun:
     """Most answers stop early, some go on to their `max_tokens`: the share that was expected is too
     small now and then. The token that ends an answer comes by chance, so the model has 50 of them
     and a request stops at a few or at none."""
-    loop = make_loop(
+    loop, scheduler = make_loop(
         120, max_num_seqs=16, max_num_batched_tokens=64, new_token_ratio_decay_steps=100
     )
-    scheduler = loop.scheduler
-    assert isinstance(scheduler, PrefillFirstScheduler)
     rng = random.Random(seed)
-    run = RatioRun([], [], [], [], [], 0.0)
+    run = RatioRun([], [], [], 0.0)
     requests: list[Request] = []
 
     def goes_on() -> bool:
@@ -201,19 +190,10 @@ def ratio_run(num_requests: int = 30, seed: int = 1) -> RatioRun:
             requests.append(request)
         plan = loop.step()
         run.ratios.append(scheduler.new_token_ratio)
-        run.num_running.append(len(scheduler.running))
         run.usage.append(scheduler.kv_memory.usage)
         run.retracted.append(preempted(plan))
-        run.modes.append(scheduler.last_batch.forward_mode.name if planned(plan) else "")
     shares = [request.num_output_tokens / request.max_tokens for request in requests]
-    return RatioRun(
-        run.ratios,
-        run.num_running,
-        run.usage,
-        run.retracted,
-        run.modes,
-        sum(shares) / len(shares),
-    )
+    return replace(run, mean_outputs=sum(shares) / len(shares))
 
 
 # -- a retraction
@@ -243,11 +223,9 @@ class Retraction:
 
 def one_retraction() -> Retraction:
     """A tenth was set aside for outputs, and the three of them need more soon."""
-    loop = make_loop(
+    loop, scheduler = make_loop(
         10, max_num_batched_tokens=11, init_new_token_ratio=0.1, min_new_token_ratio=0.1
     )
-    scheduler = loop.scheduler
-    assert isinstance(scheduler, PrefillFirstScheduler)
     for name, num_prompt, max_tokens in (("a", 7, 13), ("b", 11, 9), ("c", 8, 8)):
         loop.add(name, num_prompt, max_tokens)
     for _ in as_long_as(scheduler.has_unfinished_requests, 100):
@@ -291,15 +269,13 @@ def mode_transitions(mixing: bool, num_runs: int = 60) -> set[tuple[str, str]]:
     seen: set[tuple[str, str]] = set()
     for seed in range(num_runs):
         rng = random.Random(seed)
-        loop = make_loop(
+        loop, scheduler = make_loop(
             rng.choice((10, 30)),
             max_num_batched_tokens=16,
             chunked_prefill_size=8,
             mixing=mixing,
             max_consecutive_prefills=rng.choice((1, 3)),
         )
-        scheduler = loop.scheduler
-        assert isinstance(scheduler, PrefillFirstScheduler)
         before, number = "", 0
         for step in range(200):
             if step < 24 and rng.random() < 0.3:

@@ -1,4 +1,5 @@
-"""What the tests of every scheduler need: a loop, a step that preempts, a look at a plan."""
+"""What the tests of every scheduler need: a memory, a loop, a step that preempts, a look at a
+plan."""
 
 from __future__ import annotations
 
@@ -6,25 +7,50 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from block_pool import BlockPool
+from bounded_loops import as_long_as
+from cached_kv_cache_manager import CachedKVCacheManager
 from fake_model import FakeModelRunner
 from forced_preemption import ForcedPreemption
-from kv_memory import KeyedRequest
+from kv_memory import KeyedRequest, KVMemory, UncachedKVCacheManager
 from prefill_first_scheduler import PrefillFirstScheduler
+from prefix_cache import PrefixCache
+from prefix_cache_local import PrefixCacheLocal
+from radix_cache import RadixCache
 from request import Request
 from scheduler import Scheduler
 from scheduler_base import SchedulerBase
 from scheduler_books import SchedulerPlugin
-from scheduler_interface import SchedulerOutput
+from scheduler_interface import SchedulerOutput, StepOutput
 from step_plan import PreemptingPlan
+
+PREFIX_CACHES: dict[str, Callable[[BlockPool, int], PrefixCache]] = {
+    "hash": lambda pool, block_size: PrefixCacheLocal(pool=pool, block_size=block_size),
+    "radix": lambda pool, block_size: RadixCache(pool=pool, page_size=block_size),
+}
+
+
+def make_memory(
+    cache: str | None,
+    num_blocks: int,
+    block_size: int,
+    uncached: Callable[..., KVMemory] = UncachedKVCacheManager,
+    cached: Callable[..., KVMemory] = CachedKVCacheManager,
+) -> KVMemory:
+    """`num_blocks` besides the null block; `cache` is a name in `PREFIX_CACHES`, or None."""
+    pool = BlockPool(num_blocks + 1)
+    if cache is None:
+        return uncached(pool, block_size)
+    return cached(pool, block_size, PREFIX_CACHES[cache](pool, block_size))
 
 
 class SchedulerLoop:
     """A scheduler and a fake model; everything is checked after every step."""
 
-    def __init__(self, scheduler: Scheduler | PrefillFirstScheduler) -> None:
+    def __init__(self, scheduler: Scheduler | PrefillFirstScheduler, vocab_size: int = 50) -> None:
         self.scheduler = scheduler
         self.memory: Any = scheduler.kv_memory  # one that can check itself
-        self.runner = FakeModelRunner(scheduler.block_size)
+        self.runner = FakeModelRunner(scheduler.block_size, vocab_size)
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
@@ -51,8 +77,11 @@ class SchedulerLoop:
         assert set(preempted(output)).isdisjoint(output.num_scheduled_tokens)
         return output
 
+    def execute(self, output: SchedulerOutput) -> StepOutput:
+        return self.runner.execute(output).wait()
+
     def update(self, output: SchedulerOutput) -> None:
-        sampled = self.runner.execute(output).wait()
+        sampled = self.execute(output)
         for result in self.scheduler.update_from_output(output, sampled):
             self.outputs[result.request_id] += result.new_token_ids
             if result.finish_reason:
@@ -64,6 +93,10 @@ class SchedulerLoop:
         output = self.schedule()
         self.update(output)
         return output
+
+    def run(self, most: int = 500) -> None:
+        for _ in as_long_as(self.scheduler.has_unfinished_requests, most):
+            self.step()
 
 
 @contextmanager

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefill_first_scheduler import PrefillFirstScheduler
-from scheduler import Scheduler, make_kv_memory
+from scheduler import Scheduler
 from scheduling_simulator import (
     CostModel,
     SimulatedRequest,
@@ -18,7 +17,6 @@ from scheduling_simulator import (
     jain_index,
     simulate,
 )
-from scheduling_workloads import BURST, MAX_TOKENS, WORKLOADS
 
 COST = CostModel(base_ms=10, per_token_ms=1, per_request_ms=2, per_context_ms=0.1)
 
@@ -79,25 +77,6 @@ def test_the_fit_finds_the_model_that_made_the_steps():
     assert error < 1e-9
     assert (model.base_ms, model.per_token_ms) == pytest.approx((10, 1))
     assert (model.per_request_ms, model.per_context_ms) == pytest.approx((2, 0.1))
-    falling = [(n, 1, 1, 100 - n) for n in range(1, 50)]
-    assert min(fit_cost_model(falling)[0].per_token_ms, 0) == 0, "no cost is negative"
-
-
-@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
-@pytest.mark.parametrize("workload", sorted(WORKLOADS))
-def test_everybody_says_what_the_workload_wants_and_time_moves_on(workload, kind):
-    requests = WORKLOADS[workload](25, rate=200.0, seed=1)
-    scheduler = kind(8, 1024, kv_memory=make_kv_memory(120))
-    run = simulate(scheduler, requests, COST)
-    assert [len(times) for times in run.token_times_s] == [r.num_outputs for r in requests]
-    ends = [step.end_s for step in run.steps]
-    assert ends == sorted(ends)
-    assert sum(step.num_outputs for step in run.steps) == sum(r.num_outputs for r in requests)
-    assert sum(step.num_tokens for step in run.steps) == (
-        scheduler.get_stats().total_scheduled_tokens
-    )
-    assert sum(s.num_preempted for s in run.steps) == scheduler.get_stats().total_preempted
-    assert min(run.ttft_s) > 0 and min(run.itl_s, default=1) > 0
 
 
 def test_a_scheduler_that_stands_still_is_an_error():
@@ -108,28 +87,6 @@ def test_a_scheduler_that_stands_still_is_an_error():
 
 
 # -- workloads
-
-
-@pytest.mark.parametrize("workload", sorted(WORKLOADS))
-def test_a_workload_is_a_function_of_its_seed(workload):
-    make = WORKLOADS[workload]
-    assert make(30, 10.0, seed=1) == make(30, 10.0, seed=1) != make(30, 10.0, seed=2)
-    requests = make(2000 if workload != "long" else 300, 50.0)
-    arrivals = [request.arrival_s for request in requests]
-    assert arrivals == sorted(arrivals)
-    assert len(requests) / arrivals[-1] == pytest.approx(50, rel=0.25)
-    assert all(1 <= r.num_outputs <= r.max_tokens <= MAX_TOKENS for r in requests)
-    assert {r.priority for r in requests} == {0, 1, 2}
-
-
-def test_what_the_workloads_differ_in():
-    made = {name: make(200, 10.0) for name, make in WORKLOADS.items()}
-    assert min(len(r.prompt_token_ids) for r in made["long"]) >= 400
-    assert max(len(r.prompt_token_ids) for r in made["chat"]) <= 128
-    beginnings = {tuple(r.prompt_token_ids[:320]) for r in made["shared"]}
-    assert 12 < len(beginnings) <= 24
-    assert len({tuple(r.prompt_token_ids) for r in made["shared"]}) == 200
-    assert len({r.arrival_s for r in made["burst"]}) == 200 // BURST
 
 
 def test_an_empty_first_plan_is_no_standstill():

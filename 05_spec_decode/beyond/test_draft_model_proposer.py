@@ -339,16 +339,18 @@ def test_what_was_accepted_stays_and_what_was_rejected_is_overwritten(num_right,
 
 
 def test_each_of_many_requests_is_fed_as_much_as_if_it_were_alone():
-    world = World(200, errs=now_and_then(1))
+    world = World(200, errs=now_and_then(2))
     requests = [world.add(name, prompt_of(6, i), 40) for i, name in enumerate("abcde")]
     for _ in range(3):
         world.step()
+    seen: set[int] = set()
     for _ in range(6):
         before = {r.request_id: len(r.all_token_ids) for r in requests}
         num_fed = world.num_fed()
         gained = [r.num_tokens - before[r.request_id] for r in requests]
         assert num_fed == sum(K + (num == K + 1) for num in gained)
-    assert {1, K + 1} <= set(gained) | {1, K + 1}
+        seen.update(gained)
+    assert {1, K + 1} <= seen
     world.run()
 
 
@@ -364,21 +366,6 @@ def test_it_follows_a_prompt_whose_tokens_come_in_chunks():
         if follower is not None:
             assert follower.num_computed == long.num_computed_tokens
     assert follower is not None
-    world.run()
-
-
-@pytest.mark.parametrize("first", range(K + 1))
-def test_as_many_drafts_as_each_request_is_to_get(first):
-    world = World(200, errs=now_and_then(first))
-    lengths = {name: (first + i) % (K + 2) for i, name in enumerate("abcde")}
-    world.length.num_drafts = lengths.__getitem__
-    for i, name in enumerate("abcde"):
-        world.add(name, prompt_of(5, i), 20)
-    world.step()
-    world.step()
-    assert {r: len(drafts) for r, drafts in world.checked.last.items()} == {
-        name: min(num, K) for name, num in lengths.items() if num
-    }
     world.run()
 
 
@@ -424,45 +411,6 @@ def test_nothing_to_do_is_nothing_done():
         world.proposer.propose(followed, [])
 
 
-# -- guesses that never were verified
-
-
-@pytest.mark.parametrize("num_kept", range(K + 1))
-def test_drafts_that_were_trimmed_or_dropped(num_kept):
-    """By the budget or for want of memory. The target says something else than what was dropped,
-    or the same."""
-    for errs in (never, always, wrong_from(1), now_and_then(0)):
-        world = World(200, errs=errs)
-        request = world.add("a", prompt_of(5), 30)
-        for _ in as_long_as(lambda: not request.is_finished):
-            world.step()
-            world.trim_drafts(request, num_kept)
-        world.run()
-
-
-@pytest.mark.parametrize("budget", [2, 3, 4, 5, 7])
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_drafts_for_which_the_budget_has_no_room(kind, budget):
-    world = World(kind=kind, max_num_batched_tokens=budget, errs=now_and_then(3))
-    for i, name in enumerate("abc"):
-        world.add(name, prompt_of(2, i), 12)
-    world.run()
-
-
-@pytest.mark.parametrize("errs", [never, always, wrong_from(1), wrong_from(2)])
-@pytest.mark.parametrize("num_steps", [1, 2, 3, 5, 9])
-def test_speculation_that_was_off_for_a_while(num_steps, errs):
-    """The proposer is not even asked then, and tokens become known that it guessed otherwise."""
-    world = World(200, errs=errs)
-    request = world.add("a", prompt_of(6), 60)
-    for _ in as_long_as(lambda: not request.is_finished):
-        for num_drafts in (K, 0):
-            world.length.num_drafts = num_drafts
-            for _ in range(num_steps):
-                world.step()
-    world.run()
-
-
 def test_a_request_that_never_had_drafts_until_now():
     world = World(200)
     world.length.num_drafts = 0
@@ -506,21 +454,6 @@ def test_a_hit_on_blocks_that_the_draft_never_saw_is_computed(cache):
     world.run()
 
 
-@pytest.mark.parametrize("num_outputs", range(1, 10))
-def test_a_request_that_ended_just_as_a_block_was_filled(num_outputs):
-    """The target published the block; the draft would have computed it in the next step."""
-    for errs in (never, always, wrong_from(1)):
-        world = World(errs=errs)
-        first = world.add("a", prompt_of(6), num_outputs)
-        world.run()
-        second = world.add("b", [*first.all_token_ids, 1, 2], 8)
-        world.step()
-        assert second.num_cached_tokens == (first.num_tokens - 1) // 4 * 4
-        world.run()
-        world.add("c", second.all_token_ids, 8)
-        world.run()
-
-
 def test_only_the_block_that_is_missing_is_computed_and_what_follows_it():
     world = World(errs=always)
     first = world.add("a", prompt_of(6), 3)  # its last step computes position 7, the end of a block
@@ -535,23 +468,6 @@ def test_only_the_block_that_is_missing_is_computed_and_what_follows_it():
     world.run()
 
 
-@pytest.mark.parametrize("is_on", [True, False])
-def test_blocks_evicted_and_reused_with_other_content_and_then_the_first_content_again(is_on):
-    """Whether the draft model saw the other content or not."""
-    world = World(8)
-    first, other = prompt_of(17), prompt_of(17, 1)
-    for round_number in range(3):
-        for name, prompt in (("a", first), ("b", other), ("c", other), ("d", first)):
-            world.length.num_drafts = K * (is_on or name in "ad")
-            world.add(f"{name}{round_number}", prompt, 10)
-            world.run()
-            cached = world.requests[f"{name}{round_number}"].num_cached_tokens
-            assert cached == (16 if name == "c" else 16 * (name == "a" and round_number > 0))
-    world.length.num_drafts = K
-    world.add("e", other, 10)
-    world.run()
-
-
 def test_a_block_that_holds_another_prefix_at_the_same_place_is_no_hit():
     """The chain is compared, not the tokens of one block (Trap 1)."""
     world = World(4)
@@ -563,73 +479,7 @@ def test_a_block_that_holds_another_prefix_at_the_same_place_is_no_hit():
     assert len(set(world.proposer._filled.values())) == len(world.proposer._filled)
 
 
-@pytest.mark.parametrize("cache", ["hash", "radix"])
-@pytest.mark.parametrize("slow", ["a", "b"])
-def test_a_duplicate_block_that_is_given_back(slow, cache):
-    """Two say the same, one a little later; its table comes to name the other's block, in which the
-    draft's KV may be or not. The block that it gave back is somebody else's soon."""
-    num_moved = 0
-    for length in (3, 4, 6, 7):
-        world = World(cache=cache, errs=lambda request, _: request.req_id == slow)
-        first = world.add("a", prompt_of(length), 40)
-        for _ in range(length % 3 + 1):
-            world.step()
-        world.add("b", first.all_token_ids, 40 - first.num_output_tokens)
-        for i in range(6):
-            world.step()
-            world.add(f"other{i}", prompt_of(6, i), 5)
-        world.run()
-        num_moved += world.num_moved
-    assert num_moved > 0
-
-
-@pytest.mark.parametrize("cache", ["hash", "radix"])
-def test_two_requests_that_share_a_prefix_in_one_step(cache):
-    """Both must compute it, and the draft's KV of it is the same, whoever writes it last."""
-    for errs in (never, now_and_then(5)):
-        world = World(cache=cache, errs=errs)
-        world.length.num_drafts = 0
-        world.add("a", prompt_of(13), 2)
-        world.run()
-        world.length.num_drafts = K
-        for i, name in enumerate("bcd"):
-            world.add(name, [*prompt_of(13), *prompt_of(i + 1, i + 7)], 12)
-        output = world.step()
-        assert len(output.num_scheduled_tokens) == 3
-        world.run()
-
-
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("num_prompt", range(1, 10))
-def test_samples_of_one_prompt(num_prompt, cache):
-    """They share full blocks through the cache, and each computes its own last one."""
-    for errs in (never, now_and_then(num_prompt)):
-        world = World(cache=cache, errs=errs)
-        world.add("a", prompt_of(num_prompt), 12)
-        for i in range(3):
-            world.add(f"a{i}", prompt_of(num_prompt), 12)
-        world.run()
-
-
 # -- memory that runs out, and comes back
-
-
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("kind", SCHEDULERS)
-@pytest.mark.parametrize("preempt_every", [1, 2, 3, 4, 5])
-def test_preempted_and_resumed(preempt_every, kind, cache):
-    world = World(
-        kind=kind,
-        cache=cache,
-        errs=now_and_then(preempt_every),
-        preempt_every=preempt_every,
-        max_preemptions=6,
-        max_num_batched_tokens=12,
-    )
-    for i, name in enumerate("abc"):
-        world.add(name, prompt_of(4 + 3 * i, i % 2), 14)
-    world.run()
-    assert world.scheduler.get_stats().total_preempted > 0
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -649,19 +499,6 @@ def test_who_came_back_is_followed_as_before(cache):
     world.run()
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 16])
-@pytest.mark.parametrize("num_lookahead", range(K + 1))
-def test_as_many_drafts_as_there_are_slots(num_lookahead, block_size):
-    """Nothing is written outside the own table."""
-    for kind in SCHEDULERS:
-        world = World(
-            200, block_size, kind=kind, num_lookahead_tokens=num_lookahead, errs=now_and_then(2)
-        )
-        for i, name in enumerate("ab"):
-            world.add(name, prompt_of(3 + i, i), 20)
-        world.run()
-
-
 def test_with_enough_lookahead_all_drafts_have_slots():
     for block_size in (1, 2, 3, 4, 16):
         for errs in (never, always, now_and_then(1)):
@@ -672,33 +509,6 @@ def test_with_enough_lookahead_all_drafts_have_slots():
                 world.step()
                 assert len(world.checked.last["a"]) == K
             world.run()
-
-
-@pytest.mark.parametrize("num_blocks", [6, 7, 8, 10])
-@pytest.mark.parametrize("cache", CACHES)
-def test_a_pool_in_which_not_all_have_room(cache, num_blocks):
-    for kind in SCHEDULERS:
-        world = World(num_blocks, cache=cache, kind=kind, errs=now_and_then(num_blocks))
-        for i, name in enumerate("abcd"):
-            world.add(name, prompt_of(5 + i, i % 2), 12)
-        world.run()
-
-
-@pytest.mark.parametrize("draft_len", [1, 2, 3, 4, 7, 8, 9, 13, 19])
-def test_positions_that_the_draft_model_does_not_know(draft_len):
-    for block_size in (1, 4, 16):
-        world = World(100, block_size, draft_len=draft_len, errs=now_and_then(draft_len))
-        for i, name in enumerate("ab"):
-            world.add(name, prompt_of(2 + 5 * i, i), 14)
-        world.run()
-
-
-def test_more_requests_than_rows():
-    """Preempted ones keep theirs."""
-    world = World(max_rows=1, preempt_every=2, max_preemptions=5, errs=now_and_then(0))
-    for i in range(7):
-        world.add(f"r{i}", prompt_of(5, i), 12)
-    world.run()
 
 
 # -- requests that end
@@ -723,17 +533,6 @@ def test_aborted_and_the_id_comes_again_at_once(step, while_it_runs):
             replace_it()
         world.run()
         assert world.requests["a"].num_output_tokens == 20
-
-
-def test_aborted_while_it_waits_to_come_back():
-    world = World(preempt_every=2, max_preemptions=9)
-    for i, name in enumerate("abc"):
-        world.add(name, prompt_of(5, i), 20)
-    victim = None
-    for _ in as_long_as(lambda: victim is None):
-        victim = next(iter(world.step().preempted_requests), None)
-    world.scheduler.abort_request(victim.request_id)
-    world.run()
 
 
 def test_stopped_by_a_token_in_the_middle_of_accepted_ones():
@@ -834,21 +633,6 @@ def test_a_block_that_a_step_filled_serves_the_next_request_at_once():
     assert checked.inner.num_computed_tokens - before == 2
 
 
-def test_drafts_come_in_the_order_of_the_requests_whatever_their_number():
-    tables, checked = make_by_hand()
-    followed = []
-    for i, name in enumerate("abcde"):
-        blocks = [3 * i + 1, 3 * i + 2, 3 * i + 3]
-        followed.append(after(tables.add(name, prompt_of(1 + i % 2, i), blocks)))
-    drafts = checked.propose(followed, [1, 3, 0, 2, 3])
-    assert {name: len(tokens) for name, tokens in drafts.items()} == {
-        "a": 1,
-        "b": 3,
-        "d": 2,
-        "e": 3,
-    }
-
-
 def test_probabilities_are_those_that_each_draft_was_drawn_from():
     """Only of the requests that need them, and only of the last proposal."""
     tables, checked = make_by_hand()
@@ -894,7 +678,7 @@ def test_the_likeliest_token_is_drafted_if_nobody_says_otherwise():
 
 def random_world(rng: random.Random) -> World:
     """Hardly more blocks than one request needs, so that eviction, sharing and preemption all
-    happen."""
+    happen. Any block size, lookahead and length that the draft model knows; few rows."""
     block_size = rng.choice([1, 2, 2, 3, 4, 4, 16])
     num_needed = -(-22 // block_size)
     kind = rng.choice([*SCHEDULERS, Scheduler])
@@ -914,7 +698,8 @@ def random_world(rng: random.Random) -> World:
         errs=rng.choice(errs),
         num_spec_tokens=num_spec_tokens,
         num_lookahead_tokens=rng.choice([None, None, rng.randint(0, num_spec_tokens)]),
-        draft_len=rng.choice([200, 200, 200, 9, 16]),
+        draft_len=rng.choice([200, 200, 200, rng.randint(1, 20)]),
+        max_rows=rng.choice([1, 2]),
         max_num_seqs=rng.choice([2, 3, 8]),
         max_num_batched_tokens=rng.choice([12, 13, 20, 100]),
         max_preemptions=rng.choice([1, 2, 9]),

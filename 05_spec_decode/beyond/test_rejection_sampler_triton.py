@@ -17,9 +17,9 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 import rejection_sampler_triton
+from exact_law import LAST
 from rejection_sampler import (
     PADDING,
     VerifiedTokens,
@@ -31,11 +31,7 @@ from rejection_sampler_triton import (
     rejection_sample_triton,
     rejection_sampling_batched_triton,
 )
-
-LAST = 1 - 2.0**-53  # the last number below 1
-ENDS = (0.0, 2.0**-53, 0.5, LAST)
-ALPHA = 1e-6  # seeds are fixed: a test that passes once passes for ever
-NAN = float("nan")
+from test_rejection_sampler import ENDS, IMPOSSIBLE, NAN
 
 
 @dataclass(frozen=True)
@@ -247,28 +243,15 @@ def test_a_draft_is_accepted_below_p_over_q_and_not_at_it(device):
     assert check(certain, device).num_sampled.tolist() == [2, 1, 1]
 
 
-# p, q, draft
-IMPOSSIBLE = [
-    ([0.5, 0.5, 0, 0], [1, 0, 0, 0], 1),
-    ([0, 0.5, 0.5, 0], [1, 0, 0, 0], 0),
-    ([0, 0.5, 0.5, 0], [0, 0.5, 0.5, 0], 0),
-    ([1e-45, 1, 0, 0], [1, 0, 0, 0], 0),  # the smallest float32, which a GPU may round to 0
-    ([0, 1, 0, 0], [1e-45, 1, 0, 0], 0),
-    ([2e-45, 1, 0, 0], [1e-45, 1, 0, 0], 0),
-    ([0.25, 0.75, 0, 0], [0, 1, 0, 0], 1),
-    ([0, 1, 0, 0], [0, 1, 0, 0], 1),
-    ([0, 1, 0, 0], [1, 0, 0, 0], 0),
-    ([0.3, 0.7, 0, 0], [0.3, 0.7, 0, 0], 0),
-    ([0, 0.75, 0.25, 0], [0.5, 0.25, 0.25, 0], 3),
-]
-
-
 @pytest.mark.parametrize("is_certain", [False, True])
 def test_impossible_tokens_stay_out(is_certain, device):
     """Traps 43, 46: zeros, denormals, one-hot and equal distributions, a padding lane."""
-    cases = list(product(IMPOSSIBLE, [(0.0, LAST), (LAST, 0.0), (2.0**-53, 0.5)]))
+    rows = [(p, q, draft) for _, p, q, draft, _ in IMPOSSIBLE if q is not None]
+    rows.append(([0.0, 0.75, 0.25], [0.5, 0.25, 0.25], 3))  # the draft is in the padding
+    rows = [([*p, 0.0, 0.0][:4], [*q, 0.0, 0.0][:4], draft) for p, q, draft in rows]
+    cases = list(product(rows, [(0.0, LAST), (LAST, 0.0), (2.0**-53, 0.5)]))
     p = torch.tensor([case[0] for case, _ in cases]).repeat_interleave(2, dim=0)
-    q = torch.tensor([case[1] for case, _ in cases]).float()
+    q = torch.tensor([case[1] for case, _ in cases])
     arguments = make_arguments(
         p,
         [case[2] for case, _ in cases],
@@ -298,18 +281,6 @@ def test_a_rejection_that_leaves_nothing_draws_from_p(device):
     assert verified.token_ids.tolist() == [[1, PADDING]] * 2 + [[TILE, PADDING]] * 2
     certain = replace(arguments.select([0, 1]), draft_probs=None)
     assert check(certain, device).token_ids.tolist() == [[1, PADDING]] * 2
-
-
-def test_the_first_token_of_random_numbers_has_the_law_of_the_target(device):
-    rng = np.random.default_rng(0)
-    p, q, num_reqs = np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.4, 0.3, 0.2, 0.1]), 100
-    drafts = rng.choice(4, size=num_reqs, p=q)
-    arguments = make_arguments(
-        np.tile(p, (2 * num_reqs, 1)), drafts, np.tile(q, (num_reqs, 1)), [1] * num_reqs,
-        rng.random(num_reqs), rng.random(2 * num_reqs),
-    )  # fmt: skip
-    tokens = rejection_sample_triton(*arguments.values(device)).token_ids[:, 0]
-    assert stats.chisquare(tokens.cpu().bincount(minlength=4), p * num_reqs).pvalue > ALPHA
 
 
 # -- shapes and layouts
@@ -382,16 +353,12 @@ def test_p_and_q_may_differ_in_format_and_ids_too(dtypes, device):
 # -- company
 
 
-def test_a_request_gets_the_same_tokens_in_any_company(device):
-    """Alone, in another order, in a wider result, beside NaN."""
+def test_a_request_gets_the_same_tokens_beside_nan(device):
+    """In other company too: it is that of the PyTorch version."""
     arguments = random_arguments(7, [2, 0, 3, 1, 2], 60)
     runs = check(arguments, device).token_ids
-    backwards = replace(arguments.select([4, 3, 2, 1, 0]), max_num_drafts=7)
-    assert torch.equal(check(backwards, device).token_ids[:, :4], runs.flip(0))
+    check(replace(arguments.select([4, 3, 2, 1, 0]), max_num_drafts=7), device)
     starts = arguments.starts()
-    for i in range(5):
-        alone = rejection_sample_triton(*arguments.select([i]).values(device)).token_ids
-        assert torch.equal(alone[0].cpu(), runs[i])
     beside_nan = replace(
         arguments,
         target_probs=arguments.target_probs.clone(),

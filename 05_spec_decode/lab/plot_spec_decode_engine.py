@@ -53,16 +53,24 @@ def load_models() -> Models:
     return Models(target, draft, load_tokenizer(SHIPPED_CHECKPOINT))
 
 
-def code_prompts(tokenizer: Tokenizer, num_prompts: int) -> list[list[int]]:
-    rng = random.Random(0)
+def held_out_texts(tokenizer: Tokenizer, longer_than: int = 0) -> list[list[int]]:
     texts = [tokenizer.encode(text) for _, text in sorted(corpus()[1].items())]
-    texts = [ids for ids in texts if len(ids) > 2 * PROMPT_LEN]
-    prompts = []
-    for i in range(num_prompts):
+    return [ids for ids in texts if len(ids) > longer_than]
+
+
+def pieces_of(texts: list[list[int]], num_pieces: int, length: int) -> list[list[int]]:
+    """From anywhere in the texts, which take turns."""
+    rng, pieces = random.Random(0), []
+    for i in range(num_pieces):
         ids = texts[i % len(texts)]
-        start = rng.randrange(len(ids) - PROMPT_LEN)
-        prompts.append(ids[start : start + PROMPT_LEN])
-    return prompts
+        start = rng.randrange(len(ids) - length)
+        pieces.append(ids[start : start + length])
+    return pieces
+
+
+def code_prompts(tokenizer: Tokenizer, num_prompts: int) -> list[list[int]]:
+    texts = held_out_texts(tokenizer, longer_than=2 * PROMPT_LEN)
+    return pieces_of(texts, num_prompts, PROMPT_LEN)
 
 
 def copy_prompts(tokenizer: Tokenizer, num_prompts: int) -> list[list[int]]:

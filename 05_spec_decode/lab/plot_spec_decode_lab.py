@@ -19,14 +19,13 @@ from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT
 from common.kv_sizing import allocate_kv_cache
 from common.loader import LoadedModel, load_model
 from common.tokenizer import load_tokenizer
-from common.workshop.training.tiny_data import corpus
 from draft_acceptance import acceptance_probability
 from draft_model_proposer import DraftModelProposer
 from input_batch import RunnerRequest
 from kv_memory import SharingRunnerState
 from ngram_index import BulkNgramProposer
 from paged_attention import AttentionMetadata, TorchAttentionBackend
-from plot_spec_decode_engine import in_turn
+from plot_spec_decode_engine import held_out_texts, in_turn
 from proposers import FollowedRequest
 from request import SamplingParams
 from scheduler_interface import NewRequestData
@@ -62,8 +61,7 @@ def measure_rules(*, tiny: bool) -> dict:
     device = torch.device("cpu")
     target, draft = (load_model(p, "float64", device) for p in (SHIPPED_CHECKPOINT, SHIPPED_DRAFT))
     tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
-    texts = [tokenizer.encode(text)[:TEXT_LEN] for _, text in sorted(corpus()[1].items())]
-    texts = texts[: 1 if tiny else None]
+    texts = [ids[:TEXT_LEN] for ids in held_out_texts(tokenizer)][: 1 if tiny else None]
     sums: dict[str, dict[str, float]] = {str(t): dict.fromkeys(RULES, 0.0) for t in TEMPERATURES}
     num_positions = 0
     for ids in texts:

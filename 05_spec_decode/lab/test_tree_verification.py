@@ -4,13 +4,11 @@ decoding, the chain and scripts; and the law of sampled trees, by enumeration.""
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Sequence
 from itertools import permutations
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from acceptance import SpecDecodeStats
@@ -23,6 +21,7 @@ from spec_decode import (
     token_probs,
     verify_and_sample,
 )
+from test_spec_decode import CONTEXT, TINY_P_VALUE, ConstantLM, p_value, seeded, two_token_law
 from toy_generation import plain_generate
 from tree_verification import (
     ROOT,
@@ -38,19 +37,14 @@ from tree_verification import (
     verify_tree_sampled,
 )
 
-TINY_P_VALUE = 1e-6
-CONTEXT = [1, 0, 2]
 THE, A, MY, CAT, DOG, SAT = 10, 11, 12, 13, 14, 15
 # The tree of the module's text.
 TREE = DraftTree((THE, A, MY, CAT, DOG, CAT), (ROOT, ROOT, ROOT, 0, 0, 1))
 
 
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def random_tree(num_nodes: int, vocab_size: int, seed: int) -> DraftTree:
-    """In no order but that parents come first; siblings may be equal."""
+    """In no order but that parents come first; siblings may be equal, as two proposers together
+    may bring them."""
     rng = random.Random(seed)
     return DraftTree(
         tuple(rng.randrange(vocab_size) for _ in range(num_nodes)),
@@ -144,13 +138,15 @@ def test_a_node_sees_its_ancestors_and_itself_and_stands_behind_them(seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_one_pass_over_a_tree_is_a_plain_pass_over_each_path(transformers_lm, seed):
+    """The toy model takes trees as a real one does."""
     tree = random_tree(10, 50, seed)
     context = random.Random(seed).choices(range(50), k=6)
-    logits = tree_logits(transformers_lm, context, tree)
-    assert logits.shape == (11, 50)
-    for node in range(ROOT, 10):
-        plain = transformers_lm.get_logits([*context, *tokens_of(tree, path_to(tree, node))])[-1]
-        torch.testing.assert_close(logits[node + 1], plain, rtol=0, atol=1e-10)
+    for model in (transformers_lm, SimpleLM(50)):
+        logits = tree_logits(model, context, tree)
+        assert logits.shape == (11, 50)
+        for node in range(ROOT, 10):
+            plain = model.get_logits([*context, *tokens_of(tree, path_to(tree, node))])[-1]
+            torch.testing.assert_close(logits[node + 1], plain, rtol=0, atol=1e-10)
 
 
 def test_the_oracle_would_notice_a_wrong_mask_or_wrong_positions(transformers_lm):
@@ -168,15 +164,6 @@ def test_the_oracle_would_notice_a_wrong_mask_or_wrong_positions(transformers_lm
         assert (wrong - right)[-1].abs().max() > 1e-3
 
 
-def test_the_toy_model_takes_trees_as_a_real_one_does():
-    model = SimpleLM(50)
-    tree = random_tree(10, 50, seed=9)
-    logits = tree_logits(model, CONTEXT, tree)
-    for node in range(ROOT, 10):
-        plain = model.get_logits([*CONTEXT, *tokens_of(tree, path_to(tree, node))])[-1]
-        torch.testing.assert_close(logits[node + 1], plain)
-
-
 # -- which path is accepted: scripts for the tree of the text
 
 
@@ -192,25 +179,12 @@ def test_the_toy_model_takes_trees_as_a_real_one_does():
         ([SAT, CAT, CAT, CAT, 1, 1, 1], [SAT], []),  # wrong at the first: what is behind is lost
         ([A, 1, DOG, 2, 3, 4, 5], [A, DOG], [1]),  # "dog" is a draft, but not behind "a"
         ([CAT, 1, 2, 3, SAT, 4, SAT], [CAT], []),  # "cat" is one, but not behind the context
+        ([SAT, THE, A, MY, CAT, DOG, CAT], [SAT], []),  # each would repeat itself (Trap 36)
     ],
 )
 def test_the_walk_goes_on_as_long_as_a_child_is_what_the_target_says(says, tokens, path):
+    """A node is judged by its parent's row, and not by its own."""
     assert verify_tree_greedy(torch.tensor(says), TREE) == (tokens, path)
-
-
-def test_a_node_is_judged_by_its_parents_row_and_not_by_its_own():
-    """Trap 36: "the" is not what the target says there, though it would repeat it."""
-    says = torch.tensor([SAT, THE, A, MY, CAT, DOG, CAT])
-    assert verify_tree_greedy(says, TREE) == ([SAT], [])
-
-
-def test_the_longest_path_wins_and_of_equals_the_first():
-    """Siblings with the same token, as two proposers together may bring."""
-    longer_second = DraftTree((7, 7, 8), (ROOT, ROOT, 1))
-    assert verify_tree_greedy(torch.tensor([7, 8, 8, 9]), longer_second) == ([7, 8, 9], [1, 2])
-    equal = DraftTree((7, 7, 8, 8), (ROOT, ROOT, 1, 0))
-    assert verify_tree_greedy(torch.tensor([7, 8, 8, 9, 9]), equal) == ([7, 8, 9], [1, 2])
-    assert verify_tree_greedy(torch.tensor([5]), DraftTree()) == ([5], [])
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -225,7 +199,7 @@ def test_the_path_is_what_a_search_through_all_paths_finds(seed):
     paths = [path_to(tree, node) for node in range(ROOT, 9)]
     longest = max(filter(is_accepted, paths), key=len)
     tokens, path = verify_tree_greedy(torch.tensor(says), tree)
-    assert path == longest
+    assert path == longest, "of equals the first"
     assert tokens == [*tokens_of(tree, path), says[path[-1] + 1 if path else 0]]
 
 
@@ -395,21 +369,13 @@ def test_what_cannot_be_is_never_accepted():
 def test_siblings_are_drawn_without_replacement():
     law = [0.5, 0.3, 0.2, 0.0]
 
-    class Constant:
-        def get_logits(self, token_ids: Sequence[int], *_: object) -> torch.Tensor:
-            return torch.tensor(law, dtype=torch.float64).log().expand(len(token_ids), -1)
-
-    q, generator = torch.tensor(law, dtype=torch.float64), seeded(3)
-    counts = Counter(
-        sample_draft_tree(Constant(), [0], (2,), 1.0, generator)[0].token_ids for _ in range(600)
-    )
-    pairs = list(permutations(range(3), 2))
-    assert counts.keys() <= set(pairs)
-    expected = [600 * draw_chance(q, pair) for pair in pairs]
-    assert chisquare([counts[pair] for pair in pairs], expected).pvalue > TINY_P_VALUE
+    model, q, generator = ConstantLM(law), torch.tensor(law, dtype=torch.float64), seeded(3)
+    drawn = [sample_draft_tree(model, [0], (2,), 1.0, generator)[0].token_ids for _ in range(600)]
+    chances = {pair: draw_chance(q, pair) for pair in permutations(range(3), 2)}
+    assert p_value(drawn, chances) > TINY_P_VALUE
     # There are three tokens to draw, not nine; how unlikely two of them are does not matter.
     for temperature in (1.0, 0.01):
-        tree, _ = sample_draft_tree(Constant(), [0], (9,), temperature, generator)
+        tree, _ = sample_draft_tree(model, [0], (9,), temperature, generator)
         assert sorted(tree.token_ids) == [0, 1, 2]
 
 
@@ -436,21 +402,15 @@ def test_the_rows_of_draft_probs_are_those_that_children_were_drawn_from(tempera
 def test_two_sampled_tokens_have_the_law_of_the_target(branching, temperature):
     target = SimpleLM(3, seed=2)
     draft = target.noisy_copy(0.7)
-    law = {}
-    for a in range(3):
-        rows = token_probs(target.get_logits([*CONTEXT, a]), temperature)[-2:]
-        law |= {(a, b): float(rows[0, a] * rows[1, b]) for b in range(3)}
-    generator = seeded(5)
-    counts: Counter[tuple[int, ...]] = Counter()
+    generator, pairs = seeded(5), []
     for _ in range(600):
         tokens: list[int] = []
         for _ in as_long_as(lambda: len(tokens) < 2):
             context = [*CONTEXT, *tokens]
             step = target, draft, context, branching, temperature, generator
             tokens += tree_decode_step(*step)[0]
-        counts[tuple(tokens[:2])] += 1
-    expected = [600 * chance for chance in law.values()]
-    assert chisquare([counts[pair] for pair in law], expected).pvalue > TINY_P_VALUE
+        pairs.append(tuple(tokens[:2]))
+    assert p_value(pairs, two_token_law(target, temperature)) > TINY_P_VALUE
 
 
 def test_a_perfect_draft_model_is_always_accepted():

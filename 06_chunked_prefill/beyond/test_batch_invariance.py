@@ -28,14 +28,6 @@ SHAPES += [(1024, 2048)]  # of Qwen3-0.6B: here a single row has a kernel of its
 WITH_BIAS = [(256, 256), (67, 45)]
 
 
-@pytest.fixture(params=[1, 2, 3])
-def num_threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def normal(*shape: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 

@@ -50,15 +50,8 @@ def test_every_dtype_and_number_of_heads(dtype, num_kv_heads, num_shared):
     check(case, output)
     if dtype == torch.bfloat16:  # sums are float32: what is rounded is the result
         torch.testing.assert_close(output.double(), expected(case), rtol=2**-8, atol=1e-5)
-    check(case, attend(case, mixed_metadata_of(case)))
-
-
-def mixed_metadata_of(case):
-    """The other kind of metadata, of a batch in any order; what is on the device is right."""
-    given = replace(case.metadata)
-    mixed = mixed_metadata(replace(case, query_lens=[1] * len(case.query_lens)))
-    mixed.query_start_loc, mixed.seq_lens = given.query_start_loc, given.seq_lens
-    return mixed
+    any_order = replace(case, query_lens=[1] * len(case.query_lens))
+    check(case, attend(case, mixed_metadata(any_order, is_readable=True)))
 
 
 def test_layers_share_a_plan_and_nothing_else():
@@ -173,14 +166,6 @@ def num_different(world: World, lengths: list[int], rng: random.Random, backend=
         for (i, start, stop), output in zip(batch, outputs, strict=True):
             num += int((output != whole[i][start:stop]).flatten(1).any(1).sum())
     return num
-
-
-@pytest.fixture(params=[1, 2, 3])
-def num_threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("num_threads")

@@ -14,7 +14,7 @@ import torch
 import mixed_attention_triton as module
 import split_attention_triton as version_2
 from mixed_attention_triton import MixedTritonAttentionBackend
-from mixed_batch import MixedMetadata
+from test_mixed_attention import mixed_metadata
 from test_paged_attention import Case, make_case
 from test_paged_attention_triton import check_refusals
 from test_split_attention_triton import (
@@ -34,20 +34,7 @@ LENGTHS = [(1, 1), (1, 70), (0, 5), (1, 33), (3, 18), (9, 40), (40, 40)]
 
 def mix(case: Case, decode_threshold: int = 1) -> Case:
     """With what the host knows. The case must have its short queries in front."""
-    given = case.metadata
-    is_short = [query_len <= decode_threshold for query_len in case.query_lens]
-    assert is_short == sorted(is_short, reverse=True)
-    case.metadata = MixedMetadata(
-        given.query_start_loc,
-        given.seq_lens,
-        given.block_tables,
-        given.slot_mapping,
-        given.max_query_len,
-        given.max_seq_len,
-        num_short=sum(is_short),
-        query_starts=given.query_start_loc.tolist(),
-        host_seq_lens=given.seq_lens.tolist(),
-    )
+    case.metadata = mixed_metadata(case, decode_threshold, is_readable=True)
     return case
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -29,11 +29,10 @@ from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.loader import LoadedModel, load_model
 from common.tokenizer import load_tokenizer
 from common.workshop.bench.bench_record import percentiles
-from common.workshop.training.tiny_data import corpus
 from mixed_attention import MixedAttentionBackend
 from mixed_batch import compose
 from paged_attention import PagedKVCache, TorchAttentionBackend
-from plot_spec_decode_engine import in_turn
+from plot_spec_decode_engine import held_out_texts, in_turn, pieces_of
 from request import SamplingParams
 from scheduler_interface import NewRequestData
 from step_record import StepRecord
@@ -46,16 +45,6 @@ TARGETS_MS = (10.0, 20.0, 40.0, 80.0)
 
 
 @dataclass(slots=True)
-class Watch:
-    """An engine's `on_step`."""
-
-    steps: list[StepRecord] = field(default_factory=list)
-
-    def __call__(self, record: StepRecord) -> None:
-        self.steps.append(record)
-
-
-@dataclass(slots=True)
 class Users:
     """Token ids of the short prompts and of the long one, from files that were held out."""
 
@@ -64,16 +53,8 @@ class Users:
 
 
 def make_users() -> Users:
-    rng = random.Random(0)
-    tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
-    texts = [tokenizer.encode(text) for _, text in sorted(corpus()[1].items())]
-    texts = [ids for ids in texts if len(ids) > LONG_PROMPT]
-    short = []
-    for i in range(NUM_SHORT):
-        ids = texts[i % len(texts)]
-        start = rng.randrange(len(ids) - SHORT_PROMPT)
-        short.append(ids[start : start + SHORT_PROMPT])
-    return Users(short, texts[0][:LONG_PROMPT])
+    texts = held_out_texts(load_tokenizer(SHIPPED_CHECKPOINT), longer_than=LONG_PROMPT)
+    return Users(pieces_of(texts, NUM_SHORT, SHORT_PROMPT), texts[0][:LONG_PROMPT])
 
 
 def make_engine(model: LoadedModel, **options) -> LLMEngine:
@@ -83,17 +64,18 @@ def make_engine(model: LoadedModel, **options) -> LLMEngine:
 
 def serve(engine: LLMEngine, users: Users) -> dict:
     """Everybody to the end. Times in milliseconds."""
-    engine.on_step = watch = Watch()
+    steps: list[StepRecord] = []
+    engine.on_step = steps.append
     for i, prompt in enumerate(users.short):
         engine.add_request(f"short-{i}", prompt, _greedy(SHORT_OUTPUT))
-    while len(watch.steps) < LONG_ARRIVES:
+    while len(steps) < LONG_ARRIVES:
         engine.step()
     arrival = time.monotonic()
     engine.add_request("long", users.long, _greedy(LONG_OUTPUT))
     while engine.has_unfinished_requests():
         engine.step()
     engine.on_step = None
-    return describe(watch.steps, arrival)
+    return describe(steps, arrival)
 
 
 def describe(steps: list[StepRecord], arrival: float) -> dict:

@@ -2,18 +2,13 @@ from __future__ import annotations
 
 import pytest
 import tokenizers
-import torch
 
-from common.loader import LoadedModel, load_model
-from common.tests.engine_oracle import Oracle, with_noise
+from common.conftest import draft
+from common.tests.engine_oracle import Oracle
 from common.tests.film_runs import Workshop, short_prompts
 from common.tokenizer import Tokenizer, _byte_alphabet
 
-
-@pytest.fixture(scope="module")
-def draft(family_oracle: Oracle) -> LoadedModel:
-    """The model, right about two times in three."""
-    return with_noise(load_model(family_oracle.path, torch.float64, torch.device("cpu")))
+__all__ = ["draft", "letters", "workshop"]  # taken from here by the workshop's folders
 
 
 @pytest.fixture(scope="session")

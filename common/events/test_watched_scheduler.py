@@ -182,15 +182,20 @@ def test_a_killed_process_leaves_a_film_of_whole_steps(tmp_path: Path) -> None:
 # -- errors, and two steps under way
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize(
+    ("overlaps", "begins_late"), [(False, False), (True, False), (False, True)]
+)
 def test_a_step_that_fails_is_in_the_film_and_the_engine_goes_on(
-    overlaps: bool, random_oracle: Oracle, random_loaded, tmp_path: Path
+    overlaps: bool, begins_late: bool, random_oracle: Oracle, random_loaded, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.jsonl"
-    engine = make_engine(random_loaded, path, overlap_scheduling=overlaps, max_num_seqs=1)
+    config = {"overlap_scheduling": overlaps, "max_num_seqs": 1}
+    engine = make_engine(random_loaded, None if begins_late else path, **config)
     engine.add_request("a", random_oracle.prompts[0], GREEDY)
     engine.add_request("b", random_oracle.prompts[1], GREEDY)
     engine.step()
+    if begins_late:
+        engine.watch(path)
     with failing_steps(engine), pytest.raises(MemoryError):
         for _ in range(3):
             engine.step()

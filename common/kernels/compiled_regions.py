@@ -67,7 +67,7 @@ def norm_and_rotate_region(
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def compile_regions(model: DecoderModel, from_tokens: tuple[int, int] | None = None) -> Regions:
+def compile_regions(model: DecoderModel) -> Regions:
     """Machine code for a model like this one. Takes some 10 seconds the first time on a machine,
     and one or two when its files are there. Without a C++ compiler: the plain functions, and a
     warning."""
@@ -76,9 +76,8 @@ def compile_regions(model: DecoderModel, from_tokens: tuple[int, int] | None = N
     norm = torch.compile(rms_norm_region, dynamic=False, fullgraph=True)
     rotate = torch.compile(norm_and_rotate_region, dynamic=False, fullgraph=True)
     plain = Regions()
-    least = from_tokens or FROM_TOKENS
     uncompiled = plain.rms_norm, plain.norm_and_rotate
-    compiled = Regions(*map(_from_tokens, least, (norm, rotate), uncompiled))
+    compiled = Regions(*map(_from_tokens, FROM_TOKENS, (norm, rotate), uncompiled))
     try:
         # There may be engines of many shapes, and the compiler gives up at the ninth.
         with torch._dynamo.config.patch(recompile_limit=256):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 
@@ -110,20 +108,6 @@ def test_two_models_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = [compile_regions(model) for model in models]
     for model, regions in zip(models * 2, compiled * 2, strict=True):
         check(model, regions, 33)
-
-
-def test_without_a_compiler_it_says_so_and_stays_plain(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*arguments: object) -> None:
-        raise RuntimeError("no C++ compiler\nmore")
-
-    monkeypatch.setattr(compiled_regions, "_first_call", fail)
-    with caplog.at_level(logging.WARNING):
-        assert compile_regions(make_model(torch.float32)) == Regions()
-    assert "compiling norms" in caplog.text, "whoever waits knows for what"
-    assert "are not compiled: RuntimeError: no C++ compiler" in caplog.text
-    assert "more" not in caplog.text
 
 
 def test_a_model_has_what_it_was_told_last(

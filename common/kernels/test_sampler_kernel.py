@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from common.kernels import sampler_kernel
 from common.kernels.sampler_kernel import KERNELS, TILE, sampling_launches
@@ -22,7 +21,7 @@ from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingBatch
 from common.sampling.speculative_sampler import SpeculativeSampler
 from common.tests.pretend_device import pretend_device
-from common.tests.sampling_cases import make_sampling, staged
+from common.tests.sampling_cases import as_plain, make_sampling, mixed_sampling, staged
 from inverse_cdf import SCALE
 from kernel_launch import Launch
 from request import SamplingParams
@@ -195,19 +194,6 @@ def test_the_draw_is_that_of_the_specification(
     assert (probs[0, found] > 0).all()
 
 
-def test_drawn_tokens_have_the_exact_probabilities(device: torch.device) -> None:
-    expected = np.array([0.5, 0.0, 0.25, 0.125, 0.125])
-    n = 200
-    u = counter_random.uniforms(torch.full((n,), 5), torch.arange(n)).to(device)
-    rows = torch.from_numpy(expected).float().expand(n, -1).contiguous().to(device)
-    counts = np.bincount(sampler_kernel.sample_from_probs(rows, u).cpu().numpy(), minlength=5)
-    assert counts[1] == 0
-    possible = expected > 0
-    assert stats.chisquare(counts[possible], n * expected[possible]).pvalue > 1e-6
-    wrong = np.roll(counts[possible], 1)
-    assert stats.chisquare(wrong, n * expected[possible]).pvalue < 1e-6
-
-
 # -- the sampler
 
 BOTH = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01)
@@ -228,15 +214,7 @@ RECIPES = [
 
 
 def make_batch(num_rows: int, vocab_size: int, seed: int = 0) -> SimpleNamespace:
-    rows = range(num_rows)
-    sampling = make_sampling(
-        [replace(RECIPES[i % len(RECIPES)]) for i in rows],
-        prompts=[[i % vocab_size, 1] for i in rows],
-        outputs=[[i] * (i % 3) for i in rows],
-        eos=[(3,)] * num_rows,
-        seeds=[seed + i for i in rows],
-    )
-    return SimpleNamespace(sampling=sampling)
+    return SimpleNamespace(sampling=mixed_sampling(RECIPES, num_rows, vocab_size, seed))
 
 
 def make_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
@@ -244,10 +222,6 @@ def make_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
     logits = torch.randn(num_rows, vocab_size + 5).mul(3).to(torch.bfloat16).float()
     logits[:, vocab_size:] = 100.0
     return logits
-
-
-def as_plain(output: Any) -> tuple:
-    return output.token_ids, output.errors, {r: list(e) for r, e in output.logprobs.items()}
 
 
 @pytest.mark.usefixtures("more_ways")
@@ -363,19 +337,6 @@ def test_a_batch_without_rows_draws_nothing(device: torch.device, launched: list
     counts = none.int()
     assert sampler_kernel.apply_penalties(none, counts > 0, counts, *[empty] * 3).shape == (0, 7)
     assert not launched
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    found: list[str] = []
-    real: Callable[..., None] = Launch.__call__
-
-    def spy(launch: Launch, grid: tuple[int, ...], *arguments: Any) -> None:
-        found.append(launch.kernel.__name__)
-        real(launch, grid, *arguments)
-
-    monkeypatch.setattr(Launch, "__call__", spy)
-    return found
 
 
 @pytest.mark.usefixtures("more_ways")

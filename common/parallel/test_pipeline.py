@@ -9,38 +9,16 @@ import pytest
 from bounded_loops import as_long_as
 from common.parallel.pipeline import PipelinedEngineCore
 from common.runner.overlap import QueuedRunner
+from common.tests.logging_runner import LoggingRunner, request
 from fcfs_scheduler import FCFSScheduler
 from pipeline_plugin import PipelinePlugin
 from request import Request
-from scheduler_interface import SchedulerOutput, StepOutput
+from scheduler_interface import SchedulerOutput
 from step_record import RecordedScheduler, preemptions_of
 
 
-class LoggingRunner:
-    """Says how often a request was asked. Writes down what it is told, and when it is waited
-    for."""
-
-    def __init__(self, log: list) -> None:
-        self.log, self.said = log, Counter()
-        self.num_steps, self.fails_at, self.fails_when_waited_for = 0, -1, False
-
-    def execute(self, plan: SchedulerOutput):
-        self.num_steps += 1
-        step, log, fails = self.num_steps, self.log, self.num_steps == self.fails_at
-        log.append(("begun", *plan.num_scheduled_tokens))
-        if fails and not self.fails_when_waited_for:
-            raise OSError(f"step {step}")
-        self.said.update(plan.num_scheduled_tokens.keys())
-        output = StepOutput({r: [self.said[r]] for r in plan.num_scheduled_tokens})
-
-        class Handle:
-            def wait(self) -> StepOutput:
-                log.append(("ended", *plan.num_scheduled_tokens))
-                if fails:
-                    raise OSError(f"step {step}")
-                return output
-
-        return Handle()
+def names(_: int, plan: SchedulerOutput) -> tuple[str, ...]:
+    return tuple(plan.num_scheduled_tokens)
 
 
 def make_core(num_stages: int = 2, num_in_flight: int | None = None, **options):
@@ -49,15 +27,11 @@ def make_core(num_stages: int = 2, num_in_flight: int | None = None, **options):
     scheduler = FCFSScheduler(plugins=[pipeline], **options)
     core = PipelinedEngineCore(
         RecordedScheduler(scheduler, check_invariants=True),
-        QueuedRunner(runner := LoggingRunner(log)),
+        QueuedRunner(runner := LoggingRunner(log, names)),
         pipeline,
         num_in_flight or num_stages,
     )
     return core, log, runner
-
-
-def request(name: str, max_tokens: int = 3) -> Request:
-    return Request.from_tokens(name, [1, 2], max_tokens)
 
 
 def run(core: PipelinedEngineCore, most: int = 60) -> Counter[str]:
@@ -168,7 +142,7 @@ def test_a_plan_for_nobody_that_has_preempted_somebody_is_a_step() -> None:
     scheduler = Scheduler(plugins=[pipeline, ForcedPreemption(3)])
     records = []
     recorder = RecordedScheduler(scheduler, [records.append], check_invariants=True)
-    core = PipelinedEngineCore(recorder, QueuedRunner(LoggingRunner([])), pipeline, 2)
+    core = PipelinedEngineCore(recorder, QueuedRunner(LoggingRunner([], names)), pipeline, 2)
     for name in "ab":
         core.add_request(request(name, 4))
     num_told = 0  # in the engine, which looks at one plan a step

@@ -1,5 +1,5 @@
-"""Two ranks in processes of their own, against one process: the same tokens whatever is switched
-on. And what comes of a rank that is killed, stuck, raises or differs.
+"""Ranks and stages in processes of their own, against one process: the same tokens whatever is
+switched on. And what comes of a rank that is killed, stuck, raises or differs.
 
 Starting workers takes seconds, so a test puts the same two to many uses, and to their end last."""
 
@@ -17,12 +17,12 @@ from common.engine import EngineConfig, LLMEngine
 from common.loader import read_checkpoint
 from common.parallel import message, remote
 from common.parallel.executor import Executor, WorkerError
+from common.parallel.pipeline import PipelinedEngineCore
+from common.tests.every_kind import DRAWN, PROMPTS, everything_said, must_say_the_same
 from common.tests.remote_cases import (
     BLOCK_SIZE,
-    PROMPTS,
     WORKERS,
     engine_around,
-    everything_said,
     executor_of,
     is_there,
     one_process,
@@ -34,12 +34,27 @@ from request import SamplingParams
 from scheduler_interface import NewRequestData, PlanMessage
 from tiered_cache import KVTierConfig
 
+RANKS, STAGES = dict(tensor_parallel_size=2), dict(pipeline_parallel_size=2)
+SCARCE = dict(num_blocks=26, chunked_prefill=3, preempt_every=4, shuffle_waiting=True)
 DRIVERS = {
-    "ahead": dict(overlap_scheduling=True, prefix_cache="radix"),
-    "scarce": dict(num_blocks=26, chunked_prefill=3, preempt_every=4, shuffle_waiting=True),
+    "two ranks": {
+        "scarce": SCARCE,
+        "ahead": dict(overlap_scheduling=True, prefix_cache="radix"),
+    },
+    "two stages": {
+        "scarce": SCARCE,
+        "prefill-first": dict(scheduler="prefill_first", mixing=True, prefix_cache="radix"),
+        "fcfs": dict(scheduler="fcfs", prefix_cache=None),
+    },
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 FEW = SamplingParams(temperature=0, max_tokens=2)
+OTHER_SUMS = 1e-6  # of log-probabilities: ranks add in another order than one process
+
+
+def tokens_of(engine: LLMEngine, prompts: list[str], params: SamplingParams) -> list[list[int]]:
+    outputs = engine.generate_batch(prompts, params).values()
+    return [output.outputs[0].token_ids for output in outputs]
 
 
 def must_be_dead(engine: LLMEngine, pids: list[int], names: str, within_s: float) -> None:
@@ -62,11 +77,14 @@ def must_be_dead(engine: LLMEngine, pids: list[int], names: str, within_s: float
     engine.close()
 
 
-def test_two_ranks_say_what_one_process_says_and_one_that_is_killed_is_named(
-    shipped_loaded, shipped_tokenizer, tmp_path
+@pytest.mark.parametrize(
+    ("name", "sizes", "victim"), [("two ranks", RANKS, 1), ("two stages", STAGES, 0)]
+)
+def test_two_say_what_one_process_says_and_one_that_is_killed_is_named(
+    name, sizes, victim, shipped_loaded, shipped_tokenizer, tmp_path
 ) -> None:
     config = EngineConfig(
-        tensor_parallel_size=2,
+        **sizes,
         check_invariants=True,
         shuffle_batch=True,
         kv_tiers=KVTierConfig(host_blocks=1),
@@ -74,48 +92,49 @@ def test_two_ranks_say_what_one_process_says_and_one_that_is_killed_is_named(
     )
     engine = LLMEngine(config, tokenizer=shipped_tokenizer)
     side, pids = side_of(engine), pids_of(executor_of(engine))
+    assert isinstance(engine.core, PipelinedEngineCore) == (sizes == STAGES)
     assert engine.num_parameters == shipped_loaded.model.num_parameters
     assert engine.dtype == shipped_loaded.model.embed_weight.dtype
     alone = one_process(shipped_loaded, shipped_tokenizer)
     assert engine.kv_cache.kv_bytes_per_block == alone.kv_cache.kv_bytes_per_block
 
-    for name, changes in DRIVERS.items():
+    counters = ["output_tokens", "discarded_tokens"]
+    if sizes == RANKS:
+        counters += ["num_steps", "num_preemptions", "cached_tokens"]
+    for driver, changes in DRIVERS[name].items():
         changes = {"check_invariants": True, **changes}
         here = one_process(shipped_loaded, shipped_tokenizer, **changes)
-        there = engine_around(side, shipped_tokenizer, **changes)
-        expected, said = everything_said(here), everything_said(there)
-        assert said == expected, name
+        there = engine_around(side, shipped_tokenizer, **sizes, **changes)
+        must_say_the_same(everything_said(there), everything_said(here), OTHER_SUMS)
         found, right = there.stats(), here.stats()
-        for counter in ("num_steps", "num_preemptions", "cached_tokens", "discarded_tokens"):
-            assert getattr(found, counter) == getattr(right, counter), (name, counter)
-        assert (name == "scarce") == (right.num_preemptions > 0), name
-        assert right.cached_tokens > 0, name
-    must_bring_blocks_back(side, shipped_loaded, shipped_tokenizer, tmp_path / "kv")
+        for counter in counters:
+            assert getattr(found, counter) == getattr(right, counter), (driver, counter)
+        assert (driver == "scarce") == (found.num_preemptions > 0), driver
+        assert (driver == "fcfs") == (found.cached_tokens == 0), driver
+    where = side, shipped_loaded, shipped_tokenizer, tmp_path / "kv"
+    must_bring_blocks_back(*where, **sizes, overlap_scheduling=sizes == RANKS)
     must_survive_an_interrupt(engine, alone)
 
     executor_of(engine).timeout_s = 2.0
-    signal_in_step(engine, pids[1], signal.SIGKILL)
-    must_be_dead(engine, pids, rf"rank 1 \(process {pids[1]}\) was killed by SIGKILL", 2 + 3)
+    signal_in_step(engine, pids[victim], signal.SIGKILL)
+    names = rf"rank {victim} \(process {pids[victim]}\) was killed by SIGKILL"
+    must_be_dead(engine, pids, names, 2 + 3)
 
 
-def must_bring_blocks_back(side, loaded, tokenizer, path) -> None:
+def must_bring_blocks_back(side, loaded, tokenizer, path, **how) -> None:
     """Tiers in the driver, blocks in the ranks: what one rank has lost of a block is a miss."""
     tiers = KVTierConfig(host_blocks=0, disk_blocks=60, disk_path=path)
-    few = dict(num_blocks=20, overlap_scheduling=True)
-    here = one_process(loaded, tokenizer, **few)
-    there = engine_around(side, tokenizer, kv_tiers=tiers, **few)
+    here = one_process(loaded, tokenizer, num_blocks=20)
+    there = engine_around(side, tokenizer, kv_tiers=tiers, num_blocks=20, **how)
     connector, greedy = there._connector, SamplingParams(temperature=0, max_tokens=8)
-    expected = here.generate_batch(PROMPTS[:2], greedy).values()
+    expected = tokens_of(here, PROMPTS[:2], greedy)
     others = [[i] * 30 for i in range(5, 9)]
 
     def num_back() -> int:
         """Blocks that come back. The tokens are right in any case."""
         before = connector.stats.num_disk_hits
-        outputs = there.generate_batch(PROMPTS[:2], greedy).values()
+        assert tokens_of(there, PROMPTS[:2], greedy) == expected
         num_hits = connector.stats.num_disk_hits - before
-        assert [o.outputs[0].token_ids for o in outputs] == [
-            o.outputs[0].token_ids for o in expected
-        ]
         there.generate_batch(others, FEW)  # and everything is evicted
         return num_hits
 
@@ -142,28 +161,35 @@ def must_survive_an_interrupt(engine: LLMEngine, alone: LLMEngine) -> None:
     executor.wait_for_output = interrupted
     with pytest.raises(KeyboardInterrupt):
         engine.generate_batch(PROMPTS, GREEDY)
-    found, right = (e.generate_batch(PROMPTS, GREEDY).values() for e in (engine, alone))
-    tokens = [[o.outputs[0].token_ids for o in outputs] for outputs in (found, right)]
-    assert tokens[0] == tokens[1]
+    assert tokens_of(engine, PROMPTS, GREEDY) == tokens_of(alone, PROMPTS, GREEDY)
 
 
 NGRAM = {"method": "ngram", "min_ngram": 1}
 DRAFT = {"method": "draft", "num_spec_tokens": 3}
 
 
-@pytest.mark.parametrize("how", [NGRAM, DRAFT], ids=["look-up", "draft"])
+@pytest.mark.parametrize(
+    ("how", "sizes"),
+    [
+        pytest.param(NGRAM, RANKS, id="look-up"),
+        pytest.param(DRAFT, RANKS, id="draft"),
+        pytest.param(NGRAM, RANKS | STAGES, id="2 x 2", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_guess_alike_and_one_that_is_stuck_or_raises_is_named(
-    how, shipped_loaded, shipped_tokenizer
+    how, sizes, shipped_loaded, shipped_tokenizer
 ) -> None:
     """How much is guessed depends on a clock (`adaptive`): on one, or the ranks would differ."""
-    config = EngineConfig(tensor_parallel_size=2, check_invariants=True, speculative=how, **WORKERS)
+    config = EngineConfig(**sizes, check_invariants=True, speculative=how, **WORKERS)
     engine = LLMEngine(config, tokenizer=shipped_tokenizer)
     executor, pids = executor_of(engine), pids_of(executor_of(engine))
     here = one_process(shipped_loaded, shipped_tokenizer)
+    assert len(pids) == config.num_ranks
     # What the engine draws a seed for may be another draw where guesses have probabilities.
     expected, said = everything_said(here), everything_said(engine)
-    drawn = {name for name in said if how is DRAFT and int(name) % 8 == 7}
-    assert all(said[name] == expected[name] for name in said.keys() - drawn)
+    for name in DRAWN if how is DRAFT else ():
+        del expected[name], said[name]
+    must_say_the_same(said, expected, OTHER_SUMS)
     stats = engine.stats()
     assert stats.num_drafted_tokens > stats.num_accepted_tokens > 0
     assert stats.output_tokens <= stats.num_passes + stats.num_accepted_tokens
@@ -205,9 +231,7 @@ def test_two_engines_at_once_one_forgotten_one_whose_ranks_differ(
         other = LLMEngine(EngineConfig(**WORKERS), tokenizer=shipped_tokenizer)
     pids, others = pids_of(executor_of(engine)), pids_of(executor_of(other))
     assert len({*pids, *others}) == 3
-    found = [e.generate_batch(PROMPTS, GREEDY) for e in (engine, other)]
-    tokens = [[o.outputs[0].token_ids for o in outputs.values()] for outputs in found]
-    assert tokens[0] == tokens[1]
+    assert tokens_of(engine, PROMPTS, GREEDY) == tokens_of(other, PROMPTS, GREEDY)
 
     known = weakref.ref(other)
     del other
@@ -234,13 +258,14 @@ def test_guesses_are_counted_from_plans_and_outputs_as_where_they_are_made(
     engine = one_process(shipped_loaded, shipped_tokenizer, speculative=NGRAM)
     counting = remote.CountingRunner(engine.core.runner)
     engine.core.runner = counting
-    everything_said(engine, aborts=True)
+    everything_said(engine, abort="3")
     assert counting.stats == engine.speculation.stats and counting.stats.num_accepted > 0
 
 
 # -- the start
 
 
+@pytest.mark.slow  # that ranks compare what they have is in the normal run
 def test_ranks_with_other_checkpoints_are_refused(random_oracle, family_oracle, monkeypatch):
     """Of one shape, with other weights: such ranks would answer, in gibberish."""
     make = remote._start_messages

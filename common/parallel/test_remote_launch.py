@@ -20,7 +20,8 @@ from common.engine import EngineConfig, LLMEngine
 from common.llm import LLM
 from common.parallel import remote_launch
 from common.parallel.channel import Channel, ChannelClosed
-from common.tests.remote_cases import PROMPTS, WORKERS, is_there
+from common.tests.every_kind import PROMPTS
+from common.tests.remote_cases import WORKERS, is_there
 from request import SamplingParams
 
 # It has no `if __name__ == "__main__"`, and says so if it is run again.
@@ -173,10 +174,11 @@ def under_torchrun(monkeypatch) -> None:
         (dict(tensor_parallel_size=2), "2 x 1: it must be 6, the number of processes"),
         (dict(tensor_parallel_size=4, pipeline_parallel_size=2), "4 x 2: it must be 6"),
         (dict(pipeline_parallel_size=4), "pipeline_parallel_size is 4: it must divide the 6"),
+        (dict(block_size=0), "block_size is 0"),
     ],
 )
 @pytest.mark.parametrize("rank", range(2))
-def test_sizes_that_do_not_fit_torchruns_processes_are_refused(
+def test_what_is_wrong_under_torchrun_is_refused(
     sizes, reason, rank, under_torchrun, monkeypatch
 ) -> None:
     """By every process: none would wait for the others."""
@@ -191,13 +193,6 @@ def test_what_torchrun_has_started_is_made_use_of(under_torchrun) -> None:
     for size in (0, "2"):
         with pytest.raises(ValueError, match=f"pipeline_parallel_size is {size!r}"):
             remote_launch.torchrun_size(pipeline_parallel_size=size)  # pyright: ignore
-
-
-@pytest.mark.parametrize("rank", range(2))
-def test_other_settings_are_refused_by_every_process_too(rank, under_torchrun, monkeypatch):
-    monkeypatch.setenv("RANK", str(rank))
-    with pytest.raises(ValueError, match="block_size is 0"):
-        LLM(block_size=0)
 
 
 def test_who_does_not_know_the_secret_is_sent_away() -> None:

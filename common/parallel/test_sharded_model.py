@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -18,11 +17,10 @@ from common.assembly import kv_namespace
 from common.kv_sizing import allocate_kv_cache, run_forward
 from common.linear import linear_layers
 from common.loader import load_model
-from common.model_config import ModelConfig
 from common.parallel.collectives import Alone
 from common.parallel.ranks import Ranks
 from common.parallel.sharded_model import ShardedModel, rank_config
-from common.tests.model_cases import CASES, save_case
+from common.tests.model_cases import save_case
 from common.tests.paged_harness import PagedHarness
 from common.workshop.bench.random_weights import QWEN3_0_6B
 from invariant_attention import InvariantAttentionBackend
@@ -111,6 +109,7 @@ def test_the_slices_of_all_ranks_put_together_are_the_checkpoint(name, layout, t
 
 def test_kv_heads_are_divided_or_shared():
     """With 8 KV heads of 16: rank r of 4 has two, rank r of 16 has KV head r // 2."""
+    assert rank_config(QWEN3_0_6B, Ranks()) == QWEN3_0_6B
     for size, kv_heads in ((1, 8), (2, 4), (4, 2), (8, 1), (16, 1)):
         narrow = rank_config(QWEN3_0_6B, Ranks(size, 1, size - 1))
         assert narrow.num_key_value_heads == kv_heads
@@ -163,8 +162,8 @@ def test_the_kv_cache_has_the_rank_s_heads_and_layers_and_a_name_of_its_own(tmp_
             assert kv_cache.key_cache[0].shape[2] == 4 // ranks.tensor_parallel_size
             names.add(kv_namespace(loaded, kv_cache)[2:])
     assert len(names) == sum(tp * pp for tp, pp in LAYOUTS[1:])
-    alone = load_model(tmp_path, torch.float64)
-    assert len(kv_namespace(alone, allocate_kv_cache(alone, 3, 4))) == 2
+    for alone in (load_model(tmp_path, torch.float64), load(tmp_path, Ranks())):
+        assert len(kv_namespace(alone, allocate_kv_cache(alone, 3, 4))) == 2
 
 
 # -- what does not fit is refused by every rank, whoever would have had it
@@ -207,18 +206,6 @@ def test_a_tied_matrix_with_two_values_is_refused_by_whoever_has_that_part(tmp_p
         else:
             with pytest.raises(ValueError, match=r"tie_word_embeddings is true, but .* differ"):
                 load(tmp_path, ranks)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_one_rank_of_one_has_the_whole_model(name, tmp_path):
-    path = save_case(name, tmp_path)
-    fields = json.loads((path / "config.json").read_text())
-    config = ModelConfig.from_hf(fields)
-    assert rank_config(config, Ranks()) == config
-    whole, part = load_model(path, torch.float64).model, load(path, Ranks()).model
-    ours, theirs = dict(part.named_weights()), dict(whole.named_weights())
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[n], theirs[n]) for n in ours) and not part.namespace
 
 
 # -- stages, one after the other in this process

@@ -14,18 +14,10 @@ import torch
 from torch import nn
 
 import common.runner.graphs as module
-from common.kv_sizing import allocate_kv_cache
 from common.loader import load_model
 from common.runner.graph_emulator import EmulatedGraphs, GraphError
 from common.runner.graphs import CannotCapture, DecodeGraphs, EagerGraphs, StaticMemory
-from common.runner.test_graphs import (
-    BLOCK_SIZE,
-    MAX_MODEL_LEN,
-    MOST,
-    NUM_BLOCKS,
-    decode,
-    make_state,
-)
+from common.runner.test_graphs import BLOCK_SIZE, MOST, decode, make_graphs, make_state
 from mixed_attention import MixedAttentionBackend
 from mixed_attention_triton import MixedTritonAttentionBackend
 from paged_attention import TorchAttentionBackend
@@ -34,12 +26,7 @@ from tensor_attention import TensorAttentionBackend, TensorPlan
 
 
 def make(random_loaded, backend=None, graphs=None) -> DecodeGraphs:
-    kv_cache = allocate_kv_cache(random_loaded, NUM_BLOCKS, BLOCK_SIZE)
-    generator = torch.Generator().manual_seed(0)
-    for cache in kv_cache.key_cache + kv_cache.value_cache:
-        cache.normal_(generator=generator)
-    where = random_loaded.model, kv_cache, backend or TensorAttentionBackend()
-    return DecodeGraphs(graphs or EmulatedGraphs(), *where, MOST, MAX_MODEL_LEN)
+    return make_graphs(random_loaded, graphs or EmulatedGraphs(), backend)
 
 
 def backend_of(plan: Callable[..., TensorPlan]) -> TensorAttentionBackend:
@@ -134,47 +121,44 @@ def test_a_step_that_forgets_an_input(name: str, random_loaded, monkeypatch) -> 
         assert not is_right(random_loaded, graphs, num_steps=1)
 
 
-@pytest.mark.parametrize(
-    "name, value", [("slot_mapping", 7), ("seq_lens", 3), ("input_ids", 5), ("positions", 2)]
-)
-def test_padding_that_is_not_what_it_must_be(name, value, random_loaded, monkeypatch) -> None:
+def column(name: str, value: int) -> Callable:
+    def change(columns, tables, n, bucket) -> None:
+        columns[module.COLUMNS.index(name), n:bucket] = value
+
+    return change
+
+
+def live_blocks(columns, tables, n, bucket) -> None:
+    tables[:, n:] = tables[:, :1]
+
+
+def query_tokens(columns, tables, n, bucket) -> None:
+    starts = columns[module.COLUMNS.index("query_start_loc")]
+    starts[: bucket + 1] = range(bucket + 1)
+
+
+PADDING: dict[str, Callable] = {
+    **{
+        f"{name} of padding is": column(name, value)
+        for name, value in dict(slot_mapping=7, seq_lens=3, input_ids=5, positions=2).items()
+    },
+    "block_tables of padding is": live_blocks,
+    "query_start_loc is": query_tokens,
+}
+
+
+@pytest.mark.parametrize("said", PADDING)
+def test_padding_that_is_not_what_it_must_be(said: str, random_loaded, monkeypatch) -> None:
     """Trap 54: rows of a larger step that are left behind."""
     graphs, real = make(random_loaded), module.pad_step
 
     def pad_step(state, queries, block_size, bucket):
         columns, tables = real(state, queries, block_size, bucket)
-        columns[module.COLUMNS.index(name), len(queries.rows) : bucket] = value
+        PADDING[said](columns, tables, len(queries.rows), bucket)
         return columns, tables
 
     monkeypatch.setattr(module, "pad_step", pad_step)
-    with pytest.raises(GraphError, match=f"{name} of padding is"):
-        run(graphs)
-
-
-def test_padding_with_live_blocks(random_loaded, monkeypatch) -> None:
-    graphs, real = make(random_loaded), module.pad_step
-
-    def pad_step(state, queries, block_size, bucket):
-        columns, tables = real(state, queries, block_size, bucket)
-        tables[:, len(queries.rows) :] = tables[:, :1]
-        return columns, tables
-
-    monkeypatch.setattr(module, "pad_step", pad_step)
-    with pytest.raises(GraphError, match="block_tables of padding is"):
-        run(graphs)
-
-
-def test_padding_that_has_query_tokens(random_loaded, monkeypatch) -> None:
-    graphs, real = make(random_loaded), module.pad_step
-
-    def pad_step(state, queries, block_size, bucket):
-        columns, tables = real(state, queries, block_size, bucket)
-        starts = columns[module.COLUMNS.index("query_start_loc")]
-        starts[: bucket + 1] = range(bucket + 1)
-        return columns, tables
-
-    monkeypatch.setattr(module, "pad_step", pad_step)
-    with pytest.raises(GraphError, match="query_start_loc is"):
+    with pytest.raises(GraphError, match=said):
         run(graphs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -159,18 +160,20 @@ def test_rows_are_those_of_chapter_2_and_padding_is_nobodys(num_groups: int) -> 
 # -- steps of a model
 
 
+def make_graphs(random_loaded, graphs=None, backend=None) -> DecodeGraphs:
+    """Over a cache full of numbers, with NaN in the null block."""
+    kv_cache = allocate_kv_cache(random_loaded, NUM_BLOCKS, BLOCK_SIZE)
+    generator = torch.Generator().manual_seed(0)
+    for cache in kv_cache.key_cache + kv_cache.value_cache:
+        cache.normal_(generator=generator)
+        cache[0] = torch.nan
+    where = random_loaded.model, kv_cache, backend or TensorAttentionBackend()
+    return DecodeGraphs(graphs or EagerGraphs(), *where, MOST, MAX_MODEL_LEN)
+
+
 @pytest.fixture(scope="module")
 def graphs(random_loaded) -> DecodeGraphs:
-    return make_eager(random_loaded)
-
-
-def make_eager(random_loaded) -> DecodeGraphs:
-    kv_cache = allocate_kv_cache(random_loaded, NUM_BLOCKS, BLOCK_SIZE)
-    for cache in kv_cache.key_cache + kv_cache.value_cache:
-        cache.normal_(generator=torch.Generator().manual_seed(0))
-        cache[0] = torch.nan
-    backend = TensorAttentionBackend()
-    return DecodeGraphs(EagerGraphs(), random_loaded.model, kv_cache, backend, MOST, MAX_MODEL_LEN)
+    return make_graphs(random_loaded)
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
@@ -178,10 +181,9 @@ def test_padding_changes_no_row(num_groups: int, random_loaded, monkeypatch) -> 
     """Against the same step without padding, by chapter 2's attention. The last layer's block
     tables are those of the others, or its own."""
     monkeypatch.setattr(random_loaded.model.layers[-1].attention, "group", num_groups - 1)
-    graphs = make_eager(random_loaded)
-    plain_cache = allocate_kv_cache_like(graphs)
+    graphs = make_graphs(random_loaded)
     for bucket, state, queries in random_steps(num_each=2, num_groups=num_groups):
-        copy_cache(graphs, plain_cache)
+        plain_cache = copy.deepcopy(graphs.kv_cache)
         batch = compose_in_order(state, queries, BLOCK_SIZE).on(CPU)
         batch.plan_attention(TorchAttentionBackend(), graphs.model.num_heads, plain_cache)
         expected = graphs.model(batch, plain_cache)
@@ -194,17 +196,6 @@ def test_padding_changes_no_row(num_groups: int, random_loaded, monkeypatch) -> 
         torch.testing.assert_close(logits, expected, atol=1e-9, rtol=0)
         for cache, right in zip(graphs.kv_cache.key_cache, plain_cache.key_cache, strict=True):
             torch.testing.assert_close(cache[1:], right[1:], atol=1e-9, rtol=0)
-
-
-def allocate_kv_cache_like(graphs: DecodeGraphs):
-    cache = graphs.kv_cache
-    return type(cache)(len(cache.key_cache), *cache.key_cache[0].shape, cache.key_cache[0].dtype)
-
-
-def copy_cache(graphs: DecodeGraphs, target) -> None:
-    for name in ("key_cache", "value_cache"):
-        for mine, other in zip(getattr(target, name), getattr(graphs.kv_cache, name)):
-            mine.copy_(other)
 
 
 def test_who_is_replayed(graphs: DecodeGraphs) -> None:
@@ -322,18 +313,12 @@ def replay_in_place(calls: list) -> None:
                 old.copy_(new)
 
 
-def make_cuda_graphs(random_loaded) -> DecodeGraphs:
-    kv_cache = allocate_kv_cache(random_loaded, NUM_BLOCKS, BLOCK_SIZE)
-    where = random_loaded.model, kv_cache, TensorAttentionBackend()
-    return DecodeGraphs(CudaGraphs(CPU), *where, MOST, MAX_MODEL_LEN)
-
-
 def test_cuda_graphs_are_captured_behind_a_warm_up(random_loaded, monkeypatch) -> None:
     """In one pool, and all with their logits where the largest has its own."""
     cuda = FakeCuda()
     with monkeypatch.context() as patch:
         cuda.install(patch)
-        graphs = make_cuda_graphs(random_loaded)
+        graphs = make_graphs(random_loaded, CudaGraphs(CPU))
     one = ["waits", ("warm-up", True), "warm", "waits", ("capture", "pool", "thread_local")]
     assert cuda.events == one * len(graphs.buckets)
     plain = DecodeGraphs(
@@ -363,4 +348,4 @@ def test_a_capture_that_fails_says_why(error, raised, random_loaded, monkeypatch
     with monkeypatch.context() as patch:
         FakeCuda(fails=error).install(patch)
         with pytest.raises(raised, match="operation not permitted when stream is capturing"):
-            make_cuda_graphs(random_loaded)
+            make_graphs(random_loaded, CudaGraphs(CPU))

@@ -8,37 +8,11 @@ from collections import Counter
 import pytest
 
 from common.runner.overlap import OverlappedEngineCore, QueuedRunner, ThreadedRunner
+from common.tests.logging_runner import LoggingRunner, request
 from fcfs_scheduler import FCFSScheduler
 from overlap_plugin import OverlapPlugin
-from request import Request
 from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
 from step_record import RecordedScheduler
-
-
-class LoggingRunner:
-    """Says how often it was asked. Writes down what it is told, and when it is waited for."""
-
-    def __init__(self, log: list) -> None:
-        self.log, self.said = log, Counter()
-        self.num_steps, self.fails_at, self.fails_when_waited_for = 0, -1, False
-
-    def execute(self, plan: SchedulerOutput):
-        self.num_steps += 1
-        step, log, fails = self.num_steps, self.log, self.num_steps == self.fails_at
-        log.append(("begun", step))
-        if fails and not self.fails_when_waited_for:
-            raise OSError(f"step {step}")
-        self.said.update(plan.num_scheduled_tokens.keys())
-        output = StepOutput({r: [self.said[r]] for r in plan.num_scheduled_tokens})
-
-        class Handle:
-            def wait(self) -> StepOutput:
-                log.append(("waited for", step))
-                if fails:
-                    raise OSError(f"step {step}")
-                return output
-
-        return Handle()
 
 
 class LoggingScheduler(FCFSScheduler):
@@ -56,15 +30,11 @@ class LoggingScheduler(FCFSScheduler):
 
 def make_core() -> tuple[OverlappedEngineCore, list, LoggingRunner]:
     log: list = []
-    overlap, runner = OverlapPlugin(), LoggingRunner(log)
+    overlap, runner = OverlapPlugin(), LoggingRunner(log, lambda step, plan: (step,))
     scheduler = LoggingScheduler(plugins=[overlap])
     scheduler.log = log
     recorder = RecordedScheduler(scheduler, check_invariants=True)
     return OverlappedEngineCore(recorder, QueuedRunner(runner), books=overlap), log, runner
-
-
-def request(name: str, max_tokens: int = 3) -> Request:
-    return Request.from_tokens(name, [1, 2], max_tokens)
 
 
 def test_a_step_is_planned_and_begun_before_the_one_before_it_is_read() -> None:
@@ -72,8 +42,8 @@ def test_a_step_is_planned_and_begun_before_the_one_before_it_is_read() -> None:
     core.add_request(request("a"))
     results = [core.step() for _ in range(2)]
     assert log == [
-        *("planned", ("begun", 1), "planned", ("begun", 2), ("waited for", 1), "updated"),
-        *("planned", ("begun", 3), ("waited for", 2), "updated"),
+        *("planned", ("begun", 1), "planned", ("begun", 2), ("ended", 1), "updated"),
+        *("planned", ("begun", 3), ("ended", 2), "updated"),
     ]
     assert [[r.new_token_ids for r in step] for step in results] == [[[1]], [[2]]]
 
@@ -100,7 +70,7 @@ def test_an_empty_step_is_not_planned_ahead_of() -> None:
     core.add_request(request("a"))
     core.scheduler.scheduler._admit = lambda budget: {}
     assert list(core.step()) == []
-    assert log == ["planned", ("begun", 1), ("waited for", 1), "updated"]
+    assert log == ["planned", ("begun", 1), ("ended", 1), "updated"]
 
 
 def test_waiting_for_what_is_under_way_takes_nothing() -> None:
@@ -108,9 +78,9 @@ def test_waiting_for_what_is_under_way_takes_nothing() -> None:
     core.add_request(request("a", 9))
     core.step()
     core.runner.wait_for_steps()
-    assert log[-1] == ("waited for", 2) and log.count("updated") == 1
+    assert log[-1] == ("ended", 2) and log.count("updated") == 1
     core.runner.wait_for_steps()
-    assert log.count(("waited for", 2)) == 1, "once"
+    assert log.count(("ended", 2)) == 1, "once"
     (result,) = core.step()
     assert result.new_token_ids == [2]
     assert len(core.runner._under_way) == len(core._under_way) == 1, "who has ended is forgotten"

@@ -246,22 +246,10 @@ def test_of_equal_logits_the_lower_ids_are_kept_and_win() -> None:
         assert sample(wide[:1], make_batch([way])) == [30]
 
 
-def test_ties_of_rounded_logits_leave_exactly_k(seed: int = 5) -> None:
-    """bfloat16 logits are full of ties, and topk takes any of them."""
-    torch.manual_seed(seed)
-    logits = torch.randn(30, 400).mul(2).round()
-    for k in (1, 3, 20, 100, 399, 400):
-        expected = [
-            sorted(sorted(range(400), key=lambda t, r=row: (-r[t], t))[:k]) for row in logits
-        ]
-        assert top_ids(logits, k).tolist() == expected, (seed, k)
-        mask = apply_top_k(logits, torch.full((30,), k)) > NEG_INF
-        assert [row.nonzero()[:, 0].tolist() for row in mask] == expected, (seed, k)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_large_vocabulary_is_ranked_as_if_all_were_compared(dtype: torch.dtype) -> None:
-    """Most of it is looked at for the maxima of its blocks only. Ties within blocks and across."""
+    """Most of it is looked at for the maxima of its blocks only. bfloat16 logits are full of ties,
+    within blocks and across: of those, exactly k are left, the lower ids."""
     torch.manual_seed(6)
     for vocab_size in (64 * 7, 6000, 30_001):
         logits = torch.randn(6, vocab_size).bfloat16().to(dtype) * 3
@@ -271,7 +259,11 @@ def test_a_large_vocabulary_is_ranked_as_if_all_were_compared(dtype: torch.dtype
         order = logits.sort(dim=-1, descending=True, stable=True).indices
         for k in (1, 2, 3, 40, 200):
             assert torch.equal(ranked_ids(logits, k), order[:, :k]), (vocab_size, k)
-            assert torch.equal(top_ids(logits, k), order[:, :k].sort(dim=-1).values)
+            kept = order[:, :k].sort(dim=-1).values
+            assert torch.equal(top_ids(logits, k), kept)
+            mask = torch.zeros_like(logits, dtype=torch.bool).scatter(1, kept, True)
+            masked = logits.where(mask, NEG_INF)
+            assert torch.equal(apply_top_k(logits, torch.full((6,), k)), masked)
 
 
 MIXED = [
@@ -417,14 +409,12 @@ def test_the_inverse_of_the_cumulative_distribution_is_exact_on_a_grid() -> None
             assert sample_from_probs(probs, at).item() == after
 
 
-def test_blocks_of_the_vocabulary_do_not_bias_the_draw() -> None:
+def test_blocks_of_the_vocabulary_do_not_change_the_draw() -> None:
     torch.manual_seed(9)
     vocab_size, n = 300, 40_000
     probs = (torch.randn(vocab_size, dtype=torch.float64) * 1.5).softmax(-1)
     u = uniforms(torch.full((n,), 11), torch.arange(n))
     drawn = sample_from_probs(probs.expand(n, -1), u)
-    counts = np.bincount(drawn.numpy(), minlength=vocab_size)
-    assert stats.chisquare(counts, probs.numpy() * n).pvalue > ALPHA
     exact = torch.searchsorted(probs.cumsum(-1), u, right=True)
     assert (exact != drawn).sum() == 0, "the same token as one cumulative sum over all gives"
 

@@ -14,7 +14,7 @@ from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import DrawnSeedParams, SamplingBatch
 from common.sampling.speculative_sampler import ConstrainedDrafts, SpeculativeSampler
 from common.tests.pretend_device import pretend_device
-from common.tests.sampling_cases import ListedTokens, make_sampling
+from common.tests.sampling_cases import ListedTokens, as_plain, mixed_sampling
 from request import SamplingParams
 
 VOCAB = 700
@@ -46,21 +46,8 @@ def make_logits(num_rows: int, dtype: torch.dtype = torch.bfloat16) -> torch.Ten
     return logits
 
 
-def as_plain(output) -> tuple:
-    return output.token_ids, output.errors, {r: list(e) for r, e in output.logprobs.items()}
-
-
 def make_batch(params: list[SamplingParams], num_rows: int) -> SimpleNamespace:
-    params = [replace(params[i % len(params)]) for i in range(num_rows)]
-    rows = range(num_rows)
-    sampling = make_sampling(
-        params,
-        prompts=[[i % VOCAB, 1] for i in rows],
-        outputs=[[i] * (i % 3) for i in rows],
-        eos=[(2,)] * num_rows,
-        seeds=[i + 1 for i in rows],
-    )
-    return SimpleNamespace(sampling=sampling)
+    return SimpleNamespace(sampling=mixed_sampling(params, num_rows, VOCAB, seed=1))
 
 
 @pytest.mark.parametrize("name", BATCHES)

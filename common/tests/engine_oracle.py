@@ -12,9 +12,9 @@ import math
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -146,35 +146,51 @@ def scarce(rng: random.Random, oracle: Oracle, block_size: int) -> dict:
     )
 
 
-def serve_a_crowd(engine, oracle: Oracle, rng: random.Random, seed: int) -> None:
-    """16 requests that come when they like, some with three samples; a fifth is aborted. Checks
-    every token, and that nothing is held in the end."""
-    capacity = engine.kv_manager.capacity
-    arrivals = [(rng.randint(0, 40), str(i), rng.randrange(len(oracle.prompts))) for i in range(16)]
-    lengths = {name: rng.randint(1, MAX_TOKENS) for _, name, _ in arrivals}
-    aborts = {name: rng.randint(0, 60) for _, name, _ in arrivals if rng.random() < 0.2}
-    outputs = {}
+def serve_a_crowd(
+    engine: LLMEngine,
+    oracle: Oracle,
+    rng: random.Random,
+    seed: int,
+    *,
+    num_requests: int = 16,
+    abort_share: float = 0.2,
+    salts: Sequence[str | None] = (),
+    eos: Sequence[int] = (),
+) -> list[RequestOutput]:
+    """Requests that come when they like, some with three samples; of the ends of text `eos`, half
+    of them take no notice. Checks every token, why each ended, and that nothing is held then."""
+    capacity, names = engine.kv_manager.capacity, list(map(str, range(num_requests)))
+    arrivals = {name: (rng.randint(0, 40), rng.randrange(len(oracle.prompts))) for name in names}
+    lengths = {name: rng.choice([1, 2, rng.randint(1, MAX_TOKENS)]) for name in names}
+    aborts = {name: rng.randint(0, 60) for name in names if rng.random() < abort_share}
+    ends = {name: eos if rng.random() < 0.5 else () for name in names}
+    outputs: dict[str, RequestOutput] = {}
     for step in range(4000):
-        for when, name, index in arrivals:
+        for name, (when, index) in arrivals.items():
             if when == step:
                 params = greedy_params(lengths[name], n=rng.choice([1, 1, 1, 3]))
-                prompt, priority = oracle.prompts[index], rng.randint(0, 3)
-                engine.add_request(name, prompt, params, priority=priority)
+                params = replace(params, ignore_eos=not ends[name])
+                salt = rng.choice(salts) if salts else None
+                how = {"priority": rng.randint(0, 3), "cache_salt": salt}
+                engine.add_request(name, oracle.prompts[index], params, **how)
         for name, when in aborts.items():
             if when == step and (output := engine.abort_request(name)) is not None:
                 outputs[name] = output
         outputs |= {o.request_id: o for o in engine.step() if o.finished}
         if step > 40 and not engine.has_unfinished_requests():
             break
-    assert set(outputs) == {name for _, name, _ in arrivals}, f"seed {seed}: it does not end"
-    for _, name, index in arrivals:
+    assert outputs.keys() == arrivals.keys(), f"seed {seed}: it does not end"
+    for name, (_, index) in arrivals.items():
         room = capacity - len(oracle.prompts[index]) + 1  # the last token needs no slot
-        expected = oracle.expected(index, min(lengths[name], room))
+        expected = oracle.expected(index, min(lengths[name], room), ends[name])
+        reason = "stop" if expected[-1] in ends[name] else "length"
         for completion in outputs[name].outputs:
-            is_cut = completion.finish_reason == "abort"
+            is_cut = name in aborts and completion.finish_reason == "abort"
             known = expected[: len(completion.token_ids)] if is_cut else expected
             assert completion.token_ids == known, f"seed {seed}, request {name}"
+            assert is_cut or completion.finish_reason == reason, f"seed {seed}, request {name}"
     assert engine.stats().kv_blocks_in_use == 0
+    return list(outputs.values())
 
 
 def serve(engine, oracle: Oracle, indices: list[int], max_tokens: int, salt=None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +13,7 @@ from common.sampling.runner_plugin import Cargo
 from common.sampling.sampler import Sampler, as_float
 from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
 from request import SamplingParams
+from scheduler_interface import StepOutput
 
 if TYPE_CHECKING:
     from common.sampling.distributions import Rules, StagedRows
@@ -83,6 +84,24 @@ def make_sampling(
         ListedTokens.of(prompts, outputs, before),
         dict(zip(req_ids, before)) if any(before) else {},
     )
+
+
+def mixed_sampling(
+    recipes: Sequence[SamplingParams], num_rows: int, vocab_size: int, seed: int
+) -> SamplingBatch:
+    """Rows that take turns with the recipes, each with a seed and a history of its own."""
+    rows = range(num_rows)
+    return make_sampling(
+        [replace(recipes[i % len(recipes)]) for i in rows],
+        prompts=[[i % vocab_size, 1] for i in rows],
+        outputs=[[i] * (i % 3) for i in rows],
+        eos=[(3,)] * num_rows,
+        seeds=[seed + i for i in rows],
+    )
+
+
+def as_plain(output: StepOutput) -> tuple:
+    return output.token_ids, output.errors, {r: list(e) for r, e in output.logprobs.items()}
 
 
 def sampling_probs(

@@ -19,6 +19,7 @@ ENGINES = {
     "two_phase": {},
     "prefill_first": {"scheduler": "prefill_first", "prefix_cache": "radix"},
     "chunks": {"chunked_prefill": 5, "shuffle_batch": True},
+    "a step ahead": {"overlap_scheduling": True},
     "ngram": {"speculative": {"method": "ngram", **GUESSES}},
     "draft": {"speculative": {"method": "draft", **GUESSES}},
 }

@@ -35,23 +35,16 @@ SAMPLE = [row for row in ROWS if str(row.as_dict()["chunked_prefill"]) != "1"][:
 PLAIN = Combination.parse(["chunked_prefill=True", "block_size=16", "prefix_cache=hash"])
 
 
-def check(dtype: torch.dtype, combination: Combination) -> None:
+@pytest.mark.parametrize(
+    "combination",
+    [row if row in SAMPLE else pytest.param(row, marks=pytest.mark.slow) for row in ROWS],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_bit_is_that_of_the_request_alone(dtype, combination):
     found = serve(dtype, config_of(combination, True), combination.seed)
     for i, (wanted, own) in enumerate(zip(alone(dtype, True), found, strict=True)):
         assert own == wanted, f"request {i} of {combination.command}"
-
-
-@pytest.mark.parametrize("combination", SAMPLE, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_bit_is_that_of_the_request_alone(dtype, combination):
-    check(dtype, combination)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("combination", [r for r in ROWS if r not in SAMPLE], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_bit_is_that_of_the_request_alone_in_all_rows_of_the_matrix(dtype, combination):
-    check(dtype, combination)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -139,13 +132,6 @@ def test_it_reaches_every_part_that_computes():
     assert parse_args(["--batch-invariant"]).batch_invariant
     assert not parse_args([]).batch_invariant
     assert not EngineConfig().batch_invariant
-
-
-def test_a_large_model_is_not_compiled(monkeypatch):
-    monkeypatch.setattr("common.engine_config.COMPILE_FROM_PARAMETERS", 0)
-    config = EngineConfig(num_blocks=20, batch_invariant=True)
-    backend = paged_runner(make_engine(torch.float32, config)).backend
-    assert isinstance(backend, InvariantAttentionBackend)
 
 
 @pytest.mark.parametrize(

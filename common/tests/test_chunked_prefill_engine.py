@@ -12,7 +12,7 @@ import pytest
 from common.engine import EngineConfig, LLMEngine
 from common.loader import LoadedModel
 from common.outputs import RequestOutput
-from common.tests.engine_oracle import MAX_TOKENS, Oracle, greedy_params, make_oracle, serve
+from common.tests.engine_oracle import MAX_TOKENS, Oracle, greedy_params, make_oracle
 from step_record import StepRecord
 
 SCHEDULERS = ("two_phase", "prefill_first")
@@ -30,8 +30,6 @@ class Steps:
     num_known: dict[str, int] = field(default_factory=dict)  # tokens, by request
     num_prompt: dict[str, int] = field(default_factory=dict)
     chunks: dict[str, list[int]] = field(default_factory=dict)  # pieces of prompts
-    # Requests that were preempted when the last piece of them had not been the last.
-    preempted_between_chunks: list[str] = field(default_factory=list)
     under_way: dict[str, int] = field(default_factory=dict)  # outputs, of those between two chunks
     num_under_way: list[int] = field(default_factory=list)  # by step, when it is over
     num_left: list[dict[str, int]] = field(default_factory=list)  # by step: behind when it began
@@ -39,8 +37,7 @@ class Steps:
 
     def __call__(self, record: StepRecord) -> None:
         for request_id in record.preempted:
-            if self.under_way.pop(request_id, None) is not None:
-                self.preempted_between_chunks.append(request_id)
+            self.under_way.pop(request_id, None)
         self.num_left.append({})
         for request_id, num_tokens in record.num_scheduled_tokens.items():
             self._check(record, request_id, num_tokens)
@@ -50,17 +47,16 @@ class Steps:
     def _check(self, record: StepRecord, request_id: str, num_tokens: int) -> None:
         start = record.start_positions[request_id]
         num_known = self.num_known[request_id]
-        num_drafts, num_accepted = record.drafts.get(request_id, (0, 0))
         sampled = record.new_token_ids[request_id]
         self.num_left[-1][request_id] = num_known - start
         if start < self.num_prompt[request_id]:
             self.chunks[request_id].append(num_tokens)
         if start + num_tokens < num_known:
-            assert sampled == [] and num_drafts == 0, f"{request_id}: a token from inside a prompt"
+            assert sampled == [], f"{request_id}: a token from inside a prompt"
             self.under_way[request_id] = num_known
         else:
-            assert start + num_tokens == num_known + num_drafts
-            assert 1 <= len(sampled) <= 1 + num_accepted, f"{request_id}: no token at the end"
+            assert start + num_tokens == num_known
+            assert len(sampled) == 1, f"{request_id}: no token at the end"
             self.under_way.pop(request_id, None)
         self.num_known[request_id] += len(sampled)
 
@@ -93,9 +89,9 @@ class Steps:
             assert found == [oracle.expected(i, max_tokens)] * n, f"prompt {i}"
 
 
-def watch(loaded: LoadedModel, draft: LoadedModel | None = None, **config) -> Steps:
+def watch(loaded: LoadedModel, **config) -> Steps:
     defaults = {"block_size": 4, "num_blocks": 200, "check_invariants": True, "shuffle_batch": True}
-    engine = LLMEngine(EngineConfig(**(defaults | config)), loaded=loaded, draft=draft)
+    engine = LLMEngine(EngineConfig(**(defaults | config)), loaded=loaded)
     steps = Steps(engine)
     engine.on_step = steps
     return steps
@@ -123,9 +119,8 @@ def test_every_chunk_size(size, scheduler, oracle, loaded):
         assert size < 4 or all(n % 4 == 0 for n in long[:-1] + short[:-1])
 
 
-@pytest.mark.parametrize(
-    "scheduler", [SCHEDULERS[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SCHEDULERS[1:])]
-)
+@pytest.mark.sample
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("block_size", range(1, 6))
 @pytest.mark.parametrize("size", range(1, 8))
 def test_every_offset_of_a_chunk_in_a_block(size, block_size, scheduler, oracle, loaded):
@@ -161,19 +156,6 @@ def test_a_chunk_is_the_whole_step_and_the_prompt_a_little_longer(size, schedule
     assert max(sum(r.num_scheduled_tokens.values()) for r in steps.records) <= size
     assert max(steps.num_under_way) == 1
     assert steps.chunks[str(LONG)][0] >= size // 4 * 4
-
-
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_a_prompt_longer_than_a_step(scheduler, oracle, loaded):
-    for chunks in (True, 4):
-        limits = {"scheduler": scheduler, "max_num_batched_tokens": 8}
-        steps = watch(loaded, chunked_prefill=chunks, **limits)
-        steps.serve(oracle, [LONG], 5)
-    steps = watch(loaded, chunked_prefill=False, **limits)
-    with pytest.raises(ValueError, match=r"33 tokens.*one step.*max_num_batched_tokens=8"):
-        steps.engine.add_request("long", oracle.prompts[LONG], greedy_params(5))
-    assert not steps.engine.has_unfinished_requests()
-    assert steps.engine.step() == []
 
 
 # -- prefix hits
@@ -221,29 +203,6 @@ def test_a_prefix_is_shared_while_its_prompt_is_under_way(cache, scheduler, fork
 
 
 # -- between two chunks
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("method", [None, "ngram", "draft"])
-@pytest.mark.parametrize("preempt_every", [1, 2, 3])
-@pytest.mark.parametrize("size", [3, 7, 12])
-def test_preempted_between_chunks(size, preempt_every, method, scheduler, oracle, loaded, draft):
-    speculative = method and {"method": method, "adaptive": False, "num_spec_tokens": 3}
-    if method == "ngram":
-        speculative["min_ngram"] = 1
-    steps = watch(
-        loaded,
-        draft,
-        scheduler=scheduler,
-        chunked_prefill=size,
-        preempt_every=preempt_every,
-        speculative=speculative,
-    )
-    steps.serve(oracle, [LONG, SHORT, 3], 6)
-    if size < 12:  # else a prompt has three chunks, and the turn may come before or after
-        assert steps.preempted_between_chunks
-    assert steps.engine.stats().num_preemptions >= len(steps.preempted_between_chunks)
 
 
 def take_kv(engine: LLMEngine, request_id: str) -> bool:
@@ -306,32 +265,7 @@ def test_aborted_between_any_two_chunks(cache, scheduler, oracle, loaded):
     assert num_between > 4
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_abort_of_all_who_are_under_way(scheduler, oracle, loaded):
-    steps = watch(loaded, scheduler=scheduler, chunked_prefill=5)
-    for i in (LONG, SHORT):
-        steps.add(str(i), oracle.prompts[i], 6)
-    steps.step()
-    assert steps.under_way and steps.engine.stats().kv_blocks_in_use > 0
-    for i in (LONG, SHORT):
-        steps.engine.abort_request(str(i))
-    assert steps.engine.stats().kv_blocks_in_use == 0
-    steps.serve(oracle, [LONG, SHORT], 6)
-
-
 # -- options
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("cache", CACHES)
-def test_samples_share_a_prompt_that_is_cut(cache, scheduler, oracle, loaded):
-    """Whole blocks of it, through the cache; without one, each computes its own."""
-    steps = watch(loaded, scheduler=scheduler, chunked_prefill=5, prefix_cache=cache)
-    steps.serve(oracle, [LONG], 6, n=3)
-    assert sum(steps.chunks[f"{LONG}#0"]) == 33
-    num_own = 33 if cache is None else 33 % steps.engine.config.block_size
-    assert steps.engine.stats().scheduled_tokens == 33 + 2 * num_own + 3 * 5
 
 
 def test_a_chunk_that_grows_leaves_room_for_those_who_decode_behind_it(oracle, loaded):
@@ -397,11 +331,10 @@ def test_those_who_decode_go_on_beside_chunks(scheduler, oracle, loaded):
         assert longest_pause() == 9
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("mixing", [False, True])
+@pytest.mark.parametrize(
+    "scheduler, mixing", [("two_phase", False), ("prefill_first", False), ("prefill_first", True)]
+)
 def test_chunks_of_the_size_that_there_is_time_for(mixing, scheduler, oracle, loaded):
-    if mixing and scheduler == "two_phase":
-        pytest.skip("it has no other batches")
     largest = {}
     for target in (1e-6, 1e6):
         options = {"mixing": mixing, "target_step_ms": target, "prefix_cache": None}
@@ -429,10 +362,3 @@ def test_one_prompt_is_cut_in_several_ways_and_gives_one_text(scheduler, oracle,
         policy._fitting = lambda start, rng=rng: rng.choice([1, 1, 2, 3, 5, 8, 13])
         steps.serve(oracle, [LONG, SHORT, 12], 5)
         assert scheduler == "two_phase" or max(steps.num_under_way) == 1
-
-
-def test_the_chunked_engine_serves_everything(oracle, loaded):
-    """All prompts of the family at once, with the defaults and a small step."""
-    config = EngineConfig(num_blocks=300, max_num_batched_tokens=20, check_invariants=True)
-    engine = LLMEngine(config, loaded=loaded)
-    serve(engine, oracle, list(range(len(oracle.prompts))), MAX_TOKENS)

@@ -7,7 +7,6 @@ however few keys they have."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -26,7 +25,6 @@ from common.tests.equivalence import make_config, serve_combination, subject
 from common.tests.equivalence_axes import Combination
 from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache
 from decode_attention import decode_attention
-from global_kv_pool import GlobalKVPool
 from paged_attention import PagedKVCache
 from pool_connector import PoolConnector
 from test_decode_attention import needs_compiler
@@ -89,25 +87,13 @@ def test_every_token_is_right(text: str, plain: list[int]) -> None:
 
 
 @needs_compiler
-def test_every_token_is_right_compiled(calls: list[int]) -> None:
+@pytest.mark.parametrize(
+    "text", [CHUNKS, *(pytest.param(t, marks=pytest.mark.slow) for t in COMBINATIONS[1:])]
+)
+def test_every_token_is_right_compiled(text: str, calls: list[int]) -> None:
     """The one test outside of `-m slow` that compiles."""
-    serve_compiled(CHUNKS)
-    assert max(calls) > 1
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize("text", COMBINATIONS[1:])
-def test_every_token_is_right_compiled_in_every_kind_of_engine(text: str, calls: list[int]) -> None:
     serve_compiled(text)
     assert max(calls) > 1
-
-
-@pytest.fixture
-def pool() -> Iterator[GlobalKVPool]:
-    pool = GlobalKVPool(max_blocks_per_node=5000)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("shared", ["disk", "pool"])
@@ -160,15 +146,17 @@ def test_without_a_compiler_the_engine_says_so_and_serves(
     family_oracle: Oracle, family_loaded, monkeypatch, caplog
 ) -> None:
     def fail(*arguments):
-        raise RuntimeError("no C++ compiler")
+        raise RuntimeError("no C++ compiler\nmore")
 
     monkeypatch.setattr(decode_module, "_first_call", fail)
     monkeypatch.setattr(compiled_regions, "_first_call", fail)
     with caplog.at_level(logging.WARNING):
         engine = LLMEngine(EngineConfig(compile=True, num_blocks=100), loaded=family_loaded)
-    assert "compiling decode attention" in caplog.text, "whoever waits knows for what"
+    for what in ("decode attention", "norms"):
+        assert f"compiling {what}" in caplog.text, "whoever waits knows for what"
     assert "keys are gathered: RuntimeError: no C++ compiler" in caplog.text
     assert "norms and rotary embedding are not compiled: RuntimeError" in caplog.text
+    assert "more" not in caplog.text
     assert family_loaded.model.regions == Regions()
     assert type(engine.kv_cache) is PagedKVCache
     serve(engine, family_oracle, [0, 4], 5)

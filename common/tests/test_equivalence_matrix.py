@@ -10,6 +10,7 @@ import shlex
 
 import pytest
 
+from common.engine import LLMEngine
 from common.scheduler_assembly import (
     SchedulerParts,
     make_chunk_policy,
@@ -156,27 +157,27 @@ def test_an_argument_that_means_nothing_is_refused(argument: str) -> None:
         Combination.parse([argument])
 
 
-def test_a_wrong_token_is_reported_with_the_command() -> None:
-    engine = make_engine(ONE)
+def wrong_token(engine: LLMEngine) -> None:
     forward, calls = paged_runner(engine).forward, itertools.count()
     # A single step, and one of many: the tenth.
     paged_runner(engine).forward = lambda b: forward(b) * (-1 if next(calls) == 9 else 1)
-    with pytest.raises(AssertionError, match="prompt") as failure:
-        serve_combination(ONE, engine)
-    assert str(failure.value).endswith(f"\n{ONE.command}")
 
 
-def test_an_exception_is_reported_with_the_command() -> None:
-    engine = make_engine(ONE)
+def exception(engine: LLMEngine) -> None:
     paged_runner(engine).forward = lambda batch: 1 / 0
-    with pytest.raises(AssertionError, match="ZeroDivisionError") as failure:
-        serve_combination(ONE, engine)
-    assert str(failure.value).endswith(f"\n{ONE.command}")
 
 
-def test_an_engine_that_hangs_is_reported_with_the_command() -> None:
+def nothing_planned(engine: LLMEngine) -> None:
+    engine.scheduler.schedule = PreemptingPlan
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [(wrong_token, "prompt"), (exception, "ZeroDivisionError"), (nothing_planned, "hangs")],
+)
+def test_what_goes_wrong_is_reported_with_the_command(spoil, said) -> None:
     engine = make_engine(ONE)
-    engine.scheduler.schedule = lambda: PreemptingPlan()
-    with pytest.raises(AssertionError, match="hangs") as failure:
+    spoil(engine)
+    with pytest.raises(AssertionError, match=said) as failure:
         serve_combination(ONE, engine)
     assert str(failure.value).endswith(f"\n{ONE.command}")

@@ -156,10 +156,6 @@ class WrongPlan(MixedSplitPlan):
 
 FAULTS = {
     "item": (lambda q, m: m.seq_lens.max().item(), CannotCapture, "item waits"),
-    "tolist": (lambda q, m: m.seq_lens.tolist(), CannotCapture, "(to|item).* waits"),
-    "bool": (lambda q, m: bool((m.slot_mapping >= 0).all()), CannotCapture, "__bool__ waits"),
-    "int": (lambda q, m: int(m.seq_lens[0]), CannotCapture, "__int__ waits"),
-    "cpu": (lambda q, m: m.seq_lens.cpu(), CannotCapture, "cpu waits"),
     "to": (lambda q, m: m.seq_lens.to("cpu"), Moved, "from one device"),
     "mask": (lambda q, m: m.seq_lens[m.seq_lens > 0], CannotCapture, "aten.index.Tensor waits"),
     "upload": (lambda q, m: torch.arange(3).to(q.device), Moved, "from one device"),

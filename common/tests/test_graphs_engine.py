@@ -17,7 +17,7 @@ from common.engine_config import SHIPPED_CHECKPOINT
 from common.loader import load_model
 from common.parallel.ranks import Ranks
 from common.runner.graph_maker import GraphMaker
-from common.runner.graphs import DecodeGraphs, GraphRunner, ReplayMetadata, graph_buckets
+from common.runner.graphs import GraphRunner, ReplayMetadata, graph_buckets
 from common.tests.engine_oracle import (
     MAX_TOKENS,
     checked_engine,
@@ -29,7 +29,7 @@ from common.tests.engine_oracle import (
     serve,
     serve_a_crowd,
 )
-from common.tests.test_overlap_engine import everything_said, tokens_and_reasons
+from common.tests.every_kind import everything_said, must_say_the_same
 from tensor_attention import TensorAttentionBackend
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def buckets_of(engine: LLMEngine) -> list[int]:
 
 @pytest.mark.sample
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("max_num_seqs", range(1, 10))
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 6, 9])
 def test_every_bucket_with_requests_that_come_and_go(max_num_seqs, overlap, oracle, loaded) -> None:
     """And are preempted: each number of rows finds its bucket, and each bucket is replayed."""
     engine = graph_engine(
@@ -94,7 +94,7 @@ def test_a_crowd_in_scarce_memory(seed: int, oracle, loaded) -> None:
 def test_every_kind_of_request_gets_the_same(shipped_loaded, shipped_tokenizer) -> None:
     """Penalties, seeds, log-probabilities and stops, a step ahead too: they are sampled from logits
     that the next replay overwrites."""
-    prompts, found = ["def f(x):\n", "import os", "class A", "# a", "x = [1, 2"], []
+    found = []
     for graphs, overlap in ((False, False), (True, True)):
         config = EngineConfig(
             max_num_seqs=4,
@@ -106,16 +106,10 @@ def test_every_kind_of_request_gets_the_same(shipped_loaded, shipped_tokenizer) 
             num_blocks=100,
         )
         engine = LLMEngine(config, loaded=shipped_loaded, tokenizer=shipped_tokenizer)
-        found.append(everything_said(engine, prompts, 0))
+        found.append(everything_said(engine))
         assert (num_replays(engine) > 20) is graphs
-    plain = found[0]
-    for other in found[1:]:
-        assert tokens_and_reasons(plain) == tokens_and_reasons(other)
-        for name, completions in plain.items():
-            for one, same in zip(completions, other[name], strict=True):
-                for entry, again in zip(one[4] or (), same[4] or (), strict=True):
-                    assert (entry.token_id, entry.rank) == (again.token_id, again.rank)
-                    assert entry.logprob == pytest.approx(again.logprob, abs=1e-9)
+    plain, replayed = found
+    must_say_the_same(replayed, plain)
 
 
 @pytest.mark.parametrize(
@@ -238,10 +232,3 @@ def test_who_has_none_imports_none() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.stdout.strip() == "[]", found.stderr
-
-
-def test_graphs_are_part_of_an_engine_that_asks_for_them(loaded) -> None:
-    engine = graph_engine(loaded, max_num_seqs=3)
-    graphs = paged_runner(engine).graphs
-    assert isinstance(graphs, DecodeGraphs) and graphs.kv_cache is engine.kv_cache
-    assert graphs.memory.block_tables.shape == (1, 3, -(-LONGEST // 16))

@@ -250,23 +250,30 @@ def names_of(run: Run) -> set[str]:
     return names | {f"{name}#{i}" for name in names for i in range(2)}
 
 
-@pytest.mark.parametrize("name", ["plain", "fcfs", "tiers back", "overlap"])
-def test_any_line_may_be_interrupted(name, family_oracle, family_loaded) -> None:
-    run = start(family_oracle, family_loaded, name, SAMPLE)
-    run_rounds(run, NUM_SAMPLE_ROUNDS)
+@pytest.mark.parametrize(
+    "name, every, most",
+    [
+        *((name, SAMPLE, NUM_SAMPLE_ROUNDS) for name in ("plain", "fcfs", "tiers back", "overlap")),
+        *(pytest.param(name, 1, 20_000, marks=pytest.mark.slow) for name in CONFIGS),
+    ],
+)
+def test_any_line_may_be_interrupted(name, every, most, family_oracle, family_loaded) -> None:
+    run = start(family_oracle, family_loaded, name, every)
+    run_rounds(run, most)
     finish_and_compare(run)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_line_may_be_interrupted(name, family_oracle, family_loaded) -> None:
-    run = start(family_oracle, family_loaded, name)
-    run_rounds(run, 20_000)
-    finish_and_compare(run)
-
-
-def run_interrupted_recoveries(run: Run, where: str, most: int) -> None:
+@pytest.mark.parametrize("where", ["in the runner", "in the books"])
+@pytest.mark.parametrize(
+    "name, most",
+    [
+        ("plain", NUM_SAMPLE_ROUNDS),
+        *(pytest.param(name, 20_000, marks=pytest.mark.slow) for name in CONFIGS),
+    ],
+)
+def test_recovery_may_be_interrupted(name, most, where, family_oracle, family_loaded) -> None:
     """The next call goes on with it."""
+    run = start(family_oracle, family_loaded, name)
     if where == "in the runner":
         run.fail_in(run.engine.core.runner, "execute")
     else:
@@ -274,24 +281,6 @@ def run_interrupted_recoveries(run: Run, where: str, most: int) -> None:
     run_rounds(run, most)
     assert len(run.interrupt.tried) > 20
     finish_and_compare(run)
-
-
-WHERE = ["in the runner", "in the books"]
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_recovery_may_be_interrupted(where, family_oracle, family_loaded) -> None:
-    run = start(family_oracle, family_loaded, "plain")
-    run_interrupted_recoveries(run, where, NUM_SAMPLE_ROUNDS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_recovery_may_be_interrupted_at_every_line(
-    name, where, family_oracle, family_loaded
-) -> None:
-    run_interrupted_recoveries(start(family_oracle, family_loaded, name), where, 20_000)
 
 
 # -- single places

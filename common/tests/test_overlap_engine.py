@@ -12,7 +12,6 @@ import pytest
 
 from common.engine import EngineConfig, LLMEngine
 from common.runner.overlap import OverlappedEngineCore
-from common.sampling.sampler import UnreadStep
 from common.tests.engine_oracle import (
     checked_engine,
     finish,
@@ -22,56 +21,15 @@ from common.tests.engine_oracle import (
     scarce,
     serve_a_crowd,
 )
+from common.tests.every_kind import everything_said, must_say_the_same
 from engine_core import EngineCore
-from request import SamplingParams
 from tiered_cache import KVTierConfig
 
 SCHEDULERS = ("two_phase", "prefill_first", "fcfs")
-EVERYTHING = [
-    SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
-    SamplingParams(seed=1, max_tokens=12, top_p=0.9, ignore_eos=True),
-    SamplingParams(seed=2, max_tokens=7, top_k=5, min_p=0.05, logprobs=3),
-    SamplingParams(seed=3, max_tokens=15, repetition_penalty=1.4, presence_penalty=0.3),
-    SamplingParams(seed=4, max_tokens=15, frequency_penalty=1.9, min_tokens=6),
-    SamplingParams(temperature=0, max_tokens=14, frequency_penalty=2.0, logprobs=0),
-    SamplingParams(seed=5, n=3, max_tokens=8, temperature=1.5),
-    SamplingParams(temperature=0, max_tokens=20, stop=["e", "self"]),
-    SamplingParams(seed=7, max_tokens=20, stop_token_ids=list(range(0, 200, 3))),
-]
 
 
 def overlapped_engine(loaded, **config) -> LLMEngine:
     return checked_engine(loaded, overlap_scheduling=True, **config)
-
-
-def everything_said(engine: LLMEngine, prompts: list, seed: int, aborts: bool = False) -> dict:
-    """Requests of every kind, arriving over some steps."""
-    rng, outputs = random.Random(seed), {}
-    coming = [(rng.randrange(12), i) for i in range(2 * len(EVERYTHING))]
-    gone = {str(i): rng.randrange(3, 12) for _, i in coming if aborts and rng.random() < 0.3}
-    for step in range(800):
-        if step > 12 and not engine.has_unfinished_requests():
-            break
-        for when, i in coming:
-            if when == step:
-                params = EVERYTHING[i % len(EVERYTHING)]
-                engine.add_request(str(i), prompts[i % len(prompts)], params, priority=i % 3)
-        for name, when in gone.items():
-            if when == step:
-                engine.abort_request(name)
-        outputs |= {o.request_id: o for o in engine.step() if o.finished}
-    assert not engine.has_unfinished_requests() and engine.stats().kv_blocks_in_use == 0
-    return {
-        name: [
-            (c.token_ids, c.text, c.finish_reason, c.stop_reason, c.logprobs)
-            for c in output.outputs
-        ]
-        for name, output in outputs.items()
-    }
-
-
-def tokens_and_reasons(said: dict) -> dict:
-    return {name: [completion[:4] for completion in found] for name, found in said.items()}
 
 
 def test_the_lines_of_chapter_1_run_once_a_step_unless_steps_overlap(
@@ -98,7 +56,6 @@ def test_every_kind_of_request_gets_the_same_tokens_text_and_reasons(
     scheduler, seed, shipped_loaded, shipped_tokenizer
 ) -> None:
     """In float64: penalties count tokens that the host has not seen, seeds draw for them."""
-    prompts = ["def f(x):\n", "import os", "class A", "# a", "x = [1, 2"]
     found = []
     for overlap in (False, True):
         config = EngineConfig(
@@ -111,44 +68,27 @@ def test_every_kind_of_request_gets_the_same_tokens_text_and_reasons(
             num_blocks=400,
         )
         engine = LLMEngine(config, loaded=shipped_loaded, tokenizer=shipped_tokenizer)
-        found.append(everything_said(engine, prompts, seed))
+        found.append(everything_said(engine, seed))
         assert isinstance(engine.core, OverlappedEngineCore) is overlap
         assert (engine.stats().discarded_tokens > 0) is overlap
     plain, overlapped = found
-    assert tokens_and_reasons(plain) == tokens_and_reasons(overlapped)
-    for name, completions in plain.items():
-        for one, other in zip(completions, overlapped[name], strict=True):
-            assert (one[4] is None) == (other[4] is None)
-            for entry, same in zip(one[4] or (), other[4] or (), strict=True):
-                assert (entry.token_id, entry.rank) == (same.token_id, same.rank)
-                assert entry.logprob == pytest.approx(same.logprob, abs=1e-9)
+    must_say_the_same(overlapped, plain)
 
 
 @pytest.mark.sample(seed=3)
 @pytest.mark.parametrize("seed", range(6))
-def test_a_crowd_in_scarce_memory(seed: int, oracle, loaded) -> None:
-    """Pools of hardly more than one request, forced preemption, aborts, samples."""
-    rng = random.Random(seed)
+def test_a_crowd_in_scarce_memory(seed: int, oracle, loaded, tmp_path) -> None:
+    """Pools of hardly more than one request, forced preemption, aborts, samples. What is loaded
+    from tiers is not written over by a step under way."""
+    rng, cache = random.Random(seed), (None, "hash", "radix")[seed % 3]
     config = scarce(rng, oracle, rng.choice([1, 3, 16]))
     kind = SCHEDULERS[seed % 2]
     if kind != "two_phase":
         config.pop("watermark")
-    engine = overlapped_engine(
-        loaded, scheduler=kind, prefix_cache=(None, "hash", "radix")[seed % 3], **config
-    )
-    serve_a_crowd(engine, oracle, rng, seed)
-
-
-@pytest.mark.sample(seed=2)
-@pytest.mark.parametrize("seed", range(4))
-def test_kv_that_is_loaded_is_not_written_over_by_a_step_under_way(
-    seed: int, oracle, loaded, tmp_path
-) -> None:
-    rng = random.Random(seed)
-    tiers = KVTierConfig(40, 500, tmp_path / "kv")
-    config = scarce(rng, oracle, 4) | {"kv_tiers": tiers, "prefix_cache": "hash"}
+    tiers = KVTierConfig(40, 500, tmp_path / "kv") if cache == "hash" else None
+    config |= {"scheduler": kind, "prefix_cache": cache, "kv_tiers": tiers}
     engine = overlapped_engine(loaded, **config)
-    for _ in range(2):
+    for _ in range(1 if tiers is None else 2):
         serve_a_crowd(engine, oracle, rng, seed)
     engine.close()
 
@@ -187,67 +127,6 @@ def test_a_load_waits_for_the_steps_under_way(oracle, loaded, tmp_path) -> None:
     may_go_on.set()
     assert outputs["b"].outputs[0].token_ids == oracle.expected(first, 4)
     engine.close()
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("stage", ["prepare", "forward", "sample"])
-@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_a_step_that_raises_ends_who_ran_and_nobody_else(
-    scheduler, stage, error, random_oracle, random_loaded, monkeypatch
-) -> None:
-    """Two steps were under way; the tokens of both are lost, and those who wait lose nothing."""
-    engine = overlapped_engine(random_loaded, num_blocks=200, max_num_seqs=2, scheduler=scheduler)
-    for i in range(4):
-        engine.add_request(str(i), random_oracle.prompts[i], greedy_params(6))
-    engine.step()
-    runner = paged_runner(engine)
-    part, name = (UnreadStep, "begin") if stage == "sample" else (runner, stage)
-
-    def fail(*_: object) -> None:
-        raise error
-
-    engine.core.runner.wait_for_steps()
-    monkeypatch.setattr(part, name, fail)
-    with pytest.raises(error):
-        for _ in range(2):
-            engine.step()
-    monkeypatch.undo()
-    engine.check_invariants()
-    assert engine.kv_manager.num_blocks_in_use == 0
-    outputs = {r: o.outputs[0] for r, o in finish(engine).items()}
-    for i in range(4):
-        expected = random_oracle.expected(i, 6)
-        if i < 2:
-            assert outputs[str(i)].finish_reason == "abort"
-            assert outputs[str(i)].token_ids == expected[: len(outputs[str(i)].token_ids)]
-        else:
-            assert outputs[str(i)].token_ids == expected
-    assert engine.stats().num_aborted == 2
-
-
-def test_a_request_with_bad_logits_fails_alone(random_oracle, random_loaded) -> None:
-    """What it sampled is no token, and the next step has begun with it."""
-    engine = overlapped_engine(random_loaded, num_blocks=200)
-    runner = paged_runner(engine)
-    forward, num_steps = runner.forward, []
-
-    def spoiled(batch):
-        logits = forward(batch)
-        num_steps.append(1)
-        if len(num_steps) == 3:
-            logits = logits.clone()
-            logits[batch.sampling.req_ids.index("0")] = float("nan")
-        return logits
-
-    runner.forward = spoiled
-    for i in range(3):
-        engine.add_request(str(i), random_oracle.prompts[i], greedy_params(6))
-    outputs = {r: o.outputs[0] for r, o in finish(engine).items()}
-    assert outputs["0"].finish_reason == "error"
-    assert outputs["0"].token_ids == random_oracle.expected(0, 2)
-    for i in (1, 2):
-        assert outputs[str(i)].token_ids == random_oracle.expected(i, 6)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from step_plan import PreemptingPlan
 from whole_prompts import CutPrompts
 
 EVERYONE = [0, 3, 5, 6, 7, 2]
-TWO_STAGES = {"pipeline_parallel_size": 2}
 
 
 class Counting:
@@ -127,14 +126,6 @@ def engine_with(loaded, **parts: object) -> LLMEngine:
 
 
 # -- each is used, and is right
-
-
-@pytest.mark.parametrize("field", ROLES)
-def test_an_own_part_is_used_and_changes_no_token(field, oracle, loaded) -> None:
-    part = ROLES[field]()
-    engine = engine_with(loaded, **{field: part})
-    serve(engine, oracle, EVERYONE, MAX_TOKENS)
-    assert part.num_calls > 0
 
 
 @pytest.mark.parametrize(

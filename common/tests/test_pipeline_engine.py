@@ -1,5 +1,5 @@
 """An engine whose layers are in stages says what `transformers` says. The stages are threads here;
-as processes: `common/parallel/test_pipeline_processes.py`."""
+as processes: `common/parallel/test_remote.py`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import random
 
 import pytest
 
-from common.engine import EngineConfig, LLMEngine
+from common.engine import EngineConfig
 from common.parallel.pipeline import PipelinedEngineCore
 from common.parallel.stage import StageRunner
 from common.tests.engine_oracle import finish, greedy_params, lines_run, scarce, serve_a_crowd
 from common.tests.local_stages import LocalStages, pipelined_engine
-from common.tests.test_overlap_engine import everything_said, tokens_and_reasons
 
 SCHEDULERS = ("two_phase", "prefill_first", "fcfs")
 
@@ -73,31 +72,6 @@ def stages_of(engine):
     while not isinstance(runner, LocalStages):
         runner = runner.runner
     return runner.stages
-
-
-@pytest.mark.slow  # in processes it is in the normal run
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_every_kind_of_request_gets_the_same_tokens_text_and_reasons(
-    scheduler, shipped_loaded, shipped_tokenizer, monkeypatch
-) -> None:
-    """In float64: penalties, seeds, samples, stop strings and tokens, log-probabilities."""
-    options = {"scheduler": scheduler, "max_num_seqs": 4, "block_size": 4, "num_blocks": 400}
-    prompts = ["def f(x):\n", "import os", "class A", "# a", "x = [1, 2"]
-    config = EngineConfig(**options)
-    path, tokenizer = shipped_loaded.path, shipped_tokenizer
-    engines = [
-        LLMEngine(config, loaded=shipped_loaded, tokenizer=tokenizer),
-        pipelined_engine(monkeypatch, path, None, tokenizer, shuffle_batch=True, **options),
-    ]
-    plain, staged = (everything_said(engine, prompts, 0) for engine in engines)
-    assert tokens_and_reasons(plain) == tokens_and_reasons(staged)
-    assert engines[1].stats().discarded_tokens == 0, "nothing is planned behind an end"
-    for name, completions in plain.items():
-        for one, other in zip(completions, staged[name], strict=True):
-            for entry, same in zip(one[4] or (), other[4] or (), strict=True):
-                assert (entry.token_id, entry.rank) == (same.token_id, same.rank)
-                assert entry.logprob == pytest.approx(same.logprob, abs=1e-9)
-    engines[1].close()
 
 
 def test_each_stage_has_its_layers_and_several_steps_are_under_way(oracle, monkeypatch) -> None:

@@ -21,7 +21,9 @@ from common.tests.engine_oracle import (
     checked_engine,
     greedy_params,
     paged_runner,
+    scarce,
     serve,
+    serve_a_crowd,
 )
 
 BLOCK_SIZES = (1, 4, 16, 33)
@@ -31,6 +33,7 @@ CACHES = ("hash", "radix")
 @pytest.mark.parametrize("prefix_cache", CACHES)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_a_warm_run_equals_a_cold_one(block_size, prefix_cache, oracle, loaded):
+    """Trap 3: of a prompt that is cached whole, 16 or 48 tokens, the last block is computed."""
     engine = checked_engine(
         loaded, block_size=block_size, num_blocks=2500, prefix_cache=prefix_cache
     )
@@ -54,42 +57,9 @@ def test_random_families_in_pools_that_force_eviction(seed, prefix_cache, oracle
     """Arrivals during the run, aborts, salts, several samples, pools of hardly more than one
     request."""
     rng = random.Random(seed)
-    block_size = rng.choice(BLOCK_SIZES)
-    largest = -(-(max(map(len, oracle.prompts)) + MAX_TOKENS) // block_size)
-    engine = checked_engine(
-        loaded,
-        block_size=block_size,
-        num_blocks=1 + rng.choice([largest, largest + 2, 2 * largest, 5 * largest]),
-        max_num_seqs=rng.choice([1, 2, 5, 64]),
-        max_num_batched_tokens=rng.choice([90, 150, 2048]),
-        prefix_cache=prefix_cache,
-        shuffle_batch=True,
-    )
-    waiting = [(rng.randint(0, 40), i, rng.randrange(len(oracle.prompts))) for i in range(20)]
-    lengths = {i: rng.randint(1, MAX_TOKENS) for _, i, _ in waiting}
-    aborts = {i: rng.randint(0, 60) for _, i, _ in waiting if rng.random() < 0.2}
-    index_of = {str(i): index for _, i, index in waiting}
-    outputs = {}
-    for step in range(3000):
-        for when, i, index in waiting:
-            if when == step:
-                salt = rng.choice([None, None, "x", "y"])
-                params = greedy_params(lengths[i], n=rng.choice([1, 1, 1, 3]))
-                engine.add_request(str(i), oracle.prompts[index], params, cache_salt=salt)
-        for i, when in aborts.items():
-            if when == step and (output := engine.abort_request(str(i))) is not None:
-                outputs[str(i)] = output
-        outputs |= {o.request_id: o for o in engine.step() if o.finished}
-        if step > 40 and not engine.has_unfinished_requests():
-            break
-    assert set(outputs) == set(index_of), f"seed {seed}"
-    for request_id, output in outputs.items():
-        for completion in output.outputs:
-            expected = oracle.expected(index_of[request_id], lengths[int(request_id)])
-            if completion.finish_reason == "abort":
-                expected = expected[: len(completion.token_ids)]
-            assert completion.token_ids == expected, f"seed {seed}, request {request_id}"
-    assert engine.stats().kv_blocks_in_use == 0
+    settings = scarce(rng, oracle, rng.choice(BLOCK_SIZES)) | {"prefix_cache": prefix_cache}
+    engine = checked_engine(loaded, **settings)
+    serve_a_crowd(engine, oracle, rng, seed, salts=[None, None, "x", "y"])
     assert engine.reset_prefix_cache() and engine.stats().kv_blocks_cached == 0
 
 
@@ -113,33 +83,6 @@ def test_equal_requests_share_what_they_generate(prefix_cache, oracle, loaded):
     serve(engine, oracle, [7, 7, 7], MAX_TOKENS)
     num_tokens = len(oracle.prompts[7]) + MAX_TOKENS - 1
     assert engine.stats().kv_blocks_cached == num_tokens // 4
-
-
-@pytest.mark.parametrize("prefix_cache", CACHES)
-def test_a_prompt_that_is_cached_whole_computes_its_last_block(prefix_cache, oracle, loaded):
-    """Trap 3: 16 and 48 tokens, blocks of 16."""
-    engine = checked_engine(loaded, num_blocks=200, prefix_cache=prefix_cache)
-    for index, cached in ((0, 0), (2, 32)):
-        assert len(oracle.prompts[index]) == cached + 16
-        serve(engine, oracle, [index], 5)
-        (warm,) = serve(engine, oracle, [index], 5)
-        assert warm.num_cached_tokens == cached
-
-
-@pytest.mark.parametrize("prefix_cache", CACHES)
-def test_salts_share_nothing(prefix_cache, oracle, loaded):
-    engine = checked_engine(loaded, num_blocks=400, prefix_cache=prefix_cache)
-    for salt, cached in ((None, 0), ("a", 0), ("b", 0), ("a", 32), (None, 32), ("b", 32)):
-        (output,) = serve(engine, oracle, [2], 3, salt)
-        assert output.num_cached_tokens == cached, salt
-
-
-@pytest.mark.parametrize("salt", ["", 3, b"x"])
-def test_a_salt_must_be_text(salt, loaded):
-    engine = LLMEngine(EngineConfig(num_blocks=20), loaded=loaded)
-    with pytest.raises(ValueError, match="cache_salt"):
-        engine.add_request("a", [1, 2], greedy_params(2), cache_salt=salt)
-    assert not engine.has_unfinished_requests()
 
 
 @pytest.mark.parametrize("prefix_cache", CACHES)
@@ -224,11 +167,3 @@ def test_kv_of_other_weights_is_not_ours(loaded):
     half = load_model(loaded.path, torch.float32, torch.device("cpu"))
     other_dtype = LLMEngine(EngineConfig(num_blocks=10), loaded=half)
     assert kv_namespace(half, other_dtype.kv_cache) != kv_namespace(loaded, engine.kv_cache)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"prefix_cache": "lru"}, {"kv_tiers": 3}, {"kv_connector": "pool"}]
-)
-def test_wrong_choices_are_named(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        EngineConfig(**wrong)

@@ -40,43 +40,21 @@ def prompt_of(oracle: Oracle, remainder: int) -> list[int]:
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("remainder", [1, 3])
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("cache", ["hash", "radix"])
+@pytest.mark.parametrize("how", [*SCHEDULERS, "two_phase in chunks", "prefill_first in chunks"])
+@pytest.mark.parametrize("cache", ["hash", "radix", None])
+@pytest.mark.parametrize("remainder", [0, 1, 3])
 def test_full_blocks_of_a_prompt_are_scheduled_once_for_all_samples(
-    cache, scheduler, remainder, random_oracle, random_loaded
+    remainder, cache, how, random_oracle, random_loaded
 ) -> None:
-    prompt = prompt_of(random_oracle, remainder)
-    engine, counts = count_positions(
-        random_oracle, random_loaded, prompt, 4, prefix_cache=cache, scheduler=scheduler
-    )
-    full = len(prompt) - remainder
-    assert [counts[p] for p in range(len(prompt))] == [1] * full + [4] * remainder
-    assert engine.stats().cached_tokens == 3 * full
-
-
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("cache", ["hash", "radix"])
-def test_a_prompt_that_ends_with_its_block_leaves_that_block_to_each_sample(
-    cache, scheduler, random_oracle, random_loaded
-) -> None:
-    """Each needs the logits of the last token (Trap 3), and what is found is whole blocks."""
-    prompt = prompt_of(random_oracle, 0)
-    _, counts = count_positions(
-        random_oracle, random_loaded, prompt, 4, prefix_cache=cache, scheduler=scheduler
-    )
-    assert [counts[p] for p in range(len(prompt))] == [1] * (len(prompt) - 4) + [4] * 4
-
-
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_without_a_cache_each_sample_computes_its_own(
-    scheduler, random_oracle, random_loaded
-) -> None:
-    prompt = prompt_of(random_oracle, 1)
-    _, counts = count_positions(
-        random_oracle, random_loaded, prompt, 4, prefix_cache=None, scheduler=scheduler
-    )
-    assert [counts[p] for p in range(len(prompt))] == [4] * len(prompt)
+    """But for the block of the last token, whose logits each needs (Trap 3). Without a cache each
+    sample computes its own."""
+    prompt, config = prompt_of(random_oracle, remainder), {"prefix_cache": cache}
+    config |= {"scheduler": how.split()[0], "chunked_prefill": 5 if "chunks" in how else True}
+    engine, counts = count_positions(random_oracle, random_loaded, prompt, 4, **config)
+    num_shared = 0 if cache is None else (len(prompt) - 1) // 4 * 4
+    num_own = len(prompt) - num_shared
+    assert [counts[p] for p in range(len(prompt))] == [1] * num_shared + [4] * num_own
+    assert engine.stats().cached_tokens == 3 * num_shared
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

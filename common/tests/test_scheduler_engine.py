@@ -8,7 +8,9 @@ import random
 import pytest
 
 from common.engine import EngineConfig, LLMEngine
+from common.outputs import RequestOutput
 from common.tests.engine_oracle import MAX_TOKENS, checked_engine, scarce, serve, serve_a_crowd
+from common.tests.every_kind import must_say_the_same
 from request import SamplingParams
 
 SCHEDULERS = ("two_phase", "prefill_first")
@@ -28,24 +30,6 @@ def test_random_runs_in_pools_that_run_out(seed, cache, scheduler, oracle, loade
     serve_a_crowd(engine, oracle, rng, seed)
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("preempt_every", [1, 2, 3, 4, 5])
-def test_forced_preemption_changes_no_token(preempt_every, cache, scheduler, oracle, loaded):
-    engine = checked_engine(
-        loaded,
-        num_blocks=200,
-        max_num_seqs=4,
-        scheduler=scheduler,
-        prefix_cache=cache,
-        preempt_every=preempt_every,
-    )
-    outputs = serve(engine, oracle, [0, 3, 5, 6, 7], MAX_TOKENS)
-    assert engine.stats().num_preemptions > 0
-    assert sum(o.metrics.num_preemptions for o in outputs) == engine.stats().num_preemptions
-
-
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_seeded_sampling_does_not_see_a_preemption(scheduler, loaded, oracle):
     """Seeds, penalties that count the outputs, and log-probabilities survive recomputation."""
@@ -53,20 +37,18 @@ def test_seeded_sampling_does_not_see_a_preemption(scheduler, loaded, oracle):
         SamplingParams(seed=i, temperature=1.0, presence_penalty=0.5, max_tokens=12, logprobs=2)
         for i in range(4)
     ]
-    prompts = oracle.prompts[:4]
 
-    def run(**more) -> list:
-        config = EngineConfig(num_blocks=300, scheduler=scheduler, **more)
-        engine = LLMEngine(config, loaded=loaded)
-        outputs = list(engine.generate_batch(prompts, params).values())
-        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+    def run(**more) -> dict[str, RequestOutput]:
+        engine = checked_engine(loaded, num_blocks=300, scheduler=scheduler, **more)
+        outputs = engine.generate_batch(oracle.prompts[:4], params)
+        num_preemptions = sum(output.metrics.num_preemptions for output in outputs.values())
+        assert num_preemptions == engine.stats().num_preemptions
+        assert (num_preemptions > 0) == ("preempt_every" in more)
+        return outputs
 
     calm = run()
     for disturbed in (run(preempt_every=2), run(preempt_every=3, prefix_cache=None)):
-        for (tokens, logprobs), (other_tokens, other_logprobs) in zip(calm, disturbed, strict=True):
-            assert tokens == other_tokens
-            for a, b in zip(logprobs, other_logprobs, strict=True):
-                assert a.logprob == pytest.approx(b.logprob, abs=1e-9)
+        must_say_the_same(disturbed, calm)
 
 
 def test_memory_is_filled_where_the_first_scheduler_reserves_it(loaded, oracle):
@@ -79,17 +61,3 @@ def test_memory_is_filled_where_the_first_scheduler_reserves_it(loaded, oracle):
         return max(running)
 
     assert peak("two_phase") > peak("fcfs")
-
-
-def test_what_the_configuration_refuses():
-    for options in (
-        {"policy": "fastest"},
-        {"scheduler": "fcfs", "policy": "lpm"},
-        {"scheduler": "fcfs", "preempt_every": 2},
-        {"preempt_every": 0},
-        {"watermark": 1.0},
-        {"watermark": True},
-    ):
-        *_, name = options
-        with pytest.raises(ValueError, match=name):
-            EngineConfig(**options)

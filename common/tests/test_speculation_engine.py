@@ -23,6 +23,7 @@ from common.tests.engine_oracle import (
     serve,
     serve_a_crowd,
 )
+from common.tests.every_kind import must_say_the_same
 from proposers import FollowedRequest
 from request import SamplingParams
 
@@ -146,40 +147,6 @@ def test_a_drafter_that_is_the_target_is_always_right(k, cache, oracle, loaded):
     assert (stats.cached_tokens > 0) == (cache is not None)
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("method", ["ngram", "draft"])
-@pytest.mark.parametrize("preempt_every", [1, 2, 3])
-def test_forced_preemption(preempt_every, method, scheduler, oracle, loaded, draft):
-    engine = checked_engine(
-        loaded,
-        draft=draft,
-        num_blocks=200,
-        max_num_seqs=4,
-        scheduler=scheduler,
-        preempt_every=preempt_every,
-        speculative={"method": method, "adaptive": False},
-    )
-    serve(engine, oracle, [0, 3, 5, 6, 7], MAX_TOKENS)
-    assert engine.stats().num_preemptions > 0
-    if method == "draft":
-        assert 0.2 < engine.stats().num_accepted_tokens / engine.stats().num_drafted_tokens < 0.95
-
-
-def test_the_shipped_pair_and_the_look_up_on_real_text(
-    shipped_oracle, shipped_loaded, shipped_tokenizer
-):
-    for speculative in (
-        {"method": "draft", "adaptive": False},
-        {"method": "draft"},
-        {"method": "ngram", "min_ngram": 1},
-    ):
-        config = EngineConfig(num_blocks=200, speculative=speculative)
-        engine = LLMEngine(config, loaded=shipped_loaded, tokenizer=shipped_tokenizer)
-        serve(engine, shipped_oracle, list(range(8)), MAX_TOKENS)
-        assert engine.stats().num_accepted_tokens > 0
-
-
 # -- constraints and ends
 
 PARAMS = [
@@ -209,7 +176,7 @@ def test_with_a_seed_every_constraint_gives_the_tokens_of_plain_decoding(
     """Traps 37, 42: constraints hold at every guess's place, and batch mates are not seen."""
     prompts = [oracle.prompts[i % len(oracle.prompts)] for i in range(len(PARAMS))]
     plain = LLMEngine(EngineConfig(num_blocks=300), loaded=loaded)
-    expected = list(plain.generate_batch(prompts, PARAMS).values())
+    expected = plain.generate_batch(prompts, PARAMS)
     config = EngineConfig(
         num_blocks=300,
         preempt_every=3 if order == "preempted" else None,
@@ -222,16 +189,7 @@ def test_with_a_seed_every_constraint_gives_the_tokens_of_plain_decoding(
         },
     )
     engine = LLMEngine(config, loaded=loaded, draft=loaded if speculative == "perfect" else draft)
-    for output, other in zip(
-        engine.generate_batch(prompts, PARAMS).values(), expected, strict=True
-    ):
-        assert shown(output) == shown(other)
-        logprobs, known = output.outputs[0].logprobs, other.outputs[0].logprobs
-        assert (logprobs is None) == (known is None)
-        for entry, other_entry in zip(logprobs or [], known or [], strict=True):
-            assert entry.token_id == other_entry.token_id and entry.rank == other_entry.rank
-            assert entry.logprob == pytest.approx(other_entry.logprob, abs=1e-9)
-            assert entry.top.keys() == other_entry.top.keys()
+    must_say_the_same(engine.generate_batch(prompts, PARAMS), expected)
     if speculative == "perfect" and order == "together":
         # The guess is made with the number that draws the token, so a perfect model is right; only
         # penalties do not see the guesses of the same run, and a cut run counts as a rejection.
@@ -338,22 +296,7 @@ def exact_law(oracle: Oracle, prompt: list[int], params: SamplingParams) -> dict
 # -- configuration and books
 
 
-def test_what_the_configuration_refuses(oracle, loaded, random_loaded):
-    for speculative, message in [
-        ({"method": "magic"}, "method"),
-        ({}, "method"),
-        ("ngram", "speculative"),
-        ({"method": "ngram", "num_spec_tokens": 0}, "num_spec_tokens"),
-        ({"method": "ngram", "num_spec_tokens": True}, "num_spec_tokens"),
-        ({"method": "ngram", "k": 3}, "'k'"),
-        ({"method": "ngram", "min_ngram": 5}, "min_ngram"),
-        ({"method": "ngram", "model": "there"}, "model"),
-        ({"method": "draft", "adaptive": 1}, "adaptive"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            EngineConfig(speculative=speculative)
-    with pytest.raises(ValueError, match="fcfs"):
-        EngineConfig(speculative={"method": "ngram"}, scheduler="fcfs")
+def test_a_draft_model_that_is_not_there_or_says_other_tokens_is_refused(loaded):
     with pytest.raises(FileNotFoundError):
         config = EngineConfig(num_blocks=50, speculative={"method": "draft", "model": "no/where/x"})
         LLMEngine(config, loaded=loaded)

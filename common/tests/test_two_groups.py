@@ -8,14 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from batch_layout import Queries, compose_in_order
 from block_pool import BlockPool
 from bounded_loops import as_long_as
 from chunk_policy import ChunkedPrefill
@@ -30,11 +25,10 @@ from common.sampling.sampling_columns import SamplingColumns
 from common.tests.model_cases import reference_logits, save_case
 from common.tests.two_groups import GroupsDelta, TwoGroups, TwoGroupsBackend, compose_two_groups
 from engine_core import EngineCore
-from kv_memory import SharingRunnerState
 from paged_attention import PagedKVCache
 from request import Request, SamplingParams
 from scheduler import Scheduler
-from scheduler_interface import PlanMessage, StepHandle, StepOutput
+from scheduler_interface import PlanMessage, StepHandle
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -53,87 +47,6 @@ def through(plan: PlanMessage) -> PlanMessage:
 
 def tables_of(memory: TwoGroups, request_id: str) -> list[list[int]]:
     return [list(group.get_block_ids(request_id)) for group in memory.groups]
-
-
-class TwoGroupsMachine(RuleBasedStateMachine):
-    """The runner's columns against the lists of the memory, whatever the scheduler is told to do.
-    The message travels as bytes."""
-
-    @initialize(
-        block_size=st.integers(1, 4),
-        window=st.integers(1, 7),
-        budget=st.integers(1, 12),
-        d=st.data(),
-    )
-    def begin(self, block_size: int, window: int, budget: int, d: st.DataObject) -> None:
-        pool = BlockPool(1 + -(-d.draw(st.integers(30, 60)) // block_size))
-        self.memory = TwoGroups(pool, block_size, window)
-        limits = {"max_num_seqs": 3, "max_num_batched_tokens": budget}
-        self.scheduler = make_scheduler(self.memory, **limits)
-        self.state = SharingRunnerState(2, 60, num_groups=2)  # rows must grow
-        self.num_added = 0
-
-    @rule(num_prompt=st.integers(1, 9), max_tokens=st.integers(1, 6))
-    def add(self, num_prompt: int, max_tokens: int) -> None:
-        prompt = list(range(1, num_prompt + 1))
-        request = Request.from_tokens(f"r{self.num_added}", prompt, max_tokens)
-        self.num_added += 1
-        self.scheduler.add_request(request)
-
-    @rule(token=st.integers(1, 99))
-    def step(self, token: int) -> None:
-        plan = self.scheduler.schedule()
-        arrived = through(plan)
-        self.state.apply(arrived)
-        for request in plan.scheduled_requests:
-            name, tables = request.request_id, tables_of(self.memory, request.request_id)
-            assert [self.state.block_ids(name, group=g) for g in (0, 1)] == tables
-        if not arrived.is_empty:
-            self.lay_out(arrived)
-        sampled = {
-            request.request_id: [token]
-            for request in plan.scheduled_requests
-            if request.num_computed_tokens == request.num_tokens
-        }
-        self.scheduler.update_from_output(plan, StepOutput(sampled))
-
-    def lay_out(self, plan: PlanMessage) -> None:
-        """Each group's slots are those of its own tables."""
-        starts, size = plan.starts(), self.memory.block_size
-        lens = [plan.num_scheduled_tokens[name] for name in starts]
-        rows = self.state.rows_of(starts)
-        columns = list(starts.values()), lens, [1] * len(lens)
-        queries = Queries(rows, *map(np.array, columns))
-        batch = compose_in_order(self.state, queries, size).on(torch.device("cpu"))
-        spans = [(name, s, s + n) for (name, s), n in zip(starts.items(), lens, strict=True)]
-        for group, where in zip(self.memory.groups, batch.attention, strict=True):
-            slots = [slot for span in spans for slot in group.slot_mapping(*span)]
-            assert where.slot_mapping.tolist() == slots
-            for (name, _, stop), row in zip(spans, where.block_tables.tolist(), strict=True):
-                num_blocks = -(-stop // size)
-                assert row[:num_blocks] == group.get_block_ids(name)[:num_blocks]
-
-    @precondition(lambda self: self.scheduler.running)
-    @rule(data=st.data())
-    def preempt(self, data: st.DataObject) -> None:
-        self.scheduler.preempt(data.draw(st.sampled_from([*self.scheduler.running.values()])))
-
-    @precondition(lambda self: self.scheduler.requests)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self.scheduler.abort_request(data.draw(st.sampled_from([*self.scheduler.requests])))
-
-    @invariant()
-    def nobody_has_what_is_nobodys(self) -> None:
-        self.scheduler.check_invariants()
-        self.memory.check_invariants(self.scheduler.running.values())
-
-
-TestTwoGroupsMachine = TwoGroupsMachine.TestCase
-TestTwoGroupsMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
-
-
-# -- through a model
 
 
 WINDOW, VOCABULARY, MAX_LEN = 5, 89, 48
@@ -187,19 +100,24 @@ def make_core(
 @pytest.mark.parametrize("block_size, num_blocks", [(1, 66), (3, 23), (4, 17)])
 def test_greedy_tokens_are_those_of_transformers(block_size, num_blocks, checkpoint) -> None:
     """A window in the middle layer, whose blocks are given up behind it: chunks, decodes and
-    preempted requests in one batch. Every slot that nobody may read holds NaN."""
+    preempted requests in one batch, and one that is aborted. Every slot that nobody may read holds
+    NaN."""
     rng = random.Random(block_size)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(n)] for n in (21, 3, 9, 14, 6)]
     core, scheduler, runner = make_core(checkpoint, block_size, num_blocks)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     requests = [Request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)]
-    for request in requests:
+    for request in [Request("gone", prompts[2], params), *requests]:
         core.add_request(request)
-    for _ in as_long_as(core.has_unfinished_requests):
+    for step, _ in enumerate(as_long_as(core.has_unfinished_requests)):
         core.step()
+        if step == 3:
+            assert scheduler.requests["gone"].num_computed_tokens > 0
+            core.abort_request("gone")
         if rng.random() < 0.2 and scheduler.running:
             scheduler.preempt(rng.choice([*scheduler.running.values()]))
         scheduler.check_invariants()
+        runner.memory.check_invariants(scheduler.running.values())
     assert runner.num_given_up > 10 and runner.num_resumed > 0
     assert runner.memory.pool.num_free_blocks == num_blocks - 1
     sequences = [request.all_token_ids for request in requests]

@@ -53,8 +53,8 @@ _TABLES = {
 }
 
 
-def pages(root: Path = ROOT) -> Iterator[Path]:
-    for folder, folders, files in os.walk(root):
+def pages() -> Iterator[Path]:
+    for folder, folders, files in os.walk(ROOT):
         folders[:] = sorted(n for n in folders if n[0] != "." and n not in _SKIPPED)
         yield from (Path(folder, name) for name in sorted(files) if name.endswith(".md"))
 

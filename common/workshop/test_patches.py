@@ -8,7 +8,7 @@ import pytest
 
 from common.workshop import patches
 from common.workshop.museum.hall import TITLES
-from common.workshop.patches import PAGE, main, problem_of, render, trials
+from common.workshop.patches import main, problem_of, trials
 from common.workshop.tasks.course import task_numbered
 from common.workshop.tools.module_swap import name_of
 from common.workshop.tools.patch_table import Bug, all_bugs, broken_lines, read_bugs
@@ -27,11 +27,6 @@ def test_each_bug_can_be_planted_and_its_tests_are_there(bug: Bug) -> None:
     assert not problem_of(bug)
     assert bug.diff()
     assert bug.line or bug.exhibit or (bug.message and task_numbered(bug.task))
-
-
-def test_the_page_is_made_from_the_table() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert text == render(), "run: python -m common.workshop.patches --write"
 
 
 def test_thirty_lines_and_some_of_all_chapters_and_the_engine() -> None:

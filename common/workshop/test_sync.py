@@ -14,7 +14,8 @@ from common.workshop.tools.translation import sections
 
 
 def test_there_is_nothing_to_renew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what needs nothing to be run. Tables, notebooks and Chinese pages have their own tests."""
+    """Of what needs nothing to be run: quotations, the museum, broken lines, rooms, the course.
+    Tables, notebooks and Chinese pages have their own tests."""
     stale: list[Path] = []
 
     def compare(page: Path, text: str) -> None:

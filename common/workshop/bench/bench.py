@@ -20,12 +20,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +32,7 @@ from tqdm import tqdm
 from common.collector import spare_what_is_loaded
 from common.workshop.bench.bench_command import Driver, describe_malloc
 from common.workshop.bench.bench_floor import floor_of_record
-from common.workshop.bench.bench_record import ROOT, describe_environment, write_record
+from common.workshop.bench.bench_record import ROOT, record_head, write_record
 from common.workshop.bench.bench_table import render, tables_of
 from common.workshop.bench.vllm_install import install, is_installed
 
@@ -79,8 +77,8 @@ SMOKE = Workload(4, (4, 16), (4, 8), 2, 0.5)
 # -- setting up
 
 
-def make_bench(name: str, args: argparse.Namespace, environment: dict[str, Any]) -> Bench:
-    """Model, work and an empty record."""
+def make_bench(name: str, args: argparse.Namespace, head: dict[str, Any]) -> Bench:
+    """Model, work and an empty record, which begins with `head`."""
     import torch
 
     from common.workshop.bench.bench_models import choose_dtype, load_models
@@ -134,9 +132,7 @@ def make_bench(name: str, args: argparse.Namespace, environment: dict[str, Any])
         for system in args.systems
     }
     record = {
-        "command": shlex.join(["python", "-m", "common.workshop.bench", *args.argv]),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "environment": environment,
+        **head,
         "config": config,
         "systems": systems,
         "roofline": {},
@@ -198,13 +194,13 @@ def measure(args: argparse.Namespace) -> int:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     deadline = None if args.time_budget is None else time.monotonic() + args.time_budget
-    environment = describe_environment()
+    head = record_head("common.workshop.bench", args.argv)
     status, tables = 0, []
     num_runs = len(args.models) * args.rounds * len(args.systems)
     with tqdm(total=num_runs, unit="run", dynamic_ncols=True, disable=None) as bar:
         for name in args.models:
             bar.set_description(f"{name}: loading")
-            bench = make_bench(name, args, environment)
+            bench = make_bench(name, args, head)
             path = args.record / f"bench_{bench.record['config']['model']}.json"
             bar.set_description(f"{name}: floors")
             measure_floors(bench, args.smoke)

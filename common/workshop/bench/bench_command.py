@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.workshop.bench.bench_record import ROOT, replace_between_markers
+from common.workshop.bench.bench_record import ROOT, write_between_markers
 
 # glibc hands large tensors back to the kernel when they are freed, and takes fresh pages, one fault
 # per 4 KiB, when the next is made. With these it keeps and reuses them, in large pages.
@@ -103,9 +103,7 @@ def write_tables(root: Path, name: str, tables: Tables) -> None:
     """Into the repository at `root`: between the markers of `name`, in both texts."""
     texts = {"README.md": tables.short, "common/workshop/bench/README.md": tables.full}
     for place, table in texts.items():
-        path = root / place
-        text = replace_between_markers(path.read_text(encoding="utf-8"), name, table)
-        path.write_text(text, encoding="utf-8")
+        write_between_markers(root / place, name, table)
 
 
 def restart_with(args: argparse.Namespace) -> dict[str, str] | None:

@@ -5,10 +5,12 @@ records and from nothing else, so a record carries everything a reader needs to 
 hardware, versions, commit, configuration, and every raw repeat.
 
     describe_environment    where and with what
+    record_head             by which command, when, where
     write_record            to a file, whole or not at all
     read_record
     summarise, percentile   from raw repeats to what a table shows
-    replace_between_markers `<!-- table:NAME -->` ... `<!-- /table:NAME -->` in a markdown file
+    replace_between_markers `<!-- table:NAME -->` ... `<!-- /table:NAME -->` in a markdown text
+    write_between_markers   the same in a file
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ import json
 import os
 import platform
 import re
+import shlex
 import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -104,6 +108,15 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},
         **describe_commit(),
+    }
+
+
+def record_head(module: str, argv: Sequence[str]) -> dict[str, Any]:
+    """How a record begins: by which command it was made, when and where."""
+    return {
+        "command": shlex.join(["python", "-m", module, *argv]),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "environment": describe_environment(),
     }
 
 
@@ -213,6 +226,11 @@ def replace_between_markers(text: str, name: str, content: str) -> str:
     before, _, rest = text.partition(start)
     after = rest.partition(end)[2]
     return f"{before}{start}\n{content.strip()}\n{end}{after}"
+
+
+def write_between_markers(page: Path, name: str, content: str) -> None:
+    text = replace_between_markers(page.read_text(encoding="utf-8"), name, content)
+    page.write_text(text, encoding="utf-8")
 
 
 def made_on(record: dict[str, Any]) -> str:

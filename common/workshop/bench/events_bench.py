@@ -26,12 +26,11 @@ from common.loader import LoadedModel, load_model
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.workshop.bench.bench_record import (
     describe_environment,
-    made_on,
     markdown_table,
     read_record,
-    replace_between_markers,
     write_record,
 )
+from common.workshop.bench.side_by_side import add_requests, ms_per_step, spread, write_table
 from common.workshop.bench.stub_model import VOCAB_SIZE, stub_model
 from request import SamplingParams
 
@@ -61,9 +60,7 @@ def run(engine: LLMEngine, num_running: int, vocab_size: int) -> dict:
     engine.reset_stats()
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     start = time.perf_counter()
-    for i in range(num_running):
-        prompt = [(31 * i + 7 * j) % (vocab_size - 10) for j in range(12 + i % 8)]
-        engine.add_request(str(i), prompt, params)
+    add_requests(engine, num_running, vocab_size, params)
     while engine.has_unfinished_requests():
         engine.step()
     seconds = time.perf_counter() - start
@@ -123,19 +120,14 @@ def measure(rounds: int) -> dict:
 # -- tables
 
 
-def _ms_per_step(runs: list[dict]) -> float:
-    return statistics.median(1e3 * run["seconds"] / run["num_steps"] for run in runs)
-
-
 def _tokens_per_second(runs: list[dict]) -> float:
     return statistics.median(run["output_tokens"] / run["seconds"] for run in runs)
 
 
 def _ratio(found: dict[str, list[dict]], kind: str) -> str:
-    """Its time against `off`'s: the median of the rounds, and their spread."""
+    """Its time against `off`'s."""
     pairs = zip(found["off"], found[kind], strict=True)
-    ratios = [other["seconds"] / off["seconds"] for off, other in pairs]
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
+    return spread([other["seconds"] / off["seconds"] for off, other in pairs])
 
 
 def _bytes_per_step(found: dict[str, list[dict]]) -> str:
@@ -143,7 +135,7 @@ def _bytes_per_step(found: dict[str, list[dict]]) -> str:
     return f"{sum(r['file_bytes'] for r in runs) / sum(r['num_steps'] for r in runs):,.0f}"
 
 
-def tables(record: dict) -> dict[str, str]:
+def table_of_all(record: dict) -> str:
     tail = ["on, times the time", "off again, times the time", "bytes a step"]
 
     def row(name: str, found: dict, figures: list[str]) -> list[str]:
@@ -151,7 +143,7 @@ def tables(record: dict) -> dict[str, str]:
         return [name, *figures, *ratios, _bytes_per_step(found)]
 
     host = [
-        row(name, found, [f"{_ms_per_step(found[kind]):.3f}" for kind in ("off", "on")])
+        row(name, found, [f"{ms_per_step(found[kind]):.3f}" for kind in ("off", "on")])
         for name, found in record["host"].items()
     ]
     cpu = [
@@ -160,8 +152,7 @@ def tables(record: dict) -> dict[str, str]:
     ]
     host_head = ["host work alone", "off, ms a step", "on, ms a step", *tail]
     cpu_head = ["shipped model", "off, tok/s", "on, tok/s", *tail]
-    text = "\n\n".join([markdown_table(host_head, host), markdown_table(cpu_head, cpu)])
-    return {"events": text}
+    return "\n\n".join([markdown_table(host_head, host), markdown_table(cpu_head, cpu)])
 
 
 def main() -> None:
@@ -173,12 +164,9 @@ def main() -> None:
     record = read_record(RECORD) if arguments.tables else measure(arguments.rounds)
     if arguments.record:
         write_record(RECORD, record)
-    for name, table in tables(record).items():
-        print(table)
-        if arguments.record or arguments.tables:
-            text = f"{table}\n\n{made_on(record)}"
-            page = replace_between_markers(PAGE.read_text(encoding="utf-8"), name, text)
-            PAGE.write_text(page, encoding="utf-8")
+    print(table_of_all(record))
+    if arguments.record or arguments.tables:
+        write_table(PAGE, "events", table_of_all(record), record)
 
 
 if __name__ == "__main__":

@@ -88,14 +88,6 @@ def attention_cost(heads: Heads, lengths: Lengths, block_size: int) -> Cost:
     return Cost(num_bytes, 4 * num_pairs * heads.num_heads * heads.head_dim)
 
 
-def merge_cost(heads: Heads, num_splits: Sequence[int]) -> Cost:
-    """Of decodes whose keys are in so many splits each: a partial result in float32 and its
-    log-sum-exp for each head, the output. A sequence of one split is not merged."""
-    merged = [n for n in num_splits if n > 1]
-    partial = sum(merged) * heads.num_heads * (heads.head_dim + 1) * 4
-    return Cost(partial + len(merged) * heads.query_bytes)
-
-
 def decode_cost(
     config: ModelConfig, num_weights: int, itemsize: int, seq_lens: Sequence[int]
 ) -> Cost:

@@ -20,18 +20,16 @@ import faulthandler
 import os
 import re
 import secrets
-import shlex
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from common.workshop.bench.bench_record import (
     ROOT,
-    describe_environment,
     read_record,
-    replace_between_markers,
+    record_head,
+    write_between_markers,
     write_record,
 )
 from common.workshop.bench.gpu_table import readme_text, render
@@ -82,9 +80,7 @@ def show(args: argparse.Namespace) -> int:
     if args.table:
         print("\n\n".join(map(render, records)) or readme_text([]))
     if args.write_readme:
-        text = args.page.read_text(encoding="utf-8")
-        text = replace_between_markers(text, "gpu", readme_text(records))
-        args.page.write_text(text, encoding="utf-8")
+        write_between_markers(args.page, "gpu", readme_text(records))
     return 0
 
 
@@ -116,11 +112,11 @@ def record_path(args: argparse.Namespace, device_name: str) -> Path:
 
 
 def new_record(args: argparse.Namespace, device: dict[str, Any]) -> dict[str, Any]:
+    head = record_head("common.workshop.gpu_report", args.argv)
     return {
-        "command": shlex.join(["python", "-m", "common.workshop.gpu_report", *args.argv]),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        **head,
         "is_rehearsal": args.rehearse,
-        "environment": describe_environment() | {"device": device},
+        "environment": head["environment"] | {"device": device},
         "config": {
             "seed": secrets.randbits(31) if args.seed is None else args.seed,
             "budget_s": args.budget,

@@ -37,7 +37,7 @@ class Sizes:
     copy_bytes: int
     matrix_size: int
     checked: Batch
-    checked_rows: int
+    checked_rows: tuple[int, ...]
     decodes: tuple[Batch, ...]
     mixed: tuple[Batch, ...]  # batches with chunks
     rows: tuple[int, ...]  # tokens of the small kernels
@@ -77,7 +77,7 @@ FULL = Sizes(
         *((1, n) for n in (1, 17, 300, 2049, 6000)),
         *((5, 5), (70, 70), (33, 290), (257, 1500)),
     ),
-    checked_rows=67,
+    checked_rows=(67,),
     decodes=grid((1, 4, 16, 64, 128, 256, 512), (256, 1024, 2048, 4096, 8192)),
     mixed=(
         ((2048, 2048),),
@@ -114,7 +114,7 @@ REHEARSAL = Sizes(
     copy_bytes=1 << 16,
     matrix_size=32,
     checked=((1, 1), (3, 20)),
-    checked_rows=3,
+    checked_rows=(3,),
     decodes=(decodes(2, 20), decodes(1, 300)),
     mixed=(((1, 20), (5, 20)),),
     rows=(2,),

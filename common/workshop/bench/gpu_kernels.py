@@ -11,8 +11,9 @@ A new kernel is a line in `GROUPS` and such a function."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,14 +27,13 @@ from common.kernels.layer_kernels import (
     silu_and_multiply_in_torch,
 )
 from common.rotary import rotary_table
-from common.workshop.bench.gpu_arithmetic import Cost, attention_cost, merge_cost, moved
+from common.workshop.bench.gpu_arithmetic import Cost, attention_cost, moved
 from common.workshop.bench.gpu_inputs import (
     BLOCK_SIZE,
     DTYPES,
     Batch,
     Call,
     Lab,
-    PagedInputs,
     Sizes,
     make_caches,
     num_blocks_of,
@@ -46,8 +46,8 @@ from common.workshop.bench.gpu_sampling import (
     make_sampling,
 )
 from mixed_attention_triton import MixedTritonAttentionBackend
-from paged_attention_triton import TritonAttentionBackend, TritonPlan, write_kv_triton
-from split_attention_triton import SplitPlan, SplitTritonAttentionBackend
+from paged_attention_triton import TritonAttentionBackend, write_kv_triton
+from split_attention_triton import SplitTritonAttentionBackend
 
 Calls = dict[str, Call]  # by version
 # Version 3 is what the engine uses.
@@ -62,23 +62,18 @@ FEW = 16  # sequences: of more, the first and the last are compared
 # -- attention
 
 
-def attention_inputs(lab: Lab, lengths: Batch, dtype: torch.dtype) -> PagedInputs:
-    """NaN wherever no sequence has written."""
+def make_attention(lab: Lab, lengths: Batch, dtype: torch.dtype) -> Calls:
+    """The versions. At the far end of a large cache offsets have more than 31 bits. NaN wherever
+    no sequence has written."""
     inputs = paged_inputs(lab, lengths, make_caches(lab, num_blocks_of(lengths) + 3, dtype))
     spoil_unused(inputs)
-    return inputs
-
-
-def make_attention(lab: Lab, lengths: Batch, dtype: torch.dtype) -> Calls:
-    """The versions. At the far end of a large cache offsets have more than 31 bits."""
-    inputs = attention_inputs(lab, lengths, dtype)
     rows = range(len(lengths)) if len(lengths) <= FEW else (0, len(lengths) - 1)
     starts = [sum(n for n, _ in lengths[:row]) for row in rows]
     compared = [slice(start, start + lengths[row][0]) for row, start in zip(rows, starts)]
     cost = attention_cost(lab.heads, lengths, BLOCK_SIZE)
 
     def work(backend: TritonAttentionBackend) -> Call:
-        plan = plan_of(backend, inputs)
+        plan = backend.plan(inputs.metadata(), inputs.query.shape[1], inputs.key_cache)
 
         def call() -> list[torch.Tensor]:
             caches = inputs.key_cache, inputs.value_cache
@@ -88,34 +83,6 @@ def make_attention(lab: Lab, lengths: Batch, dtype: torch.dtype) -> Calls:
         return Call(call, cost, lambda: {f"sequence {row}": inputs.in_float64(row) for row in rows})
 
     return {name: work(backend()) for name, backend in VERSIONS.items()}
-
-
-def plan_of(backend: TritonAttentionBackend, inputs: PagedInputs) -> TritonPlan:
-    return backend.plan(inputs.metadata(), inputs.query.shape[1], inputs.key_cache)
-
-
-def make_merging(lab: Lab, lengths: Batch, dtype: torch.dtype) -> Calls:
-    """Version 2's second kernel alone, on the partial results of its first."""
-    inputs = attention_inputs(lab, lengths, dtype)
-    plan, caches = (
-        plan_of(SplitTritonAttentionBackend(), inputs),
-        (inputs.key_cache, inputs.value_cache),
-    )
-    output = plan.attend(inputs.query, *caches, inputs.scale)
-    assert isinstance(plan, SplitPlan)
-    (items,) = plan.items
-    merging = replace(items, launch=_no_launch)
-
-    def call() -> list[torch.Tensor]:
-        merging.attend(output, inputs.query, *caches, plan.metadata, inputs.scale)
-        return [output]
-
-    cost = merge_cost(lab.heads, items.first_item.diff().tolist())
-    return {"merging of splits": Call(call, cost, dict)}  # what it gives, version 2 gives, too
-
-
-def _no_launch(grid: tuple[int, ...], *arguments: Any) -> None:
-    pass
 
 
 # -- the other kernels of a decoder layer: small, and all bound by memory
@@ -220,14 +187,6 @@ class KernelGroup:
     dtypes: tuple[torch.dtype, ...] = DTYPES  # where it is checked
 
 
-def rows(sizes: Sizes) -> Sequence[int]:
-    return sizes.rows
-
-
-def few_rows(sizes: Sizes) -> Sequence[int]:
-    return (sizes.checked_rows,)
-
-
 def checked_batches(sizes: Sizes) -> Sequence[Batch]:
     """Decodes and chunks, and the decodes alone."""
     return sizes.checked, tuple(length for length in sizes.checked if length[0] == 1)
@@ -237,18 +196,12 @@ def batches(sizes: Sizes) -> Sequence[Batch]:
     return (*sizes.decodes, *sizes.mixed)
 
 
-def long_decodes(sizes: Sizes) -> Sequence[Batch]:
-    """Where there is something to merge."""
-    return [batch for batch in sizes.decodes if batch[0][1] > 256]
-
-
-def requests(sizes: Sizes) -> Sequence[int]:
-    return sizes.num_requests
-
-
 # Attention; the layer; verification and sampling, whose results have to be equal.
-small = partial(KernelGroup, checked=few_rows, timed=rows)
-drawn = partial(KernelGroup, checked=few_rows, timed=requests, dtypes=(torch.float32,))
+few_rows = attrgetter("checked_rows")
+small = partial(KernelGroup, checked=few_rows, timed=attrgetter("rows"))
+drawn = partial(
+    KernelGroup, checked=few_rows, timed=attrgetter("num_requests"), dtypes=(torch.float32,)
+)
 OF_PROBABILITIES = (torch.float32, torch.float64)
 GROUPS = [
     KernelGroup(
@@ -258,7 +211,6 @@ GROUPS = [
         checked_batches,
         batches,
     ),
-    KernelGroup("merging", ("_merge_splits_kernel",), make_merging, lambda _: (), long_decodes),
     small("write_kv", ("_write_kv_kernel",), make_write_kv),
     small("add_rms_norm", ("_add_rms_norm_kernel",), make_add_rms_norm),
     small("rotate_and_write", ("_rotate_and_write_kernel",), make_rotate_and_write),

@@ -36,9 +36,10 @@ def named(tensors: Iterable[torch.Tensor], what: Sequence[str]) -> dict[str, tor
 # -- verification
 
 
-def rows_of(lab: Lab, num_requests: int, is_ragged: bool) -> tuple[int, int, torch.Tensor]:
-    """Drafts of all, the most of one, and where each request's rows begin."""
-    most = lab.sizes.num_drafts
+def rows_of(lab: Lab, num_requests: int) -> tuple[int, int, torch.Tensor]:
+    """Drafts of all, the most of one, and where each request's rows begin. Where kernels are only
+    compared, requests have different numbers of drafts."""
+    most, is_ragged = lab.sizes.num_drafts, num_requests in lab.sizes.checked_rows
     drafts = [i % (most + 1) if is_ragged else most for i in range(num_requests)]
     starts = torch.tensor([0, *(n + 1 for n in drafts)], device=lab.device).cumsum(0)
     return sum(drafts), max(drafts), starts
@@ -46,7 +47,7 @@ def rows_of(lab: Lab, num_requests: int, is_ragged: bool) -> tuple[int, int, tor
 
 def make_rejection(lab: Lab, num_requests: int, dtype: torch.dtype) -> Calls:
     """Guesses that are right about as often as not: p is q and something else, half and half."""
-    num_drafts, most, starts = rows_of(lab, num_requests, num_requests == lab.sizes.checked_rows)
+    num_drafts, most, starts = rows_of(lab, num_requests)
     vocab_size = lab.sizes.model.vocab_size
     draft_probs = (2 * lab.normal(num_drafts, vocab_size, dtype=dtype)).softmax(-1)
     probs = (2 * lab.normal(num_drafts + num_requests, vocab_size, dtype=dtype)).softmax(-1)
@@ -76,7 +77,7 @@ def make_rejection(lab: Lab, num_requests: int, dtype: torch.dtype) -> Calls:
 
 def make_matching(lab: Lab, num_requests: int, dtype: torch.dtype) -> Calls:
     """Of three tokens, so that runs of some length are accepted."""
-    num_drafts, most, starts = rows_of(lab, num_requests, num_requests == lab.sizes.checked_rows)
+    num_drafts, most, starts = rows_of(lab, num_requests)
     sampled, drafts = lab.integers(3, num_drafts + num_requests), lab.integers(3, num_drafts)
     arguments = sampled, drafts, starts, most
     # Written are the tokens and how many of them.

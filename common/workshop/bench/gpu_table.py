@@ -49,8 +49,9 @@ def step_rows(record: Record) -> dict[tuple[int, int], dict[str, Mapping[str, An
 # -- aims
 
 
-def aims_of(record: Record) -> list[dict[str, Any]]:
-    """`found` is the worst of what an aim speaks of, None if that was not measured."""
+def aims_of(record: Record) -> list[tuple[str, float, float | None]]:
+    """Each aim, what is wanted, and what was found: the worst of what the aim speaks of, None if
+    that was not measured."""
     attention = [
         of_floor
         for (num_seqs, context), of_floor in decode_shares(record).items()
@@ -64,26 +65,23 @@ def aims_of(record: Record) -> list[dict[str, Any]]:
     runs = [run for mode in MODES for run in found_in(record, f"{mode}: workload", "runs")]
     speeds = [run["output_tokens_per_s"] for run in runs]
     is_h200 = "H200" in record["environment"]["device"]["name"]
-    aims = {
-        f"paged decode, from batch {AIM_BATCH} at {AIM_CONTEXT:,} keys: share of the bandwidth "
-        "that a copy reaches": (ATTENTION, min(attention, default=None)),
-        f"decode step of the engine, from batch {AIM_BATCH}: share of the roofline": (
+    of_copy = "share of the bandwidth that a copy reaches"
+    return [
+        (
+            f"paged decode, from batch {AIM_BATCH} at {AIM_CONTEXT:,} keys: {of_copy}",
+            ATTENTION,
+            min(attention, default=None),
+        ),
+        (
+            f"decode step of the engine, from batch {AIM_BATCH}: share of the roofline",
             STEP,
             min((max(shares) for shares in by_mode if shares), default=None),
         ),
-        "256 requests of 100-1,024 tokens in and out, on an H200: output tok/s": (
+        (
+            "256 requests of 100-1,024 tokens in and out, on an H200: output tok/s",
             TOKENS,
             max(speeds, default=None) if is_h200 else None,
         ),
-    }
-    return [
-        {
-            "aim": what,
-            "wanted": wanted,
-            "found": found,
-            "is_reached": None if found is None else found >= wanted,
-        }
-        for what, (wanted, found) in aims.items()
     ]
 
 
@@ -93,10 +91,12 @@ def aims_table(record: Record) -> str:
             return "not measured"
         return f"{value:,.0f}" if value > 2 else f"{value:.0%}"
 
-    words = {None: "", True: "reached", False: "missed"}
+    def verdict(wanted: float, found: float | None) -> str:
+        return "" if found is None else "reached" if found >= wanted else "missed"
+
     rows = [
-        [one["aim"], number(one["wanted"]), number(one["found"]), words[one["is_reached"]]]
-        for one in aims_of(record)
+        [what, number(wanted), number(found), verdict(wanted, found)]
+        for what, wanted, found in aims_of(record)
     ]
     return markdown_table(["aim", "wanted", "found", ""], rows)
 

@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import shlex
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from common.workshop.bench.bench_command import Driver, Tables, describe_malloc
-from common.workshop.bench.bench_record import ROOT, describe_environment, read_record, write_record
+from common.workshop.bench.bench_record import ROOT, read_record, record_head, write_record
 from common.workshop.bench.ladder_table import render, render_short
 
 RECORD = ROOT / "common" / "workshop" / "bench" / "records" / "ladder.json"
@@ -65,9 +63,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     limits = Limits(longest=longest, num_positions=NUM_RESERVATIONS * longest)
     record: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "common.workshop.ladder", *args.argv]),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "environment": describe_environment(),
+        **record_head("common.workshop.ladder", args.argv),
         "config": {
             "clock": "time.monotonic, in seconds",
             "model": "tiny",

@@ -26,12 +26,11 @@ from common.engine_config import SHIPPED_CHECKPOINT
 from common.loader import LoadedModel, load_model
 from common.workshop.bench.bench_record import (
     describe_environment,
-    made_on,
     markdown_table,
     read_record,
-    replace_between_markers,
     write_record,
 )
+from common.workshop.bench.side_by_side import add_requests, ms_per_step, spread, write_table
 from common.workshop.bench.stub_model import VOCAB_SIZE, stub_model
 from request import SamplingParams
 from scheduler_interface import ModelRunner, PlanMessage, StepHandle, StepOutput
@@ -79,16 +78,10 @@ def make_engine(loaded: LoadedModel, num_running: int, overlaps: bool) -> LLMEng
     return LLMEngine(config, loaded=loaded)
 
 
-def add(engine: LLMEngine, num_requests: int, vocab_size: int, params: SamplingParams) -> None:
-    for i in range(num_requests):
-        prompt = [(31 * i + 7 * j) % (vocab_size - 10) for j in range(12 + i % 8)]
-        engine.add_request(str(i), prompt, params)
-
-
 def run(engine: LLMEngine, num_running: int, vocab_size: int, params: SamplingParams) -> dict:
     """Seconds of all decode steps of one batch, and what came of them."""
     engine.reset_stats()
-    add(engine, num_running, vocab_size, params)
+    add_requests(engine, num_running, vocab_size, params)
     while engine.stats().num_waiting:
         engine.step()
     start = time.perf_counter()
@@ -173,29 +166,25 @@ def measure(rounds: int) -> dict:
 # -- tables
 
 
-def _ms_per_step(runs: list[dict]) -> float:
-    return statistics.median(1e3 * run["seconds"] / run["num_steps"] for run in runs)
-
-
 def _ms_per_token(runs: list[dict]) -> float:
     return statistics.median(1e3 * run["seconds"] / run["output_tokens"] for run in runs)
 
 
 def _ratio(found: dict[str, list[dict]]) -> str:
-    """Overlapped against plain, for the same tokens: the median of the rounds, and their spread."""
+    """Overlapped against plain, for the same tokens."""
     pairs = zip(found["plain"], found["overlapped"], strict=True)
     ratios = [
         (one["seconds"] / one["output_tokens"]) / (other["seconds"] / other["output_tokens"])
         for one, other in pairs
     ]
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
+    return spread(ratios)
 
 
-def tables(record: dict) -> dict[str, str]:
+def table_of_all(record: dict) -> str:
     head = ["", "plain, ms a step", "overlapped, ms a step", "times as fast (lowest - highest)"]
 
     def row(name: str, found: dict) -> list[str]:
-        steps = [f"{_ms_per_step(found[kind]):.2f}" for kind in KINDS]
+        steps = [f"{ms_per_step(found[kind]):.2f}" for kind in KINDS]
         return [name, *steps, _ratio(found)]
 
     device = [row(f"device of {name}", found) for name, found in record["device"].items()]
@@ -207,15 +196,8 @@ def tables(record: dict) -> dict[str, str]:
         tokens = [f"{_ms_per_token(found[kind]):.3f}" for kind in KINDS]
         stops.append([name, *tokens, f"{share:.0%}", _ratio(found)])
     stops_head = ["", "plain, ms a token", "overlapped, ms a token", "computed for nobody", head[3]]
-    return {
-        "overlap": "\n\n".join(
-            [
-                markdown_table(head, device),
-                markdown_table(head, cpu),
-                markdown_table(stops_head, stops),
-            ]
-        )
-    }
+    tables = [(head, device), (head, cpu), (stops_head, stops)]
+    return "\n\n".join(markdown_table(*table) for table in tables)
 
 
 def main() -> None:
@@ -227,12 +209,9 @@ def main() -> None:
     if not arguments.tables:
         write_record(arguments.output, measure(arguments.rounds))
     record = read_record(arguments.output)
-    for name, table in tables(record).items():
-        print(table)
-        if arguments.output == RECORD:
-            text = f"{table}\n\n{made_on(record)}"
-            page = replace_between_markers(PAGE.read_text(encoding="utf-8"), name, text)
-            PAGE.write_text(page, encoding="utf-8")
+    print(table_of_all(record))
+    if arguments.output == RECORD:
+        write_table(PAGE, "overlap", table_of_all(record), record)
 
 
 if __name__ == "__main__":

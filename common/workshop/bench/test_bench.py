@@ -267,7 +267,7 @@ def test_medians_extremes_and_percentiles() -> None:
 # -- the command
 
 
-def test_the_command_measures_writes_a_record_and_the_readme(
+def test_the_command_measures_and_writes_a_record(
     random_oracle: Oracle,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -290,16 +290,6 @@ def test_the_command_measures_writes_a_record_and_the_readme(
     assert run["useful_tokens_per_s"] == pytest.approx(useful / run["seconds"], rel=0.01)
     assert 0 < run["kv_waste"] < 1
     assert record["roofline"]["weight_bytes"] > 0
-
-    texts = [tmp_path / "README.md", tmp_path / "common" / "workshop" / "bench" / "README.md"]
-    texts[1].parent.mkdir(parents=True)
-    for text in texts:
-        text.write_text("x\n<!-- table:bench -->\n<!-- /table:bench -->\ny\n", encoding="utf-8")
-    argv = ["--records", str(tmp_path), "--write-readme", "--root", str(tmp_path)]
-    assert bench.main(argv) == 0
-    table = bench_table.render(record)
-    assert table in printed
-    for text, shown in zip(texts, [bench_table.render_short([record]), table], strict=True):
-        assert text.read_text(encoding="utf-8") == (
-            f"x\n<!-- table:bench -->\n{shown}\n<!-- /table:bench -->\ny\n"
-        )
+    tables = bench.DRIVER.tables(tmp_path)
+    assert tables.full == bench_table.render(record) and tables.full in printed
+    assert tables.short == bench_table.render_short([record])

@@ -6,7 +6,7 @@ import pytest
 
 from common.workshop.bench import bench, bench_table, ladder_bench, ladder_table
 from common.workshop.bench.bench_command import Driver
-from common.workshop.bench.bench_record import ROOT, read_record, replace_between_markers
+from common.workshop.bench.bench_record import ROOT, replace_between_markers
 
 
 def a_record() -> dict:
@@ -170,14 +170,3 @@ def test_the_texts_show_the_committed_records(driver: Driver) -> None:
         assert replace_between_markers(text, driver.name, table) == text, (
             f"python -m common.{driver.name} --write-readme writes {place}"
         )
-
-
-def test_the_ladder_of_the_record_is_whole() -> None:
-    record = read_record(ladder_bench.RECORD)
-    full, short = ladder_table.render(record), ladder_table.render_short(record)
-    for regime in record["regimes"].values():
-        for rung in regime["rungs"].values():
-            assert len(rung["runs"]) == record["config"]["seeds"]
-            assert rung["title"] in full and rung["title"] in short
-    for chapter, _ in ladder_table.PHRASES.values():
-        assert (ROOT / chapter / "README.md").is_file()

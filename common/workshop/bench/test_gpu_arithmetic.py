@@ -11,7 +11,6 @@ from common.workshop.bench.gpu_arithmetic import (
     Heads,
     attention_cost,
     decode_cost,
-    merge_cost,
     moved,
 )
 from common.workshop.bench.random_weights import QWEN3_0_6B
@@ -28,23 +27,6 @@ def test_attention_reads_every_key_once_and_multiplies_what_a_query_sees() -> No
     assert cost.num_bytes == keys + queries + table_entries
     pairs = 7 + (3 + 4 + 5)
     assert cost.num_flops == pairs * 4 * (2 * 3 + 2 * 3)  # heads x (score + weighted value)
-
-
-def test_operations_of_attention_are_those_of_its_two_products() -> None:
-    """Counted by PyTorch, which multiplies what is masked too: so without a mask."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    query, keys = torch.zeros(4, 1, 16), torch.zeros(4, 9, 16)
-    with FlopCounterMode(display=False) as counter:
-        (query @ keys.mT) @ keys
-    cost = attention_cost(Heads(4, 2, 16, 2), [(1, 9)], 4)
-    assert cost.num_flops == counter.get_total_flops()
-
-
-def test_merging_reads_a_partial_result_of_each_head_and_split() -> None:
-    """Splits of 3, 1 and 2: the second sequence has nothing to merge."""
-    assert merge_cost(HEADS, [3, 1, 2]) == Cost(5 * 4 * (3 + 1) * 4 + 2 * 24)
-    assert merge_cost(HEADS, [1, 1]) == Cost(0)
 
 
 def test_a_small_kernel_moves_its_tensors_once() -> None:

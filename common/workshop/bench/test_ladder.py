@@ -10,8 +10,9 @@ import torch
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.tokenizer import load_tokenizer
 from common.workshop.bench import ladder_bench as ladder
+from common.workshop.bench import ladder_table
 from common.workshop.bench.bench_models import load_models
-from common.workshop.bench.bench_record import read_record
+from common.workshop.bench.bench_record import ROOT, read_record
 from common.workshop.bench.bench_work import Limits
 from common.workshop.bench.ladder_systems import CHUNK, RUNGS, LadderOutcome, describe
 from common.workshop.bench.ladder_table import PHRASES
@@ -96,8 +97,14 @@ def test_every_rung_serves_the_same_users_the_same_tokens():
     assert outcomes["speculative"].details["most_tokens_of_one"] == 150
 
 
-def test_every_rung_is_recorded_and_has_a_phrase():
+def test_every_rung_is_recorded_shown_and_has_a_phrase():
     record = read_record(ladder.RECORD)
+    full, short = ladder_table.render(record), ladder_table.render_short(record)
     for regime in record["regimes"].values():
         assert list(regime["rungs"]) == list(RUNGS)  # those that lose, too
+        for rung in regime["rungs"].values():
+            assert len(rung["runs"]) == record["config"]["seeds"]
+            assert rung["title"] in full and rung["title"] in short
     assert list(PHRASES) == list(RUNGS)
+    for chapter, _ in PHRASES.values():
+        assert (ROOT / chapter / "README.md").is_file()

@@ -38,7 +38,7 @@ from common.workshop.bench.bench_record import (
     made_on,
     markdown_table,
     read_record,
-    replace_between_markers,
+    write_between_markers,
     write_record,
 )
 from common.workshop.bench.random_weights import QWEN3_0_6B
@@ -318,13 +318,6 @@ def make_table_text() -> str:
     return f"{shown}\n\nWhat spills, on whatever architecture:\n\n{spilling}\n\n{made}"
 
 
-def write_table() -> None:
-    text = replace_between_markers(
-        README.read_text(encoding="utf-8"), "resources", make_table_text()
-    )
-    README.write_text(text, encoding="utf-8")
-
-
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description="What the kernels take of a GPU")
     parser.add_argument("--all", action="store_true", help="ten minutes of one core")
@@ -336,7 +329,7 @@ def main(arguments: list[str]) -> None:
     complaints = [complaint for one in found for complaint in one.complaints()]
     if options.record:
         write_record(RECORD, make_record(found, arguments))
-        write_table()
+        write_between_markers(README, "resources", make_table_text())
     if options.json:
         print(json.dumps([asdict(one) for one in found]))
     else:

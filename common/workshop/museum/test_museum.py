@@ -14,7 +14,7 @@ from common.workshop.museum import museum_command
 from common.workshop.museum.exhibit import Exhibit, Workload
 from common.workshop.museum.hall import EXHIBITS, TITLES
 from common.workshop.museum.museum_command import clues, find, listed, main
-from common.workshop.museum.museum_page import PAGE, linked, render, side_by_side
+from common.workshop.museum.museum_page import linked, side_by_side
 from common.workshop.museum.watched_run import RunOnFilm
 from common.workshop.tools.module_swap import ModuleSwap
 from common.workshop.tools.named_tests import TestRun
@@ -44,11 +44,6 @@ def test_thirty_exhibits_and_more_in_the_order_of_the_chapters() -> None:
     assert titles == sorted({exhibit.title for exhibit in EXHIBITS})
     assert all(exhibit.tests for exhibit in EXHIBITS)
     assert all(exhibit.wrong != exhibit.right for exhibit in EXHIBITS)
-
-
-def test_the_page_is_made_of_the_exhibits() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert text == render(), "run: python -m common.workshop.museum --write"
 
 
 def test_an_origin_links_to_its_reports() -> None:

@@ -28,7 +28,7 @@ from common.parallel.collectives import Communication
 from common.parallel.ranks import Ranks
 from common.parallel.sharded_layers import rows_per_rank
 from common.parallel.sharded_model import rank_config
-from common.workshop.bench.bench_record import replace_between_markers, table_of
+from common.workshop.bench.bench_record import table_of, write_between_markers
 from common.workshop.bench.random_weights import QWEN3_0_6B
 
 README = Path(__file__).parents[2] / "parallel" / "README.md"
@@ -109,9 +109,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description="What ranks say, against what they are spared")
     parser.add_argument("--write", action="store_true", help="into README.md")
     if parser.parse_args(arguments).write:
-        text = README.read_text(encoding="utf-8")
-        text = replace_between_markers(text, "communication", table())
-        README.write_text(text, encoding="utf-8")
+        write_between_markers(README, "communication", table())
     print(table())
 
 

@@ -27,8 +27,8 @@ from common.workshop.bench.bench_record import (
     describe_environment,
     made_on,
     read_record,
-    replace_between_markers,
     table_of,
+    write_between_markers,
     write_record,
 )
 from common.workshop.bench.bench_roofline import measure_bandwidth
@@ -123,9 +123,7 @@ def main(arguments: list[str]) -> None:
         write_record(options.record, {"command": command, "environment": where, **measured})
     found = table(read_record(options.record))
     if options.write:
-        text = README.read_text(encoding="utf-8")
-        text = replace_between_markers(text, "exchange", found)
-        README.write_text(text, encoding="utf-8")
+        write_between_markers(README, "exchange", found)
     print(found)
 
 

@@ -44,12 +44,12 @@ def lines_of(path: Path, symbol: str | None) -> int:
     return (node.end_lineno or 0) - node.lineno + 1
 
 
-def counted(text: str, root: Path = ROOT) -> str:
+def counted(text: str) -> str:
     """The page, with the numbers of today."""
     total, lines = 0, []
     for line in text.splitlines(keepends=True):
         if row := _ROW.match(line):
-            number = lines_of(root / row["path"], row["symbol"])
+            number = lines_of(ROOT / row["path"], row["symbol"])
             total += number
             line = f"{row['front']}{number:,}{line[row.end() :]}"
         elif row := _SUM.match(line):

@@ -152,14 +152,11 @@ class Drawing:
         title: str = "",
         radius: float = 6,
         dashed: bool = False,
-        edge: bool = True,
     ) -> Box:
         """With a bold `title` above its label. `fill` is a palette's colour, or SOFT or PAPER."""
         box = Box(x, y, width, height)
         neutral = {SOFT: "soft", PAPER: "paper"}.get(fill)
-        look = f'class="{neutral}{" edge" if edge else ""}"' if neutral else f'fill="{fill}"'
-        if edge and not neutral:
-            look += ' class="edge"'
+        look = f'class="{neutral} edge"' if neutral else f'fill="{fill}" class="edge"'
         if dashed:
             look += ' stroke-dasharray="5 4"'
         self.shapes.append(
@@ -195,25 +192,11 @@ class Drawing:
         *,
         width: float = 36,
         height: float = 34,
-        size: float = SIZE,
-        mono: bool = False,
-        bold: bool = False,
     ) -> list[Box]:
         """A strip of equal cells, from left to right."""
         colors = [fills] * len(labels) if isinstance(fills, str) else fills
         return [
-            self.box(
-                x + i * width,
-                y,
-                width,
-                height,
-                label,
-                fill=fill,
-                size=size,
-                radius=0,
-                mono=mono,
-                bold=bold,
-            )
+            self.box(x + i * width, y, width, height, label, fill=fill, radius=0)
             for i, (label, fill) in enumerate(zip(labels, colors, strict=True))
         ]
 
@@ -289,24 +272,22 @@ class Drawing:
         look = f'fill="{color}"' if color else 'class="head"'
         self.shapes.append(f'<polygon points="{path}" {look}/>')
 
-    def bracket(
-        self, x0: float, x1: float, y: float, label: str, *, above: bool = True, size: float = SMALL
-    ) -> None:
+    def bracket(self, x0: float, x1: float, y: float, label: str, *, above: bool = True) -> None:
         """Over (or under) what stands between `x0` and `x1`, with a label in its middle."""
         up = -1 if above else 1
         self.line((x0, y), (x0, y + up * 7), (x1, y + up * 7), (x1, y))
         rows = label.split("\n")
-        first = y + up * (7 + size * 0.75)
+        first = y + up * (7 + SMALL * 0.75)
         if above:
-            first -= (len(rows) - 1) * size * 1.28
-        self.text((x0 + x1) / 2, first, label, size=size, anchor="middle")
+            first -= (len(rows) - 1) * SMALL * 1.28
+        self.text((x0 + x1) / 2, first, label, size=SMALL, anchor="middle")
 
-    def key(self, x: float, y: float, meanings: Mapping[str, str], gap: float = 22) -> None:
+    def key(self, x: float, y: float, meanings: Mapping[str, str]) -> None:
         """What each fill means, in a row: meaning -> colour."""
         for meaning, fill in meanings.items():
             self.box(x, y - 8, 16, 16, fill=fill, radius=2)
             placed = self.text(x + 23, y, meaning, size=SMALL)
-            x = placed.x + placed.width + gap
+            x = placed.x + placed.width + 22
 
     # -- the file
 
@@ -420,12 +401,12 @@ class Lanes:
         away = 5 if self.x[stop] > self.x[start] else -5
         return self.x[start] + away, self.x[stop] - away
 
-    def note(self, lane: str, text: str, *, fill: str = SOFT, width: float = 0) -> None:
+    def note(self, lane: str, text: str, *, width: float = 0) -> None:
         """A box on a lane: it does something by itself."""
         width = width or self.box_width
         height = 14 + 18 * len(text.split("\n"))
         x = self.x[lane] - width / 2
-        self.drawing.box(x, self.y - 14, width, height, text, fill=fill, size=SMALL)
+        self.drawing.box(x, self.y - 14, width, height, text, size=SMALL)
         self.y += height + 20
 
     def draw_lanes(self, top: float, bottom: float) -> None:

@@ -124,9 +124,3 @@ def test_a_chapter_has_a_share_for_each_module_of_its_root() -> None:
 def test_a_chapter_quotes_most_of_its_code(chapter: Path) -> None:
     """A reader of the page has read the chapter: at least 60 % of the lines of its root."""
     assert sum(shares(chapter).values(), Share(0, 0)).percent >= 60
-
-
-@pytest.mark.parametrize("chapter", sorted(ROOT.glob("[0-9][0-9]_*")), ids=lambda path: path.name)
-def test_a_quotation_that_names_its_symbol_is_what_filling_writes(chapter: Path) -> None:
-    text = (chapter / "README.md").read_text(encoding="utf-8")
-    assert filled(text, chapter) == text, "run: python -m common.workshop.tools.quoted --fill"

@@ -99,11 +99,11 @@ def without_folder(text: str) -> str:
 # -- many patches
 
 
-def unnoticed(patch: Patch, tests: tuple[str, ...], first_only: bool, limit_s: float) -> str:
+def unnoticed(patch: Patch, tests: tuple[str, ...], first_only: bool) -> str:
     """Why the patch is not noticed by each of the tests (`first_only`: by any). "": it is."""
     try:
         with broken_copy(patch) as swap:
-            run = try_tests(tests, swap, first_only=first_only, limit_s=limit_s)
+            run = try_tests(tests, swap, first_only=first_only)
     except (RuntimeError, ValueError, LookupError) as error:
         return f"{patch.name}: {error}"
     passed = () if first_only and run.failed else [t for t in tests if t not in run.failed]
@@ -111,14 +111,14 @@ def unnoticed(patch: Patch, tests: tuple[str, ...], first_only: bool, limit_s: f
 
 
 def try_all(
-    patches: Iterable[tuple[Patch, tuple[str, ...], bool]], jobs: int, limit_s: float = LIMIT_S
+    patches: Iterable[tuple[Patch, tuple[str, ...], bool]], jobs: int
 ) -> Iterator[tuple[Patch, str, float]]:
     """Of each patch, with its tests and whether the first failure is enough: why it is not noticed
     (""), and how long that took. `jobs` at a time, in the order given."""
 
     def tried(case: tuple[Patch, tuple[str, ...], bool]) -> tuple[Patch, str, float]:
         begun = time.perf_counter()
-        return case[0], unnoticed(*case, limit_s), time.perf_counter() - begun
+        return case[0], unnoticed(*case), time.perf_counter() - begun
 
     with ThreadPoolExecutor(jobs) as pool:
         yield from pool.map(tried, patches)

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
+from common.workshop.replay.film import Film
 from common.workshop.watch.chromium import BrowserUnavailableError, started_browser
 from common.workshop.watch.films import FILMS, Shot, shoot
 from common.workshop.watch.page_maker import Reel, make_page
-from common.workshop.watch.workloads import Cast, load_cast
+from common.workshop.watch.scene_runs import Pages
+from common.workshop.watch.workloads import Cast, default_run, load_cast
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -173,16 +175,6 @@ def open_run(open_page: OpenPage, tmp_path: Path) -> OpenRun:
     return _open
 
 
-@pytest.fixture(scope="session")
-def default_run_text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The small run that `make watch` shows: a real engine, and a little of everything."""
-    from common.workshop.watch.workloads import default_run
-
-    path = tmp_path_factory.mktemp("default") / "run.jsonl"
-    default_run(path)
-    return path.read_text(encoding="utf-8")
-
-
 def _note_console(message: Any, complaints: list[str]) -> None:
     if message.type in ("error", "warning"):
         complaints.append(f"console, {message.type}: {message.text}")
@@ -194,13 +186,37 @@ def _note_request(url: str, path: Path, complaints: list[str]) -> None:
         complaints.append(f"request: {url}")
 
 
-# -- the chapters' films
-
-
 @pytest.fixture(scope="session")
 def cast() -> Cast:
     """What films are made with."""
     return load_cast()
+
+
+@pytest.fixture(scope="session")
+def default_run_path(tmp_path_factory: pytest.TempPathFactory, cast: Cast) -> Path:
+    """The small run that `make watch` shows: a real engine, and a little of everything."""
+    path = tmp_path_factory.mktemp("default") / "run.jsonl"
+    default_run(path, cast)
+    return path
+
+
+@pytest.fixture(scope="session")
+def default_run_text(default_run_path: Path) -> str:
+    return default_run_path.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def default_film(default_run_path: Path) -> Film:
+    return Film.read(default_run_path)
+
+
+@pytest.fixture(scope="session")
+def shown(tmp_path_factory: pytest.TempPathFactory, cast: Cast) -> Pages:
+    """The pages of `scene_runs.py`."""
+    return Pages(tmp_path_factory.mktemp("shown"), cast)
+
+
+# -- the chapters' films
 
 
 @pytest.fixture(scope="session")

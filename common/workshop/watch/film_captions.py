@@ -6,7 +6,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from common.workshop.bench.bench_record import replace_between_markers
+from common.workshop.bench.bench_record import write_between_markers
 from common.workshop.watch.films import Shot
 
 MARKER = "film"  # <!-- table:film --> in a README.md
@@ -46,9 +46,7 @@ def script_of(shot: Shot, root: Path) -> Path:
 
 def write_captions(shot: Shot, root: Path) -> None:
     """Into the text and the script, each of which has its place."""
-    text = root / shot.film.folder / "README.md"
-    page = replace_between_markers(text.read_text(encoding="utf-8"), MARKER, page_caption(shot))
-    text.write_text(page, encoding="utf-8")
+    write_between_markers(root / shot.film.folder / "README.md", MARKER, page_caption(shot))
     script = script_of(shot, root)
     before, cell, behind = parted(script.read_text(encoding="utf-8"))
     if cell:

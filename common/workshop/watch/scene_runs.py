@@ -3,7 +3,6 @@ that these have to show. And what such a test does with a page."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from common.engine_config import EngineConfig
 from common.workshop.replay.film import Film, State, StepEvents
 from common.workshop.watch.page_maker import make_page
 from common.workshop.watch.watch_command import read_reel
-from common.workshop.watch.workloads import Cast, Script, Visit, load_cast, perform
+from common.workshop.watch.workloads import Cast, Script, Visit, perform
 from request import SamplingParams
 from tiered_cache import KVTierConfig
 
@@ -45,7 +44,6 @@ _CROWDED: dict[str, Any] = {"block_size": 4, "num_blocks": 36, "max_num_batched_
 SCRIPTS = {
     "radix": Script(_SHARED, {**_SMALL, "num_blocks": 34, "prefix_cache": "radix"}),
     "hash": Script(_SHARED, {**_SMALL, "num_blocks": 34, "max_num_seqs": 2}),
-    "lpm": Script(_SHARED, {**_SMALL, "num_blocks": 40, "policy": "lpm", "max_num_seqs": 2}),
     "preempted": Script(
         _CROWD, {**_CROWDED, "prefix_cache": None, "chunked_prefill": 16, "watermark": 0.0}
     ),
@@ -96,12 +94,15 @@ class Shown:
         return self.film.state_after(number)
 
 
-def make_pages(
-    folder: Path, names: Iterable[str], scripts: dict[str, Script] | None = None
-) -> dict[str, Shown]:
-    scripts = SCRIPTS if scripts is None else scripts
-    cast = load_cast()
-    return {name: make_one(folder, name, scripts[name], cast) for name in names}
+class Pages(dict[str, Shown]):
+    """Of `SCRIPTS`, by name: each is performed when it is first asked for."""
+
+    def __init__(self, folder: Path, cast: Cast) -> None:
+        self.folder, self.cast = folder, cast
+
+    def __missing__(self, name: str) -> Shown:
+        found = self[name] = make_one(self.folder, name, SCRIPTS[name], self.cast)
+        return found
 
 
 def make_one(folder: Path, name: str, script: Script, cast: Cast) -> Shown:
@@ -111,9 +112,9 @@ def make_one(folder: Path, name: str, script: Script, cast: Cast) -> Shown:
     return Shown(page, Film.read(events))
 
 
-def make_urgent(folder: Path) -> Shown:
+def make_urgent(folder: Path, cast: Cast) -> Shown:
     """Two seats are taken, and two who are more urgent come. (A `Visit` knows no priorities.)"""
-    events, page, cast = folder / "urgent.jsonl", folder / "urgent.html", load_cast()
+    events, page = folder / "urgent.jsonl", folder / "urgent.html"
     settings = {"block_size": 4, "num_blocks": 30, "max_num_seqs": 2, "policy": "priority"}
     config = EngineConfig(**settings, device="cpu", dtype="float64", events=events)
     engine = LLMEngine(config, loaded=cast.loaded, tokenizer=cast.tokenizer)

@@ -71,12 +71,12 @@ class View:
     scenes: tuple[tuple[str, int], ...]
 
 
-def photograph(browser: Browser, page_path: Path, views: Sequence[View], width: int = WIDTH) -> Any:
+def photograph(browser: Browser, page_path: Path, views: Sequence[View]) -> Any:
     """The views, one below the other, as an image of PIL with few colours."""
     from PIL import Image
 
     context = browser.new_context(
-        viewport={"width": width, "height": HIGHEST},
+        viewport={"width": WIDTH, "height": HIGHEST},
         device_scale_factor=SCALE,
         color_scheme="light",
         reduced_motion="reduce",

@@ -4,14 +4,12 @@ matched, cut, published and evicted; and nothing moves while it lives."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from common.events.event_kinds import Event
 from common.workshop.watch.conftest import OpenPage
-from common.workshop.watch.scene_runs import Shown, go, make_pages, ready, visible
+from common.workshop.watch.scene_runs import Pages, Shown, go, ready, visible
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -19,11 +17,6 @@ if TYPE_CHECKING:
 NAMES = ("hash", "radix")
 FIRST_LEFT = 10  # px: where the first column begins
 LARGE = {"width": 3600, "height": 1800}  # so that all boxes are in sight, and none is left out
-
-
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Shown]:
-    return make_pages(tmp_path_factory.mktemp("cache"), (*NAMES, "preempted"))
 
 
 def read_boxes(page: Page) -> list[dict[str, Any]]:
@@ -98,10 +91,10 @@ def pieces_of(shown: Shown) -> dict[int, str]:
     return found
 
 
-def differences(page: Page, shown: Shown, number: int) -> list[str]:
+def differences(boxes: list[dict[str, Any]], shown: Shown, number: int) -> list[str]:
     found = [
         {name: value for name, value in box.items() if name not in ("left", "top", "width")}
-        for box in read_boxes(page)
+        for box in boxes
     ]
     expected = expected_boxes(shown, number)
     if [box["blocks"] for box in found] != [box["blocks"] for box in expected]:
@@ -111,133 +104,90 @@ def differences(page: Page, shown: Shown, number: int) -> list[str]:
     return [f"step {number}: the page has {a}, the film {b}" for a, b in pairs if a != b]
 
 
-def eventful(shown: Shown) -> Iterator[int]:
-    """Steps in which the cache did something."""
-    kinds = {"matched", "split", "evicted"}
+def check_what_is_told(page: Page, shown: Shown, number: int) -> set[str]:
+    """What was matched, and what happened. Returns which of it did."""
+    matches = {m.request: len(m.blocks) for m in events_of(shown, number, "matched")}
+    found = page.locator(".cache-match").all_inner_texts()
+    assert found == [f"{r}: {n} block{'s' if n > 1 else ''}" for r, n in matches.items()]
+    happened = {"matched"} if matches else set()
+    for event in events_of(shown, number, "split"):
+        assert str(event.block) in page.inner_text(".cache-did[data-did=split]")
+        happened.add("split")
+    if gone := [b for e in events_of(shown, number, "evicted") for b in e.blocks]:
+        said = page.inner_text(".cache-did[data-did=evict]")
+        assert said.startswith("evicted") and str(gone[0]) in said
+        happened.add("evicted")
+    return happened
 
-    def is_one(event: Event) -> bool:
-        return event.kind in kinds
 
-    for number, step in enumerate(shown.film.steps()):
-        if any(map(is_one, step.events)):
-            yield number
-            if number + 1 < shown.film.num_steps:
-                yield number + 1
+def places_of(boxes: list[dict[str, Any]]) -> dict[int, tuple[int, int]]:
+    """Of each block that lives."""
+    found = {}
+    for box in boxes:
+        if not box["isGone"]:
+            width = box["width"] / len(box["blocks"])
+            for i, block in enumerate(box["blocks"]):
+                found[block] = (round((box["left"] + i * width) / 10), box["top"])
+    return found
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_boxes_are_the_film_in_whatever_order_one_looks(
-    name: str, shown: dict[str, Shown], open_page: OpenPage
-) -> None:
-    film = shown[name]
-    page = ready(open_page(film.page, **LARGE))
-    broken: list[str] = []
-    steps = sorted({*eventful(film), 0, film.film.num_steps - 1})
-    for number in [*steps, *steps[::-2]]:
-        go(page, step=number)
-        broken += differences(page, film, number)
-    assert not broken, "\n".join(broken[:4])
-    done = {
-        kind for n in steps for kind in ("matched", "split", "evicted") if events_of(film, n, kind)
-    }
-    assert done >= {"matched", "evicted"} | ({"split"} if name == "radix" else set())
-
-
-def test_a_planted_lie_is_seen(shown: dict[str, Shown], open_page: OpenPage) -> None:
-    film = shown["radix"]
-    page = ready(open_page(film.page, **LARGE))
-    go(page, step=2)
-    assert not differences(page, film, 2)
-    head = sorted(film.state(3).node_heads)[-1]
-    page.evaluate("(head) => Watch.store.films[0].stateAfter(3).nodeHeads.delete(head)", head)
-    go(page, step=3)
-    assert differences(page, film, 3)
-    block = next(iter(film.state(4).cached))
-    page.evaluate("(b) => Watch.store.films[0].stateAfter(4).cached.get(b).tokens.reverse()", block)
-    go(page, step=4)
-    assert differences(page, film, 4)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_lives_stays_where_it_is(
-    name: str, shown: dict[str, Shown], open_page: OpenPage
+    name: str, shown: Pages, open_page: OpenPage
 ) -> None:
     """A block's place is the same in every step of its life, and from whichever side one comes. No
-    two share one."""
+    two share one. In a chain of hashes it stands as far to the right as its prefix is long."""
     film = shown[name]
     page = ready(open_page(film.page, **LARGE))
     last = film.film.num_steps - 1
-
-    def places(number: int) -> dict[int, tuple[int, int]]:
+    broken: list[str] = []
+    happened: set[str] = set()
+    seen: dict[int, dict[int, tuple[int, int]]] = {}
+    lefts: dict[int, set[int]] = {}  # by how many blocks come before
+    for number in [*range(last + 1), last, last // 2, 3, last - 1]:
         go(page, step=number)
-        found = {}
-        for box in read_boxes(page):
+        boxes = read_boxes(page)
+        broken += differences(boxes, film, number)
+        happened |= check_what_is_told(page, film, number)
+        places = places_of(boxes)
+        assert len(set(places.values())) == len(places), f"two blocks in one place, step {number}"
+        assert seen.setdefault(number, places) == places
+        for box in boxes if name == "hash" else []:
             if not box["isGone"]:
-                width = box["width"] / len(box["blocks"])
-                for i, block in enumerate(box["blocks"]):
-                    found[block] = (round((box["left"] + i * width) / 10), box["top"])
-        return found
-
-    forward = [places(number) for number in range(0, last + 1)]
-    for number in (last, last // 2, 3, last - 1):
-        assert places(number) == forward[number]
+                prefix = film.state(number).prefix_of(box["blocks"][0])
+                depth = len(prefix) // film.run.block_size - 1
+                lefts.setdefault(depth, set()).add(box["left"] - FIRST_LEFT)
+    assert not broken, "\n".join(broken[:4])
+    assert happened == {"matched", "evicted"} | ({"split"} if name == "radix" else set())
+    born = Counter(b for e in film.film.events if e.kind == "published" for b in own_of(e))
+    assert max(born.values()) > 1, "no block was cached twice: this proves little"
+    assert lefts == {depth: {depth * min(lefts[1])} for depth in lefts}
     for number in range(1, last + 1):
         gone = {b for e in events_of(film, number, "evicted") for b in e.blocks}
-        before, after = forward[number - 1], forward[number]
-        tops = {block: place[1] for block, place in after.items()}
+        before, after = seen[number - 1], seen[number]
         for block in before.keys() & after.keys() - gone:
-            assert before[block][1] == tops[block], f"block {block} moved in step {number}"
-        assert len(set(after.values())) == len(after), f"two blocks in one place, step {number}"
+            assert before[block][1] == after[block][1], f"block {block} moved in step {number}"
 
 
-def test_a_block_stands_as_deep_as_its_prefix_is_long(
-    shown: dict[str, Shown], open_page: OpenPage
-) -> None:
-    film = shown["hash"]
-    page = ready(open_page(film.page, **LARGE))
-    width, born = 0, Counter[int]()
-    for number in range(film.film.num_steps):
-        born.update(b for e in events_of(film, number, "published") for b in own_of(e))
-        go(page, step=number)
-        state = film.state(number)
-        boxes = {box["blocks"][0]: box for box in read_boxes(page) if not box["isGone"]}
-        for block in state.cached:
-            depth = len(state.prefix_of(block)) // film.run.block_size - 1
-            left = boxes[block]["left"] - FIRST_LEFT
-            width = width or (left if depth == 1 else 0)
-            assert left == depth * width, f"block {block} in step {number}"
-    assert max(born.values()) > 1, "no block was cached twice: this proves little"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_matches_and_what_happened_are_told(
-    name: str, shown: dict[str, Shown], open_page: OpenPage
-) -> None:
-    film = shown[name]
-    page = ready(open_page(film.page))
-    told = set()
-    for number in eventful(film):
-        go(page, step=number)
-        matches = {m.request: len(m.blocks) for m in events_of(film, number, "matched")}
-        found = page.locator(".cache-match").all_inner_texts()
-        assert found == [f"{r}: {n} block{'s' if n > 1 else ''}" for r, n in matches.items()]
-        for event in events_of(film, number, "split"):
-            said = page.inner_text(".cache-did[data-did=split]")
-            assert str(event.block) in said
-            told.add("split")
-        if gone := [b for e in events_of(film, number, "evicted") for b in e.blocks]:
-            said = page.inner_text(".cache-did[data-did=evict]")
-            assert said.startswith("evicted") and str(gone[0]) in said
-            told.add("evict")
-    assert told == ({"split", "evict"} if name == "radix" else {"evict"})
-
-
-def test_a_chosen_request_is_followed_through_the_cache(
-    shown: dict[str, Shown], open_page: OpenPage
-) -> None:
+def test_a_planted_lie_is_seen(shown: Pages, open_page: OpenPage) -> None:
     film = shown["radix"]
     page = ready(open_page(film.page, **LARGE))
-    number = next(n for n in eventful(film) if events_of(film, n, "matched"))
+    go(page, step=2)
+    assert not differences(read_boxes(page), film, 2)
+    head = sorted(film.state(3).node_heads)[-1]
+    page.evaluate("(head) => Watch.store.films[0].stateAfter(3).nodeHeads.delete(head)", head)
+    go(page, step=3)
+    assert differences(read_boxes(page), film, 3)
+    block = next(iter(film.state(4).cached))
+    page.evaluate("(b) => Watch.store.films[0].stateAfter(4).cached.get(b).tokens.reverse()", block)
+    go(page, step=4)
+    assert differences(read_boxes(page), film, 4)
+
+
+def test_a_chosen_request_is_followed_through_the_cache(shown: Pages, open_page: OpenPage) -> None:
+    film = shown["radix"]
+    page = ready(open_page(film.page, **LARGE))
+    number = next(n for n in range(film.film.num_steps) if events_of(film, n, "matched"))
     name = events_of(film, number, "matched")[0].request
     go(page, step=number)
     page.click(f".cache-match[data-request={name}]")
@@ -250,9 +200,7 @@ def test_a_chosen_request_is_followed_through_the_cache(
     assert sorted(int(b) for blocks in lit for b in blocks.split()) == sorted(on_path)
 
 
-def test_a_block_whose_parent_was_evicted_is_lit_alone(
-    shown: dict[str, Shown], open_page: OpenPage
-) -> None:
+def test_a_block_whose_parent_was_evicted_is_lit_alone(shown: Pages, open_page: OpenPage) -> None:
     """An engine with a fault may evict the head of a prompt before its tail."""
     film, number = shown["hash"], 8
     page = ready(open_page(film.page, **LARGE))
@@ -270,7 +218,7 @@ def test_a_block_whose_parent_was_evicted_is_lit_alone(
     assert f"Block {child}" in page.inner_text(".cache-details")
 
 
-def test_the_keyboard_goes_along_a_chain(shown: dict[str, Shown], open_page: OpenPage) -> None:
+def test_the_keyboard_goes_along_a_chain(shown: Pages, open_page: OpenPage) -> None:
     film = shown["hash"]
     number = 8
     page = ready(open_page(film.page, at=f"step={number}&request=a"))
@@ -300,7 +248,7 @@ def test_the_keyboard_goes_along_a_chain(shown: dict[str, Shown], open_page: Ope
     assert state == [None, number, "a"]
 
 
-def test_without_a_cache_a_sentence_says_so(shown: dict[str, Shown], open_page: OpenPage) -> None:
+def test_without_a_cache_a_sentence_says_so(shown: Pages, open_page: OpenPage) -> None:
     page = ready(open_page(shown["preempted"].page))
     assert "no prefix cache" in page.inner_text(".cache-about")
     assert not page.is_visible(".cache-scroll")

@@ -10,6 +10,7 @@ import pytest
 
 from common.workshop.watch.films import FILMS, Shot, page_of
 from common.workshop.watch.page_maker import Reel, make_page
+from common.workshop.watch.scene_runs import go
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -32,29 +33,19 @@ def opened(open_page: Any, shots: dict[int, Shot], tmp_path: Path) -> Opened:
 
 
 @CHAPTERS
-def test_a_film_opens_at_its_first_moment_with_its_caption(
+def test_a_film_opens_at_its_first_moment_and_its_buttons_lead_to_all(
     chapter: int, opened: Opened, shots: dict[int, Shot]
 ) -> None:
+    """With its caption, in both languages; all of it is on a screen of 1280 x 800. (Two films side
+    by side scroll.)"""
     shot, page = shots[chapter], opened(chapter)
     assert page.evaluate("Watch.store.step") == shot.step(shot.film.moments[0])
     assert page.inner_text(".film-caption .text") == shot.caption[0]
     assert page.title() == f"Chapter {chapter}: {shot.film.title[0]}"
     assert page.is_visible(".film-caption .note") == bool(shot.film.note[0])
-
-
-def test_an_address_that_names_only_a_language_opens_at_the_first_moment_too(
-    opened: Opened, shots: dict[int, Shot]
-) -> None:
-    shot, page = shots[4], opened(4, at="lang=zh")
-    assert page.inner_text(".film-caption .text") == shot.caption[1]
-    assert page.evaluate("Watch.store.step") == shot.step(shot.film.moments[0]) > 0
-
-
-@CHAPTERS
-def test_its_buttons_lead_to_its_moments(
-    chapter: int, opened: Opened, shots: dict[int, Shot]
-) -> None:
-    shot, page = shots[chapter], opened(chapter)
+    assert page.evaluate("document.documentElement.scrollHeight") <= 800
+    caption = page.locator(".film-caption").bounding_box()
+    assert caption is not None and caption["height"] < 120
     buttons = page.locator(".film-caption button")
     assert buttons.count() == len(shot.film.moments)
     page.keyboard.press("End")
@@ -70,25 +61,20 @@ def test_its_buttons_lead_to_its_moments(
         pressed = page.locator(".film-caption button[aria-pressed=true]")
         assert pressed.all_inner_texts() == [buttons.nth(number).inner_text()]
         assert shot.say(moment.words)[0] in buttons.nth(number).inner_text()
-
-
-@CHAPTERS
-def test_it_speaks_both_languages(chapter: int, opened: Opened, shots: dict[int, Shot]) -> None:
-    shot, page = shots[chapter], opened(chapter, at="step=2&lang=zh")
+    go(page, language="zh")
     assert page.inner_text(".film-caption .text") == shot.caption[1]
     assert shot.say(shot.film.moments[0].words)[1] in page.inner_text(".film-caption button")
-    assert page.evaluate("Watch.store.step") == 2
 
 
-@CHAPTERS
-def test_all_of_a_single_film_is_on_the_screen(chapter: int, opened: Opened) -> None:
-    """Caption and scenes, at 1280 x 800. Two films side by side scroll."""
-    page = opened(chapter)
-    bottom = page.evaluate("document.documentElement.scrollHeight")
-    assert bottom <= 800
-    caption = page.locator(".film-caption").bounding_box()
-    assert caption is not None
-    assert caption["height"] < 120
+@pytest.mark.parametrize(("address", "step"), [("lang=zh", None), ("step=2&lang=zh", 2)])
+def test_an_address_opens_at_the_first_moment_unless_it_names_a_step(
+    address: str, step: int | None, opened: Opened, shots: dict[int, Shot]
+) -> None:
+    shot, page = shots[4], opened(4, at=address)
+    first = shot.step(shot.film.moments[0])
+    assert page.inner_text(".film-caption .text") == shot.caption[1]
+    assert page.evaluate("Watch.store.step") == (first if step is None else step)
+    assert first not in (0, step)
 
 
 def test_another_run_takes_the_caption_away(

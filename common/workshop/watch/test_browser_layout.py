@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
-from common.events.event_kinds import parse_events
 from common.workshop.replay.film import Film
 from common.workshop.watch.conftest import OpenRun, RunPage
 
 SIZES = [(1024, 768), (1280, 800), (1920, 1080)]
 
 
-@pytest.fixture(scope="session")
-def num_steps(default_run_text: str) -> int:
-    return Film(parse_events(default_run_text.splitlines(keepends=True))).num_steps
+@pytest.fixture
+def num_steps(default_film: Film) -> int:
+    return default_film.num_steps
 
 
 # -- nothing jumps

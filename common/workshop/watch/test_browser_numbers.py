@@ -1,5 +1,4 @@
-"""What the page says is what the film says: bars, queue, clock, cells of the grid. And a page does
-not grow with its run: 200 requests and 2,000 steps."""
+"""What the page says is what the film says: bars, queue, clock, cells of the grid."""
 
 from __future__ import annotations
 
@@ -8,17 +7,12 @@ from typing import Any
 
 import pytest
 
-from common.events.event_kinds import REASONS, Event, parse_events, to_line
+from common.events.event_kinds import REASONS
 from common.workshop.replay.film import Film
-from common.workshop.watch.big_run import make_big_run
 from common.workshop.watch.conftest import OpenRun, RunPage
 
 PARTS = ("schedule", "prepare", "forward", "sample", "propose", "update")
 KINDS = ("decode", "prompt", "recomputed", "guess")
-
-
-def film_of(text: str) -> Film:
-    return Film(parse_events(text.splitlines(keepends=True)))
 
 
 def facts_of(film: Film, step: int) -> dict[str, Any]:
@@ -80,9 +74,9 @@ def check_clock(run: RunPage, facts: dict[str, Any]) -> None:
 
 
 def test_bars_queue_and_clock_say_what_the_film_says(
-    open_run: OpenRun, default_run_text: str
+    open_run: OpenRun, default_run_text: str, default_film: Film
 ) -> None:
-    film, run = film_of(default_run_text), open_run(default_run_text)
+    film, run = default_film, open_run(default_run_text)
     for step in (0, 3, 5, 8, 11, 14, 17, 20, 27, 33, film.num_steps - 1):
         run.show(step=step)
         assert numbers(run.text("output.now")) == [step, film.num_steps - 1]
@@ -96,10 +90,10 @@ def test_bars_queue_and_clock_say_what_the_film_says(
 
 
 def test_the_cells_of_the_grid_have_the_colours_of_their_kinds(
-    open_run: OpenRun, default_run_text: str
+    open_run: OpenRun, default_run_text: str, default_film: Film
 ) -> None:
     """Much of a cell of one kind has its colour, and next to nothing of one that waits."""
-    film, run = film_of(default_run_text), open_run(default_run_text)
+    film, run = default_film, open_run(default_run_text)
     colour = "(name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim()"
     variables = {"prompt": "--prompt", "decode": "--decode", "recomputed": "--preempted"}
     wanted = {kind: run.ask(colour, name) for kind, name in variables.items()}
@@ -120,40 +114,3 @@ def test_the_cells_of_the_grid_have_the_colours_of_their_kinds(
     assert len(filled) > 50 and len(empty) > 50
     assert min(run.check("shares", filled)) > 0.2
     assert max(run.check("shares", empty)) < 0.05
-
-
-# -- a run of the size that the page is made for
-
-
-@pytest.fixture(scope="module")
-def big_text() -> str:
-    events: list[Event] = make_big_run(num_requests=200, num_steps=2000, seed=3)
-    return "".join(f"{to_line(event)}\n" for event in events)
-
-
-def test_a_run_of_2000_steps_costs_no_more_elements_than_a_small_one(
-    open_run: OpenRun, big_text: str
-) -> None:
-    """Elements on the page, and elements made by a step: bounded, wherever one stands."""
-    film = film_of(big_text)
-    assert film.num_steps >= 2000 and len(film.last_state().requests) == 200
-    run = open_run(big_text)
-    assert run.ask("() => document.querySelector('[data-label]').dataset.encoding") == "gzip"
-    assert run.text("output.now") == f"step 0 of {film.num_steps - 1}"
-    run.ask("""() => {
-        globalThis.added = 0;
-        new MutationObserver((changes) => {
-            for (const change of changes) globalThis.added += change.addedNodes.length;
-        }).observe(document.body, {childList: true, subtree: true});
-    }""")
-    sizes = {}
-    for step in (0, 1, 500, 501, 1000, 1500, 1501, film.num_steps - 1):
-        run.ask("() => { globalThis.added = 0; }")
-        run.show(step=step)
-        facts = facts_of(film, step)
-        check_queue(run, film, facts)
-        sizes[step] = run.ask(
-            "() => [document.querySelectorAll('main *').length, globalThis.added]"
-        )
-    assert max(size for size, _ in sizes.values()) < 2500, sizes
-    assert max(added for _, added in sizes.values()) < 1500, sizes

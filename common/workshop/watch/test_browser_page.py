@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from common.events.event_kinds import Event, Failed, Updated, parse_events, to_line
+from common.events.event_kinds import Event, Failed, Updated, to_line
 from common.workshop.replay.film import Film
 from common.workshop.watch.conftest import OpenRun, RunPage
+from common.workshop.watch.test_page_maker import words
 
 OpenDefault = Callable[..., RunPage]
 
@@ -20,9 +21,9 @@ def open_default(open_run: OpenRun, default_run_text: str) -> OpenDefault:
     return lambda **how: open_run(default_run_text, **how)
 
 
-@pytest.fixture(scope="session")
-def film(default_run_text: str) -> Film:
-    return Film(parse_events(default_run_text.splitlines(keepends=True)))
+@pytest.fixture
+def film(default_film: Film) -> Film:
+    return default_film
 
 
 def text_of(events: list[Event]) -> str:
@@ -43,20 +44,15 @@ def first_steps(film: Film, num_steps: int) -> list[Event]:
 # -- steps
 
 
-def test_it_loads_at_the_first_step_with_all_six_scenes(
+def test_it_loads_at_the_first_step_and_keys_stop_at_both_ends(
     open_default: OpenDefault, film: Film
 ) -> None:
-    run = open_default()
-    assert run.step == 0
+    run, last = open_default(), film.num_steps - 1
     scenes = run.ask(
         "() => [...document.querySelectorAll('[data-scene]')].map((e) => e.dataset.scene)"
     )
     assert sorted(scenes) == ["cache", "clock", "grid", "pool", "queue", "words"]
-    assert run.text("output.now") == f"step 0 of {film.num_steps - 1}"
-
-
-def test_keys_step_and_stop_at_both_ends(open_default: OpenDefault, film: Film) -> None:
-    run, last = open_default(), film.num_steps - 1
+    assert run.text("output.now") == f"step 0 of {last}"
     run.press("ArrowLeft")
     assert run.step == 0
     run.press("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft")
@@ -287,16 +283,13 @@ def test_the_language_changes_and_changes_back(open_default: OpenDefault) -> Non
     assert run.text("body") == english
 
 
-def test_every_string_has_words_in_both_languages(open_default: OpenDefault, film: Film) -> None:
+def test_no_text_is_shown_by_its_key(open_default: OpenDefault, film: Film) -> None:
+    """As one would be that has no words. In both languages they are: `test_page_maker.py`."""
     run = open_default()
-    table = run.ask("() => [...Watch.wordTable()]")
-    assert len(table) > 100
-    for key, (english, chinese) in table:
-        assert english.strip() and chinese.strip(), key
-        holes = [set(re.findall(r"\{\w+\}", words)) for words in (english, chinese)]
-        assert holes[0] == holes[1], key
-    families = "|".join(sorted({key.partition(".")[0] for key, _ in table}))
-    for step in range(0, film.num_steps, 7):  # a key without words shows as itself
+    keys = {key for key, _ in run.ask("() => [...Watch.wordTable()]")}
+    assert len(keys) > 100 and keys <= words().keys()
+    families = "|".join(sorted({key.partition(".")[0] for key in keys}))
+    for step in range(0, film.num_steps, 7):
         for language in ("en", "zh"):
             run.show(step=step, language=language)
             shown = re.findall(rf"(?<![\w/.])(?:{families})\.\w+", run.text("body"))
@@ -323,25 +316,20 @@ def drop(run: RunPage, *files: tuple[str, str]) -> None:
 
 
 def test_a_file_that_is_dropped_is_shown(open_default: OpenDefault, film: Film) -> None:
+    """While it is held over the page, a curtain says what may be dropped."""
     run = open_default(at="step=20&request=b")
+    curtain = run.page.locator(".curtain")
+    for kind, is_down in (("dragenter", True), ("dragleave", False)):
+        run.ask(_DROP, [[("a.jsonl", "")], [kind]])
+        run.settle()
+        assert curtain.is_visible() == is_down
+        assert not is_down or "Drop" in curtain.inner_text()
     drop(run, ("short.jsonl", text_of(first_steps(film, 7))))
     assert run.text("output.now") == "step 0 of 6"
     assert run.hash == "#step=0"
     run.press("End")
     assert run.step == 6
-    assert run.page.locator(".notice").is_hidden()
-
-
-def test_a_curtain_says_what_may_be_dropped(open_default: OpenDefault) -> None:
-    run = open_default()
-    curtain = run.page.locator(".curtain")
-    assert curtain.is_hidden()
-    run.ask(_DROP, [[("a.jsonl", "")], ["dragenter"]])
-    run.settle()
-    assert curtain.is_visible() and "Drop" in curtain.inner_text()
-    run.ask(_DROP, [[("a.jsonl", "")], ["dragleave"]])
-    run.settle()
-    assert curtain.is_hidden()
+    assert run.page.locator(".notice").is_hidden() and curtain.is_hidden()
 
 
 NO_RUNS = {  # what a file has, and what the page says about it
@@ -362,22 +350,17 @@ def test_a_file_that_is_no_run_is_refused_and_the_page_goes_on(
 ) -> None:
     run = open_default(at="step=3")
     notice = run.page.locator(".notice")
-    for text, words in NO_RUNS.items():
+    for text, said in NO_RUNS.items():
         drop(run, ("note.txt", text.replace("RUN", f"{to_line(film.run)}\n")))
-        assert "note.txt" in notice.inner_text() and words in notice.inner_text(), text
+        assert "note.txt" in notice.inner_text() and said in notice.inner_text(), text
         assert run.step == 3
+    drop(run, *((f"{n}.jsonl", "") for n in range(3)))
+    assert "3 files" in notice.inner_text() and run.step == 3
     run.press("ArrowRight")
     assert run.step == 4
     notice.get_by_role("button").click()
     run.settle()
     assert notice.is_hidden()
-
-
-def test_three_files_are_too_many(open_default: OpenDefault) -> None:
-    run = open_default()
-    drop(run, *((f"{n}.jsonl", "") for n in range(3)))
-    assert "3 files" in run.text(".notice")
-    assert run.step == 0
 
 
 def test_a_file_can_be_chosen_without_a_pointer(open_default: OpenDefault, film: Film) -> None:
@@ -404,17 +387,6 @@ def test_a_run_without_steps_is_no_error(open_run: OpenRun, film: Film) -> None:
     assert run.text("output.now") == "no steps"
     run.press("ArrowRight", "End", " ", "]", "Home")
     assert run.text("output.now") == "no steps"
-
-
-def test_a_large_run_is_packed_and_shown(
-    open_run: OpenRun, default_run_text: str, monkeypatch: pytest.MonkeyPatch, film: Film
-) -> None:
-    from common.workshop.watch import page_maker
-
-    monkeypatch.setattr(page_maker, "PACKED_FROM", 100)
-    run = open_run(default_run_text, at="step=4")
-    assert run.ask("() => document.querySelector('[data-label]').dataset.encoding") == "gzip"
-    assert run.text("output.now") == f"step 4 of {film.num_steps - 1}"
 
 
 # -- two runs

@@ -6,16 +6,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from common.events.event_kinds import KINDS, REASONS
+from common.events.event_kinds import KINDS
 from common.workshop.watch.conftest import OpenPage
-from common.workshop.watch.scene_runs import Shown, go, make_pages, make_urgent, ready, visible
+from common.workshop.watch.scene_runs import Pages, Shown, go, make_urgent, ready, visible
 from common.workshop.watch.source_lines import ROOT
+from common.workshop.watch.workloads import Cast
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -23,18 +23,22 @@ if TYPE_CHECKING:
 NAMES = ("radix", "hash", "preempted", "forced", "prefill_first", "fcfs", "guesses", "tiers")
 
 
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Shown]:
-    return make_pages(tmp_path_factory.mktemp("words"), NAMES)
+UNFOLD = """() => new Promise((done) => {
+    const button = document.querySelector(".words-list .words-unfold");
+    if (button === null) done(false);
+    button?.click();
+    requestAnimationFrame(() => requestAnimationFrame(() => done(true)));
+})"""
+# Whose sentences have numbers in which a run differs from others.
+NUMBERED = {"radix": "admitted", "preempted": "preempted", "forced": "preempted"}
+NUMBERED |= {"guesses": "guesses"}
+HOLE = re.compile(r"(say|pool|cache|words|tokens|source|reason)\.(?!py\b)[a-z_]+|undefined|NaN")
 
 
 def read_sentences(page: Page, unfold: bool = True) -> list[dict[str, Any]]:
     """Of all groups: `{group, key, text, sources}`."""
-    for _ in range(20 if unfold else 0):
-        if (button := page.query_selector(".words-list .words-unfold")) is None:
-            break
-        button.click()
-        page.wait_for_timeout(40)
+    while unfold and page.evaluate(UNFOLD):
+        pass
     return page.evaluate(
         """() => {
             const all = (host, selector, name) =>
@@ -117,24 +121,73 @@ def differences(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_everything_that_happened_is_told_once_and_nothing_else(
-    name: str, shown: dict[str, Shown], open_page: OpenPage
+    name: str, shown: Pages, open_page: OpenPage
 ) -> None:
+    """With its numbers and its lines of source, and in both languages."""
     film = shown[name]
     page = ready(open_page(film.page))
     broken: list[str] = []
-    for number in telling_steps(film):
+    numbered: set[str] = set()
+    for place, number in enumerate(telling_steps(film)):
         go(page, step=number)
         told = read_sentences(page)
         broken += differences(page, film, number, told)
+        numbered |= check_numbers(film, number, told, is_forced=name == "forced")
         computed = [e for e in film.step(number).events if e.kind == "computed"]
         named = {r for one in told for r in [one["group"], *one["requests"]]}
         assert {r for event in computed for r in event.tokens} <= named, f"step {number}"
         for one in told:
             assert one["sources"], f"no lines for {one}"
+        if place % 8 == 0:
+            check_holes(page, number)
     assert not broken, "\n".join(broken[:5])
+    assert NUMBERED.get(name) in {*numbered, None}, "the run shows no such sentence"
 
 
-def test_a_planted_lie_is_seen(shown: dict[str, Shown], open_page: OpenPage) -> None:
+def check_numbers(
+    shown: Shown, number: int, told: list[dict[str, Any]], is_forced: bool
+) -> set[str]:
+    """Those in sentences are those of the events. Returns what kinds there were."""
+    found: set[str] = set()
+    events = shown.step(number).events
+    kinds = [event.kind for event in events]
+    for place, event in enumerate(events):
+        name = getattr(event, "request", None)
+        own = {one["key"]: one["text"] for one in told if one["group"] == name}
+        if event.kind == "admitted" and (n := event.num_cached_tokens):
+            (text,) = (text for key, text in own.items() if ".cached" in key)
+            assert re.search(rf"\b{n} (cached )?tokens", text)
+            found.add("admitted")
+        elif event.kind == "preempted":
+            ((key, text),) = (pair for pair in own.items() if "preem" in pair[0])
+            assert f"{event.num_lost_tokens} computed token" in text
+            if "preempted" not in kinds[:place]:
+                # Who gets its blocks; or it was the debug switch, or nobody but itself.
+                is_for_another = "taken" in kinds[place : kinds.index("planned", place)]
+                kind = ".forced" if is_forced else ".for" if is_for_another else ""
+                assert key == f"say.preempted{kind}"
+            found.add("preempted")
+        elif event.kind == "computed":
+            for name, (accepted, rejected) in event.verified.items():
+                texts = {one["group"]: one["text"] for one in told if one["key"] == "say.guesses"}
+                assert texts[name].startswith(f"{accepted} of {accepted + rejected} guess")
+                found.add("guesses")
+    return found
+
+
+def check_holes(page: Page, number: int) -> None:
+    """No sentence has one, in either language."""
+    for language in ("en", "zh"):
+        go(page, language=language)
+        for selector in (".scene-words", ".scene-pool", ".scene-cache"):
+            hole = HOLE.search(page.inner_text(selector))
+            assert hole is None, f"step {number}: {hole}"
+    said = [one["text"] for one in read_sentences(page, unfold=False)]
+    assert all(re.search(r"[\u4e00-\u9fff]", text) for text in said), said
+    go(page, language="en")
+
+
+def test_a_planted_lie_is_seen(shown: Pages, open_page: OpenPage) -> None:
     film = shown["preempted"]
     number = next(n for n in range(film.film.num_steps) if expected_sentences(film, n)["stop", ""])
     page = ready(open_page(film.page))
@@ -150,68 +203,10 @@ def test_a_planted_lie_is_seen(shown: dict[str, Shown], open_page: OpenPage) -> 
     assert differences(page, film, number)
 
 
-def test_numbers_in_sentences_are_those_of_the_events(
-    shown: dict[str, Shown], open_page: OpenPage
+def test_the_urgent_take_the_seats_of_others(
+    tmp_path: Path, cast: Cast, open_page: OpenPage
 ) -> None:
-    checked: Counter[str] = Counter()
-    for name in ("radix", "preempted", "forced", "guesses"):
-        film = shown[name]
-        page = ready(open_page(film.page))
-        for number in telling_steps(film):
-            events = film.step(number).events
-            if not {"admitted", "preempted", "evicted"} & {e.kind for e in events} and not any(
-                e.kind == "computed" and e.verified for e in events
-            ):
-                continue
-            go(page, step=number)
-            texts = {(one["group"], one["key"]): one["text"] for one in read_sentences(page)}
-            for event in events:
-                if event.kind == "admitted" and (n := event.num_cached_tokens):
-                    said = [
-                        t for (g, k), t in texts.items() if g == event.request and ".cached" in k
-                    ]
-                    assert re.search(rf"\b{n} (cached )?tokens", said[0])
-                    checked["admitted"] += 1
-                elif event.kind == "preempted":
-                    said = [t for (g, k), t in texts.items() if g == event.request and "preem" in k]
-                    assert f"{event.num_lost_tokens} computed token" in said[0]
-                    checked["preempted"] += 1
-                elif event.kind == "computed":
-                    for r, (accepted, rejected) in event.verified.items():
-                        said = texts[r, "say.guesses"]
-                        assert said.startswith(f"{accepted} of {accepted + rejected} guess")
-                        checked["guesses"] += 1
-    assert checked.keys() == {"admitted", "preempted", "guesses"}
-
-
-def test_who_gets_the_blocks_of_a_preempted_request(
-    shown: dict[str, Shown], open_page: OpenPage
-) -> None:
-    """Or that it was the debug switch, or that it gave way to nobody but itself."""
-    seen = set()
-    for name in ("preempted", "forced"):
-        film = shown[name]
-        page = ready(open_page(film.page))
-        for number in range(film.film.num_steps):
-            events = film.step(number).events
-            kinds = [event.kind for event in events]
-            if "preempted" not in kinds:
-                continue
-            at = kinds.index("preempted")
-            plan = kinds.index("planned", at)
-            takers = [e.request for e in events[at:plan] if e.kind == "taken"]
-            go(page, step=number)
-            key = next(o["key"] for o in read_sentences(page) if o["key"].startswith("say.preem"))
-            seen.add(key)
-            if name == "forced":
-                assert key == "say.preempted.forced"
-            else:
-                assert key == ("say.preempted.for" if takers else "say.preempted")
-    assert len(seen) > 1, seen
-
-
-def test_the_urgent_take_the_seats_of_others(tmp_path: Path, open_page: OpenPage) -> None:
-    film = make_urgent(tmp_path)
+    film = make_urgent(tmp_path, cast)
     page = ready(open_page(film.page))
     go(page, step=3)
     assert not differences(page, film, 3)
@@ -223,43 +218,6 @@ def test_the_urgent_take_the_seats_of_others(tmp_path: Path, open_page: OpenPage
     assert told["", "say.stop.others"]["text"].startswith("nobody else is admitted, 2 wait")
 
 
-def test_no_sentence_has_a_hole(shown: dict[str, Shown], open_page: OpenPage) -> None:
-    for name in ("radix", "preempted", "tiers", "guesses"):
-        page = ready(open_page(shown[name].page))
-        for number, language in product(list(telling_steps(shown[name]))[::4], ("en", "zh")):
-            go(page, step=number, language=language)
-            for selector in (".scene-words", ".scene-pool", ".scene-cache"):
-                text = page.inner_text(selector)
-                hole = re.search(
-                    r"(say|pool|cache|words|tokens|source|reason)\.[a-z_]+\b|undefined|NaN", text
-                )
-                hole = hole if hole and ".py" not in text[hole.start() : hole.end() + 4] else None
-                assert hole is None, f"{name}, step {number}: {hole}"
-        said = [one["text"] for one in read_sentences(page)]
-        assert all(re.search(r"[\u4e00-\u9fff]", text) for text in said), said
-
-
-def test_every_string_has_both_languages_and_the_same_holes(
-    shown: dict[str, Shown], open_page: OpenPage
-) -> None:
-    page = ready(open_page(shown["radix"].page))
-    table = page.evaluate("[...Watch.wordTable()]")
-    own = [
-        (k, both) for k, both in table if re.match(r"(say|pool|cache|words|tokens?|source)\.", k)
-    ]
-    assert len(own) > 100
-    for key, both in own:
-        assert len(both) == 2 and all(both), key
-        holes = [sorted(re.findall(r"\{(\w+)\}", text)) for text in both]
-        assert holes[0] == holes[1], key
-
-
-def test_reasons_have_words(shown: dict[str, Shown], open_page: OpenPage) -> None:
-    page = ready(open_page(shown["radix"].page))
-    for reason in REASONS:
-        assert page.evaluate("(r) => Watch.hasWords(`reason.${r}`)", reason), reason
-
-
 # -- the lines of source
 
 
@@ -267,14 +225,21 @@ def test_reasons_have_words(shown: dict[str, Shown], open_page: OpenPage) -> Non
     "is_each_sentence", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["kinds", "all"]
 )
 def test_each_link_opens_the_lines_that_it_names(
-    is_each_sentence: bool, shown: dict[str, Shown], open_page: OpenPage
+    is_each_sentence: bool, shown: Pages, open_page: OpenPage
 ) -> None:
     """Of each kind of sentence one, or each sentence."""
     opened: set[str] = set()
+    visited: set[str] = set()
     for name in NAMES:
         film = shown[name]
         page = ready(open_page(film.page))
         for number in telling_steps(film):
+            events = film.step(number).events
+            kinds = {event.kind for event in events}
+            kinds |= {"guesses" for event in events if event.kind == "computed" and event.verified}
+            if not is_each_sentence and kinds <= visited:
+                continue
+            visited |= kinds
             go(page, step=number)
             new = {s for one in read_sentences(page) for s in one["sources"]}
             for sentence in sorted(new):
@@ -311,9 +276,7 @@ def check_window(page: Page, name: str) -> None:
     assert next(number for number, _, is_it in lines if is_it) == line
 
 
-def test_the_window_is_opened_and_closed_by_keys_alone(
-    shown: dict[str, Shown], open_page: OpenPage
-) -> None:
+def test_the_window_is_opened_and_closed_by_keys_alone(shown: Pages, open_page: OpenPage) -> None:
     page = ready(open_page(shown["hash"].page, at="step=6&request=a"))
     link = page.locator(".source-link").first
     link.focus()
@@ -332,7 +295,7 @@ def test_the_window_is_opened_and_closed_by_keys_alone(
 
 
 def test_an_engine_that_nobody_knows_has_sentences_without_links(
-    shown: dict[str, Shown], open_page: OpenPage
+    shown: Pages, open_page: OpenPage
 ) -> None:
     page = ready(open_page(shown["hash"].page))
     page.evaluate("Watch.store.films[0].run.scheduler = 'another'")
@@ -354,24 +317,7 @@ def read_tokens(page: Page) -> list[tuple[str, str]]:
     return [(text, look) for text, look in found]
 
 
-def test_the_tokens_of_a_request_are_its_text(shown: dict[str, Shown], open_page: OpenPage) -> None:
-    film = shown["guesses"]
-    page = ready(open_page(film.page, at="request=c"))
-    for number in range(3, film.film.num_steps):
-        go(page, step=number)
-        request = film.state(number).requests["c"]
-        tokens = read_tokens(page)
-        kept = [(text, look) for text, look in tokens if "is-rejected" not in look]
-        pieces = [*request.prompt_pieces, *request.pieces]
-        assert len(kept) == len(pieces), "the text is short enough to be whole"
-        assert [t for t, _ in kept] == [visible(p) for p in pieces]
-        sides = ["is-prompt" in look for _, look in kept]
-        assert sides == [True] * len(request.prompt) + [False] * len(request.outputs)
-
-
-def test_a_chip_among_the_tokens_can_be_clicked(
-    shown: dict[str, Shown], open_page: OpenPage
-) -> None:
+def test_a_chip_among_the_tokens_can_be_clicked(shown: Pages, open_page: OpenPage) -> None:
     page = ready(open_page(shown["hash"].page, at="step=6"))
     chip = page.locator(".words-tokens .request-chip").first
     name = chip.get_attribute("data-request")
@@ -386,8 +332,9 @@ def test_a_chip_among_the_tokens_can_be_clicked(
 
 
 def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
-    shown: dict[str, Shown], open_page: OpenPage
+    shown: Pages, open_page: OpenPage
 ) -> None:
+    """All other tokens of a request are its text."""
     film = shown["guesses"]
     page = ready(open_page(film.page))
     accepted: dict[str, list[int]] = {name: [] for name in "abc"}  # positions, since the beginning
@@ -405,6 +352,12 @@ def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
             tokens = read_tokens(page)
             rejected = [text for text, look in tokens if "is-rejected" in look]
             assert len(rejected) == num_rejected
+            request = film.state(number).requests[name]
+            kept = [pair for pair in tokens if "is-rejected" not in pair[1]]
+            pieces = [*request.prompt_pieces, *request.pieces]
+            assert [text for text, _ in kept] == [visible(piece) for piece in pieces]
+            sides = ["is-prompt" in look for _, look in kept]
+            assert sides == [True] * len(request.prompt) + [False] * len(request.outputs)
             drafts = step.planned[0].drafts[name][num_accepted:]
             pieces = {
                 t: p
@@ -426,7 +379,7 @@ def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
 
 
 def test_a_piece_of_a_prompt_is_lit_where_it_was_computed(
-    shown: dict[str, Shown], open_page: OpenPage
+    shown: Pages, open_page: OpenPage
 ) -> None:
     film = shown["preempted"]
     page = ready(open_page(film.page))
@@ -446,7 +399,7 @@ def test_a_piece_of_a_prompt_is_lit_where_it_was_computed(
     assert num_pieces > 3
 
 
-def test_long_lists_are_folded_and_unfold(shown: dict[str, Shown], open_page: OpenPage) -> None:
+def test_long_lists_are_folded_and_unfold(shown: Pages, open_page: OpenPage) -> None:
     page = ready(open_page(shown["hash"].page))
     page.evaluate(
         """() => { const step = Watch.store.films[0].steps[0];
@@ -460,5 +413,6 @@ def test_long_lists_are_folded_and_unfold(shown: dict[str, Shown], open_page: Op
     go(page, step=0)
     folded = read_sentences(page, unfold=False)
     assert len({one["group"] for one in folded}) < 15
+    page.click(".words-list .words-unfold")
     unfolded = read_sentences(page)
     assert {f"x{i}" for i in range(30)} <= {one["group"] for one in unfolded}

@@ -19,7 +19,7 @@ from common.workshop.replay.film import Film, State
 from common.workshop.watch.conftest import OpenPage
 from common.workshop.watch.film_scripts import GUESSING, PREFIXES, SCARCE
 from common.workshop.watch.page_maker import Reel, make_page
-from common.workshop.watch.workloads import Cast, Script, load_cast, perform
+from common.workshop.watch.workloads import Cast, Script, perform
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -57,11 +57,6 @@ FACTS = """() => {
     cells: [...cells.values()].flat().map((c) => [c.request, c.kind, c.start, c.numTokens]),
     waits: [...film.waits(step)], idle}));
 }"""
-
-
-@pytest.fixture(scope="module")
-def cast() -> Cast:
-    return load_cast()
 
 
 @pytest.fixture

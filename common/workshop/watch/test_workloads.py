@@ -13,19 +13,13 @@ from common.events.event_kinds import Cut, Evicted, Matched, Planned, Preempted,
 from common.tests.film_answers import Answers
 from common.workshop.replay.film import Film
 from common.workshop.watch import workloads
+from common.workshop.watch.film_facts import cells
 from common.workshop.watch.workloads import DEFAULT, Cast, Script, Visit, default_run, perform
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory, cast: Cast) -> Path:
-    path = tmp_path_factory.mktemp("run") / "run.jsonl"
-    default_run(path, cast)
-    return path
-
-
 @pytest.fixture
-def film(path: Path) -> Film:
-    return Film.read(path)
+def film(default_film: Film) -> Film:
+    return default_film
 
 
 def events_of(film: Film, kind: type) -> list:
@@ -34,13 +28,7 @@ def events_of(film: Film, kind: type) -> list:
 
 def cells_of(film: Film) -> list:
     """Of all steps, with the step in front."""
-    found = []
-    for part in film.steps():
-        for position, event in enumerate(part.events, part.first + 1):
-            if isinstance(event, Planned):
-                state = film.state_behind(position)
-                found += [(part.number, cell) for cell in state.cells(event)]
-    return found
+    return [(number, cell) for number, step in enumerate(cells(film)) for cell in step]
 
 
 def test_the_tokens_are_those_of_transformers(film: Film, cast: Cast) -> None:
@@ -71,10 +59,10 @@ def test_a_prefix_is_shared(film: Film) -> None:
 
 
 def test_a_prompt_comes_in_pieces_beside_decodes(film: Film) -> None:
-    cells = cells_of(film)
-    pieces = [step for step, cell in cells if cell.request == "c" and cell.kind == "prompt"]
+    computed = cells_of(film)
+    pieces = [step for step, cell in computed if cell.request == "c" and cell.kind == "prompt"]
     assert len(pieces) >= 4
-    assert all(any(s == step and c.kind == "decode" for s, c in cells) for step in pieces)
+    assert all(any(s == step and c.kind == "decode" for s, c in computed) for step in pieces)
 
 
 def test_requests_wait_for_several_reasons(film: Film) -> None:
@@ -111,7 +99,7 @@ def test_a_stop_string_ends_one(film: Film) -> None:
     assert film.last_state().requests["e"].text == " self.items"
 
 
-def test_two_films_differ_in_times_only(path: Path, cast: Cast, tmp_path: Path) -> None:
+def test_two_films_differ_in_times_only(default_run_path: Path, cast: Cast, tmp_path: Path) -> None:
     default_run(tmp_path / "again.jsonl", cast)
     timed = {"time": 0.0, "schedule_ms": 0.0, "update_ms": 0.0, "times": {}, "started_at": 0.0}
 
@@ -121,7 +109,7 @@ def test_two_films_differ_in_times_only(path: Path, cast: Cast, tmp_path: Path) 
             for e in read_events(path)
         ]
 
-    assert timeless(path) == timeless(tmp_path / "again.jsonl")
+    assert timeless(default_run_path) == timeless(tmp_path / "again.jsonl")
 
 
 # -- scripts

@@ -48,10 +48,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def read_reel(path: Path, label: str | None = None) -> Reel:
+def read_reel(path: Path) -> Reel:
     """Raises `FileNotFoundError`, and `ValueError` with a sentence for what is no run."""
     Film.read(path)
-    return Reel(label or path.stem, path.read_bytes().decode("utf-8", errors="replace"))
+    return Reel(path.stem, path.read_bytes().decode("utf-8", errors="replace"))
 
 
 def _made_now() -> Reel:

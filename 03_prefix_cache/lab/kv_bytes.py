@@ -1,0 +1,101 @@
+"""KV as bytes, for the tests of connectors. A block's bytes are a function of the whole prefix, of
+its keys and of the model, computed here without the chain's hashes: KV of another prefix cannot
+look right."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from hashlib import blake2b
+from itertools import count
+
+from bounded_loops import as_long_as
+from kv_connector import KVConnector
+from kv_memory import ComputedBlocks, NotReady
+from loading_kv_cache_manager import LoadingKVCacheManager
+from prefix_cache import KeyedRequest, PrefixCache, extra_keys_of
+from request import Request, SamplingParams
+
+NBYTES = 40
+Tags = Sequence[tuple[str, str | int]]
+
+
+class ByteMemory:
+    """A KV memory, and the order in which its blocks were written and read."""
+
+    block_nbytes = NBYTES
+
+    def __init__(self) -> None:
+        self.data: dict[int, bytes] = {}
+        self.written: list[int] = []
+        self.read: list[int] = []
+        self.thread = threading.get_ident()
+
+    def read_block(self, block_id: int) -> bytes:
+        assert threading.get_ident() == self.thread
+        self.read.append(block_id)
+        return self.data[block_id]
+
+    def write_block(self, block_id: int, data: bytes | memoryview) -> None:
+        assert threading.get_ident() == self.thread, "only the engine writes to its memory"
+        if len(data) != self.block_nbytes:
+            raise ValueError(f"{len(data)} bytes")
+        self.written.append(block_id)
+        self.data[block_id] = bytes(data)
+
+
+def make_request(request_id: str, tokens: Sequence[int], keys: Tags = ()) -> KeyedRequest:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    return KeyedRequest(request_id, tokens, params, extra_keys=keys)
+
+
+def true_kv(request: Request, index: int, block_size: int, namespace: Tags) -> bytes:
+    """Of block `index`: it depends on everything before it, and on nothing else."""
+    prefix = tuple(request.all_token_ids[: (index + 1) * block_size])
+    everything = (prefix, sorted(extra_keys_of(request)), sorted(namespace), block_size)
+    return blake2b(repr(everything).encode(), digest_size=NBYTES).digest()
+
+
+class ByteEngine:
+    """A memory behind a `LoadingKVCacheManager`: every request is computed at once."""
+
+    def __init__(self, connector: KVConnector, cache: PrefixCache, namespace: Tags) -> None:
+        self.io, self.cache, self.namespace = ByteMemory(), cache, namespace
+        self.numbers = count()
+        connector.bind(self.io, cache.block_size, namespace)
+        self.manager = LoadingKVCacheManager(cache.pool, cache.block_size, cache, connector)
+
+    def wait_until_ready(self, request: Request) -> ComputedBlocks:
+        def is_waiting() -> bool:
+            return isinstance(self.manager.get_computed_blocks(request), NotReady)
+
+        for _ in as_long_as(is_waiting, seconds=60):
+            self.manager.wait_for_loads()
+            self.manager.check_invariants()
+        computed = self.manager.get_computed_blocks(request)
+        assert isinstance(computed, ComputedBlocks)
+        return computed
+
+    def serve(self, tokens: Sequence[int], keys: Tags = ()) -> int:
+        """A request is admitted, computed, every byte of it checked, and freed. Returns the tokens
+        that were not computed."""
+        request = make_request(f"served {next(self.numbers)}", tokens, keys)
+        manager, size = self.manager, self.cache.block_size
+        computed = self.wait_until_ready(request)
+        num_new = request.num_tokens - computed.num_tokens
+        assert manager.allocate_slots(request, num_new, computed=computed)
+        right = [
+            true_kv(request, index, size, self.namespace)
+            for index in range(request.num_tokens // size)
+        ]
+        block_ids = manager.get_block_ids(request.request_id)
+        for index in range(len(computed.blocks), len(right)):
+            self.io.data[block_ids[index]] = right[index]
+        request.num_computed_tokens = request.num_tokens
+        manager.cache_blocks(request, request.num_tokens)
+        block_ids = manager.get_block_ids(request.request_id)
+        assert [self.io.data[block_id] for block_id in block_ids[: len(right)]] == right
+        manager.check_invariants([request])
+        manager.free(request)
+        manager.check_invariants()
+        return computed.num_tokens
