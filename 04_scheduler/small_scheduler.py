@@ -28,7 +28,7 @@ def take_blocks(name, num_tokens):
 steps = []
 while waiting or running:
     plan, victims, budget = {}, [], BUDGET
-    for name in list(running):  # phase 1: those who run, and nobody waits for them
+    for name in list(running):  # phase 1: the requests that run
         while name in running and not take_blocks(name, known[name] - computed[name]):
             victim = running.pop()  # who was admitted last gives everything back
             num_blocks[victim] = computed[victim] = 0
@@ -38,7 +38,7 @@ while waiting or running:
         if name in running:
             plan[name] = known[name] - computed[name]
             budget -= plan[name]
-    while waiting:  # phase 2: those who wait, in order
+    while waiting:  # phase 2: the requests that wait, in order
         num_tokens = known[waiting[0]]
         if num_tokens > budget or not take_blocks(waiting[0], num_tokens):
             break  # the first that does not fit ends the step: nobody overtakes
