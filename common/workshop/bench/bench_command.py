@@ -40,6 +40,7 @@ class Tables:
 
     full: str  # for common/workshop/bench/README.md
     short: str  # for README.md
+    shortest: str = ""  # for its first screen, if there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +102,19 @@ class Driver:
 
 def write_tables(root: Path, name: str, tables: Tables) -> None:
     """Into the repository at `root`: between the markers of `name`, in both texts."""
-    texts = {"README.md": tables.short, "common/workshop/bench/README.md": tables.full}
-    for place, table in texts.items():
-        write_between_markers(root / place, name, table)
+    for place, part, table in places_of(name, tables):
+        write_between_markers(root / place, part, table)
+
+
+def places_of(name: str, tables: Tables) -> list[tuple[str, str, str]]:
+    """Page, name of the markers, and what stands between them."""
+    places = [
+        ("README.md", name, tables.short),
+        ("common/workshop/bench/README.md", name, tables.full),
+    ]
+    if tables.shortest:
+        places.append(("README.md", f"{name}_in_short", tables.shortest))
+    return places
 
 
 def restart_with(args: argparse.Namespace) -> dict[str, str] | None:

@@ -41,6 +41,19 @@ def render_short(record: dict[str, Any]) -> str:
     )
 
 
+def render_shortest(record: dict[str, Any]) -> str:
+    """The first rung beside the last, where many users queue."""
+    rungs = record["regimes"]["many"]["rungs"]
+    first, *_, last = (_short_row(name, rung)[1:4] for name, rung in rungs.items())
+    head = [
+        f"{record['regimes']['many']['num_requests']} requests",
+        "one at a time",
+        "six chapters",
+    ]
+    names = ["output, tokens a second", "first token, median", "gap between tokens, p99"]
+    return markdown_table(head, [list(row) for row in zip(names, first, last, strict=True)])
+
+
 def _short_row(name: str, rung: dict[str, Any]) -> list[str]:
     chapter, phrase = PHRASES[name]
     title = f"[{rung['title']}]({chapter}/README.md)" if chapter else rung["title"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.workshop.bench import bench, bench_table, ladder_bench, ladder_table
-from common.workshop.bench.bench_command import Driver
+from common.workshop.bench.bench_command import Driver, places_of
 from common.workshop.bench.bench_record import ROOT, replace_between_markers
 
 
@@ -161,12 +161,20 @@ def test_the_short_ladder_has_four_columns_of_many_users() -> None:
     assert "`0123456789` with uncommitted changes" in lines[-1]
 
 
+def test_the_shortest_ladder_is_its_ends() -> None:
+    lines = ladder_table.render_shortest(a_ladder_record()).splitlines()
+    assert lines[0] == "| 80 requests | one at a time | six chapters |"
+    assert lines[2:] == [
+        "| output, tokens a second | 110 | 400 |",
+        "| first token, median | 8,000 ms | 12 ms |",
+        "| gap between tokens, p99 | 70 ms | 8 ms |",
+    ]
+
+
 @pytest.mark.parametrize("driver", [bench.DRIVER, ladder_bench.DRIVER], ids=lambda d: d.name)
 def test_the_texts_show_the_committed_records(driver: Driver) -> None:
-    tables = driver.tables(driver.committed)
-    shown = {"README.md": tables.short, "common/workshop/bench/README.md": tables.full}
-    for place, table in shown.items():
+    for place, part, table in places_of(driver.name, driver.tables(driver.committed)):
         text = (ROOT / place).read_text(encoding="utf-8")
-        assert replace_between_markers(text, driver.name, table) == text, (
+        assert replace_between_markers(text, part, table) == text, (
             f"python -m common.{driver.name} --write-readme writes {place}"
         )

@@ -1,0 +1,56 @@
+"""Chapter 2 in forty lines: a table finds a slot. Run it: `python 02_paged_kv/small_paging.py`."""
+
+from collections import deque
+
+from block_pool import BlockPool
+from kv_cache_manager import KVCacheManager
+from request import Request
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 6
+memory = ["--"] * (NUM_BLOCKS * BLOCK_SIZE)  # a slot holds the keys and values of one token
+free = deque(range(1, NUM_BLOCKS))  # block 0 is nobody's
+tables = {}  # of each request, the blocks that hold its positions, in order
+
+
+def slot(name, position):
+    return tables[name][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+def write(name, start, stop):
+    """Keep what positions [start, stop) of a request have computed."""
+    table = tables.setdefault(name, [])
+    while len(table) * BLOCK_SIZE < stop:  # only a full last block asks for another one
+        table.append(free.popleft())
+    for position in range(start, stop):
+        memory[slot(name, position)] = f"{name}{position}"
+
+
+def end(name):
+    free.extend(reversed(tables.pop(name)))  # nothing is erased: the next owner overwrites it
+
+
+# a has 5 tokens and b has 3; both grow; b ends, and c takes what it had.
+EVENTS = [("a", 0, 5), ("b", 0, 3), ("a", 5, 8), ("b", 3, 5), ("b", None, None), ("c", 0, 6)]
+for name, start, stop in EVENTS:
+    end(name) if stop is None else write(name, start, stop)
+    print(
+        f"{name} ends       " if stop is None else f"{name} writes {start}..{stop - 1}", end="   "
+    )
+    print(f"tables {tables}")
+rows = [memory[first : first + BLOCK_SIZE] for first in range(0, len(memory), BLOCK_SIZE)]
+print("\n".join(f"block {block_id}  {'  '.join(row)}" for block_id, row in enumerate(rows)))
+for name, length in (("a", 8), ("c", 6)):  # who reads through the table finds its own
+    assert [memory[slot(name, p)] for p in range(length)] == [f"{name}{p}" for p in range(length)]
+
+# The same by the chapter's classes.
+manager, requests = KVCacheManager(BlockPool(NUM_BLOCKS), BLOCK_SIZE), {}
+for name, start, stop in EVENTS:
+    if stop is None:
+        manager.free(requests.pop(name))
+        continue
+    request = requests.setdefault(name, Request.from_tokens(name, [0], max_new_tokens=9))
+    request.num_computed_tokens = start
+    assert manager.allocate_slots(request, stop - start)
+assert {name: list(manager.get_block_ids(name)) for name in requests} == tables
+assert manager.slot_mapping("c", 0, 6) == [slot("c", position) for position in range(6)]
+print("kv_cache_manager.py says the same")

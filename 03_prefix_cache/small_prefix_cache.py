@@ -1,0 +1,50 @@
+"""Chapter 3 in forty lines: a dictionary finds a prefix.
+Run it: `python 03_prefix_cache/small_prefix_cache.py`."""
+
+from block_pool import BlockPool
+from prefix_cache_local import PrefixCacheLocal
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 6
+PROMPTS = {
+    "a": [1, 2, 3, 4, 5, 6, 7, 8, 9],
+    "b": [1, 2, 3, 4, 5, 6, 7, 8, 7, 7, 7, 7, 7],  # begins as a does
+    "c": [5, 6, 7, 8, 1, 2, 3, 4, 0],  # a's blocks, after other tokens
+    "d": [1, 2, 3, 4, 5, 6, 7, 8, 7, 7, 7, 7, 6],
+    "e": [9, 9, 9, 9, 9, 9, 9, 9],
+    "f": [5, 6, 7, 8, 1, 2, 3, 4, 0],  # as c, which has lost a block to e
+}
+
+cache = {}  # hash of a block and all before it -> block; least recently used first
+free = list(range(1, NUM_BLOCKS))
+hits = {}
+for name, tokens in PROMPTS.items():
+    firsts = range(0, len(tokens) - BLOCK_SIZE, BLOCK_SIZE)  # the last token is always computed
+    full = [tuple(tokens[i : i + BLOCK_SIZE]) for i in firsts]
+    hashes, parent = [], None
+    for block in full:
+        parent = hash((parent, block))  # so equal hashes mean: all tokens up to here are equal
+        hashes.append(parent)
+    table = []
+    for key in hashes:  # the longest prefix that is there
+        if key not in cache:
+            break
+        table.append(cache[key])
+    hits[name] = len(table) * BLOCK_SIZE
+    for key in hashes[len(table) :]:  # computed now, and kept for whoever comes next
+        if not free:  # evict what was used longest ago
+            oldest = next(known for known in cache if known not in hashes)
+            free.append(cache.pop(oldest))
+        table.append(free.pop(0))
+        cache[key] = table[-1]
+    for key in reversed(hashes):  # used now: the deepest is the first to go
+        cache[key] = cache.pop(key)
+    print(f"{name}: {hits[name]} of {len(tokens)} tokens are known, blocks {table}")
+
+# The same by the chapter's class. (Its pool hands out and takes back; its hash is not Python's.)
+real = PrefixCacheLocal(pool=BlockPool(NUM_BLOCKS), block_size=BLOCK_SIZE)
+for name, tokens in PROMPTS.items():
+    known = tokens[: (len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE]
+    assert real.match_prefix(known).num_cached_tokens == hits[name], name
+    real.cache_computed_blocks(known)
+assert sorted(real.cached_block_ids()) == sorted(cache.values())
+print("prefix_cache_local.py says the same")

@@ -1,0 +1,60 @@
+"""Chapter 5 in forty lines: a verdict. Run it: `python 05_spec_decode/small_speculation.py`."""
+
+import random
+from collections import Counter
+
+import torch
+
+from rejection_sampler import rejection_sample
+
+TOKENS = "xyz"
+DRAFT = {"x": 0.2, "y": 0.7, "z": 0.1}  # q: what the cheap model says
+TARGET = [{"x": 0.5, "y": 0.3, "z": 0.2}, {"x": 0.1, "y": 0.8, "z": 0.1}]  # p, in its two places
+BONUS = {"x": 0.6, "y": 0.2, "z": 0.2}  # p after both guesses
+
+
+def draw(weights, u):
+    """The token at the point `u` of all weights laid end to end."""
+    point = u * sum(weights.values())
+    for token, weight in weights.items():
+        point -= weight
+        if point < 0:
+            return token
+    return max(weights, key=weights.get)  # rounding: `u` was at the end
+
+
+def judge(guesses, accept_u, sample_u):
+    """The guesses up to the first that is rejected, and one token of the target's."""
+    tokens = []
+    for d, p, u, v in zip(guesses, TARGET, accept_u, sample_u):
+        if u >= p[d] / DRAFT[d]:  # accepted with probability min(1, p/q)
+            residual = {t: max(p[t] - DRAFT[t], 0) for t in TOKENS}
+            return [*tokens, draw(residual, v)]
+        tokens.append(d)
+    return [*tokens, draw(BONUS, sample_u[-1])]
+
+
+rng = random.Random(5)
+rounds = []
+for _ in range(20_000):
+    guesses = [draw(DRAFT, rng.random()) for _ in TARGET]
+    numbers = [rng.random() for _ in range(5)]
+    rounds.append((guesses, numbers[:2], numbers[2:], judge(guesses, numbers[:2], numbers[2:])))
+for guesses, _, _, tokens in rounds[:4]:
+    print(f"guessed {' '.join(guesses)}   came out {' '.join(tokens)}")
+counts = Counter(tokens[0] for *_, tokens in rounds)
+for token in TOKENS:
+    share = counts[token] / len(rounds)
+    print(f"first token {token}: {share:.2f} of all, p says {TARGET[0][token]:.2f}")
+    assert abs(share - TARGET[0][token]) < 0.02
+
+# The same by the chapter's function, which judges a batch at once.
+p = torch.tensor([[*row.values()] for row in (*TARGET, BONUS)], dtype=torch.float64)
+q = torch.tensor([[*DRAFT.values()]] * 2, dtype=torch.float64)
+for guesses, accept_u, sample_u, tokens in rounds[:500]:
+    drafts = torch.tensor([TOKENS.index(guess) for guess in guesses])
+    u, v = torch.tensor(accept_u, dtype=torch.float64), torch.tensor(sample_u, dtype=torch.float64)
+    real = rejection_sample(p, drafts, q, torch.tensor([0, 3]), 2, u, v)
+    ids = real.token_ids[0, : int(real.num_sampled[0])].tolist()
+    assert [TOKENS[i] for i in ids] == tokens
+print("rejection_sampler.py says the same")

@@ -1,0 +1,59 @@
+"""Chapter 6 in forty lines: a prompt in pieces.
+Run it: `python 06_chunked_prefill/small_chunks.py`."""
+
+import math
+
+import torch
+
+from mixed_attention import mixed_attention
+from paged_attention import AttentionMetadata
+
+BUDGET = 4  # tokens a step: one for each request that decodes, the rest for the prompt
+PROMPT_LEN, NUM_DECODES = 10, 1
+torch.manual_seed(6)
+queries, keys, values = torch.randn(3, PROMPT_LEN, dtype=torch.float64)  # heads of one number each
+
+
+def attend(query, span):
+    """Attention to some keys: its output, and the logarithm of the sum of exp(score)."""
+    weights = [math.exp(query * keys[i]) for i in span]
+    output = sum(w * values[i] for w, i in zip(weights, span)) / sum(weights)
+    return output, math.log(sum(weights))
+
+
+def merge(left, right):
+    """Attention to the keys of both: each side weighs exp(its log-sum-exp)."""
+    a, b = math.exp(left[1]), math.exp(right[1])
+    return (a * left[0] + b * right[0]) / (a + b), math.log(a + b)
+
+
+outputs, num_computed, step = [], 0, 0
+while num_computed < PROMPT_LEN:
+    num_tokens = min(PROMPT_LEN - num_computed, BUDGET - NUM_DECODES)
+    for position in range(num_computed, num_computed + num_tokens):
+        result = attend(queries[position], range(num_computed, position + 1))  # its own piece
+        for start in range(0, num_computed, BUDGET - NUM_DECODES):  # those that came before it
+            earlier = range(start, start + BUDGET - NUM_DECODES)
+            result = merge(result, attend(queries[position], earlier))
+        outputs.append(result[0])
+    has_logits = num_computed + num_tokens == PROMPT_LEN
+    print(f"step {step}: positions {num_computed}..{num_computed + num_tokens - 1}", end="")
+    print(f" and {NUM_DECODES} decode, {'a token comes out' if has_logits else 'no logits yet'}")
+    num_computed += num_tokens
+    step += 1
+
+# The same by the chapter's function: blocks of 4 in a table, this step the whole prompt at once.
+key_cache, value_cache = (torch.zeros(4, 4, 1, 1, dtype=torch.float64) for _ in range(2))
+for cache, new in ((key_cache, keys), (value_cache, values)):
+    cache.view(-1)[4 : 4 + PROMPT_LEN] = new
+metadata = AttentionMetadata(
+    torch.tensor([0, PROMPT_LEN]),
+    torch.tensor([PROMPT_LEN]),
+    torch.tensor([[1, 2, 3]]),
+    torch.arange(4, 4 + PROMPT_LEN),
+    PROMPT_LEN,
+    PROMPT_LEN,
+)
+real = mixed_attention(queries.view(-1, 1, 1), key_cache, value_cache, metadata, scale=1.0)
+torch.testing.assert_close(real.flatten(), torch.stack(outputs))
+print("mixed_attention.py says the same")

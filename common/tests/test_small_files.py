@@ -1,0 +1,33 @@
+"""Each chapter in forty lines: it runs, it agrees with the chapter's class, and what it prints
+stands in the chapter's text, in both languages."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL_FILES = sorted(ROOT.glob("[0-9][0-9]_*/small_*.py"))
+
+
+def test_every_chapter_has_one() -> None:
+    assert [path.parent for path in SMALL_FILES] == sorted(ROOT.glob("[0-9][0-9]_*"))
+
+
+@pytest.mark.parametrize("path", SMALL_FILES, ids=lambda path: path.stem)
+def test_it_says_what_the_chapter_says_and_prints_what_the_text_shows(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runpy.run_path(str(path))
+    printed = capsys.readouterr().out
+    assert printed.endswith(".py says the same\n"), "its last lines compare it with the chapter"
+    for page in ("README.md", "README.zh.md"):
+        text = (path.parent / page).read_text(encoding="utf-8")
+        assert f"```\n{printed}```\n" in text, f"what it prints is not in {page}"
+
+
+@pytest.mark.parametrize("path", SMALL_FILES, ids=lambda path: path.stem)
+def test_it_is_short(path: Path) -> None:
+    assert 30 <= len(path.read_text(encoding="utf-8").splitlines()) <= 70
