@@ -10,7 +10,8 @@ PYTHON ?= python3
 ARGS ?=
 BUG ?=
 N ?=
-JOBS ?= 2
+# Of tests. One more than two cores: some tests wait for a browser, a rank, a time limit.
+JOBS ?= 3
 TORCH_VERSION := 2.13.0
 TRITON_VERSION := 3.9.0
 

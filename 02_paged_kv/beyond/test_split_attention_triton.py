@@ -149,6 +149,7 @@ def test_batches_without_tokens_and_sequences_without_tokens(backend, device):
         check(case, backend)
 
 
+@pytest.mark.sample(every=2, first=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("small_tiles")
 def test_a_decode_has_the_same_bits_alone_and_in_any_crowd(dtype, device):

@@ -26,6 +26,7 @@ def make_head_major_case(block_size: int, dtype: torch.dtype, decode_threshold: 
     return case
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("decode_threshold", [None, 1, 3])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("block_size", [3, 16])

@@ -91,6 +91,7 @@ def test_the_border_is_a_matter_of_speed(decode_threshold, num_shared, device):
     check(case, MixedTritonAttentionBackend)
 
 
+@pytest.mark.sample(every=3, first=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_tiles_of_their_normal_size_against_float64(dtype, device):
     lengths = [(1, 20), (1, 300), (70, 70), (33, 290)]

@@ -196,6 +196,7 @@ def test_with_a_seed_every_constraint_gives_the_tokens_of_plain_decoding(
         assert engine.stats().num_accepted_tokens > 0.6 * engine.stats().num_drafted_tokens
 
 
+@pytest.mark.sample(every=2)  # a run is of six tokens
 @pytest.mark.parametrize("end", range(12))
 def test_an_end_inside_an_accepted_run_cuts_everything_alike(
     end, shipped_oracle, shipped_loaded, shipped_tokenizer

@@ -36,7 +36,7 @@ from common.workshop.tools.trial import broken_copy
 WATCHED = [exhibit for exhibit in EXHIBITS if isinstance(exhibit.watch, Workload)]
 
 
-@pytest.mark.sample(every=4, first=3)  # among them one that does not end
+@pytest.mark.sample(every=8, first=7)
 @pytest.mark.parametrize("exhibit", WATCHED, ids=lambda e: e.title)
 def test_the_film_with_the_bug_parts_from_the_right_one(exhibit: Exhibit, tmp_path: Path) -> None:
     workload = exhibit.watch
