@@ -45,8 +45,8 @@ while waiting or running:
         running.append(waiting.pop(0))
         plan[running[-1]] = num_tokens
         budget -= num_tokens
-    print(f"step {len(steps)}: computes {plan}" + (f", preempts {victims}" if victims else ""))
     steps.append((plan, victims))
+    print(f"step {len(steps)}: computes {plan}" + (f", preempts {victims}" if victims else ""))
     for name, num_tokens in plan.items():  # a token comes out of each
         computed[name] += num_tokens
         known[name] += 1

@@ -8,7 +8,7 @@ import torch
 from mixed_attention import mixed_attention
 from paged_attention import AttentionMetadata
 
-BUDGET = 4  # tokens a step: one for each request that decodes, the rest for the prompt
+BUDGET = 5  # tokens a step: one for each request that decodes, the rest for the prompt
 PROMPT_LEN, NUM_DECODES = 10, 1
 torch.manual_seed(6)
 queries, keys, values = torch.randn(3, PROMPT_LEN, dtype=torch.float64)  # heads of one number each
@@ -27,7 +27,7 @@ def merge(left, right):
     return (a * left[0] + b * right[0]) / (a + b), math.log(a + b)
 
 
-outputs, num_computed, step = [], 0, 0
+outputs, num_computed, step = [], 0, 1
 while num_computed < PROMPT_LEN:
     num_tokens = min(PROMPT_LEN - num_computed, BUDGET - NUM_DECODES)
     for position in range(num_computed, num_computed + num_tokens):
