@@ -29,17 +29,19 @@ def end(name):
     free.extend(reversed(tables.pop(name)))  # nothing is erased: the next owner overwrites it
 
 
-# a has 5 tokens and b has 3; both grow; b ends, and c takes what it had.
+# a has 5 tokens and b has 3; both grow; b ends, and c takes one of its blocks.
 EVENTS = [("a", 0, 5), ("b", 0, 3), ("a", 5, 8), ("b", 3, 5), ("b", None, None), ("c", 0, 6)]
 for name, start, stop in EVENTS:
-    end(name) if stop is None else write(name, start, stop)
-    print(
-        f"{name} ends       " if stop is None else f"{name} writes {start}..{stop - 1}", end="   "
-    )
-    print(f"tables {tables}")
+    if stop is None:
+        end(name)
+        event = "ends"
+    else:
+        write(name, start, stop)
+        event = f"writes {start}..{stop - 1}"
+    print(f"{name} {event:12}  tables {tables}")
 rows = [memory[first : first + BLOCK_SIZE] for first in range(0, len(memory), BLOCK_SIZE)]
 print("\n".join(f"block {block_id}  {'  '.join(row)}" for block_id, row in enumerate(rows)))
-for name, length in (("a", 8), ("c", 6)):  # who reads through the table finds its own
+for name, length in (("a", 8), ("c", 6)):  # each reads its own tokens through its table
     assert [memory[slot(name, p)] for p in range(length)] == [f"{name}{p}" for p in range(length)]
 
 # The same by the chapter's classes.

@@ -7,16 +7,16 @@ from prefix_cache_local import PrefixCacheLocal
 BLOCK_SIZE, NUM_BLOCKS = 4, 6
 PROMPTS = {
     "a": [1, 2, 3, 4, 5, 6, 7, 8, 9],
-    "b": [1, 2, 3, 4, 5, 6, 7, 8, 7, 7, 7, 7, 7],  # begins as a does
+    "b": [1, 2, 3, 4, 5, 6, 7, 8, 7, 7, 7, 7, 7],  # begins like a
     "c": [5, 6, 7, 8, 1, 2, 3, 4, 0],  # a's blocks, after other tokens
     "d": [1, 2, 3, 4, 5, 6, 7, 8, 7, 7, 7, 7, 6],
     "e": [9, 9, 9, 9, 9, 9, 9, 9],
-    "f": [5, 6, 7, 8, 1, 2, 3, 4, 0],  # as c, which has lost a block to e
+    "f": [5, 6, 7, 8, 1, 2, 3, 4, 0],  # the same as c, which has lost a block to e
 }
 
 cache = {}  # hash of a block and all before it -> block; least recently used first
 free = list(range(1, NUM_BLOCKS))
-hits = {}
+hits = {}  # of each prompt, the blocks that it found
 for name, tokens in PROMPTS.items():
     firsts = range(0, len(tokens) - BLOCK_SIZE, BLOCK_SIZE)  # the last token is always computed
     full = [tuple(tokens[i : i + BLOCK_SIZE]) for i in firsts]
@@ -29,7 +29,7 @@ for name, tokens in PROMPTS.items():
         if key not in cache:
             break
         table.append(cache[key])
-    hits[name] = len(table) * BLOCK_SIZE
+    hits[name] = list(table)
     for key in hashes[len(table) :]:  # computed now, and kept for whoever comes next
         if not free:  # evict what was used longest ago
             oldest = next(known for known in cache if known not in hashes)
@@ -38,13 +38,14 @@ for name, tokens in PROMPTS.items():
         cache[key] = table[-1]
     for key in reversed(hashes):  # used now: the deepest is the first to go
         cache[key] = cache.pop(key)
-    print(f"{name}: {hits[name]} of {len(tokens)} tokens are known, blocks {table}")
+    num_known = len(hits[name]) * BLOCK_SIZE
+    print(f"{name}: {num_known} of {len(tokens)} tokens are known, blocks {table}")
 
 # The same by the chapter's class. (Its pool hands out and takes back; its hash is not Python's.)
 real = PrefixCacheLocal(pool=BlockPool(NUM_BLOCKS), block_size=BLOCK_SIZE)
 for name, tokens in PROMPTS.items():
     known = tokens[: (len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE]
-    assert real.match_prefix(known).num_cached_tokens == hits[name], name
+    found = [block.block_id for block in real.match_prefix(known).blocks]
+    assert found == hits[name], name
     real.cache_computed_blocks(known)
-assert sorted(real.cached_block_ids()) == sorted(cache.values())
 print("prefix_cache_local.py says the same")

@@ -13,11 +13,11 @@ NUM_OUTPUTS = {"a": 4, "b": 3, "c": 1}
 
 waiting, running = list(PROMPT_LENS), []
 known, computed = dict(PROMPT_LENS), dict.fromkeys(PROMPT_LENS, 0)  # numbers of tokens
-num_blocks = dict.fromkeys(PROMPT_LENS, 0)  # that each request holds
+num_blocks = dict.fromkeys(PROMPT_LENS, 0)  # blocks that each request holds
 
 
 def take_blocks(name, num_tokens):
-    """Slots for so many more tokens; False if there are too few, and then nothing has changed."""
+    """Slots for `num_tokens` more. False, and nothing has changed, if there are too few."""
     missing = -(-(computed[name] + num_tokens) // BLOCK_SIZE) - num_blocks[name]
     if missing > NUM_BLOCKS - sum(num_blocks.values()):
         return False
@@ -32,7 +32,6 @@ while waiting or running:
         while name in running and not take_blocks(name, known[name] - computed[name]):
             victim = running.pop()  # who was admitted last gives everything back
             num_blocks[victim] = computed[victim] = 0
-            budget += plan.pop(victim, 0)
             waiting.insert(0, victim)
             victims.append(victim)
         if name in running:

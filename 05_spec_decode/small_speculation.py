@@ -24,7 +24,7 @@ def draw(weights, u):
 
 
 def judge(guesses, accept_u, sample_u):
-    """The guesses up to the first that is rejected, and one token of the target's."""
+    """The guesses up to the first that is rejected, and one token from the target."""
     tokens = []
     for d, p, u, v in zip(guesses, TARGET, accept_u, sample_u):
         if u >= p[d] / DRAFT[d]:  # accepted with probability min(1, p/q)

@@ -10,8 +10,9 @@ from paged_attention import AttentionMetadata
 
 BUDGET = 5  # tokens a step: one for each request that decodes, the rest for the prompt
 PROMPT_LEN, NUM_DECODES = 10, 1
+PIECE = BUDGET - NUM_DECODES
 torch.manual_seed(6)
-queries, keys, values = torch.randn(3, PROMPT_LEN, dtype=torch.float64)  # heads of one number each
+queries, keys, values = torch.randn(3, PROMPT_LEN, dtype=torch.float64)  # one head, of one number
 
 
 def attend(query, span):
@@ -29,11 +30,11 @@ def merge(left, right):
 
 outputs, num_computed, step = [], 0, 1
 while num_computed < PROMPT_LEN:
-    num_tokens = min(PROMPT_LEN - num_computed, BUDGET - NUM_DECODES)
+    num_tokens = min(PROMPT_LEN - num_computed, PIECE)
     for position in range(num_computed, num_computed + num_tokens):
         result = attend(queries[position], range(num_computed, position + 1))  # its own piece
-        for start in range(0, num_computed, BUDGET - NUM_DECODES):  # those that came before it
-            earlier = range(start, start + BUDGET - NUM_DECODES)
+        for start in range(0, num_computed, PIECE):  # those that came before it
+            earlier = range(start, start + PIECE)
             result = merge(result, attend(queries[position], earlier))
         outputs.append(result[0])
     has_logits = num_computed + num_tokens == PROMPT_LEN
