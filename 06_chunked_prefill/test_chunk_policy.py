@@ -166,6 +166,19 @@ def test_a_prompt_longer_than_a_step_takes_what_the_step_has(budget):
         whole.add(make_request("long", 40, 2))
 
 
+def test_whoever_decodes_gets_a_token_in_every_step_although_a_chunk_is_before_it():
+    """The long one was admitted first, so it is asked first; it leaves one token for each."""
+    run = two_phase(ChunkedPrefill(12), max_num_batched_tokens=16, max_num_seqs=8)
+    run.add(make_request("long", 50, 2))
+    run.add(*(make_request(f"s{i}", 1, 30) for i in range(3)))
+    run.step()
+    assert run.plans[0] == {"long": 12, "s0": 1, "s1": 1, "s2": 1}
+    run.scheduler.chunk_policy.long_prefill_token_threshold = None
+    run.step()
+    assert run.plans[1] == {"long": 13, "s0": 1, "s1": 1, "s2": 1}
+    run.to_the_end()
+
+
 def test_so_many_long_prompts_are_under_way_and_short_ones_pass():
     policy = ChunkedPrefill(4, max_long_partial_prefills=1)
     run = two_phase(policy, max_num_batched_tokens=32, max_num_seqs=8)

@@ -46,6 +46,16 @@ def test_a_pending_token_is_counted_planned_on_and_sent_when_it_is_known(schedul
     assert request.output_token_ids == [11, 12, 13] and plans[4].start_positions == [6]
 
 
+def test_a_pending_token_that_nobody_has_planned_is_seen(scheduler) -> None:
+    scheduler.add_request(request := make("a"))
+    scheduler.schedule()
+    (plugin,) = scheduler.plugins
+    plugin.check()
+    request.num_pending_tokens += 1
+    with pytest.raises(AssertionError):
+        plugin.check()
+
+
 def test_the_last_token_allowed_is_foreseen(scheduler) -> None:
     scheduler.add_request(request := make("a", max_tokens=2))
     scheduler.add_request(make("b", max_tokens=5))

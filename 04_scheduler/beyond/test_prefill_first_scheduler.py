@@ -429,6 +429,18 @@ def test_fewest_outputs_are_retracted_and_come_back_as_prefills():
     assert loop.requests["a"].num_preemptions == 0
 
 
+@pytest.mark.parametrize("names", ["sl", "ls"])
+def test_of_equally_many_outputs_the_longest_input_is_retracted_and_the_share_rises(names):
+    loop = greedy(7)
+    for name in names:
+        loop.add(name, {"s": 4, "l": 8}[name], 12)
+    share = loop.scheduler.new_token_ratio
+    assert preempted(loop.run_until(preempted)) == ["l"]
+    assert loop.scheduler.new_token_ratio > share
+    loop.run()
+    loop.must_be_right()
+
+
 def test_a_prompt_between_two_chunks_makes_way_for_those_who_decode():
     """Or both would wait for each other: each has what the other needs."""
     loop = greedy(9, chunked_prefill_size=4, max_consecutive_prefills=1)

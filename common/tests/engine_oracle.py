@@ -161,7 +161,8 @@ def serve_a_crowd(
     of them take no notice. Checks every token, why each ended, and that nothing is held then."""
     capacity, names = engine.kv_manager.capacity, list(map(str, range(num_requests)))
     arrivals = {name: (rng.randint(0, 40), rng.randrange(len(oracle.prompts))) for name in names}
-    lengths = {name: rng.choice([1, 2, rng.randint(1, MAX_TOKENS)]) for name in names}
+    short = {name: rng.randint(1, 2) for name in names if rng.random() < 0.25}
+    lengths = {name: short.get(name, rng.randint(1, MAX_TOKENS)) for name in names}
     aborts = {name: rng.randint(0, 60) for name in names if rng.random() < abort_share}
     ends = {name: eos if rng.random() < 0.5 else () for name in names}
     outputs: dict[str, RequestOutput] = {}

@@ -54,6 +54,7 @@ def execute(script: Path, time_budget_s: float = TIME_BUDGET_S) -> NotebookNode:
     notebook as a whole takes longer than `time_budget_s`.
     """
     from nbclient import NotebookClient
+    from nbclient.exceptions import CellTimeoutError
 
     deadline = time.monotonic() + time_budget_s
     notebook = read_script(script)
@@ -71,6 +72,8 @@ def execute(script: Path, time_budget_s: float = TIME_BUDGET_S) -> NotebookNode:
     folders = [root, *sorted(folder for found in rooms for folder in found)]
     path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
     client.execute(env={**os.environ, "PYTHONPATH": path, "TQDM_DISABLE": "1"})
+    if time.monotonic() > deadline:  # a cell gets a second at least, which was one too many
+        raise CellTimeoutError(f"{script.name} took longer than {time_budget_s:g} s")
     _remove_noise(notebook)
     return notebook
 
