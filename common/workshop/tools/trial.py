@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 
 from common.workshop.tools.apart import apart
 from common.workshop.tools.module_swap import ModuleSwap, name_of
@@ -24,6 +25,9 @@ from common.workshop.tools.source_patch import Patch
 
 LIMIT_S = 60.0  # for a function, and for a test
 NEVER_ENDS = "(it does not end; stopped from outside)"
+# Python 3.11's `ast.parse` takes two threads for one that recurses, and raises SystemError
+# (python/cpython issue 106905).
+_PARSING = Lock()
 _FOLDER = "other-"
 _IN_THE_FOLDER = re.compile(rf"[^\s\"']*{_FOLDER}\w+/")
 
@@ -38,7 +42,9 @@ def swapped(path: Path, text: str) -> Iterator[ModuleSwap]:
 
 
 def broken_copy(patch: Patch) -> contextlib.AbstractContextManager[ModuleSwap]:
-    return swapped(patch.path, patch.apply())
+    with _PARSING:
+        text = patch.apply()
+    return swapped(patch.path, text)
 
 
 def said_by(
