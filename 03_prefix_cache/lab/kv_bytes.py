@@ -59,7 +59,9 @@ def true_kv(request: Request, index: int, block_size: int, namespace: Tags) -> b
 class ByteEngine:
     """A memory behind a `LoadingKVCacheManager`: every request is computed at once."""
 
-    def __init__(self, connector: KVConnector, cache: PrefixCache, namespace: Tags) -> None:
+    def __init__(
+        self, connector: KVConnector, cache: PrefixCache, namespace: Sequence[tuple[str, str]]
+    ) -> None:
         self.io, self.cache, self.namespace = ByteMemory(), cache, namespace
         self.numbers = count()
         connector.bind(self.io, cache.block_size, namespace)
