@@ -6,29 +6,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from block_pool import BlockPool
+from kv_slots import PREFIX_CACHES, MakeCache
 from kv_world import World
-from prefix_cache import PrefixCache
-
-MakeCache = Callable[[BlockPool, int], PrefixCache]
-
-
-def _hash_chain(pool: BlockPool, block_size: int) -> PrefixCache:
-    from prefix_cache_local import PrefixCacheLocal
-
-    return PrefixCacheLocal(pool=pool, block_size=block_size)
-
-
-def _radix_tree(pool: BlockPool, block_size: int) -> PrefixCache:
-    from radix_cache import RadixCache
-
-    return RadixCache(pool=pool, page_size=block_size)
 
 
 @pytest.fixture
 def make_caches() -> dict[str, MakeCache]:
     """Every cache of the chapter, by name."""
-    return {"hash": _hash_chain, "radix": _radix_tree}
+    return PREFIX_CACHES
 
 
 @pytest.fixture(params=["hash", "radix"])

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
 from kv_memory import KeyedRequest, extra_keys_of
+from kv_slots import PREFIX_CACHES
 from policies import FCFSPolicy, PriorityPolicy, SchedulePolicy
 from policy_queue import PolicyQueue
 from prefix_cache import PrefixCache, normalise_extra_keys
 from prefix_cache_local import PrefixCacheLocal
 from request import Request, SamplingParams
-from scheduler_steps import PREFIX_CACHES
 from sglang_policies import (
     POLICIES,
     CacheAwarePolicy,

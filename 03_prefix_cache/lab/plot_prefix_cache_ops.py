@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from block_pool import BlockPool
+from kv_slots import PREFIX_CACHES
 from prefix_cache import PrefixCache, PrefixPath
-from prefix_cache_local import PrefixCacheLocal
-from radix_cache import RadixCache
 
 try:
     import xxhash  # pyright: ignore[reportMissingImports]
@@ -41,10 +40,7 @@ OPERATIONS = ("match", "touch + release", "match + insert", "evict")
 
 
 def make_cache(name: str, num_blocks: int, block_size: int = BLOCK_SIZE) -> PrefixCache:
-    pool = BlockPool(num_blocks + 1)
-    if name == "radix":
-        return RadixCache(pool=pool, page_size=block_size)
-    return PrefixCacheLocal(pool=pool, block_size=block_size)
+    return PREFIX_CACHES[name](BlockPool(num_blocks + 1), block_size)
 
 
 @contextmanager

@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from block_pool import BlockPool
+from kv_slots import PREFIX_CACHES
 from prefix_cache import PrefixCache
-from prefix_cache_local import PrefixCacheLocal
 from prefix_workloads import TRACE_BLOCK_SIZE, TraceRequest, read_trace
-from radix_cache import RadixCache
 
 CACHES = ("hash", "radix")
 CAPACITIES = (1000, 3000, 10000, 30000)
@@ -55,10 +54,7 @@ def make_cache(name: str, capacity: int) -> PrefixCache:
         raise ValueError(f"cache is {name!r}: it must be one of {CACHES}")
     if capacity < 1:
         raise ValueError(f"capacity is {capacity}: it must be >= 1 block")
-    pool = BlockPool(capacity + 1)  # and the null block
-    if name == "radix":
-        return RadixCache(pool=pool, page_size=1)
-    return PrefixCacheLocal(pool=pool, block_size=1)
+    return PREFIX_CACHES[name](BlockPool(capacity + 1), 1)  # and the null block
 
 
 def replay(trace: Sequence[TraceRequest], cache: PrefixCache) -> ReplayResult:

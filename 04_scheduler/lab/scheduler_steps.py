@@ -13,21 +13,14 @@ from cached_kv_cache_manager import CachedKVCacheManager
 from fake_model import FakeModelRunner
 from forced_preemption import ForcedPreemption
 from kv_memory import KeyedRequest, KVMemory, UncachedKVCacheManager
+from kv_slots import PREFIX_CACHES
 from prefill_first_scheduler import PrefillFirstScheduler
-from prefix_cache import PrefixCache
-from prefix_cache_local import PrefixCacheLocal
-from radix_cache import RadixCache
 from request import Request
 from scheduler import Scheduler
 from scheduler_base import SchedulerBase
 from scheduler_books import SchedulerPlugin
 from scheduler_interface import SchedulerOutput, StepOutput
 from step_plan import PreemptingPlan
-
-PREFIX_CACHES: dict[str, Callable[[BlockPool, int], PrefixCache]] = {
-    "hash": lambda pool, block_size: PrefixCacheLocal(pool=pool, block_size=block_size),
-    "radix": lambda pool, block_size: RadixCache(pool=pool, page_size=block_size),
-}
 
 
 def make_memory(
