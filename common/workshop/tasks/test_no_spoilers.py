@@ -1,4 +1,4 @@
-"""A page that quotes the body of a task has it folded, under a summary that says which task it is."""
+"""A page that quotes the body of a task has it folded, under a summary that names the task."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def summary_for(numbers: list[str], is_chinese: bool = False) -> str:
     tasks = [task for task in TASKS if task.number in numbers]
     places = dict.fromkeys(f"<code>{task.place}</code>" for task in tasks)
     if is_chinese:
-        return f"<summary>{'、'.join(places)}：函数体就是任务 {'、'.join(numbers)}，先自己写</summary>"
+        return (
+            f"<summary>{'、'.join(places)}：函数体就是任务 {'、'.join(numbers)}，先自己写</summary>"
+        )
     which = " and ".join(numbers)
     return f"<summary>{', '.join(places)}. The body is task {which}: try it first</summary>"
 
