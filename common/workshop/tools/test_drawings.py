@@ -1,4 +1,4 @@
-"""The committed drawings are what their scripts draw."""
+"""The committed figures are what their scripts draw, in both languages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from common.workshop.tools.figure_words import Words
 
 ROOT = Path(__file__).resolve().parents[3]
 PLACES = ("[0-9][0-9]_*/lab/plot_*.py", "common/workshop/*/plot_*.py")  # as `make figures` has them
@@ -34,10 +36,13 @@ def load(path: Path) -> ModuleType:
 def test_what_is_committed_is_what_is_drawn(script: Path) -> None:
     drawings = load(script).DRAWINGS
     assert drawings
+    folder = script.parents[1] / "figures"
     for name, draw in drawings.items():
-        path = script.parents[1] / "figures" / f"{name}.svg"
-        drawn = draw().svg()
-        assert path.read_text(encoding="utf-8") == drawn, f"{path.name}: run {script.name}"
+        drawing = draw()
+        for suffix, words in ((".svg", None), (".zh.svg", Words.beside(folder))):
+            path = folder / (name + suffix)
+            drawn = drawing.svg(words)
+            assert path.read_text(encoding="utf-8") == drawn, f"{path.name}: run {script.name}"
 
 
 def test_there_are_scripts_and_no_two_draw_one_file() -> None:
