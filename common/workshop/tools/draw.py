@@ -148,7 +148,7 @@ class Text:
 
     def rows(self) -> list[Row]:
         lines = [(line, True) for line in self.title.split("\n") if line]
-        lines += [(line, self.bold) for line in self.text.split("\n") if line or not self.title]
+        lines += [(line, self.bold) for line in self.text.split("\n")]
         y = self.y - (0 if self.box is None else (len(lines) - 1) * self.size * 0.64)
         rows = []
         for i, (line, is_bold) in enumerate(lines):
@@ -390,10 +390,11 @@ class Axes:
             drawing.text(
                 x, area.y + area.height + 15, label, size=SMALL, anchor="middle", muted=True
             )
-        drawing.text(area.x, area.y - 16, ylabel, size=SMALL)
-        drawing.text(
-            area.x + area.width, area.y + area.height + 35, xlabel, size=SMALL, anchor="end"
-        )
+        if ylabel:
+            drawing.text(area.x, area.y - 16, ylabel, size=SMALL)
+        if xlabel:
+            end, bottom = area.x + area.width, area.y + area.height
+            drawing.text(end, bottom + 35, xlabel, size=SMALL, anchor="end")
 
 
 @dataclass(slots=True)
@@ -459,12 +460,15 @@ class Lanes:
 
 def ink_on(fill: str) -> str:
     """The colour of text on this one: white or black, whichever stands out more."""
-    red, green, blue = (int(fill[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    linear = [
-        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)
-    ]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return "#ffffff" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.055 else "#111111"
+    light = luminance(fill) + 0.05
+    return "#ffffff" if 1.05 / light > light / 0.055 else "#111111"
+
+
+def luminance(color: str) -> float:
+    """Of `#rrggbb`, from 0 to 1."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def _grid(x0: float, y0: float, x1: float, y1: float) -> str:

@@ -15,11 +15,10 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from xml.sax.saxutils import escape, unescape
 
 LANGUAGE = "zh-CN"
 # A word that is neither part of a name of code (`num_tokens`, `EngineCore`, `wait()`) nor a letter.
-WORD = re.compile(r"(?<![\w.(])[A-Za-z][a-z]+(?![\w.(])")
+WORD = re.compile(r"(?<![\w.(/])[A-Za-z][a-z]+(?![\w.(/])")
 
 
 @dataclass
@@ -62,18 +61,10 @@ class Words:
             self.used.add(text)
             return self.pairs[text]
         for pattern, english in self.patterns:
-            if found := pattern.fullmatch(text):
+            found = pattern.fullmatch(text)
+            if found and not any(WORD.search(what) for what in found.groups()):
                 self.used.add(english)
                 return self.pairs[english].format(*found.groups())
         if WORD.search(text) and not is_code:
             raise ValueError(f"{self.path} has no Chinese for {text!r}")
         return text
-
-    def in_plot(self, svg: str) -> str:
-        """A plot of `palette.save` with these words."""
-        said = re.sub(
-            r"(<text\b[^>]*>)([^<]*)(?=</text>)",
-            lambda found: found[1] + escape(self(unescape(found[2]))),
-            svg,
-        )
-        return said.replace("<svg ", f'<svg lang="{LANGUAGE}" ', 1)
