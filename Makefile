@@ -2,6 +2,7 @@
 #
 #   make demo ARGS="--num-prompts 4 --trace"      make check
 #   make matrix ARGS="--seconds 60 --seed 1"      make museum BUG=9
+#   make demo ARGS=--mine                         (with the functions that you have written)
 #   make task EVENING=3                           (writes tonight's files, with holes, into my/)
 #   make task N=3.2                               make task N=3.2 ARGS=--hint
 #   make watch ARGS="--film 3"                    make test ARGS="-k scheduler"
@@ -54,11 +55,14 @@ unexport PYTHONDONTWRITEBYTECODE
 say-%:
 	@echo "make $*: $(WHAT_$*)"
 
+# With ARGS=--mine a program runs with the functions that you have written.
+MINE = $(if $(filter --mine,$(ARGS)),common.workshop.tasks.mine)
+
 help: say-help
 	@$(foreach t,$(TARGETS),printf '  make %-10s %s\n' '$(t)' "$(WHAT_$(t))";)
 
 demo: say-demo $(STAMP)
-	@$(PY) -m common.demo $(ARGS)
+	@$(PY) -m $(MINE) common.demo $(ARGS)
 
 # Which tests: conftest.py. Each process is given tests that follow each other (`worksteal`), so that
 # what a module or a folder prepares once is prepared by one of them.
@@ -72,7 +76,7 @@ test: say-test $(STAMP)
 
 # A failure ends with the command that repeats it: settings in ARGS run that one combination.
 matrix: say-matrix $(STAMP)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m common.tests.equivalence $(ARGS) || \
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m $(MINE) common.tests.equivalence $(ARGS) || \
 	  { echo "make matrix: failed. What is printed above says with which settings."; exit 1; }
 
 museum: say-museum $(STAMP)
