@@ -330,8 +330,10 @@ class Drawing:
         say = words or str
         card = replace(self, shapes=[*self.shapes], boxes=[*self.boxes], texts=[])
         for text in self.texts:
-            said = {"text": say(text.text, text.mono), "title": say(text.title)} if words else {}
-            card.texts.append(replace(text, **said))
+            if words:
+                said = {"text": words(text.text, text.mono), "title": words(text.title)}
+                text = replace(text, **said)
+            card.texts.append(text)
         for x, y, meanings in self.keys:
             for meaning, fill in meanings.items():
                 card.box(x, y - 8, 16, 16, fill=fill, radius=2)
