@@ -30,6 +30,7 @@ import torch
 from matplotlib.colors import ListedColormap
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from common.workshop.tools.palette import DECODE, PAPER, PROMPT, WASTE
 from engine_core import EngineCore
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
@@ -152,13 +153,14 @@ for record in records:
             continuous_map[slot, record.step] = codes[use]
     slots = [None if name in record.finished else name for name in slots]
 
-colors = ListedColormap(["#f4b183", "#9dc3e6", "#1f4e79"])
+colors = ListedColormap([WASTE, DECODE, PROMPT])
 figure, axes = plt.subplots(2, 1, figsize=(7, 3.2), sharex=True, layout="constrained")
 for axis, rows, title in zip(axes, (static_map, continuous_map), ("static", "continuous")):
-    axis.pcolormesh(rows, cmap=colors, vmin=0, vmax=2, edgecolors="white")
+    axis.pcolormesh(rows, cmap=colors, vmin=0, vmax=2, edgecolors=PAPER)
     axis.set(title=f"{title} (dark: prefill, light: decode, orange: wasted)", ylabel="slot")
     axis.set_yticks([0.5, 1.5, 2.5], range(3))
     axis.invert_yaxis()
+axes[1].set_xticks([step + 0.5 for step in range(width)], range(width))
 _ = axes[1].set_xlabel("step")
 # %% [markdown]
 # ## What a plan says

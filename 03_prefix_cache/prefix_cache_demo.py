@@ -27,6 +27,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from common.llm import LLM, SamplingParams
+from common.workshop.tools.palette import BASELINE, CACHED, shade
 from prefix_cache_local import PrefixCacheLocal, compute_hash_chain
 from radix_cache import RadixCache
 from sglang_radix_cache import SGLangRadixCache
@@ -176,7 +177,7 @@ for prefix_cache in (None, "hash", "radix"):
     print(prefix_cache, f"{llm.engine.stats().prefix_cache_hit_rate:.0%} of prompt tokens hit")
 
 figure, axes = plt.subplots(figsize=(5, 2))
-axes.barh(list(seconds), list(seconds.values()))
+axes.barh(list(seconds), list(seconds.values()), color=[BASELINE, CACHED, shade(CACHED, 0.45)])
 axes.set_xlabel("seconds for 16 requests")
 axes.set_ylabel("prefix_cache")
 figure.tight_layout()

@@ -23,6 +23,7 @@
 import matplotlib.pyplot as plt
 
 from block_pool import BlockPool
+from common.workshop.tools.palette import BASELINE, INK, PREEMPTED, PROMPT, tint
 from fake_model import FakeModelRunner, continuation
 from kv_memory import UncachedKVCacheManager
 from prefill_first_scheduler import PrefillFirstScheduler
@@ -92,12 +93,13 @@ print(scheduler.get_stats())
 # %% [markdown]
 # ## What it looks like
 #
-# A column is a step, a row one of the blocks, a colour a request. A cross marks a preemption.
+# A column is a step, a row one of the blocks, a shade a request. A cross marks a preemption.
 
 
 # %%
 def draw(scheduler, runner, names, title, max_steps=60):
-    colors = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))
+    shades = (0.75, 0.5, 0.3, 0.15)
+    colors = {name: tint(PROMPT, share) for name, share in zip(names, shades, strict=True)}
     num_blocks = scheduler.kv_memory.pool.num_usable_blocks
     figure, axis = plt.subplots(figsize=(9, 2.6), layout="constrained")
     said = {name: [] for name in names}
@@ -108,11 +110,19 @@ def draw(scheduler, runner, names, title, max_steps=60):
             for block_id in scheduler.kv_memory.get_block_ids(name):
                 axis.add_patch(plt.Rectangle((step, block_id - 1), 1, 1, color=colors[name]))
         for request in output.preempted_requests:
-            axis.plot(step + 0.5, num_blocks + 0.5, "x", color=colors[request.request_id])
+            axis.text(step, num_blocks + 0.2, f"x {request.request_id}", color=PREEMPTED)
         for result in scheduler.update_from_output(output, runner.execute(output).wait()):
             said[result.request_id] += result.new_token_ids
         step += 1
-    axis.set(xlim=(0, step), ylim=(0, num_blocks + 1), xlabel="step", ylabel="block", title=title)
+    axis.set(
+        xlim=(0, step),
+        ylim=(0, num_blocks + 1),
+        xticks=range(0, step + 1, 2),
+        yticks=range(0, num_blocks + 1, 2),
+        xlabel="step",
+        ylabel="block",
+        title=title,
+    )
     handles = [plt.Rectangle((0, 0), 1, 1, color=colors[name]) for name in names]
     figure.legend(handles, names, loc="outside right upper", frameon=False)
     plt.show()
@@ -158,11 +168,11 @@ def tokens_of_the_first(kind, **options):
 
 
 figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
-axis.plot(tokens_of_the_first(Scheduler), label="two phases")
+axis.plot(tokens_of_the_first(Scheduler), color=INK, label="two phases")
 bounded = tokens_of_the_first(PrefillFirstScheduler, max_consecutive_prefills=3)
-axis.plot(bounded, label="prefill first, at most 3 in a row")
+axis.plot(bounded, color=PROMPT, label="prefill first, at most 3 in a row")
 unbounded = tokens_of_the_first(PrefillFirstScheduler, max_consecutive_prefills=None)
-axis.plot(unbounded, label="prefill first, no bound")
+axis.plot(unbounded, color=BASELINE, label="prefill first, no bound")
 axis.set(xlabel="step", ylabel="outputs of the first request", title="One newcomer in every step")
 axis.legend(frameon=False)
 plt.show()

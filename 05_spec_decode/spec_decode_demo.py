@@ -23,6 +23,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from acceptance import expected_tokens
+from common.workshop.tools.palette import ACCEPTED, BASELINE, DRAFT, INK, REJECTED, tint
 from input_batch import RunnerRequest
 from proposers import FollowedRequest, NgramProposer
 from rejection_sampler import rejection_sample, rejection_sampling_batched
@@ -63,7 +64,7 @@ print(
 # %% [markdown]
 # ## The picture
 #
-# Blue: guesses that were accepted, which pile up to min(p, q). Orange: what was drawn from the
+# Green: guesses that were accepted, which pile up to min(p, q). Orange: what was drawn from the
 # residual after a rejection. Together they reach p exactly, and q has left no trace.
 
 # %%
@@ -72,11 +73,11 @@ recovered = torch.bincount(first[~is_accepted], minlength=8) / NUM_REQUESTS
 
 figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
 tokens = range(8)
-axis.bar(tokens, accepted, color="#1f4e79", label="guess accepted")
-axis.bar(tokens, recovered, bottom=accepted, color="#c55a11", label="drawn from the residual")
-axis.plot(tokens, p, "k_", markersize=28, label="p, the target")
-axis.plot(tokens, q, "x", color="grey", label="q, the draft")
-axis.set(xlabel="token", ylabel="share of the outputs")
+axis.bar(tokens, accepted, color=ACCEPTED, label="guess accepted")
+axis.bar(tokens, recovered, bottom=accepted, color=REJECTED, label="drawn from the residual")
+axis.plot(tokens, p, "_", color=INK, markersize=28, label="p, the target")
+axis.plot(tokens, q, "x", color=DRAFT, label="q, the draft")
+axis.set(xlabel="token", xticks=tokens, ylabel="share of the outputs")
 axis.legend(frameon=False)
 plt.show()
 
@@ -111,9 +112,11 @@ figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey
 for axis, cost in zip(axes, (0.02, 0.33)):
     for acceptance in (0.3, 0.6, 0.8, 0.95):
         speedups = [expected_tokens(acceptance, k) / (1 + k * cost) for k in range(9)]
-        axis.plot(range(9), speedups, "o-", label=f"acceptance {acceptance}")
-    axis.axhline(1, color="black", linewidth=0.8)
+        shade = tint(DRAFT, acceptance)
+        axis.plot(range(9), speedups, "o-", color=shade, label=f"acceptance {acceptance}")
+    axis.axhline(1, color=BASELINE, linewidth=0.8)
     axis.set(title=f"a round costs {cost} of a pass", xlabel="drafts a pass, k", ylim=0)
+    axis.set_xticks(range(9))
 axes[0].set_ylabel("times as fast as plain decoding")
 axes[0].legend(frameon=False)
 plt.show()

@@ -27,6 +27,7 @@ import torch
 from adaptive_chunks import AdaptiveChunks
 from chunk_policy import ChunkedPrefill
 from common.llm import LLM, SamplingParams
+from common.workshop.tools.palette import INK, PROMPT
 from mixed_attention import mixed_attention
 from paged_attention import AttentionMetadata, paged_attention
 from request import Request
@@ -109,10 +110,10 @@ while start < 4000:
     start, sizes, times = start + size, [*sizes, size], [*times, step_ms]
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
-left.bar(range(len(sizes)), sizes)
+left.bar(range(len(sizes)), sizes, color=PROMPT)
 left.set(xlabel="step", ylabel="tokens of the prompt")
-right.plot(times, "o-")
-right.axhline(20, color="black", linewidth=0.8)
+right.plot(times, "o-", color=PROMPT)
+right.axhline(20, color=INK, linewidth=0.8)
 right.set(xlabel="step", ylabel="ms", ylim=0)
 plt.show()
 

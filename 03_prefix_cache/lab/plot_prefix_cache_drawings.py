@@ -14,7 +14,8 @@ from typing import Any, cast
 
 from block_pool import BlockPool
 from bounded_loops import as_long_as
-from common.workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Box, Drawing, Lanes, save_all
+from common.workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Box, Drawing, save_all
+from common.workshop.tools.draw_parts import Lanes
 from common.workshop.tools.palette import CACHED, DECODE, OTHER, PREEMPTED, PROMPT, tint
 from global_kv_pool import GlobalKVPool, copy_in_process
 from kv_memory import ComputedBlocks, NotReady

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from common.workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Axes, Box, Drawing, save_all
+from common.workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Box, Drawing, save_all
+from common.workshop.tools.draw_parts import Axes
 from common.workshop.tools.palette import DECODE, INK, PREEMPTED, PROMPT, WASTE, tint
 from prefill_first_runs import (
     PAGE_SIZE,

@@ -92,7 +92,7 @@ def draw_lab(record: dict) -> Figure:
     names = [f"{i + 1}  {name}" for i, name in enumerate(systems)]
     handles = [Line2D([], [], **_mark(name)) for name in systems]
     figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=12)
-    figure.suptitle("Prefill first (squares) mostly gives the first token later (simulated)")
+    figure.suptitle("Prefill first (squares): later first tokens than with 1 (simulated)")
     return figure
 
 

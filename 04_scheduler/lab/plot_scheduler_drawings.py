@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bounded_loops import as_long_as
-from common.workshop.tools.draw import LARGE, PAPER, SMALL, Axes, Box, Drawing, save_all
+from common.workshop.tools.draw import LARGE, PAPER, SMALL, Box, Drawing, save_all
+from common.workshop.tools.draw_parts import Axes
 from common.workshop.tools.palette import BASELINE, DECODE, INK, PREEMPTED, PROMPT, tint
 from prefill_first_scheduler import PrefillFirstScheduler
 from scheduler import Scheduler

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from common.workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Axes, Box, Drawing, save_all
+from common.workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Box, Drawing, save_all
+from common.workshop.tools.draw_parts import Axes
 from common.workshop.tools.palette import ACCEPTED, DECODE, DRAFT, INK, PROMPT, REJECTED, tint
 from exact_law import step_laws
 from rejection_sampler import rejection_sample

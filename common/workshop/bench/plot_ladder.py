@@ -15,7 +15,8 @@ from pathlib import Path
 
 from common.workshop.bench.bench_record import read_record
 from common.workshop.bench.ladder_bench import main as write_tables
-from common.workshop.tools.draw import LARGE, SMALL, Axes, Box, Drawing, save_all
+from common.workshop.tools.draw import LARGE, SMALL, Box, Drawing, save_all
+from common.workshop.tools.draw_parts import Axes
 from common.workshop.tools.palette import BASELINE, DECODE, INK, PROMPT
 
 RECORD = Path(__file__).parent / "records" / "ladder.json"
@@ -86,12 +87,12 @@ def draw_regimes() -> Drawing:
     found = regimes()
     rungs, *_ = found.values()
     drawing = start(
-        "Few users: no rung is faster, but the waits are shorter",
+        "Few users: no rung is faster, but the first token comes sooner",
         "For each rung, from one request at a time to all six chapters, a mark for many users and "
         "one for few: output tokens a second, the first token and the gap between tokens at p99.",
         rungs,
     )
-    drawing.key(600, 31, dict(zip(found, (DECODE, PROMPT), strict=True)))
+    drawing.key(LEFT, 60, dict(zip(found, (DECODE, PROMPT), strict=True)))
     quantities = {  # and the ticks; for those of waits, the scale is logarithmic
         "output_tokens_per_s": ("output tokens a second", (0, 400, 800)),
         "ttft_ms_p99": ("first token, p99, ms", (100, 1000, 10_000)),

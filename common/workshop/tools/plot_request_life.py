@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from common.workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Drawing, Lanes, save_all
+from common.workshop.tools.draw import LARGE, PAPER, SMALL, SOFT, Drawing, save_all
+from common.workshop.tools.draw_parts import Lanes
 from common.workshop.tools.palette import CACHED, DECODE, PREEMPTED, PROMPT, tint
 from request import RequestStatus
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 from matplotlib.textpath import TextPath
 
-from common.workshop.tools.draw import SIZE, Axes, Box, Drawing, ink_on, text_width
+from common.workshop.tools.draw import SIZE, Box, Drawing, ink_on, text_width
+from common.workshop.tools.draw_parts import Axes
 from common.workshop.tools.palette import DECODE, PROMPT, REJECTED
 
 
