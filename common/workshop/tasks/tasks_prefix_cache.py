@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 
 def chains() -> str:
     from prefix_cache_local import compute_block_hash, compute_hash_chain
@@ -71,10 +73,8 @@ def evictions() -> str:
     except ValueError:
         lines.append("a release of what nobody uses: refused")
     cache.touch(path[:1])
-    try:
+    with contextlib.suppress(ValueError):
         cache.release(path)
-    except ValueError:
-        pass
     lines.append(f"its head is used and all is released: {cache.num_evictable_blocks} of 5")
     cache.release(path[:1])
     for _ in range(3):
