@@ -67,7 +67,7 @@ def room() -> str:
     from step_plan import StepPlan
 
     lines = []
-    for num_blocks, prompts in ((4, {"a": 7, "b": 7}), (6, {"a": 7, "b": 7, "c": 7})):
+    for num_blocks, prompts in ((4, {"a": 5, "b": 7}), (6, {"a": 7, "b": 7, "c": 7})):
         scheduler = _scheduler(num_blocks)
         for name, num_tokens in prompts.items():
             scheduler.add_request(request(name, num_tokens, max_tokens=8))
