@@ -611,7 +611,7 @@ def test_as_many_positions_get_room_as_are_asked_for():
     loop = Loop(20)
     request = loop.add("a", 7, 20)
     loop.step()
-    assert loop.scheduler._get_room(request, 6, 0, StepPlan(6, len)) == 6
+    assert loop.scheduler._get_room(request, 6, 0, StepPlan(6, lambda one: 6)) == 6
     assert len(loop.scheduler.kv_memory.get_block_ids("a")) == 4  # of 4 positions, for 7 + 6
 
 

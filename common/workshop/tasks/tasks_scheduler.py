@@ -83,7 +83,7 @@ def room() -> str:
     scheduler = _scheduler(9)
     scheduler.add_request(one := request("a", 7, max_tokens=8))
     scheduler.schedule()
-    given = scheduler._get_room(one, 6, 0, StepPlan(6, len))
+    given = scheduler._get_room(one, 6, 0, StepPlan(6, lambda one: 6))
     held = len(scheduler.kv_memory.get_block_ids("a"))
     lines.append(f"a has 7 tokens and wants room for 6 more: {given}, it holds {held} blocks")
     return "\n".join(lines)
