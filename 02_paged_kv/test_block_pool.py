@@ -19,7 +19,7 @@ def snapshot(pool: BlockPool) -> tuple:
     return ids(pool.free_order()), [block.ref_cnt for block in pool.blocks]
 
 
-def refused(pool: BlockPool, match: str, call, *args) -> None:
+def refused(pool: BlockPool, match: str | None, call, *args) -> None:
     """The call raises `ValueError` and has changed nothing."""
     before = snapshot(pool)
     with pytest.raises(ValueError, match=match):
@@ -81,8 +81,8 @@ def test_double_free_is_an_error_and_changes_nothing():
     pool = BlockPool(5)
     first, second = pool.allocate(2)
     pool.free([first])
-    refused(pool, "", pool.free, [first])
-    refused(pool, "", pool.free, [second, first])  # nor is `second` freed
+    refused(pool, None, pool.free, [first])
+    refused(pool, None, pool.free, [second, first])  # nor is `second` freed
 
 
 def test_a_block_named_twice_in_one_call_is_an_error():

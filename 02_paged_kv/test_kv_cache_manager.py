@@ -85,15 +85,18 @@ def test_a_new_block_is_taken_when_a_position_crosses_into_it():
     is fed, at position 8, is there something to write and a block to take."""
     manager = make(8, block_size=4)
     request = make_request("a")
-    num_blocks = []
+    num_blocks, grown = [], []
     assert manager.allocate_slots(request, 6)
     request.num_computed_tokens = 6
     for _ in range(7):
+        manager.grown.clear()
         assert manager.allocate_slots(request, 1)
         request.num_computed_tokens += 1
         num_blocks.append(len(manager.get_block_ids("a")))
+        grown.append(len(manager.grown))
     #   position      6  7  8  9 10 11 12
     assert num_blocks == [2, 2, 3, 3, 3, 3, 4]
+    assert grown == [0, 0, 1, 0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 16, 33, 256])

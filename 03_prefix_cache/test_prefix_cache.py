@@ -492,7 +492,7 @@ class Rig:
         self.cache.check_invariants()
         self.pool.check_invariants()
 
-    def refused(self, match: str, call, *args, **kwargs) -> None:
+    def refused(self, match: str | None, call, *args, **kwargs) -> None:
         """The call raises `ValueError` and has changed nothing."""
         before = self.snapshot()
         with pytest.raises(ValueError, match=match):
@@ -557,6 +557,16 @@ def test_only_whole_blocks_are_cached_and_matched(rig):
     assert len(rig.cache.match_prefix(short).blocks) == 1
     assert rig.cache.match_prefix(short).num_cached_tokens == rig.block_size
     assert rig.cache.match_prefix(rig.spell("A")[:-1]).blocks == []
+
+
+def test_a_way_that_is_remembered_is_right_when_the_prompt_has_grown(rig):
+    """Of a block that is not full yet nothing may be remembered: it will get other tokens."""
+    rig.warm("AB")
+    *tokens, last = rig.spell("AB")
+    path = PrefixPath()
+    assert len(rig.cache.match_prefix(tokens, None, path).blocks) == 1
+    assert path.state is not None
+    assert len(rig.cache.match_prefix([*tokens, last], None, path).blocks) == 2
 
 
 def test_a_difference_in_any_token_of_a_block_is_a_miss(rig):
@@ -970,9 +980,9 @@ def test_release_of_a_block_that_nobody_uses_is_an_error(rig):
     """Trap 10, in two calls: the second would free what the cache still keeps."""
     blocks = rig.hold("AB")
     rig.cache.release(blocks)
-    rig.refused("", rig.cache.release, blocks)
+    rig.refused(None, rig.cache.release, blocks)
     rig.cache.touch(blocks[:1])
-    rig.refused("", rig.cache.release, blocks)
+    rig.refused(None, rig.cache.release, blocks)
     rig.cache.release(blocks[:1])
     assert rig.hits("AB") == ids(blocks)
 

@@ -26,6 +26,7 @@ from scheduler_steps import (
     preempting,
 )
 from sglang_policies import policy_over
+from step_plan import StepPlan
 from whole_prompts import CutPrompts
 
 SCHEDULERS = (Scheduler, PrefillFirstScheduler)
@@ -591,6 +592,27 @@ def test_the_victim_is_the_least_urgent_and_of_those_the_latest():
     for _ in as_long_as(lambda: not victims):
         victims = preempted(loop.step())
     assert victims[0] == "c"
+
+
+@pytest.mark.parametrize(("policy", "order"), [("fcfs", "dcba"), ("priority", "bcda")])
+def test_requests_make_room_in_their_order_and_who_is_spared_does_not(policy, order):
+    loop = Loop(20, policy=policy)
+    for name, priority, time in (("a", 1, 0.0), ("b", 9, 5.0), ("c", 9, 2.0), ("d", 1, 1.0)):
+        loop.add(name, 3, 20, priority=priority).arrival_time = time
+        loop.step()
+    spared = []
+    for _ in order:
+        spared.append(loop.scheduler._choose_victim(spared))
+    assert [request.request_id for request in spared] == list(order)
+    assert loop.scheduler._choose_victim(spared) is None
+
+
+def test_as_many_positions_get_room_as_are_asked_for():
+    loop = Loop(20)
+    request = loop.add("a", 7, 20)
+    loop.step()
+    assert loop.scheduler._get_room(request, 6, 0, StepPlan(6, lambda one: 6)) == 6
+    assert len(loop.scheduler.kv_memory.get_block_ids("a")) == 4  # of 4 positions, for 7 + 6
 
 
 # -- a cache. Equal prompts: `test_scheduler_runs.py`

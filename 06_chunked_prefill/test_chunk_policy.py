@@ -196,6 +196,12 @@ def test_so_many_long_prompts_are_under_way_and_short_ones_pass():
     run.to_the_end()
 
 
+def test_short_prompts_take_no_place_and_without_a_limit_there_are_no_places():
+    policy, one = ChunkedPrefill(4, max_long_partial_prefills=1), make_request("r", 9, 1)
+    assert [policy.may_start(one, n) for n in (4, 1, 9, 9, 4)] == [True, True, True, False, True]
+    assert ChunkedPrefill(4).may_start(one, 9)
+
+
 def test_a_long_prompt_that_is_held_back_does_not_wait_for_ever():
     """Behind a bounded number of short ones the queue waits for it."""
     policy = ChunkedPrefill(4, max_long_partial_prefills=1)

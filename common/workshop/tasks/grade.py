@@ -271,7 +271,9 @@ def _told(failure: Failure, trial: _Trial) -> str:
             lines.append(f"{_name(raised_in)}:{failure.line}\n    {source}")
             if failure.swapped_line is not None:
                 lines.append(f"On the way there: {trial.place(failure.swapped_line)}")
-        lines.append(_shown(failure.message))
+        message = failure.message
+        # All numbers of two tensors say less than the small example that follows.
+        lines.append(_shown(message.partition("\n")[0] if "tensor(" in message else message))
     if failure.printed:
         lines.append(f"What was printed:\n\n{_shown(failure.printed)}")
     return "\n\n".join([*lines, f"The test: {path}::{name}"])

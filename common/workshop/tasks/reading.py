@@ -1,4 +1,5 @@
-"""What an evening of `COURSE.md` reads, and how long: `python -m common.workshop.tasks --write`.
+"""What an evening of `COURSE.md` reads and writes, and how long that takes:
+`python -m common.workshop.tasks --write`.
 
 A row of a table names a file, or a class or function of it, and says how many lines that has. The
 last row adds them up. The numbers are put right from the source; everything else of the row, its
@@ -9,7 +10,17 @@ language too, is the page's own:
     | **together** | **231** | |
 
 These tables are the one list of what to read, and in which order. README's map, in both languages,
-and the head of each chapter follow it: their words are their own, their order is not."""
+and the head of each chapter follow it: their words are their own, their order is not.
+
+The minutes are derived, too, from the tasks: of each task, of an evening's tasks together, of the evenings
+from the shortest to the longest, and of all parts of an evening together:
+
+    | `make task N=1.1` | When has a request ended? | `Request.append_output_token` | 10 | easy |
+    | **together** | | | **65** | |
+
+    | 4 | do | 55–77 | ... |
+    | | **together** | **165–187** | |
+"""
 
 from __future__ import annotations
 
@@ -18,6 +29,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.workshop.tasks.course import EVENINGS, minutes_of, task_numbered
 from common.workshop.tools.path import count_lines
 from common.workshop.tools.source_patch import ROOT
 
@@ -32,6 +44,14 @@ _MAP_ROW = re.compile(r"^(\| (\d) \[[^|]+\|[^|]+\|[^|]+\| )[^|]+(?= \|)", re.MUL
 _ITEM = re.compile(r"^(?:\d+\.|\*) `(\w+\.py)`(.*)\n", re.MULTILINE)
 _ITEMS = re.compile(f"(?:{_ITEM.pattern})+", re.MULTILINE)
 _SUM = re.compile(r"^(?P<front>\| \*\*[^*|]+\*\* \| \*\*)(?P<number>[\d,]+)(?=\*\* \|)")
+
+
+_TASK = re.compile(
+    r"^(?P<front>\| `make task N=(?P<task>[\d.]+)` \|[^|]+\|[^|]+\| )(?P<number>\d+)(?= \|)"
+)
+_TASKS = re.compile(r"^(?P<front>\| \*\*[^*|]+\*\* \| +\| +\| \*\*)(?P<number>\d+)(?=\*\* \|)")
+_PART = re.compile(r"^(?P<front>\| \d \| [^|]+ \| )(?P<number>\d+(?P<range>–\d+)?)(?= \|)")
+_PARTS = re.compile(r"^(?P<front>\| +\| \*\*[^*|]+\*\* \| \*\*)(?P<number>\d+–\d+)(?=\*\* \|)")
 
 
 def lines_of(path: Path, symbol: str | None) -> int:
@@ -54,16 +74,25 @@ def lines_of(path: Path, symbol: str | None) -> int:
 
 def counted(text: str) -> str:
     """The page, with the numbers of today."""
-    total, lines = 0, []
+    minutes = [minutes_of(evening) for evening in EVENINGS]
+    total, least, most, lines = 0, 0, 0, []  # since the last sum
     for line in text.splitlines(keepends=True):
+        number = ""
         if row := _ROW.match(line):
-            number = lines_of(ROOT / row["path"], row["symbol"])
-            total += number
-            line = f"{row['front']}{number:,}{line[row.end() :]}"
-        elif row := _SUM.match(line):
-            line = f"{row['front']}{total:,}{line[row.end() :]}"
-            total = 0
-        lines.append(line)
+            own = lines_of(ROOT / row["path"], row["symbol"])
+            total, number = total + own, f"{own:,}"
+        elif row := _TASK.match(line):
+            task = task_numbered(row["task"])
+            assert task is not None, row["task"]
+            total, number = total + task.minutes, str(task.minutes)
+        elif row := _SUM.match(line) or _TASKS.match(line):
+            total, number = 0, f"{total:,}"
+        elif row := _PART.match(line):
+            number = f"{min(minutes)}–{max(minutes)}" if row["range"] else row["number"]
+            least, most = least + int(number.split("–")[0]), most + int(number.split("–")[-1])
+        elif row := _PARTS.match(line):
+            least, most, number = 0, 0, f"{least}–{most}"
+        lines.append(f"{row['front']}{number}{line[row.end() :]}" if row else line)
     return "".join(lines)
 
 

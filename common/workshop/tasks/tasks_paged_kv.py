@@ -13,12 +13,12 @@ def slots() -> str:
     table = manager._tables["r"] = BlockTable()
     table.append(manager.pool.blocks[block_id] for block_id in (7, 2, 5))
     lines = ["blocks of 4, table [7, 2, 5]"]
-    for start, stop in ((5, 10), (0, 12), (11, 13)):
+    for start, stop in ((5, 10), (0, 12), (11, 13), (-1, 1), (6, 3)):
         try:
             shown = str(manager.slot_mapping("r", start, stop))
         except ValueError:
             shown = "refused"
-        lines.append(f"positions {start} to {stop - 1}: {shown}")
+        lines.append(f"positions [{start}, {stop}): {shown}")
     return "\n".join(lines)
 
 
@@ -34,11 +34,15 @@ def free_order() -> str:
     pool.free([two])
     order = [block.block_id for block in pool.free_order()]
     lines.append(f"free([2]): free are {order}")
+    pool.reclaim([three])
     try:
-        pool.free([two])
-        lines.append(f"free([2]) again: accepted, ref_cnt {two.ref_cnt}")
+        pool.free([three, two])
+        shown = "accepted"
     except ValueError:
-        lines.append("free([2]) again: refused")
+        shown = "refused"
+    order = [block.block_id for block in pool.free_order()]
+    counts = f"ref_cnt of 3 is {three.ref_cnt}, of 2 {two.ref_cnt}"
+    lines.append(f"3 is held again; free([3, 2]): {shown}, free are {order}, {counts}")
     return "\n".join(lines)
 
 
@@ -57,7 +61,8 @@ def growing_tables() -> str:
             f"{asks.request_id} has {computed}, wants {num_new} more: {answer}, table {table}, "
             f"{manager.pool.num_free_blocks} free"
         )
-    lines.append(f"tables that have grown: {sorted(manager.grown)}")
+    known = f"there are tables of {sorted(manager._tables)}"
+    lines.append(f"tables that have grown: {sorted(manager.grown)}; {known}")
     return "\n".join(lines)
 
 

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+
 
 def chains() -> str:
     from prefix_cache_local import compute_block_hash, compute_hash_chain
 
-    tokens = list(range(10))
+    tokens = list(range(14))
     chain = compute_hash_chain(tokens, 4)
     other = compute_hash_chain([9, *tokens[1:]], 4)
     salted = compute_hash_chain(tokens, 4, [("salt", "x")])
     first = compute_block_hash(None, tokens[:4])
     behind = compute_block_hash(salted[0][0], tokens[4:8])
+    third = compute_block_hash(chain[1][0], tokens[8:12])
     return (
-        f"10 tokens in blocks of 4: {[list(tokens) for _, tokens in chain]}\n"
+        f"14 tokens in blocks of 4: {[list(tokens) for _, tokens in chain]}\n"
+        f"8 tokens in blocks of 4: {len(compute_hash_chain(tokens[:8], 4))} blocks\n"
         f"the first hash is that of its block: {chain[0][0] == first}\n"
         f"another first token, the second hash differs: {chain[1][0] != other[1][0]}\n"
         f"with a salt, the first hash differs: {chain[0][0] != salted[0][0]}\n"
-        f"the second is the hash behind the first: {salted[1][0] == behind}"
+        f"the second is the hash behind the first: {salted[1][0] == behind}\n"
+        f"the third is the hash behind the second: {chain[2][0] == third}"
     )
 
 
 def matches() -> str:
+    from prefix_cache import PrefixPath
     from prefix_cache_local import PrefixCacheLocal
 
     cache = PrefixCacheLocal(max_cached_blocks=4, block_size=4)
@@ -29,11 +35,18 @@ def matches() -> str:
     cache.cache_computed_blocks(a)
     cache.cache_computed_blocks(b)
     lines = []
-    for name, tokens in (("8", a), ("7", a[:7]), ("10", [*a, 1, 2])):
+    for name, tokens in (("8", a), ("7", a[:7]), ("12", [*a, 1, 2, 3, 4])):
         match = cache.match_prefix(tokens)
         shown = f"{len(match.blocks)} blocks, {match.num_cached_tokens} tokens"
         lines.append(f"a prompt of {name} tokens, 8 of them are cached: {shown}")
     lines.append(f"under another salt: {cache.match_prefix(a, [('salt', 'x')]).num_cached_tokens}")
+    path = PrefixPath()
+    found = [len(cache.match_prefix(a[:n], None, path).blocks) for n in (7, 8)]
+    known = "is remembered" if path.state else "is not remembered"
+    lines.append(f"7 tokens, then 8, along one path: {found} blocks; the way {known}")
+    cache = PrefixCacheLocal(max_cached_blocks=4, block_size=4)
+    for tokens in (a, b):
+        cache.cache_computed_blocks(tokens)
     cache.match_prefix(a)
     cache.evict(2)
     left = [cache.match_prefix(tokens).num_cached_tokens for tokens in (a, b)]
@@ -59,6 +72,11 @@ def evictions() -> str:
         lines.append("a release of what nobody uses: accepted")
     except ValueError:
         lines.append("a release of what nobody uses: refused")
+    cache.touch(path[:1])
+    with contextlib.suppress(ValueError):
+        cache.release(path)
+    lines.append(f"its head is used and all is released: {cache.num_evictable_blocks} of 5")
+    cache.release(path[:1])
     for _ in range(3):
         cache.evict(1)
         left = {name: sum(map(cache.owns, blocks)) for name, blocks in (("a", path), ("b", other))}
@@ -90,4 +108,6 @@ def cuts() -> str:
     lines.append(f"below the upper: {[names[id(child)] for child in upper.children.values()]}")
     lines.append(f"the parent of the lower: {names[id(node.parent)]}")
     lines.append(f"a cut at its end: {names[id(tree.cut(node, 3))]}")
+    part = tree.cut(node, 2)
+    lines.append(f"the lower, cut behind page 2: {part.key} and {node.key}")
     return "\n".join(lines)

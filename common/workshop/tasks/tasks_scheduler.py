@@ -40,11 +40,12 @@ def victims() -> str:
         ("fcfs", (0, 0, 0)),
         ("priority", (9, 1, 9)),
         ("priority", (9, 1, 1)),
+        ("fcfs", (9, 1, 1)),
     ):
         scheduler = _scheduler(20, policy=policy)
         made = [
-            request(name, 3, priority=priority, arrival_time=float(time))
-            for time, (name, priority) in enumerate(zip("abc", priorities))
+            request(name, 3, priority=priority, arrival_time=time)
+            for time, name, priority in zip((0.0, 2.0, 1.0), "abc", priorities)
         ]
         for one in made:
             scheduler.add_request(one)
@@ -55,26 +56,36 @@ def victims() -> str:
         chosen.append(scheduler._choose_victim())
         names = [None if one is None else one.request_id for one in chosen]
         lines.append(
-            f"{policy}, a b c have priorities {priorities}: {names[0]}; if that is spared, "
-            f"{names[1]}; if it is pinned, {names[2]}"
+            f"{policy}, a b c have priorities {priorities}, c came before b: {names[0]}; spared, "
+            f"{names[1]}; pinned, {names[2]}"
         )
+    lines.append(f"all are spared: {scheduler._choose_victim(made)}")
     return "\n".join(lines)
 
 
 def room() -> str:
+    from step_plan import StepPlan
+
     lines = []
-    for num_blocks, prompts in ((4, {"a": 7, "b": 7}), (5, {"a": 8, "b": 8})):
+    for num_blocks, prompts in ((4, {"a": 5, "b": 7}), (6, {"a": 7, "b": 7, "c": 7})):
         scheduler = _scheduler(num_blocks)
         for name, num_tokens in prompts.items():
             scheduler.add_request(request(name, num_tokens, max_tokens=8))
         lines.append(f"{num_blocks} blocks of 4, prompts {prompts}")
         for number, plan in enumerate(steps(scheduler, most=4), 1):
-            lines.append(f"  step {number}: {plan}, running {list(scheduler.running)}")
+            tables = {r: len(scheduler.kv_memory.get_block_ids(r)) for r in scheduler.running}
+            lines.append(f"  step {number}: {plan}, blocks of who runs: {tables}")
             try:
                 scheduler.check_invariants()
             except AssertionError:
                 lines.append("  the scheduler's books do not add up")
                 break
+    scheduler = _scheduler(9)
+    scheduler.add_request(one := request("a", 7, max_tokens=8))
+    scheduler.schedule()
+    given = scheduler._get_room(one, 6, 0, StepPlan(6, lambda one: 6))
+    held = len(scheduler.kv_memory.get_block_ids("a"))
+    lines.append(f"a has 7 tokens and wants room for 6 more: {given}, it holds {held} blocks")
     return "\n".join(lines)
 
 
@@ -93,5 +104,6 @@ def a_preempted_one() -> str:
         f"{other.num_output_tokens} outputs, preempted {other.num_preemptions} times\n"
         f"its blocks {list(scheduler.kv_memory.get_block_ids('b'))}, running "
         f"{list(scheduler.running)}, waiting {waiting}\n"
-        f"tokens that were lost: {scheduler._num_lost}"
+        f"tokens that were lost: {scheduler._num_lost}, the runner has "
+        f"{scheduler.delta._num_sent.get('b')} of b"
     )

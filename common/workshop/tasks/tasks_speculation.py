@@ -13,7 +13,12 @@ def look_ups() -> str:
     proposer = NgramProposer(num_spec_tokens=2, max_ngram=4, min_ngram=2)
     lines = []
     for number, tokens in enumerate(
-        ([2, 3, 5, 1, 2, 3, 4, 9, 1, 2, 3], [7, 8, 5, 1, 7, 8], [5, 6, 7])
+        (
+            [2, 3, 5, 1, 2, 3, 4, 9, 1, 2, 3],
+            [2, 3, 4, 8, 1, 2, 3, 4, 9, 1, 2, 3, 4],
+            [7, 8, 5, 1, 7, 8],
+            [5, 6, 7],
+        )
     ):
         known = RunnerRequest(str(number), SamplingParams(), tokens, [])
         drafts = proposer.propose([FollowedRequest(known, 0, len(tokens) - 1)], [2])
@@ -57,7 +62,7 @@ def accepted() -> str:
     p = [[0.6, 0.4, 0.0], [0.0, 0.5, 0.5], [0.2, 0.2, 0.6]]
     q = [[0.8, 0.1, 0.1], [0.3, 0.3, 0.4]]
     lines = ["p (of the target) " + str(p), "q (of the draft) " + str(q)]
-    for drafts, u in (([0, 1], 0.7), ([0, 1], 0.8), ([1, 1], 0.99), ([2, 1], 0.0)):
+    for drafts, u in (([0, 1], 0.7), ([0, 1], 0.8), ([1, 1], 0.99), ([2, 1], 0.0), ([0, 3], 0.0)):
         lines.append(f"drafts {drafts}, random number {u}: {_sampled(p, drafts, q, u, 0.9)}")
     return "\n".join(lines)
 

@@ -33,6 +33,7 @@ EVERY_EVENING = pytest.mark.parametrize("number", EVENINGS)
 @pytest.mark.parametrize("page", [page for page in PAGES if page.is_file()], ids=lambda p: p.name)
 def test_the_lines_to_read_are_as_many_as_it_says(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
+    assert counted(text) == text, "python -m common.workshop.tasks --write"
     assert len(sums(text)) == 6
     assert all(400 <= number <= 600 for number in sums(text)), "about 500 lines an evening"
 
@@ -52,6 +53,33 @@ def test_lines_are_counted_anew_and_the_rest_of_the_row_stays() -> None:
     assert lines[2:] == [f"| **together** | **{whole + part}** | |", "| other | 3 |"]
     with pytest.raises(LookupError):
         lines_of(ROOT / path, "nothing")
+
+
+def test_minutes_are_those_of_the_tasks_and_fit_their_sums() -> None:
+    rows = ["| `make task N=3.1` | a | `b` | 1 | easy |", "| `make task N=3.2` | a | `b` | 1 | x |"]
+    text = "\n".join([*rows, "| **together** | | | **1** | |", "| 1 | read | 60 | x |",
+                      "| 4 | do | 1–2 | x |", "| | **together** | **1–2** | |"])  # fmt: skip
+    lines = counted(text).splitlines()
+    one, other = (task.minutes for task in TASKS if task.number in ("3.1", "3.2"))
+    assert lines[:2] == [
+        rows[0].replace("| 1 |", f"| {one} |"),
+        rows[1].replace("1 | x", f"{other} | x"),
+    ]
+    assert lines[2] == f"| **together** | | | **{one + other}** | |"
+    evenings = [sum(t.minutes for t in TASKS if t.evening == number) for number in EVENINGS]
+    least, most = min(evenings), max(evenings)
+    assert lines[4] == f"| 4 | do | {least}–{most} | x |"
+    assert lines[5] == f"| | **together** | **{60 + least}–{60 + most}** | |"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.is_file()], ids=lambda p: p.name)
+def test_a_question_is_answered_and_the_answer_is_folded(page: Path) -> None:
+    parts = re.split(r"^#{2,3} ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    asked = [part for part in parts if part.startswith(("Break", "Measure", "弄坏", "测量"))]
+    assert len(asked) == 2 * len(EVENINGS)
+    for part in asked:
+        outside = re.sub(r"<details>.*?</details>", "", part, flags=re.DOTALL)
+        assert re.search("[?？]", outside) and part.count("<details>") == 1, part
 
 
 def test_six_evenings_in_one_shape() -> None:
