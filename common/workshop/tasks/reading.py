@@ -12,8 +12,8 @@ language too, is the page's own:
 These tables are the one list of what to read, and in which order. README's map, in both languages,
 and the head of each chapter follow it: their words are their own, their order is not.
 
-The minutes are derived, too, from the tasks: of each task, of an evening's tasks together, of the evenings
-from the shortest to the longest, and of all parts of an evening together:
+The minutes are derived, too, from the tasks: of each task, of an evening's tasks together, of the
+evenings from the shortest to the longest, and of all parts of an evening together:
 
     | `make task N=1.1` | When has a request ended? | `Request.append_output_token` | 10 | easy |
     | **together** | | | **65** | |
