@@ -2,6 +2,8 @@
 #
 #   make demo ARGS="--num-prompts 4 --trace"      make check
 #   make matrix ARGS="--seconds 60 --seed 1"      make museum BUG=9
+#   make demo ARGS=--mine                         (with the functions that you have written)
+#   make task EVENING=3                           (writes tonight's files, with holes, into my/)
 #   make task N=3.2                               make task N=3.2 ARGS=--hint
 #   make watch ARGS="--film 3"                    make test ARGS="-k scheduler"
 #   make test PYTHON=python3.12                   (which Python makes .venv, when there is none yet)
@@ -10,6 +12,7 @@ PYTHON ?= python3
 ARGS ?=
 BUG ?=
 N ?=
+EVENING ?=
 # Of tests. One more than two cores: some tests wait for a browser, a rank, a time limit.
 JOBS ?= 3
 TORCH_VERSION := 2.13.0
@@ -28,7 +31,7 @@ WHAT_check := run the tests of the chapters' roots and of the engine in one proc
 WHAT_test := run the tests on $(JOBS) processes; with ARGS='-m slow' those of minutes
 WHAT_matrix := serve with random settings for ten minutes and compare every token with transformers
 WHAT_museum := list real bugs of real engines; with BUG=N, put one back in a copy and watch it
-WHAT_task := list the tasks of COURSE.md; with N=3.2, begin one or have your answer graded
+WHAT_task := list the tasks of COURSE.md; EVENING=3 writes its files, N=3.2 begins one or grades your answer
 WHAT_watch := write a page that steps through a run of the engine; with ARGS='--film 3', of chapter 3
 WHAT_lint := check the code and its layout with ruff, and its types; nothing is changed
 WHAT_format := lay out the code and repair what ruff can repair
@@ -52,11 +55,14 @@ unexport PYTHONDONTWRITEBYTECODE
 say-%:
 	@echo "make $*: $(WHAT_$*)"
 
+# With ARGS=--mine a program runs with the functions that you have written.
+MINE = $(if $(filter --mine,$(ARGS)),common.workshop.tasks.mine)
+
 help: say-help
 	@$(foreach t,$(TARGETS),printf '  make %-10s %s\n' '$(t)' "$(WHAT_$(t))";)
 
 demo: say-demo $(STAMP)
-	@$(PY) -m common.demo $(ARGS)
+	@$(PY) -m $(MINE) common.demo $(ARGS)
 
 # Which tests: conftest.py. Each process is given tests that follow each other (`worksteal`), so that
 # what a module or a folder prepares once is prepared by one of them.
@@ -70,7 +76,7 @@ test: say-test $(STAMP)
 
 # A failure ends with the command that repeats it: settings in ARGS run that one combination.
 matrix: say-matrix $(STAMP)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m common.tests.equivalence $(ARGS) || \
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m $(MINE) common.tests.equivalence $(ARGS) || \
 	  { echo "make matrix: failed. What is printed above says with which settings."; exit 1; }
 
 museum: say-museum $(STAMP)
@@ -78,7 +84,7 @@ museum: say-museum $(STAMP)
 
 # An answer that is not right yet (1) is no error of make.
 task: say-task $(STAMP)
-	@$(PY) -m common.workshop.tasks $(N) $(ARGS) || [ $$? -eq 1 ]
+	@$(PY) -m common.workshop.tasks $(N) $(if $(EVENING),--evening $(EVENING)) $(ARGS) || [ $$? -eq 1 ]
 
 watch: say-watch $(STAMP)
 	@$(PY) -m common.workshop.watch $(ARGS)

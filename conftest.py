@@ -12,6 +12,7 @@ chosen here, before any test module is imported.
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
 
 
+@cache  # asked for each case of a file
 def is_checked(path: Path) -> bool:
     return any(path.match(each) for each in CHECKED)
 

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 from fcfs_scheduler import FCFSScheduler
 from input_batch import RunnerState
 from request import Request, RequestStatus, SamplingParams
-from scheduler_books import SchedulerPlugin
+from scheduler_books import RunnerDelta, SchedulerPlugin
 from scheduler_interface import NewRequestData, SchedulerOutput, StepOutput
 
 EOS, STOP, VOCAB_SIZE = 0, 1, 9
@@ -353,6 +353,47 @@ def test_a_short_prompt_does_not_overtake_a_long_one():
     assert step(scheduler) == {"long": 7}
     assert step(scheduler) == {"longer": 8}
     assert step(scheduler) == {"short": 1}
+
+
+class HoldsBack(SchedulerPlugin):
+    held = "held"
+
+    def may_start(self, request: Request) -> bool:
+        return request.request_id != self.held
+
+
+class NarrowScheduler(FCFSScheduler):
+    """Has room for prompts of one token."""
+
+    def _has_room(self, request: Request) -> bool:
+        return request.num_prompt_tokens == 1
+
+
+def test_who_is_held_back_or_finds_no_room_waits_in_its_place():
+    plugin = HoldsBack()
+    for scheduler in (FCFSScheduler(plugins=[plugin]), NarrowScheduler()):
+        for request in (make("a", 1), make("held", 2), make("b", 1)):
+            scheduler.add_request(request)
+        assert step(scheduler) == {"a": 1}
+        assert [request.request_id for request in scheduler.waiting] == ["held", "b"]
+    plugin.held = ""
+    scheduler = FCFSScheduler(plugins=[plugin])
+    scheduler.add_request(make("held", 2))
+    assert step(scheduler) == {"held": 2}
+
+
+def test_the_runner_is_sent_each_token_that_it_lacks_once():
+    delta, request = RunnerDelta(), make("a", 3, 9)
+
+    def lacked() -> list[list[int]]:
+        delta.encode(plan := SchedulerOutput(scheduled_requests=[request]))
+        return plan.scheduled_cached_reqs.new_token_ids
+
+    assert lacked() == []  # it is new: all of it is sent
+    for tokens in ([7], [8, 9], []):
+        for token in tokens:
+            request.append_output_token(token)
+        assert lacked() == [tokens]
 
 
 def test_running_never_exceeds_max_num_seqs_however_many_arrive_in_one_step():

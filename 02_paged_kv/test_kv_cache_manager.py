@@ -51,11 +51,16 @@ def test_positions_become_slots():
     assert manager.slot_mapping("a", 0, 12) == [28, 29, 30, 31, 8, 9, 10, 11, 20, 21, 22, 23]
     assert manager.slot_mapping("a", 6, 7) == [10]
     assert manager.slot_mapping("a", 3, 3) == []
-    for start, stop in ((0, 13), (-1, 2), (3, 2)):
-        with pytest.raises(ValueError, match="its table reaches \\[0, 12\\)"):
-            manager.slot_mapping("a", start, stop)
-    with pytest.raises(ValueError, match="'nobody'"):
-        manager.slot_mapping("nobody", 0, 1)
+    for request_id, start, stop in (("a", 0, 13), ("a", -1, 2), ("a", 3, 2), ("nobody", 0, 1)):
+        with pytest.raises(ValueError):
+            manager.slot_mapping(request_id, start, stop)
+
+
+def test_a_position_outside_of_its_table_is_refused_with_a_sentence():
+    manager = make(8, block_size=4)
+    manager.allocate_slots(make_request("a"), 11)
+    with pytest.raises(ValueError, match=r"\[0, 13\) of request 'a': its table reaches \[0, 12\)"):
+        manager.slot_mapping("a", 0, 13)
 
 
 def test_decode_slots_of_the_reading_material():

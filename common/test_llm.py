@@ -56,6 +56,7 @@ def test_text_is_the_tokens_decoded_and_logprobs_run_beside_the_tokens(llm: LLM)
     assert len(completion.logprobs) == len(completion.token_ids) == 20
 
 
+@pytest.mark.sample(dtype=1)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_seeded_output_does_not_depend_on_batch_mates_or_arrival(
     dtype: str, request: pytest.FixtureRequest

@@ -78,17 +78,20 @@ def empty_share(run: dict) -> float:
 def draw_memory_map(record: dict) -> Figure:
     """One row of pixels is 128 slots. Blocks are drawn where they lie."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 5.6), sharey=True, layout="constrained")
-    counted = record["counted"]
+    counted, num_requests = record["counted"], []
     names = {"contiguous": "2,048 slots a request", "paged": "blocks of 16 slots"}
     for axis, (name, title) in zip(axes, names.items()):
         run = counted[name]
         snapshot = run["snapshot"]
         draw_slots(axis, snapshot["requests"], run["block_size"], run["total_slots"])
         empty = 1 - snapshot["written"] / run["total_slots"]
-        num_requests = len(snapshot["requests"])
-        axis.set_title(f"{name}: {title}\n{num_requests} requests, {empty:.0%} of memory empty")
+        num_requests.append(len(snapshot["requests"]))
+        axis.set_title(f"{name}, {title}:\n{empty:.0%} of memory empty")
         axis.set_xlabel("slot in row")
     axes[0].set_ylabel("row of 128 slots")
+    figure.suptitle(
+        "In blocks, the same memory holds {1} requests instead of {0}".format(*num_requests)
+    )
     unused = {"reserved, empty": WASTE, "free": PAPER}
     add_key(figure, {"written, shades tell requests apart": DECODE, **unused})
     return figure

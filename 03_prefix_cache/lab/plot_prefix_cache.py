@@ -134,8 +134,7 @@ def draw_operations(record: dict) -> Figure:
             plot_spread(axis, times, **style, label=operation)
         axis.set(title=NAMES[cache], xlabel="cached blocks", xscale="log", ylim=0)
         axis.grid()
-        axis.legend(loc="upper left", fontsize=12)
-    axes[0].set_ylim(top=1.9 * axes[0].get_ylim()[1])
+    axes[1].legend(loc="upper left", fontsize=12)
     axes[0].set_ylabel("µs for a prompt of 4,096 tokens")
     largest, smallest = (pick(map(int, sizes)) for pick in (max, min))
     growth = max(

@@ -10,6 +10,7 @@ import textwrap
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+from common.workshop.tools.draw import ink_on
 from common.workshop.tools.palette import CACHED, INK, tint
 from radix_cache import RadixCache
 from radix_tree import TreeNode
@@ -79,7 +80,8 @@ def draw_tree() -> Figure:
             "facecolor": USED if node.lock_ref else EVICTABLE,
             "edgecolor": INK,
         }
-        axis.text(depth * COLUMN, height, text, ha="center", va="center", bbox=box, fontsize=11)
+        look = {"ha": "center", "va": "center", "color": ink_on(EVICTABLE), "fontsize": 11}
+        axis.text(depth * COLUMN, height, text, bbox=box, **look)
     depths, heights = zip(*places.values(), strict=True)
     axis.set(xlim=(-0.3, max(depths) * COLUMN + 0.55), ylim=(max(heights) + 0.6, -0.6))
     axis.axis("off")

@@ -31,6 +31,7 @@ from common.workshop.tools.palette import (
 from plot_scheduler_control import measure_control
 from plot_scheduler_lab import measure_lab, measure_memory, measure_rules, measure_thrash
 from plot_scheduler_tables import (
+    mean_while_somebody_waits,
     percentile_ms,
     tables_of_control,
     tables_of_lab,
@@ -51,13 +52,19 @@ def fit_of(measurement: Measurement) -> dict:
 
 def draw_memory(record: dict) -> Figure:
     figure, axis = plt.subplots(figsize=(8.5, 4.2), layout="constrained")
-    colors = (WASTE, PREEMPTED, BASELINE, INK)
-    for (name, run), color in zip(record["runs"].items(), colors):
-        axis.plot(run["end_s"], run["num_running"], color=color, linewidth=2, label=name)
-    label_axes(
-        axis, "One pool, the same requests (simulated)", "time, s", "requests that run", ylim=0
-    )
-    figure.legend(loc="outside right center")
+    reserved, *filled = record["runs"].values()
+    for run, share in zip(filled, (0.5, 0.75, 1), strict=True):
+        axis.plot(run["end_s"], run["num_running"], color=tint(INK, share), linewidth=2)
+    axis.plot(reserved["end_s"], reserved["num_running"], color=WASTE, linewidth=2)
+    marks = ", ".join(name.rpartition(" ")[2] for name in record["runs"] if "watermark" in name)
+    label = f"filled as needed,\nwatermark {marks}"
+    most = max(filled[0]["num_running"])
+    at = filled[0]["end_s"][filled[0]["num_running"].index(most)]
+    label_line(axis, at, most, label, INK, offset=(40, -8))
+    label_line(axis, 1, max(reserved["num_running"]), "everything reserved", WASTE, offset=(0, -26))
+    few, many = map(mean_while_somebody_waits, (reserved, filled[0]))
+    title = f"Filled as needed, {many / few:.1f} times as many requests run (simulated)"
+    label_axes(axis, title, "time, s", "requests that run", ylim=0)
     return figure
 
 
@@ -85,7 +92,7 @@ def draw_lab(record: dict) -> Figure:
     names = [f"{i + 1}  {name}" for i, name in enumerate(systems)]
     handles = [Line2D([], [], **_mark(name)) for name in systems]
     figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=12)
-    figure.suptitle("The first token against the others, by system (simulated)")
+    figure.suptitle("Prefill first (squares) mostly gives the first token later (simulated)")
     return figure
 
 
@@ -149,7 +156,13 @@ def draw_thrash(record: dict) -> Figure:
         axis.grid()
     figure.supxlabel("time, s", fontsize=14)
     figure.supylabel("output tokens a second", fontsize=14)
-    figure.suptitle("Bursts, above what the memory carries (simulated)")
+    filled, reserved = (
+        runs[name]["throughput"] for name in ("no bound, no watermark", "everything reserved")
+    )
+    less = 1 - reserved / filled
+    figure.suptitle(
+        f"In bursts, reserving everything loses {less:.0%} of the throughput (simulated)"
+    )
     return figure
 
 

@@ -74,7 +74,7 @@ def tables_of_memory(record: dict) -> dict[str, str]:
         [
             name,
             f"{max(run['num_running'])}",
-            f"{_mean_while_somebody_waits(run):.1f}",
+            f"{mean_while_somebody_waits(run):.1f}",
             f"{statistics.mean(run['kv_waste']):.0%}",
             run["num_preemptions"],
             f"{run['num_recomputed_tokens'] / run['num_computed_tokens']:.1%}",
@@ -93,7 +93,7 @@ def tables_of_memory(record: dict) -> dict[str, str]:
     return {"memory": markdown_table(head, rows)}
 
 
-def _mean_while_somebody_waits(run: dict) -> float:
+def mean_while_somebody_waits(run: dict) -> float:
     both = zip(run["num_running"], run["num_waiting"], strict=True)
     return statistics.mean([running for running, waiting in both if waiting] or [0])
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -85,22 +86,23 @@ def expected(shipped_loaded, shipped_tokenizer) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_a_script_without_a_guard_is_not_run_again_and_its_end_ends_the_workers(
-    tmp_path, expected
-) -> None:
-    """In a folder whose `request.py` is not ours. It never closes the engine, and idles."""
-    script, folder = tmp_path / "script.py", tmp_path / "folder"
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Where a user is: its `request.py` is not ours."""
+    folder = tmp_path / "folder"
     folder.mkdir()
-    script.write_text(SCRIPT % (2.0, PROMPTS))
     (folder / "request.py").write_text("raise SystemExit('this is not the module')\n")
-    found = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    return folder
+
+
+@pytest.mark.slow  # the next test starts the same workers
+def test_the_end_of_a_script_without_a_guard_ends_the_workers(tmp_path, folder, expected) -> None:
+    """It never closes the engine, and idles."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT % (2.0, PROMPTS))
+    command = [sys.executable, str(script)]
+    how = dict(cwd=folder, env=environment(), capture_output=True, text=True)
+    found = subprocess.run(command, **how, timeout=240)
     assert found.returncode == 0, found.stderr
     begun, pids, *tokens = found.stdout.splitlines()
     assert begun == "begun"
@@ -108,18 +110,24 @@ def test_a_script_without_a_guard_is_not_run_again_and_its_end_ends_the_workers(
     assert not any(map(is_there, said(pids, "pids")))
 
 
-def test_a_driver_that_is_killed_leaves_nobody_behind(tmp_path, expected) -> None:
-    """One that is read from a pipe, as a notebook's cells are: there is no file to import."""
+@pytest.mark.parametrize("is_piped", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_script_is_not_run_again_and_one_that_is_killed_leaves_nobody_behind(
+    is_piped, tmp_path, folder, expected
+) -> None:
+    """Without a guard; or read from a pipe, as a notebook's cells are: there is no file to
+    import."""
+    script = tmp_path / "script.py"
+    script.write_text(KILLED % (300.0, PROMPTS))
     driver = subprocess.Popen(
-        [sys.executable, "-"],
-        cwd=tmp_path,
+        [sys.executable, "-" if is_piped else str(script)],
+        cwd=tmp_path if is_piped else folder,
         env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     assert driver.stdin is not None and driver.stdout is not None
-    driver.stdin.write(KILLED % (300.0, PROMPTS))
+    driver.stdin.write(script.read_text() if is_piped else "")
     driver.stdin.close()
     assert driver.stdout.readline() == "begun\n"
     pids = said(driver.stdout.readline(), "pids")

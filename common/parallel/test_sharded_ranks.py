@@ -60,17 +60,8 @@ def ranks(folder) -> list[dict]:
     plan |= {"in_every_dtype": IN_EVERY_DTYPE}
     (folder / "plan.json").write_text(json.dumps(plan))
     command = [sys.executable, "-m", "common.tests.sharded_rank", str(folder)]
-    started = [
-        subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True)
-        for rank in range(NUM_PROCESSES)
-    ]
-    try:
-        errors = [process.communicate(timeout=LIMIT_S)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    failed = [error for error, p in zip(errors, started, strict=True) if p.returncode]
-    assert not failed, "\n".join(failed)
+    run = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S)
+    assert run.returncode == 0, run.stderr
     return [torch.load(folder / f"{rank}.pt") for rank in range(NUM_PROCESSES)]
 
 

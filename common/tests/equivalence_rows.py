@@ -48,7 +48,7 @@ def covering_array(seed: int = 0) -> list[Combination]:
 
 
 def _num_missing(settings: Mapping[str, Value], missing: Mapping[Pair, None]) -> int:
-    return sum(pair in missing for pair in pairs_of(settings))
+    return sum(map(missing.__contains__, pairs_of(settings)))
 
 
 def _grow(start: Pair, missing: Mapping[Pair, None], rng: random.Random) -> dict[str, Value]:

@@ -95,13 +95,13 @@ def law_of_sizes(house: House) -> list[str]:
 
 
 def law_of_the_default(house: House) -> list[str]:
-    """What `LLM()` loads is read in a week; README says how much it is. From a process."""
+    """What `LLM()` loads is read in a week; CONTRIBUTING says how much it is. From a process."""
     broken = _too_large("what LLM() loads", loaded_size(house.root), LOADED_LIMIT)
-    readme = house.root / "README.md"
-    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+    page = house.root / "CONTRIBUTING.md"
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
     if "<!-- table:rooms -->" in text and rooms_table(house.root) not in text:
-        command = "python -m common.workshop.tools.path --write-readme"
-        broken.append(f"README.md: its rooms are others; run {command}")
+        command = "python -m common.workshop.tools.path --write"
+        broken.append(f"CONTRIBUTING.md: its rooms are others; run {command}")
     return broken
 
 

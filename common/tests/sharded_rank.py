@@ -1,6 +1,6 @@
-"""One rank, in a process of its own: it runs the same steps as every other and saves what it got.
+"""Ranks, each in a process of its own. Each runs the same steps and saves what it got.
 
-    python -m common.tests.sharded_rank FOLDER RANK
+    python -m common.tests.sharded_rank FOLDER
 
 `FOLDER` has a `plan.json` and a checkpoint for each case. A world is a set of processes that make
 one engine; each process is in several, one after the other, and keeps the connections of all."""
@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import asdict
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -72,9 +73,8 @@ def embedding_example(collectives: Collectives) -> dict:
     return {"found": found, "wanted": whole[ids]}
 
 
-def main(folder: Path, rank: int) -> None:
+def run_rank(folder: Path, plan: dict, rank: int) -> None:
     torch.set_num_threads(1)
-    plan = json.loads((folder / "plan.json").read_text())
     store = FileStore(str(folder / "store"), plan["num_processes"])
     results, worlds = {}, {}
     for name, (first, tp_size, num_stages, cases) in plan["worlds"].items():
@@ -115,5 +115,17 @@ def late_and_gone(store: FileStore, everybody: Collectives) -> dict:
     return found
 
 
+def main(folder: Path) -> None:
+    """Forked: the libraries are loaded once."""
+    plan, fork = json.loads((folder / "plan.json").read_text()), get_context("fork")
+    each = range(plan["num_processes"])
+    ranks = [fork.Process(target=run_rank, args=(folder, plan, rank), daemon=True) for rank in each]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    sys.exit(any(rank.exitcode for rank in ranks))
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]))

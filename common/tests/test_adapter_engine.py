@@ -178,7 +178,7 @@ def test_nobody_is_passed_over_for_ever(model, directories, prompts) -> None:
         engine.add_request(f"own {next(names)}", prompts[0], params, adapter="everything")
     engine.step()
     engine.add_request("other", prompts[0], params, adapter=other)
-    for step in range(1000):
+    for _ in range(1000):
         ended = [output for output in engine.step() if output.finished]
         if any(output.request_id == "other" for output in ended):
             return
@@ -284,7 +284,7 @@ def test_a_directory_that_is_none(missing, model, directories, tmp_path) -> None
 
 def test_names_that_are_none(model, directories, prompts) -> None:
     engine = checked_engine(model, adapters=directories, num_blocks=99)
-    with pytest.raises(ValueError, match="adapter is 'z'.*'everything', 'attention'"):
+    with pytest.raises(ValueError, match=r"adapter is 'z'.*'everything', 'attention'"):
         engine.add_request("a", prompts[0], adapter="z")
     with pytest.raises(ValueError, match="adapter is 'z'"):
         engine.generate_batch(prompts[:2], SamplingParams(), adapter=[None, "z"])
@@ -292,7 +292,7 @@ def test_names_that_are_none(model, directories, prompts) -> None:
         engine.generate_batch(prompts[:2], SamplingParams(), adapter=[None])
     with pytest.raises(ValueError, match="adapter is 5"):
         engine.generate_batch(prompts[:1], SamplingParams(), adapter=5)
-    with pytest.raises(ValueError, match="'attention'.*is loaded; unload it first"):
+    with pytest.raises(ValueError, match=r"'attention'.*is loaded; unload it first"):
         engine.load_adapter("attention", directories["everything"])
     with pytest.raises(ValueError, match="name is ''"):
         engine.load_adapter("", directories["everything"])
@@ -310,5 +310,5 @@ def test_names_that_are_none(model, directories, prompts) -> None:
     for wrong in (dict(adapters=["x"]), dict(adapters={"x": 5}), dict(max_loras=0)):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             EngineConfig(**wrong)
-    with pytest.raises(ValueError, match="adapters.*batch_invariant"):
+    with pytest.raises(ValueError, match=r"adapters.*batch_invariant"):
         EngineConfig(adapters={}, batch_invariant=True, dtype="float32")

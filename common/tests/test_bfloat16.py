@@ -5,7 +5,6 @@ float64 model's as alone."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from common.engine import EngineConfig, LLMEngine
@@ -60,35 +59,24 @@ def teacher_forced(loaded, oracle: Oracle, max_num_seqs: int, **config: object) 
     return torch.stack([torch.stack(rows) for rows in paged_runner(engine).sampler.logits.values()])
 
 
-@pytest.fixture(scope="module")
-def exact(shipped_loaded, shipped_oracle: Oracle) -> torch.Tensor:
-    return teacher_forced(shipped_loaded, shipped_oracle, max_num_seqs=1)
-
-
-@pytest.fixture(scope="module")
-def loaded16():
-    return load_model(SHIPPED_CHECKPOINT, torch.bfloat16, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("config", [{}, {"chunked_prefill": 3, "block_size": 7}], ids=str)
 def test_a_batch_is_as_near_to_the_exact_logits_as_a_request_alone(
-    config: dict, exact: torch.Tensor, loaded16, shipped_oracle: Oracle
+    shipped_loaded, shipped_oracle: Oracle
 ) -> None:
     """The weights are stored in bfloat16, so the float64 model has the same ones: what is left is
-    rounding. Of each request the errors of its logits are compared, their root mean square."""
-    alone = teacher_forced(loaded16, shipped_oracle, max_num_seqs=1)
-    batched = teacher_forced(loaded16, shipped_oracle, max_num_seqs=256, **config)
-
-    def errors(logits: torch.Tensor) -> torch.Tensor:
-        return (logits - exact).square().mean(dim=(1, 2)).sqrt()
-
-    assert (errors(alone) > 0).all()
-    assert (errors(batched) <= 1.5 * errors(alone)).all()
-    assert (errors(batched) <= 0.01 * exact.std()).all()
-
-
-def test_float64_logits_of_a_batch_are_those_of_a_request_alone(
-    exact: torch.Tensor, shipped_loaded, shipped_oracle: Oracle
-) -> None:
+    rounding. Of each request the errors of its logits are compared, their root mean square. In
+    float64 there is nothing to compare."""
+    exact = teacher_forced(shipped_loaded, shipped_oracle, max_num_seqs=1)
     batched = teacher_forced(shipped_loaded, shipped_oracle, max_num_seqs=256)
     assert (batched - exact).abs().max() < 1e-10
+
+    def errors(**config: object) -> torch.Tensor:
+        logits = teacher_forced(loaded16, shipped_oracle, **config)
+        return (logits - exact).square().mean(dim=(1, 2)).sqrt()
+
+    loaded16 = load_model(SHIPPED_CHECKPOINT, torch.bfloat16, torch.device("cpu"))
+    alone = errors(max_num_seqs=1)
+    assert (alone > 0).all()
+    for config in ({}, {"chunked_prefill": 3, "block_size": 7}):
+        found = errors(max_num_seqs=256, **config)
+        assert (found <= 1.5 * alone).all(), config
+        assert (found <= 0.01 * exact.std()).all(), config

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 
 from common import assembly
 from common.engine import EngineConfig, LLMEngine
-from common.engine_config import SHIPPED_CHECKPOINT
 from common.loader import load_model
 from common.parallel.ranks import Ranks
 from common.runner.graph_maker import GraphMaker
@@ -220,15 +217,3 @@ def test_what_cannot_be_captured_is_announced_once(oracle, loaded, monkeypatch, 
     assert caplog.text.count(message) == 2  # the engine's, and this one's
     assert num_replays(engine) == 0
     serve(engine, oracle, [0, 3], max_tokens=4)
-
-
-def test_who_has_none_imports_none() -> None:
-    code = (
-        "import sys\n"
-        "from common.engine import EngineConfig, LLMEngine\n"
-        f"engine = LLMEngine(EngineConfig(model={str(SHIPPED_CHECKPOINT)!r}, num_blocks=9))\n"
-        "print(sorted({'common.runner.graphs', 'common.runner.graph_emulator', 'kernel_ops',"
-        " 'tensor_attention'} & set(sys.modules)))"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert found.stdout.strip() == "[]", found.stderr

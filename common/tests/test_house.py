@@ -200,8 +200,8 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
     ),
     "rooms in the text are others": (
         rooms.law_of_the_default,
-        {"README.md": "<!-- table:rooms -->\n| 01_a | 1 | 99 |\n<!-- /table:rooms -->\n"},
-        "README.md: its rooms are others",
+        {"CONTRIBUTING.md": "<!-- table:rooms -->\n| 01_a | 1 | 99 |\n<!-- /table:rooms -->\n"},
+        "CONTRIBUTING.md: its rooms are others",
     ),
     "upwards": (
         rooms.law_of_common_floors,

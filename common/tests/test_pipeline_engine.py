@@ -23,10 +23,9 @@ def settings_for(scheduler: str, config: dict) -> dict:
     return config | {"scheduler": scheduler}
 
 
+@pytest.mark.sample(seed=2)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))]
-)
+@pytest.mark.parametrize("seed", range(12))
 def test_a_crowd_is_served_in_stages(seed: int, scheduler: str, oracle, monkeypatch) -> None:
     """Hardly any memory, forced preemption, chunks, caches, samples, aborts: exactly the oracle's
     tokens."""

@@ -104,7 +104,7 @@ def test_any_guess_whatever_leaves_the_tokens_as_they_are(script, scheduler, ora
     assert stats.num_passes + stats.num_accepted_tokens == stats.output_tokens
 
 
-@pytest.mark.sample(seed=6)
+@pytest.mark.sample(seed=4)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("seed", range(12))
@@ -196,7 +196,7 @@ def test_with_a_seed_every_constraint_gives_the_tokens_of_plain_decoding(
         assert engine.stats().num_accepted_tokens > 0.6 * engine.stats().num_drafted_tokens
 
 
-@pytest.mark.sample(every=2)  # a run is of six tokens
+@pytest.mark.sample(every=5)  # a run is of six tokens: in its front, at its end, inside
 @pytest.mark.parametrize("end", range(12))
 def test_an_end_inside_an_accepted_run_cuts_everything_alike(
     end, shipped_oracle, shipped_loaded, shipped_tokenizer

@@ -132,7 +132,7 @@ def test_a_chapter_says_what_to_read_first(chapter: Path) -> None:
     modules = {path.name for path in HOUSE.root_modules() if path.parent == chapter}
     modules -= {path.name for path in HOUSE.python_files() if HOUSE.is_aside(path)}
     top = (chapter / "README.md").read_text(encoding="utf-8").partition("\n## 1.")[0]
-    listed = re.findall(r"^(\w+\.py) +\w", top, re.MULTILINE)
+    listed = re.findall(r"^(?:\d+\.|\*) `(\w+\.py)`: \w", top, re.MULTILINE)
     assert sorted(listed) == sorted(modules - {name for name in modules if "post_names" in name})
     assert f"pytest {chapter.name}" in top
     for room in ("beyond/", "lab/"):

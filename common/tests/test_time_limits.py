@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -68,7 +70,7 @@ def test_is_slow():
 """
 
 
-@pytest.mark.parametrize("jobs", [[], ["-n1"]])
+@pytest.mark.parametrize("jobs", [pytest.param([], marks=pytest.mark.slow), ["-n1"]])
 def test_a_test_that_hangs_fails_and_the_others_go_on(jobs: list[str], tmp_path: Path) -> None:
     """Trap 62. With this repository's settings, but for the limit: 1 s."""
     (tmp_path / "conftest.py").write_text((ROOT / "conftest.py").read_text(encoding="utf-8"))
@@ -81,49 +83,36 @@ def test_a_test_that_hangs_fails_and_the_others_go_on(jobs: list[str], tmp_path:
     assert "@reproduce_failure" in said, "how to repeat it"
 
 
-def run_with_our_conftest(folder: Path, test_file: str, code: str, marks: str) -> str:
-    """What pytest says of one file."""
-    path = folder / test_file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(code)
+def run_with_our_conftest(folder: Path, test_files: Iterable[str], code: str, marks: str) -> str:
+    """What pytest says of files with that code."""
+    for test_file in test_files:
+        path = folder / test_file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(code)
     (folder / "conftest.py").write_text((ROOT / "conftest.py").read_text(encoding="utf-8"))
     (folder / "pytest.ini").write_text(
         "[pytest]\nmarkers =\n    slow: s\n    sample: s\n    check: c\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-v",
-        "-m",
-        marks,
-        str(path),
-    ]
+    options = ["-p", "no:cacheprovider", "--import-mode=importlib", "-v", "-m", marks]
+    command = [sys.executable, "-m", "pytest", *options, str(folder)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240).stdout
 
 
 def test_of_a_sample_each_value_is_tested_once_and_the_rest_is_slow(tmp_path: Path) -> None:
-    kept = run_with_our_conftest(tmp_path, "test_grid.py", GRID, "not slow")
+    kept = run_with_our_conftest(tmp_path, ["test_grid.py"], GRID, "not slow")
     assert "3 passed, 93 deselected" in kept, kept
     for case in ("[x-1-2-0-a]", "[y-3-4-1-b]", "-c]"):
         assert case in kept and "-2-a]" not in kept
-    slow = run_with_our_conftest(tmp_path, "test_grid.py", GRID, "slow")
-    assert "93 passed, 3 deselected" in slow, slow
 
 
-@pytest.mark.parametrize(
-    ("test_file", "said"),
-    [
-        ("common/tests/test_it.py", "1 passed, 1 skipped, 1 deselected"),
-        ("01_batching/test_it.py", "1 passed, 1 skipped, 1 deselected"),
-        ("01_batching/lab/test_it.py", "3 deselected / 0 selected"),
-        ("common/workshop/watch/test_it.py", "3 deselected / 0 selected"),
-    ],
-)
-def test_a_check_is_of_roots_and_engine_and_starts_no_process(test_file, said, tmp_path) -> None:
-    assert said in run_with_our_conftest(tmp_path, test_file, STARTS_A_PROCESS, "check")
+def test_a_check_is_of_roots_and_engine_and_starts_no_process(tmp_path: Path) -> None:
+    checked = {"common/tests/test_it.py", "01_batching/test_it.py"}
+    others = {"common/workshop/watch/test_it.py", "01_batching/lab/test_it.py"}
+    said = run_with_our_conftest(tmp_path, checked | others, STARTS_A_PROCESS, "check")
+    for test, outcome in (("test_starts_one", "SKIPPED"), ("test_starts_none", "PASSED")):
+        found = re.findall(rf"(\S+)::{test} {outcome}", said)
+        assert set(found) == checked and len(found) == 2, said
+    assert "2 passed, 2 skipped" in said, said
 
 
 def test_single_settings_keep_what_the_profile_says(pytestconfig: pytest.Config) -> None:

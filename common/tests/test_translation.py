@@ -96,6 +96,18 @@ def test_a_pair_in_step_has_no_differences(tmp_path: Path) -> None:
     assert chinese_pages(tmp_path) == [tmp_path / "A.zh.md", tmp_path / "B.zh.md"]
 
 
+def test_a_chinese_page_shows_the_picture_with_chinese_words_where_there_is_one(
+    tmp_path: Path,
+) -> None:
+    page = write_pair(tmp_path)
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "p.zh.svg").touch()
+    (found,) = differences(page, tmp_path)
+    assert "other pictures" in found and "figures/p.zh.svg" in found
+    page = write_pair(tmp_path, chinese=CHINESE.replace("figures/p.svg", "figures/p.zh.svg"))
+    assert differences(page, tmp_path) == []
+
+
 CHINESE_FAULTS = {
     "a heading is missing": ("### 小节\n", "", "heading 3 is '### The part' in A.md and 'missing'"),
     "a heading too many": ("### 小节", "### 一\n\n### 小节", "heading 4 is 'missing'"),

@@ -1,7 +1,8 @@
 """Renews what is derived: `make sync`, `python -m common.workshop.sync [--since COMMIT] [--all]`.
 
     quotations        `python file=...` blocks of every page, from the source they name
-    pages             MUSEUM.md, BREAK_A_LINE.md, the lines to read in COURSE.md, README's rooms
+    pages             MUSEUM.md, BREAK_A_LINE.md, the lines to read in COURSE.md, its order in
+                      README.md and the chapters' heads, the rooms in CONTRIBUTING.md
     tables            from records, by the scripts of those rooms whose records or scripts changed
     notebooks         executed where the script is not what the notebook holds
     Chinese pages     code, and numbers in tables, as in the English page beside them
@@ -28,7 +29,7 @@ from markdown_it import MarkdownIt
 from common.workshop import notebooks, patches
 from common.workshop.museum import museum_page
 from common.workshop.tasks import reading
-from common.workshop.tools.path import ROOT, written_readme
+from common.workshop.tools.path import ROOT, written_counts
 from common.workshop.tools.quoted import filled, unfilled
 from common.workshop.tools.translation import (
     DIGEST,
@@ -73,9 +74,9 @@ def renew_pages() -> Iterator[str]:
         )
     _write(museum_page.PAGE, museum_page.render())
     _write(patches.PAGE, patches.render())
-    _write(ROOT / "README.md", written_readme())
-    for page in reading.PAGES:
-        _write(page, reading.counted(page.read_text(encoding="utf-8")))
+    _write(ROOT / "CONTRIBUTING.md", written_counts())
+    for page, text in reading.derived():
+        _write(page, text)
 
 
 def _write(page: Path, text: str) -> None:

@@ -9,104 +9,114 @@ README.md and common/workshop/bench/README.md.
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
-
 from common.workshop.bench.bench_record import read_record
 from common.workshop.bench.ladder_bench import main as write_tables
-from common.workshop.tools.palette import BASELINE, DECODE, INK, PROMPT, save
+from common.workshop.tools.draw import LARGE, SMALL, Axes, Box, Drawing, save_all
+from common.workshop.tools.palette import BASELINE, DECODE, INK, PROMPT
 
-HERE = Path(__file__).parent
-FIGURES = HERE.parent / "figures"
+RECORD = Path(__file__).parent / "records" / "ladder.json"
+LEFT, COLUMN, TOP, ROW = 226, 202, 118, 32  # of the panels; between two; of the rungs; between two
 
 
-def spread(rung: dict, name: str) -> tuple[float, list[list[float]]]:
-    """The median of the runs, and how far the lowest and the highest are from it."""
+def regimes() -> dict[str, dict[str, dict]]:
+    """Title of a regime -> title of a rung -> what was measured."""
+    found = read_record(RECORD)["regimes"].values()
+    return {x["title"]: {rung["title"]: rung for rung in x["rungs"].values()} for x in found}
+
+
+def spread(rung: dict, name: str) -> tuple[float, float, float]:
+    """The lowest of the runs, their median and the highest."""
     values = [run[name] for run in rung["runs"]]
-    middle = statistics.median(values)
-    return middle, [[middle - min(values)], [max(values) - middle]]
+    return min(values), statistics.median(values), max(values)
 
 
-def draw_many(record: dict) -> Figure:
+def start(title: str, desc: str, rungs: dict[str, dict]) -> Drawing:
+    drawing = Drawing(840, TOP + len(rungs) * ROW + 46, title, desc)
+    drawing.text(24, 30, title, size=LARGE, bold=True)
+    for place, name in enumerate(rungs):
+        drawing.text(LEFT - 12, TOP + place * ROW, name, size=SMALL, anchor="end")
+    return drawing
+
+
+def draw_many() -> Drawing:
     """The three numbers of README's table, as bars."""
+    rungs, *_ = regimes().values()
+    first, last = list(rungs.values())[:: len(rungs) - 1]
+    (_, slow, _), (_, fast, _) = (spread(x, "output_tokens_per_s") for x in (first, last))
+    (_, late, _), (_, soon, _) = (spread(x, "ttft_ms_p50") for x in (first, last))
+    drawing = start(
+        f"{slow:,.0f} to {fast:,.0f} tokens a second, "
+        f"first token {late / 1e3:.1f} s to {soon:,.0f} ms",
+        "Bars for each rung, from one request at a time to all six chapters: output tokens a "
+        "second, the median first token, and the longest gaps between two tokens. Thin lines go "
+        "from the lowest run to the highest.",
+        rungs,
+    )
     quantities = {
-        "output_tokens_per_s": ("output tokens a second (more is better)", "{:,.0f}"),
-        "ttft_ms_p50": ("first token, p50, ms (less is better)", "{:,.0f}"),
-        "inter_token_ms_p99": ("gap between tokens, p99, ms (less)", "{:,.0f}"),
+        "output_tokens_per_s": "output tokens a second,\nmore is better",
+        "ttft_ms_p50": "first token, p50, ms,\nless is better",
+        "inter_token_ms_p99": "gap, p99, ms,\nless is better",
     }
-    rungs = list(record["regimes"]["many"]["rungs"].values())
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), sharey=True, layout="constrained")
-    for axis, (name, (label, form)) in zip(axes, quantities.items(), strict=True):
-        for place, rung in enumerate(rungs):
-            middle, error = spread(rung, name)
-            color = DECODE if rung["title"][0].isdigit() else BASELINE
-            axis.barh(place, middle, color=color, height=0.66)
-            axis.errorbar(middle, place, xerr=error, color=INK, lw=1, capsize=2)
-            axis.annotate(
-                form.format(middle),
-                (middle + error[1][0], place),
-                xytext=(5, 0),
-                textcoords="offset points",
-                va="center",
+    for column, (name, label) in enumerate(quantities.items()):
+        left = LEFT + column * COLUMN
+        drawing.text(left, 68, label, size=SMALL)
+        scale = (COLUMN - 68) / max(spread(rung, name)[2] for rung in rungs.values())
+        for place, (title, rung) in enumerate(rungs.items()):
+            y = TOP + place * ROW
+            low, middle, high = (value * scale for value in spread(rung, name))
+            color = DECODE if title[0].isdigit() else BASELINE
+            drawing.box(left, y - 10, middle, 20, fill=color, radius=0)
+            drawing.line((left + low, y), (left + high, y), color=INK)
+            drawing.text(
+                left + max(middle, high) + 8, y, f"{spread(rung, name)[1]:,.0f}", size=SMALL
             )
-        axis.set(xlim=(0, axis.get_xlim()[1] * 1.14), xticks=[])
-        axis.set_title(label, loc="left", fontsize=10)
-        axis.spines[["top", "right", "bottom"]].set_visible(False)
-    axes[0].set_yticks(range(len(rungs)), [rung["title"] for rung in rungs])
-    axes[0].tick_params(axis="y", labelsize=11, length=0)
-    axes[0].invert_yaxis()
-    return figure
+    drawing.text(
+        24, drawing.height - 30, "Many users. Each rung adds a chapter; a thin line goes from the "
+        "lowest of three runs to the highest.", size=SMALL, muted=True,
+    )  # fmt: skip
+    return drawing
 
 
-def draw_regimes(record: dict) -> Figure:
+def draw_regimes() -> Drawing:
     """Throughput and the worst waits, where many users queue and where few do not."""
-    quantities = {
-        "output_tokens_per_s": "output tokens a second",
-        "ttft_ms_p99": "time to first token, p99 (ms)",
-        "inter_token_ms_p99": "between two tokens, p99 (ms)",
+    found = regimes()
+    rungs, *_ = found.values()
+    drawing = start(
+        "Few users: no rung is faster, but the waits are shorter",
+        "For each rung, from one request at a time to all six chapters, a mark for many users and "
+        "one for few: output tokens a second, the first token and the gap between tokens at p99.",
+        rungs,
+    )
+    drawing.key(600, 31, dict(zip(found, (DECODE, PROMPT), strict=True)))
+    quantities = {  # and the ticks; for those of waits, the scale is logarithmic
+        "output_tokens_per_s": ("output tokens a second", (0, 400, 800)),
+        "ttft_ms_p99": ("first token, p99, ms", (100, 1000, 10_000)),
+        "inter_token_ms_p99": ("gap, p99, ms", (10, 100)),
     }
-    figure, axes = plt.subplots(1, 3, figsize=(11, 4), sharey=True, layout="constrained")
-    for axis, (name, label) in zip(axes, quantities.items(), strict=True):
-        shown = zip(record["regimes"].values(), "os", (DECODE, PROMPT), strict=True)
-        for regime, marker, color in shown:
-            for place, rung in enumerate(regime["rungs"].values()):
-                middle, error = spread(rung, name)
-                axis.errorbar(middle, place, xerr=error, fmt=marker, color=color, capsize=3)
-                if name == "output_tokens_per_s" and rung["title"] == "2 paged KV":
-                    axis.annotate(
-                        regime["title"],
-                        (middle, place),
-                        xytext=(-5, 8),
-                        textcoords="offset points",
-                        color=color,
-                    )
-        axis.set_xlabel(label)
-        if name == "output_tokens_per_s":
-            axis.set_xlim(0)
-        else:
-            axis.set_xscale("log")
-            axis.xaxis.set_minor_formatter(NullFormatter())
-        axis.grid(alpha=0.3)
-    titles = [rung["title"] for rung in regime["rungs"].values()]
-    axes[0].set_yticks(range(len(titles)), titles)
-    axes[0].invert_yaxis()
-    return figure
+    for column, (name, (label, ticks)) in enumerate(quantities.items()):
+        place_of = math.log10 if ticks[0] else float
+        area = Box(LEFT + column * COLUMN, TOP - ROW / 2, COLUMN - 26, len(rungs) * ROW)
+        every = [
+            value for rungs in found.values() for x in rungs.values() for value in spread(x, name)
+        ]
+        limits = min(ticks[0], min(every)), 1.06 * max(every)
+        axes = Axes(area, (place_of(limits[0]), place_of(limits[1])), (len(rungs) - 0.5, -0.5))
+        axes.draw(drawing, {place_of(tick): f"{tick:,}" for tick in ticks}, {}, "", label)
+        for measured, color, offset in zip(found.values(), (DECODE, PROMPT), (-6, 6), strict=True):
+            for place, rung in enumerate(measured.values()):
+                low, middle, high = (axes.x_of(place_of(value)) for value in spread(rung, name))
+                y = axes.y_of(place) + offset
+                drawing.line((low, y), (high, y), color=color)
+                drawing.box(middle - 5, y - 5, 10, 10, fill=color, radius=5)
+    return drawing
 
+
+DRAWINGS = {"ladder": draw_many, "ladder_regimes": draw_regimes}
 
 if __name__ == "__main__":
-    ladder = read_record(HERE / "records" / "ladder.json")
-    save(
-        {
-            "ladder": lambda: draw_many(ladder),
-            "ladder_regimes": lambda: draw_regimes(ladder),
-        },
-        FIGURES,
-    )
+    save_all(DRAWINGS, __file__)
     write_tables(["--write-readme"])

@@ -12,7 +12,14 @@ from pathlib import Path
 
 from common.workshop.museum.exhibit import Exhibit, Workload
 from common.workshop.museum.hall import EXHIBITS, TITLES
-from common.workshop.museum.museum_page import PAGE, render, side_by_side
+from common.workshop.museum.museum_page import (
+    PAGE,
+    chinese_of,
+    moments_of,
+    render,
+    scenes_of,
+    side_by_side,
+)
 from common.workshop.museum.watched_run import (
     RunOnFilm,
     contradiction,
@@ -102,16 +109,16 @@ def watch(
     with tempfile.TemporaryDirectory() as folder, broken_copy(exhibit.patch) as swap:
         wrong, right = films(exhibit.watch, swap, Path(folder))
         texts = [(Path(folder) / name).read_text(encoding="utf-8") for name in _REELS]
-    labels = ("The run with the bug", "The run without it")
-    name = "" if is_hidden else exhibit.title
-    title = (f"Exhibit {number}. {name}".strip(), f"展品 {number} {name}".strip())
-    where = parting(right, wrong)
-    start = (
-        ""
-        if where is None
-        else f"step={where.step}" + (f"&request={where.request}" if where.request else "")
-    )
-    page = make_page([Reel(*pair) for pair in zip(labels, texts)], title, start)
+    where, broken = parting(right, wrong), contradiction(wrong)
+    title_zh, look_zh = chinese_of(number)
+    name, name_zh = ("", "") if is_hidden else (exhibit.title, title_zh)
+    title = (f"Exhibit {number}. {name}".strip(" ."), f"展品 {number} {name_zh}".strip())
+    caption = _HIDDEN if is_hidden else (exhibit.watch.look, look_zh)
+    moments = moments_of(where, broken, wrong)
+    start = moments[0]["address"] if moments else ""
+    reels = [Reel(label, text, zh) for (label, zh), text in zip(_LABELS, texts)]
+    about = {"caption": caption, "note": ("", ""), "moments": moments, "scenes": scenes_of(where)}
+    page = make_page(reels, title, start, film=about)
     if not is_hidden:
         _say(f"{title[0]}   ({exhibit.origin})")
         _say(_filled(f"{exhibit.seen} {exhibit.watch.look}"))
@@ -120,6 +127,11 @@ def watch(
 
 
 _REELS = ("wrong.jsonl", "right.jsonl")
+_LABELS = (("The run with the bug", "有 bug 的运行"), ("The run without it", "没有 bug 的运行"))
+_HIDDEN = (
+    "Left with a bug, right without. Which line of the engine would make this difference?",
+    "左边有 bug，右边没有。引擎里哪一行会造成这样的差别？",
+)
 
 
 def films(workload: Workload, swap: ModuleSwap, folder: Path) -> tuple[RunOnFilm, RunOnFilm]:

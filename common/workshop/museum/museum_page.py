@@ -1,14 +1,16 @@
-"""`MUSEUM.md`, and an exhibit as text for a terminal."""
+"""`MUSEUM.md`, an exhibit as text for a terminal, and what the page of its two runs says of it."""
 
 from __future__ import annotations
 
 import re
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from common.workshop.museum.exhibit import Exhibit, Workload
 from common.workshop.museum.hall import EXHIBITS, TITLES
 from common.workshop.museum.pictures import shown_in
+from common.workshop.museum.watched_run import Contradiction, Parting, RunOnFilm
 from common.workshop.tools.source_patch import ROOT
 
 PAGE = ROOT / "MUSEUM.md"
@@ -99,3 +101,55 @@ def side_by_side(wrong: str, right: str) -> str:
         first, *rest = text.splitlines()
         rows += [f"{label:13} {first}", *(f"{'':13} {line}" for line in rest)]
     return "\n".join(rows)
+
+
+# -- the page of two runs
+
+
+def chinese_of(number: int) -> tuple[str, str]:
+    """The title of an exhibit and what to look at, as the Chinese page has them."""
+    page = PAGE.with_suffix(".zh.md").read_text(encoding="utf-8")
+    found = re.search(rf"^### {number}\. (.+?)$.*?\*\*看什么。\*\* (.+?)（`make", page, re.M | re.S)
+    assert found, f"the Chinese page has no exhibit {number} to be watched"
+    return found[1], found[2]
+
+
+# By the kind of event at which the two part: the panels in which it can be seen, those first.
+_PANELS = {
+    "planned": "grid queue words pool",
+    "computed": "grid words pool",
+    "table": "grid pool words cache",
+    "taken": "grid pool words cache",
+    "freed": "grid pool words cache",
+    "shared": "grid pool cache words",
+}
+_OF_CACHE = "grid cache words pool"
+
+
+def scenes_of(where: Parting | None) -> list[str]:
+    kinds = [] if where is None else [e.kind for e in (where.right, where.wrong) if e is not None]
+    return next((_PANELS[kind] for kind in kinds if kind in _PANELS), _OF_CACHE).split()
+
+
+def moments_of(
+    where: Parting | None, broken: Contradiction | None, wrong: RunOnFilm
+) -> list[dict[str, Any]]:
+    """Where to look: at the parting, at what cannot be, at the end that an error made."""
+    found: list[tuple[int, str, tuple[str, str]]] = []
+    if where is not None:
+        found.append((where.step, where.request, ("the two part", "两边从这里分开")))
+    if broken is not None:
+        found.append((broken.step, "", ("left: this cannot be", "左边：这不可能发生")))
+    if wrong.error:
+        last = max(wrong.num_steps - 1, 0)
+        found.append((last, "", ("left: the run ends in an error", "左边：运行因错误而终止")))
+    steps = {step: (step, name, words) for step, name, words in reversed(found)}
+    return [
+        {
+            "address": f"step={step}" + (f"&request={name}" if name else ""),
+            "step": step,
+            "request": name or None,
+            "words": words,
+        }
+        for step, name, words in (steps[at] for at in dict.fromkeys(step for step, *_ in found))
+    ]

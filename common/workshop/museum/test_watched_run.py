@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -32,13 +33,33 @@ from common.workshop.museum.watched_run import (
     parting,
 )
 from common.workshop.tools.trial import broken_copy
+from common.workshop.watch.chromium import BrowserUnavailableError, started_browser
+from common.workshop.watch.page_maker import Reel, make_page
+from common.workshop.watch.sentence_needs import TOLD, unproven
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page | None]:
+    """None where there is no browser; a CI has one for the tests of the page itself."""
+    try:
+        with started_browser() as browser:
+            yield browser.new_page()
+    except BrowserUnavailableError:
+        yield None
+
 
 WATCHED = [exhibit for exhibit in EXHIBITS if isinstance(exhibit.watch, Workload)]
 
 
-@pytest.mark.sample(every=8, first=7)
+@pytest.mark.sample(every=10, first=9)
 @pytest.mark.parametrize("exhibit", WATCHED, ids=lambda e: e.title)
-def test_the_film_with_the_bug_parts_from_the_right_one(exhibit: Exhibit, tmp_path: Path) -> None:
+def test_the_film_with_the_bug_parts_from_the_right_one_and_the_page_tells_no_lie(
+    exhibit: Exhibit, tmp_path: Path, page: Page | None
+) -> None:
+    """Of each sentence that the page says about either of the two, the event that it needs."""
     workload = exhibit.watch
     assert isinstance(workload, Workload)
     right = make_film(workload, tmp_path / "right.jsonl")
@@ -49,6 +70,15 @@ def test_the_film_with_the_bug_parts_from_the_right_one(exhibit: Exhibit, tmp_pa
     with broken_copy(exhibit.patch) as swap:
         wrong = make_film(workload, tmp_path / "wrong.jsonl", swap)
     assert str(parting(right, wrong)).startswith(workload.parts)
+    if page is None:
+        return
+    reels = [Reel(side, (tmp_path / f"{side}.jsonl").read_text()) for side in ("wrong", "right")]
+    (tmp_path / "page.html").write_text(make_page(reels), encoding="utf-8")
+    page.goto(f"{(tmp_path / 'page.html').as_uri()}#lang=en")
+    page.wait_for_selector("html[data-ready]", state="attached")
+    films = page.evaluate(TOLD)
+    assert sum(len(step["told"]) for steps in films for step in steps) > 10
+    assert unproven(films) == []
 
 
 @pytest.mark.parametrize("exhibit", WATCHED, ids=lambda e: e.title)

@@ -6,14 +6,15 @@
         raise NotImplementedError("task 2.2: ...")
 
 The lines are taken from the source as it is now, so a task cannot drift away from the chapter:
-blank and solution together are the source, byte for byte.
+blank and solution together are the source, byte for byte. A file with several tasks has several
+holes.
 """
 
 from __future__ import annotations
 
 import ast
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 WIDTH = 100
@@ -56,6 +57,14 @@ def make_blank(
     return Blank(before, stub, after, solution, first + 1)
 
 
+def with_holes(source: str, blanks: Iterable[Blank]) -> str:
+    """All of them in one text."""
+    for blank in sorted(blanks, key=lambda blank: -len(blank.before)):
+        end = len(blank.before) + len(blank.solution)
+        source = source[: len(blank.before)] + blank.stub + source[end:]
+    return source
+
+
 def filled(text: str, width: int) -> str:
     """Paragraphs are filled. One that is indented is a drawing and stays as it is."""
     paragraphs = text.split("\n\n")
@@ -74,6 +83,12 @@ def function_at(tree: ast.Module, place: str) -> ast.FunctionDef | None:
             return None
         node = found[0]
     return node if isinstance(node, ast.FunctionDef) else None
+
+
+def lines_of_function(function: ast.FunctionDef) -> tuple[int, int]:
+    """`[first, stop)`, from 0, with its decorators."""
+    first = min(node.lineno for node in (function, *function.decorator_list))
+    return first - 1, function.end_lineno or 0
 
 
 def signature(function: ast.FunctionDef) -> str:

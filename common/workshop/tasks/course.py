@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
-from common.workshop.tasks.blank import Blank, make_blank
+from common.workshop.tasks.blank import Blank, make_blank, with_holes
 from common.workshop.tasks.task import Task
 from common.workshop.tools.text_rows import read_rows
 
@@ -62,3 +62,23 @@ def task_numbered(number: str) -> Task | None:
 
 def blank_of(task: Task) -> Blank:
     return make_blank(task.source(), task.place, task.names, task.title, task.write, task.number)
+
+
+def tasks_of_evening(number: int) -> list[Task]:
+    return [task for task in TASKS if task.evening == number]
+
+
+def minutes_of(evening: int) -> int:
+    """Of all its tasks."""
+    return sum(task.minutes for task in tasks_of_evening(evening))
+
+
+def tasks_of(module: str) -> list[Task]:
+    """All of them are of one evening."""
+    return [task for task in TASKS if task.module == module]
+
+
+def blank_text(module: str) -> str:
+    """The module with all holes of its evening."""
+    tasks = tasks_of(module)
+    return with_holes(tasks[0].source(), map(blank_of, tasks))

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import traceback
-from pathlib import Path
 from typing import Any
 
 from common.workshop.tools.module_swap import VARIABLE, swap_of
@@ -35,16 +35,20 @@ def main() -> int:
     swap = swap_of(os.environ[VARIABLE])
     swap.install()
     task = task_numbered(sys.argv[1])
-    assert task is not None and task.engine is not None
+    assert task is not None
     try:
         swap.check()
-        print(f"The engine, with {Path(swap.file).name} from {swap.file.parent.name}/:")
+        if task.engine is None:
+            print(f"The engine does not run {task.place}. A small example, with your lines:\n")
+            print(textwrap.indent(task.probe(), "    "))
+            return 0
+        print(f"The engine, with your {task.place}:")
         llm, run = engine_on(task.engine)
     except Exception as error:
         places = [
             f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(swap.file)
         ]
-        at = f", at your line {places[-1].lineno}: {places[-1].line}" if places else ""
+        at = f", at your line: {places[-1].line}" if places else ""
         print(f"It stopped with {type(error).__name__}: {error}{at}")
         return 1
     from common.demo import print_outputs, print_summary

@@ -20,11 +20,12 @@ import os
 import tempfile
 import textwrap
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+from common.workshop.tasks.answer import Answer, answer_to, is_blank
 from common.workshop.tasks.blank import function_at, signature
 from common.workshop.tasks.course import blank_of
 from common.workshop.tasks.task import Task
@@ -46,25 +47,53 @@ class Verdict:
     mistake: Bug | None = None  # the typical one that it is
 
 
-def grade(task: Task, file: Path, limit_s: float = LIMIT_S) -> Verdict:
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A reader's file, and the module that is tried: it has that file's function."""
+
+    task: Task
+    file: Path
+    swap: ModuleSwap
+    answer: Answer
+    limit_s: float
+
+    @property
+    def name(self) -> str:
+        return _name(self.file)
+
+    def place(self, line: int) -> str:
+        """Of the module that is tried, in words of the reader's file."""
+        return f"line {self.answer.line(line)} of {self.name}:\n    {self.source_line(line)}"
+
+    def source_line(self, line: int) -> str:
+        lines = self.answer.text.splitlines()
+        return lines[line - 1].strip() if 0 < line <= len(lines) else ""
+
+
+def grade(
+    task: Task, file: Path, limit_s: float = LIMIT_S, tell: Callable[[str], None] = lambda _: None
+) -> Verdict:
+    """`tell` hears what is done now, which may take seconds."""
     file = file.resolve()
     if problem := _in_the_text(task, file):
         return Verdict(False, problem)
-    swap = ModuleSwap(task.module, file)
-    try:
-        problem = apart(_import, (swap,), limit_s)
-    except RuntimeError as error:
-        problem = f"importing it ended the whole process ({error})"
-    if problem is None:
-        problem = f"importing it does not end within {limit_s:g} seconds"
-    if problem:
-        return Verdict(False, f"{_name(file)} can not be imported: {problem}.")
-    run = _tested(task, swap, limit_s)
+    answer = answer_to(file.read_text(encoding="utf-8-sig"), [task], task.module)
+    with swapped(task.path, answer.text) as swap:
+        return _graded(_Trial(task, file, swap, answer, limit_s), tell)
+
+
+def _graded(trial: _Trial, tell: Callable[[str], None]) -> Verdict:
+    tell(f"Importing {trial.name} ...")
+    if problem := _in_the_import(trial):
+        return Verdict(False, f"{trial.name} can not be imported: {problem}.")
+    tell(f"Its tests ({len(trial.task.tests)}) ...")
+    run = _tested(trial)
     if isinstance(run, str):
         return Verdict(False, run)
     if not run.failed:
         return Verdict(True, f"Right. {_counted(run.num_passed, 'test')} passed.")
-    return _explained(task, swap, run, limit_s)
+    tell("One fails. Looking for a small example ...")
+    return _explained(trial, run)
 
 
 # -- the text
@@ -96,10 +125,9 @@ def _in_the_text(task: Task, file: Path) -> str:
             f"{task.place} takes {signature(yours)} now, and others call it with "
             f"{signature(ours)}. Put the arguments back; the task needs no others."
         )
-    blank = blank_of(task)
-    if text == blank.text:
+    if is_blank(text, task):
         return "It is still the blank. Write your lines in the place of `raise`."
-    stub = blank.stub.splitlines()[-1].strip()
+    stub = blank_of(task).stub.splitlines()[-1].strip()
     lines = [line.strip() for line in text.split("\n")]
     if stub in lines:
         line = lines.index(stub) + 1
@@ -123,17 +151,30 @@ def _names_beside(tree: ast.Module, parent: str) -> set[str]:
 # -- in another process
 
 
-def _import(swap: ModuleSwap) -> str:
+def _in_the_import(trial: _Trial) -> str:
     """What went wrong, or nothing."""
+    try:
+        problem = apart(_import, (trial.swap,), trial.limit_s)
+    except RuntimeError as error:
+        return f"importing it ended the whole process ({error})"
+    if problem is None:
+        return f"importing it does not end within {trial.limit_s:g} seconds"
+    said, line = problem
+    shown = "" if line is None else f", line {trial.answer.line(line)}: `{trial.source_line(line)}`"
+    return f"{said}{shown}"
+
+
+def _import(swap: ModuleSwap) -> tuple[str, int | None]:
+    """What was raised, and at which line of the module; or nothing."""
     swap.install()
     with tempfile.TemporaryFile("w+") as file, into(file.fileno()):
         try:
             swap.check()
         except BaseException as error:  # `exit()` too
-            line = _line_in(swap.file, traceback.extract_tb(error.__traceback__))
-            at = "" if line is None else f", line {line}: `{_source_line(swap.file, line)}`"
-            return f"{type(error).__name__}: {error}{at}"
-    return ""
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [frame.lineno for frame in frames if frame.filename == str(swap.file)]
+            return f"{type(error).__name__}: {error}", lines[-1] if lines else None
+    return "", None
 
 
 def probed_text(task: Task, text: str, limit_s: float = LIMIT_S) -> str:
@@ -142,24 +183,25 @@ def probed_text(task: Task, text: str, limit_s: float = LIMIT_S) -> str:
         return said_by(task.probe, swap, limit_s)
 
 
-def _tested(task: Task, swap: ModuleSwap, limit_s: float) -> TestRun | str:
+def _tested(trial: _Trial) -> TestRun | str:
     """The run of the named tests, or why there was none."""
     try:
-        run = try_tests(task.test_ids, swap, first_only=True, limit_s=limit_s)
+        run = try_tests(trial.task.test_ids, trial.swap, first_only=True, limit_s=trial.limit_s)
     except RuntimeError as error:
-        return f"The tests could not be run with {_name(swap.file)}: {error}"
+        return f"The tests could not be run with {trial.name}: {error}"
     if not (run.failed or run.num_passed):
-        return f"The tests do not end with {_name(swap.file)}, and could not be stopped."
+        return f"The tests do not end with {trial.name}, and could not be stopped."
     return run
 
 
 # -- what is said
 
 
-def _explained(task: Task, swap: ModuleSwap, run: TestRun, limit_s: float) -> Verdict:
+def _explained(trial: _Trial, run: TestRun) -> Verdict:
+    task, limit_s = trial.task, trial.limit_s
     assert run.first is not None
-    parts = [_told(run.first, swap.file)]
-    said = said_by(task.probe, swap, limit_s)
+    parts = [_told(run.first, trial)]
+    said = said_by(task.probe, trial.swap, limit_s)
     ours = probed_text(task, task.source())
     mistake = None
     if said != ours:
@@ -167,13 +209,14 @@ def _explained(task: Task, swap: ModuleSwap, run: TestRun, limit_s: float) -> Ve
         others_s = min(limit_s, 2.0) if said == NEVER_ENDS else limit_s
         others = [probed_text(task, m.apply(), others_s) for m in task.mistakes]
         mistake = recognised(task, said, ours, others)
-        yours = f"With your lines it says:\n\n{_shown(said)}"
-        parts.append(f"A small example, as it should be:\n\n{_shown(ours)}\n\n{yours}")
+        if said not in run.first.message:  # else an exception, and it is told
+            yours = f"With your lines it says:\n\n{_shown(said)}"
+            parts.append(f"A small example, as it should be:\n\n{_shown(ours)}\n\n{yours}")
     if mistake is not None:
         parts.append(textwrap.fill(f"This looks like a common mistake. {mistake.message}", 96))
-    elif not _is_ours_elsewhere(task, swap.file):
+    elif not _is_ours_elsewhere(trial):
         parts.append(
-            f"Outside of {task.place}, {_name(swap.file)} is not as {task.file} is now. That may "
+            f"Outside of {task.place}, {trial.name} is not as {task.file} is now. That may "
             f"be what is wrong. (make task N={task.number} ARGS=--again begins with a new copy.)"
         )
     return Verdict(False, "\n\n".join(parts), mistake)
@@ -198,12 +241,12 @@ def _first_difference(said: str, ours: str) -> tuple[int, str]:
     return next(((number, line) for number, (line, our) in pairs if line != our), (-1, ""))
 
 
-def _is_ours_elsewhere(task: Task, file: Path) -> bool:
-    blank, text = blank_of(task), file.read_text(encoding="utf-8-sig")
-    return text.startswith(blank.before) and text.endswith(blank.after)
+def _is_ours_elsewhere(trial: _Trial) -> bool:
+    task = trial.task
+    return answer_to(trial.answer.text, (), task.module).text == task.source()
 
 
-def _told(failure: Failure, file: Path) -> str:
+def _told(failure: Failure, trial: _Trial) -> str:
     """The first test that fails, as a sentence; where, and what it has seen."""
     path, _, name = failure.test.partition("::")
     name, _, parameters = name.rpartition("::")[2].partition("[")
@@ -212,26 +255,26 @@ def _told(failure: Failure, file: Path) -> str:
     case = f" (case {parameters.rstrip(']')})" if parameters else ""
     lines = [textwrap.fill(f'Not yet. What does not hold: "{words}"{case}.', 96)]
     if failure.message.startswith(("Failed: Timeout", "Timeout")):
-        at = "" if failure.swapped_line is None else f" It was at {_place(file, failure)}"
+        at = (
+            ""
+            if failure.swapped_line is None
+            else f" It was at {trial.place(failure.swapped_line)}"
+        )
         lines.append(f"The test was stopped: it did not end. Does a loop never stop?{at}")
     else:
         raised_in = Path(os.path.join(ROOT, failure.path)).resolve()
-        if raised_in == file:
-            lines.append(f"Your code raised an exception at {_place(file, failure)}")
+        if raised_in == trial.swap.file:
+            line = failure.swapped_line or failure.line
+            lines.append(f"Your code raised an exception at {trial.place(line)}")
         else:
             source = linecache.getline(str(raised_in), failure.line).strip()
             lines.append(f"{_name(raised_in)}:{failure.line}\n    {source}")
             if failure.swapped_line is not None:
-                lines.append(f"On the way there: {_place(file, failure)}")
+                lines.append(f"On the way there: {trial.place(failure.swapped_line)}")
         lines.append(_shown(failure.message))
     if failure.printed:
         lines.append(f"What was printed:\n\n{_shown(failure.printed)}")
     return "\n\n".join([*lines, f"The test: {path}::{name}"])
-
-
-def _place(file: Path, failure: Failure) -> str:
-    line = failure.swapped_line or failure.line
-    return f"line {line} of {_name(file)}:\n    {_source_line(file, line)}"
 
 
 def _shown(text: str) -> str:
@@ -239,16 +282,6 @@ def _shown(text: str) -> str:
     if len(lines) > NUM_LINES:
         lines = [*lines[:NUM_LINES], "..."]
     return textwrap.indent("\n".join(line[:160] for line in lines), "    ")
-
-
-def _line_in(file: Path, frames: Iterable[traceback.FrameSummary]) -> int | None:
-    lines = [frame.lineno for frame in frames if frame.filename == str(file)]
-    return lines[-1] if lines else None
-
-
-def _source_line(file: Path, line: int) -> str:
-    lines = file.read_text(encoding="utf-8-sig").splitlines()
-    return lines[line - 1].strip() if 0 < line <= len(lines) else ""
 
 
 def _name(file: Path) -> str:

@@ -7,12 +7,15 @@ language too, is the page's own:
     | [`block_pool.py`](02_paged_kv/block_pool.py) | 127 | ... |
     | [`request.py::Request`](01_batching/request.py) | 104 | ... |
     | **together** | **231** | |
-"""
+
+These tables are the one list of what to read, and in which order. README's map, in both languages,
+and the head of each chapter follow it: their words are their own, their order is not."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from common.workshop.tools.path import count_lines
@@ -23,6 +26,11 @@ _ROW = re.compile(
     r"^(?P<front>\| \[`[\w.]+\.py(?:::(?P<symbol>[\w.]+))?`\]\((?P<path>[\w./]+)\) \| )"
     r"(?P<number>[\d,]+)(?= \|)"
 )
+# README: | 2 [paged KV](...) | what you learn | 2.5 | `small_paging.py`, `block_pool.py` | skip |
+_MAP_ROW = re.compile(r"^(\| (\d) \[[^|]+\|[^|]+\|[^|]+\| )[^|]+(?= \|)", re.MULTILINE)
+# A chapter: 1. `small_paging.py`: what it is        and of what the evening does not read: * `...`
+_ITEM = re.compile(r"^(?:\d+\.|\*) `(\w+\.py)`(.*)\n", re.MULTILINE)
+_ITEMS = re.compile(f"(?:{_ITEM.pattern})+", re.MULTILINE)
 _SUM = re.compile(r"^(?P<front>\| \*\*[^*|]+\*\* \| \*\*)(?P<number>[\d,]+)(?=\*\* \|)")
 
 
@@ -65,7 +73,53 @@ def sums(text: str) -> list[int]:
     return [int(row["number"].replace(",", "")) for row in rows if row]
 
 
-def write() -> None:
+def files_of_evenings() -> dict[int, list[str]]:
+    """By the number of an evening: names of files, each once, in the order of its table."""
+    text = PAGES[0].read_text(encoding="utf-8")
+    parts = re.split(r"^## Evening (\d).*$", text, flags=re.MULTILINE)
+    rows = (map(_ROW.match, part.splitlines()) for part in parts[2::2])
+    found = [[Path(row["path"]).name for row in of_one if row] for of_one in rows]
+    return {int(number): list(dict.fromkeys(f)) for number, f in zip(parts[1::2], found)}
+
+
+def with_map(text: str) -> str:
+    """README, each chapter with the files of its evening."""
+    files = files_of_evenings()
+
+    def row(match: re.Match[str]) -> str:
+        return match[1] + ", ".join(f"`{name}`" for name in files[int(match[2])])
+
+    return _MAP_ROW.sub(row, text)
+
+
+def with_head(text: str, first: list[str]) -> str:
+    """A chapter's page: what its evening reads, numbered, and then the others of its root."""
+    head, mark, rest = text.partition("\n## 1.")
+    said = dict(_ITEM.findall(head))
+    numbered = enumerate((name for name in first if name in said), 1)
+    others = [f"* `{name}`{words}\n" for name, words in said.items() if name not in first]
+    lists = ["".join(f"{i}. `{name}`{said[name]}\n" for i, name in numbered), "".join(others)]
+    places = list(_ITEMS.finditer(head))
+    assert len(places) == 2 if others else len(places) >= 1, (
+        f"{text[:40]!r} has {len(places)} lists"
+    )
+    for place, items in reversed(list(zip(places, lists))):
+        head = head[: place.start()] + items + head[place.end() :]
+    return head + mark + rest
+
+
+def derived() -> Iterator[tuple[Path, str]]:
+    """Each page that the tables decide about, as it has to be."""
     for page in PAGES:
         if page.is_file():
-            page.write_text(counted(page.read_text(encoding="utf-8")), encoding="utf-8")
+            yield page, counted(page.read_text(encoding="utf-8"))
+    for name in ("README.md", "README.zh.md"):
+        yield ROOT / name, with_map((ROOT / name).read_text(encoding="utf-8"))
+        for number, files in files_of_evenings().items():
+            (page,) = ROOT.glob(f"0{number}_*/{name}")
+            yield page, with_head(page.read_text(encoding="utf-8"), files)
+
+
+def write() -> None:
+    for page, text in derived():
+        page.write_text(text, encoding="utf-8")

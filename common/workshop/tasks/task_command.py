@@ -7,18 +7,27 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from common.workshop.tasks import reading
+from common.workshop.tasks.answer import answer_to
 from common.workshop.tasks.blank import filled
-from common.workshop.tasks.course import EVENINGS, TASKS, blank_of, task_numbered
+from common.workshop.tasks.course import (
+    EVENINGS,
+    TASKS,
+    blank_of,
+    minutes_of,
+    task_numbered,
+    tasks_of_evening,
+)
 from common.workshop.tasks.grade import grade
 from common.workshop.tasks.task import DIFFICULTIES, Task
 from common.workshop.tasks.workbench import Workbench
 from common.workshop.tools.module_swap import VARIABLE
+from common.workshop.tools.trial import swapped
 
 WIDTH = 96
+DEMO_S = 120  # it takes a few; ten times as long on a busy machine
 STOPPED = 130  # as a shell says it of Ctrl-C
 
 
@@ -28,6 +37,9 @@ def main(arguments: Sequence[str] | None = None, bench: Workbench | None = None)
         prog="python -m common.workshop.tasks", description="Write parts of the engine yourself."
     )
     parser.add_argument("number", nargs="?", metavar="N", help="which task, as 3.2; none: the list")
+    parser.add_argument(
+        "--evening", type=int, choices=EVENINGS, metavar="E", help="write all its files into my/"
+    )
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--grade", action="store_true", help="try your answer, whatever it is")
     one.add_argument("--hint", action="store_true", help="one hint more")
@@ -40,6 +52,8 @@ def main(arguments: Sequence[str] | None = None, bench: Workbench | None = None)
         reading.write()
         return 0
     asked = [name for name, value in vars(options).items() if value is True]
+    if options.evening is not None and (options.number is not None or asked):
+        parser.error("--evening writes the files of a whole evening: nothing else beside it")
     if options.number is None and asked:
         parser.error(f"--{asked[0]} wants a task: a number of the list, such as 3.2")
     task = None if options.number is None else task_numbered(options.number)
@@ -51,6 +65,8 @@ def main(arguments: Sequence[str] | None = None, bench: Workbench | None = None)
         bench = bench or Workbench()
     except ValueError as error:
         parser.error(f"{error}. Remove it: your answers stay.")
+    if options.evening is not None:
+        return _evening(options.evening, bench)
     if task is None:
         print(listed(bench))
         return 0
@@ -61,12 +77,8 @@ def main(arguments: Sequence[str] | None = None, bench: Workbench | None = None)
 def listed(bench: Workbench) -> str:
     lines = []
     for evening, title in EVENINGS.items():
-        tasks = [task for task in TASKS if task.evening == evening]
-        lines.append(f"\nEvening {evening}: {title} ({sum(t.minutes for t in tasks)} minutes)")
-        for task in tasks:
-            mark = "x" if task.number in bench.progress.passed else " "
-            level = DIFFICULTIES[task.difficulty]
-            lines.append(f" [{mark}] {task.number}  {task.title:52} {task.minutes:2} min  {level}")
+        lines.append(f"\nEvening {evening}: {title} ({minutes_of(evening)} minutes)")
+        lines += _rows(evening, bench)
     left = _open_tasks(bench, TASKS)
     lines.append(f"\n{len(TASKS) - len(left)} of {len(TASKS)} done.")
     if left:
@@ -74,29 +86,47 @@ def listed(bench: Workbench) -> str:
     return "\n".join(lines)
 
 
+def _rows(evening: int, bench: Workbench) -> Iterator[str]:
+    for task in tasks_of_evening(evening):
+        mark = "x" if task.number in bench.progress.passed else " "
+        level = DIFFICULTIES[task.difficulty]
+        yield f" [{mark}] {task.number}  {task.title:52} {task.minutes:2} min  {level}"
+
+
 def _open_tasks(bench: Workbench, tasks: Sequence[Task]) -> list[Task]:
     return [task for task in tasks if task.number not in bench.progress.passed]
 
 
+def _evening(number: int, bench: Workbench) -> int:
+    tasks = tasks_of_evening(number)
+    _say(f"Evening {number}: {EVENINGS[number]}. Tonight's files, to read and to write in:")
+    _say("\n".join(bench.open(tasks)))
+    _say("\n".join(_rows(number, bench)))
+    left = _open_tasks(bench, tasks)
+    if left:
+        _say(f"The first that is open: make task N={left[0].number}")
+    return 0
+
+
 def _go_on(task: Task, bench: Workbench) -> int:
     """Begin it, or try what is there."""
-    if not bench.is_open(task):
-        return _begin(task, bench.open(task))
+    if not bench.file(task).exists():
+        return _begin(task, bench, bench.open([task]))
     if bench.is_blank(task):
-        where = f"{bench.name(bench.file(task))} is there, and still blank."
-        return _begin(task, [where])
+        where = f"{bench.name(bench.file(task))} is there, and {task.place} is still blank."
+        return _begin(task, bench, [where])
     return _grade(task, bench)
 
 
 def _again(task: Task, bench: Workbench) -> int:
-    return _begin(task, bench.open(task, anew=True))
+    return _begin(task, bench, bench.begin_anew(task))
 
 
-def _begin(task: Task, told: list[str]) -> int:
+def _begin(task: Task, bench: Workbench, told: list[str]) -> int:
     level = DIFFICULTIES[task.difficulty]
     _say(f"Task {task.number}. {task.title} ({task.minutes} minutes, {level})")
     _say("\n".join(told))
-    where = f"{Path(task.file).name}, line {blank_of(task).line}"
+    where = f"{bench.name(bench.file(task))}{_line_of_hole(task, bench)}"
     _say(f"Write in {where}, in {task.place}, in the place of `raise`:")
     _say(textwrap.indent(filled(task.write, WIDTH - 4), "    "))
     again = f"make task N={task.number}"
@@ -107,23 +137,26 @@ def _begin(task: Task, told: list[str]) -> int:
     return 0
 
 
+def _line_of_hole(task: Task, bench: Workbench) -> str:
+    before, found, _ = (bench.text(task) or "").partition(blank_of(task).stub)
+    return f", line {(before + found).count(chr(10))}" if found else ""
+
+
 def _grade(task: Task, bench: Workbench) -> int:
-    if not bench.is_open(task):
-        told = bench.open(task)
-        if bench.is_blank(task):
-            _say(f"There is no answer to task {task.number} in {bench.name(bench.file(task))}.")
-            return _begin(task, told)
-        _say("\n".join(told))
-    verdict = grade(task, bench.file(task))
-    _say(verdict.text)
+    if not bench.file(task).exists():
+        _say(
+            f"There is no answer to task {task.number}: there is no {bench.name(bench.file(task))}."
+        )
+        return _begin(task, bench, bench.open([task]))
+    verdict = grade(task, bench.file(task), tell=lambda doing: print(doing, flush=True))
+    _say(f"\n{verdict.text}")
     again = f"make task N={task.number}"
     if not verdict.is_right:
         _say(f"Try again: {again}    A hint: {again} ARGS=--hint")
         return 1
     bench.passed(task)
     _say(f"Compare it with ours: {again} ARGS=--solution")
-    if task.engine is not None:
-        _say(f"Run the engine on your lines: {again} ARGS=--demo")
+    _say(f"Run it: {again} ARGS=--demo    With all of yours: make demo ARGS=--mine")
     here = TASKS.index(task)
     following = _open_tasks(bench, (*TASKS[here:], *TASKS[:here]))
     if following:
@@ -153,19 +186,23 @@ def _solution(task: Task, bench: Workbench) -> int:
 
 def _demo(task: Task, bench: Workbench) -> int:
     """In a process of its own: nothing is imported before the reader's module is in its place."""
-    if task.engine is None:
-        _say(
-            f"The engine does not run {task.place}: its chapter's notebook and tests do. "
-            f"There is nothing to show here."
-        )
-        return 0
-    if not bench.is_open(task) or bench.is_blank(task):
+    text = bench.text(task)
+    if text is None or bench.is_blank(task):
         _say(f"There is no answer to run yet. Begin: make task N={task.number}")
         return 1
-    swap = f"{task.module}={bench.file(task).resolve()}"
+    try:
+        answer = answer_to(text, [task], task.module)
+    except (SyntaxError, ValueError) as error:
+        _say(f"Python can not read {bench.name(bench.file(task))}: {error}")
+        return 1
     command = [sys.executable, "-m", "common.workshop.tasks.demo_on_yours", task.number]
     try:
-        return subprocess.run(command, env={**os.environ, VARIABLE: swap}).returncode
+        with swapped(task.path, answer.text) as swap:
+            environment = {**os.environ, VARIABLE: f"{swap.module}={swap.file}"}
+            return subprocess.run(command, env=environment, timeout=DEMO_S).returncode
+    except subprocess.TimeoutExpired:
+        _say(f"Stopped: it did not end within {DEMO_S} seconds. Does a loop never stop?")
+        return 1
     except KeyboardInterrupt:
         _say("The demo was stopped.")
         return STOPPED

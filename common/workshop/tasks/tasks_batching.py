@@ -22,7 +22,7 @@ def endings() -> str:
         for token in tokens:
             one.append_output_token(token)
         ended = f"{one.finish_reason} (stop_reason {one.stop_reason})"
-        lines.append(f"{name}: {ended}, {one.num_tokens} tokens known")
+        lines.append(f"{name}: {ended}, {one.num_tokens} tokens, {one.num_output_tokens} outputs")
     return "\n".join(lines)
 
 
@@ -42,6 +42,11 @@ def admissions() -> str:
         (first,) = steps(scheduler, most=1)
         left = [waiting.request_id for waiting in scheduler.waiting]
         lines.append(f"{name}: the first step computes {first}, waiting {left}")
+    for name, told in (("may_start", "held back by a feature"), ("_has_room", "without room")):
+        scheduler = FCFSScheduler(8, 10)
+        scheduler.add_request(request("r", 4))
+        setattr(scheduler, name, lambda request: False)
+        lines.append(f"{told}: the first step computes {next(steps(scheduler, most=1))}")
     return "\n".join(lines)
 
 
@@ -54,13 +59,17 @@ def rectangles() -> str:
         ids, mask, positions = batch.to_tensors("cpu", pad_token_id=99)
         lines.append(f"{time} call: ids {ids.tolist()}")
         lines.append(f"   mask {mask.tolist()}, positions {positions.tolist()}")
+    shapes = [tuple(t.shape) for t in InputBatch([], [], [], [], []).to_tensors("cpu")]
+    lines.append(f"all of {ids.dtype}, {mask.dtype}, {positions.dtype}; of no requests {shapes}")
     return "\n".join(lines)
 
 
 def messages() -> str:
     from fcfs_scheduler import FCFSScheduler
-    from scheduler_interface import StepOutput
+    from scheduler_books import RunnerDelta
+    from scheduler_interface import SchedulerOutput, StepOutput
 
+    delta = RunnerDelta()
     scheduler = FCFSScheduler(max_num_seqs=2)
     scheduler.add_request(request("a", 3, max_tokens=2))
     scheduler.add_request(request("b", 2, max_tokens=4))
@@ -75,4 +84,12 @@ def messages() -> str:
         scheduler.update_from_output(
             plan, StepOutput({r.request_id: [7] for r in plan.scheduled_requests})
         )
+    one = request("c", 2, max_tokens=9)
+    for count in (0, 2, 1):
+        for token in range(count):
+            one.append_output_token(5 + token)
+        delta.encode(plan := SchedulerOutput(scheduled_requests=[one]))
+        cached = plan.scheduled_cached_reqs
+        told = f"{cached.new_token_ids}, outputs {cached.num_output_tokens}"
+        lines.append(f"c has {count} tokens more: new {len(plan.scheduled_new_reqs)}, {told}")
     return "\n".join(lines)

@@ -12,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from common.workshop.tasks.answer import Answer
 from common.workshop.tasks.blank import function_at
-from common.workshop.tasks.course import TASKS, blank_of, task_numbered
+from common.workshop.tasks.course import TASKS, blank_of, blank_text, task_numbered
 from common.workshop.tasks.demo_on_yours import engine_on
 from common.workshop.tasks.grade import (
     Verdict,
     _in_the_text,
     _told,
+    _Trial,
     grade,
     probed_text,
     recognised,
@@ -137,6 +139,26 @@ def test_an_exception_is_told_with_the_readers_line_and_what_was_printed(tmp_pat
     assert "AttributeError: 'list' object has no attribute 'frobnicate'" in verdict.text
 
 
+def test_a_crash_is_told_once_and_what_is_done_is_said(tmp_path: Path) -> None:
+    task, heard = the("2.1"), []
+    file = _written(answer(task, "", "return blocks").encode(), tmp_path, "kv_cache_manager.py")
+    verdict = grade(task, file, 20, heard.append)
+    assert verdict.text.count("NameError: name 'blocks' is not defined") == 1
+    assert "A small example" not in verdict.text
+    assert [words.split()[0] for words in heard] == ["Importing", "Its", "One"]
+
+
+def test_one_hole_is_graded_while_the_other_is_open(tmp_path: Path) -> None:
+    task = the("2.1")
+    open_text = blank_text(task.module)
+    right = open_text.replace(blank_of(task).stub, blank_of(task).solution)
+    assert graded(task, right, tmp_path).is_right
+    wrong = open_text.replace(blank_of(task).stub, "        return []\n        return 1 / 0\n")
+    verdict = graded(task, wrong.replace("return []", "1 + {}"), tmp_path)
+    line = wrong.split("\n").index("        return []") + 1
+    assert f"exception at line {line} of kv_cache_manager.py" in verdict.text
+
+
 def test_an_endless_loop_ends_by_the_time_limit(tmp_path: Path) -> None:
     task = the("2.2")
     verdict = graded(task, answer(task, "while True:", "    pass"), tmp_path, limit_s=1)
@@ -148,7 +170,7 @@ def test_an_endless_loop_ends_by_the_time_limit(tmp_path: Path) -> None:
     ("change", "words"),
     [
         (lambda text: text.replace("def free(", "def free("), "It is still the blank"),
-        (lambda text: text + "\n# mine\n", "still raises NotImplementedError. Take it out"),
+        (lambda text: text.replace("raise N", "pass\n        raise N"), "Error. Take it out"),
         (lambda text: text.replace("raise NotImpl", "for in x: Impl"), "Python can not read line"),
         (lambda text: text.replace("def free(", "def fre("), "There is `fre`. Give it its name"),
         (lambda text: text.replace("def free(self, blocks", "def free(self"), "takes (self"),
@@ -177,16 +199,17 @@ def test_a_mark_of_utf_8_is_no_error_and_another_encoding_is_said(tmp_path: Path
     assert "is not UTF-8" in _in_the_text(task, _written(text.encode("latin-1"), tmp_path))
 
 
-def _written(text: bytes, folder: Path) -> Path:
-    file = folder / "block_pool.py"
+def _written(text: bytes, folder: Path, name: str = "block_pool.py") -> Path:
+    file = folder / name
     file.write_bytes(text)
     return file
 
 
 def test_the_readers_line_is_shown_where_it_makes_our_code_raise() -> None:
-    file = ROOT / "02_paged_kv" / "block_pool.py"
+    task = the("2.2")
+    swap = ModuleSwap(task.module, ROOT / "other" / "block_pool.py")
     failure = Failure("a.py::test_b", "TypeError: no", "common/llm.py", 1, 7, "")
-    shown = _told(failure, file)
+    shown = _told(failure, _Trial(task, task.path, swap, Answer(task.source()), 1))
     assert "common/llm.py:1\n" in shown and "line 7 of 02_paged_kv/block_pool.py:" in shown
 
 

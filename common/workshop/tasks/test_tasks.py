@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from common.workshop.tasks import task_command
-from common.workshop.tasks.blank import make_blank, signature
-from common.workshop.tasks.course import EVENINGS, TASKS, blank_of, task_numbered
+from common.workshop.tasks.answer import answer_to, is_blank
+from common.workshop.tasks.blank import function_at, make_blank, signature
+from common.workshop.tasks.course import EVENINGS, TASKS, blank_of, blank_text, task_numbered
 from common.workshop.tasks.grade import Verdict
 from common.workshop.tasks.task import Task
 from common.workshop.tasks.task_command import main
@@ -141,72 +142,94 @@ def bench(tmp_path: Path) -> Workbench:
     return Workbench(tmp_path / "my")
 
 
+def test_one_task_writes_its_file_with_all_holes_of_the_evening(bench: Workbench) -> None:
+    one, other = two_of_one_file()
+    (told,) = bench.open([one])
+    assert told == f"Written: my/rejection_sampler.py, which is {one.file} without the lines of " \
+                   "5.3 and 5.4."  # fmt: skip
+    assert bench.is_blank(one) and bench.is_blank(other)
+    text = bench.file(one).read_text(encoding="utf-8")
+    for task in (one, other):
+        assert blank_of(task).stub in text and blank_of(task).solution not in text
+
+
+def test_nothing_that_was_written_is_lost(bench: Workbench) -> None:
+    for text in ("first", "second", "third"):
+        bench.begin_anew(ONE)
+        assert bench.is_blank(ONE)
+        bench.file(ONE).write_text(text)
+    told = bench.begin_anew(ONE)
+    assert told[0].endswith("my/request.py is kept in my/answers/1.1_request_3.py.")
+    names = ["1.1_request.py", "1.1_request_2.py", "1.1_request_3.py"]
+    assert sorted(path.name for path in (bench.folder / "answers").iterdir()) == names
+    kept = [(bench.folder / "answers" / name).read_text() for name in names]
+    assert kept == ["first", "second", "third"]
+
+
+def test_one_task_begun_anew_leaves_the_other_as_it_is(bench: Workbench) -> None:
+    one, other = (task for task in TASKS if task.module == "kv_cache_manager")
+    bench.open([one])
+    stub = blank_of(other).stub
+    before = bench.file(one).read_text(encoding="utf-8")
+    bench.file(one).write_text(one.source().replace("%", "+").replace("is None", "== None"))
+    bench.begin_anew(one)
+    text = bench.file(one).read_text(encoding="utf-8")
+    assert bench.is_blank(one) and not bench.is_blank(other)
+    assert stub in before and stub not in text and "blocks == None" in text
+
+
+# -- of a file with several holes, one is tried
+
+
 def two_of_one_file() -> tuple[Task, Task]:
     one, other = (task for task in TASKS if task.module == "rejection_sampler")
     return one, other
 
 
-def test_an_answer_is_set_aside_for_another_task_and_comes_back(bench: Workbench) -> None:
-    one, other = two_of_one_file()
-    assert bench.open(one) == [f"Written: my/rejection_sampler.py, which is {one.file} without "
-                               "the answer."]  # fmt: skip
-    bench.file(one).write_text("my answer\n")
-    told = bench.open(other)
-    assert "(task 5.3) is now my/answers/5.3_rejection_sampler.py" in told[0]
-    assert bench.is_open(other) and bench.is_blank(other) and not bench.is_open(one)
-    again = Workbench(bench.folder)  # it was remembered
-    told = again.open(one)
-    assert told == ["Your answer to task 5.3 is back in my/rejection_sampler.py."]
-    assert again.file(one).read_text() == "my answer\n"
+@EVERY_TASK
+def test_a_task_is_tried_with_our_lines_in_the_other_holes(task: Task) -> None:
+    blank, tried = blank_of(task), answer_to(blank_text(task.module), [task], task.module)
+    assert function_dump(tried.text, task) == function_dump(blank.text, task)
+    assert answer_to(blank_text(task.module), (), task.module).text == task.source()
+    solved = blank_text(task.module).replace(blank.stub, blank.solution)
+    assert function_dump(answer_to(solved, [task], task.module).text, task) == function_dump(
+        task.source(), task
+    )
+    assert is_blank(blank_text(task.module), task) and not is_blank(solved, task)
 
 
-def test_nothing_that_was_written_is_lost(bench: Workbench) -> None:
-    one, _ = two_of_one_file()
-    for text in ("first", "second", "third"):
-        bench.open(one, anew=True)
-        assert bench.is_blank(one)
-        bench.file(one).write_text(text)
-    bench.open(one, anew=True)
-    kept = sorted(path.name for path in (bench.folder / "answers").iterdir())
-    names = ["5.3_rejection_sampler.py", "5.3_rejection_sampler_2.py", "5.3_rejection_sampler_3.py"]
-    assert kept == names
-    assert [(bench.folder / "answers" / name).read_text() for name in names] == [
-        "third",
-        "first",
-        "second",
-    ]
+def function_dump(text: str, task: Task) -> str:
+    function = function_at(ast.parse(text), task.place)
+    assert function is not None
+    return ast.dump(function)
 
 
-def test_the_answer_that_comes_back_is_the_last_and_not_the_one_given_up(bench: Workbench) -> None:
-    one, other = two_of_one_file()
-    bench.open(one)
-    bench.file(one).write_text("given up")
-    bench.open(one, anew=True)
-    bench.file(one).write_text("better")
-    told = bench.open(other)
-    assert "5.3_rejection_sampler.py is now my/answers/5.3_rejection_sampler_2.py" in told[0]
-    bench.open(one)
-    assert bench.file(one).read_text() == "better"
-    kept = bench.folder / "answers" / "5.3_rejection_sampler_2.py"
-    assert kept.read_text() == "given up"
+def test_a_wrong_answer_beside_it_does_not_count(bench: Workbench) -> None:
+    one, other = (task for task in TASKS if task.module == "kv_cache_manager")
+    text = blank_text(one.module).replace(blank_of(other).stub, "        return 1 / 0\n")
+    assert "1 / 0" not in answer_to(text, [one], one.module).text
+    assert "1 / 0" in answer_to(text, [other], one.module).text
+
+
+def test_lines_are_counted_in_the_readers_file() -> None:
+    task = TASKS[0]
+    shorter = task.source().replace(blank_of(task).solution, "        pass\n")
+    for text in (blank_text(task.module), shorter):
+        marked = f"{text}# the end\n"
+        answer = answer_to(marked, (), task.module)
+        for name in ("class Request:", "# the end"):
+            tried, readers = answer.text.split("\n"), marked.split("\n")
+            assert answer.line(tried.index(name) + 1) == readers.index(name) + 1
 
 
 def test_a_file_in_another_encoding_is_an_answer_and_can_be_set_aside(bench: Workbench) -> None:
-    bench.open(ONE)
+    bench.open([ONE])
     bench.file(ONE).write_bytes("caf\u00e9".encode("latin-1"))
     assert not bench.is_blank(ONE)
-    bench.open(ONE, anew=True)
+    bench.begin_anew(ONE)
     assert (bench.folder / "answers" / "1.1_request.py").read_bytes() == b"caf\xe9"
     bench.file(ONE).write_text(blank_of(ONE).text, encoding="utf-8-sig")
     assert bench.is_blank(ONE)
-
-
-def test_a_file_that_this_command_did_not_write_is_kept_too(bench: Workbench) -> None:
-    bench.folder.mkdir()
-    bench.file(ONE).write_text("not yours")
-    told = bench.open(ONE)
-    assert "is now my/answers/unknown_request.py" in told[0]
-    assert (bench.folder / "answers" / "unknown_request.py").read_text() == "not yours"
 
 
 # -- the command
@@ -234,15 +257,48 @@ def test_a_blank_is_written_and_said_where(
     assert "Written: my/request.py" in shown and "Keep this:" in shown
     assert "make task N=1.1 ARGS=--hint" in shown
     assert bench.file(ONE).read_text(encoding="utf-8") == blank_of(ONE).text
+    assert f"my/request.py, line {blank_of(ONE).line}, in {ONE.place}" in shown
     assert main(["1.1"], bench) == 0
     assert "still blank" in capsys.readouterr().out
+
+
+def test_an_evening_writes_all_its_files_and_over_none(
+    bench: Workbench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for evening in EVENINGS:
+        tonight = [task for task in TASKS if task.evening == evening]
+        bench.folder.mkdir(exist_ok=True)
+        mine = bench.file(tonight[0])
+        mine.write_text("mine")
+        assert main(["--evening", str(evening)], bench) == 0
+        shown = capsys.readouterr().out
+        assert mine.read_text() == "mine" and f"It is there: my/{mine.name}" in shown
+        for task in tonight:
+            assert f"my/{Path(task.file).name}" in shown and task.title in shown
+            assert bench.file(task) == mine or bench.is_blank(task)
+        assert f"make task N={tonight[0].number}" in shown
+    assert {path.name for path in bench.folder.iterdir()} == {Path(t.file).name for t in TASKS}
+
+
+def test_what_has_passed_and_was_changed_since_has_not(bench: Workbench) -> None:
+    one, other = (task for task in TASKS if task.module == "kv_cache_manager")
+    bench.open([one])
+    text = one.source()
+    bench.file(one).write_text(text)
+    assert not bench.has_passed(one)
+    bench.passed(one)
+    changed = text.replace("if blocks is None:", "if not blocks:")
+    bench.file(one).write_text(changed)  # it belongs to the other task
+    assert Workbench(bench.folder).has_passed(one) and not bench.has_passed(other)
+    bench.file(one).write_text(text.replace("pos % size", "pos & size"))
+    assert not bench.has_passed(one)
 
 
 def test_an_answer_is_graded_and_what_passed_is_remembered(
     bench: Workbench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verdicts = [Verdict(False, "NOT YET"), Verdict(True, "RIGHT")]
-    monkeypatch.setattr(task_command, "grade", lambda task, file: verdicts.pop(0))
+    monkeypatch.setattr(task_command, "grade", lambda *_, **options: verdicts.pop(0))
     main(["1.1"], bench)
     bench.file(ONE).write_text("mine")
     assert main(["1.1"], bench) == 1
@@ -250,23 +306,8 @@ def test_an_answer_is_graded_and_what_passed_is_remembered(
     assert main(["1.1"], bench) == 0
     shown = capsys.readouterr().out
     assert "RIGHT" in shown and "make task N=1.2" in shown
-    assert Workbench(bench.folder).progress.passed == ["1.1"]
+    assert list(Workbench(bench.folder).progress.passed) == ["1.1"]
     assert bench.file(ONE).read_text() == "mine"
-
-
-def test_an_answer_that_was_set_aside_is_graded_when_asked(
-    bench: Workbench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(task_command, "grade", lambda task, file: Verdict(False, file.read_text()))
-    one, other = two_of_one_file()
-    assert main([one.number, "--grade"], bench) == 0
-    assert "There is no answer to task 5.3" in capsys.readouterr().out
-    bench.file(one).write_text("MINE")
-    bench.open(other)
-    assert main([one.number, "--grade"], bench) == 1
-    shown = capsys.readouterr().out
-    assert "Your answer to task 5.3 is back" in shown and "MINE" in shown
-    assert "There is no answer" not in shown
 
 
 def test_hints_come_one_at_a_time(bench: Workbench, capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,7 +334,7 @@ def test_again_begins_anew_and_keeps_the_old(
     main(["1.1"], bench)
     bench.file(ONE).write_text("old")
     assert main(["1.1", "--again"], bench) == 0
-    assert "is now my/answers/1.1_request.py" in capsys.readouterr().out
+    assert "is kept in my/answers/1.1_request.py" in capsys.readouterr().out
     assert bench.is_blank(ONE)
 
 
@@ -303,6 +344,8 @@ def test_again_begins_anew_and_keeps_the_old(
         (["9.9"], "there is no task 9.9"),
         (["--hint"], "--hint wants a task"),
         (["1.1", "--hint", "--demo"], "not allowed with"),
+        (["--evening", "7"], "invalid choice"),
+        (["1.1", "--evening", "1"], "nothing else beside it"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(
@@ -325,23 +368,48 @@ def test_progress_that_can_not_be_read_is_said(
     assert "my/progress.json can not be read" in capsys.readouterr().err
 
 
-def test_nothing_is_run_where_there_is_no_answer_or_no_engine_for_it(
+def test_nothing_is_run_where_there_is_no_answer(
     bench: Workbench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["1.1", "--demo"], bench) == 1
-    assert "no answer to run yet" in capsys.readouterr().out
-    assert main(["4.1", "--demo"], bench) == 0
-    assert "nothing to show here" in capsys.readouterr().out
+    for begun in (bench.folder, main(["1.1"], bench)):
+        assert main(["1.1", "--demo"], bench) == 1
+        assert "no answer to run yet" in capsys.readouterr().out, begun
 
 
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        (KeyboardInterrupt, 130, "The demo was stopped."),
+        (subprocess.TimeoutExpired("", 1), 1, "Does a loop never stop?"),
+    ],
+)
 def test_a_demo_that_is_stopped_ends_with_a_sentence(
-    bench: Workbench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ends: BaseException,
+    code: int,
+    said: str,
+    bench: Workbench,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def interrupted(*arguments, **options) -> None:
-        raise KeyboardInterrupt
+    def stopped(*arguments, **options) -> None:
+        assert options["timeout"] == task_command.DEMO_S
+        raise ends
 
-    monkeypatch.setattr(task_command.subprocess, "run", interrupted)
-    main(["1.1"], bench)
-    bench.file(ONE).write_text("mine")
-    assert main(["1.1", "--demo"], bench) == 130
-    assert "The demo was stopped." in capsys.readouterr().out
+    monkeypatch.setattr(task_command.subprocess, "run", stopped)
+    bench.open([ONE])
+    bench.file(ONE).write_text(ONE.source())
+    assert main(["1.1", "--demo"], bench) == code
+    assert said in capsys.readouterr().out
+
+
+def test_a_task_that_the_engine_does_not_run_shows_its_small_example(
+    bench: Workbench, capfd: pytest.CaptureFixture[str]
+) -> None:
+    task = task_numbered("4.1")
+    assert task is not None and task.engine is None
+    bench.open([task])
+    text = task.source().replace("+= 1", "+= 1000")
+    bench.file(task).write_text(text)
+    assert main(["4.1", "--demo"], bench) == 0
+    shown = capfd.readouterr().out
+    assert "with your lines" in shown and "served: big 1" in shown

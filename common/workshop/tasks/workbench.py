@@ -1,21 +1,24 @@
 """The folder with a reader's answers, and what is remembered of them.
 
-    my/block_pool.py               the module that is being worked on, for the task that is open
-    my/answers/2.2_block_pool.py   set aside when another task wants the same file
-    my/progress.json               which task a file is for, hints given, tasks passed
+    my/block_pool.py               a module of ours with a hole for each of its tasks
+    my/answers/2.2_block_pool.py   how it was before a task was begun anew
+    my/progress.json               hints given, tasks passed
 
-Invariant: nothing that a reader has written is ever lost. What stands in the way is moved, and the
-reader is told where to.
+Invariant: nothing that a reader has written is ever lost. A file that is there is only written to
+when a task is begun anew, and then a copy is kept and the reader is told where.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 from itertools import count
 from pathlib import Path
 
-from common.workshop.tasks.course import blank_of, task_numbered
+from common.workshop.tasks.answer import answer_to, emptied, is_blank
+from common.workshop.tasks.course import blank_text, tasks_of
 from common.workshop.tasks.task import Task
 from common.workshop.tools.source_patch import ROOT
 
@@ -24,9 +27,8 @@ FOLDER = ROOT / "my"
 
 @dataclass
 class Progress:
-    open: dict[str, str] = field(default_factory=dict)  # file name -> number of the task
-    hints: dict[str, int] = field(default_factory=dict)  # number -> how many were given
-    passed: list[str] = field(default_factory=list)
+    hints: dict[str, int] = field(default_factory=dict)  # number of the task -> how many were given
+    passed: dict[str, str] = field(default_factory=dict)  # number -> which text it was that passed
 
 
 class Workbench:
@@ -36,8 +38,9 @@ class Workbench:
         self.progress = Progress()
         if self._path.is_file():
             try:
-                self.progress = Progress(**json.loads(self._path.read_text(encoding="utf-8")))
-            except (ValueError, TypeError) as error:
+                said = json.loads(self._path.read_text(encoding="utf-8"))
+                self.progress = Progress(**{f.name: dict(said[f.name]) for f in fields(Progress)})
+            except (ValueError, TypeError, KeyError) as error:
                 raise ValueError(f"{self.name(self._path)} can not be read: {error}") from None
 
     def save(self) -> None:
@@ -50,55 +53,55 @@ class Workbench:
     def name(self, path: Path) -> str:
         return path.relative_to(self.folder.parent).as_posix()
 
-    def is_open(self, task: Task) -> bool:
-        """Is the file there, and is it for this task?"""
-        file = self.file(task)
-        return file.is_file() and self.progress.open.get(file.name) == task.number
+    def text(self, task: Task) -> str | None:
+        """Of the reader's file. None: there is none, or it is no text."""
+        try:
+            return self.file(task).read_text(encoding="utf-8-sig")
+        except (FileNotFoundError, UnicodeDecodeError):
+            return None
 
     def is_blank(self, task: Task) -> bool:
-        try:
-            return self.file(task).read_text(encoding="utf-8-sig") == blank_of(task).text
-        except UnicodeDecodeError:
-            return False
+        text = self.text(task)
+        return text is not None and is_blank(text, task)
 
-    def open(self, task: Task, anew: bool = False) -> list[str]:
-        """Make the file be for this task: the answer that was set aside, or the blank. `anew`: the
-        blank in any case. Returns what to tell the reader."""
-        file = self.file(task)
+    def open(self, tasks: Iterable[Task]) -> list[str]:
+        """Write their files that are not there yet. Returns what to tell the reader."""
         told = []
-        if file.is_file():
-            told += self._set_aside(file)
-        answer = self._answer(task)
-        if answer.is_file() and not anew:
-            answer.replace(file)
-            told.append(f"Your answer to task {task.number} is back in {self.name(file)}.")
-        else:
-            self.folder.mkdir(exist_ok=True)
-            file.write_text(blank_of(task).text, encoding="utf-8")
-            told.append(f"Written: {self.name(file)}, which is {task.file} without the answer.")
-        self.progress.open[file.name] = task.number
-        self.save()
+        for file, task in {self.file(task): task for task in tasks}.items():
+            if file.exists():
+                told.append(f"It is there: {self.name(file)}")
+            else:
+                told.append(self._write_blank(task))
         return told
 
-    def _answer(self, task: Task) -> Path:
-        return self.folder / "answers" / f"{task.number}_{Path(task.file).name}"
+    def begin_anew(self, task: Task) -> list[str]:
+        """Its function is a hole again, and what stood in the file is kept."""
+        file, text, told = self.file(task), self.text(task), []
+        if file.is_file() and text != blank_text(task.module):
+            kept = self._free_name(self.folder / "answers" / f"{task.number}_{file.name}")
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_bytes(file.read_bytes())
+            told.append(f"As it was until now, {self.name(file)} is kept in {self.name(kept)}.")
+        changed = None if text is None else emptied(text, task)
+        if changed is None:
+            return [*told, self._write_blank(task)]
+        file.write_text(changed, encoding="utf-8")
+        return [*told, f"{task.place} is empty again in {self.name(file)}; all else stays."]
 
-    def _set_aside(self, file: Path) -> list[str]:
-        number = self.progress.open.get(file.name, "unknown")
-        task = task_numbered(number)
-        if task is not None and self.file(task) == file and self.is_blank(task):
-            return []  # nothing was written into it
-        wanted = self.folder / "answers" / f"{number}_{file.name}"
-        wanted.parent.mkdir(parents=True, exist_ok=True)
-        told = []
-        if wanted.exists():  # an older answer: the one that comes back is the newest
-            places = (wanted.with_stem(f"{wanted.stem}_{n}") for n in count(2))
-            older = next(p for p in places if not p.exists())
-            wanted.rename(older)
-            told.append(f"The older {self.name(wanted)} is now {self.name(older)}.")
-        file.rename(wanted)
-        told.append(f"What was in {self.name(file)} (task {number}) is now {self.name(wanted)}.")
-        return told
+    def _write_blank(self, task: Task) -> str:
+        """The file with all its holes. Returns what to say of it."""
+        file, numbers = self.file(task), [one.number for one in tasks_of(task.module)]
+        self.folder.mkdir(exist_ok=True)
+        file.write_text(blank_text(task.module), encoding="utf-8")
+        return (
+            f"Written: {self.name(file)}, which is {task.file} "
+            f"without the lines of {' and '.join(numbers)}."
+        )
+
+    def _free_name(self, wanted: Path) -> Path:
+        """With the first number that is free, where the name is taken."""
+        places = (wanted.with_stem(f"{wanted.stem}_{n}") for n in count(2))
+        return next(p for p in places if not p.exists()) if wanted.exists() else wanted
 
     def next_hint(self, task: Task) -> tuple[int, str] | None:
         """Its number, from 1, and its text. None: there are no more."""
@@ -110,6 +113,17 @@ class Workbench:
         return given + 1, task.hints[given]
 
     def passed(self, task: Task) -> None:
-        if task.number not in self.progress.passed:
-            self.progress.passed.append(task.number)
-            self.save()
+        """Its function as it is now."""
+        self.progress.passed[task.number] = self._digest(task)
+        self.save()
+
+    def has_passed(self, task: Task) -> bool:
+        """And has not been changed since."""
+        return self.progress.passed.get(task.number) == self._digest(task)
+
+    def _digest(self, task: Task) -> str:
+        try:
+            tried = answer_to(self.text(task) or "", [task], task.module).text
+        except (SyntaxError, ValueError):
+            return "none"
+        return hashlib.blake2b(tried.encode(), digest_size=8).hexdigest()

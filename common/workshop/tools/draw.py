@@ -14,18 +14,20 @@ How wide a text is, nobody can know: every reader has another font. It is measur
 which is wider than the others that `FONTS` names. The bytes depend on nothing but the calls.
 
 A script has its drawings in `DRAWINGS`, by the names of their files, and ends in `save_all`:
-`make figures` runs it, and `test_drawings.py` compares what it draws with what is committed.
+`make figures` runs it, and `test_drawings.py` compares what it draws with what is committed. Of
+each there is a `NAME.zh.svg`, with the words of `figure_words.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from math import hypot
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from common.workshop.tools.figure_words import LANGUAGE, Words
 from common.workshop.tools.palette import INK, PAPER, PROMPT
 
 FONTS = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
@@ -62,10 +64,9 @@ Point = tuple[float, float]
 def text_width(text: str, size: float = SIZE, *, bold: bool = False, mono: bool = False) -> float:
     """Pixels that a line takes, rather too many than too few. A Chinese character is as wide as
     high."""
-    if mono:
-        return 0.602 * size * len(text)
-    widths = (_WIDTH.get(char, 1.0 if char > "\u2e80" else 0.84) for char in text)
-    return sum(widths) * size * (1.13 if bold else 1)
+    latin = dict.fromkeys(_WIDTH, 0.602) if mono else _WIDTH
+    widths = (latin.get(char, 1.0 if char > "\u2e80" else 0.84) for char in text)
+    return sum(widths) * size * (1.13 if bold and not mono else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +121,69 @@ class Box:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of text, and the room that it takes."""
+
+    text: str
+    is_bold: bool
+    room: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Around the height `y`, further lines below; in a box, in its middle, `title` above `text`."""
+
+    x: float
+    y: float
+    text: str
+    title: str = ""
+    size: float = SIZE
+    anchor: str = "start"
+    bold: bool = False
+    mono: bool = False
+    muted: bool = False
+    ink: str | None = None  # for what stands on a colour
+    box: Box | None = None
+
+    def rows(self) -> list[Row]:
+        lines = [(line, True) for line in self.title.split("\n") if line]
+        lines += [(line, self.bold) for line in self.text.split("\n")]
+        y = self.y - (0 if self.box is None else (len(lines) - 1) * self.size * 0.64)
+        rows = []
+        for i, (line, is_bold) in enumerate(lines):
+            width = text_width(line, self.size, bold=is_bold, mono=self.mono)
+            left = self.x - width * {"start": 0, "middle": 0.5, "end": 1}[self.anchor]
+            top = y + (i * 1.28 - 0.5) * self.size
+            rows.append(Row(line, is_bold, Box(left, top, width, self.size)))
+        return rows
+
+    def svg(self) -> list[str]:
+        look = f'fill="{self.ink}"' if self.ink else f'class="{"muted" if self.muted else "ink"}"'
+        look += f' font-size="{_n(self.size)}"'
+        look += f' text-anchor="{self.anchor}"' if self.anchor != "start" else ""
+        weight = {True: ' font-weight="600"', False: ""}
+        family = f" font-family='{MONO}'" if self.mono else ""
+        return [
+            f'<text x="{_n(self.x)}" y="{_n(row.room.y + row.room.height * 0.85)}" '
+            f"{look}{weight[row.is_bold]}{family}>{escape(row.text)}</text>"
+            for row in self.rows()
+        ]
+
+
 @dataclass(slots=True)
 class Drawing:
     """A card of so many pixels. `title` says what it shows, `desc` tells it to whoever cannot see
-    it. Boxes and lines are drawn in the order of the calls, texts above them."""
+    it. Boxes and lines are drawn in the order of the calls, then the keys, texts above them."""
 
     width: float
     height: float
     title: str
     desc: str
     shapes: list[str] = field(default_factory=list)
-    words: list[str] = field(default_factory=list)
     boxes: list[Box] = field(default_factory=list)
-    texts: list[tuple[str, Box]] = field(default_factory=list)
+    texts: list[Text] = field(default_factory=list)
+    keys: list[tuple[float, float, Mapping[str, str]]] = field(default_factory=list)
     lines: list[tuple[Point, Point]] = field(default_factory=list)
 
     # -- marks
@@ -164,23 +215,11 @@ class Drawing:
             f'rx="{_n(radius)}" {look}/>'
         )
         self.boxes.append(box)
-        ink = None if neutral else ink_on(fill)
-        rows = [(row, True) for row in title.split("\n") if title]
-        rows += [(row, bold) for row in label.split("\n") if label]
-        top = box.middle[1] - (len(rows) - 1) * size * 0.64
-        for i, (row, is_bold) in enumerate(rows):
-            placed = self.text(
-                box.middle[0],
-                top + i * size * 1.28,
-                row,
-                size=size,
-                anchor="middle",
-                bold=is_bold,
-                mono=mono,
-                ink=ink,
+        if label or title:
+            ink = None if neutral else ink_on(fill)
+            self.texts.append(
+                Text(*box.middle, label, title, size, "middle", bold, mono, ink=ink, box=box)
             )
-            if not box.holds(placed):
-                raise ValueError(f"{row!r} leaves its box: {placed} of {box}")
         return box
 
     def cells(
@@ -211,38 +250,12 @@ class Drawing:
         bold: bool = False,
         mono: bool = False,
         muted: bool = False,
-        ink: str | None = None,
     ) -> Box:
-        """Around the height `y`; further lines below. `ink` is for what stands on a colour. Returns
-        the room that the first line takes."""
+        """Returns the room that the first line takes."""
         if size < SMALL:
             raise ValueError(f"{text!r} has size {size}: at half the size nobody reads it")
-        first, *others = text.split("\n")
-        width = text_width(first, size, bold=bold, mono=mono)
-        left = x - width * {"start": 0, "middle": 0.5, "end": 1}[anchor]
-        placed = Box(left, y - size * 0.5, width, size)
-        self.texts.append((first, placed))
-        look = f'fill="{ink}"' if ink else f'class="{"muted" if muted else "ink"}"'
-        look += f' font-size="{_n(size)}"'
-        look += f' text-anchor="{anchor}"' if anchor != "start" else ""
-        look += ' font-weight="600"' if bold else ""
-        look += f" font-family='{MONO}'" if mono else ""
-        self.words.append(
-            f'<text x="{_n(x)}" y="{_n(y + size * 0.35)}" {look}>{escape(first)}</text>'
-        )
-        if others:
-            self.text(
-                x,
-                y + size * 1.28,
-                "\n".join(others),
-                size=size,
-                anchor=anchor,
-                bold=bold,
-                mono=mono,
-                muted=muted,
-                ink=ink,
-            )
-        return placed
+        self.texts.append(Text(x, y, text, "", size, anchor, bold, mono, muted))
+        return self.texts[-1].rows()[0].room
 
     def line(
         self, *points: Point, dashed: bool = False, color: str | None = None, width: float = 1.6
@@ -284,10 +297,7 @@ class Drawing:
 
     def key(self, x: float, y: float, meanings: Mapping[str, str]) -> None:
         """What each fill means, in a row: meaning -> colour."""
-        for meaning, fill in meanings.items():
-            self.box(x, y - 8, 16, 16, fill=fill, radius=2)
-            placed = self.text(x + 23, y, meaning, size=SMALL)
-            x = placed.x + placed.width + 22
+        self.keys.append((x, y, meanings))
 
     # -- the file
 
@@ -296,36 +306,52 @@ class Drawing:
         card = Box(8, 8, self.width - 16, self.height - 16)
         if self.width > MAX_WIDTH:
             raise ValueError(f"the card is {self.width} wide: at most {MAX_WIDTH}")
-        for text, placed in self.texts:
-            if not card.holds(placed):
-                raise ValueError(f"{text!r} leaves the card: {placed}")
+        rows = [(row.text, row.room, text.box) for text in self.texts for row in text.rows()]
+        for text, room, own in rows:
+            if own is not None and not own.holds(room):
+                raise ValueError(f"{text!r} leaves its box: {room} of {own}")
+            if not card.holds(room):
+                raise ValueError(f"{text!r} leaves the card: {room}")
             for box in self.boxes:
-                if box.meets(placed) and not box.holds(placed):
-                    raise ValueError(f"the edge of {box} runs through {text!r} at {placed}")
+                if box.meets(room) and not box.holds(room):
+                    raise ValueError(f"the edge of {box} runs through {text!r} at {room}")
             for start, end in self.lines:
-                if placed.is_crossed(start, end):
+                if room.is_crossed(start, end):
                     raise ValueError(f"the line {start} - {end} runs through {text!r}")
         for first, second in combinations(self.boxes, 2):
             if first.meets(second) and not (first.holds(second) or second.holds(first)):
                 raise ValueError(f"two boxes overlap: {first}, {second}")
-        for (one, first), (other, second) in combinations(self.texts, 2):
+        for (one, first, _), (other, second, _) in combinations(rows, 2):
             if first.meets(second):
                 raise ValueError(f"{one!r} and {other!r} overlap")
 
-    def svg(self) -> str:
-        self.check()
+    def svg(self, words: Words | None = None) -> str:
+        """In English, or with those words."""
+        say = words or str
+        card = replace(self, shapes=[*self.shapes], boxes=[*self.boxes], texts=[])
+        for text in self.texts:
+            said = {"text": say(text.text, text.mono), "title": say(text.title)} if words else {}
+            card.texts.append(replace(text, **said))
+        for x, y, meanings in self.keys:
+            for meaning, fill in meanings.items():
+                card.box(x, y - 8, 16, 16, fill=fill, radius=2)
+                room = card.text(x + 23, y, say(meaning), size=SMALL)
+                x = room.x + room.width + 22
+        card.check()
         size = f'width="{_n(self.width)}" height="{_n(self.height)}"'
+        language = f' lang="{LANGUAGE}"' if words else ""
         head = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
+            f'<svg xmlns="http://www.w3.org/2000/svg"{language} {size} '
             f'viewBox="0 0 {_n(self.width)} {_n(self.height)}" role="img" '
             f"font-family='{FONTS}' aria-labelledby=\"title desc\">",
-            f'<title id="title">{escape(self.title)}</title>',
-            f'<desc id="desc">{escape(self.desc)}</desc>',
+            f'<title id="title">{escape(say(self.title))}</title>',
+            f'<desc id="desc">{escape(say(self.desc))}</desc>',
             _style(),
             f'<rect class="card" x="0.5" y="0.5" width="{_n(self.width - 1)}" '
             f'height="{_n(self.height - 1)}" rx="10"/>',
         ]
-        return "\n".join([*head, *self.shapes, *self.words, "</svg>"]) + "\n"
+        rows = [row for text in card.texts for row in text.svg()]
+        return "\n".join([*head, *card.shapes, *rows, "</svg>"]) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,10 +390,11 @@ class Axes:
             drawing.text(
                 x, area.y + area.height + 15, label, size=SMALL, anchor="middle", muted=True
             )
-        drawing.text(area.x, area.y - 16, ylabel, size=SMALL)
-        drawing.text(
-            area.x + area.width, area.y + area.height + 35, xlabel, size=SMALL, anchor="end"
-        )
+        if ylabel:
+            drawing.text(area.x, area.y - 16, ylabel, size=SMALL)
+        if xlabel:
+            end, bottom = area.x + area.width, area.y + area.height
+            drawing.text(end, bottom + 35, xlabel, size=SMALL, anchor="end")
 
 
 @dataclass(slots=True)
@@ -411,7 +438,8 @@ class Lanes:
 
     def draw_lanes(self, top: float, bottom: float) -> None:
         """The heads and the dotted lines, which leave room for every text."""
-        rooms = [placed for _, placed in self.drawing.texts] + self.drawing.boxes
+        rooms = [row.room for text in self.drawing.texts for row in text.rows()]
+        rooms += self.drawing.boxes
         for name, x in self.x.items():
             width = self.widths.get(name, self.box_width)
             self.drawing.box(
@@ -432,12 +460,15 @@ class Lanes:
 
 def ink_on(fill: str) -> str:
     """The colour of text on this one: white or black, whichever stands out more."""
-    red, green, blue = (int(fill[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    linear = [
-        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)
-    ]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return "#ffffff" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.055 else "#111111"
+    light = luminance(fill) + 0.05
+    return "#ffffff" if 1.05 / light > light / 0.055 else "#111111"
+
+
+def luminance(color: str) -> float:
+    """Of `#rrggbb`, from 0 to 1."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def _grid(x0: float, y0: float, x1: float, y1: float) -> str:
@@ -455,8 +486,11 @@ def _n(number: float) -> str:
 
 
 def save_all(drawings: Mapping[str, Callable[[], Drawing]], script: str) -> None:
-    """Write each to the `figures/` beside the folder of `script`, its `__file__`."""
+    """Write each to the `figures/` beside the folder of `script`, its `__file__`, in both
+    languages."""
     folder = Path(script).resolve().parents[1] / "figures"
-    folder.mkdir(exist_ok=True)
+    words = Words.beside(folder)
     for name, make in drawings.items():
-        (folder / f"{name}.svg").write_text(make().svg(), encoding="utf-8")
+        drawing = make()
+        (folder / f"{name}.svg").write_text(drawing.svg(), encoding="utf-8")
+        (folder / f"{name}.zh.svg").write_text(drawing.svg(words), encoding="utf-8")

@@ -31,7 +31,7 @@ from common.workshop.bench.bench_record import (
     replace_between_markers,
     write_record,
 )
-from common.workshop.tools.palette import save
+from common.workshop.tools.figure_file import save
 
 
 @dataclass(frozen=True, slots=True)

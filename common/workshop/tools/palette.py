@@ -7,12 +7,9 @@ marks where there is room (`label_line`), and text is large enough to be read at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import matplotlib
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
@@ -64,32 +61,3 @@ def add_key(figure: Figure, colors: Mapping[str, str]) -> None:
     """What each fill means, in a row below the panels."""
     handles = [Patch(facecolor=c, edgecolor=INK, label=meaning) for meaning, c in colors.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(colors))
-
-
-def save(figures: dict[str, Callable[[], Figure]], folder: Path) -> list[Path]:
-    """Draw each figure and write `folder/NAME.svg`, the same bytes for the same data."""
-    # Text stays text, and what varies from run to run (ids, the date) is fixed: no diff.
-    style: dict[Any, Any] = {
-        "svg.hashsalt": "vllm-from-scratch",
-        "svg.fonttype": "none",
-        "font.size": FONT_SIZE,
-        "axes.titlesize": FONT_SIZE,
-        "figure.titlesize": FONT_SIZE,
-        "axes.labelsize": FONT_SIZE,
-        "legend.fontsize": FONT_SIZE - 1,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": INK,
-        "text.color": INK,
-        "grid.alpha": 0.3,
-        "legend.frameon": False,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    with matplotlib.rc_context(style):
-        for name, make in figures.items():
-            figure = make()
-            paths.append(folder / f"{name}.svg")
-            figure.savefig(paths[-1], metadata={"Date": None})
-            plt.close(figure)
-    return paths

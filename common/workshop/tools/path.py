@@ -1,5 +1,5 @@
 """How much of this repository is on the way:
-`python -m common.workshop.tools.path [--write-readme]`.
+`python -m common.workshop.tools.path [--write]`.
 
     loaded   the modules of ours that `LLM()` imports, with its default configuration
     run      the lines of ours that `LLM()` and a default `generate` of one prompt run: each line
@@ -159,15 +159,15 @@ def rooms_table(root: Path = ROOT) -> str:
     return "\n".join(["| room | modules | lines |", "|---|---:|---:|", *rows])
 
 
-def written_readme(root: Path = ROOT) -> str:
-    """README.md with the rooms of today."""
-    text = (root / "README.md").read_text(encoding="utf-8")
+def written_counts(root: Path = ROOT) -> str:
+    """CONTRIBUTING.md with the rooms of today."""
+    text = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
     return replace_between_markers(text, "rooms", rooms_table(root))
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--write-readme"]:
-        (ROOT / "README.md").write_text(written_readme(), encoding="utf-8")
+    if sys.argv[1:] == ["--write"]:
+        (ROOT / "CONTRIBUTING.md").write_text(written_counts(), encoding="utf-8")
         return
     default = measure_default()
     print(f"LLM() loads        {len(default.loaded)} modules, {default.num_lines:,} lines")

@@ -38,8 +38,8 @@ def test_modules_of_chapters_and_of_packages_come_from_the_other_file(tmp_path: 
     """And those that are not named do not. One process has one swap a module."""
     swapped = {
         "block_pool": "02_paged_kv/block_pool.py",
-        "kv_budget": "02_paged_kv/beyond/kv_budget.py",
-        "common.workshop.tools.palette": "common/workshop/tools/palette.py",
+        "sglang_policies": "04_scheduler/beyond/sglang_policies.py",
+        "common.workshop.tools.source_patch": "common/workshop/tools/source_patch.py",
     }
     before = {source: (ROOT / source).read_bytes() for source in swapped.values()}
     paths = {name: changed(source, tmp_path, "\nX = 1\n") for name, source in swapped.items()}
@@ -49,17 +49,20 @@ from common.workshop.tools.module_swap import swap_of
 swaps = [swap_of(text) for text in sys.argv[1:]]
 for swap in swaps + swaps:
     swap.install()
-import block_pool, kv_budget, request
-from common.workshop.tools import palette, source_patch
+import block_pool, request, sglang_policies
+from common.workshop.tools import module_swap, source_patch
 for swap in swaps:
     swap.check()
-print(block_pool.X, kv_budget.X, palette.X, palette.__name__)
-print(hasattr(request, "X"), hasattr(source_patch, "X"))
+print(block_pool.X, sglang_policies.X, source_patch.X, source_patch.__name__)
+print(hasattr(request, "X"), hasattr(module_swap, "X"))
 """
     done = run("-c", code, *(f"{name}={path}" for name, path in paths.items()))
-    assert done.stdout.split() == [*"111", "common.workshop.tools.palette", "False", "False"], (
-        done.stderr
-    )
+    assert done.stdout.split() == [
+        *"111",
+        "common.workshop.tools.source_patch",
+        "False",
+        "False",
+    ], done.stderr
     assert before == {source: (ROOT / source).read_bytes() for source in swapped.values()}
 
 

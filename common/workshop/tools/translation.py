@@ -189,7 +189,7 @@ def differences(chinese: Path, root: Path = ROOT) -> list[str]:
         for what, a, b in (
             ("code blocks", en.code(), zh.code()),
             ("numbers in tables", en.tables(), zh.tables()),
-            ("pictures", en.pictures(), _pictures(zh, chinese)),
+            ("pictures", _pictures(en, english), zh.pictures()),
             ("links", sorted(_links(en, english, chinese)), sorted(_links(zh, chinese, english))),
             ("names of code", en.names(), zh.names()),
         ):
@@ -199,11 +199,11 @@ def differences(chinese: Path, root: Path = ROOT) -> list[str]:
 
 
 def _pictures(section: Section, page: Path) -> list[str]:
-    """A picture with Chinese words in it may stand for the English one of the same name."""
-    return [
-        src.replace(".zh.", ".") if (page.parent / src).is_file() else src
-        for src in section.pictures()
-    ]
+    """As the Chinese page has to show them: `NAME.zh.svg` for `NAME.svg`, where there is one."""
+    chinese = (
+        (src, str(Path(src).with_suffix(f".zh{Path(src).suffix}"))) for src in section.pictures()
+    )
+    return [zh if (page.parent / zh).is_file() else src for src, zh in chinese]
 
 
 def _links(section: Section, page: Path, other: Path) -> list[str]:

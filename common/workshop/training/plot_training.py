@@ -18,7 +18,8 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from common.workshop.tools.palette import DRAFT, INK, label_line, save
+from common.workshop.tools.figure_file import save
+from common.workshop.tools.palette import DRAFT, INK, label_line
 
 HERE = Path(__file__).parent
 CHECKPOINTS = HERE.parents[1] / "checkpoints"

@@ -18,7 +18,7 @@ from common.workshop.watch.chromium import BrowserUnavailableError, started_brow
 from common.workshop.watch.films import FILMS, Shot, shoot
 from common.workshop.watch.page_maker import Reel, make_page
 from common.workshop.watch.scene_runs import Pages
-from common.workshop.watch.workloads import Cast, default_run, load_cast
+from common.workshop.watch.workloads import DEFAULT, Cast, load_cast, perform
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -196,7 +196,7 @@ def cast() -> Cast:
 def default_run_path(tmp_path_factory: pytest.TempPathFactory, cast: Cast) -> Path:
     """The small run that `make watch` shows: a real engine, and a little of everything."""
     path = tmp_path_factory.mktemp("default") / "run.jsonl"
-    default_run(path, cast)
+    perform(DEFAULT, path, cast)
     return path
 
 

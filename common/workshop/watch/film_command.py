@@ -13,6 +13,7 @@ import webbrowser
 from pathlib import Path
 
 FOLDER = Path("build/films")
+NUM_TAKES = 3  # of a film that is about time
 
 
 def add_films(parser: argparse.ArgumentParser) -> None:
@@ -38,14 +39,14 @@ def make_films(args: argparse.Namespace) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         if args.film is not None:
-            shot = shoot(FILMS[args.film], Path(folder))
+            shot = shoot(FILMS[args.film], Path(folder), num_takes=NUM_TAKES, has_knob=True)
             print(shot.caption[0])
             _write(args.out or FOLDER / f"film_{args.film}.html", page_of(shot), args.open)
             return
         cast, rows = load_cast(), []
         target = args.out or FOLDER
         for number, film in FILMS.items():
-            shot = shoot(film, Path(folder), cast)
+            shot = shoot(film, Path(folder), cast, NUM_TAKES, has_knob=True)
             _write(target / f"film_{number}.html", page_of(shot))
             rows.append((number, film.title, shot.caption))
         _write(target / "index.html", index_page(rows), args.open)

@@ -18,7 +18,6 @@ from common.events.event_kinds import (
     Matched,
     Planned,
     Preempted,
-    Split,
     Taken,
 )
 from common.workshop.replay.film import Cell, Film
@@ -81,6 +80,50 @@ def _check_same_answers(films: Sequence[Film]) -> None:
     _require(all(answers == first_answers for answers in others), "the same tokens in both runs")
 
 
+def a_little_of_everything(film: Film) -> Facts:
+    """A cache hit, a preemption for another, its return, guesses that are right."""
+    requests = film.last_state().requests
+    step, preempted = _first(film, Preempted, "a preemption")
+    victim = preempted.request
+    taken = [e for at, e in happened(film, Taken) if at == step and e.request != victim]
+    _require(taken, "for whom it is")
+    late, _ = first(
+        film, Admitted, lambda at, e: at > step and e.request == victim, f"that {victim!r} returns"
+    )
+    known = {event.request for at, event in happened(film, Admitted) if at < step}
+    hit, found = first(
+        film,
+        Admitted,
+        lambda _, e: e.num_cached_tokens and e.request not in known,
+        "a newcomer's hit in the cache",
+    )
+    guess, computed = first(
+        film,
+        Computed,
+        lambda _, e: any(a and not r for a, r in e.verified.values()),
+        "right guesses",
+    )
+    lucky = next(name for name, (a, r) in computed.verified.items() if a and not r)
+    return {
+        "num_requests": len(requests),
+        "num_seats": film.run.max_num_seqs,
+        "num_blocks": film.run.num_blocks - 1,
+        "block_size": film.run.block_size,
+        "budget": film.run.max_num_batched_tokens,
+        "step": step,
+        "victim": victim,
+        "taker": str(taken[-1].request),
+        "num_lost": preempted.num_lost_tokens,
+        "late": late,
+        "hit": hit,
+        "newcomer": found.request,
+        "num_found": found.num_cached_tokens,
+        "guess": guess,
+        "lucky": lucky,
+        "num_right": computed.verified[lucky][0],
+    }
+
+
 def static_and_continuous(static: Film, continuous: Film) -> Facts:
     _check_same_answers([static, continuous])
     end, finished = _first(static, Finished, "that somebody ends")
@@ -114,46 +157,58 @@ def _end_of(film: Film, name: str) -> int:
     return first(film, Finished, lambda _, e: e.request == name, f"the end of {name!r}")[0]
 
 
-def growing_tables(film: Film) -> Facts:
-    """Until a block that somebody has given back is taken by one of the two."""
-    gone, left = _first(film, Finished, "that somebody ends")
-    given_back = set(film.state_after(gone - 1).requests[left.request].table)
-    names = list(film.last_state().requests)[:2]
-    step, taken = first(
-        film,
-        Taken,
-        lambda step, e: step > gone and e.request in names and set(e.blocks) & given_back,
-        "a block in a second table",
+def reserved_tables(film: Film) -> Facts:
+    """Blocks for all that may come are taken at admission, so that somebody waits for blocks in
+    which nothing is written."""
+    size = film.run.block_size
+    step, stopped = first(
+        film, Planned, lambda _, e: e.stop and e.stop[0] == "blocks", "who waits for blocks"
     )
+    name = (stopped.stop or [""])[1]
     state = film.state_after(step)
-    tables = [state.requests[name].table for name in names]
-    turns = [block in tables[0] for block in sorted(tables[0] + tables[1])]
-    _require(sum(a != b for a, b in pairwise(turns)) >= 4, "two tables that interleave")
+    num_free, running = len(state.free), [state.requests[one] for one in state.running]
+    num_empty = sum(len(one.table) + -one.num_computed_tokens // size for one in running)
+    late, _ = first(film, Admitted, lambda _, e: e.request == name, f"{name!r} at last")
+    table = film.state_after(late).requests[name].table
+    gone, left = first(film, Finished, lambda at, _: at == late - 1, "who makes room")
+    given_back = film.state_after(gone - 1).requests[left.request].table
+    _require(set(table) & set(given_back), "a block in a second table")
+    _require(any(a + 1 != b for a, b in pairwise(table)), "a table that is not in order")
+    begun = {e.request for _, e in happened(film, Admitted)}
+    taken = [e.request for _, e in happened(film, Taken)]
+    _require(sorted(begun) == sorted(map(str, taken)), "that no table grows")
+    a, owner = next(iter(film.last_state().requests.items()))
     return {
-        "a": names[0],
-        "b": names[1],
-        "c": left.request,
-        "gone": gone,
+        "a": a,
+        "begin": 0,
+        "num_prompt": len(owner.prompt),
+        "num_tokens": len(owner.prompt) + owner.max_tokens - 1,
+        "num_all": len(film.state_after(0).requests[a].table),
+        "num_filled": -(-len(owner.prompt) // size),
+        "block_size": size,
         "step": step,
-        "taker": str(taken.request),
-        "block": taken.blocks[0],
-        "table_a": _listed(tables[0]),
-        "table_b": _listed(tables[1]),
-        "block_size": film.run.block_size,
+        "c": name,
+        "num_needed": len(table),
+        "num_free": num_free,
+        "num_empty": num_empty,
+        "late": late,
+        "b": left.request,
+        "table": _listed(table),
+        "first": table[0],
     }
 
 
 def shared_prefix(film: Film) -> Facts:
-    """A match that cuts a node; later an eviction, and a match that still finds the trunk."""
+    """A match of a whole chain's beginning; later its end is evicted, and the beginning found."""
+    _require(film.run.prefix_cache == "hash", "a chain of hashes")
     step, match = _first(film, Matched, "a match")
     name, trunk = str(match.request), match.blocks
-    _, split = first(film, Split, lambda at, _: at == step, "a split with the first match")
     others = [other for other in film.state_after(step).users_of(trunk[0]) if other != name]
     _require(others, "that somebody else has these blocks")
     owner = others[0]
-    _require(split.block not in trunk, "a split behind what is shared")
     own = film.state_after(_end_of(film, owner) - 1).requests[owner].table[len(trunk) :]
-    _require(split.block == own[0], f"a split at the first block of {owner!r} alone")
+    cached = film.state_after(step).cached
+    _require(cached[own[0]].parent == trunk[-1], f"a block of {owner!r} alone behind the shared")
     late, _ = _first(film, Evicted, "an eviction")
     back, again = first(
         film, Matched, lambda at, e: at > late and e.blocks == trunk, "a match of what is left"
@@ -172,8 +227,8 @@ def shared_prefix(film: Film) -> Facts:
         "num_trunk": len(trunk),
         "num_prompt": prompt,
         "num_computed": prompt - num_cached,
-        "cut": split.block,
         "late": gone[-1][0],
+        "last_gone": gone[-1][1],
         "gone": " and ".join(f"block {block} in step {at}" for at, block in gone),
         "gone_zh": "，".join(f"第 {at} 步的块 {block}" for at, block in gone),
         "back": back,

@@ -3,7 +3,9 @@ read from its film (`film_facts.py`) and said in `films.py`."""
 
 from __future__ import annotations
 
-from common.workshop.watch.workloads import Script, Visit
+from common.workshop.watch.workloads import DEFAULT, Script, Visit
+
+EVERYTHING = DEFAULT
 
 _PRIME = "def is_prime(n):\n    for"
 _MEAN = "def mean(values):\n    return"
@@ -36,20 +38,22 @@ CONTINUOUS = Script(
 )
 STATIC = Script(CONTINUOUS.visits, CONTINUOUS.config, is_static=True)
 
-# Two that grow side by side; a third comes and goes, so that its blocks are used again.
+# Chapter 2's scheduler: whoever begins has all the blocks that it may ever need.
 TABLES = Script(
     (
         Visit("a", 0, _PRIME, 20),
-        Visit("b", 1, _QUEUE, 16),
+        Visit("b", 1, _QUEUE, 8),
         Visit("c", 4, _RUN_AS, 6),
         Visit("d", 12, _MEAN, 8),
     ),
     {
-        "max_num_seqs": 3,
+        "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
         "block_size": 4,
-        "num_blocks": 17,
+        "num_blocks": 15,
         "prefix_cache": None,
+        "scheduler": "fcfs",
+        "chunked_prefill": False,
     },
 )
 
@@ -67,7 +71,7 @@ PREFIXES = Script(
         "max_num_batched_tokens": 32,
         "block_size": 4,
         "num_blocks": 20,
-        "prefix_cache": "radix",
+        "prefix_cache": "hash",
         "watermark": 0,
     },
 )

@@ -12,15 +12,21 @@ What is said stands in `films.txt`, in two languages, a row for a film and then 
     folder, title, label, caption, note     see `ChapterFilm`; in Chinese `title_zh`, ...
     scripts PREFIXES                        of `film_scripts.py`
     facts shared_prefix                     of `film_facts.py`
+    scenes grid words cache                 that are open, in this order; the others on demand
+    columns time                            of the grid: as wide as a step took; or all alike
+    knob num_blocks=18 {"num_blocks": 18}   the last script once more, so changed; one line each
 
     moment step                             the name of a fact
     request b                               another
     words                                   what is to be seen
+    ask                                     what to point at, in the step before it
+    answer request b                        or "block", and the name of a fact
     still cache 255                         a scene, and how high; may stand more than once"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -44,12 +50,15 @@ class Moment:
     step: str
     words: Both
     request: str | None  # whom to select there, the name of a fact
+    ask: Both  # a question before it, which is answered by pointing; "": none
+    answer: str  # "request" or "block", and the name of a fact
     still: tuple[tuple[str, int], ...]  # scenes of the still picture, and how high they are
 
 
 @dataclass(frozen=True, slots=True)
 class ChapterFilm:
-    """Of a chapter: its scripts, and what is said of them. `labels` tell two runs apart."""
+    """Of a chapter, or of none (0): its scripts, and what is said of them. `labels` tell two runs
+    apart."""
 
     chapter: int
     folder: str
@@ -58,8 +67,12 @@ class ChapterFilm:
     facts: Callable[..., Facts]
     caption: Both
     moments: tuple[Moment, ...]
+    scenes: tuple[str, ...]
+    columns: str  # "time", or "" for columns of one width
+    knob: tuple[tuple[str, Mapping[str, Any]], ...]  # other settings of the last script, by label
     labels: tuple[Both, ...]
     note: Both  # what it does not show
+    rule: Both  # by which somebody is held back, if no setting of the engine names it
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +82,7 @@ class Shot:
     film: ChapterFilm
     paths: tuple[Path, ...]
     facts: Facts
+    turned: tuple[Path, ...] = ()  # with the other settings of the knob
 
     @property
     def caption(self) -> Both:
@@ -81,53 +95,101 @@ class Shot:
     def step(self, moment: Moment) -> int:
         return int(self.facts[moment.step])
 
+    def answer(self, moment: Moment) -> tuple[str, int | str] | None:
+        """What to point at: ("block", 6). None: nothing is asked."""
+        kind, _, fact = moment.answer.partition(" ")
+        return (kind, self.facts[fact]) if kind else None
+
     def address(self, moment: Moment) -> str:
         """Where the page shows it."""
         name = "" if moment.request is None else f"&request={self.facts[moment.request]}"
         return f"step={self.step(moment)}{name}"
 
 
-def shoot(film: ChapterFilm, folder: Path, cast: Cast | None = None) -> Shot:
-    """Perform its scripts, into `folder`. Raises `NotShown`."""
+def shoot(
+    film: ChapterFilm,
+    folder: Path,
+    cast: Cast | None = None,
+    num_takes: int = 1,
+    has_knob: bool = False,
+) -> Shot:
+    """Perform its scripts, into `folder`. Raises `NotShown`. Where a film is about time, each step
+    is the shortest of `num_takes`: they differ in what else the machine did. `has_knob`: with the
+    settings of its knob, too."""
     cast = cast or load_cast()
     names = "ab" if len(film.scripts) > 1 else ("",)
     paths = tuple(folder / f"film_{film.chapter}{name}.jsonl" for name in names)
     for script, path in zip(film.scripts, paths):
         perform(script, path, cast)
-    return Shot(film, paths, film.facts(*map(Film.read, paths)))
+        for _ in range(num_takes - 1 if film.columns == "time" else 0):
+            perform(script, again := folder / "again.jsonl", cast)
+            path.write_text(calmest(path.read_text("utf-8"), again.read_text("utf-8")), "utf-8")
+    facts = film.facts(*map(Film.read, paths))
+    turned = []
+    for number, (_, changes) in enumerate(film.knob if has_knob else ()):
+        turned.append(folder / f"film_{film.chapter}_{number}.jsonl")
+        perform(film.scripts[-1].but(**changes), turned[-1], cast)
+    return Shot(film, paths, facts, tuple(turned))
 
 
-def page_of(shot: Shot, language: int | None = None) -> str:
-    """The watch page of it, as text. It opens at the first moment. `language` is that of the labels
-    of two runs: 0 is English, 1 Chinese, None both."""
+def page_of(shot: Shot) -> str:
+    """The watch page of it, as text. It opens at the first moment."""
     film = shot.film
-    labels = [" · ".join(both) if language is None else both[language] for both in film.labels]
-    reels = [
-        Reel(label, path.read_text(encoding="utf-8")) for label, path in zip(labels, shot.paths)
-    ]
+    texts = [path.read_text(encoding="utf-8") for path in shot.paths]
+    reels = [Reel(one, text, zh) for (one, zh), text in zip(film.labels, texts)]
+    knob = [label for label, _ in film.knob]
+    reels += [Reel(label, path.read_text("utf-8")) for label, path in zip(knob, shot.turned)]
     moments = [
         {
             "address": shot.address(moment),
             "step": shot.step(moment),
             "request": shot.facts[moment.request] if moment.request else None,
             "words": shot.say(moment.words),
+            "ask": shot.say(moment.ask),
+            "answer": shot.answer(moment),
         }
         for moment in film.moments
     ]
     about = {"caption": shot.caption, "note": film.note, "moments": moments}
-    settings: dict[str, Any] = {"film": about}
-    english, chinese = film.title
-    title = (f"Chapter {film.chapter}: {english}", f"第 {film.chapter} 章：{chinese}")
-    return make_page(reels, title, shot.address(film.moments[0]), **settings)
+    settings: dict[str, Any] = {"film": about | {"scenes": film.scenes, "rule": film.rule}}
+    settings["num_turned"] = len(shot.turned)
+    title = english, chinese = film.title
+    if film.chapter:
+        title = (f"Chapter {film.chapter}: {english}", f"第 {film.chapter} 章：{chinese}")
+    columns = f"&columns={film.columns}" if film.columns else ""
+    return make_page(reels, title, shot.address(film.moments[0]) + columns, **settings)
+
+
+def calmest(*takes: str) -> str:
+    """Of runs that differ in nothing but times, each step from the one in which it was shortest."""
+    steps = zip(*map(_steps_of, takes), strict=True)
+    return "".join(line for step in steps for line in min(step, key=_ms_of))
+
+
+def _steps_of(text: str) -> list[list[str]]:
+    steps: list[list[str]] = [[]]
+    for line in text.splitlines(keepends=True):
+        steps[-1].append(line)
+        if json.loads(line)["kind"] == "updated":
+            steps.append([])
+    return steps
+
+
+def _ms_of(step: list[str]) -> float:
+    events = map(json.loads, step)
+    return sum(
+        event.get("schedule_ms", 0) + sum(event.get("times", {}).values()) for event in events
+    )
 
 
 # -- the table
 
 
 def read_films(text: str) -> Iterator[ChapterFilm]:
-    words = "title label caption note words"
+    words = "title label caption note rule words ask"
     in_chinese = " ".join(f"{word}_zh" for word in words.split())
-    rows = list(read_rows(text, f"folder scripts facts request still {words} {in_chinese}"))
+    others = "folder scripts facts scenes columns knob request answer still"
+    rows = list(read_rows(text, f"{others} {words} {in_chinese}"))
     starts = [i for i, row in enumerate(rows) if row.head.startswith("film ")]
     for start, end in pairwise([*starts, len(rows)]):
         row, *moments = rows[start:end]
@@ -140,20 +202,32 @@ def read_films(text: str) -> Iterator[ChapterFilm]:
             facts=getattr(film_facts, row.text("facts")),
             caption=_both(row, "caption"),
             moments=tuple(map(_moment, moments)),
+            scenes=tuple(row.text("scenes").split()),
+            columns=row.text("columns"),
+            knob=tuple(map(_setting, row.said["knob"])),
             labels=labels or (("run", "运行"),),
             note=_both(row, "note"),
+            rule=_both(row, "rule"),
         )
+
+
+def _setting(line: str) -> tuple[str, Mapping[str, Any]]:
+    label, _, changes = line.partition(" ")
+    return label, json.loads(changes)
 
 
 def _moment(row: TextRow) -> Moment:
     scenes = [scene.split() for scene in row.said["still"]]
     still = tuple((name, int(height)) for name, height in scenes)
     step = row.head.partition(" ")[2]
-    return Moment(step, _both(row, "words"), row.text("request") or None, still)
+    asked = _both(row, "ask"), row.text("answer")
+    return Moment(step, _both(row, "words"), row.text("request") or None, *asked, still)
 
 
 def _both(row: TextRow, word: str) -> Both:
     return row.text(word), row.text(f"{word}_zh")
 
 
-FILMS = {film.chapter: film for film in read_films(TABLE.read_text(encoding="utf-8"))}
+# Film 0 is of no chapter: it is shown where nobody brings a run.
+EVERYTHING, *_CHAPTERS = read_films(TABLE.read_text(encoding="utf-8"))
+FILMS = {film.chapter: film for film in _CHAPTERS}

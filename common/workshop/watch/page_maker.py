@@ -33,7 +33,16 @@ PACKED_FROM = 1_000_000  # bytes of events
 SCRIPTS = (
     *("language.js", "settings.js", "events.js", "state.js", "on_event.js", "film.js"),
     *("store.js", "colours.js", "canvas.js", "reasons.js"),
-    *("shell.js", "moments.js", "files.js", "event_words.js", "compare.js", "caption.js"),
+    *(
+        "shell.js",
+        "panels.js",
+        "moments.js",
+        "files.js",
+        "compare.js",
+        "knob.js",
+        "guide.js",
+        "caption.js",
+    ),
     *("help.js", "keys.js", "token_text.js", "block_facts.js", "source_view.js"),
     *("grid_marks.js", "grid_words.js", "grid_paint.js", "grid_legend.js", "grid.js"),
     *("sentence_words.js", "words_sentences.js", "words_tokens.js", "words.js"),
@@ -47,10 +56,12 @@ STYLES = ("watch.css", "scenes.css", "caption.css")
 
 @dataclass(frozen=True, slots=True)
 class Reel:
-    """The events of one run, as the text of its file, and what to call it beside another."""
+    """The events of one run, as the text of its file, and what to call it beside another, in
+    Chinese too if that is another word."""
 
     label: str
     text: str
+    label_zh: str = ""
 
 
 def make_page(
@@ -90,8 +101,8 @@ def in_script(text: str) -> str:
 
 
 def _reel(reel: Reel) -> str:
-    label = html.escape(reel.label, quote=True)
-    head = f'<script type="application/x-ndjson" data-label="{label}"'
+    label, label_zh = (html.escape(one, quote=True) for one in (reel.label, reel.label_zh))
+    head = f'<script type="application/x-ndjson" data-label="{label}" data-label-zh="{label_zh}"'
     if len(reel.text) < PACKED_FROM:
         return f"{head}>{in_script(reel.text)}</script>"
     packed = gzip.compress(reel.text.encode("utf-8"), mtime=0)  # the same bytes for the same run

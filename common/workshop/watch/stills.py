@@ -34,7 +34,7 @@ GAP = 12  # between two moments, in pixels of the page
 # Nothing but the scenes that are wanted, one below the other, each as high as it is told; of the
 # words only the tokens, and no hints what to point at.
 _STYLE = """
-.head, .transport, .compare, .notice, .film-caption { display: none !important; }
+.head, .transport, .compare, .notice, .film-caption, .by-time { display: none !important; }
 html, body { height: auto; overflow: visible; }
 .scenes, .scenes.comparing { display: block; overflow: visible; padding: 4px 12px 8px; }
 .scene { position: absolute; left: -3000px; width: 600px; height: 300px; }
@@ -47,6 +47,7 @@ _PREPARE = """([wanted, heading]) => {
   for (const [name, height] of wanted) {
     const scene = document.querySelector(`.scene-${name}`);
     scene.classList.add("is-wanted");
+    scene.hidden = false;
     scene.style.height = `${height}px`;
   }
   document.querySelector(`.scene-${wanted[0][0]} > h2`).dataset.heading = heading;
@@ -114,7 +115,7 @@ def _shot(page: Page, path: Path, view: View) -> bytes:
 def take_still(browser: Browser, shot: Shot, folder: Path) -> Any:
     """The picture of a film, by its moments that are for one. The page is left in `folder`."""
     page = folder / f"film_{shot.film.chapter}.html"
-    page.write_text(page_of(shot, language=0), encoding="utf-8")
+    page.write_text(page_of(shot), encoding="utf-8")
     views = [
         View(
             shot.address(moment),

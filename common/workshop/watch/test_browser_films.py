@@ -82,7 +82,7 @@ def test_another_run_takes_the_caption_away(
 ) -> None:
     page = opened(4)
     page.set_input_files("input[type=file]", shots[2].paths[0])
-    page.wait_for_function("() => Watch.store.films[0].run.num_blocks === 17")
+    page.wait_for_function("() => Watch.store.films[0].run.num_blocks === 15")
     page.wait_for_selector(".film-caption", state="hidden")
 
 

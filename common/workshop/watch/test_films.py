@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from common.events.event_kinds import Computed, Event, Planned
 from common.tests.film_answers import Answers
 from common.workshop.replay.film import Film
 from common.workshop.watch import film_facts, film_scripts
 from common.workshop.watch.film_facts import NotShown
-from common.workshop.watch.films import FILMS, Shot, page_of
+from common.workshop.watch.films import FILMS, Shot, calmest, page_of
 from common.workshop.watch.workloads import Cast, Script, perform
 
 CHAPTERS = pytest.mark.parametrize("chapter", FILMS)
@@ -125,31 +126,36 @@ def test_1_the_seat_is_empty_here_and_used_there(shots: dict[int, Shot]) -> None
     assert facts["num_seats"] == static.run.max_num_seqs == 3
 
 
-def test_2_two_tables_grow_in_turns(shots: dict[int, Shot]) -> None:
+def test_2_blocks_are_reserved_and_somebody_waits_for_them(shots: dict[int, Shot]) -> None:
     (film,) = films_of(shots[2])
     facts = shots[2].facts
-    assert film.state_after(8).requests["c"].table == [8, 9, 12]
-    assert film.state_after(9).requests["c"].table == []
-    tables = [film.state_after(step).requests["a"].table[:] for step in (0, 3, 7, 11, 15)]
-    assert tables == [tables[-1][:length] for length in (3, 4, 5, 6, 7)]
-    state = film.state_after(15)
-    assert facts["table_a"] == ", ".join(map(str, state.requests["a"].table))
-    assert facts["table_b"] == ", ".join(map(str, state.requests["b"].table))
-    assert state.users_of(9) == ["a"]
-    assert (facts["block"], facts["taker"], facts["c"], facts["gone"]) == (9, "a", "c", 9)
-    assert facts["step"] == 15
+    table = film.state_after(0).requests["a"].table[:]
+    assert table == [1, 2, 3, 4, 5, 6, 7, 8]
+    for step in range(20):
+        assert film.state_after(step).requests["a"].table == (table if step < 19 else [])
+    state = film.state_after(4)
+    assert (state.waiting, len(state.free)) == (["c"], 2)
+    written = {name: state.requests[name].num_computed_tokens for name in "ab"}
+    assert written == {"a": 14, "b": 9}  # of 8 blocks of 4, and of 4
+    assert facts["num_empty"] == (8 - 4) + (4 - 3)
+    assert all(film.state_after(step).waiting == ["c"] for step in range(4, 9))
+    assert film.state_after(8).requests["b"].finish_reason == "length"
+    assert film.state_after(9).requests["c"].table == [13, 14, 12]
+    assert (facts["num_all"], facts["num_filled"], facts["num_tokens"]) == (8, 3, 29)
+    assert (facts["step"], facts["c"], facts["b"], facts["late"]) == (4, "c", "b", 9)
+    assert (facts["num_needed"], facts["num_free"], facts["table"]) == (3, 2, "13, 14, 12")
 
 
 def test_3_the_trunk_is_shared_and_outlives_a_branch(shots: dict[int, Shot]) -> None:
     (film,) = films_of(shots[3])
     facts = shots[3].facts
-    assert film.state_after(3).nodes() == [[1, 2, 3, 4, 5, 6, 7]]
+    assert list(film.state_after(3).cached) == [1, 2, 3, 4, 5, 6, 7]
     state = film.state_after(4)
-    assert state.nodes()[0] == [1, 2, 3, 4, 5, 6]
     assert [state.users_of(block) for block in (1, 6, 7)] == [["a", "b"], ["a", "b"], ["a"]]
+    assert (state.cached[7].parent, state.cached[9].parent) == (6, 6)
     assert state.requests["b"].num_cached_tokens == 24
     assert (facts["num_trunk"], facts["num_computed"], facts["num_prompt"]) == (6, 4, 28)
-    assert (facts["step"], facts["last"], facts["cut"]) == (4, 6, 7)
+    assert (facts["step"], facts["last"]) == (4, 6)
     cached = {at: {7, 8} & film.state_after(at).cached.keys() for at in (18, 19, 20, 21)}
     assert cached == {18: {7, 8}, 19: {7}, 20: set(), 21: set()}
     state = film.state_after(22)
@@ -219,6 +225,22 @@ def test_6_a_long_prompt_is_one_step_or_five(shots: dict[int, Shot]) -> None:
     assert (facts["size"], facts["num_pieces"]) == (32, 5)
 
 
+def test_of_several_takes_each_step_is_the_shortest(tmp_path: Path, cast: Cast) -> None:
+    paths = [tmp_path / name for name in ("1.jsonl", "2.jsonl")]
+    for path in paths:
+        perform(Script(film_scripts.WHOLE.visits[3:], film_scripts.WHOLE.config), path, cast)
+    calm = tmp_path / "calm.jsonl"
+    calm.write_text(calmest(*(path.read_text() for path in paths)))
+    times = [[_ms_of(part.events) for part in Film.read(path).steps()] for path in [*paths, calm]]
+    assert len(times[2]) == 8 and times[0] != times[1]
+    assert times[2] == [min(pair) for pair in zip(*times[:2])]
+
+
+def _ms_of(events: list[Event]) -> float:
+    planned = sum(event.schedule_ms for event in events if isinstance(event, Planned))
+    return planned + sum(sum(e.times.values()) for e in events if isinstance(e, Computed))
+
+
 # -- a film that does not show it has no caption
 
 
@@ -231,7 +253,8 @@ def test_6_a_long_prompt_is_one_step_or_five(shots: dict[int, Shot]) -> None:
         (2, (Script(film_scripts.TABLES.visits[:2], film_scripts.TABLES.config),)),
         (2, (film_scripts.TABLES.but(num_blocks=40),)),
         (3, (film_scripts.PREFIXES.but(num_blocks=40),)),
-        (3, (film_scripts.PREFIXES.but(prefix_cache="hash"),)),
+        (2, (film_scripts.TABLES.but(scheduler="two_phase"),)),
+        (3, (film_scripts.PREFIXES.but(prefix_cache="radix"),)),
         (4, (film_scripts.SCARCE.but(num_blocks=30),)),
         (4, (film_scripts.SCARCE.but(num_blocks=17),)),
         (5, (film_scripts.PLAIN, film_scripts.PLAIN)),

@@ -14,7 +14,7 @@ from common.tests.film_answers import Answers
 from common.workshop.replay.film import Film
 from common.workshop.watch import workloads
 from common.workshop.watch.film_facts import cells
-from common.workshop.watch.workloads import DEFAULT, Cast, Script, Visit, default_run, perform
+from common.workshop.watch.workloads import DEFAULT, Cast, Script, Visit, perform
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_stop_string_ends_one(film: Film) -> None:
 
 
 def test_two_films_differ_in_times_only(default_run_path: Path, cast: Cast, tmp_path: Path) -> None:
-    default_run(tmp_path / "again.jsonl", cast)
+    perform(DEFAULT, tmp_path / "again.jsonl", cast)
     timed = {"time": 0.0, "schedule_ms": 0.0, "update_ms": 0.0, "times": {}, "started_at": 0.0}
 
     def timeless(path: Path) -> list:

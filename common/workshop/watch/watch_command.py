@@ -37,11 +37,9 @@ def main(argv: list[str] | None = None) -> int:
         if is_about_films(args):
             make_films(args)
             return 0
-        if args.run is None:
-            reels = [_made_now()]
-        else:
-            reels = [read_reel(path) for path in (args.run, args.beside) if path is not None]
-        write_page(args.out or Path("watch.html"), make_page(reels), args.open)
+        reels = [read_reel(path) for path in (args.run, args.beside) if path is not None]
+        page = make_page(reels) if reels else _made_now()
+        write_page(args.out or Path("watch.html"), page, args.open)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -54,16 +52,8 @@ def read_reel(path: Path) -> Reel:
     return Reel(path.stem, path.read_bytes().decode("utf-8", errors="replace"))
 
 
-def _made_now() -> Reel:
+def _made_now() -> str:
+    from common.workshop.watch import films  # torch: not needed to show a run that is there
+
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "run.jsonl"
-        _default_run(path)
-        return read_reel(path)
-
-
-def _default_run(path: Path) -> None:
-    from common.workshop.watch.workloads import (
-        default_run,  # torch: not needed to show a run that is there
-    )
-
-    default_run(path)
+        return films.page_of(films.shoot(films.EVERYTHING, Path(folder)))

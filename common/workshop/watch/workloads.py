@@ -124,6 +124,8 @@ _STACK = """class Stack:
 """
 _IMPORTS = "import os\nimport sys\nimport re\n"
 
+# Eight requests, and a little of everything: a shared prefix, a prompt in pieces, a queue, a
+# preemption, evictions, guesses, a stop string.
 DEFAULT = Script(
     (
         Visit("a", 0, "def is_prime(n):\n    for", 40),
@@ -145,9 +147,3 @@ DEFAULT = Script(
         "speculative": {"method": "ngram", "num_spec_tokens": 2, "adaptive": False},
     },
 )
-
-
-def default_run(path: str | Path, cast: Cast | None = None) -> dict[str, str]:
-    """Eight requests, and a little of everything: a shared prefix, a prompt in pieces, a queue, a
-    preemption, evictions, guesses, a stop string."""
-    return perform(DEFAULT, path, cast)

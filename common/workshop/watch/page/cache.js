@@ -30,8 +30,8 @@
     "cache.node": ["Node of {n} blocks: {blocks}", "节点含 {n} 块：{blocks}"],
     "cache.node.one": ["Node of 1 block: {blocks}", "节点含 1 块：{blocks}"],
     "cache.hint": [
-      "Point at a box: its tokens, who uses it, and what comes before it. Filled: in use. Dark: matched in this step. + published, ‖ split, × evicted.",
-      "指向一个方框：看它的 token、谁在用它、接在什么后面。浅色底：使用中；深色底：本步命中。＋ 发布，‖ 拆分，× 淘汰。",
+      "Point at a box: its tokens, who uses it, and what comes before it. Filled: in use. Dark: matched in this step. ×3: ref_cnt, the cache counts as one. + published, ‖ split, × evicted.",
+      "指向一个方框：看它的 token、谁在用它、接在什么后面。浅色底：使用中；深色底：本步命中。×3：ref_cnt，缓存算一个。＋ 发布，‖ 拆分，× 淘汰。",
     ],
     "cache.details": ["What is pointed at in the cache", "缓存中所指之处的详情"],
     "cache.tenant": ["tenant {tenant}", "租户 {tenant}"],
@@ -46,7 +46,7 @@
       this.map = new Watch.CacheMap(view);
       this.about = h("p", {class: "cache-about"});
       this.matches = h("p", {class: "cache-matches"});
-      this.details = h("div", {class: "cache-details", tabindex: 0, role: "group"});
+      this.details = h("div", {class: "cache-details", role: "group"});
       root.classList.add("cache");
       root.append(this.about, this.matches, this.map.root, this.details);
     }
@@ -95,6 +95,7 @@
           "button",
           {
             class: "cache-match",
+            tabindex: -1,
             "data-request": id,
             "aria-pressed": Watch.store.request === id ? "true" : "false",
             onclick: () => Watch.set({request: Watch.store.request === id ? null : id}),

@@ -62,7 +62,7 @@
     const name = Watch.blockRanges(blocks);
     const hasRoom = blocks.length * width - GAP >= name.length * DIGIT + BESIDE;
     element.parts.name.textContent = name;
-    element.parts.users.textContent = users > 0 && hasRoom ? `×${users}` : "";
+    element.parts.users.textContent = users > 0 && hasRoom ? `×${users + 1}` : "";
     element.parts.mark.textContent = SIGNS[markOf(box)];
     element.parts.text.textContent = box.isGone ? "" : textOf(view, blocks);
     element.setAttribute("aria-label", nameOf(scene, box));

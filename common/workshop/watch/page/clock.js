@@ -19,16 +19,19 @@
     "clock.failed": ["The step failed: {error}", "这一步失败：{error}"],
     "clock.strip": ["Time of each step; the highest is {ms} ms. Click to go there.",
       "每一步的时间，最高 {ms} 毫秒。点击可跳转。"],
-    "clock.top": ["below: all steps, up to {ms} ms", "下方：所有步，最高 {ms} 毫秒"],
+    "clock.caption": [
+      "Step {n} took {ms} ms, {ratio} times the median step ({middle} ms). Below: all steps, up to {top} ms",
+      "第 {n} 步用了 {ms} 毫秒，是步时中位数（{middle} 毫秒）的 {ratio} 倍。下方：所有步，最高 {top} 毫秒"],
   });
   const PARTS = ["schedule", "prepare", "forward", "sample", "propose", "update"];
-  // Shares of ink: neighbours differ, and the palest is still 3 : 1 on white.
+  // Shares of ink: neighbours differ, and the palest is still 3 : 1 on the paper.
   const SHADES = {
     schedule: 0.95, prepare: 0.7, forward: 0.48, sample: 0.8, propose: 0.6, update: 0.95,
   };
   const shadeOf = (part) => grey(SHADES[part]);
   const grey = (share) => {
-    const level = Math.round(255 - share * (255 - 34)).toString(16).padStart(2, "0");
+    const ink = share * (255 - 34);
+    const level = Math.round(Watch.isDark.matches ? 34 + ink : 255 - ink).toString(16).padStart(2, "0");
     return `#${level}${level}${level}`;
   };
 
@@ -45,11 +48,18 @@
   };
   const total = (times) => PARTS.reduce((sum, part) => sum + times[part], 0);
 
+  // Of each step of a film, how long it took; and of the one in the middle.
+  const timed = new WeakMap();
+  Watch.stepTimes = (film) => timed.get(film)
+    ?? timed.set(film, film.steps.map((facts) => total(timesOf(facts)))).get(film);
+  Watch.middleOf = (film) => Watch.stepTimes(film).toSorted((a, b) => a - b)[film.numSteps >> 1] ?? 0;
+
   class Clock {
     constructor(root, view) {
       this.view = view;
       this.times = view.film.steps.map(timesOf);
-      this.items = PARTS.map((part) => {
+      const there = PARTS.filter((part) => this.times.some((times) => times[part] > 0));
+      this.items = there.map((part) => {
         const value = h("b");
         const name = h("span");
         const key = h("i", {class: "key", style: `background: ${shadeOf(part)}`});
@@ -63,9 +73,9 @@
         Watch.set({step: Math.floor(share * Watch.numSteps())});
       });
       root.classList.add("clock-body");
-      this.top = h("li", {class: "quiet"});
+      this.caption = h("p", {class: "clock-caption"});
       const items = this.items.map(({item}) => item);
-      root.append(h("ul", {class: "clock-parts"}, ...items, this.top), this.lanes,
+      root.append(this.caption, h("ul", {class: "clock-parts"}, ...items), this.lanes,
         h("div", {class: "strip-frame"}, this.strip));
       this.size = Watch.sizeOf(this.strip.parentNode); // as wide as the bar
     }
@@ -139,7 +149,7 @@
     // All steps as columns of one height for the slowest twentieth: one slow step hides no others.
     drawStrip() {
       const {width, height} = this.size;
-      if (width === 0) return; // not laid out yet
+      if (width < 1 || height < 1) return; // not laid out yet
       const top = stripTop();
       if (this.painted?.width !== width || this.painted.top !== top) {
         this.paintStrip(width, height, top);
@@ -155,7 +165,11 @@
         this.strip.setAttribute("aria-label", words);
         this.strip.title = words;
       }
-      Watch.say(this.top, t("clock.top", {ms: round(top)}));
+      const {film, step} = this.view;
+      const [ms, middle] = [Watch.stepTimes(film)[step] ?? 0, Watch.middleOf(film)];
+      const ratio = (ms / (middle || 1)).toFixed(1);
+      Watch.say(this.caption, t("clock.caption",
+        {n: step, ms: round(ms), ratio, middle: round(middle), top: round(top)}));
     }
 
     paintStrip(width, height, top) {

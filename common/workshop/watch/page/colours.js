@@ -25,6 +25,13 @@
     return plain.get(name);
   };
 
+  Watch.isDark = matchMedia("(prefers-color-scheme: dark)");
+  Watch.isDark.addEventListener("change", () => {
+    plain.clear();
+    const {films, labels, step} = Watch.store;
+    Watch.show(films, labels, {step}); // every scene is made anew
+  });
+
   const place = (id) => {
     for (const film of Watch.store.films) if (film.byId.has(id)) return film.byId.get(id).index;
     return 0;

@@ -5,11 +5,30 @@
   const {store, t, h} = Watch;
   Watch.words({
     "compare.same": ["Both films show the same, in all {n} steps.", "两次运行的 {n} 步完全相同。"],
-    "compare.from": [
-      "The films are alike up to step {before}. In step {step}, left: {left}; right: {right}.",
-      "到第 {before} 步，两次运行完全相同。第 {step} 步，左：{left}；右：{right}。"],
-    "compare.at_once": ["The films differ from step 0 on. Left: {left}; right: {right}.",
-      "两次运行从第 0 步起就不同。左：{left}；右：{right}。"],
+    "compare.from": ["Alike up to step {before}. Step {step}, left | right: {facts}.",
+      "到第 {before} 步为止相同。第 {step} 步，左 | 右：{facts}。"],
+    "compare.at_once": ["They differ from step 0 on, left | right: {facts}.",
+      "从第 0 步起就不同，左 | 右：{facts}。"],
+    "compare.fact": ["{what}: {left} | {right}", "{what}：{left} | {right}"],
+    "compare.event": ["only the order, or the name, of an event: {left} | {right}",
+      "只有事件的先后或名称不同：{left} | {right}"],
+    "compare.gone": ["(over)", "（已结束）"],
+    "compare.nothing": ["none", "无"],
+    "fact.waits": ["waits", "等待"],
+    "fact.runs": ["runs", "运行"],
+    "fact.ended": ["has ended", "已结束"],
+    "fact.absent": ["is not there", "不在"],
+    "fact.place": ["{request}", "{request}"],
+    "fact.plan": ["tokens of {request} in the step", "{request} 本步的 token 数"],
+    "fact.table": ["{request}'s table", "{request} 的块表"],
+    "fact.outputs": ["outputs of {request}", "{request} 的输出"],
+    "fact.found": ["tokens found for {request}", "{request} 命中的 token 数"],
+    "fact.queue": ["the queue", "队列"],
+    "fact.why": ["why {request} waits", "{request} 等待的原因"],
+    "fact.free": ["the free blocks, the next to be taken first", "空闲块（按取用顺序）"],
+    "fact.cached": ["cached blocks", "缓存的块"],
+    "fact.refs": ["references of blocks", "块的引用计数"],
+    "fact.nodes": ["nodes", "节点"],
     "compare.text": [
       "The text of {request} differs from its token {n} on. Left: “{left}”; right: “{right}”.",
       "{request} 的文本从第 {n} 个 token 起不同。左：“{left}”；右：“{right}”。"],
@@ -43,6 +62,56 @@
       }
     }
     return null;
+  }
+
+  const MOST_FACTS = 2;
+  const MOST_ITEMS = 12;
+  const list = (items) => (items.length > MOST_ITEMS
+    ? `${items.slice(0, MOST_ITEMS).join(", ")}, …` : items.join(", ")) || t("compare.nothing");
+
+  // What there is to say of a film after a step, fact by fact: Map(what -> text). What a step does to
+  // a request stands before what it does to the memory.
+  function factsAfter(film, step, ids) {
+    const facts = new Map();
+    const state = film.stateAfter(step);
+    const {planned} = film.steps[step];
+    const add = (key, request, text) =>
+      facts.set(t(`fact.${key}`, {request: Watch.name(request)}), String(text));
+    const of = (id) => state.requests.get(id);
+    const placeOf = (id) => (of(id) === undefined ? "absent" : of(id).finishReason !== null ? "ended"
+      : state.running.has(id) ? "runs" : "waits");
+    const waits = film.waits(step);
+    const each = {
+      place: (id) => t(`fact.${placeOf(id)}`),
+      plan: (id) => planned?.num_tokens[planned.requests.indexOf(id)] ?? 0,
+      table: (id) => list(of(id)?.table ?? []),
+      outputs: (id) => of(id)?.outputs.length ?? 0,
+      found: (id) => of(id)?.numCachedTokens ?? 0,
+      why: (id) => (waits.has(id) ? Watch.reasonWords(film.run, waits.get(id)) : ""),
+    };
+    for (const [key, textOf] of Object.entries(each)) for (const id of ids) add(key, id, textOf(id));
+    add("queue", "", list(state.waiting.map(Watch.name)));
+    add("free", "", list([...state.free]));
+    add("cached", "", list([...state.cached.keys()]));
+    add("refs", "", list(state.refCnt.map((n, block) => `${block}×${n}`)
+      .filter((_, block) => state.refCnt[block] > 1)));
+    add("nodes", "", list([...state.nodeHeads]));
+    return facts;
+  }
+
+  // The first facts that differ, in words; whom the two events are about comes first.
+  function factWords([left, right], {step, left: one, right: other}) {
+    if (step >= Math.min(left.numSteps, right.numSteps)) {
+      const words = (film) => (step < film.numSteps ? t("clock.step", {n: step}) : t("compare.gone"));
+      return `${words(left)} | ${words(right)}`;
+    }
+    const named = [one?.request, other?.request].filter((id) => id != null);
+    const ids = new Set([...named, ...left.byId.keys(), ...right.byId.keys()]);
+    const [a, b] = [left, right].map((film) => factsAfter(film, step, ids));
+    const said = [...a].filter(([what, text]) => text !== b.get(what)).slice(0, MOST_FACTS)
+      .map(([what, text]) => t("compare.fact", {what, left: text, right: b.get(what)}));
+    if (said.length) return said.join("; ");
+    return t("compare.event", {left: one?.kind ?? "–", right: other?.kind ?? "–"});
   }
 
   // {request, n, left, right}: the first token, in order of arrival, that is another one.
@@ -91,7 +160,7 @@
   let found = {};
 
   function draw() {
-    bar.hidden = store.films.length < 2;
+    bar.hidden = store.films.length < 2 || Watch.isAsking();
     if (bar.hidden) return;
     if (found.films !== store.films) {
       const [left, right] = store.films;
@@ -106,7 +175,7 @@
     Watch.say(line, difference === null ? t("compare.same", {n: Watch.numSteps()})
       : t(difference.step ? "compare.from" : "compare.at_once", {
         step: difference.step, before: difference.step - 1,
-        left: Watch.eventWords(difference.left), right: Watch.eventWords(difference.right)}));
+        facts: factWords(store.films, difference)}));
     Watch.say(text, textWords(found));
   }
 

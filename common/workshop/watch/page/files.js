@@ -5,7 +5,10 @@
   Watch.words({
     "files.open": ["Open a run", "打开运行记录"],
     "files.drop": ["Drop one or two runs (.jsonl)", "拖入一个或两个运行记录（.jsonl）"],
-    "files.bad": ["{name} can not be shown. {why}", "无法显示 {name}。{why}"],
+    "files.bad": ["{name} can not be shown. {why} {wanted}", "无法显示 {name}。{why}{wanted}"],
+    "files.wanted": [
+      "It should be a record of a run, as LLM(events=\"run.jsonl\") and python -m common.demo --events run.jsonl write it.",
+      "这里需要的是运行记录，由 LLM(events=\"run.jsonl\") 或 python -m common.demo --events run.jsonl 写出。"],
     "files.many": ["These are {n} files. The page shows one run, or two side by side.",
       "拖入了 {n} 个文件。本页只显示一个运行记录，或并排显示两个。"],
     "files.empty": ["No run is here yet. Open a file that LLM(events=...) wrote.",
@@ -13,6 +16,12 @@
     "files.wrong": [
       "{label} ends in step {step}, where its events contradict themselves: {message}.",
       "{label} 到第 {step} 步为止，因为那里的事件自相矛盾：{message}。"],
+    "files.cut": [
+      "{label} is not whole: it ends behind step {step}, and {who} had not ended.",
+      "{label} 不完整：记录到第 {step} 步之后就断了，{who} 还没有结束。"],
+    "files.cut_in": [
+      "{label} is not whole: it ends in the middle of step {step}.",
+      "{label} 不完整：记录断在第 {step} 步当中。"],
     "files.close": ["Close", "关闭"],
   });
 
@@ -38,11 +47,12 @@
       try {
         films.push(new Watch.Film(Watch.parseEvents(await file.text())));
       } catch (error) {
-        return tell(() => t("files.bad", {name: file.name, why: error.message}));
+        return tell(() => t("files.bad",
+          {name: file.name, why: error.message, wanted: t("files.wanted")}));
       }
     }
     tell(null);
-    const labels = files.map(({name}) => name.replace(/\.(jsonl|ndjson)$/, ""));
+    const labels = files.map(({name}) => [name.replace(/\.(jsonl|ndjson)$/, ""), ""]);
     Watch.show(films, labels, {step: 0, request: null, block: null});
   }
 
@@ -50,6 +60,8 @@
     const broken = Watch.store.films.find((film) => film.contradiction);
     let say = told;
     if (say === null && broken) say = () => brokenWords(broken);
+    const cut = Watch.store.films.find(isCut);
+    if (say === null && cut) say = () => cutWords(cut);
     if (say === null && !Watch.store.films.length) say = () => t("files.empty");
     notice.hidden = say === null;
     Watch.say(words, say ? say() : "");
@@ -59,8 +71,19 @@
     Watch.say(curtain, t("files.drop"));
   }
 
+  // A run whose engine was stopped, or whose file was.
+  const openIds = (film) => [...film.stateAfter(film.numSteps - 1).requests.values()]
+    .filter(({finishReason}) => finishReason === null).map(({id}) => id);
+  const isCut = (film) => film.isCut || openIds(film).length > 0;
+  function cutWords(film) {
+    const label = Watch.filmLabel(Watch.store.films.indexOf(film));
+    if (film.isCut) return t("files.cut_in", {label, step: film.numSteps});
+    const who = openIds(film).map(Watch.name).join(", ");
+    return t("files.cut", {label, step: film.numSteps - 1, who});
+  }
+
   const brokenWords = (film) => t("files.wrong", {
-    label: Watch.store.labels[Watch.store.films.indexOf(film)], ...film.contradiction});
+    label: Watch.filmLabel(Watch.store.films.indexOf(film)), ...film.contradiction});
 
   // A drag passes over many elements: it has left when it left them all.
   let depth = 0;

@@ -56,6 +56,7 @@
         }
       }
       // Arrivals and aborts behind the last step belong to no step; those requests are known.
+      this.isCut = step.plans.length > 0;
     }
 
     // Before an event is applied.

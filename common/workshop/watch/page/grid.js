@@ -10,9 +10,11 @@
   Watch.words({
     "grid.name": ["Requests by steps. Left and right: the step; up and down: the request.",
       "请求与步的网格。左右键换步，上下键换请求。"],
+    "grid.by_time": ["columns as wide as their time", "列宽按用时"],
   });
 
   const [CELL_MIN, CELL_MAX] = [13, 34]; // width
+  const TIMED_MIN = 5; // of a column that is as wide as its step took
   const [ROW_MIN, ROW_MAX] = [17, 34]; // height
 
   // Rows are the same in both films of a comparison: those of the first, then the other's own.
@@ -29,6 +31,7 @@
       this.tip = h("p", {class: "grid-tip", hidden: true});
       this.spoken = h("p", {class: "unseen", "aria-live": "polite"});
       this.legend = h("p", {class: "grid-legend"});
+      this.byTime = h("button", {class: "by-time", onclick: () => Watch.set({byTime: !store.byTime})});
       root.classList.add("grid-body");
       root.append(this.box, this.legend, this.tip, this.spoken);
       this.size = Watch.sizeOf(this.box);
@@ -62,20 +65,56 @@
       this.gutter = Math.min(110, 34 + 8 * longest);
       const fit = (room, num, least, most) =>
         Math.max(least, Math.min(most, Math.floor(room / Math.max(1, num))));
-      this.cell = fit(this.width - this.gutter - 4, Watch.numSteps(), CELL_MIN, CELL_MAX);
+      const room = this.width - this.gutter - 4;
+      this.cell = fit(room, Watch.numSteps(), CELL_MIN, CELL_MAX);
       this.row = fit(this.height - HEAD - 2, this.rows.length, ROW_MIN, ROW_MAX);
+      this.makeEdges(room);
       const {style} = this.space;
-      const width = this.gutter + this.cell * Watch.numSteps() + 4;
+      const width = this.gutter + this.edges.at(-1) + 4;
       const height = HEAD + this.row * this.rows.length + 2;
       if (style.width !== `${width}px`) style.width = `${width}px`;
       if (style.height !== `${height}px`) style.height = `${height}px`;
+    }
+
+    // Where each column begins, and the last one ends. By time, a pixel is as long in both films; what
+    // a film has not, at its end, is as wide as a step of the middle.
+    makeEdges(room) {
+      const told = `${room} ${this.cell} ${store.byTime} ${Watch.numSteps()}`;
+      if (this.told === told) return;
+      this.told = told;
+      const widths = Array(Watch.numSteps()).fill(this.cell);
+      if (store.byTime) {
+        const sums = store.films.map((film) => {
+          const rest = Watch.numSteps() - film.numSteps;
+          return Watch.stepTimes(film).reduce((a, b) => a + b, 0) + rest * Watch.middleOf(film);
+        });
+        const middle = Watch.middleOf(this.view.film);
+        const scale = Math.max(room / Math.max(...sums), CELL_MIN / middle);
+        const times = Watch.stepTimes(this.view.film);
+        widths.forEach((_, step) => {
+          widths[step] = Math.max(TIMED_MIN, Math.round((times[step] ?? middle) * scale));
+        });
+      }
+      let edge = 0;
+      this.edges = [0, ...widths.map((width) => (edge += width))];
+    }
+
+    // The column at so many pixels from the first; behind the last: their number.
+    columnAt(x) {
+      let [low, high] = [0, this.edges.length - 1];
+      while (low < high) {
+        const middle = (low + high + 1) >> 1;
+        if (this.edges[middle] <= x) low = middle;
+        else high = middle - 1;
+      }
+      return low;
     }
 
     // Columns and rows that the box shows, whole or in part: [first, behind the last].
     shown() {
       const {left, top} = this.scroll;
       const right = left + this.width - this.gutter;
-      const columns = [Math.floor(left / this.cell), Math.ceil(right / this.cell)];
+      const columns = [this.columnAt(left), this.columnAt(right) + 1];
       const rows = [Math.floor(top / this.row), Math.ceil((top + this.height - HEAD) / this.row)];
       return {columns: [columns[0], Math.min(columns[1], Watch.numSteps())],
         rows: [rows[0], Math.min(rows[1], this.rows.length)]};
@@ -93,6 +132,10 @@
         this.box.setAttribute("aria-label", t("grid.name"));
         this.legend.replaceChildren(...Watch.gridLegend(this.view.film));
       }
+      if (!this.byTime.isConnected && this.view.index === 0 && Watch.middleOf(this.view.film))
+        this.box.closest("section").append(this.byTime);
+      Watch.say(this.byTime, t("grid.by_time"));
+      this.byTime.setAttribute("aria-pressed", String(Boolean(store.byTime)));
       this.speak();
     }
 
@@ -103,12 +146,14 @@
     // -- following: what moved is scrolled into sight, the rest is left where the reader put it.
 
     follow() {
-      const [x, y] = [store.step * this.cell, this.followedRow() * this.row];
+      const step = Math.max(store.step, 0);
+      const [x, y] = [this.edges[step], this.followedRow() * this.row];
+      const end = this.edges[step + 1] ?? x;
       const [width, height] = [this.width - this.gutter, this.height - HEAD];
       if (this.seen.step !== store.step || this.seen.width !== this.width) {
         const {left} = this.scroll;
         if (x < left) this.scrollTo({left: x - width * 0.7});
-        else if (x + this.cell > left + width) this.scrollTo({left: x - width * 0.3});
+        else if (end > left + width) this.scrollTo({left: x - width * 0.3});
       }
       if (y >= 0 && (this.seen.step !== store.step || this.seen.request !== store.request)) {
         const {top} = this.scroll;
@@ -136,7 +181,7 @@
     placeOf(event) {
       const box = this.canvas.getBoundingClientRect();
       const [x, y] = [event.clientX - box.left, event.clientY - box.top];
-      const step = Math.floor((x - this.gutter + this.scroll.left) / this.cell);
+      const step = this.columnAt(x - this.gutter + this.scroll.left);
       const row = Math.floor((y - HEAD + this.scroll.top) / this.row);
       if (y < HEAD || row >= this.rows.length || step >= Watch.numSteps()) return null;
       return {id: this.rows[row], step: x < this.gutter ? store.step : step, x, y};
@@ -189,7 +234,8 @@
 
     // The middle of the cursor's cell, in the box.
     cursorPlace() {
-      return [this.gutter + (store.step + 0.5) * this.cell - this.scroll.left,
+      const middle = (this.edges[store.step] + this.edges[store.step + 1]) / 2;
+      return [this.gutter + middle - this.scroll.left,
         HEAD + (this.cursorRow() + 0.5) * this.row - this.scroll.top];
     }
   }

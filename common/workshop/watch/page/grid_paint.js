@@ -11,8 +11,9 @@
   Watch.paintGrid = (grid) => {
     const pen = Watch.sized(grid.canvas, grid.width, grid.height);
     const {columns, rows} = grid.shown();
+    if (Watch.isAsking()) columns[1] = Math.min(columns[1], store.step + 1); // the rest is the answer
     const {left, top} = grid.scroll;
-    const x = (step) => grid.gutter + step * grid.cell - left;
+    const x = (step) => grid.gutter + grid.edges[step] - left;
     const y = (row) => HEAD + row * grid.row - top;
     const chosen = grid.rows.indexOf(store.request ?? store.hover?.request);
     within(pen, [0, HEAD, grid.width, grid.height], () => {
@@ -27,7 +28,7 @@
     within(pen, [grid.gutter - 1, HEAD, grid.width, grid.height], () => {
       for (let row = rows[0]; row < rows[1]; row++) {
         for (let step = columns[0]; step < columns[1]; step++) {
-          paintCell(pen, grid, row, step, x(step), y(row));
+          paintCell(pen, grid, row, step, [x(step), y(row), x(step + 1) - x(step)]);
         }
       }
     });
@@ -45,9 +46,9 @@
     pen.restore();
   }
 
-  function paintCell(pen, grid, row, step, x, y) {
+  function paintCell(pen, grid, row, step, [x, y, width]) {
     const cell = Watch.cellOf(grid.view.film, grid.rows[row], step);
-    const box = [x + 1, y + 1, grid.cell - 2, grid.row - 2];
+    const box = [x + 1, y + 1, width - 2, grid.row - 2];
     if (cell.look === "computed") gridMarks.computed(pen, ...box, cell.parts);
     else if (cell.look === "waiting") gridMarks.waiting(pen, ...box, cell.reason);
     else if (cell.look === "idle") gridMarks.idle(pen, ...box);
@@ -65,25 +66,30 @@
     pen.fillText(Watch.label(id), 16, y + grid.row / 2 + 0.5, grid.gutter - 20);
   }
 
-  // Every so many steps a number; the step shown has a frame from top to bottom.
+  // Where there is room for it a number; the step shown has a frame from top to bottom.
   function paintHead(pen, grid, [first, end], x) {
     const every = [1, 2, 5, 10, 20, 50, 100].find((n) => n * grid.cell >= 38) ?? 200;
+    const middle = (step) => (x(step) + x(step + 1)) / 2;
     pen.textBaseline = "alphabetic";
     pen.textAlign = "left";
     pen.font = "12px system-ui, sans-serif";
     pen.fillStyle = Watch.plain("var(--ink)");
     pen.fillText(t("grid.step"), 3, HEAD - 4);
+    let last = -Infinity;
     for (let step = Math.ceil(first / every) * every; step < end; step += every) {
-      if (Math.abs(step - store.step) * grid.cell < 30) continue; // the number of the step shown
-      paintNumber(pen, grid, step, x(step) + grid.cell / 2, 400);
+      const at = middle(step);
+      if (at - last < 30 || (store.step >= 0 && Math.abs(at - middle(store.step)) < 30)) continue;
+      paintNumber(pen, grid, step, at, 400);
+      last = at;
     }
     if (store.step < 0) return;
-    paintNumber(pen, grid, store.step, x(store.step) + grid.cell / 2, 700);
+    paintNumber(pen, grid, store.step, middle(store.step), 700);
     if (x(store.step) < grid.gutter - 1) return;
     const below = HEAD + grid.row * grid.rows.length + 1 - grid.scroll.top;
     pen.strokeStyle = Watch.plain("var(--ink)");
     pen.lineWidth = 2;
-    pen.strokeRect(x(store.step), HEAD - 1, grid.cell, Math.min(grid.height - 1, below) - HEAD + 1);
+    const wide = x(store.step + 1) - x(store.step);
+    pen.strokeRect(x(store.step), HEAD - 1, wide, Math.min(grid.height - 1, below) - HEAD + 1);
   }
 
   function paintNumber(pen, grid, step, middle, weight) {
@@ -100,6 +106,7 @@
     if (document.activeElement !== grid.box || row < 0 || store.step < 0) return;
     pen.strokeStyle = Watch.plain("var(--focus)");
     pen.lineWidth = 3;
-    pen.strokeRect(x(store.step) - 0.5, y(row) - 0.5, grid.cell + 1, grid.row + 1);
+    const wide = x(store.step + 1) - x(store.step);
+    pen.strokeRect(x(store.step) - 0.5, y(row) - 0.5, wide + 1, grid.row + 1);
   }
 })();

@@ -49,7 +49,7 @@
     if (cell.look === "waiting") {
       const parent = cell.facts.planned.parents[id];
       if (parent !== undefined) return t("cell.parent", {parent});
-      return t("cell.waits", {reason: t(`reason.${cell.reason}`)});
+      return t("cell.waits", {reason: Watch.reasonWords(film.run, cell.reason)});
     }
     if (cell.look === "idle") return t("cell.idle");
     const entry = film.byId.get(id);

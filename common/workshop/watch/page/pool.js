@@ -67,7 +67,6 @@
       this.changes = h("p", {class: `pool-changes of-${this.legend.length}`, role: "group"});
       this.orders = h("div", {class: "pool-orders"});
       this.details = h("div", {class: "pool-details"});
-      this.details.tabIndex = 0; // it scrolls
       this.details.setAttribute("role", "group");
       this.root.append(this.counts, this.cells, this.changes, this.orders, this.details);
       this.painter = Watch.poolPainter(this.cells, this.view.film.run.num_blocks);
@@ -141,9 +140,8 @@
 
     drawCells(facts, looked) {
       const {view} = this;
-      const table =
-        looked.request === null ? null : (view.state.requests.get(looked.request)?.table ?? []);
-      const lit = table && new Map(table.map((block, place) => [block, place]));
+      const table = view.state.requests.get(looked.request)?.table ?? [];
+      const lit = table.length === 0 ? null : new Map(table.map((block, place) => [block, place]));
       const cursor = this.cursor();
       // A canvas shows what is looked at in a layer of its own.
       const isDue = !this.painter.isLayered || this.drawn !== facts;

@@ -36,8 +36,8 @@
     "pool.in_block": ["block", "块"],
     "pool.shared_by": ["also {who}", "同用：{who}"],
     "pool.hint": [
-      "Point at a block: who holds it, and what it holds. Point at a request, in any panel: its block table.",
-      "指向一个块：看谁持有它、里面是什么。指向任一面板里的请求：看它的块表。",
+      "Point at a block: who holds it, and what it holds. Point at a request, in any panel: its block table. Pale and dashed: reserved, nothing written. ×3 is ref_cnt, in which the cache counts as one.",
+      "指向一个块：看谁持有它、里面是什么。指向任一面板里的请求：看它的块表。浅色虚线框：已预留，还没写入。×3 是 ref_cnt，缓存也算一个。",
     ],
   });
 

@@ -19,12 +19,19 @@
       refs: isDim ? 0 : state.refCnt[block], // no words in a pale cell
       order: isDim ? "" : (order.get(block) ?? ""),
       change: facts.changes.get(block)?.at(-1) ?? null,
+      isEmpty: users.length > 0 && isReserved(view, users, facts.places[block]),
       isPublished: state.cached.has(block) && state.refCnt[block] > 1,
       isDim,
       isLit: lit !== null ? !isDim : looked.block === block,
       isCursor: cursor === block,
     };
   };
+
+  // Nobody has written into it yet: a scheduler that reserves at admission takes such blocks.
+  function isReserved({film, state}, users, place) {
+    const first = place * film.run.block_size;
+    return users.every((id) => state.request(id).numComputedTokens <= first);
+  }
 
   // Of a request that is looked at, the place in its table; else whose it is: "a", or "a+2".
   function labelOf(block, users, load, lit) {

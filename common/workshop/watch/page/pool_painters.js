@@ -33,7 +33,7 @@
   // What a look says, as one string: cheaper to compare than to paint.
   const signatureOf = (look) =>
     `${look.state} ${look.owners} ${look.label} ${look.refs} ${look.order} ${look.change} ` +
-    `${look.isPublished}${look.isDim}${look.isLit}${look.isCursor}`;
+    `${look.isEmpty}${look.isPublished}${look.isDim}${look.isLit}${look.isCursor}`;
 
   class Elements {
     constructor(host) {
@@ -73,7 +73,7 @@
       if (this.signatures[block] === signature) return;
       this.signatures[block] = signature;
       const {cell, label, refs, order} = this.cells[block];
-      const flags = ["Published", "Dim", "Lit", "Cursor"].filter((flag) => look[`is${flag}`]);
+      const flags = ["Empty", "Published", "Dim", "Lit", "Cursor"].filter((flag) => look[`is${flag}`]);
       const classes = [
         "pool-cell",
         `is-${look.state}`,
@@ -92,7 +92,7 @@
     // Stripes in the colours of all who share it, three at most.
     fill(look) {
       const colours = look.owners.map(
-        (id) => `color-mix(in srgb, ${Watch.colour(id)} 45%, var(--paper))`,
+        (id) => `color-mix(in srgb, ${Watch.colour(id)} ${look.isEmpty ? "12%" : "var(--tint)"}, var(--paper))`,
       );
       if (colours.length < 2) return colours[0] ?? "";
       const share = 100 / colours.length;
@@ -185,7 +185,7 @@
       context.fillRect(x, y, w, h);
       look.owners.forEach((id, i) => {
         const width = w / look.owners.length;
-        context.globalAlpha = 0.6;
+        context.globalAlpha = look.isEmpty ? 0.2 : 0.6;
         context.fillStyle = Watch.plain(Watch.colour(id));
         context.fillRect(x + i * width, y, width, h);
       });

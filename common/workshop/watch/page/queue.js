@@ -18,8 +18,7 @@
       "预算 {budget} 个 token，用了 {used} 个，剩 {left} 个"],
     "queue.all": ["Everybody who waited was asked.", "等待的请求都考虑过了。"],
     "queue.empty": ["Nobody waited.", "没有请求等待。"],
-    "queue.stop": ["Admission stopped at {request}: {reason}.", "准入到 {request} 为止：{reason}。"],
-    "queue.stop_all": ["Nobody else is admitted: {reason}.", "这一步不再准入：{reason}。"],
+    "queue.stop": ["{words}.", "{words}。"],
     "queue.no_plan": ["This step computed no plan.", "这一步没有执行计划。"],
   });
   const KINDS = ["decode", "prompt", "recomputed", "guess"]; // as the bar shows them, left to right
@@ -42,7 +41,7 @@
       const {facts, film} = this.view;
       const waits = film.waits(this.view.step);
       this.drawBar(facts);
-      Watch.say(this.stop, stopWords(facts, waits));
+      Watch.say(this.stop, stopWords(this.view, waits));
       fill(this.waiting, t("queue.waiting", {n: waits.size, policy: film.run.policy}),
         [...waits].map(([id, reason]) => this.waitingRow(id, reason)));
       const running = [...(facts?.cells.keys() ?? []), ...(facts?.idle ?? [])];
@@ -55,7 +54,7 @@
       let note = t(`short.${reason}`);
       if (request?.orderKey) note = `${t("queue.key", {key: request.orderKey})} · ${note}`;
       else if (request?.priority) note = `${t("queue.priority", {n: request.priority})} · ${note}`;
-      return {id, note, says: t(`reason.${reason}`)};
+      return {id, note, says: Watch.reasonWords(this.view.film.run, reason)};
     }
 
     drawBar(facts) {
@@ -85,13 +84,14 @@
     return sums;
   }
 
-  function stopWords(facts, waits) {
-    const planned = facts?.planned;
+  // As the step is told in words, and no other sentence about the same.
+  function stopWords(view, waits) {
+    const planned = view.facts?.planned;
     if (!planned) return t("queue.no_plan");
     if (planned.stop === null) return t(waits.size ? "queue.all" : "queue.empty");
-    const [reason, request] = planned.stop;
-    const key = request ? "queue.stop" : "queue.stop_all";
-    return t(key, {request: Watch.name(request), reason: t(`reason.${reason}`)});
+    const told = Watch.sentencesOf(view).find(({key}) => key.startsWith("say.stop"));
+    const words = told ? Watch.saySentence(told) : Watch.reasonWords(view.film.run, planned.stop[0]);
+    return t("queue.stop", {words: words[0].toUpperCase() + words.slice(1)});
   }
 
   const tokenWords = (cells) => {
@@ -117,7 +117,7 @@
   }
 
   function makeRow() {
-    const button = h("button", {class: "chip"}, h("i"), h("b"), h("span", {class: "quiet"}));
+    const button = h("button", {class: "chip", tabindex: -1}, h("i"), h("b"), h("span", {class: "quiet"}));
     button.addEventListener("click", () => Watch.set({request: button.dataset.request}));
     button.addEventListener("pointerenter",
       () => Watch.set({hover: {request: button.dataset.request}}));

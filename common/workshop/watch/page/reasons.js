@@ -3,6 +3,7 @@
 // by a test), and the kinds of what a step computes. Letters are the second mark beside the colour;
 // those of reasons are none of a to f, as the requests of the films are named.
 (() => {
+  const {store, t} = Watch;
   Watch.words({
     "reason.budget": ["the tokens of this step were spent", "这一步的 token 预算用完了"],
     "reason.blocks": ["the KV memory had no room, or was kept for those who run",
@@ -20,6 +21,10 @@
     "reason.enough": ["so many were passed over before it that nobody else was asked",
       "前面跳过的请求太多，后面的不再询问"],
     "reason.": ["it was not asked in this step", "这一步没有轮到询问它"],
+    "rule.long": ["as many long prompts are under way as may (max_long_partial_prefills is {n})",
+      "同时进行的长提示已到上限（max_long_partial_prefills = {n}）"],
+    "rule.adapter": ["no slot is free for its adapter (max_loras is {n})",
+      "没有空闲的槽位给它的适配器（max_loras = {n}）"],
     "short.budget": ["no tokens left", "预算用完"],
     "short.blocks": ["no blocks", "没有空闲块"],
     "short.seat": ["no seat", "并发已满"],
@@ -46,6 +51,15 @@
   Watch.reasonLetters = {
     budget: "t", blocks: "m", seat: "s", constraint: "h", parent: "p", remote_kv: "k", pending: "u",
     turn: "o", enough: "n", "": "w",
+  };
+
+  // A rule by its name, where the settings of the run, or of the film, tell which one it can be.
+  Watch.reasonWords = ({config}, reason) => {
+    if (reason !== "constraint") return t(`reason.${reason}`);
+    const {rule} = (Watch.isOwnFilm() && Watch.settings.film) || {};
+    if (rule?.[0]) return rule[store.language === "zh" ? 1 : 0];
+    if (config.max_long_partial_prefills) return t("rule.long", {n: config.max_long_partial_prefills});
+    return config.adapters ? t("rule.adapter", {n: config.max_loras}) : t("reason.constraint");
   };
 
   // The cells of a request in a step by what came of them: guesses accepted and rejected, and a

@@ -62,10 +62,6 @@
     "say.freed.free": ["{blocks} (free now)", "{blocks}（变为空闲）"],
     "say.freed.cached": ["{blocks} (still cached)", "{blocks}（仍在缓存）"],
     "say.freed.used": ["{blocks} (still in use)", "{blocks}（仍有人用）"],
-    "say.moved": [
-      "its table points to {blocks} from here on: the same content",
-      "块表改为指向{blocks}，内容相同",
-    ],
     "say.matched": [
       "finds {n} tokens of its prefix in the cache: {blocks}",
       "前缀有 {n} 个 token 命中缓存：{blocks}",
@@ -75,6 +71,10 @@
     "say.known": [
       "{given} held what {kept} has already: it uses that one",
       "{given} 的内容与{kept} 相同：改用后者",
+    ],
+    "say.known.stays": [
+      "{given} held what {kept} has already, and is given back; its table still names {given}",
+      "{given} 的内容与{kept} 相同，已经归还；块表里写的却还是{given}",
     ],
     "say.split": ["a node is cut in two in front of {blocks}", "节点在{blocks} 之前拆分为二"],
     "say.evicted": ["{blocks} evicted: unused for longest", "{blocks} 被淘汰：闲置最久"],

@@ -90,6 +90,7 @@
     parts.scenes.classList.toggle("comparing", films.length > 1);
     store.films = films;
     store.labels = labels;
+    Watch.forgetPanels();
     const views = films.map((film, index) => new Watch.View(film, index));
     drawnScenes = Watch.scenes.flatMap((scene) => makeScene(scene, views));
     parts.scrub.max = Math.max(0, Watch.numSteps() - 1);
@@ -99,6 +100,15 @@
     Watch.play(false);
   };
 
+  // What a film is called beside another: [in English, in Chinese if that is another word].
+  Watch.filmLabel = (index) => {
+    const [english, chinese] = store.labels[index] ?? ["", ""];
+    return store.language === "zh" && chinese ? chinese : english;
+  };
+
+  // Gone when another run was dropped on the page: then what is said is not about it.
+  Watch.isOwnFilm = () => store.films.length > 0 && store.films.every((film) => film.isOfPage);
+
   function makeScene(scene, views) {
     const title = h("h2", {id: `title-${scene.name}`});
     const roots = h("div", {class: "roots"});
@@ -106,7 +116,7 @@
       "aria-labelledby": `title-${scene.name}`}, title, roots));
     return views.map((view) => {
       const body = h("div", {class: "body"});
-      const of = h("p", {class: "of", hidden: views.length === 1}, store.labels[view.index] ?? "");
+      const of = h("p", {class: "of", hidden: views.length === 1}, Watch.filmLabel(view.index));
       roots.append(h("div", {class: "root", "data-film": view.index}, of, body));
       return {scene, view, title, of, drawing: scene.make(body, view)};
     });
@@ -161,7 +171,9 @@
 
   function drawScenes() {
     Watch.drawn = {};
-    for (const {scene, of, view, drawing} of drawnScenes) {
+    Watch.arrangePanels(parts.scenes);
+    for (const {scene, of, view, drawing, title} of drawnScenes) {
+      if (title.parentNode.hidden) continue;
       const begun = performance.now();
       say(of, labelOf(view));
       drawing.draw();
@@ -170,8 +182,8 @@
   }
 
   const labelOf = ({index, isOver, film}) => (isOver
-    ? t("compare.over", {label: store.labels[index], last: film.numSteps - 1})
-    : store.labels[index]);
+    ? t("compare.over", {label: Watch.filmLabel(index), last: film.numSteps - 1})
+    : Watch.filmLabel(index));
 
   // A film that plays would talk without end.
   function speak(now) {

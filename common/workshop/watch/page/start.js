@@ -18,7 +18,11 @@
     const begin = "step" in said ? said : {...Watch.readHash(Watch.settings.start), ...said};
     try {
       const films = texts.map((text) => new Watch.Film(Watch.parseEvents(text)));
-      Watch.show(films, scripts.map((script) => script.dataset.label), begin);
+      const labels = scripts.map(({dataset}) => [dataset.label, dataset.labelZh]);
+      for (const film of films) film.isOfPage = true;
+      const num = films.length - (Watch.settings.num_turned ?? 0);
+      Watch.knob.hold(films, labels, num);
+      Watch.show(films.slice(0, num), labels.slice(0, num), begin);
     } catch (error) {
       if (!(error instanceof Watch.EventError)) throw error;
       Watch.show([], []);

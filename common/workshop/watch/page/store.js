@@ -7,7 +7,7 @@
   const READERS = navigator.language.startsWith("zh") ? "zh" : "en"; // until a link says another
   const store = (Watch.store = {
     films: [], labels: [], step: -1, request: null, block: null, hover: {}, language: READERS,
-    playing: false, speed: 4,
+    playing: false, speed: 4, byTime: false,
   });
   const drawers = [];
   let isAsked = false;
@@ -55,6 +55,7 @@
     const parts = [["step", store.step]];
     if (store.request !== null) parts.push(["request", store.request]);
     if (store.block !== null) parts.push(["block", store.block]);
+    if (store.byTime) parts.push(["columns", "time"]);
     if (store.language !== READERS) parts.push(["lang", store.language]);
     const said = parts.map(([name, value]) => `${name}=${encodeURIComponent(value)}`);
     const hash = `#${said.join("&")}`;
@@ -74,6 +75,7 @@
     if (/^\d+$/.test(said.get("step") ?? "")) changes.step = Number(said.get("step"));
     if (said.has("request")) changes.request = said.get("request");
     if (/^\d+$/.test(said.get("block") ?? "")) changes.block = Number(said.get("block"));
+    if (said.has("columns")) changes.byTime = said.get("columns") === "time";
     if (said.has("lang")) changes.language = said.get("lang");
     return changes;
   };
@@ -81,7 +83,7 @@
   // Not `location.hash`: what was still to be written may stand there by now.
   addEventListener("hashchange", ({newURL}) => {
     const {hash} = new URL(newURL);
-    Watch.set({request: null, block: null, language: READERS, ...Watch.readHash(hash)});
+    Watch.set({request: null, block: null, byTime: false, language: READERS, ...Watch.readHash(hash)});
   });
 
   // -- scenes

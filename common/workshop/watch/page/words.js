@@ -31,13 +31,15 @@
 
   Watch.saySentence = ({key, values}) => inNumber(t(key, values));
 
-  // A request by its label and its colour; pressing it chooses the request.
+  // A request by its label and its colour; pressing it chooses the request. The keyboard has the grid
+  // for that, and "/": one stop, and not one for each of them.
   Watch.requestChip = (id) => {
     const isChosen = Watch.store.request === id;
     const chip = h(
       "button",
       {
         class: "request-chip",
+        tabindex: -1,
         "data-request": id,
         "aria-pressed": isChosen ? "true" : "false",
         "aria-label": t("words.choose", {request: id}),
@@ -99,8 +101,8 @@
     constructor(root, view) {
       this.view = view;
       this.unfolded = new Set(); // groups, and "all" for the list of them
-      this.list = h("div", {class: "words-list", tabindex: 0, role: "group"});
-      this.tokens = h("div", {class: "words-tokens", tabindex: 0, role: "group"});
+      this.list = h("div", {class: "words-list", tabindex: -1, role: "group"});
+      this.tokens = h("div", {class: "words-tokens", role: "group"});
       root.classList.add("words");
       root.append(this.list, this.tokens);
     }

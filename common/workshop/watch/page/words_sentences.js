@@ -61,7 +61,7 @@
       const isBack = state.request(event.request).numPreemptions > 0;
       const n = event.num_cached_tokens;
       const blocks = Watch.sayBlocks(
-        state.request(event.request).table.slice(0, n / run.block_size),
+        state.request(event.request).table.slice(0, Math.ceil(n / run.block_size)),
       );
       const key = `say.${isBack ? "returned" : "admitted"}${n ? ".cached" : ""}`;
       say(event.request, key, {n, blocks}, n ? ["admitted", "matched"] : ["admitted"]);
@@ -115,7 +115,7 @@
       };
       say(event.request ?? "cache", "say.matched", values, ["matched"]);
     },
-    published(event, {say}) {
+    published(event, {say, events, at}) {
       const isNew = (block, i) => block === event.given[i];
       const added = event.kept.filter(isNew);
       if (added.length) {
@@ -128,7 +128,14 @@
       event.kept.forEach((kept, i) => {
         if (isNew(kept, i)) return;
         const values = {given: Watch.sayBlocks([event.given[i]]), kept: Watch.sayBlocks([kept])};
-        say(event.request, "say.known", values, ["published:known", "table:moved"]);
+        // The table is another event; where it does not come, the request goes on with what it gave.
+        const place = event.start + i;
+        const isMoved = events.slice(at).some(
+          ({kind, request, keep, blocks}) =>
+            kind === "table" && request === event.request && blocks[place - keep] === kept,
+        );
+        if (isMoved) say(event.request, "say.known", values, ["published:known", "table:moved"]);
+        else say(event.request, "say.known.stays", values, ["published:known"]);
       });
     },
     split(event, {say}) {
@@ -174,7 +181,7 @@
     for (const [id, reason] of Object.entries(event.passed_over)) {
       const who = event.parents[id];
       if (who !== undefined) say(id, "say.parent", {who: Watch.label(who)}, ["reason:parent"]);
-      else say(id, "say.passed_over", {reason: t(`reason.${reason}`)}, [`reason:${reason}`]);
+      else say(id, "say.passed_over", {reason: Watch.reasonWords(run, reason)}, [`reason:${reason}`]);
     }
     if (event.stop === null) return;
     const [reason, at] = event.stop;
@@ -185,7 +192,7 @@
     const key = how ? `say.stop.${how}` : others ? "say.stop.behind" : "say.stop";
     const special = `reason:${reason}:${how}`;
     const source = how && Watch.sourceOf(run, special) ? special : `reason:${reason}`;
-    say("", key, {who: Watch.label(at), n: others, reason: t(`reason.${reason}`)}, [source]);
+    say("", key, {who: Watch.label(at), n: others, reason: Watch.reasonWords(run, reason)}, [source]);
   }
 
   // What the step computed of each request, by kinds of tokens.
@@ -211,7 +218,14 @@
     if (facts.cells.size === 0) say("", "say.empty", {}, ["planned"]);
   }
 
-  Watch.sentencesOf = ({film, step, facts}) => {
+  const last = new WeakMap(); // film -> what was told last; two panels ask
+  Watch.sentencesOf = (view) => {
+    const told = `${view.step} ${Watch.store.language}`;
+    if (last.get(view.film)?.told !== told) last.set(view.film, {told, sentences: tellAll(view)});
+    return last.get(view.film).sentences;
+  };
+
+  function tellAll({film, step, facts}) {
     const sentences = [];
     if (facts === null) return sentences;
     const say = (group, key, values, sources, isRoutine = false) => {
@@ -225,7 +239,7 @@
       at += 1;
     });
     return inOrder(withoutRepeats(sentences));
-  };
+  }
 
   // Whoever is admitted with cached tokens says how many, and in which blocks: that they were looked
   // up and shared is the same once more.

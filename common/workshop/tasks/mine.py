@@ -1,0 +1,74 @@
+"""A program of ours, with every function of yours that passes its tests in the place of ours:
+
+    python -m common.workshop.tasks.mine common.demo --num-prompts 4
+    python -m common.workshop.tasks.mine common.tests.equivalence --seconds 60
+
+`make demo ARGS=--mine` and `make matrix ARGS=--mine` start it. What has passed is taken as it is;
+what is new, or was changed since, is graded first."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from common.workshop.tasks.answer import answer_to
+from common.workshop.tasks.course import TASKS
+from common.workshop.tasks.grade import grade
+from common.workshop.tasks.task import Task
+from common.workshop.tasks.workbench import Workbench
+from common.workshop.tools.module_swap import ModuleSwap
+
+
+def passing(bench: Workbench) -> list[Task]:
+    """Whose functions are the reader's, and right."""
+    found = []
+    for task in TASKS:
+        if bench.text(task) is None or bench.is_blank(task):
+            continue
+        if not bench.has_passed(task):
+            print(f"Grading {task.number}, {task.place} ...", file=sys.stderr, flush=True)
+            if not grade(task, bench.file(task)).is_right:
+                print(f"{task.number} is not right yet, so ours is used.", file=sys.stderr)
+                continue
+            bench.passed(task)
+        found.append(task)
+    return found
+
+
+def install(tasks: Iterable[Task], bench: Workbench, folder: Path) -> list[ModuleSwap]:
+    """Their modules come from files in `folder` from now on."""
+    swaps, tasks = [], list(tasks)
+    for module in dict.fromkeys(task.module for task in tasks):
+        kept = [task for task in tasks if task.module == module]
+        file = folder / bench.file(kept[0]).name
+        answer = answer_to(bench.text(kept[0]) or "", kept, module)
+        file.write_text(answer.text, encoding="utf-8")
+        swaps.append(ModuleSwap(module, file))
+        swaps[-1].install()
+    return swaps
+
+
+def told(num_tasks: int) -> str:
+    return f"{num_tasks} of {len(TASKS)} functions of this engine are yours."
+
+
+def main(arguments: list[str], bench: Workbench | None = None) -> None:
+    program, *rest = (argument for argument in arguments if argument != "--mine")
+    bench = bench or Workbench()
+    tasks = passing(bench)
+    with tempfile.TemporaryDirectory(prefix="mine-") as folder:
+        for swap in install(tasks, bench, Path(folder).resolve()):
+            swap.check()
+        print(told(len(tasks)), flush=True)
+        sys.argv = [program, *rest]
+        try:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        finally:
+            print(f"\n{told(len(tasks))}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,72 @@
+"""A page that quotes the body of a task has it folded, under a summary that names the task."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.workshop.sync import pages
+from common.workshop.tasks.course import TASKS, blank_of
+from common.workshop.tools.quoted import BLOCK, code_lines, find_quote
+from common.workshop.tools.source_patch import ROOT
+
+PAGES = [page for page in pages() if BLOCK.search(page.read_text(encoding="utf-8"))]
+BODIES: dict[str, dict[str, set[int]]] = {}  # by file, then by task: the lines of its body
+for _task in TASKS:
+    _blank, _source = blank_of(_task), _task.source()
+    _body = range(_blank.first_line, _blank.first_line + _blank.solution.count("\n"))
+    _lines = code_lines(_source) & set(_body)
+    BODIES.setdefault(_task.path.name, {})[_task.number] = _lines
+
+
+def summary_for(numbers: list[str], is_chinese: bool = False) -> str:
+    """Of what is folded: the functions whose bodies are tasks, and which tasks."""
+    tasks = [task for task in TASKS if task.number in numbers]
+    places = dict.fromkeys(f"<code>{task.place}</code>" for task in tasks)
+    if is_chinese:
+        return (
+            f"<summary>{'、'.join(places)}：函数体就是任务 {'、'.join(numbers)}，先自己写</summary>"
+        )
+    which = " and ".join(numbers)
+    return f"<summary>{', '.join(places)}. The body is task {which}: try it first</summary>"
+
+
+def spoilers(text: str, is_chinese: bool = False) -> Iterator[str]:
+    """A sentence for each block with (a part of) a task's body that is not folded as it should."""
+    for block in BLOCK.finditer(text):
+        name = Path(block["file"]).name
+        source = next((task.source() for task in TASKS if task.path.name == name), "")
+        quoted = find_quote(source, block["code"]) or set()
+        shown = [number for number, lines in BODIES.get(name, {}).items() if lines & quoted]
+        _, _, inner = text[: block.start()].rpartition("<details>")
+        summary = summary_for(shown, is_chinese)
+        if shown and ("</details>" in inner or not inner.strip().startswith(summary)):
+            yield f"{name}, {block['code'].splitlines()[0].strip()!r}: put it under {summary}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_bodies_that_are_tasks_stand_folded(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert not list(spoilers(text, page.name.endswith(".zh.md")))
+
+
+def test_a_body_that_is_shown_is_found() -> None:
+    task = TASKS[0]
+    body = "".join(blank_of(task).solution.splitlines(keepends=True)[-2:])
+    block = f"```python file={task.path.name}\n{body}```\n"
+    folded = f"<details>\n{summary_for([task.number])}\n\n{block}</details>\n"
+    assert not list(spoilers(folded)) and list(spoilers(folded, is_chinese=True))
+    assert len(list(spoilers(block))) == len(list(spoilers(folded + block))) == 1
+    assert list(spoilers(folded.replace(task.number, "9.9")))
+    assert {number for found in BODIES.values() for number in found} == {t.number for t in TASKS}
+    assert all(lines for found in BODIES.values() for lines in found.values())
+
+
+def test_pages_quote_bodies() -> None:
+    """Else nothing above could fail."""
+    assert {"README.md", "README.zh.md"} <= {page.name for page in PAGES}
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert re.findall(r"The body is task [\d. and]+: try it first", text) and "就是任务" in text
