@@ -11,7 +11,9 @@ chosen here, before any test module is imported.
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections.abc import Generator
 from functools import cache
 from pathlib import Path
 
@@ -30,6 +32,16 @@ settings.register_profile(
     "quick", print_blob=True, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )
 settings.load_profile("quick")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Python's collector would go through all modules and tests again and again, for nothing."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are deselected for their markers

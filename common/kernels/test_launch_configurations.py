@@ -79,11 +79,12 @@ def test_an_engine_launches_nothing_else_and_says_what_the_oracle_says(
         serve(engine, random_oracle, [0, 1, 2, 3, 4, 5], 9)
     else:
         serve(engine, random_oracle, [0, 1, 2, 3], 5)
-    # A drawn seed and no `top_k`: drafts of a model have probabilities.
-    engine.generate_batch(random_oracle.prompts[:2], SamplingParams(temperature=0.8, max_tokens=3))
     samples_all = name == "chunks"
+    # A drawn seed and no `top_k`: drafts of a model have probabilities.
+    params = SamplingParams(temperature=0.8, max_tokens=1 if samples_all else 3)
+    engine.generate_batch(random_oracle.prompts[:2], params)
     for top_k in (0, 5) if samples_all else ():
-        params = SamplingParams(top_k=top_k, top_p=0.9, presence_penalty=0.1, max_tokens=2)
+        params = SamplingParams(top_k=top_k, top_p=0.9, presence_penalty=0.1, max_tokens=1)
         engine.generate_batch(random_oracle.prompts[:1], params)
     allowed = launch_configurations(
         target.config,

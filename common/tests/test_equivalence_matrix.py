@@ -150,12 +150,12 @@ def test_the_order_of_the_full_product() -> None:
 ONE = Combination.parse(["chunked_prefill=3", "speculative=draft", "seed=5", "policy=dfs-weight"])
 
 
-@pytest.mark.parametrize("row", [ONE, *ROWS, *itertools.islice(shuffled_product(), 200)], ids=str)
-def test_the_command_means_the_same_combination(row: Combination) -> None:
-    make, target, arguments = shlex.split(row.command)
-    assert (make, target) == ("make", "matrix")
-    parsed = Combination.parse(arguments.removeprefix("ARGS=").split())
-    assert (parsed.seed, repr(parsed.settings)) == (row.seed, repr(row.settings))
+def test_the_command_means_the_same_combination() -> None:
+    for row in (ONE, *ROWS, *itertools.islice(shuffled_product(), 200)):
+        make, target, arguments = shlex.split(row.command)
+        assert (make, target) == ("make", "matrix")
+        parsed = Combination.parse(arguments.removeprefix("ARGS=").split())
+        assert (parsed.seed, repr(parsed.settings)) == (row.seed, repr(row.settings))
 
 
 @pytest.mark.parametrize("argument", ["model=big", "modle=random", "model", "seed=x", "seed"])
