@@ -7,7 +7,8 @@ from threading import Event
 
 import pytest
 
-from admission_constraints import GrammarsCompiled, MaxLoRAs
+from adapter_limit import MaxLoRAs
+from admission_constraints import GrammarsCompiled
 from bounded_loops import as_long_as
 from fake_model import continuation
 from kv_memory import KeyedRequest
@@ -653,8 +654,9 @@ def test_preemption_gives_the_adapter_back():
     loop.step()
     with preempting(loop.scheduler):
         loop.step()
-    assert loop.scheduler.plugins[0]._num_running == {}
     loop.scheduler.abort_request("a")
+    loop.add("b", 3, 4, extra_keys=(("lora", 2),))
+    assert planned(loop.step()) == {"b": 3}
     with pytest.raises(ValueError, match="max_loras"):
         MaxLoRAs(0)
 

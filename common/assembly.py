@@ -8,6 +8,7 @@
     runner          common    PagedModelRunner over a BatchState; a GraphRunner, with DecodeGraphs
     sampler         common    Sampler; in a SpeculativeSampler if somebody guesses
     kernels         common    KernelRegions and the sampler's Rules, where attention is Triton's
+    adapters        common    AdapterSlots in the model's matrices, AdapterColumns
     guesses            5      a SpeculatingRunner with an NgramProposer or a DraftModelProposer
     the rest         1 to 6   `scheduler_assembly.py`: memory, scheduler, the loop
 
@@ -49,6 +50,7 @@ from paged_attention import AttentionBackend, PagedKVCache
 from scheduler_interface import ModelRunner
 
 if TYPE_CHECKING:
+    from common.adapters.adapter_slots import AdapterSlots
     from common.outputs import OutputProcessor
     from common.runner.graph_maker import GraphMaker
     from common.runner.graphs import DecodeGraphs
@@ -112,6 +114,7 @@ class LocalRunner:
     paged: PagedModelRunner
     kv_cache: PagedKVCache
     speculation: SpeculatingRunner | None
+    adapters: AdapterSlots | None = None
 
     @property
     def outermost(self) -> ModelRunner:
@@ -147,6 +150,7 @@ def assemble(
         is_queued=local.paged.device.type != "cpu",  # by itself
         speculation=guesses,
         num_lookahead_tokens=None if guesses is None else guesses.proposer.num_lookahead_tokens,
+        adapters=local.adapters,
     )
     return assemble_around(config, side)
 
@@ -171,28 +175,34 @@ def make_runner(
     number."""
     attention = make_attention(config, loaded)
     given = Given(config, loaded, draft, attention, max_model_len, vocab_size)
+    adapters = make_adapter_slots(given)  # KV gets what they leave
     prepare_models(given)
     make_graphs = make_graph_maker(config, loaded, attention, max_model_len)
     kv_cache = make_kv_cache(given.kv_demand(make_graphs), neighbours)
-    state = make_state(given)
+    state = make_state(given, adapters)
     proposer = make_proposer(given, kv_cache, state)
     sampler = make_sampler(given, proposer)
     graphs = None if make_graphs is None else make_graphs(kv_cache)
     paged = make_paged_runner(given, kv_cache, state, sampler, graphs)
     if proposer is None or config.speculation is None:
-        return LocalRunner(paged, kv_cache, None)
+        return LocalRunner(paged, kv_cache, None, adapters)
     from speculating_runner import SpeculatingRunner
 
     length = (make_length or make_draft_length)(config.speculation)
     verifying = paged if trim is None else trim(paged)
-    return LocalRunner(paged, kv_cache, SpeculatingRunner(verifying, proposer, length, state))
+    speculation = SpeculatingRunner(verifying, proposer, length, state)
+    return LocalRunner(paged, kv_cache, speculation, adapters)
 
 
-def make_state(given: Given) -> BatchState:
+def make_state(given: Given, adapters: AdapterSlots | None) -> BatchState:
     """The runner's copy of the requests. Its plugins stand here, in their order."""
     config = given.config
     sampling = SamplingColumns(eos_token_ids=given.loaded.generation_eos_token_ids)
     plugins: list[RunnerPlugin] = []
+    if adapters is not None:
+        from common.adapters.adapter_columns import AdapterColumns
+
+        plugins.append(AdapterColumns(adapters))
     max_blocks = -(-given.max_model_len // config.block_size)
     num_groups = given.loaded.model.num_groups
     return BatchState(config.max_num_seqs, max_blocks, sampling, plugins, num_groups)
@@ -220,6 +230,15 @@ def make_paged_runner(
 
 
 # -- the model, before it is used
+
+
+def make_adapter_slots(given: Given) -> AdapterSlots | None:
+    config = given.config
+    if not config.takes_adapters:
+        return None
+    from common.adapters.adapter_slots import AdapterSlots
+
+    return AdapterSlots(given.loaded.model, config.max_adapters, config.max_lora_rank)
 
 
 def prepare_models(given: Given) -> None:

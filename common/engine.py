@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -24,9 +25,9 @@ import torch
 
 from common.assembly import assemble
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig, EngineStats
-from common.intake import Intake, Prompt
+from common.intake import Intake, Prompt, RequestOptions, SharedOptions
 from common.loader import LoadedModel, load_model
-from common.outputs import OutputProcessor, RequestGroup, RequestOutput, spread_params
+from common.outputs import OutputProcessor, RequestGroup, RequestOutput, spread
 from common.roles import claimed, release
 from common.scheduler_assembly import EngineParts
 from common.tokenizer import Tokenizer, load_tokenizer
@@ -38,6 +39,9 @@ from step_plan import StepResults
 from step_record import StepRecord, preemptions_of
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
+    from common.adapters.adapter_names import AdapterNames
     from common.events.watch import Watch
 
 CLOSE_TIMEOUT_S = 5.0  # for a step of another thread, when an engine is closed
@@ -97,14 +101,17 @@ class LLMEngine:
         self._num_idle_steps = 0  # in a row, up to the last one
         self._num_named = 0  # requests whose names are ours
         self._watch: Watch | None = None
+        self._adapters = parts.adapters
         self.reset_stats()
-        if config.events is not None:
-            try:
+        try:
+            if config.events is not None:
                 self.watch(config.events)
-            except BaseException:
-                self.close()
-                release(config.parts_with_state.values())
-                raise
+            for name, directory in (config.adapters or {}).items():
+                self.load_adapter(name, directory)
+        except BaseException:
+            self.close()
+            release(config.parts_with_state.values())
+            raise
 
     # -- requests
 
@@ -114,27 +121,26 @@ class LLMEngine:
         request_id: str,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        arrival_time: float | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> None:
-        """Queue a request. `prompt` is text or token ids; `arrival_time` is in seconds of
-        `time.monotonic()`, now if None. Only requests with an equal `cache_salt` share cached
-        prefixes: one for each tenant keeps them from probing each other's. Raises `ValueError` for
-        anything that can not be served; nothing has changed then."""
+        """Queue a request. `prompt` is text or token ids; what else it may bring is in
+        `RequestOptions`. Raises `ValueError` for anything that can not be served; nothing has
+        changed then."""
         self._check_is_open()
         self._mend()
         self._check_id(request_id)
         params = SamplingParams() if sampling_params is None else sampling_params
-        group = self._intake.make_group(
-            request_id, prompt, params, arrival_time, priority, cache_salt
-        )
+        if (adapter := options.get("adapter")) is not None:
+            options["adapter"] = adapter = self._named_adapters().digest_of(adapter)
+        group = self._intake.make_group(request_id, prompt, params, **options)
         for member in group.members:
             self._check_id(member.request_id)  # of a sample: "name#0" may be somebody's name
         try:
             with self._changing():
                 self._groups[request_id] = group
                 self._members |= {member.request_id: member for member in group.members}
+                if self._adapters is not None and adapter is not None:
+                    self._adapters.begin(adapter, request_id)
                 for member in group.members:
                     self.core.add_request(member.request)
         except Exception:  # refused, and that changes nothing
@@ -147,18 +153,18 @@ class LLMEngine:
     def add_requests(
         self,
         requests: Iterable[tuple[str, Prompt, SamplingParams]],
-        priority: int = 0,
-        cache_salt: str | None = None,
-        arrival_time: float | None = None,
+        adapters: Iterable[str | None] = repeat(None),
+        **options: Unpack[SharedOptions],
     ) -> None:
-        """Queue all of `(request_id, prompt, sampling_params)` or, if one is refused, none."""
+        """Queue all of `(request_id, prompt, sampling_params)` or, if one is refused, none.
+        `adapters` has one for each."""
         before: dict[str, RequestGroup | None] = {}
         num_seeds_drawn = self._intake.num_seeds_drawn
         with self.turn.undisturbed():
             try:
-                for request_id, prompt, params in requests:
+                for (request_id, prompt, params), adapter in zip(requests, adapters):
                     before.setdefault(request_id, self._groups.get(request_id))
-                    self.add_request(request_id, prompt, params, arrival_time, priority, cache_salt)
+                    self.add_request(request_id, prompt, params, **options, adapter=adapter)
             except BaseException:
                 self._mend()
                 with self._changing():
@@ -339,10 +345,9 @@ class LLMEngine:
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        cache_salt: str | None = None,
         on_finished: Callable[[int], object] | None = None,
-        priority: int = 0,
-        arrival_time: float | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+        **options: Unpack[SharedOptions],
     ) -> dict[str, RequestOutput]:
         """Run prompts to their end. The outputs by request id, in the order of the prompts.
         `on_finished` is told after each step how many of them ended in it. The other options are
@@ -351,13 +356,15 @@ class LLMEngine:
         Other requests in the engine advance with them, and if they end, the next `step` returns
         them. Raises `ValueError` if one of the prompts can not be served; none of them is queued
         then. Interrupting the call aborts its requests."""
-        per_prompt = spread_params(params, len(prompts))
+        default, n = SamplingParams(), len(prompts)
+        per_prompt = spread("sampling_params", params, n, SamplingParams, default)
+        adapters = spread("adapter", adapter, n, str)
         ids = [self._new_id() for _ in prompts]
         requests = zip(ids, prompts, per_prompt, strict=True)
         own = dict[RequestGroup, None]()
         try:
             with self.turn.undisturbed():
-                self.add_requests(requests, priority, cache_salt, arrival_time)
+                self.add_requests(requests, adapters, **options)
                 own |= dict.fromkeys(self._groups[request_id] for request_id in ids)
             for group in own:
                 while not group.finished:
@@ -382,16 +389,14 @@ class LLMEngine:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        cache_salt: str | None = None,
-        priority: int = 0,
-        arrival_time: float | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Iterator[str]:
         """Run one prompt, and yield its text as it becomes final. However the request ends, the
         rest of its text is yielded. Leaving the loop early aborts it."""
         request_id, group = self._new_id(), None
         try:
             with self.turn, self.turn.undisturbed():
-                self.add_request(request_id, prompt, params, arrival_time, priority, cache_salt)
+                self.add_request(request_id, prompt, params, **options)
                 group = self._groups[request_id]
             member = group.members[0]
             while not group.finished:
@@ -420,6 +425,32 @@ class LLMEngine:
             self._forget_ended(groups)
 
         self.turn.ask(withdraw)
+
+    # -- adapters
+
+    @one_at_a_time
+    def load_adapter(self, name: str, directory: str | Path) -> None:
+        """A LoRA adapter in PEFT's format, for requests that name it. Raises `ValueError` or
+        `FileNotFoundError`, and nothing has changed, for what can not be computed exactly."""
+        self._check_is_open()
+        self._mend()
+        self._named_adapters().load(name, directory)
+
+    @one_at_a_time
+    def unload_adapter(self, name: str) -> None:
+        """No request to come gets it. Those that have it end with it."""
+        self._mend()
+        self._named_adapters().unload(name)
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names that are loaded."""
+        return [] if self._adapters is None else self._adapters.names
+
+    def _named_adapters(self) -> AdapterNames:
+        if self._adapters is None:
+            raise ValueError("this engine takes no adapters: make it with max_loras or adapters")
+        return self._adapters
 
     # -- what it is doing
 
@@ -566,6 +597,9 @@ class LLMEngine:
         self._ended[group] = None
         for member in group.members:
             self._members.pop(member.request_id, None)
+        adapter = group.members[0].request.features.get("adapter")
+        if self._adapters is not None and adapter is not None:
+            self._adapters.end(adapter, group.request_id)
         self._groups.pop(group.request_id, None)
 
     def _drop(self, group: RequestGroup) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -147,6 +147,11 @@ class EngineConfig:
     pipeline_parallel_size: int = 1
     worker_timeout_s: float = 300.0  # a rank that needs longer for a step is given up
     events: str | Path | None = None  # a file for what happens, step by step: `common/events`
+    # LoRA adapters in PEFT's format, by name: {"tests": "directory"}. More may be loaded later, if
+    # this or `max_loras` is given: how many different ones a batch may hold (4). None: no adapters.
+    adapters: Mapping[str, str | Path] | None = None
+    max_loras: int | None = None
+    max_lora_rank: int = 16
     seed: int = 0  # for requests that bring no seed of their own
     # Debug switches. None of them may change any output.
     check_invariants: bool = False  # of scheduler and KV manager, after every step
@@ -157,8 +162,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         lowest = {"block_size": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1}
-        lowest |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+        lowest |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "max_lora_rank": 1}
         optional = {"preempt_every": 1, "max_long_partial_prefills": 1, "num_threads": 1}
+        optional |= {"max_loras": 1}
         # The null block and one more; one token in and one out.
         optional |= {"num_blocks": 2, "max_model_len": 2}
         for name, low in (lowest | optional).items():
@@ -193,6 +199,10 @@ class EngineConfig:
         roles.check_attention_backend(self.attention_backend)
         model, ms, events = self.model, self.target_step_ms, self.events
         left, share = self.watermark, self.gpu_memory_utilization
+        adapters = self.adapters or {}
+        are_paths = isinstance(adapters, Mapping) and all(
+            isinstance(path, str | Path) for path in adapters.values()
+        )
         is_model = model is None or (isinstance(model, str | Path) and str(model))
         is_file = events is None or (isinstance(events, str | Path) and str(events))
         is_share = _is_number(share) and 0 < share <= 1
@@ -203,6 +213,7 @@ class EngineConfig:
             self,
             ("model", is_model, "it must be a directory, a hub id or None"),
             ("events", is_file, "it must be a file to be written, or None"),
+            ("adapters", are_paths, "it must be None or {name: directory}"),
             ("watermark", _is_number(left) and 0 <= left < 1, "it must be in [0, 1)"),
             ("gpu_memory_utilization", is_share, "it must be in (0, 1]"),
             ("target_step_ms", is_time, "it must be None or > 0, and finite"),
@@ -236,6 +247,7 @@ class EngineConfig:
             "attention_backend": (is_fixed and self.attention_backend == "triton", tiles),
             "tensor_parallel_size": (is_summed, order),
             "compile": (is_fixed and self.compile is True, tiles),
+            "adapters": (is_fixed and self.takes_adapters, f"{tiles}, and adapters' do not fit"),
             "pack_weights": (is_fixed and not self.pack_weights, f"{tiles}, of packed weights"),
             "emulate_graphs": (self.emulate_graphs and self.enforce_eager, "enforce_eager is True"),
         }
@@ -281,6 +293,15 @@ class EngineConfig:
     def has_workers(self) -> bool:
         """Whether the model is in other processes."""
         return self.num_ranks > 1
+
+    @property
+    def takes_adapters(self) -> bool:
+        return self.adapters is not None or self.max_loras is not None
+
+    @property
+    def max_adapters(self) -> int:
+        """Different ones in a batch."""
+        return self.max_loras or 4
 
     @property
     def cuts_prompts(self) -> bool:

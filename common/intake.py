@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypedDict
 
 from common.outputs import OutputProcessor, RequestGroup
 from common.sampling.sampling_columns import DrawnSeedParams
@@ -18,6 +18,22 @@ from kv_memory import KeyedRequest
 from request import SamplingParams, check_integers
 
 Prompt = str | Sequence[int]  # or a row of integers of NumPy or PyTorch
+
+
+class SharedOptions(TypedDict, total=False):
+    """What requests may bring besides prompt and parameters. `arrival_time` is in seconds of
+    `time.monotonic()`, now if None. A lower `priority` is more urgent. Only requests with an equal
+    `cache_salt` share cached prefixes: one for each tenant keeps them from probing each other's."""
+
+    arrival_time: float | None
+    priority: int
+    cache_salt: str | None
+
+
+class RequestOptions(SharedOptions, total=False):
+    """`adapter` is the name of a LoRA adapter that is loaded."""
+
+    adapter: str | None
 
 
 @dataclass(slots=True)
@@ -36,9 +52,10 @@ class Intake:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams,
-        arrival_time: float | None,
-        priority: int,
-        cache_salt: str | None,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        adapter: str | None = None,  # the digest of its content
     ) -> RequestGroup:
         """With its `n` requests. Raises `ValueError` that names field, value and what is
         allowed."""
@@ -52,7 +69,9 @@ class Intake:
             raise ValueError(f"cache_salt is {cache_salt!r}: it must be None or a non-empty str")
         text = prompt if isinstance(prompt, str) else None
         group = RequestGroup(request_id, text, self._to_token_ids(prompt))
-        extra_keys = () if cache_salt is None else (("salt", cache_salt),)
+        keys = {"salt": cache_salt, "lora": adapter}
+        extra_keys = tuple((name, key) for name, key in keys.items() if key is not None)
+        features = {} if adapter is None else {"adapter": adapter}
         seed = params.seed
         if seed is None:  # a function of the engine's seed and the order of arrival
             seed = (self.seed << 32) + self.num_seeds_drawn * 1_000_003
@@ -65,6 +84,7 @@ class Intake:
                 self.eos_token_ids,
                 arrival_time,
                 priority,
+                dict(features),
                 extra_keys=extra_keys,
             )
             group.add(OutputProcessor(request, i, self.tokenizer))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -36,6 +36,8 @@ class Linear(nn.Module):
         self.bias = bias  # [out_features]
         self.shape = weight.shape
         self.row_tile = 1  # a packed product is computed for a multiple of so many rows
+        # Of `x` and the product: what is added to it, in place, before anybody else sees it.
+        self.addition: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self._packed: torch.Tensor | None = None
 
     @property
@@ -43,20 +45,28 @@ class Linear(nn.Module):
         return self._packed is not None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [rows, in] -> [rows, out]
+        product = self._multiply(x)
+        return product if self.addition is None else self.addition(x, product)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is None:
             assert self.weight is not None
             return F.linear(x, self.weight, self.bias)
         if num_missing := -len(x) % self.row_tile:
-            return self(F.pad(x, (0, 0, 0, num_missing)))[: len(x)]
+            return self._multiply(F.pad(x, (0, 0, 0, num_missing)))[: len(x)]
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """`residual + self(x)`, [rows, out]. `residual` may be overwritten."""
+        total = self._multiply_onto(residual, x)
+        return total if self.addition is None else self.addition(x, total)
+
+    def _multiply_onto(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if self._packed is None:
-            return residual.add_(self(x))
+            return residual.add_(self._multiply(x))
         if num_missing := -len(x) % self.row_tile:
             residual, whole = (F.pad(rows, (0, 0, 0, num_missing)) for rows in (residual, x))
-            return self.add_to(residual, whole)[: len(x)]
+            return self._multiply_onto(residual, whole)[: len(x)]
         return torch.ops.mkldnn._linear_pointwise.binary(
             x, residual, self._packed, self.bias, "add"
         )

@@ -21,7 +21,10 @@ from common.outputs import CompletionOutput, RequestOutput
 from request import SamplingParams
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from common.engine import LLMEngine
+    from common.intake import RequestOptions, SharedOptions
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
@@ -59,15 +62,14 @@ class LLM:
         prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        cache_salt: str | None = None,
-        priority: int = 0,
-        arrival_time: float | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+        **options: Unpack[SharedOptions],
     ) -> list[RequestOutput]:
         """Continue each prompt: text, token ids (an array will do), or a list of either. Outputs
         are in the order given.
 
-        `sampling_params` is one for all or one for each. Only prompts with an equal `cache_salt`
-        share cached prefixes; `priority` and `arrival_time` are those of `LLMEngine.add_request`.
+        `sampling_params` is one for all or one for each; so is `adapter`, the name of a LoRA
+        adapter. Options for all, `priority`, `cache_salt` and `arrival_time`, are `SharedOptions`.
         Raises `ValueError` if any prompt can not be served; nothing is generated then. Interrupting
         the call aborts its requests."""
         from tqdm import tqdm
@@ -75,7 +77,7 @@ class LLM:
         prompts = as_list_of_prompts(prompts)
         with tqdm(total=len(prompts), desc="Requests", unit="req", disable=not use_tqdm) as bar:
             outputs = self.engine.generate_batch(
-                prompts, sampling_params, cache_salt, bar.update, priority, arrival_time
+                prompts, sampling_params, bar.update, adapter, **options
             )
         return list(outputs.values())
 
@@ -83,9 +85,7 @@ class LLM:
         self,
         prompt: str | Sequence[int],
         sampling_params: SamplingParams | None = None,
-        cache_salt: str | None = None,
-        priority: int = 0,
-        arrival_time: float | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Iterator[str]:
         """Yield the continuation piece by piece. Joined, the pieces are `generate`'s text.
 
@@ -95,7 +95,15 @@ class LLM:
         params = SamplingParams() if sampling_params is None else sampling_params
         if isinstance(params, SamplingParams) and params.n != 1:
             raise ValueError(f"n is {params.n}: a stream has one continuation; use generate")
-        yield from self.engine.stream(prompt, params, cache_salt, priority, arrival_time)
+        yield from self.engine.stream(prompt, params, **options)
+
+    def load_adapter(self, name: str, directory: str | Path) -> None:
+        """`LLMEngine.load_adapter`."""
+        self.engine.load_adapter(name, directory)
+
+    def unload_adapter(self, name: str) -> None:
+        """`LLMEngine.unload_adapter`."""
+        self.engine.unload_adapter(name)
 
     def close(self) -> None:
         """Abort what is unfinished, stop what `kv_tiers` or `kv_connector` started, and end the

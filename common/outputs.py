@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 from common.tokenizer import IncrementalDetokenizer, Tokenizer
-from request import Request, SamplingParams
+from request import Request
 from scheduler_interface import EngineCoreOutput
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -245,19 +248,20 @@ def _merge_metrics(metrics: list[RequestMetrics]) -> RequestMetrics:
     )
 
 
-def spread_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    """One `SamplingParams` for each prompt. Raises `ValueError` if there are more or fewer."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
+def spread(
+    name: str, given: Any, num_prompts: int, kind: type[T], default: T | None = None
+) -> list[T]:
+    """One for each prompt, where `given` is one for all, None, or a sequence. Raises `ValueError`
+    if that holds more or fewer."""
+    if given is None or isinstance(given, kind):
+        return [given or default] * num_prompts  # pyright: ignore[reportReturnType]
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise ValueError(
-            f"sampling_params is {params!r}: it must be a SamplingParams, or one for each prompt"
+            f"{name} is {given!r}: it must be a {kind.__name__}, or one for each prompt"
         )
-    if len(params) != num_prompts:
+    if len(given) != num_prompts:
         raise ValueError(
-            f"sampling_params holds {len(params)} entries: give one, or one for each of the "
+            f"{name} holds {len(given)} entries: give one, or one for each of the "
             f"{num_prompts} prompts"
         )
-    return list(params)
+    return list(given)

@@ -39,6 +39,7 @@ from step_record import Observer, RecordedScheduler, StepRecord
 if TYPE_CHECKING:
     from acceptance import SpecDecodeStats
     from cached_kv_cache_manager import CachedKVCacheManager
+    from common.adapters.adapter_names import AdapterLoader, AdapterNames
     from common.runner.overlap import OverlappedEngineCore, PlansUnderWay, QueuedRunner
     from kv_connector import KVBlockIO, KVConnector
     from overlap_plugin import OverlapPlugin
@@ -85,6 +86,7 @@ class RunnerSide:
     is_queued: bool  # `execute` returns when a step has begun
     speculation: Speculation | None = None
     num_lookahead_tokens: int | None = None  # None: nobody guesses
+    adapters: AdapterLoader | None = None  # None: requests bring none
     close: Callable[[], None] | None = None
 
 
@@ -97,6 +99,7 @@ class EngineParts:
     side: RunnerSide
     kv_memory: UncachedKVCacheManager | CachedKVCacheManager
     connector: KVConnector | None
+    adapters: AdapterNames | None = None
     # Where steps may be under way.
     close_loop: Callable[[], None] | None = None
     give_up: Callable[[], None] | None = None
@@ -139,10 +142,18 @@ def assemble_around(config: EngineConfig, side: RunnerSide) -> EngineParts:
     recorder = RecordedScheduler(scheduler, observers)
     if under_way is None or queued is None:
         core = EngineCore(recorder, side.runner)
-        return EngineParts(core, recorder, side, kv_memory, connector)
+        return EngineParts(core, recorder, side, kv_memory, connector, make_adapter_names(side))
     core = make_core_of_several(config, recorder, queued, under_way)
-    ends = core.close, core.give_up
-    return EngineParts(core, recorder, side, kv_memory, connector, *ends, under_way)
+    ends, adapters = (core.close, core.give_up), make_adapter_names(side, queued)
+    return EngineParts(core, recorder, side, kv_memory, connector, adapters, *ends, under_way)
+
+
+def make_adapter_names(side: RunnerSide, queued: QueuedRunner | None = None) -> AdapterNames | None:
+    if side.adapters is None:
+        return None
+    from common.adapters.adapter_names import AdapterNames
+
+    return AdapterNames(side.adapters, int if queued is None else queued.wait_for_steps)
 
 
 # -- who computes what
@@ -246,6 +257,10 @@ def make_plugins(
         from draft_plugin import DraftPlugin
 
         plugins.append(DraftPlugin(num_lookahead_tokens))
+    if config.takes_adapters:
+        from adapter_limit import MaxLoRAs
+
+        plugins.append(MaxLoRAs(config.max_adapters))
     if config.preempt_every is not None:
         from forced_preemption import ForcedPreemption
 

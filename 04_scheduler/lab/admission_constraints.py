@@ -1,8 +1,8 @@
 """What else has to be true before a request is admitted.
 
-Memory and budget are the scheduler's own questions. Others come from features that this book does
-not have, or has elsewhere: a batch may hold only so many LoRA adapters; a grammar that bounds the
-output has to be compiled first. Such a constraint is a plugin that says whether a request may
+Memory and budget are the scheduler's own questions. Others come from features: a batch may hold so
+many LoRA adapters (`beyond/adapter_limit.py`); a grammar that bounds the output has to be compiled
+first. Such a constraint is a plugin that says whether a request may
 start, and is asked before the cache is looked at. A request that one of them holds back is passed
 over, until it has waited too long: then the line waits for it.
 
@@ -12,53 +12,12 @@ KV that is on its way is the same kind of question, and is answered by the KV me
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
 
-from kv_memory import extra_keys_of
-from request import Request, check_integers
-from scheduler_base import PreemptionPlugin
+from request import Request
 from scheduler_books import SchedulerPlugin
-
-
-class MaxLoRAs(PreemptionPlugin):
-    """At most `max_loras` different adapters run at once. A request names its adapter in its extra
-    keys, `("lora", id)`; those without one are never held back. Raises `ValueError` below 1."""
-
-    def __init__(self, max_loras: int) -> None:
-        check_integers(1, max_loras=max_loras)
-        self.max_loras = max_loras
-        self._adapters: dict[str, str | int] = {}  # of those who run, by request id
-        self._num_running: Counter[str | int] = Counter()
-
-    @staticmethod
-    def _adapter(request: Request) -> str | int | None:
-        return dict(extra_keys_of(request)).get("lora")
-
-    def may_start(self, request: Request) -> bool:
-        adapter = self._adapter(request)
-        is_there = adapter is None or adapter in self._num_running
-        return is_there or len(self._num_running) < self.max_loras
-
-    def started(self, request: Request) -> None:
-        if (adapter := self._adapter(request)) is not None:
-            self._adapters[request.request_id] = adapter
-            self._num_running[adapter] += 1
-
-    def preempted(self, request: Request) -> None:
-        if (adapter := self._adapters.pop(request.request_id, None)) is not None:
-            self._num_running[adapter] -= 1
-            if self._num_running[adapter] == 0:
-                del self._num_running[adapter]
-
-    def ended(self, request: Request) -> None:
-        self.preempted(request)  # if it ran
-
-    def check(self) -> None:
-        assert len(self._num_running) <= self.max_loras
-        assert self._adapters.keys() <= self.books.running.keys()
 
 
 class GrammarsCompiled(SchedulerPlugin):

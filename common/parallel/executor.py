@@ -46,10 +46,11 @@ ANSWERS = {
     "ready": ("facts",),
     "output": ("step", "output", "digest"),
     "block": ("data",),
+    "adapter": ("digest", "kind_of_error", "sentence"),
     "error": ("kind_of_error", "sentence", "is_collective"),
 }
 # What is wrong with the arguments of `LLM` is raised as such, wherever it was found.
-_OF_THE_USER = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
+OF_THE_USER = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
 
 
 class WorkerError(RuntimeError):
@@ -99,9 +100,9 @@ class Executor:
             self._deliver(messages, START_TIMEOUT_S)
             return [answer["facts"] for answer in self._collect(START_TIMEOUT_S, "to start")]
         except WorkerError:
-            wrong = [e for e in self._errors.values() if e["kind_of_error"] in _OF_THE_USER]
+            wrong = [e for e in self._errors.values() if e["kind_of_error"] in OF_THE_USER]
             if wrong and len(wrong) == len(self._errors):
-                raise _OF_THE_USER[wrong[0]["kind_of_error"]](wrong[0]["sentence"]) from None
+                raise OF_THE_USER[wrong[0]["kind_of_error"]](wrong[0]["sentence"]) from None
             raise
         except BaseException:
             self.close()

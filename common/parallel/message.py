@@ -3,10 +3,12 @@
     to a worker     start        its rank, the configuration, where the ranks meet
                     plan         the message of a step (chapter 1's `PlanMessage`)
                     read, write  the bytes of a KV block
+                    adapter      a directory: load what it holds, or forget it (`drop`)
                     close
     from a worker   ready        what its model is
                     output       the answer to a plan (`StepOutput`), or nothing from most ranks
                     block        the answer to a read
+                    adapter      its digest, or why it is refused
                     error        a sentence
 
 A message is a map whose keys are exactly the expected ones: a missing field, one too many and

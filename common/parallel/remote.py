@@ -29,7 +29,7 @@ from common.model_config import ModelFacts
 from common.outputs import OutputProcessor
 from common.parallel import message
 from common.parallel.channel import interrupts_held
-from common.parallel.executor import Executor
+from common.parallel.executor import OF_THE_USER, Executor
 from common.parallel.ranks import Ranks
 from common.parallel.remote_launch import StartedWorkers, launch
 from common.parallel.sharded_model import rank_config
@@ -170,6 +170,31 @@ class RemoteBlockIO:
             raise ValueError(f"block_id is {block_id}: it must be in [1, {num_blocks})")
 
 
+class RemoteAdapters:
+    """An `AdapterLoader` over all ranks: each reads its own part of a file that all can see."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+
+    def load(self, directory: str | Path) -> str:
+        path = str(Path(directory).expanduser().resolve())
+        with interrupts_held():
+            self.executor.send(message.pack("adapter", directory=path))
+            answers = self.executor.collect("loading an adapter")
+        digests = {answer["digest"] for answer in answers}
+        if len(digests) == 1 and (digest := digests.pop()) is not None:
+            return digest
+        for other in digests - {None}:
+            self.drop(other)
+        for answer in answers:
+            if answer["digest"] is None:
+                raise OF_THE_USER[answer["kind_of_error"]](answer["sentence"])
+        raise ValueError(f"{path} is not the same on all ranks: it was written meanwhile")
+
+    def drop(self, digest: str) -> None:
+        self.executor.send(message.pack("drop", digest=digest))
+
+
 # -- the start
 
 
@@ -234,6 +259,7 @@ def config_to_map(config: EngineConfig) -> dict[str, Any]:
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     for name in ("kv_tiers", "kv_connector", "events", "policy", "prefix_cache"):
         del values[name]
+    values["adapters"] = {} if config.takes_adapters else None  # they come later
     for name, instead in (("scheduler", "two_phase"), ("chunked_prefill", True)):
         if is_own(values[name]):
             values[name] = instead
@@ -301,5 +327,6 @@ def _make_side(
         is_queued=True,
         speculation=counting,
         num_lookahead_tokens=max(lookahead, default=None),
+        adapters=RemoteAdapters(executor) if config.takes_adapters else None,
         close=executor.close,
     )

@@ -6,18 +6,22 @@ Starting workers takes seconds, so a test puts the same two to many uses, and to
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from common.engine import EngineConfig, LLMEngine
+from common.engine_config import SHIPPED_CHECKPOINT
 from common.loader import read_checkpoint
 from common.parallel import message, remote
 from common.parallel.executor import Executor, WorkerError
 from common.parallel.pipeline import PipelinedEngineCore
+from common.tests.adapter_cases import KINDS, edited, save_adapter
 from common.tests.every_kind import DRAWN, PROMPTS, everything_said, must_say_the_same
 from common.tests.remote_cases import (
     BLOCK_SIZE,
@@ -79,13 +83,14 @@ def must_be_dead(engine: LLMEngine, pids: list[int], names: str, within_s: float
 
 @pytest.mark.parametrize(("name", "sizes"), [("two ranks", RANKS), ("two stages", STAGES)])
 def test_two_say_what_one_process_says_and_one_that_is_killed_or_stuck_is_named(
-    name, sizes, shipped_loaded, shipped_tokenizer, tmp_path
+    name, sizes, shipped_loaded, shipped_tokenizer, tmp_path, adapters
 ) -> None:
     config = EngineConfig(
         **sizes,
         check_invariants=True,
         shuffle_batch=True,
         kv_tiers=KVTierConfig(host_blocks=1),
+        max_loras=2,
         **WORKERS,
     )
     engine = LLMEngine(config, tokenizer=shipped_tokenizer)
@@ -112,6 +117,7 @@ def test_two_say_what_one_process_says_and_one_that_is_killed_or_stuck_is_named(
     where = side, shipped_loaded, shipped_tokenizer, tmp_path / "kv"
     must_bring_blocks_back(*where, **sizes, overlap_scheduling=sizes == RANKS)
     must_survive_an_interrupt(engine, alone)
+    must_load_adapters(engine, shipped_loaded, shipped_tokenizer, adapters)
 
     executor_of(engine).timeout_s = 2.0
     if sizes == RANKS:
@@ -126,6 +132,39 @@ def must_find_the_stuck(engine: LLMEngine, pids: list[int]) -> None:
     signal_in_step(engine, pids[0], signal.SIGSTOP)
     names = rf"rank 0 \(process {pids[0]}\) is stuck: no sign of life, .* in 2 s"
     must_be_dead(engine, pids, names, 2 + 1 + 3)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        name: save_adapter(SHIPPED_CHECKPOINT, folder / name, **kind)
+        for name, kind in KINDS.items()
+    }
+
+
+def must_load_adapters(engine, loaded, tokenizer, adapters) -> None:
+    """Each rank its part. What one refuses, all do not have."""
+    broken = edited(adapters["attention"], adapters["attention"].parent / "broken", dict(r=3))
+    here = one_process(loaded, tokenizer, adapters=adapters, max_loras=2)
+    for name, path in adapters.items():
+        with pytest.raises(ValueError, match="the adapter was made for"):
+            engine.load_adapter(name, broken)
+        engine.load_adapter(name, path)
+    asked, names = PROMPTS[:4] * 2, [None, *adapters, *reversed(adapters), None]
+    found, right = (
+        [
+            output.outputs[0].token_ids
+            for output in e.generate_batch(asked, GREEDY, adapter=names).values()
+        ]
+        for e in (engine, here)
+    )
+    assert found == right and len(set(map(tuple, right))) > 6
+    for name in adapters:
+        engine.unload_adapter(name)
+    with pytest.raises(FileNotFoundError, match="no directory of a LoRA adapter"):
+        engine.load_adapter("x", "nowhere")
+    shutil.rmtree(broken)
 
 
 def must_bring_blocks_back(side, loaded, tokenizer, path, **how) -> None:

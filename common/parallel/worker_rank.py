@@ -40,6 +40,8 @@ QUESTIONS = {
     "plan": ("step", "plan", "times"),
     "read": ("block_id",),
     "write": ("block_id", "data"),
+    "adapter": ("directory",),
+    "drop": ("digest",),
     "close": (),
 }
 
@@ -139,7 +141,20 @@ class Rank:
             self._send(lambda: message.pack("block", data=block))
         elif kind == "write":
             self.blocks.write_block(told["block_id"], told["data"])
+        elif kind == "adapter":  # in the host's memory before any step that uses it
+            self._send(partial(self._load_adapter, told["directory"]))
+        elif kind == "drop" and self.local.adapters is not None:
+            self.local.adapters.drop(told["digest"])
         return kind == "close"
+
+    def _load_adapter(self, directory: str) -> bytes:
+        assert self.local.adapters is not None
+        try:
+            digest = self.local.adapters.load(directory)
+        except (ValueError, FileNotFoundError) as error:
+            wrong = {"kind_of_error": type(error).__name__, "sentence": str(error)}
+            return message.pack("adapter", digest=None, **wrong)
+        return message.pack("adapter", digest=digest, kind_of_error="", sentence="")
 
     def _execute(self, told: dict[str, Any]) -> None:
         self.num_plans += 1

@@ -342,7 +342,8 @@ class GraphRunner(PagedModelRunner):
         self, state: PagedRunnerState, queries: Queries, block_size: int
     ) -> StepLayout:
         bucket = self.graphs.bucket_for(queries)
-        if bucket is None or self.state.plugins.stage_arrays:  # these have no address of their own
+        if bucket is None or self.state.plugins.stage_arrays(queries.rows):
+            # Arrays of plugins have no address of their own.
             return self._compose_eager(state, queries, block_size)
         return self.graphs.compose(state, queries, block_size, bucket)
 

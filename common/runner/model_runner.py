@@ -111,7 +111,7 @@ class PagedModelRunner:
         cargo = Cargo(self.device, layout.arrays)
         sampling = self._sampling_batch(req_ids, queries, layout.order, drafts)
         step, staged = None, {}
-        if self.state.plugins.see_steps:
+        if self.state.plugins.see_step(queries.rows):
             step = self._step_rows(req_ids, queries, layout.order, drafts)
             staged = self.state.plugins.stage(step, cargo)
         unread = self.sampler.stage(sampling, cargo)

@@ -86,6 +86,11 @@ class RunnerPlugin:
         them, unless its request was preempted: then all comes once more. So does a token that was
         pending, below 0, when its value is known."""
 
+    def concerns(self, rows: np.ndarray) -> bool:
+        """Has it anything to stage, or to change before sampling, in a step of these rows? Asked
+        before, so that a step of others costs nothing."""
+        return True
+
     def stage(self, step: StepRows, cargo: Cargo) -> Callable[[], Any] | None:
         """Put into `cargo` what the device has to know of the rows. What is returned is called when
         it is there; what comes of that stands in the batch, `staged[name]`."""
@@ -107,11 +112,18 @@ class RunnerPlugins:
         self.admit = [p.admit for p in self.plugins if defines(p, RunnerPlugin.admit)]
         self.release = [p.release for p in self.plugins if defines(p, RunnerPlugin.release)]
         self.appended = [p.appended for p in self.plugins if defines(p, RunnerPlugin.appended)]
-        self._stage = [(p.name, p.stage) for p in self.plugins if defines(p, RunnerPlugin.stage)]
-        late = RunnerPlugin.before_sampling
+        early, late = RunnerPlugin.stage, RunnerPlugin.before_sampling
+        self._staging = [p for p in self.plugins if defines(p, early)]
+        self._stage = [(p.name, p.stage) for p in self._staging]
         self._before_sampling = [p.before_sampling for p in self.plugins if defines(p, late)]
-        self.stage_arrays = bool(self._stage)
-        self.see_steps = bool(self._stage or self._before_sampling)
+        self._late = [p for p in self.plugins if defines(p, late)]
+
+    def stage_arrays(self, rows: np.ndarray) -> bool:
+        """For a step of these rows."""
+        return any(plugin.concerns(rows) for plugin in self._staging)
+
+    def see_step(self, rows: np.ndarray) -> bool:
+        return self.stage_arrays(rows) or any(plugin.concerns(rows) for plugin in self._late)
 
     def stage(self, step: StepRows, cargo: Cargo) -> dict[str, Callable[[], Any]]:
         """What stands in the batch when `cargo` is there, by the names of plugins."""

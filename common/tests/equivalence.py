@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -26,7 +26,9 @@ import torch
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT
 from common.loader import LoadedModel, load_model
+from common.tests.adapter_cases import KINDS, by_peft, save_adapter
 from common.tests.engine_oracle import (
+    MAX_TOKENS,
     Oracle,
     greedy_params,
     make_oracle,
@@ -50,11 +52,30 @@ NUM_POSITIONS = 1000  # of the ample pool
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, its draft model, prompts that share beginnings, and what follows them."""
+    """A model, its draft model, prompts that share beginnings, and what follows them: without
+    adapters, and with the prompt's own of `adapters`."""
 
     oracle: Oracle
     loaded: LoadedModel
     draft: LoadedModel
+
+    @cached_property
+    def adapters(self) -> dict[str, Path]:
+        folder = Path(_folder().name) / self.oracle.path.name
+        return {n: save_adapter(self.oracle.path, folder / n, **kind) for n, kind in KINDS.items()}
+
+    def adapter_of(self, index: int) -> str | None:
+        return (None, *self.adapters)[index % (1 + len(self.adapters))]
+
+    @cached_property
+    def adapted(self) -> Oracle:
+        prompts, found = self.oracle.prompts, list(self.oracle.continuations)
+        for name, path in self.adapters.items():
+            own = [i for i in range(len(prompts)) if self.adapter_of(i) == name]
+            tokens = by_peft(self.oracle.path, path, [prompts[i] for i in own], MAX_TOKENS)
+            for i, continuation in zip(own, tokens, strict=True):
+                found[i] = continuation
+        return Oracle(self.oracle.path, prompts, found)
 
 
 @cache
@@ -122,7 +143,10 @@ def make_config(combination: Combination) -> EngineConfig:
     """Raises `ValueError` if the engine has no such configuration."""
     settings = combination.as_dict()
     size = settings["block_size"]
-    lengths = PROMPT_LENGTHS[settings.pop("model")]
+    name = settings.pop("model")
+    lengths = PROMPT_LENGTHS[name]
+    if settings["adapters"] is not None:
+        settings |= {"adapters": subject(name).adapters, "max_loras": 2}
     largest = max(n + max_tokens_of(n) - 1 for n in lengths)  # the last token needs no slot
     # Replays are as wide as the longest request that there could be.
     max_model_len = largest + 1 if settings["emulate_graphs"] else None
@@ -157,7 +181,9 @@ def serve_combination(combination: Combination, engine: LLMEngine | None = None)
 
 
 def _serve(combination: Combination, engine: LLMEngine) -> Summary:
-    oracle = subject(combination.as_dict()["model"]).oracle
+    which = subject(combination.as_dict()["model"])
+    is_adapted = combination.as_dict()["adapters"] is not None
+    oracle = which.adapted if is_adapted else which.oracle
     rng = random.Random(combination.seed)
     records: list[StepRecord] = []
     engine.on_step = records.append
@@ -172,7 +198,9 @@ def _serve(combination: Combination, engine: LLMEngine) -> Summary:
             if when == step:
                 prompt = oracle.prompts[i]
                 params = greedy_params(max_tokens_of(len(prompt)), n=2 if i == twice else 1)
-                engine.add_request(str(i), prompt, params, priority=rng.randint(0, 2))
+                adapter = which.adapter_of(i) if is_adapted else None
+                priority = rng.randint(0, 2)
+                engine.add_request(str(i), prompt, params, priority=priority, adapter=adapter)
         finished |= {int(o.request_id): o for o in engine.step() if o.finished}
         num_overlapped += bool(getattr(engine.core, "_under_way", ()))
         num_idle = 0 if any(records[-1].new_token_ids.values()) else num_idle + 1

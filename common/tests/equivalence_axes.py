@@ -34,9 +34,11 @@ AXES: dict[str, tuple[Value, ...]] = {
     "pool": ("ample", "just"),  # "just": the largest request and one block
     "overlap_scheduling": (False, True),
     "emulate_graphs": (False, True),
+    "adapters": (None, "mixed"),  # a prompt has one of three, or none
 }
 # No setting of these is ever refused.
-FREE_AXES = ("model", "prefix_cache", "block_size", "pool", "overlap_scheduling", "emulate_graphs")
+FREE_AXES = ("model", "prefix_cache", "block_size", "pool")
+FREE_AXES += ("overlap_scheduling", "emulate_graphs", "adapters")
 
 
 @dataclass(frozen=True)

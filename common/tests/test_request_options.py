@@ -3,18 +3,15 @@ says: whose turn it is, what is found in the cache, and what is refused."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from common.engine import LLMEngine
 from common.llm import LLM
 from common.tests.engine_oracle import checked_engine, finish, greedy_params
 
-OPTIONS = ("priority", "cache_salt", "arrival_time")
 PARAMS = greedy_params(3)
 
 
@@ -45,11 +42,6 @@ def llm(loaded) -> LLM:
     return llm
 
 
-def test_the_three_take_the_same_options() -> None:
-    for call in (LLM.generate, LLM.stream, LLMEngine.add_request):
-        assert set(OPTIONS) <= set(inspect.signature(call).parameters), call
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("options", "place"),
@@ -68,7 +60,7 @@ def test_who_is_more_urgent_or_came_earlier_is_served_first(
     engine, order = llm.engine, dict[str, None]()
     engine.on_step = lambda record: order.update(dict.fromkeys(record.num_scheduled_tokens))
     for name, arrival_time in (("second", 20), ("first", 10)):
-        engine.add_request(name, oracle.prompts[0], PARAMS, arrival_time)
+        engine.add_request(name, oracle.prompts[0], PARAMS, arrival_time=arrival_time)
     way(llm, oracle.prompts[3], **options)
     finish(engine)
     mine = next(name for name in order if name not in ("first", "second"))

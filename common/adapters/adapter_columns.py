@@ -1,0 +1,69 @@
+"""The runner's side of adapters: which row of a step has which.
+
+What crosses is the digest of a request's adapter, once, when the request is admitted. The slots are
+the runner's own affair (`adapter_slots.py`), so ranks agree on them without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.adapters.adapter_slots import AdaptedModel, AdapterSlots, Ordered, StepAdapters
+from common.sampling.runner_plugin import Cargo, RunnerPlugin, StepRows
+from scheduler_interface import NewRequestData
+
+
+class AdapterColumns(RunnerPlugin):
+    """Stages nothing in a step whose rows have no adapters."""
+
+    name = AdaptedModel.name
+
+    def __init__(self, slots: AdapterSlots) -> None:
+        self.slots = slots
+        self._digests: list[str | None] = []
+        self._has_one = np.zeros(0, dtype=bool)
+
+    def grow(self, num_rows: int) -> None:
+        num_more = num_rows - len(self._digests)
+        self._digests += [None] * num_more
+        self._has_one = np.append(self._has_one, np.zeros(num_more, dtype=bool))
+
+    def admit(self, row: int, new: NewRequestData) -> None:
+        digest = new.features.get(self.name)
+        assert digest is None or digest in self.slots.taken, f"{new.req_id}: no adapter {digest}"
+        self._digests[row], self._has_one[row] = digest, digest is not None
+
+    def release(self, row: int) -> None:
+        self._digests[row], self._has_one[row] = None, False
+
+    def concerns(self, rows: np.ndarray) -> bool:
+        return bool(self._has_one[rows].any())
+
+    def stage(self, step: StepRows, cargo: Cargo) -> Callable[[], Any] | None:
+        rows = step.queries.rows
+        if not self.concerns(rows):
+            return None
+        digests = [self._digests[row] for row in rows.tolist()]
+        slot_of = self.slots.bring_in(digest for digest in digests if digest is not None)
+        slots = np.array([0 if d is None else slot_of[d] for d in digests], dtype=np.int64)
+        tokens = _order(np.repeat(slots, step.queries.num_tokens), cargo)
+        sampled = _order(np.repeat(slots, step.queries.num_logit_rows), cargo)
+        return lambda: StepAdapters(self.slots, tokens(), sampled())
+
+
+def _order(slots: np.ndarray, cargo: Cargo) -> Callable[[], Ordered]:
+    """By slot, in order of rows within each; those without an adapter are left out. Nobody may be
+    left: of a step that only cuts prompts no row is sampled from."""
+    order = np.argsort(slots, kind="stable")
+    order = order[np.count_nonzero(slots == 0) :]
+    found, starts = np.unique(slots[order], return_index=True)
+    stops = [*starts.tolist(), len(order)][1:]
+    segments = list(zip(found.tolist(), starts.tolist(), stops, strict=True))
+    if not segments or np.array_equal(order, np.arange(len(slots))):
+        return partial(Ordered, None, segments)
+    sent: Callable[[], torch.Tensor] = cargo.add(order)
+    return lambda: Ordered(sent(), segments)

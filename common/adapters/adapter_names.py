@@ -1,0 +1,81 @@
+"""Adapters by the names that requests have for them.
+
+    name --> digest of the content --> matrices, where the model is
+
+A name may go at any time; the content stays until the last request that uses it has ended. KV is
+keyed by the digest: another adapter that gets the name later finds nothing of the first one's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+
+class AdapterLoader(Protocol):
+    """Where the model is: here, or on every rank."""
+
+    def load(self, directory: str | Path) -> str:
+        """Into memory. The digest of its content. Raises `ValueError` and `FileNotFoundError`."""
+        ...
+
+    def drop(self, digest: str) -> None:
+        """Out of it. No step to come uses it; one that is under way may."""
+        ...
+
+
+class AdapterNames:
+    """`wait_for_steps`: until none that is under way could use what is dropped then."""
+
+    def __init__(self, loader: AdapterLoader, wait_for_steps: Callable[[], object]) -> None:
+        self._loader, self._wait_for_steps = loader, wait_for_steps
+        self._digests: dict[str, str] = {}  # by name
+        self._users: dict[str, set[str]] = {}  # by digest: unfinished requests
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._digests)
+
+    def load(self, name: str, directory: str | Path) -> None:
+        """Raises `ValueError`, and changes nothing, for a name that is taken and an adapter that
+        can not be computed."""
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"name is {name!r}: it must be a non-empty str")
+        if name in self._digests:
+            raise ValueError(
+                f"name is {name!r}: an adapter of this name is loaded; unload it first"
+            )
+        if not isinstance(directory, str | Path):
+            raise ValueError(f"directory is {directory!r}: it must be a path")
+        digest = self._loader.load(directory)
+        self._digests[name] = digest
+        self._users.setdefault(digest, set())
+
+    def unload(self, name: str) -> None:
+        """Requests that use it go on. Raises `ValueError` for a name that is not there."""
+        digest = self.digest_of(name)
+        del self._digests[name]
+        self._drop_if_unused(digest)
+
+    def digest_of(self, name: str) -> str:
+        if name not in self._digests:
+            there = ", ".join(map(repr, self._digests)) or "none"
+            raise ValueError(f"adapter is {name!r}: those that are loaded are {there}")
+        return self._digests[name]
+
+    def begin(self, digest: str, request_id: str) -> None:
+        self._users[digest].add(request_id)
+
+    def end(self, digest: str, request_id: str) -> None:
+        """May be said again."""
+        if digest in self._users:
+            self._users[digest].discard(request_id)
+            self._drop_if_unused(digest)
+
+    def _drop_if_unused(self, digest: str) -> None:
+        if not self._users[digest] and digest not in self._digests.values():
+            with suppress(Exception):  # a step's, who says it in its turn
+                self._wait_for_steps()
+            self._loader.drop(digest)
+            del self._users[digest]

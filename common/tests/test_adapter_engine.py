@@ -1,0 +1,314 @@
+"""Adapters in an engine: in any company, each request gets what PEFT gives it alone, in float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from bounded_loops import as_long_as
+from common.adapters.adapter_files import CONFIG, WEIGHTS
+from common.engine import EngineConfig, LLMEngine
+from common.loader import load_model
+from common.tests.adapter_cases import KINDS, by_peft, edited, save_adapter
+from common.tests.engine_oracle import checked_engine, greedy_params
+from request import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NUM_TOKENS = 8
+NAMES = (None, *KINDS)
+
+
+@pytest.fixture(scope="module")
+def directories(family_oracle, tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        name: save_adapter(family_oracle.path, folder / name, seed, **kind)
+        for seed, (name, kind) in enumerate(KINDS.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def prompts(family_oracle) -> list[list[int]]:
+    return [family_oracle.prompts[i] for i in (0, 1, 4, 8, 9, 15)]
+
+
+@pytest.fixture(scope="module")
+def expected(family_oracle, directories, prompts) -> dict[str | None, list[list[int]]]:
+    found = {
+        name: by_peft(family_oracle.path, directories.get(name), prompts, NUM_TOKENS)
+        for name in NAMES
+    }
+    for a, b in itertools.combinations(NAMES, 2):
+        assert all(x != y for x, y in zip(found[a], found[b], strict=True)), "it changes nothing"
+    return found
+
+
+@pytest.fixture
+def model(family_oracle):
+    return load_model(family_oracle.path, torch.float64, torch.device("cpu"))
+
+
+def mixed(prompts: list[list[int]]) -> tuple[list[list[int]], list[str | None]]:
+    """Each prompt with each adapter, and with none, in a batch."""
+    pairs = [(p, name) for i, p in enumerate(prompts) for name in NAMES[i % 4 :] + NAMES[: i % 4]]
+    return [p for p, _ in pairs], [name for _, name in pairs]
+
+
+def serve(engine: LLMEngine, prompts, adapters, n: int = 1) -> list[list[list[int]]]:
+    params = greedy_params(NUM_TOKENS, n)
+    outputs = engine.generate_batch(prompts, params, adapter=adapters).values()
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+CONFIGS = {
+    "as it is": dict(),
+    "one slot": dict(max_loras=1),
+    "pieces, preempted": dict(max_loras=2, chunked_prefill=3, preempt_every=3, block_size=3),
+    "tree": dict(prefix_cache="radix", block_size=1, shuffle_batch=True),
+    "ahead": dict(overlap_scheduling=True, max_loras=2, shuffle_batch=True),
+    "prefill-first": dict(scheduler="prefill_first", mixing=True, max_loras=2),
+    "reserved": dict(scheduler="fcfs", max_loras=2),
+    "look-up": dict(speculative={"method": "ngram", "min_ngram": 1, "adaptive": False}),
+    "draft": dict(speculative={"method": "draft", "num_spec_tokens": 3}, block_size=3),
+    "graphs": dict(emulate_graphs=True, max_num_seqs=4, max_model_len=100),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_mixed_batch_is_what_peft_says_of_each_alone(
+    name, model, draft, directories, prompts, expected
+) -> None:
+    engine = checked_engine(
+        model, draft, **{"num_blocks": 400, "adapters": directories, **CONFIGS[name]}
+    )
+    where = {tuple(prompt): i for i, prompt in enumerate(prompts)}
+    asked, adapters = mixed(prompts)
+    right = [[expected[a][where[tuple(p)]]] for p, a in zip(asked, adapters, strict=True)]
+    assert serve(engine, asked, adapters) == right
+    assert serve(engine, asked, adapters) == right, "from the cache"
+    twice = serve(engine, asked[:4], adapters[:4], n=2)
+    assert twice == [pair * 2 for pair in right[:4]]
+    assert engine.stats().kv_blocks_in_use == 0
+
+
+def test_two_engines_over_one_model_do_not_see_each_other(
+    model, directories, prompts, expected
+) -> None:
+    """Names too: each has its own."""
+    one = checked_engine(model, adapters={"x": directories["attention"]}, num_blocks=99)
+    other = checked_engine(model, adapters={"x": directories["everything"]}, num_blocks=99)
+    none = checked_engine(model, num_blocks=99)
+    for _ in range(2):
+        assert serve(one, prompts[:1], "x") == [expected["attention"][:1]]
+        assert serve(other, prompts[:1], "x") == [expected["everything"][:1]]
+        assert serve(none, prompts[:1], None) == [expected[None][:1]]
+
+
+def test_cached_kv_is_an_adapters_by_its_content_and_not_by_its_name(
+    model, directories, prompts, expected
+) -> None:
+    engine = checked_engine(model, max_loras=1, block_size=4, num_blocks=200)
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+
+    def num_cached(name: str | None, kind: str | None) -> int:
+        before = engine.stats().cached_tokens
+        assert serve(engine, [prompts[longest]], name) == [[expected[kind][longest]]]
+        return engine.stats().cached_tokens - before
+
+    engine.load_adapter("first", directories["attention"])
+    assert num_cached(None, None) == 0 and num_cached("first", "attention") == 0
+    assert num_cached("first", "attention") > 0
+    engine.load_adapter("same", directories["attention"])
+    assert num_cached("same", "attention") > 0
+    engine.unload_adapter("first")
+    engine.load_adapter("first", directories["everything"])
+    assert num_cached("first", "everything") == 0
+    assert num_cached("same", "attention") > 0 and num_cached(None, None) > 0
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_who_uses_an_adapter_that_is_unloaded_ends_with_it(
+    model, directories, prompts, expected, overlaps
+) -> None:
+    engine = checked_engine(
+        model, adapters=directories, overlap_scheduling=overlaps, num_blocks=200
+    )
+    slots = engine._side.adapters
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, greedy_params(NUM_TOKENS), adapter="everything")
+    engine.step()
+    engine.unload_adapter("everything")
+    with pytest.raises(ValueError, match=r"'everything'.*'attention', 'one layer'"):
+        engine.add_request("late", prompts[0], adapter="everything")
+    assert len(slots.taken) == 3
+    found = {}
+    for _ in as_long_as(engine.has_unfinished_requests, most=100):
+        found |= {int(o.request_id): o for o in engine.step() if o.finished}
+    tokens = [found[i].outputs[0].token_ids for i in range(len(prompts))]
+    assert tokens == expected["everything"]
+    assert len(slots.taken) == 2, "nobody needs it any more"
+    engine.load_adapter("everything", directories["everything"])
+    assert serve(engine, prompts, "everything") == [[t] for t in expected["everything"]]
+
+
+def test_whom_an_abort_ends_holds_no_adapter(model, directories, prompts) -> None:
+    engine = checked_engine(model, adapters=directories, overlap_scheduling=True, num_blocks=200)
+    engine.add_request("a", prompts[0], greedy_params(50), adapter="attention")
+    engine.add_request("b", prompts[1], greedy_params(50))
+    engine.step()
+    engine.abort_request("a")
+    engine.unload_adapter("attention")
+    assert len(engine._side.adapters.taken) == 2
+    for _ in as_long_as(engine.has_unfinished_requests, most=100):
+        engine.step()
+
+
+def test_nobody_is_passed_over_for_ever(model, directories, prompts) -> None:
+    """One slot, and a stream of requests for the adapter that has it."""
+    engine = checked_engine(
+        model, adapters=directories, max_loras=1, max_num_seqs=2, num_blocks=200
+    )
+    params, names = greedy_params(3), itertools.count()
+    other = "attention"
+    for _ in range(2):
+        engine.add_request(f"own {next(names)}", prompts[0], params, adapter="everything")
+    engine.step()
+    engine.add_request("other", prompts[0], params, adapter=other)
+    for _ in range(1000):
+        ended = [output for output in engine.step() if output.finished]
+        if any(output.request_id == "other" for output in ended):
+            return
+        for _ in ended:
+            engine.add_request(f"own {next(names)}", prompts[0], params, adapter="everything")
+    raise AssertionError("it starves")
+
+
+def test_a_step_without_adapters_stages_nothing(model, directories, prompts) -> None:
+    engine = checked_engine(model, adapters=directories, num_blocks=200)
+    runner, seen = engine.core.runner, []
+    forward = runner.forward
+    runner.forward = lambda batch: seen.append((batch.staged, batch.step)) or forward(batch)
+    serve(engine, prompts, None)
+    assert seen and all(step == ({}, None) for step in seen)
+
+
+def without(*parts: str) -> Callable[[dict], None]:
+    def remove(tensors: dict) -> None:
+        for name in [name for name in tensors if all(part in name for part in parts)]:
+            del tensors[name]
+
+    return remove
+
+
+def put(value: float, part: str) -> Callable[[dict], None]:
+    def change(tensors: dict) -> None:
+        next(t for name, t in tensors.items() if part in name).view(-1)[3] = value
+
+    return change
+
+
+def extra(tensors: dict) -> None:
+    name = next(iter(tensors))
+    tensors[name.replace("layers.0", "layers.7")] = tensors[name].clone()
+
+
+def narrower(tensors: dict) -> None:
+    name = next(name for name in tensors if "q_proj.lora_A" in name)
+    tensors[name] = tensors[name][:, :-1].contiguous()
+
+
+REFUSED = {
+    "rank": (dict(r=32), None, "has rank 32: max_lora_rank is 16"),
+    "rank 0": (dict(r=0), None, "rank of .* is 0"),
+    "alpha": (dict(lora_alpha="much"), None, "lora_alpha of .* 'much'"),
+    "kind": (dict(peft_type="IA3"), None, "peft_type is 'IA3'"),
+    "dora": (dict(use_dora=True), None, "use_dora"),
+    "bias": (dict(bias="all"), None, "bias is 'all'"),
+    "modules": (dict(modules_to_save=["lm_head"]), None, "modules_to_save"),
+    "activated": (dict(alora_invocation_tokens=[1]), None, "alora_invocation_tokens"),
+    "replicated": (dict(layer_replication=[[0, 1]]), None, "layer_replication"),
+    "embedding": (dict(target_modules=["q_proj", "embed_tokens"]), None, "'embed_tokens'"),
+    "head": (dict(target_modules=["lm_head"]), None, "'lm_head'"),
+    "nothing": (dict(target_modules=["fc1"]), None, "means no matrix"),
+    "no targets": (dict(target_modules=None), None, "target_modules is None"),
+    "half": (
+        None,
+        without("layers.1", "v_proj.lora_B"),
+        "lacks .*layers.1.self_attn.v_proj.lora_B",
+    ),
+    "too much": (None, extra, "also holds model.layers.7"),
+    "less is meant": (dict(target_modules=["v_proj"]), None, "also holds .*q_proj"),
+    "another base": (None, narrower, r"lora_A.weight is \(4, \d+\).*not \(4, \d+\)"),
+    "NaN": (None, put(float("nan"), "lora_A"), "holds NaN"),
+    "infinity": (None, put(float("inf"), "lora_B"), "holds NaN, or infinity"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_can_not_be_computed_exactly_is_refused(
+    name, model, directories, prompts, expected, tmp_path
+) -> None:
+    config, tensors, why = REFUSED[name]
+    wrong = edited(directories["attention"], tmp_path / "adapter", config, tensors)
+    engine = checked_engine(model, adapters={}, num_blocks=99)
+    with pytest.raises(ValueError, match=why):
+        engine.load_adapter("wrong", wrong)
+    assert engine.adapters == [] and not engine._side.adapters.taken
+    engine.load_adapter("wrong", directories["attention"])
+    assert serve(engine, prompts[:1], "wrong") == [expected["attention"][:1]]
+    with pytest.raises(ValueError, match=why):
+        LLMEngine(EngineConfig(num_blocks=99, adapters={"wrong": wrong}), loaded=model)
+
+
+@pytest.mark.parametrize("missing", [CONFIG, WEIGHTS])
+def test_a_directory_that_is_none(missing, model, directories, tmp_path) -> None:
+    half = edited(directories["attention"], tmp_path / "half")
+    (half / missing).unlink()
+    engine = checked_engine(model, adapters={}, num_blocks=99)
+    for path in (half, tmp_path / "nowhere"):
+        with pytest.raises(FileNotFoundError, match="no directory of a LoRA adapter"):
+            engine.load_adapter("x", path)
+    for content in (b"", b"{", b"[]", b"\xff"):
+        (half / CONFIG).write_bytes(content)
+        (half / WEIGHTS).write_bytes(content)
+        with pytest.raises(ValueError, match=CONFIG):
+            engine.load_adapter("x", half)
+    (half / CONFIG).write_bytes((directories["attention"] / CONFIG).read_bytes())
+    with pytest.raises(ValueError, match="corrupt or incomplete"):
+        engine.load_adapter("x", half)
+
+
+def test_names_that_are_none(model, directories, prompts) -> None:
+    engine = checked_engine(model, adapters=directories, num_blocks=99)
+    with pytest.raises(ValueError, match=r"adapter is 'z'.*'everything', 'attention'"):
+        engine.add_request("a", prompts[0], adapter="z")
+    with pytest.raises(ValueError, match="adapter is 'z'"):
+        engine.generate_batch(prompts[:2], SamplingParams(), adapter=[None, "z"])
+    with pytest.raises(ValueError, match="adapter holds 1 entries"):
+        engine.generate_batch(prompts[:2], SamplingParams(), adapter=[None])
+    with pytest.raises(ValueError, match="adapter is 5"):
+        engine.generate_batch(prompts[:1], SamplingParams(), adapter=5)
+    with pytest.raises(ValueError, match=r"'attention'.*is loaded; unload it first"):
+        engine.load_adapter("attention", directories["everything"])
+    with pytest.raises(ValueError, match="name is ''"):
+        engine.load_adapter("", directories["everything"])
+    with pytest.raises(ValueError, match="directory is None"):
+        engine.load_adapter("new", None)
+    with pytest.raises(ValueError, match="adapter is 'z'"):
+        engine.unload_adapter("z")
+    assert not engine.has_unfinished_requests() and engine.adapters == list(directories)
+    plain = checked_engine(model, num_blocks=99)
+    for call in (lambda: plain.load_adapter("x", "y"), lambda: plain.unload_adapter("x")):
+        with pytest.raises(ValueError, match="this engine takes no adapters"):
+            call()
+    with pytest.raises(ValueError, match="this engine takes no adapters"):
+        plain.add_request("a", prompts[0], adapter="attention")
+    for wrong in (dict(adapters=["x"]), dict(adapters={"x": 5}), dict(max_loras=0)):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            EngineConfig(**wrong)
+    with pytest.raises(ValueError, match=r"adapters.*batch_invariant"):
+        EngineConfig(adapters={}, batch_invariant=True, dtype="float32")
