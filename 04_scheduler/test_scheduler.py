@@ -645,7 +645,9 @@ def test_a_batch_holds_so_many_adapters_and_others_overtake_until_one_has_waited
     assert "f" not in planned(loop.step()) and held_back.status == RequestStatus.WAITING
     loop.run()
     assert set(loop.reasons) == set("abcdef")
-    assert loop.scheduler.plugins[0]._num_running == {}
+    plugin = loop.scheduler.plugins[0]
+    plugin.begin_step()
+    assert plugin._adapters == {}
 
 
 def test_preemption_gives_the_adapter_back():
