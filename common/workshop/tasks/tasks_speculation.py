@@ -40,7 +40,9 @@ def judged_rows() -> str:
     return "\n".join(lines)
 
 
-def _sampled(p: list[list[float]], drafts: list[int], q: Any, accept: float, u: float) -> str:
+def _sampled(
+    p: list[list[float]], drafts: list[int], q: Any, accept: list[float], u: float, starts: Any = ()
+) -> str:
     import torch
 
     from rejection_sampler import rejection_sample
@@ -49,28 +51,38 @@ def _sampled(p: list[list[float]], drafts: list[int], q: Any, accept: float, u: 
         torch.tensor(p, dtype=torch.float64),
         torch.tensor(drafts),
         None if q is None else torch.tensor(q, dtype=torch.float64),
-        torch.tensor([0, len(drafts) + 1]),
+        torch.tensor(starts or [0, len(drafts) + 1]),
         len(drafts),
-        torch.full((len(drafts),), accept, dtype=torch.float64),
-        torch.full((len(drafts) + 1,), u, dtype=torch.float64),
+        torch.tensor(accept, dtype=torch.float64),
+        torch.full((len(p),), u, dtype=torch.float64),
     )
-    num_sampled = int(verified.num_sampled[0])
-    return f"{num_sampled - 1} accepted, tokens {verified.token_ids[0, :num_sampled].tolist()}"
+    rows = zip(verified.token_ids.tolist(), verified.num_sampled.tolist())
+    return "; ".join(f"{number - 1} accepted, tokens {tokens[:number]}" for tokens, number in rows)
 
 
 def accepted() -> str:
-    p = [[0.6, 0.4, 0.0], [0.0, 0.5, 0.5], [0.2, 0.2, 0.6]]
+    p = [[0.6, 0.4, 0.0], [0.1, 0.4, 0.5], [0.2, 0.2, 0.6]]
     q = [[0.8, 0.1, 0.1], [0.3, 0.3, 0.4]]
     lines = ["p (of the target) " + str(p), "q (of the draft) " + str(q)]
     for drafts, u in (([0, 1], 0.7), ([0, 1], 0.8), ([1, 1], 0.99), ([2, 1], 0.0), ([0, 3], 0.0)):
-        lines.append(f"drafts {drafts}, random number {u}: {_sampled(p, drafts, q, u, 0.9)}")
+        shown = _sampled(p, drafts, q, [u, u], 0.9)
+        lines.append(f"drafts {drafts}, random number {u}: {shown}")
+    shown = _sampled(p, [1, 0], q, [0.2, 0.9], 0.9)
+    lines.append(f"drafts [1, 0], random numbers 0.2 and 0.9: {shown}")
     return "\n".join(lines)
 
 
 def residuals() -> str:
     p, q = [[0.5, 0.3, 0.2], [0.0, 0.0, 1.0]], [[0.8, 0.1, 0.1]]
     lines = ["p [0.5, 0.3, 0.2], q [0.8, 0.1, 0.1], draft 0 is rejected"]
-    lines += [f"random number {u}: {_sampled(p, [0], q, 0.99, u)}" for u in (0.0, 0.6, 0.82)]
+    lines += [f"random number {u}: {_sampled(p, [0], q, [0.99], u)}" for u in (0.0, 0.6, 0.82)]
     lines.append("a draft that was certain (no q)")
-    lines += [f"random number {u}: {_sampled(p, [0], None, 0.99, u)}" for u in (0.0, 0.5, 0.7)]
+    lines += [f"random number {u}: {_sampled(p, [0], None, [0.99], u)}" for u in (0.0, 0.5, 0.7)]
+    four = [p[0], p[1], [0.2, 0.5, 0.3], p[1]]
+    both = _sampled(four, [0, 1], None, [0.99, 0.99], 0.5, [0, 2, 4])
+    lines.append(f"two requests with one such guess each, 0 and 1: {both}")
+    p, q = [p[0], [0.1, 0.5, 0.4], p[1]], [[0.4, 0.3, 0.3], [0.8, 0.1, 0.1]]
+    lines.append(
+        f"two guesses, of which the second is rejected: {_sampled(p, [0, 0], q, [0.9] * 2, 0.6)}"
+    )
     return "\n".join(lines)
