@@ -82,7 +82,8 @@ def _preempted(event: Event, how: list[str], values: Event, name: str, events: l
 def _stop(event: Event, how: list[str], values: Event, name: str, events: list[Event]) -> bool:
     is_any = any(one["kind"] == "admitted" for one in events)
     of_all = {"nobody": not is_any, "others": is_any}
-    return event["stop"] is not None and of_all.get("".join(how), event["stop"][1] != "")
+    is_of_one = bool(event["stop"]) and event["stop"][1] != ""
+    return bool(event["stop"]) and of_all.get("".join(how), is_of_one)
 
 
 def _in(field: str) -> Callable[..., bool]:
