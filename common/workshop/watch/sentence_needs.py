@@ -40,7 +40,7 @@ def _is_proof(event: Event, told: dict[str, Any], events: list[Event]) -> bool:
 def _blocks(words: str) -> set[int]:
     """Of "blocks 1–3, 7", those that are named."""
     found: set[int] = set()
-    for first, last in re.findall(r"(\d+)(?:–(\d+))?(?! blocks)", words):
+    for first, last in re.findall(r"(\d+)(?:–(\d+))?\b(?! blocks)", words):
         found |= set(range(int(first), int(last or first) + 1))
     return found
 
@@ -63,8 +63,9 @@ def _known(event: Event, how: list[str], values: Event, name: str, events: list[
         return False
     place = event["start"] + places[0]
     tables = [t for t in _later(events, event, "table") if t["request"] == name]
-    named = [t["blocks"][place - t["keep"]] for t in tables if t["keep"] <= place]
-    return (pairs[1] not in named) if how == ["stays"] else pairs[1] in named
+    named = [(t["blocks"][place - t["keep"] :] or [0])[0] for t in tables if t["keep"] <= place]
+    is_moved, is_gone = pairs[1] in named, 0 in named
+    return {"": is_moved, "ended": is_gone, "stays": not named}["".join(how)]
 
 
 def _taken(event: Event, how: list[str], values: Event, name: str, events: list[Event]) -> bool:

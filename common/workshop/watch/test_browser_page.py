@@ -398,6 +398,28 @@ def test_a_run_without_steps_is_no_error(open_run: OpenRun, film: Film) -> None:
     assert run.text("output.now") == "no steps"
 
 
+def test_columns_are_as_wide_as_their_time(open_run: OpenRun, film: Film) -> None:
+    run = open_run(text_of(first_steps(film, 12)))
+    run.page.click(".by-time")
+    run.settle()
+    assert "columns=time" in run.hash
+    wide = run.ask(
+        """() => { const box = document.querySelector(".grid-box");
+            const {left, right, top} = box.getBoundingClientRect();
+            const counts = Array(Watch.numSteps()).fill(0);
+            for (let x = left + 80; x < right; x++) { // behind the labels
+                Watch.set({step: 0, request: null});
+                box.dispatchEvent(new MouseEvent("click", {clientX: x, clientY: top + 30}));
+                if (Watch.store.request !== null) counts[Watch.store.step] += 1;
+            }
+            return counts; }"""
+    )
+    times = run.ask("Watch.stepTimes(Watch.store.films[0])")
+    scale = sum(wide[1:]) / sum(times[1:])  # of the first, a part is behind the labels
+    assert all(abs(n - max(5, ms * scale)) < 4 for n, ms in zip(wide[1:], times[1:])), (wide, times)
+    assert max(wide[1:]) > min(wide[1:])
+
+
 # -- two runs
 
 
