@@ -178,11 +178,12 @@ print(f"{held} slots held, {sum(seq_lens)} written, {1 - sum(seq_lens) / held:.0
 # %% [markdown]
 # ## Watch it run
 #
-# ![Film 2: two block tables that grow](figures/film.png)
+# ![Film 2: blocks that are reserved](figures/film.png)
 #
-# a and b take a block of 4 tokens whenever their last one is full, so their blocks lie between each
-# other: in step 15 the table of a is [1, 2, 3, 6, 10, 13, 9], that of b [4, 5, 7, 11, 14]. Block 9,
-# which a takes in this step, was c's until step 9: any free block will do.
+# a may come to 29 tokens whose KV is kept, so it takes 8 blocks of 4 at once, though its prompt
+# fills only 3. It can never run out. In step 4 c needs 3 blocks, and 2 are free. It waits, while 5
+# of those that are reserved are empty. When b has ended, c gets [13, 14, 12], in step 9: any free
+# block will do.
 #
 # The film itself takes seconds to make: `make watch ARGS="--film 2 --open"`
 # in the root of the repository. Step through it with the arrow keys.

@@ -112,7 +112,7 @@ def watch(
     where, broken = parting(right, wrong), contradiction(wrong)
     title_zh, look_zh = chinese_of(number)
     name, name_zh = ("", "") if is_hidden else (exhibit.title, title_zh)
-    title = (f"Exhibit {number}. {name}".strip(" ."), f"展品 {number} {name_zh}".strip())
+    title = (f"Exhibit {number}. {name}".strip(), f"展品 {number} {name_zh}".strip())
     caption = _HIDDEN if is_hidden else (exhibit.watch.look, look_zh)
     moments = moments_of(where, broken, wrong)
     start = moments[0]["address"] if moments else ""

@@ -117,6 +117,7 @@ def shoot(
     is the shortest of `num_takes`: they differ in what else the machine did. `has_knob`: with the
     settings of its knob, too."""
     cast = cast or load_cast()
+    last = film.scripts[-1]
     names = "ab" if len(film.scripts) > 1 else ("",)
     paths = tuple(folder / f"film_{film.chapter}{name}.jsonl" for name in names)
     for script, path in zip(film.scripts, paths):
@@ -124,12 +125,11 @@ def shoot(
         for _ in range(num_takes - 1 if film.columns == "time" else 0):
             perform(script, again := folder / "again.jsonl", cast)
             path.write_text(calmest(path.read_text("utf-8"), again.read_text("utf-8")), "utf-8")
-    facts = film.facts(*map(Film.read, paths))
-    turned = []
-    for number, (_, changes) in enumerate(film.knob if has_knob else ()):
-        turned.append(folder / f"film_{film.chapter}_{number}.jsonl")
-        perform(film.scripts[-1].but(**changes), turned[-1], cast)
-    return Shot(film, paths, facts, tuple(turned))
+    settings = [changes for _, changes in film.knob] if has_knob else []
+    turned = tuple(folder / f"film_{film.chapter}_{i}.jsonl" for i in range(len(settings)))
+    for changes, path in zip(settings, turned):
+        perform(last.but(**changes), path, cast)
+    return Shot(film, paths, film.facts(*map(Film.read, paths)), turned)
 
 
 def page_of(shot: Shot) -> str:

@@ -40,7 +40,7 @@ def _is_proof(event: Event, told: dict[str, Any], events: list[Event]) -> bool:
 def _blocks(words: str) -> set[int]:
     """Of "blocks 1–3, 7", those that are named."""
     found: set[int] = set()
-    for first, last in re.findall(r"(\d+)(?:–(\d+))?(?! blocks)", words):
+    for first, last in re.findall(r"(\d+)(?:–(\d+))?\b(?! blocks)", words):
         found |= set(range(int(first), int(last or first) + 1))
     return found
 
@@ -63,8 +63,9 @@ def _known(event: Event, how: list[str], values: Event, name: str, events: list[
         return False
     place = event["start"] + places[0]
     tables = [t for t in _later(events, event, "table") if t["request"] == name]
-    named = [t["blocks"][place - t["keep"]] for t in tables if t["keep"] <= place]
-    return (pairs[1] not in named) if how == ["stays"] else pairs[1] in named
+    named = [(t["blocks"][place - t["keep"] :] or [0])[0] for t in tables if t["keep"] <= place]
+    is_moved, is_gone = pairs[1] in named, 0 in named
+    return {"": is_moved, "ended": is_gone, "stays": not named}["".join(how)]
 
 
 def _taken(event: Event, how: list[str], values: Event, name: str, events: list[Event]) -> bool:
@@ -82,7 +83,8 @@ def _preempted(event: Event, how: list[str], values: Event, name: str, events: l
 def _stop(event: Event, how: list[str], values: Event, name: str, events: list[Event]) -> bool:
     is_any = any(one["kind"] == "admitted" for one in events)
     of_all = {"nobody": not is_any, "others": is_any}
-    return event["stop"] is not None and of_all.get("".join(how), event["stop"][1] != "")
+    is_of_one = bool(event["stop"]) and event["stop"][1] != ""
+    return bool(event["stop"]) and of_all.get("".join(how), is_of_one)
 
 
 def _in(field: str) -> Callable[..., bool]:

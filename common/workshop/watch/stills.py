@@ -40,6 +40,10 @@ html, body { height: auto; overflow: visible; }
 .scene { position: absolute; left: -3000px; width: 600px; height: 300px; }
 .scene.is-wanted { position: static; width: auto; margin-bottom: 8px; }
 .scene > h2 { font-size: 15px; }
+.scenes { min-height: 0 !important; } /* what a narrow window keeps free */
+.cache .cache-about { min-height: 0 !important; }
+.pool .pool-changes { height: 18px !important; }
+.cache-details .quiet { display: none; }
 .words-list, .pool-details, .pool-orders, .queue-lists { display: none !important; }
 .cache-details { flex: none !important; height: auto !important; max-height: none !important; }
 """

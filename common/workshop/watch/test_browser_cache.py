@@ -248,9 +248,19 @@ def test_the_keyboard_goes_along_a_chain(shown: Pages, open_page: OpenPage) -> N
     assert state == [None, number, "a"]
 
 
-def test_without_a_cache_a_sentence_says_so(shown: Pages, open_page: OpenPage) -> None:
+def test_without_a_cache_there_is_no_panel_and_beside_one_a_sentence(
+    shown: Pages, open_page: OpenPage
+) -> None:
     page = ready(open_page(shown["preempted"].page))
-    assert "no prefix cache" in page.inner_text(".cache-about")
-    assert not page.is_visible(".cache-scroll")
+    assert page.is_hidden(".scene-cache") and page.is_visible(".scene-pool")
+    page = ready(open_page(shown["radix"].page))
+    without = shown["preempted"].page.with_suffix(".jsonl")
+    page.set_input_files("input[type=file]", [without, shown["radix"].page.with_suffix(".jsonl")])
+    page.wait_for_function("() => Watch.store.films.length === 2")
+    go(page)
+    assert "no prefix cache" in page.inner_text(".cache-about >> nth=0")
+    assert not page.is_visible(".cache-scroll >> nth=0") and page.is_visible(
+        ".cache-scroll >> nth=1"
+    )
     go(page, language="zh")
-    assert "没有前缀缓存" in page.inner_text(".cache-about")
+    assert "没有前缀缓存" in page.inner_text(".cache-about >> nth=0")

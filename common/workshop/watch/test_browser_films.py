@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,24 +47,71 @@ def test_a_film_opens_at_its_first_moment_and_its_buttons_lead_to_all(
     assert page.evaluate("document.documentElement.scrollHeight") <= 800
     caption = page.locator(".film-caption").bounding_box()
     assert caption is not None and caption["height"] < 120
-    buttons = page.locator(".film-caption button")
+    buttons = page.locator(".film-caption .look")
     assert buttons.count() == len(shot.film.moments)
     page.keyboard.press("End")
     for number, moment in enumerate(shot.film.moments):
         buttons.nth(number).click()
         page.wait_for_function(
-            "n => document.querySelectorAll('.film-caption button')[n].ariaPressed === 'true'",
+            "n => document.querySelectorAll('.film-caption .look')[n].ariaPressed === 'true'",
             arg=number,
         )
         request = None if moment.request is None else shot.facts[moment.request]
         there = page.evaluate("[Watch.store.step, Watch.store.request]")
         assert there == [shot.step(moment), request]
-        pressed = page.locator(".film-caption button[aria-pressed=true]")
+        pressed = page.locator(".film-caption .look[aria-pressed=true]")
         assert pressed.all_inner_texts() == [buttons.nth(number).inner_text()]
         assert shot.say(moment.words)[0] in buttons.nth(number).inner_text()
     go(page, language="zh")
     assert page.inner_text(".film-caption .text") == shot.caption[1]
     assert shot.say(shot.film.moments[0].words)[1] in page.inner_text(".film-caption button")
+
+
+@pytest.mark.parametrize(("chapter", "given"), [(4, "a"), (3, 6)])
+def test_it_asks_before_the_decisive_step_and_tells_what_happened(
+    chapter: int, given: int | str, opened: Opened, shots: dict[int, Shot]
+) -> None:
+    shot, page = shots[chapter], opened(chapter)
+    moment = shot.film.moments[0]
+    page.click(".film-caption .ask")
+    page.wait_for_selector(".film-caption .look", state="hidden")
+    assert page.inner_text(".film-caption .text") == shot.say(moment.ask)[0]
+    assert page.evaluate("Watch.store.step") == shot.step(moment) - 1
+    painted = page.evaluate(
+        """() => { const seen = new Set(); const {cellOf} = Watch;
+            Watch.cellOf = (film, id, step) => { seen.add(step); return cellOf(film, id, step); };
+            Watch.redraw();
+            return new Promise((done) => requestAnimationFrame(() => setTimeout(() => {
+                Watch.cellOf = cellOf; done(Math.max(...seen)); }))); }"""
+    )
+    assert painted == shot.step(moment) - 1, "what comes next can be seen"
+    kind, right = shot.answer(moment) or ("", "")
+    page.evaluate("(changes) => Watch.set(changes)", {kind: given})
+    page.wait_for_selector(".film-caption .look", state="visible")
+    said = page.inner_text(".film-caption .text")
+    assert shot.say(moment.words)[0] in said
+    assert said.startswith("Right: " if given == right else "It was ") and str(right) in said
+    assert page.evaluate("Watch.store.step") == shot.step(moment)
+
+
+def test_a_knob_shows_another_run_at_the_same_step(
+    open_page: Any, shots: dict[int, Shot], tmp_path: Path
+) -> None:
+    path = tmp_path / "film.html"
+    shot = replace(shots[4], turned=shots[2].paths)
+    path.write_text(page_of(shot), encoding="utf-8")
+    page = open_page(path)
+    page.wait_for_selector(".film-caption .text")
+    blocks = "Watch.store.films.map(({run}) => run.num_blocks)"
+    assert page.evaluate(blocks) == [16] and page.locator(".knob option").count() == 2
+    for value, num_blocks in (("1", 15), ("0", 16)):
+        page.select_option(".knob", value)
+        go(page)
+        assert page.evaluate(blocks) == [num_blocks]
+        assert page.evaluate("Watch.store.step") == shot.step(shot.film.moments[0])
+        is_told = shot.caption[0] == page.inner_text(".film-caption .text")
+        assert is_told == (value == "0")
+        assert page.is_visible(".film-caption .look") == (value == "0")
 
 
 @pytest.mark.parametrize(("address", "step"), [("lang=zh", None), ("step=2&lang=zh", 2)])

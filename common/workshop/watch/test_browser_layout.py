@@ -64,11 +64,13 @@ def test_a_laptop_shows_all_six_scenes_at_once(open_run: OpenRun, default_run_te
 
 def test_the_page_is_never_wider_than_the_window(open_run: OpenRun, default_run_text: str) -> None:
     run = open_run(default_run_text, default_run_text, at="step=20")
-    for width in (1920, 1280, 1024, 800):
+    for width in (1920, 1280, 1024, 800, 390):
         run.page.set_viewport_size({"width": width, "height": 800})
         run.page.wait_for_function(
             "width => document.documentElement.scrollWidth <= width", arg=width, timeout=10_000
         )
+    tops = run.ask("[...document.querySelectorAll('.root')].map((one) => one.offsetTop)")
+    assert len(set(tops)) == len(tops), "a narrow window has one column"
 
 
 # -- labels are inside their boxes
@@ -148,7 +150,7 @@ def test_tab_reaches_every_control_and_shows_where_it_is(
 ) -> None:
     run = open_run(default_run_text, at=f"step={step}")
     controls = run.check("controls")
-    assert len(controls) > 12
+    assert 12 < len(controls) < 40, "too many stops on the way"
     reached: dict[int, tuple[bool, bool]] = {}
     for _ in range(2 * len(controls)):
         run.page.keyboard.press("Tab")
@@ -200,6 +202,9 @@ def test_arrows_walk_through_requests_blocks_and_boxes(
     run.page.locator(".grid-box").focus()
     run.press("ArrowDown", "ArrowDown")
     assert run.ask("() => [Watch.store.request, Watch.store.step]") == ["b", 20]
+    assert run.page.locator(".pool-cell.is-dim").count() == 0, "it has ended: nothing to point at"
+    run.show(request="a")
+    assert run.page.locator(".pool-cell.is-dim").count() > 0
     run.page.locator(".pool-cells").focus()
     run.press("Home", "ArrowRight", "ArrowRight")
     assert run.ask("() => [Watch.store.block, Watch.store.step]") == [2, 20]

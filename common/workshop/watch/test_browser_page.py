@@ -329,7 +329,15 @@ def test_a_file_that_is_dropped_is_shown(open_default: OpenDefault, film: Film) 
     assert run.hash == "#step=0"
     run.press("End")
     assert run.step == 6
-    assert run.page.locator(".notice").is_hidden() and curtain.is_hidden()
+    assert curtain.is_hidden()
+    assert run.text(".notice").startswith("short is not whole: it ends behind step 6, and a, b,")
+    lines = text_of(first_steps(film, 7)).splitlines(keepends=True)
+    at = max(i for i, line in enumerate(lines) if '"planned"' in line)
+    drop(run, ("cut.jsonl", "".join(lines[: at + 1])))
+    assert "cut is not whole: it ends in the middle of step 6." in run.text(".notice")
+    whole = "".join(f"{to_line(event)}\n" for event in (film.run, *film.events))
+    drop(run, ("whole.jsonl", whole))
+    assert run.page.locator(".notice").is_hidden()
 
 
 NO_RUNS = {  # what a file has, and what the page says about it
@@ -353,6 +361,7 @@ def test_a_file_that_is_no_run_is_refused_and_the_page_goes_on(
     for text, said in NO_RUNS.items():
         drop(run, ("note.txt", text.replace("RUN", f"{to_line(film.run)}\n")))
         assert "note.txt" in notice.inner_text() and said in notice.inner_text(), text
+        assert 'LLM(events="run.jsonl")' in notice.inner_text(), "what it should have been"
         assert run.step == 3
     drop(run, *((f"{n}.jsonl", "") for n in range(3)))
     assert "3 files" in notice.inner_text() and run.step == 3
@@ -387,6 +396,28 @@ def test_a_run_without_steps_is_no_error(open_run: OpenRun, film: Film) -> None:
     assert run.text("output.now") == "no steps"
     run.press("ArrowRight", "End", " ", "]", "Home")
     assert run.text("output.now") == "no steps"
+
+
+def test_columns_are_as_wide_as_their_time(open_run: OpenRun, film: Film) -> None:
+    run = open_run(text_of(first_steps(film, 12)))
+    run.page.click(".by-time")
+    run.settle()
+    assert "columns=time" in run.hash
+    wide = run.ask(
+        """() => { const box = document.querySelector(".grid-box");
+            const {left, right, top} = box.getBoundingClientRect();
+            const counts = Array(Watch.numSteps()).fill(0);
+            for (let x = left + 80; x < right; x++) { // behind the labels
+                Watch.set({step: 0, request: null});
+                box.dispatchEvent(new MouseEvent("click", {clientX: x, clientY: top + 30}));
+                if (Watch.store.request !== null) counts[Watch.store.step] += 1;
+            }
+            return counts; }"""
+    )
+    times = run.ask("Watch.stepTimes(Watch.store.films[0])")
+    scale = sum(wide[1:]) / sum(times[1:])  # of the first, a part is behind the labels
+    assert all(abs(n - max(5, ms * scale)) < 4 for n, ms in zip(wide[1:], times[1:])), (wide, times)
+    assert max(wide[1:]) > min(wide[1:])
 
 
 # -- two runs

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from common.engine_config import EngineConfig
 from common.events.event_kinds import Computed, Event, Planned
 from common.tests.film_answers import Answers
 from common.workshop.replay.film import Film
@@ -77,7 +78,8 @@ def test_its_caption_says_the_same_numbers_in_both_languages(
     chapter: int, shots: dict[int, Shot]
 ) -> None:
     shot = shots[chapter]
-    for both in [shot.caption, *(shot.say(moment.words) for moment in shot.film.moments)]:
+    said = [words for m in shot.film.moments for words in (shot.say(m.words), shot.say(m.ask))]
+    for both in [shot.caption, *said]:
         english, chinese = (sorted(re.findall(r"\d+", text)) for text in both)
         assert english == chinese
         assert not set("{}") & set("".join(both))
@@ -91,6 +93,22 @@ def test_its_moments_are_steps_of_it(chapter: int, shots: dict[int, Shot]) -> No
     for moment in shot.film.moments:
         assert 0 <= shot.step(moment) < longest
         assert moment.request is None or shot.facts[moment.request] in names
+        if (answer := shot.answer(moment)) is not None:
+            before = films_of(shot)[-1].state_after(shot.step(moment) - 1)
+            kind, what = answer
+            known = set(before.requests) if kind == "request" else range(1, len(before.ref_cnt))
+            assert kind in ("request", "block") and what in known, "nobody can point at it"
+    assert any(moment.ask[0] and moment.ask[1] for moment in shot.film.moments)
+
+
+@CHAPTERS
+def test_its_knob_has_settings_that_the_engine_takes(chapter: int) -> None:
+    film = FILMS[chapter]
+    assert 3 <= len(film.knob) <= 5
+    for label, changes in film.knob:
+        changed = dict(film.scripts[-1].but(**changes).config)
+        assert changed != film.scripts[-1].config, label
+        EngineConfig(**changed, device="cpu", dtype="float64")
 
 
 @CHAPTERS

@@ -106,7 +106,7 @@ def test_all_films_and_the_page_that_leads_to_them(
     tmp_path: Path, shots: dict[int, Shot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are not performed again."""
-    monkeypatch.setattr(films, "shoot", lambda film, *_: shots[film.chapter])
+    monkeypatch.setattr(films, "shoot", lambda film, *_, **__: shots[film.chapter])
     assert main(["--films", "--out", str(tmp_path / "films")]) == 0
     index = (tmp_path / "films" / "index.html").read_text(encoding="utf-8")
     for chapter in FILMS:
@@ -123,7 +123,7 @@ def test_the_words_of_the_index_are_text() -> None:
 def test_a_page_is_opened_where_it_is_wanted(
     tmp_path: Path, shots: dict[int, Shot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(films, "shoot", lambda film, *_: shots[film.chapter])
+    monkeypatch.setattr(films, "shoot", lambda film, *_, **__: shots[film.chapter])
     opened: list[str] = []
     monkeypatch.setattr(film_command.webbrowser, "open", opened.append)
     out = tmp_path / "film.html"

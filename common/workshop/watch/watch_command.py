@@ -48,7 +48,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def read_reel(path: Path) -> Reel:
     """Raises `FileNotFoundError`, and `ValueError` with a sentence for what is no run."""
-    Film.read(path)
+    try:
+        Film.read(path)
+    except ValueError as error:
+        wanted = 'a record of a run, as LLM(events="run.jsonl") and python -m common.demo --events'
+        raise ValueError(f"{path}: {error} (It should be {wanted} write it.)") from None
     return Reel(path.stem, path.read_bytes().decode("utf-8", errors="replace"))
 
 

@@ -18,7 +18,6 @@
     "fact.runs": ["runs", "运行"],
     "fact.ended": ["has ended", "已结束"],
     "fact.absent": ["is not there", "不在"],
-    "fact.place": ["{request}", "{request}"],
     "fact.plan": ["tokens of {request} in the step", "{request} 本步的 token 数"],
     "fact.table": ["{request}'s table", "{request} 的块表"],
     "fact.outputs": ["outputs of {request}", "{request} 的输出"],
@@ -76,7 +75,8 @@
     const state = film.stateAfter(step);
     const {planned} = film.steps[step];
     const add = (key, request, text) =>
-      facts.set(t(`fact.${key}`, {request: Watch.name(request)}), String(text));
+      facts.set(key === "place" ? Watch.name(request)
+        : t(`fact.${key}`, {request: Watch.name(request)}), String(text));
     const of = (id) => state.requests.get(id);
     const placeOf = (id) => (of(id) === undefined ? "absent" : of(id).finishReason !== null ? "ended"
       : state.running.has(id) ? "runs" : "waits");

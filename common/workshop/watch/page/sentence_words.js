@@ -72,6 +72,10 @@
       "{given} held what {kept} has already: it uses that one",
       "{given} 的内容与{kept} 相同：改用后者",
     ],
+    "say.known.ended": [
+      "{given} held what {kept} has already, and is given back",
+      "{given} 的内容与{kept} 相同，已经归还",
+    ],
     "say.known.stays": [
       "{given} held what {kept} has already, and is given back; its table still names {given}",
       "{given} 的内容与{kept} 相同，已经归还；块表里写的却还是{given}",

@@ -130,12 +130,17 @@
         const values = {given: Watch.sayBlocks([event.given[i]]), kept: Watch.sayBlocks([kept])};
         // The table is another event; where it does not come, the request goes on with what it gave.
         const place = event.start + i;
-        const isMoved = events.slice(at).some(
-          ({kind, request, keep, blocks}) =>
-            kind === "table" && request === event.request && blocks[place - keep] === kept,
-        );
-        if (isMoved) say(event.request, "say.known", values, ["published:known", "table:moved"]);
-        else say(event.request, "say.known.stays", values, ["published:known"]);
+        const named = events
+          .slice(at)
+          .filter(({kind, request}) => kind === "table" && request === event.request)
+          .filter(({keep}) => keep <= place)
+          .map(({keep, blocks}) => blocks[place - keep]);
+        if (named.includes(kept))
+          say(event.request, "say.known", values, ["published:known", "table:moved"]);
+        else {
+          const key = named.length ? "say.known.ended" : "say.known.stays";
+          say(event.request, key, values, ["published:known"]);
+        }
       });
     },
     split(event, {say}) {
