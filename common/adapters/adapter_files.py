@@ -155,7 +155,7 @@ def _targets(config: dict[str, Any], shapes: Mapping[str, Any], path: Path) -> l
             return False
         if isinstance(wanted, str) and wanted.lower() == "all-linear":
             return True
-        return _matches(wanted, name) and (not layers or _layer_of(name) in layers)
+        return _matches(wanted or [], name) and (not layers or _layer_of(name) in layers)
 
     return [name for name in shapes if is_meant(name)]
 
