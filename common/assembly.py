@@ -194,7 +194,7 @@ def make_runner(
     return LocalRunner(paged, kv_cache, speculation, adapters)
 
 
-def make_state(given: Given, adapters: AdapterSlots | None) -> BatchState:
+def make_state(given: Given, adapters: AdapterSlots | None = None) -> BatchState:
     """The runner's copy of the requests. Its plugins stand here, in their order."""
     config = given.config
     sampling = SamplingColumns(eos_token_ids=given.loaded.generation_eos_token_ids)

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -153,7 +152,7 @@ class LLMEngine:
     def add_requests(
         self,
         requests: Iterable[tuple[str, Prompt, SamplingParams]],
-        adapters: Iterable[str | None] = repeat(None),
+        adapters: Sequence[str | None] | None = None,
         **options: Unpack[SharedOptions],
     ) -> None:
         """Queue all of `(request_id, prompt, sampling_params)` or, if one is refused, none.
@@ -162,7 +161,9 @@ class LLMEngine:
         num_seeds_drawn = self._intake.num_seeds_drawn
         with self.turn.undisturbed():
             try:
-                for (request_id, prompt, params), adapter in zip(requests, adapters):
+                requests = list(requests)
+                each = [None] * len(requests) if adapters is None else adapters
+                for (request_id, prompt, params), adapter in zip(requests, each, strict=True):
                     before.setdefault(request_id, self._groups.get(request_id))
                     self.add_request(request_id, prompt, params, **options, adapter=adapter)
             except BaseException:

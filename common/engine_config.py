@@ -232,6 +232,7 @@ class EngineConfig:
         no_long = "it needs scheduler 'two_phase' and a number as chunked_prefill: what is long"
         no_cache = "it needs a prefix_cache, which is None"
         is_fixed, tiles = self.batch_invariant, "batch_invariant=True computes in tiles of its own"
+        no_adapters = f"{tiles}, and adapters' products have others"
         is_summed = is_fixed and self.tensor_parallel_size > 1
         order = "batch_invariant=True: in which order ranks are added depends on the batch"
         refused = {  # where it is given
@@ -247,7 +248,8 @@ class EngineConfig:
             "attention_backend": (is_fixed and self.attention_backend == "triton", tiles),
             "tensor_parallel_size": (is_summed, order),
             "compile": (is_fixed and self.compile is True, tiles),
-            "adapters": (is_fixed and self.takes_adapters, f"{tiles}, and adapters' do not fit"),
+            "adapters": (is_fixed, no_adapters),
+            "max_loras": (is_fixed, no_adapters),
             "pack_weights": (is_fixed and not self.pack_weights, f"{tiles}, of packed weights"),
             "emulate_graphs": (self.emulate_graphs and self.enforce_eager, "enforce_eager is True"),
         }

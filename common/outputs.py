@@ -254,7 +254,7 @@ def spread(
     """One for each prompt, where `given` is one for all, None, or a sequence. Raises `ValueError`
     if that holds more or fewer."""
     if given is None or isinstance(given, kind):
-        return [given or default] * num_prompts  # pyright: ignore[reportReturnType]
+        return [default if given is None else given] * num_prompts  # pyright: ignore[reportReturnType]
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise ValueError(
             f"{name} is {given!r}: it must be a {kind.__name__}, or one for each prompt"

@@ -1,8 +1,9 @@
 """A batch may hold only so many different LoRA adapters: there is room for so many on the device.
 
 A request whose adapter is not among those of the batch waits for one of them to go, and is passed
-over meanwhile; when it has waited too long, the line waits for it (`scheduler.py`). So of two
-adapters in turn, each is served: who comes for the first one can not overtake for ever.
+over meanwhile; when too many have left the queue since it came, the line waits for it
+(`policy_queue.py`). So of two adapters each is served: who comes for the one that runs can not
+overtake for ever. Chapter 1's scheduler passes over nobody: there the line waits at once.
 
 SGLang groups by adapter when it picks from the queue; vLLM passes over, as here."""
 
@@ -18,7 +19,7 @@ from scheduler_books import SchedulerBooks, SchedulerPlugin
 
 class MaxLoRAs(SchedulerPlugin):
     """At most `max_loras` different adapters run at once. A request names its adapter in its extra
-    keys, `("lora", id)`; those without one are never held back. Raises `ValueError` below 1."""
+    keys, `("lora", id)`; those without one are not held back here. Raises `ValueError` below 1."""
 
     books: SchedulerBooks
 

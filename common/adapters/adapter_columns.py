@@ -28,9 +28,9 @@ class AdapterColumns(RunnerPlugin):
         self._has_one = np.zeros(0, dtype=bool)
 
     def grow(self, num_rows: int) -> None:
-        num_more = num_rows - len(self._digests)
-        self._digests += [None] * num_more
-        self._has_one = np.append(self._has_one, np.zeros(num_more, dtype=bool))
+        self._digests += [None] * (num_rows - len(self._digests))
+        more = np.zeros(num_rows - len(self._has_one), dtype=bool)
+        self._has_one = np.append(self._has_one, more)
 
     def admit(self, row: int, new: NewRequestData) -> None:
         digest = new.features.get(self.name)

@@ -50,6 +50,9 @@ _REFUSED = {
     "layers_pattern": "its layers have names of their own",
 }
 
+# Ways to begin training that leave the base model as it is.
+_KEEPS_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
+
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
@@ -79,8 +82,19 @@ def read_adapter(
     dtype: torch.dtype,
 ) -> Adapter:
     """Raises `FileNotFoundError` if a file is not there, and `ValueError` for an adapter that is
-    not complete, not for this model or more than LoRA."""
+    not complete, not for this model, more than LoRA, or not readable."""
     path = Path(directory).expanduser()
+    try:
+        return _read(path, shapes, max_rank, dtype)
+    except FileNotFoundError:
+        raise
+    except (re.error, TypeError, OverflowError, OSError, RuntimeError) as error:
+        raise ValueError(f"{path} is no adapter that can be read: {error}") from error
+
+
+def _read(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], max_rank: int, dtype: torch.dtype
+) -> Adapter:
     for name in (CONFIG, WEIGHTS):
         if not (path / name).is_file():
             raise FileNotFoundError(f"{path} has no {name}: it is no directory of a LoRA adapter")
@@ -100,10 +114,10 @@ def read_adapter(
         digest.update(f"{name} {scale!r} {a.dtype} {b.dtype} {tuple(a.shape)}\n".encode())
         for tensor in (a, b):
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-        scaled = (b.double() * scale).to(dtype)
+        a, scaled = a.to(dtype), (b.double() * scale).to(dtype)
         if not (bool(a.isfinite().all()) and bool(scaled.isfinite().all())):
             raise ValueError(f"{path / WEIGHTS}: {name} holds NaN, or infinity in {dtype}")
-        matrices[name] = LowRank(a.to(dtype), scaled)
+        matrices[name] = LowRank(a, scaled)
     if tensors:
         left = ", ".join(sorted(tensors)[:3])
         raise ValueError(
@@ -127,6 +141,11 @@ def _read_config(path: Path) -> dict[str, Any]:
     for name, why in _REFUSED.items():
         if config.get(name):
             raise ValueError(f"{path}: {name} is {config[name]!r}: {why}, which is not built here")
+    if (how := config.get("init_lora_weights", True)) not in _KEEPS_THE_BASE:
+        raise ValueError(
+            f"{path}: init_lora_weights is {how!r}: it changes the base model's weights, too; PEFT "
+            "converts such an adapter when it saves it"
+        )
     if config.get("bias", "none") != "none":
         raise ValueError(f"{path}: bias is {config['bias']!r}: it must be 'none'")
     for name in ("rank_pattern", "alpha_pattern"):
@@ -155,7 +174,9 @@ def _targets(config: dict[str, Any], shapes: Mapping[str, Any], path: Path) -> l
             return False
         if isinstance(wanted, str) and wanted.lower() == "all-linear":
             return True
-        return _matches(wanted or [], name) and (not layers or _layer_of(name) in layers)
+        is_whole_name = isinstance(wanted, list) and name in wanted
+        is_layer = is_whole_name or not layers or _layer_of(name) in layers
+        return _matches(wanted or [], name) and is_layer
 
     return [name for name in shapes if is_meant(name)]
 
@@ -199,7 +220,8 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """By their names without PEFT's prefix."""
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            # Copies: the file may be written again while the adapter is served.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is corrupt or incomplete: {error}") from error
     if strange := [name for name in tensors if not name.startswith(_PREFIX)]:

@@ -48,18 +48,19 @@ class AdapterNames:
             )
         if not isinstance(directory, str | Path):
             raise ValueError(f"directory is {directory!r}: it must be a path")
+        self._drop_unused()
         digest = self._loader.load(directory)
-        self._digests[name] = digest
-        self._users.setdefault(digest, set())
+        self._users.setdefault(digest, set())  # first: of what stands here alone, the next call
+        self._digests[name] = digest  # drops the content
 
     def unload(self, name: str) -> None:
         """Requests that use it go on. Raises `ValueError` for a name that is not there."""
-        digest = self.digest_of(name)
+        self.digest_of(name)
         del self._digests[name]
-        self._drop_if_unused(digest)
+        self._drop_unused()
 
     def digest_of(self, name: str) -> str:
-        if name not in self._digests:
+        if not isinstance(name, str) or name not in self._digests:
             there = ", ".join(map(repr, self._digests)) or "none"
             raise ValueError(f"adapter is {name!r}: those that are loaded are {there}")
         return self._digests[name]
@@ -71,10 +72,13 @@ class AdapterNames:
         """May be said again."""
         if digest in self._users:
             self._users[digest].discard(request_id)
-            self._drop_if_unused(digest)
+            self._drop_unused()
 
-    def _drop_if_unused(self, digest: str) -> None:
-        if not self._users[digest] and digest not in self._digests.values():
+    def _drop_unused(self) -> None:
+        """May be interrupted, and done again."""
+        named = set(self._digests.values())
+        unused = [d for d, users in self._users.items() if not users and d not in named]
+        for digest in unused:
             with suppress(Exception):  # a step's, who says it in its turn
                 self._wait_for_steps()
             self._loader.drop(digest)

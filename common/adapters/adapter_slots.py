@@ -23,6 +23,7 @@ S-LoRA (arXiv 2311.03285), keeps the adapters of thousands in the host's memory.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,17 +80,26 @@ class StepAdapters:
 
 
 class AdaptedModel:
-    """What is said to a model once, however many engines use it: what its step has of adapters
-    (`name`, in what the runner has staged), and where the matrices are."""
+    """What is said to a model once, however many engines use it: what the pass has of adapters
+    (`name`, in what the runner has staged), and where the matrices are. Another thread may be in a
+    pass of another engine."""
 
     name = "adapter"
 
     def __init__(self, model: DecoderModel) -> None:
-        self.step: StepAdapters | None = None
+        self._of_thread = threading.local()
         model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end, always_call=True)
+
+    @property
+    def step(self) -> StepAdapters | None:
+        return getattr(self._of_thread, "step", None)
 
     def _begin(self, model: Any, arguments: tuple[Any, ...]) -> None:
-        self.step = arguments[0].staged.get(self.name)
+        self._of_thread.step = arguments[0].staged.get(self.name)
+
+    def _end(self, model: Any, arguments: Any, result: Any) -> None:
+        self._of_thread.step = None
 
     @classmethod
     def of(cls, model: DecoderModel) -> AdaptedModel:
@@ -253,7 +263,7 @@ class _Cut:
 
     def of_low_rank(self, matrix: LowRank) -> LowRank:
         rows, columns = (*self.part, slice(None))[:2]
-        return LowRank(matrix.a[:, columns].contiguous(), matrix.b[rows].contiguous())
+        return LowRank(matrix.a[:, columns].clone(), matrix.b[rows].clone())  # not all of it
 
 
 def _target(tensor: CheckpointTensor) -> torch.Tensor:

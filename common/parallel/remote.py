@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -29,7 +30,7 @@ from common.model_config import ModelFacts
 from common.outputs import OutputProcessor
 from common.parallel import message
 from common.parallel.channel import interrupts_held
-from common.parallel.executor import OF_THE_USER, Executor
+from common.parallel.executor import OF_THE_USER, Executor, WorkerError
 from common.parallel.ranks import Ranks
 from common.parallel.remote_launch import StartedWorkers, launch
 from common.parallel.sharded_model import rank_config
@@ -175,6 +176,7 @@ class RemoteAdapters:
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
+        self._held: set[str] = set()  # by all ranks
 
     def load(self, directory: str | Path) -> str:
         path = str(Path(directory).expanduser().resolve())
@@ -183,8 +185,9 @@ class RemoteAdapters:
             answers = self.executor.collect("loading an adapter")
         digests = {answer["digest"] for answer in answers}
         if len(digests) == 1 and (digest := digests.pop()) is not None:
+            self._held.add(digest)
             return digest
-        for other in digests - {None}:
+        for other in digests - {None} - self._held:
             self.drop(other)
         for answer in answers:
             if answer["digest"] is None:
@@ -192,7 +195,10 @@ class RemoteAdapters:
         raise ValueError(f"{path} is not the same on all ranks: it was written meanwhile")
 
     def drop(self, digest: str) -> None:
-        self.executor.send(message.pack("drop", digest=digest))
+        """Where the ranks are gone, so is what they held: the next step says that."""
+        self._held.discard(digest)
+        with suppress(WorkerError):
+            self.executor.send(message.pack("drop", digest=digest))
 
 
 # -- the start

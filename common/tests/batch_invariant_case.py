@@ -100,6 +100,8 @@ def config_of(combination: Combination, batch_invariant: bool) -> EngineConfig:
         batch_invariant=batch_invariant,
         max_model_len=None,  # what it was for, graphs, is not to be had here
         emulate_graphs=False,
+        adapters=None,
+        max_loras=None,
     )
 
 

@@ -197,7 +197,7 @@ def serve_a_crowd(
 def serve(engine, oracle: Oracle, indices: list[int], max_tokens: int, salt=None):
     """All of them at once. Checks every token; returns the outputs."""
     prompts = [oracle.prompts[i] for i in indices]
-    outputs = engine.generate_batch(prompts, greedy_params(max_tokens), salt)
+    outputs = engine.generate_batch(prompts, greedy_params(max_tokens), cache_salt=salt)
     for i, output in zip(indices, outputs.values(), strict=True):
         assert output.outputs[0].token_ids == oracle.expected(i, max_tokens), f"prompt {i}"
     return list(outputs.values())

@@ -14,11 +14,12 @@ from common.adapters.adapter_files import CONFIG, WEIGHTS
 from common.engine import EngineConfig, LLMEngine
 from common.loader import load_model
 from common.tests.adapter_cases import KINDS, by_peft, edited, save_adapter
-from common.tests.engine_oracle import checked_engine, greedy_params
+from common.tests.engine_oracle import checked_engine, greedy_params, num_replays
 from request import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_TOKENS = 8
+PARAMS = greedy_params(NUM_TOKENS)
 NAMES = (None, *KINDS)
 
 
@@ -93,6 +94,10 @@ def test_a_mixed_batch_is_what_peft_says_of_each_alone(
     twice = serve(engine, asked[:4], adapters[:4], n=2)
     assert twice == [pair * 2 for pair in right[:4]]
     assert engine.stats().kv_blocks_in_use == 0
+    if "emulate_graphs" in CONFIGS[name]:
+        assert num_replays(engine) == 0, "its arrays have no address"
+        assert serve(engine, prompts, None) == [[tokens] for tokens in expected[None]]
+        assert num_replays(engine) > 0, "nobody has an adapter"
 
 
 def test_two_engines_over_one_model_do_not_see_each_other(
@@ -168,22 +173,28 @@ def test_whom_an_abort_ends_holds_no_adapter(model, directories, prompts) -> Non
 
 
 def test_nobody_is_passed_over_for_ever(model, directories, prompts) -> None:
-    """One slot, and a stream of requests for the adapter that has it."""
+    """One slot, and a stream of requests for the adapter that has it, which never pauses."""
     engine = checked_engine(
         model, adapters=directories, max_loras=1, max_num_seqs=2, num_blocks=200
     )
-    params, names = greedy_params(3), itertools.count()
-    other = "attention"
-    for _ in range(2):
-        engine.add_request(f"own {next(names)}", prompts[0], params, adapter="everything")
+    engine.scheduler.waiting.max_overtakes = 5
+    names = itertools.count()
+
+    def add_own(num_tokens: int) -> None:
+        name, params = f"own {next(names)}", greedy_params(num_tokens)
+        engine.add_request(name, prompts[0], params, adapter="everything")
+
+    add_own(2)
+    add_own(5)
     engine.step()
-    engine.add_request("other", prompts[0], params, adapter=other)
-    for _ in range(1000):
-        ended = [output for output in engine.step() if output.finished]
-        if any(output.request_id == "other" for output in ended):
+    engine.add_request("other", prompts[0], greedy_params(3), adapter="attention")
+    for step in range(60):
+        ended = [output.request_id for output in engine.step() if output.finished]
+        if "other" in ended:
+            assert step > 10 and next(names) > 5, "nobody has overtaken it"
             return
         for _ in ended:
-            engine.add_request(f"own {next(names)}", prompts[0], params, adapter="everything")
+            add_own(4)
     raise AssertionError("it starves")
 
 
@@ -242,6 +253,11 @@ REFUSED = {
     ),
     "too much": (None, extra, "also holds model.layers.7"),
     "less is meant": (dict(target_modules=["v_proj"]), None, "also holds .*q_proj"),
+    "pattern": (dict(rank_pattern={"(": 2}), None, "no adapter that can be read"),
+    "expression": (dict(target_modules="*proj"), None, "no adapter that can be read"),
+    "excluded": (dict(exclude_modules=5), None, "no adapter that can be read"),
+    "too large": (dict(lora_alpha=10**400), None, "no adapter that can be read"),
+    "another beginning": (dict(init_lora_weights="pissa"), None, "init_lora_weights is 'pissa'"),
     "another base": (None, narrower, r"lora_A.weight is \(4, \d+\).*not \(4, \d+\)"),
     "NaN": (None, put(float("nan"), "lora_A"), "holds NaN"),
     "infinity": (None, put(float("inf"), "lora_B"), "holds NaN, or infinity"),
@@ -310,5 +326,14 @@ def test_names_that_are_none(model, directories, prompts) -> None:
     for wrong in (dict(adapters=["x"]), dict(adapters={"x": 5}), dict(max_loras=0)):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             EngineConfig(**wrong)
-    with pytest.raises(ValueError, match=r"adapters.*batch_invariant"):
-        EngineConfig(adapters={}, batch_invariant=True, dtype="float32")
+    for given in (dict(adapters={}), dict(max_loras=2)):
+        with pytest.raises(ValueError, match=r"batch_invariant=True .* adapters"):
+            EngineConfig(**given, batch_invariant=True, dtype="float32")
+    for name in ("", ["attention"]):
+        with pytest.raises(ValueError, match="adapter is"):
+            engine.add_request("a", prompts[0], adapter=name)
+    with pytest.raises(ValueError, match="adapter is ''"):
+        engine.generate_batch(prompts[:1], SamplingParams(), adapter="")
+    with pytest.raises(ValueError, match="shorter"):
+        engine.add_requests([("a", prompts[0], PARAMS), ("b", prompts[1], PARAMS)], [None])
+    assert not engine.has_unfinished_requests()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from zlib import crc32
@@ -107,7 +108,8 @@ class Run:
         priority = -self.num_added % 3
         self.open[name] = index
         prompt = self.oracle.prompts[index]
-        self.survive(call, self.engine.add_request, name, prompt, params, None, priority)
+        add = partial(self.engine.add_request, priority=priority)
+        self.survive(call, add, name, prompt, params)
         if self.interrupt.last is not None and name not in self.engine._groups:
             self.open.pop(name, None)
 
