@@ -37,9 +37,6 @@ class AdapterColumns(RunnerPlugin):
         assert digest is None or digest in self.slots.taken, f"{new.req_id}: no adapter {digest}"
         self._digests[row], self._has_one[row] = digest, digest is not None
 
-    def release(self, row: int) -> None:
-        self._digests[row], self._has_one[row] = None, False
-
     def concerns(self, rows: np.ndarray) -> bool:
         return bool(self._has_one[rows].any())
 

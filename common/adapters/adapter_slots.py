@@ -1,7 +1,7 @@
 """Adapters in the model: what each adds to its matrices, for the rows of its own requests.
 
     slot      0       1            2            max_loras
-    holds     none    some adapter's matrices, on the device, padded to `max_lora_rank`
+    holds     none    some adapter's matrices, on the device, up to `max_lora_rank`
 
     rows of a step     a a 0 b 0 a        slots of their adapters: 1 1 0 2 0 1
     ordered            0 1 5 | 3          by slot, those of slot 0 left out: once a step
@@ -187,20 +187,20 @@ class AdapterSlots:
         """The slots of a step's adapters."""
         wanted = set(digests)
         assert len(wanted) < self.num_slots, "more adapters in a step than max_loras"
-        for digest in sorted(wanted):
+        # Those that are there go to the end of the line: nobody takes their place.
+        for digest in sorted(wanted, key=lambda digest: (digest not in self.slot_of, digest)):
             slot = self.slot_of.pop(digest, None)
             if slot is None:
-                slot = self._free_slot(wanted)
+                slot = self._free_slot()
                 self._fill(slot, self.taken[digest])
             self.slot_of[digest] = slot
         return {digest: self.slot_of[digest] for digest in wanted}
 
-    def _free_slot(self, wanted: set[str]) -> int:
+    def _free_slot(self) -> int:
         if len(self.slot_of) < self.num_slots - 1:
             used = set(self.slot_of.values())
             return next(slot for slot in range(1, self.num_slots) if slot not in used)
-        oldest = next(digest for digest in self.slot_of if digest not in wanted)
-        return self.slot_of.pop(oldest)
+        return self.slot_of.pop(next(iter(self.slot_of)))
 
     @torch.inference_mode()
     def _fill(self, slot: int, adapter: Adapter) -> None:
@@ -220,14 +220,13 @@ class Addition:
         max_rank: int,
     ) -> None:
         self.names, self.sizes = names, list(sizes)
+        # Of a slot, as much as its rank is read. Zeroed, so that the memory is taken now.
         self.a = weight.new_zeros(num_slots, len(names), max_rank, weight.shape[1])
         self.b = [weight.new_zeros(num_slots, size, max_rank) for size in sizes]
         self.ranks = [[0] * len(names) for _ in range(num_slots)]
 
     def fill(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
-        self.a[slot].zero_()
         for i, (name, b) in enumerate(zip(self.names, self.b, strict=True)):
-            b[slot].zero_()
             matrix = matrices.get(name)
             self.ranks[slot][i] = rank = 0 if matrix is None else matrix.rank
             if matrix is not None:

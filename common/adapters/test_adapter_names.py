@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from common.adapters.adapter_files import Adapter
 from common.adapters.adapter_names import AdapterNames
 from common.adapters.adapter_slots import AdaptedModel, AdapterSlots, Ordered, StepAdapters
 from common.parallel.executor import WorkerError
@@ -131,3 +132,19 @@ def test_a_pass_in_another_thread_has_adapters_of_its_own(random_loaded) -> None
     goes_on.set()
     thread.join()
     assert seen == [None, step, None]
+
+
+def test_who_is_needed_longest_ago_makes_room_and_nobody_is_filled_twice(random_loaded) -> None:
+    slots, filled = AdapterSlots(random_loaded.model, 2, 4), []
+    slots.taken = {name: Adapter(name, {}) for name in "abcd"}
+    fill = slots._fill
+    slots._fill = lambda slot, adapter: filled.append(adapter.digest) or fill(slot, adapter)
+    for wanted, brought in (("ab", "ab"), ("b", ""), ("c", "c"), ("ab", "a"), ("da", "d")):
+        slot_of = slots.bring_in(wanted)
+        assert slot_of.keys() == set(wanted) and len(set(slot_of.values())) == len(wanted)
+        assert all(slots.slot_of[name] == slot for name, slot in slot_of.items())
+        assert filled == list(brought), wanted
+        filled.clear()
+    assert slots.slot_of.keys() == set("da") and set(slots.slot_of.values()) == {1, 2}
+    with pytest.raises(AssertionError, match="more adapters in a step"):
+        slots.bring_in("abc")
