@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -161,9 +162,9 @@ class LLMEngine:
         num_seeds_drawn = self._intake.num_seeds_drawn
         with self.turn.undisturbed():
             try:
-                requests = list(requests)
-                each = [None] * len(requests) if adapters is None else adapters
-                for (request_id, prompt, params), adapter in zip(requests, each, strict=True):
+                each = repeat(None) if adapters is None else adapters
+                pairs = zip(requests, each, strict=adapters is not None)
+                for (request_id, prompt, params), adapter in pairs:
                     before.setdefault(request_id, self._groups.get(request_id))
                     self.add_request(request_id, prompt, params, **options, adapter=adapter)
             except BaseException:
