@@ -599,9 +599,10 @@ class LLMEngine:
         self._ended[group] = None
         for member in group.members:
             self._members.pop(member.request_id, None)
-        adapter = group.members[0].request.features.get("adapter")
-        if self._adapters is not None and adapter is not None:
-            self._adapters.end(adapter, group.request_id)
+        if self._adapters is not None:
+            adapter = group.members[0].request.features.get("adapter")
+            if adapter is not None:
+                self._adapters.end(adapter, group.request_id)
         self._groups.pop(group.request_id, None)
 
     def _drop(self, group: RequestGroup) -> None:

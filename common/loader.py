@@ -93,7 +93,7 @@ class Checkpoint:
 def read_checkpoint(model: str | Path) -> Checkpoint:
     """Raises `FileNotFoundError` and `ValueError`, as `load_model` does."""
     path = resolve_checkpoint(model)
-    config = ModelConfig.from_hf(_read_json(path / "config.json"))
+    config = ModelConfig.from_hf(read_json(path / "config.json"))
     return Checkpoint(path, config, _eos_token_ids(path, config))
 
 
@@ -130,7 +130,7 @@ def load_model(
 # -- files
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not UTF-8, not JSON
@@ -145,7 +145,7 @@ def _open_weights(path: Path) -> dict[str, Any]:
     if (path / _WEIGHTS).is_file():
         index, file_names = None, [_WEIGHTS]
     elif (path / _INDEX).is_file():
-        index = _read_json(path / _INDEX).get("weight_map")
+        index = read_json(path / _INDEX).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(f, str) for f in index.values()):
             raise ValueError(f"{path / _INDEX}: weight_map must map tensor names to file names")
         file_names = sorted(set(index.values()))
@@ -178,7 +178,7 @@ def _eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
     """All ids that either file lists: some models have several, and the files rarely agree."""
     generation: tuple[int, ...] = ()
     if (path / "generation_config.json").is_file():
-        value = _read_json(path / "generation_config.json").get("eos_token_id")
+        value = read_json(path / "generation_config.json").get("eos_token_id")
         generation = token_ids("generation_config.json: eos_token_id", value)
     ids = tuple(dict.fromkeys(generation + config.eos_token_ids))
     if impossible := [i for i in ids if not 0 <= i < config.vocab_size]:

@@ -40,10 +40,8 @@ class AdapterColumns(RunnerPlugin):
     def concerns(self, rows: np.ndarray) -> bool:
         return bool(self._has_one[rows].any())
 
-    def stage(self, step: StepRows, cargo: Cargo) -> Callable[[], Any] | None:
+    def stage(self, step: StepRows, cargo: Cargo) -> Callable[[], Any]:
         rows = step.queries.rows
-        if not self.concerns(rows):
-            return None
         digests = [self._digests[row] for row in rows.tolist()]
         slot_of = self.slots.bring_in(digest for digest in digests if digest is not None)
         slots = np.array([0 if d is None else slot_of[d] for d in digests], dtype=np.int64)

@@ -16,7 +16,6 @@ Sources: Hu et al., LoRA (arXiv 2106.09685); Kalajdzievski, rsLoRA (arXiv 2312.0
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -27,6 +26,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from common.loader import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -130,12 +131,7 @@ def _read(
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not readable as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(config).__name__}")
+    config = read_json(path)
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type is {config.get('peft_type')!r}: it must be 'LORA'")
     for name, why in _REFUSED.items():
@@ -175,7 +171,7 @@ def _targets(config: dict[str, Any], shapes: Mapping[str, Any], path: Path) -> l
         if isinstance(wanted, str) and wanted.lower() == "all-linear":
             return True
         is_whole_name = isinstance(wanted, list) and name in wanted
-        is_layer = is_whole_name or not layers or _layer_of(name) in layers
+        is_layer = is_whole_name or not layers or layer_of(name) in layers
         return _matches(wanted or [], name) and is_layer
 
     return [name for name in shapes if is_meant(name)]
@@ -188,7 +184,8 @@ def _matches(patterns: str | list[str], name: str) -> bool:
     return any(name == end or name.endswith(f".{end}") for end in patterns)
 
 
-def _layer_of(name: str) -> int:
+def layer_of(name: str) -> int:
+    """Of a tensor or a matrix, by its name in a checkpoint."""
     return int(re.findall(r"\.(\d+)\.", name)[0])
 
 

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from common.adapters.adapter_files import Adapter, LowRank, read_adapter
+from common.adapters.adapter_files import Adapter, LowRank, layer_of, read_adapter
 from common.blocks import CheckpointTensor
 from common.linear import Linear
 from common.model import DecoderLayer, DecoderModel
@@ -49,17 +49,11 @@ _FUSED = (
 _FIRST = ".input_layernorm.weight"  # of each layer
 
 
-def _layer_of(name: str) -> int:
-    return int(name.split(".")[2])
-
-
-def matrix_shapes(model: DecoderModel) -> dict[str, tuple[int, ...]]:
+def matrix_shapes(parts: Mapping[str, CheckpointTensor]) -> dict[str, tuple[int, ...]]:
     """Of all matrices that can be adapted, in the whole model: [out, in], by name."""
     ends = tuple(f".{name}.weight" for _, _, names in _FUSED for name in names)
-    found = model.checkpoint_tensors().items()
-    return {
-        name.removesuffix(".weight"): tensor.shape for name, tensor in found if name.endswith(ends)
-    }
+    matrices = [name for name in parts if name.endswith(ends)]
+    return {name.removesuffix(".weight"): parts[name].shape for name in matrices}
 
 
 class Ordered(NamedTuple):
@@ -127,15 +121,15 @@ class AdapterSlots:
 
     def __init__(self, model: DecoderModel, max_loras: int, max_lora_rank: int) -> None:
         self.num_slots, self.max_lora_rank = 1 + max_loras, max_lora_rank
-        self.dtype, self.shapes = model.embed_weight.dtype, matrix_shapes(model)
+        parts = model.checkpoint_tensors()
+        self.dtype, self.shapes = model.embed_weight.dtype, matrix_shapes(parts)
         self.taken: dict[str, Adapter] = {}  # in the host's memory: this rank's part, by digest
         self.slot_of: dict[str, int] = {}  # by digest, the longest unneeded first
         self.additions: list[Addition] = []
-        parts = model.checkpoint_tensors()
         adapted, last = AdaptedModel.of(model), model.config.num_hidden_layers - 1
         here = [n for n, t in parts.items() if n.endswith(_FIRST) and t.target is not None]
         for name, layer in zip(here, model.layers, strict=True):
-            self._adapt(adapted, layer, name.removesuffix(_FIRST), _layer_of(name) == last, parts)
+            self._adapt(adapted, layer, name.removesuffix(_FIRST), layer_of(name) == last, parts)
         # Without the tensors: plain weights are given up when they are packed.
         self._cuts = {name: _Cut.of(tensor) for name, tensor in parts.items()}
 
@@ -154,12 +148,6 @@ class AdapterSlots:
             matrix.addition = MatrixPlace(adapted, len(self.additions), is_last and name != "qkv")
             limits = self.num_slots, self.max_lora_rank
             self.additions.append(Addition(matrix.plain_weight(), names, sizes, *limits))
-
-    @property
-    def nbytes(self) -> int:
-        """Of all slots, on the device."""
-        tensors = [t for addition in self.additions for t in (addition.a, *addition.b)]
-        return sum(tensor.nbytes for tensor in tensors)
 
     # -- who can be brought in
 

@@ -87,8 +87,8 @@ class RunnerPlugin:
         pending, below 0, when its value is known."""
 
     def concerns(self, rows: np.ndarray) -> bool:
-        """Has it anything to stage, or to change before sampling, in a step of these rows? Asked
-        before, so that a step of others costs nothing."""
+        """Has it anything to stage, or to change before sampling, in a step of these rows? If not,
+        it is not asked for it, and a step that concerns nobody costs nothing."""
         return True
 
     def stage(self, step: StepRows, cargo: Cargo) -> Callable[[], Any] | None:
@@ -112,30 +112,27 @@ class RunnerPlugins:
         self.admit = [p.admit for p in self.plugins if defines(p, RunnerPlugin.admit)]
         self.release = [p.release for p in self.plugins if defines(p, RunnerPlugin.release)]
         self.appended = [p.appended for p in self.plugins if defines(p, RunnerPlugin.appended)]
-        early, late = RunnerPlugin.stage, RunnerPlugin.before_sampling
-        self._staging = [p for p in self.plugins if defines(p, early)]
-        self._stage = [(p.name, p.stage) for p in self._staging]
-        self._before_sampling = [p.before_sampling for p in self.plugins if defines(p, late)]
-        self._late = [p for p in self.plugins if defines(p, late)]
+        self._early = [p for p in self.plugins if defines(p, RunnerPlugin.stage)]
+        self._late = [p for p in self.plugins if defines(p, RunnerPlugin.before_sampling)]
 
     def stage_arrays(self, rows: np.ndarray) -> bool:
         """For a step of these rows."""
-        return any(plugin.concerns(rows) for plugin in self._staging)
+        return any(plugin.concerns(rows) for plugin in self._early)
 
     def see_step(self, rows: np.ndarray) -> bool:
         return self.stage_arrays(rows) or any(plugin.concerns(rows) for plugin in self._late)
 
     def stage(self, step: StepRows, cargo: Cargo) -> dict[str, Callable[[], Any]]:
         """What stands in the batch when `cargo` is there, by the names of plugins."""
-        staged = {name: stage(step, cargo) for name, stage in self._stage}
+        concerned = [p for p in self._early if p.concerns(step.queries.rows)]
+        staged = {plugin.name: plugin.stage(step, cargo) for plugin in concerned}
         return {name: found for name, found in staged.items() if found is not None}
 
     def before_sampling(self, step: StepRows, logits: torch.Tensor) -> torch.Tensor:
         """What is sampled from, of logits that may not have been computed yet."""
-        if not self._before_sampling:
-            return logits
+        concerned = [p for p in self._late if p.concerns(step.queries.rows)]
         cargo = Cargo(logits.device)
-        found = [hook(step, cargo) for hook in self._before_sampling]
+        found = [plugin.before_sampling(step, cargo) for plugin in concerned]
         if cargo.arrays:
             cargo.send()
         for change in found:
