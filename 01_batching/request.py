@@ -66,6 +66,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    # Of later chapters, which say what it may be.
+    grammar: Any = None
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)  # it is frozen to everybody else
@@ -135,12 +137,13 @@ class RequestStatus(IntEnum):
 
     WAITING = 0
     WAITING_FOR_REMOTE_KVS = 1  # chapter 3: its KV comes from outside
-    RUNNING = 2
-    PREEMPTED = 3  # chapter 4
-    FINISHED_STOPPED = 4
-    FINISHED_LENGTH_CAPPED = 5
-    FINISHED_ABORTED = 6
-    FINISHED_ERROR = 7
+    WAITING_FOR_GRAMMAR = 2  # chapter 4: what it may say is being compiled
+    RUNNING = 3
+    PREEMPTED = 4  # chapter 4
+    FINISHED_STOPPED = 5
+    FINISHED_LENGTH_CAPPED = 6
+    FINISHED_ABORTED = 7
+    FINISHED_ERROR = 8
 
 
 _FINISH_REASONS = {

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from threading import Event
-
 import pytest
 
 from adapter_limit import MaxLoRAs
-from admission_constraints import GrammarsCompiled
 from bounded_loops import as_long_as
 from fake_model import continuation
 from kv_memory import KeyedRequest
@@ -663,31 +659,6 @@ def test_preemption_gives_the_adapter_back():
         MaxLoRAs(0)
 
 
-def test_a_request_waits_for_its_grammar_and_holds_up_nobody():
-    may_compile = Event()
-    compiled = []
-
-    def compile(grammar):
-        may_compile.wait(10)
-        compiled.append(grammar)
-        return grammar.upper()
-
-    with ThreadPoolExecutor(1) as executor:
-        grammars = {"a": "digits"}
-        constraint = GrammarsCompiled(executor, compile, lambda r: grammars.get(r.request_id))
-        loop = Loop(100, plugins=[constraint])
-        waits = loop.add("a", 3, 4)
-        loop.add("b", 3, 4)
-        assert list(planned(loop.step())) == ["b"]
-        assert list(planned(loop.step())) == ["b"]
-        may_compile.set()
-        executor.submit(int).result()  # the compilation before it is over
-        assert "a" in planned(loop.step())
-        assert constraint.result(waits) == "DIGITS" and compiled == ["digits"], "once"
-        loop.run()
-        assert constraint._futures == {}
-
-
 def test_so_many_are_passed_over_and_no_more():
     """Each has to be asked whether it is ready: by a constraint, or in the cache."""
 
@@ -714,20 +685,6 @@ def test_so_many_are_passed_over_and_no_more():
     assert planned(loop.step()) == {"s0": 10}
     assert len(asked) == 1 + MAX_PASSED_OVER
     loop.run()
-
-
-def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled():
-    may_compile = Event()
-    compiled = []
-    with ThreadPoolExecutor(1) as executor:
-        executor.submit(may_compile.wait, 10)
-        constraint = GrammarsCompiled(executor, compiled.append, lambda r: r.request_id)
-        loop = Loop(100, plugins=[constraint])
-        loop.add("a", 3)
-        assert planned(loop.step()) == {}
-        loop.scheduler.abort_request("a")
-        may_compile.set()
-    assert compiled == []
 
 
 # -- from outside

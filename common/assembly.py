@@ -9,6 +9,7 @@
     sampler         common    Sampler; in a SpeculativeSampler if somebody guesses
     kernels         common    KernelRegions and the sampler's Rules, where attention is Triton's
     adapters        common    AdapterSlots in the model's matrices, AdapterColumns
+    grammars        common    GrammarMasks, once a request has brought one
     guesses            5      a SpeculatingRunner with an NgramProposer or a DraftModelProposer
     the rest         1 to 6   `scheduler_assembly.py`: memory, scheduler, the loop
 
@@ -46,6 +47,7 @@ from common.scheduler_assembly import (
     find_max_model_len,
     find_vocab_size,
 )
+from common.tokenizer import Tokenizer, load_tokenizer
 from paged_attention import AttentionBackend, PagedKVCache
 from scheduler_interface import ModelRunner
 
@@ -91,6 +93,7 @@ class Given:
     attention: Attention
     max_model_len: int
     vocab_size: int
+    tokenizer: Tokenizer | None = None
 
     def kv_demand(self, make_graphs: GraphMaker | None) -> KVDemand:
         attention = self.attention
@@ -125,20 +128,21 @@ def assemble(
     config: EngineConfig,
     loaded: LoadedModel,
     draft: LoadedModel | None,
-    num_tokens_in_tokenizer: int | None,
+    tokenizer: Tokenizer | None,
     members: Mapping[str, OutputProcessor],
 ) -> EngineParts:
     """Choose and connect the parts. Raises `ValueError` if the model or the memory does not allow
     it."""
     max_model_len = find_max_model_len(config, loaded.config)
-    vocab_size = find_vocab_size(loaded.config, num_tokens_in_tokenizer)
+    num_tokens = None if tokenizer is None else tokenizer.vocab_size
+    vocab_size = find_vocab_size(loaded.config, num_tokens)
 
     def trim(runner: ModelRunner) -> ModelRunner:
         from common.runner.trimming_runner import TrimmingRunner
 
         return TrimmingRunner(runner, members)
 
-    local = make_runner(config, loaded, draft, max_model_len, vocab_size, trim)
+    local = make_runner(config, loaded, draft, max_model_len, vocab_size, trim, tokenizer=tokenizer)
     guesses = local.speculation
     side = RunnerSide(
         local.outermost,
@@ -170,11 +174,12 @@ def make_runner(
     trim: Callable[[ModelRunner], ModelRunner] | None = None,
     make_length: Callable[[SpeculativeConfig], DraftLength] | None = None,
     neighbours: Neighbours = ALONE,
+    tokenizer: Tokenizer | None = None,
 ) -> LocalRunner:
     """What computes. `trim` wraps a runner that verifies guesses, `make_length` chooses their
-    number."""
+    number. `tokenizer` is the checkpoint's, unless another one is given."""
     attention = make_attention(config, loaded)
-    given = Given(config, loaded, draft, attention, max_model_len, vocab_size)
+    given = Given(config, loaded, draft, attention, max_model_len, vocab_size, tokenizer)
     adapters = make_adapter_slots(given)  # KV gets what they leave
     prepare_models(given)
     make_graphs = make_graph_maker(config, loaded, attention, max_model_len)
@@ -186,11 +191,12 @@ def make_runner(
     paged = make_paged_runner(given, kv_cache, state, sampler, graphs)
     if proposer is None or config.speculation is None:
         return LocalRunner(paged, kv_cache, None, adapters)
+    from common.runner.possible_guesses import PossibleGuesses
     from speculating_runner import SpeculatingRunner
 
     length = (make_length or make_draft_length)(config.speculation)
     verifying = paged if trim is None else trim(paged)
-    speculation = SpeculatingRunner(verifying, proposer, length, state)
+    speculation = SpeculatingRunner(verifying, PossibleGuesses(proposer, state), length, state)
     return LocalRunner(paged, kv_cache, speculation, adapters)
 
 
@@ -205,7 +211,20 @@ def make_state(given: Given, adapters: AdapterSlots | None = None) -> BatchState
         plugins.append(AdapterColumns(adapters))
     max_blocks = -(-given.max_model_len // config.block_size)
     num_groups = given.loaded.model.num_groups
-    return BatchState(config.max_num_seqs, max_blocks, sampling, plugins, num_groups)
+    late = {"grammar": partial(make_grammar_masks, given)}
+    return BatchState(config.max_num_seqs, max_blocks, sampling, plugins, num_groups, late)
+
+
+def make_grammar_masks(given: Given) -> RunnerPlugin:
+    from common.grammars.grammar_masks import GrammarMasks
+    from common.grammars.vocabulary import Vocabulary
+
+    tokenizer = given.tokenizer
+    if tokenizer is None:
+        assert given.loaded.path is not None
+        tokenizer = load_tokenizer(given.loaded.path)
+    eos_token_ids = given.loaded.generation_eos_token_ids
+    return GrammarMasks(Vocabulary.of(tokenizer, given.vocab_size, eos_token_ids))
 
 
 def make_paged_runner(

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, cast
 
 import torch
 
@@ -43,8 +43,12 @@ if TYPE_CHECKING:
 
     from common.adapters.adapter_names import AdapterNames
     from common.events.watch import Watch
+    from common.grammars.request_grammars import RequestGrammars
+    from grammar_queue import GrammarsCompiled
+    from scheduler_books import SchedulerBooks
 
 CLOSE_TIMEOUT_S = 5.0  # for a step of another thread, when an engine is closed
+GRAMMAR_WAIT_S = 0.05  # of a step in which everybody waits for one
 MAX_IDLE_STEPS = 100  # a forced preemption takes one; a wait for KV from elsewhere does not count
 
 
@@ -102,6 +106,7 @@ class LLMEngine:
         self._num_named = 0  # requests whose names are ours
         self._watch: Watch | None = None
         self._adapters = parts.adapters
+        self._grammars: RequestGrammars | None = None  # until one is brought
         self.reset_stats()
         try:
             if config.events is not None:
@@ -143,6 +148,8 @@ class LLMEngine:
                     self._adapters.begin(adapter, request_id)
                 for member in group.members:
                     self.core.add_request(member.request)
+                    if "grammar" in member.request.features:
+                        self._compiled_grammars().arrived(member.request)
         except Exception:  # refused, and that changes nothing
             with self._changing():
                 self._drop(group)
@@ -234,6 +241,7 @@ class LLMEngine:
             for group in list(self._groups.values()):
                 self._abort(group)
             return []
+        self._end_failed_grammars()
         with self.turn.undisturbed():
             touched, record = self._compute()
         if self.on_step is not None and record is not None:
@@ -292,6 +300,8 @@ class LLMEngine:
         """Raise `RuntimeError` if requests wait and nothing that could let them in is under way."""
         num_running, num_waiting = self.core.get_request_counts()
         is_busy = plan.num_scheduled_tokens or num_running or not num_waiting
+        if not is_busy and self._grammars is not None:
+            is_busy = self._grammars.queue.wait(GRAMMAR_WAIT_S)
         if is_busy or self.kv_manager.num_blocks_in_use:  # what is being loaded holds blocks
             self._num_idle_steps = 0
             return
@@ -454,6 +464,33 @@ class LLMEngine:
             raise ValueError("this engine takes no adapters: make it with max_loras or adapters")
         return self._adapters
 
+    # -- grammars
+
+    def _compiled_grammars(self) -> GrammarsCompiled:
+        if self._grammars is None:
+            from common.grammars.request_grammars import RequestGrammars
+
+            assert self.tokenizer is not None
+            vocabulary = self.tokenizer, self.vocab_size, self._intake.eos_token_ids
+            self._grammars = RequestGrammars(cast("SchedulerBooks", self.scheduler), *vocabulary)
+        return self._grammars.queue
+
+    def _end_failed_grammars(self) -> None:
+        """Who waits for one that can not be compiled ends with an error."""
+        failed = {} if self._grammars is None else self._grammars.queue.failed()
+        for request_id, why in failed.items():
+            if (member := self._members.get(request_id)) is not None:  # else of the same group
+                with self._changing():
+                    self._fail(member.group, why)
+
+    def _fail(self, group: RequestGroup, why: str) -> None:
+        for member in group.members:
+            if not member.is_finished:
+                self.scheduler.finish_requests(member.request_id, RequestStatus.FINISHED_ERROR)
+                member.fail(why)
+        self._stats.num_finished += 1
+        self._end(group)
+
     # -- what it is doing
 
     def stats(self) -> EngineStats:
@@ -533,6 +570,8 @@ class LLMEngine:
                 self.turn.release()
             if self._connector is not None:
                 self._connector.close()
+            if self._grammars is not None:
+                self._grammars.close()
             if self._close_side is not None:
                 self._close_side()
 
@@ -636,8 +675,7 @@ def _make_parts(
         draft = None
     elif draft is None:
         draft = load_model(how.model or SHIPPED_DRAFT, weight.dtype, weight.device)
-    num_tokens = None if tokenizer is None else tokenizer.vocab_size
-    return assemble(config, loaded, draft, num_tokens, members), tokenizer
+    return assemble(config, loaded, draft, tokenizer, members), tokenizer
 
 
 def _make_remote_parts(

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
 from numbers import Integral, Real
 from typing import Any, TypedDict
 
@@ -72,6 +73,9 @@ class Intake:
         keys = {"salt": cache_salt, "lora": adapter}
         extra_keys = tuple((name, key) for name, key in keys.items() if key is not None)
         features = {} if adapter is None else {"adapter": adapter}
+        if params.grammar is not None:
+            features["grammar"] = self._grammar_source(params)
+            params = replace(params, grammar=None)  # the part that it concerns has it
         seed = params.seed
         if seed is None:  # a function of the engine's seed and the order of arrival
             seed = (self.seed << 32) + self.num_seeds_drawn * 1_000_003
@@ -89,6 +93,16 @@ class Intake:
             )
             group.add(OutputProcessor(request, i, self.tokenizer))
         return group
+
+    def _grammar_source(self, params: SamplingParams) -> str:
+        from grammars import check_params, source_of
+
+        if find_spec("llguidance") is None:
+            raise ValueError("grammar needs llguidance: pip install 'vllm-from-scratch[grammar]'")
+        if self.tokenizer is None:
+            raise ValueError("grammar is over text: this engine has no tokenizer")
+        check_params(params, self.eos_token_ids)
+        return source_of(params.grammar)
 
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):

@@ -164,6 +164,11 @@ class OutputProcessor:
         """The user or the engine ended it. What has been generated stays."""
         self._finish("abort")
 
+    def fail(self, why: str) -> None:
+        """It can not be served. What has been generated stays."""
+        self.metrics.finish_detail = why
+        self._finish("error")
+
     def take_delta(self) -> str:
         """Text that has become final since the last call."""
         return self._read(lambda detokenizer: detokenizer.take_delta())

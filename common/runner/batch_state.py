@@ -10,7 +10,7 @@ it yet, and the model's input gets it there (`fill_in`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,7 +23,8 @@ from scheduler_interface import CachedRequestData, NewRequestData, PlanMessage
 
 
 class BatchState(SharingRunnerState):
-    """`sampling` is the first plugin, `plugins` are the others, in their order."""
+    """`sampling` is the first plugin, `plugins` are the others, in their order. Those of `late`,
+    by name, are made when the first request comes that brings something for them."""
 
     def __init__(
         self,
@@ -32,8 +33,10 @@ class BatchState(SharingRunnerState):
         sampling: SamplingColumns,
         plugins: Sequence[RunnerPlugin] = (),
         num_groups: int = 1,
+        late: Mapping[str, Callable[[], RunnerPlugin]] | None = None,
     ) -> None:
         self.sampling, self.plugins = sampling, RunnerPlugins([sampling, *plugins])
+        self._late = dict(late or {})
         self.sampled: UnreadStep | None = None  # by the last step
         self.has_pending = False  # tokens among those of this step
         self.is_torn = False  # an `apply` has not come to its end
@@ -95,7 +98,19 @@ class BatchState(SharingRunnerState):
         tokens = self.sampled.tokens[(-1 - token_ids).clamp(min=0)].clamp(min=0)
         return torch.where(token_ids < 0, tokens, token_ids)
 
+    def known(self, token_id: int) -> int:
+        if token_id >= 0:
+            return token_id
+        assert self.sampled is not None
+        return int(self.sampled.read_tokens()[-1 - token_id])
+
     def admit(self, new: NewRequestData) -> None:
+        for name in new.features:
+            if name in self._late:
+                plugin = self._late[name]()
+                plugin.grow(len(self.num_tokens))
+                self.plugins = RunnerPlugins([*self.plugins.plugins, plugin])
+                del self._late[name]
         super().admit(new)
         for admit in self.plugins.admit:
             admit(self.row_of[new.req_id], new)

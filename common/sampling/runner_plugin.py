@@ -52,6 +52,10 @@ class HasTokens(Protocol):
         """Ids on the device, with those in place that are below 0: they are pending."""
         ...
 
+    def known(self, token_id: int) -> int:
+        """One of them on the host, which waits for it if it is pending. Below 0: there is none."""
+        ...
+
 
 class StepRows(NamedTuple):
     """Who is in a step, in the order of the batch. Each query has `num_tokens` tokens of the
@@ -102,6 +106,11 @@ class RunnerPlugin:
         [num_logit_rows, vocab_size or wider] when `cargo` is there, and what it returns is sampled
         from. None: nothing in this step."""
 
+    def num_possible(self, state: HasTokens, row: int, drafts: Sequence[int]) -> int:
+        """How many of these guesses could come true, one behind the other? More need not be
+        verified."""
+        return len(drafts)
+
 
 class RunnerPlugins:
     """The list, and of each hook those that have it."""
@@ -114,6 +123,9 @@ class RunnerPlugins:
         self.appended = [p.appended for p in self.plugins if defines(p, RunnerPlugin.appended)]
         self._early = [p for p in self.plugins if defines(p, RunnerPlugin.stage)]
         self._late = [p for p in self.plugins if defines(p, RunnerPlugin.before_sampling)]
+        self.num_possible = [
+            p.num_possible for p in self.plugins if defines(p, RunnerPlugin.num_possible)
+        ]
 
     def stage_arrays(self, rows: np.ndarray) -> bool:
         """For a step of these rows."""

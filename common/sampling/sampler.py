@@ -112,8 +112,12 @@ class UnreadStep:
         self._read = from_device(tokens)
         return self
 
+    def read_tokens(self) -> np.ndarray:
+        """[R]. The host waits until they are sampled."""
+        return self._read()[: len(self.req_ids)]
+
     def wait(self) -> StepOutput:
-        """What became of them. The host waits here, and only here."""
+        """What became of them. Here, too, the host waits."""
         clock = Laps()
         output, req_ids, read = StepOutput(times=self.times), self.req_ids, self._read()
         ids = read[: len(req_ids)].astype(np.int64, copy=False)

@@ -122,7 +122,7 @@ FLOORS = {
         kernels.regions kernels.kernel_regions kernels.layer_kernels kernels.processor""",
     "model": "blocks model loader kernels.compiled_regions kernels.chosen_regions",
     "sampling": "sampling kernels.sampler_kernel kernels.launch_configurations",
-    "runner": "runner outputs kv_sizing adapters",
+    "runner": "runner outputs kv_sizing adapters grammars",
     "parallel": "parallel",
     "assembly": """
         assembly scheduler_assembly events kernels.warm_up

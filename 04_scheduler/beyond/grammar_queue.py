@@ -1,0 +1,88 @@
+"""A request with a grammar waits until that is compiled, and holds up nobody.
+
+    arrives     its grammar is compiled elsewhere, once for all that bring the same
+    waits       WAITING_FOR_GRAMMAR: passed over, like one whose KV is on its way; when too many
+                have left the queue since it came, the line waits for it (`policy_queue.py`)
+    starts      what was compiled goes to the runner with the prompt
+    can not     its grammar is wrong, or takes too long: it ends with an error, and no other does
+
+Compiling takes milliseconds for most, and for a few for ever, which nobody knows before. So it is
+never done in a step, and has a time limit: vLLM and SGLang keep such requests in a queue of their
+own, too (`WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR`, `grammar_queue`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+
+from request import Request, RequestStatus
+from scheduler_books import SchedulerPlugin
+from scheduler_interface import SchedulerOutput
+
+
+class GrammarsCompiled(SchedulerPlugin):
+    """`compile` begins to compile, or finds what it has compiled; equal sources may get one future.
+    A request brings its source as `features["grammar"]`."""
+
+    name = "grammar"
+
+    def __init__(self, compile: Callable[[str], Future[str]]) -> None:
+        self._compile = compile
+        self._futures: dict[str, Future[str]] = {}  # of unfinished requests
+        self._waits: set[str] = set()  # of them, those that were not compiled when the step began
+
+    def arrived(self, request: Request) -> None:
+        """It is in the books. Nothing happens if it brings no grammar."""
+        source = request.features.get(self.name)
+        if source is not None:
+            self._futures[request.request_id] = self._compile(source)
+            self._waits.add(request.request_id)
+
+    def begin_step(self) -> None:
+        """Whatever is compiled from here on counts in the next step."""
+        self._waits = {name for name in self._waits if not _is_compiled(self._futures[name])}
+
+    def may_start(self, request: Request) -> bool:
+        if request.request_id not in self._waits:
+            return True
+        request.status = RequestStatus.WAITING_FOR_GRAMMAR
+        return False
+
+    def planned(self, plan: SchedulerOutput) -> None:
+        for new in plan.scheduled_new_reqs:
+            if (future := self._futures.get(new.req_id)) is not None:
+                new.features = new.features | {self.name: future.result()}
+
+    def ended(self, request: Request) -> None:
+        self._waits.discard(request.request_id)
+        future = self._futures.pop(request.request_id, None)
+        if future is not None and all(other is not future for other in self._futures.values()):
+            future.cancel()  # if it has not begun
+
+    def failed(self) -> dict[str, str]:
+        """Who can never start, and why."""
+        errors = {name: _error_of(self._futures[name]) for name in self._waits}
+        return {name: error for name, error in errors.items() if error is not None}
+
+    def wait(self, seconds: float) -> bool:
+        """Until something is compiled, or for so long. False if nobody waits for that."""
+        futures = [self._futures[name] for name in self._waits]
+        if futures:
+            wait(futures, seconds, FIRST_COMPLETED)
+        return bool(futures)
+
+    def check(self) -> None:
+        assert self._waits <= self._futures.keys(), "waits for nothing"
+
+
+def _is_compiled(future: Future[str]) -> bool:
+    return future.done() and _error_of(future) is None
+
+
+def _error_of(future: Future[str]) -> str | None:
+    if not future.done():
+        return None
+    if future.cancelled():
+        return "the compilation was given up"
+    error = future.exception()
+    return None if error is None else str(error)

@@ -1,0 +1,116 @@
+"""Who waits for a grammar, who overtakes, and what becomes of a grammar that nobody wants."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+
+from grammar_queue import GrammarsCompiled
+from request import Request, RequestStatus
+from scheduler import Scheduler
+from scheduler_steps import SchedulerLoop, make_memory, make_scheduler, planned, preempting
+
+
+class Compiler:
+    """Futures by source, which a test brings to their end."""
+
+    def __init__(self) -> None:
+        self.futures: dict[str, Future[str]] = {}
+
+    def __call__(self, source: str) -> Future[str]:
+        return self.futures.setdefault(source, Future())
+
+
+@pytest.fixture
+def compiler() -> Compiler:
+    return Compiler()
+
+
+@pytest.fixture
+def queue(compiler) -> GrammarsCompiled:
+    return GrammarsCompiled(compiler)
+
+
+def make_loop(queue: GrammarsCompiled, **options) -> SchedulerLoop:
+    memory = make_memory(None, 100, 4)
+    options |= {"kv_memory": memory, "watermark": 0.0, "plugins": [queue]}
+    return SchedulerLoop(make_scheduler(Scheduler, **options))
+
+
+def add(
+    loop: SchedulerLoop, queue: GrammarsCompiled, name: str, source: str | None, n: int = 3
+) -> Request:
+    request = loop.add(name, n, 4)
+    if source is not None:
+        request.features["grammar"] = source
+    queue.arrived(request)
+    return request
+
+
+def test_a_request_waits_for_its_grammar_and_holds_up_nobody(queue, compiler) -> None:
+    loop = make_loop(queue)
+    waits = add(loop, queue, "a", "digits")
+    same = add(loop, queue, "b", "digits")
+    add(loop, queue, "c", None)
+    assert list(planned(loop.step())) == ["c"]
+    assert waits.status == RequestStatus.WAITING_FOR_GRAMMAR == same.status
+    queue.begin_step()
+    compiler.futures["digits"].set_result("DIGITS")
+    assert not queue.may_start(waits), "in one step, one answer"
+    plan = loop.step()
+    assert {new.req_id: new.features for new in plan.scheduled_new_reqs} == {
+        "a": {"grammar": "DIGITS"},
+        "b": {"grammar": "DIGITS"},
+    }
+    assert waits.features == {"grammar": "digits"}
+    loop.run()
+    assert not queue._futures and not queue._waits
+
+
+def test_what_was_compiled_is_sent_once_more_after_a_preemption(queue, compiler) -> None:
+    loop = make_loop(queue)
+    add(loop, queue, "a", "digits")
+    compiler.futures["digits"].set_result("DIGITS")
+    assert planned(loop.step()) == {"a": 3}
+    with preempting(loop.scheduler):
+        loop.step()
+    assert "a" in planned(loop.step())
+    sent = [new.features for new in loop.step().scheduled_new_reqs]
+    assert all(features == {"grammar": "DIGITS"} for features in sent)
+    loop.run()
+
+
+def test_the_line_waits_for_who_was_passed_over_too_often(queue, compiler) -> None:
+    loop = make_loop(queue, max_overtakes=2)
+    waits = add(loop, queue, "a", "digits")
+    for name in "bcd":
+        add(loop, queue, name, None)
+        assert (name in planned(loop.step())) == (name != "d")
+    compiler.futures["digits"].set_result("DIGITS")
+    assert {"a", "d"} <= planned(loop.step()).keys() and waits.status == RequestStatus.RUNNING
+    loop.run()
+
+
+def test_who_can_never_start_is_named_with_its_reason(queue, compiler) -> None:
+    loop = make_loop(queue)
+    add(loop, queue, "a", "wrong")
+    add(loop, queue, "b", "right")
+    assert queue.failed() == {} and queue.wait(0)
+    compiler.futures["wrong"].set_exception(ValueError("a sentence"))
+    compiler.futures["right"].set_result("RIGHT")
+    assert queue.failed() == {"a": "a sentence"}
+    assert list(planned(loop.step())) == ["b"]
+    loop.scheduler.finish_requests("a", RequestStatus.FINISHED_ERROR)
+    assert queue.failed() == {} and not queue.wait(0)
+    loop.run()
+
+
+def test_a_grammar_that_nobody_waits_for_any_more_is_given_up(queue, compiler) -> None:
+    loop = make_loop(queue)
+    for name in "ab":
+        add(loop, queue, name, "digits")
+    loop.scheduler.abort_request("a")
+    assert not compiler.futures["digits"].cancelled(), "b waits for it"
+    loop.scheduler.abort_request("b")
+    assert compiler.futures["digits"].cancelled()

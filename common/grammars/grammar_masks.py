@@ -1,0 +1,184 @@
+"""The runner's side of grammars: which tokens may be sampled in each row of a step.
+
+    admit             what was compiled becomes a matcher of this request alone
+    before_sampling   while the device computes: the matcher takes the tokens that are new, and says
+                      in bits which may come next; one row of bits for each row of logits
+    after that        logits of tokens that may not come are -inf, before anything else is done
+
+A matcher's state follows from the outputs alone. So it takes them from the runner's own copy when
+it needs them: after a preemption, several accepted guesses or a chunk nothing else is to be done.
+
+Guesses (chapter 5) are matched one by one, for the bits of the rows behind each, and then taken
+back: only what the runner knows as tokens stays. Behind a guess that the grammar does not allow,
+nothing is said of the rows: it can not come true.
+
+A step that was planned before the last one's tokens were read (`overlap.py`) waits for them here,
+where the device has work already, and not before: so nobody sits out a step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from llguidance import LLMatcher
+from llguidance.numpy import fill_next_token_bitmask
+
+from common.grammars.vocabulary import Vocabulary, tokenizer_of
+from common.sampling.runner_plugin import Cargo, HasTokens, RunnerPlugin, StepRows
+from scheduler_interface import NewRequestData
+
+KEPT = 64  # grammars that requests to come may find
+
+
+class GrammarMasks(RunnerPlugin):
+    """Made when the first request comes that brings a grammar."""
+
+    name = "grammar"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._kept: OrderedDict[str, LLMatcher] = (
+            OrderedDict()
+        )  # by what was compiled; at the start
+        self._matched: list[Matched | None] = []  # by row
+        self._has_one = np.zeros(0, dtype=bool)
+
+    def grow(self, num_rows: int) -> None:
+        self._matched += [None] * (num_rows - len(self._matched))
+        more = np.zeros(num_rows - len(self._has_one), dtype=bool)
+        self._has_one = np.append(self._has_one, more)
+
+    def admit(self, row: int, new: NewRequestData) -> None:
+        compiled = new.features.get(self.name)
+        self._has_one[row] = compiled is not None
+        self._matched[row] = None if compiled is None else self._match(compiled)
+
+    def release(self, row: int) -> None:
+        self._has_one[row], self._matched[row] = False, None
+
+    def _match(self, compiled: str) -> Matched:
+        matcher = self._kept.pop(compiled, None)
+        if matcher is None:
+            matcher = LLMatcher(tokenizer_of(self._vocabulary), compiled, log_level=0)
+        self._kept[compiled] = matcher
+        if len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return Matched(matcher.deep_copy(), self._vocabulary)
+
+    def concerns(self, rows: np.ndarray) -> bool:
+        return bool(self._has_one[rows].any())
+
+    def before_sampling(
+        self, step: StepRows, cargo: Cargo
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        rows, num_rows = step.queries.rows, step.queries.num_logit_rows
+        first = np.cumsum(num_rows) - num_rows
+        concerned = np.flatnonzero(self._has_one[rows] & (num_rows > 0))
+        if not len(concerned):
+            return None
+        at = np.concatenate([first[i] + np.arange(num_rows[i]) for i in concerned])
+        num_words = -(-len(self._vocabulary.pieces) // 32)
+        bits = np.full((len(at), num_words), -1, dtype=np.int32)
+        row_of_bits = 0
+        for i in concerned.tolist():
+            matched = self._matched[rows[i]]
+            assert matched is not None
+            matched.follow(step.state, rows[i])
+            matched.fill(bits, row_of_bits, step.drafts.get(step.req_ids[i], ()))
+            row_of_bits += int(num_rows[i])
+        sent_at, sent_bits = cargo.add(at), cargo.add(bits)
+        return lambda logits: forbid(logits, sent_at(), sent_bits())
+
+    def num_possible(self, state: HasTokens, row: int, drafts: Sequence[int]) -> int:
+        matched = self._matched[row]
+        if matched is None:
+            return len(drafts)
+        matched.follow(state, row)
+        return matched.num_possible(drafts)
+
+
+class Matched:
+    """How far the outputs of one request have come in its grammar. EOS is looked after here: the
+    library says whether a text is whole, and what else may follow."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+        self._matcher, self._vocabulary = matcher, vocabulary
+        self._num_taken = 0  # outputs
+        self._has_ended = False  # EOS was one of them
+        self._is_lost = False  # they are none of this grammar: nothing may follow
+
+    def follow(self, state: HasTokens, row: int) -> None:
+        """Take the outputs that are new. One that is pending is waited for."""
+        num_prompt = state.num_prompt_tokens[row]
+        new = state.token_ids[row, num_prompt + self._num_taken : state.num_tokens[row]]
+        for token_id in new.tolist():
+            known = state.known(token_id)
+            if known < 0:  # its request ends with an error
+                return
+            self._is_lost |= not self._accept(known)
+            self._num_taken += 1
+
+    def _accept(self, token_id: int) -> bool:
+        if self._has_ended:
+            return False
+        if token_id in self._vocabulary.eos_token_ids:
+            self._has_ended = self._matcher.is_accepting()
+            return self._has_ended
+        # Asked first: a matcher that has refused a token is of no use any more.
+        is_right = self._matcher.validate_tokens([token_id]) == 1
+        return is_right and self._matcher.consume_token(token_id)
+
+    def _take_back(self, tokens: Sequence[int]) -> None:
+        """Accepted ones, the last that there are."""
+        if self._has_ended and tokens:
+            self._has_ended, tokens = False, tokens[:-1]
+        self._matcher.rollback(len(tokens))
+
+    def fill(self, bits: np.ndarray, row: int, drafts: Sequence[int]) -> None:
+        """Of `bits` [rows, words] int32, that row and one for each draft behind it. Where the text
+        has ended already they stay as they are: what is sampled there is nobody's."""
+        if self._has_ended:
+            return
+        num_taken = 0
+        for i, draft in enumerate([*drafts, -1]):
+            self._fill_row(bits, row + i)
+            if draft < 0 or not self._accept(draft):
+                break
+            num_taken += 1
+            if self._has_ended:
+                break
+        self._take_back(drafts[:num_taken])
+
+    def _fill_row(self, bits: np.ndarray, row: int) -> None:
+        if not self._is_lost:
+            fill_next_token_bitmask(self._matcher, bits, row)
+        if self._is_lost or self._matcher.is_error():  # it has counted too many steps, and gives up
+            bits[row] = 0
+            return
+        words, places = np.divmod(np.array(self._vocabulary.eos_token_ids), 32)
+        for word, place in zip(words.tolist(), places.tolist(), strict=True):
+            ends = np.int32(np.uint32(1 << place).view(np.int32))
+            bits[row, word] &= ~ends
+            if self._matcher.is_accepting():
+                bits[row, word] |= ends
+
+    def num_possible(self, drafts: Sequence[int]) -> int:
+        num_taken = 0
+        while num_taken < len(drafts) and self._accept(drafts[num_taken]):
+            num_taken += 1
+        self._take_back(drafts[:num_taken])
+        return num_taken
+
+
+def forbid(logits: torch.Tensor, at: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Logits [R, V] with -inf, in the rows `at`, for each token that has no bit. `bits` [len(at),
+    W] int32, the lowest first; a token behind the last of them has none."""
+    places = torch.arange(32, dtype=torch.int32, device=bits.device)
+    is_allowed = ((bits[:, :, None] >> places) & 1).flatten(1).bool()
+    vocab_size = logits.shape[1]
+    is_allowed = F.pad(is_allowed, (0, max(0, vocab_size - is_allowed.shape[1])))[:, :vocab_size]
+    rows = logits.index_select(0, at).masked_fill(~is_allowed, float("-inf"))
+    return logits.index_copy(0, at, rows)

@@ -1,0 +1,102 @@
+"""A grammar of `04_scheduler/beyond/grammars.py` as llguidance reads it: in Lark's words.
+
+Two of its habits would give other masks than the grammar says, and are switched off here. Where
+the text is certain it allows only the tokens that a tokenizer would choose (`no_forcing`). And it
+reads words greedily before it applies rules: `[a-z]+ "b"` would match nothing. In what is made of
+an `Ebnf`, each word is a single character, so that rules are all there is."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer, regex_to_lark
+
+_HEAD = '%llguidance {"no_forcing": true}\n'
+_TOKEN = re.compile(
+    r"""\s+ | \#[^\n]*
+    | (?P<defined>[A-Za-z_][\w-]*)\s*::=
+    | (?P<name>[A-Za-z_][\w-]*)
+    | (?P<text>"(?:\\.|[^"\\])*")
+    | (?P<chars>\[\^?(?:\\.|[^\]\\])*\])
+    | (?P<sign>[()|?*+.]|\{\s*\d+\s*(?:,\s*\d*\s*)?\})""",
+    re.VERBOSE | re.DOTALL,
+)
+_CHARACTER = re.compile(r"\\x(..)|\\u(.{4})|\\U(.{8})|\\(.)|(.)", re.DOTALL)
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
+
+
+def compile_source(source: str, tokenizer: LLTokenizer) -> str:
+    """Raises `ValueError` for what can not be a grammar of these tokens. The library counts what it
+    does and gives up; so that takes milliseconds, however bad it is."""
+    text = _lark_of(json.loads(source))
+    matcher = LLMatcher(tokenizer, text, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        # Without the place in a text that nobody wrote.
+        raise ValueError(re.sub(r"^at [\d()]+: ", "", matcher.get_error().split("\n   1 |")[0]))
+    return text
+
+
+def _lark_of(wanted: dict[str, Any]) -> str:
+    if "ebnf" in wanted:
+        return _HEAD + " ".join(_rules(wanted["ebnf"]))
+    if "regex" in wanted:
+        return f"{_HEAD}start: /{regex_to_lark(wanted['regex'])}/"
+    if "choice" in wanted:
+        return f"{_HEAD}start: " + " | ".join(map(_quoted, wanted["choice"]))
+    schema, most = wanted["json"], wanted["max_whitespace"]
+    how: dict[str, Any] = {"whitespace_pattern": f"[ \\n\\t]{{0,{most}}}"}
+    if most == 0:
+        how = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return f"{_HEAD}start: %json {json.dumps(schema | {'x-guidance': how})}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _rules(text: str) -> Iterator[str]:
+    at, names, defined = 0, {"root": "start"}, set[str]()
+    while at < len(text):
+        found = _TOKEN.match(text, at)
+        if found is None:
+            raise ValueError(f"at character {at}: {text[at : at + 20]!r} is no part of a rule")
+        at = found.end()
+        kind, part = found.lastgroup, found[found.lastgroup or 0]
+        if kind in ("defined", "name"):
+            name = names.setdefault(part, f"r{len(names)}")
+            defined |= {part} if kind == "defined" else set()
+            yield f"\n{name}:" if kind == "defined" else name
+        elif kind == "text":
+            yield "(" + (" ".join(map(_quoted, _characters(part[1:-1]))) or '""') + ")"
+        elif kind == "chars":
+            yield f"/{_class(part[1:-1])}/"
+        elif kind == "sign":
+            yield "/(?s:.)/" if part == "." else part
+    if unknown := [name for name in names if name not in defined]:
+        raise ValueError(f"there is no rule {unknown[0]!r}")
+
+
+def _class(inside: str) -> str:
+    """Each character by its number: what has a meaning inside brackets differs."""
+    sign = "^" if inside.startswith("^") else ""
+    characters = list(_characters(inside[len(sign) :]))
+    literal = [match[0] for match in _CHARACTER.finditer(inside[len(sign) :])]
+    found = [f"\\x{{{ord(c):x}}}" for c in characters]
+    for i in range(1, len(literal) - 1):
+        if literal[i] == "-":
+            found[i] = "-"
+    return f"[{sign}{''.join(found)}]"
+
+
+def _characters(escaped: str) -> Iterator[str]:
+    for match in _CHARACTER.finditer(escaped):
+        code = match[1] or match[2] or match[3]
+        if code:
+            yield chr(int(code, 16))
+        else:
+            yield match[5] or _ESCAPES.get(match[4], match[4])

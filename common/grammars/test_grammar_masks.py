@@ -1,0 +1,225 @@
+"""Bits, matchers and what is done with logits, beside a second library and beside trying all."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import xgrammar
+
+from common.engine_config import SHIPPED_CHECKPOINT
+from common.grammars.grammar_masks import GrammarMasks, forbid
+from common.grammars.lark_text import compile_source
+from common.grammars.vocabulary import Vocabulary, tokenizer_of
+from common.tests.grammar_cases import CASES, EOS, may_follow, small_tokenizer, texts_of
+from common.tokenizer import load_tokenizer
+from grammars import Choice, Ebnf, Grammar, Json, Regex, source_of
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "age": {"type": "integer"},
+        "ages": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+        "kind": {"enum": ["a", "bc", None]},
+    },
+    "required": ["age", "ages", "kind"],
+    "additionalProperties": False,
+}
+DATE = r"[0-9]{4}-(0[1-9]|1[0-2])( [a-zé]+)*"
+HEADS = ["def f(self):", "def f(self, x):", 'a "b" \\ c\n', "größer"]
+# The same grammar, as xgrammar compiles it. (Of rules that use themselves its masks lack tokens
+# that its matcher takes: after "a" of `root ::= "a" root "b" | "ab"` a token "abb". In a string with
+# `maxLength` it allows raw control characters, which are no JSON; and what it does not know of a
+# schema, such as `multipleOf`, it leaves out. Version 0.2.8.)
+PAIRS: dict[str, tuple[Grammar, Callable[[xgrammar.GrammarCompiler], object]]] = {
+    "json": (
+        Json(SCHEMA, max_whitespace=0),
+        lambda compiler: compiler.compile_json_schema(json.dumps(SCHEMA), any_whitespace=False),
+    ),
+    "regex": (Regex(DATE), lambda compiler: compiler.compile_regex(DATE)),
+    "choice": (
+        Choice(HEADS),
+        lambda compiler: compiler.compile_grammar(
+            "root ::= " + " | ".join(json.dumps(head, ensure_ascii=False) for head in HEADS)
+        ),
+    ),
+}
+
+
+def bits_of(masks: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Ids for which the only row has a bit."""
+    row = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
+    assert not row[vocab_size:].any(), "lanes without a token"
+    return np.flatnonzero(row[:vocab_size])
+
+
+class Matching:
+    """One grammar, and the tokens that have been taken."""
+
+    def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
+        compiled = compile_source(source_of(grammar), tokenizer_of(vocabulary))
+        self.matched, self.vocab_size = (
+            GrammarMasks(vocabulary)._match(compiled),
+            len(vocabulary.pieces),
+        )
+        self.outputs: list[int] = []
+
+    def follow(self) -> None:
+        self.matched.follow(state_of(self.outputs), 0)
+
+    def allowed(self) -> np.ndarray:
+        self.follow()
+        bits = np.zeros((1, -(-self.vocab_size // 32)), dtype=np.int32)
+        self.matched.fill(bits, 0, ())
+        return bits_of(bits, self.vocab_size)
+
+
+def state_of(outputs: list[int], prompt: tuple[int, ...] = (3, 4)) -> SimpleNamespace:
+    return SimpleNamespace(
+        token_ids=np.array([[*prompt, *outputs]], dtype=np.int32),
+        num_prompt_tokens=np.array([len(prompt)]),
+        num_tokens=np.array([len(prompt) + len(outputs)]),
+        known=lambda token_id: token_id,
+    )
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_two_libraries_allow_the_same_tokens(name) -> None:
+    """Bit for bit, along texts drawn at random, of the tokenizer that is shipped."""
+    tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
+    eos, vocab_size = tokenizer.eos_token_id, tokenizer.vocab_size
+    vocabulary = Vocabulary.of(tokenizer, vocab_size, [eos])
+    grammar, as_xgrammar = PAIRS[name]
+    info = xgrammar.TokenizerInfo(list(vocabulary.pieces), stop_token_ids=[eos])
+    compiled = as_xgrammar(xgrammar.GrammarCompiler(info, max_threads=1))
+    rng, num_masks = random.Random(name), 0
+    for _ in range(4):
+        ours, other = Matching(vocabulary, grammar), xgrammar.GrammarMatcher(compiled)
+        while len(ours.outputs) < 40 and eos not in ours.outputs:
+            theirs = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32)
+            other.fill_next_token_bitmask(theirs)
+            allowed = ours.allowed().tolist()
+            assert allowed == bits_of(theirs.numpy(), vocab_size).tolist(), ours.outputs
+            ours.outputs.append(rng.choice(allowed))
+            assert other.accept_token(ours.outputs[-1])
+            num_masks += 1
+    assert num_masks >= 20
+
+
+@pytest.mark.parametrize(
+    ("rules", "pattern"),
+    [
+        ('root ::= word "b"\nword ::= [a-z]+ # greedy ones never come to the b', "[a-z]+b"),
+        ('root ::= word word\nword ::= [ab]+ "c"?', "([ab]+c?){2}"),
+        ('root ::= x "a"\nx ::= "a" x | ""', "a*a"),
+        ('root ::= ("ab" | "a") ("c" | "bc")', "(ab|a)(c|bc)"),
+        ('root ::= [^a-b] ("b" | "\\x62c") {1,2}', "[^ab](b|bc){1,2}"),
+        ("root ::= .{2,} [\\-\\]c]", ".{2,}[-\\]c]"),
+        ('root ::= "\\u0061" (\n  "b"\n  | the-end)*\nthe-end ::= "c"', "a[bc]*"),
+    ],
+)
+def test_rules_allow_the_texts_that_they_say(rules, pattern) -> None:
+    """All texts of up to four characters."""
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    spell = {tokenizer.token_bytes(i).decode(): i for i in range(tokenizer.vocab_size)}
+    start, found, right = Matching(vocabulary, Ebnf(rules)), set(), set()
+    for text in ("".join(w) for n in range(5) for w in product("abc-", repeat=n)):
+        num = start.matched.num_possible([*(spell[c] for c in text), EOS])
+        found |= {text} if num == len(text) + 1 else set()
+        right |= {text} if re.fullmatch(pattern, text) else set()
+    assert found == right and right
+
+
+@pytest.mark.parametrize(
+    ("grammar", "why"),
+    [
+        (Ebnf("root ::= nobody"), "there is no rule 'nobody'"),
+        (Ebnf('other ::= "a"'), "there is no rule 'root'"),
+        (Ebnf('root := "a"'), "at character 5: ':= \"a\"' is no part of a rule"),
+        (Regex("(a"), "unclosed group"),
+        (Regex("(?=a)b"), "look-around"),
+        (Regex(r"(a)\1"), "backreferences are not supported"),
+        (Json({"type": "nothing"}), "Invalid type: nothing"),
+        (Json({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (Json({"$ref": "#/nowhere"}), "nowhere"),
+    ],
+)
+def test_what_can_not_be_compiled_is_said_in_a_sentence(grammar, why) -> None:
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    with pytest.raises(ValueError, match=re.escape(why)) as error:
+        compile_source(source_of(grammar), tokenizer_of(vocabulary))
+    assert "llguidance" not in str(error.value) and "start:" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_may_follow_is_what_trying_all_texts_says(name) -> None:
+    tokenizer, rng = small_tokenizer(), random.Random(name)
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    for _ in range(5):
+        ours = Matching(vocabulary, CASES[name][0])
+        while EOS not in ours.outputs and len(ours.outputs) < 20:
+            allowed = may_follow(tokenizer, texts_of(name), ours.outputs)
+            assert ours.allowed().tolist() == sorted(allowed), ours.outputs
+            ours.outputs.append(rng.choice(allowed))
+
+
+def test_guesses_are_matched_and_taken_back() -> None:
+    """A row for each guess and one behind; after the first that can not be, and after the end of
+    the text, nothing is said; and all is as if nobody had guessed."""
+    tokenizer = small_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    spell = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    ours = Matching(vocabulary, CASES["choice"][0])
+    n, o, y, no = (spell[text] for text in (b"n", b"o", b"y", b"no"))
+    ours.outputs = [n]
+    before = ours.allowed().tolist()
+    for drafts, num_possible in (([o, EOS], 2), ([o, y, o], 1), ([y], 0), ([o], 1), ([], 0)):
+        bits = np.full((1 + len(drafts), -(-ours.vocab_size // 32)), -1, dtype=np.int32)
+        ours.matched.fill(bits, 0, drafts)
+        assert ours.matched.num_possible(drafts) == num_possible
+        for i in range(1 + len(drafts)):
+            if i > num_possible or EOS in drafts[:i]:
+                assert (bits[i] == -1).all()
+                continue
+            allowed = may_follow(tokenizer, texts_of("choice"), [n, *drafts[:i]])
+            assert bits_of(bits[i : i + 1], ours.vocab_size).tolist() == sorted(allowed)
+        assert ours.allowed().tolist() == before
+    ours.outputs.append(no)  # what no mask had allowed: of this request nothing more may come
+    assert ours.allowed().tolist() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_forbidden_logits_are_minus_infinity_and_no_other_changes(dtype) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(4, 70, dtype=dtype)
+    before, rng = logits.clone(), random.Random(0)
+    allowed = [{0, 31, 32, 63}, {rng.randrange(64) for _ in range(20)}]
+    words = np.zeros((2, 2), dtype=np.uint32)
+    for row, ids in enumerate(allowed):
+        for i in ids:
+            words[row, i // 32] |= np.uint32(1 << i % 32)
+    changed = forbid(logits, torch.tensor([2, 0]), torch.from_numpy(words.view(np.int32)))
+    assert torch.equal(logits, before), "they may be a graph's own"
+    for row, ids in ((2, allowed[0]), (0, allowed[1])):
+        for i in range(70):
+            assert changed[row, i] == (before[row, i] if i in ids else float("-inf"))
+    assert torch.equal(changed[[1, 3]], before[[1, 3]])
+
+
+def test_equal_grammars_have_one_source_and_others_have_others() -> None:
+    schema = json.dumps(SCHEMA)
+    assert source_of(Json(SCHEMA)) == source_of(Json(schema)) == source_of({"json": SCHEMA})
+    assert source_of({"choice": ["a"], "regex": None}) == source_of(Choice(["a"]))
+    assert source_of({"grammar": "x"}) == source_of(Ebnf("x"))
+    assert source_of({"json_object": True}) == source_of(Json())
+    different = [Json(), Json(SCHEMA), Json(SCHEMA, 0), Regex("a"), Choice(["a"]), Ebnf("a")]
+    assert len({source_of(grammar) for grammar in different}) == len(different)

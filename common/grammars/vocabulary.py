@@ -1,0 +1,52 @@
+"""What a grammar has to know of a tokenizer: the bytes of each token, and which ones end a text.
+
+A grammar is over bytes, as tokens are: half a character is a token, and may be allowed. Special
+tokens have no bytes here, so no grammar ever allows one; EOS is no affair of the library's either
+(`grammar_masks.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from common.tokenizer import Tokenizer
+
+_NOTHING = b"\xff"  # no text has this byte
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """`pieces[i]` are the bytes of token i: none of a special one, or where there is no token."""
+
+    pieces: tuple[bytes, ...]
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
+        special = {*tokenizer.special_ids, *eos_token_ids}
+        pieces = (b"" if i in special else tokenizer.token_bytes(i) for i in range(vocab_size))
+        return cls(tuple(pieces), tuple(i for i in eos_token_ids if i < vocab_size))
+
+
+@lru_cache(maxsize=2)
+def tokenizer_of(vocabulary: Vocabulary) -> LLTokenizer:
+    """As llguidance has it. Takes seconds for a large one; it is never changed."""
+    return LLTokenizer(TokenizerWrapper(_Pieces(vocabulary)))
+
+
+class _Pieces:
+    """What the library asks a tokenizer for."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        pieces = vocabulary.pieces
+        self.eos_token_id = vocabulary.eos_token_ids[0]
+        self.special_token_ids = [i for i, piece in enumerate(pieces) if not piece]
+        self.tokens = [piece or _NOTHING for piece in pieces]
+
+    def __call__(self, text: object) -> list[int]:
+        return []  # it would be asked for the usual tokens of a text that is certain

@@ -1,0 +1,35 @@
+"""Guesses that a plugin of the runner knows to be impossible are not verified: each costs a row of
+the next step, and none can come true."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from common.runner.batch_state import BatchState
+from proposers import FollowedRequest, Proposer
+
+
+class PossibleGuesses(Proposer):
+    """Those of `proposer`, cut where the first of the plugins says so."""
+
+    def __init__(self, proposer: Proposer, state: BatchState) -> None:
+        self.proposer, self.state = proposer, state
+        self.num_spec_tokens = proposer.num_spec_tokens
+        self.num_lookahead_tokens = proposer.num_lookahead_tokens
+
+    def propose(
+        self, followed: Sequence[FollowedRequest], num_drafts: Sequence[int]
+    ) -> dict[str, list[int]]:
+        guesses, state = self.proposer.propose(followed, num_drafts), self.state
+        for num_possible in state.plugins.num_possible:
+            for req_id, drafts in guesses.items():
+                del drafts[num_possible(state, state.row_of[req_id], drafts) :]
+        return {req_id: drafts for req_id, drafts in guesses.items() if drafts}
+
+    def draft_probs(self, request_id: str) -> torch.Tensor | None:
+        return self.proposer.draft_probs(request_id)
+
+    def forget(self, request_id: str) -> None:
+        self.proposer.forget(request_id)

@@ -1,0 +1,364 @@
+"""Grammars in an engine: in any company and with every feature, each request gets the highest of
+the tokens that may follow, and what is drawn is drawn from the law that they leave."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+
+import jsonschema
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import Qwen3ForCausalLM
+
+from bounded_loops import as_long_as
+from common.engine import EngineConfig, LLMEngine
+from common.grammars import grammar_compiler
+from common.loader import load_model
+from common.tests.engine_oracle import num_replays, with_noise
+from common.tests.grammar_cases import (
+    CASES,
+    EOS,
+    greedy_within,
+    may_follow,
+    small_tokenizer,
+    texts_of,
+)
+from grammars import Choice, Ebnf, Json, Regex
+from request import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NAMES = (None, *CASES)
+MOST = 10
+TOKENIZER = small_tokenizer()
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[str]:
+    """The sources that are compiled."""
+    sources: list[str] = []
+    compile_source = grammar_compiler.compile_source
+
+    def compile(source: str, tokenizer: object) -> str:
+        sources.append(source)
+        return compile_source(source, tokenizer)
+
+    monkeypatch.setattr(grammar_compiler, "compile_source", compile)
+    return sources
+
+
+@pytest.fixture
+def loaded(family_oracle):
+    found = load_model(family_oracle.path, torch.float64, torch.device("cpu"))
+    return replace(found, generation_eos_token_ids=(EOS,))
+
+
+@pytest.fixture(scope="module")
+def expected(family_oracle) -> dict[str | None, list[list[int]]]:
+    model = Qwen3ForCausalLM.from_pretrained(family_oracle.path, dtype=torch.float64).eval()
+    prompts = prompts_of(family_oracle)
+    return {n: [greedy_within(model, TOKENIZER, p, n, MOST) for p in prompts] for n in NAMES}
+
+
+def prompts_of(family_oracle) -> list[list[int]]:
+    return [family_oracle.prompts[i] for i in (0, 1, 8, 9)]
+
+
+def params_of(name: str | None, **how) -> SamplingParams:
+    grammar = None if name is None else CASES[name][0]
+    how = {"temperature": 0, "max_tokens": MOST, "ignore_eos": name is None} | how
+    return SamplingParams(grammar=grammar, **how)
+
+
+def make_engine(loaded, draft=None, **config) -> LLMEngine:
+    config = EngineConfig(**{"check_invariants": True, "num_blocks": 400, **config})
+    return LLMEngine(config, loaded=loaded, draft=draft, tokenizer=TOKENIZER)
+
+
+CONFIGS = {
+    "as it is": dict(),
+    "pieces, preempted": dict(chunked_prefill=3, preempt_every=3, block_size=3),
+    "tree": dict(prefix_cache="radix", block_size=1, shuffle_batch=True, shuffle_waiting=True),
+    "ahead": dict(overlap_scheduling=True, shuffle_batch=True),
+    "ahead, preempted": dict(overlap_scheduling=True, preempt_every=2),
+    "prefill-first": dict(scheduler="prefill_first", mixing=True),
+    "reserved": dict(scheduler="fcfs", max_num_seqs=3),
+    "look-up": dict(speculative={"method": "ngram", "min_ngram": 1, "adaptive": False}),
+    "draft": dict(speculative={"method": "draft", "num_spec_tokens": 3}, block_size=3),
+    "draft, preempted": dict(speculative={"method": "draft"}, preempt_every=2),
+    "graphs": dict(emulate_graphs=True, max_num_seqs=8, max_model_len=100),
+    "graphs, ahead": dict(emulate_graphs=True, overlap_scheduling=True, max_model_len=100),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_token_is_the_highest_of_those_that_may_follow(
+    name, loaded, family_oracle, expected, compiled
+) -> None:
+    draft = with_noise(load_model(family_oracle.path, torch.float64, torch.device("cpu")))
+    engine, prompts = make_engine(loaded, draft, **CONFIGS[name]), prompts_of(family_oracle)
+    pairs = [(i, n) for i in range(len(prompts)) for n in NAMES[i:] + NAMES[:i]]
+    params = [params_of(n) for _, n in pairs]
+    right = [expected[n][i] for i, n in pairs]
+    for _ in range(2):  # the second time from the cache
+        outputs = engine.generate_batch([prompts[i] for i, _ in pairs], params).values()
+        assert [output.outputs[0].token_ids for output in outputs] == right
+    twice = engine.generate_batch(prompts, params_of("regex", n=2)).values()
+    assert [[c.token_ids for c in output.outputs] for output in twice] == [
+        [tokens] * 2 for tokens in expected["regex"]
+    ]
+    for output, (_, n) in zip(outputs, pairs, strict=True):
+        completion = output.outputs[0]
+        if n is not None and completion.finish_reason == "stop":
+            assert completion.text.encode() in texts_of(n)
+    assert len(compiled) == len(set(compiled)) == len(CASES), "one source is compiled twice"
+    assert engine.stats().kv_blocks_in_use == 0
+    if "emulate_graphs" in CONFIGS[name]:
+        assert num_replays(engine) > 0
+    engine.close()
+
+
+def test_the_law_is_that_of_the_model_among_what_may_follow(loaded, family_oracle) -> None:
+    """Exactly: each text's probability is a product over its tokens. Guesses are accepted and
+    refused by chance, and change nothing."""
+    prompt, texts = prompts_of(family_oracle)[1], texts_of("choice")
+    model = Qwen3ForCausalLM.from_pretrained(family_oracle.path, dtype=torch.float64).eval()
+    law: dict[tuple[int, ...], float] = {}
+
+    def spread(outputs: list[int], share: float) -> None:
+        if outputs and outputs[-1] == EOS:
+            law[tuple(outputs)] = share
+            return
+        allowed = may_follow(TOKENIZER, texts, outputs)
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + outputs])).logits[0, -1]
+        for token, p in zip(allowed, (logits[allowed] / 3).softmax(0).tolist(), strict=True):
+            if share * p > 1e-4:
+                spread([*outputs, token], share * p)
+
+    spread([], 1.0)
+    assert len(law) > 4 and math.isclose(sum(law.values()), 1, abs_tol=0.01)
+    draft = with_noise(load_model(family_oracle.path, torch.float64, torch.device("cpu")))
+    for how in (None, {"method": "draft", "num_spec_tokens": 3, "adaptive": False}):
+        engine = make_engine(loaded, draft, speculative=how, check_invariants=False)
+        params = params_of("choice", temperature=3.0, n=1500)
+        (output,) = engine.generate_batch([prompt], params).values()
+        found = Counter(tuple(completion.token_ids) for completion in output.outputs)
+        likely = [tokens for tokens, share in law.items() if share * 1500 >= 5]
+        counts, shares = [found[t] for t in likely], [law[t] for t in likely]
+        counts.append(1500 - sum(counts))
+        shares.append(max(1 - sum(shares), 1e-9))
+        if shares[-1] * 1500 < 5:  # too few to compare: with the last one
+            rest = counts.pop(), shares.pop()
+            counts[-1], shares[-1] = counts[-1] + rest[0], shares[-1] + rest[1]
+        expected = [share / sum(shares) * 1500 for share in shares]
+        assert chisquare(counts, expected).pvalue > 1e-4, (how, found)
+        if how is not None:
+            assert 0 < engine.stats().num_accepted_tokens < engine.stats().num_drafted_tokens
+        engine.close()
+
+
+def test_impossible_guesses_are_not_verified(loaded, family_oracle) -> None:
+    """A draft model that knows nothing of the grammar: what it says against it is cut before the
+    next step, so that more of what is verified comes true."""
+    draft, shares = load_model(family_oracle.path, torch.float64, torch.device("cpu")), []
+    for cuts in (True, False):
+        engine = make_engine(loaded, draft, speculative={"method": "draft", "adaptive": False})
+        if not cuts:
+            engine.speculation.proposer = engine.speculation.proposer.proposer
+        engine.generate_batch(prompts_of(family_oracle), params_of("regex"))
+        stats = engine.stats()
+        shares.append(stats.num_drafted_tokens)
+        engine.close()
+    assert shares[0] < shares[1]
+
+
+def test_logprobs_are_those_among_what_may_follow(loaded, family_oracle) -> None:
+    engine = make_engine(loaded)
+    prompt = prompts_of(family_oracle)[0]
+    (output,) = engine.generate_batch([prompt], params_of("choice", logprobs=5)).values()
+    completion, outputs = output.outputs[0], []
+    for entry, token in zip(completion.logprobs, completion.token_ids, strict=True):
+        allowed = may_follow(TOKENIZER, texts_of("choice"), outputs)
+        finite = {t: p for t, p in entry.top.items() if p > -math.inf}
+        assert finite.keys() <= set(allowed)
+        if len(allowed) <= 5:
+            assert math.isclose(sum(map(math.exp, finite.values())), 1, rel_tol=1e-9)
+        outputs.append(token)
+    engine.close()
+
+
+def test_json_fits_its_schema_and_has_few_blanks(loaded, family_oracle) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+            "b": {"enum": ["x", "yes", 7]},
+            "c": {"type": "string", "maxLength": 9},
+        },
+        "required": ["a", "b", "c"],
+        "additionalProperties": False,
+    }
+    engine, prompts = make_engine(loaded), prompts_of(family_oracle)
+    num_whole = 0
+    for seed, grammar in enumerate([Json(schema), Json(json.dumps(schema)), {"json": schema}] * 4):
+        params = SamplingParams(temperature=2, max_tokens=150, seed=seed, grammar=grammar)
+        (output,) = engine.generate_batch([prompts[seed % 4]], params).values()
+        completion = output.outputs[0]
+        assert completion.finish_reason in ("stop", "length")
+        assert not re.search(r"\s{3}", completion.text)
+        if completion.finish_reason == "stop":
+            jsonschema.validate(json.loads(completion.text), schema)
+            num_whole += 1
+    assert num_whole >= 8
+    engine.close()
+
+
+# -- what goes wrong
+
+
+def test_a_wrong_grammar_ends_its_request_and_no_other(loaded, family_oracle, expected) -> None:
+    engine, prompts = make_engine(loaded), prompts_of(family_oracle)
+    wrong = [Regex("(a"), Json({"type": "nothing"}), Ebnf("root ::= nobody"), Regex("(?=a)b")]
+    params = [params_of("regex"), *(SamplingParams(grammar=g, n=2) for g in wrong), params_of(None)]
+    outputs = list(engine.generate_batch([prompts[0]] * len(params), params).values())
+    assert outputs[0].outputs[0].token_ids == expected["regex"][0]
+    assert outputs[-1].outputs[0].token_ids == expected[None][0]
+    for output in outputs[1:-1]:
+        assert {c.finish_reason for c in output.outputs} == {"error"}
+        assert output.metrics.finish_detail.startswith("the grammar does not compile: ")
+    engine.check_invariants()
+    assert not engine.has_unfinished_requests()
+    engine.close()
+
+
+def test_a_token_that_nothing_can_follow_is_an_error(loaded, family_oracle) -> None:
+    """No token of this tokenizer has the letter."""
+    engine = make_engine(loaded)
+    params = [SamplingParams(temperature=0, grammar=Choice(["aß", "aé"])), params_of(None)]
+    one, other = engine.generate_batch(prompts_of(family_oracle)[:2], params).values()
+    assert one.outputs[0].finish_reason == "error" and other.outputs[0].finish_reason == "length"
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        (dict(ignore_eos=True), "ignore_eos is True: it must be False with a grammar"),
+        (dict(min_tokens=1), "min_tokens is 1: it must be 0 with a grammar"),
+        (dict(stop="x"), "stop is .*with a grammar"),
+        (dict(stop_token_ids=[7]), "stop_token_ids is .*with a grammar"),
+        (dict(grammar="a+"), "grammar is 'a\\+': it must be a Json, Regex, Choice or Ebnf"),
+        (dict(grammar=Regex("")), "grammar is '': it must be a non-empty text"),
+        (dict(grammar=Choice([])), "choice is"),
+        (dict(grammar=Choice("yes")), "choice is 'yes'"),
+        (dict(grammar=Choice(["\ud800"])), "halves of surrogate pairs"),
+        (dict(grammar=Json("{")), "schema is no JSON"),
+        (dict(grammar=Json([1])), "schema is \\[1\\]"),
+        (dict(grammar=Json({}, max_whitespace=-1)), "max_whitespace"),
+        (dict(grammar={"structural_tag": "x"}), "grammar has \\['structural_tag'\\]"),
+        (dict(grammar={"json": {}, "regex": "a"}), "grammar has \\['json', 'regex'\\]"),
+        (dict(grammar={}), "grammar has \\[\\]"),
+    ],
+)
+def test_what_can_not_be_meant_is_refused(how, why, loaded) -> None:
+    engine = make_engine(loaded)
+    with pytest.raises(ValueError, match=why):
+        engine.add_request("a", [5], SamplingParams(**{"grammar": Regex("a"), **how}))
+    assert not engine.has_unfinished_requests()
+
+
+def test_without_what_it_needs_it_is_refused(loaded, monkeypatch) -> None:
+    params = SamplingParams(grammar=Regex("a"))
+    bare = LLMEngine(EngineConfig(num_blocks=9), loaded=loaded)
+    with pytest.raises(ValueError, match="this engine has no tokenizer"):
+        bare.add_request("a", [5], params)
+    endless = make_engine(replace(loaded, generation_eos_token_ids=()))
+    with pytest.raises(ValueError, match="no EOS token"):
+        endless.add_request("a", [5], params)
+    monkeypatch.setattr("common.intake.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'vllm-from-scratch\[grammar\]'"):
+        make_engine(loaded).add_request("a", [5], params)
+
+
+def test_a_grammar_that_is_slow_to_compile_holds_up_nobody(
+    loaded, family_oracle, expected, monkeypatch
+) -> None:
+    """And who waits for one may go at any time, and so may the engine."""
+    engine, prompt, goes_on = make_engine(loaded), prompts_of(family_oracle)[0], threading.Event()
+    compile_source = grammar_compiler.compile_source
+
+    def compile(source: str, tokenizer: object) -> str:
+        assert goes_on.wait(60)
+        return compile_source(source, tokenizer)
+
+    monkeypatch.setattr(grammar_compiler, "compile_source", compile)
+    for name in ("regex", "choice", "json", None):
+        engine.add_request(name or "free", prompt, params_of(name))
+    done: dict[str, list[int]] = {}
+
+    def step() -> None:
+        for output in engine.step():
+            if output.finished:
+                done[output.request_id] = output.outputs[0].token_ids
+
+    for _ in as_long_as(lambda: "free" not in done, most=100):
+        step()
+    for _ in range(3):
+        step()  # nobody can do anything, and that is no fault
+    engine.abort_request("choice")
+    goes_on.set()
+    for _ in as_long_as(engine.has_unfinished_requests, most=1000):
+        step()
+    assert done == {"choice": []} | {n or "free": expected[n][0] for n in ("regex", "json", None)}
+    goes_on.clear()
+    engine.add_request("late", prompt, params_of("nested"))
+    engine.close()
+    goes_on.set()
+
+
+def test_what_would_take_for_ever_ends_in_an_error_soon(loaded, family_oracle, expected) -> None:
+    """The library counts what it does: no clock decides, and no process has to be ended."""
+    engine, prompt = make_engine(loaded), prompts_of(family_oracle)[0]
+    endless = [
+        Regex("(" * 30 + "a" + "{1,99})" * 30),
+        Regex("(a|b)*a(a|b){900}c"),
+        Ebnf("root ::= " + "(" * 12 + "[ab]*" + ")*" * 12 + ' "c"'),
+    ]
+    params = [SamplingParams(temperature=0, grammar=g) for g in endless]
+    began = time.monotonic()
+    outputs = engine.generate_batch([prompt] * 4, [*params, params_of(None)]).values()
+    assert time.monotonic() - began < 100
+    *bad, free = outputs
+    assert free.outputs[0].token_ids == expected[None][0]
+    for output in bad:
+        assert output.outputs[0].finish_reason in ("error", "length", "stop")
+    assert bad[0].outputs[0].finish_reason == "error", bad[0].metrics
+    engine.close()
+
+
+def test_many_at_once_are_kept_in_bounds_and_nobody_is_lost(
+    loaded, family_oracle, compiled, monkeypatch
+) -> None:
+    monkeypatch.setattr(grammar_compiler, "KEPT", 500)
+    monkeypatch.setattr("common.grammars.grammar_masks.KEPT", 3)
+    engine, prompt = make_engine(loaded), prompts_of(family_oracle)[0]
+    texts = [f"a{i}" for i in range(100)]
+    params = [SamplingParams(temperature=0, grammar=Choice([text])) for text in texts]
+    outputs = engine.generate_batch([prompt] * 100, params).values()
+    assert [output.outputs[0].text for output in outputs] == texts
+    engine.generate_batch([prompt] * 3, [params[-1]] * 3)
+    assert len(compiled) == 100, "the last one is still there"
+    futures = engine._grammars.compiler._futures
+    assert sum(len(future.result()) for future in futures.values()) <= 500
+    engine.generate_batch([prompt], params[0])
+    assert len(compiled) == 101, "the first one is not"
+    (masks,) = [p for p in engine.core.runner.state.plugins.plugins if p.name == "grammar"]
+    assert len(masks._kept) <= 3
+    engine.close()
