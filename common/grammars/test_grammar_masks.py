@@ -35,8 +35,8 @@ SCHEMA = {
 DATE = r"[0-9]{4}-(0[1-9]|1[0-2])( [a-zé]+)*"
 HEADS = ["def f(self):", "def f(self, x):", 'a "b" \\ c\n', "größer"]
 # The same grammar, as xgrammar compiles it. (Of rules that use themselves its masks lack tokens
-# that its matcher takes: after "a" of `root ::= "a" root "b" | "ab"` a token "abb". In a string with
-# `maxLength` it allows raw control characters, which are no JSON; and what it does not know of a
+# that its matcher takes: after "a" of `root ::= "a" root "b" | "ab"` a token "abb". A string with
+# `maxLength` may hold raw control characters, which are no JSON; and what it does not know of a
 # schema, such as `multipleOf`, it leaves out. Version 0.2.8.)
 PAIRS: dict[str, tuple[Grammar, Callable[[xgrammar.GrammarCompiler], object]]] = {
     "json": (
