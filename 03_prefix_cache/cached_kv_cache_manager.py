@@ -3,7 +3,7 @@
 A request's table then has three stretches:
 
     | cached when it was admitted | published since | its own: partial, or still to be written |
-    0                             ^ hit             ^ _published                       table's end
+    0                                               ^ num_published, in blocks         table's end
 
 Full blocks are published when the forward pass that wrote them is over, never before: a step that
 fails leaves nothing wrong behind. A block that a request publishes next is known by its content

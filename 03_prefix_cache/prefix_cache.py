@@ -10,7 +10,7 @@ A cache maps prefixes, in whole blocks, to blocks of a `BlockPool`, and is one o
 Matches, insertions and releases use a prefix. Evicted is the block whose last use is the longest
 ago, of those that nobody uses and that have no cached block behind them.
 
-A block whose content can not be trusted is *withdrawn*, with all behind it, whoever uses them.
+A block whose content cannot be trusted is *withdrawn*, with all behind it, even while in use.
 
 Invariants: a cached block's parent is cached; whoever uses a block uses all before it; a use of a
 block is a use of all before it; the content of a cached block never changes.
@@ -211,7 +211,7 @@ class PrefixCache(ABC):
         self._check_given(token_ids, blocks, start)
         keys = normalise_extra_keys(extra_keys)
         walk = Walk(token_ids, self.block_size, keys, path or PrefixPath())
-        # The block behind which they come, and those that somebody was first to compute.
+        # The block before them, and those of them whose content is cached already.
         found = self._find(walk, max(start - 1, 0), start + len(blocks))
         if start and not found:
             missing = len(self._find(walk, 0, start))
@@ -240,7 +240,7 @@ class PrefixCache(ABC):
         try:
             if self.listener is not None and blocks:
                 self.listener.blocks_evicted(blocks)
-        finally:  # what it raises costs a copy, and no block
+        finally:  # a listener that raises loses its copy; no block is lost
             for block in blocks:
                 del self._by_block_id[block.block_id]
             self.pool.free(blocks)
@@ -261,8 +261,8 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def begin_anew(self) -> None:
-        """Forget everything, after a call that was interrupted: the index may contradict itself.
-        Whose the blocks are the pool is told by who calls this. An index adds its own books."""
+        """Forget everything, after a call that was interrupted and may have left contradictions.
+        The caller tells the pool who holds its blocks; each design also clears its own books."""
         if self.listener is not None:
             self.listener.blocks_withdrawn(self.pool.blocks[1:])
         self._by_block_id.clear()

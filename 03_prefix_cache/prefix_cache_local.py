@@ -95,9 +95,11 @@ class CachedBlock:
     extra_keys: NormalKeys = ()
 
     @property
-    def ref_cnt(self) -> int:
-        """Its users. The pool's `ref_cnt` of the same block is one more: it counts the cache."""
+    def num_users(self) -> int:
+        """One less than the block's `ref_cnt`, which counts the cache too."""
         return self.block.ref_cnt - 1
+
+    ref_cnt = num_users  # as the posts call it
 
 
 class PrefixCacheLocal(PrefixCache):
@@ -138,7 +140,7 @@ class PrefixCacheLocal(PrefixCache):
         return blocks
 
     def _hash(self, walk: Walk, index: int) -> bytes:
-        """The path remembers the root's and all up to this: tokens only grow at their end."""
+        """The same chain as `compute_hash_chain`, link by link: the path remembers those before."""
         hashes = walk.path.state = walk.path.state or [_mix_in(b"", walk.keys)]
         while len(hashes) <= index + 1:
             hashes.append(_link(hashes[-1], walk.tokens(len(hashes) - 1)))
@@ -204,7 +206,7 @@ class PrefixCacheLocal(PrefixCache):
         return len(self._evictable)
 
     def cached_prefixes(self) -> Iterator[CachedPrefix]:
-        used = [cached for cached in self._by_block_id.values() if cached.ref_cnt]
+        used = [cached for cached in self._by_block_id.values() if cached.num_users]
         for cached in [*used, *self._evictable.values()]:
             chain = [cached]
             while chain[-1].parent is not None:
@@ -229,9 +231,9 @@ class PrefixCacheLocal(PrefixCache):
             else:
                 parent_hash = parent.block_hash
                 assert self._by_hash.get(parent_hash) is parent, f"{cached} lost its parent"
-                assert parent.ref_cnt >= cached.ref_cnt, f"{cached} is used without its parent"
+                assert parent.num_users >= cached.num_users, f"{cached} is used without its parent"
             assert block_hash == compute_block_hash(parent_hash, cached.token_ids), cached
-            assert cached.ref_cnt >= 0, f"{cached} is not held by the cache"
-            assert (cached.ref_cnt == 0) == (cached.block_id in places), cached
-            if parent is not None and parent.ref_cnt == 0:
+            assert cached.num_users >= 0, f"{cached} is not held by the cache"
+            assert (cached.num_users == 0) == (cached.block_id in places), cached
+            if parent is not None and parent.num_users == 0:
                 assert places[cached.block_id] < places[parent.block_id], f"{cached} goes too late"

@@ -32,7 +32,7 @@ for name, tokens in PROMPTS.items():
     hits[name] = list(table)
     for key in hashes[len(table) :]:  # computed now, and kept for whoever comes next
         if not free:  # evict what was used longest ago
-            oldest = next(known for known in cache if known not in hashes)
+            oldest = next(known for known in cache if known not in hashes)  # none of its own
             free.append(cache.pop(oldest))
         table.append(free.pop(0))
         cache[key] = table[-1]

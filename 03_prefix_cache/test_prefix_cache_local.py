@@ -89,10 +89,10 @@ def test_on_its_own_it_works_as_a_reader_would_type_it():
         h for h, _ in cache.compute_hash_chain(prompt)
     ]
     cache.touch(blocks)
-    assert [block.ref_cnt for block in blocks] == [1, 1]
+    assert [block.ref_cnt for block in blocks] == [1, 1]  # as post E asks: its users
     cache.touch(blocks[:1])
     cache.release(blocks)
-    assert [block.ref_cnt for block in blocks] == [1, 0]
+    assert [block.num_users for block in blocks] == [1, 0]
     assert cache.match_prefix(prompt) == (blocks, 32) and cache.num_cached_blocks == 2
     assert cache.cache_hit_rate == 0.0
 
@@ -125,10 +125,10 @@ def test_a_system_prompt_is_found_by_every_question_behind_it():
     ]
     for num_users in (1, 2):
         cache.touch(blocks)
-        assert [block.ref_cnt for block in blocks] == [num_users] * 2
+        assert [block.num_users for block in blocks] == [num_users] * 2
     for num_users in (1, 0):
         cache.release(blocks)
-        assert [block.ref_cnt for block in blocks] == [num_users] * 2
+        assert [block.num_users for block in blocks] == [num_users] * 2
     assert [cache.pool.blocks[block.block_id].ref_cnt for block in blocks] == [1, 1], "the cache's"
 
 

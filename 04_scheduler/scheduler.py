@@ -15,7 +15,7 @@ One step shares one budget of `max_num_batched_tokens`:
     victim is preempted and the memory asked again, until it agrees or the victim is the request
     itself. A victim that was planned in this step already gives everything back.
 2.  Only if nobody was preempted: look up what the cache has of the next request in line, size the
-    work, allocate, in that order. The first one that does not fit ends the step: nobody overtakes.
+    work, allocate, in that order. The first that does not fit ends the step: it is not overtaken.
     One that is not ready (its KV is on its way) is passed over. So is one that a constraint holds
     back, until it has waited too long: then the line waits for it.
 

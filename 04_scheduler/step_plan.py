@@ -19,12 +19,13 @@ from scheduler_interface import EngineCoreOutput, SchedulerOutput
 
 @dataclass(slots=True)
 class StepPlan:
-    """`num_tokens` is in the order of planning; taking a request out again is one `pop`."""
+    """`num_tokens` is in the order of planning; taking a request out again is one `pop`. A step is
+    routine for whom it writes one token into a block that is held, before any limit."""
 
     budget: int
     num_behind: Callable[[Request], int]
     num_tokens: dict[str, int] = field(default_factory=dict)
-    decided: set[str] = field(default_factory=set)  # of them, all but the routine ones
+    decided: set[str] = field(default_factory=set)  # those whose step is not routine
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     num_left: dict[str, int] = field(default_factory=dict)  # of those that got less than they need

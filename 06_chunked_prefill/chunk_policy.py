@@ -59,6 +59,7 @@ class ChunkedPrefill(CutPrompts):
         self, running: Collection[Request], num_behind: Callable[[Request], int]
     ) -> None:
         if self.max_long_partial_prefills is not None:
+            # `num_behind` is 0 for who sits out this step; its prompt is under way all the same.
             self._num_long = sum(
                 self._is_long(request.num_tokens - request.num_computed_tokens)
                 for request in running

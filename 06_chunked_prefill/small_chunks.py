@@ -48,12 +48,12 @@ key_cache, value_cache = (torch.zeros(4, 4, 1, 1, dtype=torch.float64) for _ in 
 for cache, new in ((key_cache, keys), (value_cache, values)):
     cache.view(-1)[4 : 4 + PROMPT_LEN] = new
 metadata = AttentionMetadata(
-    torch.tensor([0, PROMPT_LEN]),
-    torch.tensor([PROMPT_LEN]),
-    torch.tensor([[1, 2, 3]]),
-    torch.arange(4, 4 + PROMPT_LEN),
-    PROMPT_LEN,
-    PROMPT_LEN,
+    query_start_loc=torch.tensor([0, PROMPT_LEN]),
+    seq_lens=torch.tensor([PROMPT_LEN]),
+    block_tables=torch.tensor([[1, 2, 3]]),
+    slot_mapping=torch.arange(4, 4 + PROMPT_LEN),
+    max_query_len=PROMPT_LEN,
+    max_seq_len=PROMPT_LEN,
 )
 real = mixed_attention(queries.view(-1, 1, 1), key_cache, value_cache, metadata, scale=1.0)
 torch.testing.assert_close(real.flatten(), torch.stack(outputs))

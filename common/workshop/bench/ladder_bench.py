@@ -7,8 +7,9 @@
 
 Two regimes: many users, who queue, and few, who do not. Each seed draws a workload of its own
 (`ladder_workload.py`); all rungs serve it, one after the other, each seed beginning with another
-rung. A table shows the median over the seeds and the extremes. Rungs that lose stay in it. What the
-rungs are is in `ladder_systems.py`. It measures the CPU.
+rung. And for each chapter the work in which its question arises, served with it and without. A
+table shows the median over the seeds and the extremes. Rungs that lose stay in it. What the rungs
+are is in `ladder_systems.py`. It measures the CPU.
 """
 
 from __future__ import annotations
@@ -38,30 +39,28 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from common.workshop.bench.bench_models import choose_dtype, load_models
     from common.workshop.bench.bench_rounds import rotated
     from common.workshop.bench.bench_work import Limits
-    from common.workshop.bench.ladder_systems import CHUNK, RUNGS, describe
-    from common.workshop.bench.ladder_workload import MAX_TOKENS, REGIMES, make_workload
+    from common.workshop.bench.ladder_systems import CHUNK, RUNGS, describe, rungs_of
+    from common.workshop.bench.ladder_workload import MAX_TOKENS, QUESTIONS, REGIMES, make_workload
 
     spare_what_is_loaded()
     dtype = choose_dtype("auto")
     models = load_models("tiny", dtype)
     tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
     regimes = {
-        name: replace(regime, num_requests=5, num_long=1, arrivals_per_s=10.0)
+        name: replace(regime, num_requests=5, num_long=min(1, regime.num_long), arrivals_per_s=10.0)
         if args.smoke
         else regime
-        for name, regime in REGIMES.items()
+        for name, regime in (REGIMES | QUESTIONS).items()
     }
     workloads = {
         name: [make_workload(tokenizer, regime, seed) for seed in range(args.rounds)]
         for name, regime in regimes.items()
     }
-    longest = max(
-        len(request.prompt_token_ids) + MAX_TOKENS
-        for workload in workloads.values()
-        for requests in workload
-        for request in requests
-    )
-    limits = Limits(longest=longest, num_positions=NUM_RESERVATIONS * longest)
+    limits = {
+        name: Limits(longest=longest, num_positions=NUM_RESERVATIONS * longest)
+        for name, seeds in workloads.items()
+        for longest in [max(len(r.prompt_token_ids) for w in seeds for r in w) + MAX_TOKENS]
+    }
     record: dict[str, Any] = {
         **record_head("common.workshop.ladder", args.argv),
         "config": {
@@ -73,38 +72,43 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "seeds": args.rounds,
             "chunk": CHUNK,
             "max_tokens": MAX_TOKENS,
-            "longest": longest,
-            "num_positions": limits.num_positions,
-            "max_num_seqs": limits.max_num_seqs,
-            "block_size": limits.block_size,
+            "max_num_seqs": limits["many"].max_num_seqs,
+            "block_size": limits["many"].block_size,
         },
         "regimes": {},
+        "questions": {},
     }
+    work = []
     for name, regime in regimes.items():
-        record["regimes"][name] = {
+        entry = record["regimes" if name in REGIMES else "questions"][name] = {
             "title": regime.title,
             "num_requests": regime.num_requests,
             "num_long": regime.num_long,
             "arrivals_per_s": regime.arrivals_per_s,
+            "longest": limits[name].longest,
+            "num_positions": limits[name].num_positions,
             "prompt_tokens": [[len(r.prompt_token_ids) for r in w] for w in workloads[name]],
             "output_tokens": [[r.num_outputs for r in w] for w in workloads[name]],
-            "rungs": {rung: {"title": title, "runs": []} for rung, (title, _) in RUNGS.items()},
+            "rungs": {rung: {"title": RUNGS[rung][0], "runs": []} for rung in rungs_of(name)},
         }
-    with tqdm(total=len(regimes) * args.rounds * len(RUNGS), unit="run", disable=None) as bar:
+        work.append((name, entry["rungs"]))
+    num_runs = args.rounds * sum(len(rungs) for _, rungs in work)
+    with tqdm(total=num_runs, unit="run", disable=None) as bar:
         for seed in range(args.rounds):
-            for name, regime in record["regimes"].items():
+            for name, rungs in work:
                 requests, tokens = workloads[name][seed], {}
-                for rung in rotated(list(RUNGS), seed):
+                for rung in rotated(list(rungs), seed):
                     bar.set_description(f"{name}, seed {seed}, {rung}")
                     gc.collect()
-                    outcome = RUNGS[rung][1](models, limits, requests)
+                    outcome = RUNGS[rung][1](models, limits[name], requests)
                     tokens[rung] = outcome.token_ids
                     run = {"seed": seed, **describe(outcome, requests)}
-                    regime["rungs"][rung]["runs"].append(run)
+                    rungs[rung]["runs"].append(run)
                     bar.update()
+                lowest = tokens[next(iter(rungs))]
                 for rung, own in tokens.items():  # floating point may break ties differently
-                    same = sum(own[i] == tokens["one-at-a-time"][i] for i in own)
-                    regime["rungs"][rung]["runs"][-1]["same_tokens"] = same
+                    same = sum(own[i] == lowest[i] for i in own)
+                    rungs[rung]["runs"][-1]["same_tokens"] = same
                 write_record(args.record, record)
     return record
 
@@ -118,7 +122,7 @@ def tables(path: Path) -> Tables:
 
 
 def announce(args: argparse.Namespace) -> str:
-    return "8 rungs in two regimes, on the CPU; about 10 minutes"
+    return "8 rungs in two regimes, and 6 in their own, on the CPU; about 15 minutes"
 
 
 def run(args: argparse.Namespace) -> int:

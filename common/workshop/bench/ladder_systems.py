@@ -158,6 +158,12 @@ RUNGS: dict[str, tuple[str, Run]] = {
 }
 
 
+def rungs_of(name: str) -> list[str]:
+    """Who serves a regime: all; the work of a chapter's question: its rung and the one below."""
+    rungs = list(RUNGS)
+    return rungs[rungs.index(name) - 1 :][:2] if name in RUNGS else rungs
+
+
 def describe(outcome: LadderOutcome, requests: Sequence[LadderRequest]) -> dict[str, Any]:
     """What a table shows of one run. Times in milliseconds."""
     times = [outcome.token_times[index] for index in range(len(requests))]

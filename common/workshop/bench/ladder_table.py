@@ -20,8 +20,20 @@ PHRASES = {
 
 
 def render(record: dict[str, Any]) -> str:
-    """Every rung in every regime, with all that was measured."""
-    return "\n\n".join([*(_regime(r) for r in record["regimes"].values()), made_on(record)])
+    """Every rung in every regime, with all that was measured; and each chapter's own question."""
+    parts = [*map(_regime, record["regimes"].values()), *_questions(record), made_on(record)]
+    return "\n\n".join(parts)
+
+
+def _questions(record: dict[str, Any]) -> list[str]:
+    """One table, if they were measured: in each cell without the chapter, and with it."""
+    head = ["chapter, and its work", "output tok/s", "first token (p50)", "gap (p99)"]
+    rows = []
+    for name, question in record.get("questions", {}).items():
+        before, after = (_short_row(*rung)[1:4] for rung in question["rungs"].items())
+        cells = [f"{b} → {a}" for b, a in zip(before, after, strict=True)]
+        rows.append([f"{question['rungs'][name]['title']}; {_work(question)}", *cells])
+    return [markdown_table(head, rows)] if rows else []
 
 
 def render_short(record: dict[str, Any]) -> str:

@@ -4,13 +4,16 @@ Arrivals are a Poisson process. Every prompt begins with the same system prompt,
 the first half of a function from the shipped checkpoint's held-out files; the answer ends after as
 many tokens as the second half has. A few users bring most of a file instead: the long prompts that
 make others wait. Nobody says how long the answer is going to be: `max_tokens` is the same for all,
-and generous. The same seed gives the same users to every rung."""
+and generous. The same seed gives the same users to every rung.
+
+All rungs serve the `REGIMES`. `QUESTIONS` has for each chapter the work in which its question
+arises: its rung serves that, and the rung below it."""
 
 from __future__ import annotations
 
 import ast
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from common.tokenizer import Tokenizer
@@ -24,17 +27,28 @@ MAX_TOKENS = 256  # what everybody asks for
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """`num_long` of the `num_requests` users bring a long prompt."""
+    """`num_long` of the `num_requests` users bring a long prompt. Where it `repeats`, the answer of
+    the others stands in their prompt. The last two are no part of `repr`, which goes into seeds."""
 
     title: str
     num_requests: int
     num_long: int
     arrivals_per_s: float
+    system_len: int = field(default=SYSTEM_PROMPT_LEN, repr=False)
+    repeats: bool = field(default=False, repr=False)
 
 
 REGIMES = {
     "many": Regime("many users", 80, 4, 24.0),
     "few": Regime("few users", 10, 1, 1.25),
+}
+QUESTIONS = {
+    "continuous": Regime("who comes while others are answered", 24, 0, 4.0),
+    "paged": Regime("more users than reservations fit", 40, 0, 24.0),
+    "prefix-cache": Regime("one long system prompt", 30, 0, 12.0, system_len=1024),
+    "preempting": Regime("answers shorter than what is reserved", 60, 0, 40.0),
+    "speculative": Regime("answers that stand in the prompt", 16, 0, 2.0, repeats=True),
+    "chunked": Regime("long prompts among short answers", 30, 6, 6.0),
 }
 
 
@@ -50,7 +64,7 @@ def make_workload(tokenizer: Tokenizer, regime: Regime, seed: int) -> list[Ladde
     """In order of arrival."""
     rng = random.Random(f"{seed} {regime}")
     files, functions = _encoded_corpus(tokenizer)
-    system = files[0][:SYSTEM_PROMPT_LEN]
+    system = files[0][: regime.system_len]
     long_texts = [ids for ids in files if len(ids) > LONG_PROMPT_LEN]
     # Never among the very first: there must be somebody who waits.
     first = regime.num_requests // 5
@@ -61,7 +75,7 @@ def make_workload(tokenizer: Tokenizer, regime: Regime, seed: int) -> list[Ladde
         ids = rng.choice(functions)
         half = len(ids) // 2
         num_outputs = min(max(len(ids) - half, OUTPUT_LENS[0]), OUTPUT_LENS[1])
-        body = ids[: min(half, 256)]
+        body = [*(ids if regime.repeats else []), *ids[: min(half, 256)]]
         if place in long_places:
             text = rng.choice(long_texts)
             begin = rng.randrange(len(text) - LONG_PROMPT_LEN)

@@ -150,6 +150,17 @@ def test_the_ladder_shows_medians_of_both_regimes() -> None:
     assert "0123456789` with uncommitted changes, on Abacus" in lines[-1]
 
 
+def test_a_chapters_question_is_shown_without_it_and_with_it() -> None:
+    record = a_ladder_record()
+    work = {"title": "more users", "num_requests": 40, "num_long": 0, "arrivals_per_s": 24.0}
+    question = {**record["regimes"]["many"], **work}
+    shown = ladder_table.render({**record, "questions": {"paged": question}}).split("\n\n")[2]
+    assert shown.splitlines()[2] == (
+        "| 2 paged KV; more users: 40 requests, 24 a second, 0 long "
+        "| 110 → 400 | 8,000 ms → 12 ms | 70 ms → 8 ms |"
+    )
+
+
 def test_the_short_ladder_has_four_columns_of_many_users() -> None:
     lines = ladder_table.render_short(a_ladder_record()).splitlines()
     assert lines[0].count("|") == 6 and "few" not in lines[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,13 +15,19 @@ from common.workshop.bench import ladder_table
 from common.workshop.bench.bench_models import load_models
 from common.workshop.bench.bench_record import ROOT, read_record
 from common.workshop.bench.bench_work import Limits
-from common.workshop.bench.ladder_systems import CHUNK, RUNGS, LadderOutcome, describe
+from common.workshop.bench.ladder_systems import (
+    CHUNK,
+    RUNGS,
+    LadderOutcome,
+    describe,
+    rungs_of,
+)
 from common.workshop.bench.ladder_table import PHRASES
 from common.workshop.bench.ladder_workload import (
     LONG_PROMPT_LEN,
     OUTPUT_LENS,
+    QUESTIONS,
     REGIMES,
-    SYSTEM_PROMPT_LEN,
     LadderRequest,
     functions_of,
     make_workload,
@@ -33,20 +40,29 @@ def tokenizer():
 
 
 @pytest.mark.sample(regime=1)
-@pytest.mark.parametrize("regime", REGIMES.values(), ids=list(REGIMES))
+@pytest.mark.parametrize("regime", [*REGIMES.values(), *QUESTIONS.values()], ids=lambda r: r.title)
 def test_the_workload_is_what_its_text_says(regime, tokenizer):
     requests = make_workload(tokenizer, regime, seed=3)
     assert requests == make_workload(tokenizer, regime, seed=3)
     assert requests != make_workload(tokenizer, regime, seed=4)
     assert len(requests) == regime.num_requests
     assert sum(request.is_long for request in requests) == regime.num_long
-    assert len({tuple(r.prompt_token_ids[:SYSTEM_PROMPT_LEN]) for r in requests}) == 1
+    assert len({tuple(r.prompt_token_ids[: regime.system_len]) for r in requests}) == 1
     for request in requests:
-        length = len(request.prompt_token_ids) - SYSTEM_PROMPT_LEN
-        assert length == LONG_PROMPT_LEN if request.is_long else 1 <= length <= 256
+        body = request.prompt_token_ids[regime.system_len :]
+        if regime.repeats:  # a function, and its first half again
+            half = min(len(body) // 3, 256)
+            assert half and body[-half:] == body[:half]
+        else:
+            assert len(body) == LONG_PROMPT_LEN if request.is_long else 1 <= len(body) <= 256
         assert OUTPUT_LENS[0] <= request.num_outputs <= OUTPUT_LENS[1]
     times = [request.arrival_time for request in requests]
     assert times == sorted(times) and times[0] > 0
+
+
+def test_a_chapters_question_is_served_with_it_and_with_the_chapters_below() -> None:
+    assert rungs_of("many") == rungs_of("few") == list(RUNGS)
+    assert [rungs_of(name) for name in QUESTIONS] == [list(pair) for pair in pairwise(RUNGS)][1:]
 
 
 def test_arrivals_come_at_the_rate_and_without_memory(tokenizer):

@@ -3,15 +3,17 @@
     python -m common.workshop.tasks.mine common.demo --num-prompts 4
     python -m common.workshop.tasks.mine common.tests.equivalence --seconds 60
 
-`make demo ARGS=--mine` and `make matrix ARGS=--mine` start it. What has passed is taken as it is;
-what is new, or was changed since, is graded first."""
+`make demo ARGS=--mine` and `make matrix ARGS=--mine` start it; `make watch ARGS=--mine` does the
+same by itself. What has passed is taken as it is; what is new, or was changed since, is graded
+first."""
 
 from __future__ import annotations
 
 import runpy
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from common.workshop.tasks.answer import answer_to
@@ -55,19 +57,26 @@ def told(num_tasks: int) -> str:
     return f"{num_tasks} of {len(TASKS)} functions of this engine are yours."
 
 
-def main(arguments: list[str], bench: Workbench | None = None) -> None:
-    program, *rest = (argument for argument in arguments if argument != "--mine")
+@contextmanager
+def installed(bench: Workbench | None = None) -> Iterator[tuple[int, int]]:
+    """The reader's functions, and how many of how many they are: said before and after, too."""
     bench = bench or Workbench()
     tasks = passing(bench)
     with tempfile.TemporaryDirectory(prefix="mine-") as folder:
         for swap in install(tasks, bench, Path(folder).resolve()):
             swap.check()
         print(told(len(tasks)), flush=True)
-        sys.argv = [program, *rest]
         try:
-            runpy.run_module(program, run_name="__main__", alter_sys=True)
+            yield len(tasks), len(TASKS)
         finally:
             print(f"\n{told(len(tasks))}")
+
+
+def main(arguments: list[str], bench: Workbench | None = None) -> None:
+    program, *rest = (argument for argument in arguments if argument != "--mine")
+    with installed(bench):
+        sys.argv = [program, *rest]
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ def is_about_films(args: argparse.Namespace) -> bool:
     return args.film is not None or args.films or args.stills
 
 
-def make_films(args: argparse.Namespace) -> None:
-    """What was asked for. Raises `ValueError` if it can not be done."""
+def make_films(args: argparse.Namespace, mine: tuple[int, int] | None = None) -> None:
+    """What was asked for; `mine` is as for `page_of`. Raises `ValueError` if it cannot be done."""
     from common.workshop.watch.films import FILMS, page_of, shoot  # torch, and all that computes
     from common.workshop.watch.workloads import load_cast
 
@@ -41,13 +41,13 @@ def make_films(args: argparse.Namespace) -> None:
         if args.film is not None:
             shot = shoot(FILMS[args.film], Path(folder), num_takes=NUM_TAKES, has_knob=True)
             print(shot.caption[0])
-            _write(args.out or FOLDER / f"film_{args.film}.html", page_of(shot), args.open)
+            _write(args.out or FOLDER / f"film_{args.film}.html", page_of(shot, mine), args.open)
             return
         cast, rows = load_cast(), []
         target = args.out or FOLDER
         for number, film in FILMS.items():
             shot = shoot(film, Path(folder), cast, NUM_TAKES, has_knob=True)
-            _write(target / f"film_{number}.html", page_of(shot))
+            _write(target / f"film_{number}.html", page_of(shot, mine))
             rows.append((number, film.title, shot.caption))
         _write(target / "index.html", index_page(rows), args.open)
 

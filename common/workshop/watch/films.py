@@ -132,8 +132,9 @@ def shoot(
     return Shot(film, paths, film.facts(*map(Film.read, paths)), turned)
 
 
-def page_of(shot: Shot) -> str:
-    """The watch page of it, as text. It opens at the first moment."""
+def page_of(shot: Shot, mine: tuple[int, int] | None = None) -> str:
+    """The watch page of it, as text. It opens at the first moment. `mine`: how many of how many
+    functions were the reader's, if that was asked for."""
     film = shot.film
     texts = [path.read_text(encoding="utf-8") for path in shot.paths]
     reels = [Reel(one, text, zh) for (one, zh), text in zip(film.labels, texts)]
@@ -152,7 +153,7 @@ def page_of(shot: Shot) -> str:
     ]
     about = {"caption": shot.caption, "note": film.note, "moments": moments}
     settings: dict[str, Any] = {"film": about | {"scenes": film.scenes, "rule": film.rule}}
-    settings["num_turned"] = len(shot.turned)
+    settings |= {"num_turned": len(shot.turned), "mine": mine}
     title = english, chinese = film.title
     if film.chapter:
         title = (f"Chapter {film.chapter}: {english}", f"第 {film.chapter} 章：{chinese}")

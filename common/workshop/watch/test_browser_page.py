@@ -41,6 +41,21 @@ def first_steps(film: Film, num_steps: int) -> list[Event]:
     return events
 
 
+@pytest.mark.parametrize(
+    ("language", "said"),
+    [
+        ("en", "17 of 24 functions of this engine are yours. "),
+        ("zh", "这个引擎的 24 个函数里，有 17 个是你写的。 "),
+    ],
+)
+def test_whose_functions_made_the_run_is_said_in_front(
+    open_default: OpenDefault, language: str, said: str
+) -> None:
+    plain = open_default(language=language).text(".head .about")
+    run = open_default(settings={"mine": [17, 24]}, language=language)
+    assert run.text(".head .about") == said + plain
+
+
 # -- steps
 
 

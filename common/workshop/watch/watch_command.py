@@ -4,6 +4,7 @@ python -m common.workshop.watch                                 a small run, mad
 python -m common.workshop.watch run.jsonl --open                what LLM(events=...) wrote
 python -m common.workshop.watch run.jsonl --beside other.jsonl  two runs on one axis of steps
 python -m common.workshop.watch --film 3 --open                 that of chapter 3; --films: all six
+python -m common.workshop.watch --mine                          made with the functions in my/
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 from common.workshop.replay.film import Film
+from common.workshop.tasks.mine import installed
+from common.workshop.tasks.workbench import Workbench
 from common.workshop.watch.film_command import add_films, is_about_films, make_films
 from common.workshop.watch.page_maker import Reel, make_page, write_page
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, bench: Workbench | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m common.workshop.watch",
         description="Make a page on which a run can be watched.",
@@ -27,19 +31,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--beside", type=Path, metavar="F", help="another run, to compare with")
     parser.add_argument("--out", type=Path, metavar="F", help="default: watch.html")
     parser.add_argument("--open", action="store_true", help="show it in the browser")
+    parser.add_argument("--mine", action="store_true", help="run with what you have written")
     add_films(parser)
     args = parser.parse_args(argv)
     if args.beside is not None and args.run is None:
         parser.error("--beside wants a run to stand beside")
     if args.run is not None and is_about_films(args):
         parser.error("a film is performed now: it wants no run")
+    if args.run is not None and args.mine:
+        parser.error("--mine wants no run: this one is over")
     try:
-        if is_about_films(args):
-            make_films(args)
-            return 0
-        reels = [read_reel(path) for path in (args.run, args.beside) if path is not None]
-        page = make_page(reels) if reels else _made_now()
-        write_page(args.out or Path("watch.html"), page, args.open)
+        with installed(bench) if args.mine else nullcontext() as mine:
+            if is_about_films(args):
+                make_films(args, mine)
+                return 0
+            reels = [read_reel(path) for path in (args.run, args.beside) if path is not None]
+            page = make_page(reels) if reels else _made_now(mine)
+            write_page(args.out or Path("watch.html"), page, args.open)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -56,8 +64,8 @@ def read_reel(path: Path) -> Reel:
     return Reel(path.stem, path.read_bytes().decode("utf-8", errors="replace"))
 
 
-def _made_now() -> str:
+def _made_now(mine: tuple[int, int] | None) -> str:
     from common.workshop.watch import films  # torch: not needed to show a run that is there
 
     with tempfile.TemporaryDirectory() as folder:
-        return films.page_of(films.shoot(films.EVERYTHING, Path(folder)))
+        return films.page_of(films.shoot(films.EVERYTHING, Path(folder)), mine)

@@ -19,6 +19,9 @@
     "shell.about": [
       "{model}: scheduler {scheduler}, policy {policy}, cache {cache}, {blocks} blocks of {size}",
       "{model}，调度器 {scheduler}，策略 {policy}，前缀缓存 {cache}，{blocks} 个块，每块 {size} 个 token"],
+    "shell.mine": [
+      "{n} of {all} functions of this engine are yours.",
+      "这个引擎的 {all} 个函数里，有 {n} 个是你写的。"],
     "shell.transport": ["Steps", "步进与播放"],
     "shell.none": ["none", "无"],
   });
@@ -134,7 +137,7 @@
     const last = Watch.numSteps() - 1;
     const now = last < 0 ? t("shell.no_step") : t("shell.now", {step: store.step, last});
     if (parts.language.lang !== OTHER[store.language]) drawWords();
-    say(parts.about, store.films.length ? about(store.films[0].run) : "");
+    say(parts.about, store.films.length ? `${mine()}${about(store.films[0].run)}` : "");
     parts.about.title = parts.about.textContent;
     say(parts.play, t(store.playing ? "shell.pause" : "shell.play"));
     say(parts.now, now);
@@ -195,6 +198,11 @@
   const label = (element, text) => {
     element.setAttribute("aria-label", text);
     element.title = text;
+  };
+
+  const mine = () => {
+    const [n, all] = (Watch.isOwnFilm() && Watch.settings.mine) || [];
+    return n === undefined ? "" : `${t("shell.mine", {n, all})} `;
   };
 
   const about = (run) => t("shell.about", {
