@@ -44,8 +44,9 @@ _NUMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. Order of application: penalties, temperature, min-p,
-    top-k, top-p. `temperature=0` is greedy and ignores what follows it. `top_k=0` keeps all tokens,
+    """How tokens are chosen and when to stop. Order of application: `allowed_token_ids`,
+    `bad_words`, `min_tokens`, `logit_bias`, penalties, temperature, min-p, top-k, top-p; raw
+    log-probabilities before all. `temperature=0` is greedy and ignores what follows it. `top_k=0` keeps all tokens,
     and so does -1, as in vLLM. `seed` makes every random choice a function of the request alone,
     and so the output in float64; in bfloat16 a batch rounds differently than a request alone.
     `stop` strings are cut from the text; `stop_token_ids` end the output as EOS does."""
@@ -66,6 +67,10 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    # Checked by the parts that know what they mean, when a request is added. All as in vLLM.
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[Any] | None = None  # texts, or sequences of token ids
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)  # it is frozen to everybody else

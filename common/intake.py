@@ -18,6 +18,7 @@ from kv_memory import KeyedRequest
 from request import SamplingParams, check_integers
 
 Prompt = str | Sequence[int]  # or a row of integers of NumPy or PyTorch
+_RULES = "allowed_token_ids", "bad_words", "logit_bias"
 
 
 class SharedOptions(TypedDict, total=False):
@@ -59,7 +60,7 @@ class Intake:
     ) -> RequestGroup:
         """With its `n` requests. Raises `ValueError` that names field, value and what is
         allowed."""
-        self._check_params(params)
+        rules = self._check_params(params)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         is_number = isinstance(arrival_time, Real) and not isinstance(arrival_time, bool)
         if not is_number or not math.isfinite(arrival_time):
@@ -71,7 +72,9 @@ class Intake:
         group = RequestGroup(request_id, text, self._to_token_ids(prompt))
         keys = {"salt": cache_salt, "lora": adapter}
         extra_keys = tuple((name, key) for name, key in keys.items() if key is not None)
-        features = {} if adapter is None else {"adapter": adapter}
+        features: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
+        if rules is not None:
+            features["token_rules"] = rules
         seed = params.seed
         if seed is None:  # a function of the engine's seed and the order of arrival
             seed = (self.seed << 32) + self.num_seeds_drawn * 1_000_003
@@ -90,16 +93,24 @@ class Intake:
             group.add(OutputProcessor(request, i, self.tokenizer))
         return group
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def _check_params(self, params: SamplingParams) -> dict[str, Any] | None:
+        """What rules its tokens keep to, if any."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is {params!r}: it must be a SamplingParams")
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        rules = None
+        if any(getattr(params, name) is not None for name in _RULES):
+            from common.sampling.token_rules import token_rules_of
+
+            rules = token_rules_of(params, self.tokenizer, self._check_sampled_ids)
         if params.min_tokens > 0:
             forbidden = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
-            if forbidden.issuperset(range(self.vocab_size)):
+            allowed = None if rules is None else rules["allowed"]
+            if forbidden.issuperset(allowed or range(self.vocab_size)):
                 raise ValueError(
                     f"min_tokens is {params.min_tokens}: it must be 0 if every token stops"
                 )
+        return rules
 
     def _to_token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -116,10 +127,15 @@ class Intake:
             raise ValueError(f"prompt is {prompt!r}: it must hold at least one token")
         return self._check_token_ids("prompt", token_ids)
 
-    def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
+    def _check_sampled_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
+        return self._check_token_ids(name, token_ids, self.vocab_size)
+
+    def _check_token_ids(
+        self, name: str, token_ids: Sequence[int], limit: int | None = None
+    ) -> list[int]:
         """The same ids as `int`s: NumPy's overflow and do not serialise. In bulk, since a prompt
         may have 100,000: only a prompt that is refused is looked at token by token."""
-        limit = self.num_embeddings
+        limit = self.num_embeddings if limit is None else limit
         are_integers = all(map(_is_integer_type, set(map(type, token_ids))))
         ids = list(map(int, token_ids)) if are_integers else []
         if not are_integers or (ids and not (min(ids) >= 0 and max(ids) < limit)):

@@ -63,9 +63,9 @@ class Tokenizer:
         self.decode_errors = "replace_each" if self._has_byte_tokens else "replace"
         self._pieces: dict[int, bytes] = {}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. A BOS token comes first only if the tokenizer is made to put one there."""
-        return self.backend.encode(text).ids
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Incomplete characters become U+FFFD. Ids without a token are skipped."""
