@@ -46,10 +46,11 @@ _NUMBERS = {
 class SamplingParams:
     """How tokens are chosen and when to stop. Order of application: `allowed_token_ids`,
     `bad_words`, `min_tokens`, `logit_bias`, penalties, temperature, min-p, top-k, top-p; raw
-    log-probabilities before all. `temperature=0` is greedy and ignores what follows it. `top_k=0` keeps all tokens,
-    and so does -1, as in vLLM. `seed` makes every random choice a function of the request alone,
-    and so the output in float64; in bfloat16 a batch rounds differently than a request alone.
-    `stop` strings are cut from the text; `stop_token_ids` end the output as EOS does."""
+    log-probabilities come before all. `temperature=0` is greedy and ignores what follows it.
+    `top_k=0` keeps all tokens, and so does -1, as in vLLM. `seed` makes every random choice a
+    function of the request alone, and so the output in float64; in bfloat16 a batch rounds
+    differently than a request alone. `stop` strings are cut from the text; `stop_token_ids` end the
+    output as EOS does."""
 
     n: int = 1
     temperature: float = 1.0

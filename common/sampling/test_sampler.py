@@ -75,7 +75,7 @@ def naive_probs(
     for t in range(len(x)):
         if p.allowed_token_ids is not None and t not in p.allowed_token_ids:
             x[t] = NEG_INF
-        if any((output + [t])[-len(word) :] == word for word in p.bad_words or ()):
+        if any([*output, t][-len(word) :] == word for word in p.bad_words or ()):
             x[t] = NEG_INF
         if len(output) < p.min_tokens and (t in eos or t in p.stop_token_ids):
             x[t] = NEG_INF

@@ -98,18 +98,18 @@ class TokenRules:
         self.allowed = None if allowed is None else np.array(allowed, dtype=np.int64)
         self.biased, self.bias = np.array(told["biased"], dtype=np.int64), np.array(told["bias"])
         self.bad = np.array([ids[0] for ids in words if len(ids) == 1], dtype=np.int64)
-        self.words_after: dict[int, list[list[int]]] = {}  # longer ones, by their last but one
-        for ids in words:
-            if len(ids) > 1:
-                self.words_after.setdefault(ids[-2], []).append(ids)
+        self.longer = [ids for ids in words if len(ids) > 1]
+        self.words_after: dict[int, list[list[int]]] = {}  # of these, by their last token but one
+        for ids in self.longer:
+            self.words_after.setdefault(ids[-2], []).append(ids)
 
     def words_behind(self, ids: np.ndarray) -> list[list[int]]:
         """Those that the next token would complete behind these outputs, as far as is known: a last
         one below 0 is pending, and may be any."""
-        if not len(ids) or not self.words_after:
+        if not len(ids) or not self.longer:
             return []
         last = int(ids[-1])
-        some = self.words_after.get(last, ()) if last >= 0 else sum(self.words_after.values(), [])
+        some = self.words_after.get(last, []) if last >= 0 else self.longer
         return [w for w in some if w[:-2] == ids[len(ids) - len(w) + 1 : -1].tolist()]
 
 
