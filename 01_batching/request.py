@@ -31,7 +31,7 @@ from numbers import Integral, Real
 from typing import Any, TypeGuard
 
 # What `SamplingParams` allows: the lowest integer; the interval of numbers, its lowest and highest.
-_INTEGERS = {"n": 1, "top_k": 0, "max_tokens": 1, "min_tokens": 0, "logprobs": 0, "seed": None}
+_INTEGERS = {"n": 1, "top_k": 0, "max_tokens": 1, "min_tokens": 0, "logprobs": -1, "seed": None}
 _NUMBERS = {
     "temperature": ("[0.0, inf)", 0.0, sys.float_info.max),
     "top_p": ("(0.0, 1.0]", math.ulp(0.0), 1.0),
@@ -72,6 +72,11 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[Any] | None = None  # texts, or sequences of token ids
+    include_stop_str_in_output: bool = False
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    detokenize: bool = True
+    skip_reading_prefix_cache: bool | None = None  # chapter 3
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)  # it is frozen to everybody else

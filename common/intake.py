@@ -15,7 +15,7 @@ from common.outputs import OutputProcessor, RequestGroup
 from common.sampling.sampling_columns import DrawnSeedParams
 from common.tokenizer import Tokenizer
 from kv_memory import KeyedRequest
-from request import SamplingParams, check_integers
+from request import SamplingParams, check_integers, require
 
 Prompt = str | Sequence[int]  # or a row of integers of NumPy or PyTorch
 _RULES = "allowed_token_ids", "bad_words", "logit_bias"
@@ -45,6 +45,7 @@ class Intake:
     num_embeddings: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    max_model_len: int
     seed: int
     num_seeds_drawn: int = 0
 
@@ -69,12 +70,16 @@ class Intake:
         if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
             raise ValueError(f"cache_salt is {cache_salt!r}: it must be None or a non-empty str")
         text = prompt if isinstance(prompt, str) else None
-        group = RequestGroup(request_id, text, self._to_token_ids(prompt))
+        token_ids = _truncated(self._to_token_ids(prompt), params, self.max_model_len)
+        group = RequestGroup(request_id, text, token_ids)
         keys = {"salt": cache_salt, "lora": adapter}
         extra_keys = tuple((name, key) for name, key in keys.items() if key is not None)
         features: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
         if rules is not None:
             features["token_rules"] = rules
+        skips = params.skip_reading_prefix_cache
+        is_right = skips is None or isinstance(skips, bool)
+        require(is_right, "skip_reading_prefix_cache", skips, "None, True or False")
         seed = params.seed
         if seed is None:  # a function of the engine's seed and the order of arrival
             seed = (self.seed << 32) + self.num_seeds_drawn * 1_000_003
@@ -83,7 +88,7 @@ class Intake:
             request = KeyedRequest(
                 request_id if params.n == 1 else f"{request_id}#{i}",
                 group.prompt_token_ids,
-                replace(params, seed=_wrap_to_int64(seed + i)),
+                replace(params, seed=_wrap_to_int64(seed + i), skip_reading_prefix_cache=skips),
                 self.eos_token_ids,
                 arrival_time,
                 priority,
@@ -142,6 +147,17 @@ class Intake:
             t = next(t for t in token_ids if not _is_integer_type(type(t)) or not 0 <= t < limit)
             raise ValueError(f"{name} holds {t!r}: token ids are integers from 0 to {limit - 1}")
         return ids
+
+
+def _truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
+    """The last `truncate_prompt_tokens` of a prompt. -1: as many as leave room for `max_tokens`
+    outputs."""
+    most = params.truncate_prompt_tokens
+    if most is None:
+        return token_ids
+    is_right = _is_integer_type(type(most)) and (most == -1 or most > 0)
+    require(is_right, "truncate_prompt_tokens", most, "None, -1 or an integer >= 1")
+    return token_ids[-(max(1, max_model_len - params.max_tokens) if most == -1 else most) :]
 
 
 def plain(values: Any) -> Any:

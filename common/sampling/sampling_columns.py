@@ -23,6 +23,7 @@ NARROW, WIDE, TOP_K, MIN_P, TOP_P, PENALTIES, MIN_TOKENS, LOGPROBS = (1 << i for
 RULES = 1 << 8  # what tokens may be said at all (`token_rules.py`)
 DRAWN = NARROW | WIDE
 MOST_NARROW = 256
+ALL = 1 << 40  # log-probabilities: more than any vocabulary has
 
 
 class DrawnSeedParams(SamplingParams):
@@ -48,7 +49,7 @@ class SamplingColumns(RunnerPlugin):
         self.num_logprobs, self.is_seed_drawn = self._integers[4:6]  # num_logprobs -1: none
         self.num_writes = self._integers[6]  # tells the requests of a row apart
         self.forbidden: dict[int, list[int]] = {}  # row to ids impossible before `min_tokens`
-        self.rules: dict[int, TokenRules] = {}  # of rows that have some
+        self.rules: dict[int, TokenRules] = {}  # of rows that need them
 
     def admit(self, row: int, new: NewRequestData) -> None:
         rules = new.features.get(self.name)
@@ -61,7 +62,7 @@ class SamplingColumns(RunnerPlugin):
         eos_token_ids: Sequence[int],
         rules: Mapping[str, Any] | None = None,
     ) -> None:
-        p, num_logprobs = params, -1 if params.logprobs is None else params.logprobs
+        p, num_logprobs = params, {None: -1, -1: ALL}.get(params.logprobs, params.logprobs)
         penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
         self._numbers[:, row] = p.temperature, p.top_p, p.min_p, *penalties
         integers = (
@@ -84,7 +85,6 @@ class SamplingColumns(RunnerPlugin):
     def release(self, row: int) -> None:
         self.needs[row] = 0
         self.forbidden.pop(row, None)
-        self.rules.pop(row, None)
 
     def grow(self, num_rows: int) -> None:
         fresh, before = SamplingColumns(num_rows, self.eos_token_ids), len(self.needs)

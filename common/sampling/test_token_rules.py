@@ -41,6 +41,19 @@ def test_a_pending_token_ends_a_bad_word_as_a_known_one_does(num_outputs: int) -
     assert torch.equal(sampling_probs(logits, batch), known)
 
 
+def test_who_guesses_on_from_guesses_looks_for_no_longer_words() -> None:
+    """They are not in the columns: what stands there is nobody's."""
+    params = SamplingParams(**RULED)
+    raw = torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    batch = make_sampling([params] * 2, outputs=[[0], [1]])
+    batch.state.token_ids = np.array([[0, 0, 1, 2], [0, 1, 0, 0]], dtype=np.int32)
+    batch.num_outputs += 2
+    found = sampling_probs(raw, batch)
+    for row in range(2):
+        expected = naive_probs(raw[row].tolist(), params, [0], [])
+        assert found[row].tolist() == pytest.approx(expected, abs=1e-12)
+
+
 @pytest.mark.parametrize("has_probs", [False, True], ids=["look-up", "draft model"])
 def test_verified_tokens_have_the_law_of_the_rules(has_probs: bool) -> None:
     """Two drafts, whatever is guessed. The law of the tokens that a request gets in a row, against
