@@ -31,7 +31,7 @@ from numbers import Integral, Real
 from typing import Any, TypeGuard
 
 # What `SamplingParams` allows: the lowest integer; the interval of numbers, its lowest and highest.
-_INTEGERS = {"n": 1, "top_k": 0, "max_tokens": 1, "min_tokens": 0, "logprobs": 0, "seed": None}
+_INTEGERS = {"n": 1, "top_k": 0, "max_tokens": 1, "min_tokens": 0, "logprobs": -1, "seed": None}
 _NUMBERS = {
     "temperature": ("[0.0, inf)", 0.0, sys.float_info.max),
     "top_p": ("(0.0, 1.0]", math.ulp(0.0), 1.0),
@@ -44,11 +44,13 @@ _NUMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. Order of application: penalties, temperature, min-p,
-    top-k, top-p. `temperature=0` is greedy and ignores what follows it. `top_k=0` keeps all tokens,
-    and so does -1, as in vLLM. `seed` makes every random choice a function of the request alone,
-    and so the output in float64; in bfloat16 a batch rounds differently than a request alone.
-    `stop` strings are cut from the text; `stop_token_ids` end the output as EOS does."""
+    """How tokens are chosen and when to stop. Order of application: `allowed_token_ids`,
+    `bad_words`, `min_tokens`, `logit_bias`, penalties, temperature, min-p, top-k, top-p; raw
+    log-probabilities come before all. `temperature=0` is greedy and ignores what follows it.
+    `top_k=0` keeps all tokens, and so does -1, as in vLLM. `seed` makes every random choice a
+    function of the request alone, and so the output in float64; in bfloat16 a batch rounds
+    differently than a request alone. `stop` strings are cut from the text; `stop_token_ids` end the
+    output as EOS does."""
 
     n: int = 1
     temperature: float = 1.0

@@ -48,7 +48,7 @@ def feed(request: Request, tokens: list[int]) -> int:
         *(("stop", v) for v in ("", ["a", ""], [3])),
         *(("stop_token_ids", v) for v in ([-1], [1.5], ["a"], [True])),
         *(("ignore_eos", v) for v in (1, None)),
-        *(("logprobs", v) for v in (-1, 1.5)),
+        *(("logprobs", v) for v in (-2, 1.5)),
         *(("skip_special_tokens", v) for v in (0, "yes")),
     ],
 )
@@ -74,6 +74,7 @@ def test_a_bad_parameter_is_named_with_its_value(name, value):
         {"seed": -(2**63)},
         {"seed": 2**63 - 1},
         {"logprobs": 0},
+        {"logprobs": -1},
         {"top_k": np.int64(3), "temperature": np.float32(0.5)},
     ],
 )

@@ -76,7 +76,7 @@ class CachedKVCacheManager(KVMemory):
         if request.request_id in self._tables:
             raise ValueError(f"request {request.request_id!r} has a block table already")
         computed = self._look_up(request)
-        if not wait_for_others:
+        if not wait_for_others or request.sampling_params.skip_reading_prefix_cache:
             return computed
         key = self._key(request, computed.blocks, len(computed.blocks))
         has_next = computed.num_tokens + self.block_size < request.num_tokens
@@ -89,6 +89,8 @@ class CachedKVCacheManager(KVMemory):
 
     def _look_up(self, request: Request) -> ComputedBlocks:
         self.acts_for = request.request_id
+        if request.sampling_params.skip_reading_prefix_cache:
+            return _NOTHING_COMPUTED
         state = self._states.setdefault(request.request_id, _CacheState())
         num_usable = (request.num_tokens - 1) // self.block_size * self.block_size
         token_ids = request.all_token_ids[:num_usable]
@@ -137,7 +139,8 @@ class CachedKVCacheManager(KVMemory):
         """The request has its first slots, behind `computed`."""
         state = self._states.setdefault(request.request_id, _CacheState())
         state.num_published = len(computed.blocks)
-        if request.num_preemptions == 0:
+        reads = not request.sampling_params.skip_reading_prefix_cache
+        if request.num_preemptions == 0 and reads:
             self.cache.stats.record(request.num_tokens, computed.num_tokens)
 
     def _note_in_flight(self, request: Request, num_planned: int) -> None:

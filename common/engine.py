@@ -28,11 +28,12 @@ from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig
 from common.intake import Intake, Prompt, RequestOptions, SharedOptions
 from common.loader import LoadedModel, load_model
 from common.outputs import OutputProcessor, RequestGroup, RequestOutput, spread
+from common.recent_stats import RecentCacheStats, Throughput
 from common.roles import claimed, release
 from common.scheduler_assembly import EngineParts
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.turn import Turn, one_at_a_time
-from prefix_cache import CacheStats, PrefixCache
+from prefix_cache import PrefixCache
 from request import RequestStatus, SamplingParams
 from scheduler_interface import EngineCoreOutput, SchedulerOutput
 from step_plan import StepResults
@@ -96,6 +97,7 @@ class LLMEngine:
             self.model_config.vocab_size,
             self.vocab_size,
             eos_token_ids,
+            self.max_model_len,
             config.seed,
         )
         # Ends the workers, if there are any, when nobody has this engine any more.
@@ -260,6 +262,8 @@ class LLMEngine:
             with self._changing():
                 self._count(self.recorder.plan, now - start_time)
                 touched = self._take(results, now)
+            totals = self._stats.prompt_tokens, self._stats.output_tokens
+            self._throughput.note(now, *totals)
         except BaseException as error:
             self._mend(error)
             raise
@@ -503,6 +507,9 @@ class LLMEngine:
             stats.kv_blocks_cached = cache.num_cached_blocks
             stats.cached_tokens = cache.stats.num_tokens_hit
             stats.prefix_cache_hit_rate = cache.stats.hit_rate
+            stats.recent_prefix_cache_hit_rate = self._cache_stats.recent_hit_rate
+        rates = self._throughput.per_second(time.monotonic())
+        stats.recent_prompt_throughput, stats.recent_output_throughput = rates
         if self.speculation is not None:
             guesses = self.speculation.stats
             stats.num_passes = guesses.num_passes
@@ -522,7 +529,10 @@ class LLMEngine:
         """Forget every cached prefix. False, and nothing has changed, while requests use some."""
         self._mend()
         with self._changing():
-            return self.kv_manager.reset_prefix_cache()
+            is_reset = self.kv_manager.reset_prefix_cache()
+            if is_reset:
+                self._cache_stats.forget_recent()
+            return is_reset
 
     @one_at_a_time
     def watch(self, events: str | Path | TextIO) -> None:
@@ -578,8 +588,9 @@ class LLMEngine:
     @one_at_a_time
     def reset_stats(self) -> None:
         """Start counting anew, after a warm-up for instance. What is cached stays cached."""
+        self._cache_stats, self._throughput = RecentCacheStats(), Throughput(time.monotonic())
         if self.prefix_cache is not None:
-            self.prefix_cache.stats = CacheStats()
+            self.prefix_cache.stats = self._cache_stats
         if self.speculation is not None:
             self.speculation.reset_stats()
         self._num_discarded_before = self._num_discarded_tokens()

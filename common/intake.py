@@ -16,9 +16,10 @@ from common.outputs import OutputProcessor, RequestGroup
 from common.sampling.sampling_columns import DrawnSeedParams
 from common.tokenizer import Tokenizer
 from kv_memory import KeyedRequest
-from request import SamplingParams, check_integers
+from request import SamplingParams, check_integers, require
 
 Prompt = str | Sequence[int]  # or a row of integers of NumPy or PyTorch
+_RULES = "allowed_token_ids", "bad_words", "logit_bias"
 
 
 class SharedOptions(TypedDict, total=False):
@@ -45,6 +46,7 @@ class Intake:
     num_embeddings: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    max_model_len: int
     seed: int
     num_seeds_drawn: int = 0
 
@@ -60,7 +62,7 @@ class Intake:
     ) -> RequestGroup:
         """With its `n` requests. Raises `ValueError` that names field, value and what is
         allowed."""
-        self._check_params(params)
+        rules = self._check_params(params)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         is_number = isinstance(arrival_time, Real) and not isinstance(arrival_time, bool)
         if not is_number or not math.isfinite(arrival_time):
@@ -69,7 +71,8 @@ class Intake:
         if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
             raise ValueError(f"cache_salt is {cache_salt!r}: it must be None or a non-empty str")
         text = prompt if isinstance(prompt, str) else None
-        group = RequestGroup(request_id, text, self._to_token_ids(prompt))
+        token_ids = _truncated(self._to_token_ids(prompt), params, self.max_model_len)
+        group = RequestGroup(request_id, text, token_ids)
         keys = {"salt": cache_salt, "lora": adapter}
         extra_keys = tuple((name, key) for name, key in keys.items() if key is not None)
         features = {} if adapter is None else {"adapter": adapter}
@@ -84,7 +87,7 @@ class Intake:
             request = KeyedRequest(
                 request_id if params.n == 1 else f"{request_id}#{i}",
                 group.prompt_token_ids,
-                replace(params, seed=_wrap_to_int64(seed + i)),
+                replace(params, seed=_wrap_to_int64(seed + i), skip_reading_prefix_cache=skips),
                 self.eos_token_ids,
                 arrival_time,
                 priority,
@@ -108,12 +111,19 @@ class Intake:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is {params!r}: it must be a SamplingParams")
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        rules = None
+        if any(getattr(params, name) is not None for name in _RULES):
+            from common.sampling.token_rules import token_rules_of
+
+            rules = token_rules_of(params, self.tokenizer, self._check_sampled_ids)
         if params.min_tokens > 0:
             forbidden = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
-            if forbidden.issuperset(range(self.vocab_size)):
+            allowed = None if rules is None else rules["allowed"]
+            if forbidden.issuperset(allowed or range(self.vocab_size)):
                 raise ValueError(
                     f"min_tokens is {params.min_tokens}: it must be 0 if every token stops"
                 )
+        return rules
 
     def _to_token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -130,16 +140,32 @@ class Intake:
             raise ValueError(f"prompt is {prompt!r}: it must hold at least one token")
         return self._check_token_ids("prompt", token_ids)
 
-    def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
+    def _check_sampled_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
+        return self._check_token_ids(name, token_ids, self.vocab_size)
+
+    def _check_token_ids(
+        self, name: str, token_ids: Sequence[int], limit: int | None = None
+    ) -> list[int]:
         """The same ids as `int`s: NumPy's overflow and do not serialise. In bulk, since a prompt
         may have 100,000: only a prompt that is refused is looked at token by token."""
-        limit = self.num_embeddings
+        limit = self.num_embeddings if limit is None else limit
         are_integers = all(map(_is_integer_type, set(map(type, token_ids))))
         ids = list(map(int, token_ids)) if are_integers else []
         if not are_integers or (ids and not (min(ids) >= 0 and max(ids) < limit)):
             t = next(t for t in token_ids if not _is_integer_type(type(t)) or not 0 <= t < limit)
             raise ValueError(f"{name} holds {t!r}: token ids are integers from 0 to {limit - 1}")
         return ids
+
+
+def _truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
+    """The last `truncate_prompt_tokens` of a prompt. -1: as many as leave room for `max_tokens`
+    outputs."""
+    most = params.truncate_prompt_tokens
+    if most is None:
+        return token_ids
+    is_right = _is_integer_type(type(most)) and (most == -1 or most > 0)
+    require(is_right, "truncate_prompt_tokens", most, "None, -1 or an integer >= 1")
+    return token_ids[-(max(1, max_model_len - params.max_tokens) if most == -1 else most) :]
 
 
 def plain(values: Any) -> Any:

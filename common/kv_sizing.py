@@ -203,10 +203,11 @@ class SamplerWarmUp:
             stop_token_ids=(0,),
             logprobs=min(20, vocab_size),
         )
+        rules = {"allowed": [0], "biased": [0], "bias": [0.0], "bad_words": []}
         lens = np.array(rows_per_request)
         state = BatchState(len(lens), 0, SamplingColumns())
         for i in range(len(lens)):
-            state.admit(NewRequestData(str(i), [0], params))
+            state.admit(NewRequestData(str(i), [0], params, features={"token_rules": rules}))
         state.num_tokens += 1  # an output
         state.widen(2 + lens.max())
         owner = np.repeat(np.arange(len(lens)), lens)

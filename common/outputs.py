@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from common.tokenizer import IncrementalDetokenizer, Tokenizer
-from request import Request
+from request import Request, require
 from scheduler_interface import EngineCoreOutput
 
 T = TypeVar("T")
@@ -72,6 +72,11 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Of all its tokens together, where log-probabilities were asked for."""
+        return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
+
 
 @dataclass(slots=True)
 class RequestOutput:
@@ -119,14 +124,25 @@ class OutputProcessor:
 
     def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None) -> None:
         params, prompt = request.sampling_params, request.prompt_token_ids
+        for name in ("detokenize", "include_stop_str_in_output"):
+            value = getattr(params, name)
+            require(isinstance(value, bool), name, value, "True or False")
+        tokenizer = tokenizer if params.detokenize else None
         if tokenizer is None and params.stop:
-            raise ValueError(f"stop is {params.stop!r}: stop strings need a tokenizer")
+            raise ValueError(
+                f"stop is {params.stop!r}: stop strings need a tokenizer, and detokenize=True"
+            )
         self.request, self.request_id = request, request.request_id
         self.metrics = RequestMetrics(request.arrival_time)
         self._detokenizer = None
         if tokenizer is not None:
             self._detokenizer = IncrementalDetokenizer(
-                tokenizer, prompt, params.stop, params.skip_special_tokens, params.min_tokens
+                tokenizer,
+                prompt,
+                params.stop,
+                params.skip_special_tokens,
+                params.min_tokens,
+                params.include_stop_str_in_output,
             )
         self.looks_for_stop = bool(params.stop)
         logprobs = None if params.logprobs is None else []
@@ -188,9 +204,11 @@ class OutputProcessor:
 
     def _decode(self, detokenizer: IncrementalDetokenizer, has_stop_token: bool) -> str | None:
         """Take the tokens that are not text yet, but for a last one that stopped the request: that
-        has no text. The stop string that the last of them completes, if any."""
+        has no text, unless what stops is wanted. The stop string that the last of them completes,
+        if any."""
         match, token_ids = None, self.request.output_token_ids
-        for token_id in token_ids[detokenizer.num_tokens : len(token_ids) - has_stop_token]:
+        num_hidden = has_stop_token and not detokenizer.includes_stop
+        for token_id in token_ids[detokenizer.num_tokens : len(token_ids) - num_hidden]:
             match = detokenizer.append(token_id)
         return None if match is None else match.stop_string
 

@@ -281,7 +281,7 @@ def test_special_tokens_are_skipped_or_shown_and_count_as_tokens(tokenizer: Toke
 
 
 def naive_stop(
-    pieces: list[str], stop: list[str], min_tokens: int = 0
+    pieces: list[str], stop: list[str], min_tokens: int = 0, includes_stop: bool = False
 ) -> tuple[str, int, str] | None:
     """`(stop string, tokens kept, text)` by searching the text after every token."""
     for n in range(1, len(pieces) + 1):
@@ -294,7 +294,7 @@ def naive_stop(
         ]
         if found and n > min_tokens:
             _, start, s = min(found)
-            return s, n, text[:start]
+            return s, n, text[: start + len(s) * includes_stop]
     return None
 
 
@@ -304,22 +304,24 @@ def naive_stop(
     stop=st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3),
     min_tokens=st.integers(0, 4),
     takes=st.lists(st.booleans(), min_size=14, max_size=14),
+    includes=st.booleans(),
 )
-def test_stop_strings_are_found_at_their_earliest_end_and_never_streamed(
-    pieces: list[str], stop: list[str], min_tokens: int, takes: list[bool]
+def test_stop_strings_are_found_at_their_earliest_end_and_streamed_only_if_wanted(
+    pieces: list[str], stop: list[str], min_tokens: int, takes: list[bool], includes: bool
 ) -> None:
     tokenizer = KINDS["byte level"]
     words = ["".join(p) for n in range(1, 5) for p in itertools.product("ab", repeat=n)]
     id_of = {word: i for i, word in enumerate(words)}
     tokenizer = Tokenizer(Backend(models.WordLevel(id_of, unk_token="a")))
     tokenizer.backend.decoder = decoders.Fuse()
-    detokenizer = IncrementalDetokenizer(tokenizer, [0], stop=stop, min_tokens=min_tokens)
-    expected = naive_stop(pieces, stop, min_tokens)
+    detokenizer = IncrementalDetokenizer(tokenizer, [0], stop, True, min_tokens, includes)
+    expected = naive_stop(pieces, stop, min_tokens, includes)
     sent, match = "", None
     for piece, take in zip(pieces, takes):
         match = detokenizer.append(id_of[piece])
         if take:
             sent += detokenizer.take_delta()
+            assert sent == detokenizer.text or not includes, "nothing is held back"
         if match:
             break
     detokenizer.finish()

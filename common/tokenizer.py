@@ -63,9 +63,9 @@ class Tokenizer:
         self.decode_errors = "replace_each" if self._has_byte_tokens else "replace"
         self._pieces: dict[int, bytes] = {}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. A BOS token comes first only if the tokenizer is made to put one there."""
-        return self.backend.encode(text).ids
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Incomplete characters become U+FFFD. Ids without a token are skipped."""
@@ -136,7 +136,7 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
 @dataclass(frozen=True, slots=True)
 class StopMatch:
     """A stop string has been completed by output token number `num_tokens_kept`, which, like those
-    before it, stays in the output. The text ends before the stop string."""
+    before it, stays in the output. The text ends before the stop string, or with it."""
 
     stop_string: str
     num_tokens_kept: int
@@ -146,7 +146,8 @@ class IncrementalDetokenizer:
     """The text of one continuation while it grows. Nothing is appended after a match or `finish()`.
 
     `prompt_token_ids` only tell whether the first output token begins the text. `min_tokens`: a
-    stop string that ends within the text of the first `min_tokens` tokens is ordinary text."""
+    stop string that ends within the text of the first `min_tokens` tokens is ordinary text. With
+    `includes_stop` the text ends with the stop string, and nothing has to be held back for it."""
 
     def __init__(
         self,
@@ -155,8 +156,9 @@ class IncrementalDetokenizer:
         stop: Sequence[str] = (),
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        includes_stop: bool = False,
     ) -> None:
-        self.num_tokens = 0
+        self.num_tokens, self.includes_stop = 0, includes_stop
         self._tokenizer = tokenizer
         self._stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(self._stop):
@@ -209,7 +211,7 @@ class IncrementalDetokenizer:
         """Text that follows what earlier calls returned and that nothing can take back. Joined, all
         deltas are a prefix of `text`, and all of it after `finish()` or a match."""
         unsent = "".join(self._unsent)
-        num_held = 0 if self._is_finished else self._num_held(unsent)
+        num_held = 0 if self._is_finished or self.includes_stop else self._num_held(unsent)
         delta = unsent[: len(unsent) - num_held]
         self._unsent = [unsent[len(delta) :]] if num_held else []
         self._num_sent += len(delta)
@@ -235,7 +237,8 @@ class IncrementalDetokenizer:
             return None
         self._is_finished = True
         start, stop_string = match
-        self._pieces = [self.text[: start - len(window)]]
+        end = start + len(stop_string) * self.includes_stop
+        self._pieces = [self.text[: len(self.text) - len(window) + end]]
         self._unsent = [self.text[self._num_sent :]]
         return StopMatch(stop_string, self.num_tokens)
 

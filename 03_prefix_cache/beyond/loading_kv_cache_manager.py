@@ -54,7 +54,8 @@ class LoadingKVCacheManager(CachedKVCacheManager):
         self, request: Request, wait_for_others: bool = True
     ) -> ComputedBlocks | NotReady:
         self.acts_for = request.request_id
-        if request.request_id not in self._tables and self._is_loading(request):
+        reads = not request.sampling_params.skip_reading_prefix_cache
+        if request.request_id not in self._tables and reads and self._is_loading(request):
             return NotReady.LOADING
         return super().get_computed_blocks(request, wait_for_others)
 

@@ -201,7 +201,8 @@ class TextPieces:
         decoder = self._decoders.get(request.request_id)
         if decoder is None:
             return []
-        shown = token_ids[:-1] if request.finish_reason == "stop" else token_ids
+        is_hidden = not request.sampling_params.include_stop_str_in_output
+        shown = token_ids[:-1] if request.finish_reason == "stop" and is_hidden else token_ids
         pieces = _pieces(decoder, shown, is_last=request.is_finished)
         if request.is_finished:
             del self._decoders[request.request_id]

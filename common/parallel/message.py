@@ -214,8 +214,10 @@ def _checked_features(new: NewRequestData) -> dict[str, Any]:
 
 def _params_to_map(params: SamplingParams) -> dict[str, Any]:
     lists = {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}
+    # Of these a worker gets what it needs as features: plain data.
+    stay = {"logit_bias": None, "allowed_token_ids": None, "bad_words": None}
     is_seed_drawn = isinstance(params, DrawnSeedParams)
-    return {**_as_map(params, _PARAMS, **lists), "is_seed_drawn": is_seed_drawn}
+    return {**_as_map(params, _PARAMS, **lists, **stay), "is_seed_drawn": is_seed_drawn}
 
 
 def _params_from_map(found: Any) -> SamplingParams:

@@ -26,6 +26,7 @@ from common.sampling.sampling_columns import (
     MIN_TOKENS,
     NARROW,
     PENALTIES,
+    RULES,
     TOP_K,
     TOP_P,
     SamplingBatch,
@@ -35,7 +36,7 @@ from scheduler_interface import StepOutput
 if TYPE_CHECKING:
     from common.sampling.token_counts import TokenCounts
 
-_WIDTH = 1 << 8  # above the bits of `needs`
+_WIDTH = 1 << 9  # above the bits of `needs`
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,10 @@ class StagedRows:
         columns, vocab_size = sampling.columns, sampler.vocab_size
         self.asked, self.rules = sampling.asked, sampler.rules or IN_TORCH
         self.u = cargo.add(row_uniforms(sampling, sampling.streams))
+        if self.asked & RULES:
+            from common.sampling.token_rules import stage_rules
+
+            self.keep_to_rules = stage_rules(sampling, RULES, cargo, vocab_size)
         if self.asked & MIN_TOKENS:
             self.forbidden = cargo.add(_forbidden(sampling, vocab_size))
         if self.asked & PENALTIES:
@@ -123,8 +128,10 @@ class StagedRows:
         return probs.masked_fill(tokens == BAD, float("nan"))
 
     def _constrain(self, logits: torch.Tensor) -> torch.Tensor:
-        """Without what is forbidden, and with penalties. The `logits` that are given stay as they
-        are."""
+        """Without what is forbidden, and with biases and penalties. The `logits` that are given
+        stay as they are."""
+        if self.asked & RULES:
+            logits = self.keep_to_rules(logits)
         if self.asked & MIN_TOKENS:
             flat = logits.flatten().scatter(0, self.forbidden(), constraints.NEG_INF)
             logits = flat.view_as(logits)

@@ -1,11 +1,16 @@
 """From logits to tokens: every constraint of `SamplingParams`, for the whole batch at once.
 
     raw logits --> log-probabilities, where asked for
-        | min_tokens: EOS and stop tokens impossible; repetition, presence, frequency penalties
+        | allowed_token_ids: all others impossible; bad_words: what would complete one
+        | min_tokens: EOS and stop tokens impossible
+        | logit_bias; then repetition, frequency, presence penalties
         +--> greedy rows: the highest; of equals, the lowest id
         | temperature, min-p, top-k, top-p
         | softmax                                    `StagedRows.probs` (for chapter 5)
         +--> inverse of the cumulative distribution at a uniform number
+
+This is the order of vLLM (0.22), to the last step. What is impossible stays so whatever is added,
+so biases are added before EOS is ruled out, in one pass with the first two.
 
 A batch of greedy rows needs no more than this file; `distributions.py` has the rest. What the
 device has to know of a batch is put together before the forward pass (`stage`), and goes there in

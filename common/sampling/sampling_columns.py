@@ -5,8 +5,9 @@ with one byte or two what a row asks for at all: a batch in which it is 0 everyw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,10 +15,15 @@ from common.sampling.runner_plugin import HasTokens, RunnerPlugin
 from request import SamplingParams
 from scheduler_interface import NewRequestData
 
+if TYPE_CHECKING:
+    from common.sampling.token_rules import TokenRules
+
 # Bits of `needs`. A drawn row is narrow, among the `MOST_NARROW` highest or fewer, or wide.
 NARROW, WIDE, TOP_K, MIN_P, TOP_P, PENALTIES, MIN_TOKENS, LOGPROBS = (1 << i for i in range(8))
+RULES = 1 << 8  # what tokens may be said at all (`token_rules.py`)
 DRAWN = NARROW | WIDE
 MOST_NARROW = 256
+ALL = 1 << 40  # log-probabilities: more than any vocabulary has
 
 
 class DrawnSeedParams(SamplingParams):
@@ -30,6 +36,8 @@ class DrawnSeedParams(SamplingParams):
 class SamplingColumns(RunnerPlugin):
     """A row for each request. What stands in the rows of nobody is never read."""
 
+    name = "token_rules"  # what a request brings besides its parameters
+
     def __init__(self, num_rows: int = 0, eos_token_ids: Sequence[int] = ()) -> None:
         self.eos_token_ids = tuple(eos_token_ids)
         self._numbers = np.zeros((6, num_rows))
@@ -41,18 +49,36 @@ class SamplingColumns(RunnerPlugin):
         self.num_logprobs, self.is_seed_drawn = self._integers[4:6]  # num_logprobs -1: none
         self.num_writes = self._integers[6]  # tells the requests of a row apart
         self.forbidden: dict[int, list[int]] = {}  # row to ids impossible before `min_tokens`
+        self.rules: dict[int, TokenRules] = {}  # of rows that need them
 
     def admit(self, row: int, new: NewRequestData) -> None:
-        self.write(row, new.sampling_params, self.eos_token_ids)
+        rules = new.features.get(self.name)
+        self.write(row, new.sampling_params, self.eos_token_ids, rules)
 
-    def write(self, row: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
-        p, num_logprobs = params, -1 if params.logprobs is None else params.logprobs
+    def write(
+        self,
+        row: int,
+        params: SamplingParams,
+        eos_token_ids: Sequence[int],
+        rules: Mapping[str, Any] | None = None,
+    ) -> None:
+        p, num_logprobs = params, {None: -1, -1: ALL}.get(params.logprobs, params.logprobs)
         penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
         self._numbers[:, row] = p.temperature, p.top_p, p.min_p, *penalties
-        integers = _needs(p), p.top_k, p.min_tokens, p.seed or 0, num_logprobs
+        integers = (
+            _needs(p) | RULES * (rules is not None),
+            p.top_k,
+            p.min_tokens,
+            p.seed or 0,
+            num_logprobs,
+        )
         is_seed_drawn, num_writes = isinstance(p, DrawnSeedParams), self.num_writes[row] + 1
         self._integers[:, row] = *integers, is_seed_drawn, num_writes
         self.forbidden.pop(row, None)
+        if rules is not None:
+            from common.sampling.token_rules import TokenRules
+
+            self.rules[row] = TokenRules(rules)
         if p.min_tokens:
             self.forbidden[row] = [*(() if p.ignore_eos else eos_token_ids), *p.stop_token_ids]
 
@@ -63,7 +89,7 @@ class SamplingColumns(RunnerPlugin):
     def grow(self, num_rows: int) -> None:
         fresh, before = SamplingColumns(num_rows, self.eos_token_ids), len(self.needs)
         fresh._numbers[:, :before], fresh._integers[:, :before] = self._numbers, self._integers
-        fresh.forbidden = self.forbidden
+        fresh.forbidden, fresh.rules = self.forbidden, self.rules
         vars(self).update(vars(fresh))
 
 
@@ -86,7 +112,7 @@ class SamplingBatch:
     req_ids: list[str]  # [R]
     rows: np.ndarray  # [R] int64, into the columns
     num_outputs: np.ndarray  # [R] int64: the output position of the row's token
-    state: HasTokens  # for penalties, and for nothing else
+    state: HasTokens  # for penalties and bad words, and for nothing else
     drafts: dict[str, list[int]]  # as the plan has them; none: no token is a draft
     streams: np.ndarray | int = 0  # [R], of random numbers: 0 (`TOKEN_STREAM`) for tokens
     are_counted: bool = False  # what is new for penalties was staged before, in the same cargo

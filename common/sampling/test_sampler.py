@@ -73,8 +73,13 @@ def naive_probs(
     """The specification in plain Python, one token at a time. Shares no code with the sampler."""
     x = list(logits)
     for t in range(len(x)):
+        if p.allowed_token_ids is not None and t not in p.allowed_token_ids:
+            x[t] = NEG_INF
+        if any([*output, t][-len(word) :] == word for word in p.bad_words or ()):
+            x[t] = NEG_INF
         if len(output) < p.min_tokens and (t in eos or t in p.stop_token_ids):
             x[t] = NEG_INF
+        x[t] += (p.logit_bias or {}).get(t, 0.0)
         if t in prompt or t in output:
             x[t] = x[t] / p.repetition_penalty if x[t] > 0 else x[t] * p.repetition_penalty
         x[t] -= p.frequency_penalty * output.count(t) + p.presence_penalty * (t in output)
@@ -103,6 +108,14 @@ RECIPES = [
     SamplingParams(repetition_penalty=1.4, top_k=5),
     SamplingParams(presence_penalty=0.7, frequency_penalty=-0.3, top_p=0.95),
     SamplingParams(min_tokens=9, stop_token_ids=(2,), max_tokens=20, temperature=1.3),
+    SamplingParams(allowed_token_ids=[4, 0, 2], logit_bias={0: 1.5, 2: -0.4, 3: 9.0}, top_p=0.95),
+    SamplingParams(bad_words=[[0], [2, 1], [2, 2, 3], [1, 1, 2, 4]], logit_bias={4: 0.7, 1: -1}),
+    SamplingParams(
+        **dict(
+            allowed_token_ids=range(5), bad_words=[[4, 4], [2, 0]], logit_bias={2: 1.1, 1: -0.6}
+        ),
+        **dict(min_tokens=9, stop_token_ids=(2,), max_tokens=20, top_k=3, repetition_penalty=1.4),
+    ),
     GREEDY,
 ]
 

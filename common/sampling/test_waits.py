@@ -30,6 +30,10 @@ KINDS = {
     "top-p": SamplingParams(seed=1, top_p=0.9),
     "min-p": SamplingParams(seed=1, min_p=0.1),
     "log-probabilities": SamplingParams(temperature=0, logprobs=3),
+    "rules": SamplingParams(
+        **dict(temperature=0, allowed_token_ids=range(500), logit_bias={7: 2.5, 8: -1.0}),
+        bad_words=[[9], [2, 2, 7], [3, 9], [2, 1]],
+    ),
 }
 EVERYTHING = SamplingParams(
     seed=3, top_k=300, top_p=0.9, min_p=0.01, presence_penalty=0.2, min_tokens=9, logprobs=5

@@ -29,6 +29,8 @@ EVERY_KIND = [
     SamplingParams(seed=5, n=2, max_tokens=5, temperature=1.5),
     SamplingParams(temperature=0, max_tokens=12, stop=["e", "self"]),
     SamplingParams(seed=7, max_tokens=12, stop_token_ids=list(range(0, 200, 3))),
+    SamplingParams(seed=8, max_tokens=9, bad_words=["self", " x", "ret"], logit_bias={7: 3.0}),
+    SamplingParams(temperature=0, max_tokens=5, allowed_token_ids=range(5, 90), logprobs=1),
     SamplingParams(max_tokens=6),  # the engine draws a seed
 ]
 NUM_REQUESTS = 2 * len(EVERY_KIND)

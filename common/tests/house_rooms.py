@@ -37,7 +37,7 @@ LATER_WORDS = {
 SPOKEN_EARLIER = """
     PREEMPTED num_preemptions num_kv_blocks_in_use block_ids new_block_ids
     BlockMove block_moves block_index block_id draft_token_ids scheduled_draft_token_ids
-    ChunkPolicy chunk_policy num_blocks_needed
+    ChunkPolicy chunk_policy num_blocks_needed skip_reading_prefix_cache
 """
 
 
@@ -127,7 +127,7 @@ FLOORS = {
     "assembly": """
         assembly scheduler_assembly events kernels.warm_up
         runner.worker parallel.worker_rank parallel.remote parallel.remote_launch""",
-    "engine": "engine llm intake turn step_trace collector demo",
+    "engine": "engine llm intake recent_stats turn step_trace collector demo",
     "workshop": "workshop tests",
 }
 

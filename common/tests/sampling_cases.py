@@ -12,6 +12,7 @@ import torch
 from common.sampling.runner_plugin import Cargo
 from common.sampling.sampler import Sampler, as_float
 from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
+from common.sampling.token_rules import token_rules_of
 from request import SamplingParams
 from scheduler_interface import StepOutput
 
@@ -70,8 +71,10 @@ def make_sampling(
     """`drafts` of a row stand before its token."""
     n = len(params)
     columns, rows = SamplingColumns(n), np.arange(n)
-    for row in range(n):
-        columns.write(row, params[row], eos[row] if eos else ())
+    for row, p in enumerate(params):
+        has_rules = (p.allowed_token_ids, p.bad_words, p.logit_bias) != (None, None, None)
+        rules = token_rules_of(p, None, lambda _, ids: ids) if has_rules else None
+        columns.write(row, p, eos[row] if eos else (), rules)
     if seeds:
         columns.seed[:] = seeds
     prompts, outputs, before = prompts or [[0]] * n, outputs or [[]] * n, drafts or [[]] * n

@@ -33,6 +33,10 @@ KINDS = {
     "more penalties": SamplingParams(frequency_penalty=0.3, presence_penalty=0.1, **LONG),
     "min_tokens": SamplingParams(min_tokens=5, stop_token_ids=[3, 4], **LONG),
     "log-probabilities": SamplingParams(logprobs=3, **LONG),
+    "rules": SamplingParams(
+        **dict(allowed_token_ids=range(40), logit_bias={7: 3.0}, top_k=9, seed=1, **LONG),
+        bad_words=[[5], *([i, j] for i in range(9) for j in range(i))],
+    ),
 }
 BATCHES = {name: [params] for name, params in KINDS.items()} | {"mixed": list(KINDS.values())}
 

@@ -1,0 +1,56 @@
+"""What engines log beside their totals: how it went of late."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from prefix_cache import CacheStats
+
+RECENT_REQUESTS = 1000
+RECENT_SECONDS = 10.0
+
+
+class RecentCacheStats(CacheStats):
+    """And of the last `RECENT_REQUESTS` requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._recent = deque[tuple[int, int]](maxlen=RECENT_REQUESTS)
+
+    def record(self, num_tokens: int, num_hit: int) -> None:
+        super().record(num_tokens, num_hit)
+        self._recent.append((num_tokens, num_hit))
+
+    def forget_recent(self) -> None:
+        """What was cached then is gone."""
+        self._recent.clear()
+
+    @property
+    def recent_hit_rate(self) -> float:
+        num_tokens, num_hit = map(sum, zip(*self._recent or [(1, 0)], strict=True))
+        return num_hit / num_tokens
+
+
+class Throughput:
+    """Tokens a second in the last `RECENT_SECONDS`. Times in seconds of `time.monotonic()`."""
+
+    def __init__(self, now: float) -> None:
+        self.start = now
+        # Steps: when they ended, and totals then. The first one is the last that is too old.
+        self._steps = deque([(now, 0, 0)])
+
+    def note(self, now: float, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Totals since the start, when a step has ended."""
+        self._steps.append((now, num_prompt_tokens, num_output_tokens))
+        self._forget(now)
+
+    def per_second(self, now: float) -> tuple[float, float]:
+        """Of prompts, of outputs."""
+        self._forget(now)
+        (_, *before), (_, *since) = self._steps[0], self._steps[-1]
+        seconds = max(min(now - self.start, RECENT_SECONDS), 1e-9)
+        return (since[0] - before[0]) / seconds, (since[1] - before[1]) / seconds
+
+    def _forget(self, now: float) -> None:
+        while len(self._steps) > 1 and self._steps[1][0] <= now - RECENT_SECONDS:
+            self._steps.popleft()

@@ -1,0 +1,166 @@
+"""Which tokens a request may say: `allowed_token_ids`, `bad_words`, and `logit_bias`.
+
+    logits                1.0   2.0   0.5   3.0      tokens 0 to 3
+    only 0, 1, 3          1.0   2.0  -inf   3.0      allowed_token_ids
+    [1, 3] is bad         1.0   2.0  -inf  -inf      bad_words, where the outputs end with 1
+    + 0.5 for 0           1.5   2.0  -inf  -inf      logit_bias
+
+Of a bad word, a sequence of tokens, the last one is ruled out where the outputs end with the
+others. Drafts before a row count as outputs, the prompt does not. A text is ruled out as it is and
+with a space in front of it; vLLM leaves the latter out where it has another number of tokens.
+
+`token_rules_of` checks what a user asks for and makes plain data of it, once for each request: it
+crosses as `features["token_rules"]`. The runner keeps it in its columns (`TokenRules`). A step
+sends indices into its logits: as many as there are tokens that are allowed, biased, and ruled out
+by bad words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from common.sampling.runner_plugin import Cargo
+from common.sampling.sampling_constraints import NEG_INF
+from common.tokenizer import Tokenizer
+from request import SamplingParams, require
+
+if TYPE_CHECKING:
+    from common.sampling.sampling_columns import SamplingBatch
+
+MOST_BIAS = 100.0  # OpenAI's, to which vLLM's server clips
+CheckIds = Callable[[str, Any], list[int]]
+
+
+def token_rules_of(
+    params: SamplingParams, tokenizer: Tokenizer | None, check_ids: CheckIds
+) -> dict[str, Any]:
+    """Plain data. `check_ids(name, ids)` returns ids that may be sampled as `int`s. Raises
+    `ValueError` that names field, value and what is allowed."""
+    allowed, bias, words = params.allowed_token_ids, params.logit_bias, params.bad_words
+    require(bias is None or isinstance(bias, Mapping), "logit_bias", bias, "None or {id: number}")
+    some = "None or a sequence of at least one token id"
+    require(allowed is None or _is_list(allowed), "allowed_token_ids", allowed, some)
+    require(words is None or _is_list(words), "bad_words", words, "a sequence of texts")
+    allowed_ids = None
+    if allowed is not None:
+        allowed_ids = sorted(set(check_ids("allowed_token_ids", list(allowed))))
+        require(bool(allowed_ids), "allowed_token_ids", allowed, some)
+    biases = dict(bias or {})
+    for value in biases.values():
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        is_right = is_number and abs(float(value)) <= MOST_BIAS
+        require(is_right, "logit_bias", value, f"numbers from -{MOST_BIAS} to {MOST_BIAS}")
+    bad = [ids for word in words or () for ids in _sequences(word, tokenizer, check_ids)]
+    ruled_out = {ids[0] for ids in bad if len(ids) == 1}
+    is_left = allowed_ids is None or not ruled_out.issuperset(allowed_ids)
+    require(is_left, "allowed_token_ids", allowed, "more than what bad_words rule out")
+    return {
+        "allowed": allowed_ids,
+        "biased": check_ids("logit_bias", list(biases)),
+        "bias": list(map(float, biases.values())),
+        "bad_words": [list(ids) for ids in dict.fromkeys(map(tuple, bad))],
+    }
+
+
+def _is_list(value: object) -> bool:
+    is_other = isinstance(value, str | bytes | bytearray | Mapping)
+    return isinstance(value, Iterable) and not is_other
+
+
+def _sequences(word: Any, tokenizer: Tokenizer | None, check_ids: CheckIds) -> list[list[int]]:
+    """What says the word: token ids as they are, or a text in both ways."""
+    if not isinstance(word, str):
+        ids = list(word) if _is_list(word) else []
+        require(
+            bool(ids), "bad_words", word, "texts, or sequences of token ids, none of them empty"
+        )
+        return [check_ids("bad_words", ids)]
+    text = word.lstrip()
+    is_text = bool(text) and not any("\ud800" <= c <= "\udfff" for c in text)
+    require(is_text, "bad_words", word, "texts, none of them empty")
+    if tokenizer is None:
+        raise ValueError(f"bad_words holds {word!r}: this engine has no tokenizer; give token ids")
+    return [tokenizer.encode(t, add_special_tokens=False) for t in (text, f" {text}")]
+
+
+# -- the runner's side
+
+
+class TokenRules:
+    """Of one request, as `token_rules_of` says."""
+
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        allowed, words = told["allowed"], told["bad_words"]
+        self.allowed = None if allowed is None else np.array(allowed, dtype=np.int64)
+        self.biased, self.bias = np.array(told["biased"], dtype=np.int64), np.array(told["bias"])
+        self.bad = np.array([ids[0] for ids in words if len(ids) == 1], dtype=np.int64)
+        self.longer = [ids for ids in words if len(ids) > 1]
+        self.words_after: dict[int, list[list[int]]] = {}  # of these, by their last token but one
+        for ids in self.longer:
+            self.words_after.setdefault(ids[-2], []).append(ids)
+
+    def words_behind(self, ids: np.ndarray) -> list[list[int]]:
+        """Those that the next token would complete behind these outputs, as far as is known: a last
+        one below 0 is pending, and may be any."""
+        if not len(ids) or not self.longer:
+            return []
+        last = int(ids[-1])
+        some = self.words_after.get(last, []) if last >= 0 else self.longer
+        return [w for w in some if w[:-2] == ids[len(ids) - len(w) + 1 : -1].tolist()]
+
+
+def stage_rules(
+    sampling: SamplingBatch, asked: int, cargo: Cargo, vocab_size: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What is to be called with the logits [R, V], when the cargo has come: those that keep to the
+    rules, of rows whose needs have the bit `asked`. What it is given stays as it is."""
+    rows = np.flatnonzero(sampling.needs & asked)
+    rules = [sampling.columns.rules[row] for row in sampling.rows[rows].tolist()]
+    firsts = (rows * vocab_size).tolist()
+    closed, none = [i for i, r in enumerate(rules) if r.allowed is not None], np.zeros(0, np.int64)
+    allowed = [firsts[i] + rules[i].allowed for i in closed]
+    bad, pending = [first + r.bad for first, r in zip(firsts, rules)], []
+    for first, row, rule in zip(firsts, rows.tolist(), rules):
+        outputs = _outputs(sampling, row)
+        for word in rule.words_behind(outputs):
+            if outputs[-1] >= 0:
+                bad.append(np.array([first + word[-1]]))
+            else:
+                pending.append((first + word[-1], word[-2], int(outputs[-1])))
+    biased = np.concatenate([none, *(first + r.biased for first, r in zip(firsts, rules))])
+    bias = np.concatenate([none.astype(float), *(r.bias for r in rules)])
+    sent = [rows[closed], np.concatenate([none, *allowed]), np.concatenate([none, *bad])]
+    sent += [biased, bias, np.array(pending, dtype=np.int64).reshape(-1, 3).T]
+    closed_rows, allowed_at, bad_at, biased_at, biases, may_be_bad = map(cargo.add, sent)
+
+    def keep_to_them(logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.clone(memory_format=torch.contiguous_format)
+        flat = logits.view(-1)
+        if closed:
+            kept = flat[allowed_at()]
+            logits.index_fill_(0, closed_rows(), NEG_INF)
+            flat.scatter_(0, allowed_at(), kept)
+        flat.scatter_(0, bad_at(), NEG_INF)
+        if pending:
+            at, last_but_one, last = may_be_bad()
+            is_bad = sampling.state.fill_in(last) == last_but_one
+            flat.index_add_(0, at, flat.new_zeros(len(at)).masked_fill_(is_bad, NEG_INF))
+        flat.index_add_(0, biased_at(), biases().to(flat.dtype))
+        return logits
+
+    return keep_to_them
+
+
+def _outputs(sampling: SamplingBatch, row: int) -> np.ndarray:
+    """The outputs before this row of logits, drafts included. None are known where somebody guesses
+    on from guesses."""
+    state, at = sampling.state, sampling.rows[row]
+    first = int(state.num_prompt_tokens[at])
+    end = first + int(sampling.num_outputs[row])
+    if end > state.num_tokens[at] and not sampling.drafts:
+        end = first
+    return state.token_ids[at, first:end]

@@ -1,0 +1,159 @@
+"""What a request may ask for besides how its tokens are drawn: its text, its log-probabilities, a
+shorter prompt, no cache."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from common.engine import LLMEngine
+from common.llm import LLM, SamplingParams
+from common.tests.engine_oracle import Oracle, checked_engine, finish, greedy_params
+
+PROMPT = "def area(width, height):\n    return"
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(dtype="float64", num_blocks=400, block_size=4, check_invariants=True)
+
+
+def generate(llm: LLM, prompt: object, params: SamplingParams):
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    return output.outputs[0]
+
+
+def test_a_text_ends_with_its_stop_string_where_that_is_wanted(llm: LLM) -> None:
+    plain = generate(llm, PROMPT, greedy_params(20))
+    stop = plain.text[5:8]
+    wanted = plain.text[: plain.text.index(stop) + 3]
+    params = replace(greedy_params(20), stop=stop, include_stop_str_in_output=True)
+    found = generate(llm, PROMPT, params)
+    assert (found.text, found.stop_reason, found.finish_reason) == (wanted, stop, "stop")
+    assert "".join(llm.stream(PROMPT, params)) == wanted
+    without = generate(llm, PROMPT, replace(params, include_stop_str_in_output=False))
+    assert without.text == wanted[:-3] and without.token_ids == found.token_ids
+
+
+def test_a_stop_token_has_text_where_that_is_wanted(llm: LLM) -> None:
+    plain = generate(llm, PROMPT, greedy_params(9))
+    params = replace(greedy_params(9), stop_token_ids=[plain.token_ids[4]])
+    with_it = replace(params, include_stop_str_in_output=True)
+    decode = llm.engine.tokenizer.decode
+    assert generate(llm, PROMPT, params).text == decode(plain.token_ids[:4])
+    found = generate(llm, PROMPT, with_it)
+    assert found.text == decode(plain.token_ids[:5]) and found.stop_reason == plain.token_ids[4]
+    assert "".join(llm.stream(PROMPT, with_it)) == found.text
+
+
+def test_who_wants_no_text_gets_none_and_the_same_tokens(llm: LLM) -> None:
+    params = replace(greedy_params(9), logprobs=0)
+    found = generate(llm, PROMPT, replace(params, detokenize=False))
+    assert found.text == "" and found == replace(generate(llm, PROMPT, params), text="")
+    assert list(llm.stream(PROMPT, replace(params, detokenize=False))) == []
+
+
+def test_log_probabilities_of_all_tokens_and_their_sum(oracle: Oracle, loaded) -> None:
+    """Beside a request that wants two, in one batch."""
+    model = Qwen3ForCausalLM.from_pretrained(oracle.path, dtype=torch.float64).eval()
+    prompt, tokens = oracle.prompts[3], oracle.expected(3, 6)
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1)
+    engine = checked_engine(loaded, num_blocks=200)
+    params = [replace(greedy_params(6), logprobs=k) for k in (-1, 2, None)]
+    every, two, none = engine.generate_batch([prompt] * 3, params).values()
+    for entry, other, row in zip(every.outputs[0].logprobs, two.outputs[0].logprobs, expected):
+        assert [entry.top[t] for t in range(97)] == pytest.approx(row.tolist(), abs=1e-9)
+        assert list(entry.top.values()) == sorted(entry.top.values(), reverse=True)
+        assert list(other.top.items()) == list(entry.top.items())[:2]
+    total = sum(float(row[t]) for t, row in zip(tokens, expected))
+    for output in (every, two):
+        assert output.outputs[0].cumulative_logprob == pytest.approx(total, abs=1e-9)
+    assert none.outputs[0].cumulative_logprob is None and total < -1
+
+
+def test_a_prompt_is_cut_from_the_left(oracle: Oracle, loaded) -> None:
+    engine = checked_engine(loaded, num_blocks=200, max_model_len=40)
+    prompt = oracle.prompts[3]
+    for most, num_kept in ((1, 1), (5, 5), (1000, len(prompt)), (-1, 30)):
+        params = replace(greedy_params(10), truncate_prompt_tokens=most)
+        given = prompt * 9 if most == -1 else prompt
+        (output,) = engine.generate_batch([given], params).values()
+        kept = given[-num_kept:]
+        (same,) = engine.generate_batch([kept], greedy_params(10)).values()
+        assert output.prompt_token_ids == kept
+        assert output.outputs[0].token_ids == same.outputs[0].token_ids
+        assert len(output.outputs[0].token_ids) == min(10, 40 - num_kept)
+
+
+CACHES = [{"prefix_cache": "hash"}, {"prefix_cache": "radix"}, {"scheduler": "fcfs"}]
+
+
+@pytest.mark.parametrize("config", CACHES, ids=str)
+def test_who_reads_no_cache_computes_all_and_others_find_it(config, oracle, loaded) -> None:
+    engine = checked_engine(loaded, num_blocks=200, block_size=4, **config)
+    prompt, num_found = oracle.prompts[5], (len(oracle.prompts[5]) - 1) // 4 * 4
+    skipping = replace(greedy_params(5), skip_reading_prefix_cache=True)
+    for params, num_cached in ((skipping, 0), (skipping, 0), (greedy_params(5), num_found)):
+        (output,) = engine.generate_batch([prompt], params).values()
+        assert output.num_cached_tokens == num_cached
+        assert output.outputs[0].token_ids == oracle.expected(5, 5)
+    stats = engine.stats()
+    assert stats.cached_tokens == num_found > 0
+    assert stats.recent_prefix_cache_hit_rate == num_found / len(
+        prompt
+    )  # who did not look: no miss
+
+
+def test_who_reads_no_cache_waits_for_nobody(oracle: Oracle, loaded) -> None:
+    engine = checked_engine(loaded, num_blocks=200, block_size=4, max_num_batched_tokens=16)
+    skipping = replace(greedy_params(3), skip_reading_prefix_cache=True)
+    started: dict[str, int] = {}
+    engine.on_step = lambda r: [started.setdefault(name, r.step) for name in r.admitted]
+    for i, params in enumerate((greedy_params(3), greedy_params(3), skipping)):
+        engine.add_request(str(i), oracle.prompts[-1][:8], params)
+    finish(engine)
+    assert started["0"] == started["2"] < started["1"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("truncate_prompt_tokens", v) for v in (0, -2, 1.5, "3", True)),
+        *(("skip_reading_prefix_cache", v) for v in (2, "yes", 0)),
+        *(("detokenize", v) for v in (None, 1)),
+        *(("include_stop_str_in_output", v) for v in (None, "yes")),
+    ],
+)
+def test_what_is_no_such_field_is_refused_in_a_sentence(field, value, loaded) -> None:
+    engine = LLMEngine(loaded=loaded)
+    with pytest.raises(ValueError, match=f"^{field} is {value!r}: it must be ") as error:
+        engine.add_request("a", [1, 2], SamplingParams(**{field: value}))
+    assert "\n" not in str(error.value) and not engine.has_unfinished_requests()
+
+
+def test_who_wants_no_text_has_no_stop_strings(llm: LLM) -> None:
+    with pytest.raises(
+        ValueError, match=r"^stop is \('x',\): stop strings need .* detokenize=True"
+    ):
+        generate(llm, PROMPT, SamplingParams(stop="x", detokenize=False))
+
+
+def test_stats_of_late_begin_anew_with_all_others(oracle: Oracle, loaded) -> None:
+    engine = checked_engine(loaded, num_blocks=200, block_size=4)
+    for _ in range(2):
+        engine.generate_batch([oracle.prompts[5]], greedy_params(5))
+    stats, length = engine.stats(), len(oracle.prompts[5])
+    assert stats.recent_prefix_cache_hit_rate == stats.prefix_cache_hit_rate > 0.3
+    ratio = stats.recent_prompt_throughput / stats.recent_output_throughput
+    assert math.isclose(ratio, 2 * length / 10) and stats.recent_output_throughput >= 1
+    assert engine.reset_prefix_cache()
+    assert engine.stats().recent_prefix_cache_hit_rate == 0 < engine.stats().prefix_cache_hit_rate
+    engine.reset_stats()
+    stats = engine.stats()
+    assert stats.recent_prompt_throughput == stats.recent_output_throughput == 0

@@ -1,0 +1,139 @@
+"""Requests that bring rules for their tokens, in whole engines: the tokens are those of
+`transformers`' own loop with the rules written down plainly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, Qwen3ForCausalLM
+
+from common.engine import LLMEngine
+from common.engine_config import SHIPPED_CHECKPOINT
+from common.llm import LLM
+from common.tests.engine_oracle import MAX_TOKENS, Oracle, checked_engine, greedy_params
+from request import SamplingParams
+
+GUESSES = {"num_spec_tokens": 3, "adaptive": False}
+WAYS: dict[str, dict] = {
+    "plain": {},
+    "overlap": {"overlap_scheduling": True},
+    "graphs": {"emulate_graphs": True, "max_model_len": 128},
+    "chunks": {"max_num_batched_tokens": 9},
+    "preempted": {"preempt_every": 2, "overlap_scheduling": True},
+    "one at a time": {"scheduler": "fcfs", "max_num_seqs": 1, "prefix_cache": None},
+    "n-gram": {"speculative": {"method": "ngram", "min_ngram": 1, **GUESSES}, "preempt_every": 3},
+    "draft model": {"speculative": {"method": "draft", **GUESSES}},
+}
+
+
+def rules_for(continuation: list[int]) -> list[dict]:
+    """That bite: what would be said is ruled out, or made likely, where it is about to be said."""
+    a, b, c, d, *_, last = continuation
+    return [
+        {"bad_words": [[b], [c, d], [a, b, c], [last]]},
+        {"bad_words": [[a, b], [b, c, d], *([t, a] for t in range(40))]},
+        {"logit_bias": {a: -3.0, b: 4.0, 5: 2.0}, "bad_words": [[b, b], [5, b]]},
+        {"allowed_token_ids": range(3, 90, 2)},
+        {"allowed_token_ids": [a, b, c, 7, 8], "bad_words": [[a, a], [b, a], [c, 7]]},
+    ]
+
+
+class ByTheRules(LogitsProcessor):
+    def __init__(self, params: SamplingParams, num_prompt: int) -> None:
+        self.params, self.num_prompt = params, num_prompt
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        outputs, p = input_ids[0, self.num_prompt :].tolist(), self.params
+        for token in range(scores.shape[1]):
+            is_allowed = p.allowed_token_ids is None or token in p.allowed_token_ids
+            words = p.bad_words or ()
+            if not is_allowed or any([*outputs, token][-len(w) :] == w for w in words):
+                scores[0, token] = -torch.inf
+            scores[0, token] += (p.logit_bias or {}).get(token, 0.0)
+        return scores
+
+
+@pytest.fixture(scope="module")
+def ruled(family_oracle: Oracle) -> list[tuple[list[int], SamplingParams, list[int]]]:
+    """Prompts, parameters, and what is said."""
+    oracle = family_oracle
+    model = Qwen3ForCausalLM.from_pretrained(oracle.path, dtype=torch.float64).eval()
+    found = []
+    for i, prompt in enumerate(oracle.prompts[:5]):
+        rules = rules_for(oracle.continuations[i])[i % 5]
+        params = replace(greedy_params(MAX_TOKENS), **rules)
+        how = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        how["logits_processor"] = LogitsProcessorList([ByTheRules(params, len(prompt))])
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, **how)
+        tokens = out[0, len(prompt) :].tolist()
+        assert tokens != oracle.continuations[i], "these rules change nothing"
+        found.append((prompt, params, tokens))
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_keep_to_their_rules(way: str, ruled, loaded, draft) -> None:
+    config = {"block_size": 4, "num_blocks": 400, "max_num_seqs": 8, "shuffle_batch": True}
+    if way == "draft model":
+        engine = checked_engine(loaded, draft, **config | WAYS[way])
+    else:
+        engine = checked_engine(loaded, **config | WAYS[way])
+    prompts = [prompt for prompt, _, _ in ruled]
+    params = [replace(params, n=1 + i % 2) for i, (_, params, _) in enumerate(ruled)]
+    outputs = engine.generate_batch(prompts, params)
+    for output, (_, _, expected) in zip(outputs.values(), ruled, strict=True):
+        for completion in output.outputs:
+            assert completion.token_ids == expected, output.request_id
+    stats = engine.stats()
+    assert (stats.num_preemptions > 0) == ("preempt_every" in WAYS[way])
+    assert (stats.num_accepted_tokens > 0) == ("speculative" in WAYS[way])
+
+
+def test_who_has_no_token_left_ends_in_an_error_and_alone(oracle: Oracle, loaded) -> None:
+    a, b = oracle.continuations[0][:2]
+    only = replace(greedy_params(5), allowed_token_ids=[a, b], bad_words=[[a, a], [a, b]])
+    engine = checked_engine(loaded, num_blocks=200)
+    one, other = engine.generate_batch(oracle.prompts[:2], [only, greedy_params(5)]).values()
+    assert one.outputs[0].finish_reason == "error" and one.outputs[0].token_ids == [a]
+    assert "ruled out" in str(one.metrics.finish_detail)
+    assert other.outputs[0].token_ids == oracle.expected(1, 5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("allowed_token_ids", [97], r"^allowed_token_ids holds 97: token ids are integers from 0 "),
+        ("logit_bias", {-1: 2.0}, r"^logit_bias holds -1: token ids are integers from 0 to 96"),
+        ("bad_words", ["word"], r"^bad_words holds 'word': this engine has no tokenizer"),
+        ("bad_words", [[1.5]], r"^bad_words holds 1.5: token ids are integers"),
+    ],
+)
+def test_what_no_engine_could_keep_to_is_refused(field, value, said, loaded) -> None:
+    engine = LLMEngine(loaded=loaded)
+    with pytest.raises(ValueError, match=said):
+        engine.add_request("a", [1], SamplingParams(**{field: value}))
+    assert not engine.has_unfinished_requests()
+
+
+def test_min_tokens_needs_an_allowed_token_that_does_not_stop(loaded) -> None:
+    engine, stops = LLMEngine(loaded=loaded), {"stop_token_ids": [3, 4], "min_tokens": 2}
+    with pytest.raises(ValueError, match=r"^min_tokens is 2: it must be 0 if every token stops"):
+        engine.add_request("a", [1], SamplingParams(allowed_token_ids=[4, 3], **stops))
+    engine.add_request("a", [1], SamplingParams(allowed_token_ids=[4, 5], **stops))
+
+
+def test_a_bad_word_of_a_text_is_not_said(shipped_tokenizer) -> None:
+    llm = LLM(model=SHIPPED_CHECKPOINT, dtype="float64", num_blocks=50)
+    params = SamplingParams(temperature=0, max_tokens=24)
+    (plain,) = llm.generate(["def area(self"], params, use_tqdm=False)
+    word = plain.outputs[0].text.split()[1]
+    banned = replace(params, bad_words=[word])
+    (other,) = llm.generate(["def area(self"], banned, use_tqdm=False)
+    assert other.outputs[0].text != plain.outputs[0].text
+    ids = other.outputs[0].token_ids
+    for text in (word, f" {word}"):
+        sequence = shipped_tokenizer.encode(text)
+        assert all(ids[i : i + len(sequence)] != sequence for i in range(len(ids)))
