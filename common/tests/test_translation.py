@@ -50,6 +50,12 @@ are `file.py::name`.
 x = 1
 ```
 
+```
+make demo  # 3 of 4
+```
+
+[A third page](C.md) has no Chinese one.
+
 ### The part
 
     a block of code
@@ -74,6 +80,12 @@ CHINESE = """# 书
 x = 1
 ```
 
+```
+make demo  # 4 个里的 3 个
+```
+
+[第三页](C.md)（英文）没有中文的。
+
 ### 小节
 <!-- en: {2} -->
 
@@ -84,6 +96,7 @@ x = 1
 def write_pair(root: Path, english: str = ENGLISH, chinese: str = CHINESE) -> Path:
     (root / "A.md").write_text(english, encoding="utf-8")
     (root / "B.md").write_text("# B\n\n## B one\n", encoding="utf-8")
+    (root / "C.md").touch()
     (root / "B.zh.md").write_text("# 乙\n\n## 乙一\n", encoding="utf-8")
     digests = [section.digest for section in sections(ENGLISH)]
     page = root / "A.zh.md"
@@ -117,6 +130,10 @@ CHINESE_FAULTS = {
     "code": ("x = 1", "x = 2", r"other code blocks: ('python', 'x = 1\n') in English"),
     "a language of code": ("```python", "```", "other code blocks"),
     "indented code": ("    a block", "    b block", "other code blocks"),
+    "a command": ("make demo", "make watch", r"other code blocks: ('', 'make demo  # 3 of 4"),
+    "a number in words": ("的 3 个\n```", "的 5 个\n```", "other code blocks"),
+    "an English page": ("B.zh.md#乙一", "B.md#b-one", "links to B.md, though B.zh.md is there"),
+    "a page without a mark": ("（英文）", "", "links to C.md, which is in English"),
     "a number in a table": ("2,048", "2,049", "other numbers in tables: '2,048' in English"),
     "a row of a table": (
         "| 2,048 | 4 个里的 3 个 |\n",

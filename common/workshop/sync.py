@@ -32,6 +32,7 @@ from common.workshop.tasks import reading
 from common.workshop.tools.path import ROOT, written_counts
 from common.workshop.tools.quoted import filled, unfilled
 from common.workshop.tools.translation import (
+    CHINESE,
     DIGEST,
     NUMBER,
     Section,
@@ -140,7 +141,8 @@ def _words(section: Section) -> list[str]:
 
 
 def _with_code(english: Section, chinese: Section) -> str:
-    """The Chinese section with the English one's fenced blocks, if it has as many of each kind."""
+    """The Chinese section with the English one's fenced blocks, if it has as many of each kind.
+    Blocks with Chinese words are left to the reader."""
     if english.code() == chinese.code():
         return chinese.source
     lines = chinese.source.split("\n")
@@ -150,6 +152,8 @@ def _with_code(english: Section, chinese: Section) -> str:
     )
     if [t.info.split()[:2] for t in ours] == [t.info.split()[:2] for t in theirs]:
         for our, their in reversed(list(zip(ours, theirs))):
+            if CHINESE.search(their.content):
+                continue
             assert their.map is not None
             first, stop = their.map
             lines[first:stop] = [

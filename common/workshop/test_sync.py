@@ -77,6 +77,12 @@ def test_words_that_changed_want_a_reader() -> None:
     assert sections(found)[0].rendered != sections(after)[0].digest
 
 
+def test_a_block_with_chinese_words_is_left_to_the_reader() -> None:
+    before = BEFORE + "\n```\nmake x  # words\n```\n"
+    page = chinese(before) + "\n```\nmake x  # 话\n```\n"
+    assert in_step(before, before.replace("make x", "make y"), page).endswith("make x  # 话\n```\n")
+
+
 def test_a_section_that_was_behind_stays_behind() -> None:
     behind = CHINESE.format(digest="0" * 12)
     after = ENGLISH.format(code=2, n=5, m=7)

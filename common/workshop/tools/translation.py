@@ -15,7 +15,9 @@ a digest says that somebody has looked.
 
 A digest does not see where lines break, nor what a script writes between `<!-- table:x -->` and
 `<!-- /table:x -->`. What can be compared without knowing a language is compared directly, so there
-it is no matter of trust: headings, code, numbers in tables, pictures, links, names of code."""
+it is no matter of trust: headings, code, numbers in tables, pictures, links, names of code. Outside
+Python a Chinese block may have Chinese words in the last column, or behind a `#`. A link from a
+Chinese page goes to a Chinese page, and where there is none it is marked: （英文）."""
 
 from __future__ import annotations
 
@@ -39,6 +41,9 @@ DIGEST = re.compile(r"<!-- en: (\S*) -->")
 NAME = re.compile(r"::|\.py$|^test_")
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 IMAGE_TAG = re.compile(r'<img[^>]*\ssrc="([^"]+)"')
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
+COLUMN = re.compile("  |# ")  # what begins one
+LINK = re.compile(r"(?<!\[English)(?<!\[英文)\]\(([^)#\s]+)[^)]*\)(（英文）)?")
 OWN_OTHER = "the same page in the other language"
 _MARKDOWN = MarkdownIt("commonmark").enable("table")
 
@@ -187,7 +192,7 @@ def differences(chinese: Path, root: Path = ROOT) -> list[str]:
                 f"heading: <!-- en: {en.digest} -->"
             )
         for what, a, b in (
-            ("code blocks", en.code(), zh.code()),
+            ("code blocks", en.code(), _in_english(zh.code(), en.code())),
             ("numbers in tables", en.tables(), zh.tables()),
             ("pictures", _pictures(en, english), zh.pictures()),
             ("links", sorted(_links(en, english, chinese)), sorted(_links(zh, chinese, english))),
@@ -195,7 +200,41 @@ def differences(chinese: Path, root: Path = ROOT) -> list[str]:
         ):
             if a != b:
                 found.append(f"{where} has other {what}: {_first_difference(a, b)}")
+        found += [f"{where} {fault}" for fault in _english_pages(zh, chinese)]
     return found
+
+
+def _in_english(chinese: list[tuple[str, str]], english: list[tuple[str, str]]) -> list:
+    """The Chinese blocks, with the English line for each that differs in its last words alone."""
+    found = []
+    for i, (info, code) in enumerate(chinese):
+        lines = code.splitlines(keepends=True)
+        theirs = english[i][1].splitlines(keepends=True) if i < len(english) else []
+        if len(lines) == len(theirs) and not info.startswith("python"):
+            code = "".join(map(_line_in_english, lines, theirs))
+        found.append((info, code))
+    return found
+
+
+def _line_in_english(chinese: str, english: str) -> str:
+    """Two spaces part columns. The columns before the words have to agree, and all numbers."""
+    before = CHINESE.split(chinese)[0]
+    kept = before.removesuffix(COLUMN.split(before)[-1])
+    agrees = sorted(NUMBER.findall(chinese)) == sorted(NUMBER.findall(english))
+    return english if before != chinese and agrees and english.startswith(kept) else chinese
+
+
+def _english_pages(section: Section, page: Path) -> Iterator[str]:
+    """What is wrong with links of a Chinese section that lead to English pages."""
+    for path, mark in LINK.findall(section.source):
+        target = (page.parent / unquote(path)).resolve()
+        target = target / "README.md" if target.is_dir() else target
+        if target.suffix != ".md" or target.name.endswith(SUFFIX) or not target.is_file():
+            continue
+        if target.with_suffix(SUFFIX).is_file():
+            yield f"links to {path}, though {target.stem}{SUFFIX} is there"
+        elif not mark:
+            yield f"links to {path}, which is in English: write （英文） behind the link"
 
 
 def _pictures(section: Section, page: Path) -> list[str]:

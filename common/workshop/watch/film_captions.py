@@ -19,6 +19,15 @@ def page_caption(shot: Shot) -> str:
     return f"![{_alt(shot)}](figures/film.png)\n\n{caption}"
 
 
+def chinese_caption(shot: Shot) -> str:
+    """Of a README.zh.md, the same."""
+    film = shot.film
+    return (
+        f"![影片 {film.chapter}：{film.title[1]}](figures/film.zh.png)\n\n"
+        f"*{shot.caption[1]}{film.note[1]}*"
+    )
+
+
 def cell_caption(shot: Shot) -> str:
     """The cell of a notebook's script, without the blank line behind it."""
     words = textwrap.fill(_words(shot), 98, break_on_hyphens=False).splitlines()
@@ -45,8 +54,10 @@ def script_of(shot: Shot, root: Path) -> Path:
 
 
 def write_captions(shot: Shot, root: Path) -> None:
-    """Into the text and the script, each of which has its place."""
-    write_between_markers(root / shot.film.folder / "README.md", MARKER, page_caption(shot))
+    """Into the texts and the script, each of which has its place."""
+    folder = root / shot.film.folder
+    write_between_markers(folder / "README.md", MARKER, page_caption(shot))
+    write_between_markers(folder / "README.zh.md", MARKER, chinese_caption(shot))
     script = script_of(shot, root)
     before, cell, behind = parted(script.read_text(encoding="utf-8"))
     if cell:

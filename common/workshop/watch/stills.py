@@ -4,19 +4,21 @@ the page as the browser draws it.
     python -m common.workshop.watch --stills   all six: NN_*/figures/film.png, and the
                                                captions; and some exhibits of the museum
 
-The caption in a chapter's text, and in its notebook's script, is written with the picture, from the
-same film (`film_captions.py`). What varies from run to run, the clock, is in no picture."""
+Each is drawn for the Chinese pages, too: NAME.zh.png. The caption in a chapter's texts, and in its
+notebook's script, is written with the picture, from the same film (`film_captions.py`). What varies
+from run to run, the clock, is in no picture."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.workshop.tools.translation import sections_of
 from common.workshop.watch.chromium import BrowserUnavailableError, started_browser
 from common.workshop.watch.film_captions import write_captions
 from common.workshop.watch.films import FILMS, Shot, page_of, shoot
@@ -30,6 +32,8 @@ WIDTH, SCALE = 900, 2  # a text's column on the screen; read at half the size
 HIGHEST = 1400
 NUM_COLOURS = 128
 GAP = 12  # between two moments, in pixels of the page
+LANGUAGES = {"en": ".png", "zh": ".zh.png"}  # of the page, and how their pictures' names end
+_HEADINGS = ("Step {}: {}", "第 {} 步：{}")
 
 # Nothing but the scenes that are wanted, one below the other, each as high as it is told; of the
 # words only the tokens, and no hints what to point at.
@@ -68,8 +72,7 @@ _TITLE = """() => {
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A place in a page ("": where it opens), and the scenes to be seen there, each with its height
-    in pixels."""
+    """A place in a page, and the scenes to be seen there, each with its height in pixels."""
 
     address: str
     heading: str
@@ -104,7 +107,7 @@ def photograph(browser: Browser, page_path: Path, views: Sequence[View]) -> Any:
 def _shot(page: Page, path: Path, view: View) -> bytes:
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
-    page.goto(path.resolve().as_uri() + (f"#{view.address}" if view.address else ""))
+    page.goto(f"{path.resolve().as_uri()}#{view.address}")
     page.wait_for_selector("html[data-ready]", state="attached")
     page.add_style_tag(content=_STYLE)
     page.evaluate(_PREPARE, [list(view.scenes), view.heading])
@@ -116,14 +119,15 @@ def _shot(page: Page, path: Path, view: View) -> bytes:
     return picture
 
 
-def take_still(browser: Browser, shot: Shot, folder: Path) -> Any:
+def take_still(browser: Browser, shot: Shot, folder: Path, language: str = "en") -> Any:
     """The picture of a film, by its moments that are for one. The page is left in `folder`."""
     page = folder / f"film_{shot.film.chapter}.html"
     page.write_text(page_of(shot), encoding="utf-8")
+    i = list(LANGUAGES).index(language)
     views = [
         View(
-            shot.address(moment),
-            f"Step {shot.step(moment)}: {shot.say(moment.words)[0]}",
+            f"{shot.address(moment)}&lang={language}",
+            _HEADINGS[i].format(shot.step(moment), shot.say(moment.words)[i]),
             moment.still,
         )
         for moment in shot.film.moments
@@ -139,10 +143,12 @@ def make_stills(cast: Cast | None = None) -> None:
             cast = cast or load_cast()
             for film in FILMS.values():
                 shot = shoot(film, Path(folder), cast)
-                target = ROOT / film.folder / "figures" / "film.png"
-                take_still(browser, shot, Path(folder)).save(target, optimize=True)
+                for language, ending in LANGUAGES.items():
+                    target = ROOT / film.folder / "figures" / f"film{ending}"
+                    still = take_still(browser, shot, Path(folder), language)
+                    still.save(target, optimize=True)
+                    print(f"{target.relative_to(ROOT)}: {target.stat().st_size / 1e3:.0f} kB")
                 write_captions(shot, ROOT)
-                print(f"{target.relative_to(ROOT)}: {target.stat().st_size / 1e3:.0f} kB")
             for path in take_exhibits(browser, Path(folder)):
                 print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1e3:.0f} kB")
     except BrowserUnavailableError as error:
@@ -155,6 +161,8 @@ def take_exhibits(browser: Browser, folder: Path) -> list[Path]:
     from common.workshop.museum.hall import EXHIBITS
     from common.workshop.museum.museum_command import watch
 
+    pages = {"en": ROOT / "MUSEUM.md", "zh": ROOT / "MUSEUM.zh.md"}
+    titles = {language: dict(_titles(page)) for language, page in pages.items()}
     drawn = []
     for number, exhibit in enumerate(EXHIBITS, 1):
         if (scenes := pictures.SCENES.get(exhibit.title)) is None:
@@ -162,8 +170,17 @@ def take_exhibits(browser: Browser, folder: Path) -> list[Path]:
         page = folder / f"exhibit_{number}.html"
         with contextlib.redirect_stdout(io.StringIO()):
             watch(number, exhibit, page)
-        path = pictures.picture_of(exhibit)
-        path.parent.mkdir(exist_ok=True)
-        photograph(browser, page, [View("", exhibit.title, scenes)]).save(path, optimize=True)
-        drawn.append(path)
+        for language, ending in LANGUAGES.items():
+            path = pictures.picture_of(exhibit).with_suffix(ending)
+            view = View(f"lang={language}", titles[language][number], scenes)
+            photograph(browser, page, [view]).save(path, optimize=True)
+            drawn.append(path)
     return drawn
+
+
+def _titles(page: Path) -> Iterator[tuple[int, str]]:
+    """Of the exhibits, by number."""
+    for section in sections_of(page):
+        number, _, title = section.title.partition(". ")
+        if number.isdigit() and section.level == 3:
+            yield int(number), title

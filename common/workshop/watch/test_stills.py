@@ -18,13 +18,14 @@ from common.workshop.watch import chromium, film_command, films
 from common.workshop.watch.film_captions import (
     MARKER,
     cell_caption,
+    chinese_caption,
     page_caption,
     parted,
     script_of,
 )
 from common.workshop.watch.film_command import index_page
 from common.workshop.watch.films import FILMS, Shot
-from common.workshop.watch.stills import ROOT, make_stills, take_still
+from common.workshop.watch.stills import LANGUAGES, ROOT, make_stills, take_still
 from common.workshop.watch.watch_command import main
 from common.workshop.watch.workloads import Cast
 
@@ -32,10 +33,11 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 CHAPTERS = pytest.mark.parametrize("chapter", FILMS)
+IN_BOTH = pytest.mark.parametrize("language", LANGUAGES)
 
 
-def still_of(chapter: int) -> Path:
-    return ROOT / FILMS[chapter].folder / "figures" / "film.png"
+def still_of(chapter: int, language: str) -> Path:
+    return ROOT / FILMS[chapter].folder / "figures" / f"film{LANGUAGES[language]}"
 
 
 @CHAPTERS
@@ -45,6 +47,8 @@ def test_a_chapter_shows_its_film(chapter: int, shots: dict[int, Shot]) -> None:
     text = (ROOT / shot.film.folder / "README.md").read_text(encoding="utf-8")
     assert text == replace_between_markers(text, MARKER, page_caption(shot))
     assert f'make watch ARGS="--film {chapter} --open"' in text
+    chinese = (ROOT / shot.film.folder / "README.zh.md").read_text(encoding="utf-8")
+    assert chinese == replace_between_markers(chinese, MARKER, chinese_caption(shot))
 
 
 @CHAPTERS
@@ -62,20 +66,22 @@ def test_a_cell_is_found_between_others() -> None:
 
 
 @CHAPTERS
-def test_a_picture_is_small_and_sharp(chapter: int) -> None:
-    assert still_of(chapter).stat().st_size < 150_000
-    with Image.open(still_of(chapter)) as picture:
+@IN_BOTH
+def test_a_picture_is_small_and_sharp(chapter: int, language: str) -> None:
+    assert still_of(chapter, language).stat().st_size < 150_000
+    with Image.open(still_of(chapter, language)) as picture:
         assert picture.width == 1800  # 900 of the page's pixels, twice
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=7)
 @CHAPTERS
+@IN_BOTH
 def test_a_picture_is_what_the_browser_draws(
-    chapter: int, shots: dict[int, Shot], browser: Browser, tmp_path: Path
+    chapter: int, language: str, shots: dict[int, Shot], browser: Browser, tmp_path: Path
 ) -> None:
     """Up to the fonts of a machine: the same size, and nearly the same marks."""
-    drawn = take_still(browser, shots[chapter], tmp_path).convert("RGB")
-    with Image.open(still_of(chapter)) as kept:
+    drawn = take_still(browser, shots[chapter], tmp_path, language).convert("RGB")
+    with Image.open(still_of(chapter, language)) as kept:
         assert drawn.size == kept.size
         small = [image.convert("L").resize((90, 60)) for image in (drawn, kept)]
     different = ImageChops.difference(*small).histogram()
@@ -86,9 +92,10 @@ def test_a_picture_is_what_the_browser_draws(
 def test_exhibits_with_pictures_are_exhibits_and_have_them() -> None:
     exhibits = {exhibit.title: exhibit for exhibit in EXHIBITS}
     for title in SCENES:
-        assert picture_of(exhibits[title]).stat().st_size < 150_000
+        for ending in LANGUAGES.values():
+            assert picture_of(exhibits[title]).with_suffix(ending).stat().st_size < 150_000
         assert picture_of(exhibits[title]).name in museum_page.render()
-    kept = {path.name for path in PICTURES.glob("*.png")}
+    kept = {path.name for path in PICTURES.glob("*.png") if ".zh" not in path.suffixes}
     assert kept == {picture_of(exhibits[title]).name for title in SCENES}
 
 

@@ -5,7 +5,7 @@
   Watch.words({
     "cache.none": [
       "This run has no prefix cache (prefix_cache is None): each request computes its whole prompt, and its blocks are free as soon as it ends.",
-      "本次运行没有前缀缓存（prefix_cache 为 None）：每个请求都要计算完整的提示词，结束后它的块立即空闲。",
+      "本次运行没有前缀缓存（prefix_cache 为 None）：每个请求都要计算完整的 prompt，结束后它的块立即空闲。",
     ],
     "cache.hash": [
       "Hash chains: {n} blocks cached, {used} of them in use",

@@ -8,7 +8,7 @@
     ],
     "say.arrived": [
       "arrives: {n} prompt tokens, at most {most} outputs",
-      "到达：提示词 {n} 个 token，最多输出 {most} 个",
+      "到达：prompt {n} 个 token，最多输出 {most} 个",
     ],
     "say.queue": [
       "the queue stands in the order {order} (policy {policy})",
@@ -98,11 +98,11 @@
     "say.load_ended": ["its load holds no block any more", "加载不再占用任何块"],
     "say.chunk": [
       "computes a piece of its prompt: {n} tokens, {left} are left",
-      "计算提示词的一段：{n} 个 token，还剩 {left} 个",
+      "计算 prompt 的一段：{n} 个 token，还剩 {left} 个",
     ],
     "say.prompt": [
       "computes {n} prompt tokens, and has its whole prompt now",
-      "计算 {n} 个提示词 token，提示词全部算完",
+      "计算 {n} 个 prompt token，prompt 全部算完",
     ],
     "say.again": [
       "computes {n} tokens again, lost by its preemption",

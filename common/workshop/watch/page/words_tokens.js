@@ -5,7 +5,7 @@
   Watch.words({
     "tokens.title": [
       "{request}: prompt {prompt}, outputs {outputs}",
-      "{request}：提示词 {prompt}，输出 {outputs}",
+      "{request}：prompt {prompt}，输出 {outputs}",
     ],
     "tokens.later": ["{request} has not arrived yet.", "{request} 还没有到达。"],
     "tokens.elsewhere": ["{request} is not in this run.", "{request} 不在本次运行中。"],
@@ -15,7 +15,7 @@
     ],
     "tokens.more": ["and {n} more requests", "另有 {n} 个请求"],
     "tokens.gap": ["{n} more", "略 {n} 个"],
-    "tokens.prompt": ["prompt", "提示词"],
+    "tokens.prompt": ["prompt", "prompt"],
     "tokens.output": ["output", "输出"],
     "tokens.now": ["this step", "本步"],
     "tokens.accepted": ["guess accepted", "草稿被接受"],
