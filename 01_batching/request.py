@@ -68,8 +68,16 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
-    # Of later chapters, which say what it may be.
-    grammar: Any = None
+    # Checked by the parts that know what they mean, when a request is added. All as in vLLM.
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[Any] | None = None  # texts, or sequences of token ids
+    include_stop_str_in_output: bool = False
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    detokenize: bool = True
+    skip_reading_prefix_cache: bool | None = None  # chapter 3
+    grammar: Any = None  # chapter 4
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)  # it is frozen to everybody else

@@ -75,10 +75,15 @@ class Intake:
         group = RequestGroup(request_id, text, token_ids)
         keys = {"salt": cache_salt, "lora": adapter}
         extra_keys = tuple((name, key) for name, key in keys.items() if key is not None)
-        features = {} if adapter is None else {"adapter": adapter}
+        features: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
+        if rules is not None:
+            features["token_rules"] = rules
         if params.grammar is not None:
             features["grammar"] = self._grammar_source(params)
             params = replace(params, grammar=None)  # the part that it concerns has it
+        skips = params.skip_reading_prefix_cache
+        is_right = skips is None or isinstance(skips, bool)
+        require(is_right, "skip_reading_prefix_cache", skips, "None, True or False")
         seed = params.seed
         if seed is None:  # a function of the engine's seed and the order of arrival
             seed = (self.seed << 32) + self.num_seeds_drawn * 1_000_003
@@ -107,7 +112,8 @@ class Intake:
         check_params(params, self.eos_token_ids)
         return source_of(params.grammar)
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def _check_params(self, params: SamplingParams) -> dict[str, Any] | None:
+        """What rules its tokens keep to, if any."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is {params!r}: it must be a SamplingParams")
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
