@@ -131,6 +131,7 @@ def test_statuses_from_stopped_on_are_finished():
     assert reasons == {
         "WAITING": None,
         "WAITING_FOR_REMOTE_KVS": None,
+        "WAITING_FOR_GRAMMAR": None,
         "RUNNING": None,
         "PREEMPTED": None,
         "FINISHED_STOPPED": "stop",

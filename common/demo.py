@@ -5,6 +5,7 @@ python -m common.demo --prompt "class Stack:" --trace
 python -m common.demo --compare-sequential             the same work one request at a time
 python -m common.demo --compare-sequential --dtype bfloat16             why its tokens may differ
 python -m common.demo --compare-sequential --dtype bfloat16 --batch-invariant   and how they do not
+python -m common.demo --grammar                        what is said is JSON, and without is not
 python -m common.demo --events run.jsonl               what happened, step by step, in a file
 python -m common.demo --model DIRECTORY_OR_HUB_ID --prompt "Hello"
 """
@@ -86,6 +87,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--compare-sequential", action="store_true", help="the same work one request at a time"
+    )
+    parser.add_argument(
+        "--grammar", action="store_true", help="functions described as JSON, and without a grammar"
     )
     parser.add_argument("--trace", action="store_true", help="the seven stages of every step")
     parser.add_argument("--events", type=Path, metavar="F", help="write what happens to this file")
@@ -287,6 +291,11 @@ def _main(args: argparse.Namespace) -> int:
     engine.reset_stats()
     if args.trace:
         engine.on_step = _tracer(engine)
+    if args.grammar:
+        from common.grammars.grammar_demo import show
+
+        show(llm, args.temperature, args.seed)
+        return 0
     result = run(llm, prompts, params, progress)
     print_outputs(result.outputs)
     print_summary(result, llm)

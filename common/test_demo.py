@@ -102,6 +102,12 @@ def test_the_default_demo_prints_texts_worth_reading_and_a_summary(capsys) -> No
         assert len(lines) >= 8 and max(lines.values()) <= 2, text
 
 
+def test_what_a_grammar_bounds_is_json_and_the_rest_is_not(capsys) -> None:
+    assert demo.main(["--grammar"]) == 0
+    bound, free = capsys.readouterr().out.split("=== without")
+    assert "4 of 4 are JSON" in bound and "4 of 4" not in free
+
+
 def test_prompts_come_from_a_file_and_are_repeated_to_the_number(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("one\n\ntwo\n")
