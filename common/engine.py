@@ -472,11 +472,16 @@ class LLMEngine:
 
     def _compiled_grammars(self) -> GrammarsCompiled:
         if self._grammars is None:
-            from common.grammars.request_grammars import RequestGrammars
+            from common.grammars.request_grammars import RequestGrammars, vocabulary_of
 
             assert self.tokenizer is not None
-            vocabulary = self.tokenizer, self.vocab_size, self._intake.eos_token_ids
-            self._grammars = RequestGrammars(cast("SchedulerBooks", self.scheduler), *vocabulary)
+            tokens = self.vocab_size, self._intake.eos_token_ids
+            path = self.config.model or SHIPPED_CHECKPOINT
+            vocabulary = vocabulary_of(
+                self.tokenizer, *tokens, path if self.config.has_workers else None
+            )
+            books = cast("SchedulerBooks", self.scheduler)
+            self._grammars = RequestGrammars(books, vocabulary)
         return self._grammars.queue
 
     def _end_failed_grammars(self) -> None:

@@ -23,6 +23,7 @@ from common.parallel.executor import Executor, WorkerError
 from common.parallel.pipeline import PipelinedEngineCore
 from common.tests.adapter_cases import KINDS, edited, save_adapter
 from common.tests.every_kind import DRAWN, PROMPTS, everything_said, must_say_the_same
+from common.tests.grammar_cases import small_tokenizer
 from common.tests.remote_cases import (
     BLOCK_SIZE,
     WORKERS,
@@ -34,6 +35,7 @@ from common.tests.remote_cases import (
     side_of,
     signal_in_step,
 )
+from grammars import Choice, Json, Regex
 from request import SamplingParams
 from scheduler_interface import NewRequestData, PlanMessage
 from tiered_cache import KVTierConfig
@@ -118,6 +120,7 @@ def test_two_say_what_one_process_says_and_one_that_is_killed_or_stuck_is_named(
     must_bring_blocks_back(*where, **sizes, overlap_scheduling=sizes == RANKS)
     must_survive_an_interrupt(engine, alone)
     must_load_adapters(engine, shipped_loaded, shipped_tokenizer, adapters)
+    must_keep_to_grammars(engine, shipped_loaded, shipped_tokenizer)
 
     executor_of(engine).timeout_s = 2.0
     if sizes == RANKS:
@@ -141,6 +144,21 @@ def adapters(tmp_path_factory) -> dict[str, Path]:
         name: save_adapter(SHIPPED_CHECKPOINT, folder / name, **kind)
         for name, kind in KINDS.items()
     }
+
+
+def must_keep_to_grammars(engine, loaded, tokenizer) -> None:
+    """Each rank that samples makes masks of its own, for the checkpoint's own tokenizer."""
+    engine.tokenizer, own = small_tokenizer(), engine.tokenizer
+    with pytest.raises(ValueError, match="the tokenizer of the checkpoint"):
+        engine.add_request("x", [5], SamplingParams(grammar=Regex("a")))
+    engine.tokenizer = own
+    grammars = [Choice(["yes", "no", "none"]), Regex("[ab]{3,9}!"), Json({"type": "integer"}, 0)]
+    params = [SamplingParams(temperature=0, max_tokens=9, grammar=g) for g in (*grammars, None)]
+    said = [
+        [output.outputs[0].token_ids for output in e.generate_batch(PROMPTS[:4], params).values()]
+        for e in (engine, one_process(loaded, tokenizer))
+    ]
+    assert said[0] == said[1]
 
 
 def must_load_adapters(engine, loaded, tokenizer, adapters) -> None:
