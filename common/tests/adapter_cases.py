@@ -54,10 +54,13 @@ def save_adapter(base: Path, path: Path, seed: int = 0, **config) -> Path:
 
 def by_peft(base: Path, adapter: Path | None, prompts: list[list[int]], n: int) -> list[list[int]]:
     """Greedy continuations of `n` tokens, one request at a time."""
-    model = _base(base)
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, adapter).double()
+    model = with_peft(base, adapter)
     return [greedy(model, prompt, n) for prompt in prompts]
+
+
+def with_peft(base: Path, adapter: Path | None) -> torch.nn.Module:
+    model = _base(base)
+    return model if adapter is None else PeftModel.from_pretrained(model, adapter).double()
 
 
 def edited(adapter: Path, path: Path, config: dict | None = None, tensors=None) -> Path:

@@ -17,7 +17,7 @@ import random
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -26,7 +26,7 @@ import torch
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT
 from common.loader import LoadedModel, load_model
-from common.tests.adapter_cases import KINDS, by_peft, save_adapter
+from common.tests.adapter_cases import KINDS, by_peft, save_adapter, with_peft
 from common.tests.engine_oracle import (
     MAX_TOKENS,
     Oracle,
@@ -38,6 +38,8 @@ from common.tests.engine_oracle import (
 )
 from common.tests.equivalence_axes import SPECULATIVE, Combination
 from common.tests.equivalence_rows import num_valid, shuffled_product
+from common.tests.grammar_cases import CASES, greedy_within, small_tokenizer
+from common.tokenizer import Tokenizer, load_tokenizer
 from step_record import StepRecord
 
 # Of two prompts the shorter is a prefix of the longer, or they part at the place given.
@@ -58,11 +60,15 @@ class Subject:
     oracle: Oracle
     loaded: LoadedModel
     draft: LoadedModel
+    tokenizer: Tokenizer  # for grammars
 
     @cached_property
     def adapters(self) -> dict[str, Path]:
         folder = Path(_folder().name) / self.oracle.path.name
         return {n: save_adapter(self.oracle.path, folder / n, **kind) for n, kind in KINDS.items()}
+
+    def grammar_of(self, index: int) -> str | None:
+        return (None, *CASES)[index % (1 + len(CASES))]
 
     def adapter_of(self, index: int) -> str | None:
         return (None, *self.adapters)[index % (1 + len(self.adapters))]
@@ -89,9 +95,25 @@ def subject(name: str) -> Subject:
         path = Path(_folder().name) / "model"
         save_random_model(path, seed=3)
         draft = with_noise(load_model(path, torch.float64, device))
-    loaded = load_model(path, torch.float64, device)
+    tokenizer = load_tokenizer(path) if name == "shipped" else small_tokenizer()
+    eos = (tokenizer.eos_token_id,)
+    loaded = replace(load_model(path, torch.float64, device), generation_eos_token_ids=eos)
     prompts = _prompts(name, loaded.config.vocab_size)
-    return Subject(make_oracle(path, prompts), loaded, draft)
+    return Subject(make_oracle(path, prompts), loaded, draft, tokenizer)
+
+
+@cache
+def bound(name: str, is_adapted: bool) -> Oracle:
+    """With each prompt's own grammar, up to the end of its text."""
+    which, found = subject(name), []
+    adapters = which.adapters if is_adapted else {}
+    models = {None: with_peft(which.oracle.path, None)}
+    models |= {name: with_peft(which.oracle.path, path) for name, path in adapters.items()}
+    for i, prompt in enumerate(which.oracle.prompts):
+        model = models[which.adapter_of(i) if is_adapted else None]
+        grammar, most = which.grammar_of(i), max_tokens_of(len(prompt))
+        found.append(greedy_within(model, which.tokenizer, prompt, grammar, most))
+    return Oracle(which.oracle.path, which.oracle.prompts, found)
 
 
 @cache
@@ -145,6 +167,7 @@ def make_config(combination: Combination) -> EngineConfig:
     size = settings["block_size"]
     name = settings.pop("model")
     lengths = PROMPT_LENGTHS[name]
+    del settings["grammars"]
     if settings["adapters"] is not None:
         settings |= {"adapters": subject(name).adapters, "max_loras": 2}
     largest = max(n + max_tokens_of(n) - 1 for n in lengths)  # the last token needs no slot
@@ -165,8 +188,11 @@ def make_config(combination: Combination) -> EngineConfig:
 
 
 def make_engine(combination: Combination) -> LLMEngine:
-    which = subject(combination.as_dict()["model"])
-    return LLMEngine(make_config(combination), loaded=which.loaded, draft=which.draft)
+    settings = combination.as_dict()
+    which = subject(settings["model"])
+    tokenizer = None if settings["grammars"] is None else which.tokenizer
+    config = make_config(combination)
+    return LLMEngine(config, loaded=which.loaded, draft=which.draft, tokenizer=tokenizer)
 
 
 def serve_combination(combination: Combination, engine: LLMEngine | None = None) -> Summary:
@@ -183,7 +209,10 @@ def serve_combination(combination: Combination, engine: LLMEngine | None = None)
 def _serve(combination: Combination, engine: LLMEngine) -> Summary:
     which = subject(combination.as_dict()["model"])
     is_adapted = combination.as_dict()["adapters"] is not None
+    is_bound = combination.as_dict()["grammars"] is not None
     oracle = which.adapted if is_adapted else which.oracle
+    if is_bound:
+        oracle = bound(combination.as_dict()["model"], is_adapted)
     rng = random.Random(combination.seed)
     records: list[StepRecord] = []
     engine.on_step = records.append
@@ -198,6 +227,8 @@ def _serve(combination: Combination, engine: LLMEngine) -> Summary:
             if when == step:
                 prompt = oracle.prompts[i]
                 params = greedy_params(max_tokens_of(len(prompt)), n=2 if i == twice else 1)
+                if is_bound and (name := which.grammar_of(i)) is not None:
+                    params = replace(params, ignore_eos=False, grammar=CASES[name][0])
                 adapter = which.adapter_of(i) if is_adapted else None
                 priority = rng.randint(0, 2)
                 engine.add_request(str(i), prompt, params, priority=priority, adapter=adapter)

@@ -35,10 +35,11 @@ AXES: dict[str, tuple[Value, ...]] = {
     "overlap_scheduling": (False, True),
     "emulate_graphs": (False, True),
     "adapters": (None, "mixed"),  # a prompt has one of three, or none
+    "grammars": (None, "mixed"),  # one of four, or none
 }
 # No setting of these is ever refused.
 FREE_AXES = ("model", "prefix_cache", "block_size", "pool")
-FREE_AXES += ("overlap_scheduling", "emulate_graphs", "adapters")
+FREE_AXES += ("overlap_scheduling", "emulate_graphs", "adapters", "grammars")
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,8 @@ def may_follow(tokenizer: Tokenizer, texts: Iterable[bytes], token_ids: list[int
     """Ids with which the text of `token_ids` can still become one of `texts`, and EOS if it is."""
     so_far = b"".join(map(tokenizer.token_bytes, token_ids))
     going_on = [text for text in texts if text.startswith(so_far)]
-    allowed = [EOS] if so_far in going_on else []
+    assert tokenizer.eos_token_id is not None
+    allowed = [tokenizer.eos_token_id] if so_far in going_on else []
     for token_id in range(tokenizer.vocab_size):
         piece = b"" if token_id in tokenizer.special_ids else tokenizer.token_bytes(token_id)
         if piece and any(text.startswith(so_far + piece) for text in going_on):
@@ -104,7 +105,8 @@ def greedy_within(
 ) -> list[int]:
     """By `transformers`, a whole pass for each token: the highest of those that may follow."""
     outputs: list[int] = []
-    while len(outputs) < most and (not outputs or name is None or outputs[-1] != EOS):
+    eos = tokenizer.eos_token_id
+    while len(outputs) < most and (not outputs or name is None or outputs[-1] != eos):
         logits = model(torch.tensor([prompt + outputs])).logits[0, -1]
         if name is not None:
             allowed = may_follow(tokenizer, texts_of(name), outputs)

@@ -84,7 +84,8 @@ def refused_by_the_engine(settings: dict[str, Value]) -> str | None:
 
 TIED = {axis: values for axis, values in AXES.items() if axis not in FREE_AXES}
 FREE = {"model": "random", "prefix_cache": "hash", "block_size": 33, "pool": "just"}
-FREE |= {"overlap_scheduling": False, "emulate_graphs": False, "adapters": None}
+FREE |= {"overlap_scheduling": False, "emulate_graphs": False}
+FREE |= {"adapters": None, "grammars": None}
 
 
 PRODUCT = [dict(zip(TIED, values)) for values in itertools.product(*TIED.values())]
