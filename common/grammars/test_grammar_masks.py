@@ -174,7 +174,7 @@ def test_what_may_follow_is_what_trying_all_texts_says(name) -> None:
 
 def test_guesses_are_matched_and_taken_back() -> None:
     """A row for each guess and one behind; after the first that can not be, and after the end of
-    the text, nothing is said; and all is as if nobody had guessed."""
+    the text, nothing is said; and all is as if nobody had guessed. Trap 65."""
     tokenizer = small_tokenizer()
     vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
     spell = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
