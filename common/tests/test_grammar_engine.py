@@ -199,6 +199,7 @@ def test_logprobs_are_those_among_what_may_follow(loaded, family_oracle) -> None
 
 
 def test_json_fits_its_schema_and_has_few_blanks(loaded, family_oracle) -> None:
+    """Trap 66."""
     schema = {
         "type": "object",
         "properties": {

@@ -83,3 +83,23 @@ def one_bad_row() -> str:
     batch = Batch(make_sampling([SamplingParams(temperature=0)] * 3))
     output = Sampler(2).sample(logits, batch)
     return f"three requests, one with NaN logits; served: {sorted(output.token_ids)}"
+
+
+def a_refused_end() -> str:
+    from common.llm import SamplingParams
+
+    grammar = {"regex": r"[a-z_ \n]+"}
+    params = SamplingParams(temperature=0, max_tokens=12, grammar=grammar)
+    guess = {"method": "draft", "num_spec_tokens": 4, "adaptive": False}
+    (answer,) = say(["from math import "], params, speculative=guess)
+    return f"allowed are letters, _, blanks and new lines; the answer: {answer}"
+
+
+def blanks_to_the_end() -> str:
+    from common.llm import SamplingParams
+
+    schema = {"type": "object", "properties": {"is_ok": {"type": "boolean"}}, "required": ["is_ok"]}
+    grammar = {"json": schema | {"additionalProperties": False}}
+    params = SamplingParams(temperature=0, max_tokens=24, grammar=grammar)
+    (answer,) = say(["# comment\n"], params)
+    return f"JSON, of at most 24 tokens: {answer}"

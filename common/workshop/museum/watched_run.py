@@ -187,6 +187,8 @@ def _serve(workload: Workload, path: Path) -> Iterator[int]:
                 )
             except ValueError:
                 continue  # refused at once
+        if engine._grammars is not None:  # however long it takes: two films are compared
+            engine._grammars.queue.wait(LIMIT_S)
         if engine.has_unfinished_requests():
             _with_a_limit(engine.step)
         step += 1

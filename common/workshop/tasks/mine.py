@@ -21,7 +21,7 @@ from common.workshop.tasks.course import TASKS
 from common.workshop.tasks.grade import grade
 from common.workshop.tasks.task import Task
 from common.workshop.tasks.workbench import Workbench
-from common.workshop.tools.module_swap import ModuleSwap
+from common.workshop.tools.module_swap import ModuleSwap, name_of
 
 
 def passing(bench: Workbench) -> list[Task]:
@@ -48,7 +48,7 @@ def install(tasks: Iterable[Task], bench: Workbench, folder: Path) -> list[Modul
         file = folder / bench.file(kept[0]).name
         answer = answer_to(bench.text(kept[0]) or "", kept, module)
         file.write_text(answer.text, encoding="utf-8")
-        swaps.append(ModuleSwap(module, file))
+        swaps.append(ModuleSwap(name_of(kept[0].path), file))
         swaps[-1].install()
     return swaps
 

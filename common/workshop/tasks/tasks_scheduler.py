@@ -107,3 +107,23 @@ def a_preempted_one() -> str:
         f"tokens that were lost: {scheduler._num_lost}, the runner has "
         f"{scheduler.delta._num_sent.get('b')} of b"
     )
+
+
+def allowed_tokens() -> str:
+    import torch
+
+    from common.grammars.grammar_masks import forbid
+
+    bits = torch.tensor([[0b10110, 1], [-(2**31), 0]], dtype=torch.int32)
+    lines = ["row 2 may have tokens 1, 2, 4 and 32; row 0 token 31; row 1 has no grammar"]
+    for vocab_size in (34, 70):
+        logits = torch.arange(-3.0, 3 * vocab_size - 3).view(3, vocab_size)
+        given = logits.clone()
+        changed = forbid(logits, torch.tensor([2, 0]), bits)
+        for row in range(3):
+            left = torch.isfinite(changed[row]).nonzero().flatten().tolist()
+            shown = left if len(left) < 9 else f"{len(left)} of them"
+            kept = bool((changed[row, left] == given[row, left]).all())
+            lines.append(f"{vocab_size} tokens, row {row}: left {shown}, as they were: {kept}")
+        lines.append(f"the logits that were given are as they were: {torch.equal(logits, given)}")
+    return "\n".join(lines)

@@ -13,6 +13,7 @@ from common.workshop.tasks.course import TASKS, blank_of, blank_text, task_numbe
 from common.workshop.tasks.grade import Verdict
 from common.workshop.tasks.task import Task
 from common.workshop.tasks.workbench import Workbench
+from common.workshop.tools.module_swap import ModuleSwap
 from common.workshop.tools.source_patch import ROOT
 
 SHOWN = """
@@ -89,3 +90,12 @@ def test_a_run_to_watch_is_made_with_them_and_its_page_knows_how_many(
     assert lines[0] == lines[-1] == f"2 of {len(TASKS)} functions of this engine are yours."
     assert "here is 1.1" in lines and "here is 2.2" in lines
     assert f'"mine": [2, {len(TASKS)}]' in (tmp_path / "page").read_text(encoding="utf-8")
+
+
+def test_a_function_of_a_package_is_swapped_by_the_name_that_others_import(
+    bench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModuleSwap, "install", lambda swap: None)
+    bench.open([the("4.5")])
+    (swap,) = mine.install([the("4.5")], bench, tmp_path)
+    assert swap.module == "common.grammars.grammar_masks"

@@ -27,7 +27,7 @@ from common.workshop.tasks.grade import (
 )
 from common.workshop.tasks.task import Task
 from common.workshop.tools.apart import apart
-from common.workshop.tools.module_swap import ModuleSwap
+from common.workshop.tools.module_swap import ModuleSwap, name_of
 from common.workshop.tools.named_tests import Failure, TestRun, run_tests
 from common.workshop.tools.patch_table import Bug
 from common.workshop.tools.source_patch import ROOT
@@ -45,7 +45,7 @@ def _tried(task: Task, swap: ModuleSwap) -> tuple[str, TestRun]:
 def tried(task: Task, text: str, folder: Path) -> tuple[str, TestRun]:
     file = folder.resolve() / Path(task.file).name
     file.write_text(text, encoding="utf-8")
-    return apart(_tried, (task, ModuleSwap(task.module, file)), 120)
+    return apart(_tried, (task, ModuleSwap(name_of(task.path), file)), 120)
 
 
 @pytest.mark.sample(every=3)
