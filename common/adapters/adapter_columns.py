@@ -40,11 +40,14 @@ class AdapterColumns(RunnerPlugin):
     def concerns(self, rows: np.ndarray) -> bool:
         return bool(self._has_one[rows].any())
 
-    def stage(self, step: StepRows, cargo: Cargo) -> Callable[[], Any]:
-        rows = step.queries.rows
+    def column(self, rows: np.ndarray) -> np.ndarray:
+        """The slot of each, which then holds its adapter."""
         digests = [self._digests[row] for row in rows.tolist()]
         slot_of = self.slots.bring_in(digest for digest in digests if digest is not None)
-        slots = np.array([0 if d is None else slot_of[d] for d in digests], dtype=np.int64)
+        return np.array([0 if d is None else slot_of[d] for d in digests], dtype=np.int64)
+
+    def stage(self, step: StepRows, cargo: Cargo) -> Callable[[], Any]:
+        slots = self.column(step.queries.rows)
         tokens = _order(np.repeat(slots, step.queries.num_tokens), cargo)
         sampled = _order(np.repeat(slots, step.queries.num_logit_rows), cargo)
         return lambda: StepAdapters(self.slots, tokens(), sampled())
