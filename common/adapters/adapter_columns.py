@@ -48,12 +48,12 @@ class AdapterColumns(RunnerPlugin):
 
     def stage(self, step: StepRows, cargo: Cargo) -> Callable[[], Any]:
         slots = self.column(step.queries.rows)
-        tokens = _order(np.repeat(slots, step.queries.num_tokens), cargo)
-        sampled = _order(np.repeat(slots, step.queries.num_logit_rows), cargo)
+        tokens = ordered(np.repeat(slots, step.queries.num_tokens), cargo)
+        sampled = ordered(np.repeat(slots, step.queries.num_logit_rows), cargo)
         return lambda: StepAdapters(self.slots, tokens(), sampled())
 
 
-def _order(slots: np.ndarray, cargo: Cargo) -> Callable[[], Ordered]:
+def ordered(slots: np.ndarray, cargo: Cargo) -> Callable[[], Ordered]:
     """By slot, in order of rows within each; those without an adapter are left out. Nobody may be
     left: of a step that only cuts prompts no row is sampled from."""
     order = np.argsort(slots, kind="stable")

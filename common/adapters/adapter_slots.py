@@ -223,7 +223,7 @@ class Addition:
         max_rank: int,
     ) -> None:
         self.names, self.sizes = names, list(sizes)
-        # Zero beyond the rank of who is in a slot: a graph reads all of it.
+        # A is zero beyond the rank of who is in a slot: a graph reads all of it.
         self.a = weight.new_zeros(num_slots, len(names), max_rank, weight.shape[1])
         self.b = [weight.new_zeros(size, num_slots, max_rank) for size in sizes]
         self.ranks = [[0] * len(names) for _ in range(num_slots)]
@@ -233,7 +233,6 @@ class Addition:
             matrix = matrices.get(name)
             self.ranks[slot][i] = rank = 0 if matrix is None else matrix.rank
             self.a[slot, i, rank:].zero_()
-            b[:, slot, rank:].zero_()
             if matrix is not None:
                 self.a[slot, i, :rank].copy_(matrix.a, non_blocking=True)
                 b[:, slot, :rank].copy_(matrix.b, non_blocking=True)
