@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle, islice, zip_longest
+from itertools import cycle, islice, repeat, zip_longest
 from pathlib import Path
 
 # With FIRST_SEED and the default settings, the shipped checkpoint makes something of these. No
@@ -35,11 +35,12 @@ PROMPTS = (
 )
 # Heads of functions: the shipped adapter writes their tests.
 HEADS = (
-    'def fibonacci(n):\n    """Return the n-th Fibonacci number."""',
+    'def area(width, height):\n    """Return the area of a rectangle."""',
     'def mean(values):\n    """Return the arithmetic mean of the values."""',
     'def split_words(text, separator):\n    """Split the text at each separator."""',
 )
 ADAPTER = "tests"
+Adapters = list[str | None] | None  # of each prompt
 FIRST_SEED = 17  # of the first prompt; the next one has the next
 TOP_P = 0.9
 REPETITION_PENALTY = 1.1
@@ -144,7 +145,7 @@ def load_prompts(args: argparse.Namespace) -> list[str]:
     return [prompt for prompt in prompts for _ in range(1 + args.adapters)]
 
 
-def run(llm, prompts: list[str], params, adapters: list[str | None], progress: bool) -> Run:
+def run(llm, prompts: list[str], params, progress: bool, adapters: Adapters = None) -> Run:
     """All prompts at once."""
     before = llm.engine.stats()
     started = time.perf_counter()
@@ -153,7 +154,7 @@ def run(llm, prompts: list[str], params, adapters: list[str | None], progress: b
 
 
 def run_sequentially(
-    llm, prompts: list[str], params, adapters: list[str | None], progress: bool
+    llm, prompts: list[str], params, progress: bool, adapters: Adapters = None
 ) -> Run:
     """One prompt after the other, on the same engine."""
     from tqdm import tqdm
@@ -163,7 +164,7 @@ def run_sequentially(
     shown = tqdm(prompts, desc="One at a time", unit="req", disable=not progress)
     outputs = [
         llm.generate(prompt, own, use_tqdm=False, adapter=adapter)[0]
-        for prompt, own, adapter in zip(shown, params, adapters)
+        for prompt, own, adapter in zip(shown, params, adapters or repeat(None))
     ]
     return _summarise(llm, outputs, time.perf_counter() - started, before.num_steps)
 
@@ -288,7 +289,7 @@ def _main(args: argparse.Namespace) -> int:
         )
         for i in range(len(prompts))
     ]
-    adapters = [ADAPTER if args.adapters and i % 2 else None for i in range(len(prompts))]
+    adapters = [None, ADAPTER] * (len(prompts) // 2) if args.adapters else None
     speculative = None if args.speculative is None else {"method": args.speculative}
     sizes = {"pipeline_parallel_size": args.pipeline_parallel_size}
     if args.tensor_parallel_size is not None:
@@ -319,13 +320,13 @@ def _main(args: argparse.Namespace) -> int:
     engine.reset_stats()
     if args.trace:
         engine.on_step = _tracer(engine)
-    result = run(llm, prompts, params, adapters, progress)
+    result = run(llm, prompts, params, progress, adapters)
     (print_beside if args.adapters else print_outputs)(result.outputs)
     print_summary(result, llm)
     if args.compare_sequential:
         engine.on_step = None
         engine.reset_prefix_cache()  # the second run gets no help from the first
-        alone = run_sequentially(llm, prompts, params, adapters, progress)
+        alone = run_sequentially(llm, prompts, params, progress, adapters)
         print("\n=== One request at a time")
         print(f"steps                {alone.num_steps}")
         print(f"time                 {alone.seconds:.2f} s")

@@ -121,7 +121,7 @@ def _is_literal(node: ast.expr) -> bool:
     return True
 
 
-def tests_of_library(stdlib: Path | None = None) -> list[str]:
+def library_tests(stdlib: Path | None = None) -> list[str]:
     """The source of the library's own tests. Raises `FileNotFoundError` where there are none."""
     folder = (stdlib or Path(sysconfig.get_path("stdlib"))) / "test"
     paths = sorted(folder.rglob("test_*.py"))
@@ -218,7 +218,7 @@ def train(config: AdapterTraining, documents: Documents, held_out: Documents, ou
     for weight in weights:
         weight.data = weight.data.bfloat16()
     model.peft_config["default"].base_model_name_or_path = "tiny"
-    model.save_pretrained(out)
+    model.save_pretrained(out, save_embedding_layers=False)  # looks for no config elsewhere
     record = {
         "command": "python -m common.workshop.training.train_adapter",
         "config": asdict(config),
@@ -279,7 +279,7 @@ def both_documents() -> tuple[Documents, Documents]:
     """To train on, and held out: of heads in the base's held-out files."""
     tokenizer = Tokenizer.from_file(str(BASE / "tokenizer.json"))
     texts, held_out = corpus()
-    tests = tests_of_library()
+    tests = library_tests()
     found, left = (Documents(tokenizer, own.values(), tests) for own in (texts, held_out))
     names = {head.name for head in left.heads}
     found.heads = [head for head in found.heads if head.name not in names]
