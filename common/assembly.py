@@ -92,7 +92,7 @@ class Given:
     max_model_len: int
     vocab_size: int
 
-    def kv_demand(self, make_graphs: GraphMaker | None) -> KVDemand:
+    def kv_demand(self, make_graphs: GraphMaker | None, adapters: AdapterSlots | None) -> KVDemand:
         attention = self.attention
         return KVDemand(
             self.config,
@@ -104,6 +104,7 @@ class Given:
             attention.kv_cache_kind,
             attention.rules,
             make_graphs,
+            adapters,
         )
 
 
@@ -179,7 +180,7 @@ def make_runner(
     prepare_models(given)
     parts = [] if adapters is None else [adapters]
     make_graphs = make_graph_maker(config, loaded, attention, max_model_len, parts)
-    kv_cache = make_kv_cache(given.kv_demand(make_graphs), neighbours)
+    kv_cache = make_kv_cache(given.kv_demand(make_graphs, adapters), neighbours)
     state = make_state(given, adapters)
     proposer = make_proposer(given, kv_cache, state)
     sampler = make_sampler(given, proposer)

@@ -164,6 +164,15 @@ class AdapterSlots:
         is_own = column[:, None] == torch.arange(self.num_slots, device=column.device)
         return StepAdapters(self, is_own, is_own.index_select(0, logit_indices))
 
+    def of_largest_step(self, num_tokens: int, num_logit_rows: int) -> dict[str, StepAdapters]:
+        """What such a step has staged, in which every row has an adapter of the highest rank."""
+        device = self.additions[0].a.device
+        rows = (
+            Ordered(torch.arange(n, device=device), [(1, 0, n)])
+            for n in (num_tokens, num_logit_rows)
+        )
+        return {self.name: StepAdapters(self, *rows)}
+
     # -- who can be brought in
 
     def load(self, directory: str | Path) -> str:
@@ -226,7 +235,8 @@ class Addition:
         # A is zero beyond the rank of who is in a slot: a graph reads all of it.
         self.a = weight.new_zeros(num_slots, len(names), max_rank, weight.shape[1])
         self.b = [weight.new_zeros(size, num_slots, max_rank) for size in sizes]
-        self.ranks = [[0] * len(names) for _ in range(num_slots)]
+        # Until somebody is in it, a slot is as one full of zeros is: `of_largest_step`.
+        self.ranks = [[max_rank] * len(names) for _ in range(num_slots)]
 
     def fill(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
         for i, (name, b) in enumerate(zip(self.names, self.b, strict=True)):
