@@ -646,6 +646,13 @@ def test_a_batch_holds_so_many_adapters_and_others_overtake_until_one_has_waited
     assert plugin._adapters == {}
 
 
+def test_requests_that_share_an_adapter_take_the_room_of_one():
+    loop = Loop(100, plugins=[MaxLoRAs(2)])
+    for name, adapter in (("a", "x"), ("b", "x"), ("c", "y")):
+        loop.add(name, 3, 4, extra_keys=(("lora", adapter),))
+    assert list(planned(loop.step())) == ["a", "b", "c"]
+
+
 def test_preemption_gives_the_adapter_back():
     loop = Loop(100, plugins=[MaxLoRAs(1)])
     loop.add("a", 3, 4, extra_keys=(("lora", 1),))

@@ -20,7 +20,7 @@ is: in a worker (`runner/worker.py`) if there are several ranks."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from common.adapters.adapter_slots import AdapterSlots
     from common.outputs import OutputProcessor
     from common.runner.graph_maker import GraphMaker
-    from common.runner.graphs import DecodeGraphs
+    from common.runner.graphs import DecodeGraphs, GraphPart
     from common.sampling.distributions import Rules
     from kv_connector import KVBlockIO
     from proposers import Proposer
@@ -95,7 +95,7 @@ class Given:
     vocab_size: int
     tokenizer: Tokenizer | None = None
 
-    def kv_demand(self, make_graphs: GraphMaker | None) -> KVDemand:
+    def kv_demand(self, make_graphs: GraphMaker | None, adapters: AdapterSlots | None) -> KVDemand:
         attention = self.attention
         return KVDemand(
             self.config,
@@ -107,6 +107,7 @@ class Given:
             attention.kv_cache_kind,
             attention.rules,
             make_graphs,
+            adapters,
         )
 
 
@@ -182,8 +183,9 @@ def make_runner(
     given = Given(config, loaded, draft, attention, max_model_len, vocab_size, tokenizer)
     adapters = make_adapter_slots(given)  # KV gets what they leave
     prepare_models(given)
-    make_graphs = make_graph_maker(config, loaded, attention, max_model_len)
-    kv_cache = make_kv_cache(given.kv_demand(make_graphs), neighbours)
+    parts = [] if adapters is None else [adapters]
+    make_graphs = make_graph_maker(config, loaded, attention, max_model_len, parts)
+    kv_cache = make_kv_cache(given.kv_demand(make_graphs, adapters), neighbours)
     state = make_state(given, adapters)
     proposer = make_proposer(given, kv_cache, state)
     sampler = make_sampler(given, proposer)
@@ -383,16 +385,19 @@ def make_compiled_attention(
 
 
 def make_graph_maker(
-    config: EngineConfig, loaded: LoadedModel, attention: Attention, max_model_len: int
+    config: EngineConfig,
+    loaded: LoadedModel,
+    attention: Attention,
+    max_model_len: int,
+    parts: Sequence[GraphPart] = (),
 ) -> GraphMaker | None:
     """Who captures decode steps, if they are to be and can be."""
     if not config.wants_graphs(loaded.model.embed_weight.device):
         return None
     from common.runner.graph_maker import GraphMaker
 
-    return GraphMaker.of(
-        config, loaded.model, attention.backend, attention.is_triton, max_model_len
-    )
+    backend = attention.backend, attention.is_triton
+    return GraphMaker.of(config, loaded.model, *backend, max_model_len, parts)
 
 
 # -- tokens, and guesses

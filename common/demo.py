@@ -7,6 +7,7 @@ python -m common.demo --compare-sequential --dtype bfloat16             why its 
 python -m common.demo --compare-sequential --dtype bfloat16 --batch-invariant   and how they do not
 python -m common.demo --grammar                        what is said is JSON, and without is not
 python -m common.demo --events run.jsonl               what happened, step by step, in a file
+python -m common.demo --adapters                       each prompt with an adapter and without
 python -m common.demo --model DIRECTORY_OR_HUB_ID --prompt "Hello"
 """
 
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import cycle, islice, repeat, zip_longest
 from pathlib import Path
 
 # With FIRST_SEED and the default settings, the shipped checkpoint makes something of these. No
@@ -33,6 +34,14 @@ PROMPTS = (
     'def quote(s):\n    """Return a shell-escaped version of the string *s*."""',
     'class Stack:\n    """A last-in, first-out stack."""',
 )
+# Heads of functions: the shipped adapter writes their tests.
+HEADS = (
+    'def area(width, height):\n    """Return the area of a rectangle."""',
+    'def mean(values):\n    """Return the arithmetic mean of the values."""',
+    'def split_words(text, separator):\n    """Split the text at each separator."""',
+)
+ADAPTER = "tests"
+Adapters = list[str | None] | None  # of each prompt
 FIRST_SEED = 17  # of the first prompt; the next one has the next
 TOP_P = 0.9
 REPETITION_PENALTY = 1.1
@@ -94,6 +103,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trace", action="store_true", help="the seven stages of every step")
     parser.add_argument("--events", type=Path, metavar="F", help="write what happens to this file")
     parser.add_argument(
+        "--adapters",
+        action="store_true",
+        help="each prompt twice in one batch: by the shipped model, and with its adapter",
+    )
+    parser.add_argument(
         "--speculative",
         choices=("ngram", "draft"),
         help="guess tokens ahead: by look-up, or with the shipped draft model",
@@ -127,30 +141,35 @@ def load_prompts(args: argparse.Namespace) -> list[str]:
         prompts += [line for line in text.splitlines() if line.strip()]
         if not prompts:
             raise ValueError(f"--prompts-file {args.prompts_file}: it holds no prompt")
-    prompts = prompts or list(PROMPTS)
+    prompts = prompts or list(HEADS if args.adapters else PROMPTS)
     if args.num_prompts is not None:
         if args.num_prompts < 1:
             raise ValueError(f"--num-prompts is {args.num_prompts}: it must be >= 1")
         prompts = list(islice(cycle(prompts), args.num_prompts))
-    return prompts
+    return [prompt for prompt in prompts for _ in range(1 + args.adapters)]
 
 
-def run(llm, prompts: list[str], params, progress: bool) -> Run:
+def run(llm, prompts: list[str], params, progress: bool, adapters: Adapters = None) -> Run:
     """All prompts at once."""
     before = llm.engine.stats()
     started = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=progress)
+    outputs = llm.generate(prompts, params, use_tqdm=progress, adapter=adapters)
     return _summarise(llm, outputs, time.perf_counter() - started, before.num_steps)
 
 
-def run_sequentially(llm, prompts: list[str], params, progress: bool) -> Run:
+def run_sequentially(
+    llm, prompts: list[str], params, progress: bool, adapters: Adapters = None
+) -> Run:
     """One prompt after the other, on the same engine."""
     from tqdm import tqdm
 
     before = llm.engine.stats()
     started = time.perf_counter()
     shown = tqdm(prompts, desc="One at a time", unit="req", disable=not progress)
-    outputs = [llm.generate(prompt, own, use_tqdm=False)[0] for prompt, own in zip(shown, params)]
+    outputs = [
+        llm.generate(prompt, own, use_tqdm=False, adapter=adapter)[0]
+        for prompt, own, adapter in zip(shown, params, adapters or repeat(None))
+    ]
     return _summarise(llm, outputs, time.perf_counter() - started, before.num_steps)
 
 
@@ -177,6 +196,16 @@ def print_outputs(outputs: list) -> None:
             if sys.stdout.isatty()
             else f"{output.prompt}{completion.text}"
         )
+
+
+def print_beside(outputs: list) -> None:
+    """Each prompt's two texts: without the adapter, and with it."""
+    for plain, adapted in zip(outputs[::2], outputs[1::2]):
+        print(f"\n--- {plain.prompt}")
+        texts = [output.outputs[0].text.strip("\n") for output in (plain, adapted)]
+        print(f"\n{'without':58}| with the adapter")
+        for left, right in zip_longest(*(text.splitlines() for text in texts), fillvalue=""):
+            print(f"{left[:57]:58}| {right[:57]}".rstrip())
 
 
 def print_summary(result: Run, llm) -> None:
@@ -248,6 +277,7 @@ def _main(args: argparse.Namespace) -> int:
     prompts = load_prompts(args)
     print("Loading the model ...", file=sys.stderr)
     from common.collector import spare_what_is_loaded
+    from common.engine_config import SHIPPED_ADAPTER
     from common.llm import LLM, SamplingParams
 
     spare_what_is_loaded()
@@ -256,12 +286,14 @@ def _main(args: argparse.Namespace) -> int:
         SamplingParams(
             temperature=args.temperature,
             top_p=TOP_P,
-            repetition_penalty=REPETITION_PENALTY,
+            # A test repeats its function's name.
+            repetition_penalty=1.0 if args.adapters else REPETITION_PENALTY,
             max_tokens=args.max_tokens,
-            seed=args.seed + i,
+            seed=args.seed + i // (1 + args.adapters),
         )
         for i in range(len(prompts))
     ]
+    adapters = [None, ADAPTER] * (len(prompts) // 2) if args.adapters else None
     speculative = None if args.speculative is None else {"method": args.speculative}
     sizes = {"pipeline_parallel_size": args.pipeline_parallel_size}
     if args.tensor_parallel_size is not None:
@@ -276,6 +308,7 @@ def _main(args: argparse.Namespace) -> int:
         speculative=speculative,
         chunked_prefill=True if args.chunked_prefill is None else args.chunked_prefill,
         **sizes,
+        adapters={ADAPTER: SHIPPED_ADAPTER} if args.adapters else None,
         events=args.events,
     )
     engine = llm.engine
@@ -296,13 +329,13 @@ def _main(args: argparse.Namespace) -> int:
 
         show(llm, args.temperature, args.seed)
         return 0
-    result = run(llm, prompts, params, progress)
-    print_outputs(result.outputs)
+    result = run(llm, prompts, params, progress, adapters)
+    (print_beside if args.adapters else print_outputs)(result.outputs)
     print_summary(result, llm)
     if args.compare_sequential:
         engine.on_step = None
         engine.reset_prefix_cache()  # the second run gets no help from the first
-        alone = run_sequentially(llm, prompts, params, progress)
+        alone = run_sequentially(llm, prompts, params, progress, adapters)
         print("\n=== One request at a time")
         print(f"steps                {alone.num_steps}")
         print(f"time                 {alone.seconds:.2f} s")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 SHIPPED_CHECKPOINT = CHECKPOINTS / "tiny"
 SHIPPED_DRAFT = CHECKPOINTS / "tiny-draft"
+SHIPPED_ADAPTER = CHECKPOINTS / "tiny-tests"
 # Smaller models win their longer start back after several thousand tokens only. Measured:
 # `python 02_paged_kv/lab/plot_compile_border.py --record compile_border`
 COMPILE_FROM_PARAMETERS = 100_000_000

@@ -6,9 +6,10 @@ that can come, which is made up and run here; on a CPU from what is free."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,6 +36,7 @@ from request import SamplingParams
 from scheduler_interface import NewRequestData
 
 if TYPE_CHECKING:
+    from common.adapters.adapter_slots import AdapterSlots
     from common.sampling.distributions import Rules
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ class KVDemand:
     rules: Rules | None = None  # the sampler's
     # Captures what will be captured later: that memory is no KV's.
     make_graphs: Callable[[PagedKVCache], object] | None = None
+    adapters: AdapterSlots | None = None  # the products that they add take room, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +165,10 @@ def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
         probs_of = batch.make_draft_probs(weight, vocab_size).__getitem__
         sampler = SpeculativeSampler(sampler, probs_of)
         del probs_of
+    sizes = sum(seq_lens), num_rows
+    staged = {} if demand.adapters is None else demand.adapters.of_largest_step(*sizes)
     for _ in range(2):
-        logits = run_forward(loaded, kv_cache, demand.backend, seq_lens, num_rows)
+        logits = run_forward(loaded, kv_cache, demand.backend, seq_lens, num_rows, staged)
         if loaded.model.collectives.ranks.is_last_stage:
             sampler.sample(logits, batch)
         del logits
@@ -233,6 +238,7 @@ def run_forward(
     backend: AttentionBackend,
     seq_lens: Sequence[int],
     num_logit_rows: int,
+    staged: Mapping[str, object] = MappingProxyType({}),  # by plugins
 ) -> torch.Tensor:  # [num_logit_rows, vocab_size], or what a stage gives to the next
     """One step in which prompts of `seq_lens` tokens are computed whole."""
     device, block_size = loaded.model.embed_weight.device, kv_cache.block_size
@@ -252,6 +258,6 @@ def run_forward(
     positions = positions.to(device)
     rows, hidden = positions.new_zeros(num_logit_rows), loaded.model.blank_hidden(len(positions))
     ids = torch.zeros_like(positions)
-    batch = ComposedBatch(ids, positions, (metadata,), rows, hidden=hidden)
+    batch = ComposedBatch(ids, positions, (metadata,), rows, hidden=hidden, staged=dict(staged))
     batch.plan_attention(backend, loaded.model.num_heads, kv_cache)
     return loaded.model(batch, kv_cache)

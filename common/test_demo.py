@@ -108,6 +108,21 @@ def test_what_a_grammar_bounds_is_json_and_the_rest_is_not(capsys) -> None:
     assert "4 of 4 are JSON" in bound and "4 of 4" not in free
 
 
+def test_each_prompt_is_answered_with_the_adapter_and_without_in_one_batch(capsys) -> None:
+    """Beside each other; alone, each text is the same."""
+    arguments = ["--adapters", "--num-prompts", "2", "--max-tokens", "24", "--dtype", "float64"]
+    assert demo.main([*arguments, "--compare-sequential"]) == 0
+    out = capsys.readouterr().out
+    assert "requests             4" in out and "tokens               identical" in out
+    first, second = out[: out.index("=== Summary")].split("--- ")[1:]
+    for shown, head in ((first, demo.HEADS[0]), (second, demo.HEADS[1])):
+        assert shown.startswith(f"{head}\n\nwithout")
+        rows = shown.partition("with the adapter\n")[2].splitlines()
+        plain, adapted = zip(*(line.split("|", 1) for line in rows if "|" in line), strict=True)
+        assert adapted[0].startswith(" def test_") and adapted[1].startswith("     assert ")
+        assert not any("def test_" in line for line in plain)
+
+
 def test_prompts_come_from_a_file_and_are_repeated_to_the_number(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("one\n\ntwo\n")
@@ -126,6 +141,7 @@ def test_prompts_come_from_a_file_and_are_repeated_to_the_number(tmp_path: Path)
         (["--device", "cuda:99"], "cuda"),
         (["--dtype", "float12"], "float12"),
         (["--prompt", ""], "prompt"),
+        (["--adapters", "--batch-invariant"], "adapters"),
     ],
 )
 def test_mistakes_end_in_one_sentence(

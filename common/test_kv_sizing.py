@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from common import kv_sizing
+from common.adapters.adapter_slots import AdapterSlots
 from common.engine_config import EngineConfig
 from common.kv_sizing import KVDemand, Neighbours, make_kv_cache
 from common.loader import LoadedModel
@@ -106,9 +107,9 @@ def make(config: EngineConfig, loaded: LoadedModel, max_model_len=4096, memory=N
 def spy_on_forward(monkeypatch: pytest.MonkeyPatch) -> list:
     real, steps = kv_sizing.run_forward, []
 
-    def run_forward(loaded, kv_cache, backend, seq_lens, num_logit_rows) -> torch.Tensor:
+    def run_forward(loaded, kv_cache, backend, seq_lens, num_logit_rows, *staged) -> torch.Tensor:
         steps.append((list(seq_lens), num_logit_rows))
-        return real(loaded, kv_cache, backend, seq_lens, num_logit_rows)
+        return real(loaded, kv_cache, backend, seq_lens, num_logit_rows, *staged)
 
     monkeypatch.setattr(kv_sizing, "run_forward", run_forward)
     return steps
@@ -170,6 +171,23 @@ def test_graphs_are_there_when_the_memory_is_read_and_gone_later(loaded) -> None
     events.clear()
     make(replace(config, num_blocks=50), loaded, memory=memory, make_graphs=Graphs)
     assert events == []  # nothing is measured
+
+
+def test_in_the_largest_step_everybody_has_an_adapter_of_the_highest_rank(loaded) -> None:
+    """In each matrix: those behind the last layer's attention have the rows that are sampled."""
+    slots, sizes = AdapterSlots(loaded.model, 3, 16), []
+    for addition in slots.additions:
+        assert addition.ranks[1] == [16] * len(addition.names)
+
+        def add(rows, x, y, add=addition.add) -> torch.Tensor:
+            sizes.append((len(x), len(rows.order), rows.segments))
+            return add(rows, x, y)
+
+        addition.add = add
+    config = EngineConfig(max_num_seqs=48, max_num_batched_tokens=200)
+    make(config, loaded, max_model_len=90, memory=FakeMemory(0, []), adapters=slots)
+    all_rows, sampled = (200, 200, [(1, 0, 200)]), (48, 48, [(1, 0, 48)])
+    assert sizes == ([all_rows] * (len(slots.additions) - 3) + [sampled] * 3) * 2
 
 
 def test_guesses_are_part_of_the_largest_step(loaded, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""Drawings of chapter 4's ideas: preemption over time, and decodes that starve.
+"""Drawings of chapter 4's ideas: preemption over time, decodes that starve, a batch with adapters.
 
 python 04_scheduler/lab/plot_scheduler_drawings.py
 """
@@ -8,7 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+
 from bounded_loops import as_long_as
+from common.adapters.adapter_columns import ordered
+from common.adapters.adapter_files import LowRank
+from common.adapters.adapter_slots import Addition, Ordered
+from common.sampling.runner_plugin import Cargo
 from common.workshop.tools.draw import LARGE, PAPER, SMALL, Box, Drawing, save_all
 from common.workshop.tools.draw_parts import Axes
 from common.workshop.tools.palette import BASELINE, DECODE, INK, PREEMPTED, PROMPT, tint
@@ -178,7 +185,61 @@ def draw_step_budget() -> Drawing:
     return drawing
 
 
+# The example of `beyond/ADAPTERS.md`: each row's input and adapter, and the adapters' A and B.
+ROWS = [((1, 2), "a"), ((4, 0), "a"), ((5, 5), ""), ((1, 2), "b"), ((0, 9), ""), ((0, 1), "a")]
+MATRICES = {"a": ((1, 1), (2, 0)), "b": ((0, 1), (1, 1))}
+
+
+def mixed_batch() -> tuple[Ordered, torch.Tensor]:
+    """Its rows by adapter, and what comes of them, with W the identity."""
+    addition = Addition(torch.eye(2), ["W"], [2], 1 + len(MATRICES), 1)
+    for slot, (a, b) in enumerate(MATRICES.values(), 1):
+        low_rank = LowRank(torch.tensor([a]), torch.tensor([b]).T)
+        addition.fill(slot, {"W": low_rank})
+    slots = [["", *MATRICES].index(name) for _, name in ROWS]
+    rows = ordered(np.array(slots), cargo := Cargo(torch.device("cpu")))
+    cargo.send()
+    x = torch.tensor([row for row, _ in ROWS], dtype=torch.float32)
+    return rows(), addition.add(rows(), x, x.clone())
+
+
+def draw_mixed_adapters() -> Drawing:
+    rows, y = mixed_batch()
+    assert rows.order is not None
+    drawing = Drawing(
+        840,
+        420,
+        "A batch with adapters",
+        "Six rows, of which three have adapter a, one b and two none. All are multiplied with W. "
+        "Those with an adapter are ordered by it, multiplied with its A and B, and added.",
+    )
+    drawing.text(24, 30, "One product for all, a small one for each adapter", size=LARGE, bold=True)
+    fills = {"a": tint(PROMPT, 0.75), "b": tint(PROMPT, 0.3), "": PAPER}
+    left, width = 180, 100
+    labels = [str(x).replace(" ", "") for x, _ in ROWS]
+    drawing.text(24, 87, "x of each row")
+    strip = drawing.cells(left, 70, labels, [fills[name] for _, name in ROWS], width=width)
+    drawing.text(24, 167, "for all rows")
+    drawing.box(left, 150, width * len(ROWS), 34, "W x")
+    for cell in strip:
+        drawing.arrow(cell.bottom, (cell.bottom[0], 148))
+    drawing.text(24, 257, "by adapter")
+    order = rows.order.tolist()
+    for slot, start, stop in rows.segments:
+        name, x = list(MATRICES)[slot - 1], left + width * start + 20 * (slot - 1)
+        chosen = [labels[row] for row in order[start:stop]]
+        drawing.cells(x, 240, chosen, fills[name], width=width)
+        right = x + width * (stop - start)
+        drawing.bracket(x + 2, right - 2, 278, f"B (A x) of {name}", above=False)
+    drawing.text(24, 347, "the sum")
+    sums = [f"({a:g},{b:g})" for a, b in y.tolist()]
+    drawing.cells(left, 330, sums, [fills[name] for _, name in ROWS], width=width)
+    drawing.key(left, 382, {"adapter a": fills["a"], "adapter b": fills["b"], "none": PAPER})
+    return drawing
+
+
 DRAWINGS = {
+    "mixed_adapters": draw_mixed_adapters,
     "preemption": draw_preemption,
     "starvation": draw_starvation,
     "step_budget": draw_step_budget,

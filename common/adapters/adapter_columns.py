@@ -40,17 +40,20 @@ class AdapterColumns(RunnerPlugin):
     def concerns(self, rows: np.ndarray) -> bool:
         return bool(self._has_one[rows].any())
 
-    def stage(self, step: StepRows, cargo: Cargo) -> Callable[[], Any]:
-        rows = step.queries.rows
+    def column(self, rows: np.ndarray) -> np.ndarray:
+        """The slot of each, which then holds its adapter."""
         digests = [self._digests[row] for row in rows.tolist()]
         slot_of = self.slots.bring_in(digest for digest in digests if digest is not None)
-        slots = np.array([0 if d is None else slot_of[d] for d in digests], dtype=np.int64)
-        tokens = _order(np.repeat(slots, step.queries.num_tokens), cargo)
-        sampled = _order(np.repeat(slots, step.queries.num_logit_rows), cargo)
+        return np.array([0 if d is None else slot_of[d] for d in digests], dtype=np.int64)
+
+    def stage(self, step: StepRows, cargo: Cargo) -> Callable[[], Any]:
+        slots = self.column(step.queries.rows)
+        tokens = ordered(np.repeat(slots, step.queries.num_tokens), cargo)
+        sampled = ordered(np.repeat(slots, step.queries.num_logit_rows), cargo)
         return lambda: StepAdapters(self.slots, tokens(), sampled())
 
 
-def _order(slots: np.ndarray, cargo: Cargo) -> Callable[[], Ordered]:
+def ordered(slots: np.ndarray, cargo: Cargo) -> Callable[[], Ordered]:
     """By slot, in order of rows within each; those without an adapter are left out. Nobody may be
     left: of a step that only cuts prompts no row is sampled from."""
     order = np.argsort(slots, kind="stable")

@@ -8,6 +8,10 @@
     y[0 1 5] += x[0 1 5] A1^T B1^T        one product for each adapter, whoever it is for
     y[3]     += x[3] A2^T B2^T
 
+In a graph, where the host knows no row, each row is multiplied with the A of all slots, what is not
+of its own becomes 0, and all of it is multiplied with the B of all slots: two products, of as many
+columns as all slots have ranks, which is little where a decode step waits for W.
+
 A matrix of the model that is several of the checkpoint's (queries, keys and values; gate and up)
 has as many A and B, for as many slices of its outputs. A rank has of A what it has of the inputs,
 of B what it has of the outputs: what a row-parallel matrix adds is part of the sum over ranks.
@@ -56,6 +60,10 @@ def matrix_shapes(parts: Mapping[str, CheckpointTensor]) -> dict[str, tuple[int,
     return {name.removesuffix(".weight"): parts[name].shape for name in matrices}
 
 
+# In a graph: [num_rows, num_slots], true at the slot of each row. Slot 0 holds zeros.
+OwnSlot = torch.Tensor
+
+
 class Ordered(NamedTuple):
     """Rows by adapter: `order[start:stop]` are those of `slot`. `order` is None if that is as they
     stand, and all of them."""
@@ -69,8 +77,8 @@ class StepAdapters:
     """Of all rows of a step, and of those that go on after the last layer's attention."""
 
     slots: AdapterSlots
-    tokens: Ordered
-    sampled: Ordered
+    tokens: Ordered | OwnSlot
+    sampled: Ordered | OwnSlot
 
 
 class AdaptedModel:
@@ -117,7 +125,9 @@ class MatrixPlace:
 
 
 class AdapterSlots:
-    """The slots of one engine's model, or of one rank of it."""
+    """The slots of one engine's model, or of one rank of it; a `GraphPart`."""
+
+    name = AdaptedModel.name
 
     def __init__(self, model: DecoderModel, max_loras: int, max_lora_rank: int) -> None:
         self.num_slots, self.max_lora_rank = 1 + max_loras, max_lora_rank
@@ -148,6 +158,20 @@ class AdapterSlots:
             matrix.addition = MatrixPlace(adapted, len(self.additions), is_last and name != "qkv")
             limits = self.num_slots, self.max_lora_rank
             self.additions.append(Addition(matrix.plain_weight(), names, sizes, *limits))
+
+    def in_graph(self, column: torch.Tensor, logit_indices: torch.Tensor) -> StepAdapters:
+        """Of a step whose rows have these slots, wherever that is captured."""
+        is_own = column[:, None] == torch.arange(self.num_slots, device=column.device)
+        return StepAdapters(self, is_own, is_own.index_select(0, logit_indices))
+
+    def of_largest_step(self, num_tokens: int, num_logit_rows: int) -> dict[str, StepAdapters]:
+        """What such a step has staged, in which every row has an adapter of the highest rank."""
+        device = self.additions[0].a.device
+        rows = (
+            Ordered(torch.arange(n, device=device), [(1, 0, n)])
+            for n in (num_tokens, num_logit_rows)
+        )
+        return {self.name: StepAdapters(self, *rows)}
 
     # -- who can be brought in
 
@@ -208,21 +232,25 @@ class Addition:
         max_rank: int,
     ) -> None:
         self.names, self.sizes = names, list(sizes)
-        # Of a slot, as much as its rank is read. Zeroed, so that the memory is taken now.
+        # A is zero beyond the rank of who is in a slot: a graph reads all of it.
         self.a = weight.new_zeros(num_slots, len(names), max_rank, weight.shape[1])
-        self.b = [weight.new_zeros(num_slots, size, max_rank) for size in sizes]
-        self.ranks = [[0] * len(names) for _ in range(num_slots)]
+        self.b = [weight.new_zeros(size, num_slots, max_rank) for size in sizes]
+        # Until somebody is in it, a slot is as one full of zeros is: `of_largest_step`.
+        self.ranks = [[max_rank] * len(names) for _ in range(num_slots)]
 
     def fill(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
         for i, (name, b) in enumerate(zip(self.names, self.b, strict=True)):
             matrix = matrices.get(name)
             self.ranks[slot][i] = rank = 0 if matrix is None else matrix.rank
+            self.a[slot, i, rank:].zero_()
             if matrix is not None:
                 self.a[slot, i, :rank].copy_(matrix.a, non_blocking=True)
-                b[slot, :, :rank].copy_(matrix.b, non_blocking=True)
+                b[:, slot, :rank].copy_(matrix.b, non_blocking=True)
 
-    def add(self, rows: Ordered, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def add(self, rows: Ordered | OwnSlot, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Several small products for each adapter: of each slice with its A, then with its B."""
+        if isinstance(rows, OwnSlot):
+            return self._add_in_graph(rows, x, y)
         order, segments = rows
         if not segments:
             return y
@@ -233,8 +261,16 @@ class Addition:
             for i, (rank, out) in enumerate(zip(self.ranks[slot], slices, strict=True)):
                 if rank:
                     low = F.linear(x[start:stop], self.a[slot, i, :rank])
-                    out.copy_(F.linear(low, self.b[i][slot, :, :rank]))
+                    out.copy_(F.linear(low, self.b[i][:, slot, :rank]))
         return y.add_(added) if order is None else y.index_add_(0, order, added)
+
+    def _add_in_graph(self, is_own: OwnSlot, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        low = F.linear(x, self.a.flatten(0, 2)).unflatten(1, self.a.shape[:3])
+        low = low.where(is_own[:, :, None, None], 0)  # whatever stands in others' slots
+        slices = zip(self.b, low.unbind(2), y.split(self.sizes, dim=1), strict=True)
+        for b, of_slice, out in slices:
+            out.addmm_(of_slice.flatten(1), b.flatten(1).T)
+        return y
 
 
 @dataclass(frozen=True, slots=True)

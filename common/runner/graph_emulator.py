@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from common.runner.graphs import CannotCapture, GraphTensors
+from common.runner.graphs import CannotCapture, GraphTensors, StaticInputs
 
 OUT_OF_RANGE = 1 << 40
 # Methods that read on the host, or copy there.
@@ -181,6 +181,7 @@ def _check_padding(tensors: GraphTensors, num_rows: int) -> None:
         ("block_tables", 0),
         ("input_ids", 0),
         ("positions", 0),
+        *((name, 0) for name in x if name not in StaticInputs.__dataclass_fields__),
     ):
         of_groups = name in ("slot_mapping", "block_tables")
         found = x[name][:, num_rows:] if of_groups else x[name][num_rows:]

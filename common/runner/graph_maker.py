@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.engine_config import EngineConfig
 from common.model import DecoderModel
 from common.roles import is_own
-from common.runner.graphs import CannotCapture, CudaGraphs, DecodeGraphs
+from common.runner.graphs import CannotCapture, CudaGraphs, DecodeGraphs, GraphPart, Graphs
 from paged_attention import AttentionBackend, PagedKVCache
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ class GraphMaker:
     model: DecoderModel
     backend: AttentionBackend
     max_model_len: int
+    parts: Sequence[GraphPart] = ()
     is_possible: bool = True
 
     @classmethod
@@ -32,6 +34,7 @@ class GraphMaker:
         backend: AttentionBackend,
         is_triton: bool,
         max_model_len: int,
+        parts: Sequence[GraphPart] = (),
     ) -> GraphMaker | None:
         device, ranks = model.embed_weight.device, model.collectives.ranks
         why_not = None
@@ -56,21 +59,27 @@ class GraphMaker:
             from tensor_attention import TensorAttentionBackend
 
             backend = TensorAttentionBackend()
-        return cls(config, model, backend, max_model_len)
+        return cls(config, model, backend, max_model_len, parts)
 
     def __call__(self, kv_cache: PagedKVCache) -> DecodeGraphs | None:
         if not self.is_possible:
             return None
-        if self.config.emulate_graphs:
-            from common.runner.graph_emulator import EmulatedGraphs
-
-            graphs = EmulatedGraphs()
-        else:
-            graphs = CudaGraphs(self.model.embed_weight.device)
         sizes = self.config.max_num_seqs, self.max_model_len
+        what = self.model, kv_cache, self.backend, *sizes
         try:
-            return DecodeGraphs(graphs, self.model, kv_cache, self.backend, *sizes)
+            graphs = DecodeGraphs(self._make(), *what)
+            graphs.beside = {
+                part.name: DecodeGraphs(self._make(), *what, part) for part in self.parts
+            }
+            return graphs
         except CannotCapture as error:
             logger.warning("decode steps run without graphs: %s", error)
             self.is_possible = False
             return None
+
+    def _make(self) -> Graphs:
+        if self.config.emulate_graphs:
+            from common.runner.graph_emulator import EmulatedGraphs
+
+            return EmulatedGraphs()
+        return CudaGraphs(self.model.embed_weight.device)

@@ -19,7 +19,8 @@ that is still pending is put in place on the device, before the replay. Logits l
 all buckets share: they are the last replay's until the next one.
 
 A step goes into the smallest bucket that holds it. What has more than one token for a request
-(chunks of prompts, guesses to be verified) is computed as without graphs.
+(chunks of prompts, guesses to be verified) is computed as without graphs. A plugin that stages
+arrays can have graphs of its own, for the steps that concern it: they read one column more.
 
 Invariants: a replay sees the static inputs, the weights and the KV cache, and nothing else of its
 step; no row of a request depends on padding; the largest bucket holds `max_num_seqs` (Trap 33).
@@ -31,9 +32,9 @@ the pieces between attention layers, for any batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout, c
 from common.model import DecoderModel
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import Compose, PagedBatch, PagedModelRunner
+from common.sampling.runner_plugin import Cargo, StepRows
 from common.sampling.sampler import BatchSampler
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 
@@ -161,6 +163,17 @@ class GraphTensors:
     weights: Mapping[str, torch.Tensor]
 
 
+class GraphPart(Protocol):
+    """What a plugin of the runner has in graphs of its own."""
+
+    name: str  # the plugin's
+
+    def in_graph(self, column: torch.Tensor, logit_indices: torch.Tensor) -> Any:
+        """What stands in the batch, `staged[name]`, of [bucket] integers that are the plugin's
+        `column`, and of [bucket] rows that are sampled from."""
+        ...
+
+
 class Graphs(Protocol):
     """Functions of tensors at fixed addresses, by their bucket."""
 
@@ -234,7 +247,8 @@ class CudaGraphs:
 
 class DecodeGraphs:
     """One graph for each bucket, over one KV cache. Largest first: the smaller ones then find room
-    in its scratch memory. Raises `CannotCapture`."""
+    in its scratch memory. Raises `CannotCapture`. `beside` has the graphs of steps that concern a
+    plugin, by its name; they are graphs with a `part`."""
 
     def __init__(
         self,
@@ -244,13 +258,16 @@ class DecodeGraphs:
         backend: AttentionBackend,
         max_num_seqs: int,
         max_model_len: int,
+        part: GraphPart | None = None,
     ) -> None:
         self.graphs, self.model, self.kv_cache, self.backend = graphs, model, kv_cache, backend
+        self.part, self.beside = part, dict[str, DecodeGraphs]()
         self.buckets = graph_buckets(max_num_seqs)
         table_width = -(-max_model_len // kv_cache.block_size)
         self.max_seq_len = table_width * kv_cache.block_size
         where = model.embed_weight.device, model.num_groups
         self.memory = StaticMemory(max_num_seqs, table_width, *where)
+        self.column = torch.zeros(max_num_seqs, dtype=torch.int64, device=where[0])  # the part's
         self.inputs = {bucket: self.memory.inputs(bucket) for bucket in self.buckets}
         self.attention = {bucket: self._metadata(bucket) for bucket in self.buckets}
         self.num_replays = 0
@@ -261,6 +278,7 @@ class DecodeGraphs:
     def _clear(self, bucket: int) -> None:
         """A step of nobody."""
         self.memory.columns_of(bucket).zero_()
+        self.column.zero_()
         self.inputs[bucket].slot_mapping.fill_(-1)
         self.memory.block_tables[:, :bucket, :1] = 0
 
@@ -269,21 +287,28 @@ class DecodeGraphs:
         x = self.inputs[bucket]
         where = self.attention[bucket], x.logit_indices
         batch = ComposedBatch(x.input_ids, x.positions, *where)
+        if self.part is not None:
+            own = self.part.in_graph(self.column[:bucket], x.logit_indices)
+            batch.staged[self.part.name] = own
         batch.plan_attention(self.backend, self.model.num_heads, self.kv_cache)
         return self.model(batch, self.kv_cache)
 
     def _metadata(self, bucket: int) -> tuple[ReplayMetadata, ...]:
         """Its numbers are bounds. What a backend plans with it is part of the graph."""
         x, longest = self.inputs[bucket], {"max_query_len": 1, "max_seq_len": self.max_seq_len}
+        where = {"bucket": bucket, "graphs": self}
         return tuple(
-            ReplayMetadata(x.query_start_loc, x.seq_lens, *own, **longest, bucket=bucket)
+            ReplayMetadata(x.query_start_loc, x.seq_lens, *own, **longest, **where)
             for own in zip(x.block_tables, x.slot_mapping, strict=True)
         )
 
     def tensors(self, bucket: int) -> GraphTensors:
         caches = *self.kv_cache.key_cache, *self.kv_cache.value_cache
         weights = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        return GraphTensors(self.inputs[bucket].by_name(), caches, weights)
+        inputs = self.inputs[bucket].by_name()
+        if self.part is not None:
+            inputs[self.part.name] = self.column[:bucket]
+        return GraphTensors(inputs, caches, weights)
 
     def bucket_for(self, queries: Queries) -> int | None:
         """None: the step is computed without a graph."""
@@ -292,18 +317,29 @@ class DecodeGraphs:
         return bucket_of(len(queries.rows), self.buckets)
 
     def compose(
-        self, state: PagedRunnerState, queries: Queries, block_size: int, bucket: int
+        self,
+        state: PagedRunnerState,
+        queries: Queries,
+        block_size: int,
+        bucket: int,
+        *column: np.ndarray,  # [num_queries] int64: the part's, if there is one
     ) -> StepLayout:
         """Lay the step out for the static inputs, in the order given."""
         x, n = self.inputs[bucket], len(queries.rows)
         num_logit_rows = np.count_nonzero(queries.num_logit_rows)
+        padded = [np.pad(own, (0, bucket - n)) for own in column]
 
-        def compose(columns: torch.Tensor, block_tables: torch.Tensor) -> ComposedBatch:
+        def compose(
+            columns: torch.Tensor, block_tables: torch.Tensor, *own: torch.Tensor
+        ) -> ComposedBatch:
             self.memory.fill(columns, block_tables)
+            for rows in own:
+                self.column[:bucket].copy_(rows)
             where = self.attention[bucket], x.logit_indices[:num_logit_rows]
             return ComposedBatch(x.input_ids[:n], x.positions[:n], *where)
 
-        return StepLayout(np.arange(n), pad_step(state, queries, block_size, bucket), compose)
+        arrays = *pad_step(state, queries, block_size, bucket), *padded
+        return StepLayout(np.arange(n), arrays, compose)
 
     @torch.inference_mode()
     def replay(self, bucket: int, num_rows: int, num_logit_rows: int) -> torch.Tensor:
@@ -317,6 +353,11 @@ class ReplayMetadata(AttentionMetadata):
     """Of a step that lies in the static inputs of a bucket, padding included."""
 
     bucket: int = 0
+    graphs: DecodeGraphs = field(kw_only=True, repr=False)
+
+
+class ReplayLayout(StepLayout):
+    """Of a step that is replayed: what plugins have of it is in its arrays."""
 
 
 class GraphRunner(PagedModelRunner):
@@ -341,17 +382,25 @@ class GraphRunner(PagedModelRunner):
     def _compose_for_replay(
         self, state: PagedRunnerState, queries: Queries, block_size: int
     ) -> StepLayout:
-        bucket = self.graphs.bucket_for(queries)
-        if bucket is None or self.state.plugins.stage_arrays(queries.rows):
-            # Arrays of plugins have no address of their own.
+        bucket, graphs = self.graphs.bucket_for(queries), self.graphs
+        concerned = [] if bucket is None else self.state.plugins.staging(queries.rows)
+        if concerned:  # what several of them stage has no graph
+            graphs = self.graphs.beside.get(concerned[0].name) if len(concerned) == 1 else None
+        if bucket is None or graphs is None:
             return self._compose_eager(state, queries, block_size)
-        return self.graphs.compose(state, queries, block_size, bucket)
+        columns = [plugin.column(queries.rows) for plugin in concerned]
+        return ReplayLayout(*graphs.compose(state, queries, block_size, bucket, *columns))
+
+    def stage(
+        self, layout: StepLayout, step: StepRows, cargo: Cargo
+    ) -> dict[str, Callable[[], Any]]:
+        return {} if isinstance(layout, ReplayLayout) else super().stage(layout, step, cargo)
 
     def forward(self, batch: PagedBatch) -> torch.Tensor:
         where = batch.attention[0]
         if not isinstance(where, ReplayMetadata):
             return super().forward(batch)
-        bucket, num_rows = where.bucket, len(batch.input_ids)
+        bucket, num_rows, graphs = where.bucket, len(batch.input_ids), where.graphs
         if self.state.has_pending:  # they were put in place in a copy
-            self.graphs.inputs[bucket].input_ids[:num_rows].copy_(batch.input_ids)
-        return self.graphs.replay(bucket, num_rows, len(batch.logit_indices))
+            graphs.inputs[bucket].input_ids[:num_rows].copy_(batch.input_ids)
+        return graphs.replay(bucket, num_rows, len(batch.logit_indices))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,7 +114,7 @@ class PagedModelRunner:
         step, staged = None, {}
         if self.state.plugins.see_step(queries.rows):
             step = self._step_rows(req_ids, queries, layout.order, drafts)
-            staged = self.state.plugins.stage(step, cargo)
+            staged = self.stage(layout, step, cargo)
         unread = self.sampler.stage(sampling, cargo)
         cargo.send()
         batch = layout.compose(*cargo.tensors[: len(layout.arrays)])
@@ -127,6 +128,12 @@ class PagedModelRunner:
             unread=unread,
             step=step,
         )
+
+    def stage(
+        self, layout: StepLayout, step: StepRows, cargo: Cargo
+    ) -> dict[str, Callable[[], Any]]:
+        """What plugins put into the batch."""
+        return self.state.plugins.stage(step, cargo)
 
     def _step_rows(
         self, req_ids: list[str], queries: Queries, order: np.ndarray, drafts: dict[str, list[int]]

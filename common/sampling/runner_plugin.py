@@ -99,6 +99,12 @@ class RunnerPlugin:
         """Put into `cargo` what the device has to know of the rows. What is returned is called when
         it is there; what comes of that stands in the batch, `staged[name]`."""
 
+    def column(self, rows: np.ndarray) -> np.ndarray:
+        """Instead of `stage`, in a step of one token for each of these rows that is replayed from a
+        graph: an integer for each, where 0 is that of padding. Asked if graphs of this plugin's
+        name were captured (`graphs.py`)."""
+        raise NotImplementedError
+
     def before_sampling(
         self, step: StepRows, cargo: Cargo
     ) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -127,16 +133,16 @@ class RunnerPlugins:
             p.num_possible for p in self.plugins if defines(p, RunnerPlugin.num_possible)
         ]
 
-    def stage_arrays(self, rows: np.ndarray) -> bool:
-        """For a step of these rows."""
-        return any(plugin.concerns(rows) for plugin in self._early)
+    def staging(self, rows: np.ndarray) -> list[RunnerPlugin]:
+        """Those that stage something for a step of these rows."""
+        return [plugin for plugin in self._early if plugin.concerns(rows)]
 
     def see_step(self, rows: np.ndarray) -> bool:
-        return self.stage_arrays(rows) or any(plugin.concerns(rows) for plugin in self._late)
+        return any(plugin.concerns(rows) for plugin in (*self._early, *self._late))
 
     def stage(self, step: StepRows, cargo: Cargo) -> dict[str, Callable[[], Any]]:
         """What stands in the batch when `cargo` is there, by the names of plugins."""
-        concerned = [p for p in self._early if p.concerns(step.queries.rows)]
+        concerned = self.staging(step.queries.rows)
         staged = {plugin.name: plugin.stage(step, cargo) for plugin in concerned}
         return {name: found for name, found in staged.items() if found is not None}
 

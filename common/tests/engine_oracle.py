@@ -267,4 +267,4 @@ def spoil_kv(engine, request_id: str, index: int = 0) -> None:
 def num_replays(engine) -> int:
     """Steps so far that were replayed from a graph."""
     graphs = getattr(paged_runner(engine), "graphs", None)
-    return 0 if graphs is None else graphs.num_replays
+    return sum(g.num_replays for g in (graphs, *graphs.beside.values())) if graphs else 0

@@ -14,7 +14,12 @@ from common.adapters.adapter_files import CONFIG, WEIGHTS
 from common.engine import EngineConfig, LLMEngine
 from common.loader import load_model
 from common.tests.adapter_cases import KINDS, by_peft, edited, save_adapter
-from common.tests.engine_oracle import checked_engine, greedy_params, num_replays
+from common.tests.engine_oracle import (
+    checked_engine,
+    greedy_params,
+    num_replays,
+    paged_runner,
+)
 from request import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -75,7 +80,15 @@ CONFIGS = {
     "reserved": dict(scheduler="fcfs", max_loras=2),
     "look-up": dict(speculative={"method": "ngram", "min_ngram": 1, "adaptive": False}),
     "draft": dict(speculative={"method": "draft", "num_spec_tokens": 3}, block_size=3),
-    "graphs": dict(emulate_graphs=True, max_num_seqs=4, max_model_len=100),
+    "graphs": dict(emulate_graphs=True, max_num_seqs=7, max_model_len=100, shuffle_batch=True),
+    "graphs, ahead": dict(
+        emulate_graphs=True,
+        max_num_seqs=4,
+        max_model_len=100,
+        max_loras=2,
+        overlap_scheduling=True,
+        chunked_prefill=1,  # rows that nobody samples from
+    ),
 }
 
 
@@ -95,9 +108,13 @@ def test_a_mixed_batch_is_what_peft_says_of_each_alone(
     assert twice == [pair * 2 for pair in right[:4]]
     assert engine.stats().kv_blocks_in_use == 0
     if "emulate_graphs" in CONFIGS[name]:
-        assert num_replays(engine) == 0, "its arrays have no address"
+        graphs = paged_runner(engine).graphs
+        with_adapters = graphs.beside["adapter"].num_replays
+        assert with_adapters > 20, "decode steps of these batches"
+        before = num_replays(engine)
         assert serve(engine, prompts, None) == [[tokens] for tokens in expected[None]]
-        assert num_replays(engine) > 0, "nobody has an adapter"
+        assert num_replays(engine) > before, "nobody has an adapter: another graph"
+        assert graphs.beside["adapter"].num_replays == with_adapters
 
 
 def test_two_engines_over_one_model_do_not_see_each_other(
@@ -116,6 +133,7 @@ def test_two_engines_over_one_model_do_not_see_each_other(
 def test_cached_kv_is_an_adapters_by_its_content_and_not_by_its_name(
     model, directories, prompts, expected
 ) -> None:
+    """Trap 64."""
     engine = checked_engine(model, max_loras=1, block_size=4, num_blocks=200)
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
 

@@ -50,6 +50,7 @@ _TABLES = {
         ("common.workshop.bench", "--write-readme"),
         ("common.workshop.ladder", "--write-readme"),
         ("common.workshop.bench.overlap_bench", "--tables"),
+        ("common.workshop.bench.adapter_bench", "--tables"),
         ("common.workshop.bench.events_bench", "--tables"),
     ),
 }

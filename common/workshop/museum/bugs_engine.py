@@ -85,6 +85,44 @@ def one_bad_row() -> str:
     return f"three requests, one with NaN logits; served: {sorted(output.token_ids)}"
 
 
+def whose_adapter() -> str:
+    from common.engine_config import SHIPPED_ADAPTER
+    from common.llm import LLM, SamplingParams
+
+    prompt = 'def mean(values):\n    """Return the arithmetic mean of the values."""'
+    params, texts = SamplingParams(temperature=0, max_tokens=12), []
+    for first in (None, "tests"):
+        llm = LLM(device="cpu", num_blocks=99, compile=False, adapters={"tests": SHIPPED_ADAPTER})
+        llm.generate(prompt, params, adapter=first, use_tqdm=False)
+        answer = llm.generate(prompt, params, adapter="tests", use_tqdm=False)
+        texts.append(answer[0].outputs[0].text)
+    same = texts[0] == texts[1]
+    return f"first by the model, then with its adapter: the adapter's own text: {same}"
+
+
+def a_fraction_of_its_strength() -> str:
+    import json
+    from pathlib import Path
+    from tempfile import TemporaryDirectory
+
+    import torch
+    from safetensors.torch import save_file
+
+    from common.adapters.adapter_files import CONFIG, WEIGHTS, read_adapter
+
+    name, rank = "model.layers.0.mlp.down_proj", 16
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "use_rslora": True}
+    ones = {"A": torch.ones(rank, 4), "B": torch.ones(4, rank)}
+    with TemporaryDirectory() as folder:
+        (Path(folder) / CONFIG).write_text(json.dumps(config | {"target_modules": ["down_proj"]}))
+        tensors = {f"base_model.model.{name}.lora_{n}.weight": one for n, one in ones.items()}
+        save_file(tensors, Path(folder) / WEIGHTS)
+        adapter = read_adapter(folder, {name: (4, 4)}, rank, torch.float32)
+    matrix = adapter.matrices[name]
+    added = (matrix.b @ matrix.a)[0, 0].item()
+    return f"rank 16, alpha 16, rsLoRA: A and B of ones add {added} to a row of one 1"
+
+
 def a_refused_end() -> str:
     from common.llm import SamplingParams
 

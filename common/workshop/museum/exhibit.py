@@ -37,6 +37,7 @@ class Guest:
     max_tokens: int = 8
     step: int = 0
     priority: int = 0
+    adapter: str | None = None  # a name for the shipped one
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
 

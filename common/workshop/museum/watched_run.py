@@ -168,9 +168,12 @@ def _perform(workload: Workload, path: Path, swap: ModuleSwap | None) -> str:
 
 def _serve(workload: Workload, path: Path) -> Iterator[int]:
     """Step by step."""
+    from common.engine_config import SHIPPED_ADAPTER
     from common.llm import LLM, SamplingParams
 
-    engine = LLM(**SETTINGS | dict(workload.config), events=path).engine
+    adapters = {guest.adapter: SHIPPED_ADAPTER for guest in workload.guests if guest.adapter}
+    config = SETTINGS | ({"adapters": adapters} if adapters else {}) | dict(workload.config)
+    engine = LLM(**config, events=path).engine
     if workload.has_chapter_2s_scheduler:
         from paged_fcfs_scheduler import PagedFCFSScheduler
 
@@ -181,10 +184,9 @@ def _serve(workload: Workload, path: Path) -> Iterator[int]:
         while to_come and to_come[0].step <= step:
             guest = to_come.pop(0)
             sampling = {"temperature": 0, "max_tokens": guest.max_tokens, **guest.sampling}
+            options = {"priority": guest.priority, "adapter": guest.adapter}
             try:
-                engine.add_request(
-                    guest.name, guest.prompt, SamplingParams(**sampling), priority=guest.priority
-                )
+                engine.add_request(guest.name, guest.prompt, SamplingParams(**sampling), **options)
             except ValueError:
                 continue  # refused at once
         if engine._grammars is not None:  # however long it takes: two films are compared

@@ -109,6 +109,25 @@ def a_preempted_one() -> str:
     )
 
 
+def adapters() -> str:
+    from adapter_limit import MaxLoRAs
+    from kv_memory import KeyedRequest
+    from request import SamplingParams
+
+    def asks(name: str, adapter: str | None) -> KeyedRequest:
+        keys = [] if adapter is None else [("lora", adapter)]
+        return KeyedRequest(name, [1], SamplingParams(), extra_keys=keys)
+
+    lines = ["room for two adapters; who may start?"]
+    for running in ((), ("x",), ("x", "x"), ("x", "y"), ("x", None)):
+        plugin = MaxLoRAs(2)
+        for i, adapter in enumerate(running):
+            plugin.started(asks(str(i), adapter))
+        may = {name: plugin.may_start(asks("new", name)) for name in (None, "x", "z")}
+        lines.append(f"adapters that run: {running}; a new one with: {may}")
+    return "\n".join(lines)
+
+
 def allowed_tokens() -> str:
     import torch
 

@@ -96,6 +96,6 @@ def test_a_function_of_a_package_is_swapped_by_the_name_that_others_import(
     bench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ModuleSwap, "install", lambda swap: None)
-    bench.open([the("4.5")])
-    (swap,) = mine.install([the("4.5")], bench, tmp_path)
+    bench.open([the("4.6")])
+    (swap,) = mine.install([the("4.6")], bench, tmp_path)
     assert swap.module == "common.grammars.grammar_masks"
