@@ -18,6 +18,7 @@ import torch
 from batch_layout import ComposedBatch
 from common.engine_config import EngineConfig
 from common.loader import LoadedModel
+from common.model import SCORED
 from common.runner.batch_state import BatchState
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
@@ -153,6 +154,9 @@ def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
     num_rows = min(config.max_num_seqs * config.num_rows_per_request, sum(seq_lens))
     batch = SamplerWarmUp.of(_parts_of(num_rows, config.num_rows_per_request), vocab_size)
     sampler = Sampler(vocab_size, demand.rules)
+    from common.sampling.scored_prompts import ScoredPrompts
+
+    device = loaded.model.embed_weight.device
     memory.reset()
     before = memory.read()
     if demand.draft is not None:
@@ -163,7 +167,8 @@ def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
         sampler = SpeculativeSampler(sampler, probs_of)
         del probs_of
     for _ in range(2):
-        logits = run_forward(loaded, kv_cache, demand.backend, seq_lens, num_rows)
+        staged = {SCORED: ScoredPrompts.of_many(sum(seq_lens), vocab_size, device)}
+        logits = run_forward(loaded, kv_cache, demand.backend, seq_lens, num_rows, staged)
         if loaded.model.collectives.ranks.is_last_stage:
             sampler.sample(logits, batch)
         del logits
@@ -233,6 +238,7 @@ def run_forward(
     backend: AttentionBackend,
     seq_lens: Sequence[int],
     num_logit_rows: int,
+    staged: dict[str, object] | None = None,
 ) -> torch.Tensor:  # [num_logit_rows, vocab_size], or what a stage gives to the next
     """One step in which prompts of `seq_lens` tokens are computed whole."""
     device, block_size = loaded.model.embed_weight.device, kv_cache.block_size
@@ -252,6 +258,6 @@ def run_forward(
     positions = positions.to(device)
     rows, hidden = positions.new_zeros(num_logit_rows), loaded.model.blank_hidden(len(positions))
     ids = torch.zeros_like(positions)
-    batch = ComposedBatch(ids, positions, (metadata,), rows, hidden=hidden)
+    batch = ComposedBatch(ids, positions, (metadata,), rows, hidden=hidden, staged=staged or {})
     batch.plan_attention(backend, loaded.model.num_heads, kv_cache)
     return loaded.model(batch, kv_cache)

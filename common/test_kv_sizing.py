@@ -106,9 +106,12 @@ def make(config: EngineConfig, loaded: LoadedModel, max_model_len=4096, memory=N
 def spy_on_forward(monkeypatch: pytest.MonkeyPatch) -> list:
     real, steps = kv_sizing.run_forward, []
 
-    def run_forward(loaded, kv_cache, backend, seq_lens, num_logit_rows) -> torch.Tensor:
+    def run_forward(loaded, kv_cache, backend, seq_lens, num_logit_rows, staged) -> torch.Tensor:
         steps.append((list(seq_lens), num_logit_rows))
-        return real(loaded, kv_cache, backend, seq_lens, num_logit_rows)
+        logits = real(loaded, kv_cache, backend, seq_lens, num_logit_rows, staged)
+        (scored,) = staged.values()  # and of a prompt as many rows as are ever scored at once
+        assert [len(read()) for read in scored._reads] == [min(256, sum(seq_lens))]
+        return logits
 
     monkeypatch.setattr(kv_sizing, "run_forward", run_forward)
     return steps
