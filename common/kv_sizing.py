@@ -208,7 +208,7 @@ class SamplerWarmUp:
             stop_token_ids=(0,),
             logprobs=min(20, vocab_size),
         )
-        rules = {"allowed": [0], "biased": [0], "bias": [0.0], "bad_words": []}
+        rules = {"allowed": None, "biased": [0], "bias": [0.0], "bad_words": []}
         lens = np.array(rows_per_request)
         state = BatchState(len(lens), 0, SamplingColumns())
         for i in range(len(lens)):
