@@ -68,8 +68,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
-    # Checked by the parts that know what they mean, when a request is added. All as in vLLM.
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = None  # from here on: checked where it has a meaning
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[Any] | None = None  # texts, or sequences of token ids
     include_stop_str_in_output: bool = False
@@ -87,9 +86,8 @@ class SamplingParams:
             put("top_k", 0)
         for name in ("stop", "stop_token_ids"):
             values = () if getattr(self, name) is None else getattr(self, name)
-            is_other = isinstance(
-                values, bytes | bytearray | Mapping
-            )  # their items are numbers, keys
+            # Whose items are numbers, or keys.
+            is_other = isinstance(values, bytes | bytearray | Mapping)
             require(isinstance(values, Iterable) and not is_other, name, values, "a sequence")
             put(name, tuple(values))
         stop, ids = self.stop, self.stop_token_ids

@@ -113,6 +113,7 @@ class StepOutput:
     errors: dict[str, str] = field(default_factory=dict)
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)  # chapter 5
     times: dict[str, float] = field(default_factory=dict)  # `{part}_ms` of each part of the step
+    prompt_logprobs: dict[str, list] = field(default_factory=dict)  # of what was computed of it
 
 
 NO_FINITE_LOGITS = (

@@ -36,6 +36,7 @@ from common.model_config import ModelFacts
 from common.roles import ATTENTION_BACKENDS, PROPOSERS, load
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import Compose, PagedModelRunner
+from common.sampling.prompt_logprobs import PromptLogprobs
 from common.sampling.runner_plugin import RunnerPlugin
 from common.sampling.sampler import BatchSampler, Sampler
 from common.sampling.sampling_columns import SamplingColumns
@@ -206,7 +207,7 @@ def make_state(given: Given, adapters: AdapterSlots | None = None) -> BatchState
     """The runner's copy of the requests. Its plugins stand here, in their order."""
     config = given.config
     sampling = SamplingColumns(eos_token_ids=given.loaded.generation_eos_token_ids)
-    plugins: list[RunnerPlugin] = []
+    plugins: list[RunnerPlugin] = [PromptLogprobs(given.vocab_size)]
     if adapters is not None:
         from common.adapters.adapter_columns import AdapterColumns
 

@@ -281,6 +281,10 @@ class LLMEngine:
             decided = {result.request_id: result for result in results}
             results = StepResults(list(decided), {}, decided)
         members, touched = self._members, dict[RequestGroup, None]()
+        for request_id, entries in self.recorder.output.prompt_logprobs.items():
+            if (member := members.get(request_id)) is not None:
+                assert member.group.prompt_logprobs is not None
+                member.group.prompt_logprobs += entries
         for request_id in results.request_ids:
             member = members[request_id]
             touched[member.group] = None

@@ -84,19 +84,32 @@ class Intake:
         skips = params.skip_reading_prefix_cache
         is_right = skips is None or isinstance(skips, bool)
         require(is_right, "skip_reading_prefix_cache", skips, "None, True or False")
+        if (num_top := params.prompt_logprobs) is not None:
+            check_integers(-1, prompt_logprobs=num_top)
+            few = "None or True: what is cached has no prompt_logprobs"
+            require(skips is not False, "skip_reading_prefix_cache", skips, few)
+            group.prompt_logprobs = [None]
         seed = params.seed
         if seed is None:  # a function of the engine's seed and the order of arrival
             seed = (self.seed << 32) + self.num_seeds_drawn * 1_000_003
             params = DrawnSeedParams(**{f.name: getattr(params, f.name) for f in fields(params)})
         for i in range(params.n):
+            own = dict(features)
+            if scores := num_top is not None and i == 0:  # one for all
+                own["prompt_logprobs"] = int(num_top)
+            skips_cache = bool(skips or scores)
             request = KeyedRequest(
                 request_id if params.n == 1 else f"{request_id}#{i}",
                 group.prompt_token_ids,
-                replace(params, seed=_wrap_to_int64(seed + i), skip_reading_prefix_cache=skips),
+                replace(
+                    params,
+                    seed=_wrap_to_int64(seed + i),
+                    skip_reading_prefix_cache=skips_cache,
+                ),
                 self.eos_token_ids,
                 arrival_time,
                 priority,
-                dict(features),
+                own,
                 extra_keys=extra_keys,
             )
             group.add(OutputProcessor(request, i, self.tokenizer))

@@ -19,6 +19,7 @@ import torch
 from batch_layout import ComposedBatch
 from common.engine_config import EngineConfig
 from common.loader import LoadedModel
+from common.model import SCORED
 from common.runner.batch_state import BatchState
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
@@ -156,6 +157,9 @@ def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
     num_rows = min(config.max_num_seqs * config.num_rows_per_request, sum(seq_lens))
     batch = SamplerWarmUp.of(_parts_of(num_rows, config.num_rows_per_request), vocab_size)
     sampler = Sampler(vocab_size, demand.rules)
+    from common.sampling.scored_prompts import ScoredPrompts
+
+    device = loaded.model.embed_weight.device
     memory.reset()
     before = memory.read()
     if demand.draft is not None:
@@ -166,8 +170,11 @@ def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
         sampler = SpeculativeSampler(sampler, probs_of)
         del probs_of
     sizes = sum(seq_lens), num_rows
-    staged = {} if demand.adapters is None else demand.adapters.of_largest_step(*sizes)
+    staged: dict[str, object] = {}
+    if demand.adapters is not None:
+        staged |= demand.adapters.of_largest_step(*sizes)
     for _ in range(2):
+        staged[SCORED] = ScoredPrompts.of_many(sum(seq_lens), vocab_size, device)
         logits = run_forward(loaded, kv_cache, demand.backend, seq_lens, num_rows, staged)
         if loaded.model.collectives.ranks.is_last_stage:
             sampler.sample(logits, batch)
@@ -208,7 +215,7 @@ class SamplerWarmUp:
             stop_token_ids=(0,),
             logprobs=min(20, vocab_size),
         )
-        rules = {"allowed": [0], "biased": [0], "bias": [0.0], "bad_words": []}
+        rules = {"allowed": None, "biased": [0], "bias": [0.0], "bad_words": []}
         lens = np.array(rows_per_request)
         state = BatchState(len(lens), 0, SamplingColumns())
         for i in range(len(lens)):

@@ -44,6 +44,7 @@ from paged_attention import AttentionPlan, PagedKVCache
 # and a line here.
 ATTENTION_BLOCKS: dict[str, type[AttentionBlock]] = {"attention": AttentionBlock}
 MLP_BLOCKS: dict[str, type[MLPBlock]] = {"mlp": MLPBlock}
+SCORED = "prompt_logprobs"  # in what is staged: who takes the hidden states of all tokens
 
 
 class DecoderLayer(nn.Module):
@@ -134,7 +135,19 @@ class DecoderModel(nn.Module):
     ) -> torch.Tensor:  # [num_logit_rows, vocab_size]
         """One step: row r of the result are the logits of the token after `logit_indices[r]`."""
         hidden = F.embedding(batch.input_ids, self.embed_weight)
-        hidden = self.through_layers(hidden, batch, kv_cache, batch.logit_indices)
+        return self.through_head(hidden, batch, kv_cache)
+
+    def through_head(
+        self, hidden: torch.Tensor, batch: ComposedBatch, kv_cache: PagedKVCache
+    ) -> torch.Tensor:
+        """Through the layers, and on to logits. Whoever wants more than the rows that are sampled
+        from, has staged what takes the hidden states of all tokens."""
+        scored = batch.staged.get(SCORED)
+        rows = batch.logit_indices if scored is None else None
+        hidden = self.through_layers(hidden, batch, kv_cache, rows)
+        if scored is not None:
+            scored.score(hidden, self.to_logits)
+            hidden = hidden.index_select(0, batch.logit_indices)
         return self.to_logits(hidden)
 
     def through_layers(

@@ -89,6 +89,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics = field(repr=False)
     num_cached_tokens: int = 0
+    prompt_logprobs: list | None = None  # of each prompt token; of the first: None
 
 
 class GrowingCompletion(CompletionOutput):
@@ -230,7 +231,7 @@ class RequestGroup(RequestOutput):
     def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int]) -> None:
         self.request_id, self.prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
         self.members: list[OutputProcessor] = []
-        self.outputs = []
+        self.outputs, self.prompt_logprobs = [], None
 
     def add(self, member: OutputProcessor) -> None:
         self.members.append(member)

@@ -13,6 +13,7 @@ from common.adapters.adapter_slots import AdapterSlots
 from common.engine_config import EngineConfig
 from common.kv_sizing import KVDemand, Neighbours, make_kv_cache
 from common.loader import LoadedModel
+from common.model import SCORED
 from common.sampling import speculative_sampler
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import (
@@ -20,6 +21,7 @@ from common.sampling.sampling_columns import (
     MIN_P,
     MIN_TOKENS,
     PENALTIES,
+    RULES,
     TOP_K,
     TOP_P,
     WIDE,
@@ -107,9 +109,14 @@ def make(config: EngineConfig, loaded: LoadedModel, max_model_len=4096, memory=N
 def spy_on_forward(monkeypatch: pytest.MonkeyPatch) -> list:
     real, steps = kv_sizing.run_forward, []
 
-    def run_forward(loaded, kv_cache, backend, seq_lens, num_logit_rows, *staged) -> torch.Tensor:
+    def run_forward(*step) -> torch.Tensor:
+        _, _, _, seq_lens, num_logit_rows, *staged = step
         steps.append((list(seq_lens), num_logit_rows))
-        return real(loaded, kv_cache, backend, seq_lens, num_logit_rows, *staged)
+        logits = real(*step)
+        for of_plugins in staged:  # of a prompt as many rows as are ever scored at once
+            scored = of_plugins[SCORED]
+            assert [len(read()) for read in scored._reads] == [min(256, sum(seq_lens))]
+        return logits
 
     monkeypatch.setattr(kv_sizing, "run_forward", run_forward)
     return steps
@@ -136,7 +143,7 @@ def test_the_peak_is_that_of_sampling_the_most_rows_there_can_be(loaded, monkeyp
         def sample(self, logits, batch):
             output = super().sample(logits, batch)
             sampling, columns = batch.sampling, batch.sampling.columns
-            everything = WIDE | TOP_K | MIN_P | TOP_P | PENALTIES | MIN_TOKENS | LOGPROBS
+            everything = WIDE | TOP_K | MIN_P | TOP_P | PENALTIES | MIN_TOKENS | LOGPROBS | RULES
             assert (sampling.needs == everything).all() and len(sampling.needs) == len(logits)
             assert (columns.top_k < VOCAB_SIZE).all()
             assert (columns.repetition_penalty != 1).all() and columns.frequency_penalty.all()

@@ -84,7 +84,7 @@ class RecordedScheduler:
         self.num_steps = 0
         self.plan: SchedulerOutput  # of the last step, as the next three
         self._clock: Laps
-        self._output: StepOutput
+        self.output: StepOutput
         self._results: Sequence[EngineCoreOutput]
         self._under_way: deque[tuple[SchedulerOutput, Laps]] = deque()
 
@@ -110,7 +110,7 @@ class RecordedScheduler:
             self.scheduler.check_invariants()
         if plan.is_empty and self._under_way and not preemptions_of(plan)[0]:
             return results
-        self.plan, self._clock, self._output, self._results = plan, clock, output, results
+        self.plan, self._clock, self.output, self._results = plan, clock, output, results
         self.num_steps += 1
         if self.observers:
             record = self.record()
@@ -140,7 +140,7 @@ class RecordedScheduler:
 
     def record(self) -> StepRecord:
         """Of the last step. O(its requests), so nothing of it is done before somebody asks."""
-        plan, output, results, clock = self.plan, self._output, self._results, self._clock
+        plan, output, results, clock = self.plan, self.output, self._results, self._clock
         num_tokens = plan.num_scheduled_tokens
         starts = dict(zip(num_tokens, plan.start_positions, strict=True))
         num_running, num_waiting = self.scheduler.get_request_counts()

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ from torch.nn import functional as F
 from common.adapters.adapter_files import Adapter, LowRank, layer_of, read_adapter
 from common.blocks import CheckpointTensor
 from common.linear import Linear
-from common.model import DecoderLayer, DecoderModel
+from common.model import SCORED, DecoderLayer, DecoderModel
 
 # Matrices of a layer: block, matrix, and what a checkpoint has in its place.
 _FUSED = (
@@ -98,7 +98,11 @@ class AdaptedModel:
         return getattr(self._of_thread, "step", None)
 
     def _begin(self, model: Any, arguments: tuple[Any, ...]) -> None:
-        self._of_thread.step = arguments[0].staged.get(self.name)
+        staged = arguments[0].staged
+        step = staged.get(self.name)
+        if step is not None and SCORED in staged:  # all tokens go on
+            step = replace(step, sampled=step.tokens)
+        self._of_thread.step = step
 
     def _end(self, model: Any, arguments: Any, result: Any) -> None:
         self._of_thread.step = None

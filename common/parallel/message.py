@@ -215,7 +215,8 @@ def _checked_features(new: NewRequestData) -> dict[str, Any]:
 def _params_to_map(params: SamplingParams) -> dict[str, Any]:
     lists = {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}
     # Of these a worker gets what it needs as features: plain data.
-    stay = {"logit_bias": None, "allowed_token_ids": None, "bad_words": None}
+    rules = ("logit_bias", "allowed_token_ids", "bad_words")
+    stay = dict.fromkeys((*rules, "prompt_logprobs", "truncate_prompt_tokens"))
     is_seed_drawn = isinstance(params, DrawnSeedParams)
     return {**_as_map(params, _PARAMS, **lists, **stay), "is_seed_drawn": is_seed_drawn}
 
@@ -230,28 +231,34 @@ def _params_from_map(found: Any) -> SamplingParams:
 
 
 def output_to_map(output: StepOutput) -> dict[str, Any]:
-    logprobs = {
-        req_id: [
-            [entry.token_id, entry.logprob, entry.rank, list(entry.top), list(entry.top.values())]
-            for entry in entries
-        ]
-        for req_id, entries in output.logprobs.items()
-    }
-    return _as_map(output, _OUTPUT, logprobs=logprobs)
+    entries = {name: _entries_to_map(getattr(output, name)) for name in _WITH_ENTRIES}
+    return _as_map(output, _OUTPUT, **entries)
 
 
 def output_from_map(found: Any) -> StepOutput:
     """Raises `MessageError`."""
-    return _made(
-        StepOutput,
-        "an output",
-        found,
-        _OUTPUT,
-        logprobs=lambda logprobs: {
-            req_id: [
-                TokenLogprobs(token, logprob, rank, dict(zip(ids, values, strict=True)))
-                for token, logprob, rank, ids, values in entries
-            ]
-            for req_id, entries in logprobs.items()
-        },
-    )
+    entries = dict.fromkeys(_WITH_ENTRIES, _entries_from_map)
+    return _made(StepOutput, "an output", found, _OUTPUT, **entries)
+
+
+_WITH_ENTRIES = "logprobs", "prompt_logprobs"
+
+
+def _entries_to_map(logprobs: dict[str, list[TokenLogprobs]]) -> dict[str, list]:
+    return {
+        req_id: [
+            [entry.token_id, entry.logprob, entry.rank, list(entry.top), list(entry.top.values())]
+            for entry in entries
+        ]
+        for req_id, entries in logprobs.items()
+    }
+
+
+def _entries_from_map(logprobs: dict[str, list]) -> dict[str, list[TokenLogprobs]]:
+    return {
+        req_id: [
+            TokenLogprobs(token, logprob, rank, dict(zip(ids, values, strict=True)))
+            for token, logprob, rank, ids, values in entries
+        ]
+        for req_id, entries in logprobs.items()
+    }

@@ -129,11 +129,10 @@ class ShardedModel(DecoderModel):
     def forward(self, batch: ComposedBatch, kv_cache: PagedKVCache) -> torch.Tensor:
         """Logits [num_logit_rows, vocab_size] of the last stage; of the others hidden
         [num_tokens, hidden_size], for the next one. `batch.hidden` is overwritten."""
-        is_last = self.ranks.is_last_stage
         hidden = batch.hidden if batch.hidden is not None else self.embed(batch.input_ids)
-        rows = batch.logit_indices if is_last else None
-        hidden = self.through_layers(hidden, batch, kv_cache, rows)
-        return self.to_logits(hidden) if is_last else hidden
+        if self.ranks.is_last_stage:
+            return self.through_head(hidden, batch, kv_cache)
+        return self.through_layers(hidden, batch, kv_cache, None)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         return vocab_parallel_embedding(

@@ -79,8 +79,10 @@ def params(draw) -> SamplingParams:
         stop=draw(st.lists(NAMES, max_size=2)),
         stop_token_ids=draw(st.lists(st.integers(0, 10**6), max_size=3)),
         ignore_eos=draw(st.booleans()),
-        logprobs=draw(st.none() | st.integers(0, 5)),
+        logprobs=draw(st.none() | st.integers(-1, 5)),
         skip_special_tokens=draw(st.booleans()),
+        include_stop_str_in_output=draw(st.booleans()),
+        skip_reading_prefix_cache=draw(st.booleans()),
     )
 
 
@@ -119,28 +121,42 @@ def test_a_plan_arrives_as_it_was_sent(plan):
         assert type(new.sampling_params) is type(sent.sampling_params)  # who drew the seed
 
 
+def test_what_travels_as_features_stays_behind_as_parameters():
+    params = SamplingParams(
+        **dict(logit_bias={np.int64(3): 1.0}, allowed_token_ids=np.arange(4), bad_words=[("a",)]),
+        **dict(prompt_logprobs=np.int64(2), truncate_prompt_tokens=np.int64(9)),
+    )
+    plan = PlanMessage([NewRequestData("a", [1], params, features={"token_rules": {}})])
+    (new,) = through(plan).scheduled_new_reqs
+    assert new.sampling_params == SamplingParams() and new.features == {"token_rules": {}}
+
+
+ENTRIES = st.dictionaries(
+    NAMES,
+    st.lists(
+        st.builds(
+            TokenLogprobs,
+            IDS,
+            st.floats(allow_nan=False),
+            IDS,
+            st.dictionaries(IDS, st.floats(allow_nan=False), max_size=3),
+        ),
+        max_size=2,
+    ),
+    max_size=2,
+)
+
+
 @settings(deadline=None)
 @given(
     st.builds(
         StepOutput,
         st.dictionaries(NAMES, LISTS, max_size=3),
-        st.dictionaries(
-            NAMES,
-            st.lists(
-                st.builds(
-                    TokenLogprobs,
-                    IDS,
-                    st.floats(allow_nan=False),
-                    IDS,
-                    st.dictionaries(IDS, st.floats(allow_nan=False), max_size=3),
-                ),
-                max_size=2,
-            ),
-            max_size=2,
-        ),
+        ENTRIES,
         st.dictionaries(NAMES, NAMES, max_size=2),
         st.dictionaries(NAMES, LISTS, max_size=3),
         st.dictionaries(NAMES, st.floats(0, 1e9), max_size=3),
+        ENTRIES,
     )
 )
 def test_an_answer_arrives_as_it_was_sent(output):

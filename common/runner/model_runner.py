@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout, compose_in_order
-from common.model import DecoderModel
+from common.model import SCORED, DecoderModel
 from common.runner.batch_state import BatchState
 from common.sampling.runner_plugin import Cargo, StepRows
 from common.sampling.sampler import BatchSampler, UnreadStep
@@ -90,7 +90,9 @@ class PagedModelRunner:
         """Begun, like the forward pass. Plugins work while the device computes that."""
         if batch.step is not None:
             logits = self.state.plugins.before_sampling(batch.step, logits)
-        return batch.unread.begin(logits)
+        unread = batch.unread.begin(logits)
+        unread.scored = batch.staged.get(SCORED)
+        return unread
 
     def _lay_out(self, plan: PlanMessage) -> PagedBatch:
         start_of, drafts = plan.starts(), plan.scheduled_draft_token_ids

@@ -6,7 +6,7 @@ device, but for one thing on a CPU: how far top-p reaches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -207,6 +207,27 @@ class TokenLogprobs:
     top: dict[int, float]
 
 
+def logprob_numbers(raw: torch.Tensor, tokens: torch.Tensor, width: int) -> torch.Tensor:
+    """`[rows, 2 + 2 * width]` float64, in which integers are exact: of each row's token its
+    log-probability and rank, then the likeliest ids, then theirs."""
+    logprobs = raw.log_softmax(dim=-1)
+    chosen = logprobs.gather(1, tokens[:, None])
+    ranks = 1 + (logprobs > chosen).sum(dim=-1, keepdim=True)
+    ids = constraints.ranked_ids(raw, width)
+    columns = (chosen, ranks, ids, logprobs.gather(1, ids))
+    return torch.cat([column.to(torch.float64) for column in columns], dim=1)
+
+
+def entries_of(
+    numbers: np.ndarray, tokens: Sequence[int], num_top: Sequence[int]
+) -> Iterator[TokenLogprobs]:
+    """Of numbers that were read; of each row its first `num_top`."""
+    width = numbers.shape[1] // 2 - 1
+    ids = numbers[:, 2 : 2 + width].astype(np.int64).tolist()
+    for token, k, likeliest, (logprob, rank, *rest) in zip(tokens, num_top, ids, numbers.tolist()):
+        yield TokenLogprobs(token, logprob, int(rank), dict(zip(likeliest[:k], rest[width:])))
+
+
 class Logprobs:
     """Of the rows that ask for them."""
 
@@ -216,26 +237,16 @@ class Logprobs:
         self.width, self.at = max(self.num_top), cargo.add(self.rows)
 
     def numbers(self, raw: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """`[rows, 2 + 2 * width]` float64, in which integers are exact: of the token its
-        log-probability and rank, then the likeliest ids, then theirs."""
+        """Of these rows, as `logprob_numbers` has them."""
         at, self.width = self.at(), min(self.width, raw.shape[1])
-        raw = _rows(raw, at)
-        logprobs = raw.log_softmax(dim=-1)
-        chosen = logprobs.gather(1, tokens[at].clamp(min=0)[:, None])
-        ranks = 1 + (logprobs > chosen).sum(dim=-1, keepdim=True)
-        ids = constraints.ranked_ids(raw, self.width)
-        columns = (chosen, ranks, ids, logprobs.gather(1, ids))
-        return torch.cat([column.to(torch.float64) for column in columns], dim=1)
+        return logprob_numbers(_rows(raw, at), tokens[at].clamp(min=0), self.width)
 
     def add_to(
         self, output: StepOutput, req_ids: list[str], tokens: np.ndarray, read: np.ndarray
     ) -> None:
         """`read` is what was read of `numbers`."""
-        read, width = read.reshape(len(self.rows), -1), self.width
-        ids = read[:, 2 : 2 + width].astype(np.int64).tolist()
-        columns = (self.rows.tolist(), self.num_top, ids, read.tolist())
-        for row, k, likeliest, (logprob, rank, *rest) in zip(*columns):
-            if tokens[row] >= 0:
-                top = dict(zip(likeliest[:k], rest[width:]))
-                entry = TokenLogprobs(int(tokens[row]), logprob, int(rank), top)
+        read = read.reshape(len(self.rows), -1)
+        entries = entries_of(read, tokens[self.rows].tolist(), self.num_top)
+        for row, entry in zip(self.rows.tolist(), entries, strict=True):
+            if entry.token_id >= 0:
                 output.logprobs.setdefault(req_ids[row], []).append(entry)

@@ -30,7 +30,7 @@ EVERY_KIND = [
     SamplingParams(temperature=0, max_tokens=12, stop=["e", "self"]),
     SamplingParams(seed=7, max_tokens=12, stop_token_ids=list(range(0, 200, 3))),
     SamplingParams(seed=8, max_tokens=9, bad_words=["self", " x", "ret"], logit_bias={7: 3.0}),
-    SamplingParams(temperature=0, max_tokens=5, allowed_token_ids=range(5, 90), logprobs=1),
+    SamplingParams(temperature=0, max_tokens=5, allowed_token_ids=range(5, 90), prompt_logprobs=2),
     SamplingParams(max_tokens=6),  # the engine draws a seed
 ]
 NUM_REQUESTS = 2 * len(EVERY_KIND)
@@ -67,8 +67,14 @@ def must_say_the_same(
     for name, output in expected.items():
         for one, other in zip(found[name].outputs, output.outputs, strict=True):
             assert replace(one, logprobs=None) == replace(other, logprobs=None), name
-            assert (one.logprobs is None) == (other.logprobs is None)
-            for entry, same in zip(one.logprobs or (), other.logprobs or (), strict=True):
-                assert (entry.token_id, entry.rank) == (same.token_id, same.rank)
-                assert entry.logprob == pytest.approx(same.logprob, abs=tolerance)
-                assert entry.top == pytest.approx(same.top, abs=tolerance)
+            must_be_as_likely(one.logprobs, other.logprobs, tolerance)
+        scored = found[name].prompt_logprobs, output.prompt_logprobs
+        must_be_as_likely(*(entries and entries[1:] for entries in scored), tolerance)
+
+
+def must_be_as_likely(found: list | None, expected: list | None, tolerance: float = 1e-9) -> None:
+    assert (found is None) == (expected is None)
+    for entry, same in zip(found or (), expected or (), strict=True):
+        assert (entry.token_id, entry.rank) == (same.token_id, same.rank)
+        assert entry.logprob == pytest.approx(same.logprob, abs=tolerance)
+        assert entry.top == pytest.approx(same.top, abs=tolerance)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from common.tests.engine_oracle import (
     num_replays,
     paged_runner,
 )
+from common.tests.every_kind import must_be_as_likely
 from request import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -115,6 +117,22 @@ def test_a_mixed_batch_is_what_peft_says_of_each_alone(
         assert serve(engine, prompts, None) == [[tokens] for tokens in expected[None]]
         assert num_replays(engine) > before, "nobody has an adapter: another graph"
         assert graphs.beside["adapter"].num_replays == with_adapters
+
+
+def test_a_prompt_is_scored_by_its_own_adapter(model, directories, prompts) -> None:
+    """As likely as when it was said. Some have adapters and are not scored; others neither."""
+    engine = checked_engine(
+        model, num_blocks=400, adapters=directories, max_num_batched_tokens=40, shuffle_batch=True
+    )
+    asked, adapters = mixed(prompts)
+    said = engine.generate_batch(asked, replace(PARAMS, logprobs=2), adapter=adapters).values()
+    tokens = [output.outputs[0].token_ids for output in said]
+    whole = [prompt + more for prompt, more in zip(asked, tokens, strict=True)]
+    params = [replace(PARAMS, prompt_logprobs=2 if i % 3 else None) for i in range(len(whole))]
+    scored = engine.generate_batch(whole, params, adapter=adapters).values()
+    for output, before in zip(scored, said, strict=True):
+        if output.prompt_logprobs is not None:
+            must_be_as_likely(output.prompt_logprobs[-NUM_TOKENS:], before.outputs[0].logprobs)
 
 
 def test_two_engines_over_one_model_do_not_see_each_other(

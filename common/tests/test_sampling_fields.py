@@ -41,12 +41,14 @@ def test_a_text_ends_with_its_stop_string_where_that_is_wanted(llm: LLM) -> None
 
 def test_a_stop_token_has_text_where_that_is_wanted(llm: LLM) -> None:
     plain = generate(llm, PROMPT, greedy_params(9))
-    params = replace(greedy_params(9), stop_token_ids=[plain.token_ids[4]])
+    stop, decode = plain.token_ids[2], llm.engine.tokenizer.decode
+    without, wanted = decode(plain.token_ids[:2]), decode(plain.token_ids[:3])
+    assert stop not in plain.token_ids[:2] and without != wanted
+    params = replace(greedy_params(9), stop_token_ids=[stop])
     with_it = replace(params, include_stop_str_in_output=True)
-    decode = llm.engine.tokenizer.decode
-    assert generate(llm, PROMPT, params).text == decode(plain.token_ids[:4])
+    assert generate(llm, PROMPT, params).text == without
     found = generate(llm, PROMPT, with_it)
-    assert found.text == decode(plain.token_ids[:5]) and found.stop_reason == plain.token_ids[4]
+    assert found.text == wanted and found.stop_reason == stop
     assert "".join(llm.stream(PROMPT, with_it)) == found.text
 
 

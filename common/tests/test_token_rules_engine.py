@@ -118,6 +118,17 @@ def test_what_no_engine_could_keep_to_is_refused(field, value, said, loaded) -> 
     assert not engine.has_unfinished_requests()
 
 
+def test_padding_of_the_vocabulary_is_no_token() -> None:
+    llm = LLM(model=SHIPPED_CHECKPOINT, dtype="float64", num_blocks=50)
+    engine = llm.engine
+    engine._intake.vocab_size -= 3
+    for field in ("allowed_token_ids", "logit_bias"):
+        with pytest.raises(ValueError, match=f"^{field} holds {engine._intake.vocab_size}: "):
+            ids = {engine._intake.vocab_size: 1.0}
+            given = ids if field == "logit_bias" else list(ids)
+            engine.add_request("a", [1], SamplingParams(**{field: given}))
+
+
 def test_min_tokens_needs_an_allowed_token_that_does_not_stop(loaded) -> None:
     engine, stops = LLMEngine(loaded=loaded), {"stop_token_ids": [3, 4], "min_tokens": 2}
     with pytest.raises(ValueError, match=r"^min_tokens is 2: it must be 0 if every token stops"):

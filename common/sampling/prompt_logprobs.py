@@ -1,0 +1,76 @@
+"""Log-probabilities of a prompt's own tokens: `prompt_logprobs`.
+
+    position     0      1      2      3
+    token        a      b      c      d       the prompt
+    hidden       h0     h1     h2     h3      of h3 a token is sampled, as ever
+    scored              b      c      d       by h0, h1, h2: raw distributions, as of outputs
+    entries     None    b      c      d       `RequestOutput.prompt_logprobs`
+
+Each chunk of a prompt gives those of its positions. What a step has to score, all of its tokens go
+through the last layer for, where else only rows that are sampled from do. Logits are made of at
+most 256 rows at a time, which the memory plan counts: of a whole step they would be larger
+than the model.
+
+A cached prefix has no hidden states, so such a request reads no cache. Its KV is published as ever.
+Of the `n` samples of a prompt the first one brings the request. What was scored before a preemption
+is not scored again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.model import SCORED
+from common.sampling.runner_plugin import Cargo, RunnerPlugin, StepRows
+from scheduler_interface import NewRequestData
+
+if TYPE_CHECKING:
+    from common.sampling.scored_prompts import ScoredPrompts
+
+
+class PromptLogprobs(RunnerPlugin):
+    """`features["prompt_logprobs"]` is how many of the likeliest tokens are named; -1: all."""
+
+    name = SCORED
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._columns = np.zeros((3, 0), dtype=np.int64)
+
+    def grow(self, num_rows: int) -> None:
+        more = np.zeros((3, num_rows - self._columns.shape[1]), dtype=np.int64)
+        self._columns = np.concatenate([self._columns, more], axis=1)
+        # From which position on, and up to which, tokens behind it are still to be scored.
+        self._next, self._end, self._num_top = self._columns
+
+    def admit(self, row: int, new: NewRequestData) -> None:
+        num_top = new.features.get(self.name)
+        self._columns[:, row] = 0
+        if num_top is not None:
+            self._end[row] = len(new.prompt_token_ids) - 1
+            self._num_top[row] = self.vocab_size if num_top < 0 else min(num_top, self.vocab_size)
+
+    def concerns(self, rows: np.ndarray) -> bool:
+        return bool((self._next[rows] < self._end[rows]).any())
+
+    def stage(self, step: StepRows, cargo: Cargo) -> Callable[[], ScoredPrompts] | None:
+        from common.sampling.scored_prompts import ScoredPrompts
+
+        rows, starts, num_tokens, _ = step.queries
+        firsts = np.maximum(starts, self._next[rows])
+        lens = np.minimum(starts + num_tokens, self._end[rows]) - firsts
+        asked = np.flatnonzero(lens > 0)
+        if not len(asked):  # it was preempted, and comes again to what was scored
+            return None
+        lens, firsts, rows = lens[asked], firsts[asked], rows[asked]
+        within = np.arange(lens.sum()) - np.repeat(lens.cumsum() - lens, lens)
+        behind = (num_tokens.cumsum() - num_tokens - starts)[asked] + firsts
+        positions = np.repeat(firsts, lens) + within
+        tokens = step.state.token_ids[np.repeat(rows, lens), positions + 1].astype(np.int64)
+        self._next[rows] = firsts + lens
+        at, sent = cargo.add(np.repeat(behind, lens) + within), cargo.add(tokens)
+        names = [step.req_ids[i] for i in asked.tolist()]
+        runs = list(zip(names, lens.tolist(), self._num_top[rows].tolist(), strict=True))
+        return lambda: ScoredPrompts(at(), sent(), tokens, runs, self.vocab_size)

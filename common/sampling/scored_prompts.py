@@ -1,0 +1,66 @@
+"""The second half of `prompt_logprobs.py`: what a step does with the rows that are scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from common.sampling.distributions import TokenLogprobs, entries_of, logprob_numbers
+from common.sampling.sampler import as_float, from_device
+from scheduler_interface import StepOutput
+
+MOST_ROWS = 256  # of logits, at a time
+Run = tuple[str, int, int]  # a request, how many of its tokens, how many of the likeliest ones
+
+
+class ScoredPrompts:
+    """Of one step. `tokens` are scored by the rows `at` of its hidden states."""
+
+    def __init__(
+        self,
+        at: torch.Tensor,  # [num_rows] int64
+        tokens: torch.Tensor,  # [num_rows] int64
+        tokens_here: np.ndarray,  # the same
+        runs: Sequence[Run],
+        vocab_size: int,
+    ) -> None:
+        self.at, self.tokens, self.tokens_here = at, tokens, tokens_here
+        self.runs, self.vocab_size = runs, vocab_size
+        self._reads: list[Callable[[], np.ndarray]] = []
+
+    @classmethod
+    def of_many(cls, num_rows: int, vocab_size: int, device: torch.device) -> ScoredPrompts:
+        """To measure what they take: as many rows at once as there ever are."""
+        num_rows = min(num_rows, MOST_ROWS)
+        at, tokens = torch.arange(num_rows, device=device), np.zeros(num_rows, dtype=np.int64)
+        runs = [("", num_rows, min(20, vocab_size))]
+        return cls(at, torch.zeros_like(at), tokens, runs, vocab_size)
+
+    def score(
+        self, hidden: torch.Tensor, to_logits: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """In the forward pass: `hidden` [num_tokens, hidden_size] of the whole step. Begun, not
+        waited for."""
+        width = max(num_top for _, _, num_top in self.runs)
+        for at, tokens in zip(self.at.split(MOST_ROWS), self.tokens.split(MOST_ROWS)):
+            raw = as_float(to_logits(hidden[at])[:, : self.vocab_size])
+            numbers = logprob_numbers(raw, tokens.clamp(max=self.vocab_size - 1), width)
+            self._reads.append(from_device(numbers))
+
+    def add_to(self, output: StepOutput) -> None:
+        """What was scored. Here it is waited for."""
+        read, first = np.concatenate([read() for read in self._reads]), 0
+        for req_id, num_rows, num_top in self.runs:
+            part = slice(first, first + num_rows)
+            tokens, first = self.tokens_here[part].tolist(), first + num_rows
+            entries = entries_of(read[part], tokens, [num_top] * num_rows)
+            output.prompt_logprobs[req_id] = [self._possible(entry) for entry in entries]
+
+    def _possible(self, entry: TokenLogprobs) -> TokenLogprobs:
+        """A prompt may hold what is never sampled: the padding of the vocabulary."""
+        if entry.token_id < self.vocab_size:
+            return entry
+        return replace(entry, logprob=-np.inf, rank=self.vocab_size + 1)

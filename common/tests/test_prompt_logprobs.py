@@ -1,0 +1,136 @@
+"""Log-probabilities of prompts, against `transformers` in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from common.engine import LLMEngine
+from common.sampling import scored_prompts
+from common.tests.engine_oracle import Oracle, checked_engine, greedy_params, paged_runner
+from request import SamplingParams
+
+GUESSES = {"num_spec_tokens": 3, "adaptive": False}
+WAYS: dict[str, dict] = {
+    "whole": {"chunked_prefill": False},
+    "chunks": {"max_num_batched_tokens": 9, "shuffle_batch": True},
+    "overlap": {"overlap_scheduling": True, "max_num_batched_tokens": 16},
+    "preempted": {"preempt_every": 2, "max_num_batched_tokens": 7},
+    "graphs": {"emulate_graphs": True, "max_model_len": 96, "max_num_batched_tokens": 11},
+    "fcfs": {"scheduler": "fcfs", "prefix_cache": "radix"},
+    "n-gram": {"speculative": {"method": "ngram", "min_ngram": 1, **GUESSES}},
+}
+LENGTHS = {0: 1, 3: 17, 4: 16, 7: 33, 9: 2}  # how much of which prompt
+
+
+@pytest.fixture(scope="module")
+def expected(family_oracle: Oracle) -> dict[int, torch.Tensor]:
+    model = Qwen3ForCausalLM.from_pretrained(family_oracle.path, dtype=torch.float64).eval()
+    with torch.inference_mode():
+        return {
+            i: model(torch.tensor([family_oracle.prompts[i][:n]])).logits[0].log_softmax(-1)
+            for i, n in LENGTHS.items()
+        }
+
+
+def must_be(output, prompt: list[int], expected: torch.Tensor, num_top: int) -> None:
+    first, *entries = output.prompt_logprobs
+    assert first is None and len(entries) == len(prompt) - 1
+    for token, entry, row in zip(prompt[1:], entries, expected[:-1], strict=True):
+        assert entry.token_id == token
+        assert entry.logprob == pytest.approx(row[token].item(), abs=1e-9)
+        assert entry.rank == 1 + (row > row[token]).sum()
+        best = row.sort(descending=True, stable=True)
+        assert list(entry.top) == best.indices[:num_top].tolist()
+        assert list(entry.top.values()) == pytest.approx(best.values[:num_top].tolist(), abs=1e-9)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_prompt_is_scored_as_transformers_does(way: str, oracle, loaded, expected) -> None:
+    """Some twice, some with samples, behind each other and beside who asks for nothing; the second
+    time all are in the cache."""
+    config = {"block_size": 4, "num_blocks": 300, "max_num_seqs": 6}
+    engine = checked_engine(loaded, **config | WAYS[way])
+    tops = dict(zip(LENGTHS, (3, 0, 97, 2, -1)))
+    for _ in range(2):
+        prompts = [oracle.prompts[i][:n] for i, n in LENGTHS.items()]
+        params = [
+            replace(greedy_params(5, n=1 + i % 2), prompt_logprobs=k) for i, k in tops.items()
+        ]
+        plain = [greedy_params(5)] * len(params)
+        outputs = list(engine.generate_batch(prompts * 2, params + plain).values())
+        scored, others = outputs[: len(params)], outputs[len(params) :]
+        for (i, k), output, other in zip(tops.items(), scored, others, strict=True):
+            must_be(output, output.prompt_token_ids, expected[i], k % 98)
+            assert other.prompt_logprobs is None and output.num_cached_tokens == 0
+            for completion in output.outputs:
+                assert completion.token_ids == other.outputs[0].token_ids
+    assert (engine.stats().num_preemptions > 0) == (way == "preempted")
+
+
+@pytest.mark.parametrize("most", [1, 5, 256])
+def test_each_position_is_scored_once_and_few_at_a_time(
+    most: int, oracle, loaded, expected, monkeypatch
+) -> None:
+    """For two samples, in chunks, and preempted again and again."""
+    monkeypatch.setattr(scored_prompts, "MOST_ROWS", most)
+    engine = checked_engine(
+        loaded, block_size=4, num_blocks=200, preempt_every=2, max_num_batched_tokens=16
+    )
+    real, rows = scored_prompts.logprob_numbers, []
+    monkeypatch.setattr(
+        scored_prompts, "logprob_numbers", lambda raw, *x: rows.append(len(raw)) or real(raw, *x)
+    )
+    prompt = oracle.prompts[7][:33]
+    params = replace(greedy_params(3, n=2), prompt_logprobs=1)
+    (output,) = engine.generate_batch([prompt], params).values()
+    must_be(output, prompt, expected[7], 1)
+    (again,) = engine.generate_batch([prompt], replace(params, prompt_logprobs=None)).values()
+    assert again.outputs == output.outputs and engine.stats().num_preemptions > 1
+    assert sum(rows) == len(prompt) - 1 > 16 and max(rows) == min(most, 16)
+
+
+def test_what_is_aborted_keeps_what_was_scored(oracle, loaded, expected) -> None:
+    engine = checked_engine(loaded, num_blocks=200, max_num_batched_tokens=8)
+    prompt = oracle.prompts[7][:33]
+    engine.add_request("a", prompt, replace(greedy_params(5), prompt_logprobs=0))
+    engine.step()
+    output = engine.abort_request("a")
+    assert output is not None and output.prompt_logprobs is not None
+    assert [entry and entry.token_id for entry in output.prompt_logprobs] == [None, *prompt[1:9]]
+
+
+def test_padding_of_the_vocabulary_is_impossible(oracle, loaded) -> None:
+    engine = checked_engine(loaded, num_blocks=200)
+    plugin = paged_runner(engine).state.plugins.plugins[1]
+    plugin.vocab_size = 90
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1)
+    (output,) = engine.generate_batch([[5, 92, 7]], params).values()
+    _, other, entry = output.prompt_logprobs
+    assert (other.logprob, other.rank, len(other.top)) == (-math.inf, 91, 90)
+    assert sum(map(math.exp, other.top.values())) == pytest.approx(1)
+    assert entry.rank <= 90 and entry.logprob == entry.top[7]
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        *(
+            ({"prompt_logprobs": v}, f"^prompt_logprobs is {v!r}: it must be an integer")
+            for v in (-2, 1.5, True, "1")
+        ),
+        (
+            {"prompt_logprobs": 1, "skip_reading_prefix_cache": False},
+            "^skip_reading_prefix_cache is False: it must be None or True",
+        ),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(params: dict, said: str, loaded) -> None:
+    engine = LLMEngine(loaded=loaded)
+    with pytest.raises(ValueError, match=said):
+        engine.add_request("a", [1, 2], SamplingParams(**params))
+    assert not engine.has_unfinished_requests()
