@@ -38,7 +38,7 @@ rng = random.Random(5)
 rounds = []
 for _ in range(20_000):
     guesses = [draw(DRAFT, rng.random()) for _ in TARGET]
-    numbers = [rng.random() for _ in range(5)]
+    numbers = [rng.random() for _ in range(5)]  # two to accept by, three to draw with
     rounds.append((guesses, numbers[:2], numbers[2:], judge(guesses, numbers[:2], numbers[2:])))
 for guesses, _, _, tokens in rounds[:4]:
     print(f"guessed {' '.join(guesses)}   came out {' '.join(tokens)}")

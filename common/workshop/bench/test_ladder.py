@@ -39,7 +39,6 @@ def tokenizer():
     return load_tokenizer(SHIPPED_CHECKPOINT)
 
 
-@pytest.mark.sample(regime=1)
 @pytest.mark.parametrize("regime", [*REGIMES.values(), *QUESTIONS.values()], ids=lambda r: r.title)
 def test_the_workload_is_what_its_text_says(regime, tokenizer):
     requests = make_workload(tokenizer, regime, seed=3)

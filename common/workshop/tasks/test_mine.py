@@ -19,19 +19,10 @@ from common.workshop.tools.source_patch import ROOT
 SHOWN = """
 import sys
 from pathlib import Path
+from common.workshop.tasks import mine
 from common.workshop.tasks.workbench import Workbench
-from common.workshop.{0} import main
-main(sys.argv[2:], Workbench(Path(sys.argv[1])))
+mine.main(sys.argv[2:], Workbench(Path(sys.argv[1])))
 """
-
-
-def shown(program: str, bench: Workbench, *arguments: str) -> list[str]:
-    """What a program of the workshop prints with what is on the bench."""
-    code = SHOWN.format(program)
-    command = [sys.executable, "-c", code, str(bench.folder), "--mine", *arguments]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    return run.stdout.splitlines()
 
 
 def the(number: str) -> Task:
@@ -73,23 +64,27 @@ def test_what_passes_is_taken_and_only_what_is_new_is_graded(
 def test_a_program_runs_with_the_readers_functions_and_says_how_many(bench: Workbench) -> None:
     for number in ("2.1", "2.2"):
         bench.passed(the(number))
+    arguments = ["--mine", "common.demo", "--num-prompts", "1", "--max-tokens", "2"]
+    command = [sys.executable, "-c", SHOWN, str(bench.folder), *arguments]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
     said = f"3 of {len(TASKS)} functions of this engine are yours."
-    lines = shown("tasks.mine", bench, "common.demo", "--num-prompts", "1", "--max-tokens", "2")
+    lines = run.stdout.splitlines()
     assert lines[0] == lines[-1] == said
     assert "here is 1.1" in lines and "here is 2.2" in lines
     assert any(line.startswith("output throughput") for line in lines)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--film", "2"]], ids=["default", "film"])
-def test_a_run_to_watch_is_made_with_them_and_its_page_knows_how_many(
-    bench: Workbench, tmp_path: Path, arguments: list[str]
-) -> None:
-    bench.passed(the("2.2"))
-    bench.begin_anew(the("2.1"))
-    lines = shown("watch.watch_command", bench, "--out", str(tmp_path / "page"), *arguments)
-    assert lines[0] == lines[-1] == f"2 of {len(TASKS)} functions of this engine are yours."
-    assert "here is 1.1" in lines and "here is 2.2" in lines
-    assert f'"mine": [2, {len(TASKS)}]' in (tmp_path / "page").read_text(encoding="utf-8")
+def test_it_is_said_how_many_of_how_many(tmp_path: Path) -> None:
+    with mine.installed(Workbench(tmp_path / "my")) as of:
+        assert of == (0, len(TASKS))
+
+
+def test_what_makes_a_run_to_watch_has_no_task_of_ours_when_it_begins() -> None:
+    code = "import sys, common.workshop.watch.watch_command; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "common.workshop.tasks.mine" in run.stdout, run.stderr
+    assert {task.module for task in TASKS}.isdisjoint(run.stdout.split())
 
 
 def test_a_function_of_a_package_is_swapped_by_the_name_that_others_import(

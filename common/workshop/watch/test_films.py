@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from common.engine_config import EngineConfig
 from common.events.event_kinds import Computed, Event, Planned
 from common.tests.film_answers import Answers
 from common.workshop.replay.film import Film
-from common.workshop.watch import film_facts, film_scripts
+from common.workshop.watch import film_facts, film_scripts, films, watch_command, workloads
 from common.workshop.watch.film_facts import NotShown
 from common.workshop.watch.films import FILMS, Shot, calmest, page_of
 from common.workshop.watch.workloads import Cast, Script, perform
@@ -117,6 +118,26 @@ def test_its_page_holds_it(chapter: int, shots: dict[int, Shot]) -> None:
     assert page.count('data-label="') == len(shots[chapter].paths)
     assert f"Chapter {chapter}: " in page
     assert shots[chapter].caption[0] in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "page"),
+    [([], "out"), (["--film", "2"], "out"), (["--films"], "out/film_6.html")],
+    ids=lambda value: str(value),
+)
+def test_pages_know_how_many_functions_were_the_readers(
+    shots: dict[int, Shot],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    page: str,
+) -> None:
+    monkeypatch.setattr(watch_command, "installed", lambda bench: nullcontext((17, 24)))
+    monkeypatch.setattr(films, "shoot", lambda film, *_, **__: shots.get(film.chapter, shots[1]))
+    monkeypatch.setattr(workloads, "load_cast", lambda: None)
+    for option, said in (["--mine"], "[17, 24]"), ([], "null"):
+        assert watch_command.main([*arguments, *option, "--out", str(tmp_path / "out")]) == 0
+        assert f'"mine": {said}' in (tmp_path / page).read_text(encoding="utf-8")
 
 
 # -- what each caption claims, found otherwise

@@ -147,10 +147,13 @@ def test_the_command_says_what_is_no_run(
     assert not (tmp_path / "page.html").exists()
 
 
-def test_a_film_takes_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("option", ["--film=3", "--mine"])
+def test_what_is_performed_now_takes_no_run(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        main(["run.jsonl", "--film", "3"])
-    assert "it wants no run" in capsys.readouterr().err
+        main(["run.jsonl", option])
+    assert "wants no run" in capsys.readouterr().err
 
 
 # -- the words
