@@ -69,7 +69,7 @@ body {{ max-width: 46em; margin: 2em auto; padding: 0 1em; font: 16px/1.5 system
 h1 {{ font-size: 1.4em; }} h2 {{ font-size: 1.1em; margin: 1.6em 0 .2em; }} p {{ margin: .2em 0; }}
 a {{ color: #0b57d0; }} [lang=zh-CN] {{ color: #595959; }}
 </style></head><body>
-<h1>One film a chapter · 每章一部短片</h1>
+<h1>One film a chapter · 每章一部影片</h1>
 <p>Each is a real run of the engine that the chapters are, made on this machine a moment ago.</p>
 <p lang="zh-CN">每一部都是各章代码所组成的引擎的真实运行，刚刚在这台机器上录制。</p>
 {rows}

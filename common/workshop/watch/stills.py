@@ -13,12 +13,11 @@ from __future__ import annotations
 import contextlib
 import io
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.workshop.tools.translation import sections_of
 from common.workshop.watch.chromium import BrowserUnavailableError, started_browser
 from common.workshop.watch.film_captions import write_captions
 from common.workshop.watch.films import FILMS, Shot, page_of, shoot
@@ -157,12 +156,10 @@ def make_stills(cast: Cast | None = None) -> None:
 
 def take_exhibits(browser: Browser, folder: Path) -> list[Path]:
     """Of the museum: a run with the bug beside one without, where they part. What was drawn."""
-    from common.workshop.museum import pictures
+    from common.workshop.museum import museum_page, pictures
     from common.workshop.museum.hall import EXHIBITS
     from common.workshop.museum.museum_command import watch
 
-    pages = {"en": ROOT / "MUSEUM.md", "zh": ROOT / "MUSEUM.zh.md"}
-    titles = {language: dict(_titles(page)) for language, page in pages.items()}
     drawn = []
     for number, exhibit in enumerate(EXHIBITS, 1):
         if (scenes := pictures.SCENES.get(exhibit.title)) is None:
@@ -170,17 +167,10 @@ def take_exhibits(browser: Browser, folder: Path) -> list[Path]:
         page = folder / f"exhibit_{number}.html"
         with contextlib.redirect_stdout(io.StringIO()):
             watch(number, exhibit, page)
-        for language, ending in LANGUAGES.items():
+        titles = exhibit.title, museum_page.chinese_of(number)[0]
+        for (language, ending), title in zip(LANGUAGES.items(), titles):
             path = pictures.picture_of(exhibit).with_suffix(ending)
-            view = View(f"lang={language}", titles[language][number], scenes)
-            photograph(browser, page, [view]).save(path, optimize=True)
+            picture = photograph(browser, page, [View(f"lang={language}", title, scenes)])
+            picture.save(path, optimize=True)
             drawn.append(path)
     return drawn
-
-
-def _titles(page: Path) -> Iterator[tuple[int, str]]:
-    """Of the exhibits, by number."""
-    for section in sections_of(page):
-        number, _, title = section.title.partition(". ")
-        if number.isdigit() and section.level == 3:
-            yield int(number), title

@@ -4,7 +4,7 @@
 (() => {
   const {store, h, t} = Watch;
   Watch.words({
-    "caption.region": ["What this film shows", "这部短片讲什么"],
+    "caption.region": ["What this film shows", "这部影片讲什么"],
     "caption.look": ["Look at", "请看"],
     "caption.step": ["Step {n}: {words}", "第 {n} 步：{words}"],
   });

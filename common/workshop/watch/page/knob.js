@@ -8,7 +8,7 @@
     "knob.own": ["as told", "按原设置"],
     "knob.words": [
       "The same requests with {label}. Go back to “{own}” for what this film tells.",
-      "同样的请求，设置改为 {label}。回到“{own}”，就是这部短片讲的那次运行。"],
+      "同样的请求，设置改为 {label}。回到“{own}”，就是这部影片讲的那次运行。"],
   });
   let [films, labels, num] = [[], [], 0]; // the film's own come first, then those of the knob
   let turned = 0; // 0: the film as it is told

@@ -11,7 +11,7 @@
     "reason.seat": ["as many run as may (max_num_seqs)", "运行中的请求数已到上限（max_num_seqs）"],
     "reason.constraint": [
       "a rule held it back: a static batch, too many long prompts, an adapter",
-      "受规则限制：例如静态批处理、长 prompt 太多、适配器不匹配"],
+      "受规则限制：例如静态批处理、长 prompt 太多、适配器太多"],
     "reason.parent": ["another request computes the very block that it could share",
       "另一个请求正在计算它可以共享的那个块"],
     "reason.remote_kv": ["its KV is on its way from a tier or a store", "它的 KV 正从其他存储层传来"],

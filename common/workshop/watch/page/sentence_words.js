@@ -47,7 +47,7 @@
     ],
     "say.finished.abort": ["is aborted", "被中止"],
     "say.finished.error": ["ends with an error", "因错误结束"],
-    "say.cut": ["ends at the stop string “{text}”", "遇到停止串“{text}”而结束"],
+    "say.cut": ["ends at the stop string “{text}”", "遇到停止字符串“{text}”而结束"],
     "say.snapshot": [
       "watching begins here, in the middle of the run: {running} run, {waiting} wait",
       "从这里开始观看，运行已在中途：{running} 个请求在运行，{waiting} 个在等待",
