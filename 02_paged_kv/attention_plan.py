@@ -61,9 +61,9 @@ def split_by_length(
 
 
 class DecodeGroup:
-    """Sequences of similar length with a few query tokens each, attended in one call, which wants
-    as many of each: `query_len`, the most that one has. A sequence with fewer repeats its first;
-    copies have one result. Worked out on the host: nobody waits for the device."""
+    """Sequences of similar length with a few query tokens each, attended in one call. It wants
+    `query_len` of each, the most that one has: who has fewer repeats its first, with the same
+    result each time. Worked out on the host: nobody waits for the device."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class DecodeGroup:
         num_blocks = -(-self.num_keys // block_size)
         slots = torch.arange(num_blocks * block_size)
         unused = (slots >= seq_len).flatten().nonzero().flatten()
-        # [n, query_len]: a sequence's last tokens, and in front of them, if there are too few, its
-        # first again. Sequence at 5 .. 6 of the query, query_len 4: tokens 5 5 5 6.
+        # [n, query_len], rows of the query: with `query_len` 4, those of a sequence that has rows 5
+        # and 6 are 5 5 5 6.
         tokens = (stop - torch.arange(query_len, 0, -1)).maximum(first)
         positions = tokens - stop + seq_len
         hidden = slots[: self.num_keys] > positions[:, :, None]  # [n, query_len, num_keys]
