@@ -7,7 +7,7 @@
   Watch.words({
     "reason.budget": ["the tokens of this step were spent", "这一步的 token 预算用完了"],
     "reason.blocks": ["the KV memory had no room, or was kept for those who run",
-      "没有空闲的 KV 块，或要留给正在运行的请求"],
+      "空闲的 KV 块不够，或要留给正在运行的请求"],
     "reason.seat": ["as many run as may (max_num_seqs)", "运行中的请求数已到上限（max_num_seqs）"],
     "reason.constraint": [
       "a rule held it back: a static batch, too many long prompts, an adapter",
@@ -26,7 +26,7 @@
     "rule.adapter": ["no slot is free for its adapter (max_loras is {n})",
       "没有空闲的适配器槽（max_loras = {n}）"],
     "short.budget": ["no tokens left", "预算用完"],
-    "short.blocks": ["no blocks", "没有空闲块"],
+    "short.blocks": ["no blocks", "块不够"],
     "short.seat": ["no seat", "席位已满"],
     "short.constraint": ["held back", "受限"],
     "short.parent": ["waits to share", "等待共享"],
