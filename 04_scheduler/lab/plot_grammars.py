@@ -40,7 +40,7 @@ def draw_tree(drawing: Drawing) -> None:
     """All beginnings of the texts, and the steps that may be taken from the one so far."""
     rows = {"": TOP + 54, "y": TOP, "n": TOP + 108}
     boxes = {}
-    for prefix in sorted({text[:i] for text in TEXTS for i in range(len(text) + 1)}, key=len):
+    for prefix in sorted({text[:i] for text in TEXTS for i in range(len(text) + 1)}):
         x, y = LEFT + 118 * len(prefix), rows[prefix[:1]]
         fill = DECODE if prefix == SO_FAR else tint(DECODE, 0.3) if prefix in ("", "n") else PAPER
         boxes[prefix] = drawing.box(x, y, WIDTH, HEIGHT, f'"{prefix}"', fill=fill, mono=True)
