@@ -120,6 +120,7 @@ def test_two_libraries_allow_the_same_tokens(name) -> None:
         ('root ::= word word\nword ::= [ab]+ "c"?', "([ab]+c?){2}"),
         ('root ::= x "a"\nx ::= "a" x | ""', "a*a"),
         ('root ::= ("ab" | "a") ("c" | "bc")', "(ab|a)(c|bc)"),
+        ('root ::= ("ab" | "a") "b" # nor whole words to the b', "(ab|a)b"),
         ('root ::= [^a-b] ("b" | "\\x62c") {1,2}', "[^ab](b|bc){1,2}"),
         ("root ::= .{2,} [\\-\\]c]", ".{2,}[-\\]c]"),
         ('root ::= "\\u0061" (\n  "b"\n  | the-end)*\nthe-end ::= "c"', "a[bc]*"),

@@ -124,6 +124,22 @@ def test_each_token_is_the_highest_of_those_that_may_follow(
     engine.close()
 
 
+@pytest.mark.parametrize("shape", [dict(top_k=1), dict(top_p=1e-9), dict(min_p=1.0)], ids=str)
+def test_what_shapes_the_law_sees_what_the_grammar_has_left(
+    shape, loaded, family_oracle, expected
+) -> None:
+    """Else the one token that is kept would be forbidden: guesses or not, that is an error."""
+    draft = with_noise(load_model(family_oracle.path, torch.float64, torch.device("cpu")))
+    prompts, names = prompts_of(family_oracle), list(CASES)
+    for how in (None, {"method": "draft", "num_spec_tokens": 3}):
+        engine = make_engine(loaded, draft, speculative=how)
+        params = [params_of(name, temperature=1.0, **shape) for name in names]
+        outputs = engine.generate_batch(prompts, params).values()
+        right = [expected[name][i] for i, name in enumerate(names)]
+        assert [output.outputs[0].token_ids for output in outputs] == right
+        engine.close()
+
+
 def test_the_law_is_that_of_the_model_among_what_may_follow(loaded, family_oracle) -> None:
     """Exactly: each text's probability is a product over its tokens. Guesses are accepted and
     refused by chance, and change nothing."""
