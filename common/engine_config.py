@@ -397,8 +397,9 @@ class EngineStats:
     cached_tokens: int = 0  # prompt tokens that were found in the prefix cache
     prefix_cache_hit_rate: float = 0.0  # of all prompt tokens of admitted requests
     recent_prefix_cache_hit_rate: float = 0.0  # of the last 1,000 requests, as vLLM logs it
-    recent_prompt_throughput: float = 0.0  # tokens a second, in the last ten seconds: of admitted
-    recent_output_throughput: float = 0.0  # prompts, cached or not; and of outputs
+    # Tokens a second in the last ten seconds: of prompts that were admitted, cached or not.
+    recent_prompt_throughput: float = 0.0
+    recent_output_throughput: float = 0.0
     kv_blocks_peak: int = 0
     num_preemptions: int = 0
     discarded_tokens: int = 0  # computed for who had ended a step before (`overlap_scheduling`)

@@ -97,14 +97,13 @@ class Intake:
             own = dict(features)
             if scores := num_top is not None and i == 0:  # one for all
                 own["prompt_logprobs"] = int(num_top)
-            skips_cache = bool(skips or scores)
             request = KeyedRequest(
                 request_id if params.n == 1 else f"{request_id}#{i}",
                 group.prompt_token_ids,
                 replace(
                     params,
                     seed=_wrap_to_int64(seed + i),
-                    skip_reading_prefix_cache=skips_cache,
+                    skip_reading_prefix_cache=bool(skips or scores),
                 ),
                 self.eos_token_ids,
                 arrival_time,

@@ -306,7 +306,7 @@ def naive_stop(
     takes=st.lists(st.booleans(), min_size=14, max_size=14),
     includes=st.booleans(),
 )
-def test_stop_strings_are_found_at_their_earliest_end_and_streamed_only_if_wanted(
+def test_stop_strings_are_found_at_their_earliest_end_and_never_streamed(
     pieces: list[str], stop: list[str], min_tokens: int, takes: list[bool], includes: bool
 ) -> None:
     tokenizer = KINDS["byte level"]

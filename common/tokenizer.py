@@ -211,7 +211,7 @@ class IncrementalDetokenizer:
         """Text that follows what earlier calls returned and that nothing can take back. Joined, all
         deltas are a prefix of `text`, and all of it after `finish()` or a match."""
         unsent = "".join(self._unsent)
-        num_held = 0 if self._is_finished or self.includes_stop else self._num_held(unsent)
+        num_held = 0 if self._is_finished else self._num_held(unsent)
         delta = unsent[: len(unsent) - num_held]
         self._unsent = [unsent[len(delta) :]] if num_held else []
         self._num_sent += len(delta)
@@ -254,7 +254,8 @@ class IncrementalDetokenizer:
 
     def _num_held(self, text: str) -> int:
         """Length of the longest end of `text` that a stop string begins with."""
-        lengths = range(min(len(text), self._longest - 1), 0, -1)
+        most = 0 if self.includes_stop else self._longest - 1
+        lengths = range(min(len(text), most), 0, -1)
         return next((n for n in lengths if any(s.startswith(text[-n:]) for s in self._stop)), 0)
 
 

@@ -91,7 +91,8 @@ class PagedModelRunner:
         if batch.step is not None:
             logits = self.state.plugins.before_sampling(batch.step, logits)
         unread = batch.unread.begin(logits)
-        unread.scored = batch.staged.get(SCORED)
+        if (scored := batch.staged.get(SCORED)) is not None:
+            unread.add_more = scored.add_to
         return unread
 
     def _lay_out(self, plan: PlanMessage) -> PagedBatch:

@@ -86,9 +86,9 @@ class StagedRows:
         self.asked, self.rules = sampling.asked, sampler.rules or IN_TORCH
         self.u = cargo.add(row_uniforms(sampling, sampling.streams))
         if self.asked & RULES:
-            from common.sampling.token_rules import stage_rules
+            from common.sampling.ruled_rows import stage_rules
 
-            self.keep_to_rules = stage_rules(sampling, RULES, cargo, vocab_size)
+            self.keep_to_rules = stage_rules(sampling, cargo, vocab_size)
         if self.asked & MIN_TOKENS:
             self.forbidden = cargo.add(_forbidden(sampling, vocab_size))
         if self.asked & PENALTIES:

@@ -36,7 +36,6 @@ from scheduler_interface import NO_FINITE_LOGITS, Laps, StepOutput
 
 if TYPE_CHECKING:
     from common.sampling.distributions import Rules
-    from common.sampling.scored_prompts import ScoredPrompts
     from common.sampling.token_counts import TokenCounts
 
 Draw = Callable[[torch.Tensor], torch.Tensor]
@@ -101,7 +100,7 @@ class UnreadStep:
     def __init__(self, sampling: SamplingBatch, cargo: Cargo, raw_logits: Draw, draw: Draw) -> None:
         self.req_ids, self._raw_logits, self._draw = sampling.req_ids, raw_logits, draw
         self.times: dict[str, float] = {}
-        self.scored: ScoredPrompts | None = None  # whose numbers are read with the tokens
+        self.add_more: Callable[[StepOutput], None] | None = None  # what else the host reads
         self._logprobs = None
         if sampling.asked & LOGPROBS:
             from common.sampling.distributions import Logprobs
@@ -133,8 +132,8 @@ class UnreadStep:
             _sort_out(output, req_ids, ids.tolist())
         if self._logprobs is not None:
             self._logprobs.add_to(output, req_ids, ids, read[len(req_ids) :])
-        if self.scored is not None:
-            self.scored.add_to(output)
+        if self.add_more is not None:
+            self.add_more(output)
         clock.lap("sample_ms")
         self.times["sample_ms"] = self.times.get("sample_ms", 0.0) + clock.ms["sample_ms"]
         return output

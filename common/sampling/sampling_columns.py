@@ -89,7 +89,8 @@ class SamplingColumns(RunnerPlugin):
     def grow(self, num_rows: int) -> None:
         fresh, before = SamplingColumns(num_rows, self.eos_token_ids), len(self.needs)
         fresh._numbers[:, :before], fresh._integers[:, :before] = self._numbers, self._integers
-        fresh.forbidden, fresh.rules = self.forbidden, self.rules
+        fresh.forbidden = self.forbidden
+        fresh.rules = self.rules
         vars(self).update(vars(fresh))
 
 

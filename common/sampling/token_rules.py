@@ -10,26 +10,19 @@ others. Drafts before a row count as outputs, the prompt does not. A text is rul
 with a space in front of it; vLLM leaves the latter out where it has another number of tokens.
 
 `token_rules_of` checks what a user asks for and makes plain data of it, once for each request: it
-crosses as `features["token_rules"]`. The runner keeps it in its columns (`TokenRules`). A step
-sends indices into its logits: as many as there are tokens that are allowed, biased, and ruled out
-by bad words."""
+crosses as `features["token_rules"]`. The runner keeps it in its columns (`TokenRules`), and
+applies it to the rows of a step (`ruled_rows.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 
-from common.sampling.runner_plugin import Cargo
-from common.sampling.sampling_constraints import NEG_INF
 from common.tokenizer import Tokenizer
 from request import SamplingParams, require
-
-if TYPE_CHECKING:
-    from common.sampling.sampling_columns import SamplingBatch
 
 MOST_BIAS = 100.0  # OpenAI's, to which vLLM's server clips
 CheckIds = Callable[[str, Any], list[int]]
@@ -111,56 +104,3 @@ class TokenRules:
         last = int(ids[-1])
         some = self.words_after.get(last, []) if last >= 0 else self.longer
         return [w for w in some if w[:-2] == ids[len(ids) - len(w) + 1 : -1].tolist()]
-
-
-def stage_rules(
-    sampling: SamplingBatch, asked: int, cargo: Cargo, vocab_size: int
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What is to be called with the logits [R, V], when the cargo has come: those that keep to the
-    rules, of rows whose needs have the bit `asked`. What it is given stays as it is."""
-    rows = np.flatnonzero(sampling.needs & asked)
-    rules = [sampling.columns.rules[row] for row in sampling.rows[rows].tolist()]
-    firsts = (rows * vocab_size).tolist()
-    closed, none = [i for i, r in enumerate(rules) if r.allowed is not None], np.zeros(0, np.int64)
-    allowed = [firsts[i] + rules[i].allowed for i in closed]
-    bad, pending = [first + r.bad for first, r in zip(firsts, rules)], []
-    for first, row, rule in zip(firsts, rows.tolist(), rules):
-        outputs = _outputs(sampling, row)
-        for word in rule.words_behind(outputs):
-            if outputs[-1] >= 0:
-                bad.append(np.array([first + word[-1]]))
-            else:
-                pending.append((first + word[-1], word[-2], int(outputs[-1])))
-    biased = np.concatenate([none, *(first + r.biased for first, r in zip(firsts, rules))])
-    bias = np.concatenate([none.astype(float), *(r.bias for r in rules)])
-    sent = [rows[closed], np.concatenate([none, *allowed]), np.concatenate([none, *bad])]
-    sent += [biased, bias, np.array(pending, dtype=np.int64).reshape(-1, 3).T]
-    closed_rows, allowed_at, bad_at, biased_at, biases, may_be_bad = map(cargo.add, sent)
-
-    def keep_to_them(logits: torch.Tensor) -> torch.Tensor:
-        logits = logits.clone(memory_format=torch.contiguous_format)
-        flat = logits.view(-1)
-        if closed:
-            kept = flat[allowed_at()]
-            logits.index_fill_(0, closed_rows(), NEG_INF)
-            flat.scatter_(0, allowed_at(), kept)
-        flat.scatter_(0, bad_at(), NEG_INF)
-        if pending:
-            at, last_but_one, last = may_be_bad()
-            is_bad = sampling.state.fill_in(last) == last_but_one
-            flat.index_add_(0, at, flat.new_zeros(len(at)).masked_fill_(is_bad, NEG_INF))
-        flat.index_add_(0, biased_at(), biases().to(flat.dtype))
-        return logits
-
-    return keep_to_them
-
-
-def _outputs(sampling: SamplingBatch, row: int) -> np.ndarray:
-    """The outputs before this row of logits, drafts included. None are known where somebody guesses
-    on from guesses."""
-    state, at = sampling.state, sampling.rows[row]
-    first = int(state.num_prompt_tokens[at])
-    end = first + int(sampling.num_outputs[row])
-    if end > state.num_tokens[at] and not sampling.drafts:
-        end = first
-    return state.token_ids[at, first:end]

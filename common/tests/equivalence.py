@@ -13,6 +13,7 @@ A failure ends with the command that runs its combination alone. What chunks dep
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import sys
 import tempfile
@@ -46,6 +47,7 @@ from step_record import StepRecord
 PROMPT_LENGTHS = {"random": (1, 2, 16, 33, 48, 49, 64, 97), "shipped": (1, 5, 16, 33, 34, 40)}
 PARTS_AT = {"random": (0, 0, 0, 0, 16, 33, 48, 40), "shipped": (0, 0, 0, 0, 16, 20)}
 MAX_NUM_SEQS = 4
+SCORED = 3  # of this prompt, too, is said how likely it is
 NUM_POSITIONS = 1000  # of the ample pool
 
 
@@ -227,6 +229,8 @@ def _serve(combination: Combination, engine: LLMEngine) -> Summary:
             if when == step:
                 prompt = oracle.prompts[i]
                 params = greedy_params(max_tokens_of(len(prompt)), n=2 if i == twice else 1)
+                params = replace(params, **rules_kept_by(oracle.continuations[i]) if i % 3 else {})
+                params = replace(params, prompt_logprobs=0 if i == SCORED else None)
                 if is_bound and (name := which.grammar_of(i)) is not None:
                     params = replace(params, ignore_eos=False, grammar=CASES[name][0])
                 adapter = which.adapter_of(i) if is_adapted else None
@@ -237,6 +241,8 @@ def _serve(combination: Combination, engine: LLMEngine) -> Summary:
         num_idle = 0 if any(records[-1].new_token_ids.values()) else num_idle + 1
         assert num_idle < patience, f"the engine hangs: no token in {num_idle} steps"
         step += 1
+    scored = finished[SCORED].prompt_logprobs or []
+    assert [entry.token_id for entry in scored[1:]] == oracle.prompts[SCORED][1:]
     for i, output in sorted(finished.items()):
         expected = oracle.expected(i, max_tokens_of(len(oracle.prompts[i])))
         assert len(output.outputs) == (2 if i == twice else 1)
@@ -253,6 +259,12 @@ def _serve(combination: Combination, engine: LLMEngine) -> Summary:
         num_overlapped,
         num_replays(engine),
     )
+
+
+def rules_kept_by(tokens: list[int]) -> dict[str, list]:
+    """Who applies them to the tokens of another place or request, will say something else."""
+    pairs = {(a, b) for a in tokens for b in tokens} - set(itertools.pairwise(tokens))
+    return {"allowed_token_ids": tokens, "bad_words": [list(pair) for pair in sorted(pairs)]}
 
 
 def run_matrix(seconds: float, seed: int = 0) -> int:

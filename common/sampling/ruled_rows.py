@@ -1,0 +1,69 @@
+"""The rules of `token_rules.py`, applied to the rows of a step.
+
+A step sends indices into its logits, laid end to end: as many as there are tokens that are allowed,
+biased, and ruled out by bad words. Whether a token that is still pending ends a bad word is found
+out where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from common.sampling.runner_plugin import Cargo
+from common.sampling.sampling_columns import RULES, SamplingBatch
+from common.sampling.sampling_constraints import NEG_INF
+
+
+def stage_rules(
+    sampling: SamplingBatch, cargo: Cargo, vocab_size: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What is to be called with the logits [R, V], when the cargo has come: those that keep to the
+    rules. What it is given stays as it is."""
+    rows = np.flatnonzero(sampling.needs & RULES)
+    rules = [sampling.columns.rules[row] for row in sampling.rows[rows].tolist()]
+    firsts = (rows * vocab_size).tolist()
+    closed, none = [i for i, r in enumerate(rules) if r.allowed is not None], np.zeros(0, np.int64)
+    allowed = [firsts[i] + rules[i].allowed for i in closed]
+    bad, pending = [first + r.bad for first, r in zip(firsts, rules)], []
+    for first, row, rule in zip(firsts, rows.tolist(), rules):
+        outputs = _outputs(sampling, row)
+        for word in rule.words_behind(outputs):
+            if outputs[-1] >= 0:
+                bad.append(np.array([first + word[-1]]))
+            else:
+                pending.append((first + word[-1], word[-2], int(outputs[-1])))
+    biased = np.concatenate([none, *(first + r.biased for first, r in zip(firsts, rules))])
+    bias = np.concatenate([none.astype(float), *(r.bias for r in rules)])
+    sent = [rows[closed], np.concatenate([none, *allowed]), np.concatenate([none, *bad])]
+    sent += [biased, bias, np.array(pending, dtype=np.int64).reshape(-1, 3).T]
+    closed_rows, allowed_at, bad_at, biased_at, biases, may_be_bad = map(cargo.add, sent)
+
+    def keep_to_them(logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.clone(memory_format=torch.contiguous_format)
+        flat = logits.view(-1)
+        if closed:
+            kept = flat[allowed_at()]
+            logits.index_fill_(0, closed_rows(), NEG_INF)
+            flat.scatter_(0, allowed_at(), kept)
+        flat.scatter_(0, bad_at(), NEG_INF)
+        if pending:
+            at, last_but_one, last = may_be_bad()
+            is_bad = sampling.state.fill_in(last) == last_but_one
+            flat.index_add_(0, at, flat.new_zeros(len(at)).masked_fill_(is_bad, NEG_INF))
+        flat.index_add_(0, biased_at(), biases().to(flat.dtype))
+        return logits
+
+    return keep_to_them
+
+
+def _outputs(sampling: SamplingBatch, row: int) -> np.ndarray:
+    """The outputs before this row of logits, drafts included. None are known where somebody guesses
+    on from guesses."""
+    state, at = sampling.state, sampling.rows[row]
+    first = int(state.num_prompt_tokens[at])
+    end = first + int(sampling.num_outputs[row])
+    if end > state.num_tokens[at] and not sampling.drafts:
+        end = first
+    return state.token_ids[at, first:end]
