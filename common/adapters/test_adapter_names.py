@@ -3,6 +3,7 @@ two threads."""
 
 from __future__ import annotations
 
+import signal
 import threading
 from types import SimpleNamespace
 
@@ -105,6 +106,21 @@ def test_ranks_that_disagree_keep_what_they_had() -> None:
     assert sorted(ranks.dropped) == ["b", "c", "d"]
     ranks.is_gone = True
     adapters.drop("a")
+
+
+def test_what_ranks_took_in_an_interrupted_load_is_dropped_again() -> None:
+    class Interrupting(Ranks):
+        def collect(self, what: str) -> list[dict]:
+            signal.raise_signal(signal.SIGINT)
+            return super().collect(what)
+
+    ranks = Interrupting(["a", "a"], ["b", "b"])
+    adapters = RemoteAdapters(ranks)
+    adapters._held.add("a")
+    for path in ("x", "y"):
+        with pytest.raises(KeyboardInterrupt):
+            adapters.load(path)
+    assert ranks.dropped == ["b"], "a is somebody's"
 
 
 def test_a_pass_in_another_thread_has_adapters_of_its_own(random_loaded) -> None:

@@ -180,9 +180,15 @@ class RemoteAdapters:
 
     def load(self, directory: str | Path) -> str:
         path = str(Path(directory).expanduser().resolve())
-        with interrupts_held():
-            self.executor.send(message.pack("adapter", directory=path))
-            answers = self.executor.collect("loading an adapter")
+        answers: list[dict[str, Any]] = []
+        try:
+            with interrupts_held():
+                self.executor.send(message.pack("adapter", directory=path))
+                answers = self.executor.collect("loading an adapter")
+        except KeyboardInterrupt:  # nobody will know what they have taken
+            for digest in {answer["digest"] for answer in answers} - {None} - self._held:
+                self.drop(digest)
+            raise
         digests = {answer["digest"] for answer in answers}
         if len(digests) == 1 and (digest := digests.pop()) is not None:
             self._held.add(digest)

@@ -172,7 +172,8 @@ def _serve(workload: Workload, path: Path) -> Iterator[int]:
     from common.llm import LLM, SamplingParams
 
     adapters = {guest.adapter: SHIPPED_ADAPTER for guest in workload.guests if guest.adapter}
-    config = SETTINGS | ({"adapters": adapters} if adapters else {}) | dict(workload.config)
+    config: dict[str, Any] = SETTINGS | ({"adapters": adapters} if adapters else {})
+    config |= workload.config
     engine = LLM(**config, events=path).engine
     if workload.has_chapter_2s_scheduler:
         from paged_fcfs_scheduler import PagedFCFSScheduler

@@ -218,7 +218,7 @@ def train(config: AdapterTraining, documents: Documents, held_out: Documents, ou
     for weight in weights:
         weight.data = weight.data.bfloat16()
     model.peft_config["default"].base_model_name_or_path = "tiny"
-    model.save_pretrained(out, save_embedding_layers=False)  # looks for no config elsewhere
+    model.save_pretrained(str(out), save_embedding_layers=False)  # looks for no config elsewhere
     record = {
         "command": "python -m common.workshop.training.train_adapter",
         "config": asdict(config),
