@@ -33,10 +33,9 @@ from common.linear import linear_layers
 from common.loader import LoadedModel
 from common.model import DecoderModel
 from common.model_config import ModelFacts
-from common.roles import ATTENTION_BACKENDS, PROPOSERS, load
+from common.roles import ATTENTION_BACKENDS, LATE_PLUGINS, PROPOSERS, load
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import Compose, PagedModelRunner
-from common.sampling.prompt_logprobs import PromptLogprobs
 from common.sampling.runner_plugin import RunnerPlugin
 from common.sampling.sampler import BatchSampler, Sampler
 from common.sampling.sampling_columns import SamplingColumns
@@ -48,7 +47,7 @@ from common.scheduler_assembly import (
     find_max_model_len,
     find_vocab_size,
 )
-from common.tokenizer import Tokenizer, load_tokenizer
+from common.tokenizer import Tokenizer
 from paged_attention import AttentionBackend, PagedKVCache
 from scheduler_interface import ModelRunner
 
@@ -207,27 +206,19 @@ def make_state(given: Given, adapters: AdapterSlots | None = None) -> BatchState
     """The runner's copy of the requests. Its plugins stand here, in their order."""
     config = given.config
     sampling = SamplingColumns(eos_token_ids=given.loaded.generation_eos_token_ids)
-    plugins: list[RunnerPlugin] = [PromptLogprobs(given.vocab_size)]
+    plugins: list[RunnerPlugin] = []
     if adapters is not None:
         from common.adapters.adapter_columns import AdapterColumns
 
         plugins.append(AdapterColumns(adapters))
     max_blocks = -(-given.max_model_len // config.block_size)
     num_groups = given.loaded.model.num_groups
-    late = {"grammar": partial(make_grammar_masks, given)}
+    late = {name: partial(make_late, where, given) for name, where in LATE_PLUGINS.items()}
     return BatchState(config.max_num_seqs, max_blocks, sampling, plugins, num_groups, late)
 
 
-def make_grammar_masks(given: Given) -> RunnerPlugin:
-    from common.grammars.grammar_masks import GrammarMasks
-    from common.grammars.vocabulary import Vocabulary
-
-    tokenizer = given.tokenizer
-    if tokenizer is None:
-        assert given.loaded.path is not None
-        tokenizer = load_tokenizer(given.loaded.path)
-    eos_token_ids = given.loaded.generation_eos_token_ids
-    return GrammarMasks(Vocabulary.of(tokenizer, given.vocab_size, eos_token_ids))
+def make_late(where: str, given: Given) -> RunnerPlugin:
+    return load(where)(given)
 
 
 def make_paged_runner(

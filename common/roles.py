@@ -44,6 +44,11 @@ PREFIX_CACHES = {
     "radix": "common.scheduler_assembly:make_radix_cache",
 }
 PROPOSERS = {"ngram": "common.assembly:make_ngram", "draft": "common.assembly:make_draft_model"}
+# Plugins of the runner that are made when the first request brings something for them.
+LATE_PLUGINS = {
+    "prompt_logprobs": "common.sampling.prompt_logprobs:make",
+    "grammar": "common.grammars.grammar_masks:make",
+}
 # Where prompts are whole; where they are cut, and a batch has both decodes and chunks.
 ATTENTION_BACKENDS = {
     "torch": (

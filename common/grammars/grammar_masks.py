@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,7 +28,9 @@ from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 
 from common.grammars.vocabulary import Vocabulary, tokenizer_of
+from common.loader import LoadedModel
 from common.sampling.runner_plugin import Cargo, HasTokens, RunnerPlugin, StepRows
+from common.tokenizer import Tokenizer, load_tokenizer
 from scheduler_interface import NewRequestData
 
 KEPT = 64  # grammars that requests to come may find
@@ -182,3 +185,22 @@ def forbid(logits: torch.Tensor, at: torch.Tensor, bits: torch.Tensor) -> torch.
     is_allowed = F.pad(is_allowed, (0, max(0, vocab_size - is_allowed.shape[1])))[:, :vocab_size]
     rows = logits.index_select(0, at).masked_fill(~is_allowed, float("-inf"))
     return logits.index_copy(0, at, rows)
+
+
+class Given(Protocol):
+    """What is known of a runner when it is made. Without a tokenizer it is the checkpoint's."""
+
+    @property
+    def loaded(self) -> LoadedModel: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def make(given: Given) -> GrammarMasks:
+    path = given.loaded.path
+    tokenizer = given.tokenizer or (None if path is None else load_tokenizer(path))
+    assert tokenizer is not None, "a grammar without a tokenizer was let in"
+    eos_token_ids = given.loaded.generation_eos_token_ids
+    return GrammarMasks(Vocabulary.of(tokenizer, given.vocab_size, eos_token_ids))

@@ -18,7 +18,7 @@ is not scored again."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -74,3 +74,12 @@ class PromptLogprobs(RunnerPlugin):
         names = [step.req_ids[i] for i in asked.tolist()]
         runs = list(zip(names, lens.tolist(), self._num_top[rows].tolist(), strict=True))
         return lambda: ScoredPrompts(at(), sent(), tokens, runs, self.vocab_size)
+
+
+class HasVocabulary(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def make(given: HasVocabulary) -> PromptLogprobs:
+    return PromptLogprobs(given.vocab_size)
