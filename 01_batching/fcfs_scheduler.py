@@ -52,7 +52,7 @@ class FCFSScheduler(SchedulerBooks):
         return admitted
 
     def _has_room(self, request: Request) -> bool:
-        """Chapter 1 has no memory to run out of: the runner makes tensors as it needs them."""
+        """Asked last: who says yes may have set it aside. Chapter 1 has no memory to run out of."""
         return True
 
     def _seat(self, request: Request) -> None:

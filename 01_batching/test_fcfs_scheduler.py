@@ -369,6 +369,28 @@ class NarrowScheduler(FCFSScheduler):
         return request.num_prompt_tokens == 1
 
 
+class TakingScheduler(FCFSScheduler):
+    """Sets the room aside when it says yes."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        self.has_taken: list[str] = []
+
+    def _has_room(self, request: Request) -> bool:
+        self.has_taken.append(request.request_id)
+        return True
+
+
+def test_room_is_asked_for_last_since_who_says_yes_may_have_taken_it():
+    scheduler = TakingScheduler(plugins=[HoldsBack()], max_num_batched_tokens=10)
+    for request in (make("a", 8), make("b", 8)):
+        scheduler.add_request(request)
+    assert step(scheduler) == {"a": 8} and scheduler.has_taken == ["a"], "b is beyond the budget"
+    other = TakingScheduler(plugins=[HoldsBack()])
+    other.add_request(make("held", 2))
+    assert step(other) == {} and other.has_taken == []
+
+
 def test_who_is_held_back_or_finds_no_room_waits_in_its_place():
     plugin = HoldsBack()
     for scheduler in (FCFSScheduler(plugins=[plugin]), NarrowScheduler()):

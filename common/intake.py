@@ -95,7 +95,7 @@ class Intake:
             params = DrawnSeedParams(**{f.name: getattr(params, f.name) for f in fields(params)})
         for i in range(params.n):
             own = dict(features)
-            if scores := num_top is not None and i == 0:  # one for all
+            if num_top is not None and i == 0:  # one for all
                 own["prompt_logprobs"] = int(num_top)
             request = KeyedRequest(
                 request_id if params.n == 1 else f"{request_id}#{i}",
@@ -103,7 +103,7 @@ class Intake:
                 replace(
                     params,
                     seed=_wrap_to_int64(seed + i),
-                    skip_reading_prefix_cache=bool(skips or scores),
+                    skip_reading_prefix_cache=bool(skips or "prompt_logprobs" in own),
                 ),
                 self.eos_token_ids,
                 arrival_time,

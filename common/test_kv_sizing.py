@@ -181,7 +181,7 @@ def test_graphs_are_there_when_the_memory_is_read_and_gone_later(loaded) -> None
 
 
 def test_in_the_largest_step_everybody_has_an_adapter_of_the_highest_rank(loaded) -> None:
-    """In each matrix: those behind the last layer's attention have the rows that are sampled."""
+    """In each matrix, the last layer's too: a whole prompt is scored in that step."""
     slots, sizes = AdapterSlots(loaded.model, 3, 16), []
     for addition in slots.additions:
         assert addition.ranks[1] == [16] * len(addition.names)
@@ -193,8 +193,7 @@ def test_in_the_largest_step_everybody_has_an_adapter_of_the_highest_rank(loaded
         addition.add = add
     config = EngineConfig(max_num_seqs=48, max_num_batched_tokens=200)
     make(config, loaded, max_model_len=90, memory=FakeMemory(0, []), adapters=slots)
-    all_rows, sampled = (200, 200, [(1, 0, 200)]), (48, 48, [(1, 0, 48)])
-    assert sizes == ([all_rows] * (len(slots.additions) - 3) + [sampled] * 3) * 2
+    assert sizes == [(200, 200, [(1, 0, 200)])] * len(slots.additions) * 2
 
 
 def test_guesses_are_part_of_the_largest_step(loaded, monkeypatch) -> None:

@@ -25,7 +25,7 @@ def stage_rules(
     rules = [sampling.columns.rules[row] for row in sampling.rows[rows].tolist()]
     firsts = (rows * vocab_size).tolist()
     closed, none = [i for i, r in enumerate(rules) if r.allowed is not None], np.zeros(0, np.int64)
-    allowed = [firsts[i] + rules[i].allowed for i in closed]
+    allowed = [firsts[i] + ids for i in closed if (ids := rules[i].allowed) is not None]
     bad, pending = [first + r.bad for first, r in zip(firsts, rules)], []
     for first, row, rule in zip(firsts, rows.tolist(), rules):
         outputs = _outputs(sampling, row)

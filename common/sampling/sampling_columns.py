@@ -62,7 +62,8 @@ class SamplingColumns(RunnerPlugin):
         eos_token_ids: Sequence[int],
         rules: Mapping[str, Any] | None = None,
     ) -> None:
-        p, num_logprobs = params, {None: -1, -1: ALL}.get(params.logprobs, params.logprobs)
+        # Asked for as -1, they are `ALL`.
+        p, num_logprobs = params, -1 if params.logprobs is None else params.logprobs % (ALL + 1)
         penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
         self._numbers[:, row] = p.temperature, p.top_p, p.min_p, *penalties
         integers = (
