@@ -121,7 +121,7 @@ class Intake:
             raise ValueError("grammar needs llguidance: pip install 'vllm-from-scratch[grammar]'")
         if self.tokenizer is None:
             raise ValueError("grammar is over text: this engine has no tokenizer")
-        check_params(params, self.eos_token_ids)
+        check_params(params, [i for i in self.eos_token_ids if i < self.vocab_size])
         return source_of(params.grammar)
 
     def _check_params(self, params: SamplingParams) -> dict[str, Any] | None:

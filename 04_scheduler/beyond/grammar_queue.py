@@ -6,9 +6,9 @@
     starts      what was compiled goes to the runner with the prompt
     can not     its grammar is wrong, or takes too long: it ends with an error, and no other does
 
-Compiling takes milliseconds for most, and for a few for ever, which nobody knows before. So it is
-never done in a step, and has a time limit: vLLM and SGLang keep such requests in a queue of their
-own, too (`WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR`, `grammar_queue`)."""
+Compiling takes milliseconds for most and seconds for a few, which nobody knows before. So it is
+not done in a step. vLLM and SGLang keep such requests apart, too
+(`WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR`, `grammar_queue`)."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ class GrammarsCompiled(SchedulerPlugin):
         self._waits = {name for name in self._waits if not _is_compiled(self._futures[name])}
 
     def may_start(self, request: Request) -> bool:
+        if self.name in request.features and request.request_id not in self._futures:
+            self.arrived(request)  # its arrival was interrupted
         if request.request_id not in self._waits:
             return True
         request.status = RequestStatus.WAITING_FOR_GRAMMAR

@@ -26,7 +26,10 @@ from request import SamplingParams, check_integers, require
 
 @dataclass(frozen=True, slots=True)
 class Json:
-    """`schema` is a JSON schema, as an object or as text; None: any object. Between two elements
+    """`schema` is a JSON schema, as an object or as text; None: any object. Say
+    `"additionalProperties": false` where you can: else a name that you give a type to may come once
+    more, written with escapes, and is held to no type then. What is not known of a schema
+    (`oneOf`, `not`, `uniqueItems`) is refused. Between two elements
     stand at most `max_whitespace` blanks, so that no model writes legal blanks to the end; 0: one
     line, with one blank behind each comma and colon."""
 
@@ -36,7 +39,8 @@ class Json:
 
 @dataclass(frozen=True, slots=True)
 class Regex:
-    """All of the text matches. Without look-around and references back."""
+    """All of the text matches, in the dialect of Rust's `regex`: without look-around and references
+    back."""
 
     pattern: str
 

@@ -106,6 +106,15 @@ def test_who_can_never_start_is_named_with_its_reason(queue, compiler) -> None:
     loop.run()
 
 
+def test_who_was_interrupted_on_arrival_waits_all_the_same(queue, compiler) -> None:
+    loop = make_loop(queue)
+    loop.add("a", 3, 4).features["grammar"] = "digits"
+    assert planned(loop.step()) == {}
+    compiler.futures["digits"].set_result("DIGITS")
+    assert planned(loop.step()) == {"a": 3}
+    loop.run()
+
+
 def test_a_grammar_that_nobody_waits_for_any_more_is_given_up(queue, compiler) -> None:
     loop = make_loop(queue)
     for name in "ab":

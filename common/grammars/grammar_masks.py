@@ -17,7 +17,6 @@ where the device has work already, and not before: so nobody sits out a step."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -27,13 +26,11 @@ import torch.nn.functional as F
 from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 
-from common.grammars.vocabulary import Vocabulary, tokenizer_of
+from common.grammars.vocabulary import Vocabulary, matcher_of, tokenizer_of
 from common.loader import LoadedModel
 from common.sampling.runner_plugin import Cargo, HasTokens, RunnerPlugin, StepRows
 from common.tokenizer import Tokenizer, load_tokenizer
 from scheduler_interface import NewRequestData
-
-KEPT = 64  # grammars that requests to come may find
 
 
 class GrammarMasks(RunnerPlugin):
@@ -42,10 +39,7 @@ class GrammarMasks(RunnerPlugin):
     name = "grammar"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._kept: OrderedDict[str, LLMatcher] = (
-            OrderedDict()
-        )  # by what was compiled; at the start
+        self._vocabulary, self._tokenizer = vocabulary, tokenizer_of(vocabulary)
         self._matched: list[Matched | None] = []  # by row
         self._has_one = np.zeros(0, dtype=bool)
 
@@ -57,19 +51,13 @@ class GrammarMasks(RunnerPlugin):
     def admit(self, row: int, new: NewRequestData) -> None:
         compiled = new.features.get(self.name)
         self._has_one[row] = compiled is not None
-        self._matched[row] = None if compiled is None else self._match(compiled)
+        self._matched[row] = None if compiled is None else self.match(compiled)
 
     def release(self, row: int) -> None:
         self._has_one[row], self._matched[row] = False, None
 
-    def _match(self, compiled: str) -> Matched:
-        matcher = self._kept.pop(compiled, None)
-        if matcher is None:
-            matcher = LLMatcher(tokenizer_of(self._vocabulary), compiled, log_level=0)
-        self._kept[compiled] = matcher
-        if len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
-        return Matched(matcher.deep_copy(), self._vocabulary)
+    def match(self, compiled: str) -> Matched:
+        return Matched(matcher_of(self._tokenizer, compiled), self._vocabulary)
 
     def concerns(self, rows: np.ndarray) -> bool:
         return bool(self._has_one[rows].any())
@@ -107,11 +95,15 @@ class Matched:
     """How far the outputs of one request have come in its grammar. EOS is looked after here: the
     library says whether a text is whole, and what else may follow."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
-        self._matcher, self._vocabulary = matcher, vocabulary
+    def __init__(self, begin: LLMatcher, vocabulary: Vocabulary) -> None:
+        self._begin, self._vocabulary = begin, vocabulary
+        self._is_lost = False  # the outputs are none of this grammar: nothing may follow
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._matcher = self._begin.deep_copy()
         self._num_taken = 0  # outputs
         self._has_ended = False  # EOS was one of them
-        self._is_lost = False  # they are none of this grammar: nothing may follow
 
     def follow(self, state: HasTokens, row: int) -> None:
         """Take the outputs that are new. One that is pending is waited for."""
@@ -119,26 +111,34 @@ class Matched:
         new = state.token_ids[row, num_prompt + self._num_taken : state.num_tokens[row]]
         for token_id in new.tolist():
             known = state.known(token_id)
-            if known < 0:  # its request ends with an error
+            if known < 0 or self._has_ended:  # its request is over
                 return
-            self._is_lost |= not self._accept(known)
+            is_right = self._end(known) or self._matcher.consume_token(known)
+            self._is_lost |= not is_right
             self._num_taken += 1
 
-    def _accept(self, token_id: int) -> bool:
-        if self._has_ended:
-            return False
-        if token_id in self._vocabulary.eos_token_ids:
+    def _end(self, token_id: int) -> bool:
+        """Is it an end that may come here?"""
+        if token_id in self._vocabulary.eos_token_ids and not self._has_ended:
             self._has_ended = self._matcher.is_accepting()
             return self._has_ended
-        # Asked first: a matcher that has refused a token is of no use any more.
-        is_right = self._matcher.validate_tokens([token_id]) == 1
-        return is_right and self._matcher.consume_token(token_id)
+        return False
 
-    def _take_back(self, tokens: Sequence[int]) -> None:
-        """Accepted ones, the last that there are."""
+    def _accept(self, draft: int) -> bool:
+        """Asked first: a matcher that has refused a token is of no use any more."""
+        if self._has_ended or draft in self._vocabulary.eos_token_ids:
+            return self._end(draft)
+        return self._matcher.validate_tokens([draft]) == 1 and self._matcher.consume_token(draft)
+
+    def _take_back(self, drafts: Sequence[int], num_taken: int) -> None:
+        """Those that were accepted. If the library gave up on the way, all begins anew: a guess
+        ends nobody's text."""
+        tokens = drafts[:num_taken]
         if self._has_ended and tokens:
             self._has_ended, tokens = False, tokens[:-1]
         self._matcher.rollback(len(tokens))
+        if drafts and self._matcher.is_error():
+            self._begin_anew()
 
     def fill(self, bits: np.ndarray, row: int, drafts: Sequence[int]) -> None:
         """Of `bits` [rows, words] int32, that row and one for each draft behind it. Where the text
@@ -153,7 +153,9 @@ class Matched:
             num_taken += 1
             if self._has_ended:
                 break
-        self._take_back(drafts[:num_taken])
+        if self._matcher.is_error():
+            bits[row + num_taken + 1 : row + 1 + len(drafts)] = 0
+        self._take_back(drafts, num_taken)
 
     def _fill_row(self, bits: np.ndarray, row: int) -> None:
         if not self._is_lost:
@@ -172,7 +174,7 @@ class Matched:
         num_taken = 0
         while num_taken < len(drafts) and self._accept(drafts[num_taken]):
             num_taken += 1
-        self._take_back(drafts[:num_taken])
+        self._take_back(drafts, num_taken)
         return num_taken
 
 

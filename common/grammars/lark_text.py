@@ -12,7 +12,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer, regex_to_lark
+from llguidance import LLTokenizer, regex_to_lark
+
+from common.grammars.vocabulary import matcher_of
 
 _HEAD = '%llguidance {"no_forcing": true}\n'
 _TOKEN = re.compile(
@@ -24,21 +26,29 @@ _TOKEN = re.compile(
     | (?P<sign>[()|?*+.]|\{\s*\d+\s*(?:,\s*\d*\s*)?\})""",
     re.VERBOSE | re.DOTALL,
 )
-_CHARACTER = re.compile(r"\\x(..)|\\u(.{4})|\\U(.{8})|\\(.)|(.)", re.DOTALL)
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
+_HEX = "[0-9A-Fa-f]"
+_CHARACTER = re.compile(rf"\\x({_HEX}{{2}})|\\u({_HEX}{{4}})|\\U({_HEX}{{8}})|\\(.)|(.)", re.DOTALL)
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r"} | {c: c for c in '\\"[]-^/'}
 
 
 def compile_source(source: str, tokenizer: LLTokenizer) -> str:
     """Raises `ValueError` for what can not be a grammar of these tokens. The library counts what it
-    does and gives up; so that takes milliseconds, however bad it is."""
+    does and gives up: milliseconds for most, seconds for schemas of a thousand objects."""
     text = _lark_of(json.loads(source))
-    matcher = LLMatcher(tokenizer, text, log_level=0)
+    matcher = matcher_of(tokenizer, text)
     if not matcher.is_error():
+        matcher = matcher.deep_copy()
         matcher.compute_bitmask()
     if matcher.is_error():
-        # Without the place in a text that nobody wrote.
-        raise ValueError(re.sub(r"^at [\d()]+: ", "", matcher.get_error().split("\n   1 |")[0]))
+        raise ValueError(_sentence(matcher.get_error()))
     return text
+
+
+def _sentence(error: str) -> str:
+    """Without places in a text that nobody wrote, and what the library knows of its state."""
+    if error.startswith("NoExtensionBias"):
+        return "no text fits it"
+    return re.sub(r"^(at )?[\d()]+: ", "", re.split(r"\n<state>|\n +\d+ \|", error)[0])
 
 
 def _lark_of(wanted: dict[str, Any]) -> str:
@@ -56,7 +66,7 @@ def _lark_of(wanted: dict[str, Any]) -> str:
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _rules(text: str) -> Iterator[str]:
@@ -69,7 +79,10 @@ def _rules(text: str) -> Iterator[str]:
         kind, part = found.lastgroup, found[found.lastgroup or 0]
         if kind in ("defined", "name"):
             name = names.setdefault(part, f"r{len(names)}")
-            defined |= {part} if kind == "defined" else set()
+            if kind == "defined":
+                if part in defined:
+                    raise ValueError(f"there are two rules {part!r}")
+                defined.add(part)
             yield f"\n{name}:" if kind == "defined" else name
         elif kind == "text":
             yield "(" + (" ".join(map(_quoted, _characters(part[1:-1]))) or '""') + ")"
@@ -95,8 +108,9 @@ def _class(inside: str) -> str:
 
 def _characters(escaped: str) -> Iterator[str]:
     for match in _CHARACTER.finditer(escaped):
-        code = match[1] or match[2] or match[3]
-        if code:
-            yield chr(int(code, 16))
-        else:
-            yield match[5] or _ESCAPES.get(match[4], match[4])
+        code = int(match[1] or match[2] or match[3] or "0", 16)
+        if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+            raise ValueError(f"{match[0]} is no character")
+        if match[4] is not None and match[4] not in _ESCAPES:
+            raise ValueError(f"{match[0]} is no escape: there are {' '.join(_ESCAPES)} x u U")
+        yield match[5] or _ESCAPES.get(match[4]) or chr(code)

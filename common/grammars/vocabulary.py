@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from llguidance import LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from common.tokenizer import Tokenizer
 
@@ -35,6 +35,13 @@ class Vocabulary:
 def tokenizer_of(vocabulary: Vocabulary) -> LLTokenizer:
     """As llguidance has it. Takes seconds for a large one; it is never changed."""
     return LLTokenizer(TokenizerWrapper(_Pieces(vocabulary)))
+
+
+@lru_cache(maxsize=32)
+def matcher_of(tokenizer: LLTokenizer, text: str) -> LLMatcher:
+    """At the beginning of a text, for copies to be made of. It may have an error. Who compiles a
+    grammar leaves it here, so that no step of this process has to."""
+    return LLMatcher(tokenizer, text, log_level=0)
 
 
 class _Pieces:

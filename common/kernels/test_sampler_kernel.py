@@ -210,8 +210,8 @@ RECIPES = [
     replace(BOTH, repetition_penalty=0.8),
     replace(BOTH, logprobs=2),
     BOTH,
-    replace(BOTH, bad_words=[[1], [4, 4, 3]], logit_bias={7: 1.3, 2: -1 / 3}, repetition_penalty=2),
-    SamplingParams(allowed_token_ids=[3, 9, 1, 30], bad_words=[[2, 9]], temperature=2.0),
+    replace(BOTH, bad_words=[[1], [4, 4, 3]], logit_bias={5: 1.3, 2: -1 / 3}, repetition_penalty=2),
+    SamplingParams(allowed_token_ids=[3, 5, 1, 0], bad_words=[[2, 5]], temperature=2.0),
 ]
 
 

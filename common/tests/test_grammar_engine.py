@@ -20,6 +20,7 @@ from transformers import Qwen3ForCausalLM
 from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.grammars import grammar_compiler
+from common.grammars.vocabulary import matcher_of
 from common.loader import load_model
 from common.tests.engine_oracle import num_replays, with_noise
 from common.tests.grammar_cases import (
@@ -368,7 +369,6 @@ def test_many_at_once_are_kept_in_bounds_and_nobody_is_lost(
     loaded, family_oracle, compiled, monkeypatch
 ) -> None:
     monkeypatch.setattr(grammar_compiler, "KEPT", 500)
-    monkeypatch.setattr("common.grammars.grammar_masks.KEPT", 3)
     engine, prompt = make_engine(loaded), prompts_of(family_oracle)[0]
     texts = [f"a{i}" for i in range(100)]
     params = [SamplingParams(temperature=0, grammar=Choice([text])) for text in texts]
@@ -380,6 +380,6 @@ def test_many_at_once_are_kept_in_bounds_and_nobody_is_lost(
     assert sum(len(future.result()) for future in futures.values()) <= 500
     engine.generate_batch([prompt], params[0])
     assert len(compiled) == 101, "the first one is not"
-    (masks,) = [p for p in engine.core.runner.state.plugins.plugins if p.name == "grammar"]
-    assert len(masks._kept) <= 3
+    cache = matcher_of.cache_info()
+    assert cache.currsize <= cache.maxsize == 32
     engine.close()

@@ -263,7 +263,7 @@ def test_without_a_seed_the_law_is_the_targets(oracle, loaded, draft):
     assert seen.keys() <= law.keys()
     stats = engine.stats()
     assert 0.3 < stats.num_accepted_tokens / stats.num_drafted_tokens < 0.95
-    assert engine.speculation.proposer.num_computed_tokens > 0
+    assert engine.speculation.proposer.proposer.num_computed_tokens > 0
     likely = [tokens for tokens, p in law.items() if p * num_samples >= 5]
     rest = 1 - sum(law[tokens] for tokens in likely)
     counts = [seen[tokens] for tokens in likely] + [num_samples - sum(seen[t] for t in likely)]

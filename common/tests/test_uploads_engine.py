@@ -167,7 +167,7 @@ def test_one_copy_a_step(way: str, kind: str, random_loaded, monkeypatch) -> Non
     with pretend_device(monkeypatch) as device:
         OnDevice(runner, device)
         if draft is not None:
-            OnDevice(engine.core.runner.proposer, device)
+            OnDevice(engine.core.runner.proposer.proposer, device)
         counted = engine.core.runner = Counted(engine.core.runner, device)
         assert said(engine, BATCHES[kind]) == expected
     if way == "draft model" or (way, kind) == ("n-gram", "mixed"):

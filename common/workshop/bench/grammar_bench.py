@@ -149,7 +149,7 @@ def _compile_ms(grammar: Grammar, vocabulary: Vocabulary) -> float:
 
 def _fill_us(grammar: Grammar, vocabulary: Vocabulary) -> list[float]:
     """Along a text that is drawn token by token."""
-    matched = GrammarMasks(vocabulary)._match(
+    matched = GrammarMasks(vocabulary).match(
         compile_source(source_of(grammar), tokenizer_of(vocabulary))
     )
     rng, found = random.Random(1), []
