@@ -86,8 +86,7 @@ class SamplingParams:
             put("top_k", 0)
         for name in ("stop", "stop_token_ids"):
             values = () if getattr(self, name) is None else getattr(self, name)
-            # Whose items are numbers, or keys.
-            is_other = isinstance(values, bytes | bytearray | Mapping)
+            is_other = isinstance(values, bytes | bytearray | Mapping)  # items are numbers, keys
             require(isinstance(values, Iterable) and not is_other, name, values, "a sequence")
             put(name, tuple(values))
         stop, ids = self.stop, self.stop_token_ids

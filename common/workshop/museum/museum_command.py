@@ -212,8 +212,12 @@ def _shown(exhibit: Exhibit, swap: ModuleSwap) -> str:
 
 
 def _first_failure(exhibit: Exhibit, swap: ModuleSwap) -> str:
-    limit_s = exhibit.limit_s(swap)
-    return try_tests(exhibit.tests, swap, first_only=True, limit_s=limit_s).report.strip()
+    """Which test, and the first line of what it says."""
+    run = try_tests(exhibit.tests, swap, first_only=True, limit_s=exhibit.limit_s(swap))
+    if run.first is None:
+        return run.report.strip()
+    said = run.first.message.strip().partition("\n")[0]
+    return f"Noticed by {run.first.test}\n    {textwrap.shorten(said, 160)}"
 
 
 def _revealed(exhibit: Exhibit) -> str:

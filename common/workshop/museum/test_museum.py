@@ -17,7 +17,7 @@ from common.workshop.museum.museum_command import clues, find, listed, main
 from common.workshop.museum.museum_page import linked, side_by_side
 from common.workshop.museum.watched_run import RunOnFilm
 from common.workshop.tools.module_swap import ModuleSwap
-from common.workshop.tools.named_tests import TestRun
+from common.workshop.tools.named_tests import Failure, TestRun
 from common.workshop.tools.patch_table import all_bugs
 from common.workshop.tools.source_patch import ROOT
 from common.workshop.tools.trial import broken_copy, without_folder
@@ -115,6 +115,20 @@ def test_a_look_tells_all(without_processes: None, capsys: pytest.CaptureFixture
     for part in (exhibit.title, exhibit.origin, exhibit.wrong, exhibit.right, "THE REPORT"):
         assert part in shown
     assert exhibit.patch.new.strip() in shown
+
+
+def test_the_test_that_notices_is_told_in_two_lines(
+    without_processes: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = Failure(
+        "test_x.py::test_a", "AssertionError: two\nassert 1 == 2", "x.py", 3, None, ""
+    )
+    report = TestRun(("a",), "THE REPORT", first=failure)
+    monkeypatch.setattr(museum_command, "try_tests", lambda *_, **__: report)
+    assert main(["1"]) == 0
+    shown = capsys.readouterr().out
+    assert "Noticed by test_x.py::test_a\n    AssertionError: two\n\n" in shown
+    assert "THE REPORT" not in shown and "1 == 2" not in shown
 
 
 @pytest.mark.parametrize(
