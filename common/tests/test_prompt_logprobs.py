@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import Qwen3ForCausalLM
 
 from common.engine import LLMEngine
 from common.sampling import scored_prompts
+from common.sampling.prompt_logprobs import PromptLogprobs
 from common.tests.engine_oracle import Oracle, checked_engine, greedy_params, paged_runner
 from request import SamplingParams
 
@@ -106,8 +108,8 @@ def test_what_is_aborted_keeps_what_was_scored(oracle, loaded, expected) -> None
 
 def test_padding_of_the_vocabulary_is_impossible(oracle, loaded) -> None:
     engine = checked_engine(loaded, num_blocks=200)
-    plugin = paged_runner(engine).state.plugins.plugins[1]
-    plugin.vocab_size = 90
+    late = paged_runner(engine).state._late
+    late["prompt_logprobs"] = partial(PromptLogprobs, 90)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1)
     (output,) = engine.generate_batch([[5, 92, 7]], params).values()
     _, other, entry = output.prompt_logprobs

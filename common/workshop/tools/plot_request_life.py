@@ -13,7 +13,7 @@ from common.workshop.tools.palette import CACHED, DECODE, PREEMPTED, PROMPT, tin
 from request import RequestStatus
 
 GROUPS = {
-    "waits": [RequestStatus.WAITING, RequestStatus.WAITING_FOR_REMOTE_KVS],
+    "waits": [s for s in RequestStatus if s.name.startswith("WAITING")],
     "preempted": [RequestStatus.PREEMPTED],
     "runs": [RequestStatus.RUNNING],
     "ended": [status for status in RequestStatus if status.name.startswith("FINISHED")],
