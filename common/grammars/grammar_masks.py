@@ -57,7 +57,16 @@ class GrammarMasks(RunnerPlugin):
         self._has_one[row], self._matched[row] = False, None
 
     def match(self, compiled: str) -> Matched:
-        return Matched(matcher_of(self._tokenizer, compiled), self._vocabulary)
+        return Matched(
+            matcher_of(self._tokenizer, compiled), self._vocabulary, self._anew(compiled)
+        )
+
+    def _anew(self, compiled: str) -> Callable[[], LLMatcher]:
+        def make() -> LLMatcher:
+            matcher_of.cache_clear()
+            return matcher_of(self._tokenizer, compiled)
+
+        return make
 
     def concerns(self, rows: np.ndarray) -> bool:
         return bool(self._has_one[rows].any())
@@ -77,8 +86,11 @@ class GrammarMasks(RunnerPlugin):
         for i in concerned.tolist():
             matched = self._matched[rows[i]]
             assert matched is not None
-            matched.follow(step.state, rows[i])
-            matched.fill(bits, row_of_bits, step.drafts.get(step.req_ids[i], ()))
+            drafts = step.drafts.get(step.req_ids[i], ())
+            for _ in range(2):  # once more if it had to begin anew
+                matched.follow(step.state, rows[i])
+                if matched.fill(bits, row_of_bits, drafts):
+                    break
             row_of_bits += int(num_rows[i])
         sent_at, sent_bits = cargo.add(at), cargo.add(bits)
         return lambda logits: forbid(logits, sent_at(), sent_bits())
@@ -93,17 +105,23 @@ class GrammarMasks(RunnerPlugin):
 
 class Matched:
     """How far the outputs of one request have come in its grammar. EOS is looked after here: the
-    library says whether a text is whole, and what else may follow."""
+    library says whether a text is whole, and what else may follow.
 
-    def __init__(self, begin: LLMatcher, vocabulary: Vocabulary) -> None:
-        self._begin, self._vocabulary = begin, vocabulary
-        self._is_lost = False  # the outputs are none of this grammar: nothing may follow
-        self._begin_anew()
+    Copies of a matcher share what they have found out, and the count of it. If the library gives
+    up, it may be over what others have asked, or over a guess. So all begins anew then, with a
+    matcher that `make` makes; only if that gives up, too, the request ends."""
 
-    def _begin_anew(self) -> None:
-        self._matcher = self._begin.deep_copy()
+    def __init__(
+        self, begin: LLMatcher, vocabulary: Vocabulary, make: Callable[[], LLMatcher]
+    ) -> None:
+        self._vocabulary, self._make = vocabulary, make
+        self._begin_with(begin)
+
+    def _begin_with(self, begin: LLMatcher) -> None:
+        self._matcher = begin.deep_copy()
         self._num_taken = 0  # outputs
         self._has_ended = False  # EOS was one of them
+        self._is_lost = False  # they are none of this grammar: nothing may follow
 
     def follow(self, state: HasTokens, row: int) -> None:
         """Take the outputs that are new. One that is pending is waited for."""
@@ -131,20 +149,20 @@ class Matched:
         return self._matcher.validate_tokens([draft]) == 1 and self._matcher.consume_token(draft)
 
     def _take_back(self, drafts: Sequence[int], num_taken: int) -> None:
-        """Those that were accepted. If the library gave up on the way, all begins anew: a guess
-        ends nobody's text."""
+        """Those that were accepted."""
         tokens = drafts[:num_taken]
         if self._has_ended and tokens:
             self._has_ended, tokens = False, tokens[:-1]
         self._matcher.rollback(len(tokens))
-        if drafts and self._matcher.is_error():
-            self._begin_anew()
+        if self._matcher.is_error():
+            self._begin_with(self._make())
 
-    def fill(self, bits: np.ndarray, row: int, drafts: Sequence[int]) -> None:
+    def fill(self, bits: np.ndarray, row: int, drafts: Sequence[int]) -> bool:
         """Of `bits` [rows, words] int32, that row and one for each draft behind it. Where the text
-        has ended already they stay as they are: what is sampled there is nobody's."""
+        has ended already they stay as they are: what is sampled there is nobody's. False if the
+        library gave up at the first one."""
         if self._has_ended:
-            return
+            return True
         num_taken = 0
         for i, draft in enumerate([*drafts, -1]):
             self._fill_row(bits, row + i)
@@ -156,6 +174,7 @@ class Matched:
         if self._matcher.is_error():
             bits[row + num_taken + 1 : row + 1 + len(drafts)] = 0
         self._take_back(drafts, num_taken)
+        return bool(bits[row].any())
 
     def _fill_row(self, bits: np.ndarray, row: int) -> None:
         if not self._is_lost:

@@ -78,7 +78,7 @@ class Matching:
 
     def allowed(self) -> np.ndarray:
         self.follow()
-        bits = np.zeros((1, -(-self.vocab_size // 32)), dtype=np.int32)
+        bits = np.full((1, -(-self.vocab_size // 32)), -1, dtype=np.int32)
         self.matched.fill(bits, 0, ())
         return bits_of(bits, self.vocab_size)
 
