@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from llguidance import LLMatcher
 
-from common.grammars.grammar_masks import Matched, forbid
+from common.grammars.grammar_masks import GrammarMasks, forbid
 from common.grammars.lark_text import compile_source
 from common.grammars.vocabulary import Vocabulary, tokenizer_of
 from common.workshop.tools.draw import LARGE, PAPER, SMALL, Drawing, save_all
@@ -28,10 +27,11 @@ def masked() -> tuple[list[bool], torch.Tensor]:
     """Which tokens may follow what is there so far, and the logits with the others forbidden."""
     pieces = tuple(token.encode() for token in TOKENS[:-1])
     vocabulary = Vocabulary((*pieces, b""), (len(pieces),))
-    tokenizer = tokenizer_of(vocabulary)
-    matcher = LLMatcher(tokenizer, compile_source(source_of(Choice(TEXTS)), tokenizer))
+    compiled = compile_source(source_of(Choice(TEXTS)), tokenizer_of(vocabulary))
     bits = np.zeros((2, 1), dtype=np.int32)
-    Matched(matcher, vocabulary).fill(bits, 0, [TOKENS.index(SO_FAR)])  # as if it were guessed
+    GrammarMasks(vocabulary).match(compiled).fill(
+        bits, 0, [TOKENS.index(SO_FAR)]
+    )  # as if it were guessed
     changed = forbid(torch.tensor([LOGITS]), torch.tensor([0]), torch.from_numpy(bits[1:]))
     return [bool(bits[1, 0] >> i & 1) for i in range(len(TOKENS))], changed[0]
 
