@@ -13,36 +13,27 @@ import numpy as np
 import torch
 
 from common.adapters.adapter_slots import AdaptedModel, AdapterSlots, Ordered, StepAdapters
-from common.sampling.runner_plugin import Cargo, RunnerPlugin, StepRows
+from common.sampling.runner_plugin import BroughtByFew, Cargo, StepRows
 from scheduler_interface import NewRequestData
 
 
-class AdapterColumns(RunnerPlugin):
+class AdapterColumns(BroughtByFew):
     """Stages nothing in a step whose rows have no adapters."""
 
     name = AdaptedModel.name
 
     def __init__(self, slots: AdapterSlots) -> None:
+        super().__init__()
         self.slots = slots
-        self._digests: list[str | None] = []
-        self._has_one = np.zeros(0, dtype=bool)
-
-    def grow(self, num_rows: int) -> None:
-        self._digests += [None] * (num_rows - len(self._digests))
-        more = np.zeros(num_rows - len(self._has_one), dtype=bool)
-        self._has_one = np.append(self._has_one, more)
 
     def admit(self, row: int, new: NewRequestData) -> None:
         digest = new.features.get(self.name)
         assert digest is None or digest in self.slots.taken, f"{new.req_id}: no adapter {digest}"
-        self._digests[row], self._has_one[row] = digest, digest is not None
-
-    def concerns(self, rows: np.ndarray) -> bool:
-        return bool(self._has_one[rows].any())
+        self.put(row, digest)
 
     def column(self, rows: np.ndarray) -> np.ndarray:
         """The slot of each, which then holds its adapter."""
-        digests = [self._digests[row] for row in rows.tolist()]
+        digests = [self.brought[row] for row in rows.tolist()]
         slot_of = self.slots.bring_in(digest for digest in digests if digest is not None)
         return np.array([0 if d is None else slot_of[d] for d in digests], dtype=np.int64)
 

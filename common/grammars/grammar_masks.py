@@ -28,33 +28,26 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from common.grammars.vocabulary import Vocabulary, matcher_of, tokenizer_of
 from common.loader import LoadedModel
-from common.sampling.runner_plugin import Cargo, HasTokens, RunnerPlugin, StepRows
+from common.sampling.runner_plugin import BroughtByFew, Cargo, HasTokens, StepRows
 from common.tokenizer import Tokenizer, load_tokenizer
 from scheduler_interface import NewRequestData
 
 
-class GrammarMasks(RunnerPlugin):
+class GrammarMasks(BroughtByFew):
     """Made when the first request comes that brings a grammar."""
 
     name = "grammar"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__()  # of a row, a `Matched`
         self._vocabulary, self._tokenizer = vocabulary, tokenizer_of(vocabulary)
-        self._matched: list[Matched | None] = []  # by row
-        self._has_one = np.zeros(0, dtype=bool)
-
-    def grow(self, num_rows: int) -> None:
-        self._matched += [None] * (num_rows - len(self._matched))
-        more = np.zeros(num_rows - len(self._has_one), dtype=bool)
-        self._has_one = np.append(self._has_one, more)
 
     def admit(self, row: int, new: NewRequestData) -> None:
         compiled = new.features.get(self.name)
-        self._has_one[row] = compiled is not None
-        self._matched[row] = None if compiled is None else self.match(compiled)
+        self.put(row, None if compiled is None else self.match(compiled))
 
     def release(self, row: int) -> None:
-        self._has_one[row], self._matched[row] = False, None
+        self.put(row, None)
 
     def match(self, compiled: str) -> Matched:
         return Matched(
@@ -68,15 +61,12 @@ class GrammarMasks(RunnerPlugin):
 
         return make
 
-    def concerns(self, rows: np.ndarray) -> bool:
-        return bool(self._has_one[rows].any())
-
     def before_sampling(
         self, step: StepRows, cargo: Cargo
     ) -> Callable[[torch.Tensor], torch.Tensor] | None:
         rows, num_rows = step.queries.rows, step.queries.num_logit_rows
         first = np.cumsum(num_rows) - num_rows
-        concerned = np.flatnonzero(self._has_one[rows] & (num_rows > 0))
+        concerned = np.flatnonzero(self.has_one[rows] & (num_rows > 0))
         if not len(concerned):
             return None
         at = np.concatenate([first[i] + np.arange(num_rows[i]) for i in concerned])
@@ -84,8 +74,7 @@ class GrammarMasks(RunnerPlugin):
         bits = np.full((len(at), num_words), -1, dtype=np.int32)
         row_of_bits = 0
         for i in concerned.tolist():
-            matched = self._matched[rows[i]]
-            assert matched is not None
+            matched: Matched = self.brought[rows[i]]
             drafts = step.drafts.get(step.req_ids[i], ())
             for _ in range(2):  # once more if it had to begin anew
                 matched.follow(step.state, rows[i])
@@ -96,7 +85,7 @@ class GrammarMasks(RunnerPlugin):
         return lambda logits: forbid(logits, sent_at(), sent_bits())
 
     def num_possible(self, state: HasTokens, row: int, drafts: Sequence[int]) -> int:
-        matched = self._matched[row]
+        matched: Matched | None = self.brought[row]
         if matched is None:
             return len(drafts)
         matched.follow(state, row)
@@ -115,6 +104,9 @@ class Matched:
         self, begin: LLMatcher, vocabulary: Vocabulary, make: Callable[[], LLMatcher]
     ) -> None:
         self._vocabulary, self._make = vocabulary, make
+        # Of each EOS its word, and its bit there.
+        eos = [divmod(i, 32) for i in vocabulary.eos_token_ids]
+        self._ends = [(word, np.uint32(1 << place).view(np.int32)) for word, place in eos]
         self._begin_with(begin)
 
     def _begin_with(self, begin: LLMatcher) -> None:
@@ -182,12 +174,9 @@ class Matched:
         if self._is_lost or self._matcher.is_error():  # it has counted too many steps, and gives up
             bits[row] = 0
             return
-        words, places = np.divmod(np.array(self._vocabulary.eos_token_ids), 32)
-        for word, place in zip(words.tolist(), places.tolist(), strict=True):
-            ends = np.int32(np.uint32(1 << place).view(np.int32))
-            bits[row, word] &= ~ends
-            if self._matcher.is_accepting():
-                bits[row, word] |= ends
+        is_whole = self._matcher.is_accepting()
+        for word, end in self._ends:
+            bits[row, word] = bits[row, word] | end if is_whole else bits[row, word] & ~end
 
     def num_possible(self, drafts: Sequence[int]) -> int:
         num_taken = 0

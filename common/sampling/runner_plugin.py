@@ -118,6 +118,25 @@ class RunnerPlugin:
         return len(drafts)
 
 
+class BroughtByFew(RunnerPlugin):
+    """One to which few requests bring something: of each row what was made of it, or None."""
+
+    def __init__(self) -> None:
+        self.brought: list[Any] = []
+        self.has_one = np.zeros(0, dtype=bool)
+
+    def grow(self, num_rows: int) -> None:
+        num_more = num_rows - len(self.brought)
+        self.brought += [None] * num_more
+        self.has_one = np.append(self.has_one, np.zeros(num_more, dtype=bool))
+
+    def put(self, row: int, value: object) -> None:
+        self.brought[row], self.has_one[row] = value, value is not None
+
+    def concerns(self, rows: np.ndarray) -> bool:
+        return bool(self.has_one[rows].any())
+
+
 class RunnerPlugins:
     """The list, and of each hook those that have it."""
 

@@ -10,7 +10,6 @@ request at a time. The adapters are the shipped one with eight different scales.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
@@ -28,10 +27,8 @@ from common.engine_config import SHIPPED_ADAPTER, SHIPPED_CHECKPOINT
 from common.workshop.bench.bench_record import (
     describe_environment,
     markdown_table,
-    read_record,
-    write_record,
 )
-from common.workshop.bench.side_by_side import spread, write_table
+from common.workshop.bench.side_by_side import measure_and_tell, spread
 from request import SamplingParams
 
 RECORD = Path(__file__).parent / "records" / "adapters.json"
@@ -162,17 +159,7 @@ def table_of(record: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tables", action="store_true", help="from the record, without measuring")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=RECORD)
-    arguments = parser.parse_args()
-    if not arguments.tables:
-        write_record(arguments.output, measure(arguments.rounds))
-    record = read_record(arguments.output)
-    print(table_of(record))
-    if arguments.output == RECORD:
-        write_table(PAGE, "adapters", table_of(record), record)
+    measure_and_tell(__doc__, RECORD, PAGE, "adapters", measure, table_of)
 
 
 if __name__ == "__main__":

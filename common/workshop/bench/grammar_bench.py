@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -35,10 +34,8 @@ from common.tokenizer import load_tokenizer
 from common.workshop.bench.bench_record import (
     describe_environment,
     markdown_table,
-    read_record,
-    write_record,
 )
-from common.workshop.bench.side_by_side import write_table
+from common.workshop.bench.side_by_side import measure_and_tell, spread
 from grammars import Choice, Ebnf, Grammar, Json, Regex, source_of
 from request import SamplingParams
 
@@ -179,14 +176,13 @@ def table_of_all(record: dict[str, Any]) -> str:
     rows = []
     for n, found in record["steps"].items():
         ratios = [b["step"] / a["step"] for a, b in zip(found["without"], found["with"])]
-        low, mid, high = min(ratios), statistics.median(ratios), max(ratios)
 
         def median(kind: str, part: str, found: dict[str, Any] = found) -> str:
             return f"{statistics.median(ms[part] for ms in found[kind]):.2f}"
 
         parts = [median("without", "step"), median("with", "step")]
         parts += [median("with", "fill"), median("with", "apply")]
-        rows.append([n, *parts, f"{mid:.2f} ({low:.2f} - {high:.2f})"])
+        rows.append([n, *parts, spread(ratios)])
     large = record["large"]
     other_head = ["", "ms to compile", f"us for a row of {large['num_tokens']:,} bits", "longest"]
     others = [
@@ -202,17 +198,7 @@ def table_of_all(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tables", action="store_true", help="from the record, without measuring")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=RECORD)
-    arguments = parser.parse_args()
-    if not arguments.tables:
-        write_record(arguments.output, measure(arguments.rounds))
-    record = read_record(arguments.output)
-    print(table_of_all(record))
-    if arguments.output == RECORD:
-        write_table(PAGE, "grammars", table_of_all(record), record)
+    measure_and_tell(__doc__, RECORD, PAGE, "grammars", measure, table_of_all, rounds=7)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from dataclasses import dataclass
@@ -27,10 +26,13 @@ from common.loader import LoadedModel, load_model
 from common.workshop.bench.bench_record import (
     describe_environment,
     markdown_table,
-    read_record,
-    write_record,
 )
-from common.workshop.bench.side_by_side import add_requests, ms_per_step, spread, write_table
+from common.workshop.bench.side_by_side import (
+    add_requests,
+    measure_and_tell,
+    ms_per_step,
+    spread,
+)
 from common.workshop.bench.stub_model import VOCAB_SIZE, stub_model
 from request import SamplingParams
 from scheduler_interface import ModelRunner, PlanMessage, StepHandle, StepOutput
@@ -201,17 +203,7 @@ def table_of_all(record: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tables", action="store_true", help="from the record, without measuring")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=RECORD)
-    arguments = parser.parse_args()
-    if not arguments.tables:
-        write_record(arguments.output, measure(arguments.rounds))
-    record = read_record(arguments.output)
-    print(table_of_all(record))
-    if arguments.output == RECORD:
-        write_table(PAGE, "overlap", table_of_all(record), record)
+    measure_and_tell(__doc__, RECORD, PAGE, "overlap", measure, table_of_all)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,19 @@ Both are about the host, and both write one table of a record into a page."""
 
 from __future__ import annotations
 
+import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from common.engine import LLMEngine
-from common.workshop.bench.bench_record import made_on, write_between_markers
+from common.workshop.bench.bench_record import (
+    made_on,
+    read_record,
+    write_between_markers,
+    write_record,
+)
 from request import SamplingParams
 
 
@@ -33,3 +40,26 @@ def spread(ratios: Sequence[float]) -> str:
 
 def write_table(page: Path, name: str, table: str, record: dict) -> None:
     write_between_markers(page, name, f"{table}\n\n{made_on(record)}")
+
+
+def measure_and_tell(
+    doc: str | None,
+    record_path: Path,
+    page: Path,
+    name: str,
+    measure: Callable[[int], dict[str, Any]],
+    table_of: Callable[[dict[str, Any]], str],
+    rounds: int = 5,
+) -> None:
+    """A bench as a command: it measures, writes the record, and from that the page's table."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--tables", action="store_true", help="from the record, without measuring")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--output", type=Path, default=record_path)
+    arguments = parser.parse_args()
+    if not arguments.tables:
+        write_record(arguments.output, measure(arguments.rounds))
+    record = read_record(arguments.output)
+    print(table_of(record))
+    if arguments.output == record_path:
+        write_table(page, name, table_of(record), record)
